@@ -1,4 +1,4 @@
-"""Saving and loading of states, memory of a step, padding of batches, and models as objects."""
+"""Saving and loading states, a step's memory, padding of batches, and models as objects."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from fullshard.xla_state import read, write
 def save(
     folder: str | PathLike[str], state: State, *, step: int | None = None, **values: Any
 ) -> Path:
-    """Save a checkpoint that either engine loads on any number of devices. A collective.
+    """Saves a checkpoint that both engines load on any number of devices. A collective.
 
     Args:
-        folder: On a file system that all processes see.
-        state: State of `init`, `load` or a step.
-        step: With it the checkpoint is `folder/step-00000100`, without `folder` itself.
-        **values: Numbers, texts, lists and mappings to keep beside.
+        folder: Folder on a file system that all processes share.
+        state: State from `init`, `load` or a step.
+        step: If given, the checkpoint is `folder/step-00000100`; otherwise `folder` itself.
+        **values: Numbers, strings, lists and mappings to store in the checkpoint.
 
     Raises:
-        CheckpointError: It could not be written; older checkpoints are untouched.
+        CheckpointError: Writing failed; older checkpoints are intact.
     """
     settings = SaveSettings(step=step)
     return write.save(Path(folder), state, settings, write.Beside(values=values))
@@ -47,25 +47,25 @@ def load(
     tx: optax.GradientTransformation | None = None,
     variables: Any = None,
 ) -> State:
-    """A state from a checkpoint of either engine, each device the bytes that it holds.
+    """Loads a state from a checkpoint of either engine; each device reads only its shards.
 
     Args:
-        plan: Plan of the model that was saved.
-        path: A checkpoint, a folder of step-* (its newest complete one), or a Hugging Face folder.
-        tx: The optimizer whose state was saved; None: parameters alone.
-        variables: Arrays like the state's variables that were saved.
+        plan: Plan of the saved model.
+        path: A checkpoint, a folder of step-* (the newest complete one), or a Hugging Face folder.
+        tx: The optimizer whose state was saved; None: parameters only.
+        variables: Arrays like the saved state's variables.
 
     Raises:
-        CheckpointError: There is none, or it is of another model; names the tensor.
+        CheckpointError: There is no checkpoint, or it belongs to another model; names the tensor.
     """
     return read.load(plan, Path(path), tx, variables)[0]
 
 
 def load_values(path: str | PathLike[str]) -> dict[str, Any]:
-    """The `step` and the `**values` that `save` was given. A collective.
+    """Returns the `step` and the `**values` passed to `save`. A collective.
 
     Args:
-        path: As for `load`.
+        path: Path of the checkpoint, as in `load`.
     """
     return read.load_values(Path(path))
 
@@ -76,9 +76,9 @@ def shard(
     tx: optax.GradientTransformation | None = None,
     variables: Any = None,
 ) -> State:
-    """A state from parameters that are there already, on the host or on any devices.
+    """Makes a state from existing parameters, on the host or on any devices.
 
-    They are copied: a step uses up the state, and not the caller's arrays.
+    The parameters are copied, so a step donates the copy and not the caller's arrays.
     """
 
     def place(array: ArrayPlan, leaf: Any) -> Any:
@@ -90,11 +90,11 @@ def shard(
 
 
 def memory(step: Step, state: State, batch: Any) -> dict[str, int]:
-    """Bytes a device that the compiled step takes, as XLA counts them.
+    """Returns the memory of the compiled step, in bytes per device, as reported by XLA.
 
     Returns:
-        `arguments` (state and batch), `in_place` (of these, given back in the same memory),
-        `temporary`, and `peak`, which on the CPU is their sum, since it reports none itself.
+        `arguments` (state and batch), `in_place` (the donated part of these), `temporary`, and
+        `peak`, which is their sum on CPUs, because the CPU backend reports none.
     """
     compiled = step.compile(state, step.place(batch))
     return memory_of(compiled, on_cpu=jax.default_backend() == "cpu")
@@ -107,20 +107,20 @@ def pad_batch(
     labels: str | None = None,
     mask: str | None = None,
 ) -> dict[str, Any]:
-    """A batch with `size` samples: the last is repeated, with labels that count nothing.
+    """Pads a batch to `size` samples with copies of the last sample whose labels are ignored.
 
-    So the last batch of an epoch divides over the devices, and needs no program of its own.
+    The last batch of an epoch then divides over the devices and does not recompile the step.
 
     Args:
-        batch: Arrays by name, whose first axis counts samples.
-        size: Samples to fill it up to.
-        labels: Name of the labels; None: `label` or `labels`. Added integers are -100; added rows
-            of probabilities are zeros.
-        mask: Name of an array that is 1 where a sample counts, for labels of any other kind. It is
-            made if it is not there.
+        batch: Arrays by name; the first axis counts samples.
+        size: Number of samples after padding.
+        labels: Name of the labels; None: `label` or `labels`. Added integer labels are -100; added
+            rows of probabilities are zero.
+        mask: Name of an array that is 1 for samples that count, for labels of any other kind. It is
+            created if absent.
 
     Raises:
-        ConfigError: There are more samples, or the labels cannot be padded.
+        ConfigError: The batch has more samples, or the labels cannot be padded.
     """
     there = {name: np.asarray(value) for name, value in batch.items()}
     counts = {len(value) for value in there.values()}
@@ -148,7 +148,7 @@ def pad_batch(
 
 
 def _uncounted(name: str, value: np.ndarray, more: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The labels, in a dtype that has a sign, and added ones that count nothing."""
+    """The labels in a signed dtype, padded with ignored ones."""
     is_float = value.dtype.kind not in "iub"
     is_rows = value.ndim > 1 and np.all(value >= 0) and np.allclose(value.sum(-1), 1)
     if is_float and is_rows:
@@ -164,14 +164,14 @@ def _uncounted(name: str, value: np.ndarray, more: np.ndarray) -> tuple[np.ndarr
 
 
 def split(model: Any) -> tuple[Tree, Callable[[Tree], Any]]:
-    """A model's parameters, and what makes the model of any such again.
+    """Splits a model into its parameters and a function that rebuilds the model from parameters.
 
     Args:
         model: An nnx.Module, or a pytree such as an Equinox module, whose floating-point arrays
             are its parameters.
 
     Raises:
-        ConfigError: It has state beside its parameters, which a step would leave as it is.
+        ConfigError: The model has other state, which a step would not update.
     """
     graph = _split_nnx(model)
     return graph if graph is not None else _split_pytree(model)

@@ -1,7 +1,7 @@
-"""The functions of the FSDP tutorials for JAX, on a mesh with an axis `fsdp`, mended.
+"""The functions of JAX FSDP tutorials, corrected, on a mesh with an axis `fsdp`.
 
-XLA's partitioner places the collectives here: for models of one's own that know nothing of plans,
-and for meshes with further axes, such as `tensor`.
+XLA's partitioner inserts the collectives. Use these functions for models without a plan, and for
+meshes with further axes, such as `tensor`.
 """
 
 from __future__ import annotations
@@ -36,14 +36,15 @@ def shard_fsdp(
     mesh: Mesh | None = None,
     rules: Mapping[str, Axes] | Sequence[tuple[str, Axes]] | None = None,
 ) -> Any:
-    """Large arrays cut over the axis `fsdp` (matrices also over `tensor`), small ones copied.
+    """Shards large arrays over the axis `fsdp` (matrices also over `tensor`), replicates small
+    ones.
 
-    A dimension that divides is chosen, the largest; where none does the array is copied, which
-    `print_sharding` shows. Not the name decides but the size: embeddings are cut too.
+    The largest divisible dimension is sharded. An array without one is replicated; `print_sharding`
+    shows it. Only sizes matter, not names, so embeddings are sharded too.
 
     Args:
         params: Any pytree, also an nnx.State.
-        threshold: Elements from which on an array is cut.
+        threshold: Minimum number of elements of a sharded array.
         mesh: None: the ambient one (`jax.set_mesh`, or `with mesh:`).
         rules: Mesh axes (None: none) of the logical axes that `with_partitioning` names, as in
             flax. The annotation decides the sharding of such an array, also without rules if it
@@ -62,7 +63,7 @@ def shard_fsdp(
         spec = None if names is None else _logical(name, leaf.shape, names, rules, mesh)
         if spec is None:
             spec = spec_for(leaf.shape, threshold, mesh)
-        # What is placed may be the array itself, and a step uses it up.
+        # device_put may return the array itself, which a step would donate.
         return jax.device_put(jnp.array(leaf, copy=True), NamedSharding(mesh, spec))
 
     is_annotated: Any = lambda node: _annotation(node) is not None  # noqa: E731
@@ -74,7 +75,7 @@ def shard_fsdp(
 
 
 def _annotation(node: Any) -> tuple[Any, ...] | None:
-    """Names of logical axes: of an nnx.Variable, or of a box of Linen's."""
+    """The names of logical axes of an nnx.Variable or a Linen box."""
     if hasattr(node, "unbox"):
         return tuple(node.names)
     if not hasattr(node, "get_metadata"):
@@ -95,7 +96,7 @@ def _logical(
     rules: Mapping[str, Axes] | Sequence[tuple[str, Axes]] | None,
     mesh: Mesh,
 ) -> PartitionSpec | None:
-    """The PartitionSpec of an annotated array; None: its size decides."""
+    """The PartitionSpec of an annotated array; None if its size decides."""
     table = dict(rules or {})
     unknown = [n for n in names if n and n not in table and not _several(n) <= set(mesh.shape)]
     if unknown and rules is None:
@@ -121,7 +122,7 @@ def _logical(
 def selective_fsdp(
     params: Any, size_threshold: int = 10_000_000, *, mesh: Mesh | None = None
 ) -> Any:
-    """Shard arrays of at least `size_threshold` elements and print what happens to each array."""
+    """Shards arrays of at least `size_threshold` elements and prints the sharding of each array."""
     found = shard_fsdp(params, size_threshold, mesh=mesh)
     for path, leaf in _named(found, "/"):
         what = "Sharding" if _is_cut(leaf) else "Replicating"
@@ -130,10 +131,11 @@ def selective_fsdp(
 
 
 def print_sharding(params: Any, array: Any = None) -> None:
-    """Print the path, shape and PartitionSpec of each array.
+    """Prints the path, shape and PartitionSpec of each array.
 
     Args:
-        params: Any pytree; or an array's path, as `jax.tree_util.tree_map_with_path` calls it.
+        params: Any pytree, or the path of an array, as passed by
+            `jax.tree_util.tree_map_with_path`.
         array: The array at that path.
     """
     found = _named(params, "/") if array is None else [(_joined(params, "/"), array)]
@@ -147,13 +149,13 @@ def sharding_table(params: Any) -> list[tuple[str, tuple[int, ...], Any]]:
 
 
 def analyze_memory(params: Any, num_devices: int) -> dict[str, int]:
-    """Print and return the memory of parameters, gradients and Adam's moments in float32.
+    """Prints and returns the memory of parameters, gradients and Adam's moments in float32.
 
-    Common documents count the parameters alone, a quarter of it. Activations are not counted.
+    Many tutorials count only the parameters, a quarter of it. Activations are not included.
 
     Args:
         params: Arrays, or the shapes that `jax.eval_shape` returns.
-        num_devices: Devices that all of it is sharded over.
+        num_devices: Number of devices over which all of it is sharded.
 
     Raises:
         ConfigError: `num_devices` is not positive.
@@ -189,13 +191,13 @@ def analyze_memory(params: Any, num_devices: int) -> dict[str, int]:
 def fsdp_with_checkpointing(model_fn: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps a function so that backward recomputes its activations.
 
-    This saves memory of activations only, not of parameters, gradients and moments.
+    This saves only activation memory.
     """
     return jax.checkpoint(model_fn)
 
 
 def spec_for(shape: tuple[int, ...], threshold: int, mesh: Mesh) -> PartitionSpec:
-    """The PartitionSpec over `fsdp` and, if the mesh has it, `tensor`."""
+    """The PartitionSpec over `fsdp` and, if the mesh has that axis, `tensor`."""
     axes: list[str | None] = [None] * len(shape)
     if math.prod(shape) < threshold:
         return PartitionSpec()
@@ -204,21 +206,21 @@ def spec_for(shape: tuple[int, ...], threshold: int, mesh: Mesh) -> PartitionSpe
         fitting = [d for d, n in enumerate(shape) if axes[d] is None and n % size == 0]
         if size > 1 and fitting and (axis == AXIS or len(shape) > 1):
             axes[max(fitting, key=lambda d: (shape[d], -d))] = axis
-    while axes and axes[-1] is None:  # as jax writes it when it comes back from a step
+    while axes and axes[-1] is None:  # the form in which a step returns it
         axes.pop()
     return PartitionSpec(*axes)
 
 
 def mesh_with_axis(mesh: Mesh | None) -> Mesh:
-    """The mesh that is given, or the one around us.
+    """Returns the given mesh, or the ambient one.
 
     Raises:
-        ConfigError: There is none, or it has no axis `fsdp`.
+        ConfigError: There is no mesh, or it has no axis `fsdp`.
     """
     if mesh is None:
         mesh = jax.sharding.get_mesh() or None
     if mesh is None or mesh.empty:
-        with warnings.catch_warnings():  # `with mesh:` shows itself there alone, and is deprecated
+        with warnings.catch_warnings():  # `with mesh:`, which is deprecated, is visible only there
             warnings.simplefilter("ignore", DeprecationWarning)
             from jax.interpreters.pxla import thread_resources
 
@@ -245,7 +247,7 @@ def _spec(leaf: Any) -> Any:
 
 
 def _size(num_bytes: int) -> str:
-    """In GB as the tutorials count, in MB or kB where GB would read 0.00."""
+    """Formats bytes in GB, as the tutorials do, or in MB or kB if GB would read 0.00."""
     for unit, size in (("GB", 1e9), ("MB", 1e6)):
         if num_bytes >= size / 10:
             return f"{num_bytes / size:.2f} {unit}"
@@ -264,11 +266,11 @@ Found = tuple[Any, jax.Array, dict[str, Any]]  # the state's arrays, loss, metri
 def create_fsdp_train_step(
     mesh: Mesh, loss_fn: LossFn | None = None
 ) -> Callable[[Any, Any], tuple[Any, Any, dict[str, Any]]]:
-    """Make a compiled step (state, batch) -> (state, loss, metrics) that keeps everything sharded.
+    """Makes a compiled step (state, batch) -> (state, loss, metrics) that keeps the state sharded.
 
     Args:
-        mesh: Has the axis `fsdp`, which divides the samples of a batch too, as do axes named
-            `data`, `replica` and `replicate`.
+        mesh: A mesh with the axis `fsdp`. Samples are sharded over it and over axes named `data`,
+            `replica` and `replicate`.
         loss_fn: (model, batch) -> loss, or (loss, metrics); with a TrainState (params, batch).
             None: cross-entropy of `model(batch["input_ids"])` and `batch["label"]` or `["labels"]`,
             with the accuracy: integers, of which -100 counts nothing, or probabilities per class,
@@ -289,7 +291,7 @@ def create_fsdp_train_step(
         update = _update_train_state if graph is None else partial(_update_nnx, graph)
         found, loss, metrics = update(loss_fn, arrays, batch)
         leaves, structure = jax.tree.flatten(found)
-        # Left to itself, the partitioner gives updated arrays other places.
+        # Without this, the partitioner may choose other shardings for updated arrays.
         pinned = jax.tree.map(jax.lax.with_sharding_constraint, leaves, list(shardings))
         return jax.tree.unflatten(structure, pinned), loss, metrics
 
@@ -310,15 +312,15 @@ def create_fsdp_train_step(
 
 
 def _place(batch: Any, mesh: Mesh, labels: tuple[str, ...]) -> Any:
-    """The batch with its samples divided over the devices; scalars are replicated.
+    """Shards a batch's samples over the devices; scalars are replicated.
 
     Args:
         batch: Arrays whose first dimension counts samples.
-        mesh: With the axis `fsdp`.
-        labels: Keys of which the batch needs one; () where the user's own loss reads it.
+        mesh: A mesh with the axis `fsdp`.
+        labels: Keys of which the batch needs one; () for a custom loss.
 
     Raises:
-        ConfigError: A key is missing, or the samples of an array do not divide.
+        ConfigError: A key is missing, or an array's samples are not divisible.
     """
     keys = list(batch) if isinstance(batch, Mapping) else []
     if labels and not ("input_ids" in keys and any(name in keys for name in labels)):
@@ -344,7 +346,7 @@ def _place(batch: Any, mesh: Mesh, labels: tuple[str, ...]) -> Any:
                 f"loader), or pad to {fewer + size} and mask the padding in loss_fn."
             )
         sharding = NamedSharding(mesh, spec)
-        if jax.process_count() == 1:  # a device's array goes to the others without the host
+        if jax.process_count() == 1:  # arrays on a device are copied to the others directly
             return jax.device_put(leaf, sharding)
         return jax.make_array_from_process_local_data(sharding, np.asarray(leaf))
 
@@ -352,7 +354,7 @@ def _place(batch: Any, mesh: Mesh, labels: tuple[str, ...]) -> Any:
 
 
 def _holds_model(state: Any) -> bool:
-    """Whether it is of nnx; else it is a TrainState."""
+    """Whether the state is from nnx; otherwise it is a TrainState."""
     if not hasattr(state, "model") and not hasattr(state, "apply_gradients"):
         raise ConfigError(
             "create_fsdp_train_step: expected a state that holds its model; got "
@@ -392,7 +394,7 @@ def _classify(model: Any, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
     logits = model(batch["input_ids"])
     labels = batch["labels"] if "labels" in batch else batch["label"]
     likely = jax.nn.log_softmax(logits)
-    if labels.shape == logits.shape:  # probabilities, one-hot ones among them
+    if labels.shape == logits.shape:  # probabilities, including one-hot
         losses = -jnp.sum(labels.astype(likely.dtype) * likely, axis=-1)
         counts, labels = jnp.any(labels != 0, axis=-1), jnp.argmax(labels, axis=-1)
     else:
@@ -406,6 +408,6 @@ def _classify(model: Any, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
 
 
 def _on_mesh(mesh: Mesh, leaf: Any) -> Any:
-    """Counters and the like are born on one device: copied over all."""
+    """Replicates arrays that were created on one device, such as counters."""
     on_mesh = isinstance(getattr(leaf, "sharding", None), NamedSharding)
     return leaf if on_mesh else jax.device_put(leaf, NamedSharding(mesh, PartitionSpec()))

@@ -2,7 +2,7 @@
 
     planner/arrays.py ---> plan (mesh, shardings) ---> step: shard_map, gathers, reductions, update
 
-Every collective is one that the plan lists: `shard_map` leaves none to the compiler.
+The plan lists every collective: inside `shard_map` the compiler adds none.
 """
 
 from __future__ import annotations

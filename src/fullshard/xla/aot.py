@@ -1,6 +1,6 @@
-"""Compiling a step ahead of time, for devices that are played or that are not there.
+"""Ahead-of-time compilation of a step, for simulated or absent devices.
 
-What XLA says of its own program is exact: the bytes that it allocates, the collectives it issues.
+XLA reports exactly which bytes its program allocates and which collectives it issues.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from fullshard.xla.step import Beside, LossFn, State, gradients, train_step
 
 @dataclass(frozen=True)
 class Compiled:
-    """What XLA says of a step, in bytes of a device.
+    """XLA's report on a compiled step, in bytes per device.
 
     Attributes:
-        arguments: State and batch.
-        in_place: The part of the arguments that is returned in the same memory.
-        temporary: Everything else that the step holds at once.
-        peak: What the device reports; on CPUs, which report none, all of the above together.
-        collectives: By kind, loops multiplied; None where this jaxlib cannot read what the plugin
-            compiled (libtpu is often the newer of the two).
-        compile_s: Seconds that it took.
+        arguments: Bytes of the state and the batch.
+        in_place: Bytes of the arguments that are donated, so that results reuse their memory.
+        temporary: Peak of all other buffers.
+        peak: The peak that the backend reports; the sum of the above on CPUs, which report none.
+        collectives: Counts and bytes by kind, multiplied by loop trip counts; None if this jaxlib
+            cannot parse the plugin's program (libtpu is often newer).
+        compile_s: Compile time.
     """
 
     arguments: int
@@ -51,12 +51,12 @@ class Compiled:
 
 
 def devices_of(topology: str | None, world_size: int) -> list[Any]:
-    """CPU devices that this process plays, or those of a named topology, none of which is needed.
+    """Returns simulated CPU devices, or the devices of a named topology, which need not exist.
 
     Args:
-        topology: As libtpu names TPU slices (v5p:2x2x2, v6e:4x4), or GPUs (8xH100-80GB); None:
+        topology: libtpu's name of a TPU slice (v5p:2x2x2, v6e:4x4), or GPUs (8xH100-80GB); None:
             CPUs.
-        world_size: How many to play.
+        world_size: Number of simulated CPU devices.
 
     Raises:
         ConfigError: The plugin is not installed, or it does not know the name.
@@ -75,7 +75,7 @@ def devices_of(topology: str | None, world_size: int) -> list[Any]:
     processes.play(1)
     try:
         found = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
-    except Exception as error:  # whatever the plugin raises at a name
+    except Exception as error:  # plugins raise various types for an unknown name
         raise ConfigError(
             f"--topology: expected a slice that libtpu describes, such as v5p:2x2x2 or v6e:4x4; "
             f"got {topology!r}, of which it says: {str(error).splitlines()[0]}"
@@ -90,17 +90,17 @@ def compile_step(
     batch: Tree,
     **settings: Any,
 ) -> Compiled:
-    """Compile a training step from shapes alone.
+    """Compiles a training step from shapes, without arrays.
 
     Args:
-        plan: On the devices to compile for.
-        loss_fn: As for `train_step`.
-        tx: The optimizer, whose update is given `learning_rate`.
-        batch: Shapes with shardings.
-        **settings: Of `train_step`.
+        plan: A plan on the devices to compile for.
+        loss_fn: Loss function, as in `train_step`.
+        tx: The optimizer; its update receives `learning_rate`.
+        batch: Shapes of the batch's arrays, with shardings.
+        **settings: Further arguments of `train_step`.
 
     Raises:
-        WillNotFitError: XLA knows the devices' memory, and the step takes more.
+        WillNotFitError: The step needs more memory than XLA knows the device to have.
     """
     step = train_step(plan, loss_fn, tx, **settings)
     began = time.perf_counter()
@@ -116,7 +116,7 @@ def compile_step(
         ) from error
     compile_s = time.perf_counter() - began
     on_cpu = plan.mesh.devices.flat[0].platform == "cpu"
-    # TPU's loops do not say how often they run: those with collectives run over the blocks.
+    # Loops compiled for TPUs have no trip count. Those with collectives run over the blocks.
     layers = max((array.num_layers for array in plan.table.arrays), default=0)
     try:
         moved = census(compiled, num_trips=layers or None)
@@ -126,7 +126,7 @@ def compile_step(
 
 
 def abstract_state(plan: XlaPlan, tx: optax.GradientTransformation) -> State:
-    """A state's shapes, each with its sharding."""
+    """The shapes and shardings of a training state."""
 
     stored = plan.map(
         lambda a: jax.ShapeDtypeStruct(
@@ -138,7 +138,7 @@ def abstract_state(plan: XlaPlan, tx: optax.GradientTransformation) -> State:
 
 
 def memory_of(compiled: Any, *, on_cpu: bool) -> dict[str, int]:
-    """`arguments`, `in_place`, `temporary` and `peak` of a compiled program; see Compiled."""
+    """Returns `arguments`, `in_place`, `temporary` and `peak` of a program; see `Compiled`."""
     found = compiled.memory_analysis()
     arguments, in_place = found.argument_size_in_bytes, found.alias_size_in_bytes
     temporary = found.temp_size_in_bytes
@@ -154,11 +154,11 @@ def memory_of(compiled: Any, *, on_cpu: bool) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Kept:
-    """Bytes of a device.
+    """Bytes per device that a forward keeps for the backward.
 
     Attributes:
-        activations: That backward reads.
-        gathered: Parameters that backward reads whole, where they are not gathered again.
+        activations: Bytes of activations.
+        gathered: Bytes of full parameters that stay gathered until the backward.
     """
 
     activations: int = 0
@@ -166,18 +166,18 @@ class Kept:
 
 
 def without_devices(table: ArraysPlan, structure: Any) -> XlaPlan:
-    """A plan that can be traced, and on which nothing can run."""
+    """The plan on an abstract mesh, which can be traced but not run."""
     sizes = (table.mesh.replicate, table.mesh.shard)
     return XlaPlan(table, AbstractMesh(sizes, AXES, (AxisType.Auto,) * 2), structure)  # type: ignore[arg-type]
 
 
 def kept_for_backward(plan: XlaPlan, loss_fn: LossFn, batch: Tree) -> Kept:
-    """What a micro-batch's forward keeps on a device, over all blocks.
+    """Returns the bytes per device that the forward of a micro-batch keeps for all blocks.
 
     Args:
-        plan: Plan of the model; its mesh may be abstract.
-        loss_fn: Loss of the step.
-        batch: Shapes of a micro-batch of all devices.
+        plan: The model's plan; its mesh may be abstract.
+        loss_fn: The step's loss function.
+        batch: Shapes of the global micro-batch.
     """
     mapped = jax.shard_map(
         partial(gradients, plan, lambda _: loss_fn, 1),
@@ -188,7 +188,7 @@ def kept_for_backward(plan: XlaPlan, loss_fn: LossFn, batch: Tree) -> Kept:
     )
     params = plan.map(lambda a: jax.ShapeDtypeStruct(a.stored_shape, str(a.dtypes.master)))
     program = jax.make_jaxpr(mapped)(params, batch, Beside())
-    # Products keep weights transposed.
+    # Matrix products save transposed weights.
     blocks = [array.shape for array in plan.table.arrays if array.block]
     weights = {shape for one in blocks for shape in (one, one[::-1])}
     found = Kept()
@@ -198,7 +198,7 @@ def kept_for_backward(plan: XlaPlan, loss_fn: LossFn, batch: Tree) -> Kept:
 
 
 def _scans(program: Any) -> Iterator[Any]:
-    """Those of forward that stand in no other."""
+    """The outermost scans of the forward."""
     for step in program.eqns:
         if step.primitive.name == "scan":
             if not step.params["reverse"]:
@@ -211,7 +211,7 @@ def _scans(program: Any) -> Iterator[Any]:
 
 
 def _with_kept(found: Kept, scan: Any, weights: set[tuple[int, ...]]) -> Kept:
-    """With what it gives back beside what it carries, but for what waits on the host."""
+    """The scan's stacked outputs, without those offloaded to the host."""
     activations, gathered = found.activations, found.gathered
     for out in scan.outvars[scan.params["num_carry"] :]:
         aval = out.aval

@@ -1,8 +1,8 @@
-"""Collectives of a compiled program, counted from its HLO: what really runs, not what was meant.
+"""Counts the collectives of a compiled program from its HLO.
 
-Loops are multiplied by their trip counts, called computations followed. Where XLA joins several
-collectives into one, each tensor of it counts. Bytes are those of the whole tensor: what a gather
-gives, what a scatter takes, what a reduction sums.
+Counts in loops are multiplied by trip counts, and called computations are followed. A collective
+that XLA combined counts once per tensor. Bytes are those of the full tensor: the output of an
+all-gather, the input of a reduce-scatter, the operand of an all-reduce.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 
 
 def census(compiled: Any, *, num_trips: int | None = None) -> dict[str, Collectives]:
-    """Count and bytes of each kind of collective that a program runs.
+    """Returns the count and bytes of each kind of collective in a program.
 
     Args:
-        compiled: What `.compile()` of a lowered jax function gave, or its HLO text.
-        num_trips: Trip count of loops whose HLO does not give it (on TPU).
+        compiled: The result of `.compile()` of a lowered jax function, or its HLO text.
+        num_trips: Trip count for loops whose HLO does not contain it (on TPUs).
 
     Raises:
-        ConfigError: A loop with collectives in it does not say how often it runs.
+        ConfigError: A loop with collectives has no trip count.
     """
     text = compiled if isinstance(compiled, str) else compiled.as_text()
     computations, entry = _computations(text)
@@ -62,7 +62,7 @@ def census(compiled: Any, *, num_trips: int | None = None) -> dict[str, Collecti
 
 
 def group_size(line: str) -> int:
-    """Devices that take part in one instance of a collective, in any of HLO's three spellings."""
+    """Number of devices in a collective's group, from any of HLO's three notations."""
     if match := re.search(r"replica_groups=\{\{([\d,]+)\}", line):
         return match[1].count(",") + 1
     if match := re.search(r"replica_groups=\[\d+,(\d+)\]<=", line):
@@ -87,7 +87,7 @@ def _computations(text: str) -> tuple[dict[str, list[str]], str]:
 
 
 def _sizes(op: str, match: re.Match[str], line: str) -> list[int]:
-    """Bytes of each tensor that one collective moves."""
+    """Bytes of each tensor in a collective."""
     shapes = _SHAPE.findall(match["result"])
     if match["op"].endswith("-start") and op != REDUCE:  # (operands, results)
         shapes = shapes[len(shapes) // 2 :]

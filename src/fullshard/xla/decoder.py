@@ -1,4 +1,4 @@
-"""A decoder on plain trees of arrays: Llama, Qwen2 and Qwen3 (dense), by Hugging Face's names.
+"""A decoder as functions on trees of arrays: Llama, Qwen2 and Qwen3 (dense), with HF's names.
 
     model.embed_tokens.weight                       (vocabulary, hidden)
     model.layers.self_attn.q_proj.weight            (layers, heads x head_dim, hidden)     stacked
@@ -33,19 +33,19 @@ from fullshard.xla.plan import Tree, XlaPlan, table_of
 
 BLOCKS = ("model.layers",)
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-IGNORED = -100  # a label that counts nothing
+IGNORED = -100  # the ignored label
 MODEL_TYPES = ("llama", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3")
 
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """What the decoder is built from; names as in Hugging Face's configurations.
+    """The decoder's configuration, with the names of Hugging Face's.
 
     Attributes:
         qkv_bias: Whether queries, keys and values have biases; `o_bias`, `mlp_bias` likewise.
-        qk_norm: Whether each head's queries and keys are normed.
-        rope: rope_theta, rope_type and that type's numbers.
+        qk_norm: Whether queries and keys are normalized per head.
+        rope: rope_theta, rope_type and the parameters of that type.
     """
 
     vocab_size: int
@@ -65,14 +65,14 @@ class DecoderConfig:
 
     @classmethod
     def of(cls, config: Any, key: str = "model.config") -> DecoderConfig:
-        """From a Hugging Face configuration.
+        """Creates it from a Hugging Face configuration.
 
         Args:
-            config: Configuration of the model.
-            key: What messages call it.
+            config: The model's configuration.
+            key: Configuration key that error messages name.
 
         Raises:
-            ConfigError: It has something that this decoder does not compute.
+            ConfigError: The model has a feature that this decoder does not support.
         """
         kind = config.model_type
         expect = partial(_expect, key)
@@ -103,7 +103,7 @@ class DecoderConfig:
         )
 
     def shapes(self, dtype: Any = jnp.float32) -> Tree:
-        """The tree of parameters, as shapes."""
+        """Returns the tree of parameter shapes."""
         hidden, inner = self.hidden_size, self.intermediate_size
         queries = self.num_attention_heads * self.head_dim
         keys = self.num_key_value_heads * self.head_dim
@@ -138,16 +138,16 @@ class DecoderConfig:
 
 
 def plan_table(model_config: Any, run: RunConfig, world_size: int, more: Tree = None) -> ArraysPlan:
-    """What a run on this backend will hold and move; needs no device.
+    """Returns the plan of a run on this backend; needs no device.
 
     Args:
-        model_config: Hugging Face configuration.
-        run: The configuration.
-        world_size: Devices.
-        more: Shapes of further arrays that are trained with the model.
+        model_config: The model's Hugging Face configuration.
+        run: The run's configuration.
+        world_size: Number of devices.
+        more: Shapes of additional arrays that are trained with the model.
 
     Raises:
-        ConfigError: The decoder does not compute this model, or the mesh is impossible.
+        ConfigError: The decoder does not support this model, or the mesh is impossible.
     """
     decoder, sharding = DecoderConfig.of(model_config), run.sharding
     row = row_of(sharding.strategy)
@@ -171,7 +171,7 @@ def logits_of(config: DecoderConfig, plan: XlaPlan, params: Tree, batch: Any) ->
 
 
 def hidden_of(config: DecoderConfig, plan: XlaPlan, params: Tree, batch: Any) -> jax.Array:
-    """(batch, length, hidden) states in front of the head; arguments as for `logits_of`."""
+    """(batch, length, hidden) states before the head; arguments as for `logits_of`."""
 
     def scan(block: Any, x: jax.Array, stacked: Tree) -> jax.Array:
         return scan_blocks(block, x, stacked, plan, BLOCKS[0])
@@ -180,7 +180,7 @@ def hidden_of(config: DecoderConfig, plan: XlaPlan, params: Tree, batch: Any) ->
 
 
 def head_of(config: DecoderConfig, params: Tree) -> jax.Array:
-    """(vocabulary, hidden): the head's weight, or the embedding's that stands for it."""
+    """(vocabulary, hidden): the weight of the head, or of the tied embedding."""
     tied = config.tie_word_embeddings
     return params["model"]["embed_tokens"]["weight"] if tied else params["lm_head"]["weight"]
 
@@ -188,7 +188,7 @@ def head_of(config: DecoderConfig, params: Tree) -> jax.Array:
 def decode(
     config: DecoderConfig, params: Tree, batch: Any, scan: Callable[..., jax.Array]
 ) -> jax.Array:
-    """Logits, with the blocks run by (block, x, their stacked arrays) -> x."""
+    """Logits; `run` applies the blocks: (block, x, stacked arrays) -> x."""
     return _hidden(config, params, batch, scan) @ head_of(config, params).T
 
 
@@ -205,17 +205,16 @@ def _hidden(
         documents = jnp.pad(documents, ((0, 0), (1, 0)))
         seen = seen & (documents[:, :, None] == documents[:, None, :])
         seen = seen[:, None, None]
-    # Added, not chosen: backward of a choice wants the mask again, as wide as the scores.
+    # Adding a bias instead of `where` spares the backward a mask as large as the scores.
     hidden = jnp.where(seen, 0.0, -jnp.inf).astype(_wide(x).dtype)
     x = scan(partial(_block, config, (turns, hidden)), x, model["layers"])
     return _norm(x, model["norm"]["weight"], config.rms_norm_eps)
 
 
 def loss_fn(config: DecoderConfig, plan: XlaPlan) -> Callable[[Tree, Any], Any]:
-    """(parameters, batch) -> next-token loss, summed, and the number of label tokens.
+    """Makes (parameters, batch) -> (summed next-token loss, number of label tokens).
 
-    The batch is that of `logits_of`, with `labels`, (batch, length): -100 where nothing is
-    predicted.
+    The batch is that of `logits_of` with `labels`, (batch, length); -100 is ignored.
     """
 
     def loss(params: Tree, batch: Any) -> tuple[jax.Array, jax.Array]:
@@ -226,7 +225,7 @@ def loss_fn(config: DecoderConfig, plan: XlaPlan) -> Callable[[Tree, Any], Any]:
 
 
 def token_loss(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Summed cross-entropy in float32 or wider over labels that are not -100; and their number."""
+    """Summed cross-entropy, in float32 or wider, over labels other than -100, and their number."""
     logits = _wide(logits)
     counts = labels != IGNORED
     chosen = jnp.where(counts, labels, 0)[..., None]
@@ -246,7 +245,7 @@ def _block(config: DecoderConfig, places: Any, layer: Tree, x: jax.Array) -> jax
 
 
 def _attention(config: DecoderConfig, places: Any, attn: Tree, x: jax.Array) -> jax.Array:
-    """Causal, grouped: several heads of queries share one of keys and values."""
+    """Causal grouped-query attention."""
     (batch, length, _), (turns, hidden) = x.shape, places
     groups, dim = config.num_key_value_heads, config.head_dim
     q, k, v = (
@@ -279,14 +278,14 @@ def _norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
 
 
 def _rotate(x: jax.Array, turns: tuple[Any, Any]) -> jax.Array:
-    """Rotary positions on (batch, length, heads, head_dim): halves are the pairs."""
+    """Applies rotary positions to (batch, length, heads, head_dim); pairs are (i, i + half)."""
     cos, sin = (turn[..., None, :] for turn in turns)
     first, second = jnp.split(x, 2, axis=-1)
     return x * cos + jnp.concatenate([-second, first], axis=-1) * sin
 
 
 def _rotations(config: DecoderConfig, length: int, dtype: Any) -> tuple[Any, Any]:
-    """Cosines and sines (length, head_dim), in float32 or wider: constants of the program."""
+    """Cosines and sines, (length, head_dim), in float32 or wider; constants of the program."""
     wide = np.promote_types(np.float32, np.float32 if dtype.itemsize < 4 else dtype)
     steps = np.arange(0, config.head_dim, 2, dtype=wide) / wide.type(config.head_dim)
     frequencies = wide.type(1) / wide.type(config.rope["rope_theta"]) ** steps
@@ -297,7 +296,7 @@ def _rotations(config: DecoderConfig, length: int, dtype: Any) -> tuple[Any, Any
 
 
 def _scaled(frequencies: np.ndarray, rope: dict[str, Any]) -> np.ndarray:
-    """Frequencies for longer texts than those of pretraining.
+    """Frequencies scaled for texts longer than those of pretraining.
 
     References:
         transformers/modeling_rope_utils.py: `linear` and `llama3`.

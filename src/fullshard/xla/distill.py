@@ -26,18 +26,18 @@ from fullshard.xla.head import ChunkLoss, Decoder, Rows, chunked, cross_entropy,
 from fullshard.xla.plan import Tree, table_of
 from fullshard.xla.step import LossFn
 
-PROJECTION = "distill_projection"  # of a student whose width is not its teacher's
-TOP_VALUES, TOP_IDS = "teacher_values", "teacher_ids"  # of a batch whose teacher ran before
+PROJECTION = "distill_projection"  # if the student's width differs from the teacher's
+TOP_VALUES, TOP_IDS = "teacher_values", "teacher_ids"  # in batches with stored teacher logits
 
 
 def distillation(student: Decoder, teacher: Decoder | None, settings: DistillConfig) -> LossFn:
-    """(parameters, batch, the teacher's arrays) -> summed loss, number of label tokens.
+    """Makes (parameters, batch, teacher's arrays) -> (summed loss, number of label tokens).
 
     Args:
-        student: The model whose arrays are differentiated.
-        teacher: None: the batch brings the logits that it left, `teacher_values` and
-            `teacher_ids`, (batch, length, k).
-        settings: Loss, temperature, shares, tokens at a time.
+        student: The trained model.
+        teacher: None: the batch contains its stored logits as `teacher_values` and `teacher_ids`,
+            (batch, length, k).
+        settings: Loss, temperature, weights of the loss terms, chunk size in tokens.
     """
 
     size = settings.tokens_at_once
@@ -65,7 +65,7 @@ def distillation(student: Decoder, teacher: Decoder | None, settings: DistillCon
 
 
 def _against(settings: DistillConfig) -> ChunkLoss:
-    """Divergence and cross-entropy by their shares."""
+    """The weighted sum of divergence and cross-entropy."""
 
     def loss(student: jax.Array, others: Any, head: Any) -> jax.Array:
         if TOP_VALUES in others:
@@ -82,7 +82,7 @@ def _against(settings: DistillConfig) -> ChunkLoss:
 
 
 def _hidden_loss(rows: Rows, teacher: jax.Array, projection: Tree | None) -> jax.Array:
-    """Mean square over the width, summed over tokens."""
+    """Mean squared difference over the width, summed over tokens."""
     seen = rows.hidden if projection is None else rows.hidden @ projection["weight"].T
     wide = jnp.promote_types(seen.dtype, jnp.float32)
     each = jnp.mean(jnp.square(seen.astype(wide) - teacher.astype(wide)), axis=-1)
@@ -90,12 +90,12 @@ def _hidden_loss(rows: Rows, teacher: jax.Array, projection: Tree | None) -> jax
 
 
 def divergence(student: jax.Array, teacher: jax.Array, settings: DistillConfig) -> jax.Array:
-    """(num_tokens,) each token's.
+    """Returns the divergence per token, (num_tokens,).
 
     Args:
         student: (num_tokens, vocabulary) logits.
-        teacher: The same; entries that one of them has alone are padding.
-        settings: Settings; loss, temperature and beta are read.
+        teacher: (num_tokens, vocabulary) logits; columns that only one of the two has are padding.
+        settings: Their loss, temperature and beta are used.
     """
     size = min(student.shape[1], teacher.shape[1])
     q = _log_probabilities(student[:, :size], settings.temperature)
@@ -117,13 +117,13 @@ def divergence(student: jax.Array, teacher: jax.Array, settings: DistillConfig) 
 def top_k_divergence(
     student: jax.Array, values: jax.Array, ids: jax.Array, settings: DistillConfig
 ) -> jax.Array:
-    """(num_tokens,) forward_kl against the k logits a token that were kept.
+    """Returns forward_kl per token, (num_tokens,), against k stored logits per token.
 
     Args:
         student: (num_tokens, vocabulary) logits.
-        values: (num_tokens, k) of the teacher's logits.
-        ids: (num_tokens, k) token ids that they belong to.
-        settings: Settings; the temperature is read.
+        values: (num_tokens, k) logits of the teacher.
+        ids: (num_tokens, k) token ids of these logits.
+        settings: Their temperature is used.
     """
     whole = _log_probabilities(student, settings.temperature)
     q = jnp.take_along_axis(whole, ids, axis=-1)
@@ -132,7 +132,7 @@ def top_k_divergence(
 
 
 def _log_probabilities(logits: jax.Array, temperature: float) -> jax.Array:
-    """In float32 at least."""
+    """Log-probabilities in float32 or wider."""
     wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     return jax.nn.log_softmax(wide / temperature, axis=-1)
 
@@ -144,16 +144,16 @@ def _kl(p: jax.Array, q: jax.Array) -> jax.Array:
 def teacher_table(
     shapes: Tree, strategy: Strategy, dtype: DType, student: ArraysPlan
 ) -> ArraysPlan:
-    """What a teacher holds; needs no device.
+    """Returns the plan of a teacher's arrays; needs no device.
 
     Args:
-        shapes: Shapes of its arrays.
-        strategy: no_shard has all of it on every device; the others part it as the student is.
-        dtype: That its weights are kept, gathered and computed with in.
-        student: The plan whose mesh it shares.
+        shapes: Shapes of the teacher's arrays.
+        strategy: no_shard replicates it on every device; the others shard it as the student.
+        dtype: The dtype in which weights are stored, gathered and computed with.
+        student: The student's plan, whose mesh is used.
 
     Raises:
-        ConfigError: The strategy wants another mesh than the student's.
+        ConfigError: The strategy needs a different mesh than the student's.
     """
     own, theirs = row_of(strategy), row_of(student.strategy)
     alike = theirs.shard_params and own.hybrid == theirs.hybrid

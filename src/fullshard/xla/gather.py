@@ -1,24 +1,26 @@
-"""Gathers, and the scan over blocks that gathers one at a time. For use inside of `shard_map`.
+"""Gathers, and the scan that gathers one block at a time. For use inside `shard_map`.
 
 [Note: gathers on XLA]
-A gather and its reduction are one function with a gradient of its own, so that both are those of
-the plan on every backend. The shard is cast before it travels; the gradient travels in the reduce
-dtype. It is scattered over the shard axis first, and what the replicate axis then sums is a slice:
-the gradient that jax would derive sums whole gradients there.
+A gather and the reduction of its gradient are one function with a custom gradient, so that every
+backend runs the plan's collectives. The shard is cast before the gather, and the gradient is sent
+in the reduce dtype. The gradient is reduce-scattered over the shard axis first, and the resulting
+slice is summed over the replicate axis. The gradient that jax derives would sum full gradients over
+the replicate axis.
 
-Under `shard_map` without varying types a model may scan from a constant, as it does on one device.
+`shard_map` without varying types lets a model scan from a constant, as on one device.
 
 [Note: messages over gloo]
-Each collective is one of XLA's per array, except between CPU processes. XLA's gloo is fastest when
-each rank sends every other rank only what that rank needs, so all three are such an exchange:
+There is one XLA collective per array, except between CPU processes. There, XLA's gloo is fastest if
+each rank sends every other rank only the data that it needs, so all three collectives use this
+exchange:
 
     sum, 2 ranks      exchange     add up, in rank order    exchange
     a0 a1             a0 b0        s0                       s0 s1
     b0 b1             a1 b1        s1                       s0 s1
 
-The arrays of a block travel as one message per dtype: in each exchange the ranks wait for the
-slowest, and XLA does not join collectives on CPUs. The number of bytes is the same; a sum is a
-reduce-scatter followed by an all-gather.
+The arrays of a block are sent as one message per dtype, because ranks wait for the slowest in each
+exchange and XLA does not combine collectives on CPUs. The number of bytes is the same; an
+all-reduce is a reduce-scatter followed by an all-gather.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ from fullshard.xla.mesh import REPLICATE, SHARD
 from fullshard.xla.plan import Tree, XlaPlan, unpad
 
 BLOCK_INPUT = "fullshard.block_input"
-# Cheap to compute again; saved, they would keep a gathered weight alive in another shape.
+# Recomputed, since they are cheap. If saved, they would keep a gathered weight alive.
 _MOVES = (
     *("reshape", "slice", "dynamic_slice", "split", "pad", "transpose", "squeeze"),
     *("expand_dims", "broadcast_in_dim", "copy", "convert_element_type", "concatenate"),
@@ -51,12 +53,12 @@ _GATHERS = ("all_gather", "all_to_all")  # see [Note: messages over gloo]
 
 
 def gather(plan: XlaPlan, unit: str, shards: Tree) -> Tree:
-    """Whole arrays, in the compute dtype, of an array or a subtree given as shards.
+    """Gathers the shards of an array or subtree into whole arrays in the compute dtype.
 
     Args:
-        plan: Plan of the model.
+        plan: The model's plan.
         unit: Dotted path of the array or subtree.
-        shards: This device's parts; of stacked arrays those of one layer.
+        shards: This device's shards; for stacked arrays, those of one layer.
     """
     arrays = plan.under(unit)
     plan.gathered.update(array.name for array in arrays)
@@ -64,7 +66,7 @@ def gather(plan: XlaPlan, unit: str, shards: Tree) -> Tree:
 
 
 def gather_arrays(arrays: Sequence[ArrayPlan], shards: Tree, mesh: Mesh) -> Tree:
-    """The same, of given arrays in the order of the tree's leaves. See [Note: gathers on XLA]."""
+    """Gathers arrays in the order of the tree's leaves. See [Note: gathers on XLA]."""
     leaves, structure = jax.tree.flatten(shards)
     whole = jax.custom_vjp(lambda *shards: _collect(arrays, shards))
 
@@ -86,7 +88,7 @@ def collect(array: ArrayPlan, shard: jax.Array) -> jax.Array:
 
 
 def reduce(array: ArrayPlan, grad: jax.Array, mesh: Mesh) -> jax.Array:
-    """This device's part of the sum of all devices' gradients, in the accumulate dtype."""
+    """Reduces a gradient: returns this device's shard of the sum, in the accumulate dtype."""
     widths = [(0, to - here) for here, to in zip(grad.shape, array.padded_shape, strict=True)]
     return _reduce([array], [jnp.pad(grad, widths) if array.cut.padding else grad], mesh)[0]
 
@@ -121,7 +123,7 @@ def _reduce(arrays: Sequence[ArrayPlan], grads: Sequence[jax.Array], mesh: Mesh)
 
 
 def _unread(array: ArrayPlan, grad: jax.Array, mesh: Mesh) -> jax.Array:
-    """Zeros for the unused gradient of an array that is not trained."""
+    """Zeros as the unused gradient of a frozen array."""
     parts = [mesh.shard if at == array.cut.dim else 1 for at in range(grad.ndim)]
     sizes = [size // part for size, part in zip(grad.shape, parts, strict=True)]
     return jnp.zeros(sizes, array.dtypes.accumulate)
@@ -137,23 +139,23 @@ def scan_blocks(  # noqa: PLR0913  (settings by name)
     inputs: Tree = None,
     outputs: bool = False,
 ) -> Any:
-    """Run like blocks one after another, each gathered when it is its turn.
+    """Runs identical blocks one after another and gathers each before it runs.
 
         forward    gather 0, block 0, gather 1, block 1 ...
-        backward   gather 1, block 1, reduce 1, gather 0 ...     under a strategy that reshards
+        backward   gather 1, block 1, reduce 1, gather 0 ...     if the strategy reshards
 
     Args:
         block: (parameters of one layer, x) -> x, of the same shapes and dtypes.
         x: Input of the first block.
-        stacked: Shards, with a first axis of layers.
-        plan: Plan of the model; its `activation_checkpointing` says what backward recomputes.
-        unit: Path of the stacked subtree; None: the only one.
-        inputs: A tree with a first axis of layers, of which each block gets its part as a third
-            argument: keys of dropout, rates of stochastic depth.
+        stacked: Shards whose first axis counts layers.
+        plan: The model's plan; its `activation_checkpointing` selects what the backward recomputes.
+        unit: Path of the stacked subtree; None if there is only one.
+        inputs: A tree whose first axis counts layers. Each block receives its slice as a third
+            argument, for example dropout keys or rates of stochastic depth.
         outputs: Whether blocks return (x, output).
 
     Returns:
-        The last block's x; with `outputs` also the outputs, with a first axis of layers.
+        The last block's x; with `outputs`, also the outputs, stacked along a first axis.
     """
     if unit is None and len(plan.blocks) != 1:
         raise ConfigError(
@@ -165,15 +167,15 @@ def scan_blocks(  # noqa: PLR0913  (settings by name)
     plan.gathered.update(array.name for array in arrays)
 
     def body(at: int, x: Any, group: Tree) -> tuple[Any, Any]:
-        # Taken out of the group in here, so that backward reads the group itself and no copies.
+        # Sliced here, so that the backward keeps the group itself and no copies.
         shards, given = group if every == 1 else jax.tree.map(lambda leaf: leaf[at], group)
         met = gather_arrays(arrays, shards, mesh), checkpoint_name(x, BLOCK_INPUT)
         found = block(*met) if inputs is None else block(*met, given)
         return found if outputs else (found, None)
 
     def run(x: Any, first: int, num_groups: int, size: int) -> tuple[Any, Any]:
-        """`num_groups` groups of `size` layers; the first of each is the one recomputed."""
-        unrolled = num_groups == 1  # XLA drops a loop of one turn, and might share its work
+        """Runs `num_groups` groups of `size` layers; the first of each group is recomputed."""
+        unrolled = num_groups == 1  # XLA would inline one iteration and share its work
         bodies = _bodies(body, plan, size, prevent_cse=unrolled)
 
         def turn(x: Any, group: Tree) -> tuple[Any, Any]:
@@ -202,7 +204,7 @@ def scan_blocks(  # noqa: PLR0913  (settings by name)
 
 
 def _bodies(body: Any, plan: XlaPlan, size: int, *, prevent_cse: bool) -> list[Any]:
-    """A group's bodies: the first with the activation checkpointing that was asked for."""
+    """The bodies of a group; the first one has activation checkpointing."""
     table = plan.table
 
     def kept(at: int, kind: RecomputeKind) -> Any:
@@ -216,7 +218,7 @@ def _bodies(body: Any, plan: XlaPlan, size: int, *, prevent_cse: bool) -> list[A
 
 
 def _policy(kind: RecomputeKind, *, reshards: bool) -> Any:
-    """What backward finds again, by the primitive that made it; None: everything."""
+    """Which values the backward keeps, by the primitive that produced them; None: all."""
     policies = jax.checkpoint_policies
     match kind:
         case RecomputeKind.NONE:
@@ -242,7 +244,7 @@ def _policy(kind: RecomputeKind, *, reshards: bool) -> Any:
 
 
 def _is_gather(primitive: Any, params: dict[str, Any]) -> bool:
-    """Whether it is a gather, or the function with a gradient of its own around it."""
+    """Whether the primitive is a gather, or the custom-gradient function around it."""
     if primitive.name in _GATHERS:
         return True
     if not primitive.name.startswith("custom_vjp"):
@@ -259,7 +261,7 @@ Arrays = Sequence[jax.Array]
 
 
 def all_gather(parts: Arrays, axis: str, dims: Sequence[int]) -> list[jax.Array]:
-    """Concatenates the parts of all devices along a mesh axis on each array's dimension."""
+    """Concatenates the shards of all devices of a mesh axis along each array's dimension."""
     pairs = list(zip(parts, dims, strict=True))
     if not over_gloo():
         return [lax.all_gather(part, axis, axis=dim, tiled=True) for part, dim in pairs]
@@ -269,7 +271,7 @@ def all_gather(parts: Arrays, axis: str, dims: Sequence[int]) -> list[jax.Array]
 
 
 def reduce_scatter(wholes: Arrays, axis: str, dims: Sequence[int]) -> list[jax.Array]:
-    """Sums over a mesh axis and returns this device's part on each array's dimension."""
+    """Sums over a mesh axis and returns this device's shard along each array's dimension."""
     pairs = list(zip(wholes, dims, strict=True))
     if not over_gloo():
         return [lax.psum_scatter(w, axis, scatter_dimension=dim, tiled=True) for w, dim in pairs]
@@ -291,7 +293,7 @@ def all_reduce(values: Arrays, axes: Sequence[str]) -> list[jax.Array]:
 
 
 def _exchange(rows: Arrays, axis: str) -> list[jax.Array]:
-    """Row i of each array goes to rank i; row i of what comes is that of rank i."""
+    """Sends row i of each array to rank i; row i of the result comes from rank i."""
     found: list[jax.Array] = list(rows)
     for dtype in dict.fromkeys(array.dtype for array in rows):
         chosen = [at for at, array in enumerate(rows) if array.dtype == dtype]
@@ -304,5 +306,5 @@ def _exchange(rows: Arrays, axis: str) -> list[jax.Array]:
 
 
 def over_gloo() -> bool:
-    """Whether the devices are CPUs of several processes."""
+    """Whether the devices are the CPUs of several processes."""
     return jax.process_count() > 1 and jax.default_backend() == "cpu"

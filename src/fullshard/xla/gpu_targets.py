@@ -1,11 +1,11 @@
-"""GPUs that XLA compiles for while none is there.
+"""Descriptions of GPUs, so that XLA can compile for them on a machine without one.
 
     8xH100-80GB      one machine
-    4x8xH100-80GB    four of them
+    4x8xH100-80GB    four machines
 
-XLA's GPU compiler asks a device for a few numbers and takes them from a text instead (OpenXLA's
-GpuTargetConfigProto). What follows from the compute capability is in NVIDIA's "CUDA C++ Programming
-Guide", table "Technical Specifications per Compute Capability"; the rest in the data sheets.
+XLA's GPU compiler reads a few properties of a device. It also accepts them as text (OpenXLA's
+GpuTargetConfigProto). Properties of a compute capability are from NVIDIA's "CUDA C++ Programming
+Guide", table "Technical Specifications per Compute Capability"; others are from the data sheets.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _FORM = re.compile(r"(?:(?P<hosts>[1-9]\d*)x)?(?P<gpus>\d+x[A-Za-z]\S*)")
 
 @dataclass(frozen=True)
 class Capability:
-    """What all chips of a compute capability have.
+    """Properties of all chips of a compute capability.
 
     Attributes:
-        shared_bytes: Shared memory of a multiprocessor, in bytes.
-        block_shared_bytes: The most of it that a block can ask for.
-        num_threads: That a multiprocessor keeps at once.
-        num_fpus: Float32 units of a multiprocessor.
+        shared_bytes: Shared memory per multiprocessor, in bytes.
+        block_shared_bytes: Maximum shared memory per thread block, in bytes.
+        num_threads: Maximum number of resident threads per multiprocessor.
+        num_fpus: Float32 units per multiprocessor.
     """
 
     shared_bytes: int
@@ -45,14 +45,14 @@ class Capability:
 
 @dataclass(frozen=True)
 class Chip:
-    """What one has, beside its memory.
+    """Properties of a chip other than its memory size.
 
     Attributes:
         capability: (major, minor) compute capability.
-        num_cores: Multiprocessors.
-        clock_ghz: At its highest.
-        bandwidth: Bandwidth of the memory, in bytes a second.
-        l2_bytes: Second-level cache.
+        num_cores: Number of multiprocessors.
+        clock_ghz: Maximum clock rate, in GHz.
+        bandwidth: Memory bandwidth, in bytes per second.
+        l2_bytes: Size of the L2 cache, in bytes.
     """
 
     capability: tuple[int, int]
@@ -80,13 +80,13 @@ CHIPS = {
 
 
 def gpu_devices(topology: str) -> list[Any]:
-    """The devices of a topology, to compile for.
+    """Returns the devices of a topology to compile for.
 
     Args:
-        topology: As in the module's docstring.
+        topology: A topology in the module docstring's notation.
 
     Raises:
-        ConfigError: It names no GPU that is known here, or XLA's plugin for CUDA is not installed.
+        ConfigError: The GPU is unknown, or XLA's CUDA plugin is not installed.
     """
     match = _FORM.fullmatch(topology)
     if match is None:
@@ -120,7 +120,7 @@ def gpu_devices(topology: str) -> list[Any]:
 
 
 def target_config(name: str, memory_bytes: int) -> str:
-    """A chip as XLA's GpuTargetConfigProto, in protobuf's text form."""
+    """Returns a chip as XLA's GpuTargetConfigProto in protobuf text format."""
     chip = CHIPS[name]
     capability = CAPABILITIES[chip.capability]
     major, minor = chip.capability
@@ -152,7 +152,7 @@ def target_config(name: str, memory_bytes: int) -> str:
 
 
 def compiler_options(devices: list[Any]) -> dict[str, str]:
-    """What XLA needs to be told to compile for them: where NVIDIA's assembler lies."""
+    """Compiler options for these devices: the path of NVIDIA's assembler."""
     spec = None
     if devices[0].platform == "gpu" and find_spec("nvidia") is not None:
         spec = find_spec("nvidia.cuda_nvcc")

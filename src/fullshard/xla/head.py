@@ -1,11 +1,11 @@
-"""The loss of the model's head, computed on chunks of tokens together with its gradients.
+"""The head's loss, computed in chunks of tokens together with its gradients.
 
     gather, block, ...   --> hidden (tokens, width)  --> chunks: logits, loss, gradients
 
 [Note: chunks on XLA]
-A loop computes the logits of one chunk at a time, and with them the gradients of the hidden states
-and of the head's weight. The logits of all tokens never exist at once, and none are recomputed in
-backward. Shapes must not depend on data, so ignored tokens are computed too and counted as zero.
+A loop computes the logits of one chunk and, from them, the gradients of the hidden states and of
+the head's weight. The logits of all tokens never exist at once, and the backward recomputes none.
+Shapes must not depend on data, so ignored tokens are computed too and contribute zero.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from fullshard.xla.decoder import IGNORED, DecoderConfig, head_of, hidden_of, lo
 from fullshard.xla.plan import Tree, XlaPlan
 from fullshard.xla.step import LossFn
 
-# (model's logits, what else a chunk's tokens have, another model's head) -> their loss, summed.
+# (logits, other arrays of the chunk's tokens, teacher's head) -> summed loss.
 ChunkLoss = Callable[[jax.Array, Any, Any], jax.Array]
 
 
 @dataclass(frozen=True)
 class Decoder:
-    """A model and where its arrays lie."""
+    """A model and the plan of its arrays."""
 
     config: DecoderConfig
     plan: XlaPlan
 
 
 def next_token(model: Decoder, chunk_size: int) -> LossFn:
-    """(parameters, batch) -> next-token loss, summed, and the number of label tokens.
+    """Makes (parameters, batch) -> (summed next-token loss, number of label tokens).
 
     Args:
-        model: What predicts.
-        chunk_size: Tokens whose logits are held at a time; 0: all.
+        model: The model that predicts.
+        chunk_size: Number of tokens whose logits exist at once; 0: all.
     """
     if chunk_size == 0:
         return loss_fn(model.config, model.plan)
@@ -53,17 +53,17 @@ def next_token(model: Decoder, chunk_size: int) -> LossFn:
 
 
 def predicting(states: jax.Array) -> jax.Array:
-    """(batch x (length - 1), ...): all positions but each row's last, which predicts nothing."""
+    """(batch x (length - 1), ...): all positions except the last of each row."""
     return states[:, :-1].reshape(-1, *states.shape[2:])
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Positions of a device's batch, one after another.
+    """The flattened positions of a device's batch.
 
     Attributes:
-        hidden: (rows, width) of the model.
-        others: (rows, ...) arrays without gradients, including `labels`.
+        hidden: (rows, width) hidden states of the model.
+        others: (rows, ...) arrays that need no gradient, including `labels`.
     """
 
     hidden: jax.Array
@@ -71,21 +71,21 @@ class Rows:
 
     @classmethod
     def of(cls, hidden: jax.Array, batch: Any) -> Rows:
-        """With the token that each position predicts."""
+        """Creates the rows, with the token that each position predicts as label."""
         return cls(predicting(hidden), {"labels": batch["labels"][:, 1:].reshape(-1)})
 
     def beside(self, others: dict[str, jax.Array]) -> Rows:
-        """With more of a teacher's."""
+        """Returns the rows with a teacher's arrays added."""
         return Rows(self.hidden, self.others | others)
 
     @property
     def count(self) -> jax.Array:
-        """Positions that count."""
+        """The number of positions that are not ignored."""
         return jnp.sum(self.others["labels"] != IGNORED)
 
 
 def cross_entropy(logits: jax.Array, others: Any, other_head: Any) -> jax.Array:
-    """Of the tokens that a chunk predicts."""
+    """Returns the summed cross-entropy of a chunk."""
     del other_head
     return token_loss(logits, others["labels"])[0]
 
@@ -93,14 +93,14 @@ def cross_entropy(logits: jax.Array, others: Any, other_head: Any) -> jax.Array:
 def chunked(
     rows: Rows, head: jax.Array, other_head: Any, loss: ChunkLoss, chunk_size: int
 ) -> jax.Array:
-    """A loss over positions, summed; see [Note: chunks on XLA].
+    """Returns the summed loss over all positions; see [Note: chunks on XLA].
 
     Args:
-        rows: Positions.
-        head: (vocabulary, width) of the model.
-        other_head: A teacher's, or None.
-        loss: Loss of a chunk's logits, summed.
-        chunk_size: Positions at a time.
+        rows: The positions.
+        head: (vocabulary, width) weight of the model's head.
+        other_head: Weight of a teacher's head, or None.
+        loss: Summed loss of a chunk's logits.
+        chunk_size: Positions per chunk.
     """
     num_rows = rows.hidden.shape[0]
     num_chunks = -(-num_rows // chunk_size)

@@ -1,4 +1,4 @@
-"""The mesh of XLA devices, by the names and in the order of the planner's."""
+"""The mesh of XLA devices, with the planner's axis names and order."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fullshard.planner.strategy import row_of
 
 REPLICATE, SHARD = "replicate", "shard"
 AXES = (REPLICATE, SHARD)
-# By platform: the scheduler that hides latency, and gathers and sums that start early.
+# Per platform: the latency-hiding scheduler and asynchronous collectives.
 _OVERLAP: dict[str, dict[str, Any]] = {
     "gpu": {
         "xla_gpu_enable_latency_hiding_scheduler": True,
@@ -43,13 +43,13 @@ def make_mesh(
     strategy: Strategy = Strategy.FULL_SHARD,
     devices: Sequence[Any] | None = None,
 ) -> DeviceMesh:
-    """Devices over the axes ('replicate', 'shard'); neighbours share a shard group.
+    """Makes a mesh with the axes ('replicate', 'shard'); adjacent devices share a shard group.
 
     Args:
-        replicate: Copies of the same shard. None: it follows from the strategy.
-        shard: Devices that share one copy. None: likewise.
-        strategy: no_shard has one device a copy; hybrid ones shard inside a process's devices.
-        devices: None: all that jax sees.
+        replicate: Number of replicas of each shard. None: derived from the strategy.
+        shard: Number of devices that share one copy. None: derived from the strategy.
+        strategy: no_shard has one copy per device; hybrid strategies shard within a process.
+        devices: Devices of the mesh. None: all that jax sees.
 
     Raises:
         ConfigError: The sizes do not multiply to the number of devices.
@@ -59,7 +59,7 @@ def make_mesh(
     topology = Topology(len(found), local if len(found) % local == 0 else None)
     sizes = resolve_mesh(row_of(strategy), topology, replicate, shard)
     shape = (sizes.replicate, sizes.shard)
-    if all(hasattr(device, "coords") for device in found):  # TPUs: in the order of their network
+    if all(hasattr(device, "coords") for device in found):  # TPUs: ordered by their network
         placed = create_device_mesh(shape, found, allow_split_physical_axes=True)
     else:
         placed = np.array(found).reshape(shape)
@@ -67,16 +67,16 @@ def make_mesh(
 
 
 def with_auto_axes(mesh: DeviceMesh) -> DeviceMesh:
-    """The same devices, with axes over which XLA's partitioner decides."""
+    """Returns the mesh with axes of type Auto, which XLA's partitioner shards over."""
     auto = (AxisType.Auto,) * len(mesh.axis_names)
     return DeviceMesh(mesh.devices, mesh.axis_names, axis_types=auto)
 
 
 def sizes_of(mesh: DeviceMesh) -> Mesh:
-    """The planner's mesh of a device mesh.
+    """Returns the planner's mesh for a device mesh.
 
     Raises:
-        ConfigError: It has other axes.
+        ConfigError: The mesh has other axes.
     """
     if tuple(mesh.axis_names) != AXES:
         raise ConfigError(
@@ -87,11 +87,11 @@ def sizes_of(mesh: DeviceMesh) -> Mesh:
 
 
 def live_axes(mesh: DeviceMesh) -> tuple[str, ...]:
-    """The axes that are longer than 1: over the others there is nothing to do."""
+    """Returns the axes longer than 1; collectives over the others are no-ops."""
     return tuple(axis for axis in AXES if mesh.shape[axis] > 1)
 
 
 def compiler_options_for(mesh: DeviceMesh) -> dict[str, Any]:
-    """Options of XLA that let collectives run behind computation, where the backend has them."""
-    devices: Any = getattr(mesh, "devices", None)  # an abstract mesh has none
+    """Returns the backend's XLA options that overlap collectives with computation."""
+    devices: Any = getattr(mesh, "devices", None)  # abstract meshes have no devices
     return _OVERLAP.get(devices.flat[0].platform, {}) if devices is not None else {}

@@ -1,8 +1,8 @@
-"""Which leaves of an optimizer's state belong to parameters.
+"""Maps the leaves of an optimizer's state to parameters.
 
-A leaf belongs to the parameter that its path ends with, if it has the parameter's shape, whatever
-is around it: chains, masks, partitions. It is sharded and padded like the parameter. All other
-leaves (counts, keys, rates, factors) are replicated. The optimizer itself sees no padding.
+A leaf belongs to a parameter if its path ends with the parameter's path and the shapes are equal,
+inside any chain, mask or partition. It is sharded and padded like the parameter. All other leaves
+(counts, keys, rates, factors) are replicated. The optimizer sees no padding.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from fullshard.xla.plan import Tree, XlaPlan, own_shape, pad, path_name, spec_of
 
 @dataclass(frozen=True)
 class Leaf:
-    """One array of an optimizer's state.
+    """An array of an optimizer's state.
 
     Attributes:
-        name: Path in the state, without that of the parameter.
-        at: Index of the parameter that it belongs to; None: it belongs to none.
-        value: The array, or its shape.
+        name: Path in the state, without the parameter's path.
+        at: Index of the parameter that the leaf belongs to, or None.
+        value: The array or its shape.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Leaf:
 
 
 def leaves_of(plan: XlaPlan, opt_state: Tree) -> list[Leaf]:
-    """The leaves in the order of the tree, with padding or without."""
+    """Returns the leaves in tree order, with or without padding."""
     arrays, known = plan.table.arrays, plan.index_of_path
 
     def leaf_of(path: tuple[Any, ...], value: Any) -> Leaf:
@@ -52,7 +52,7 @@ def leaves_of(plan: XlaPlan, opt_state: Tree) -> list[Leaf]:
 def map_state(
     plan: XlaPlan, function: Callable[[ArrayPlan | None, Any], Any], opt_state: Tree
 ) -> Tree:
-    """A tree like the state from each (plan of the leaf's parameter, leaf)."""
+    """Maps a function of (plan of the leaf's parameter, leaf) over the state's tree."""
     arrays = plan.table.arrays
     found = [
         function(None if leaf.at is None else arrays[leaf.at], leaf.value)
@@ -62,12 +62,12 @@ def map_state(
 
 
 def trained(plan: XlaPlan, tree: Tree) -> Tree:
-    """The tree with None for arrays that are not updated."""
+    """Returns the tree with None in place of frozen arrays."""
     return plan.with_arrays(lambda array, leaf: leaf if array.trainable else None, tree)
 
 
 def abstract_opt_state(plan: XlaPlan, tx: optax.GradientTransformation) -> Tree:
-    """Shapes and shardings of the optimizer's state, as it is kept."""
+    """Returns the shapes and shardings of the stored optimizer state."""
     own = plan.map(lambda a: jax.ShapeDtypeStruct(own_shape(a), str(a.dtypes.master)))
 
     def kept(array: ArrayPlan | None, leaf: Any) -> jax.ShapeDtypeStruct:
@@ -85,7 +85,7 @@ def opt_shardings(plan: XlaPlan, tx: optax.GradientTransformation) -> Tree:
 
 
 def fresh(plan: XlaPlan, tx: optax.GradientTransformation, params: Tree) -> Tree:
-    """The state of an optimizer that has not made a step."""
+    """Returns the initial state of an optimizer."""
 
     def make(params: Tree) -> Tree:
         return _with_padding(plan, tx.init(trained(plan, plan.with_arrays(unpad, params))))
@@ -100,17 +100,17 @@ def updated(
     before: tuple[Tree, Tree],
     extra: dict[str, jax.Array],
 ) -> tuple[Tree, Tree]:
-    """Parameters and state after one update.
+    """Returns parameters and optimizer state after one update.
 
     Args:
         plan: Plan of the parameters.
         tx: The optimizer.
         grads: Gradients of trained parameters.
-        before: Parameters and state.
-        extra: Numbers for the optimizer, such as learning_rate.
+        before: Parameters and state before the update.
+        extra: Scalars for the optimizer, such as learning_rate.
 
     Raises:
-        ConfigError: The optimizer reads none of the numbers of that name.
+        ConfigError: The optimizer does not use a scalar of that name.
     """
     params, opt_state = before
     arrays = [array for array in plan.table.arrays if array.trainable]
@@ -140,7 +140,7 @@ def _with_padding(plan: XlaPlan, opt_state: Tree) -> Tree:
 
 
 def _with_hyperparams(opt_state: Tree, extra: dict[str, jax.Array]) -> Tree:
-    """The state of `optax.inject_hyperparams` with the numbers that the step is given."""
+    """Replaces hyperparameters in the state of `optax.inject_hyperparams`."""
 
     def is_injected(node: Any) -> bool:
         return isinstance(getattr(node, "hyperparams", None), dict)
@@ -171,12 +171,12 @@ def _check_read(update: Callable[[Any], Any], extra: dict[str, jax.Array]) -> No
 def adamw(
     betas: tuple[float, float], epsilon: float, weight_decay: Tree
 ) -> optax.GradientTransformationExtraArgs:
-    """AdamW with decoupled weight decay; its update is given `learning_rate`.
+    """AdamW with decoupled weight decay; its update receives `learning_rate`.
 
     Args:
         betas: Decay rates of the moments.
-        epsilon: Added outside of the root.
-        weight_decay: A number a parameter.
+        epsilon: Added outside the square root.
+        weight_decay: One coefficient per parameter.
     """
     inner = optax.scale_by_adam(*betas, epsilon)
 
@@ -193,7 +193,7 @@ def adamw(
 
 
 def sgd() -> optax.GradientTransformationExtraArgs:
-    """Plain gradient descent; its update is given `learning_rate`."""
+    """Plain gradient descent; its update receives `learning_rate`."""
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         del params

@@ -1,4 +1,4 @@
-"""A plan for a tree of arrays on a mesh of devices: shardings by a pure rule, padding by name."""
+"""The plan of a tree of arrays on a mesh of devices: sharding and padding of each array."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ Tree = Any  # any pytree
 
 @dataclass(frozen=True, eq=False)
 class XlaPlan:
-    """What `plan` made. Steps, loads and saves take it.
+    """The result of `plan`; an argument of steps, loads and saves.
 
     Attributes:
-        table: Arrays, cuts, collectives and memory as plain data.
+        table: Arrays, their sharding, collectives and memory, as plain data.
         mesh: Devices over ('replicate', 'shard').
-        structure: Structure of the tree of parameters.
-        gathered: Names of stacked arrays that a loss function has gathered so far.
+        structure: Tree structure of the parameters.
+        gathered: Names of stacked arrays that the loss function has gathered so far.
     """
 
     table: ArraysPlan
@@ -44,32 +44,32 @@ class XlaPlan:
 
     @cached_property
     def shardings(self) -> Tree:
-        """A NamedSharding a parameter."""
+        """One NamedSharding per parameter."""
         return self.map(lambda array: NamedSharding(self.mesh, spec_of(array)))
 
     @cached_property
     def specs(self) -> Tree:
-        """A PartitionSpec a parameter."""
+        """One PartitionSpec per parameter."""
         return self.map(spec_of)
 
     @property
     def replicated(self) -> NamedSharding:
-        """Of what every device holds whole."""
+        """The sharding of replicated arrays."""
         return NamedSharding(self.mesh, PartitionSpec())
 
     def batch_sharding(self, num_micro_batches: int = 1) -> NamedSharding:
-        """Of a batch: samples over all devices, behind the axis of micro-batches."""
+        """The sharding of a batch: samples over all devices, after the micro-batch axis."""
         return NamedSharding(self.mesh, batch_spec(self.mesh, num_micro_batches))
 
     def map(self, function: Any) -> Tree:
-        """A tree like the parameters' from each array's plan."""
+        """Maps a function of an array's plan over the parameters' tree."""
         return jax.tree.unflatten(self.structure, [function(a) for a in self.table.arrays])
 
     def with_arrays(self, function: Any, tree: Tree) -> Tree:
-        """A tree like the parameters' from each (array's plan, leaf).
+        """Maps a function of (array's plan, leaf) over a tree like the parameters'.
 
         Raises:
-            ConfigError: The tree has other names than the planned one.
+            ConfigError: The tree's names differ from the planned ones.
         """
         found = jax.tree.leaves_with_path(tree)
         names, planned = [path_name(path) for path, _ in found], [a.name for a in self.table.arrays]
@@ -85,12 +85,12 @@ class XlaPlan:
 
     @cached_property
     def index_of_path(self) -> dict[tuple[Any, ...], int]:
-        """The place of each array in the plan, by its path in the tree."""
+        """The index of each array in the plan, by its path in the tree."""
         paths = jax.tree.leaves_with_path(self.map(lambda array: array))
         return {path: at for at, (path, _) in enumerate(paths)}
 
     def under(self, prefix: str) -> list[ArrayPlan]:
-        """The arrays of a subtree, in the order of its leaves.
+        """Returns the arrays of a subtree in the order of its leaves.
 
         Raises:
             ConfigError: There is no such subtree.
@@ -105,10 +105,10 @@ class XlaPlan:
         return found
 
     def check_gathered(self) -> None:
-        """For a loss function that was traced.
+        """Checks that the traced loss function gathered every stacked array.
 
         Raises:
-            ConfigError: It cannot have computed with whole arrays of all blocks.
+            ConfigError: It has not gathered all stacked arrays.
         """
         for array in self.table.arrays:
             if array.block and array.cut.dim is not None and array.name not in self.gathered:
@@ -120,7 +120,7 @@ class XlaPlan:
 
     @property
     def blocks(self) -> tuple[str, ...]:
-        """Paths of the stacked subtrees."""
+        """The paths of the stacked subtrees."""
         return tuple(dict.fromkeys(a.block for a in self.table.arrays if a.block))
 
     def __repr__(self) -> str:
@@ -138,15 +138,16 @@ def plan(
     """Plans the sharding of every array of a model, and the collectives of a step.
 
     Args:
-        shapes: Arrays, or what `jax.eval_shape(init_fn, key)` gives: any pytree.
+        shapes: Arrays, or the result of `jax.eval_shape(init_fn, key)`: any pytree.
         config: A ShardConfig, a mapping of its fields, or None for the defaults.
-        mesh: Mesh of `make_mesh`; None: all devices, as the config's strategy wants them.
-        blocks: Dotted paths of subtrees whose arrays have a first axis of layers. Their loss
-            function meets shards there, and runs them by `scan_blocks`; all else it meets whole.
-        freeze: Names (globs) of arrays that are not updated.
+        mesh: Mesh of `make_mesh`; None: all devices, arranged for the config's strategy.
+        blocks: Dotted paths of subtrees whose arrays have a first axis of layers. The loss function
+            receives their shards and runs them with `scan_blocks`. It receives all other arrays
+            whole.
+        freeze: Name patterns (globs) of arrays that are not updated.
 
     Raises:
-        ConfigError: Something asked for is impossible or not yet built on this backend.
+        ConfigError: A setting is impossible or not yet supported on this backend.
     """
     settings = ShardConfig.of(config)
     check_supported(settings, backend=Backend.JAX)
@@ -165,7 +166,7 @@ def table_of(
     blocks: Sequence[str] = (),
     freeze: Sequence[str] = (),
 ) -> ArraysPlan:
-    """The plan as data, for which no device is needed; arguments as for `plan`."""
+    """Returns the plan as data, without devices; arguments as for `plan`."""
     contract = ContractRule(
         settings.master_dtype, settings.param_dtype, settings.reduce_dtype, settings.fp32_modules
     )
@@ -187,7 +188,7 @@ def table_of(
 
 
 def spec_of(array: ArrayPlan) -> PartitionSpec:
-    """The PartitionSpec of an array."""
+    """Returns the PartitionSpec of an array."""
     axes: list[str | None] = [None] * len(array.stored_shape)
     if array.cut.dim is not None:
         axes[array.cut.dim + bool(array.block)] = SHARD
@@ -195,18 +196,19 @@ def spec_of(array: ArrayPlan) -> PartitionSpec:
 
 
 def batch_spec(mesh: DeviceMesh, num_micro_batches: int) -> PartitionSpec:
-    """Samples over all devices; micro-batches, if there are several, on an axis before."""
+    """Returns the spec of a batch: samples over all devices, after an axis of micro-batches if
+    any."""
     axes = live_axes(mesh) or None
     return PartitionSpec(axes) if num_micro_batches == 1 else PartitionSpec(None, axes)
 
 
 def own_shape(array: ArrayPlan) -> tuple[int, ...]:
-    """Shape of the whole array, without padding."""
+    """Returns the shape of the whole array without padding."""
     return ((array.num_layers,) if array.block else ()) + array.shape
 
 
 def pad(array: ArrayPlan, leaf: jax.Array) -> jax.Array:
-    """With the zeros that make it divide; of the whole array."""
+    """Pads the whole array with zeros so that it divides."""
     if not array.cut.padding:
         return leaf
     widths = [(0, there - here) for here, there in zip(leaf.shape, array.stored_shape, strict=True)]
@@ -214,7 +216,7 @@ def pad(array: ArrayPlan, leaf: jax.Array) -> jax.Array:
 
 
 def unpad(array: ArrayPlan, leaf: Any) -> Any:
-    """Without them; of the whole array or of one layer."""
+    """Removes the padding of the whole array or of one layer."""
     if not array.cut.padding:
         return leaf
     own = array.shape
@@ -248,7 +250,7 @@ def _array(
 
 
 def path_name(path: tuple[Any, ...]) -> str:
-    """A path in a tree as text: `layers.0.kernel`."""
+    """Returns a tree path as text: `layers.0.kernel`."""
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 

@@ -1,4 +1,4 @@
-"""The processes of a run on XLA: each is one rank with its own devices."""
+"""The processes of a run on XLA; each is one rank with its own device."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def join(rank: int, world_size: int, publish: Callable[[], str], *, wide: bool =
     jax.config.update("jax_enable_preemption_service", False)  # the run handles signals
     if world_size > 1:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        # Programs in flight side by side share one gloo group, in which their collectives must
-        # have one order: each is awaited before the next begins.
+        # Concurrent programs share one gloo group, whose collectives need one order. Each program
+        # is awaited before the next starts.
         jax.config.update("jax_cpu_enable_async_dispatch", False)
         jax.distributed.initialize(publish(), world_size, rank)
     if jax.device_count() != world_size:
@@ -48,10 +48,10 @@ def join(rank: int, world_size: int, publish: Callable[[], str], *, wide: bool =
 
 
 def connect(mesh: Mesh) -> None:
-    """Connect the processes along each axis now, rather than in the first step.
+    """Connects the processes along each axis now instead of in the first step.
 
-    gloo prints a line about it to standard output, which no setting turns off: standard output is
-    closed meanwhile. Does nothing in one process, or where gloo is not used.
+    gloo prints a line to standard output that no setting disables, so standard output is closed
+    meanwhile. Does nothing in a single process or without gloo.
     """
     if jax.process_count() == 1 or jax.default_backend() != "cpu":
         return
@@ -84,13 +84,13 @@ def _no_stdout() -> Generator[None]:
 
 
 def play(num_devices: int) -> None:
-    """Be several CPU devices in this process; before anything else that jax does."""
+    """Simulates several CPU devices in this process. Must run before any other use of jax."""
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", num_devices)
 
 
 def leave() -> None:
-    """Where all processes are at their end. Does nothing in one that is alone."""
+    """Waits for all processes at the end of a run. Does nothing in a single process."""
     if jax.process_count() > 1:
         jax.distributed.shutdown()
 
@@ -112,5 +112,5 @@ def tell(value: Any) -> list[Any]:
 
 
 def agree(do: Callable[[], T]) -> T:
-    """Returns what `do` returns; if it fails in one process, it raises in all. A collective."""
+    """Returns the result of `do`. If it fails in one process, all raise. A collective."""
     return raise_together(tell, jax.process_index(), do)

@@ -6,19 +6,18 @@
                      outside of it  clip, optimizer                             --> state, metrics
 
 Gradients leave `shard_map` as ordinary sharded arrays, so any optax transformation works on them,
-also one that looks at whole matrices. State goes in and comes out in the plan's shardings, and in
-place.
+including those on whole matrices. The state keeps the plan's shardings and is updated in place.
 
 [Note: keys]
-`step(state, batch, rng=key)` gives the loss a key, `loss_fn(parameters, batch, rng=...)`. The
-global batch has micro-batches x devices parts, in the order of its samples; part i has the key
+`step(state, batch, rng=key)` passes a key to the loss, `loss_fn(parameters, batch, rng=...)`. The
+global batch has micro-batches x devices parts, in the order of its samples. The key of part i is
 
     fold_in(fold_in(key, state.step), i)
 
-so that one device which runs the parts in turn, each with its key, computes the same.
+so one device that runs all parts in turn with these keys computes the same.
 
 [Note: losses]
-A loss function gets one device's samples of one micro-batch, and returns sums over them:
+A loss function receives one device's samples of one micro-batch and returns sums over them:
 
     loss_fn(params, batch)                   -> total, count
     loss_fn(params, batch)                   -> total, count, metrics
@@ -29,9 +28,9 @@ The step adds totals, counts and metrics of all devices and micro-batches and di
 A term that is not a sum over tokens, such as a regularizer, is therefore multiplied by the count:
 `total + weight * norm * count` is the mean plus `weight * norm`, on any number of devices.
 
-`variables` is `state.variables`, such as BatchNorm's running averages. The returned ones are given
-to the device's next micro-batch. At the end of the step they are averaged over devices (integers
-and keys are taken from the first device).
+`variables` is `state.variables`, such as BatchNorm's running averages. The returned variables are
+passed to the device's next micro-batch. At the end of the step they are averaged over devices;
+integers and keys are those of the first device.
 """
 
 from __future__ import annotations
@@ -54,8 +53,8 @@ from fullshard.xla.mesh import SHARD, compiler_options_for, live_axes
 from fullshard.xla.opt_state import fresh, opt_shardings, trained, updated
 from fullshard.xla.plan import Tree, XlaPlan, batch_spec, own_shape, pad, unpad
 
-_SPLIT = 4096  # of a count: float32 adds both parts exactly
-NORM_EPSILON = 1e-6  # torch's: optax clips without
+_SPLIT = 4096  # splits a count into parts that float32 adds exactly
+NORM_EPSILON = 1e-6  # as in torch; optax has none
 
 
 @partial(
@@ -65,15 +64,15 @@ NORM_EPSILON = 1e-6  # torch's: optax clips without
 )
 @dataclass(frozen=True)
 class State:
-    """The state that a step updates.
+    """The training state.
 
     Attributes:
-        params: Sharded arrays in the master dtype, padded where the plan says.
-        opt_state: State of the optimizer; None without one.
-        step: Updates so far, an int32 scalar.
-        plan: Plan of the model.
-        variables: What the loss changes without gradients, such as BatchNorm's averages; every
-            device has all of it. None: there is none.
+        params: Sharded arrays in the master dtype, with the plan's padding.
+        opt_state: The optimizer's state; None without an optimizer.
+        step: Number of updates so far, an int32 scalar.
+        plan: The model's plan.
+        variables: State that the loss updates without gradients, such as BatchNorm's averages;
+            replicated. None if there is none.
     """
 
     params: Tree
@@ -88,11 +87,11 @@ class State:
 )
 @dataclass(frozen=True)
 class Beside:
-    """What a loss may meet beside parameters and the batch; None: there is no such.
+    """Further arguments of a loss function; None if absent.
 
     Attributes:
-        given: Arrays of `Given`.
-        rng: The key of this step.
+        given: The arrays of `Given`.
+        rng: The step's key.
         variables: The state's variables.
     """
 
@@ -103,11 +102,11 @@ class Beside:
 
 @dataclass(frozen=True)
 class Given:
-    """Arrays that a loss reads and no step changes, such as a teacher's.
+    """Constant arrays that a loss reads, such as a teacher's weights.
 
     Attributes:
-        plan: Plan of these arrays, on the mesh of the step.
-        params: Sharded.
+        plan: Plan of these arrays, on the step's mesh.
+        params: The sharded arrays.
     """
 
     plan: XlaPlan
@@ -121,14 +120,14 @@ def init(
     key: Any = None,
     variables: Tree = None,
 ) -> State:
-    """A state that is born sharded: no device ever holds the whole, and any mesh gives one bits.
+    """Initialises a sharded state, never whole on a device, with the same bits on every mesh.
 
     Args:
-        plan: Plan of the tree that `init_fn` gives.
+        plan: Plan of the tree that `init_fn` returns.
         init_fn: key -> parameters.
         tx: The optimizer.
-        key: A jax.random.key; None: of seed 0.
-        variables: What the loss changes without gradients, such as BatchNorm's averages.
+        key: A jax.random.key; None: seed 0.
+        variables: State that the loss updates without gradients, such as BatchNorm's averages.
     """
     key = jax.random.key(0) if key is None else key
     return with_optimizer(plan, born_sharded(plan, init_fn)(key), tx, variables=variables)
@@ -150,23 +149,23 @@ def with_optimizer(
     step: int = 0,
     variables: Tree = None,
 ) -> State:
-    """A state from sharded parameters, with a fresh optimizer."""
+    """Makes a state from sharded parameters with a new optimizer state."""
     opt_state = None if tx is None else fresh(plan, tx, params)
     own = jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), variables)
-    variables = jax.device_put(own, plan.replicated)  # a step uses them up
+    variables = jax.device_put(own, plan.replicated)  # a step donates them
     return State(params, opt_state, scalar(np.int32(step), plan.replicated), plan, variables)
 
 
 def scalar(value: Any, sharding: Any) -> jax.Array:
-    """A number that every process has already: `device_put` would compare them by a collective."""
+    """Makes a replicated scalar without `device_put`, which would compare it by a collective."""
     return jax.make_array_from_callback((), sharding, lambda _: np.asarray(value))
 
 
 class Step:
-    """(state, batch) -> (state, metrics). The state that is given is used up.
+    """A function (state, batch) -> (state, metrics). It donates the given state.
 
-    Metrics: `loss`, the mean over all label tokens of the global batch; `grad_norm` before
-    clipping; `num_tokens`; those of the loss function, each divided by the tokens too.
+    The metrics are `loss`, the mean over all label tokens of the global batch; `grad_norm` before
+    clipping; `num_tokens`; and the metrics of the loss function, divided by the number of tokens.
     """
 
     def __init__(
@@ -180,39 +179,39 @@ class Step:
     def __call__(
         self, state: State, batch: Any, *, rng: Any = None, **extra: Any
     ) -> tuple[State, dict[str, Any]]:
-        """One update.
+        """Runs one update.
 
         Args:
-            state: State of `init` or `load`.
-            batch: Arrays whose first axis is this process's samples (behind an axis of
-                micro-batches, where there are several).
-            rng: A jax.random.key, which may be the same in each step: see [Note: keys].
-            **extra: Numbers for the optimizer's update, such as learning_rate; those of
-                `optax.inject_hyperparams` are replaced.
+            state: State from `init`, `load` or a step.
+            batch: Arrays whose first axis counts this process's samples (after an axis of
+                micro-batches if there are several).
+            rng: A jax.random.key, which may be the same in every step; see [Note: keys].
+            **extra: Scalars for the optimizer's update, such as learning_rate; they replace those
+                of `optax.inject_hyperparams`.
 
         Raises:
-            ConfigError: The optimizer does not read such a number.
-            DataError: The samples do not divide over the devices.
+            ConfigError: The optimizer does not use such a scalar.
+            DataError: The number of samples is not divisible by the number of devices.
         """
         found = self._run(state, self.place(batch), _arrays(extra), self._given, rng)
         if jax.default_backend() == "cpu":
-            # Steps in flight on several CPU devices of a process wait for each other's threads.
+            # Concurrent steps on several CPU devices of a process can deadlock on its threads.
             jax.block_until_ready(found)
         return found
 
     def place(self, batch: Any) -> Any:
-        """This process's part of a batch as arrays over all devices."""
+        """Places this process's part of a batch as arrays over all devices."""
         return place_batch(self.plan, batch, self.num_micro_batches)
 
     def compile(
         self, state: Any, batch: Any, compiler_options: Any = None, *, rng: Any = None, **extra: Any
     ) -> Any:
-        """The compiled step; shapes will do in place of arrays."""
+        """Compiles the step; accepts shapes in place of arrays."""
         lowered = self._run.lower(state, batch, _arrays(extra), self._given, rng)
         return lowered.compile(compiler_options)
 
     def num_compiled(self) -> int:
-        """How many programs were made of it: one, unless shapes changed."""
+        """The number of compiled programs: one unless shapes changed."""
         return self._run._cache_size()
 
 
@@ -226,19 +225,19 @@ def train_step(  # noqa: PLR0913  (settings by name)
     given: Given | None = None,
     compiler_options: Mapping[str, Any] | None = None,
 ) -> Step:
-    """Compile what one update does.
+    """Makes the compiled function of one update.
 
     Args:
         plan: Plan of the parameters.
         loss_fn: (parameters, batch) -> (summed loss, number of label tokens) of one device's
-            samples. It meets whole arrays in the compute dtype, and shards of stacked blocks.
-            More it may take and return: see [Note: losses].
-        tx: Any optax transformation. Those that change single elements cost no communication.
-        max_grad_norm: Clip above it, as torch does.
-        num_micro_batches: Batches whose gradients are added before the update.
-        given: Further arrays, passed to the loss as a third argument in the same way. They have
-            no gradients and do not change between steps.
-        compiler_options: XLA's, on top of those that `compiler_options_for` gives for the backend.
+            samples. It receives whole arrays in the compute dtype, and shards of stacked blocks.
+            See [Note: losses] for further arguments and results.
+        tx: Any optax transformation. Elementwise ones need no communication.
+        max_grad_norm: Clips the global norm to this value, as torch does.
+        num_micro_batches: Number of micro-batches whose gradients are accumulated per update.
+        given: Constant arrays, passed to the loss as a third argument in the same form as
+            parameters. They have no gradients.
+        compiler_options: XLA options, added to those of `compiler_options_for`.
     """
     tx = optax.with_extra_args_support(tx)
     mapped = jax.shard_map(
@@ -275,9 +274,9 @@ def train_step(  # noqa: PLR0913  (settings by name)
 
 
 def _seeing(loss_fn: LossFn, given: Given | None) -> Callable[[Tree], LossFn]:
-    """The loss of (parameters, batch), from the shards of what is given.
+    """The loss as a function of (parameters, batch), with the given arrays bound.
 
-    Its arrays outside of blocks are gathered here, once for all micro-batches.
+    The given arrays outside of blocks are gathered here, once for all micro-batches.
     """
     if given is None:
         return lambda _: loss_fn
@@ -291,10 +290,10 @@ def _seeing(loss_fn: LossFn, given: Given | None) -> Callable[[Tree], LossFn]:
 
 
 def eval_step(plan: XlaPlan, loss_fn: LossFn) -> Callable[[State, Any], tuple[Any, ...]]:
-    """(state, batch) -> what the loss function returns, summed over all devices.
+    """Makes (state, batch) -> the loss function's results, summed over all devices.
 
     The result is (summed loss, label tokens), and the metrics if the loss returns them. Variables
-    are read and not changed.
+    are not changed.
     """
 
     def totals(params: Tree, batch: Any, variables: Tree) -> tuple[Any, ...]:
@@ -322,10 +321,10 @@ def eval_step(plan: XlaPlan, loss_fn: LossFn) -> Callable[[State, Any], tuple[An
 
 
 def place_batch(plan: XlaPlan, batch: Any, num_micro_batches: int = 1) -> Any:
-    """This process's samples as arrays over all devices.
+    """Places this process's samples as arrays over all devices.
 
     Raises:
-        DataError: They do not divide over the devices.
+        DataError: The number of samples is not divisible by the number of devices.
     """
     axis, sharding = int(num_micro_batches > 1), plan.batch_sharding(num_micro_batches)
     world = plan.table.mesh.world_size // jax.process_count()
@@ -344,7 +343,7 @@ def place_batch(plan: XlaPlan, batch: Any, num_micro_batches: int = 1) -> Any:
 
 
 def whole_but_blocks(plan: XlaPlan, params: Tree) -> Tree:
-    """What a loss function meets: arrays outside of blocks whole, stacked ones as shards."""
+    """The parameters as a loss function receives them: whole, but stacked ones as shards."""
     return plan.with_arrays(
         lambda array, leaf: leaf if array.block else collect(array, leaf), params
     )
@@ -358,10 +357,10 @@ def gradients(
     batch: Any,
     beside: Beside,
 ) -> tuple[Tree, dict[str, jax.Array], Tree]:
-    """Gradients of the mean over all label tokens, metrics, and variables; on one device.
+    """Computes one device's gradients of the mean over all label tokens, metrics, and variables.
 
-    Arrays outside of blocks are gathered once for all micro-batches: XLA would move such a gather
-    out of the loop on some backends only.
+    Arrays outside of blocks are gathered once for all micro-batches, because only some XLA backends
+    move such a gather out of the loop.
     """
     met, loss_fn = whole_but_blocks(plan, params), seeing(beside.given)
     arrays = [array for array in plan.table.arrays if array.trainable]
@@ -411,7 +410,7 @@ def _key(plan: XlaPlan, rng: Any, at: Any) -> Any:
 
 
 def _over_devices(plan: XlaPlan, sums: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
-    """Loss, tokens and metrics of all devices, by one reduction; tokens stay exact in float32."""
+    """Sums loss, tokens and metrics over devices at once; float32 token counts stay exact."""
     total, count, metrics = sums
     structure, leaves = jax.tree.structure(metrics), jax.tree.leaves(metrics)
     values = [total, count // _SPLIT, count % _SPLIT, *leaves]
@@ -424,7 +423,7 @@ def _over_devices(plan: XlaPlan, sums: tuple[Any, Any, Any]) -> tuple[Any, Any, 
 
 
 def _wide(plan: XlaPlan, value: Any) -> Any:
-    """The dtype in which numbers like this one are added up."""
+    """The dtype in which values of this dtype are summed."""
     if jnp.issubdtype(value.dtype, jnp.integer):
         return jnp.promote_types(value.dtype, jnp.int32)
     dtypes = {array.dtypes.accumulate for array in plan.table.arrays}
@@ -432,7 +431,7 @@ def _wide(plan: XlaPlan, value: Any) -> Any:
 
 
 def _averaged(plan: XlaPlan, variables: Tree) -> Tree:
-    """Variables over all devices: means of floating point, else those of the first device."""
+    """Means of floating-point variables over devices; others are those of the first device."""
     leaves, structure = jax.tree.flatten(variables)
     at = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
     wide = [leaves[i].astype(_wide(plan, leaves[i])) for i in at]
@@ -442,7 +441,7 @@ def _averaged(plan: XlaPlan, variables: Tree) -> Tree:
 
 
 def _norm(plan: XlaPlan, grads: Sequence[jax.Array]) -> jax.Array:
-    """The global norm: parted arrays are summed over the shard axis, whole ones count once."""
+    """The global norm, summed over the shard axis; replicated arrays count once."""
     arrays = [array for array in plan.table.arrays if array.trainable]
     parted = whole = jnp.zeros((), jnp.float32)
     for array, grad in zip(arrays, grads, strict=True):
@@ -461,7 +460,7 @@ def _sum_over(plan: XlaPlan, value: jax.Array) -> jax.Array:
 
 
 def _merge(plan: XlaPlan, params: Tree, mine: Tree) -> Tree:
-    """Parameters with the trained arrays replaced."""
+    """The parameters with the trained arrays replaced."""
     updated = iter(jax.tree.leaves(mine))
     return plan.with_arrays(lambda array, leaf: next(updated) if array.trainable else leaf, params)
 
@@ -476,18 +475,18 @@ def stored(array: Any, leaf: jax.Array) -> jax.Array:
 
 
 def _arrays(extra: dict[str, Any]) -> dict[str, Any]:
-    """Numbers as arrays of one dtype, so that another value is no other program."""
+    """Scalars as arrays of one dtype, so that a new value does not recompile."""
     wide = jnp.result_type(float)
     return {name: jnp.asarray(value, wide) for name, value in extra.items()}
 
 
 def full_params(state: State) -> Tree:
-    """All parameters whole, as numpy arrays on every process. A collective."""
+    """Returns all parameters as whole numpy arrays on every process. A collective."""
     return state.plan.with_arrays(whole_array, state.params)
 
 
 def whole_array(array: Any, leaf: jax.Array) -> Any:
-    """One parameter, or a state of it, as a numpy array without padding."""
+    """Returns a parameter, or one of its states, as a whole numpy array without padding."""
     if not leaf.is_fully_addressable:
         whole = NamedSharding(leaf.sharding.mesh, PartitionSpec())  # pyright: ignore[reportAttributeAccessIssue]
         leaf = jax.jit(lambda x: x, out_shardings=whole)(leaf)
@@ -505,7 +504,7 @@ RESERVED = ("loss", "grad_norm", "num_tokens")
 )
 @dataclass(frozen=True)
 class Sums:
-    """What a loss function returned. See [Note: losses]."""
+    """The results of a loss function. See [Note: losses]."""
 
     total: jax.Array
     count: jax.Array
@@ -514,7 +513,7 @@ class Sums:
 
 
 def sums_of(found: Any, variables: Any, *, new: bool = True) -> Sums:
-    """What a loss function returned, checked.
+    """Checks the results of a loss function.
 
     Args:
         found: What it returned.

@@ -1,4 +1,4 @@
-"""Checkpoints and Hugging Face folders of XLA's arrays, in the one format of all engines.
+"""Checkpoints and Hugging Face folders of XLA arrays, in the format that all engines share.
 
 write    stacked arrays become a tensor a layer; each process writes one range of every tensor
 read     each device asks for its box; only the bytes of the box are read

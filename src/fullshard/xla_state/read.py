@@ -1,4 +1,4 @@
-"""Loading: each device reads its box of every tensor, independent of the ranges in the files."""
+"""Loading: each device reads its slice of every tensor, however the files divide it."""
 
 from __future__ import annotations
 
@@ -48,16 +48,16 @@ def load(
     tx: optax.GradientTransformation | None = None,
     variables: Any = None,
 ) -> tuple[State, Beside]:
-    """A state from a checkpoint, or from a Hugging Face folder, as a step 0. A collective.
+    """Loads a state from a checkpoint, or from a Hugging Face folder as step 0. A collective.
 
     Args:
-        plan: Plan of the model.
-        path: A checkpoint, a folder of them or a Hugging Face folder.
-        tx: The optimizer whose state was saved; None: parameters alone.
-        variables: Arrays like those that were saved; of a Hugging Face folder, the first ones.
+        plan: The model's plan.
+        path: A checkpoint, a folder of checkpoints or a Hugging Face folder.
+        tx: The optimizer whose state was saved; None: parameters only.
+        variables: Arrays like the saved ones; with a Hugging Face folder, their initial values.
 
     Raises:
-        CheckpointError: There is none, or it is of another model; names the tensor.
+        CheckpointError: There is no checkpoint, or it belongs to another model; names the tensor.
     """
     if not is_checkpoint(path) and ((path / ONE_FILE).is_file() or (path / INDEX).is_file()):
         with _open_folder(path) as source:
@@ -81,7 +81,7 @@ def load(
 
 
 def load_values(path: Path) -> dict[str, Any]:
-    """The caller's values of a checkpoint, and its step. A collective."""
+    """Returns the caller's values of a checkpoint, and its step. A collective."""
     with _opened(path) as checkpoint:
         get_tensor = partial(state_tensor, checkpoint, 0)
         saved = checkpoint.state["state"]
@@ -95,7 +95,7 @@ def _opened(path: Path) -> AbstractContextManager[Checkpoint]:
 
 
 def _num_updates(checkpoint: Checkpoint, get_tensor: Callable[[str], Any]) -> int:
-    """The checkpoint's step; of one that was saved without, its optimizer's."""
+    """The checkpoint's step, or its optimizer's if it was saved without one."""
     step, optimizer = checkpoint.state["step"], checkpoint.state.get("optimizer")
     if step is None and optimizer is not None:
         scalars = checkpoint.value("scalars", optimizer["scalars"], get_tensor)
@@ -124,7 +124,7 @@ def _with_saved_optimizer(state: State, source: _Saved) -> State:
         elif kind == "AdamW" and leaf.name.rpartition(".")[2] == "count":
             value = np.asarray(int(state.step), leaf.value.dtype)
             found.append(scalar(value, leaf.value.sharding))
-        elif others is None:  # torch has no such number
+        elif others is None:  # torch stores no such count
             found.append(leaf.value)
         else:
             raise _lacking(source, leaf.name, "optimizer that was saved")
@@ -149,7 +149,7 @@ def _lacking(source: _Saved, name: str, what: str) -> CheckpointError:
 
 
 def _read_leaf(source: _Saved, prefix: str, name: str, like: Any, impl: str) -> jax.Array:
-    """A leaf that every device holds whole."""
+    """Reads a replicated leaf."""
     key = key_of(Kind.STATE, f"{prefix}.{name}")
     is_key = jnp.issubdtype(like.dtype, jax.dtypes.prng_key)
     data = jax.eval_shape(jax.random.key_data, like) if is_key else like
@@ -186,7 +186,7 @@ class _Saved:
         self.checkpoint.read(self._key(key), start, start + out.nbytes // itemsize, out)
 
     def _key(self, key: str) -> str:
-        """Under which it is stored: a tied parameter goes by its first name."""
+        """The stored name; a tied parameter is stored under its first name."""
         kind, _, name = key.partition("/")
         return self.checkpoint.index.find(Kind(kind), name) or key
 
@@ -238,7 +238,7 @@ def _read_arrays(plan: XlaPlan, source: Source, key: Callable[[str], str]) -> An
 def _read_array(
     array: ArrayPlan, like: Any, source: Source, key: Callable[[str], str]
 ) -> jax.Array:
-    """An array of which each device reads its own box."""
+    """Reads an array; each device reads its own slice."""
     for name in array.names():
         _check_there(array, source, key(name), name)
 
@@ -260,7 +260,7 @@ def _read_array(
 def _read_box(
     source: Source, key: str, spans: Sequence[range], shape: tuple[int, ...]
 ) -> np.ndarray:
-    """The elements of a box that lie inside of a tensor: one read a run of neighbours."""
+    """Reads a box of a tensor with one read per contiguous run."""
     found = source.find(key)
     assert found is not None
     dtype = NUMPY[found[0]]
@@ -269,7 +269,7 @@ def _read_box(
     if box.size == 0:
         return box
     cut = [dim for dim, size in enumerate(shape) if len(inside[dim]) < size]
-    last = cut[-1] if cut else 0  # from here on the box is whole rows
+    last = cut[-1] if cut else 0  # from this dimension on, the box has full rows
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     data = bytes_of(box)
     if not shape:

@@ -1,7 +1,7 @@
 """Saving: every process writes its ranges of all tensors.
 
-A part of an array that is cut along a later dimension is not a range of its tensor. Each layer is
-therefore cut again, along its elements, before it is written.
+A shard of an array that is cut along a later dimension is not a contiguous range of the tensor.
+Each layer is therefore resharded along its flat elements before it is written.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from fullshard.xla.step import State
 
 @dataclass(frozen=True)
 class Beside:
-    """What a checkpoint holds beside arrays.
+    """The contents of a checkpoint other than arrays.
 
     Attributes:
-        groups: Settings of torch's parameter groups, with their names under "params".
+        groups: torch's parameter groups, with parameter names under "params".
         values: The caller's values.
-        tied: Further names of parameters: second name -> first name.
+        tied: Names of tied parameters: second name -> first name.
     """
 
     groups: Sequence[Mapping[str, Any]] = ()
@@ -49,10 +49,10 @@ class Beside:
 
 
 def save(folder: Path, state: State, settings: SaveSettings, beside: Beside | None = None) -> Path:
-    """Save a state; any engine on any number of ranks loads it. A collective.
+    """Saves a state that any engine loads on any number of ranks. A collective.
 
     Raises:
-        CheckpointError: On every process, if any cannot write; older checkpoints are untouched.
+        CheckpointError: On every process, if one cannot write; older checkpoints are intact.
     """
     beside = beside or Beside()
     agree(SAVES.wait)
@@ -71,7 +71,7 @@ def ranks() -> Ranks:
 
 
 def _pieces(state: State) -> Iterator[Piece]:
-    """What this process writes, copied to the host."""
+    """The pieces that this process writes, copied to the host."""
     plan = state.plan
     pairs = zip(plan.table.arrays, jax.tree.leaves(state.params), strict=True)
     for at, (array, leaf) in enumerate(pairs):
@@ -87,7 +87,7 @@ def _pieces(state: State) -> Iterator[Piece]:
 def _ranges(
     plan: XlaPlan, at: int, array: ArrayPlan, leaf: jax.Array
 ) -> Iterator[tuple[str, Callable[[str], Piece]]]:
-    """(tensor's name, key -> its range here) of each layer; replicas take turns, by array."""
+    """(tensor name, key -> local range) of each layer; replicas take turns by array."""
     dtype = dtype_name(array.name, leaf)
     for layer, name in enumerate(array.names()):
         start, values = _range(plan, at, array, leaf, layer)
@@ -105,18 +105,18 @@ def _piece(
 def _range(
     plan: XlaPlan, at: int, array: ArrayPlan, leaf: jax.Array, layer: int
 ) -> tuple[int, np.ndarray]:
-    """First element, and elements, of a layer's range that this process writes."""
+    """The first index and the elements of the range of a layer that this process writes."""
     here = jax.process_index()
     turn = at % plan.table.mesh.replicate
     if leaf.is_fully_addressable:
         whole = unpad(array, np.asarray(leaf)[layer] if array.block else np.asarray(leaf))
-        # Copied: the next step reuses what it is read from.
+        # A copy, since the next step reuses the source.
         return 0, np.array(whole, copy=True).reshape(-1)
     owners = plan.mesh.devices[turn]
     flat = _flatten(plan, array)(leaf, layer)
     parts = {shard.device: shard.data for shard in flat.addressable_shards}
     mine = [rank for rank, device in enumerate(owners) if device.process_index == here]
-    if array.cut.dim is None:  # all have the whole: the first device of the turn writes it
+    if array.cut.dim is None:  # replicated: the first device of the turn writes it
         mine = mine[:1] if owners[0].process_index == here else []
     numel = math.prod(array.shape)
     if not mine:
@@ -129,7 +129,7 @@ def _range(
 
 @cache
 def _flatten(plan: XlaPlan, array: ArrayPlan) -> Any:
-    """(array, layer) -> the layer's elements, cut into equal ranges over the shard axis."""
+    """(array, layer) -> the layer's elements, in equal ranges over the shard axis."""
     parts = 1 if array.cut.dim is None else plan.table.mesh.shard
     spec = PartitionSpec() if array.cut.dim is None else PartitionSpec(SHARD)
 
@@ -141,7 +141,7 @@ def _flatten(plan: XlaPlan, array: ArrayPlan) -> Any:
 
 
 def _facts(state: State, step: int | None, beside: Beside) -> tuple[dict[str, Any], list[Piece]]:
-    """state.json, and the small tensors that it names."""
+    """state.json and the small tensors that it names."""
     values = dict(beside.values)
     facts: dict[str, Any] = {"step": step, "world_size": jax.process_count(), "extra": {}}
     pieces: list[Piece] = []
@@ -175,7 +175,7 @@ def _facts(state: State, step: int | None, beside: Beside) -> tuple[dict[str, An
     return facts, pieces
 
 
-# torch's names of AdamW's states, which a checkpoint has.
+# torch's names of AdamW's states, which checkpoints use
 STATE_NAMES = {"mu": "exp_avg", "nu": "exp_avg_sq"}
 DTYPES = {
     **{"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "bool": "BOOL"},
@@ -188,9 +188,9 @@ OTHERS, VARIABLES = "$optimizer.others", "$variables"  # leaves that belong to n
 
 
 def states_of(plan: XlaPlan, opt_state: Any) -> tuple[list[Leaf], dict[str, str]]:
-    """The leaves of an optimizer's state, and under which word each parameter's are saved.
+    """The leaves of an optimizer's state, and the name under which each is saved.
 
-    Adam's go by torch's words. Others go by their whole path, so that no two are confused.
+    Adam's states have torch's names. Others are named by their full path, which is unique.
     """
     leaves = leaves_of(plan, opt_state)
     names = {leaf.name: leaf.name.rpartition(".")[2] for leaf in leaves if leaf.at is not None}
@@ -205,15 +205,15 @@ def is_adamw(words: Mapping[str, str]) -> bool:
 
 
 def named_leaves(tree: Any) -> list[tuple[str, Any]]:
-    """Leaves of a tree by their paths."""
+    """The leaves of a tree by path."""
     return [(path_name(path), leaf) for path, leaf in jax.tree.leaves_with_path(tree)]
 
 
 def dtype_name(name: str, leaf: Any) -> str:
-    """The dtype as a checkpoint names it.
+    """The name of a dtype in a checkpoint.
 
     Raises:
-        CheckpointError: It has no name for it.
+        CheckpointError: The format has no name for this dtype.
     """
     if str(leaf.dtype) not in DTYPES:
         raise CheckpointError(
@@ -226,7 +226,7 @@ def dtype_name(name: str, leaf: Any) -> str:
 def leaf_pieces(
     prefix: str, leaves: Sequence[tuple[str, Any]]
 ) -> tuple[dict[str, str], list[Piece]]:
-    """(name -> what kind of random key it is, or "") of leaves that all devices have, and data."""
+    """(name -> random key type, or "") of the replicated leaves, and their data."""
     table: dict[str, str] = {}
     pieces: list[Piece] = []
     for name, leaf in leaves:
