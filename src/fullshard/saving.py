@@ -113,11 +113,12 @@ def save(
     agree(engine, SAVES.wait)
     agree(engine, lambda: _check_step(settings.step))
     stage = _as_it_is if settings.wait else STAGING.setdefault(model, _Staging()).copy
-    states = agree(engine, lambda: _states_of(model, optimizer))
+    states = None
+    if optimizer is not None:
+        states = agree(engine, lambda: optimizer_state(model, optimizer))
+        states = replace(states, tensors=_as_ranges(engine, states.tensors))
     if states is not None and isinstance(optimizer, OwnedOptimizer):
         states = replace(states, scalars=join_scalars(tell(engine, states.scalars)))
-    if states is not None:
-        states = replace(states, tensors=_as_ranges(engine, states.tensors))
     held = _as_ranges(engine, agree(engine, lambda: model_tensors(model)))
     parts = agree(engine, lambda: _Parts.of(model, held, states, state, stage))
     pieces, document = parts.joined(engine, settings.step)
@@ -213,10 +214,6 @@ def write(
     else:
         SAVES.start(work)
     return target
-
-
-def _states_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> OptimizerState | None:
-    return None if optimizer is None else optimizer_state(model, optimizer)
 
 
 def _check_step(step: Any) -> None:

@@ -234,7 +234,9 @@ class _Whole:
                 group.master.copy_(buffer.chunk(group.plan.layout.num_parts)[self.unit.part])
             for member in group.members:
                 if member.cut is not None:
-                    torch.utils.swap_tensors(member.param, self.placed[id(member)])
+                    placed = self.placed[id(member)]
+                    torch.utils.swap_tensors(member.param, placed)
+                    member.param.requires_grad_(placed.requires_grad)
                     continue
                 held = id(member) in self.grads
                 grad = member.param.grad if held else None
