@@ -322,12 +322,7 @@ def _value(checkpoint: Checkpoint, engine: Engine, name: str, coded: Any) -> Any
         logger.warning(
             "%s: %r was not restored, because each rank or batch has its own: it was saved by %d "
             "ranks with %d batches; now there are %d ranks with %d batches on another mesh",
-            checkpoint.path,
-            name,
-            len(wrote),
-            max(wrote) + 1,
-            len(there),
-            max(there) + 1,
+            *(checkpoint.path, name, len(wrote), max(wrote) + 1, len(there), max(there) + 1),
         )
     return _LEFT_OUT
 

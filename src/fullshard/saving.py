@@ -150,16 +150,12 @@ def _as_ranges(engine: Engine, tensors: list[Held]) -> list[Held]:
             member = members[held.names[0]]
             local = torch.zeros_like(held.local, device=engine.device)
             with _kept(errors):
-                local = _read(held, local)
+                local.copy_(held.local)
             whole = member.gather(local, "/".join(held.names)).reshape(-1)
             with _kept(errors):
                 found.append(_range_of(held, member, whole))
     agree(engine, lambda: _raise_first(errors))
     return found
-
-
-def _read(held: Held, into: torch.Tensor) -> torch.Tensor:
-    return into.copy_(held.local)
 
 
 @contextmanager

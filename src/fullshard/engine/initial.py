@@ -492,7 +492,8 @@ def _rebuild(model: Any, birth: Birth) -> nn.Module:
         if param is not None:
             seen.append(param)
 
-    with _registering(note), torch.device("meta"), _drawing_nothing():
+    # Tensors that are real at once may advance the random state, which fork_rng restores.
+    with _registering(note), torch.device("meta"), torch.random.fork_rng(devices=[]):
         names = {id(p): n for n, p in type(model)._from_config(_settings(model)).named_parameters()}
     order = iter([names.get(id(param), "") for param in seen])
 
@@ -512,16 +513,6 @@ def _rebuild(model: Any, birth: Birth) -> nn.Module:
 def _settings(model: Any) -> Any:
     """A copy of the model's configuration, because building a model may write into it."""
     return copy.deepcopy(model.config)
-
-
-@contextlib.contextmanager
-def _drawing_nothing() -> Iterator[None]:
-    """Restore torch's random state, which tensors that are real at once may advance."""
-    state = torch.get_rng_state()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(state)
 
 
 @contextlib.contextmanager

@@ -28,7 +28,7 @@ from torch import nn
 
 from fullshard.engine._torch_compat import no_guard
 from fullshard.engine.cuts import Cut
-from fullshard.engine.engine import Engine, engine_of, refuse_other_axes
+from fullshard.engine.engine import Engine, engine_of
 from fullshard.engine.owned import OwnedOptimizer, holds_whole
 from fullshard.engine.parameter import Guarded, ShardedParameter
 from fullshard.engine.placing import shard_shape
@@ -86,7 +86,8 @@ def whole_params(
         full = group.gather() if members else None
         for member in members:
             assert full is not None
-            yield member.piece.name, member.whole(full)
+            local = member.view(full)
+            yield member.piece.name, local if member.cut is None else member.cut.whole_of(local)
 
 
 def _to_cpu(tensor: Any, dtype: torch.dtype | None) -> Any:
@@ -169,11 +170,9 @@ def unsharded(
         model: Sharded.
         writeback: Keep what was written into the parameters; each rank keeps its own part.
         units: Only these; those that are whole already stay as they are. None: all.
-        with_grads: Gradients are whole too.
+        with_grads: Gradients are whole too; only without other axes.
     """
     engine = engine_of(model)
-    if with_grads:
-        refuse_other_axes(engine, "with_grads", "Use p.grad.full_tensor().")
     if engine.unsharded and units is None:
         raise EngineError("fs.unsharded: expected one block at a time; it is open already.")
     if any(unit.swapped for unit in engine.units):
@@ -210,7 +209,12 @@ class _Whole:
             self.buffers.append(full)
             for member in group.members:
                 if member.cut is not None:
-                    self._show_placed(member, member.cut.show(member.view(full)))
+                    shown = member.cut.show(member.view(full))
+                    with no_guard():
+                        shard = nn.Parameter(shown, member.param.requires_grad)
+                        torch.utils.swap_tensors(member.param, shard)
+                    vars(member.param)["record"] = vars(shard)["record"]
+                    self.placed[id(member)] = shard
                     continue
                 if with_grads:
                     with no_guard():
@@ -219,12 +223,6 @@ class _Whole:
                 member.param.data = member.view(full)
                 if with_grads:
                     member.param.grad = self.grads.get(id(member))
-
-    def _show_placed(self, member: Member, whole: Any) -> None:
-        with no_guard():
-            shard = self.placed[id(member)] = nn.Parameter(whole, member.param.requires_grad)
-            torch.utils.swap_tensors(member.param, shard)
-            vars(member.param)["record"] = shard.record
 
     def close(self, engine: Engine, *, writeback: bool) -> None:
         """Show the shards again."""

@@ -127,11 +127,6 @@ class Member:
         full = gather_piece(unit.transport, layout, self.piece, local.to(self.group.full.device))
         return full if self.cut is None else self.cut.whole_of(full)
 
-    def whole(self, full: torch.Tensor) -> torch.Tensor:
-        """The whole parameter in a (numel,) flat buffer. A collective of the other axes."""
-        view = self.view(full)
-        return view if self.cut is None else self.cut.whole_of(view)
-
     @cached_property
     def numel(self) -> int:
         return math.prod(self.piece.shape)
