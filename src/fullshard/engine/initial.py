@@ -15,7 +15,6 @@ goes to the sink, which keeps this rank's part, and is freed.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -493,7 +492,8 @@ def _rebuild(model: Any, birth: Birth) -> nn.Module:
             seen.append(param)
 
     # Tensors that are real at once may advance the random state, which fork_rng restores.
-    with _registering(note), torch.device("meta"), torch.random.fork_rng(devices=[]):
+    noting = register_module_parameter_registration_hook(note)
+    with noting, torch.device("meta"), torch.random.fork_rng(devices=[]):
         names = {id(p): n for n, p in type(model)._from_config(_settings(model)).named_parameters()}
     order = iter([names.get(id(param), "") for param in seen])
 
@@ -506,22 +506,13 @@ def _rebuild(model: Any, birth: Birth) -> nn.Module:
             return None
         return nn.Parameter(birth.take_real(param, name), requires_grad=param.requires_grad)
 
-    with _registering(register), birth, _Disguise(birth):
+    with register_module_parameter_registration_hook(register), birth, _Disguise(birth):
         return type(model)._from_config(_settings(model))
 
 
 def _settings(model: Any) -> Any:
     """A copy of the model's configuration, because building a model may write into it."""
     return copy.deepcopy(model.config)
-
-
-@contextlib.contextmanager
-def _registering(hook: Callable[[nn.Module, str, Any], Any]) -> Iterator[None]:
-    handle = register_module_parameter_registration_hook(hook)
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 def _initialise_in_place(model: nn.Module, birth: Birth) -> nn.Module:

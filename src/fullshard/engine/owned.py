@@ -419,11 +419,9 @@ def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 def name_of(param: Any) -> str:
     """How errors name a parameter."""
     record = getattr(param, "record", None)
-    return (
-        repr(clean_name(record.piece.name))
-        if record is not None
-        else f"one of shape {tuple(param.shape)}"
-    )
+    if record is None:
+        return f"one of shape {tuple(param.shape)}"
+    return repr(clean_name(record.piece.name))
 
 
 def _lists(groups: Groups) -> list[tuple[int, list[int]]]:

@@ -459,9 +459,8 @@ def restore_optimizer(
         param = params[name]
         local = held.local
         sliced = isinstance(param, ShardedParameter) and not (held.opaque or held.whole)
-        states.setdefault(name, {})[key] = (
-            param.as_state(local) if sliced else local.view(held.shape)
-        )
+        shown = param.as_state(local) if sliced else local.view(held.shape)
+        states.setdefault(name, {})[key] = shown
     optimizer.state.clear()
     for group, values in zip(optimizer.param_groups, settings, strict=True):
         group.update(values)

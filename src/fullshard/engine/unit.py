@@ -262,9 +262,8 @@ class Group:
         for member in self.members:
             member.bind(self.full, trainable=plan.trainable)
             member.target = None if self.grad_slot is None else member.view(self.grad_slot)
-            member.param.record.compute = (
-                partial(_current, weakref.ref(member)) if is_whole else None
-            )
+            compute = partial(_current, weakref.ref(member)) if is_whole else None
+            member.param.record.compute = compute
 
     def unbind(self) -> None:
         """Drop all views of slots."""
