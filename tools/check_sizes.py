@@ -30,7 +30,7 @@ BUDGETS = {
     "bench": 1_931,
     "config": 3_654,
     "cli": 1_870,
-    "engine + transport": 7_049,
+    "engine + transport": 7_035,
     "planner + outlook": 4_289,
     "data + models + recipes + run + verify": 8_302,
     "observe + launch": 3_010,

@@ -73,7 +73,7 @@ GROUPS, SCALARS = "$optimizer.groups", "$optimizer.scalars"
 
 logger = logging.getLogger(__name__)
 
-Stage = Callable[[str, torch.Tensor], torch.Tensor]
+Stage = Callable[[str, torch.Tensor], torch.Tensor] | None
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def save(
     engine = engine_of(model)
     agree(engine, SAVES.wait)
     agree(engine, lambda: _check_step(settings.step))
-    stage = _as_it_is if settings.wait else STAGING.setdefault(model, _Staging()).copy
+    stage = None if settings.wait else STAGING.setdefault(model, _Staging()).copy
     states = None
     if optimizer is not None:
         states = agree(engine, lambda: optimizer_state(model, optimizer))
@@ -252,10 +252,6 @@ class _Staging:
 STAGING: WeakKeyDictionary[nn.Module, _Staging] = WeakKeyDictionary()  # freed with the model
 
 
-def _as_it_is(_key: str, local: torch.Tensor) -> torch.Tensor:
-    return local
-
-
 @dataclass(frozen=True)
 class _Parts:
     """What one rank saves, before the ranks have compared their values.
@@ -378,7 +374,7 @@ class Values:
 
 def _piece(kind: Kind, held: Held, stage: Stage) -> Piece:
     key = key_of(kind, *held.names)
-    local = stage(key, held.local)
+    local = held.local if stage is None else stage(key, held.local)
     return Piece(
         key,
         held.dtype,

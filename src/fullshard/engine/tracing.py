@@ -28,6 +28,7 @@ import copy
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -465,22 +466,17 @@ def trace_order(model: nn.Module, plan: Plan, sample: Any) -> Plan:
         ConfigError: Forward does not run on the sample; its error is the cause.
     """
     forward: list[int] = []
-    handles = [
-        model.get_submodule(unit.name).register_forward_pre_hook(
-            partial(_note, forward, unit.index)
-        )
-        for unit in plan.units
-    ]
-    try:
-        _run_fake(model, sample)
-    except Exception as error:
-        raise ConfigError(
-            f"sample: expected arguments that {type(model).__name__}.forward takes; it raised "
-            f"{type(error).__name__}: {error}. Leave sample out to learn the order in step one."
-        ) from error
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as hooks:
+        for unit in plan.units:
+            hook = partial(_note, forward, unit.index)
+            hooks.enter_context(model.get_submodule(unit.name).register_forward_pre_hook(hook))
+        try:
+            _run_fake(model, sample)
+        except Exception as error:
+            raise ConfigError(
+                f"sample: expected arguments that {type(model).__name__}.forward takes; it raised "
+                f"{type(error).__name__}: {error}. Leave sample out to learn the order in step one."
+            ) from error
     leaves = [index for what, index in nominal_trace(plan.units, forward) if what == "leave"]
     reached = set(plan.order.backward)
     backward = [index for index in reversed(leaves) if index in reached]
