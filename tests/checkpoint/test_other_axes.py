@@ -263,7 +263,9 @@ def check_other_states() -> None:
     train(model, optimizer, range(1), axes)
     if dist.get_rank() == 3:
         del optimizer.state[model.blocks[0].down.weight]["exp_avg"]
-    with pytest.raises(EngineError, match="blocks.0.down.weight/exp_avg.*expected every rank to come"):
+    with pytest.raises(
+        EngineError, match="blocks.0.down.weight/exp_avg.*expected every rank to come"
+    ):
         fs.save("never", model, optimizer)
 
 

@@ -326,7 +326,7 @@ def assert_near(found: dict[Any, Any], wanted: dict[Any, Any]) -> None:
             torch.testing.assert_close(found[key], value.detach(), rtol=0, atol=1e-12)
 
 
-def check_whole_states(from_rank0: bool) -> None:  # noqa: FBT001
+def check_whole_states(from_rank0: bool) -> None:
     """One process's states in, a step of both with one batch on all ranks, and states out."""
     alone, reference = trained_alone()
     state, states = copy.deepcopy((alone.state_dict(), reference.state_dict()))
@@ -387,7 +387,7 @@ def check_unsharded() -> None:
     other = net()
     with fs.unsharded(model):
         model.load_state_dict(other.state_dict())
-        with pytest.raises(EngineError, match="inside fs.unsharded"):
+        with pytest.raises(EngineError, match="inside fs"):
             optimizer.step()
     assert [id(param) for param in model.parameters()] == objects
     its = make_optimizer("adamw", other.parameters())
