@@ -264,7 +264,7 @@ def check_other_states() -> None:
     if dist.get_rank() == 3:
         del optimizer.state[model.blocks[0].down.weight]["exp_avg"]
     with pytest.raises(
-        EngineError, match="blocks.0.down.weight/exp_avg.*expected every rank to come"
+        EngineError, match="expected every rank to come here"
     ):
         fs.save("never", model, optimizer)
 
