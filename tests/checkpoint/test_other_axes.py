@@ -263,9 +263,7 @@ def check_other_states() -> None:
     train(model, optimizer, range(1), axes)
     if dist.get_rank() == 3:
         del optimizer.state[model.blocks[0].down.weight]["exp_avg"]
-    with pytest.raises(
-        EngineError, match="expected every rank to come here"
-    ):
+    with pytest.raises(EngineError, match="expected every rank to come here"):
         fs.save("never", model, optimizer)
 
 
