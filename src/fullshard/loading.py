@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -23,7 +24,8 @@ from fullshard.checkpoint.read import Checkpoint, choose
 from fullshard.checkpoint.retain import Found, candidates
 from fullshard.config.values import nearest
 from fullshard.engine.agreement import agree
-from fullshard.engine.engine import Engine, engine_of, refuse_other_axes
+from fullshard.engine.cuts import Cut
+from fullshard.engine.engine import Engine, engine_of
 from fullshard.engine.owned import holds_whole
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.random_state import set_random_state
@@ -39,7 +41,7 @@ from fullshard.engine.state import (
     restore_optimizer,
 )
 from fullshard.errors import CheckpointError, untrusted
-from fullshard.saving import EXTRA, GROUPS, RANDOM, SAVES, SCALARS, ranks_of
+from fullshard.saving import EXTRA, GROUPS, RANDOM, SAVES, SCALARS, batches_of, ranks_of
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +74,6 @@ def load_found(
 ) -> dict[str, Any]:
     """As `load`, from a given checkpoint."""
     engine = engine_of(model)
-    refuse_other_axes(engine, "fs.load", "Use model.load_state_dict, which takes whole tensors.")
     return agree(engine, lambda: _load_from(found, engine, model, optimizer))
 
 
@@ -151,12 +152,31 @@ def read_into(checkpoint: Checkpoint, key: str, held: Held) -> None:
     """Fills a tensor; directly from the file if dtype and device allow it."""
     local, dtype = held.local, DTYPES[checkpoint.index.tensors[key].dtype]
     with torch.no_grad():
-        if local.device.type == "cpu" and local.dtype is dtype and local.is_contiguous():
+        if held.cut is not None:
+            local.copy_(_read_cut(checkpoint, key, held, held.cut))
+        elif local.device.type == "cpu" and local.dtype is dtype and local.is_contiguous():
             checkpoint.read(key, held.start, held.stop, as_bytes(local))
-            return
-        aside = torch.empty(held.stop - held.start, dtype=dtype)
-        checkpoint.read(key, held.start, held.stop, as_bytes(aside))
-        local.copy_(aside)
+        else:
+            aside = torch.empty(held.stop - held.start, dtype=dtype)
+            checkpoint.read(key, held.start, held.stop, as_bytes(aside))
+            local.copy_(aside)
+
+
+def _read_cut(checkpoint: Checkpoint, key: str, held: Held, cut: Cut) -> torch.Tensor:
+    """(stop - start,) elements of a local tensor that is no range of the whole.
+
+    The rows that contain them are read whole: reading each row's part would take a call per row.
+    """
+    if held.start == held.stop:
+        return held.local
+    dtype, row = DTYPES[checkpoint.index.tensors[key].dtype], held.shape[1:]
+    count, first, last = 0, 0, held.shape[0]
+    if all(placement.is_replicate() or placement.dim for placement in cut.placements):
+        count = cut.local_of(torch.empty(1, *row)).numel()  # elements here of each row
+        first, last = held.start // count, -(-held.stop // count)
+    rows = torch.empty(last - first, *row, dtype=dtype)
+    checkpoint.read(key, first * math.prod(row), last * math.prod(row), as_bytes(rows))
+    return cut.local_of(rows).reshape(-1)[held.start - first * count : held.stop - first * count]
 
 
 def _keys_of(checkpoint: Checkpoint, wanted: list[Held]) -> list[str]:
@@ -216,8 +236,9 @@ def _optimizer_of(
     scalars = _value(checkpoint, engine, SCALARS, saved["scalars"])
     if groups is _LEFT_OUT or scalars is _LEFT_OUT:
         raise CheckpointError(
-            f"checkpoint '{checkpoint.path}': expected {checkpoint.index.world_size} ranks, "
-            f"because each saved other settings or counts of {kind}. Load the model alone."
+            f"checkpoint '{checkpoint.path}': expected the mesh that saved it, of "
+            f"{checkpoint.index.world_size} ranks, because each saved other settings or counts of "
+            f"{kind}. Load the model alone."
         )
     matching_settings(model, optimizer, groups)
     found = OptimizerState(kind, [], scalars, groups)
@@ -243,7 +264,7 @@ def _optimizer_of(
             dtype = params[param].dtype  # states follow their parameter, as in torch
         if local is None or (local.numel(), local.dtype) != (count, dtype):
             local = _new_state(params[param], count, dtype)
-        found.tensors.append(Held((param, state), of.shape, of.start, of.stop, local))
+        found.tensors.append(replace(of, names=(param, state), local=local, whole=False))
     return found
 
 
@@ -263,7 +284,7 @@ def _new_state(param: torch.Tensor, count: int, dtype: torch.dtype) -> torch.Ten
 def _own_state(checkpoint: Checkpoint, engine: Engine, key: str, of: Held) -> list[Held]:
     """A state that only the rank that wrote it can read; empty if the rank had none."""
     wrote, there = checkpoint.index.world_size, engine.plan.mesh.world_size
-    if wrote != there:
+    if wrote != there or of.cut is not None:
         raise CheckpointError(
             f"checkpoint '{checkpoint.path}': expected {wrote} ranks and the same strategy, "
             f"because {key} was saved per rank; there are {there} ranks. Its shape differs from "
@@ -281,21 +302,27 @@ _LEFT_OUT = object()
 
 
 def _value(checkpoint: Checkpoint, engine: Engine, name: str, coded: Any) -> Any:
-    """A value of state.json; a value per rank needs the same number of ranks."""
+    """A value of state.json, or _LEFT_OUT.
+
+    A value per rank needs ranks that share batches as those did that saved it: tensor-parallel
+    neighbours draw the same random numbers, and data-parallel ranks must not. For the same reason
+    random states of a single batch are left out if there are several batches now.
+    """
     get_tensor = partial(state_tensor, checkpoint, engine.rank)
-    if not (isinstance(coded, dict) and set(coded) == {OWN}):
-        return checkpoint.value(name, coded, get_tensor)
-    if checkpoint.index.world_size == engine.plan.mesh.world_size:
+    there = batches_of(engine.plan.mesh)
+    wrote = checkpoint.state.get("batches", list(range(checkpoint.index.world_size)))
+    is_own = isinstance(coded, dict) and set(coded) == {OWN}
+    if is_own and wrote == there:
         own = checkpoint.read_own(key_of(Kind.STATE, name, OWN), engine.rank)
         assert own is not None, name
         return checkpoint.value(name, json.loads(own[1].decode()), get_tensor)
+    if not is_own and (name != RANDOM or max(wrote) > 0 or max(there) == 0):
+        return checkpoint.value(name, coded, get_tensor)
     if engine.rank == 0:
         logger.warning(
-            "%s: left out of %r, because each of %d ranks saved its own and there are %d now",
-            checkpoint.path,
-            name,
-            checkpoint.index.world_size,
-            engine.plan.mesh.world_size,
+            "%s: %r was not restored, because each rank or batch has its own: it was saved by %d "
+            "ranks with %d batches; now there are %d ranks with %d batches on another mesh",
+            *(checkpoint.path, name, len(wrote), max(wrote) + 1, len(there), max(there) + 1),
         )
     return _LEFT_OUT
 

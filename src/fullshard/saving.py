@@ -13,7 +13,8 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -42,7 +43,7 @@ from fullshard.checkpoint.read import remove, superfluous
 from fullshard.checkpoint.retain import tidy
 from fullshard.checkpoint.values import encode
 from fullshard.engine.agreement import agree, tell
-from fullshard.engine.engine import Engine, engine_of, refuse_other_axes
+from fullshard.engine.engine import Engine, engine_of
 from fullshard.engine.owned import OwnedOptimizer
 from fullshard.engine.random_state import random_state
 from fullshard.engine.state import (
@@ -56,6 +57,7 @@ from fullshard.engine.state import (
     optimizer_state,
     tied_names,
 )
+from fullshard.engine.unit import Member
 from fullshard.errors import (
     CheckpointError,
     FullshardError,
@@ -63,6 +65,7 @@ from fullshard.errors import (
     PreemptedError,
     ran_out_of_memory,
 )
+from fullshard.planner.mesh import Mesh
 
 # Names of values that are saved in addition to the caller's.
 RANDOM, EXTRA = "$random", "$extra"
@@ -70,7 +73,7 @@ GROUPS, SCALARS = "$optimizer.groups", "$optimizer.scalars"
 
 logger = logging.getLogger(__name__)
 
-Stage = Callable[[str, torch.Tensor], torch.Tensor]
+Stage = Callable[[str, torch.Tensor], torch.Tensor] | None
 
 
 @dataclass(frozen=True)
@@ -107,14 +110,17 @@ def save(
         CheckpointError: On every rank, if any cannot write; older checkpoints are untouched.
     """
     engine = engine_of(model)
-    refuse_other_axes(engine, "fs.save", "Save fs.full_state_dict(model).")
     agree(engine, SAVES.wait)
     agree(engine, lambda: _check_step(settings.step))
-    stage = _as_it_is if settings.wait else STAGING.setdefault(model, _Staging()).copy
-    states = agree(engine, lambda: _states_of(model, optimizer))
+    stage = None if settings.wait else STAGING.setdefault(model, _Staging()).copy
+    states = None
+    if optimizer is not None:
+        states = agree(engine, lambda: optimizer_state(model, optimizer))
+        states = replace(states, tensors=_as_ranges(engine, states.tensors))
     if states is not None and isinstance(optimizer, OwnedOptimizer):
         states = replace(states, scalars=join_scalars(tell(engine, states.scalars)))
-    parts = agree(engine, lambda: _Parts.of(model, states, state, stage))
+    held = _as_ranges(engine, agree(engine, lambda: model_tensors(model)))
+    parts = agree(engine, lambda: _Parts.of(model, held, states, state, stage))
     pieces, document = parts.joined(engine, settings.step)
     texts = {
         STATE: document,
@@ -124,6 +130,55 @@ def save(
     }
     documents = commit.Documents(settings.step, texts, tied_names(model))
     return write(ranks_of(engine), settings.target(folder), pieces, documents, settings)
+
+
+def _as_ranges(engine: Engine, tensors: list[Held]) -> list[Held]:
+    """Ranges of whole tensors in place of parts that are none. A collective.
+
+    A part that another axis cut along a later dimension is a range of each row. Such a tensor is
+    gathered, and each rank keeps an equal range of the whole. A rank that fails takes part in the
+    remaining collectives, so that no other rank waits for it.
+
+    Raises:
+        FullshardError: On every rank, if any failed.
+    """
+    members = {member.piece.name: member for member in engine.members}
+    found = [held for held in tensors if held.cut is None]
+    errors: list[Exception] = []
+    for held in tensors:
+        if held.cut is not None:
+            member = members[held.names[0]]
+            local = torch.zeros_like(held.local, device=engine.device)
+            with _kept(errors):
+                local.copy_(held.local)
+            whole = member.gather(local, "/".join(held.names)).reshape(-1)
+            with _kept(errors):
+                found.append(_range_of(held, member, whole))
+    agree(engine, lambda: _raise_first(errors))
+    return found
+
+
+@contextmanager
+def _kept(errors: list[Exception]) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001  raised on all ranks after the last collective
+        errors.append(error)
+
+
+def _raise_first(errors: list[Exception]) -> None:
+    for error in errors:
+        raise error
+
+
+def _range_of(held: Held, member: Member, whole: torch.Tensor) -> Held:
+    """An equal range of a whole tensor for each rank that has other elements of it."""
+    unit, cut = member.group.unit, held.cut
+    assert cut is not None
+    at, parts = unit.part * cut.num_parts + cut.part, unit.plan.mesh.shard * cut.num_parts
+    start, stop = (whole.numel() * part // parts for part in (at, at + 1))
+    local = whole[start:stop].to("cpu", copy=True)
+    return replace(held, start=start, stop=stop, local=local, cut=None)
 
 
 def ranks_of(engine: Engine) -> Ranks:
@@ -155,10 +210,6 @@ def write(
     else:
         SAVES.start(work)
     return target
-
-
-def _states_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> OptimizerState | None:
-    return None if optimizer is None else optimizer_state(model, optimizer)
 
 
 def _check_step(step: Any) -> None:
@@ -201,10 +252,6 @@ class _Staging:
 STAGING: WeakKeyDictionary[nn.Module, _Staging] = WeakKeyDictionary()  # freed with the model
 
 
-def _as_it_is(_key: str, local: torch.Tensor) -> torch.Tensor:
-    return local
-
-
 @dataclass(frozen=True)
 class _Parts:
     """What one rank saves, before the ranks have compared their values.
@@ -223,11 +270,12 @@ class _Parts:
     def of(
         cls,
         model: nn.Module,
+        tensors: list[Held],
         saved: OptimizerState | None,
         state: Mapping[str, Any],
         stage: Stage,
     ) -> _Parts:
-        pieces = [_piece(Kind.MODEL, held, stage) for held in model_tensors(model) if held.writes]
+        pieces = [_piece(Kind.MODEL, held, stage) for held in tensors if held.writes]
         values: dict[str, Any] = {EXTRA: extra_states(model), RANDOM: random_state()}
         kind = ""
         if saved is not None:
@@ -263,8 +311,16 @@ class _Parts:
         if self.kind:
             groups, scalars = coded.pop(GROUPS), coded.pop(SCALARS)
             facts["optimizer"] = {"class": self.kind, "groups": groups, "scalars": scalars}
+        if engine.plan.mesh.inner > 1:
+            facts["batches"] = batches_of(engine.plan.mesh)
         facts["state"] = coded
         return [piece for piece in pieces if piece.is_there], json.dumps(facts, indent=1)
+
+
+def batches_of(mesh: Mesh) -> list[int]:
+    """Index of each rank's batch: ranks of other axes, such as tensor parallelism, share one."""
+    ranks = range(mesh.world_size)
+    return list(ranks) if mesh.inner == 1 else [mesh.place(rank) // mesh.inner for rank in ranks]
 
 
 class Values:
@@ -318,7 +374,7 @@ class Values:
 
 def _piece(kind: Kind, held: Held, stage: Stage) -> Piece:
     key = key_of(kind, *held.names)
-    local = stage(key, held.local)
+    local = held.local if stage is None else stage(key, held.local)
     return Piece(
         key,
         held.dtype,

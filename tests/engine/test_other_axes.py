@@ -5,6 +5,7 @@ torch and transformers make the DTensors; one process in float64 is the referenc
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -14,79 +15,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fullshard as fs
 from fullshard.errors import ConfigError, EngineError, UnsupportedModelError
-from support.models import hugging_face, perturbed
+from support.models import hugging_face
+from support.other_axes import LENGTH, WIDTH, cut_net, mesh_of, net
 from support.parity import assert_same
 from support.reference import MAX_NORM, NUM_STEPS, Step, make_optimizer, train_alone
 
-WIDTH, LENGTH = 12, 8
-
-
-def mesh_of(replicate: int = 1, shard: int = 2, tensor: int = 2) -> DeviceMesh:
-    names = ("replicate", "shard", "tensor")
-    return init_device_mesh("cpu", (replicate, shard, tensor), mesh_dim_names=names)
-
-
 # ---- models, plain and as torch parallelizes them
-
-
-class Block(nn.Module):
-    """A norm on a part of the sequence, and two layers that are cut; sizes that do not divide."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 2 * WIDTH + 3)
-        self.down = nn.Linear(2 * WIDTH + 3, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Block(), Block(), Block()])
-        self.head = nn.Linear(WIDTH, 5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
-def net() -> nn.Module:
-    torch.manual_seed(0)
-    return perturbed(Net().double())
-
-
-def cut_net(model: nn.Module, mesh: DeviceMesh) -> None:
-    sequence = Shard(1)
-    for block in model.blocks:
-        plan = {
-            "norm": SequenceParallel(),
-            "up": ColwiseParallel(input_layouts=sequence, use_local_output=False),
-            "down": RowwiseParallel(output_layouts=sequence),
-        }
-        parallelize_module(block, mesh, plan)
-    ends = {
-        "blocks.0": PrepareModuleInput(
-            input_layouts=Replicate(), desired_input_layouts=sequence, use_local_output=True
-        ),
-        "head": ColwiseParallel(input_layouts=sequence, output_layouts=Replicate()),
-    }
-    parallelize_module(model, mesh, ends)
 
 
 def vectors(step: int, seat: int) -> torch.Tensor:
@@ -331,7 +271,7 @@ def test_one_infinity_skips_the_step_of_all_ranks(ranks):
     ranks(4)(check_one_infinity_skips_the_step_of_all, timeout=300)
 
 
-def check_refusals(folder: str) -> None:
+def check_refusals() -> None:
     mesh, model = mesh_of(), net()
     cut_net(model, mesh["tensor"])
     with pytest.raises(UnsupportedModelError, match=r"norm.weight: expected a DTensor of axes bes"):
@@ -348,15 +288,143 @@ def check_refusals(folder: str) -> None:
     with pytest.raises(UnsupportedModelError, match="A partial sum is no parameter"):
         fs.shard(partial_sum, mesh=mesh["shard"])
     fs.shard(model, mesh=mesh["shard"])  # nothing was changed
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for asked in (
-        lambda: fs.save(folder, model, optimizer),
-        lambda: fs.owned(model, torch.optim.SGD),
-        lambda: fs.unsharded(model).__enter__(),
-    ):
-        with pytest.raises(EngineError, match="expected a model that no other axis of the mesh"):
-            asked()
+    with pytest.raises(EngineError, match="expected a model that no other axis of the mesh"):
+        fs.owned(model, torch.optim.SGD)
 
 
-def test_what_is_not_there_is_refused_by_name(ranks, tmp_path):
-    ranks(4)(check_refusals, str(tmp_path), timeout=300)
+def test_what_is_not_there_is_refused_by_name(ranks):
+    ranks(4)(check_refusals, timeout=300)
+
+
+# ---- whole states, out and in
+
+
+def trained_alone() -> tuple[nn.Module, torch.optim.Optimizer]:
+    alone = net()
+    optimizer = make_optimizer("adamw", alone.parameters())
+    for step in range(2):
+        optimizer.zero_grad()
+        train_net(alone, step, 0)
+        optimizer.step()
+    optimizer.zero_grad()
+    return alone, optimizer
+
+
+def cut_and_sharded(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
+    mesh = mesh_of()
+    cut_net(model, mesh["tensor"])
+    fs.shard(model, mesh=mesh["replicate", "shard"], poison=True)
+    return model, make_optimizer("adamw", model.parameters())
+
+
+def assert_near(found: dict[Any, Any], wanted: dict[Any, Any]) -> None:
+    assert found.keys() == wanted.keys()
+    for key, value in wanted.items():
+        if isinstance(value, dict):
+            assert_near(found[key], value)
+        elif isinstance(value, torch.Tensor):
+            torch.testing.assert_close(found[key], value.detach(), rtol=0, atol=1e-12)
+
+
+def check_whole_states(from_rank0: bool) -> None:
+    """One process's states in, a step of both with one batch on all ranks, and states out."""
+    alone, reference = trained_alone()
+    state, states = copy.deepcopy((alone.state_dict(), reference.state_dict()))
+    with torch.no_grad():
+        model = net()
+        for param in model.parameters():
+            param.fill_(float("nan"))
+    model, optimizer = cut_and_sharded(model)
+    if from_rank0 and dist.get_rank():
+        state, states = {}, None
+    fs.load_full_state(model, state, optimizer, states, from_rank0=from_rank0)
+    for one, its in ((alone, reference), (model, optimizer)):
+        train_net(one, 7, 0)
+        its.step()
+        its.zero_grad()
+    assert_near(fs.full_state_dict(model, rank0_only=False), alone.state_dict())
+    found = fs.full_optimizer_state_dict(model, optimizer, rank0_only=False)
+    assert_near(found["state"], reference.state_dict()["state"])
+
+
+@pytest.mark.parametrize("from_rank0", [False, True])
+def test_whole_states_of_one_process_go_in_and_out(ranks, from_rank0):
+    ranks(4)(check_whole_states, from_rank0, timeout=100)
+
+
+def check_states_of_an_optimizer() -> None:
+    """`optimizer.load_state_dict` with whole states cuts them along both axes."""
+    alone, reference = trained_alone()
+    model, optimizer = cut_and_sharded(copy.deepcopy(alone))
+    optimizer.load_state_dict(copy.deepcopy(reference.state_dict()))
+    for one, its in ((alone, reference), (model, optimizer)):
+        train_net(one, 7, 0)
+        its.step()
+    assert_near(fs.full_state_dict(model, rank0_only=False), alone.state_dict())
+
+
+def test_an_optimizer_loads_the_states_of_one_process(ranks):
+    ranks(4)(check_states_of_an_optimizer, timeout=100)
+
+
+def check_unsharded() -> None:
+    alone, _ = trained_alone()
+    model, optimizer = cut_and_sharded(copy.deepcopy(alone))
+    objects = [id(param) for param in model.parameters()]
+    batch = vectors(9, 0)
+    with torch.no_grad(), fs.unsharded(model, writeback=False):
+        torch.testing.assert_close(model(batch), alone(batch), rtol=0, atol=1e-12)
+        weight = model.blocks[0].down.weight
+        assert isinstance(weight, DTensor)
+        assert torch.equal(weight.full_tensor(), alone.blocks[0].down.weight)
+        weight.zero_()
+    assert_near(fs.full_state_dict(model, rank0_only=False), alone.state_dict())
+    with torch.no_grad(), fs.unsharded(model):
+        for one in (model, alone):
+            for param in one.parameters():
+                param.mul_(0.75)
+    assert_near(fs.full_state_dict(model, rank0_only=False), alone.state_dict())
+    other = net()
+    with fs.unsharded(model):
+        model.load_state_dict(other.state_dict())
+        with pytest.raises(EngineError, match="inside fs"):
+            optimizer.step()
+    assert [id(param) for param in model.parameters()] == objects
+    its = make_optimizer("adamw", other.parameters())
+    for one, updates in ((other, its), (model, optimizer)):
+        train_net(one, 7, 0)
+        updates.step()
+    assert_near(fs.full_state_dict(model, rank0_only=False), other.state_dict())
+
+
+def test_unsharded_shows_the_dtensors_of_the_other_axes(ranks):
+    ranks(4)(check_unsharded, timeout=100)
+
+
+def check_scaler() -> None:
+    """An infinity in one rank's elements skips the step on all ranks; the next step is taken."""
+    alone, reference = trained_alone()
+    model, optimizer = cut_and_sharded(copy.deepcopy(alone))
+    optimizer.load_state_dict(copy.deepcopy(reference.state_dict()))
+    scales = []
+    for one, its in ((alone, reference), (model, optimizer)):
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        for step in (7, 8):
+            scaler.scale(one(vectors(step, 0)).pow(2).mean()).backward()
+            grad = one.blocks[1].down.weight.grad
+            if step == 7:
+                local = grad.to_local() if one is model else grad
+                if one is alone or dist.get_rank() == 3:
+                    local.view(-1)[0] = float("inf")
+            scaler.unscale_(its)
+            torch.nn.utils.clip_grad_norm_(one.parameters(), MAX_NORM)
+            scaler.step(its)
+            scaler.update()
+            its.zero_grad()
+        scales.append(scaler.get_scale())
+    assert scales == [4.0, 4.0]
+    assert_near(fs.full_state_dict(model, rank0_only=False), alone.state_dict())
+
+
+def test_an_infinity_on_one_rank_skips_the_step_on_all(ranks):
+    ranks(4)(check_scaler, timeout=100)

@@ -7,16 +7,33 @@ import pytest
 NUM_STEPS = 2
 
 
-def train_in_torch(folder, config_folder):
+def sharded(model, tensor):
+    """The sharded model; with `tensor` > 1 beside an axis under transformers' own plan."""
+    import torch.distributed as dist
+
+    import fullshard as fs
+
+    if tensor == 1:
+        return fs.shard(model)
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    from support.other_axes import mesh_of
+
+    mesh = mesh_of(1, dist.get_world_size() // tensor, tensor)
+    apply_tensor_parallelism(model, mesh["tensor"], model._expand_parallel_plan(model.tp_plan))
+    return fs.shard(model, mesh=mesh["shard"])
+
+
+def train_in_torch(folder, config_folder, tensor):
     """Some steps of AdamW in float32, saved."""
     import torch
 
     import fullshard as fs
     from support import decoders
 
-    config = decoders.config_of("qwen3", tie_word_embeddings=True)
+    config = decoders.config_of("qwen3", tie_word_embeddings=tensor == 1)
     config.save_pretrained(config_folder)
-    model = fs.shard(decoders.build(config).float())
+    model = sharded(decoders.build(config).float(), tensor)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(NUM_STEPS):
         ids = torch.randint(0, 96, (2, 12), generator=torch.Generator().manual_seed(step))
@@ -26,7 +43,7 @@ def train_in_torch(folder, config_folder):
     fs.save(folder, model, optimizer, step=NUM_STEPS)
 
 
-def load_in_torch(folder, config_folder):
+def load_in_torch(folder, config_folder, tensor):
     """Whole parameters and states of a checkpoint, as torch's engine reads them."""
     import torch
     from transformers import AutoConfig
@@ -35,7 +52,7 @@ def load_in_torch(folder, config_folder):
     from support import decoders
 
     config = AutoConfig.from_pretrained(config_folder)
-    model = fs.shard(decoders.build(config, seed=1).float())
+    model = sharded(decoders.build(config, seed=1).float(), tensor)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     step = fs.load(folder, model, optimizer)["step"]
     found = {
@@ -71,13 +88,16 @@ def through_jax(source, target, config_folder, meshes):
     return str(source)
 
 
-@pytest.mark.parametrize("num_ranks", [2])
-def test_no_bit_changes_from_torch_to_jax_to_torch(ranks, devices, tmp_path, num_ranks):
-    ranks(num_ranks)(train_in_torch, tmp_path / "torch", tmp_path / "config")
+@pytest.mark.parametrize(("num_ranks", "tensor"), [(2, 1), (4, 2)])
+def test_no_bit_changes_from_torch_to_jax_to_torch(ranks, devices, tmp_path, num_ranks, tensor):
+    config = tmp_path / "config"
+    ranks(num_ranks)(train_in_torch, tmp_path / "torch", config, tensor)
     meshes = [(1, 8), (1, 3), (2, 2), (1, 1)]
-    last = devices(through_jax, tmp_path / "torch", tmp_path / "jax", tmp_path / "config", meshes)
-    want_step, wanted = ranks(num_ranks)(load_in_torch, tmp_path / "torch", tmp_path / "config")[0]
-    for step, found in ranks(3)(load_in_torch, last, tmp_path / "config"):
+    last = devices(through_jax, tmp_path / "torch", tmp_path / "jax", config, meshes)
+    want_step, wanted = ranks(num_ranks)(load_in_torch, tmp_path / "torch", config, tensor)[0]
+    readers = ranks(3)(load_in_torch, last, config, 1)
+    readers += ranks(4)(load_in_torch, last, config, 2) if tensor > 1 else []
+    for step, found in readers:
         assert step == want_step == NUM_STEPS
         assert found.keys() == wanted.keys()
         assert all(found[name].tobytes() == wanted[name].tobytes() for name in wanted)

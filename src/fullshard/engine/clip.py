@@ -55,10 +55,8 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
         for group in engine.groups:
             if group.grads is not None:
                 group.grads.scale(factor)
-        for grad in shown:
-            if id(grad) not in ours:  # replaced by the user since the backward
-                grad.mul_(factor.to(grad.device, grad.dtype))
-        for grad in others:
+        replaced = [grad for grad in shown if id(grad) not in ours]  # by the user, since backward
+        for grad in replaced + others:
             grad.mul_(factor.to(grad.device, grad.dtype))
         engine.norms.scale(factor)
     like = (shown + others)[0]

@@ -73,6 +73,22 @@ class Cut:
         return found
 
     @property
+    def is_first_copy(self) -> bool:
+        """Whether this rank is the first of those of the mesh with the same local tensor."""
+        copied = set(range(len(self.placements))).difference(self._cut_axes)
+        return not any(map(self.mesh.get_local_rank, copied))
+
+    @cached_property
+    def first(self) -> int | None:
+        """Where the local tensor begins in the whole; None if it is no range of its elements."""
+        if any(self.placements[axis].dim != 0 for axis in self._cut_axes):
+            return None
+        rows = self.local_of(torch.arange(math.prod(self.shape[:1]))).tolist()
+        first = rows[0] if rows else 0
+        is_range = rows == list(range(first, first + len(rows)))
+        return first * math.prod(self.shape[1:]) if is_range else None
+
+    @property
     def by_axis(self) -> dict[str, str]:
         """Placements by the names of axes."""
         names = self.mesh.mesh_dim_names or [f"axis {i}" for i in range(len(self.placements))]

@@ -380,20 +380,6 @@ def _gatherer(member: Member) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda local: alive(weak, "full_tensor").gather(local)
 
 
-def refuse_other_axes(engine: Engine, asked: str, instead: str) -> None:
-    """Refuse a function that does not support tensor or expert parallelism.
-
-    Raises:
-        EngineError: The model has such axes.
-    """
-    if engine.plan.mesh.inner > 1:
-        raise EngineError(
-            f"{asked}: expected a model that no other axis of the mesh cuts (tensor or expert "
-            f"parallelism); got {engine.plan.mesh.inner} ranks along others, for which this is "
-            f"not yet supported. {instead}"
-        )
-
-
 def is_sharded(model: nn.Module) -> bool:
     """Whether fs.shard was called on it."""
     return isinstance(getattr(model, ATTRIBUTE, None), Engine)

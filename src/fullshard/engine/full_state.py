@@ -152,7 +152,7 @@ def _check_model(model: nn.Module, state: Any) -> None:
             "state of the same model; rank 0 alone may have it with from_rank0=True."
         )
     for name, value in state.items():
-        _check_value(name, value, own[name], _shapes(own[name]))
+        _check_value(name, value, own[name], _shape(own[name]))
 
 
 def _checked_params(optimizer: torch.optim.Optimizer | None, state: Any) -> dict[Any, torch.Tensor]:
@@ -181,13 +181,13 @@ def _checked_params(optimizer: torch.optim.Optimizer | None, state: Any) -> dict
             tried: dict[int, Any] = {}
             for number, param in zip(theirs["params"], group["params"], strict=True):
                 param_of[number] = param
-                values, shapes = left.pop(number, {}), _shapes(param)
-                dims = len(max(shapes))
+                values, shape = left.pop(number, {}), _shape(param)
+                dims = len(shape)
                 if dims not in tried:
                     small = torch.zeros(SMALL[:dims], dtype=param.dtype, device=param.device)
                     tried[dims] = states_made(optimizer, group, theirs, small)
                 if tried[dims] is not None:
-                    _check_states(f"parameter {number} of {kind}", values, shapes, *tried[dims])
+                    _check_states(f"parameter {number} of {kind}", values, shape, *tried[dims])
         if left:
             raise CheckpointError(
                 f"{origin}: expected states of parameters {list(param_of)[:3]}...; got some of "
@@ -197,7 +197,7 @@ def _checked_params(optimizer: torch.optim.Optimizer | None, state: Any) -> dict
 
 
 def _check_states(
-    of: str, values: States, shapes: set[tuple[int, ...]], fresh: States, stepped: States
+    of: str, values: States, shape: tuple[int, ...], fresh: States, stepped: States
 ) -> None:
     """Check one parameter's states against those that its optimizer makes."""
     have = {key for key, value in values.items() if value is not None}  # as older versions of SGD
@@ -208,31 +208,29 @@ def _check_states(
         )
     for key in have:
         found = tuple(getattr(stepped[key], "shape", ()))
-        if found == SMALL[: len(max(shapes))]:
-            _check_value(f"{key} of {of}", values[key], stepped[key], shapes)
+        if found == SMALL[: len(shape)]:
+            _check_value(f"{key} of {of}", values[key], stepped[key], shape)
         elif math.prod(found) == 1 and math.prod(getattr(values[key], "shape", ())) != 1:
-            _check_value(f"{key} of {of}", values[key], stepped[key], {()})
+            _check_value(f"{key} of {of}", values[key], stepped[key], ())
 
 
-def _check_value(name: str, value: Any, like: Any, shapes: set[tuple[int, ...]]) -> None:
-    """Check that a value is a tensor of one of some shapes, and as `like` floating point or not."""
+def _check_value(name: str, value: Any, like: Any, shape: tuple[int, ...]) -> None:
+    """Check that a value is a whole tensor of a shape, with values of the same kind as `like`."""
     if not isinstance(like, torch.Tensor):  # of get_extra_state, or a count
         return
     is_tensor = isinstance(value, torch.Tensor)
-    if not is_tensor or not _shapes(value) & shapes or _kind(value) != _kind(like):
+    if not is_tensor or _shape(value) != shape or _kind(value) != _kind(like):
         got = f"{_kind(value)} of shape {tuple(value.shape)}" if is_tensor else type(value).__name__
         raise CheckpointError(
             f"fs.load_full_state: expected {name} in the shape of the whole tensor, "
-            f"{max(shapes)}, with {_kind(like)} values; got {got}. Give its whole state."
+            f"{shape}, with {_kind(like)} values; got {got}. Give its whole state."
         )
 
 
-def _shapes(tensor: torch.Tensor) -> set[tuple[int, ...]]:
-    """Shapes that the whole of a tensor may have; two if it is cut along other axes as well."""
+def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Shape of the whole tensor, over all axes of the mesh."""
     record = getattr(tensor, "record", None)
-    if record is None:
-        return {tuple(tensor.shape)}
-    return {tuple(record.shape), tuple(record.piece.shape)}
+    return tuple(tensor.shape if record is None else record.shape)
 
 
 def _kind(tensor: torch.Tensor) -> str:

@@ -478,8 +478,9 @@ def _rebuild(model: Any, birth: Birth) -> nn.Module:
         if param is not None:
             seen.append(param)
 
-    fork = torch.random.fork_rng(devices=[])  # tensors that are real at once may draw from it
-    with register_module_parameter_registration_hook(note), torch.device("meta"), fork:
+    # Tensors that are real at once may advance the random state, which fork_rng restores.
+    noting = register_module_parameter_registration_hook(note)
+    with noting, torch.device("meta"), torch.random.fork_rng(devices=[]):
         names = {id(p): n for n, p in type(model)._from_config(_settings(model)).named_parameters()}
     order = iter([names.get(id(param), "") for param in seen])
 

@@ -167,7 +167,7 @@ def _refuse_unsharded(optimizer: torch.optim.Optimizer, params: list[Any]) -> No
     """Raise an error inside fs.unsharded, where parameters are whole but keep their records."""
     for param in params:
         record = getattr(param, "record", None)
-        if type(param) is torch.nn.Parameter and record is not None:
+        if record is not None and not isinstance(param, Guarded):
             raise EngineError(
                 f"{type(optimizer).__name__}.step inside fs.unsharded: expected shards; got "
                 f"{record.piece.name!r} whole, beside gradients and states of its shard. "
@@ -183,12 +183,12 @@ def cut_state(param: ShardedParameter, value: torch.Tensor, *, sliced: bool) -> 
         value: The state: whole, of this rank's elements already, or of other elements.
         sliced: Whether such states are known to have an element for each of the parameter's.
     """
-    piece = param.record.piece
-    if not sliced and math.prod(piece.shape) == 1:
+    shape = param.record.shape
+    if not sliced and math.prod(shape) == 1:
         return value
-    if tuple(value.shape) == tuple(piece.shape):
+    if tuple(value.shape) == shape:
         value = value.full_tensor() if hasattr(value, "full_tensor") else value  # type: ignore
-        return param.as_state(value.reshape(-1)[piece.start : piece.stop].clone())
+        return param.as_state(param.record.local_of(value).clone())
     return param.as_state(value) if value.shape == param.shape else value
 
 

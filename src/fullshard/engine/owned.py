@@ -25,7 +25,7 @@ from torch import nn
 
 from fullshard.engine._torch_compat import no_guard
 from fullshard.engine.agreement import agree
-from fullshard.engine.engine import Engine, engine_of, refuse_other_axes
+from fullshard.engine.engine import Engine, engine_of
 from fullshard.engine.optimizers import WATCHED, check_by_itself
 from fullshard.engine.parameter import Guarded, ShardedParameter
 from fullshard.errors import CheckpointError, EngineError
@@ -345,7 +345,13 @@ def owned_optimizer(
     beside: torch.optim.Optimizer | None,
 ) -> OwnedOptimizer:
     """See `fullshard.owned`."""
-    refuse_other_axes(engine_of(model), "fs.owned", "Use an elementwise optimizer.")
+    inner = engine_of(model).plan.mesh.inner
+    if inner > 1:
+        raise EngineError(
+            "fs.owned: expected a model that no other axis of the mesh cuts (tensor or expert "
+            f"parallelism); got {inner} ranks along others, for which this is not yet supported. "
+            "Use an elementwise optimizer."
+        )
     if params is None:
         taken = {id(p) for g in (beside.param_groups if beside else ()) for p in g["params"]}
         params = [p for p in model.parameters() if p.requires_grad and id(p) not in taken]
@@ -413,11 +419,9 @@ def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 def name_of(param: Any) -> str:
     """How errors name a parameter."""
     record = getattr(param, "record", None)
-    return (
-        repr(clean_name(record.piece.name))
-        if record is not None
-        else f"one of shape {tuple(param.shape)}"
-    )
+    if record is None:
+        return f"one of shape {tuple(param.shape)}"
+    return repr(clean_name(record.piece.name))
 
 
 def _lists(groups: Groups) -> list[tuple[int, list[int]]]:

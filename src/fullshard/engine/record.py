@@ -60,6 +60,11 @@ class ShardRecord:
         """Global shape."""
         return tuple(self.piece.shape) if self.cut is None else self.cut.shape
 
+    def local_of(self, whole: torch.Tensor) -> torch.Tensor:
+        """(n_local,): this rank's elements of a tensor of the global shape."""
+        local = whole if self.cut is None else self.cut.local_of(whole)
+        return local.detach().reshape(-1)[self.piece.start : self.piece.stop]
+
     def is_cut_like(self, other: ShardRecord) -> bool:
         """Whether every rank holds the same elements of both; all ranks find the same."""
         one, two = self.piece, other.piece

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -28,7 +28,8 @@ from torch import nn
 
 from fullshard.config.values import DType, parse
 from fullshard.engine._torch_compat import no_guard
-from fullshard.engine.engine import Engine, engine_of, refuse_other_axes
+from fullshard.engine.cuts import Cut
+from fullshard.engine.engine import Engine, engine_of
 from fullshard.engine.owned import OwnedOptimizer, holds_whole
 from fullshard.engine.parameter import Guarded, ShardedParameter
 from fullshard.engine.placing import shard_shape
@@ -138,24 +139,24 @@ def _slice_state(
             and not inside_unsharded
             and value.record.is_cut_like(member.param.record)  # pyright: ignore
         )
-        cut = member.cut
-        if cut is not None and isinstance(value, torch.Tensor) and not isinstance(value, Guarded):
-            if tuple(value.shape) == cut.shape:
-                value = state_dict[prefix + name] = cut.local_of(value)
-        elif gather is not None and not is_cut_alike:  # a DTensor, a shard of another model
+        if gather is not None and not is_cut_alike:  # a DTensor, a shard of another model
             value = state_dict[prefix + name] = gather()
-        if not isinstance(value, torch.Tensor) or is_cut_alike or inside_unsharded:
+        if not isinstance(value, torch.Tensor) or is_cut_alike:
             continue
-        piece = member.piece
-        if tuple(value.shape) == tuple(piece.shape):
-            local = value.detach().reshape(-1)[piece.start : piece.stop]
+        cut, shape = member.cut, tuple(value.shape)
+        if inside_unsharded:
+            if cut is not None and shape == cut.shape:
+                state_dict[prefix + name] = cut.show(cut.local_of(value))
+            continue
+        record = member.param.record
+        if shape == record.shape:
+            local = record.local_of(value)
             with no_guard():
                 state_dict[prefix + name] = local.view(member.param.shape)
         else:  # torch would compare with the shard's shape
             strict_missing_unexpected_errors[-1].append(
                 f"size mismatch for {prefix + name}: copying a param with shape "
-                f"{tuple(value.shape)} from checkpoint, the whole shape in the sharded model is "
-                f"{tuple(piece.shape)}."
+                f"{shape} from checkpoint, the whole shape in the sharded model is {record.shape}."
             )
             state_dict[prefix + name] = member.param.detach()
 
@@ -170,14 +171,15 @@ def unsharded(
 ) -> Iterator[None]:
     """Inside, every parameter is whole, in its master dtype. A collective at both ends.
 
+    Parameters that other axes cut are the DTensors that they were before `fs.shard`.
+
     Args:
         model: Sharded.
         writeback: Keep what was written into the parameters; each rank keeps its own part.
         units: Only these; those that are whole already stay as they are. None: all.
-        with_grads: Gradients are whole too.
+        with_grads: Gradients are whole too; only without other axes.
     """
     engine = engine_of(model)
-    refuse_other_axes(engine, "fs.unsharded", "Use fs.full_state_dict(model) or p.full_tensor().")
     if engine.unsharded and units is None:
         raise EngineError("fs.unsharded: expected one block at a time; it is open already.")
     if any(unit.swapped for unit in engine.units):
@@ -204,11 +206,20 @@ class _Whole:
     def __init__(self, unit: Unit, *, with_grads: bool) -> None:
         self.unit = unit
         self.buffers: list[torch.Tensor] = []
+        self.placed: dict[int, Any] = {}  # objects that hold the shards for DTensors
         self.grads = _whole_grads(unit) if with_grads else {}
         for group in unit.groups:
             full = group.gather()
             self.buffers.append(full)
             for member in group.members:
+                if member.cut is not None:
+                    shown = member.cut.show(member.view(full))
+                    with no_guard():
+                        shard = nn.Parameter(shown, member.param.requires_grad)
+                        torch.utils.swap_tensors(member.param, shard)
+                    vars(member.param)["record"] = vars(shard)["record"]
+                    self.placed[id(member)] = shard
+                    continue
                 if with_grads:
                     with no_guard():
                         member.param.grad = None  # its shape is not the parameter's now
@@ -224,6 +235,11 @@ class _Whole:
             if writeback:
                 group.master.copy_(buffer.chunk(group.plan.layout.num_parts)[self.unit.part])
             for member in group.members:
+                if member.cut is not None:
+                    placed = self.placed[id(member)]
+                    torch.utils.swap_tensors(member.param, placed)
+                    member.param.requires_grad_(placed.requires_grad)
+                    continue
                 held = id(member) in self.grads
                 grad = member.param.grad if held else None
                 if held:
@@ -275,6 +291,8 @@ class Held:
         opaque: Whether it means something to this rank alone; its shape is its own then.
         whole: Whether it is a buffer, left out of sharding, or an owner's: no slice of a parameter,
             and `local` may be a copy of it.
+        cut: How other axes cut the parameter, if their cut is no range of its elements: `start` and
+            `stop` are elements of the local tensor then.
     """
 
     names: tuple[str, ...]
@@ -285,6 +303,7 @@ class Held:
     writes: bool = True
     opaque: bool = False
     whole: bool = False
+    cut: Cut | None = None
 
     @property
     def dtype(self) -> str:
@@ -322,17 +341,27 @@ def model_tensors(model: nn.Module) -> list[Held]:
     engine.check_params()
     held: list[Held] = []
     for member in engine.members:
-        piece, plan = member.piece, member.group.unit.plan
+        piece = member.piece
         if piece.name not in shown:
             raise EngineError(
                 f"{type(model).__name__}: expected {piece.name}, as it was called when it "
                 "was sharded; a wrapper shows it under another name. Give the model that "
                 "was sharded; one of FSDP1's is saved by FSDP.state_dict_type."
             )
-        local = member.local(member.group.master)
-        writes = plan.index % plan.mesh.replicate == plan.mesh.coordinates(engine.rank)[0]
-        held.append(Held((piece.name,), tuple(piece.shape), piece.start, piece.stop, local, writes))
+        first = 0 if member.cut is None else member.cut.first
+        span = (piece.start + (first or 0), piece.stop + (first or 0))
+        local, writes = member.local(member.group.master), _writes(member, engine.rank)
+        cut = member.cut if first is None else None
+        held.append(Held((piece.name,), member.param.record.shape, *span, local, writes, cut=cut))
     return held + list(_others(model, engine))
+
+
+def _writes(member: Member, rank: int) -> bool:
+    """Whether this rank saves its elements: replicas take turns, copies on other axes do not."""
+    plan, cut = member.group.unit.plan, member.cut
+    ranks = (rank,) if cut is None else cut.ranks if cut.is_first_copy else ()
+    is_first = any(plan.mesh.place(other) % plan.mesh.inner == 0 for other in ranks)
+    return is_first and plan.index % plan.mesh.replicate == plan.mesh.coordinates(rank)[0]
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
@@ -432,9 +461,8 @@ def restore_optimizer(
         param = params[name]
         local = held.local
         sliced = isinstance(param, ShardedParameter) and not (held.opaque or held.whole)
-        states.setdefault(name, {})[key] = (
-            param.as_state(local) if sliced else local.view(held.shape)
-        )
+        shown = param.as_state(local) if sliced else local.view(held.shape)
+        states.setdefault(name, {})[key] = shown
     optimizer.state.clear()
     for group, values in zip(optimizer.param_groups, settings, strict=True):
         group.update(values)
@@ -524,7 +552,13 @@ def _sort_in(
         shape = tuple(plain.shape)
         found.tensors.append(Held(names, shape, 0, flat.numel(), flat, of.writes, whole=True))
     elif sliced:
-        found.tensors.append(Held(names, of.shape, of.start, of.stop, flat, of.writes))
+        found.tensors.append(replace(of, names=names, local=flat, whole=False))
+    elif of.cut is not None:
+        raise CheckpointError(
+            f"optimizer state {key!r} of {name}: expected one element for each of the parameter, "
+            f"which {of.cut.describe()} cuts along a later dimension; got "
+            f"{tuple(plain.shape)}. Use another optimizer beside tensor parallelism."
+        )
     else:
         shape = tuple(plain.shape)
         found.tensors.append(Held(names, shape, of.start, of.stop, flat, opaque=True))

@@ -28,6 +28,7 @@ import copy
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -99,24 +100,20 @@ def trace_step(
     apply_dtypes(model, config)
     apply_recompute(model, plan.recompute, config.activation_checkpointing.kind)
     convert_reentrant(model)
-    rng = torch.get_rng_state()
-    try:
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            compute = {name: torch_dtype(g.dtypes.compute) for name, g in groups.items()}
-            for one in (model, *others):
-                _give_storage(one, compute if one is model else {})
-                for tensor in (*one.parameters(), *one.buffers()):
-                    ledger.leave_out(tensor)
-            for unit in plan.units:
-                _collect_gradients(model, unit, ledger)
-            ledger.watch(model, plan)
-            _watch_edges(model, config, ledger)
-            with ledger:
-                loss = work(model, *others)
-                ledger.kind = TensorKind.GRADIENTS
-                loss.backward()
-    finally:
-        torch.set_rng_state(rng)
+    with torch.random.fork_rng(devices=[]), FakeTensorMode(allow_non_fake_inputs=True):
+        compute = {name: torch_dtype(g.dtypes.compute) for name, g in groups.items()}
+        for one in (model, *others):
+            _give_storage(one, compute if one is model else {})
+            for tensor in (*one.parameters(), *one.buffers()):
+                ledger.leave_out(tensor)
+        for unit in plan.units:
+            _collect_gradients(model, unit, ledger)
+        ledger.watch(model, plan)
+        _watch_edges(model, config, ledger)
+        with ledger:
+            loss = work(model, *others)
+            ledger.kind = TensorKind.GRADIENTS
+            loss.backward()
     return ledger.moments
 
 
@@ -469,22 +466,17 @@ def trace_order(model: nn.Module, plan: Plan, sample: Any) -> Plan:
         ConfigError: Forward does not run on the sample; its error is the cause.
     """
     forward: list[int] = []
-    handles = [
-        model.get_submodule(unit.name).register_forward_pre_hook(
-            partial(_note, forward, unit.index)
-        )
-        for unit in plan.units
-    ]
-    try:
-        _run_fake(model, sample)
-    except Exception as error:
-        raise ConfigError(
-            f"sample: expected arguments that {type(model).__name__}.forward takes; it raised "
-            f"{type(error).__name__}: {error}. Leave sample out to learn the order in step one."
-        ) from error
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as hooks:
+        for unit in plan.units:
+            hook = partial(_note, forward, unit.index)
+            hooks.enter_context(model.get_submodule(unit.name).register_forward_pre_hook(hook))
+        try:
+            _run_fake(model, sample)
+        except Exception as error:
+            raise ConfigError(
+                f"sample: expected arguments that {type(model).__name__}.forward takes; it raised "
+                f"{type(error).__name__}: {error}. Leave sample out to learn the order in step one."
+            ) from error
     leaves = [index for what, index in nominal_trace(plan.units, forward) if what == "leave"]
     reached = set(plan.order.backward)
     backward = [index for index in reversed(leaves) if index in reached]
@@ -498,12 +490,11 @@ def _note(forward: list[int], index: int, *_: Any) -> None:
 def _run_fake(model: nn.Module, sample: Any) -> None:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fake = tree_map_only(torch.Tensor, mode.from_tensor, sample)
-    rng = torch.get_rng_state()
     held = [(table, dict(table)) for table in _tensor_tables(model)]
     try:
         for table, real in held:  # running statistics must not move
             table.update({k: t if t is None else mode.from_tensor(t) for k, t in real.items()})
-        with mode, torch.no_grad():
+        with torch.random.fork_rng(devices=[]), mode, torch.no_grad():
             if isinstance(fake, Mapping):
                 model(**fake)
             elif isinstance(fake, Sequence) and not isinstance(fake, torch.Tensor | str):
@@ -513,7 +504,6 @@ def _run_fake(model: nn.Module, sample: Any) -> None:
     finally:
         for table, real in held:
             table.update(real)
-        torch.set_rng_state(rng)
 
 
 def _tensor_tables(model: nn.Module) -> list[dict[str, Any]]:

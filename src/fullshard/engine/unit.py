@@ -110,14 +110,15 @@ class Member:
         """(n_local,): this rank's elements of the parameter in a (part_numel,) buffer."""
         return part[self.piece.offset : self.piece.offset + self.piece.numel]
 
-    def gather(self, local: torch.Tensor) -> torch.Tensor:
+    def gather(self, local: torch.Tensor, what: str = "") -> torch.Tensor:
         """The whole parameter, over all axes of the mesh, newly allocated. A collective.
 
         Args:
             local: (n_local,), this rank's elements of the parameter, its gradient or a state.
+            what: What every rank must ask for here; "": the parameter.
         """
         unit, layout = self.group.unit, self.group.plan.layout
-        unit.meet(self.param, repr(self.piece.name))
+        unit.meet(self.param, what or repr(self.piece.name))
         full = gather_piece(unit.transport, layout, self.piece, local.to(self.group.full.device))
         return full if self.cut is None else self.cut.whole_of(full)
 
@@ -256,9 +257,8 @@ class Group:
         for member in self.members:
             member.bind(self.full, trainable=plan.trainable)
             member.target = None if self.grad_slot is None else member.view(self.grad_slot)
-            member.param.record.compute = (
-                partial(_current, weakref.ref(member)) if is_whole else None
-            )
+            compute = partial(_current, weakref.ref(member)) if is_whole else None
+            member.param.record.compute = compute
 
     def unbind(self) -> None:
         """Drop all views of slots."""
@@ -348,7 +348,7 @@ class Unit:
 
     def meet(self, param: ShardedParameter, what: str) -> None:
         """Check that every rank asks for the whole of something here. A collective."""
-        if self.plan.mesh.shard > 1:
+        if self.plan.mesh.shard * self.plan.mesh.inner > 1:
             param.record.norms.meet(f"the whole of {what}")
 
     def gather(self) -> None:

@@ -1,0 +1,271 @@
+"""Checkpoints beside tensor parallelism: any mesh reads what any other wrote."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import fullshard as fs
+from fullshard import saving
+from fullshard.errors import CheckpointError, EngineError
+from support.other_axes import LENGTH, WIDTH, cut_net, mesh_of, net
+from support.scripts import differences
+
+NUM_SAMPLES = 4
+NUM_STEPS = 2  # before the save, and after the load
+
+# (replicate, shard, tensor) by the number of ranks; a tensor axis of 0: plain parameters.
+LAYOUTS = {
+    1: [(1, 1, 0)],
+    2: [(1, 1, 2), (1, 2, 0)],
+    4: [(1, 2, 2), (2, 1, 2), (1, 1, 4), (1, 4, 0)],
+}
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    decayed = [p for p in model.parameters() if p.ndim >= 2]
+    others = [p for p in model.parameters() if p.ndim < 2]
+    groups = [{"params": decayed, "weight_decay": 0.3}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=1e-2)
+
+
+def sharded(axes: tuple[int, int, int], **settings: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    replicate, shard, tensor = axes
+    model = net()
+    if tensor:
+        mesh = mesh_of(*axes)
+        cut_net(model, mesh["tensor"])
+        fs.shard(model, mesh=mesh["replicate", "shard"], poison=True, **settings)
+    else:
+        fs.shard(model, replicate=replicate, shard=shard, poison=True, **settings)
+    return model, optimizer_of(model)
+
+
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    steps: range,
+    axes: tuple[int, int, int] = (1, 1, 0),
+) -> None:
+    """Mean loss over the global batch; the ranks of the tensor axis share one part of it."""
+    num_parts = axes[0] * axes[1]
+    part = dist.get_rank() // max(axes[2], 1) % num_parts if dist.is_initialized() else 0
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        batch = torch.randn(NUM_SAMPLES, LENGTH, WIDTH, dtype=torch.float64, generator=generator)
+        model(batch.chunk(num_parts)[part]).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def whole_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Weights and AdamW's states, whole, on every rank."""
+    states = fs.full_optimizer_state_dict(model, optimizer, rank0_only=False)["state"]
+    found = dict(fs.full_state_dict(model, rank0_only=False))
+    return found | {f"{number}.{key}": v for number, s in states.items() for key, v in s.items()}
+
+
+def equal(one: dict[str, Any], two: dict[str, Any]) -> list[str]:
+    """Names of tensors that are not bit-equal."""
+    assert one.keys() == two.keys()
+    return [name for name in one if not torch.equal(one[name], two[name])]
+
+
+def write_all(root: str, offload: str = "none") -> None:
+    for axes in LAYOUTS[dist.get_world_size()]:
+        model, optimizer = sharded(axes, offload=offload)
+        train(model, optimizer, range(NUM_STEPS), axes)
+        place = Path(root) / "-".join(map(str, axes))
+        fs.save(place, model, optimizer, step=NUM_STEPS, wait=False)
+        expected = whole_states(model, optimizer)
+        if dist.get_rank() == 0:
+            torch.save(expected, f"{place}.pt")
+        train(model, optimizer, range(NUM_STEPS, 2 * NUM_STEPS), axes)
+        uninterrupted = whole_states(model, optimizer)
+        again, optimizer = sharded(axes, offload=offload)
+        fs.load(place, again, optimizer)
+        train(again, optimizer, range(NUM_STEPS, 2 * NUM_STEPS), axes)
+        assert equal(whole_states(again, optimizer), uninterrupted) == []
+
+
+def read_all(root: str) -> int:
+    """Loads each checkpoint under each mesh: the bits that were saved, then one process's steps."""
+    alone = net()
+    optimizer = optimizer_of(alone)
+    train(alone, optimizer, range(2 * NUM_STEPS))
+    wanted = {name: value.detach() for name, value in alone.state_dict().items()}
+    places = sorted(path for path in Path(root).iterdir() if path.is_dir())
+    for place in places:
+        for axes in LAYOUTS[dist.get_world_size()]:
+            model, optimizer = sharded(axes)
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.fill_(float("nan"))
+            assert fs.load(place, model, optimizer) == {"step": NUM_STEPS}
+            saved = torch.load(f"{place}.pt", weights_only=True)
+            assert equal(whole_states(model, optimizer), saved) == [], (place.name, axes)
+            train(model, optimizer, range(NUM_STEPS, 2 * NUM_STEPS), axes)
+            found = fs.full_state_dict(model, rank0_only=False)
+            problems = list(differences(found, wanted, 1e-12))
+            assert not problems, f"{place.name} -> {axes}: {problems[0]}"
+    return len(places)
+
+
+@pytest.mark.timeout(400)
+def test_any_mesh_reads_any_others_checkpoint(ranks, tmp_path):
+    for number in LAYOUTS:
+        ranks(number)(write_all, str(tmp_path), timeout=200)
+    written = sum(map(len, LAYOUTS.values()))
+    for number in LAYOUTS:
+        assert ranks(number)(read_all, str(tmp_path), timeout=200) == [written] * number
+
+
+def test_offloaded_states_are_saved_and_resumed(ranks, tmp_path):
+    ranks(4)(write_all, str(tmp_path), "cpu", timeout=300)
+
+
+class Grid(nn.Module):
+    """Parameters on two further axes, a and b: cut along both, one or none of them."""
+
+    def __init__(self, number: float = 1.0) -> None:
+        super().__init__()
+        sizes = {
+            "both": (7, 5),
+            "later": (3, 4, 5),
+            "rows": (7, 2),
+            "copied": (6,),
+            "plain": (3, 3),
+        }
+        for name, size in sizes.items():
+            values = number * torch.arange(torch.Size(size).numel(), dtype=torch.float64)
+            setattr(self, name, nn.Parameter(values.view(size)))
+
+
+def cut_grid(model: Grid, mesh: DeviceMesh) -> None:
+    places = {
+        "both": (mesh["a", "b"], [Shard(1), Shard(0)]),
+        "later": (mesh["a", "b"], [Replicate(), Shard(2)]),
+        "rows": (mesh["b"], [Shard(0)]),
+        "copied": (mesh["a", "b"], [Replicate(), Replicate()]),
+    }
+    for name, (axes, placements) in places.items():
+        whole = getattr(model, name).detach()
+        setattr(model, name, nn.Parameter(distribute_tensor(whole, axes, placements)))
+
+
+def check_grid(folder: str) -> None:
+    mesh = DeviceMesh("cpu", [[[0, 2], [1, 3]]], mesh_dim_names=("shard", "a", "b"))
+    model, again = Grid(), Grid(0.0)
+    for one in (model, again):
+        cut_grid(one, mesh)
+        fs.shard(one, mesh=mesh["shard"])
+    fs.save(folder, model)
+    fs.load(folder, again)
+    for name, wanted in Grid().named_parameters():
+        assert torch.equal(getattr(again, name).full_tensor(), wanted), name
+
+
+def test_parameters_on_two_further_axes_are_written_once(ranks, tmp_path):
+    ranks(4)(check_grid, str(tmp_path / "saved"), timeout=200)
+    alone = fs.shard(Grid(0.0))
+    fs.load(tmp_path / "saved", alone)
+    for name, wanted in Grid().named_parameters():
+        assert torch.equal(getattr(alone, name), wanted), name
+
+
+RESTORED = {  # by (saved under, loaded under): whether random states are restored
+    ((1, 2, 2), (1, 2, 2)): True,
+    ((1, 2, 2), (2, 1, 2)): True,
+    ((1, 2, 2), (1, 4, 0)): False,
+    ((1, 4, 0), (1, 2, 2)): False,
+    ((1, 1, 4), (1, 4, 0)): False,
+    ((1, 1, 4), (1, 1, 4)): True,
+    ((1, 4, 0), (2, 2, 0)): True,
+}
+
+
+def masks_after(root: str, written: tuple[int, int, int], read: tuple[int, int, int]) -> list[int]:
+    """Which of the ranks draw the same numbers after a load: the first of each rank's kind."""
+    model, optimizer = sharded(written)
+    torch.manual_seed(10 + dist.get_rank() // max(written[2], 1))
+    fs.save(Path(root) / "saved", model, optimizer)
+    wanted = torch.rand(3)
+    model, optimizer = sharded(read)
+    torch.manual_seed(20 + dist.get_rank() // max(read[2], 1))
+    fs.load(Path(root) / "saved", model, optimizer)
+    drawn = torch.rand(3)
+    assert torch.equal(drawn, wanted) is RESTORED[written, read]
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, drawn.tolist())
+    return [told.index(one) for one in told]
+
+
+@pytest.mark.parametrize(("written", "read"), RESTORED)
+def test_ranks_draw_the_same_numbers_only_if_they_share_a_batch(ranks, tmp_path, written, read):
+    same = {0: [0, 1, 2, 3], 2: [0, 0, 2, 2], 4: [0, 0, 0, 0]}[read[2]]
+    assert ranks(4)(masks_after, str(tmp_path), written, read, timeout=100) == [same] * 4
+
+
+def check_one_rank_fails(root: str) -> None:
+    axes = (1, 2, 2)
+    model, optimizer = sharded(axes)
+    train(model, optimizer, range(1), axes)
+    place, real = Path(root) / "saved", saving._range_of
+
+    def fail(held: Any, *args: Any) -> Any:
+        if dist.get_rank() == 2 and held.names == ("blocks.1.down.weight", "exp_avg"):
+            raise OSError(errno.ENOSPC, "No space left on device", "spilled")
+        return real(held, *args)
+
+    saving._range_of = fail
+    try:
+        with pytest.raises(CheckpointError, match="spilled: expected to read or write, got No sp"):
+            fs.save(place, model, optimizer)
+    finally:
+        saving._range_of = real
+    assert not place.exists()
+    fs.save(place, model, optimizer)
+    train(model, optimizer, range(1, 2), axes)
+
+
+def test_a_rank_that_fails_while_ranges_are_gathered_fails_the_save(ranks, tmp_path):
+    ranks(4)(check_one_rank_fails, str(tmp_path), timeout=60)
+
+
+def check_unreadable_state(root: str) -> None:
+    axes = (1, 2, 2)
+    model, optimizer = sharded(axes)
+    train(model, optimizer, range(1), axes)
+    states = optimizer.state[model.blocks[1].down.weight]
+    if dist.get_rank() == 2:
+        states["exp_avg"] = model.blocks[1].down.weight.as_state(
+            torch.empty(states["exp_avg"].numel(), dtype=torch.float64, device="meta")
+        )
+    with pytest.raises(EngineError if dist.get_rank() != 2 else NotImplementedError, match="meta"):
+        fs.save(root, model, optimizer)
+
+
+def test_a_state_that_one_rank_cannot_read_fails_the_save(ranks, tmp_path):
+    ranks(4)(check_unreadable_state, str(tmp_path / "saved"), timeout=60)
+
+
+def check_other_states() -> None:
+    axes = (1, 2, 2)
+    model, optimizer = sharded(axes)
+    train(model, optimizer, range(1), axes)
+    if dist.get_rank() == 3:
+        del optimizer.state[model.blocks[0].down.weight]["exp_avg"]
+    with pytest.raises(EngineError, match="expected every rank to come here"):
+        fs.save("never", model, optimizer)
+
+
+def test_states_that_one_rank_lacks_fail_the_save(ranks):
+    ranks(4)(check_other_states, timeout=60)
