@@ -326,11 +326,8 @@ def superfluous(folder: Path, keep: int, newest: int | None = None) -> list[Foun
     """
     assert keep >= 1, keep
     found = checkpoints_in(folder)
-    complete = [
-        entry
-        for entry in found
-        if entry.manifest is not None and (newest is None or (entry.step or 0) <= newest)
-    ]
+    most = float("inf") if newest is None else newest
+    complete = [one for one in found if one.manifest is not None and (one.step or 0) <= most]
     kept: list[Found] = []
     going: list[Found] = []
     damaged: list[str] = []
