@@ -22,6 +22,8 @@ from torch import nn
 import fullshard as fs
 from fullshard import saving
 from fullshard.checkpoint import commit
+from fullshard.checkpoint.read import remove
+from fullshard.checkpoint.retain import checkpoints_in
 from fullshard.errors import CheckpointError, OutOfMemoryError
 from fullshard.formats.dcp import write_dcp
 from fullshard.formats.detect import open_source
@@ -422,3 +424,15 @@ def test_a_rank_that_was_stopped_for_long_still_reads_the_verdict(tmp_path, monk
         commit.await_verdict(place, 1)  # the first rank has gone on
     left = [path.name for path in tmp_path.iterdir()]
     assert left == ([] if why else ["step-00000003"])
+
+
+def test_a_reader_whose_checkpoint_is_removed_by_the_run_says_so(tmp_path):
+    """Retention of a live run removes what an export or an import is reading."""
+    model, optimizer = model_and_optimizer()
+    fs.save(tmp_path, model, optimizer, step=1)
+    with (
+        pytest.raises(CheckpointError, match="to stay while it is read; it was removed"),
+        open_source(tmp_path) as source,
+    ):
+        remove(checkpoints_in(tmp_path))
+        next(iter(source.tensors.values())).read()

@@ -308,9 +308,10 @@ def _read_note(path: Path, target: Path) -> str:
 
 def _is_over(place: Place) -> bool:
     """Whether no rank needs the verdict any longer; it is removed then."""
-    if any(place.notes.glob("rank-?????")):
-        return False
-    shutil.rmtree(place.notes, ignore_errors=True)
+    with suppress(FileNotFoundError):  # another rank removes it at this moment
+        if any(place.notes.glob("rank-?????")):
+            return False
+        shutil.rmtree(place.notes, ignore_errors=True)
     return not place.notes.exists()
 
 
