@@ -430,9 +430,11 @@ def test_a_reader_whose_checkpoint_is_removed_by_the_run_says_so(tmp_path):
     """Retention of a live run removes what an export or an import is reading."""
     model, optimizer = model_and_optimizer()
     fs.save(tmp_path, model, optimizer, step=1)
-    with (
-        pytest.raises(CheckpointError, match="to stay while it is read; it was removed"),
-        open_source(tmp_path) as source,
-    ):
-        remove(checkpoints_in(tmp_path))
-        next(iter(source.tensors.values())).read()
+
+    def read_while_it_goes() -> None:
+        with open_source(tmp_path) as source:
+            remove(checkpoints_in(tmp_path))
+            next(iter(source.tensors.values())).read()
+
+    with pytest.raises(CheckpointError, match="to stay while it is read; it was removed"):
+        read_while_it_goes()
