@@ -434,10 +434,7 @@ def _write_files(
         if rank != 0:
             commit.await_verdict(place, rank)
             return
-        try:
-            commit.conclude(place, ranks.world_size, documents)
-        finally:
-            commit.abandon(place)  # after a complete save nothing is left to remove
+        commit.conclude(place, ranks.world_size, documents)
     except CheckpointError as error:
         raise stopped or error from error
     if keep is not None and documents.step is not None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,9 @@ from torch import nn
 
 import fullshard as fs
 from fullshard import saving
+from fullshard.checkpoint import commit
+from fullshard.checkpoint.read import remove
+from fullshard.checkpoint.retain import checkpoints_in
 from fullshard.errors import CheckpointError, OutOfMemoryError
 from fullshard.formats.dcp import write_dcp
 from fullshard.formats.detect import open_source
@@ -404,3 +408,33 @@ def test_a_background_save_that_lacks_memory_says_so():
     with pytest.raises(OutOfMemoryError, match="cannot allocate memory") as caught:
         saves.wait()
     assert caught.value.exit_code == 4
+
+
+@pytest.mark.parametrize("why", ["", "rank 0 could not"])
+def test_a_rank_that_was_stopped_for_long_still_reads_the_verdict(tmp_path, monkeypatch, why):
+    monkeypatch.setattr(commit, "FAREWELL_S", 0.05)
+    place = commit.claim(tmp_path / "step-00000003")
+    for rank in (0, 1):
+        commit.join(place, rank)
+        commit.report(place, rank, CheckpointError(why) if why else [])
+    state = {"step": 3, "world_size": 2, "extra": {}, "state": {}}
+    with pytest.raises(CheckpointError, match=why) if why else nullcontext():
+        commit.conclude(place, 2, commit.Documents(3, {"state.json": json.dumps(state)}, {}))
+    with pytest.raises(CheckpointError, match=why) if why else nullcontext():
+        commit.await_verdict(place, 1)  # the first rank has gone on
+    left = [path.name for path in tmp_path.iterdir()]
+    assert left == ([] if why else ["step-00000003"])
+
+
+def test_a_reader_whose_checkpoint_is_removed_by_the_run_says_so(tmp_path):
+    """Retention of a live run removes what an export or an import is reading."""
+    model, optimizer = model_and_optimizer()
+    fs.save(tmp_path, model, optimizer, step=1)
+
+    def read_while_it_goes() -> None:
+        with open_source(tmp_path) as source:
+            remove(checkpoints_in(tmp_path))
+            next(iter(source.tensors.values())).read()
+
+    with pytest.raises(CheckpointError, match="to stay while it is read; it was removed"):
+        read_while_it_goes()

@@ -152,10 +152,7 @@ def join(place: Place, rank: int) -> None:
         CheckpointError: This rank does not see the folder that the first rank made.
     """
     try:
-        deadline = time.monotonic() + FAREWELL_S  # network file systems show folders late
-        while not place.notes.is_dir() and time.monotonic() < deadline:
-            time.sleep(POLL_S[1])
-        if not place.notes.is_dir():
+        if not _wait_for(place.notes.is_dir):  # network file systems show folders late
             raise CheckpointError(
                 f"checkpoint '{place.target}': expected a folder that all ranks share; rank {rank} "
                 "does not see what rank 0 made there. Name a folder on a shared file system."
@@ -202,13 +199,16 @@ def conclude(place: Place, world_size: int, documents: Documents) -> None:
     else:
         _fill_note(place.verdict, "")
     finally:
+        shutil.rmtree(place.aside, ignore_errors=True)  # of an interrupt
         place.note(0).unlink(missing_ok=True)
-        _await_farewells(place, world_size)
-        shutil.rmtree(place.notes, ignore_errors=True)
+        _wait_for(lambda: _is_over(place))
 
 
 def await_verdict(place: Place, rank: int) -> None:
     """Waits until the first rank has completed the checkpoint.
+
+    A rank that was stopped for longer than the first rank waits for farewells still finds the
+    verdict: the last rank to leave removes it.
 
     Raises:
         CheckpointError: The first rank could not complete it.
@@ -217,6 +217,7 @@ def await_verdict(place: Place, rank: int) -> None:
         text = _read_note(place.verdict, place.target)
     finally:
         place.note(rank).unlink(missing_ok=True)
+        _is_over(place)
     if text:
         raise CheckpointError(text)
 
@@ -305,10 +306,18 @@ def _read_note(path: Path, target: Path) -> str:
     )
 
 
-def _await_farewells(place: Place, world_size: int) -> None:
-    """Waits until the other ranks have read the verdict and removed their notes."""
+def _is_over(place: Place) -> bool:
+    """Whether no rank needs the verdict any longer; it is removed then."""
+    with suppress(FileNotFoundError):  # another rank removes it at this moment
+        if any(place.notes.glob("rank-?????")):
+            return False
+        shutil.rmtree(place.notes, ignore_errors=True)
+    return not place.notes.exists()
+
+
+def _wait_for(condition: Callable[[], bool]) -> bool:
+    """Waits a while for a condition; returns whether it is met."""
     deadline = time.monotonic() + FAREWELL_S
-    while time.monotonic() < deadline:
-        if not any(place.note(rank).exists() for rank in range(1, world_size)):
-            return
+    while not (is_met := condition()) and time.monotonic() < deadline:
         time.sleep(POLL_S[0])
+    return is_met

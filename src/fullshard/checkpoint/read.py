@@ -73,16 +73,25 @@ class Checkpoint:
             checked: Whether the caller has compared all checksums.
 
         Raises:
-            CheckpointError: The checkpoint is not complete, or its index is damaged.
+            CheckpointError: The checkpoint is not complete, or its index is damaged; from the
+                block: it was removed while it was read.
         """
         path = found.path
         if found.manifest is None:
             raise CheckpointError(
                 f"checkpoint '{path}': expected a complete one; {found.why}. Take an older one."
             )
-        index, state = read_tables(found)
-        with ExitStack() as closing:
-            yield cls(path, found.manifest, index, state, checked=checked, _closing=closing)
+        try:
+            index, state = read_tables(found)
+            with ExitStack() as closing:
+                yield cls(path, found.manifest, index, state, checked=checked, _closing=closing)
+        except CheckpointError as error:
+            if path.exists():
+                raise
+            raise CheckpointError(
+                f"checkpoint '{path}': expected it to stay while it is read; it was removed, maybe "
+                "by its run (training.save_total_limit). Start again, or read a copy."
+            ) from error
 
     def text(self, name: str) -> str | None:
         """Content of a text file of the checkpoint; None if there is no such file."""
@@ -154,15 +163,12 @@ class Checkpoint:
 
     def damaged_tensors(self, file: str) -> list[str]:
         """Keys of tensors whose slices in a file are damaged."""
-        wrong: list[str] = []
-        for key, tensor in self.index.tensors.items():
-            for piece in tensor.slices:
-                if piece.file != file:
-                    continue
-                name = name_in_file(key)
-                data = self._file(file, name).whole(name)
-                if xxhash.xxh3_128_hexdigest(data) != piece.checksum:
-                    wrong.append(key)
+        tensors, wrong = self.index.tensors.items(), list[str]()
+        for key, piece in [(k, p) for k, t in tensors for p in t.slices if p.file == file]:
+            name = name_in_file(key)
+            data = self._file(file, name).whole(name)
+            if xxhash.xxh3_128_hexdigest(data) != piece.checksum:
+                wrong.append(key)
         return wrong
 
     def _compare(self, key: str, piece: StoredSlice, data: memoryview | bytearray) -> None:
@@ -326,11 +332,8 @@ def superfluous(folder: Path, keep: int, newest: int | None = None) -> list[Foun
     """
     assert keep >= 1, keep
     found = checkpoints_in(folder)
-    complete = [
-        entry
-        for entry in found
-        if entry.manifest is not None and (newest is None or (entry.step or 0) <= newest)
-    ]
+    most = float("inf") if newest is None else newest
+    complete = [one for one in found if one.manifest is not None and (one.step or 0) <= most]
     kept: list[Found] = []
     going: list[Found] = []
     damaged: list[str] = []

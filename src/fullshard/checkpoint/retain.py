@@ -134,8 +134,12 @@ def candidates(path: Path) -> list[Found]:
     return found
 
 
-def newest_complete(path: Path) -> Found:
+def newest_complete(path: Path, *, warns: bool = False) -> Found:
     """The checkpoint itself, or the one that a restart loads, by names and sizes.
+
+    Args:
+        path: A checkpoint, a folder of checkpoints, or a run.
+        warns: Whether to warn about newer checkpoints that are skipped.
 
     Raises:
         CheckpointError: None is complete; names the reasons.
@@ -144,16 +148,8 @@ def newest_complete(path: Path) -> Found:
     complete = next((entry for entry in found if entry.manifest is not None), None)
     if complete is None:
         raise unusable(path, [f"{entry.path.name}: {entry.why}" for entry in found])
-    return complete
-
-
-def newest_with_warning(path: Path) -> Found:
-    """As `newest_complete`; warns about newer checkpoints that are skipped."""
-    complete = newest_complete(path)
-    for entry in candidates(path):
-        if entry == complete:
-            break
-        if not entry.is_leftover:
+    for entry in found[: found.index(complete)]:
+        if warns and not entry.is_leftover:
             logger.warning("skipped %s: %s; %s is taken", entry.path, entry.why, complete.path.name)
     return complete
 

@@ -87,9 +87,9 @@ def ls(folder: Folder) -> Outcome:
 def inspect(checkpoint: Any_) -> Outcome:
     """Show every tensor, the optimizer's states, the step, the ranks and the data position."""
     from fullshard.checkpoint.read import Checkpoint, facts_of
-    from fullshard.checkpoint.retain import newest_with_warning
+    from fullshard.checkpoint.retain import newest_complete
 
-    with Checkpoint.open(newest_with_warning(checkpoint)) as opened:
+    with Checkpoint.open(newest_complete(checkpoint, warns=True)) as opened:
         facts = facts_of(opened)
     show(facts["path"])
     print_table(
@@ -116,10 +116,10 @@ def inspect(checkpoint: Any_) -> Outcome:
 def verify(checkpoint: Any_) -> Outcome:
     """Read every byte and compare checksums; name the file and the tensor where they differ."""
     from fullshard.checkpoint.read import find_damage
-    from fullshard.checkpoint.retain import candidates, newest_with_warning
+    from fullshard.checkpoint.retain import candidates, newest_complete
     from fullshard.errors import CheckpointError
 
-    found = newest_with_warning(checkpoint)
+    found = newest_complete(checkpoint, warns=True)
     newest = next(entry for entry in candidates(checkpoint) if not entry.is_leftover)
     with _progress("verify", found.num_bytes) as advance:
         damages = find_damage(found, advance)

@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from fullshard.checkpoint.format import natural
-from fullshard.checkpoint.retain import candidates, newest_with_warning
+from fullshard.checkpoint.retain import candidates, newest_complete
 from fullshard.engine.folder import INDEX, ONE_FILE
 from fullshard.errors import CheckpointError, untrusted
 from fullshard.formats.deepspeed import open_deepspeed, steps_folder
@@ -49,7 +49,7 @@ def open_source(path: Path) -> Generator[Source]:
     """
     with ExitStack() as closing:
         if _is_ours(path):
-            yield closing.enter_context(open_checkpoint(newest_with_warning(path)))
+            yield closing.enter_context(open_checkpoint(newest_complete(path, warns=True)))
             return
         with untrusted(f"'{path}'", "a checkpoint of a known tool"):
             source = _open_other(path, closing)

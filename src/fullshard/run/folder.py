@@ -20,7 +20,7 @@ import logging
 import os
 import socket
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
@@ -34,6 +34,7 @@ from fullshard.launch.run_lock import LOCK, RunLock, held_elsewhere, is_held
 logger = logging.getLogger(__name__)
 
 SCHEMA_VERSION = 1
+Fields = Callable[[Path | None], dict[str, Any]]
 
 
 class RunStatus(StrEnum):
@@ -139,16 +140,19 @@ class RunFolder:
 
 @contextlib.contextmanager
 def begin(
-    output_dir: Path, command: str, *, goes_on: bool = False
+    output_dir: Path, command: str, *, goes_on: bool = False, fields: Fields = lambda _moved: {}
 ) -> Iterator[tuple[RunFolder, Path | None]]:
     """Makes the folder of a new run; an older run there is moved to the first free `.1`, `.2`.
 
-    Inside the block this process holds the folder's lock, and errors end in run.json.
+    Inside the block this process holds the folder's lock, and errors end in run.json. The record is
+    written in one rename: a kill at any moment leaves the old run or a new one that can resume.
 
     Args:
         output_dir: Folder of the run.
         command: Command of fullshard, for the record.
         goes_on: The run in the folder continues and is not moved.
+        fields: Returns further fields of the record; gets the place that the older run was moved
+            to, or None.
 
     Yields:
         The folder, and the place that the older run was moved to (None if there was none).
@@ -164,6 +168,8 @@ def begin(
             lock = stack.enter_context(RunLock(output_dir))
         except OSError as error:
             raise _cannot_be_made(output_dir, error) from error
+        for left in output_dir.glob(".*.[0-9]*"):  # a kill interrupted `write_whole`
+            left.unlink()
         with contextlib.suppress(ConfigError):  # an unreadable record is moved aside
             folder.end_killed()
         if not goes_on and folder.record.is_file():
@@ -172,7 +178,6 @@ def begin(
             stack.enter_context(RunLock(output_dir))
             lock.release()
         before = folder.read_record() if goes_on else {}  # until a rank has replaced it
-        folder.logs.mkdir(exist_ok=True)
         _write_json(
             folder.record,
             {
@@ -184,11 +189,12 @@ def begin(
                 "began": now(),
                 "ended": None,
                 "process": {"host": socket.gethostname(), "pid": os.getpid()},
-                "planned": before.get("planned", {}),
                 "measured": before.get("measured", {}),
+                **fields(moved),
             },
         )
         with folder.recorded():
+            folder.logs.mkdir(exist_ok=True)
             yield folder, moved
 
 
@@ -198,7 +204,8 @@ def check_output_dir(output_dir: Path) -> None:
     try:
         places = output_dir.absolute(), *output_dir.absolute().parents
         with contextlib.suppress(FileNotFoundError):
-            others = {entry.name for entry in output_dir.iterdir()} - {LOCK}
+            names = {entry.name for entry in output_dir.iterdir()}
+            others = {name for name in names if not name.startswith((LOCK, ".run.json."))}
         with tempfile.TemporaryFile(dir=next(filter(os.path.lexists, places))):
             pass  # permissions do not show read-only mounts or /proc
     except NotADirectoryError:
@@ -232,8 +239,7 @@ def _move_older_run(output_dir: Path) -> Path:
     number = 1
     while (target := output_dir.with_name(f"{output_dir.name}.{number}")).exists():
         number += 1
-    output_dir.rename(target)
-    return target
+    return output_dir.rename(target)
 
 
 def write_whole(path: Path, text: str) -> None:

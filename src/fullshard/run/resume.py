@@ -139,9 +139,10 @@ def check_same(
     """
     newest_complete(checkpoints)
     folder = RunFolder(output_dir)
+    if not folder.config.is_file():  # the run was killed before it was prepared
+        return
     before = load_config(folder.config, []).config
-    keys = [*SAME, "training.max_seq_length", "training.seed"]
-    for key in keys:
+    for key in (*SAME, "training.max_seq_length", "training.seed"):
         one, other = (attrgetter(key)(config) for config in (before, resolved.config))
         if one != other:
             raise ConfigError(

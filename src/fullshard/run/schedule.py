@@ -96,10 +96,7 @@ class StepPlan:
 
 
 def plan_steps(
-    training: TrainingConfig,
-    facts: DatasetFacts,
-    world_size: int,
-    global_batch: int | None = None,
+    training: TrainingConfig, facts: DatasetFacts, world_size: int, global_batch: int | None = None
 ) -> StepPlan:
     """Resolves epochs and shares of steps to counts.
 

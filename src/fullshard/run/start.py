@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fullshard.checkpoint.retain import newest_complete
 from fullshard.config.environment import LaunchEnvironment
@@ -179,12 +179,15 @@ def made_folder(checked: CheckedRun, command: Command) -> Iterator[tuple[RunFold
     Yields:
         The folder, and the place that an older run was moved to.
     """
-    with begin(checked.output_dir, command, goes_on=checked.resume.in_place) as (folder, moved):
+
+    def fields(moved: Path | None) -> dict[str, Any]:
         resume = checked.resume.moved(checked.output_dir, moved)
-        folder.update_record(resume=resume.as_json())
+        return {"resume": resume.as_json(), "planned": planned(checked.view, checked.steps)}
+
+    goes_on = checked.resume.in_place
+    with begin(checked.output_dir, command, goes_on=goes_on, fields=fields) as (folder, moved):
         write_whole(folder.config, checked.resolved.to_yaml())
         write_whole(folder.plan, checked.view.plan.to_json())
-        folder.update_record(planned=planned(checked.view, checked.steps))
         aside = folder.path / ".data.new"
         shutil.rmtree(aside, ignore_errors=True)  # left by a killed start
         checked.dataset.save(aside)
@@ -231,8 +234,7 @@ def record_refusal(error: WillNotFitError, output_dir: Path, command: Command) -
     """Records the plan of a refused run, unless its folder has an older run."""
     if error.planned is None or (output_dir.is_dir() and any(output_dir.iterdir())):
         return
-    with begin(output_dir, command) as (folder, _):
-        folder.update_record(planned=error.planned)
+    with begin(output_dir, command, fields=lambda _: {"planned": error.planned}) as (folder, _):
         folder.fail("WillNotFitError", str(error), error.exit_code)
 
 
@@ -290,9 +292,8 @@ def start_ranks(
     After a failure that a retry may avoid, they are restarted up to `max_restarts` times and resume
     from the newest checkpoint.
     """
-    arguments = (str(folder.path),)
-    first = LocalLaunch(RANK_MODULE, arguments, world_size, folder.logs, stuck_s=stuck_s)
-    launch, result = first, launch_local_ranks(first)
+    launch = LocalLaunch(RANK_MODULE, (str(folder.path),), world_size, folder.logs, stuck_s=stuck_s)
+    result = launch_local_ranks(launch)
     while result.exit_code != ExitCode.OK:
         _record_failure(folder, result)
         if result.exit_code in FINAL or launch.attempt == max_restarts:

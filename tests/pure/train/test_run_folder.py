@@ -7,9 +7,11 @@ import errno
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import threading
+from functools import partialmethod
 from pathlib import Path
 
 import pytest
@@ -27,9 +29,9 @@ def finish(folder: RunFolder) -> None:
     folder.update_record(status=RunStatus.FINISHED, exit_code=0)
 
 
-def make(place, *, goes_on=False) -> tuple[RunFolder, object]:
+def make(place, **how) -> tuple[RunFolder, object]:
     """A run that has begun and whose process has ended."""
-    with begin(place, "train", goes_on=goes_on) as made:
+    with begin(place, "train", **how) as made:
         return made
 
 
@@ -298,3 +300,44 @@ def test_a_file_that_cannot_be_written_whole_stays_as_it_was(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert [p.name for p in tmp_path.iterdir()] == ["config.yaml"]
     assert path.read_text() == "old"
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing of ours runs after it."""
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_a_start_killed_at_any_call_leaves_what_the_run_began_from(tmp_path, monkeypatch, goes_on):
+    kept = {name: getattr(Path, name) for name in ("mkdir", "write_text", "replace", "unlink")}
+    fields = {"resume": {"path": "/other", "required": True}, "planned": {"samples_per_step": 8}}
+    if goes_on:
+        make(tmp_path / "old", fields=lambda _: fields)
+    for number in range(1, 20):
+        place, made = tmp_path / str(number), list[str]()
+        if goes_on:
+            shutil.copytree(tmp_path / "old", place)
+
+        def kill(path, *args, name, number=number, made=made, **more):
+            made.append(name)
+            if len(made) >= number:
+                raise Killed
+            return kept[name](path, *args, **more)
+
+        with monkeypatch.context() as patched:
+            for name in kept:
+                patched.setattr(Path, name, partialmethod(kill, name=name))
+            with contextlib.suppress(Killed):
+                make(place, goes_on=goes_on, fields=lambda _: fields)
+        for left in place.glob(".run.json.*"):
+            left.rename(place / ".run.json.1")  # the next start is another process
+        check_output_dir(place)  # it can be started again
+        folder = RunFolder(place)
+        if folder.record.is_file():
+            record = folder.read_record()
+            assert {name: record[name] for name in fields} == fields
+        folder, _ = make(place, goes_on=folder.record.is_file())
+        assert {path.name for path in folder.path.iterdir()} == {".lock", "logs", "run.json"}
+        if len(made) < number:
+            assert number > 3
+            return
+    raise AssertionError("more calls than were expected")
