@@ -18,13 +18,13 @@ from fullshard.errors import ShardedTensorError
 def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
     """Scale all gradients so that their norm is at most `max_norm`.
 
-    The 2-norm is known since the backward ended, so that this costs no communication and reads
-    no gradient; other norms are a collective. The factor is min(1, max_norm / (norm + 1e-6)), as
-    in `torch.nn.utils.clip_grad_norm_`.
+    The 2-norm was computed at the end of the backward, so clipping needs no communication and reads
+    no gradient; other norms are a collective. The factor is min(1, max_norm / (norm + 1e-6)), as in
+    `torch.nn.utils.clip_grad_norm_`.
 
-    Parameters that are left out of sharding (`ignore`) take part: to sum their gradients over the
-    ranks is their owner's business. Where ranks differ in them, all take the largest norm, so that
-    the shards of one parameter are scaled alike; this costs a collective.
+    Parameters left out of sharding (`ignore`) are included; the user must reduce their gradients.
+    If their norms differ between ranks, all ranks use the largest one, so that the shards of a
+    parameter are scaled equally. This needs a collective.
 
     Args:
         model: Sharded.
@@ -49,7 +49,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     if apart is not None:
         norm = torch.linalg.vector_norm(torch.stack([norm, apart.to(norm)]), order)
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    # Also where it is NaN, which then shows in every weight, as in torch.
+    # Also applied if it is NaN, which then reaches every weight, as in torch.
     if not is_at_hand(factor) or not factor >= 1.0:
         ours = {id(m.grad) for m in trained}
         for group in engine.groups:
@@ -70,7 +70,7 @@ def _left_out(model: nn.Module) -> list[torch.Tensor]:
 
 
 def _largest_norm(engine: Engine, grads: list[torch.Tensor], order: float) -> torch.Tensor:
-    """The norm of gradients that are no shards, on the rank where it is largest."""
+    """The largest norm over ranks of gradients other than shards."""
     norms = [torch.linalg.vector_norm(grad, order).double() for grad in grads]
     own = torch.stack(norms) if norms else torch.zeros(1, dtype=torch.float64)
     largest = torch.linalg.vector_norm(own, order).to(engine.device).view(1)

@@ -1,11 +1,11 @@
-"""Parameters that other axes of the mesh have cut: tensor or expert parallelism, as DTensors.
+"""Parameters sharded over other mesh axes (tensor or expert parallelism), as DTensors.
 
 [Note: two cuts]
-Such a parameter is laid out by its local tensor; the whole of a unit's slot is the whole of what
-this rank's place on the other axes holds. Everything that knows of the other axes is here:
+The layout contains the local tensor of such a parameter. A gathered slot contains the local tensors
+of this rank's coordinates on the other axes. Only this file handles the other axes:
 
     whole --Cut.local_of--> local tensor --flat layout--> slice on this rank
-    slice ----gather------> local tensor --Cut.show-----> what forward sees: a DTensor again
+    slice ----gather------> local tensor --Cut.show-----> DTensor in forward
     gradient of forward ---Cut.gradient--> local gradient --reduce-scatter--> slice
 """
 
@@ -25,7 +25,7 @@ from fullshard.errors import ConfigError, UnsupportedModelError
 
 @dataclass(frozen=True)
 class Cut:
-    """How other axes have cut a parameter.
+    """The sharding of a parameter over other axes.
 
     Attributes:
         mesh: DeviceMesh of these axes.
@@ -41,7 +41,7 @@ class Cut:
 
     @classmethod
     def of(cls, param: Any) -> Cut | None:
-        """That of a parameter, a shard too; None where no other axis has one."""
+        """Returns the cut of a parameter or shard; None without other axes."""
         record = getattr(param, "record", None)
         if record is not None:
             return record.cut
@@ -61,12 +61,12 @@ class Cut:
 
     @property
     def num_parts(self) -> int:
-        """Different local tensors."""
+        """Number of different local tensors."""
         return math.prod(self.mesh.size(axis) for axis in self._cut_axes)
 
     @property
     def part(self) -> int:
-        """Which of them this rank has."""
+        """Index of this rank's local tensor."""
         found = 0
         for axis in self._cut_axes:
             found = found * self.mesh.size(axis) + self.mesh.get_local_rank(axis)
@@ -74,13 +74,13 @@ class Cut:
 
     @property
     def is_first_copy(self) -> bool:
-        """Whether this rank is the first of those of the mesh with the same local tensor."""
+        """Whether this rank is the first of the ranks with the same local tensor."""
         copied = set(range(len(self.placements))).difference(self._cut_axes)
         return not any(map(self.mesh.get_local_rank, copied))
 
     @cached_property
     def first(self) -> int | None:
-        """Where the local tensor begins in the whole; None if it is no range of its elements."""
+        """First element of the local tensor in the whole; None if it is not a contiguous range."""
         if any(self.placements[axis].dim != 0 for axis in self._cut_axes):
             return None
         rows = self.local_of(torch.arange(math.prod(self.shape[:1]))).tolist()
@@ -95,11 +95,11 @@ class Cut:
         return dict(zip(names, map(repr, self.placements), strict=True))
 
     def describe(self) -> str:
-        """Axes and placements, as people read them."""
+        """Axes and placements as text."""
         return ", ".join(f"{axis} {placement}" for axis, placement in self.by_axis.items())
 
     def show(self, local: torch.Tensor) -> Any:
-        """A DTensor over the memory of a local tensor. No communication."""
+        """Returns a DTensor over the memory of a local tensor. No communication."""
         from torch.distributed.tensor import DTensor
 
         return DTensor.from_local(
@@ -112,12 +112,12 @@ class Cut:
         )
 
     def whole_of(self, local: torch.Tensor) -> torch.Tensor:
-        """The whole of local tensors. A collective of the mesh."""
+        """Gathers the whole tensor. A collective of the mesh."""
         with torch.no_grad():
             return self.show(local).full_tensor()
 
     def local_of(self, whole: Any) -> torch.Tensor:
-        """This rank's part of a whole tensor, or of a DTensor. No communication of the former."""
+        """Returns this rank's part of a whole tensor (without communication) or of a DTensor."""
         from torch.distributed.tensor import distribute_tensor
 
         with torch.no_grad():
@@ -127,10 +127,10 @@ class Cut:
             return placed.to_local()
 
     def gradient(self, gradient: Any) -> torch.Tensor:
-        """The local tensor of a gradient, placed as the parameter is.
+        """Returns the local tensor of a gradient with the parameter's placement.
 
-        A collective of the mesh where its placements differ, as where a replicated weight was
-        used by ranks with different parts of a sequence.
+        A collective of the mesh if placements differ, for example for a replicated weight used with
+        different parts of a sequence.
         """
         if not is_distributed(gradient):
             return gradient
@@ -141,17 +141,16 @@ class Cut:
 
 
 def check_cuts(params: Iterable[tuple[str, Any]], own: Iterable[int], inner: Iterable[int]) -> None:
-    """The other axes must be those that the mesh leaves.
+    """Checks that parameters use exactly the mesh's remaining axes.
 
     Args:
         params: Names and parameters, before they are sharded.
-        own: Ranks that see other batches than this one, and hold parts or copies: the replicate
-            and shard axes.
-        inner: Ranks of the other axes, at this rank's place on these two.
+        own: Ranks of the replicate and shard axes, which have different batches.
+        inner: Ranks of the other axes at this rank's coordinates on these two.
 
     Raises:
-        UnsupportedModelError: A parameter is cut along the shard axis, or not understood.
-        ConfigError: An axis of the mesh is left that cuts nothing.
+        UnsupportedModelError: A parameter is sharded over the shard axis, or in an unknown way.
+        ConfigError: A remaining axis of the mesh shards no parameter.
     """
     data, rest = set(own), set(inner)
     seen: set[int] = set()

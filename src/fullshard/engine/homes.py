@@ -1,4 +1,4 @@
-"""Where a model's state lives on this rank, and the reduced gradients that live there."""
+"""The memory of a model's state on this rank: device, host or disk."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from fullshard.planner.homes import Homes, Place
 
 @dataclass(frozen=True)
 class Residence:
-    """Where one kind of state is made.
+    """The memory in which one kind of state is allocated.
 
     Attributes:
-        device: It is on it.
-        pinned: Whether it lies in pages of the host that another device reads by itself.
-        folder: Folder of the files that it is mapped from; None if it is in memory.
+        device: The device of the tensors.
+        pinned: Whether the host memory is page-locked.
+        folder: Folder of the mapped files; None for memory.
     """
 
     device: torch.device
@@ -32,7 +32,7 @@ class Residence:
 
     @classmethod
     def of(cls, place: Place, device: torch.device, offload: Offload | None) -> Residence:
-        """The residence of a place of the plan, for a compute device."""
+        """Returns the residence for a place of the plan and a compute device."""
         if place in (Place.DEVICE, Place.SHARED):
             return cls(device)
         host = torch.device("cpu")
@@ -41,7 +41,7 @@ class Residence:
         return cls(host, pinned=device.type == "cuda")
 
     def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """(numel,) zeros.
+        """Allocates (numel,) zeros.
 
         Raises:
             ConfigError: The folder is not there, not to be written, or its disk is full.
@@ -53,15 +53,15 @@ class Residence:
 
 @dataclass(frozen=True)
 class DeviceHomes:
-    """The plan's homes as residences.
+    """The residence of each kind of state.
 
     Attributes:
-        device: Computes; slots are there.
+        device: The compute device, which also has the slots.
         parameters: Residence of the masters.
         gradients: Residence of the reduced gradients.
-        states: Residence of optimizer states made later; None: beside the parameters.
-        offloads_gradients: Whether reductions are received in a buffer of the device first. CPU
-            offload on a CPU device takes the same path.
+        states: Residence of optimizer states; None: the parameters' device.
+        offloads_gradients: Whether reductions are first received in a device buffer. CPU offload on
+            a CPU device takes the same path.
     """
 
     device: torch.device
@@ -72,7 +72,7 @@ class DeviceHomes:
 
     @classmethod
     def of(cls, homes: Homes, device: torch.device, offload: Offload | None) -> DeviceHomes:
-        """The residences of the plan's places, for a compute device."""
+        """Returns the residences of the plan's places for a compute device."""
         places = (homes.parameters, homes.gradients, homes.optimizer)
         if Place.HOST in places or Place.DISK in places:
             return_large_blocks()
@@ -98,8 +98,10 @@ def return_large_blocks() -> None:
 
 
 def _mapped_zeros(numel: int, dtype: torch.dtype, folder: str) -> torch.Tensor:
-    """(numel,) zeros in a file without a name: the kernel reads its pages as they are used, drops
-    them when memory is short, and frees the disk when the process ends, however it ends.
+    """Allocate (numel,) zeros in an unnamed file.
+
+    The kernel reads pages on use, drops them when memory is short, and frees the disk space when
+    the process ends in any way.
 
     Raises:
         ConfigError: The folder is not there, not to be written, or its disk is full.
@@ -120,7 +122,7 @@ def _mapped_zeros(numel: int, dtype: torch.dtype, folder: str) -> torch.Tensor:
 
 
 def compute_device(model: nn.Module) -> torch.device:
-    """Where a model computes: where its parameters are; from meta, the accelerator if there is one.
+    """The device of the model's parameters; for meta, the accelerator if there is one.
 
     Raises:
         UnsupportedModelError: The parameters are on several devices.

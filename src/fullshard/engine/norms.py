@@ -1,15 +1,15 @@
-"""Global norms of sharded gradients, made once after each backward and kept.
+"""Global norms of sharded gradients, computed once after each backward and cached.
 
 [Note: cached norms]
 After a backward every rank has the squared 2-norm of every parameter's whole gradient, from one
-small all-reduce. So torch's own clipping is right, and a norm that only one rank logs cannot hang.
-After an in-place change of a gradient the next norm is a collective again.
+small all-reduce. torch's own clipping therefore works, and a norm that only one rank logs cannot
+hang. After a gradient was modified in place, the next norm is a collective again.
 
 [Note: what ranks say]
-If a rank skips a backward, a step or a norm, its later sums would be added to other sums of the
-other ranks. So each sum begins with integers that must be equal on all ranks: a hash of the sum's
-name, and counters of steps. The all-reduce itself compares them: n numbers are equal exactly when n
-times the sum of their squares is the square of their sum.
+If a rank skipped a backward, a step or a norm, its later sums would be combined with different sums
+of other ranks. Each sum therefore begins with integers that must be equal on all ranks: a hash of
+the sum's name, and counters of steps. The all-reduce compares them: n numbers are equal exactly if
+n times the sum of their squares is the square of their sum.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ if TYPE_CHECKING:
     from fullshard.engine.record import ShardRecord
 
 
-_FINITE = {"isnan": False, "isinf": False, "isfinite": True}  # what they say of finite numbers
+_FINITE = {"isnan": False, "isinf": False, "isfinite": True}  # their results for finite numbers
 _SQUARED = {"square": (), "pow": (2,), "__pow__": (2,)}  # with these further arguments
 TOLD_BY_SQUARES = {*_FINITE, *_SQUARED}  # functions of a gradient
 
 
 @dataclass(frozen=True)
 class Known:
-    """What cached norms know of a function of a gradient, without asking other ranks.
+    """A function of a gradient that cached norms may answer without communication.
 
     Attributes:
         name: The function.
-        squares: (num_params,), as they were when it was called.
+        squares: (num_params,), the squared norms at the time of the call.
         record: The gradient's record.
     """
 
@@ -53,7 +53,7 @@ class Known:
     record: ShardRecord
 
     def answer(self, reduction: str) -> torch.Tensor | None:
-        """Sum, mean, any or all of the function; None if the norms do not determine it."""
+        """Returns sum, mean, any or all of the function; None if the norms do not determine it."""
         square = self.squares[self.record.index]
         if self.name in _SQUARED:
             count = math.prod(self.record.shape)
@@ -61,7 +61,7 @@ class Known:
         if reduction in ("any", "all") and square.isfinite():
             return torch.tensor(_FINITE[self.name])
         if (self.name, reduction) == ("isnan", "any"):
-            return square.isnan()  # infinities, and sums beyond the largest number, are none
+            return square.isnan()  # not infinities or overflowing sums
         if (self.name, reduction) == ("isfinite", "all") and square.isnan():
             return torch.tensor(data=False)
         return None
@@ -71,7 +71,7 @@ class Count(StrEnum):
     """Counters that must be equal on all ranks of a model."""
 
     STEPS = "optimizer steps"
-    FORWARDS = "forwards that train"  # and whose gradients are not deferred
+    FORWARDS = "forwards that train"  # without deferred gradients
     ADDED = "gradients that were there before a backward"
     CLIPPINGS = "clippings"
 
@@ -88,17 +88,17 @@ class GradientNorms:
         self.transport = transport
         self._device = device
         self.counts: dict[str, int] = dict.fromkeys(Count, 0)
-        self.waits = False  # gradients of backwards under no_sync wait to be summed
+        self.waits = False  # there are unreduced gradients of no_sync
         self._landing: tuple[torch.Tensor, str, dict[str, int], Any] | None = None
         self._squares: torch.Tensor | None = None
-        self._shown: dict[int, Any] = {}  # id of each gradient that the cache speaks of
-        self._memory: Sequence[torch.Tensor] = ()  # that they are views of
-        self._versions: list[int] = []  # of that memory, when the norms were made
+        self._shown: dict[int, Any] = {}  # ids of the cached gradients
+        self._memory: Sequence[torch.Tensor] = ()  # memory of these gradients
+        self._versions: list[int] = []  # of that memory, when the norms were computed
 
     def keep(
         self, squares: torch.Tensor, shown: dict[int, Any], memory: Sequence[torch.Tensor]
     ) -> None:
-        """Remember the squared norms of this backward's gradients.
+        """Cache the squared norms of this backward's gradients.
 
         Args:
             squares: (num_params,), global sums of squares.
@@ -115,20 +115,20 @@ class GradientNorms:
         return self._squares
 
     def note_write(self, gradient: Any) -> None:
-        """Note that a function writes into a gradient or an alias of one."""
+        """Note that a function writes to a gradient or its alias."""
         if self._squares is not None and self._knows(gradient):
             self.mark_changed()
 
     def _knows(self, gradient: Any) -> bool:
-        """Whether the cache has this gradient, or the one that this is an alias of (`.data`)."""
+        """Whether the cache has this gradient, or the one that it aliases (`.data`)."""
         source = gradient.alias_of
         return id(gradient if source is None else source) in self._shown
 
     def known_of(self, gradient: Any, name: str, others: Sequence[Any]) -> Known | None:
-        """What is known of `isnan(gradient)` and the like.
+        """Returns cached knowledge of `isnan(gradient)` and similar functions.
 
         Args:
-            gradient: Went in.
+            gradient: The function's argument.
             name: The function.
             others: Further arguments of the function.
         """
@@ -141,11 +141,11 @@ class GradientNorms:
         return Known(name, squares, gradient.record)
 
     def meet(self, asked: str) -> None:
-        """Check that every rank asks for the same thing here. A collective."""
+        """Check that all ranks request the same quantity here. A collective."""
         self.all_reduce(torch.zeros(1, device=self._device), asked)
 
     def mark_changed(self) -> None:
-        """Drop the cache: a gradient was changed in place, or a backward is running."""
+        """Drop the cache, after a gradient was modified in place or a backward began."""
         self._squares, self._shown = None, {}
 
     def scale(self, factor: torch.Tensor) -> None:
@@ -169,7 +169,7 @@ class GradientNorms:
             return [norm.to(g) for norm, g in zip(found.unbind(), gradients, strict=True)]
 
     def reduce(self, shard: Any, name: str, correction: int = 1) -> torch.Tensor:
-        """A number of the whole tensor, a plain scalar: float64 or int64. A collective.
+        """A reduction of the whole tensor to a plain scalar: float64 or int64. A collective.
 
         Args:
             shard: This rank's shard.
@@ -223,14 +223,14 @@ class GradientNorms:
         See [Note: what ranks say].
 
         Args:
-            values: (n,), without NaN where the largest are asked for.
+            values: (n,); without NaN if `maximum`.
             asked: Name of the quantity, which must be the same on every rank.
             said: Counts that must be equal on every rank, by name.
             maximum: Return the maximum instead of the sum.
 
         Raises:
-            EngineError: Ranks ask for different things, or their counts differ. Devices that the
-                host does not wait for raise it in the next call.
+            EngineError: Ranks request different quantities, or their counts differ. On asynchronous
+                devices the next call raises it.
         """
         said = {"": zlib.crc32(f"{asked} {len(values)}".encode()), **(said or {})}
         numbers = [float(number % _MOST) for number in said.values()]
@@ -250,7 +250,7 @@ class GradientNorms:
         return values
 
     def _look_later(self, head: torch.Tensor, asked: str, said: dict[str, int]) -> None:
-        """Check the last sum, which has most likely arrived by now, and keep this one."""
+        """Check the previous sum, which has arrived by now, and keep this one."""
         found = streams.of(head.device)
         assert found is not None
         if self._landing is not None:
@@ -266,11 +266,11 @@ class GradientNorms:
     def local_squares(
         self, tensors: Sequence[torch.Tensor], records: Sequence[ShardRecord]
     ) -> torch.Tensor:
-        """(len(tensors),): this rank's share of the squared norms: their sum over ranks is whole.
+        """(len(tensors),): this rank's share of the squared norms, to be summed over ranks.
 
         Args:
             tensors: Plain local parts.
-            records: Records of the shards that they are.
+            records: Records of their shards.
         """
         return self._share(local_powers(tensors, 2.0, self._device), records)
 
@@ -288,7 +288,7 @@ class GradientNorms:
         return self._squares[from_host(at, self._squares.device, torch.int64)]
 
     def share_found_inf(self, found_inf: torch.Tensor) -> None:
-        """Share one rank's infinity with all, so that all take the same step or none."""
+        """Share an infinity of any rank, so that all ranks step or skip together."""
         shared = found_inf.view(1).to(self._device)
         found_inf.copy_(self.all_reduce(shared, "GradScaler.unscale_", maximum=True)[0])
 
@@ -296,14 +296,14 @@ class GradientNorms:
         """(len(shards),): sums of |x|^order over all ranks, or maxima for inf. A collective."""
         powers = local_powers([shard.to_local() for shard in shards], order, self._device)
         if not any(shard.record.is_cut for shard in shards):
-            return powers  # every rank knows them by itself
+            return powers  # replicated: no communication needed
         asked = f"norm of {clean_name(shards[0].record.piece.name)!r}"
         if order == math.inf:
             return self.maxima(powers, asked)
         return self.all_reduce(self._share(powers, [s.record for s in shards]), asked)
 
     def _share(self, powers: torch.Tensor, records: Sequence[ShardRecord]) -> torch.Tensor:
-        """Divide by the number of ranks that have the same elements, so that a sum is right."""
+        """Divide by the number of ranks with the same elements, so that sums are correct."""
         counts = [record.copies for record in records]
         return powers / from_host(counts, self._device) if max(counts, default=1) > 1 else powers
 
@@ -356,7 +356,7 @@ def total_norm(shards: Sequence[Any], order: float) -> torch.Tensor:
 
 # ---- small sums over all ranks
 
-_MOST = 1 << 20  # so that sums of squares stay exact in float64
+_MOST = 1 << 20  # sums of squares stay exact in float64
 
 
 def is_at_hand(tensor: torch.Tensor) -> bool:
@@ -382,7 +382,7 @@ def _differing(head: torch.Tensor, said: Mapping[str, int], *, maximum: bool) ->
 
 
 def _table(transport: Transport, number: int, num_ranks: int) -> str:
-    """Which ranks have which count. A collective, after all ranks have found a difference."""
+    """The ranks of each count. A collective, after all ranks have found a difference."""
     table = torch.zeros(num_ranks, dtype=torch.float64)
     table[transport.rank] = number
     transport.all_reduce(table)

@@ -31,11 +31,11 @@ class ShardRecord:
         holders: (part, start, stop) of each part of the parameter; the same on every rank.
         cut: Placement on other axes of the mesh; `piece` and `holders` refer to the local tensor.
         norms: Global norms of the model's gradients.
-        before_write: Returns when no other rank reads these elements.
-        gather: Collective: the full tensor of (n_local,) plain elements.
-        post_accumulate: The user's hooks, called when the reduced gradient is there.
+        before_write: Waits until no other rank reads these elements.
+        gather: Gathers the full tensor from (n_local,) plain elements. A collective.
+        post_accumulate: The user's hooks, called with the reduced gradient.
         states: Allocates optimizer states; None if they are on the device of the parameter.
-        compute: Returns the compute parameter, if it is the whole parameter in the same memory.
+        compute: Returns the compute parameter if it shares memory with the whole parameter.
     """
 
     piece: Slice
@@ -53,7 +53,7 @@ class ShardRecord:
     cut: Cut | None = None
 
     def __reduce__(self) -> Any:
-        return type(None), ()  # inside forward a whole parameter may be pickled
+        return type(None), ()  # a whole parameter may be pickled inside forward
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -66,7 +66,7 @@ class ShardRecord:
         return local.detach().reshape(-1)[self.piece.start : self.piece.stop]
 
     def is_cut_like(self, other: ShardRecord) -> bool:
-        """Whether every rank holds the same elements of both; all ranks find the same."""
+        """Whether every rank holds the same elements of both. Equal on all ranks."""
         one, two = self.piece, other.piece
         return (
             (one.shape, self.cut) == (two.shape, other.cut)

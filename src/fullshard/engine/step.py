@@ -1,43 +1,45 @@
-"""From hooks to events: hooks call the scheduler, and its events are carried out on the slots.
+"""From hooks to events: hooks call the scheduler, and `Actions` carries out its events.
 
     hook on a unit's module         call to the scheduler       done here
     forward pre-hook                enter_forward               gathers, swap in
     forward hook (always called)    leave_forward               swap out, release, watch outputs
     gradient of a watched output    enter_backward              gathers, swap in
     gradient of a compute param     complete (after the last)   reductions, in plan order
-    end of backward                 end_backward                the rest, `p.grad`, release
+    end of backward                 end_backward                remaining reductions, `p.grad`,
+    release
 
 [Note: watched outputs]
-A unit's backward begins when the gradient of a tensor that the unit made arrives. Watched are the
-outputs of the unit, the outputs of every module in it that owns parameters (a router's loss or a
-hidden-state loss leaves a unit there), and tensors that its modules keep as attributes
-(engine/attributes.py). A tensor that a unit only passes on was made before the unit's forward began
-(its autograd node has a lower number) and is not watched: its gradient becomes final at another
-time, when the slot contains other units (law 5).
+A unit's backward begins when the gradient of a tensor that the unit computed arrives. The runtime
+watches the unit's outputs, the outputs of every inner module with parameters (where a router loss
+or a hidden-state loss leaves the unit), and tensors that modules keep as attributes
+(engine/attributes.py). It does not watch a tensor that a unit only passes through. Such a tensor
+has an autograd node with a lower number than the unit's first, and its gradient becomes final when
+the slot contains another unit (law 5).
 
-Compiled code is one autograd node, which all its outputs share. Watching the outputs of the unit is
-enough there, and hooks on inner modules would split the graph. If a unit runs as several graphs, a
-tensor that leaves it from the middle, other than by an attribute, is not watched. If its gradient
-comes first, the slot contains another unit, and an error is raised.
+Compiled code is one autograd node that all its outputs share, so watching the unit's outputs is
+enough, and hooks on inner modules would split the graph. If a unit runs as several graphs, a tensor
+that leaves it between them, other than by an attribute, is not watched. If its gradient arrives
+first, the slot contains another unit, and an error is raised.
 
 [Note: copied outputs]
-An output or a kept attribute may share memory with the unit's weights: a slice of a table, or a
-parameter itself. The slot will contain another unit soon, and on a shared home other ranks write
-after they have left the forward. So a copy is returned, through which gradients flow. An attribute
-is restored when the unit is entered again. Writing into the copy raises an error at the next step,
-because in one process it would write into the parameter.
+An output or an attribute may share memory with the unit's weights: a slice of a table, or a
+parameter itself. The slot will be reused for another unit, and on a shared home other ranks write
+to it after their forward. The runtime therefore returns a copy, which passes gradients on. An
+attribute is restored when the unit is entered again. Writing into the copy raises an error at the
+next step, because in one process it would modify the parameter.
 
 [Note: recompute]
-Forward code that runs inside a backward recomputes activations. It gathers on demand, keeps what it
-gathered, and neither prefetches nor watches outputs. Hooks may be outside or inside the recomputed
-code, so modules also see the compute parameters from pre-backward to the end of backward.
+Forward code that runs inside a backward recomputes activations. It gathers on demand, keeps the
+gathered units, and neither prefetches nor watches outputs. The unit's hooks may be outside the
+recomputed code, so modules also see the compute parameters from pre-backward to the end of
+backward.
 
 [Note: a backward inside a backward]
-A hook may call `torch.autograd.grad` (implicit layers do). Autograd runs this inner backward to its
-end before the outer one continues. The inner one gathers on demand and reaches no parameter, so it
-needs no state and changes none of the outer's; if it reaches parameters, an error is raised. The
-outer backward is alive as long as autograd keeps the callback that was queued for its end. If the
-backward raises, autograd drops the callback, and the modules show the user's parameters again.
+A hook may call `torch.autograd.grad`, as implicit layers do. Autograd finishes this inner backward
+before it continues the outer one. The inner backward gathers on demand and must not reach
+parameters, which is an error; it therefore needs no state and does not change the outer's. The
+outer backward is alive while autograd holds the callback for its end. If the backward raises,
+autograd drops the callback, and the modules show the user's parameters again.
 """
 
 from __future__ import annotations
@@ -79,14 +81,14 @@ _REENTRANT = (
 
 
 class Use:
-    """One forward of one unit, whose tensors are watched for gradients.
+    """A forward of a unit whose tensors are watched for gradients.
 
     Attributes:
         unit: Index of the unit.
         around: The use of the enclosing unit; its backward begins first.
         generation: The forward of the whole model that the use belongs to.
-        first_node: Number of the first autograd node that was made inside.
-        task: The backward that has entered the use; -1 before.
+        first_node: Number of the first autograd node created in the forward.
+        task: Id of the backward that has entered the use; -1 before.
     """
 
     __slots__ = ("__weakref__", "around", "first_node", "generation", "task", "unit")
@@ -100,10 +102,10 @@ class Use:
 
 
 class Observed:
-    """The order in which the first step entered its units; compared over ranks once.
+    """The order in which the first step entered its units. Ranks compare it once.
 
     Args:
-        generation: The forward whose order is recorded, with the order of its own backward.
+        generation: The forward whose order is recorded, together with the order of its backward.
     """
 
     def __init__(self, generation: int = -1) -> None:
@@ -143,23 +145,23 @@ class Runtime:
         self.observed = Observed()
         self.before_step: Callable[[], None] = lambda: None
         self.attributes: Sequence[ModuleTensors] = ()  # by unit
-        self._stack: list[Use] = []  # forwards under way
+        self._stack: list[Use] = []  # running forwards
         self._current: list[Use | None] = [None] * len(self.units)
-        self._begins: list[Any] = [None] * len(self.units)  # what autograd calls for its outputs
-        self._task = -1  # the backward under way
+        self._begins: list[Any] = [None] * len(self.units)  # hook of its outputs' autograd nodes
+        self._task = -1  # the running backward
         self._end: Callable[[], Any] = _nothing  # its callback, as long as it is alive
-        self._inner = -1  # the backward inside of it
+        self._inner = -1  # the backward inside it
         self._recomputed = -1  # the backward in which forward code ran again
         self._generation = 0  # forwards of the whole model so far
         self._num_writes = 0  # into shards, that were looked at
-        self._replaced: dict[int, Undo] = {}  # kept views of weights, for which copies stand
-        self._copies: list[tuple[torch.Tensor, int, str]] = []  # handed out in the last step
+        self._replaced: dict[int, Undo] = {}  # kept views of weights, replaced by copies
+        self._copies: list[tuple[torch.Tensor, int, str]] = []  # copies returned in the last step
         self._uses: WeakSet[Use] = WeakSet()  # alive, until the order is observed
 
     # ---- forward
 
     def begins_step(self, *, is_root: bool) -> bool:
-        """Whether a forward is the outermost: of the whole model, or of a part alone."""
+        """Whether a forward is the outermost one, of the model or of a part."""
         return (is_root or not self._stack) and graph_task_id() == -1
 
     def enter(self, index: int, *, begins: bool) -> None:
@@ -201,7 +203,7 @@ class Runtime:
         """Post-forward of a unit's module; also called when its forward raised.
 
         Returns:
-            The output, with copies of what shares memory with the unit's weights.
+            The output, with copies of tensors that share memory with the unit's weights.
         """
         unit = self.units[index]
         if unit.swapped == 0:
@@ -232,23 +234,23 @@ class Runtime:
         return output
 
     def _copied(self, unit: Unit) -> Callable[[torch.Tensor], torch.Tensor]:
-        """A copy of what shares memory with the unit's weights. See [Note: copied outputs]."""
+        """Copies tensors that share memory with the unit's weights. See [Note: copied outputs]."""
 
         def change(tensor: torch.Tensor) -> torch.Tensor:
             if not unit.shares_memory(tensor):
                 return tensor
             copy = tensor.clone()
-            if not copy.is_inference():  # such have no version
+            if not copy.is_inference():  # inference tensors have no version
                 self._copies.append((copy, copy._version, unit.plan.title))
             return copy
 
         return change
 
     def _check_copies(self) -> None:
-        """Check that nobody wrote into copies of outputs.
+        """Check that copies of outputs were not written.
 
         Raises:
-            EngineError: Somebody did.
+            EngineError: A copy was written.
         """
         copies, self._copies = self._copies, []
         for copy, version, title in copies:
@@ -260,19 +262,19 @@ class Runtime:
                 )
 
     def watch(self, index: int, tensors: Iterable[torch.Tensor]) -> bool:
-        """Let the unit's backward begin when the gradient of any of these tensors arrives.
+        """Begin the unit's backward when the gradient of any of these tensors arrives.
 
         Returns:
-            Whether any of them takes part in autograd.
+            Whether any of the tensors is part of an autograd graph.
         """
         begin, use = self._begins[index], self._current[index]
-        if use is None or graph_task_id() != -1:  # outside of the unit, or in a recompute
+        if use is None or graph_task_id() != -1:  # outside the unit, or in a recomputation
             return False
         found = False
         for tensor in tensors if not is_transforming() else unwrapped(tensors):
             if tensor.requires_grad and not isinstance(tensor, Guarded):
                 found = True
-                base = tensor._base  # of a view that was written
+                base = tensor._base  # of a modified view
                 for node in (tensor.grad_fn, None if base is None else base.grad_fn):
                     if node is not None and node._sequence_nr() >= use.first_node:
                         node.register_prehook(begin)
@@ -280,7 +282,7 @@ class Runtime:
 
     def _begin_step(self, index: int, *, stale: bool) -> None:
         if self._task != -1 or self._stack or any(unit.swapped for unit in self.units):
-            self.reset()  # an exception left something open; a KeyboardInterrupt calls no hook
+            self.reset()  # open since an exception; KeyboardInterrupt calls no hook
         self._recomputed = -1
         if self._copies:
             self._check_copies()
@@ -301,14 +303,14 @@ class Runtime:
                 unit.versions.see_writes()
 
     def awaits_backward(self) -> bool:
-        """Whether a forward's graph is alive whose backward has not begun."""
+        """Whether there is a live graph whose backward has not begun."""
         return any(use.task == -1 for use in self._uses)
 
     # ---- backward
 
     def _enter_backward(self, use: Use) -> None:
         task = graph_task_id()
-        if use.task == task:  # nearly always
+        if use.task == task:  # the common case
             return
         if self._task != task and not self._begin_backward(task):
             self._enter_inner(use)
@@ -339,7 +341,7 @@ class Runtime:
             unit.swap_in()
 
     def _check_inner(self, task: int) -> None:
-        """A backward inside another may reach no parameter."""
+        """Check that a backward inside another reaches no parameter."""
         if self._inner != task:
             for unit in self.units:
                 if any(is_reached(member) for member in unit.trainees):
@@ -347,10 +349,10 @@ class Runtime:
             self._inner = task
 
     def _begin_backward(self, task: int) -> bool:
-        """Returns False where it is inside another one."""
+        """Returns False for a backward inside another one."""
         if self._task != -1 and self._end() is None:
             self.reset()  # the last backward raised and never ended
-        if self._recomputed not in (-1, task):  # the same: a checkpoint around several models
+        if self._recomputed not in (-1, task):  # a checkpoint around several models
             self._check_inner(task)
         if self._end() is not None:
             self._check_inner(task)
@@ -368,7 +370,7 @@ class Runtime:
             for group in (group for unit in self.units for group in unit.trained):
                 follow_freezing(group)
         if not self.observed.done:
-            self.observed.backward.clear()  # an earlier one reached no parameter
+            self.observed.backward.clear()  # an earlier use reached no parameter
         if self.gradients.transport.home.wrote:
             self._run(self.scheduler.publish())
         nothing = self.gradients.begin_backward(self.units)
@@ -379,7 +381,7 @@ class Runtime:
         return True
 
     def on_gradient(self, member: Member) -> None:
-        """A compute parameter's gradient is final: collect it, and reduce a complete unit."""
+        """Collect a compute parameter's final gradient, and reduce a complete unit."""
         task, unit = graph_task_id(), member.group.unit
         if self._task != task:
             self._begin_backward(task)
@@ -406,12 +408,12 @@ class Runtime:
         self._end = _nothing
         if (
             reduce and self.gradients.sync is Sync.ALL
-        ):  # which all ranks make, while deferring ones may differ
+        ):  # made by all ranks; ranks may differ in deferred ones
             self.observed.done = self.observed.done or bool(self.observed.backward)
             self.step += 1
 
     def _close_backward(self, *_: Any) -> None:
-        """The modules show the user's parameters again; also when autograd dropped the callback."""
+        """Show the user's parameters in the modules; also when autograd dropped the callback."""
         for unit in self.units:
             if unit.in_backward:
                 unit.in_backward = False
@@ -420,8 +422,8 @@ class Runtime:
     # ---- recovery
 
     def reset(self) -> None:
-        """Close everything that an exception left open; the next step starts clean."""
-        if self._end is not _nothing:  # ranks that did not raise wait for this one in backward
+        """Reset all state that an exception left open."""
+        if self._end is not _nothing:  # ranks that did not raise wait in backward for this one
             self._end = _nothing
             for event in self.scheduler.abandon_backward(reduce=self.gradients.expects_any):
                 if event.kind is EventKind.ACCUMULATE:
@@ -447,22 +449,22 @@ class Runtime:
 
 
 def _nothing() -> None:
-    """No backward is under way."""
+    """A dead weak reference: no backward is running."""
 
 
 def _beginning(weak: ref[Runtime], use: Use) -> Callable[[Any], None]:
-    """What a node of a unit's output calls first. It holds no runtime: see `_gradient_hook`."""
+    """The pre-hook of an output's autograd node. It holds the runtime weakly: see `alive`."""
 
     return lambda _: alive(weak, "backward")._enter_backward(use)
 
 
-# ---- what each event of the plan does
+# ---- the action of each event
 
 WAITS = frozenset(EventKind) - {EventKind.DEFER}  # what may wait for other ranks
 
 
 class Actions:
-    """Carries out events and records them.
+    """Carries out and records events.
 
     Args:
         units: The model's units in plan order, bound to their slots.
@@ -480,7 +482,7 @@ class Actions:
         self.recorder = recorder
         self.communication_s = 0.0
         self._units, self._poison = units, poison
-        self._filling: dict[Any, Unit] = {}  # whose gather was last issued into a slot
+        self._filling: dict[Any, Unit] = {}  # the unit whose gather was last issued into a slot
         self._of: dict[EventKind, Callable[[Event], None]] = {
             EventKind.PUBLISH: lambda _: gradients.transport.home.publish(),
             EventKind.GATHER: self._gather,
@@ -494,7 +496,7 @@ class Actions:
         }
 
     def run(self, events: Sequence[Event], step: int) -> None:
-        """Carry out events in their order, outside of autograd and of the user's modes."""
+        """Carry out events in order, outside autograd and the user's torch modes."""
         if has_modes():
             with outside_modes(), torch.no_grad():
                 self._run(events, step)
@@ -525,7 +527,7 @@ class Actions:
             self._of[kind](event)
 
     def _act_named(self, event: Event) -> None:
-        """The same, with a name in the profiler's tables."""
+        """Carry out an event under a name for the profiler."""
         unit = f" {self._units[event.unit].plan.title}" if event.unit >= 0 else ""
         with torch.profiler.record_function(f"fullshard {event.kind}{unit}"):
             self._act(event)
@@ -537,7 +539,7 @@ class Actions:
                 key = (group.plan.slot.ring, group.plan.slot.index)
                 previous = self._filling.get(key)
                 if previous is not None:
-                    previous.wait()  # gathered ahead and never entered
+                    previous.wait()  # prefetched and never entered
                     previous.versions.mark(is_open=False)
                 self._filling[key] = unit
         unit.gather()

@@ -1,13 +1,14 @@
 """A unit on one rank: its shards, its slots, its two kinds of parameters.
 
 [Note: versions]
-Autograd notes the version of every tensor that it keeps for backward, and refuses one whose version
-has changed. The weights that forward sees are refilled and updated behind its back, so their
-counters are set here, and every wrong read is autograd's own error:
+Autograd records the version of every tensor that it saves for backward, and raises an error if the
+version has changed when it reads the tensor. Slots and shards are written without autograd's
+knowledge. The engine therefore sets the version counters of compute parameters itself, so that
+every stale read is an error:
 
-    slot may hold another unit    somewhere else, until the unit is gathered again
-    shard was written             one further: graphs from before read weights that are gone, as
-                                  a second backward after optimizer.step() does in one process
+    slot may contain another unit    a different value, until the unit is gathered again
+    shard was written                incremented: an older graph would read overwritten weights,
+                                     like a second backward after optimizer.step() in one process
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ if TYPE_CHECKING:
     from fullshard.engine.placing import Rings
 
 LARGE_NUMEL = 16_384
-SENT_BYTES = 8 << 20  # of a buffer for the messages that gather one parameter
+SENT_BYTES = 8 << 20  # size of the message buffer that gathers a parameter
 T = TypeVar("T")
 
 
 class Computed(nn.Parameter):
-    """The full parameter that forward sees. What is written into its `.data` counts as written.
+    """The full parameter that forward sees. Writes into its `.data` are detected.
 
-    torch's own `.data` has a version of its own, which `Unit.check_writes` would miss.
+    torch's `.data` has a separate version counter, which `Unit.check_writes` would miss.
     """
 
     data = property(torch.Tensor.detach, torch.Tensor.data.__set__)  # type: ignore[assignment]
@@ -82,8 +83,8 @@ class Member:
     def bind(self, slot: torch.Tensor, *, trainable: bool) -> None:
         """Make the compute parameter, a view of a (numel,) slot.
 
-        It is created empty and gets its `.data`: a parameter made *of* a slot view would share
-        the slot's version counter, and autograd would object to the first refill.
+        It is created empty and its `.data` is set. A parameter created *from* a slot view would
+        share the slot's version counter, and the first refill would be an autograd error.
         """
         view = self.view(slot)
         compute = view.new_empty(0)
@@ -94,16 +95,16 @@ class Member:
         if trainable:
             self.node = get_gradient_edge(self.compute).node
             self.node.register_hook(_gradient_hook(self))  # also called without a gradient
-            with no_guard():  # it may be frozen since it was sharded
+            with no_guard():  # may have been frozen since it was sharded
                 self.compute.requires_grad_(self.param.requires_grad)
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """What forward sees, and the local tensor in it; each has a version."""
+        """The compute parameter and the local tensor in it; each has a version."""
         compute = self.compute
         return (compute,) if self.cut is None else (compute, local_tensor(compute))
 
     def view(self, full: torch.Tensor) -> torch.Tensor:
-        """The parameter in a (numel,) flat buffer, in its own shape."""
+        """View the parameter in a (numel,) flat buffer, in its own shape."""
         return full[self.offset : self.offset + self.numel].view(self.piece.shape)
 
     def local(self, part: torch.Tensor) -> torch.Tensor:
@@ -115,7 +116,7 @@ class Member:
 
         Args:
             local: (n_local,), this rank's elements of the parameter, its gradient or a state.
-            what: What every rank must ask for here; "": the parameter.
+            what: Name that must be equal on all ranks; "": the parameter's.
         """
         unit, layout = self.group.unit, self.group.plan.layout
         unit.meet(self.param, what or repr(self.piece.name))
@@ -128,7 +129,7 @@ class Member:
 
     @cached_property
     def is_large(self) -> bool:
-        """Whether its gradient is moved at once: memory counts more than a call."""
+        """Whether its gradient is moved at once, to save memory rather than calls."""
         return self.numel > LARGE_NUMEL
 
 
@@ -141,8 +142,9 @@ class GradientShard:
             have that dtype.
         partial: (part_numel,), accumulate dtype: summed over shards, not yet over replicas.
         accumulates: Whether the next sum is added to what is shown.
-        memory: The storage of `shown`.
-        holders: How many objects hold the memory and each gradient, the engine's own.
+        memory: Storage of `shown`.
+        holders: Reference counts of the memory and of each gradient when only the engine holds
+            them.
         like: An empty tensor of the dtype and device that reductions are received in.
     """
 
@@ -164,23 +166,22 @@ class GradientShard:
         return self.sums.nbytes + (0 if self.shown is self.sums else self.shown.nbytes)
 
     def anew(self) -> GradientShard:
-        """Another one of the same kind, zero."""
+        """Return a zero shard of the same kind."""
         return GradientShard(*self._made_with)
 
     def take(self, landed: torch.Tensor, divisor: float) -> None:
-        """Add a reduced sum to what is shown, or replace it.
+        """Add a reduced sum to the shown gradients, or replace them.
 
         Args:
-            landed: (part_numel,), accumulate dtype: the sum over ranks; `sums` itself, or a
-                buffer of its own.
-            divisor: Sums are divided by it.
+            landed: (part_numel,), accumulate dtype: the sum over ranks; `sums` or another buffer.
+            divisor: Divisor of the sum.
         """
         landed.div_(divisor)
         if self.accumulates:
             self._take_writes()
             self.sums.add_(landed.to(self.sums.device))
         elif landed is not self.sums:
-            self.sums.copy_(landed)  # and wait: the host reads it next
+            self.sums.copy_(landed)  # blocking, since the host reads it next
         self.show()
 
     def scale(self, factor: torch.Tensor) -> None:
@@ -190,12 +191,12 @@ class GradientShard:
         self.show()
 
     def show(self) -> None:
-        """Cast the sums once into what `p.grad` shows."""
+        """Cast the sums into `shown`."""
         if self.shown is not self.sums:
             self.shown.copy_(self.sums)
 
     def _take_writes(self) -> None:
-        """Keep what the user wrote into `p.grad`; the other elements keep their finer sums."""
+        """Copy the user's writes to `p.grad` into the sums; other elements keep their precision."""
         if self.shown is not self.sums:
             wrote = self.shown != self.sums.to(self.shown.dtype)
             self.sums.copy_(torch.where(wrote, self.shown.to(self.sums.dtype), self.sums))
@@ -206,18 +207,18 @@ class Group:
     """One flat buffer on this rank.
 
     Attributes:
-        master: (part_numel,), master dtype: the only copy at rest.
+        master: (part_numel,), master dtype: this rank's stored parameters.
         full: (numel,): the slot, or the master itself if nothing is gathered.
         part: (part_numel,): this rank's part of the slot, compute dtype.
         members: The group's parameters, in the layout's order.
-        wire: The dtype that gradients are reduced in.
+        wire: Dtype in which gradients are reduced.
         grads: Reduced gradients; None if frozen.
         grad_slot: (numel,), reduce dtype: the group's gradient slot.
-        gaps: Parts of the gradient slot that belong to no parameter.
-        grad_full: (numel,): where gradients are collected now.
+        gaps: Padding of the gradient slot.
+        grad_full: (numel,): the buffer that currently collects gradients.
         deferred: (numel,), accumulate dtype: unreduced gradients kept under `no_sync`.
         addresses: Where each shard was placed; see `address_of`.
-        views: What `p.grad` shows of the reduced gradients, parameter by parameter.
+        views: `p.grad` of each parameter, views of the reduced gradients.
     """
 
     plan: GroupPlan
@@ -236,7 +237,7 @@ class Group:
     views: list[ShardedGradient] = field(default_factory=list)
 
     def is_in_place(self) -> bool:
-        """Whether all shards are where they were cut, and train as they did. Outside the guard."""
+        """Whether all shards are in place and trained as when sharded. Outside the guard."""
         members, dtype = self.members, self.master.dtype
         return (
             [address_of(m.param) for m in members] == self.addresses
@@ -269,7 +270,7 @@ class Group:
             member.compute, member.node, member.target = nn.Parameter(torch.empty(0)), None, None
 
     def show_in(self, grads: GradientShard) -> None:
-        """Let `p.grad` view these gradients from now on."""
+        """Make `p.grad` views of these gradients."""
         self.grads, self.views = grads, []
         for member in self.members:
             with no_guard():
@@ -289,19 +290,19 @@ class Group:
 
     @property
     def reduced(self) -> GradientShard:
-        """`grads` of a group that is trained."""
+        """`grads` of a trained group."""
         assert self.grads is not None
         return self.grads
 
     @property
     def gathers(self) -> bool:
-        """Whether the slot is another buffer than the master."""
+        """Whether the slot is a buffer other than the master."""
         return self.plan.slot is not None
 
 
 @dataclass(eq=False)
 class Swap:
-    """Where a parameter stands in a module: `module._parameters[name]`."""
+    """An entry of a parameter in a module: `module._parameters[name]`."""
 
     module: nn.Module
     name: str
@@ -315,7 +316,7 @@ class Unit:
         swapped: Number of forwards and backwards in which the modules show compute parameters.
         in_backward: Whether its backward has begun and not ended.
         num_expected: Number of gradients still expected in this backward.
-        waiting: Parameters whose gradients are final and not yet moved.
+        waiting: Parameters with final gradients that are not moved yet.
         places: Table, name, shard and compute parameter of each swap.
     """
 
@@ -338,34 +339,34 @@ class Unit:
         self.swaps: list[Swap] = []
         self.places: list[tuple[dict[str, Any], str, Any, Any]] = []
         self._bound: list[tuple[Member, torch.Tensor, int]] = []  # views of slots, and where
-        self._spans: list[tuple[int, int]] = []  # addresses that are not this rank's alone
+        self._spans: list[tuple[int, int]] = []  # addresses that this rank shares with others
         self.swapped = 0
         self.in_backward = False
         self.versions = Versions()
         self.num_expected = 0
         self.waiting: list[Member] = []
-        self.on_gradient: Callable[[Member], None]  # set when it is bound
+        self.on_gradient: Callable[[Member], None]  # set by `bind`
 
     def meet(self, param: ShardedParameter, what: str) -> None:
-        """Check that every rank asks for the whole of something here. A collective."""
+        """Check that all ranks gather the same tensor here. A collective."""
         if self.plan.mesh.shard * self.plan.mesh.inner > 1:
             param.record.norms.meet(f"the whole of {what}")
 
     def gather(self) -> None:
-        """Place this rank's part in the slot and start to fetch the others'."""
+        """Copy this rank's part to the slot and start to fetch the other parts."""
         for group in self.gathered:
-            group.part.copy_(group.master, non_blocking=True)  # casts in the same write
+            group.part.copy_(group.master, non_blocking=True)  # also casts
         if self.gathered:
             self.fetch = self.transport.fetch([group.full for group in self.gathered])
 
     def wait(self) -> None:
-        """Return when the slot contains the whole unit."""
+        """Wait until the slot contains the whole unit."""
         if self.fetch is not None:
             self.fetch.wait()
             self.fetch = None
 
     def poison(self) -> None:
-        """Fill the slot with NaN, so that reading it now is seen (law 2)."""
+        """Fill the slot with NaN, so that stale reads are visible (law 2)."""
         for group in self.gathered:
             group.full.fill_(float("nan"))
 
@@ -373,7 +374,7 @@ class Unit:
         """Check that the modules hold the parameters that they were sharded with.
 
         Raises:
-            EngineError: One holds another object, which the forward would not see.
+            EngineError: A module has another object, which the forward would not use.
         """
         if self.swapped == 0:
             for table, name, param, _ in self.places:
@@ -386,12 +387,12 @@ class Unit:
                     )
 
     def shares_memory(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is a view of weights that will change."""
-        if type(tensor) in (ShardedParameter, PlacedParameter):  # isinstance runs Python
-            return False  # at rest: another unit's, or kept in a list
+        """Whether a tensor is a view of weights whose memory will be reused."""
+        if type(tensor) in (ShardedParameter, PlacedParameter):  # isinstance would call Python code
+            return False  # a shard: another unit's, or one kept in a list
         try:
             at = plain(tensor).data_ptr()
-        except RuntimeError:  # a wrapper of torch.func has no memory
+        except RuntimeError:  # wrappers of torch.func have no memory
             return False
         for start, stop in self._spans:  # noqa: SIM110  in the hot path
             if start <= at < stop:
@@ -399,18 +400,18 @@ class Unit:
         return False
 
     def swap_in(self) -> None:
-        """Let the modules see the compute parameters. Counted: forwards and backwards nest."""
+        """Show the compute parameters in the modules. Calls are counted, since they nest."""
         self.swapped += 1
         if self.swapped == 1:
             for table, name, param, compute in self.places:
                 table[name] = compute
-                compute.__dict__ = param.__dict__  # what the user sets on one is seen on the other
+                compute.__dict__ = param.__dict__  # both share attributes that the user sets
 
     def check_writes(self) -> None:
-        """A forward may not write into parameters: the slot's next fill would undo it.
+        """Check that a forward did not write parameters: the next gather would undo it.
 
         Raises:
-            EngineError: It did.
+            EngineError: A parameter was written.
         """
         written = self.versions.unexpected()
         if not written and all(view.data_ptr() == address for _, view, address in self._bound):
@@ -428,20 +429,20 @@ class Unit:
                 )
 
     def swap_out(self) -> None:
-        """Let the modules show the user's parameters again."""
+        """Show the user's parameters in the modules again, once calls are balanced."""
         self.swapped -= 1
         if self.swapped == 0:
             self.show_shards()
 
     def show_shards(self) -> None:
-        """Put the user's parameters back, whatever is open.
+        """Restore the user's parameters at once, whatever is open.
 
-        What a forward put in their place stays there, for `check_params` to find.
+        Parameters that a forward replaced stay, so that `check_params` finds them.
         """
         for table, name, param, compute in self.places:
             if table.get(name) is compute:
                 table[name] = param
-            compute.__dict__ = {}  # autograd's node keeps it, and must not keep the record
+            compute.__dict__ = {}  # autograd's node must not keep the record
 
     def unbind(self) -> None:
         """Drop all views of slots."""
@@ -450,7 +451,7 @@ class Unit:
             group.unbind()
 
     def bind(self, rings: Rings, on_gradient: Callable[[Member], None]) -> None:
-        """Point the compute parameters at their slot, and listen for their gradients."""
+        """Point the compute parameters at their slot, and hook their gradients."""
         self.on_gradient = on_gradient
         for group in self.groups:
             group.bind(rings, self.part)
@@ -459,7 +460,7 @@ class Unit:
             for swap in self.swaps
         ]
         for member in self.members:
-            vars(member.param).update(vars(member.compute))  # a DTensor's mark of parameters
+            vars(member.param).update(vars(member.compute))  # marks a DTensor as a parameter
         self._bound = [(m, m.tensors()[-1], m.tensors()[-1].data_ptr()) for m in self.members]
         pairs = [(m.param, tensor, m.group.gathers) for m in self.members for tensor in m.tensors()]
         self.versions = Versions(
@@ -475,7 +476,7 @@ class Unit:
 
 
 def is_reached(member: Member) -> bool:
-    """Whether the running backward brings it a gradient."""
+    """Whether the running backward computes the node."""
     try:
         return member.compute.requires_grad and will_execute(member.node)
     except RuntimeError as error:
@@ -486,13 +487,13 @@ def is_reached(member: Member) -> bool:
 
 
 def alive(weak: weakref.ref[T], what: str) -> T:
-    """What a weak reference refers to.
+    """Returns the referent of a weak reference.
 
-    Objects that C++ keeps (gradients, hooks of autograd's nodes) must not hold the engine: the
-    garbage collector sees no cycle that leads through C++, and no model would ever be freed.
+    Objects held by C++ (gradients, hooks of autograd nodes) must refer to the engine weakly. The
+    garbage collector does not see cycles through C++, so the model would never be freed.
 
     Raises:
-        EngineError: It was deleted.
+        EngineError: The object was deleted.
     """
     found = weak()
     if found is None:
@@ -501,7 +502,7 @@ def alive(weak: weakref.ref[T], what: str) -> T:
 
 
 def _current(weak: weakref.ref[Member]) -> nn.Parameter:
-    """A compute parameter whose version counts the writes so far."""
+    """Returns a compute parameter, with its version updated for earlier writes."""
     member = alive(weak, "a parameter")
     with no_guard():
         member.group.unit.versions.see_writes()
@@ -509,7 +510,7 @@ def _current(weak: weakref.ref[Member]) -> nn.Parameter:
 
 
 def _gradient_hook(member: Member) -> Callable[..., None]:
-    """What a compute parameter calls when its gradient is final."""
+    """Makes the hook that a compute parameter calls with its final gradient."""
     weak = weakref.ref(member)
 
     def hook(*_: Any) -> None:
@@ -520,9 +521,9 @@ def _gradient_hook(member: Member) -> Callable[..., None]:
 
 
 def address_of(shard: torch.Tensor) -> int:
-    """Where a shard's elements lie; where a rank has none, its storage does. Outside the guard.
+    """The address of a shard's elements, or of its storage if it has none. Outside the guard.
 
-    So what moves a parameter is noticed on all ranks, also on those that hold no element of it.
+    All ranks therefore notice a moved parameter, even those without an element of it.
     """
     return shard.data_ptr() or shard.untyped_storage().data_ptr()
 
@@ -530,16 +531,16 @@ def address_of(shard: torch.Tensor) -> int:
 def gather_piece(
     transport: Transport, layout: FlatLayout, piece: Slice, local: torch.Tensor
 ) -> torch.Tensor:
-    """One whole parameter of a flat buffer, newly allocated. A collective of the shard axis.
+    """Gathers one parameter of a flat buffer into new memory. A collective of the shard axis.
 
-    Its buffer for messages takes 8 MiB at most, or a sixteenth of a large parameter, whatever else
-    the flat buffer contains: elements that do not fit into it follow in further messages.
+    The message buffer has at most 8 MiB, or a sixteenth of a large parameter; larger parameters
+    need several messages.
 
     Args:
         transport: Gathers over the shard axis.
         layout: Layout of the buffer.
         piece: Which elements of the parameter this rank has.
-        local: (n_local,), these elements.
+        local: (n_local,), the elements of this range.
     """
     count, placement = layout.num_parts, next(p for p in layout.placements if p.name == piece.name)
     holders = layout.holders(placement)
