@@ -1,13 +1,13 @@
-"""The engine of one sharded model on this rank: plan, units, slots, hooks, and their lifetime.
+"""The engine of a sharded model on this rank: plan, units, slots, hooks, and their lifetime.
 
 [Note: parameters that come later]
-The plan knows the parameters that the model had in `fs.shard`. A parameter that is added afterwards
-would train on each rank by itself. So the objects in all modules' tables are compared at every
-step. If they changed, every parameter in a place that the plan does not know is checked.
+The plan contains the parameters that the model had in `fs.shard`. A parameter that is added later
+would train separately on each rank. The objects in all modules' tables are therefore compared at
+every step. If they changed, every parameter outside the plan is checked.
 
 [Note: parts of the root]
-`generate` calls the encoder of a T5 or the base of a PEFT model, not the module that was sharded.
-So when a module of the root unit is called from outside, the root unit is entered before the
+`generate` calls the encoder of a T5 or the base of a PEFT model, not the sharded module. When a
+module of the root unit is called from outside, the root unit is therefore entered before the
 module's forward and left after it.
 """
 
@@ -55,7 +55,7 @@ from fullshard.planner.units import UnitPlan
 from fullshard.transport import Transport, streams
 from fullshard.transport.base import Hook, torch_dtype
 
-ATTRIBUTE = "_fullshard"  # where a sharded model keeps its engine
+ATTRIBUTE = "_fullshard"  # attribute of a sharded model that holds its engine
 _TRACED = (
     "tracing of a sharded model: expected a whole model; a trace (torch.jit.trace, make_fx, "
     "torch.export) would keep one rank's gathers. Trace a model that was not sharded, with the "
@@ -64,7 +64,7 @@ _TRACED = (
 
 
 class Engine:
-    """Everything that `fs.shard` gives a model.
+    """The state and hooks that `fs.shard` adds to a model.
 
     Args:
         model: The user's module, whole parameters.
@@ -91,7 +91,7 @@ class Engine:
         self.home = transport.home
         self.transports = transports
         self.recorder = recorder
-        self.unsharded = 0  # blocks that show whole parameters
+        self.unsharded = 0  # open `fs.unsharded` blocks
         self.rank = transport.rank
         params = places_of(model)
         self.device = masters.homes.device
@@ -112,10 +112,10 @@ class Engine:
         self.runtime.before_step = self._before_step
         self.rings = self._bind({})
         self._agreed = False
-        self._looked = -1  # the step at which replicas were compared last
+        self._looked = -1  # step of the last comparison of replicas
         self.handles: list[Any] = []  # of hooks, removed when the model is cut anew
         self.index_of: dict[int, int] = {}  # units by their module's id
-        self._part = 0  # the id of the module that the root unit was entered by
+        self._part = 0  # id of the module through which the root unit was entered
         self._hook(model)
         self._root = weakref.ref(model)
         self._inventory = Inventory(model, [p[:2] for unit in self.units for p in unit.places])
@@ -139,7 +139,7 @@ class Engine:
     def _cut(
         self, model: nn.Module, plan: UnitPlan, params: dict[str, nn.Parameter], masters: Masters
     ) -> Unit:
-        """Shard the parameters of a unit, and note every place in which they stand."""
+        """Shard the parameters of a unit, and record every module entry that holds them."""
         part = plan.mesh.coordinates(self.rank)[1]
         groups = [
             cut_group(plan, at, [params[names[0]] for names in group.names], part, masters)
@@ -175,7 +175,7 @@ class Engine:
         return unit
 
     def _bind(self, given: dict[str, list[torch.Tensor]]) -> Rings:
-        """Make the plan's rings but for those that are given, and let units use them."""
+        """Create the plan's rings, except given ones, and bind the units to them."""
         given |= self.home.open_slots(self.plan.units, self.plan.rings)
         rings = Rings(self.plan.rings, given, self.device, poison=self.config.poison)
         for unit in self.units:
@@ -204,17 +204,17 @@ class Engine:
             for swap in unit.swaps:
                 vars(swap.module)["__deepcopy__"] = self.__deepcopy__  # hooks cannot be copied
 
-    # ---- hooks: torch calls them with more than they need
+    # ---- hooks, with torch's signatures
 
     def begin_call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """A unit's pre-forward, where its hooks were made too late for this very call."""
+        """Run a unit's pre-forward if its hooks were registered too late for the current call."""
         index = self.index_of.get(id(module))
         if index is None:
             return self._enter_part(module, args, kwargs)
         return self._pre_forward(index, module, args, kwargs)
 
     def _enter_part(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """A module of the root unit's is called; see [Note: parts of the root]."""
+        """Handle a call of a module of the root unit; see [Note: parts of the root]."""
         if self.units[0].swapped:
             return None
         self._part = id(module)
@@ -242,7 +242,7 @@ class Engine:
             if root.training and torch.is_grad_enabled():
                 self.norms.counts[Count.FORWARDS] += self.gradients.sync is Sync.ALL
             if not self._agreed:
-                convert_reentrant(root)  # the switch may have been turned on since fs.shard
+                convert_reentrant(root)  # compilation may have been enabled since fs.shard
         self.runtime.enter(index, begins=begins)
         if begins and self.config.param_dtype is not None:
             dtype = torch_dtype(self.config.param_dtype)
@@ -267,16 +267,16 @@ class Engine:
         self.recorder.record(spill, self.runtime.step)
 
     def reduce_with(self, hook: Hook) -> None:
-        """Let a hook reduce gradients from the next backward on; see `reduce_by`."""
+        """Make a hook reduce gradients from the next backward on; see `reduce_by`."""
         self.gradients.divisor, self.gradients.hook = 1, hook
 
     # ---- between steps
 
     def check_params(self) -> None:
-        """Shards must be where the plan put them.
+        """Check that all shards are in place.
 
         Raises:
-            EngineError: One was moved or converted behind our back.
+            EngineError: A shard was moved or converted since the last step.
         """
         with no_guard():
             for group in self.groups:
@@ -289,12 +289,12 @@ class Engine:
         assert root is not None
         self._inventory.check(root)
         if not torch.is_grad_enabled():
-            return  # one rank alone may evaluate where nothing is gathered: no collective
+            return  # without gathers a single rank may evaluate, so no collective here
         if self.runtime.step % STEPS == 1 and self.runtime.step != self._looked:
             self._looked = self.runtime.step
             check_replicas(self.units, self.transport)
         if self.runtime.observed.done and not self._agreed:
-            with torch.inference_mode(mode=False):  # slots may be made now, and outlive the block
+            with torch.inference_mode(mode=False):  # slots created now may outlive the block
                 self._agree_on_order()
 
     def _check_params(self, group: Group) -> None:
@@ -310,16 +310,16 @@ class Engine:
                 )
 
     def _agree_on_order(self) -> None:
-        """After the first step: do all ranks see one order, and is it the plan's? (law 6)."""
+        """After the first step, compare the order of units over ranks and with the plan (law 6)."""
         observed, order = self.runtime.observed, self.plan.order
         seen = f"{observed.forward}{observed.backward}".encode()
         code, waits = float(zlib.crc32(seen)), float(self.runtime.awaits_backward())
         bounds = torch.tensor([code, -code, waits], dtype=torch.float64, device=self.device)
         bounds = self.norms.all_reduce(bounds, "the order of units", maximum=True)
-        if bounds[2]:  # a graph reads today's slots: ask again at the next forward
+        if bounds[2]:  # a graph uses the current slots: retry at the next forward
             return
         self._agreed = True
-        if bounds[0] != -bounds[1]:  # ranks run different parts: all issue all that is planned
+        if bounds[0] != -bounds[1]:  # ranks run different parts, so all issue every planned event
             strange = set(observed.forward) - set(order.forward)
             assert not strange, strange
             self.runtime.scheduler.order = replace(order, learned=True)
@@ -329,7 +329,7 @@ class Engine:
             self.runtime.scheduler.order = replace(order, learned=True)
 
     def _switch_to(self, plan: Plan) -> None:
-        """Run another plan of the same units and shards from the next forward on."""
+        """Use another plan of the same units and shards from the next forward on."""
         self.plan = plan
         for unit, unit_plan in zip(self.units, plan.units, strict=True):
             unit.plan = unit_plan
@@ -347,7 +347,7 @@ def _watch_exits(
     left_out: Container[int],
     watch: Callable[..., None],
 ) -> list[Any]:
-    """Call `watch(unit, module, args, output)` after the modules that own parameters.
+    """Call `watch(unit, module, args, output)` after modules with parameters.
 
     Compiled code skips these hooks: it is one autograd node, and a hook would split its graph. A
     module with frozen parameters is watched there too, because frozen parameters have no gradient
@@ -375,7 +375,7 @@ def _watch_exits(
 
 
 def _gatherer(member: Member) -> Callable[[torch.Tensor], torch.Tensor]:
-    """`member.gather`, without keeping the model alive."""
+    """Returns `member.gather` with a weak reference to the model."""
     weak = weakref.ref(member)
     return lambda local: alive(weak, "full_tensor").gather(local)
 
@@ -400,12 +400,12 @@ def engine_of(model: nn.Module) -> Engine:
 
 
 def _taken_hooks(param: Any) -> OrderedDict[int, Any]:
-    """Hooks that the user put on the parameter before it was sharded; the engine calls them.
+    """Takes the user's hooks of a parameter before it is sharded; the engine calls them.
 
-    Autograd would not, because it accumulates into the compute parameter. The dict itself is kept,
-    so that the user's handles still remove hooks.
+    Autograd would not call them, because it accumulates into the compute parameter. The dict itself
+    is kept, so that the user's handles still remove hooks.
     """
-    if hasattr(param, "record"):  # cut before
+    if hasattr(param, "record"):  # sharded before
         return param.record.post_accumulate
     hooks = param._post_accumulate_grad_hooks
     return OrderedDict() if hooks is None else hooks
@@ -419,7 +419,7 @@ def _refuse_training_unsharded() -> None:
         )
 
 
-# ---- modules and parameters that are put into a model after it was sharded
+# ---- modules and parameters that are added after sharding
 
 
 class Inventory:
@@ -435,7 +435,7 @@ class Inventory:
         self._places = {(id(table), name) for table, name in known}
         self._own = {id(table[name]) for table, name in known}
         self._left_out = {id(p): p for p in model.parameters() if id(p) not in self._own}
-        self._frozen: list[nn.Parameter] = []  # came later, and need no reduction
+        self._frozen: list[nn.Parameter] = []  # added later, without need for reduction
         self._tables: list[dict[str, Any]] = []
         self._objects: list[Any] = []
 
@@ -443,7 +443,7 @@ class Inventory:
         """Look for parameters that were added after `fs.shard`.
 
         Raises:
-            EngineError: One is trained, or is a parameter of the plan in another place.
+            EngineError: An added parameter is trained, or is a planned one in another place.
         """
         now = list(chain.from_iterable(map(dict.values, self._tables)))
         same = len(now) == len(self._objects) and all(map(is_, now, self._objects))

@@ -4,22 +4,23 @@
        (dropped at once)        (numel,)                        (part_numel,)     (views)
 
 [Note: which gradients will come]
-At the first hook of a backward the engine asks autograd which accumulation nodes it will reach. So
-a unit is reduced as soon as its last gradient arrives, also with `backward(inputs=)`, side losses
-and unused parameters. A missing gradient is zero in the reduction. One bit per parameter of the
-small all-reduce at the end tells whether any rank touched it. If none did, its `.grad` stays None,
-as in one process (AdamW would decay it otherwise).
+At the first hook of a backward the engine asks autograd which accumulation nodes it will reach. A
+unit is therefore reduced as soon as its last gradient arrives, also with `backward(inputs=)`, side
+losses and unused parameters. A missing gradient is zero in the reduction. The small all-reduce at
+the end contains one bit per parameter that shows whether any rank touched it. If none did, its
+`.grad` stays None, as in one process (AdamW would otherwise decay it).
 
 [Note: gradients that wait]
-A backward under `no_sync` leaves its sum to a later one. Until then `p.grad` is a
-`PendingGradient`, which may be dropped and not read: this rank's part is no gradient of the model.
+A backward under `no_sync` defers its reduction to a later one. Until then `p.grad` is a
+`PendingGradient`, which can be dropped but not read, because this rank's part is not a gradient of
+the model.
 
 [Note: gradients that are kept]
-Each reduction is received in the same memory. In one process a new backward makes new gradients, so
-a user who kept the old ones (`kept = [p.grad ...]; zero_grad()`) still has them. So references are
-counted before a reduction is received. If there are more than the engine's own, the user keeps the
-old memory and the engine allocates new one. A tensor that the user put into `p.grad` stays there,
-and the sum is added to it.
+Each reduction is received in the same memory. In one process a new backward creates new gradients,
+so a user who kept the old ones (`kept = [p.grad ...]; zero_grad()`) still has them. The engine
+therefore counts references before it receives a reduction. If there are more than its own, it
+leaves the memory to the user and allocates new memory. A tensor that the user assigned to `p.grad`
+stays there, and the sum is added to it.
 """
 
 from __future__ import annotations
@@ -55,17 +56,17 @@ from fullshard.transport.base import Hook, reduce_by, torch_dtype
 
 logger = logging.getLogger(__name__)
 
-MOST_WAITING = 64  # small gradients of a unit that wait to be moved together
+MOST_WAITING = 64  # number of small gradients of a unit that are moved together
 _ENDED = object()
-# Kinds of backwards, which ranks compare.
+# kinds of backwards, which ranks compare
 _KINDS = {Sync.ALL: "", Sync.INNER: " under no_sync(outer_only)", Sync.NONE: " under no_sync"}
 
 
 class _Outer(NamedTuple):
-    """A sum over replicas under way.
+    """A running sum over replicas.
 
     Attributes:
-        landed: (part_numel,), accumulate dtype: what is summed in place.
+        landed: (part_numel,), accumulate dtype: summed in place.
         steps: See `Transport.sum_replicas`.
     """
 
@@ -81,8 +82,8 @@ class Gradients:
     Args:
         transport: Transport over the whole mesh.
         norms: Cache of global norms, filled at the end of each backward.
-        divisor: Sums over ranks are divided by it.
-        on_spill: Called with a unit that gets a buffer of its own because its slot is in use.
+        divisor: Divisor of sums over ranks.
+        on_spill: Called with a unit that gets a separate buffer because its slot is in use.
     """
 
     def __init__(
@@ -97,21 +98,21 @@ class Gradients:
         self.sync = Sync.ALL
         self.expects_any = False
         self.divisor = divisor
-        self.hook: Hook | None = None  # of the user, which reduces instead
+        self.hook: Hook | None = None  # the user's hook, which reduces instead
         self._on_spill = on_spill
-        self._slots: dict[Any, Group] = {}  # who fills a gradient slot, or is reduced from it
+        self._slots: dict[Any, Group] = {}  # the group that uses a gradient slot
         self._shown: Shown | None = None
-        self._has_added = False  # to earlier gradients, in a backward that has not ended
-        self._is_stale = False  # gradients have come that it does not know
-        self._theirs: list[tuple[Member, Any]] = []  # of the user, in place of ours, to be added to
-        self._outer: list[_Outer] = []  # sums over replicas under way
+        self._has_added = False  # adds to earlier gradients, in a running backward
+        self._is_stale = False  # there are gradients that it does not know
+        self._theirs: list[tuple[Member, Any]] = []  # the user's tensors in `p.grad`
+        self._outer: list[_Outer] = []  # running sums over replicas
         self._deferred_bytes = 0
         self.peak_deferred_bytes = 0
         self.spilled_bytes = 0
 
     @contextmanager
     def no_sync(self, sync: Sync) -> Any:
-        """Inside, every backward leaves its gradients unreduced: all of them, or over replicas."""
+        """Context in which backwards do not reduce gradients, or only not over replicas."""
         before = self.sync
         self.sync = sync
         try:
@@ -122,7 +123,7 @@ class Gradients:
     # ---- during backward
 
     def begin_backward(self, units: Sequence[Unit]) -> list[int]:
-        """Ask autograd which gradients will come; returns the units that get none."""
+        """Ask autograd which gradients will arrive; returns the units that get none."""
         self.norms.mark_changed()
         nothing, total = [], 0
         for unit in units:
@@ -138,10 +139,10 @@ class Gradients:
         return nothing
 
     def collect(self, unit: Unit, member: Member) -> bool:
-        """Move a final gradient into the unit's buffer, now or with others.
+        """Move a final gradient to the unit's buffer, now or together with others.
 
         Returns:
-            Whether it was the unit's last; all are in the buffer then.
+            Whether it was the unit's last one; all are then in the buffer.
         """
         unit.num_expected -= 1
         waiting = unit.waiting
@@ -151,7 +152,7 @@ class Gradients:
         return not unit.num_expected
 
     def _move(self, unit: Unit) -> None:
-        """Move the gradients that wait into the unit's buffer, in one call for all."""
+        """Move all waiting gradients to the unit's buffer in one call."""
         waiting, unit.waiting = unit.waiting, []
         copied: tuple[list[Any], list[Any]] = [], []
         added: tuple[list[Any], list[Any]] = [], []
@@ -159,7 +160,7 @@ class Gradients:
             compute = member.compute
             gradient = compute.grad
             if gradient is None:
-                member.expected = False  # a function of the user's gave none
+                member.expected = False  # a custom function returned None
                 continue
             compute.grad = None
             if member.cut is not None:
@@ -180,7 +181,7 @@ class Gradients:
             foreach_add(*added)
 
     def _target(self, unit: Unit, member: Member) -> torch.Tensor:
-        """The parameter's place in the unit's buffer, in its own shape."""
+        """The parameter's view of the unit's buffer, in its own shape."""
         group = member.group
         buffer = group.grad_full
         if buffer is None:
@@ -190,7 +191,7 @@ class Gradients:
         return member.view(buffer)
 
     def _buffer(self, unit: Unit, group: Group) -> torch.Tensor:
-        """Where the group's gradients are collected in this backward."""
+        """The buffer that collects the group's gradients in this backward."""
         if group.grad_full is None:
             if self.sync is Sync.NONE and group.deferred is None:
                 dtype, numel = group.plan.dtypes.accumulate, group.plan.layout.numel
@@ -220,7 +221,7 @@ class Gradients:
     # ---- events
 
     def reduce(self, unit: Unit) -> None:
-        """All that will come has come: zero what did not, and start to sum over ranks."""
+        """Zero the missing gradients of a complete unit, and start to sum over ranks."""
         if unit.waiting:
             self._move(unit)
         for group in unit.trained:
@@ -237,7 +238,7 @@ class Gradients:
             unit.reduction = reduce_by(self.hook, fulls, unit.plan.mesh.shard)
 
     def accumulate(self, unit: Unit) -> None:
-        """Land the reduction in the gradient shards; the gradient slots are free."""
+        """Receive the reduction in the gradient shards, which frees the gradient slots."""
         assert unit.reduction is not None
         scratch = unit.transport.scratch
         waits = self.sync is Sync.INNER
@@ -259,14 +260,14 @@ class Gradients:
             self._free_slot(group)
 
     def _accumulates(self, group: Group) -> bool:
-        """Whether `p.grad` holds earlier gradients of ours; those of the user are noted.
+        """Whether `p.grad` holds earlier gradients of the engine; records those of the user.
 
         See [Note: gradients that are kept].
         """
         with no_guard():
             grads = [member.param.grad for member in group.members]
             if all(map(is_, grads, repeat(None))) and num_holders(group) == group.reduced.holders:
-                group.reduced.accumulates = False  # nearly always
+                group.reduced.accumulates = False  # the common case
                 return False
             shown = list(map(_before, grads))
             ours = list(map(_is_same, shown, group.views))
@@ -280,12 +281,12 @@ class Gradients:
                 for gradient, grad, is_ours in zip(group.views, shown, ours, strict=True):
                     if not is_ours:
                         gradient.zero_()
-                    elif grad is not gradient:  # given new memory just now
+                    elif grad is not gradient:  # just received new memory
                         gradient.copy_(grad)
         return group.reduced.accumulates
 
     def _land(self, unit: Unit, grads: GradientShard, landed: torch.Tensor, *, waits: bool) -> None:
-        """Start to sum over replicas, or keep for a later backward what is summed over shards."""
+        """Start to sum over replicas, or keep the sums over shards for a later backward."""
         if grads.partial is not None:
             landed.add_(grads.partial)
             self._count_deferred(-grads.partial.nbytes)
@@ -302,13 +303,13 @@ class Gradients:
             self._take(unit, grads, landed)
 
     def _take(self, unit: Unit, grads: GradientShard, landed: torch.Tensor) -> None:
-        """The sum over all ranks is there."""
+        """Take the finished sum over all ranks."""
         grads.take(landed, self.divisor)
         if landed is not grads.sums:
             unit.transport.scratch.give(landed)
 
     def _advance_outer(self) -> None:
-        """Take the sums over replicas that are under way one step further."""
+        """Advance the running sums over replicas by one step."""
         under_way, self._outer = self._outer, []
         for outer in under_way:
             if next(outer.steps, _ENDED) is _ENDED:
@@ -317,7 +318,7 @@ class Gradients:
                 self._outer.append(outer)
 
     def _forget(self, group: Group) -> None:
-        """The group's gradients are reduced, or lost."""
+        """Release the buffers of a group whose gradients are reduced or dropped."""
         if group.deferred is not None:
             self._count_deferred(-group.deferred.nbytes)
         group.grad_full = group.deferred = None
@@ -327,14 +328,14 @@ class Gradients:
             del self._slots[group.plan.grad_slot]
 
     def defer(self, unit: Unit) -> None:
-        """Keep the unit's gradients where they are."""
+        """Keep the unit's gradients unreduced."""
         if unit.waiting:
             self._move(unit)
         for group in unit.trained:
             group.grad_full = None
 
     def settle(self, units: Sequence[Unit]) -> None:
-        """Agree on what was touched, show gradients as `p.grad`, keep their norms."""
+        """Agree on the touched parameters, set `p.grad`, and cache norms."""
         while self._outer:
             self._advance_outer()
         if self._shown is None or self._is_stale:
@@ -348,7 +349,7 @@ class Gradients:
         vector = self.norms.all_reduce(vector, "backward", self.norms.counts)
         touched, squares = vector.chunk(2)
         squares = squares.clone()
-        # Nearly always all: what this rank touched, one rank touched.
+        # the common case: this rank touched all, so some rank touched each
         shown = self._shown.show(None if all(bits) else touched.tolist())
         if self._theirs:
             self._add_to_theirs()
@@ -361,18 +362,18 @@ class Gradients:
                     hook(member.param)
 
     def _add_to_theirs(self) -> None:
-        """A tensor that the user put into `p.grad` stays there, as autograd adds to it in place."""
+        """Add to a tensor that the user assigned to `p.grad`, in place as autograd does."""
         theirs, self._theirs = self._theirs, []
         with no_guard():
             for member, grad in theirs:
                 grad.add_(member.grad)
                 if not isinstance(grad, ShardedGradient):
-                    grad = grad.as_subclass(ShardedGradient)  # same memory; its norms are global
+                    grad = grad.as_subclass(ShardedGradient)  # same memory, with global norms
                     grad.record = replace(member.param.record)
                 member.param.grad = grad
 
     def show_pending(self, units: Sequence[Unit]) -> None:
-        """After a backward that is not summed: `p.grad` says so."""
+        """Set `p.grad` to pending gradients after an unreduced backward."""
         self.norms.waits = True
         with no_guard():
             for unit in units:
@@ -384,7 +385,7 @@ class Gradients:
                         member.param.grad.before = before
 
     def drop(self, unit: Unit) -> None:
-        """Land a reduction of a backward that raised where nobody reads it."""
+        """Receive and discard a reduction of a backward that raised."""
         assert unit.reduction is not None
         unit.reduction.land(
             [g.grads.like.new_empty(g.grads.sums.numel()) for g in unit.trained if g.grads]
@@ -395,7 +396,7 @@ class Gradients:
             self._free_slot(group)
 
     def reset(self, units: Iterable[Unit]) -> None:
-        """Forget a backward that did not end."""
+        """Discard a backward that did not end."""
         if self._deferred_bytes or self._has_added:
             logger.warning(
                 "fullshard: a backward failed; gradients of earlier micro-batches that waited "
@@ -427,17 +428,17 @@ class Gradients:
 
 
 def _before(grad: Any) -> Any:
-    """What `p.grad` holds beside gradients that wait."""
+    """The value of `p.grad` other than pending gradients."""
     return grad.before if isinstance(grad, PendingGradient) else grad
 
 
 def _is_same(shown: Any, ours: Any) -> bool:
-    """Whether `p.grad` is our gradient or an alias of it, on all ranks alike: not by elements."""
+    """Whether `p.grad` is the engine's gradient or an alias, also on ranks without elements."""
     return shown is ours or (shown is not None and shown.is_set_to(ours))
 
 
 def _is_kept(group: Group, ours: Sequence[bool]) -> bool:
-    """Whether somebody holds gradients, no longer shown, that the next ones would overwrite."""
+    """Whether the user holds former gradients that the next reduction would overwrite."""
     known, now = group.reduced.holders, num_holders(group)
     if not known or now == known:
         return False
@@ -448,7 +449,7 @@ def _is_kept(group: Group, ours: Sequence[bool]) -> bool:
 
 
 def _drop(weak: weakref.ref[Member]) -> Any:
-    """Forget what waits for one parameter; returns a gradient to be zeroed, which nobody keeps."""
+    """Drop a parameter's pending gradient; returns a gradient to be zeroed."""
     member = alive(weak, "zero_grad")
     group = member.group
     if group.deferred is not None:
@@ -461,22 +462,22 @@ def _drop(weak: weakref.ref[Member]) -> Any:
     return torch.zeros_like(member.grad) if _is_kept(group, ours) else member.grad  # type: ignore[arg-type]
 
 
-# ---- what a step shows as `p.grad`
+# ---- the gradients of a step
 
 
 def num_holders(group: Group) -> list[int]:
-    """How many objects hold the memory of a group's gradients, and each of the gradients."""
+    """Reference counts of the memory of a group's gradients, and of each gradient."""
     memory = storage_use_count(group.reduced.memory._cdata)
     return [memory, *map(sys.getrefcount, group.views)]
 
 
 @dataclass(frozen=True)
 class Shown:
-    """Trained parameters and what belongs to each, looked up once.
+    """Trained parameters with their gradients and records, collected once.
 
     Attributes:
-        plain: (n_local,) each: `grads` without their class.
-        memory: The buffers that `grads` are views of, if they have a version counter.
+        plain: (n_local,) each: `grads` as plain tensors.
+        memory: The buffers that `grads` view, if they have a version counter.
     """
 
     members: list[Member]
@@ -489,7 +490,7 @@ class Shown:
 
     @classmethod
     def of(cls, units: Sequence[Unit]) -> Shown:
-        """Of all units."""
+        """Collect them from all units."""
         members = [member for unit in units for member in unit.trainees]
         grads = [member.grad for member in members if member.grad is not None]
         records = [member.param.record for member in members]
@@ -498,14 +499,14 @@ class Shown:
         by_id = {id(grad): grad for grad in grads}
         groups = [group for unit in units for group in unit.trained]
         memory = [group.reduced.shown for group in groups]
-        memory = [flat for flat in memory if not flat.is_inference()]  # such have no version
+        memory = [flat for flat in memory if not flat.is_inference()]  # have no version
         shown = cls(members, grads, by_id, plain, memory, records, hooks)
         for group in groups:
             group.reduced.holders = group.reduced.holders or num_holders(group)
         return shown
 
     def show(self, touched: Sequence[float] | None) -> dict[int, Any]:
-        """Set `p.grad` of parameters that some rank touched (None: all); returns them by id."""
+        """Set `p.grad` of parameters that a rank touched (None: all); returns gradients by id."""
         shown: dict[int, Any] = {} if touched is not None else self.by_id
         with no_guard():
             for at, (member, grad) in enumerate(zip(self.members, self.grads, strict=True)):
@@ -518,10 +519,10 @@ class Shown:
 
 
 def follow_freezing(group: Group) -> None:
-    """Let compute parameters train as the user's do now. Outside the guard.
+    """Copy `requires_grad` from shards to compute parameters. Outside the guard.
 
     Raises:
-        EngineError: One that was frozen when it was sharded is to train.
+        EngineError: A parameter that was frozen when it was sharded is now trained.
     """
     for member in group.members:
         wanted = member.param.requires_grad

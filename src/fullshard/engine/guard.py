@@ -1,11 +1,11 @@
-"""Which torch functions a shard may meet.
+"""The torch functions that shards support.
 
 [Note: the guard]
-A shard holds some elements of a tensor. Functions that treat elements one by one give on a shard
-what they give on the whole; any other would silently be wrong, so it raises. The lists below say
-yes; what is on none of them is refused, because a new function of torch is not elementwise by
-default. Where nothing is cut (no_shard, one rank), a shard is the whole tensor and only random
-fills are refused, which would differ from rank to rank.
+A shard holds some elements of a tensor. Elementwise functions give the same elements on a shard as
+on the whole. Any other function would be silently wrong, so it raises an error. The lists below
+allow functions; functions on no list are refused, because new torch functions are not elementwise
+in general. Without sharding (no_shard, one rank) a shard is the whole tensor. Then only random
+fills are refused, which would differ between ranks.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from fullshard.errors import NotElementwiseError, ShardedTensorError
 
 
 class Rule(Enum):
-    """What the guard does with a function."""
+    """How the guard handles a function."""
 
-    ELEMENTWISE = auto()  # result is a shard of the same kind
-    PLAIN = auto()  # metadata, or a plain result that no element of the shard went into
+    ELEMENTWISE = auto()  # elementwise: the result is a shard
+    PLAIN = auto()  # metadata, or a plain result independent of elements
     NORM = auto()  # of the whole tensor
-    NUMBER = auto()  # of the whole tensor: sum, mean, any, all ...
-    MASK = auto()  # x[mask] = number treats elements one by one, any other index does not
-    COMPARE = auto()  # elementwise, with a plain result: torch.testing's view of two shards
+    NUMBER = auto()  # reductions of the whole tensor: sum, mean, any, all ...
+    MASK = auto()  # x[mask] = number is elementwise, other indexing is not
+    COMPARE = auto()  # elementwise, with a plain result, for torch.testing
     REPLACE = auto()  # p.data = x
     ASSIGN = auto()  # p.grad = x
-    UNSCALE = auto()  # GradScaler's check: one rank's infinity is every rank's
+    UNSCALE = auto()  # GradScaler's check: an infinity on any rank counts for all
     REFUSED = auto()  # needs the whole tensor
-    RANDOM = auto()  # would differ from rank to rank
-    AUTOGRAD = auto()  # a parameter at rest takes no part in autograd
-    MAKE = auto()  # p.new_empty(shape): a shard where the shape is p's, else plain
-    GRAPH = auto()  # p.view_as(p).grad_fn: the way to nodes that no gradient passes
+    RANDOM = auto()  # would differ between ranks
+    AUTOGRAD = auto()  # shards take no part in autograd
+    MAKE = auto()  # p.new_empty(shape): a shard for p's shape, otherwise plain
+    GRAPH = auto()  # p.view_as(p).grad_fn: leads to nodes that receive no gradient
     DETACH = auto()  # p.grad.detach_()
 
 
@@ -96,11 +96,11 @@ def _table() -> dict[str, Rule]:
 
 
 _BY_NAME = _table()
-_BY_FUNCTION: dict[Any, tuple[Rule, str]] = {}  # filled on first use: a cache, not a setting
+_BY_FUNCTION: dict[Any, tuple[Rule, str]] = {}  # a cache, filled on first use
 
 
 def rule_of(function: Any) -> tuple[Rule, str]:
-    """The rule and the readable name of a function that reached `__torch_function__`."""
+    """Returns the rule and readable name of a function passed to `__torch_function__`."""
     found = _BY_FUNCTION.get(function)
     if found is None:
         name = getattr(function, "__name__", str(function))
@@ -122,7 +122,7 @@ def is_alias(name: str) -> bool:
 
 
 def written_by(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
-    """The arguments that a function writes into; `x *= 2` arrives as mul_."""
+    """Returns the arguments that a function writes; `x *= 2` arrives as mul_."""
     if "out" in kwargs:
         out = kwargs["out"]
         return out if isinstance(out, list | tuple) else (out,)
@@ -137,10 +137,10 @@ def written_by(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Seq
 
 
 def norm_order(order: Any) -> float:
-    """The order of a norm that can be joined from the norms of parts.
+    """Returns the order of a norm that can be combined from norms of parts.
 
     Raises:
-        ShardedTensorError: It cannot.
+        ShardedTensorError: The norm cannot be combined.
     """
     try:
         value = 2.0 if order is None or order == "fro" else float(order)
@@ -155,7 +155,7 @@ def norm_order(order: Any) -> float:
 
 
 def refusal(name: str, like: Any, rule: Rule = Rule.REFUSED) -> ShardedTensorError:
-    """The error for a function that is not allowed on a shard."""
+    """Returns the error for a function that shards do not support."""
     record = getattr(like, "record", None)
     what = record.describe() if record is not None else "a tensor"
     if rule is Rule.AUTOGRAD:
@@ -196,7 +196,7 @@ def refusal(name: str, like: Any, rule: Rule = Rule.REFUSED) -> ShardedTensorErr
 
 
 def _stepping() -> str | None:
-    """Class name of the optimizer whose step is running; None outside of a step."""
+    """The class name of the optimizer whose step is running; None outside a step."""
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == "step" and isinstance(
@@ -208,7 +208,7 @@ def _stepping() -> str | None:
 
 
 def misfit(name: str, like: Any, got: str) -> ShardedTensorError:
-    """The error for operands whose shapes differ from the shard's."""
+    """Returns the error for operands whose shapes differ from the shard's."""
     return ShardedTensorError(
         f"{name} on the shard of {like.record.describe()}: expected operands of the shard's "
         f"own shape {tuple(like.shape)} or numbers; got others: {got}. "

@@ -1,11 +1,11 @@
-"""This rank's part of the values of a model on meta: initialised, or read from a folder.
+"""Initial values of a model on meta: this rank's part, initialised or read from a folder.
 
 [Note: birth]
-A Hugging Face model on meta is built a second time, and a module on meta runs its `init_weights`
-or `reset_parameters`, under a dispatch mode in which uninitialised memory stays on meta until it is
-written. A write (`normal_`, `zero_`, ...) makes the tensor real on the CPU, runs, and draws the
-very random numbers that it draws without sharding. When the next tensor is written, the one before
-goes to the sink, which keeps this rank's part, and is freed.
+A Hugging Face model on meta is built a second time; other modules on meta run `init_weights` or
+`reset_parameters`. Both run under a dispatch mode that keeps uninitialised memory on meta until it
+is written. A write (`normal_`, `zero_`, ...) allocates the tensor on the CPU and draws the same
+random numbers as without sharding. When the next tensor is written, the previous one is passed to
+the sink, which keeps this rank's part, and is freed.
 
     empty(1024, 64)   meta
     normal_           real: 64 Ki draws ----------------> sink("embed.weight") --> this rank's part
@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Home:
-    """A parameter's place in the plan on this rank; `at` is the index of its group."""
+    """A parameter's unit and slice on this rank; `at` is the index of its group."""
 
     unit: UnitPlan
     at: int
@@ -56,10 +56,10 @@ class _Home:
 
 
 class InitialValues:
-    """Values of what is on meta, by first name.
+    """Initial values of tensors on meta, by first name.
 
     Attributes:
-        left_out: Parameters that are left out of sharding.
+        left_out: Parameters left out of sharding.
         buffers: Buffers.
     """
 
@@ -86,16 +86,16 @@ class InitialValues:
         """Run the model's own initialisation, which fills the masters. A collective.
 
         Args:
-            transport: Compares the ranks' random numbers.
+            transport: Transport that compares the ranks' random states.
         """
         check_equal_random(transport, self._masters.homes.device)
         self.buffers = initialise(self._model, self._keep, self._recall)
 
     def read(self, folder: str | Path | FolderWeights) -> None:
-        """Read a Hugging Face folder, or what reads one in its own way.
+        """Read a Hugging Face folder, or use a custom reader.
 
         Raises:
-            ConfigError: It lacks a tensor of the model.
+            ConfigError: A tensor of the model is missing.
         """
         files = folder
         if not isinstance(files, FolderWeights):
@@ -155,10 +155,10 @@ class InitialValues:
 
 
 def place_others(model: nn.Module, values: InitialValues, device: torch.device) -> None:
-    """Give buffers and parameters that are left out of sharding their values.
+    """Set the values of buffers and of parameters left out of sharding.
 
     Raises:
-        ConfigError: Something is still on meta.
+        ConfigError: A tensor is still on meta.
     """
     for name, buffer in list(model.named_buffers()):
         if buffer.is_meta and name in values.buffers:
@@ -182,25 +182,25 @@ def place_others(model: nn.Module, values: InitialValues, device: torch.device) 
 
 
 def has_weights_of(model: nn.Module, folder: str | Path) -> bool:
-    """Whether a Hugging Face folder has all of a model's parameters, whole or in parts."""
+    """Whether a Hugging Face folder has all parameters of a model, whole or in parts."""
     files = FolderWeights(folder, getattr(model, "base_model_prefix", ""))
     return not files.missing([names for names, _ in _named(model)])
 
 
 def check_weights_of(model: nn.Module, folder: str | Path) -> None:
-    """Reads the headers of a folder's files.
+    """Checks a folder's weights against a model by the files' headers.
 
     Args:
-        model: The model that is to have these weights.
-        folder: Hugging Face's.
+        model: The model for these weights.
+        folder: A Hugging Face folder.
 
     Raises:
-        ConfigError: A file is not whole, or a tensor has another shape than the model's.
+        ConfigError: A file is truncated, or a tensor's shape differs from the model's.
     """
     files = FolderWeights(folder, getattr(model, "base_model_prefix", ""))
     files.check_files()
     tensors = _named(model)
-    if not files.missing([names for names, _ in tensors]):  # else transformers converts the names
+    if not files.missing([names for names, _ in tensors]):  # else transformers converts names
         for names, shape in tensors:
             files.check(names, shape)
         if unused := files.unused(model):
@@ -217,8 +217,8 @@ def _named(model: nn.Module) -> list[tuple[list[str], tuple[int, ...]]]:
 
 # ---- the model's own initialisation, one tensor in memory at a time
 
-Sink = Callable[[str, torch.Tensor], None]  # (name, the whole tensor), which is freed afterwards
-Recall = Callable[[str], torch.Tensor]  # the whole tensor that the sink got under this name
+Sink = Callable[[str, torch.Tensor], None]  # receives (name, whole tensor)
+Recall = Callable[[str], torch.Tensor]  # returns what the sink received under a name
 
 _OVERWRITES = ("normal_", "uniform_", "zero_", "fill_", "copy_", "random_", "exponential_")
 _INITIALISERS = ("reset_parameters", "_reset_parameters")
@@ -227,12 +227,12 @@ _ADVICE = "Give weights=FOLDER, or build the model on the CPU"
 
 @dataclass(eq=False)
 class _Storage:
-    """Memory that is on meta until it is written.
+    """Memory that stays on meta until it is written.
 
     Attributes:
-        base: The tensor on meta that it was made for; held so that its identity stays its own.
-        name: The parameter's, once it is known; what has none (temporaries) is never given away.
-        real: The elements while they are in memory.
+        base: The tensor on meta that it was created for, kept alive so that its id stays unique.
+        name: The parameter's name once known; temporaries have none and are never passed on.
+        real: The elements, while they are in memory.
         given: Whether the sink has received it.
     """
 
@@ -246,9 +246,9 @@ class Birth(TorchDispatchMode):
     """Uninitialised memory stays on meta until it is written. See [Note: birth].
 
     Args:
-        sink: Gets each whole parameter when the next one is written, and may get one again.
-        recall: Gives one back that is read or partly written later on.
-        writes: False leaves parameters uninitialised: their values come from elsewhere.
+        sink: Receives each whole parameter when the next one is written, possibly repeatedly.
+        recall: Returns a parameter that is read or partly written later.
+        writes: False leaves parameters uninitialised, if their values come from elsewhere.
     """
 
     def __init__(self, sink: Sink, recall: Recall, *, writes: bool = True) -> None:
@@ -259,14 +259,14 @@ class Birth(TorchDispatchMode):
         self._storages: dict[int, _Storage] = {}
 
     def register(self, tensor: torch.Tensor, name: str) -> None:
-        """Register a tensor on meta as memory to be written, or name one that is registered."""
+        """Register a tensor on meta, or name a registered one."""
         storage = self._find(tensor)
         if storage is None:
             storage = self._add(tensor.detach())
         storage.name = storage.name or name
 
     def take_real(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
-        """Register a tensor that was real at once (`torch.ones`); returns its meta replacement."""
+        """Register a tensor that was created with values (`torch.ones`); returns it on meta."""
         with outside_modes():
             base = torch.empty_strided(
                 tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta"
@@ -279,16 +279,16 @@ class Birth(TorchDispatchMode):
         return base
 
     def knows(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is on meta until it is written."""
+        """Whether a tensor is registered."""
         return self._find(tensor) is not None
 
     def close(self) -> list[str]:
-        """Pass the rest to the sink; returns the names that were never written."""
+        """Pass remaining tensors to the sink; returns the names that were never written."""
         self._give_away(keep=[])
         return [s.name for s in self._storages.values() if s.name and not s.given]
 
     def real_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """A buffer's elements: those written into its memory, or the tensor itself."""
+        """A buffer's values: those written to its memory, or the tensor itself."""
         storage = self._find(tensor)
         if storage is None:
             return None if tensor.is_meta else tensor

@@ -1,16 +1,16 @@
-"""Whole-matrix optimizers on shards, by owner: what fs.owned gives.
+"""Whole-matrix optimizers on shards, with an owner per parameter: fs.owned.
 
 [Note: owners]
-Muon, Adafactor and 8-bit states need all of a tensor. Each cut parameter has one owner in its shard
-group, which the plan knows; an unmodified optimizer there sees nothing but whole tensors, and
-keeps their states. A step goes round by round (planner/owners.py):
+Muon, Adafactor and 8-bit states need full tensors. The plan assigns each sharded parameter an owner
+in its shard group. There an unmodified optimizer sees only full tensors and keeps their states. A
+step runs in rounds (planner/owners.py):
 
     rank 0   slice of p | slice of p.grad  --.             .-->  updated slice
     rank 1   slice of p | slice of p.grad  ---> p, p.grad  --->  updated slice
                                              (rank 1 owns p)
 
-Replicas of the owner do the same on the same gradients. What is not cut is stepped in place, by
-every rank. Between steps the whole parameters hold no memory.
+Replicas of the owner do the same with the same gradients. Every rank steps unsharded parameters in
+place. Between steps the full parameters take no memory.
 """
 
 from __future__ import annotations
@@ -44,13 +44,12 @@ Factory = Callable[[Groups], torch.optim.Optimizer]
 
 @dataclass(eq=False)
 class _Owned:
-    """A parameter and its whole.
+    """A sharded parameter and its full parameter.
 
     Attributes:
         param: The user's parameter, a shard.
-        whole: The parameter of global shape that the owner's optimizer sees; it has no memory
-            between steps.
-        holders: (part, start, stop) of every rank that holds some; empty where nothing is cut.
+        whole: The full parameter of the owner's optimizer; it has no memory between steps.
+        holders: (part, start, stop) of every rank with elements; empty if it is not sharded.
         owner: Part that owns the parameter; -1 if every rank does.
     """
 
@@ -65,7 +64,7 @@ class _Owned:
             return cls(param, nn.Parameter(_without_memory(torch.Size(shape), param)), holders)
 
     def slices(self) -> list[torch.Tensor]:
-        """(n_local,) plain elements of parameter and gradient; ignored parameters: the tensors."""
+        """(n_local,) plain elements of parameter and gradient; the tensors if it is ignored."""
         assert self.param.grad is not None
         both = [self.param.detach(), self.param.grad.detach()]
         if not isinstance(self.param, ShardedParameter):
@@ -74,7 +73,7 @@ class _Owned:
             return [x.as_subclass(torch.Tensor).reshape(-1) for x in both]
 
     def show(self, both: Sequence[torch.Tensor]) -> None:
-        """Show the optimizer (numel,) elements of parameter and gradient."""
+        """Set (numel,) elements as parameter and gradient of the optimizer."""
         value, grad = (x.view(self.whole.shape) for x in both)
         self.whole.data, self.whole.grad = value, grad
 
@@ -88,16 +87,16 @@ def _without_memory(shape: torch.Size, like: torch.Tensor) -> torch.Tensor:
 
 
 class OwnedOptimizer(torch.optim.Optimizer):
-    """An optimizer whose groups have the user's shards, and whose states lie with owners.
+    """An optimizer whose groups contain the user's shards, and whose states are with the owners.
 
-    `state` has what this rank owns, as whole tensors. It is saved and loaded by fs.save and
-    fs.load, by any number of ranks. See [Note: owners].
+    `state` contains the full states of the tensors that this rank owns. fs.save and fs.load support
+    it on any number of ranks. See [Note: owners].
 
     Args:
         model: Sharded.
-        factory: Makes the optimizer of groups of whole parameters.
+        factory: Creates the optimizer for groups of full parameters.
         groups: Groups of the model's parameters.
-        beside: Steps with it, on the shards of other parameters.
+        beside: An optimizer that steps the shards of other parameters.
     """
 
     def __init__(
@@ -138,7 +137,7 @@ class OwnedOptimizer(torch.optim.Optimizer):
         self._take_new_states(self._owned.values())
 
     def _join(self, beside: torch.optim.Optimizer) -> None:
-        """Give both optimizers one list of groups and one table of states."""
+        """Make both optimizers share one list of groups and one table of states."""
         if isinstance(beside, OwnedOptimizer):
             raise EngineError(
                 "fs.owned: expected an elementwise optimizer in `beside`; got another owned one, "
@@ -210,7 +209,7 @@ class OwnedOptimizer(torch.optim.Optimizer):
         """Copy slices of parameters and gradients to owners, or updated parameters back."""
         part = self._exchange.part
         slices: list[tuple[int, torch.Tensor]] = []
-        ranges: list[tuple[int, torch.Tensor]] = []  # of whole tensors that this rank owns
+        ranges: list[tuple[int, torch.Tensor]] = []  # full tensors that this rank owns
         for owned in live:
             own = owned.slices() if to_owners else owned.slices()[:1]
             if owned.owner not in (-1, part):
@@ -232,7 +231,7 @@ class OwnedOptimizer(torch.optim.Optimizer):
         self._exchange.run(*((slices, ranges) if to_owners else (ranges, slices)))
 
     def _update(self, mine: list[_Owned]) -> None:
-        """Step the owners' optimizer on whole tensors; if one rank's raises an error, all do."""
+        """Step the owners' optimizer on full tensors; an error on one rank is raised on all."""
         before, error = settings_of(self._inner), None
         try:
             if mine:
@@ -264,7 +263,7 @@ class OwnedOptimizer(torch.optim.Optimizer):
         agree(engine, tell)
 
     def _check(self) -> None:
-        """Check that shards and gradients are as when owners were chosen, on all ranks."""
+        """Check that shards and gradients match the choice of owners, on all ranks."""
         engine = self._engine
         if engine_of(self._model) is not engine:
             raise EngineError(
@@ -313,18 +312,18 @@ class OwnedOptimizer(torch.optim.Optimizer):
     # ---- states
 
     def holds(self, param: Any) -> bool | None:
-        """Whether this rank has the whole states of a parameter; None if each rank has a slice."""
+        """Whether this rank has a parameter's full states; None if each rank has a slice."""
         owned = self._owned.get(id(param))
         return None if owned is None else owned.owner in (-1, self._exchange.part)
 
     def _take_new_states(self, members: Iterable[_Owned]) -> None:
-        """Show new states of the owner's optimizer in `state`."""
+        """Copy new states of the owner's optimizer to `state`."""
         for owned in members:
             if owned.whole in self._inner.state:
                 self.state[owned.param].update(self._inner.state[owned.whole])
 
     def give_states(self) -> None:
-        """Give loaded states to the owner's optimizer."""
+        """Copy loaded states to the owner's optimizer."""
         self._inner.state.clear()
         for owned in self._owned.values():
             found = self.state.get(owned.param, {})
@@ -334,7 +333,7 @@ class OwnedOptimizer(torch.optim.Optimizer):
 
 
 def holds_whole(optimizer: torch.optim.Optimizer, param: Any) -> bool | None:
-    """Whether this rank has a parameter's whole states; None if each rank has a slice."""
+    """Whether this rank has a parameter's full states; None if each rank has a slice."""
     return optimizer.holds(param) if isinstance(optimizer, OwnedOptimizer) else None
 
 
@@ -406,7 +405,7 @@ def _refuse_places(engine: Engine) -> None:
 
 
 def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Numbers of an optimizer and its groups that belong to no parameter; no switches."""
+    """The numeric settings of an optimizer and its groups, without flags."""
 
     def plain(value: Any) -> Any:
         return value.tolist() if isinstance(value, torch.Tensor) else value
@@ -417,7 +416,7 @@ def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def name_of(param: Any) -> str:
-    """How errors name a parameter."""
+    """The name of a parameter in errors."""
     record = getattr(param, "record", None)
     if record is None:
         return f"one of shape {tuple(param.shape)}"
@@ -425,5 +424,5 @@ def name_of(param: Any) -> str:
 
 
 def _lists(groups: Groups) -> list[tuple[int, list[int]]]:
-    """Identity of each group and of its parameters."""
+    """The identity of each group and of its parameters."""
     return [(id(group), [id(param) for param in group["params"]]) for group in groups]

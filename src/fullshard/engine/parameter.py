@@ -1,11 +1,11 @@
-"""What a parameter is: the user's own Parameter object, by identity, holding this rank's shard.
+"""Sharded parameters: the user's own Parameter objects, which hold this rank's shards.
 
 [Note: two objects]
-At rest and everywhere outside its unit's forward, `module.weight` is a `ShardedParameter`: the
-object that the user made, class changed, `.data` a view of the unit's flat shard. Inside the unit's
-forward it is a second, plain `nn.Parameter` of full shape whose `.data` is a view of the unit's
-slot. The first is what optimizers, names and identity refer to; the second is what autograd sees.
-Misuse outside the unit therefore raises, and never reads another layer's data.
+Outside its unit's forward, `module.weight` is a `ShardedParameter`: the user's object with a
+changed class, whose `.data` is a view of the unit's flat shard. Inside the unit's forward it is a
+second, plain `nn.Parameter` of full shape, whose `.data` is a view of the unit's slot. Optimizers,
+names and identity refer to the first, autograd to the second. Misuse outside the unit therefore
+raises an error and never reads another layer's data.
 
     at rest      weight  ShardedParameter (n_local, 1)  --> flat shard, master dtype
     in forward   weight  nn.Parameter     (out, in)     --> slot, compute dtype
@@ -39,8 +39,8 @@ class Guarded:
     """`__torch_function__` of all shards. See [Note: the guard]."""
 
     record: ShardRecord
-    alias_of: Any = None  # the shard whose memory this is: `p.data`, `p.view(-1)`
-    known: Known | None = None  # what the cached norms say of this mask or square
+    alias_of: Any = None  # the shard that this aliases: `p.data`, `p.view(-1)`
+    known: Known | None = None  # what cached norms determine about this mask or square
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -51,7 +51,7 @@ class Guarded:
                 return func(*args, **kwargs)
         operands = (*args, *kwargs.values()) if kwargs else args
         like = _find_shard(operands)
-        if rule is Rule.ELEMENTWISE and like is not None:  # nearly always
+        if rule is Rule.ELEMENTWISE and like is not None:  # the common case
             return _elementwise(func, name, like, args, kwargs)
         if rule is Rule.MASK and not _is_mask(args):
             rule, name = Rule.REFUSED, "indexing"
@@ -62,7 +62,7 @@ class Guarded:
             like = next((shard for shard in shards if shard.record.is_cut), None)
             if like is None:
                 if rule is Rule.REFUSED:
-                    _note_writes(shards)  # it may write any of them, or give a view of one
+                    _note_writes(shards)  # it may write any of them, or return a view of one
                 return _call_on_whole(func, name, (args, kwargs), shards[0], rule)
         if rule is Rule.REFUSED:
             raise refusal(name, like)
@@ -71,8 +71,8 @@ class Guarded:
     def to_local(self) -> torch.Tensor:
         """This rank's elements as a plain tensor that shares memory with the shard.
 
-        Write gradients through it if you like; ranks that share weights do not see what is written
-        into a parameter.
+        Gradients may be written through it. Writes to a parameter are not visible to ranks that
+        share weights.
         """
         with no_guard():
             return self.detach().as_subclass(torch.Tensor)  # type: ignore[attr-defined]
@@ -113,25 +113,25 @@ class Guarded:
 
 
 class ShardedTensor(Guarded, torch.Tensor):
-    """Result of an elementwise function of a shard: optimizer states, averages, `p.detach()`."""
+    """The result of an elementwise function of a shard: an optimizer state, `p.detach()`."""
 
 
 class ShardedGradient(Guarded, torch.Tensor):
-    """This rank's elements of a reduced gradient. Its norms are those of the whole gradient."""
+    """This rank's elements of a reduced gradient. Norms are those of the whole gradient."""
 
-    home: Any = None  # the GradientShard whose memory it is
+    home: Any = None  # the GradientShard that owns its memory
 
 
 class PendingGradient(ShardedGradient):
-    """`p.grad` while gradients of backwards under `no_sync` wait to be summed over ranks.
+    """`p.grad` while unreduced gradients of `no_sync` exist.
 
-    `p.grad = None` and `zero_` drop what waits, as in one process. Nothing else is possible: this
-    rank's unsummed part is no gradient of the model. It has the parameter's shape and one element
-    of memory.
+    `p.grad = None` and `zero_` drop the unreduced gradients, as in one process. All other
+    operations raise an error, because this rank's part is not a gradient of the model. The tensor
+    has the parameter's shape and one element of memory.
 
     Attributes:
-        before: What `p.grad` was when the first of these backwards ended.
-        drop: Forgets what waits, and gives the parameter's own gradient.
+        before: The value of `p.grad` at the end of the first of these backwards.
+        drop: Drops the unreduced gradients, and returns the parameter's gradient.
     """
 
     before: Any
@@ -139,7 +139,7 @@ class PendingGradient(ShardedGradient):
 
     @classmethod
     def of(cls, param: ShardedParameter, drop: Callable[[], ShardedGradient]) -> PendingGradient:
-        """Make the pending gradient of a parameter."""
+        """Create the pending gradient of a parameter."""
         with no_guard():
             found: Any = param.new_empty(1).expand(param.shape).as_subclass(cls)
         found.record, found.before, found.drop = replace(param.record), None, drop
@@ -166,7 +166,7 @@ class PendingGradient(ShardedGradient):
             return func(*args, **(kwargs or {}))
 
     def refusal(self, name: str) -> EngineError:
-        """The error that a function raises which needs the gradient."""
+        """The error of a function that needs the gradient."""
         return EngineError(
             f"{name} of the gradient of {self.record.describe()}: expected one that is summed "
             "over ranks; its backward ran under no_sync, and the sum is made in the next backward "
@@ -175,7 +175,7 @@ class PendingGradient(ShardedGradient):
         )
 
     def to_local(self) -> torch.Tensor:
-        """Raises an error, like everything that reads the gradient."""
+        """Raises an error, like every read of the gradient."""
         raise self.refusal("to_local")
 
     full_tensor = to_local
@@ -196,27 +196,27 @@ class _AtRest(type(nn.Parameter)):
 
 
 class ShardedParameter(Guarded, nn.Parameter, metaclass=_AtRest):
-    """A parameter at rest: this rank's elements, shaped (n_local, 1, ..., 1).
+    """A parameter outside forward: this rank's elements, shaped (n_local, 1, ..., 1).
 
-    The number of dimensions is kept, because `p.ndim >= 2` is how people choose weight decay.
+    The number of dimensions is kept, because `p.ndim >= 2` commonly selects weight decay.
     `p.numel()` is local; `fs.sharding(p)` has the global shape.
     """
 
     def new_state(self, dtype: torch.dtype) -> torch.Tensor:
-        """(n_local,) plain zeros in the memory of this parameter's optimizer states."""
+        """Allocate (n_local,) plain zeros for an optimizer state of this parameter."""
         if self.record.states is not None:
             return self.record.states.zeros(self.numel(), dtype)
         return torch.zeros(self.numel(), dtype=dtype, device=self.device)
 
     def as_state(self, local: torch.Tensor) -> ShardedTensor:
-        """Show (n_local,) plain elements as a state of this parameter, in its shape."""
+        """Wrap (n_local,) plain elements as a state in the shape of this parameter."""
         with no_guard():
             state = local.view(self.shape).as_subclass(ShardedTensor)
         state.record = self.record
         return state
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> Any:
-        """Call `hook(param)` after each backward that set `param.grad` to a reduced gradient."""
+        """Call `hook(param)` after each backward that sets `param.grad` to a reduced gradient."""
         from torch.utils.hooks import RemovableHandle
 
         handle = RemovableHandle(self.record.post_accumulate)
@@ -224,7 +224,7 @@ class ShardedParameter(Guarded, nn.Parameter, metaclass=_AtRest):
         return handle
 
     def register_hook(self, hook: Callable[[torch.Tensor], Any]) -> Any:  # noqa: ARG002 torch's
-        """Raises an error: the hook would see one rank's unreduced gradient."""
+        """Raises an error: the hook would receive one rank's unreduced gradient."""
         name = clean_name(self.record.piece.name)
         raise ShardedTensorError(
             f"register_hook on {name!r}: expected a hook that needs one rank's unreduced gradient "
@@ -234,9 +234,9 @@ class ShardedParameter(Guarded, nn.Parameter, metaclass=_AtRest):
 
 
 class PlacedParameter(Guarded, torch.Tensor):
-    """A ShardedParameter that was a DTensor: another class, since objects cannot change layout."""
+    """A ShardedParameter that was a DTensor; objects cannot change their memory layout."""
 
-    __slots__ = ("_local_tensor", "_spec")  # a DTensor's; empty
+    __slots__ = ("_local_tensor", "_spec")  # a DTensor's local tensor; empty
     _is_param = True  # isinstance(p, nn.Parameter)
     new_state, as_state = ShardedParameter.new_state, ShardedParameter.as_state
     register_hook = ShardedParameter.register_hook
@@ -248,7 +248,7 @@ def _find_shard(values: Any) -> Any:
 
 
 def shards_in(values: Any) -> list[Any]:
-    """All shards in these values and in lists and tuples of them."""
+    """All shards in values and in lists and tuples of them."""
     return list(_shards(values))
 
 
@@ -261,7 +261,7 @@ def _shards(values: Any) -> Iterator[Any]:
 
 
 def _call_on_whole(func: Any, name: str, arguments: Any, like: Any, rule: Rule) -> Any:
-    """Call any function of uncut shards; the results are plain tensors."""
+    """Call any function on unsharded parameters; the results are plain tensors."""
     called = "__setitem__" if func is torch.Tensor.__setitem__ else name
     if _writes_a_graph(called, *arguments):
         return _differentiable(func, name, *arguments)
@@ -283,9 +283,9 @@ def _call_on_whole(func: Any, name: str, arguments: Any, like: Any, rule: Rule) 
 
 
 def _writes_a_graph(name: str, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether a trained parameter is written into plain tensors, which then take part in autograd.
+    """Whether a trained parameter is written into plain tensors, which records a graph.
 
-    Such a function runs once, on what forward sees: gradients of the shard would not be reduced.
+    Such a function runs on the compute parameter, because gradients of a shard are not reduced.
     """
     if not torch.is_grad_enabled():
         return False
@@ -305,7 +305,7 @@ def _takes_part(result: Any) -> bool:
 
 
 def _differentiable(func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Call a function of uncut shards on compute parameters, whose gradients are reduced."""
+    """Call a function of unsharded parameters on compute parameters, so gradients are reduced."""
     with no_guard():
         return func(*_computed(name, args), **{k: _computed(name, v) for k, v in kwargs.items()})
 
@@ -322,17 +322,17 @@ def _computed(name: str, value: Any) -> Any:
     if value.record.compute is None or value.record.index < 0:
         raise refusal(name, value, Rule.AUTOGRAD)
     compute = value.record.compute()
-    return compute if compute.data_ptr() == value.data_ptr() else value  # a copy is the user's own
+    return compute if compute.data_ptr() == value.data_ptr() else value  # copies belong to the user
 
 
 def _elementwise(func: Any, name: str, like: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Call a function that treats elements one by one; the results are shards."""
+    """Call an elementwise function; the results are shards."""
     if (
         name == "zeros_like"
         and like.record.states is not None
         and isinstance(like, ShardedParameter)
     ):
-        # How optimizers make what they keep of a parameter.
+        # functions by which optimizers create states
         return like.as_state(like.new_state(kwargs.get("dtype") or like.dtype))
     operands = (*args, *kwargs.values()) if kwargs else args
     _refuse_other_ranges(name, like, operands)
@@ -348,7 +348,7 @@ def _elementwise(func: Any, name: str, like: Any, args: Any, kwargs: dict[str, A
         try:
             return _differentiable(func, name, args, kwargs)
         except ShardedTensorError as error:
-            # a copy may be kept; no error, whose frames would keep the model as long
+            # a copy may be kept; the frames of an error would keep the model alive
             result.register_hook(partial(_raise, type(error), str(error)))
     if isinstance(result, _LISTS):
         sources = next(
@@ -374,9 +374,9 @@ def _call_plain(func: Any, name: str, like: Any, arguments: Any) -> Any:
 
 
 def _note_writes(written: Sequence[Any]) -> None:
-    """Announce writes into shards to the model of each shard."""
+    """Tell the models of shards about writes."""
     if set(map(type, written)) == _STATES and all(map(is_, map(_ALIAS, written), repeat(None))):
-        return  # the quick answer for what optimizers keep
+        return  # the fast path for optimizer states
     told: set[Any] = set()
     for shard in written:
         if isinstance(shard, _LISTS):
@@ -389,7 +389,7 @@ def _note_writes(written: Sequence[Any]) -> None:
         elif any(
             isinstance(x, ShardedParameter) for x in (shard, getattr(shard, "alias_of", None))
         ):
-            home = shard.record.norms  # one a model
+            home = shard.record.norms  # one per model
             if home not in told:
                 told.add(home)
                 shard.record.before_write()
@@ -413,12 +413,12 @@ def _make(func: Any, name: str, like: Any, args: Any, kwargs: dict[str, Any]) ->
         raise refusal(name, like)  # p.new_tensor(p)
     with no_guard():
         result = func(*args, **kwargs)
-    is_like = result.dim() > 1 and result.shape == like.shape  # on all ranks alike
+    is_like = result.dim() > 1 and result.shape == like.shape  # equal on all ranks
     return _as_shard(result, like, name) if is_like else result
 
 
 def _assign(_func: Any, _name: str, _like: Any, args: Any, _kwargs: dict[str, Any]) -> None:
-    """p.grad = x: a plain tensor becomes a ShardedGradient, whose norms are global."""
+    """p.grad = x: a plain tensor becomes a ShardedGradient with global norms."""
     param, value = args if len(args) > 1 else (*args, None)  # del p.grad
     with no_guard():
         before = param.grad
@@ -435,7 +435,7 @@ def _assign(_func: Any, _name: str, _like: Any, args: Any, _kwargs: dict[str, An
 
 
 def _node(func: Any, _name: str, like: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """x.grad_fn: hooks on nodes behind a cut parameter would never be called."""
+    """x.grad_fn: hooks on nodes of a sharded parameter would never be called."""
     with no_guard():
         node = func(*args, **kwargs)
     if node is not None and like.record.is_cut:
@@ -444,16 +444,16 @@ def _node(func: Any, _name: str, like: Any, args: Any, kwargs: dict[str, Any]) -
 
 
 def _detach(func: Any, name: str, like: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """p.grad.detach_(): torch raises an error for views, even if nothing is to be detached."""
+    """p.grad.detach_(): torch raises an error for views, even without a graph."""
     return _elementwise(func, name, like, args, kwargs) if like.requires_grad else like
 
 
 def _replace(func: Any, _name: str, _like: Any, args: Any, _kwargs: dict[str, Any]) -> None:
-    """x.data = ...: values are copied, since a gradient must stay a view of the gradient shard."""
+    """x.data = ...: copies values, since a gradient must stay a view of the gradient shard."""
     gradient, data = args
     if not isinstance(gradient, ShardedGradient):
         with no_guard():
-            func(gradient, data)  # of a parameter: noticed at the next forward
+            func(gradient, data)  # a parameter: detected at the next forward
         return
     if data.dtype is not gradient.dtype or data.shape != gradient.shape:
         raise ShardedTensorError(
@@ -481,7 +481,7 @@ def _is_mask(args: Sequence[Any]) -> bool:
 
 
 def _refuse_other_ranges(name: str, like: Any, operands: Sequence[Any]) -> None:
-    """Raise an error unless all shards have the same elements of tensors of one shape."""
+    """Raise an error unless all shards hold the same elements of tensors of one shape."""
     ones: Sequence[Any] | None = None
     for operand in operands:
         if isinstance(operand, Guarded):
@@ -496,10 +496,10 @@ def _refuse_other_ranges(name: str, like: Any, operands: Sequence[Any]) -> None:
 
 
 def _are_of_one_record(ones: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Whether each pair has one record: the fast path for the lists of an optimizer."""
+    """Whether the shards of each pair share a record: the fast path for optimizer lists."""
     try:
         return not any(map(is_not, map(_RECORD, ones), map(_RECORD, others)))
-    except AttributeError:  # plain tensors among them: parameters that are left out of sharding
+    except AttributeError:  # including plain tensors: parameters left out of sharding
         return False
 
 
@@ -510,7 +510,7 @@ _STATES = {ShardedTensor}
 
 def _refuse_other_range(name: str, one: Any, other: Any) -> None:
     for shard in (one, other):
-        if isinstance(shard, PendingGradient):  # whose record is its own
+        if isinstance(shard, PendingGradient):  # with its own record
             raise shard.refusal(name)
     if not one.record.is_cut_like(other.record):
         raise ShardedTensorError(
@@ -524,7 +524,7 @@ def _refuse_other_range(name: str, one: Any, other: Any) -> None:
 
 
 def _has_misfit(operands: Sequence[Any]) -> bool:
-    """Whether a plain operand has another shape than the shards."""
+    """Whether a plain operand's shape differs from the shards'."""
     tensors = [t for x in operands for t in (x if isinstance(x, _LISTS) else [x])]
     tensors = [tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]
     with no_guard():
@@ -533,7 +533,7 @@ def _has_misfit(operands: Sequence[Any]) -> bool:
 
 
 def _as_shards(results: Any, sources: Any, like: Any, name: str) -> Any:
-    """Results of a function of lists; or indices of one shard (`torch.where(p > 0)`)."""
+    """Wrap results of a function of lists, or indices of one shard (`torch.where(p > 0)`)."""
     if sources is not None:
         return type(results)(map(_as_shard, results, sources, [name] * len(results)))
     if like.record.is_cut:
@@ -542,12 +542,12 @@ def _as_shards(results: Any, sources: Any, like: Any, name: str) -> Any:
 
 
 def _as_shard(result: Any, like: Any, name: str) -> Any:
-    """Turn the result of an elementwise function into a shard."""
+    """Wrap the result of an elementwise function as a shard."""
     made = isinstance(result, torch.Tensor) and not isinstance(result, Guarded)
     if not made or not isinstance(like, Guarded):
         return result
     own: Any = like
-    cut, fits = own.record.is_cut, result.numel() == own.numel()  # 0 fits a rank without elements
+    cut, fits = own.record.is_cut, result.numel() == own.numel()  # rank without elements
     if result.shape != own.shape and (not fits or (cut and result.shape[1:].numel() != 1)):
         if not cut:
             return result
@@ -558,7 +558,7 @@ def _as_shard(result: Any, like: Any, name: str) -> Any:
     shard.record = like.record
     if is_alias(name):
         source = like.alias_of
-        shard.alias_of = like if source is None else source  # writes into it are writes into that
+        shard.alias_of = like if source is None else source  # writes to it are writes to that
     return shard
 
 
@@ -577,7 +577,7 @@ def _norm(_func: Any, name: str, like: Any, args: Any, kwargs: dict[str, Any]) -
         raise refusal(f"{name} along dimensions", like)
     order = norm_order(order)
     found = iter(norms_of([x for x in given if isinstance(x, Guarded)], order))
-    norms = [  # a plain tensor is the gradient of a parameter that was left out of sharding
+    norms = [  # a plain tensor is the gradient of a parameter left out of sharding
         _number(next(found), x, name)
         if isinstance(x, Guarded)
         else torch.linalg.vector_norm(x, order)
@@ -596,13 +596,13 @@ def _reduce(func: Any, name: str, like: Any, args: Any, kwargs: dict[str, Any]) 
         raise refusal(f"{name} along dimensions", like)
     known = None if like.known is None else like.known.answer(name)
     with no_guard():
-        dtype = getattr(torch.zeros(2, dtype=like.dtype), name)().dtype  # as torch promotes it
+        dtype = getattr(torch.zeros(2, dtype=like.dtype), name)().dtype  # torch's promotion
     value = like.record.norms.reduce(like, name, correction) if known is None else known
     return _number(value.to(like.device, dtype), like, name)
 
 
 def _number(value: torch.Tensor, like: Any, name: str) -> torch.Tensor:
-    """A plain number of a shard, which may be logged; a backward through it raises an error."""
+    """A plain number for logging; a backward through it raises an error."""
     value = value.detach()
     if not (torch.is_grad_enabled() and like.requires_grad and value.is_floating_point()):
         return value
