@@ -151,7 +151,7 @@ def _as_ranges(engine: Engine, tensors: list[Held]) -> list[Held]:
             local = torch.zeros_like(held.local, device=engine.device)
             with _kept(errors):
                 local.copy_(held.local)
-            whole = member.gather(local, "/".join(held.names)).reshape(-1)
+            whole = member.gather_whole(local, "/".join(held.names)).reshape(-1)
             with _kept(errors):
                 found.append(_range_of(held, member, whole))
     agree(engine, lambda: _raise_first(errors))

@@ -53,7 +53,7 @@ def seconds_in_a_release():
     actions = engine_of(model).runtime.actions
     unit = engine_of(model).units[1]
     before = actions.seconds()
-    unit.gather()
+    unit.start_gather()
     actions.run([Event(EventKind.RELEASE, unit.index)], 0)
     return actions.seconds() - before
 
@@ -117,7 +117,7 @@ def waits():
     unit = engine.units[1]
     dist.barrier()
     start, cpu_s = time.perf_counter(), time.process_time()
-    unit.gather()
+    unit.start_gather()
     issued_s = time.perf_counter() - start
     unit.wait()
     waited_s, cpu_s = time.perf_counter() - start, time.process_time() - cpu_s

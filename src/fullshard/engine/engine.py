@@ -375,9 +375,9 @@ def _watch_exits(
 
 
 def _gatherer(member: Member) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Returns `member.gather` with a weak reference to the model."""
+    """Returns `member.gather_whole` with a weak reference to the model."""
     weak = weakref.ref(member)
-    return lambda local: alive(weak, "full_tensor").gather(local)
+    return lambda local: alive(weak, "full_tensor").gather_whole(local)
 
 
 def is_sharded(model: nn.Module) -> bool:

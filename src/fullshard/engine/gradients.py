@@ -230,7 +230,7 @@ class Gradients:
                 for member in group.members:
                     if not member.expected:
                         member.view(buffer).zero_()
-            group.grad_full = buffer if buffer.dtype is group.wire else buffer.to(group.wire)
+            group.grad_full = buffer.to(group.reduce_dtype)
         fulls = [group.grad_full for group in unit.trained if group.grad_full is not None]
         if self.hook is None:
             unit.reduction = unit.transport.reduce(fulls)

@@ -90,7 +90,7 @@ def whole_params(
     """
     for group in engine.groups:
         members = [m for m in group.members if wanted is None or m.piece.name in wanted]
-        full = group.gather() if members else None
+        full = group.gather_master() if members else None
         for member in members:
             assert full is not None
             local = member.view(full)
@@ -209,7 +209,7 @@ class _Whole:
         self.placed: dict[int, Any] = {}  # objects that hold the shards for DTensors
         self.grads = _whole_grads(unit) if with_grads else {}
         for group in unit.groups:
-            full = group.gather()
+            full = group.gather_master()
             self.buffers.append(full)
             for member in group.members:
                 if member.cut is not None:

@@ -542,7 +542,7 @@ class Actions:
                     previous.wait()  # prefetched and never entered
                     previous.versions.mark(is_open=False)
                 self._filling[key] = unit
-        unit.gather()
+        unit.start_gather()
 
     def _use(self, event: Event) -> None:
         unit = self._units[event.unit]

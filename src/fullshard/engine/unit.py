@@ -111,7 +111,7 @@ class Member:
         """(n_local,): this rank's elements of the parameter in a (part_numel,) buffer."""
         return part[self.piece.offset : self.piece.offset + self.piece.numel]
 
-    def gather(self, local: torch.Tensor, what: str = "") -> torch.Tensor:
+    def gather_whole(self, local: torch.Tensor, what: str = "") -> torch.Tensor:
         """The whole parameter, over all axes of the mesh, newly allocated. A collective.
 
         Args:
@@ -211,7 +211,7 @@ class Group:
         full: (numel,): the slot, or the master itself if nothing is gathered.
         part: (part_numel,): this rank's part of the slot, compute dtype.
         members: The group's parameters, in the layout's order.
-        wire: Dtype in which gradients are reduced.
+        reduce_dtype: Dtype in which gradients are reduced.
         grads: Reduced gradients; None if frozen.
         grad_slot: (numel,), reduce dtype: the group's gradient slot.
         gaps: Padding of the gradient slot.
@@ -226,7 +226,7 @@ class Group:
     full: torch.Tensor
     part: torch.Tensor
     members: list[Member]
-    wire: torch.dtype
+    reduce_dtype: torch.dtype
     unit: Unit = field(init=False, repr=False)
     grads: GradientShard | None = None
     grad_slot: torch.Tensor | None = None
@@ -279,7 +279,7 @@ class Group:
             member.grad.record, member.grad.home = member.param.record, grads
             self.views.append(member.grad)
 
-    def gather(self) -> torch.Tensor:
+    def gather_master(self) -> torch.Tensor:
         """(numel,), master dtype: the whole flat buffer, newly allocated. A collective."""
         layout = self.plan.layout
         self.unit.meet(self.members[0].param, self.unit.plan.title)
@@ -352,7 +352,7 @@ class Unit:
         if self.plan.mesh.shard * self.plan.mesh.inner > 1:
             param.record.norms.meet(f"the whole of {what}")
 
-    def gather(self) -> None:
+    def start_gather(self) -> None:
         """Copy this rank's part to the slot and start to fetch the other parts."""
         for group in self.gathered:
             group.part.copy_(group.master, non_blocking=True)  # also casts
