@@ -1,4 +1,4 @@
-"""What the ranks of an engine say to each other outside of training: answers, and errors."""
+"""Exchange of values and errors between the ranks of an engine, outside of training."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ T = TypeVar("T")
 
 
 def tell(engine: Engine, value: T) -> list[T]:
-    """What each rank says, in rank order. A collective.
+    """Returns the values of all ranks, in rank order. A collective.
 
     Raises:
-        EngineError: There are no other ranks to hear it (transport fake).
+        EngineError: There are no other ranks (transport fake).
     """
     world_size = engine.plan.mesh.world_size
     if world_size == 1:
@@ -29,14 +29,14 @@ def tell(engine: Engine, value: T) -> list[T]:
             f"expected {world_size} real ranks; transport fake has one. Save and load under "
             "another transport."
         )
-    engine.norms.meet("what all ranks say (fs.save, fs.load, fs.owned)")  # none is in a step
+    engine.norms.meet("what all ranks say (fs.save, fs.load, fs.owned)")  # no rank is in a step
     return tell_everyone(value, own_group("all", [range(world_size)]))
 
 
 def agree(engine: Engine, do: Callable[[], T]) -> T:
-    """Returns what `do` returns; if it fails on one rank, it raises on all. A collective.
+    """Returns the result of `do`. If it fails on one rank, all raise. A collective.
 
     Raises:
-        FullshardError: This rank's error, or the one of the first rank that failed.
+        FullshardError: This rank's error, or that of the first rank that failed.
     """
     return raise_together(partial(tell, engine), engine.rank, do)

@@ -1,13 +1,13 @@
 """Weights from a Hugging Face folder: each rank reads the bytes of its own elements.
 
-Most tensors have one name in the files and in the model. The experts of a layer are one tensor to
-the model, many in the files:
+Most tensors have one name in the files and in the model. The experts of a layer are one tensor in
+the model and many in the files:
 
     model    ...mlp.experts.gate_up_proj   [experts, 2 x inner, hidden]
     files    ...mlp.experts.0.gate_proj.weight   ...0.up_proj.weight   ...1.gate_proj.weight   ...
              |------------- the model's elements in row-major order -------------|
 
-so that whoever wants a range of the model's elements reads ranges of these.
+A range of the model's elements therefore consists of ranges of the stored tensors.
 
 References:
     transformers' conversion_mapping.py, "qwen2_moe" and "mixtral" with those that name them.
@@ -31,7 +31,7 @@ from safetensors import SafetensorError, safe_open
 from fullshard.config.regular_files import open_regular, read_regular
 from fullshard.errors import ConfigError, untrusted
 
-_VALUES = ("F16", "BF16", "F32", "F64")  # other dtypes are codes of quantized tensors
+_VALUES = ("F16", "BF16", "F32", "F64")  # other dtypes are used by quantized tensors
 
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -41,10 +41,10 @@ class FolderWeights:
 
     Args:
         folder: A Hugging Face folder.
-        prefix: The model's `base_model_prefix`: a checkpoint of the base model alone lacks it.
+        prefix: The model's `base_model_prefix`, which checkpoints of the base model lack.
 
     Raises:
-        ConfigError: There is no such folder, or no safetensors in it.
+        ConfigError: The folder does not exist, or has no safetensors.
     """
 
     def __init__(self, folder: str | Path, prefix: str = "") -> None:
@@ -66,18 +66,18 @@ class FolderWeights:
         self._stored = StoredNames(self._files, f"{prefix}." if prefix else "")
 
     def parts(self, names: Sequence[str]) -> tuple[str, ...]:
-        """The stored tensors that make up a tensor, in order of its elements; () if missing."""
+        """The stored tensors that form a tensor, in order of its elements; () if missing."""
         return self._stored.parts(names)
 
     def unused(self, model: torch.nn.Module) -> list[str]:
-        """Stored tensors that the model does not have: its configuration may be wrong."""
+        """The stored tensors that the model lacks, which hints at a wrong configuration."""
         taken = {part for name in model.state_dict() for part in self.parts([name])}
         ignored = *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), "inv_freq$"
         spare = sorted({*self._files} - taken)
         return [name for name in spare if not any(re.search(one, name) for one in ignored)]
 
     def missing(self, tensors: Sequence[Sequence[str]]) -> list[str]:
-        """First names of the tensors that the files lack."""
+        """The first names of the tensors that the files lack."""
         return [names[0] for names in tensors if not self.parts(names)]
 
     def read(
@@ -85,10 +85,10 @@ class FolderWeights:
     ) -> torch.Tensor:
         """(stop - start,): elements [start, stop) of a tensor in row-major order.
 
-        Reads the rows that these lie in, no others.
+        Reads only the rows that contain these elements.
 
         Raises:
-            ConfigError: The tensor has another shape in the files.
+            ConfigError: The stored shape differs.
         """
         if start == stop:
             return torch.empty(0)
@@ -102,14 +102,14 @@ class FolderWeights:
                 if first < last:
                     pieces.append(_rows(part, own, first, last))
                 at += numel
-            # A copy: views would keep every file mapped, and change with it.
+            # A copy, because views would keep the files mapped and change with them.
             return torch.cat(pieces) if len(pieces) > 1 else pieces[0].clone()
 
     def check(self, names: Sequence[str], shape: tuple[int, ...]) -> None:
-        """Whether a tensor can be read; values are only read of tied ones that are there twice.
+        """Checks that a tensor can be read; reads only values of tied tensors stored twice.
 
         Raises:
-            ConfigError: As `read`.
+            ConfigError: As for `read`.
         """
         with self._opened(names, shape):
             first, *others = [name for name in names if name in self._files] or [""]
@@ -122,10 +122,10 @@ class FolderWeights:
                 )
 
     def check_files(self) -> None:
-        """Whether every file is there and whole, with all that the index names in it.
+        """Checks that every file exists, is complete and contains the tensors of the index.
 
         Raises:
-            ConfigError: One is not.
+            ConfigError: A file fails the check.
         """
         for file in dict.fromkeys(self._files.values()):
             with self._open(file) as opened:
@@ -167,7 +167,7 @@ class FolderWeights:
 
     def _open(self, file: Path) -> Any:
         try:
-            os.close(open_regular(file))  # of a pipe the library would wait
+            os.close(open_regular(file))  # the library would block on a pipe
             return safe_open(file, framework="pt")
         except (OSError, SafetensorError) as error:
             raise ConfigError(
@@ -177,7 +177,7 @@ class FolderWeights:
 
 
 def _is_made_of(shape: tuple[int, ...], parts: list[tuple[int, ...]]) -> bool:
-    """Whether these parts make up a tensor: the tensor itself, or rows of experts."""
+    """Whether the parts form a tensor: the tensor itself, or rows of experts."""
     if parts == [shape]:
         return True
     rows = {part[1:] for part in parts}
@@ -198,12 +198,12 @@ def _rows(found: Any, shape: tuple[int, ...], start: int, stop: int) -> torch.Te
 # ---- the names that a folder stores tensors under
 
 _IN_FILES = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)\.weight")
-# The model's leaf, and in which families of names its parts are kept, in order.
+# Leaf name in the model -> names of its stored parts in order, per family.
 _PARTS = {
     "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
     "down_proj": (("down_proj",), ("w2",)),
 }
-# Mixtral's files name the block after what it is, the model as every other one does.
+# Mixtral's files use another name for the block than the model.
 _BLOCKS = ((".mlp.", ".block_sparse_moe."),)
 
 
@@ -212,7 +212,7 @@ class StoredNames:
 
     Args:
         names: Names of all its tensors.
-        prefix: The base model's, with its dot: files of the base model alone lack it.
+        prefix: Prefix of the base model with its dot, which files of the base model lack.
     """
 
     def __init__(self, names: Collection[str], prefix: str) -> None:
@@ -230,10 +230,10 @@ class StoredNames:
         }
 
     def parts(self, names: Iterable[str]) -> tuple[str, ...]:
-        """The stored tensors that hold a tensor's elements, one after another; () if none do.
+        """The stored tensors with a tensor's elements, in order; () if there are none.
 
         Args:
-            names: All that the model has for it.
+            names: All names of the tensor in the model.
         """
         for name in names:
             for spelling in self._spellings(name):

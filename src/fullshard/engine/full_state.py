@@ -1,6 +1,6 @@
-"""Whole states of a model and its optimizer, out to one rank and in from one rank.
+"""Full states of a model and its optimizer, saved from and loaded by one rank.
 
-They are what one process would have: `torch.save` and DDP scripts take them as they are.
+They equal those of one process, so `torch.save` and DDP scripts can use them directly.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ States = dict[str, Any]
 def full_optimizer_state_dict(
     model: nn.Module, optimizer: torch.optim.Optimizer, *, rank0_only: bool
 ) -> States:
-    """The `state_dict()` that the optimizer would have in one process, on the CPU. A collective."""
+    """Returns the optimizer's `state_dict()` of one process, on the CPU. A collective."""
     engine = engine_of(model)
     agree(engine, lambda: param_names(model, optimizer))
     return whole_states(model, agree(engine, optimizer.state_dict), rank0_only=rank0_only)
 
 
 def whole_states(model: nn.Module, given: States, *, rank0_only: bool = True) -> States:
-    """An optimizer's `state_dict()` with every state whole, on the CPU. A collective."""
+    """Returns an optimizer's `state_dict()` with full states on the CPU. A collective."""
     engine = engine_of(model)
     keys = tell(engine, [(number, *values) for number, values in given["state"].items()])
     if any(own != keys[0] for own in keys):
@@ -67,7 +67,7 @@ def load_full_state(
     *,
     from_rank0: bool,
 ) -> None:
-    """Load whole states; each rank keeps its part, one unit at a time. A collective."""
+    """Loads full states unit by unit; each rank keeps its part. A collective."""
     engine = engine_of(model)
     given = {"model": state, "optimizer": optimizer_state}
     shown = _of_first(engine, given) if from_rank0 else given
@@ -84,8 +84,8 @@ def load_full_state(
             value = _whole(engine, shown, given, ("optimizer", "state", number, key))
             param = param_of[number]
             if isinstance(value, torch.Tensor):
-                place = param.device if value.dim() else "cpu"  # where torch keeps counts of steps
-                value = value.detach().to(place, copy=True)  # belongs to this optimizer alone
+                place = param.device if value.dim() else "cpu"  # torch keeps step counts on the CPU
+                value = value.detach().to(place, copy=True)  # not shared
                 if isinstance(param, ShardedParameter):
                     value = cut_state(param, value, sliced=value.dim() > 0)
             states.setdefault(number, {})[key] = value
@@ -94,7 +94,7 @@ def load_full_state(
 
 
 def _of_first(engine: Engine, tree: Any) -> Any:
-    """Rank 0's states on every rank, with meta tensors in place of values."""
+    """Broadcasts rank 0's states with meta tensors in place of values."""
 
     def shown() -> bytes:
         with untrusted("fs.load_full_state", "states that can be pickled", advice=WHOLE):
@@ -112,7 +112,7 @@ def _without_values(tree: Any) -> Any:
 
 
 def _whole(engine: Engine, shown: Any, given: Any, path: tuple[Any, ...]) -> Any:
-    """One value: this rank's own, or rank 0's by broadcast if `shown` came from there."""
+    """Returns this rank's value, or rank 0's by broadcast if `shown` came from there."""
     like = reduce(getitem, path, shown)
     if shown is given or not isinstance(like, torch.Tensor):
         return like
@@ -135,7 +135,7 @@ def _by_unit(engine: Engine, named: Mapping[str, Any]) -> Iterator[list[str]]:
 
 
 def _check_model(model: nn.Module, state: Any) -> None:
-    """Check that `state` is a whole state of the model, before anything is written."""
+    """Checks that `state` is a full state of the model, before anything is written."""
     if not isinstance(state, Mapping):
         raise CheckpointError(
             "fs.load_full_state: expected state to be a mapping of names to whole tensors; got "
@@ -156,7 +156,7 @@ def _check_model(model: nn.Module, state: Any) -> None:
 
 
 def _checked_params(optimizer: torch.optim.Optimizer | None, state: Any) -> dict[Any, torch.Tensor]:
-    """The optimizer's parameters by their number in whole states that fit them."""
+    """Returns the optimizer's parameters by their numbers in matching full states."""
     if optimizer is None and state is None:
         return {}
     if optimizer is None or state is None:
@@ -165,7 +165,7 @@ def _checked_params(optimizer: torch.optim.Optimizer | None, state: Any) -> dict
             "Give both, or load the model alone."
         )
     if isinstance(optimizer, OwnedOptimizer):
-        optimizer.load_state_dict(state)  # raises: it has no whole state
+        optimizer.load_state_dict(state)  # raises an error: it has no full state
     kind, origin = type(optimizer).__name__, "fs.load_full_state: optimizer_state"
     with untrusted(origin, f"state and param_groups of {kind}.state_dict()", advice=WHOLE):
         sizes = [len(group["params"]) for group in optimizer.param_groups]
@@ -199,8 +199,8 @@ def _checked_params(optimizer: torch.optim.Optimizer | None, state: Any) -> dict
 def _check_states(
     of: str, values: States, shape: tuple[int, ...], fresh: States, stepped: States
 ) -> None:
-    """Check one parameter's states against those that its optimizer makes."""
-    have = {key for key, value in values.items() if value is not None}  # as older versions of SGD
+    """Checks a parameter's states against those that the optimizer creates."""
+    have = {key for key, value in values.items() if value is not None}  # as in older SGD
     if have not in (set(fresh), set(stepped)):
         raise CheckpointError(
             f"fs.load_full_state: {of}: expected states {sorted(stepped)}, which that optimizer "
@@ -215,8 +215,8 @@ def _check_states(
 
 
 def _check_value(name: str, value: Any, like: Any, shape: tuple[int, ...]) -> None:
-    """Check that a value is a whole tensor of a shape, with values of the same kind as `like`."""
-    if not isinstance(like, torch.Tensor):  # of get_extra_state, or a count
+    """Checks that a value is a full tensor of this shape, of the same kind as `like`."""
+    if not isinstance(like, torch.Tensor):  # from get_extra_state, or a count
         return
     is_tensor = isinstance(value, torch.Tensor)
     if not is_tensor or _shape(value) != shape or _kind(value) != _kind(like):
@@ -228,7 +228,7 @@ def _check_value(name: str, value: Any, like: Any, shape: tuple[int, ...]) -> No
 
 
 def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Shape of the whole tensor, over all axes of the mesh."""
+    """The shape of the full tensor, over all axes of the mesh."""
     record = getattr(tensor, "record", None)
     return tuple(tensor.shape if record is None else record.shape)
 

@@ -1,8 +1,8 @@
-"""Every call of transformers' loaders: no code of a folder runs unless a key says so.
+"""All calls of transformers' loaders. Code of a folder runs only if a key allows it.
 
-A folder may name code of its own (`auto_map`), which transformers offers to run. `read_config`
-removes that name unless the folder is trusted, so a configuration that still has it carries the
-permission to whatever is built from it.
+A folder may contain code (`auto_map`), which transformers offers to run. `read_config` removes this
+entry unless the folder is trusted. A configuration with the entry therefore has permission to run
+code.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-TRUST = "trust_remote_code"  # transformers' name of it, and ours
+TRUST = "trust_remote_code"  # transformers' name and ours
 
 
 def read_config(folder: Path, key: str, *, trust: bool = False) -> PretrainedConfig:
-    """The configuration of a local folder.
+    """Reads the configuration of a local folder.
 
     Args:
-        folder: Holds config.json.
+        folder: Folder with config.json.
         key: The configuration key or argument that names the folder, for errors.
         trust: Whether code of the folder may run.
 
     Raises:
-        ConfigError: transformers cannot read it, or needs code of the folder that may not run.
+        ConfigError: transformers cannot read it, or needs code of the folder that is not allowed.
     """
     from transformers import AutoConfig
 
@@ -48,7 +48,7 @@ def read_config(folder: Path, key: str, *, trust: bool = False) -> PretrainedCon
 
 
 def read_tokenizer(folder: Path, key: str, *, trust: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer of a local folder; arguments and errors as of `read_config`."""
+    """Reads the tokenizer of a local folder; arguments and errors as for `read_config`."""
     from transformers import AutoTokenizer
 
     try:
@@ -58,7 +58,7 @@ def read_tokenizer(folder: Path, key: str, *, trust: bool = False) -> PreTrained
 
 
 def read_model(folder: Path, config: PretrainedConfig, **settings: Any) -> nn.Module:
-    """A causal language model with the weights of a local folder, from `read_config`'s result.
+    """Loads a causal language model with the weights of a local folder.
 
     Raises:
         ConfigError: The files lack parameters of the model.
@@ -81,7 +81,7 @@ def read_model(folder: Path, config: PretrainedConfig, **settings: Any) -> nn.Mo
 
 
 def build(config: PretrainedConfig, **settings: Any) -> nn.Module:
-    """A causal language model of a configuration, on torch's default device."""
+    """Builds a causal language model on torch's default device."""
     from transformers import AutoModelForCausalLM
 
     trust = _is_trusted(config)
@@ -89,10 +89,10 @@ def build(config: PretrainedConfig, **settings: Any) -> nn.Module:
 
 
 def build_on_meta(config: PretrainedConfig, dtype: torch.dtype | None = None) -> nn.Module:
-    """The same without storage: names, shapes, dtypes.
+    """Builds a causal language model on meta, without storage.
 
     Raises:
-        ConfigError: transformers cannot build a model of these values, or one that is not causal.
+        ConfigError: transformers cannot build a causal model from these values.
     """
     import torch
 
@@ -117,7 +117,7 @@ def build_on_meta(config: PretrainedConfig, dtype: torch.dtype | None = None) ->
 
 
 def import_code(config: PretrainedConfig) -> None:
-    """Imports what `build` needs: a class of transformers, or the folder's own where it may run."""
+    """Imports the model class that `build` needs, from transformers or from an allowed folder."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -127,21 +127,21 @@ def import_code(config: PretrainedConfig) -> None:
 
 
 def some(names: list[str]) -> str:
-    """The first few names, and how many more there are."""
+    """Formats the first few names and the number of others."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def last_line(error: Exception) -> str:
-    """The sentence of a validation error that says what is wrong."""
+    """The last line of a validation error, which states the problem."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__
 
 
 def _is_trusted(config: PretrainedConfig) -> bool:
-    """Whether code of the configuration's folder may run; it has run where its class came from it.
+    """Whether code of the configuration's folder is allowed, or has already run.
 
     Raises:
-        ConfigError: Attention shall be computed by code of a hub.
+        ConfigError: The attention implementation is code from a hub.
     """
     for part in _parts(config):
         kernel = getattr(part, "_attn_implementation", None)
@@ -155,7 +155,7 @@ def _is_trusted(config: PretrainedConfig) -> bool:
 
 
 def _parts(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
-    """A configuration and those that it contains."""
+    """A configuration and its nested configurations."""
     from transformers import PretrainedConfig
 
     yield config

@@ -1,4 +1,4 @@
-"""The one adapter from modules and Hugging Face configurations to `ModelSpec`."""
+"""Converts modules and Hugging Face configurations to `ModelSpec`."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ NEVER_CALLED = (nn.ModuleList, nn.ModuleDict)
 
 
 def spec_of(model: nn.Module, ignore: Iterable[str] = ()) -> ModelSpec:
-    """Describe a module, on meta or not.
+    """Describe a module, which may be on meta.
 
     Raises:
-        UnsupportedModelError: A parameter cannot be sharded; says which, why, and the way out.
+        UnsupportedModelError: A parameter cannot be sharded; names it, the reason and the solution.
     """
     globs = tuple(ignore)
     known = [name for name in (*dict(model.named_modules()), *places_of(model)) if name]
@@ -59,10 +59,10 @@ def spec_of(model: nn.Module, ignore: Iterable[str] = ()) -> ModelSpec:
 
 
 def _read_by(module: nn.Module) -> list[nn.Module]:
-    """The modules in it whose weights it may read without calling them.
+    """The descendants whose weights a module may read without calling them.
 
-    A forward that was put on the object (TRL's and Liger's fused losses) multiplies by the head's
-    weight chunk by chunk, so what has a weight there stays with it.
+    A forward assigned to the instance (TRL's and Liger's fused losses) multiplies by the head's
+    weight in chunks, so these modules stay in its unit.
     """
     if isinstance(module, nn.MultiheadAttention):
         return [module]
@@ -72,16 +72,16 @@ def _read_by(module: nn.Module) -> list[nn.Module]:
 
 
 def _looks_up(module: nn.Module) -> bool:
-    """Whether its backward needs indices alone: an embedding that computes as torch's."""
+    """Whether the backward needs only indices: an embedding with torch's forward."""
     forward = getattr(module.forward, "__func__", None)
     return isinstance(module, nn.Embedding) and forward is nn.Embedding.forward
 
 
 def places_of(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Every place of every parameter, tied ones in all of theirs.
+    """Every place of every parameter; tied parameters have several.
 
-    torch's own walk: wrappers such as torch's CheckpointWrapper override the method to show names
-    under which `get_submodule` finds nothing.
+    Uses torch's base method, because wrappers such as CheckpointWrapper override it with names that
+    `get_submodule` does not accept.
     """
     return dict(nn.Module.named_parameters(model, remove_duplicate=False))
 
@@ -90,11 +90,11 @@ def param_spec(names: tuple[str, ...], param: nn.Parameter) -> ParamSpec:
     """Describe one parameter.
 
     Raises:
-        UnsupportedModelError: It cannot be sharded.
+        UnsupportedModelError: The parameter cannot be sharded.
     """
     reason = None
     dtype = str(param.dtype).removeprefix("torch.")
-    if isinstance(param, ShardedParameter):  # cut before: see compat/recut.py
+    if isinstance(param, ShardedParameter):  # sharded before: see compat/recut.py
         return ParamSpec(names, tuple(param.record.piece.shape), DType(dtype), param.requires_grad)
     if is_distributed(param) and param.is_meta:
         reason = (
@@ -136,18 +136,18 @@ def _refuse_shared_storage(params: Iterable[nn.Parameter], names: Mapping[int, l
 
 
 def chosen_modules(model: nn.Module, choose: Callable[[nn.Module], bool]) -> tuple[str, ...]:
-    """Names of the modules for which the user's callable is true, the root left out."""
+    """The names of modules for which the user's callable is true, without the root."""
     return tuple(name for name, module in model.named_modules() if name and choose(module))
 
 
 def meta_model(config: Any) -> nn.Module:
-    """A Hugging Face causal language model on meta: names and shapes, no memory.
+    """Builds a Hugging Face causal language model on meta, without memory.
 
     Args:
         config: A transformers configuration, or a mapping with `model_type`.
 
     Raises:
-        ConfigError: transformers is missing, or the configuration is not one of its.
+        ConfigError: transformers is missing, or the configuration is not one of transformers'.
     """
     try:
         import transformers

@@ -1,9 +1,9 @@
-"""Dtypes at the edges: a model's inputs and outputs, its buffers, modules that compute in float32.
+"""Casts: a model's inputs and outputs, its buffers, modules that compute in float32.
 
 [Note: modules in float32]
-Parameters of `fp32_modules` are gathered in float32, in a buffer of their own and by the same
-collective as the rest of their unit. Such a module sees float32 inputs and hands on `param_dtype`,
-so that what follows it computes as it would without.
+Parameters of `fp32_modules` are gathered in float32, in a separate buffer of the same collective as
+the rest of their unit. Such a module receives float32 inputs and returns `param_dtype`, so that
+later modules compute in the usual dtype.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def fp32_roots(model: nn.Module, globs: tuple[str, ...]) -> list[str]:
-    """The outermost modules that the globs name."""
+    """The outermost modules that match the globs."""
     return [
         name
         for name, _ in model.named_modules()
@@ -41,7 +41,7 @@ def fp32_roots(model: nn.Module, globs: tuple[str, ...]) -> list[str]:
 
 
 def apply_dtypes(model: nn.Module, config: ShardConfig) -> None:
-    """Cast buffers, and surround modules that compute in float32."""
+    """Cast buffers, and the inputs and outputs of float32 modules."""
     roots = fp32_roots(model, config.fp32_modules)
     if config.buffer_dtype is not None:
         dtype = torch_dtype(config.buffer_dtype)

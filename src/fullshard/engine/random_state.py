@@ -1,4 +1,4 @@
-"""The random number generators of this process, as plain state and back."""
+"""Saves and restores the random states of this process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def random_state() -> dict[str, Any]:
-    """torch's generators, Python's and NumPy's old global one."""
+    """The states of torch's generators, Python's, and NumPy's global generator."""
     numpy: Any = np.random.get_state(legacy=True)
     kind, keys, position, has_gauss, gauss = numpy
     state: dict[str, Any] = {
@@ -24,7 +24,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Go on where `random_state` was asked."""
+    """Restore a result of `random_state`."""
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
     kind, keys, position, has_gauss, gauss = state["numpy"]

@@ -1,9 +1,9 @@
-"""Activation checkpointing: a block's forward runs again in backward instead of being kept.
+"""Activation checkpointing: a block's forward runs again in backward, so activations are not kept.
 
 [Note: where recompute is applied]
-`forward` of the block's instance is replaced, so that hooks (ours and the user's) stay outside: the
-recomputed forward finds its parameters in place, because its unit is open from the first gradient
-of its outputs to the end of backward. Units inside a block are entered again and gather on demand.
+The block instance's `forward` is replaced, so that hooks (ours and the user's) stay outside. The
+recomputed forward finds its parameters, because its unit is gathered from the first gradient of its
+outputs to the end of backward. Units inside a block are entered again and gather on demand.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fullshard.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 _aten: Any = torch.ops.aten
-# What selective recompute keeps: the results that cost most time for the bytes that they take.
+# Operations whose results selective recompute keeps: the most time per byte.
 _KEPT = frozenset(
     [
         _aten.mm.default,
@@ -44,10 +44,10 @@ _KEPT = frozenset(
 
 
 def apply_recompute(model: nn.Module, names: Sequence[str], kind: RecomputeKind) -> None:
-    """Let the named modules recompute.
+    """Make the named modules recompute.
 
     Raises:
-        ConfigError: The model recomputes already, by its own switch.
+        ConfigError: The model's own switch has enabled recomputation.
     """
     for name in names:
         module = model.get_submodule(name)
@@ -67,7 +67,7 @@ def _recomputing(forward: Callable[..., Any], options: dict[str, Any]) -> Callab
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        again = functools.partial(forward, **kwargs)  # whose names may be checkpoint's own
+        again = functools.partial(forward, **kwargs)  # their names may equal checkpoint's arguments
         return checkpoint(again, *args, **options)
 
     return run
@@ -79,10 +79,10 @@ def _policy(_: Any, function: Any, *args: Any, **kwargs: Any) -> CheckpointPolic
 
 
 def convert_reentrant(model: nn.Module) -> None:
-    """Make Hugging Face's switch non-reentrant, and say so.
+    """Make Hugging Face's checkpointing non-reentrant, with a warning.
 
-    Reentrant checkpointing runs a unit's forward without gradients and a second backward inside
-    the first: which gradients will come cannot be known then (law 4).
+    Reentrant checkpointing runs a unit's forward without a graph and a second backward inside the
+    first, so autograd cannot tell which gradients will arrive (law 4).
     """
     converted = False
     for module in model.modules():

@@ -1,9 +1,9 @@
-"""Ranks that should hold the same weights: asked at the start, and now and then while training.
+"""Checks that ranks hold equal weights, at the start and periodically during training.
 
 [Note: a hash of bits]
-A tensor's hash is the sum of its elements' bits as integers: cheap, the same on every rank for the
-same weights, blind to nothing that a wrong seed, a missed load or a rank's own update would do. All
-ranks send their hashes to one maximum, and their negatives too: where both agree, all are equal.
+A tensor's hash is the sum of its elements' bits as integers. It is cheap, equal for equal weights,
+and detects a wrong seed, a missed load or an update on one rank. Ranks compute the maximum of their
+hashes and of the negated hashes; if these agree, all hashes are equal.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from fullshard.transport import Transport
 if TYPE_CHECKING:
     from fullshard.engine.unit import Unit
 
-STEPS = 100  # between two looks at replicas
+STEPS = 100  # steps between two checks
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _NONE = torch.iinfo(torch.int64).min
 
 
 def check_equal_start(model: nn.Module, plan: Plan, transport: Transport) -> None:
-    """All ranks must bring one plan and one set of weights. A collective.
+    """Check that all ranks have equal plans and weights. A collective.
 
     Raises:
-        ConfigError: They differ; names what.
+        ConfigError: They differ; names the first difference.
     """
     params = {
         name: param
@@ -44,7 +44,7 @@ def check_equal_start(model: nn.Module, plan: Plan, transport: Transport) -> Non
     if device.type == "cpu" and not params and torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
     first = torch.tensor([int(plan.digest()[:15], 16), len(params)], device=device)
-    inner = plan.mesh.inner  # ranks at one place: other axes may leave them plans of their own
+    inner = plan.mesh.inner  # plans may differ along other axes
     if _unequal(first, transport, [plan.mesh.place(transport.rank) % inner] * len(first), inner):
         raise ConfigError(
             "fs.shard: expected the same model and the same configuration on every rank; the "
@@ -68,10 +68,10 @@ def check_equal_start(model: nn.Module, plan: Plan, transport: Transport) -> Non
 
 
 def check_equal_random(transport: Transport, device: torch.device) -> None:
-    """Ranks that initialise one model must draw the same random numbers. A collective.
+    """Check that all ranks have equal random states before initialisation. A collective.
 
     Raises:
-        ConfigError: Their generators are in different states.
+        ConfigError: The random states differ.
     """
     state = torch.get_rng_state()
     padded = torch.cat([state, state.new_zeros(-state.numel() % 8)]).view(torch.int64)
@@ -85,16 +85,16 @@ def check_equal_random(transport: Transport, device: torch.device) -> None:
 
 
 def check_replicas(units: Sequence[Unit], transport: Transport) -> None:
-    """Ranks that hold copies of one part must hold the same bits. A collective.
+    """Check that replicas of a part have equal bits. A collective.
 
     Raises:
-        EngineError: They differ; names the units.
+        EngineError: Replicas differ; names the units.
     """
     copied = [unit for unit in units if unit.plan.mesh.replicate > 1 and unit.groups]
     if not copied:
         return
     mesh = copied[0].plan.mesh
-    inner, at_place = mesh.inner, mesh.place(transport.rank) % mesh.inner  # others hold others
+    inner, at_place = mesh.inner, mesh.place(transport.rank) % mesh.inner
     hashes = [torch.stack([bits_hash(g.master) for g in unit.groups]).sum() for unit in copied]
     seats = [unit.part * inner + at_place for unit in copied]
     num_seats = inner * max(unit.plan.mesh.shard for unit in copied)
@@ -111,7 +111,7 @@ def check_replicas(units: Sequence[Unit], transport: Transport) -> None:
 
 
 def bits_hash(tensor: torch.Tensor) -> torch.Tensor:
-    """A scalar int64. See [Note: a hash of bits]."""
+    """Returns an int64 scalar. See [Note: a hash of bits]."""
     bits = tensor.contiguous().view(-1).view(_BITS[tensor.element_size()])
     return bits.sum(dtype=torch.int64)
 
@@ -119,7 +119,7 @@ def bits_hash(tensor: torch.Tensor) -> torch.Tensor:
 def _unequal(
     values: torch.Tensor, transport: Transport, seats: Sequence[int] = (), num_seats: int = 1
 ) -> list[int]:
-    """Where the int64 values of ranks that have one seat differ; `seats`: one for each value."""
+    """Which int64 values differ between ranks with the same seat; `seats` has one per value."""
     if transport.name == "fake":
         return []
     at = torch.tensor([*seats] or [0] * len(values), device=values.device).unsqueeze(0)

@@ -1,4 +1,4 @@
-"""fs.shard: from a model and a configuration to a plan and an engine that runs it."""
+"""fs.shard: makes a plan from a model and a configuration, and an engine that runs it."""
 
 from __future__ import annotations
 
@@ -48,15 +48,16 @@ Recut = Callable[[Mapping[str, nn.Parameter], Iterable[Slice]], dict[str, torch.
 
 @dataclass(frozen=True)
 class Given:
-    """What else is known of a model.
+    """Further inputs of `shard_model`.
 
     Attributes:
-        sample: Arguments of forward, traced for the order of units; None learns it in step one.
-        weights: A Hugging Face folder for a model on meta; None: its own initialisation.
-        settings: Overrides of single units, by module name ("" is the root).
-        alone: Whether only this rank has the model, whatever the process group.
-        recut: Takes parameters by name and this rank's slices; returns the (n_local,) of each
-            parameter that is a shard already, by first name. None: every parameter must be whole.
+        sample: Arguments of forward, traced for the order of units; None: learned in the first
+            step.
+        weights: A Hugging Face folder for a model on meta; None: the model's initialisation.
+        settings: Overrides per unit, by module name ("" is the root).
+        alone: Whether only this rank has the model, despite a process group.
+        recut: Called with parameters by name and this rank's slices; returns (n_local,) values of
+            existing shards by first name. None: every parameter must be whole.
     """
 
     sample: Any = None
@@ -76,10 +77,10 @@ def shard_model(
     recorder: Recorder,
     given: Given = NOTHING,
 ) -> Engine:
-    """Shard a model in place over the default process group.
+    """Shards a model in place over the default process group.
 
     Args:
-        model: Whole parameters, equal on all ranks, on one device; or on meta.
+        model: A model with whole parameters on one device, equal on all ranks; or on meta.
         config: The configuration.
         topology: Number and order of ranks; checked against the process group.
         recorder: Records every event.
@@ -87,7 +88,7 @@ def shard_model(
 
     Raises:
         ConfigError: Mesh, units or process group do not fit.
-        UnsupportedModelError: The model holds something that cannot be sharded.
+        UnsupportedModelError: A part of the model cannot be sharded.
     """
     if hasattr(model, ATTRIBUTE):
         raise EngineError(
@@ -124,7 +125,7 @@ def shard_model(
     if values is not None:
         place_others(model, values, device)
     object.__setattr__(model, ATTRIBUTE, engine)
-    object.__setattr__(model, "_ddp_params_and_buffers_to_ignore", _NoDDP())  # which DDP reads
+    object.__setattr__(model, "_ddp_params_and_buffers_to_ignore", _NoDDP())  # read by DDP
     apply_dtypes(model, config)
     apply_recompute(model, plan.recompute, config.activation_checkpointing.kind)
     convert_reentrant(model)
@@ -135,7 +136,7 @@ def shard_model(
 
 @contextmanager
 def _parts_of_no_model(model: nn.Module) -> Iterator[None]:
-    """If cutting fails, shards lose their records, so that `_refuse_nested_engine` finds them."""
+    """Removes records of shards if sharding fails, for `_refuse_nested_engine`."""
     try:
         yield
     except BaseException:
@@ -145,7 +146,7 @@ def _parts_of_no_model(model: nn.Module) -> Iterator[None]:
 
 
 class _NoDDP:
-    """DDP would wait for ranks whose shards differ from its own."""
+    """Makes DDP fail at once; it would wait for ranks whose shards differ."""
 
     def __iter__(self) -> Any:
         raise EngineError(
@@ -160,7 +161,7 @@ def plan_model(
     topology: Topology,
     settings: Mapping[str, UnitSettings] | None = None,
 ) -> Plan:
-    """The plan for a module, which may be on meta."""
+    """Makes the plan of a module, which may be on meta."""
     chosen = None
     if not isinstance(config.wrap, WrapKind | tuple):
         chosen = chosen_modules(model, cast("Callable[[nn.Module], bool]", config.wrap))
@@ -168,7 +169,7 @@ def plan_model(
 
 
 def _check_cuts(model: nn.Module, config: ShardConfig, mesh: Mesh, given: Given) -> None:
-    """Other axes of the mesh and DTensors must fit together."""
+    """Checks DTensors against the other axes of the mesh."""
     rank = dist.get_rank() if mesh.world_size > 1 and dist.is_initialized() else 0
     place = mesh.place(rank)
     ranks = mesh.order or range(mesh.world_size)
@@ -192,7 +193,7 @@ def _check_cuts(model: nn.Module, config: ShardConfig, mesh: Mesh, given: Given)
 def _values(
     model: nn.Module, plan: Plan, transports: dict[Mesh, Transport], masters: Masters, weights: Any
 ) -> InitialValues | None:
-    """Values of a model on meta; None where it has its own."""
+    """The initial values of a model on meta; None if it has values."""
     if not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         if weights is not None:
             raise ConfigError(
@@ -219,7 +220,7 @@ def _say_one_host(plan: Plan) -> None:
 
 
 def plan_of(model: nn.Module) -> Plan:
-    """The plan that a sharded model runs."""
+    """Returns the plan of a sharded model."""
     return engine_of(model).plan
 
 
@@ -239,7 +240,7 @@ def _refuse_nested_engine(model: nn.Module) -> None:
 
 
 def _refuse_shared_buffers(model: nn.Module) -> None:
-    """A buffer that is a view of a parameter would keep what the parameter was."""
+    """Refuses a buffer that is a view of a parameter, because it would keep stale values."""
     named = ((name, plain(param)) for name, param in model.named_parameters())
     params = {storage_key(p): name for name, p in named if _has_memory(p)}
     for name, buffer in model.named_buffers():
@@ -278,12 +279,12 @@ def _check_world(topology: Topology) -> None:
 
 
 def reset(model: nn.Module) -> None:
-    """Close what an exception left open. Automatic at the next forward; here for users."""
+    """Resets state left by an exception. The next forward does this automatically."""
     engine_of(model).runtime.reset()
 
 
 def no_sync(model: nn.Module, *, outer_only: bool = False) -> Any:
-    """Context: every backward inside leaves its gradients unreduced (or only over replicas)."""
+    """Context in which backwards do not reduce gradients, or only not over replicas."""
     engine = engine_of(model)
     if not outer_only:
         return engine.gradients.no_sync(Sync.NONE)

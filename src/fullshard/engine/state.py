@@ -1,17 +1,16 @@
-"""The state of a sharded model: full state dicts, loading, unsharded blocks, what a save writes.
+"""The state of a sharded model: full state dicts, loading, unsharded blocks, contents of a save.
 
-A save writes what a rank holds of the model and its optimizer, tensor by tensor:
+A save writes this rank's part of the model and its optimizer, tensor by tensor:
 
-    model       parameters' slices, from the flat shards; buffers and what is left out, whole
+    model       slices of parameters, from the flat shards; whole buffers and ignored parameters
     optimizer   states with as many elements as the slice: sliced like the parameter
-                scalars (a step count): the same on every rank
-                an owner's (fs.owned): whole tensors of any shape, and scalars of its own
-                anything else (factors, block scales): one rank's own affair, opaque
+                scalars (a step count): equal on every rank
+                states of an owner (fs.owned): whole tensors of any shape, and scalars
+                anything else (factors, block scales): private to one rank, opaque
 
-Where several ranks hold the same elements, they take turns, unit by unit, so that each writes its
-share.
+Ranks that hold the same elements take turns by unit, so that each writes a share.
 
-As safetensors names them: https://huggingface.co/docs/safetensors
+Names of safetensors: https://huggingface.co/docs/safetensors
 """
 
 from __future__ import annotations
@@ -41,10 +40,10 @@ from fullshard.transport.base import torch_dtype
 def full_state_dict(
     model: nn.Module, *, dtype: Any = None, rank0_only: bool = True
 ) -> dict[str, torch.Tensor]:
-    """The keys of the unsharded `state_dict()` with whole tensors on the CPU. A collective.
+    """Returns the unsharded `state_dict()` with whole tensors on the CPU. A collective.
 
-    Units are gathered one after another, so that no rank ever holds more than one unit beside the
-    result, and with `rank0_only` only rank 0 holds that.
+    Units are gathered one after another. No rank holds more than one unit and the result, which
+    with `rank0_only` exists only on rank 0.
 
     Args:
         model: Sharded.
@@ -80,9 +79,9 @@ def full_state_dict(
 def whole_params(
     engine: Engine, wanted: Container[str] | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each parameter's first name and whole value, a view that is to be copied at once.
+    """Yields each parameter's first name and whole value, a view that must be copied at once.
 
-    A collective: every rank takes all of them. One flat buffer is whole at a time.
+    A collective: every rank must consume all. One flat buffer is gathered at a time.
 
     Args:
         engine: Engine of the model.
@@ -105,7 +104,7 @@ def _to_cpu(tensor: Any, dtype: torch.dtype | None) -> Any:
 
 
 def hook_loading(model: nn.Module, engine: Engine) -> list[Any]:
-    """Let `load_state_dict` take whole tensors on every rank, at any level of the model."""
+    """Make `load_state_dict` accept whole tensors on every rank, at any level of the model."""
     members: dict[int, dict[str, Member]] = {}
     for unit in engine.units:
         for swap in unit.swaps:
@@ -153,7 +152,7 @@ def _slice_state(
             local = record.local_of(value)
             with no_guard():
                 state_dict[prefix + name] = local.view(member.param.shape)
-        else:  # torch would compare with the shard's shape
+        else:  # torch would compare it with the shard's shape
             strict_missing_unexpected_errors[-1].append(
                 f"size mismatch for {prefix + name}: copying a param with shape "
                 f"{shape} from checkpoint, the whole shape in the sharded model is {record.shape}."
@@ -169,15 +168,15 @@ def unsharded(
     units: Sequence[Unit] | None = None,
     with_grads: bool = False,
 ) -> Iterator[None]:
-    """Inside, every parameter is whole, in its master dtype. A collective at both ends.
+    """Context with whole parameters in the master dtype. A collective on entry and exit.
 
-    Parameters that other axes cut are the DTensors that they were before `fs.shard`.
+    Parameters sharded over other axes are the DTensors from before `fs.shard`.
 
     Args:
         model: Sharded.
-        writeback: Keep what was written into the parameters; each rank keeps its own part.
-        units: Only these; those that are whole already stay as they are. None: all.
-        with_grads: Gradients are whole too; only without other axes.
+        writeback: Whether to keep modifications; each rank keeps its own part.
+        units: Units to gather; those that are whole already do not change. None: all.
+        with_grads: Whether gradients are whole too; only without other axes.
     """
     engine = engine_of(model)
     if engine.unsharded and units is None:
@@ -222,7 +221,7 @@ class _Whole:
                     continue
                 if with_grads:
                     with no_guard():
-                        member.param.grad = None  # its shape is not the parameter's now
+                        member.param.grad = None  # its shape differs from the parameter's now
                 member.param.__class__ = nn.Parameter  # type: ignore[assignment]
                 member.param.data = member.view(full)
                 if with_grads:
@@ -266,7 +265,7 @@ def _whole_grads(unit: Unit) -> dict[int, torch.Tensor]:
     return {id(member): grad.full_tensor() for member, grad in grads if grad is not None}  # type: ignore[attr-defined]
 
 
-# ---- what a save writes
+# ---- contents of a save
 
 DTYPE_NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -284,15 +283,15 @@ class Held:
     Attributes:
         names: (parameter or buffer,) or (parameter, state).
         shape: Global shape.
-        start: First element here, in row-major order.
+        start: First element of this rank, in row-major order.
         stop: One past the last.
         local: (stop - start,), shares memory with the model or the optimizer.
-        writes: Whether this rank is the one that saves these elements.
-        opaque: Whether it means something to this rank alone; its shape is its own then.
-        whole: Whether it is a buffer, left out of sharding, or an owner's: no slice of a parameter,
-            and `local` may be a copy of it.
-        cut: How other axes cut the parameter, if their cut is no range of its elements: `start` and
-            `stop` are elements of the local tensor then.
+        writes: Whether this rank saves these elements.
+        opaque: Whether only this rank can interpret it; its shape is then its own.
+        whole: Whether it is a buffer, an ignored parameter or an owner's state, not a slice of a
+            parameter; `local` may be a copy.
+        cut: The cut over other axes, if it is not a contiguous range; `start` and `stop` are then
+            elements of the local tensor.
     """
 
     names: tuple[str, ...]
@@ -313,11 +312,11 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerState:
-    """What an optimizer holds.
+    """The state of an optimizer.
 
     Attributes:
-        kind: Name of its class.
-        tensors: Tensors of its states.
+        kind: Name of the class.
+        tensors: The states that are tensors.
         scalars: Parameter -> state -> a number, or a tensor of one element.
         groups: Settings of each group, with its parameters' names under "params".
     """
@@ -329,10 +328,10 @@ class OptimizerState:
 
 
 def model_tensors(model: nn.Module) -> list[Held]:
-    """Every parameter and persistent buffer, tied ones once.
+    """Returns every parameter and persistent buffer, tied ones once.
 
     Raises:
-        EngineError: The parameters are whole just now (`fs.unsharded`), or have other names.
+        EngineError: Parameters are whole (inside `fs.unsharded`), or have other names.
     """
     engine = engine_of(model)
     shown = {name for name, _ in model.named_parameters()}
@@ -357,7 +356,7 @@ def model_tensors(model: nn.Module) -> list[Held]:
 
 
 def _writes(member: Member, rank: int) -> bool:
-    """Whether this rank saves its elements: replicas take turns, copies on other axes do not."""
+    """Whether this rank saves its elements. Replicas take turns; copies on other axes do not."""
     plan, cut = member.group.unit.plan, member.cut
     ranks = (rank,) if cut is None else cut.ranks if cut.is_first_copy else ()
     is_first = any(plan.mesh.place(other) % plan.mesh.inner == 0 for other in ranks)
@@ -380,10 +379,11 @@ def extra_states(model: nn.Module) -> dict[str, Any]:
 
 
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> OptimizerState:
-    """Everything that an optimizer of a sharded model holds, by the names of its parameters.
+    """Returns the state of a sharded model's optimizer by parameter names.
 
     Raises:
-        CheckpointError: A parameter is not the model's, or a state is neither tensor nor number.
+        CheckpointError: A parameter is not part of the model, or a state is neither tensor nor
+            number.
     """
     held = {item.names[0]: item for item in model_tensors(model)}
     names = param_names(model, optimizer)
@@ -410,7 +410,7 @@ def kind_of(optimizer: torch.optim.Optimizer) -> str:
 
 
 def join_scalars(told: list[dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """Join the scalar states that the ranks own."""
+    """Join the scalar states of all owners."""
     joined: dict[str, dict[str, Any]] = {}
     for scalars in told:
         for name, values in scalars.items():
@@ -422,7 +422,7 @@ def param_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int,
     """First names of an optimizer's parameters, by identity.
 
     Raises:
-        CheckpointError: One is not the model's.
+        CheckpointError: A parameter is not part of the model.
     """
     names = {id(param): name for name, param in model.named_parameters()}
     for group in optimizer.param_groups:
@@ -439,15 +439,15 @@ def param_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int,
 def restore_optimizer(
     model: nn.Module, optimizer: torch.optim.Optimizer, saved: OptimizerState
 ) -> None:
-    """Give an optimizer the states and settings that were saved.
+    """Restore an optimizer's saved states and settings.
 
     Args:
         model: Sharded.
-        optimizer: Optimizer of its parameters, with groups of the same parameters.
-        saved: `tensors` with `local` filled for this rank.
+        optimizer: Optimizer of the model, with the saved groups of parameters.
+        saved: The saved state, with `local` of `tensors` filled for this rank.
 
     Raises:
-        CheckpointError: The groups have other parameters; nothing was changed.
+        CheckpointError: The groups have other parameters. Nothing is changed.
     """
     settings = matching_settings(model, optimizer, saved.groups)
     names = param_names(model, optimizer)
@@ -481,10 +481,10 @@ def restore_optimizer(
 
 
 def dtype_name(tensor: torch.Tensor, where: str) -> str:
-    """As safetensors names it.
+    """Returns the name of a dtype in safetensors.
 
     Raises:
-        CheckpointError: It has no name.
+        CheckpointError: safetensors does not support the dtype.
     """
     if tensor.dtype not in DTYPE_NAMES:
         raise CheckpointError(
@@ -504,7 +504,7 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def _others(model: nn.Module, engine: Engine) -> Iterator[Held]:
-    """Buffers and ignored parameters: whole, saved by the first rank."""
+    """Buffers and ignored parameters, whole, saved by the first rank."""
     cut = {name for group in engine.groups for names in group.plan.names for name in names}
     seen: set[int] = set()
     for name, value in model.state_dict(keep_vars=True).items():
@@ -519,14 +519,14 @@ def _others(model: nn.Module, engine: Engine) -> Iterator[Held]:
 def _sort_in(
     found: OptimizerState, of: Held, names: tuple[str, str], value: Any, *, whole: bool
 ) -> None:
-    """Put one state where it belongs.
+    """Add one state to the optimizer's saved state.
 
     Args:
-        found: The state that it is added to.
+        found: The optimizer's saved state.
         of: The parameter.
-        names: The parameter's and the state's.
+        names: Names of the parameter and the state.
         value: The state.
-        whole: Whether it is an owner's.
+        whole: Whether it is a whole state of an owner.
     """
     name, key = names
     if isinstance(value, bool | int | float):

@@ -1,4 +1,4 @@
-"""What a sharded model holds and spends on this rank, measured."""
+"""Measured memory and communication time of a sharded model on this rank."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from fullshard.engine.parameter import ShardedParameter
 
 
 def memory_stats(model: nn.Module) -> dict[str, dict[str, int]]:
-    """Bytes that the engine holds on this rank, by kind: {"now", "peak"}; "total" sums them.
+    """Returns the engine's bytes on this rank by kind: {"now", "peak"}; "total" is the sum.
 
     Kinds: parameter_shards, gradient_shards, shared_weights_to_compute_with, slots, gradient_slots,
-    communication_buffers, deferred_gradients, buffers. Of what ranks share it is this rank's part.
+    communication_buffers, deferred_gradients, buffers. Shared memory counts by this rank's part.
     """
     engine = engine_of(model)
     groups = engine.groups
@@ -42,15 +42,15 @@ def memory_stats(model: nn.Module) -> dict[str, dict[str, int]]:
 
 
 def communication_seconds(model: nn.Module) -> float:
-    """Seconds that this rank spent issuing collectives and waiting for them, since fs.shard.
+    """Returns the seconds that this rank issued and awaited collectives, since fs.shard.
 
-    On a device with streams: what its step's stream waited, as far as it has come.
+    On a device with streams: the waits of the step's stream that have finished.
     """
     return engine_of(model).runtime.actions.seconds()
 
 
 def num_parameters(model: nn.Module) -> int:
-    """Parameters of the whole model, tied ones once; of any module, sharded or not."""
+    """Returns the number of parameters of the full model, tied ones once, sharded or not."""
     return sum(
         math.prod(param.record.shape) if isinstance(param, ShardedParameter) else param.numel()
         for param in model.parameters()

@@ -28,7 +28,7 @@ class StreamedRuntime(Runtime):
 
     def __init__(self, streams: Streams, homes: Homes, *parts: Any, poison: bool) -> None:
         self._streams = streams
-        self._stream = streams.current()  # the step's
+        self._stream = streams.current()  # the step's stream
         kind = OffloadedActions if homes.offloads else TimedActions
         super().__init__(*parts, poison=poison, actions=partial(kind, streams))
 
@@ -48,7 +48,7 @@ class StreamedRuntime(Runtime):
         enter = super().enter
         if graph_task_id() == -1:
             enter(index, begins=begins)
-        else:  # a recompute
+        else:  # a recomputation
             self._on_the_steps(lambda: enter(index, begins=begins))
 
     def _begin_step(self, index: int, *, stale: bool) -> None:
@@ -71,7 +71,7 @@ class StreamedRuntime(Runtime):
 
 
 class TimedActions(Actions):
-    """Measures on the device what may wait for other ranks.
+    """Measures waits for other ranks on the device.
 
     Args:
         streams: Streams of the device.
@@ -82,7 +82,7 @@ class TimedActions(Actions):
     def __init__(self, streams: Streams, *parts: Any, poison: bool) -> None:
         super().__init__(*parts, poison=poison)
         self._streams = streams
-        self._times: deque[tuple[Any, Any]] = deque()  # the device may not have come to yet
+        self._times: deque[tuple[Any, Any]] = deque()  # the device may not have reached yet
 
     def _act(self, event: Event) -> None:
         if event.kind not in WAITS:
@@ -100,12 +100,12 @@ class TimedActions(Actions):
 
 
 class OffloadedActions(TimedActions):
-    """Copies shards from the host beside the step, and lets the host wait before it writes them."""
+    """Copies shards from the host on a separate stream; the host waits before it writes them."""
 
     def __init__(self, streams: Streams, *parts: Any, poison: bool) -> None:
         super().__init__(streams, *parts, poison=poison)
         self._copies = streams.make("copy")
-        self._done: Any = None  # when the last shard has been read
+        self._done: Any = None  # recorded after the last read of a shard
         for unit in self._units:
             unit.transport.home.await_reads = self._await_reads
 
@@ -124,7 +124,7 @@ class OffloadedActions(TimedActions):
 
 
 class _Copied:
-    """A gather under way whose parts are copied from the host first."""
+    """A running gather whose parts are first copied from the host."""
 
     def __init__(self, streams: Streams, copied: Any, fetch: Fetch | None) -> None:
         self._streams, self._done, self._fetch = streams, copied, fetch
