@@ -1,4 +1,4 @@
-"""How bytes travel between ranks. One interface, several transports."""
+"""Communication between ranks: one interface, several transports."""
 
 from fullshard.transport.base import Axes, Fetch, Home, Reduction, Transport, Weights
 from fullshard.transport.groups import Exchange, copy_from_first

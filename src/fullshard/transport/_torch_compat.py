@@ -21,16 +21,16 @@ reduce_scatter_single: Callable[..., Any] = (
 
 
 def all_gather_many(fulls: Sequence[Any], parts: Sequence[Any], group: Any) -> Any:
-    """All-gather several buffers in one collective; the work to wait for."""
+    """All-gather several buffers in one collective; returns its work."""
     if len(fulls) == 1:
         return all_gather_single(fulls[0], parts[0], group=group, async_op=True)
     gather = _coalesced(group, "all_gather_single", "allgather_into_tensor")
     as_bytes = [[t.view(torch.uint8) for t in tensors] for tensors in (fulls, parts)]
-    return gather(*as_bytes)  # gloo joins the buffers of one call, and takes one dtype for all
+    return gather(*as_bytes)  # gloo concatenates the buffers of a call, which need one dtype
 
 
 def reduce_scatter_many(parts: Sequence[Any], fulls: Sequence[Any], group: Any) -> list[Any]:
-    """Reduce-scatter several buffers, those of one dtype in one collective; works to wait for."""
+    """Reduce-scatter several buffers, in one collective per dtype; returns the works."""
     works: list[Any] = []
     for dtype in dict.fromkeys(full.dtype for full in fulls):
         outs, ins = ([t for t in many if t.dtype is dtype] for many in (parts, fulls))
@@ -43,18 +43,18 @@ def reduce_scatter_many(parts: Sequence[Any], fulls: Sequence[Any], group: Any) 
 
 
 def _coalesced(group: Any, new: str, old: str) -> Callable[..., Any]:
-    """A process group's own call for lists of tensors: dist has no public name for it."""
+    """Calls a process group's method for lists of tensors, which dist does not expose."""
     return getattr(group, f"{new}_coalesced", None) or getattr(group, f"{old}_coalesced")
 
 
 def group_timeout(group: Any) -> Any:
-    """The time-out (a timedelta) that a process group was made with; None where it has none."""
+    """The time-out (a timedelta) of a process group; None if it has none."""
     backend = group._get_backend(group._device_types[0])
     return getattr(getattr(backend, "options", None), "_timeout", None)
 
 
 def urgent_options(timeout: Any) -> Any:
-    """Options of a group whose kernels NCCL runs before others'; None where NCCL does not serve."""
+    """Options of a group with high-priority NCCL kernels; None without NCCL."""
     if "nccl" not in dist.get_backend_config():
         return None
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
@@ -63,5 +63,5 @@ def urgent_options(timeout: Any) -> Any:
 
 
 def is_alive(group: Any) -> bool:
-    """Whether a process group was not destroyed yet (torch has no public question for it)."""
+    """Whether a process group still exists; torch has no public function for it."""
     return dist.is_initialized() and group in dist.distributed_c10d._world.pg_map

@@ -1,11 +1,11 @@
-"""What the engine asks of a transport.
+"""The interface between the engine and a transport.
 
     fetch(fulls)    every rank's part of each flat buffer to every rank, in place
     reduce(fulls)   this rank's part of each sum over the shard axis
-    sum_replicas(x) a part's sum over the replicate axis, beside what follows
+    sum_replicas(x) the sum of a part over the replicate axis, asynchronously
     all_reduce(x)   small vectors: bits, squared norms
 
-Buffers of one call differ in dtype or in what is trained; they travel in one collective.
+The buffers of a call differ in dtype or trained parameters; they share one collective.
 
 [Note: sums have an order]
 Gradients are summed in promote(float32, master dtype) and in rank order, so that `direct`,
@@ -33,25 +33,25 @@ Slots = dict[str, list[torch.Tensor]]  # (numel,) each, by ring
 
 
 def torch_dtype(dtype: DType) -> torch.dtype:
-    """torch's dtype of that name."""
+    """Returns torch's dtype of a name."""
     return getattr(torch, dtype.value)
 
 
 @dataclass(frozen=True, slots=True)
 class Axes:
-    """This rank's place in the mesh and its process groups (None where the axis has size 1).
+    """This rank's coordinates in the mesh and its process groups (None for axes of size 1).
 
     Attributes:
-        shard_ranks: Global ranks that share one copy, this one among them.
+        shard_ranks: Global ranks that share one copy, including this one.
         replicate_ranks: Global ranks that hold the same part.
         shard_index: Index of this rank in `shard_ranks`.
         replicate_index: Index of this rank in `replicate_ranks`.
-        gather_group: Carries all-gathers over the shard axis.
-        reduce_group: Carries reductions over the shard axis, so that the order of the two kinds
-            need not agree between ranks, and NCCL runs them side by side.
-        replicate_group: Carries the outer reduction.
-        world_group: All ranks of the mesh, for small vectors.
-        first_tag: Messages between ranks are numbered from here: each model has tags of its own.
+        gather_group: Group of all-gathers over the shard axis.
+        reduce_group: Separate group of reductions over the shard axis, so that the order of gathers
+            and reductions may differ between ranks, and NCCL runs both concurrently.
+        replicate_group: Group of reductions over the replicate axis.
+        world_group: Group of all ranks of the mesh, for small vectors.
+        first_tag: First tag of this model's messages; tags are unique per model.
     """
 
     mesh: Mesh
@@ -68,18 +68,18 @@ class Axes:
 
 
 class Fetch(Protocol):
-    """An all-gather under way."""
+    """A running all-gather."""
 
     def wait(self) -> None:
-        """Return when the buffers are whole and may be read, and this rank's parts rewritten."""
+        """Wait until the buffers are complete and this rank's parts may be overwritten."""
         ...
 
 
 class Works:
-    """Messages or collectives under way.
+    """Running messages or collectives.
 
     Args:
-        works: What torch.distributed returned for each.
+        works: torch.distributed's work of each.
     """
 
     __slots__ = ("_works",)
@@ -88,11 +88,11 @@ class Works:
         self._works = works
 
     def wait(self) -> None:
-        """Return when all are complete.
+        """Wait until all are complete.
 
         Raises:
             EngineError: Another rank has ended.
-            HangError: They took longer than the process group's timeout.
+            HangError: The process group's time-out has passed.
         """
         try:
             for work in self._works:
@@ -103,7 +103,7 @@ class Works:
 
 
 def _failure(error: RuntimeError) -> EngineError | HangError:
-    """The typed error for a message that does not arrive."""
+    """Returns the typed error for a message that does not arrive."""
     if "imed out" in str(error):
         return HangError(
             "a message: expected one from every rank within the process group's timeout; none "
@@ -116,12 +116,12 @@ def _failure(error: RuntimeError) -> EngineError | HangError:
 
 
 class Reduction:
-    """A sum over the shard axis under way. See [Note: sums have an order].
+    """A running sum over the shard axis. See [Note: sums have an order].
 
     Args:
         receive: Waits for the ranks' contributions to this rank's part of each buffer and returns
             them in rank order, (part_numel,) each, reduce dtype. One contribution is the sum.
-        release: Called when the contributions have been read.
+        release: Called after the contributions were read.
     """
 
     __slots__ = ("_receive", "_release")
@@ -134,7 +134,7 @@ class Reduction:
         self._receive, self._release = receive, release
 
     def land(self, outs: Sequence[torch.Tensor]) -> None:
-        """Write the sums; the reduced buffers may be overwritten afterwards.
+        """Wait for the sums and write them. The reduced buffers may be overwritten afterwards.
 
         Args:
             outs: (part_numel,) each, accumulate dtype.
@@ -145,11 +145,11 @@ class Reduction:
 
 
 def sum_in_order(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-    """Sum equal parts into `out` in its dtype, the first rank's first.
+    """Sum parts into `out`, in its dtype and in rank order.
 
     Args:
         parts: (numel,) each, reduce dtype.
-        out: (numel,), accumulate dtype; not among the parts.
+        out: (numel,), accumulate dtype; not one of the parts.
     """
     if len(parts) > 1 and parts[0].dtype == out.dtype:
         torch.add(parts[0], parts[1], out=out)
@@ -181,13 +181,13 @@ Hook = Callable[..., object]
 
 
 def reduce_by(hook: Hook, fulls: Sequence[torch.Tensor], num_parts: int) -> Reduction:
-    """Let a hook of the user's reduce gradients.
+    """Reduce gradients with a user's hook.
 
         hook(full)         if every rank keeps the whole: (numel,), reduced in place
         hook(full, part)   otherwise: writes the reduced part of this rank, (part_numel,)
 
-    The hook divides as well; nothing is divided after it. It is called in the plan's order, which
-    is the same on all ranks, so it may call collectives.
+    The hook must also divide. It is called in the plan's order, which is equal on all ranks, so it
+    may call collectives.
 
     Args:
         hook: The user's function.
@@ -206,15 +206,16 @@ def reduce_by(hook: Hook, fulls: Sequence[torch.Tensor], num_parts: int) -> Redu
 class Scratch:
     """A pool of buffers for collectives in flight.
 
-    Buffers are kept, because fresh memory costs a page fault per page.
+    Buffers are reused, because new memory costs a page fault per page.
     """
 
     def __init__(self) -> None:
         self._free: list[torch.Tensor] = []
-        self.num_bytes = 0  # of all buffers, lent ones too
+        self.num_bytes = 0  # of all buffers, including those in use
 
     def take(self, like: torch.Tensor, numel: int) -> torch.Tensor:
-        """(numel,) uninitialised, dtype and device of `like`; the smallest free one that fits."""
+        """Returns (numel,) uninitialised elements like `like`, from the smallest sufficient
+        buffer."""
         fitting = [
             i
             for i, free in enumerate(self._free)
@@ -228,17 +229,17 @@ class Scratch:
         return buffer
 
     def give(self, *buffers: torch.Tensor) -> None:
-        """Take buffers back, each in its full length."""
+        """Return buffers to the pool, each in its full length."""
         self._free += [b if b._base is None else b._base for b in buffers]
 
 
 @dataclass(frozen=True)
 class Weights:
-    """One group's weights.
+    """The weights of a group.
 
     Attributes:
         master: (part_numel,), master dtype: this rank's part.
-        full: (numel,), compute dtype: all parts, the masters themselves where dtypes agree.
+        full: (numel,), compute dtype: all parts; the masters themselves if the dtypes are equal.
     """
 
     master: torch.Tensor
@@ -246,15 +247,15 @@ class Weights:
 
 
 class Home:
-    """The memory of masters and gradient slots, and when they may be written.
+    """The memory of masters and gradient slots, and the rules for writing it.
 
-    This class is the memory of one rank, for which nobody waits; see `SharedHome`.
+    This class is the private memory of one rank, without waits; see `SharedHome`.
 
     Attributes:
         wrote: Whether this rank has written shared weights since `publish`.
-        num_writes: Number of announced writes into weights.
-        place: What the next messages belong to. See [Note: places] in transport/direct.py.
-        await_reads: Returns when a device has read the shards that are in host memory.
+        num_writes: Number of announced writes to weights.
+        place: The phase of the next messages. See [Note: places] in transport/direct.py.
+        await_reads: Waits until a device has read the shards in host memory.
     """
 
     wrote = False
@@ -268,34 +269,34 @@ class Home:
         """Allocate shared weights. A collective."""
 
     def weights(self, unit: int, group: int) -> Weights | None:  # noqa: ARG002 shared homes use it
-        """The shared weights of a group; None if the caller allocates them."""
+        """Returns the shared weights of a group; None if the caller allocates them."""
         return None
 
     def open_slots(self, units: Sequence[UnitPlan], rings: Sequence[Ring]) -> Slots:  # noqa: ARG002
-        """Allocate gradient slots that ranks share, by ring. A collective."""
+        """Allocate shared gradient slots, by ring. A collective."""
         return {}
 
     def publish(self) -> None:
-        """Return when every rank's weights are written, at the beginning of a forward."""
+        """Wait until all ranks have written their weights, at the beginning of a forward."""
 
     def leave(self, *, settled: bool) -> None:
-        """This rank has finished reading the weights; `settled`: so have all ranks."""
+        """Note that this rank has finished reading the weights; `settled`: all ranks have."""
 
     def before_write(self) -> None:
-        """Return when no rank reads the weights that this rank is about to write."""
+        """Wait until no rank reads the weights that this rank is about to write."""
         self.num_writes += 1
         if self.await_reads is not None:
             self.await_reads()
 
     def claim(self, slot: torch.Tensor) -> None:
-        """Return when a gradient slot may be filled again."""
+        """Wait until a gradient slot may be overwritten."""
 
 
 class Transport(ABC):
-    """Moves the parts of flat buffers.
+    """Communicates the parts of flat buffers.
 
     Args:
-        axes: This rank's place in the mesh.
+        axes: This rank's coordinates and groups.
 
     Attributes:
         rank: Global rank.
@@ -312,19 +313,20 @@ class Transport(ABC):
 
     @abstractmethod
     def fetch(self, fulls: Sequence[torch.Tensor]) -> Fetch:
-        """Start to fill the other ranks' parts of each (numel,); this rank's part is in place."""
+        """Start to fill the other ranks' parts of (numel,) buffers that contain this rank's
+        part."""
 
     @abstractmethod
     def reduce(self, fulls: Sequence[torch.Tensor]) -> Reduction:
-        """Start to sum each (numel,), reduce dtype, over the shard axis. Unchanged until `land`."""
+        """Start to sum (numel,) buffers over the shard axis; they are unchanged until `land`."""
 
     @abstractmethod
     def sum_replicas(self, values: torch.Tensor) -> Iterator[None]:
         """Sum (part_numel,), accumulate dtype, over the replicate axis, in place.
 
-        The first `next` starts the messages. Each further one waits for those under way and starts
-        the messages that follow from them; the sum is complete when the iterator ends. All ranks
-        must take the same number of steps between other messages.
+        The first `next` starts the messages. Each further `next` waits for the running messages and
+        starts the following ones; the sum is complete when the iterator ends. All ranks must take
+        equal numbers of steps between other messages.
         """
 
     @abstractmethod

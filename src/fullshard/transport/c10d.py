@@ -1,4 +1,4 @@
-"""torch.distributed's own collectives: NCCL, and gloo for comparison."""
+"""torch.distributed's collectives: NCCL, and gloo for comparison."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class C10dTransport(Transport):
 
     Args:
         axes: This rank's place in the mesh.
-        kind: Whether sums are the backend's own or are made in rank order.
+        kind: Whether the backend sums, or sums are computed in rank order.
     """
 
     name = "c10d"
@@ -40,7 +40,7 @@ class C10dTransport(Transport):
         return all_gather_many(fulls, owns, axes.gather_group)
 
     def reduce(self, fulls: Sequence[torch.Tensor]) -> Reduction:
-        """A reduce-scatter; ordered: an all-to-all, then a local sum in rank order."""
+        """A reduce-scatter, or for ordered sums an all-to-all and a local sum in rank order."""
         num_parts, group = self.axes.mesh.shard, self.axes.reduce_group
         if num_parts == 1:
             return Reduction(lambda: [[full] for full in fulls])

@@ -1,12 +1,13 @@
-"""Direct exchange: each rank sends every peer just the part that it needs.
+"""Direct exchange: each rank sends every peer only the part that the peer needs.
 
-gloo's own all-gather and reduce-scatter clone whole buffers and send twice what is needed
-(docs/log.md); point-to-point messages on the same process group write straight into place.
+gloo's all-gather and reduce-scatter clone whole buffers and send twice as much as necessary
+(docs/log.md). Point-to-point messages on the same process group write directly to their
+destination.
 
 [Note: places]
-gloo ends the process when a message is longer than its receiver expects, and mixes up messages of
-equal length. A rank that skips a backward would send messages of its forward to ranks that are in
-backward. So ranks compare their places (a forward, a backward, a sum) before the first message of
+gloo aborts the process if a message is longer than its receiver expects, and confuses messages of
+equal length. A rank that skips a backward would send messages of its forward to ranks in backward.
+Ranks therefore compare their phases (a forward, a backward, a sum) before the first message of
 each.
 """
 
@@ -32,15 +33,15 @@ from fullshard.transport.base import (
     combine_in_order,
 )
 
-PLACE_TAG = 0  # of all models: ranks may be in different ones
-FETCH_TAG, REDUCE_TAG, OUTER_TAG, SPREAD_TAG = 1, 2, 3, 4  # from the model's first tag
+PLACE_TAG = 0  # over all models, since ranks may run different ones
+FETCH_TAG, REDUCE_TAG, OUTER_TAG, SPREAD_TAG = 1, 2, 3, 4  # relative to the model's first tag
 PLACE_BYTES = 96
-CHUNK = 64  # elements; parts are multiples of it
+CHUNK = 64  # parts are multiples of this number of elements
 Tensors = Sequence[torch.Tensor]
 
 
 class DirectTransport(Transport):
-    """Point-to-point messages on gloo. Without peers nothing travels, on any device."""
+    """Point-to-point messages on gloo. A single rank sends nothing, on any device."""
 
     name = "direct"
 
@@ -48,7 +49,7 @@ class DirectTransport(Transport):
         super().__init__(axes)
         number = axes.first_tag // TAGS_A_MODEL
         self._model = f" (sharded model {number})" if number > 1 else ""
-        self._apart = ""  # the error that ranks at several places raised
+        self._apart = ""  # the error that ranks in different phases raised
 
     def fetch(self, fulls: Sequence[torch.Tensor]) -> Fetch:
         ranks, index = self.axes.shard_ranks, self.axes.shard_index
@@ -66,7 +67,7 @@ class DirectTransport(Transport):
         return self._sum_chunks(chunks, ranks, self.axes.shard_index, REDUCE_TAG)
 
     def sum_replicas(self, values: torch.Tensor) -> Iterator[None]:
-        """Each replica sums one chunk in rank order, then sends it to the others."""
+        """Sum in place: each replica sums one chunk in rank order and sends it to the others."""
         ranks, index = self.axes.replicate_ranks, self.axes.replicate_index
         self._compare_places(ranks)
         chunks = _even_chunks(values, len(ranks))
@@ -93,13 +94,13 @@ class DirectTransport(Transport):
     def _sum_chunks(
         self, chunks: Sequence[Tensors], ranks: tuple[int, ...], index: int, tag: int
     ) -> Reduction:
-        """Send each rank its chunk of every buffer, and sum the ranks' contributions to this one's.
+        """Send each rank its chunk of every buffer, and sum all contributions to this rank's chunk.
 
         Args:
-            chunks: Those of each buffer, by rank.
+            chunks: The chunks of each buffer, by rank.
             ranks: Global ranks that sum.
-            index: This rank's place among them.
-            tag: The tag of these messages.
+            index: Index of this rank in `ranks`.
+            tag: Tag of the messages.
         """
         works: list[Any] = []
         received: list[Tensors] = []
@@ -123,7 +124,7 @@ class DirectTransport(Transport):
     def _exchange(
         self, sends: Tensors, receives: Tensors, ranks: Sequence[int], tag: int
     ) -> list[Any]:
-        """Send each of these ranks a tensor and receive one from it; skips this rank."""
+        """Exchange a tensor with each of the other ranks."""
         group, works = self.axes.world_group, []
         tag = tag + self.axes.first_tag if tag != PLACE_TAG else tag
         for rank, send, receive in zip(ranks, sends, receives, strict=True):
@@ -134,10 +135,10 @@ class DirectTransport(Transport):
         return works
 
     def _compare_places(self, ranks: Sequence[int]) -> None:
-        """Check that all ranks are at one place before a message. See [Note: places].
+        """Check that all ranks are in the same phase. See [Note: places].
 
         Raises:
-            EngineError: They are at different places, or were before.
+            EngineError: Ranks are, or were, in different phases.
         """
         if len(ranks) == 1 or not (self.home.place or self._apart):
             return
@@ -162,12 +163,12 @@ class DirectTransport(Transport):
 
 
 def _even_chunks(values: torch.Tensor, count: int) -> list[torch.Tensor]:
-    """As even as multiples of 64 elements allow; the last ones may be empty."""
+    """Splits into equal multiples of 64 elements; the last chunks may be smaller or empty."""
     blocks = values.numel() // CHUNK
     bounds = [CHUNK * (blocks * i // count) for i in range(count + 1)]
     return [values[start:stop] for start, stop in pairwise(bounds)]
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as bytes: gloo then need not know the dtype."""
+    """Views memory as bytes, so that gloo need not support the dtype."""
     return tensor.view(torch.uint8)

@@ -1,8 +1,8 @@
-"""One process plays one rank of any world: nothing travels.
+"""A single process simulates one rank of any world, without communication.
 
-Peers are taken to hold zeros as their parts of the weights and this rank's own gradients, so that
-a reduction is the world-fold sum in rank order, bit for bit what equal ranks would get. For tests
-of bookkeeping and host time at sizes that no test machine has; what it trains is meaningless.
+Simulated peers have zeros as their parts of the weights, and this rank's gradients. A reduction is
+therefore a sum of equal values in rank order, with the bits that equal ranks would get. It serves
+tests of bookkeeping and host time at large world sizes; training is meaningless.
 """
 
 from __future__ import annotations

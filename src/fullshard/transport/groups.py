@@ -1,7 +1,7 @@
-"""Process groups, made once for each layout of ranks and shared by the models that have it.
+"""Process groups, created once per layout of ranks and shared by models.
 
-A gloo group costs threads and sockets, a NCCL group hundreds of megabytes, and shutting one down
-while a rank still uses it ends that rank. So they live as long as the default process group.
+A gloo group costs threads and sockets, an NCCL group hundreds of megabytes. Destroying a group
+while another rank uses it would end that rank, so groups live as long as the default group.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fullshard.transport.shared.segment import Host
 
 @dataclass(frozen=True)
 class Process:
-    """A rank's process, and where it runs."""
+    """A rank's process and its host."""
 
     pid: int
     host: Host | None
@@ -32,7 +32,7 @@ class Process:
 
 @dataclass
 class _Made:
-    """What was made beside one default process group."""
+    """The objects that belong to a default process group."""
 
     groups: dict[Any, list[Any]] = field(default_factory=dict)
     serials: count[int] = field(default_factory=lambda: count(1))
@@ -43,13 +43,13 @@ _MADE: WeakKeyDictionary[Any, _Made] = WeakKeyDictionary()  # by default process
 
 
 def own_group(purpose: str, layout: Sequence[Sequence[int]]) -> Any:
-    """The group of this layout that this rank is in; None where it would be alone.
+    """Returns this rank's group of a layout; None if the rank is alone in it.
 
-    A collective the first time: every rank makes every group, in the same order.
+    A collective on first use: every rank creates every group, in the same order.
 
     Args:
-        purpose: Groups of different purposes do not wait for each other.
-        layout: The ranks of each group; every rank is in one.
+        purpose: Groups of different purposes are independent.
+        layout: The ranks of each group; every rank is in exactly one.
     """
     if len(layout[0]) == 1:
         return None
@@ -58,7 +58,7 @@ def own_group(purpose: str, layout: Sequence[Sequence[int]]) -> Any:
     key = (purpose, tuple(map(tuple, layout)))
     found = groups.get(key)
     if found is None or not is_alive(found[index]):
-        wait = group_timeout(dist.group.WORLD)  # torch's own would be half an hour
+        wait = group_timeout(dist.group.WORLD)  # torch's default is half an hour
         options = urgent_options(wait)
         found = groups[key] = [
             dist.new_group(list(ranks), timeout=wait, pg_options=options) for ranks in layout
@@ -67,13 +67,13 @@ def own_group(purpose: str, layout: Sequence[Sequence[int]]) -> Any:
 
 
 def own_index(layout: Sequence[Sequence[int]], rank: int) -> int:
-    """Which group of a layout a rank is in."""
+    """Returns the index of a rank's group in a layout."""
     return next(index for index, ranks in enumerate(layout) if rank in ranks)
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """Slices of any length that travel between ranks which share a copy, straight into place.
+    """Exchanges slices of any length between the ranks of a shard group, without copies.
 
     Attributes:
         ranks: Global ranks, by part.
@@ -87,7 +87,7 @@ class Exchange:
 
     @classmethod
     def over(cls, mesh: Mesh, rank: int) -> Exchange:
-        """Between the ranks of this rank's shard axis. A collective the first time."""
+        """Creates the exchange of this rank's shard axis. A collective on first use."""
         groups = mesh.shard_groups()
         ranks = tuple(groups[own_index(groups, rank)])
         return cls(ranks, mesh.coordinates(rank)[1], own_group("reduce", groups))
@@ -97,11 +97,11 @@ class Exchange:
         sends: Sequence[tuple[int, torch.Tensor]],
         receives: Sequence[tuple[int, torch.Tensor]],
     ) -> None:
-        """Return when all have come. Two ranks must list their messages in one order.
+        """Run all messages. Both ranks of a message must list theirs in the same order.
 
         Args:
-            sends: Parts, and contiguous (numel,) for each.
-            receives: Likewise; written in place.
+            sends: (part, contiguous (numel,) tensor) pairs.
+            receives: (part, contiguous (numel,) tensor) pairs, which are written.
         """
         messages = [
             dist.P2POp(call, tensor.view(torch.uint8), self.ranks[part], self.group)
@@ -114,12 +114,12 @@ class Exchange:
 
 
 def first_tag() -> int:
-    """Where a new model's message tags begin: the same on all ranks, which shard in one order."""
+    """Returns the first message tag of a new model; equal on all ranks."""
     return TAGS_A_MODEL * next(_made().serials)
 
 
 def processes(world_size: int) -> list[Process]:
-    """The process of every rank. A collective the first time."""
+    """Returns the process of every rank. A collective on first use."""
     made = _made()
     if not made.processes:
         own = Process(os.getpid(), Host.here())
@@ -130,14 +130,14 @@ def processes(world_size: int) -> list[Process]:
 def places_of_meshes(ranks: Sequence[int], world_size: int) -> tuple[tuple[int, ...], int]:
     """`Mesh.order` and `Mesh.inner` of a device mesh, or of parts of one side by side.
 
-    A collective where this rank's mesh has not all ranks.
+    A collective if this rank's mesh has only some ranks.
 
     Args:
         ranks: Ranks of this rank's mesh, row by row.
-        world_size: Ranks in all.
+        world_size: Number of all ranks.
 
     Raises:
-        ConfigError: The meshes do not have all ranks, each once.
+        ConfigError: The meshes do not contain every rank exactly once.
     """
     if len(ranks) == world_size or not dist.is_initialized():
         return order_of(ranks), 1
@@ -149,17 +149,17 @@ def places_of_meshes(ranks: Sequence[int], world_size: int) -> tuple[tuple[int, 
 
 
 def tell_everyone(value: Any, group: Any) -> list[Any]:
-    """What each rank of a group says. A collective."""
+    """Returns the values of all ranks of a group. A collective."""
     said: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(said, value, group=group)
     return said
 
 
 def copy_from_first(tensors: Sequence[torch.Tensor], layout: Sequence[Sequence[int]]) -> None:
-    """Overwrite tensors with those of the first rank of this rank's group. A collective of all.
+    """Overwrite tensors with those of the first rank of the group. A collective of all ranks.
 
     Args:
-        tensors: The same shapes and dtypes on each of them.
+        tensors: Tensors with equal shapes and dtypes on all ranks of a group.
         layout: The ranks of each group.
     """
     group = own_group("all", layout)

@@ -1,4 +1,4 @@
-"""Choosing a transport, and making its process groups."""
+"""Selects a transport and creates its process groups."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from fullshard.transport.shared import Peers, SharedTransport
 
 
 def resolve_transport(config: ShardConfig, mesh: Mesh, device: torch.device) -> TransportKind:
-    """What `auto` means here. A collective where the world is larger than 1.
+    """Resolves `auto`. A collective if the world is larger than 1.
 
-    A shared home where the ranks of a shard axis are on one host and compute on its CPU; direct
-    exchange elsewhere on gloo, and without peers; else c10d.
+    `shared` if the ranks of a shard axis are on one host and compute on its CPU; otherwise `direct`
+    on gloo or for a single rank; otherwise `c10d`.
 
     Raises:
         ConfigError: The process group's backend does not serve the device or the transport.
@@ -57,7 +57,7 @@ def resolve_transport(config: ShardConfig, mesh: Mesh, device: torch.device) -> 
 
 
 def _why_not_shared(config: ShardConfig, mesh: Mesh, device: torch.device) -> str | None:
-    """What a shared home needs and does not find."""
+    """Returns the reason why a shared home is impossible; "" if it is possible."""
     if device.type != "cpu":
         return f"a model on the CPU; it is on {device}."
     if mesh.inner > 1:
@@ -80,14 +80,14 @@ def _why_not_shared(config: ShardConfig, mesh: Mesh, device: torch.device) -> st
 
 
 def make_transport(config: ShardConfig, mesh: Mesh) -> Transport:
-    """The resolved transport, over groups of this mesh's axes.
+    """Creates the resolved transport over groups of this mesh's axes.
 
-    A collective where the world is larger than 1: every rank calls it in the same order.
+    A collective if the world is larger than 1; all ranks call it in the same order.
     """
     kind = config.transport
     if kind is TransportKind.FAKE:
         return FakeTransport(_axes(mesh, 0))
-    if kind is TransportKind.DIRECT and mesh.world_size == 1:  # nothing travels, on any device
+    if kind is TransportKind.DIRECT and mesh.world_size == 1:  # no communication, on any device
         return DirectTransport(_axes(mesh, 0))
     axes = replace(
         _axes(mesh, dist.get_rank()), world_group=own_group("all", [range(mesh.world_size)])
@@ -100,7 +100,7 @@ def make_transport(config: ShardConfig, mesh: Mesh) -> Transport:
             replicate_group=own_group("replicate", mesh.replicate_groups()),
         )
         return C10dTransport(axes, config.reduction)
-    axes = replace(axes, first_tag=first_tag())  # messages carry tags: one group serves both axes
+    axes = replace(axes, first_tag=first_tag())  # messages have tags, so one group serves both axes
     if kind is TransportKind.DIRECT or mesh.shard == 1:
         return DirectTransport(axes)
 
@@ -113,7 +113,7 @@ def make_transport(config: ShardConfig, mesh: Mesh) -> Transport:
 
 
 def _axes(mesh: Mesh, rank: int) -> Axes:
-    """A rank's place in the mesh, without process groups."""
+    """The coordinates of a rank, without process groups."""
     replicate_index, shard_index = mesh.coordinates(rank)
     shards, replicas = mesh.shard_groups(), mesh.replicate_groups()
     return Axes(

@@ -1,7 +1,7 @@
-"""CUDA streams and events: no other file of the engine and the transports calls them.
+"""CUDA streams and events; no other file of the engine and the transports calls them.
 
-The file is not in `engine/`, because transports order their work by streams as well, and imports
-point from the engine to the transports.
+The file is not in `engine/`, because transports also use streams, and the engine imports the
+transports.
 
 [Note: streams]
     stream       what runs on it                             who waits for it
@@ -12,9 +12,9 @@ point from the engine to the transports.
     copy         copies of shards from the host into slots   gather, before it sends them
 
 The step's stream is the one that was current when the outermost forward began. Autograd calls a
-hook on the stream of its node: for a node of the graph the stream of its forward, for a parameter
-the stream on which the model was sharded. A hook that is called on another stream than the step's
-works on the step's, and each of the two streams waits for the other (`engine/streamed.py`).
+hook on the stream of its node: the stream of its forward for a node of the graph, the stream on
+which the model was sharded for a parameter. A hook that is called on another stream runs on the
+step's stream, and each of the two streams waits for the other (`engine/streamed.py`).
 
 What may touch a buffer, and when:
 
@@ -44,42 +44,42 @@ class Streams:
         self._device = device
 
     def current(self) -> Any:
-        """The stream on which the caller's operations are queued."""
+        """The current stream of the caller."""
         return torch.cuda.current_stream(self._device)
 
     def make(self, name: str) -> Any:  # noqa: ARG002 for streams that are played
-        """A new stream."""
+        """Creates a stream."""
         return torch.cuda.Stream(self._device)
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
-        """Inside, operations are queued on the stream."""
+        """Context that makes a stream current."""
         return torch.cuda.stream(stream)
 
     def join(self, waiting: Any, stream: Any) -> None:
-        """What is queued next on `waiting` waits for all that was queued on `stream`."""
+        """Makes `waiting` wait for all work queued on `stream` so far."""
         waiting.wait_stream(stream)
 
     def keep(self, tensor: torch.Tensor, stream: Any) -> None:
-        """Once it is freed, the tensor's memory stays until the stream has done what it queued."""
+        """Keeps a tensor's memory, once it is freed, until the stream's queued work is done."""
         tensor.record_stream(stream)
 
     def event(self, *, timed: bool = False) -> Any:
-        """All that was queued on the current stream; `timed`: and when it was done."""
+        """Records an event on the current stream; `timed` events have a time."""
         return self.current().record_event(torch.cuda.Event(enable_timing=timed))
 
     def wait(self, event: Any) -> None:
-        """What is queued next on the current stream waits for an event."""
+        """Makes the current stream wait for an event."""
         self.current().wait_event(event)
 
     def finish(self, event: Any) -> None:
-        """The host waits for an event."""
+        """Makes the host wait for an event."""
         event.synchronize()
 
     def seconds(self, start: Any, end: Any) -> float | None:
-        """Seconds between two timed events; None where the device has not come to the second."""
+        """Returns the seconds between two timed events; None if the second has not occurred yet."""
         return start.elapsed_time(end) / 1e3 if end.query() else None
 
 
 def of(device: torch.device) -> Streams | None:
-    """Streams of a device; None for the CPU, where all runs in the order in which it is called."""
+    """Returns the streams of a device; None for the CPU, which is synchronous."""
     return Streams(device) if device.type == "cuda" else None

@@ -1,16 +1,16 @@
-"""Where the ranks of one host tell each other how far they are.
+"""Progress counters of the ranks of one host, in shared memory.
 
     line of rank 0   begun | done | ready | pulled | summed      each counter on a cache line
     line of rank 1   begun | done | ready | pulled | summed      of its own; only its rank writes it
 
-A rank that waits looks after its peers meanwhile: one that has ended will never come. Neither will
-one that is further in something else: all ranks come to the same places in one order, so a peer
-that is not yet here has been nowhere that this rank has not.
+A waiting rank watches its peers. It stops waiting for a peer that has ended, or that is ahead in
+another counter: all ranks pass the same points in one order, so a peer that is ahead elsewhere will
+never arrive.
 
 [Note: counters]
-One process writes a counter in shared memory and others sleep on it. A waiter looks for some
-microseconds, then sleeps in the kernel (futex) until the writer changes the counter. Linux on
-x86-64 alone, where writes become visible in the order in which they were made.
+One process writes a counter in shared memory and others wait for it. A waiter spins for some
+microseconds, then sleeps in the kernel (futex) until the writer changes the counter. This needs
+Linux on x86-64, where writes become visible in program order.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from fullshard.errors import EngineError, HangError
 from fullshard.transport.shared.segment import Segment
 
 CACHE_LINE = 64
-TIMEOUT_S = 1800.0  # torch's own limit for a collective; the watchdog's is shorter
+TIMEOUT_S = 1800.0  # torch's limit for a collective; the watchdog's is shorter
 
 
 class Mark(IntEnum):
-    """What a rank counts.
+    """The counters of a rank.
 
-    BEGUN: forwards of the whole model that it has begun; its own parts were written before.
-    DONE: forwards whose weights it does not read any more.
-    READY: reductions whose gradients it has collected.
-    PULLED: reductions of which it has read what it needs.
-    SUMMED: small sums that it has put its vector down for.
+    BEGUN: started forwards of the whole model; the rank's parts were written before.
+    DONE: forwards whose weights the rank no longer reads.
+    READY: reductions whose gradients the rank has collected.
+    PULLED: reductions that the rank has finished reading.
+    SUMMED: small sums to which the rank has contributed its vector.
     """
 
     BEGUN = 0
@@ -82,7 +82,7 @@ class Peers:
         return [self._parts[descriptor] for descriptor, _ in self._poll.poll(0)]
 
     def refuse(self, part: int, doing: str) -> EngineError:
-        """What is said of a part that will never come."""
+        """Returns the error for a part that will never arrive."""
         return EngineError(
             f"{doing}: expected rank {self.ranks[part]} (process {self._pids[part]}) to take "
             "part; it has ended. Its own output says why."
@@ -99,7 +99,7 @@ class Board:
     Args:
         segment: At least `bytes_of(num_parts)` zeros at its start.
         part: This process's.
-        peers: To look after while waiting.
+        peers: The processes to watch while waiting.
     """
 
     def __init__(self, segment: Segment, part: int, peers: Peers) -> None:
@@ -119,19 +119,19 @@ class Board:
 
     @staticmethod
     def bytes_of(num_parts: int) -> int:
-        """How much of its segment a board needs."""
+        """The bytes that a board needs in its segment."""
         return LINE_BYTES * num_parts
 
     def tell(self, mark: Mark, value: int) -> None:
-        """Say how far this part is."""
+        """Advance a counter of this part."""
         self._counters[self.part][mark].advance(value)
 
     def await_all(self, mark: Mark, value: int, doing: str) -> None:
-        """Return when every other part has counted to `value`.
+        """Wait until every other part's counter is at least `value`.
 
         Raises:
-            EngineError: A peer has ended, or is somewhere else.
-            HangError: It took longer than half an hour.
+            EngineError: A peer has ended, or is ahead elsewhere.
+            HangError: Half an hour has passed.
         """
         for part in self._others:
             counter = self._counters[part][mark]
@@ -140,18 +140,18 @@ class Board:
                 counter.wait(value, partial(self._check_peers, (mark, value), part, doing, until))
 
     def value(self, mark: Mark) -> int:
-        """How far this part is."""
+        """The value of a counter of this part."""
         return self._counters[self.part][mark].value
 
     def _check_peers(self, goal: tuple[Mark, int], awaited: int, doing: str, until: float) -> None:
-        """Raise if a part that is waited for will never come."""
+        """Raise an error if an awaited part will never arrive."""
         mark, value = goal
 
         def is_late(part: int) -> bool:
             return self._counters[part][mark].value < value
 
         for part in self.peers.ended():
-            if is_late(part):  # one that came, and then ended, is fine
+            if is_late(part):  # a part that arrived and then ended is fine
                 raise self.peers.refuse(part, doing)
         for part, other in product(self._others, _PLACES):
             is_further = self._counters[part][other].value > self.value(other)
@@ -169,12 +169,12 @@ class Board:
             )
 
 
-# ---- counters that one process writes and others sleep on
+# ---- counters with one writer and sleeping waiters
 
 _FUTEX = 202  # the system call's number on x86-64
 _WAIT, _WAKE, _EVERYONE = 0, 1, 2**31 - 1
-SPINS = 60  # looks before sleeping, about 10 us: a peer that is nearly there costs no sleep
-SLEEP_S = 0.05  # at most, then the peer is looked after
+SPINS = 60  # spins before sleeping, about 10 us, for peers that arrive soon
+SLEEP_S = 0.05  # maximum sleep between checks of peers
 
 
 class _Timespec(ctypes.Structure):
@@ -187,7 +187,7 @@ _SLEEP = _Timespec(0, int(SLEEP_S * 1e9))
 
 
 class Counter:
-    """A growing number of one writer, seen by every process that maps it.
+    """A monotonic counter with one writer, visible to all processes that map it.
 
     Args:
         cell: 32 bits of shared memory, aligned.
@@ -204,16 +204,16 @@ class Counter:
         return self._cell.value
 
     def advance(self, value: int) -> None:
-        """Write the number and wake who sleeps on it."""
+        """Set the counter and wake waiters."""
         self._cell.value = value
         _syscall(_FUTEX, self._address, _WAKE, _EVERYONE, None, None, 0)
 
     def wait(self, target: int, look: Callable[[], None]) -> None:
-        """Return when the number is at least `target`.
+        """Wait until the counter is at least `target`.
 
         Args:
-            target: To be reached.
-            look: Called after every sleep without it; raises where waiting is in vain.
+            target: Awaited value.
+            look: Called after every sleep; raises an error if waiting is futile.
         """
         cell = self._cell
         for _ in range(SPINS):
@@ -224,7 +224,7 @@ class Counter:
                 look()
 
     def _sleep(self, seen: int) -> bool:
-        """Sleep while the number is `seen`; False after `SLEEP_S` without a change."""
+        """Sleep while the counter equals `seen`; False after `SLEEP_S` without a change."""
         left = _syscall(
             _FUTEX, self._address, _WAIT, ctypes.c_uint32(seen), ctypes.byref(_SLEEP), None, 0
         )
