@@ -130,7 +130,7 @@ def test_a_run_is_checked_with_the_micro_batches_that_were_chosen(tmp_path, monk
     ]
     for limit, expected in ((PLENTY, (16, 1)), (120 << 20, (8, 2))):
         monkeypatch.setattr(train_outlook, "this_machine", lambda _, m=limit: Machine(None, m))
-        checked = start.check(load_config(None, words), 2, Command.TRAIN, "never")
+        checked = start.prepare_run(load_config(None, words), 2, Command.TRAIN, "never")
         training = checked.view.config.training
         assert checked.resolved.config.training is training
         assert training.gradient_accumulation_steps == expected[1]

@@ -131,7 +131,7 @@ def run_recipe(command: Command, resolved: Resolved, how: How) -> Outcome:
     if launch is not None and not how.dry_run:
         return _be_a_rank(command, resolved, launch, how.resume)
     if how.dry_run:
-        return _show_plan(start.check(resolved, world_size, command, how.resume))
+        return _show_plan(start.prepare_run(resolved, world_size, command, how.resume))
     checked = _checked(command, resolved, world_size, how.resume)
     with start.made_folder(checked, command) as (folder, moved):
         if moved is not None:
@@ -207,7 +207,7 @@ def _checked(
     from fullshard.run import start
 
     try:
-        return start.check(resolved, world_size, command, resume)
+        return start.prepare_run(resolved, world_size, command, resume)
     except WillNotFitError as error:
         start.record_refusal(error, start.output_dir_of(resolved, command), command)
         raise

@@ -120,7 +120,7 @@ def world_size_of(resolved: Resolved, launch: LaunchEnvironment | None) -> int:
     return launch.world_size
 
 
-def check(
+def prepare_run(
     resolved: Resolved, world_size: int, command: Command, asked: str | None = None
 ) -> CheckedRun:
     """Checks everything that can be checked before a rank starts.

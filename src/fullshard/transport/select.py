@@ -57,7 +57,7 @@ def resolve_transport(config: ShardConfig, mesh: Mesh, device: torch.device) -> 
 
 
 def _why_not_shared(config: ShardConfig, mesh: Mesh, device: torch.device) -> str | None:
-    """Returns the reason why a shared home is impossible; "" if it is possible."""
+    """Returns what a shared home needs and lacks here; None if it is possible."""
     if device.type != "cpu":
         return f"a model on the CPU; it is on {device}."
     if mesh.inner > 1:
