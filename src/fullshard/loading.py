@@ -236,9 +236,9 @@ def _optimizer_of(
     scalars = _value(checkpoint, engine, SCALARS, saved["scalars"])
     if groups is _LEFT_OUT or scalars is _LEFT_OUT:
         raise CheckpointError(
-            f"checkpoint '{checkpoint.path}': expected the mesh that saved it, of "
-            f"{checkpoint.index.world_size} ranks, because each saved other settings or counts of "
-            f"{kind}. Load the model alone."
+            f"checkpoint '{checkpoint.path}': expected {checkpoint.index.world_size} ranks on the "
+            f"mesh that saved it, because each saved other settings or counts of {kind}. Load the "
+            "model alone."
         )
     matching_settings(model, optimizer, groups)
     found = OptimizerState(kind, [], scalars, groups)
