@@ -242,7 +242,7 @@ class Engine:
             if root.training and torch.is_grad_enabled():
                 self.norms.counts[Count.FORWARDS] += self.gradients.sync is Sync.ALL
             if not self._agreed:
-                convert_reentrant(root)  # compilation may have been enabled since fs.shard
+                convert_reentrant(root)  # checkpointing may have been enabled since fs.shard
         self.runtime.enter(index, begins=begins)
         if begins and self.config.param_dtype is not None:
             dtype = torch_dtype(self.config.param_dtype)

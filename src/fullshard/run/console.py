@@ -200,7 +200,6 @@ def plan_lines(config: RunConfig, plan: Plan, device: str) -> list[tuple[str, st
     )
     model = f"{plan.model_kind}, {plan.num_parameters:,} parameters{frozen}"
     axes = f"replicate {mesh.replicate} x shard {mesh.shard}, {plan.strategy}"
-    axes += f", transport {plan.transport}"
     places = [f"{human_bytes(size)} {place}" for place, size in plan.peak_bytes.items() if size]
     contracts = sorted(
         f"master {d.master}, compute {d.compute}, reduce {d.reduce}, accumulate {d.accumulate}"
@@ -208,7 +207,7 @@ def plan_lines(config: RunConfig, plan: Plan, device: str) -> list[tuple[str, st
     )
     return [
         ("model", f"{model}, {weights_line(config)}"),
-        ("mesh", f"{mesh.world_size} rank(s) on {device}: {axes}"),
+        ("mesh", f"{mesh.world_size} rank(s) on {device}: {axes}, transport {plan.transport}"),
         (
             "plan",
             f"{len(plan.units)} units, padding {padding / max(1, elements):.2%}, "

@@ -168,8 +168,9 @@ def begin(
             lock = stack.enter_context(RunLock(output_dir))
         except OSError as error:
             raise _cannot_be_made(output_dir, error) from error
-        for left in output_dir.glob(".*.[0-9]*"):  # a kill interrupted `write_whole`
-            left.unlink()
+        for file in (folder.record, folder.config, folder.plan):
+            for left in output_dir.glob(f".{file.name}.[0-9]*"):  # a kill interrupted `write_whole`
+                left.unlink()
         with contextlib.suppress(ConfigError):  # an unreadable record is moved aside
             folder.end_killed()
         if not goes_on and folder.record.is_file():

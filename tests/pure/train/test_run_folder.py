@@ -302,6 +302,17 @@ def test_a_file_that_cannot_be_written_whole_stays_as_it_was(tmp_path):
     assert path.read_text() == "old"
 
 
+def test_a_start_leaves_hidden_files_of_others(tmp_path):
+    make(tmp_path / "run")
+    (tmp_path / "run" / ".notes.2026").write_text("mine")
+    (tmp_path / "run" / ".cache.1").mkdir()
+    (tmp_path / "run" / ".config.yaml.1").write_text("left by a kill")
+    folder, _ = make(tmp_path / "run", goes_on=True)
+    assert (folder.path / ".notes.2026").read_text() == "mine"
+    assert (folder.path / ".cache.1").is_dir()
+    assert not (folder.path / ".config.yaml.1").exists()
+
+
 class Killed(BaseException):
     """Stands for SIGKILL: nothing of ours runs after it."""
 
