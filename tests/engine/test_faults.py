@@ -59,7 +59,7 @@ def is_last_rank():
 def stale_slot(engine, note):
     """On one rank a gather leaves in the slot what was there."""
     unit = engine.units[UNIT]
-    gather = unit.gather
+    gather = unit.start_gather
 
     def leaves_it():
         kept = [group.full.clone() for group in unit.groups]
@@ -70,14 +70,14 @@ def stale_slot(engine, note):
         note()
 
     if is_last_rank():
-        unit.gather = leaves_it
+        unit.start_gather = leaves_it
 
 
 def old_weights(engine, note):
     """On one rank a gather brings its own part as it was before the last update."""
     unit = engine.units[UNIT]
     old = [group.master.clone() for group in unit.groups]
-    gather = unit.gather
+    gather = unit.start_gather
 
     def brings_old():
         new = [group.master.clone() for group in unit.groups]
@@ -90,7 +90,7 @@ def old_weights(engine, note):
             group.master.copy_(values)
 
     if is_last_rank():
-        unit.gather = brings_old
+        unit.start_gather = brings_old
 
 
 class NextSlot:
