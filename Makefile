@@ -39,7 +39,7 @@ RUFF_PATHS = $(wildcard src tests tools benchmarks examples docs)
 # Not the tests: they misspell on purpose.
 SPELLED = $(wildcard src tools benchmarks examples docs *.md) Makefile
 
-.PHONY: help setup train test test-long test-all test-tutorials test-slow test-torch lint format bench bench-calibrate bench-comm bench-compile bench-copies bench-exact bench-gpu bench-host bench-io bench-jax bench-limits bench-memory bench-scale bench-overlap bench-planner bench-time chaos distill-study long-parity gpu gpu-wheels docs screenshots clean
+.PHONY: help setup train test test-long test-all test-tutorials test-slow test-torch test-wheel lint format bench bench-calibrate bench-comm bench-compile bench-copies bench-exact bench-gpu bench-host bench-io bench-jax bench-limits bench-memory bench-scale bench-overlap bench-planner bench-time chaos distill-study long-parity gpu gpu-wheels docs screenshots clean
 
 help:
 	@echo "make setup      a virtual environment in $(VENV) with all that tests and lint need"
@@ -50,6 +50,7 @@ help:
 	@echo "make test-all   both of these in one session, as CI runs them"
 	@echo "make test-slow  the slow tests"
 	@echo "make test-tutorials  examples/ to the end, on two ranks each"
+	@echo "make test-wheel  the wheel installs into an empty environment and trains there"
 	@echo "make test-torch TORCH=x   the engine's tests with that torch, in .venv-torch-x"
 	@echo "make gpu        what the engine must do on a GPU, step by step; DEVICE=cpu tries the steps"
 	@echo "make gpu-wheels  the packages that make gpu needs, to carry to a machine without an index"
@@ -141,6 +142,16 @@ test-tutorials: $(VENV)/.stamp-setup
 
 test-slow: $(VENV)/.stamp-setup
 	$(PYTEST) -m "slow and not gpu and not peers" --timeout 1200 $(ARGS)
+
+# The wheel, installed into an environment of its own, trains there. No checkout is on the path.
+test-wheel: | $(BIN)/python
+	@rm -rf build/wheel
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir build/wheel .
+	$(BIN)/python -m venv build/wheel/venv
+	build/wheel/venv/bin/python -m pip install --quiet --disable-pip-version-check \
+		$(if $(strip $(CONSTRAINTS)),--constraint $(CONSTRAINTS)) "$$(echo build/wheel/*.whl)[hf]"
+	cd build/wheel && venv/bin/fullshard train training.max_steps=10 && \
+		venv/bin/fullshard generate runs/train --prompt "The" && rm -rf venv
 
 test-torch:
 	@if [ -z "$(TORCH)" ]; then \
