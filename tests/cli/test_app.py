@@ -73,6 +73,27 @@ def test_the_version_is_told(fullshard):
     assert done.stdout.startswith("fullshard ")
 
 
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [(["re"], ["report"]), (["plan", "--no"], ["--nodes"]), (["ckpt", "pr"], ["prune"])],
+)
+def test_a_shell_completes_commands_and_options(typed, offered):
+    done = subprocess.run(
+        [sys.executable, "-m", "fullshard"],
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT / "src"),
+            "_FULLSHARD_COMPLETE": "complete_bash",
+            "COMP_WORDS": " ".join(["fullshard", *typed]),
+            "COMP_CWORD": str(len(typed)),
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.stdout.split(), done.stderr) == (offered, "")
+
+
 def test_no_command_at_all_shows_the_help(fullshard):
     done = fullshard()
     assert done.returncode == 2
@@ -164,8 +185,8 @@ def test_json_that_nobody_reads_or_nothing_takes_is_no_traceback():
         ),
         (
             ["--versoin"],
-            "--versoin: expected one of --help, --json, --version; got an unknown option. "
-            "Did you mean '--version'?",
+            "--versoin: expected one of --help, --install-completion, --json, --show-completion, "
+            "--version; got an unknown option. Did you mean '--version'?",
         ),
         (
             ["plan", "--gpu", "8"],

@@ -9,7 +9,7 @@ import typer
 from fullshard.cli.app import app
 
 SURFACE = {
-    "": ["--help", "--json", "--version"],
+    "": ["--help", "--install-completion", "--json", "--show-completion", "--version"],
     "train": [
         "--config",
         "--config_file",

@@ -102,7 +102,6 @@ class _LazyGroup(TyperGroup):
 app = typer.Typer(
     name="fullshard",
     cls=_LazyGroup,
-    add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
