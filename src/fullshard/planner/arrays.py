@@ -305,10 +305,7 @@ class ArraysPlan(PlanDocument):
     def from_json(cls, text: str) -> ArraysPlan | None:
         """Returns the plan that `to_json` wrote; None if it is a plan of the torch engine."""
         table = json.loads(text)
-        if "arrays" not in table:
-            return None
-        kind, every = table["recompute"]
-        return replace(decode_plan(cls, table), recompute=Recompute(RecomputeKind(kind), every))
+        return decode_plan(cls, table) if "arrays" in table else None
 
 
 def _array_line(array: ArrayPlan) -> str:

@@ -141,7 +141,7 @@ class Plan(PlanDocument):
         """
         try:
             return decode_plan(cls, json.loads(text))
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except (TypeError, ValueError) as error:
             raise ConfigError(
                 f"plan: expected what Plan.to_json wrote, got {error!r}. Plan again."
             ) from error

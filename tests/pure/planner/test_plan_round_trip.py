@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 from torch import nn
@@ -45,6 +47,23 @@ def test_the_json_is_the_same_in_every_process_and_reads_back() -> None:
     # Hashes differ here and there.
     assert _plan_text("2" if os.environ.get("PYTHONHASHSEED") == "1" else "1") == text
     assert Plan.from_json(text) == plan
+
+
+@pytest.mark.parametrize(
+    ("field", "says"),
+    [
+        ({"foo": 1}, "foo: Unexpected"),
+        ({"mesh": {"replicate": 1, "shard": "x"}}, "mesh.shard: Input should be a valid integer"),
+        ({"rings": [{"name": "a"}]}, "rings.0.dtype: Field required"),
+        ({"schema_version": 2}, "schema_version 2 instead of 1"),
+    ],
+)
+def test_text_that_is_no_plan_of_this_version_is_refused_by_field(
+    field: dict[str, Any], says: str
+) -> None:
+    plan = json.loads(fs.plan(nn.Linear(4, 4), world_size=2).to_json())
+    with pytest.raises(ConfigError, match=says):
+        Plan.from_json(json.dumps(plan | field))
 
 
 @pytest.mark.parametrize(
