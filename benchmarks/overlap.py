@@ -27,8 +27,7 @@ from benchmarks.timeline import (
 from fullshard.bench import ranks
 from fullshard.bench.cases import Case
 from fullshard.bench.figures import LEFT, WIDTH, bar_at, svg_of, text_at
-from fullshard.bench.machine import Neighbours, Say
-from fullshard.bench.page import Page
+from fullshard.bench.page import Neighbours, Page, Say
 from fullshard.cli.bench import OutFlag, WaitFlag, say, show
 from fullshard.cli.outcome import Outcome
 

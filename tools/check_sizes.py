@@ -27,17 +27,17 @@ EXEMPT = ("src/fullshard/compat/",)
 # number when code goes, never raise one without a line in docs/log.md that says what it bought.
 # Packages that share a budget are joined by " + ".
 BUDGETS = {
-    "bench": 1_931,
+    "bench": 1_929,
     "config": 3_654,
     "cli": 1_870,
-    "engine + transport": 7_044,
-    "planner + outlook": 4_269,
-    "data + models + recipes + run + verify": 8_301,
+    "engine + transport": 7_043,
+    "planner + outlook": 4_255,
+    "data + models + recipes + run + verify": 8_300,
     "observe + launch": 3_009,
-    "compat + integrations": 2_690,
-    "xla + jax + xla_state": 2_496,
+    "compat + integrations": 2_688,
+    "xla + jax + xla_state": 2_493,
     "checkpoint + formats": 2_323,
-    "in all": 38_692,
+    "in all": 38_669,
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -23,7 +23,7 @@ STRATEGIES: dict[str, tuple[int, dict[str, Any]]] = {
     "hybrid_shard_zero2": (4, {"replicate": 2}),
 }
 
-pytestmark = pytest.mark.skipif(not can_measure(), reason="needs /proc/self/smaps_rollup")
+pytestmark = pytest.mark.skipif(not can_measure(), reason="needs Linux")
 
 
 class Block(nn.Module):

@@ -9,42 +9,37 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import re
 import threading
 from pathlib import Path
 
+import psutil
+
 SAMPLE_EVERY_S = 0.002
-ROLLUP = Path("/proc/self/smaps_rollup")
 STATUS = Path("/proc/self/status")
 CLEAR_REFS = Path("/proc/self/clear_refs")
 RESET_PEAK = "5"
 
 
-def _field_bytes(path: Path, field: str) -> int:
-    """Reads a `Field:   123 kB` line of a file under /proc."""
-    for line in path.read_text().splitlines():
-        if line.startswith(field):
-            return int(line.split()[1]) * 1024
-    raise LookupError(f"{path}: expected a line {field!r}, got none.")
-
-
 def can_measure() -> bool:
     """Whether this system reports proportional set sizes."""
-    return ROLLUP.exists()
+    return psutil.LINUX
 
 
 def proportional_bytes() -> int:
     """Returns this process's proportional set size."""
-    return _field_bytes(ROLLUP, "Pss:")
+    return psutil.Process().memory_full_info().pss
 
 
 def resident_bytes() -> int:
     """Returns this process's resident set, shared pages in full."""
-    return _field_bytes(STATUS, "VmRSS:")
+    return psutil.Process().memory_info().rss
 
 
 def resident_peak_bytes() -> int:
     """Returns the peak of this process's resident set since the last reset."""
-    return _field_bytes(STATUS, "VmHWM:")
+    (kibibytes,) = re.findall(r"^VmHWM:\s*(\d+)", STATUS.read_text(), re.MULTILINE)
+    return 1024 * int(kibibytes)
 
 
 def return_free_memory() -> None:

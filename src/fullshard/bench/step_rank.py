@@ -17,8 +17,8 @@ import torch.distributed as dist
 from fullshard.bench import memory
 from fullshard.bench.cases import CASES, Case
 from fullshard.bench.engines import BUILDERS, Setup, Step
-from fullshard.bench.machine import CpuClock
 from fullshard.bench.models import make_batches
+from fullshard.bench.page import CpuClock
 from fullshard.bench.step import StepJob
 
 NUM_BATCHES = 4

@@ -17,10 +17,9 @@ from dataclasses import dataclass, replace
 
 from fullshard.config.values import Recompute, RecomputeKind, Strategy
 from fullshard.planner.memory import AVERAGE, MemoryRow
-from fullshard.planner.mesh import Mesh
+from fullshard.planner.mesh import Mesh, row_of
 from fullshard.planner.optimizers import ADAMW, OptimizerStates
 from fullshard.planner.spec import ITEMSIZE
-from fullshard.planner.strategy import row_of
 from fullshard.planner.text import PlanDocument, decode_plan, human_bytes
 from fullshard.planner.units import DtypeContract
 

@@ -9,13 +9,11 @@ from dataclasses import dataclass
 
 from fullshard.config.values import DType, GradSync, Transport
 from fullshard.planner.events import Event, EventKind
-from fullshard.planner.homes import Homes, Place
 from fullshard.planner.layout import ALIGNMENT, Bounds, owned_numels
-from fullshard.planner.optimizers import OptimizerStates
-from fullshard.planner.owners import owned_tensors
+from fullshard.planner.optimizers import OptimizerStates, owned_tensors
 from fullshard.planner.slots import Ring
 from fullshard.planner.spec import ITEMSIZE
-from fullshard.planner.units import GroupPlan, UnitPlan
+from fullshard.planner.units import GroupPlan, Homes, Place, UnitPlan
 
 AVERAGE = "average of the weights"
 WHOLES = "whole tensors of owners"

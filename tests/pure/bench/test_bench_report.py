@@ -8,8 +8,7 @@ import math
 import pytest
 
 from fullshard.bench.cases import CASES, PEERS, find_case, groups_of, installed_peers
-from fullshard.bench.machine import CpuClock, others_share
-from fullshard.bench.page import Page
+from fullshard.bench.page import CpuClock, Page, others_share
 from fullshard.bench.step import (
     COLUMNS,
     MEMORY_KEYS,
