@@ -89,7 +89,10 @@ def build_ours(setup: Setup, transport: str = "auto") -> Step:
 
 
 def build_fsdp2(setup: Setup, *, reshard_after_forward: bool = True) -> Step:
-    """Returns the step of torch's fully_shard on every block and the root."""
+    """Returns the step of torch's fully_shard on every block and the root.
+
+    Without `reshard_after_forward` blocks stay gathered between forward and backward.
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -107,11 +110,6 @@ def build_fsdp2(setup: Setup, *, reshard_after_forward: bool = True) -> Step:
             before = blocks[max(0, i - setup.prefetch) : i]
             block.set_modules_to_backward_prefetch(before[::-1])
     return train_step(model, setup)
-
-
-def build_fsdp2_zero2(setup: Setup) -> Step:
-    """Returns the step of fully_shard with blocks gathered between forward and backward."""
-    return build_fsdp2(setup, reshard_after_forward=False)
 
 
 def build_fsdp1(setup: Setup) -> Step:
@@ -200,7 +198,7 @@ TRANSPORTS = {"fullshard": "auto", "fullshard-direct": "direct", "fullshard-c10d
 BUILDERS: dict[str, Callable[[Setup], Step]] = {
     **{name: partial(build_ours, transport=kind) for name, kind in TRANSPORTS.items()},
     "fsdp2": build_fsdp2,
-    "fsdp2-zero2": build_fsdp2_zero2,
+    "fsdp2-zero2": partial(build_fsdp2, reshard_after_forward=False),
     "fsdp1": build_fsdp1,
     "ddp": build_ddp,
     "deepspeed": partial(build_deepspeed, stage=3),

@@ -53,11 +53,6 @@ class TokenFile:
     checksum: str = ""
     sample: str = ""
 
-    @property
-    def stop(self) -> int:
-        """The byte behind the last one."""
-        return self.offset + self.count * np.dtype(self.dtype).itemsize
-
     def mapped(self) -> npt.NDArray[np.integer]:
         """The tokens, (count,), read from disk when they are used."""
         return _map(self)
@@ -161,18 +156,12 @@ def tokens_in(file: Path, dtype: str | None) -> TokenFile:
 
 
 def _npy(file: Path) -> tuple[TokenFile, str]:
-    with file.open("rb") as opened:
-        version = np.lib.format.read_magic(opened)
-        read = np.lib.format.read_array_header_1_0
-        shape, _, dtype = (read if version == (1, 0) else np.lib.format.read_array_header_2_0)(
-            opened
+    array = np.lib.format.open_memmap(file, mode="r")
+    if array.ndim != 1 or array.dtype.kind not in "ui":
+        raise ValueError(
+            f"it holds {array.dtype} of shape {array.shape}; one axis of integers is read"
         )
-        offset = opened.tell()
-    if len(shape) != 1 or dtype.kind not in "ui":
-        raise ValueError(f"it holds {dtype} of shape {shape}; one axis of integers is read")
-    found = TokenFile(str(file.absolute()), dtype.str, offset, shape[0])
-    if found.stop > file.stat().st_size:
-        raise ValueError("it is shorter than its header says")
+    found = TokenFile(str(file.absolute()), array.dtype.str, array.offset, len(array))
     return found, "the header"
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 from dataclasses import replace
-from itertools import groupby
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,8 +19,7 @@ from fullshard.observe.chart import WIDE, Axes, Series, area_chart, line_chart, 
 from fullshard.observe.metrics import SAVES, read_rows
 from fullshard.planner.arrays import ArraysPlan
 from fullshard.planner.plan import Plan
-from fullshard.planner.text import human_bytes
-from fullshard.planner.units import UnitPlan
+from fullshard.planner.text import human_bytes, like_neighbours
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +56,7 @@ def gather(run: Path) -> dict[str, Any]:
         "compared": _compared(steps, planned),
         "plan": plan,
         "arrays": plan.arrays if isinstance(plan, ArraysPlan) else (),
-        "runs": [list(alike) for _, alike in groupby(units, key=_likeness)],
+        "runs": like_neighbours(units),
         "sample": _text(run / "sample.txt"),
         "config": _text(run / "config.yaml"),
     }
@@ -238,9 +236,3 @@ def _plan(path: Path) -> Plan | ArraysPlan | None:
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         logger.warning("%s is left out: %s", path, error)
         return None
-
-
-def _likeness(unit: UnitPlan) -> tuple[Any, ...]:
-    """Neighbouring units that are equal in this share a row of the table."""
-    dtypes = tuple((group.dtypes, group.trainable) for group in unit.groups)
-    return unit.kind, unit.role, unit.parent, unit.numel, unit.padding, dtypes

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import typing
+from collections.abc import Iterable
 from enum import Enum
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -44,7 +45,7 @@ def render_tree(plan: Plan) -> str:
         f"units: {len(plan.units)}, padding {_padding(plan):.3%}, prefetch "
         f"{plan.depths.forward} forward, {plan.depths.backward} backward",
     ]
-    lines += [f"  {_unit_line(list(run), mesh)}" for _, run in groupby(plan.units, key=_likeness)]
+    lines += [f"  {_unit_line(run, mesh)}" for run in like_neighbours(plan.units)]
     lines.append("rings:")
     for ring in plan.rings:
         size = f"{ring.count} x {ring.numel:,} {ring.dtype} = {human_bytes(ring.num_bytes)}"
@@ -53,9 +54,17 @@ def render_tree(plan: Plan) -> str:
     return "\n".join([*lines, "memory of a rank (state only):", *rows])
 
 
+def like_neighbours(units: Iterable[UnitPlan]) -> list[list[UnitPlan]]:
+    """Returns runs of neighbouring units that share a row of a table."""
+    return [list(run) for _, run in groupby(units, key=_likeness)]
+
+
 def _likeness(unit: UnitPlan) -> tuple[object, ...]:
-    groups = tuple((g.trainable, *(p.shape for p in g.layout.placements)) for g in unit.groups)
-    return unit.kind, unit.role, unit.parent, groups
+    groups = (
+        (g.trainable, g.dtypes, g.layout.num_parts, *(p.shape for p in g.layout.placements))
+        for g in unit.groups
+    )
+    return unit.kind, unit.role, unit.parent, *groups
 
 
 def _unit_line(run: list[UnitPlan], mesh: Mesh) -> str:
