@@ -27,17 +27,17 @@ EXEMPT = ("src/fullshard/compat/",)
 # number when code goes, never raise one without a line in docs/log.md that says what it bought.
 # Packages that share a budget are joined by " + ".
 BUDGETS = {
-    "bench": 1_899,
+    "bench": 1_890,
     "config": 3_654,
     "cli": 1_870,
     "engine + transport": 7_043,
     "planner + outlook": 4_254,
-    "data + models + recipes + run + verify": 8_286,
-    "observe + launch": 3_003,
+    "data + models + recipes + run + verify": 8_261,
+    "observe + launch": 2_999,
     "compat + integrations": 2_688,
     "xla + jax + xla_state": 2_493,
     "checkpoint + formats": 2_323,
-    "in all": 38_618,
+    "in all": 38_580,
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -20,7 +20,7 @@ from fullshard.outlook.predict import Machine
 from fullshard.planner.mesh import Topology
 from fullshard.planner.units import Place
 from fullshard.recipes.base import Seat
-from fullshard.recipes.distill.teacher import build_student, build_teacher
+from fullshard.recipes.distill.recipe import build_student, build_teacher
 from fullshard.recipes.registry import Command, check_command
 from fullshard.run.optim import build_optimizer
 from fullshard.run.outlook import look_at, view_of

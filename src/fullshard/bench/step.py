@@ -15,7 +15,6 @@ from statistics import fmean, median
 import numpy as np
 
 from fullshard.bench.cases import FLOOR, OURS, REFERENCE, Case, Compute, Peer, groups_of, unfit_of
-from fullshard.bench.figures import draw_ratios
 from fullshard.bench.memory import can_measure
 from fullshard.bench.page import (
     CpuClock,
@@ -24,6 +23,7 @@ from fullshard.bench.page import (
     Say,
     available_bytes,
     busy_sentence,
+    draw_ratios,
     is_loaded,
     others_share,
 )

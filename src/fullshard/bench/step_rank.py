@@ -16,8 +16,7 @@ import torch.distributed as dist
 
 from fullshard.bench import memory
 from fullshard.bench.cases import CASES, Case
-from fullshard.bench.engines import BUILDERS, Setup, Step
-from fullshard.bench.models import make_batches
+from fullshard.bench.engines import BUILDERS, Setup, Step, make_batches
 from fullshard.bench.page import CpuClock
 from fullshard.bench.step import StepJob
 

@@ -145,7 +145,7 @@ def test_engines_that_do_not_fit_are_paired_with_fsdp2_group_by_group():
 def test_a_case_knows_how_many_parameters_its_model_has(name, numel):
     import torch
 
-    from fullshard.bench.models import GPT
+    from fullshard.bench.engines import GPT
 
     assert CASES[name].numel == numel
     with torch.device("meta"):

@@ -22,7 +22,7 @@ from fullshard.planner.memory import MemoryRow
 from fullshard.planner.plan import Plan
 from fullshard.recipes.distill.logits import TOP_IDS, TOP_VALUES, TopK
 from fullshard.recipes.distill.loss import Distillation, Teacher
-from fullshard.recipes.distill.teacher import settings_of, teacher_dtype, teacher_sharding
+from fullshard.recipes.distill.recipe import settings_of, teacher_dtype, teacher_sharding
 from fullshard.recipes.head import Head
 
 
