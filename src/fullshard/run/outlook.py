@@ -37,8 +37,7 @@ from fullshard.planner.optimizers import OptimizerStates, states_of
 from fullshard.planner.plan import Plan
 from fullshard.planner.text import human_bytes
 from fullshard.planner.units import Place
-from fullshard.recipes.distill.planned import Taught
-from fullshard.recipes.distill.recipe import settings_of
+from fullshard.recipes.distill.recipe import Taught, settings_of
 from fullshard.recipes.head import whole_logits
 from fullshard.run.tracing import Tracer
 from fullshard.transport.shared.segment import Host
