@@ -12,8 +12,7 @@ import typer
 
 from benchmarks.command import JsonFlag, command_line, run_script
 from benchmarks.host import PLAIN, Block, Stack, one_thread, overheads_us, shard_ours
-from fullshard.bench.page import Neighbours, Page, Say
-from fullshard.bench.statistics import bootstrap, median_of
+from fullshard.bench.page import Neighbours, Page, Say, bootstrap, median_of
 from fullshard.cli.bench import OutFlag, WaitFlag, say, show
 from fullshard.cli.outcome import Outcome
 from fullshard.config.schema import ShardConfig

@@ -27,7 +27,7 @@ EXEMPT = ("src/fullshard/compat/",)
 # number when code goes, never raise one without a line in docs/log.md that says what it bought.
 # Packages that share a budget are joined by " + ".
 BUDGETS = {
-    "bench": 1_890,
+    "bench": 1_889,
     "config": 3_654,
     "cli": 1_870,
     "engine + transport": 7_043,
@@ -37,7 +37,7 @@ BUDGETS = {
     "compat + integrations": 2_688,
     "xla + jax + xla_state": 2_493,
     "checkpoint + formats": 2_323,
-    "in all": 38_566,
+    "in all": 38_565,
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import fullshard as fs
-from fullshard.bench.memory import can_measure, proportional_bytes, return_free_memory
+from fullshard.bench.ranks import can_measure, proportional_bytes, return_free_memory
 from fullshard.engine.shard import plan_of
 
 WIDTH, NUM_BLOCKS = 4096, 7

@@ -41,8 +41,7 @@ def in_torch(case, folder):
     import torch
 
     from fullshard.models.lora import PROJECTION
-    from fullshard.recipes.distill.logits import TopK
-    from fullshard.recipes.distill.loss import Distillation, Teacher
+    from fullshard.recipes.distill.loss import Distillation, Teacher, TopK
     from fullshard.recipes.head import Head
     from support import decoders
 

@@ -17,7 +17,7 @@ from fullshard.config.training import TrainingConfig
 from fullshard.data.dataset import DatasetFacts, fingerprint_of
 from fullshard.data.order import BatchShape, SampleOrder
 from fullshard.errors import CheckpointError, DataError
-from fullshard.recipes.distill.logits import TopK, check_facts, write_facts
+from fullshard.recipes.distill.loss import TopK, check_facts, write_facts
 from fullshard.run.folder import RunFolder
 from fullshard.run.resume import Resume, find_resume, goes_on, own_resume
 

@@ -37,8 +37,15 @@ from fullshard.outlook.memory import TEACHER
 from fullshard.planner.memory import MemoryRow
 from fullshard.planner.plan import Plan
 from fullshard.recipes.base import RankTeam, Recipe, RecipeKind, RowBatches, Seat, inputs_of
-from fullshard.recipes.distill.logits import TOP_IDS, TOP_VALUES, TopK, check_facts, write_facts
-from fullshard.recipes.distill.loss import Distillation, Teacher
+from fullshard.recipes.distill.loss import (
+    TOP_IDS,
+    TOP_VALUES,
+    Distillation,
+    Teacher,
+    TopK,
+    check_facts,
+    write_facts,
+)
 from fullshard.recipes.head import Head
 from fullshard.recipes.registry import Command
 
