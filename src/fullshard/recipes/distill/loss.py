@@ -205,24 +205,16 @@ def _kl(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     return (p.exp() * (p - q)).sum()
 
 
-@dataclass(frozen=True)
-class Teacher:
-    """A sharded teacher without gradients, and its head."""
-
-    model: nn.Module
-    head: Head
-
-
 class Distillation:
     """The objective of a student.
 
     Args:
         head: Head of the student.
-        teacher: A model, or the cached logits of one.
+        teacher: A model without gradients in which a head is installed, or cached logits of one.
         settings: Loss, and number of tokens whose logits are in memory at a time.
     """
 
-    def __init__(self, head: Head, teacher: Teacher | TopK, settings: DistillConfig) -> None:
+    def __init__(self, head: Head, teacher: nn.Module | TopK, settings: DistillConfig) -> None:
         self._head = head
         self._teacher = teacher
         self._settings = settings
@@ -240,7 +232,7 @@ class Distillation:
             total = self._inside_teacher(self._teacher, model, tokens)
         return total, len(tokens.targets)
 
-    def _inside_teacher(self, teacher: Teacher, model: nn.Module, tokens: Tokens) -> torch.Tensor:
+    def _inside_teacher(self, teacher: nn.Module, model: nn.Module, tokens: Tokens) -> torch.Tensor:
         found: list[torch.Tensor] = []
         share, size = 1 - self._settings.alpha, self._settings.tokens_at_once
 
@@ -257,8 +249,8 @@ class Distillation:
                 found.append(self._head.loss(model, tokens, loss, size, apart))
             return h.new_zeros(1, 1, 1)
 
-        with torch.no_grad(), teacher.head.asked(answer):
-            teacher.model(**tokens.inputs, use_cache=False)
+        with torch.no_grad():
+            Head.of(teacher).ask(teacher, tokens.inputs, answer)
         return found[0]
 
     def _beside(

@@ -41,7 +41,6 @@ from fullshard.recipes.distill.loss import (
     TOP_IDS,
     TOP_VALUES,
     Distillation,
-    Teacher,
     TopK,
     check_facts,
     write_facts,
@@ -92,14 +91,14 @@ def check_teacher(config: RunConfig, tokenizer: PreTrainedTokenizerBase | None) 
 
 
 def build_student(
-    config: RunConfig, teacher: Teacher | TopK, model_config: PretrainedConfig, seat: Seat
+    config: RunConfig, teacher: nn.Module | TopK, model_config: PretrainedConfig, seat: Seat
 ) -> tuple[nn.Module, Distillation]:
     """The sharded student and its loss, which its head computes. A collective."""
     model = build_sharded(config, model_config, seat.device, Head)
     return model, Distillation(Head.of(model), teacher, settings_of(config))
 
 
-def build_teacher(config: RunConfig, seat: Seat, run: Path) -> Teacher:
+def build_teacher(config: RunConfig, seat: Seat, run: Path) -> nn.Module:
     """The teacher, sharded for forward passes only, in its own dtype and strategy.
 
     Args:
@@ -117,9 +116,8 @@ def build_teacher(config: RunConfig, seat: Seat, run: Path) -> Teacher:
     if not has_weights_of(model, folder):
         model, weights = build_model(model_config, folder, dtype, 0).to(seat.device), None
     model.requires_grad_(requires_grad=False)
-    head = Head(model)
-    fs.shard(model.eval(), teacher_sharding(config, settings, dtype, run), weights=weights)
-    return Teacher(model, head)
+    Head(model)
+    return fs.shard(model.eval(), teacher_sharding(config, settings, dtype, run), weights=weights)
 
 
 def teacher_dtype(settings: DistillConfig, *, on_gpu: bool) -> torch.dtype:
@@ -147,18 +145,19 @@ def teacher_sharding(
 
 @torch.no_grad()
 def cut_student(
-    config: RunConfig, teacher: Teacher, data: Recipe, student: Path, seat: Seat
+    config: RunConfig, teacher: nn.Module, data: Recipe, student: Path, seat: Seat
 ) -> None:
     """Measures the use of experts and writes the student's folder, unless it exists."""
-    settings, engine = settings_of(config), engine_of(teacher.model)
+    settings, engine = settings_of(config), engine_of(teacher)
     team = RankTeam(engine.transport, seat)
     if all(there for (there,) in team.exchange([(student / "config.json").is_file()])):
         return
-    with counting(teacher.model) as counts:
+    with counting(teacher) as counts:
         for step in range(COUNTED_STEPS):
             for batch in data.micro_batches(step):
-                with teacher.head.asked(lambda h, _w, _b: h.new_zeros(1, 1, 1)):
-                    teacher.model(**inputs_of(batch), use_cache=False)
+                Head.of(teacher).ask(
+                    teacher, inputs_of(batch), lambda h, _w, _b: h.new_zeros(1, 1, 1)
+                )
     layers = sorted(counts)
     own = [float(n) for layer in layers for n in counts[layer]]
     sums = [sum(column) for column in zip(*team.exchange(own), strict=True)]
@@ -184,7 +183,7 @@ def write_cache(config: RunConfig, data: RowBatches, seat: Seat) -> None:
     folder = cache_folder(config)
     folder.parent.mkdir(parents=True, exist_ok=True)
     teacher = build_teacher(config, seat, folder.parent)
-    team = RankTeam(engine_of(teacher.model).transport, seat)
+    team = RankTeam(engine_of(teacher).transport, seat)
     lengths = data.data.lengths
     if seat.is_first:
         TopK.create(folder, lengths, min(settings.top_k, facts.vocab_size))
@@ -202,8 +201,7 @@ def write_cache(config: RunConfig, data: RowBatches, seat: Seat) -> None:
                     )
             return h.new_zeros(1, 1, 1)
 
-        with teacher.head.asked(answer):
-            teacher.model(**inputs_of(batch), use_cache=False)
+        Head.of(teacher).ask(teacher, inputs_of(batch), answer)
     kept.flush()
     team.exchange([0.0])
     if seat.is_first:
@@ -332,10 +330,8 @@ class Taught:
         def work(student: nn.Module, *teachers: nn.Module) -> torch.Tensor:
             ids = torch.zeros(samples, length, dtype=torch.long)
             batch = {"input_ids": ids, "labels": torch.zeros_like(ids)}
-            if teachers:
-                teacher = Teacher(teachers[0], Head.of(teachers[0]))
-            else:
-                teacher = TopK(None, None, None)
+            teacher = teachers[0] if teachers else TopK(None, None, None)
+            if not teachers:
                 values = torch.zeros(samples, length, s.top_k)
                 batch |= {TOP_VALUES: values, TOP_IDS: values.long()}
             objective = Distillation(Head.of(student), teacher, s)
