@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -83,9 +84,12 @@ def map_tokens(tokens: TokenFile) -> npt.NDArray[np.integer]:
 _map = lru_cache(maxsize=1024)(map_tokens)  # a process may have 65,530 maps
 
 
-def checksum_of(array: npt.NDArray[np.integer]) -> str:
-    """Checksum of tokens."""
-    return xxhash.xxh3_128_hexdigest(np.ascontiguousarray(array).data)
+def checksum_of(*arrays: npt.NDArray[Any]) -> str:
+    """Checksum of arrays of tokens, one after another."""
+    checksum = xxhash.xxh3_128()
+    for array in arrays:
+        checksum.update(np.ascontiguousarray(array).data)
+    return checksum.hexdigest()
 
 
 def _sample(array: npt.NDArray[np.integer]) -> str:

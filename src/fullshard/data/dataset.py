@@ -10,8 +10,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import xxhash
 from pydantic import TypeAdapter
 
 from fullshard.data.bigram import Baseline
@@ -100,14 +98,6 @@ class PreparedData(ABC):
     @abstractmethod
     def save(self, folder: Path) -> None:
         """Writes everything into a folder."""
-
-
-def fingerprint_of(*arrays: Any) -> str:
-    """Checksum of arrays of tokens."""
-    checksum = xxhash.xxh3_128()
-    for array in arrays:
-        checksum.update(np.ascontiguousarray(array).data)
-    return checksum.hexdigest()
 
 
 def save_facts(
