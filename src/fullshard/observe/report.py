@@ -128,7 +128,9 @@ def _level(name: str, xs: list[float], value: float, color: int = 3) -> Series:
     return Series(name, [xs[0], xs[-1]], [value] * 2, color, "dashed")
 
 
-def loss_chart(steps: list[Row], evaluations: list[Row], baseline: float | None) -> str:
+def loss_chart(
+    steps: list[Row], evaluations: list[Row], baseline: float | None, style: str = ""
+) -> str:
     """Training loss, raw and smoothed, held-out loss and baseline over steps."""
     steps = [row for row in steps if row["loss"] is not None]  # None: the step was skipped
     xs, losses = _column(steps, "step"), _column(steps, "loss")
@@ -140,7 +142,7 @@ def loss_chart(steps: list[Row], evaluations: list[Row], baseline: float | None)
     ]
     if baseline is not None and xs:
         series.append(_level("interpolated bigram, held out", xs, baseline))
-    return line_chart(series, Axes("step", "loss in nats per token", width=WIDE))
+    return line_chart(series, Axes("step", "loss in nats per token", width=WIDE, style=style))
 
 
 def _smoothed(values: list[float]) -> list[float]:
