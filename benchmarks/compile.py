@@ -10,10 +10,8 @@ import typer
 
 from benchmarks.command import JsonFlag, command_line, run_script
 from fullshard.bench.cases import REFERENCE, Case, find_case
-from fullshard.bench.machine import Neighbours, Say
-from fullshard.bench.page import Page
+from fullshard.bench.page import Neighbours, Page, Say, largest_difference, paired_ratio
 from fullshard.bench.ranks import run_ranks
-from fullshard.bench.statistics import largest_difference, paired_ratio
 from fullshard.cli.bench import OutFlag, WaitFlag, say, show
 from fullshard.cli.outcome import Outcome
 

@@ -14,8 +14,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.copies import PLAIN, RECEIVED, Job
-from fullshard.bench.engines import BUILDERS, TRANSPORTS, Setup, shard_ours, train_step
-from fullshard.bench.models import make_batches
+from fullshard.bench.engines import (
+    BUILDERS,
+    TRANSPORTS,
+    Setup,
+    make_batches,
+    shard_ours,
+    train_step,
+)
 from fullshard.engine import step as actions
 from fullshard.engine.engine import Engine, engine_of
 from fullshard.planner.events import EventKind

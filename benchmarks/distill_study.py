@@ -24,8 +24,7 @@ from typing import Any
 
 from scipy.stats import t as student_t
 
-from fullshard.bench.machine import Neighbours
-from fullshard.bench.page import Page
+from fullshard.bench.page import Neighbours, Page
 
 SIDES = ("distilled", "alone")
 CONFIDENCE = 0.95

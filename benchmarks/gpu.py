@@ -27,8 +27,7 @@ from benchmarks.command import JsonFlag, command_line, run_script
 from benchmarks.delay import delayed, wire_of
 from benchmarks.host import OURS, PLAIN, REFERENCE, fake_group
 from fullshard.bench.calibrate import make_idle
-from fullshard.bench.machine import Neighbours
-from fullshard.bench.page import Page
+from fullshard.bench.page import Neighbours, Page
 from fullshard.cli.bench import OutFlag, say, show
 from fullshard.cli.outcome import Outcome
 from fullshard.engine.engine import engine_of

@@ -18,7 +18,7 @@ from fullshard.bench.ranks import run_ranks
 from fullshard.cli.bench import OutFlag
 from fullshard.cli.outcome import Outcome
 from fullshard.data.text import DatasetSettings, Source, make_dataset
-from fullshard.observe.chart import Axes, Series, line_chart, standalone
+from fullshard.observe.chart import Axes, Series, line_chart
 
 NAME = "benchmarks.long_parity"
 MEASURE = "benchmarks.long_parity_rank:measure"
@@ -91,9 +91,8 @@ def plot(losses: Mapping[str, Sequence[float]]) -> str:
         Series(name, range(1, len(curve) + 1), curve, color)
         for color, (name, curve) in enumerate(losses.items(), start=1)
     ]
-    drawing = line_chart(series, Axes("step", "loss in nats a token", width=900.0))
-    title = f"{CASE.num_ranks} ranks, loss in nats a token"
-    return standalone(drawing, list(losses), STYLE, title)
+    label = f"{CASE.num_ranks} ranks, loss in nats a token"
+    return line_chart(series, Axes("step", label, width=900.0, style=STYLE))
 
 
 def main(

@@ -17,7 +17,7 @@ from fullshard.config.schema import RunConfig
 from fullshard.config.values import Transport
 from fullshard.models.build import given_model_config
 from fullshard.outlook.predict import Machine, Outlook
-from fullshard.planner.homes import Place
+from fullshard.planner.units import Place
 from fullshard.recipes.pretrain.recipe import sharded
 from fullshard.run.optim import build_optimizer
 from fullshard.run.outlook import look_at

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from html import escape
 from statistics import median
 from typing import Annotated, Any
 
@@ -26,9 +27,7 @@ from benchmarks.timeline import (
 )
 from fullshard.bench import ranks
 from fullshard.bench.cases import Case
-from fullshard.bench.figures import LEFT, WIDTH, bar_at, svg_of, text_at
-from fullshard.bench.machine import Neighbours, Say
-from fullshard.bench.page import Page
+from fullshard.bench.page import Neighbours, Page, Say
 from fullshard.cli.bench import OutFlag, WaitFlag, say, show
 from fullshard.cli.outcome import Outcome
 
@@ -227,6 +226,29 @@ def main(  # noqa: PLR0913  (one parameter an option)
     return show(run(job, command=command, timeout_s=timeout, wait=wait, say=say), out)
 
 
+STYLE = """\
+svg { font-family: system-ui, sans-serif; background: #fff; }
+text { fill: #475467; font-size: 12px; } .title { fill: #101828; font-size: 14px; }
+.compute { fill: #98a2b3; } .backward { fill: #2563eb; } .forward { fill: #60a5fa; }
+.gather { fill: #059669; } .reduce { fill: #d97706; } .wait { fill: #f04438; }
+"""
+WIDTH, LEFT = 960.0, 150.0
+
+
+def text_at(x: float, y: float, words: str, kind: str = "") -> str:
+    """Returns text at a place."""
+    named = f' class="{kind}"' if kind else ""
+    return f'<text{named} x="{x:.1f}" y="{y:.1f}">{escape(words)}</text>'
+
+
+def bar_at(kind: str, x: float, y: float, width: float, height: float, words: str) -> str:
+    """Returns a bar of a class of STYLE; its words are a tooltip."""
+    return (
+        f'<rect class="{kind}" x="{x:.1f}" y="{y:.1f}" width="{max(width, 0.4):.1f}" '
+        f'height="{height:g}"><title>{escape(words)}</title></rect>'
+    )
+
+
 def draw_trace(trace: Mapping[str, Any]) -> str:
     """Lanes for what each rank computes, gathers and reduces in one step.
 
@@ -268,7 +290,9 @@ def draw_trace(trace: Mapping[str, Any]) -> str:
     ):
         x = LEFT + 160 * at
         parts += [bar_at(kind, x, bottom - 10, 12, 12, words), text_at(x + 18, bottom, words)]
-    return svg_of(bottom + 10, parts)
+    head = f'<svg viewBox="-8 0 {WIDTH + 8:g} {bottom + 10:g}" role="img" '
+    head += 'xmlns="http://www.w3.org/2000/svg">'
+    return "".join([head, f"<style>\n{STYLE}</style>", *parts, "</svg>\n"])
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from benchmarks.delay import delayed
 from benchmarks.overlap import TRACED, UNDELAYED, Job
 from benchmarks.timeline import Entry, Timeline, slices_of
 from fullshard.bench.cases import Case
-from fullshard.bench.models import Block, build_model, make_batches
+from fullshard.bench.engines import Block, build_model, make_batches
 from fullshard.engine.engine import engine_of
 
 SEED, LEARNING_RATE = 0, 1e-3

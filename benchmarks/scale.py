@@ -12,15 +12,13 @@ import typer
 
 from benchmarks.command import JsonFlag, command_line, run_script
 from benchmarks.host import PLAIN, Block, Stack, one_thread, overheads_us, shard_ours
-from fullshard.bench.machine import Neighbours, Say
-from fullshard.bench.page import Page
-from fullshard.bench.statistics import bootstrap, median_of
+from fullshard.bench.page import Neighbours, Page, Say, bootstrap, median_of
 from fullshard.cli.bench import OutFlag, WaitFlag, say, show
 from fullshard.cli.outcome import Outcome
 from fullshard.config.schema import ShardConfig
 from fullshard.engine.model_spec import meta_model, spec_of
 from fullshard.errors import ConfigError
-from fullshard.observe.chart import Axes, Series, line_chart, standalone
+from fullshard.observe.chart import Axes, Series, line_chart
 from fullshard.planner.mesh import Topology
 from fullshard.planner.plan import make_plan
 
@@ -149,9 +147,9 @@ def plot(rows: Sequence[dict]) -> str:
         ratios = [row["ratio_to_first"]["value"] for row in own]
         series.append(Series(name, exponents, ratios, color, "dots"))
     series.append(Series("", series[0].xs[:1], [ROOM], 0))
-    axes = Axes("ranks, as a power of two", "cost beside the first", from_zero=True, width=720.0)
-    title = "cost of one rank, beside the first"
-    return standalone(line_chart(series, axes), [PLANNING, BOOKKEEPING], STYLE, title)
+    label = "cost of one rank, beside the first"
+    axes = Axes("ranks, as a power of two", label, from_zero=True, width=720.0, style=STYLE)
+    return line_chart(series, axes)
 
 
 def page_of(found: dict, command: str) -> Page:

@@ -19,9 +19,7 @@ import typer
 
 from benchmarks.command import JsonFlag, command_line, run_script
 from fullshard.bench import ranks
-from fullshard.bench.machine import Neighbours, Say
-from fullshard.bench.page import Page
-from fullshard.bench.statistics import Estimate, largest_difference, paired_ratio
+from fullshard.bench.page import Estimate, Neighbours, Page, Say, largest_difference, paired_ratio
 from fullshard.cli.bench import OutFlag, WaitFlag, say, show
 from fullshard.cli.outcome import Outcome
 from fullshard.errors import ConfigError, FullshardError

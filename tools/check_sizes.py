@@ -27,17 +27,17 @@ EXEMPT = ("src/fullshard/compat/",)
 # number when code goes, never raise one without a line in docs/log.md that says what it bought.
 # Packages that share a budget are joined by " + ".
 BUDGETS = {
-    "bench": 1_931,
+    "bench": 1_889,
     "config": 3_654,
     "cli": 1_869,
-    "engine + transport": 7_044,
-    "planner + outlook": 4_289,
-    "data + models + recipes + run + verify": 8_301,
-    "observe + launch": 3_009,
-    "compat + integrations": 2_690,
-    "xla + jax + xla_state": 2_496,
+    "engine + transport": 7_043,
+    "planner + outlook": 4_254,
+    "data + models + recipes + run + verify": 8_233,
+    "observe + launch": 2_995,
+    "compat + integrations": 2_688,
+    "xla + jax + xla_state": 2_493,
     "checkpoint + formats": 2_323,
-    "in all": 38_711,
+    "in all": 38_546,
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

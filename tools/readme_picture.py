@@ -9,7 +9,6 @@ import json
 import sys
 from pathlib import Path
 
-from fullshard.observe.chart import standalone
 from fullshard.observe.metrics import read_rows
 from fullshard.observe.report import loss_chart
 
@@ -21,7 +20,6 @@ svg { font-family: system-ui, sans-serif; background: #fff; }
 .faint { stroke-opacity: 0.25; stroke-width: 1; } .dashed { stroke-dasharray: 6 4; }
 circle.c2 { fill: #d97706; }
 """
-NAMES = ("training", "held out", "interpolated bigram, held out")
 PICTURE = Path(__file__).resolve().parent.parent / "docs" / "images" / "train.svg"
 
 
@@ -31,10 +29,9 @@ def main(run: Path) -> int:
     record = json.loads((run / "run.json").read_text(encoding="utf-8"))
     steps = [row for row in rows if "loss" in row]
     evaluations = [row for row in rows if "eval_loss" in row]
-    drawing = loss_chart(steps, evaluations, record["measured"].get("baseline_loss"))
+    drawing = loss_chart(steps, evaluations, record["measured"].get("baseline_loss"), STYLE)
     PICTURE.parent.mkdir(parents=True, exist_ok=True)
-    picture = standalone(drawing, NAMES, STYLE, "loss in nats a token")
-    PICTURE.write_text(picture, encoding="utf-8")
+    PICTURE.write_text(drawing, encoding="utf-8")
     print(f"{PICTURE}: {len(steps)} steps")
     return 0
 

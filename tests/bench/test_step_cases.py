@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from fullshard.bench.cases import CASES, PEERS, Case, unfit_of
-from fullshard.bench.engines import BUILDERS, Setup
-from fullshard.bench.models import Experts, build_model
+from fullshard.bench.engines import BUILDERS, Experts, Setup, build_model
 from fullshard.bench.step import LOSS_TOLERANCE
 from fullshard.bench.step_rank import Feeder
 

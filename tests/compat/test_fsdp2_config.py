@@ -20,7 +20,7 @@ from fullshard.compat.fsdp2 import (
     save_fsdp2_checkpoint,
     wrap_model_fsdp2,
 )
-from fullshard.planner.strategy import ROWS
+from fullshard.planner.mesh import ROWS
 from support.compat import adamw, assert_trains_as_one, build, train
 
 

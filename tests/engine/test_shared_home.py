@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import fullshard as fs
-from fullshard.bench import memory
+from fullshard.bench.ranks import proportional_bytes, return_free_memory
 from fullshard.engine.engine import engine_of
 from fullshard.errors import ConfigError, EngineError
 from fullshard.planner.events import EventKind
@@ -55,16 +55,16 @@ def test_every_rank_maps_all_parts(ranks):
 
 def proportional():
     """Bytes by memory_stats, by plan, and as Linux counts shared pages, of a model of 64 MiB."""
-    memory.return_free_memory()
+    return_free_memory()
     dist.barrier()
-    before = memory.proportional_bytes()
+    before = proportional_bytes()
     dist.barrier()
     model = torch.nn.Sequential(*(torch.nn.Linear(2048, 2048, bias=False) for _ in range(4)))
     fs.shard(model, wrap=["Linear"], transport="shared", param_dtype="bf16")
     model(torch.ones(1, 2048)).sum().backward()  # every page is written once
-    memory.return_free_memory()
+    return_free_memory()
     dist.barrier()
-    held = memory.proportional_bytes() - before
+    held = proportional_bytes() - before
     dist.barrier()
     planned = {row["name"]: row["bytes"] for row in engine_of(model).plan.rows()}
     return held, planned, fs.memory_stats(model)["total"]["now"]

@@ -16,7 +16,7 @@ from torch import nn
 
 import fullshard as fs
 from fullshard.bench.cases import Case
-from fullshard.bench.models import GPT
+from fullshard.bench.engines import GPT
 from fullshard.engine.shard import plan_of
 from fullshard.launch import rendezvous
 from support.parity import assert_planned_events

@@ -15,8 +15,8 @@ from fullshard.models.build import given_model_config, model_on_meta
 from fullshard.outlook.memory import Fit
 from fullshard.outlook.predict import Machine, Outlook, look
 from fullshard.outlook.search import PlanAdvice, advise
-from fullshard.planner.homes import Place
 from fullshard.planner.mesh import Topology
+from fullshard.planner.units import Place
 from fullshard.recipes.registry import Command
 from fullshard.run import outlook as train_outlook
 from fullshard.run import start

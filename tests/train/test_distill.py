@@ -14,8 +14,7 @@ from fullshard.config.values import DistillLoss
 from fullshard.errors import ConfigError
 from fullshard.models.lora import PROJECTION
 from fullshard.recipes.base import IGNORED
-from fullshard.recipes.distill.logits import TOP_IDS, TOP_VALUES
-from fullshard.recipes.distill.loss import Distillation, Teacher
+from fullshard.recipes.distill.loss import TOP_IDS, TOP_VALUES, Distillation, TopK
 from fullshard.recipes.head import Head
 from support.logits import LargestTensor
 from support.parity import whole_gradients
@@ -83,7 +82,8 @@ def mixed(loss, temperature, alpha, beta, chunk_size=7):
 
 
 def recipe_of(own, other, mix):
-    return Distillation(Head(own), Teacher(other, Head(other)), mix)
+    Head(other)
+    return Distillation(Head(own), other, mix)
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -131,10 +131,8 @@ def test_all_logits_from_a_cache_are_the_teacher_itself():
     kept = {TOP_VALUES: top.values, TOP_IDS: top.indices}
     recipe = recipe_of(own, other, mix)
     beside, _ = recipe.loss(own, given)
-    from fullshard.recipes.distill.logits import TopK
-
     other_chunks = mixed(DistillLoss.FORWARD_KL, 2.0, 0.8, 0.5, chunk_size=5)
-    cached = Distillation(recipe._head, TopK(None, None, None), other_chunks)
+    cached = Distillation(Head.of(own), TopK(None, None, None), other_chunks)
     assert cached.loss(own, given | kept)[0].item() == pytest.approx(beside.item(), rel=1e-12)
 
 

@@ -18,7 +18,7 @@ from fullshard.cli.app import invoke
 from fullshard.config.load import load_config
 from fullshard.models.build import given_model_config
 from fullshard.outlook.predict import Machine
-from fullshard.planner.homes import Place
+from fullshard.planner.units import Place
 from fullshard.run.outlook import look_at
 
 RANK, WIDTH, INNER, NUM_LAYERS = 4, 128, 344, 4

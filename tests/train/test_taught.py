@@ -17,10 +17,10 @@ from fullshard.config.load import load_config
 from fullshard.models.build import given_model_config, model_on_meta
 from fullshard.outlook.memory import HEADROOM, TEACHER, Fit
 from fullshard.outlook.predict import Machine
-from fullshard.planner.homes import Place
 from fullshard.planner.mesh import Topology
+from fullshard.planner.units import Place
 from fullshard.recipes.base import Seat
-from fullshard.recipes.distill.teacher import build_student, build_teacher
+from fullshard.recipes.distill.recipe import build_student, build_teacher
 from fullshard.recipes.registry import Command, check_command
 from fullshard.run.optim import build_optimizer
 from fullshard.run.outlook import look_at, view_of

@@ -41,8 +41,7 @@ def in_torch(case, folder):
     import torch
 
     from fullshard.models.lora import PROJECTION
-    from fullshard.recipes.distill.logits import TopK
-    from fullshard.recipes.distill.loss import Distillation, Teacher
+    from fullshard.recipes.distill.loss import Distillation, TopK
     from fullshard.recipes.head import Head
     from support import decoders
 
@@ -53,8 +52,8 @@ def in_torch(case, folder):
     if loss == "hidden":
         own.add_module(PROJECTION, projection(torch, dtype))
     s = settings_of(loss, alpha)
-    teacher = Teacher(other.eval().requires_grad_(requires_grad=False), Head(other))
-    kept = TopK(None, None, None) if cached else teacher
+    Head(other.eval().requires_grad_(requires_grad=False))
+    kept = TopK(None, None, None) if cached else other
     recipe = Distillation(Head(own), kept, s)
     optimizer = torch.optim.AdamW(own.parameters(), lr=RATE, eps=EPSILON, weight_decay=0.1)
     losses, norms, brought = [], [], []

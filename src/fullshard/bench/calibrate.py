@@ -22,8 +22,7 @@ from torch import nn
 import fullshard as fs
 from fullshard.bench.comm import TimedExchange, plan_buffer, resolve
 from fullshard.bench.kernels import TINY, KernelTimer, Sizes, Tables
-from fullshard.bench.machine import Neighbours, Say
-from fullshard.bench.page import busy_sentence
+from fullshard.bench.page import Neighbours, Say, busy_sentence
 from fullshard.bench.ranks import run_ranks
 from fullshard.config.load import load_config
 from fullshard.config.schema import RunConfig

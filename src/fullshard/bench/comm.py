@@ -15,10 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fullshard.bench.machine import Neighbours, Say, available_bytes
-from fullshard.bench.page import Page
+from fullshard.bench.page import Neighbours, Page, Say, available_bytes, paired_ratio, slowest
 from fullshard.bench.ranks import run_ranks
-from fullshard.bench.statistics import paired_ratio, slowest
 from fullshard.config.schema import ShardConfig
 from fullshard.config.supported import check_supported
 from fullshard.config.values import DType

@@ -22,11 +22,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_peer
 from torch.distributed.fsdp import fully_shard
 
 import fullshard as fs
-from fullshard.bench.machine import Neighbours, Say
-from fullshard.bench.memory import PeakSampler, proportional_bytes, return_free_memory
-from fullshard.bench.page import Page
-from fullshard.bench.ranks import run_ranks
-from fullshard.bench.statistics import paired_ratio, slowest
+from fullshard.bench.page import Neighbours, Page, Say, paired_ratio, slowest
+from fullshard.bench.ranks import PeakSampler, proportional_bytes, return_free_memory, run_ranks
 from fullshard.errors import VerifyError
 
 MIB = 2**20

@@ -1,16 +1,33 @@
-"""The result of a measurement as one JSON object and one Markdown page."""
+"""The result of a measurement: statistics, one JSON object, one Markdown page, and drawings.
+
+A page says how busy other processes kept the machine while something was measured. Each drawing is
+made from the JSON object, so that committed results can be drawn again.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import os
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from math import isfinite, nan
 from pathlib import Path
+from statistics import median
+from typing import Any
 
-from fullshard.bench.machine import IDLE_SHARE
+import psutil
+
 from fullshard.launch.machine import describe_machine, describe_versions
+from fullshard.observe.chart import render
 
 SCHEMA_VERSION = 1
+IDLE_SHARE = 0.05  # of all cores: a machine is idle while other processes use less
+IDLE_FOR_S = 3
+WAIT_LIMIT_S = 600.0
+
+Say = Callable[[str], None]
 
 
 def is_loaded(others_share: float, *, became_idle: bool) -> bool:
@@ -106,3 +123,251 @@ class Page:
         }
         for name, text in files.items():
             (folder / name).write_text(text)
+
+
+# ---- other processes -----------------------------------------------------------------------------
+
+
+def available_bytes() -> int:
+    """Returns the memory that can be used without swapping."""
+    return psutil.virtual_memory().available
+
+
+@dataclass(frozen=True)
+class CpuClock:
+    """Processor seconds of the whole machine at one moment."""
+
+    wall_s: float
+    busy_s: float
+
+    @staticmethod
+    def now() -> CpuClock:
+        """Reads the clock; time that the hypervisor gave to others counts as busy."""
+        times = psutil.cpu_times()
+        idle = times.idle + getattr(times, "iowait", 0.0)
+        # User and nice contain the guest times.
+        counted = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
+        return CpuClock(time.perf_counter(), counted - idle)
+
+
+def others_share(start: CpuClock, end: CpuClock, own_cpu_s: float) -> float:
+    """Returns the share of all cores that other processes used between two readings."""
+    capacity_s = (end.wall_s - start.wall_s) * (psutil.cpu_count() or 1)
+    return max(0.0, (end.busy_s - start.busy_s - own_cpu_s) / capacity_s)
+
+
+class Neighbours:
+    """Measures how much of the machine other processes use inside a `with` block.
+
+    Child processes that ended inside the block count as ours.
+
+    Attributes:
+        share: Share of all cores that others used; known after the block.
+        became_idle: Whether the machine was idle before the block began, where that was awaited.
+    """
+
+    share = 0.0
+
+    def __init__(self, *, wait: bool = False, say: Say = print) -> None:
+        """With `wait`, first waits until the machine is idle, and reports through `say`."""
+        self.became_idle = not wait or wait_until_idle(WAIT_LIMIT_S, say)
+
+    def __enter__(self) -> Neighbours:
+        self._start, self._own_s = CpuClock.now(), sum(os.times()[:4])
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        own_s = sum(os.times()[:4]) - self._own_s
+        self.share = others_share(self._start, CpuClock.now(), own_s)
+
+
+def wait_until_idle(limit_s: float, say: Say) -> bool:
+    """Waits until other processes have left the processor alone for some seconds.
+
+    Returns:
+        False if they did not within `limit_s`.
+    """
+    deadline = time.monotonic() + limit_s
+    quiet_s = 0
+    was_reported = False
+    while quiet_s < IDLE_FOR_S:
+        if time.monotonic() > deadline:
+            say(f"the machine was not idle within {limit_s:.0f} s: rows are marked loaded")
+            return False
+        start = CpuClock.now()
+        time.sleep(1.0)
+        share = others_share(start, CpuClock.now(), 0.0)
+        quiet_s = quiet_s + 1 if share < IDLE_SHARE else 0
+        if not was_reported and quiet_s == 0:
+            say(f"waiting for other processes, which use {share:.0%} of the cores")
+            was_reported = True
+    return True
+
+
+# ---- drawings ------------------------------------------------------------------------------------
+
+
+TEMPLATE = "bars.svg.j2"
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One bar; lengths are shares of the widest one.
+
+    Attributes:
+        words: Value beside the bar.
+        kind: `ours` stands out, `other` does not.
+        ends: Ends of its interval.
+    """
+
+    name: str
+    length: float
+    words: str
+    kind: str = "ours"
+    ends: tuple[float, float] | None = None
+
+
+def draw_comparison(title: str, rows: Sequence[Mapping[str, Any]], what: Mapping[str, str]) -> str:
+    """Returns bars of some quantities, one under the other.
+
+    Args:
+        title: Title of the drawing.
+        rows: Rows with a `name` and the quantities.
+        what: Title of each quantity, by its key in the rows.
+    """
+    sections: list[tuple[str, list[Bar], float | None]] = []
+    for key, words in what.items():
+        most = max(row[key] for row in rows)
+        bars = [Bar(row["name"], row[key] / most, _said(row[key])) for row in rows]
+        sections.append((words, bars, None))
+    return render(TEMPLATE, title=title, sections=sections)
+
+
+def _said(value: float) -> str:
+    return f"{value:,.4g}" if value < 1e4 else f"{value:,.0f}"
+
+
+def draw_ratios(rows: Sequence[Mapping[str, Any]], reference: str, ours: str, floor: str) -> str:
+    """Returns step times relative to a reference, engine by engine, case by case.
+
+    Args:
+        rows: One row per engine, with `case`, `name` and its ratio to the reference.
+        reference: Name of the engine whose step is 1.
+        ours: Name of the engine whose bars stand out.
+        floor: Name of the engine that is drawn as a line.
+
+    Returns:
+        The SVG file; "" if the reference did not run.
+    """
+    found = [row for row in rows if row["ratio_to_fsdp2"]]
+    most = max((row["ratio_to_fsdp2"]["high"] for row in found), default=1.0)
+    sections: list[tuple[str, list[Bar], float | None]] = []
+    for case in dict.fromkeys(row["case"] for row in found):
+        lengths = {
+            row["name"]: [row["ratio_to_fsdp2"][key] / most for key in ("value", "low", "high")]
+            for row in found
+            if row["case"] == case
+        }
+        line = lengths.pop(floor)[0] if floor in lengths else None
+        bars = [
+            Bar(name, length, f"{length * most:.3f}", "ours" if name == ours else "other", (a, b))
+            for name, (length, a, b) in lengths.items()
+        ]
+        sections.append((str(case), bars, line))
+    title = f"Step time beside {reference}'s (1.0); dashed: {floor}"
+    return render(TEMPLATE, title=title, sections=sections) if found else ""
+
+
+# ---- statistics ----------------------------------------------------------------------------------
+
+
+NUM_RESAMPLES = 2000
+TAIL = 0.025  # on each side: a 95 % interval
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A statistic of the measured rounds and its 95 % bootstrap interval."""
+
+    value: float
+    low: float
+    high: float
+
+    def to_dict(self) -> dict[str, float]:
+        """Returns the three numbers by name."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+
+def slowest(ranks: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list[float]]:
+    """Returns the times of the slowest rank by operation and round.
+
+    Args:
+        ranks: Each rank's times by operation and round.
+    """
+    return {
+        name: [max(turn) for turn in zip(*(rank[name] for rank in ranks), strict=True)]
+        for name in ranks[0]
+    }
+
+
+def bootstrap(num_rounds: int, statistic: Callable[[Sequence[int]], float]) -> Estimate:
+    """Estimates a statistic of paired rounds by the percentile bootstrap.
+
+    Rounds are drawn as a whole, so that a disturbance of a round affects both sides of a ratio.
+
+    Args:
+        num_rounds: Number of measured rounds.
+        statistic: Maps indices of rounds (with repetition) to a number.
+    """
+    draw = random.Random(0)
+    everything = range(num_rounds)
+    values = sorted(statistic(draw.choices(everything, k=num_rounds)) for _ in range(NUM_RESAMPLES))
+    cut = int(TAIL * NUM_RESAMPLES)
+    return Estimate(statistic(everything), values[cut], values[-1 - cut])
+
+
+def median_of(values: Sequence[float]) -> Estimate:
+    """Estimates the median of the rounds."""
+    return bootstrap(len(values), lambda rounds: median(values[i] for i in rounds))
+
+
+def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> Estimate:
+    """Estimates the median over the rounds of `ours / theirs`."""
+    return median_of([mine / other for mine, other in zip(ours, theirs, strict=True)])
+
+
+def removed_share(
+    ours: Sequence[float], theirs: Sequence[float], floor: Sequence[float]
+) -> Estimate | None:
+    """Estimates the share of their overhead above the floor that ours removes: 1 is all.
+
+    Returns None if their median is not above the floor's, because there is no overhead to remove.
+    """
+    if median(theirs) <= median(floor):
+        return None
+
+    def statistic(rounds: Sequence[int]) -> float:
+        base = median(floor[i] for i in rounds)
+        overhead = median(theirs[i] for i in rounds) - base
+        # A resample may contain only rounds without overhead, whose share is undefined.
+        return 1 - (median(ours[i] for i in rounds) - base) / overhead if overhead > 0 else 0.0
+
+    return bootstrap(len(ours), statistic)
+
+
+def largest_difference(losses: Mapping[str, Sequence[float]], reference: str) -> dict[str, float]:
+    """Returns every engine's largest relative difference of a loss to the reference's.
+
+    The difference is NaN if any of the losses is NaN.
+    """
+    expected = losses[reference]
+    found = {}
+    for name, values in losses.items():
+        pairs = zip(values, expected, strict=True)
+        differences = [abs(a - b) / max(abs(b), 1e-12) for a, b in pairs]
+        # max() ignores a NaN that does not come first; a sum does not.
+        found[name] = max(differences) if isfinite(sum(differences)) else nan
+    return found

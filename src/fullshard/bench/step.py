@@ -15,12 +15,22 @@ from statistics import fmean, median
 import numpy as np
 
 from fullshard.bench.cases import FLOOR, OURS, REFERENCE, Case, Compute, Peer, groups_of, unfit_of
-from fullshard.bench.figures import draw_ratios
-from fullshard.bench.machine import CpuClock, Neighbours, Say, available_bytes, others_share
-from fullshard.bench.memory import can_measure
-from fullshard.bench.page import Page, busy_sentence, is_loaded
-from fullshard.bench.ranks import run_ranks
-from fullshard.bench.statistics import Estimate, largest_difference, paired_ratio, removed_share
+from fullshard.bench.page import (
+    CpuClock,
+    Estimate,
+    Neighbours,
+    Page,
+    Say,
+    available_bytes,
+    busy_sentence,
+    draw_ratios,
+    is_loaded,
+    largest_difference,
+    others_share,
+    paired_ratio,
+    removed_share,
+)
+from fullshard.bench.ranks import can_measure, run_ranks
 from fullshard.launch.machine import describe_versions
 
 MEASURE = "fullshard.bench.step_rank:measure"

@@ -14,11 +14,15 @@ from dataclasses import asdict, replace
 import torch
 import torch.distributed as dist
 
-from fullshard.bench import memory
 from fullshard.bench.cases import CASES, Case
-from fullshard.bench.engines import BUILDERS, Setup, Step
-from fullshard.bench.machine import CpuClock
-from fullshard.bench.models import make_batches
+from fullshard.bench.engines import BUILDERS, Setup, Step, make_batches
+from fullshard.bench.page import CpuClock
+from fullshard.bench.ranks import (
+    PeakSampler,
+    proportional_bytes,
+    resident_bytes,
+    return_free_memory,
+)
 from fullshard.bench.step import StepJob
 
 NUM_BATCHES = 4
@@ -139,14 +143,14 @@ def measure_memory(job: StepJob) -> dict[str, object]:
     """Runs one engine alone and returns its peak over what the process held before it was built."""
     (engine,) = job.engines
     warm_up_process(job, engine)
-    memory.return_free_memory()
+    return_free_memory()
     dist.barrier()
-    baseline, resident = memory.proportional_bytes(), memory.resident_bytes()
-    with memory.PeakSampler() as build:
+    baseline, resident = proportional_bytes(), resident_bytes()
+    with PeakSampler() as build:
         feeder = Feeder(job.case, BUILDERS[engine](setup_of(job, engine)))
-    memory.return_free_memory()
+    return_free_memory()
     dist.barrier()
-    with memory.PeakSampler() as steps:
+    with PeakSampler() as steps:
         for _ in range(MEMORY_STEPS):
             feeder.step()
         dist.barrier()

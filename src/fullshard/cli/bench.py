@@ -199,7 +199,7 @@ def prefetch(max_steps: StepsFlag = 20, out: OutFlag = None) -> Outcome:
 def _compare(
     what: str, shardings: dict[str, dict[str, Any]], max_steps: int, out: Path | None
 ) -> Outcome:
-    from fullshard.bench.figures import draw_comparison
+    from fullshard.bench.page import draw_comparison
     from fullshard.train import create_fsdp_config, print_comparison_table, train
 
     results: dict[str, dict[str, Any]] = {}

@@ -47,8 +47,7 @@ from fullshard.errors import UnsupportedModelError
 from fullshard.observe.hang import watchdog
 from fullshard.observe.trace import EventRing
 from fullshard.planner.layout import clean_name
-from fullshard.planner.mesh import Mesh, Topology, resolve_mesh
-from fullshard.planner.strategy import row_of
+from fullshard.planner.mesh import Mesh, Topology, resolve_mesh, row_of
 from fullshard.planner.units import UnitSettings
 
 MARK = "_fullshard_unit"

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -53,11 +54,6 @@ class TokenFile:
     checksum: str = ""
     sample: str = ""
 
-    @property
-    def stop(self) -> int:
-        """The byte behind the last one."""
-        return self.offset + self.count * np.dtype(self.dtype).itemsize
-
     def mapped(self) -> npt.NDArray[np.integer]:
         """The tokens, (count,), read from disk when they are used."""
         return _map(self)
@@ -88,9 +84,12 @@ def map_tokens(tokens: TokenFile) -> npt.NDArray[np.integer]:
 _map = lru_cache(maxsize=1024)(map_tokens)  # a process may have 65,530 maps
 
 
-def checksum_of(array: npt.NDArray[np.integer]) -> str:
-    """Checksum of tokens."""
-    return xxhash.xxh3_128_hexdigest(np.ascontiguousarray(array).data)
+def checksum_of(*arrays: npt.NDArray[Any]) -> str:
+    """Checksum of arrays of tokens, one after another."""
+    checksum = xxhash.xxh3_128()
+    for array in arrays:
+        checksum.update(np.ascontiguousarray(array).data)
+    return checksum.hexdigest()
 
 
 def _sample(array: npt.NDArray[np.integer]) -> str:
@@ -161,18 +160,12 @@ def tokens_in(file: Path, dtype: str | None) -> TokenFile:
 
 
 def _npy(file: Path) -> tuple[TokenFile, str]:
-    with file.open("rb") as opened:
-        version = np.lib.format.read_magic(opened)
-        read = np.lib.format.read_array_header_1_0
-        shape, _, dtype = (read if version == (1, 0) else np.lib.format.read_array_header_2_0)(
-            opened
+    array = np.lib.format.open_memmap(file, mode="r")
+    if array.ndim != 1 or array.dtype.kind not in "ui":
+        raise ValueError(
+            f"it holds {array.dtype} of shape {array.shape}; one axis of integers is read"
         )
-        offset = opened.tell()
-    if len(shape) != 1 or dtype.kind not in "ui":
-        raise ValueError(f"it holds {dtype} of shape {shape}; one axis of integers is read")
-    found = TokenFile(str(file.absolute()), dtype.str, offset, shape[0])
-    if found.stop > file.stat().st_size:
-        raise ValueError("it is shorter than its header says")
+    found = TokenFile(str(file.absolute()), array.dtype.str, array.offset, len(array))
     return found, "the header"
 
 

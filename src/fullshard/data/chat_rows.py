@@ -40,13 +40,13 @@ import numpy.typing as npt
 
 from fullshard import __version__
 from fullshard.config.environment import cache_folder
+from fullshard.data.arrays import checksum_of
 from fullshard.data.chat import ASSISTANT, Example, Examples, Turns
 from fullshard.data.chat_template import Encoded, Learned, encode, prompt_of
 from fullshard.data.dataset import (
     IGNORED,
     DatasetFacts,
     PreparedData,
-    fingerprint_of,
     read_facts,
     save_facts,
 )
@@ -257,7 +257,7 @@ def make_chat_dataset(
 
 
 def _fingerprint(*parts: ExampleRows) -> str:
-    return fingerprint_of(*(array for rows in parts for array in vars(rows).values()))
+    return checksum_of(*(array for rows in parts for array in vars(rows).values()))
 
 
 def _nothing_to_learn(

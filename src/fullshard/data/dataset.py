@@ -10,8 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import xxhash
+from pydantic import TypeAdapter
 
 from fullshard.data.bigram import Baseline
 from fullshard.data.order import Indices
@@ -101,14 +100,6 @@ class PreparedData(ABC):
         """Writes everything into a folder."""
 
 
-def fingerprint_of(*arrays: Any) -> str:
-    """Checksum of arrays of tokens."""
-    checksum = xxhash.xxh3_128()
-    for array in arrays:
-        checksum.update(np.ascontiguousarray(array).data)
-    return checksum.hexdigest()
-
-
 def save_facts(
     folder: Path, kind: str, facts: DatasetFacts, tokenizer: PreTrainedTokenizerBase
 ) -> None:
@@ -139,10 +130,7 @@ def read_facts(folder: Path) -> tuple[str, DatasetFacts]:
             "All machines of a run need the same folder: put it on a shared file system."
         )
     found: dict[str, Any] = json.loads((folder / FACTS).read_text(encoding="utf-8"))
-    kind, baseline = found.pop("kind"), found.pop("baseline")
-    found["notes"] = tuple(found["notes"])
-    found["mixture"] = tuple((size, places) for size, places in found.get("mixture", ()))
-    return kind, DatasetFacts(**found, baseline=Baseline(**baseline) if baseline else None)
+    return found.pop("kind"), TypeAdapter(DatasetFacts).validate_python(found)
 
 
 def tokenizer_texts(folder: Path) -> dict[str, str]:

@@ -13,7 +13,7 @@ from torch import nn
 
 from fullshard.config.sharding import Offload
 from fullshard.errors import ConfigError, UnsupportedModelError
-from fullshard.planner.homes import Homes, Place
+from fullshard.planner.units import Homes, Place
 
 
 @dataclass(frozen=True)

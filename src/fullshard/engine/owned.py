@@ -3,7 +3,7 @@
 [Note: owners]
 Muon, Adafactor and 8-bit states need full tensors. The plan assigns each sharded parameter an owner
 in its shard group. There an unmodified optimizer sees only full tensors and keeps their states. A
-step runs in rounds (planner/owners.py):
+step runs in rounds (planner/optimizers.py):
 
     rank 0   slice of p | slice of p.grad  --.             .-->  updated slice
     rank 1   slice of p | slice of p.grad  ---> p, p.grad  --->  updated slice
@@ -29,9 +29,9 @@ from fullshard.engine.engine import Engine, engine_of
 from fullshard.engine.optimizers import WATCHED, check_by_itself
 from fullshard.engine.parameter import Guarded, ShardedParameter
 from fullshard.errors import CheckpointError, EngineError
-from fullshard.planner.homes import Place
 from fullshard.planner.layout import clean_name
-from fullshard.planner.owners import Owners
+from fullshard.planner.optimizers import Owners
+from fullshard.planner.units import Place
 from fullshard.transport import Exchange
 
 _SAVES = (

@@ -34,10 +34,9 @@ from fullshard.engine.tracing import trace_order
 from fullshard.errors import ConfigError, EngineError, UnsupportedModelError
 from fullshard.planner.events import Recorder, Sync
 from fullshard.planner.layout import Slice
-from fullshard.planner.mesh import Mesh, Topology, resolve_mesh
+from fullshard.planner.mesh import ROWS, Mesh, Topology, resolve_mesh, row_of
 from fullshard.planner.plan import Plan, make_plan
 from fullshard.planner.spec import matches
-from fullshard.planner.strategy import ROWS, row_of
 from fullshard.planner.units import UnitSettings
 from fullshard.transport import Transport, make_transport, resolve_transport
 

@@ -11,7 +11,7 @@ from fullshard.engine._torch_compat import graph_task_id
 from fullshard.engine.step import WAITS, Actions, Runtime, Use
 from fullshard.engine.unit import Member
 from fullshard.planner.events import Event
-from fullshard.planner.homes import Homes
+from fullshard.planner.units import Homes
 from fullshard.transport import Fetch
 from fullshard.transport.streams import Streams
 

@@ -54,7 +54,11 @@ class Series:
 
 @dataclass(frozen=True)
 class Axes:
-    """Labels, number formats and width of a chart."""
+    """Labels, number formats and width of a chart.
+
+    Attributes:
+        style: CSS of a chart that is a file of its own, with its legend inside; "": the page's CSS.
+    """
 
     x_label: str
     y_label: str
@@ -62,6 +66,7 @@ class Axes:
     from_zero: bool = False
     width: float = NARROW
     x_format: Callable[[float], str] = lambda value: f"{value:g}"
+    style: str = ""
 
 
 @dataclass(frozen=True)
@@ -175,21 +180,4 @@ def _draw(
         y_ticks=ticks(low, high + room),
         lines=lines,
         areas=areas,
-    )
-
-
-def standalone(drawing: str, names: Sequence[str], style: str, title: str) -> str:
-    """Returns a line chart as an SVG file of its own, with a legend.
-
-    Args:
-        drawing: Output of `line_chart`.
-        names: Names of its series, in the order of their colours (1 is the first).
-        style: CSS of its classes.
-        title: Line above the legend.
-    """
-    head, _, body = drawing.partition("</svg>")[0].partition(">")
-    right = float(head.partition('viewBox="0 0 ')[2].partition(" ")[0]) - 230
-    legend = render("legend.svg.j2", names=names, title=title, right=right)
-    return (
-        f'{head} xmlns="http://www.w3.org/2000/svg"><style>\n{style}</style>{body}{legend}</svg>\n'
     )

@@ -1,27 +1,32 @@
-"""`report.html`: one self-contained page about a run, drawn from the files in its folder.
+"""Pages that need no network: `report.html` about a run, and the page of a plan.
 
-It reads run.json, metrics.jsonl, saves.jsonl, plan.json, config.yaml and sample.txt. Missing files
-are left out, so a failed run has a report too, and it can be drawn again at any time.
+The report is drawn from the files in the run's folder: run.json, metrics.jsonl, saves.jsonl,
+plan.json, config.yaml and sample.txt. Missing files are left out, so a failed run has a report too,
+and it can be drawn again at any time. The page of a plan is written before anything has run.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import groupby
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from fullshard.config.regular_files import did_you_mean_path
 from fullshard.errors import ConfigError
-from fullshard.observe.chart import WIDE, Axes, Series, area_chart, line_chart, render
+from fullshard.observe.chart import WIDE, Axes, Scale, Series, area_chart, line_chart, render
 from fullshard.observe.metrics import SAVES, read_rows
+from fullshard.outlook.memory import checkpoint_bytes
+from fullshard.outlook.player import Bar, Lane, held_over_time
+from fullshard.outlook.predict import Outlook
+from fullshard.outlook.search import Study
 from fullshard.planner.arrays import ArraysPlan
 from fullshard.planner.plan import Plan
-from fullshard.planner.text import human_bytes
-from fullshard.planner.units import UnitPlan
+from fullshard.planner.text import human_bytes, like_neighbours
+from fullshard.planner.tracing import TensorKind
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +63,7 @@ def gather(run: Path) -> dict[str, Any]:
         "compared": _compared(steps, planned),
         "plan": plan,
         "arrays": plan.arrays if isinstance(plan, ArraysPlan) else (),
-        "runs": [list(alike) for _, alike in groupby(units, key=_likeness)],
+        "runs": like_neighbours(units),
         "sample": _text(run / "sample.txt"),
         "config": _text(run / "config.yaml"),
     }
@@ -123,7 +128,9 @@ def _level(name: str, xs: list[float], value: float, color: int = 3) -> Series:
     return Series(name, [xs[0], xs[-1]], [value] * 2, color, "dashed")
 
 
-def loss_chart(steps: list[Row], evaluations: list[Row], baseline: float | None) -> str:
+def loss_chart(
+    steps: list[Row], evaluations: list[Row], baseline: float | None, style: str = ""
+) -> str:
     """Training loss, raw and smoothed, held-out loss and baseline over steps."""
     steps = [row for row in steps if row["loss"] is not None]  # None: the step was skipped
     xs, losses = _column(steps, "step"), _column(steps, "loss")
@@ -135,7 +142,7 @@ def loss_chart(steps: list[Row], evaluations: list[Row], baseline: float | None)
     ]
     if baseline is not None and xs:
         series.append(_level("interpolated bigram, held out", xs, baseline))
-    return line_chart(series, Axes("step", "loss in nats per token", width=WIDE))
+    return line_chart(series, Axes("step", "loss in nats per token", width=WIDE, style=style))
 
 
 def _smoothed(values: list[float]) -> list[float]:
@@ -240,7 +247,108 @@ def _plan(path: Path) -> Plan | ArraysPlan | None:
         return None
 
 
-def _likeness(unit: UnitPlan) -> tuple[Any, ...]:
-    """Neighbouring units that are equal in this share a row of the table."""
-    dtypes = tuple((group.dtypes, group.trainable) for group in unit.groups)
-    return unit.kind, unit.role, unit.parent, unit.numel, unit.padding, dtypes
+# ---- the page of a plan --------------------------------------------------------------------------
+
+
+ROW_HEIGHT, TOP, LEFT, RIGHT = 34.0, 10.0, 80.0, 14.0
+
+
+def write_plan_page(study: Study, strategies: Sequence[Outlook], target: Path) -> Path:
+    """Writes the page of a configuration.
+
+    Args:
+        study: Plan, forecast, advice and scaling of the configuration.
+        strategies: Forecasts of the other strategies.
+        target: File to write.
+
+    Raises:
+        ConfigError: The file cannot be written.
+    """
+    outlook = study.outlook
+    bars, phases = outlook.bars(), outlook.phases(study.storage)
+    page = render(
+        "plan.html.j2",
+        study=study,
+        outlook=outlook,
+        plan=outlook.plan,
+        phases=phases,
+        places=[n for n in ("device", "host", "disk") if any(getattr(p, n) for p in phases)],
+        checkpoint_bytes=checkpoint_bytes(outlook.plan),
+        strategies=strategies,
+        charts=(
+            ("Memory during a micro-batch", _planned_memory_chart(outlook, bars), True),
+            ("Schedule of a micro-batch", _schedule(outlook, bars), True),
+            ("Efficiency over ranks, at constant work per rank", _scaling_chart(study), True),
+        ),
+    )
+    try:
+        target.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--out: expected a file to write, got '{target}' ({error}).") from error
+    return target
+
+
+def _planned_memory_chart(outlook: Outlook, bars: Sequence[Bar]) -> str:
+    """Allocated memory during a micro-batch, stacked by kind."""
+    moments = held_over_time(outlook.rows, bars)
+    if not moments:
+        return ""
+    unit, scale = _time_unit(moments[-1].time_s)
+    xs = [scale * moment.time_s for moment in moments]
+    state = [row for row in outlook.rows if row.name not in list(TensorKind)]
+    largest = sorted(state, key=lambda row: -row.num_bytes)[:3]
+    rest = sum(row.num_bytes for row in state if row not in largest)
+    layers = [(row.name, [float(row.num_bytes)] * len(xs)) for row in largest]
+    layers.append(("other state", [float(rest)] * len(xs)))
+    layers += [(kind, [moment.held[kind] for moment in moments]) for kind in TensorKind]
+    layers = [(name, values) for name, values in layers if any(values)]
+    series = [
+        Series(name, xs, [value / 2**30 for value in values], color)
+        for color, (name, values) in enumerate(layers, start=1)
+    ]
+    axes = Axes(unit, "GiB", lambda v: f"{v:g} GiB", from_zero=True, width=WIDE)
+    return area_chart(series, axes)
+
+
+def _schedule(outlook: Outlook, bars: Sequence[Bar]) -> str:
+    """One lane for each stream of work, with one bar for each unit."""
+    end_s = max((bar.end_s for bar in bars), default=0.0)
+    if not end_s:
+        return ""
+    lanes = {lane: [bar for bar in bars if bar.lane is lane] for lane in Lane}
+    unit, scale = _time_unit(end_s)
+    return render(
+        "schedule.svg.j2",
+        lanes=[
+            (lane, [bar for bar in own if bar.end_s > bar.start_s])
+            for lane, own in lanes.items()
+            if own
+        ],
+        units=outlook.plan.units,
+        x=Scale(0.0, end_s, LEFT, WIDE - RIGHT),
+        top=TOP,
+        row_height=ROW_HEIGHT,
+        width=WIDE,
+        end_s=end_s,
+        unit=unit,
+        scale=scale,
+    )
+
+
+def _time_unit(end_s: float) -> tuple[str, float]:
+    """Unit of a time axis of this length, and units per second."""
+    return ("seconds", 1.0) if end_s >= 2 else ("milliseconds", 1000.0)
+
+
+def _scaling_chart(study: Study) -> str:
+    xs = [float(power) for power in range(len(study.scaling))]
+    ys = [100 * point.efficiency for point in study.scaling]
+    axes = Axes(
+        "ranks",
+        "per cent",
+        lambda v: f"{v:g} %",
+        from_zero=True,
+        width=WIDE,
+        x_format=lambda v: f"{2**v:,.0f}" if v == int(v) else "",
+    )
+    return line_chart([Series("efficiency", xs, ys, 1, "dots")], axes)

@@ -56,13 +56,13 @@ from fullshard.outlook.workload import (
     Tuning,
     Workload,
 )
-from fullshard.planner.homes import Place
 from fullshard.planner.memory import AVERAGE, WHOLES, MemoryRow, sum_by_place
-from fullshard.planner.owners import owned_tensors
+from fullshard.planner.mesh import row_of
+from fullshard.planner.optimizers import owned_tensors
 from fullshard.planner.plan import Plan
 from fullshard.planner.spec import ITEMSIZE
-from fullshard.planner.strategy import row_of
 from fullshard.planner.tracing import TensorKind
+from fullshard.planner.units import Place
 
 MIB, GIB, GB = 1 << 20, 1 << 30, 10**9
 LORA_SHARE = 0.002  # parameters that adapters of usual ranks add, as a share of the model's

@@ -39,7 +39,6 @@ from fullshard.outlook.workload import (
     Stage,
     Workload,
 )
-from fullshard.planner.homes import Place
 from fullshard.planner.memory import (
     WHOLES,
     MemoryRow,
@@ -47,11 +46,12 @@ from fullshard.planner.memory import (
     optimizer_bytes,
     sum_by_place,
 )
+from fullshard.planner.mesh import row_of
 from fullshard.planner.optimizers import ADAMW, OptimizerStates
 from fullshard.planner.plan import Plan
 from fullshard.planner.spec import ITEMSIZE
-from fullshard.planner.strategy import row_of
 from fullshard.planner.tracing import TensorKind, TraceOf, WorkOf
+from fullshard.planner.units import Place
 
 # Share of a block's forward that is recomputed, and share of its activations that is kept.
 _KERNELS = {

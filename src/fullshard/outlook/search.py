@@ -22,11 +22,10 @@ from fullshard.outlook.memory import DEFAULT_STORAGE, Fit, Storage, peak_memory
 from fullshard.outlook.predict import Machine, Outlook, PlannedStep, look
 from fullshard.outlook.speed import step_times
 from fullshard.outlook.workload import Parallelism, Workload
-from fullshard.planner.homes import Place
-from fullshard.planner.mesh import Topology
+from fullshard.planner.mesh import Topology, row_of
 from fullshard.planner.plan import Plan
-from fullshard.planner.strategy import row_of
 from fullshard.planner.text import human_bytes
+from fullshard.planner.units import Place
 
 MICRO_BATCH = "per_device_train_batch_size"
 WORTHWHILE = 0.97  # of the step time: a smaller gain is within the forecast's error

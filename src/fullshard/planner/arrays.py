@@ -17,10 +17,9 @@ from dataclasses import dataclass, replace
 
 from fullshard.config.values import Recompute, RecomputeKind, Strategy
 from fullshard.planner.memory import AVERAGE, MemoryRow
-from fullshard.planner.mesh import Mesh
+from fullshard.planner.mesh import Mesh, row_of
 from fullshard.planner.optimizers import ADAMW, OptimizerStates
 from fullshard.planner.spec import ITEMSIZE
-from fullshard.planner.strategy import row_of
 from fullshard.planner.text import PlanDocument, decode_plan, human_bytes
 from fullshard.planner.units import DtypeContract
 
@@ -305,10 +304,7 @@ class ArraysPlan(PlanDocument):
     def from_json(cls, text: str) -> ArraysPlan | None:
         """Returns the plan that `to_json` wrote; None if it is a plan of the torch engine."""
         table = json.loads(text)
-        if "arrays" not in table:
-            return None
-        kind, every = table["recompute"]
-        return replace(decode_plan(cls, table), recompute=Recompute(RecomputeKind(kind), every))
+        return decode_plan(cls, table) if "arrays" in table else None
 
 
 def _array_line(array: ArrayPlan) -> str:

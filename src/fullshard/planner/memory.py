@@ -9,13 +9,11 @@ from dataclasses import dataclass
 
 from fullshard.config.values import DType, GradSync, Transport
 from fullshard.planner.events import Event, EventKind
-from fullshard.planner.homes import Homes, Place
 from fullshard.planner.layout import ALIGNMENT, Bounds, owned_numels
-from fullshard.planner.optimizers import OptimizerStates
-from fullshard.planner.owners import owned_tensors
+from fullshard.planner.optimizers import OptimizerStates, owned_tensors
 from fullshard.planner.slots import Ring
 from fullshard.planner.spec import ITEMSIZE
-from fullshard.planner.units import GroupPlan, UnitPlan
+from fullshard.planner.units import GroupPlan, Homes, Place, UnitPlan
 
 AVERAGE = "average of the weights"
 WHOLES = "whole tensors of owners"
@@ -72,9 +70,7 @@ def state_rows(
     rows = (
         MemoryRow("parameter shards", master, homes.parameters),
         MemoryRow("gradient shards", grads, homes.gradients),
-        MemoryRow(
-            f"optimizer ({optimizer.name})", optimizer_bytes(trained, optimizer), homes.optimizer
-        ),
+        MemoryRow(optimizer.row, optimizer_bytes(trained, optimizer), homes.optimizer),
         MemoryRow(AVERAGE, optimizer_bytes(trained, averages), homes.optimizer),
         MemoryRow("shared weights to compute with", compute, homes.parameters),
         MemoryRow("slots", sum(r.num_bytes for r in rings if not r.name.endswith(".grad"))),
@@ -270,13 +266,9 @@ def _received(groups: Sequence[GroupPlan], transport: Transport) -> list[_Buffer
     found: list[_Buffer] = []
     for group in groups:
         peers = group.layout.num_parts - 1
-        match transport:
-            case Transport.DIRECT:
-                count = peers
-            case Transport.SHARED:  # peers' gradients are read in place
-                count = 0
-            case _:
-                count = min(peers, 1)
+        # In a shared home peers' gradients are read in place.
+        few = {Transport.DIRECT: peers, Transport.SHARED: 0}
+        count = few.get(transport, min(peers, 1))
         if group.trainable:
             found += [(group.dtypes.reduce, group.layout.part_numel)] * count
     return found

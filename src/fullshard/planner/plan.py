@@ -16,7 +16,6 @@ from fullshard.config.schema import ShardConfig
 from fullshard.config.values import GradSync, Home, Strategy, Transport
 from fullshard.errors import ConfigError, WrapError
 from fullshard.planner.events import Event
-from fullshard.planner.homes import DEFAULT_HOMES, Homes, Place
 from fullshard.planner.layout import Slice
 from fullshard.planner.memory import (
     MemoryRow,
@@ -24,7 +23,7 @@ from fullshard.planner.memory import (
     staging_bytes,
     state_rows,
 )
-from fullshard.planner.mesh import Mesh, Topology, resolve_mesh
+from fullshard.planner.mesh import Mesh, StrategyRow, Topology, resolve_mesh, row_of
 from fullshard.planner.optimizers import ADAMW, OptimizerStates
 from fullshard.planner.schedule import (
     Depths,
@@ -36,11 +35,13 @@ from fullshard.planner.schedule import (
 )
 from fullshard.planner.slots import Ring, SlotRules, assign_slots
 from fullshard.planner.spec import ModelSpec, check_globs, matches
-from fullshard.planner.strategy import StrategyRow, row_of
 from fullshard.planner.text import PlanDocument, decode_plan, render_tree
 from fullshard.planner.units import (
+    DEFAULT_HOMES,
     ContractRule,
     GroupPlan,
+    Homes,
+    Place,
     UnitPlan,
     UnitSettings,
     assign_params,
@@ -141,7 +142,7 @@ class Plan(PlanDocument):
         """
         try:
             return decode_plan(cls, json.loads(text))
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except (TypeError, ValueError) as error:
             raise ConfigError(
                 f"plan: expected what Plan.to_json wrote, got {error!r}. Plan again."
             ) from error

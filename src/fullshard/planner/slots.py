@@ -22,9 +22,8 @@ from dataclasses import dataclass, replace
 from fullshard.config.values import DType
 from fullshard.errors import SlotError
 from fullshard.planner.events import Event, EventKind, event_of
-from fullshard.planner.homes import Homes, Place
 from fullshard.planner.spec import ITEMSIZE
-from fullshard.planner.units import GroupPlan, SlotRef, UnitPlan, ancestors_of
+from fullshard.planner.units import GroupPlan, Homes, Place, SlotRef, UnitPlan, ancestors_of
 from fullshard.planner.wrap import Role
 
 SIZE_CLASS = 0.5  # units below this share of the largest unit begin a new size class

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import types
 import typing
+from collections.abc import Iterable
 from enum import Enum
-from functools import cache
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, TypeVar
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from fullshard.planner.memory import sum_by_place
 from fullshard.planner.mesh import Mesh
@@ -44,7 +45,7 @@ def render_tree(plan: Plan) -> str:
         f"units: {len(plan.units)}, padding {_padding(plan):.3%}, prefetch "
         f"{plan.depths.forward} forward, {plan.depths.backward} backward",
     ]
-    lines += [f"  {_unit_line(list(run), mesh)}" for _, run in groupby(plan.units, key=_likeness)]
+    lines += [f"  {_unit_line(run, mesh)}" for run in like_neighbours(plan.units)]
     lines.append("rings:")
     for ring in plan.rings:
         size = f"{ring.count} x {ring.numel:,} {ring.dtype} = {human_bytes(ring.num_bytes)}"
@@ -53,9 +54,17 @@ def render_tree(plan: Plan) -> str:
     return "\n".join([*lines, "memory of a rank (state only):", *rows])
 
 
+def like_neighbours(units: Iterable[UnitPlan]) -> list[list[UnitPlan]]:
+    """Returns runs of neighbouring units that share a row of a table."""
+    return [list(run) for _, run in groupby(units, key=_likeness)]
+
+
 def _likeness(unit: UnitPlan) -> tuple[object, ...]:
-    groups = tuple((g.trainable, *(p.shape for p in g.layout.placements)) for g in unit.groups)
-    return unit.kind, unit.role, unit.parent, groups
+    groups = (
+        (g.trainable, g.dtypes, g.layout.num_parts, *(p.shape for p in g.layout.placements))
+        for g in unit.groups
+    )
+    return unit.kind, unit.role, unit.parent, *groups
 
 
 def _unit_line(run: list[UnitPlan], mesh: Mesh) -> str:
@@ -96,6 +105,7 @@ class PlanDocument:
     """
 
     __slots__ = ()
+    __pydantic_config__ = ConfigDict(extra="forbid")  # for all dataclasses of a plan
     memory: Any  # a field or a property
 
     @property
@@ -120,13 +130,17 @@ def decode_plan(cls: type[T], data: dict[str, Any]) -> T:
     """Builds a plan from the JSON values of `PlanDocument.to_json`.
 
     Raises:
-        ValueError: Another schema version. A missing or unknown field raises KeyError or TypeError.
+        ValueError: Another schema version, or a field is missing, unknown or invalid.
     """
     fields = dict(data)
     version = fields.pop("schema_version", None)
     if version != SCHEMA_VERSION:
         raise ValueError(f"schema_version {version} instead of {SCHEMA_VERSION}")
-    return _decode(cls, fields)
+    try:
+        return TypeAdapter(cls).validate_python(fields)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
 
 
 def format_json(value: Any, depth: int = 0, width: int = WIDTH) -> str:
@@ -163,29 +177,4 @@ def _encode(value: Any) -> Any:
         return [_encode(item) for item in typing.cast("list[Any]", value)]
     if isinstance(value, Enum):
         return value.value
-    return value
-
-
-@cache
-def _fields(cls: Any) -> dict[str, Any]:
-    hints = typing.get_type_hints(cls)
-    return {f.name: hints[f.name] for f in dataclasses.fields(cls)}
-
-
-def _decode(hint: Any, value: Any) -> Any:
-    origin = typing.get_origin(hint)
-    if origin is tuple:
-        item = typing.get_args(hint)[0]
-        return tuple(_decode(item, entry) for entry in value)
-    if origin in (typing.Union, types.UnionType):
-        if value is None:
-            return None
-        inner = next(a for a in typing.get_args(hint) if a is not type(None))
-        return _decode(inner, value)
-    if dataclasses.is_dataclass(hint):
-        fields = _fields(hint)
-        decoded = {name: _decode(fields[name], entry) for name, entry in value.items()}
-        return typing.cast("type[Any]", hint)(**decoded)
-    if isinstance(hint, type) and issubclass(hint, Enum):
-        return hint(value)
     return value

@@ -1,10 +1,11 @@
-"""Units of a plan: the layout of their parameters, their slots and their dtypes."""
+"""Units of a plan: the layout of their parameters, their slots, their dtypes and their homes."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
 
 from fullshard.config.values import DType, Strategy
 from fullshard.planner.layout import FlatLayout, clean_name
@@ -18,6 +19,32 @@ from fullshard.planner.spec import (
     parent_name,
 )
 from fullshard.planner.wrap import Role
+
+
+class Place(StrEnum):
+    """A kind of memory; `shared` is one mapping for all ranks of a host."""
+
+    DEVICE = "device"
+    HOST = "host"
+    DISK = "disk"
+    SHARED = "shared"
+
+
+@dataclass(frozen=True, slots=True)
+class Homes:
+    """Where each kind of state is stored; gathered units are always on the device."""
+
+    parameters: Place = Place.DEVICE
+    gradients: Place = Place.DEVICE
+    optimizer: Place = Place.DEVICE
+
+    @property
+    def offloads(self) -> bool:
+        """Whether parameters are copied to the device before every gather."""
+        return self.parameters in (Place.HOST, Place.DISK)
+
+
+DEFAULT_HOMES = Homes()
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,7 @@ exist together.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,12 +76,11 @@ class Head:
         assert isinstance(found, Head), "it was installed before"
         return found
 
-    @contextlib.contextmanager
-    def asked(self, answer: Answer) -> Iterator[None]:
-        """Inside, the model's `logits` are the result of `answer` for its hidden states."""
+    def ask(self, model: nn.Module, inputs: Batch, answer: Answer) -> torch.Tensor:
+        """Runs the model's forward, whose logits are the result of `answer`, and returns them."""
         self._answer = answer
         try:
-            yield
+            return model(**inputs, use_cache=False).logits
         finally:
             self._answer = None
 
@@ -116,8 +114,7 @@ class Head:
             found.append(total.detach())
             return total.reshape(1, 1, 1)
 
-        with self.asked(answer):
-            logits = model(**tokens.inputs, use_cache=False).logits
+        logits = self.ask(model, tokens.inputs, answer)
         if not self._is_proven:  # comparing numbers waits for the GPU
             self._prove(model, logits, found)
         return logits.reshape(())

@@ -31,7 +31,7 @@ from fullshard.observe.metrics import memory_bytes
 from fullshard.planner.arrays import ArrayPlan
 from fullshard.planner.text import human_bytes
 from fullshard.recipes.base import IGNORED, Batch, RowBatches, Team
-from fullshard.recipes.distill.logits import TOP_IDS, TOP_VALUES
+from fullshard.recipes.distill.loss import TOP_IDS, TOP_VALUES
 from fullshard.run.checkpoints import SCALER
 from fullshard.run.console import RunConsole, weights_line
 from fullshard.run.generation import Request, generate

@@ -31,15 +31,13 @@ from fullshard.outlook.memory import GIB, LAUNCHER_PROCESS, LOAD, RANK_PROCESS, 
 from fullshard.outlook.predict import Machine, Outlook, PlannedStep, look
 from fullshard.outlook.search import MICRO_BATCH, PlanAt, Study, choose, study
 from fullshard.outlook.workload import Batch, Shapes, decoder
-from fullshard.planner.homes import Place
 from fullshard.planner.memory import MemoryRow
-from fullshard.planner.mesh import Topology, resolve_mesh
+from fullshard.planner.mesh import Topology, resolve_mesh, row_of
 from fullshard.planner.optimizers import OptimizerStates, states_of
 from fullshard.planner.plan import Plan
-from fullshard.planner.strategy import row_of
 from fullshard.planner.text import human_bytes
-from fullshard.recipes.distill.planned import Taught
-from fullshard.recipes.distill.teacher import settings_of
+from fullshard.planner.units import Place
+from fullshard.recipes.distill.recipe import Taught, settings_of
 from fullshard.recipes.head import whole_logits
 from fullshard.run.tracing import Tracer
 from fullshard.transport.shared.segment import Host

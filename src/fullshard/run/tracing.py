@@ -28,7 +28,7 @@ from fullshard.planner.spec import is_inside, parent_name
 from fullshard.planner.tracing import Moment, Peaks, Work, between, peaks, peaks_between
 from fullshard.planner.wrap import recomputed_modules, repeated_blocks
 from fullshard.recipes.base import whole_logits_loss
-from fullshard.recipes.distill.planned import Taught
+from fullshard.recipes.distill.recipe import Taught
 from fullshard.recipes.head import MOST_TRACED, Head, next_token
 
 logger = logging.getLogger(__name__)

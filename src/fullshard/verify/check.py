@@ -43,10 +43,9 @@ from fullshard.models.small import (
     shrink,
     shrunk,
 )
+from fullshard.planner.mesh import row_of
 from fullshard.planner.spec import matches
-from fullshard.planner.strategy import row_of
-from fullshard.verify.compare import Row, Sides, rows_of
-from fullshard.verify.diagnose import Diagnosis, diagnose
+from fullshard.verify.compare import Diagnosis, Row, Sides, diagnose, rows_of
 from fullshard.verify.faults import NEEDS_GATHERS, Fault
 from fullshard.verify.job import EXACT, LOW, SINGLE, Job, Pass, write_batches, write_weights
 

@@ -12,7 +12,6 @@ repeated_data       data loader            the last rank is given rank 0's batch
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from enum import StrEnum
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +20,7 @@ import torch
 from torch import nn
 
 from fullshard.config.schema import ShardConfig
-from fullshard.config.values import Transport, nearest
+from fullshard.config.values import Choice, Transport, parse
 from fullshard.engine.engine import engine_of
 from fullshard.engine.unit import Unit
 from fullshard.errors import ConfigError
@@ -29,7 +28,7 @@ from fullshard.errors import ConfigError
 Tensors = Sequence[torch.Tensor]
 
 
-class Fault(StrEnum):
+class Fault(Choice):
     """Faults of a sharded step that raise no error."""
 
     SKIPPED_REDUCTION = "skipped_reduction"
@@ -49,11 +48,7 @@ def parse_fault(name: str | None) -> Fault | None:
     Raises:
         ConfigError: No fault has this name.
     """
-    if name is None or name in tuple(Fault):
-        return None if name is None else Fault(name)
-    guess = nearest(name, list(Fault))
-    hint = f"Did you mean '{guess}'?" if guess else "Use one of these."
-    raise ConfigError(f"--inject: expected one of {', '.join(Fault)}; got '{name}'. {hint}")
+    return None if name is None else parse(Fault, name, "--inject")
 
 
 class Injection:

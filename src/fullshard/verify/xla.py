@@ -35,7 +35,7 @@ from fullshard.launch.rank_entry import run_rank
 from fullshard.models.config import quiet_libraries
 from fullshard.models.small import NUM_LAYERS, Limits, shrink
 from fullshard.planner.arrays import ArrayPlan
-from fullshard.planner.strategy import row_of
+from fullshard.planner.mesh import row_of
 from fullshard.run.on_xla import state_of, torch_weights
 from fullshard.saving import SaveSettings
 from fullshard.verify.check import PreparedCheck, model_config_of, passes_of

@@ -25,9 +25,8 @@ import numpy as np
 from fullshard.config.schema import RunConfig
 from fullshard.errors import ConfigError
 from fullshard.planner.arrays import ArraysPlan
-from fullshard.planner.mesh import Topology, resolve_mesh
+from fullshard.planner.mesh import Topology, resolve_mesh, row_of
 from fullshard.planner.optimizers import states_of
-from fullshard.planner.strategy import row_of
 from fullshard.xla.gather import scan_blocks
 from fullshard.xla.plan import Tree, XlaPlan, table_of
 

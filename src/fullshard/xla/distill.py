@@ -19,8 +19,7 @@ from fullshard.config.schema import DistillConfig, ShardConfig
 from fullshard.config.values import DistillLoss, DType, Strategy
 from fullshard.errors import ConfigError
 from fullshard.planner.arrays import ArraysPlan
-from fullshard.planner.mesh import Mesh
-from fullshard.planner.strategy import row_of
+from fullshard.planner.mesh import Mesh, row_of
 from fullshard.xla.decoder import BLOCKS, IGNORED, head_of, hidden_of
 from fullshard.xla.head import ChunkLoss, Decoder, Rows, chunked, cross_entropy, predicting
 from fullshard.xla.plan import Tree, table_of

@@ -13,8 +13,7 @@ from jax.sharding import Mesh as DeviceMesh
 
 from fullshard.config.values import Strategy
 from fullshard.errors import ConfigError
-from fullshard.planner.mesh import Mesh, Topology, resolve_mesh
-from fullshard.planner.strategy import row_of
+from fullshard.planner.mesh import Mesh, Topology, resolve_mesh, row_of
 
 REPLICATE, SHARD = "replicate", "shard"
 AXES = (REPLICATE, SHARD)

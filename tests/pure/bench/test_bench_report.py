@@ -8,8 +8,7 @@ import math
 import pytest
 
 from fullshard.bench.cases import CASES, PEERS, find_case, groups_of, installed_peers
-from fullshard.bench.machine import CpuClock, others_share
-from fullshard.bench.page import Page
+from fullshard.bench.page import CpuClock, Page, others_share
 from fullshard.bench.step import (
     COLUMNS,
     MEMORY_KEYS,
@@ -146,7 +145,7 @@ def test_engines_that_do_not_fit_are_paired_with_fsdp2_group_by_group():
 def test_a_case_knows_how_many_parameters_its_model_has(name, numel):
     import torch
 
-    from fullshard.bench.models import GPT
+    from fullshard.bench.engines import GPT
 
     assert CASES[name].numel == numel
     with torch.device("meta"):

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from fullshard.bench.statistics import (
+from fullshard.bench.page import (
     bootstrap,
     largest_difference,
     paired_ratio,

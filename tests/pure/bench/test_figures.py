@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 from benchmarks.overlap import draw_trace
 
-from fullshard.bench.figures import draw_comparison, draw_ratios
+from fullshard.bench.page import draw_comparison, draw_ratios
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 SVG = "{http://www.w3.org/2000/svg}"

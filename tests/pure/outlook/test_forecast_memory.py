@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-from pathlib import Path
 from statistics import median
 
 import pytest
@@ -12,31 +11,11 @@ from fullshard.outlook.constants import FITTED
 from fullshard.outlook.memory import GIB, PeakMemory, peak_memory
 from fullshard.outlook.published import read_workload
 from fullshard.outlook.workload import Metric
+from support import rows
+from support.rows import DATA
 
-DATA = Path(__file__).parents[3] / "benchmarks" / "data" / "planner_public.csv"
+LLAMA_8B = {**rows.LLAMA_8B, "gpus": "8", "nodes": "1"}
 TOKENS, LAYERS, WIDTH, KV, MLP, VOCAB = 8192, 32, 4096, 1024, 14336, 128256
-LLAMA_8B = {
-    "params_b": "8.03",
-    "n_layers": str(LAYERS),
-    "d_model": str(WIDTH),
-    "n_heads": "32",
-    "n_kv_heads": "8",
-    "d_ff": str(MLP),
-    "vocab": str(VOCAB),
-    "seq_len": str(TOKENS),
-    "gpus": "8",
-    "gpu_model": "H100-SXM5-80GB",
-    "nodes": "1",
-    "strategy": "FSDP2",
-    "precision": "bf16/fp32/bf16",
-    "activation_checkpointing": "full",
-    "torch_compile": "no",
-    "micro_batch_per_gpu": "1",
-    "grad_accum": "1",
-    "optimizer": "AdamW",
-    "mem_metric": "reserved",
-    "master_dtype": "fp32",
-}
 
 
 def held(**changes: str) -> PeakMemory:

@@ -172,14 +172,6 @@ def test_gathers_and_reductions_alternate_alike_on_a_rank_that_leaves_out_blocks
     assert travels(plan, called, called - (dropped & blocks)) == travels(plan, every, every)
 
 
-def test_a_block_is_gathered_before_the_block_in_front_of_it_ends() -> None:
-    plan = fs.plan(Model(4, 0), world_size=2)
-    kinds = [(event.kind, plan.units[event.unit].name) for event in plan.events if event.unit >= 0]
-    for i in range(3):
-        ahead = kinds.index((EventKind.GATHER, f"blocks.{i + 1}"))
-        assert ahead < kinds.index((EventKind.FORWARD, f"blocks.{i}"))
-
-
 def test_a_ring_has_one_slot_more_than_the_larger_depth() -> None:
     for forward, backward in [(0, 0), (1, 0), (2, 1), (1, 3)]:
         plan = fs.plan(

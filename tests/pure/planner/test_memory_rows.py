@@ -195,3 +195,12 @@ def test_gradients_that_wait_for_the_last_micro_batch_are_planned(
     wanted = {None: 0, True: sum(g.layout.numel for g in groups) * 4}
     wanted[False] = sum(g.layout.part_numel for g in groups) * 4
     assert rows.get("deferred gradients", 0) == wanted[whole]
+
+
+def test_neighbours_of_other_dtypes_or_another_mesh_have_rows_of_their_own() -> None:
+    for fields in ({"param_dtype": "bf16", "fp32_modules": ["blocks.3"]},
+                   {"strategies": {"blocks.3": "no_shard"}}):  # fmt: skip
+        plan, _ = rows_of(Model(4, 32), world_size=2, wrap=["Linear"], **fields)
+        tree = plan.tree()
+        assert "blocks.0 .. blocks.2 (3): Linear, block" in tree
+        assert "  blocks.3: Linear, block" in tree

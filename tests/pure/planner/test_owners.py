@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fullshard.planner.layout import FlatLayout
-from fullshard.planner.optimizers import takes_muon
-from fullshard.planner.owners import Owners
+from fullshard.planner.optimizers import Owners, takes_muon
 
 sizes = st.lists(st.integers(0, 5000), max_size=40)
 parts = st.integers(1, 9)

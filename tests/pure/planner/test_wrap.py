@@ -181,14 +181,6 @@ def test_tied_ends_are_the_roots_however_large() -> None:
     assert set(found.values()) == {Role.ROOT, Role.BLOCK}
 
 
-def test_a_block_of_another_kind_in_the_list_is_a_block() -> None:
-    """Attention and state-space layers side by side; a dense layer before those with experts."""
-    found = units(deepseek())
-    assert [n for n, role in found.items() if role == Role.BLOCK] == [
-        f"model.layers.{k}" for k in range(3)
-    ]
-
-
 class Stage(nn.Module):
     def __init__(self, width: int, count: int) -> None:
         super().__init__()

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 
 from fullshard.checkpoint.commit import Documents, claim, conclude, join, report
 from fullshard.config.training import TrainingConfig
-from fullshard.data.dataset import DatasetFacts, fingerprint_of
+from fullshard.data.arrays import checksum_of
+from fullshard.data.dataset import DatasetFacts
 from fullshard.data.order import BatchShape, SampleOrder
 from fullshard.errors import CheckpointError, DataError
-from fullshard.recipes.distill.logits import TopK, check_facts, write_facts
+from fullshard.recipes.distill.loss import TopK, check_facts, write_facts
 from fullshard.run.folder import RunFolder
 from fullshard.run.resume import Resume, find_resume, goes_on, own_resume
 
@@ -135,7 +136,7 @@ def test_a_teachers_cache_of_other_tokens_is_refused_though_it_is_as_long(tmp_pa
     counts = {"sequence_length": 4, "num_train_sequences": 2, "num_held_out_sequences": 0}
     counts |= {"num_train_tokens": 8, "num_held_out_tokens": 0, "num_dropped_tokens": 0}
     facts = DatasetFacts("a.txt", **counts, vocab_size=300, baseline=None, prompt="")
-    made = [replace(facts, fingerprint=fingerprint_of(np.arange(8) + i)) for i in range(2)]
+    made = [replace(facts, fingerprint=checksum_of(np.arange(8) + i)) for i in range(2)]
     TopK.create(tmp_path, [4, 4], 2)
     write_facts(tmp_path, made[0])
     check_facts(tmp_path, made[0])

@@ -20,7 +20,7 @@ from fullshard.models.student import (
     student_config,
     write_student,
 )
-from fullshard.recipes.distill.teacher import check_teacher
+from fullshard.recipes.distill.recipe import check_teacher
 
 SIZES = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4}
 SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 1, "num_experts_per_tok": 2}

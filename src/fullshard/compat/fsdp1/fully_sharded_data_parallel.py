@@ -69,7 +69,7 @@ from fullshard.engine.model_spec import places_of
 from fullshard.engine.state import unsharded, whole_params
 from fullshard.planner.events import Sync
 from fullshard.planner.layout import clean_name
-from fullshard.planner.strategy import row_of
+from fullshard.planner.mesh import row_of
 
 logger = logging.getLogger(__name__)
 

@@ -15,8 +15,7 @@ from torch.distributed.fsdp._wrap_utils import _auto_wrap
 from fullshard.compat.errors import MisuseTypeError, MisuseValueError, NotOfferedError
 from fullshard.compat.wrapping import dtype_of, mesh_sizes, topology, wrapped_of
 from fullshard.config.values import Strategy, parse
-from fullshard.planner.mesh import order_of
-from fullshard.planner.strategy import row_of
+from fullshard.planner.mesh import order_of, row_of
 from fullshard.planner.units import UnitSettings
 
 STRATEGIES = {

@@ -21,6 +21,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 
+from pydantic import TypeAdapter, ValidationError
+
 from fullshard.planner.events import Event, EventKind
 
 SETTLED_S = 3.0  # ranks that have not moved for so long are compared
@@ -90,11 +92,9 @@ class Position:
     def from_json(cls, text: str | bytes) -> Position | None:
         """Parses what another rank published; None if the store holds anything else."""
         try:
-            found = cls(**json.loads(text))
-        except (ValueError, TypeError, RecursionError):
+            return _READER.validate_json(text, strict=True)
+        except ValidationError:
             return None
-        like = vars(cls(rank=0))
-        return found if all(type(vars(found)[n]) is type(v) for n, v in like.items()) else None
 
     @property
     def place(self) -> str:
@@ -106,6 +106,9 @@ class Position:
     def words(self) -> str:
         """The position as one phrase."""
         return f"{'waits' if self.kind else 'is'} in {self.place}"
+
+
+_READER = TypeAdapter(Position)
 
 
 @dataclass(frozen=True)

@@ -429,9 +429,8 @@ def _steps_of(text: bytes) -> list[int]:
 
 
 def _last_frame(trace: TracebackType | None) -> FrameType | None:
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return None if trace is None else trace.tb_frame
+    frames = [frame for frame, _ in traceback.walk_tb(trace)]
+    return frames[-1] if frames else None
 
 
 def _lives(pid: int) -> bool:

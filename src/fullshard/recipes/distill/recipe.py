@@ -1,30 +1,221 @@
-"""The recipe of distillation: batches, and a teacher or its cached logits."""
+"""The recipe of distillation: the teacher, a student cut out of it, the loss, the cache.
+
+In the plan of a run the teacher has a plan of its own, whose rows are listed next to the student's.
+Activations of both are traced together, because the student runs inside the teacher's head (see
+loss.py).
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import torch
+import torch.nn.functional as F
 from torch import nn
 
-from fullshard.config.schema import ModelConfig, RunConfig
+import fullshard as fs
+from fullshard.config.schema import DistillConfig, ModelConfig, RunConfig, ShardConfig
+from fullshard.config.sharding import Offload
+from fullshard.config.values import DistillLoss, DType, Home, Transport
 from fullshard.data.chat import is_chat
 from fullshard.data.dataset import DatasetFacts
-from fullshard.models.student import is_cut
-from fullshard.recipes.base import RecipeKind, RowBatches, Seat
-from fullshard.recipes.distill.logits import TopK, check_facts
-from fullshard.recipes.distill.teacher import (
-    build_student,
-    build_teacher,
-    check_teacher,
-    cut_student,
-    settings_of,
-    write_cache,
+from fullshard.data.order import evaluation_samples
+from fullshard.data.tokenizer import load_tokenizer
+from fullshard.engine.engine import engine_of
+from fullshard.engine.hugging_face import build_on_meta
+from fullshard.engine.initial import has_weights_of
+from fullshard.errors import ConfigError
+from fullshard.models.build import build_sharded, given_model_config
+from fullshard.models.config import build_model, check_model_folder, config_from_folder
+from fullshard.models.student import choose, counting, is_cut, write_student
+from fullshard.outlook.memory import TEACHER
+from fullshard.planner.memory import MemoryRow
+from fullshard.planner.plan import Plan
+from fullshard.recipes.base import RankTeam, Recipe, RecipeKind, RowBatches, Seat, inputs_of
+from fullshard.recipes.distill.loss import (
+    TOP_IDS,
+    TOP_VALUES,
+    Distillation,
+    TopK,
+    check_facts,
+    write_facts,
 )
+from fullshard.recipes.head import Head
+from fullshard.recipes.registry import Command
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+COUNTED_STEPS = 8  # steps of training data on which the use of experts is measured
+
+
+def settings_of(config: RunConfig) -> DistillConfig:
+    """The distill section, or its defaults, with its chunk size filled in."""
+    found = config.distill or DistillConfig()
+    if found.chunk_size is not None:
+        return found
+    return found.model_copy(update={"chunk_size": config.training.loss_chunk_size})
+
+
+def check_teacher(config: RunConfig, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    """Raises ConfigError if a student cannot learn from its teacher."""
+    teacher, settings = config.teacher, config.distill or DistillConfig()
+    if teacher is None:
+        return
+    folder = Path(teacher.name_or_path or "")
+    if teacher.name_or_path is None:
+        raise ConfigError(
+            "teacher: expected a folder with weights, got a configuration, whose weights would be "
+            "random. Train it first (fullshard train), and name RUN/model."
+        )
+    check_model_folder(folder, "teacher")
+    theirs = load_tokenizer(teacher, "teacher")
+    if tokenizer is None or theirs is None or settings.loss is DistillLoss.HIDDEN:
+        return
+    ours, other = tokenizer.get_vocab(), theirs.get_vocab()
+    if ours != other:
+        word = next((w for w in sorted({*ours, *other}) if ours.get(w) != other.get(w)), "")
+        raise ConfigError(
+            f"teacher: expected the student's tokenizer, since token by token their predictions "
+            f"are compared; got another one ({len(other):,} entries, the student's has "
+            f"{len(ours):,}; they differ in {word!r}). Give the student the teacher's "
+            "(data.tokenizer), or train on text that the teacher writes (fullshard sft)."
+        )
+
+
+def build_student(
+    config: RunConfig, teacher: nn.Module | TopK, model_config: PretrainedConfig, seat: Seat
+) -> tuple[nn.Module, Distillation]:
+    """The sharded student and its loss, which its head computes. A collective."""
+    model = build_sharded(config, model_config, seat.device, Head)
+    return model, Distillation(Head.of(model), teacher, settings_of(config))
+
+
+def build_teacher(config: RunConfig, seat: Seat, run: Path) -> nn.Module:
+    """The teacher, sharded for forward passes only, in its own dtype and strategy.
+
+    Args:
+        config: Configuration of the run.
+        seat: Rank and world size.
+        run: Folder of the run, for the files of a teacher that is offloaded to disk.
+    """
+    settings = settings_of(config)
+    assert config.teacher is not None, "checked before"
+    folder = Path(config.teacher.name_or_path or "")
+    dtype = teacher_dtype(settings, on_gpu=seat.device.type == "cuda")
+    model_config = config_from_folder(config.teacher, "teacher")
+    model: Any = build_on_meta(model_config, dtype)
+    weights: Path | None = folder
+    if not has_weights_of(model, folder):
+        model, weights = build_model(model_config, folder, dtype, 0).to(seat.device), None
+    model.requires_grad_(requires_grad=False)
+    Head(model)
+    return fs.shard(model.eval(), teacher_sharding(config, settings, dtype, run), weights=weights)
+
+
+def teacher_dtype(settings: DistillConfig, *, on_gpu: bool) -> torch.dtype:
+    """The dtype of the teacher's weights."""
+    default = DType.BFLOAT16 if on_gpu else DType.FLOAT32
+    return getattr(torch, settings.teacher_dtype or default)
+
+
+def teacher_sharding(
+    config: RunConfig, settings: DistillConfig, dtype: torch.dtype, run: Path
+) -> ShardConfig:
+    """The sharding of the teacher: the student's, except for training and offload."""
+    own = ("mesh", "transport", "forward_prefetch", "wrap", "replicate", "shard")
+    shared = {
+        name: getattr(config.sharding, name) for name in own if hasattr(config.sharding, name)
+    }
+    if settings.teacher_offload is not None:
+        if config.sharding.transport is Transport.SHARED:  # which keeps weights in memory
+            del shared["transport"]
+        folder = str(run) if settings.teacher_offload is Home.NVME else None
+        shared["offload"] = Offload(parameters=settings.teacher_offload, folder=folder)
+    strategy = settings.teacher_strategy or config.sharding.strategy
+    return ShardConfig.of(shared, strategy=strategy, master_dtype=str(dtype))
+
+
+@torch.no_grad()
+def cut_student(
+    config: RunConfig, teacher: nn.Module, data: Recipe, student: Path, seat: Seat
+) -> None:
+    """Measures the use of experts and writes the student's folder, unless it exists."""
+    settings, engine = settings_of(config), engine_of(teacher)
+    team = RankTeam(engine.transport, seat)
+    if all(there for (there,) in team.exchange([(student / "config.json").is_file()])):
+        return
+    with counting(teacher) as counts:
+        for step in range(COUNTED_STEPS):
+            for batch in data.micro_batches(step):
+                Head.of(teacher).ask(
+                    teacher, inputs_of(batch), lambda h, _w, _b: h.new_zeros(1, 1, 1)
+                )
+    layers = sorted(counts)
+    own = [float(n) for layer in layers for n in counts[layer]]
+    sums = [sum(column) for column in zip(*team.exchange(own), strict=True)]
+    width = len(sums) // max(1, len(layers))
+    used = {layer: sums[at * width : (at + 1) * width] for at, layer in enumerate(layers)}
+    whole = config.teacher or config.model
+    origin, full = Path(whole.name_or_path or ""), config_from_folder(whole)
+    kept = choose(used, full.num_hidden_layers, settings)
+    if seat.is_first:
+        write_student(origin, student, given_model_config(config), kept)
+        for line in kept.lines():
+            logger.info("student: %s", line)
+    team.exchange([0.0])  # no rank reads before it is written
+
+
+# ---- logits for runs without the teacher ---------------------------------------------------------
+
+
+@torch.no_grad()
+def write_cache(config: RunConfig, data: RowBatches, seat: Seat) -> None:
+    """Writes the teacher's largest logits of every training token. A collective."""
+    settings, facts = settings_of(config), data.data.facts
+    folder = cache_folder(config)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    teacher = build_teacher(config, seat, folder.parent)
+    team = RankTeam(engine_of(teacher).transport, seat)
+    lengths = data.data.lengths
+    if seat.is_first:
+        TopK.create(folder, lengths, min(settings.top_k, facts.vocab_size))
+    team.exchange([0.0])  # no rank opens it before it is created
+    kept = TopK.load(folder, "r+")
+    per_device = config.training.per_device_eval_batch_size
+    for chosen in evaluation_samples(len(lengths), per_device, seat.world_size)[:, seat.rank]:
+        batch = data.train_rows(chosen)
+
+        def answer(h: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
+            for at, row in enumerate(chosen.tolist()):  # noqa: B023  (asked at once)
+                if row >= 0:
+                    kept.put(
+                        row, h[at], partial(F.linear, weight=w, bias=b), settings.tokens_at_once
+                    )
+            return h.new_zeros(1, 1, 1)
+
+        Head.of(teacher).ask(teacher, inputs_of(batch), answer)
+    kept.flush()
+    team.exchange([0.0])
+    if seat.is_first:
+        write_facts(folder, facts)
+        logger.info("the teacher's logits are in %s: distill.cache=%s", folder, folder)
+
+
+def cache_folder(config: RunConfig) -> Path:
+    """The folder that `distill cache` writes."""
+    default = Path(config.training.output_dir or f"runs/{Command.CACHE}", "logits")
+    return Path(settings_of(config).cache or default)
+
+
+# ---- the recipe ----------------------------------------------------------------------------------
 
 
 def _uses_chats(config: RunConfig) -> bool:
@@ -66,3 +257,84 @@ _DISTILL = replace(
     xla="fullshard.recipes.distill.xla",
 )
 KINDS = {"distill": _DISTILL, "distill-cache": _CACHE}
+
+
+# ---- the teacher in a plan -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Taught:
+    """The teacher of a planned run.
+
+    Attributes:
+        config: Configuration of the run.
+        teacher: The teacher on meta with its head installed; None if a cache replaces it.
+        local_world_size: Ranks per host.
+        resolved: Fills in what a sharding leaves open, for the planned machine.
+    """
+
+    config: RunConfig
+    teacher: nn.Module | None
+    local_world_size: int | None
+    resolved: Callable[[ShardConfig], ShardConfig]
+
+    @classmethod
+    def of(
+        cls,
+        config: RunConfig,
+        local_world_size: int | None,
+        *,
+        on_gpu: bool,
+        resolved: Callable[[ShardConfig], ShardConfig] = lambda sharding: sharding,
+    ) -> Taught | None:
+        """The teacher of a run; None for a run without one."""
+        settings = settings_of(config)
+        if config.teacher is None or settings.cache is not None:
+            if settings.cache is None:
+                return None
+            return cls(config, None, local_world_size, resolved)
+        dtype = teacher_dtype(settings, on_gpu=on_gpu)
+        model = build_on_meta(config_from_folder(config.teacher, "teacher"), dtype).eval()
+        model.requires_grad_(requires_grad=False)
+        Head(model)
+        return cls(config, model, local_world_size, resolved)
+
+    @property
+    def settings(self) -> DistillConfig:
+        return settings_of(self.config)
+
+    @property
+    def beside(self) -> tuple[nn.Module, ...]:
+        """Models that run in the student's step."""
+        return () if self.teacher is None else (self.teacher,)
+
+    def rows(self, plan: Plan, sharding: ShardConfig) -> tuple[MemoryRow, ...]:
+        """Memory of the teacher next to a student with this plan and sharding."""
+        if self.teacher is None:
+            return ()
+        config = self.config.model_copy(update={"sharding": sharding})
+        dtype = next(self.teacher.parameters()).dtype
+        own = teacher_sharding(config, self.settings, dtype, Path())
+        found = fs.plan(
+            self.teacher,
+            self.resolved(own),
+            world_size=plan.mesh.world_size,
+            local_world_size=self.local_world_size,
+        )
+        return tuple(replace(row, name=TEACHER + row.name) for row in found.memory if row.num_bytes)
+
+    def work(self, samples: int, length: int) -> Callable[..., torch.Tensor]:
+        """Forward and loss of a micro-batch of full rows, as in training."""
+        s = self.settings
+
+        def work(student: nn.Module, *teachers: nn.Module) -> torch.Tensor:
+            ids = torch.zeros(samples, length, dtype=torch.long)
+            batch = {"input_ids": ids, "labels": torch.zeros_like(ids)}
+            teacher = teachers[0] if teachers else TopK(None, None, None)
+            if not teachers:
+                values = torch.zeros(samples, length, s.top_k)
+                batch |= {TOP_VALUES: values, TOP_IDS: values.long()}
+            objective = Distillation(Head.of(student), teacher, s)
+            return objective.loss(student.train(), batch)[0] * 1.0
+
+        return work

@@ -17,8 +17,8 @@ from fullshard.models.config import config_from_folder
 from fullshard.planner.arrays import ArraysPlan
 from fullshard.planner.text import human_bytes
 from fullshard.recipes.base import Batch
-from fullshard.recipes.distill.logits import TopK, with_logits
-from fullshard.recipes.distill.teacher import settings_of
+from fullshard.recipes.distill.loss import TopK, with_logits
+from fullshard.recipes.distill.recipe import settings_of
 from fullshard.xla.decoder import DecoderConfig
 from fullshard.xla.distill import PROJECTION, distillation, teacher_table
 from fullshard.xla.head import Decoder, next_token

@@ -5,6 +5,7 @@ It reads and checks the values of one section. Errors are plain; nothing is writ
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from types import SimpleNamespace, UnionType
 from typing import Annotated, Any, ClassVar, Self, Union, get_args, get_origin, get_type_hints
@@ -16,6 +17,16 @@ GetCoreSchemaHandler = GetJsonSchemaHandler = object
 
 class ValidationError(Exception):
     """Never raised: what is wrong is raised as it is."""
+
+
+class TypeAdapter:
+    """Reads dataclasses from JSON, unchecked."""
+
+    def __init__(self, kind: type) -> None:
+        self._kind = kind
+
+    def validate_json(self, text: str | bytes, *, strict: bool) -> Any:
+        return self._kind(**json.loads(text))
 
 
 class BeforeValidator:
