@@ -12,23 +12,29 @@ tensor later (`self.aux_loss = 0.0` in an evaluation), unless its class lists it
 from __future__ import annotations
 
 import copyreg
+import gc
 import logging
+import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from operator import is_
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
-MAX_DEPTH = 8  # containers in containers
+from fullshard.errors import EngineError
+
+MAX_DEPTH = 16  # containers in containers
 MAX_ITEMS = 64  # of a container that is looked into: a longer one is a history
 # Holder, key, what was there, what is there now.
 Undo = list[tuple[Any, Any, Any, Any]]
 _Container = list | tuple | dict | deque | set | frozenset
+_Held = torch.Tensor | _Container | types.FunctionType | partial
+_Method = types.MethodType | types.BuiltinMethodType | types.MethodWrapperType
 _NUMBERS = {bool, int, float}
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
@@ -50,12 +56,12 @@ class ModuleTensors:
         """Current attributes: tensors, and containers of at most MAX_ITEMS items."""
         return [table[name] for table, name in self._places()]
 
-    def change(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Undo:
+    def change(self, change: Callable[[torch.Tensor], torch.Tensor], of: str) -> Undo:
         """Replace the tensors in the attributes; returns what `put_back` needs to undo it."""
-        undo: Undo = []
+        walk = Walk(of)
         for table, name in self._places():
-            _set(table, name, _change(table[name], change, Walk(undo=undo)), undo)
-        return undo
+            _set(table, name, table[name], _change(table[name], change, walk), walk)
+        return walk.undo
 
     def _places(self) -> list[tuple[dict[str, Any], str]]:
         sizes = list(map(len, self._tables))
@@ -67,15 +73,15 @@ class ModuleTensors:
                 for name, value in table.items()
                 if name not in _OF_EVERY_MODULE
                 and name not in constants
-                and (value is None or isinstance(value, int | float | torch.Tensor | _Container))
+                and (value is None or isinstance(value, int | float | _Held))
             ]
         found: list[tuple[dict[str, Any], str]] = []
         for table, name in self._candidates:
             value = table.get(name)
             if type(value) in _NUMBERS or value is None:
                 continue
-            if isinstance(value, torch.Tensor) or (
-                isinstance(value, _Container) and 0 < len(value) <= MAX_ITEMS
+            if isinstance(value, _Held) and (
+                not isinstance(value, _Container) or 0 < len(value) <= MAX_ITEMS
             ):
                 found.append((table, name))
         return found
@@ -95,13 +101,15 @@ class Walk:
     """State of one traversal of an output.
 
     Attributes:
-        seen: Ids of the objects visited so far.
-        undo: List that each change is appended to; None if changes are permanent.
+        of: Name of the unit, for errors.
+        seen: Objects visited so far and what replaces them, by id. What stands twice stays one.
+        undo: The changes so far.
         depth: Number of containers around the current object.
     """
 
-    seen: set[int] = field(default_factory=set[int])
-    undo: Undo | None = None
+    of: str
+    seen: dict[int, tuple[Any, Any]] = field(default_factory=dict[int, tuple[Any, Any]])
+    undo: Undo = field(default_factory=list[tuple[Any, Any, Any, Any]])
     depth: int = 0
 
 
@@ -117,49 +125,73 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
         found.append(tensor)
         return tensor
 
-    change_tensors(value, note)
+    change_tensors(value, note, "")
     return found
 
 
-def change_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Replace the tensors of an output in place; tuples and sets are rebuilt.
+def change_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor], of: str) -> Any:
+    """Replace the tensors of an output in place; tuples, sets and bound methods are rebuilt.
 
-    Visits tuples, lists, sets, mappings (ModelOutput) and objects with attributes or slots
-    (dataclasses, torch.distributions), each once, down to a depth of MAX_DEPTH. Skips a container
-    of more than MAX_ITEMS items unless its first item is a tensor or a container.
+    Visits tuples, lists, sets, mappings (ModelOutput), objects with attributes or slots
+    (dataclasses, torch.distributions), functions (closures, defaults), functools.partial, bound
+    methods and what other objects refer to (iterators, generators), each once, down to a depth of
+    MAX_DEPTH. Skips a container of more than MAX_ITEMS items unless its first item is a tensor or
+    a container.
+
+    Args:
+        value: The output of a unit's forward.
+        change: Returns what replaces a tensor, or the tensor.
+        of: Name of the unit.
+
+    Raises:
+        EngineError: A tensor to replace is in an object that cannot be written.
     """
-    return _change(value, change, Walk())
+    return _change(value, change, Walk(of))
 
 
 def put_back(undo: Undo) -> None:
     """Undo changes of `ModuleTensors.change` that nobody has overwritten."""
     for holder, key, was, now in reversed(undo):
         if _get(holder, key) is now:
-            _set(holder, key, was, None)
+            _set(holder, key, now, was, Walk(""))
 
 
 def _change(value: Any, change: Callable[[torch.Tensor], torch.Tensor], walk: Walk) -> Any:
+    if value is None or isinstance(value, _LEAVES):
+        return value
+    if id(value) in walk.seen:
+        return walk.seen[id(value)][1]
+    changed = value
     if isinstance(value, torch.Tensor):
-        return change(value)
-    if value is None or isinstance(value, _LEAVES) or id(value) in walk.seen:
+        changed = change(value)
+    elif walk.depth == MAX_DEPTH or _is_long(value):
         return value
-    if walk.depth == MAX_DEPTH or _is_long(value):
-        return value
-    walk.seen.add(id(value))
-    walk.depth += 1
-    try:
-        if isinstance(value, tuple | set | frozenset):
-            items = [_change(item, change, walk) for item in value]
-            if all(map(is_, items, value)):
-                return value
-            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)  # type: ignore[call-arg]
-        for key, item in _items(value):
-            changed = _change(item, change, walk)
-            if changed is not item:
-                _set(value, key, changed, walk.undo)
-    finally:
+    else:
+        walk.seen[id(value)] = value, value  # a cycle ends here
+        walk.depth += 1
+        if isinstance(value, tuple | set | frozenset | _Method):
+            changed = _rebuilt(value, change, walk)
+        else:
+            for key, item in _items(value):
+                _set(value, key, item, _change(item, change, walk), walk)
         walk.depth -= 1
-    return value
+    walk.seen[id(value)] = value, changed
+    return changed
+
+
+def _rebuilt(value: Any, change: Callable[[torch.Tensor], torch.Tensor], walk: Walk) -> Any:
+    """The same tuple, set or bound method of changed items."""
+    parts: Any = value
+    if isinstance(value, _Method):
+        parts = [value.__self__, getattr(value, "__func__", None)]
+    items = [_change(item, change, walk) for item in parts]
+    if all(map(is_, items, parts)):
+        return value
+    if isinstance(value, types.MethodType):
+        return types.MethodType(items[1], items[0])
+    if isinstance(value, _Method):
+        return getattr(items[0], value.__name__)
+    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
 
 
 def _is_long(value: Any) -> bool:
@@ -175,11 +207,13 @@ def _items(value: Any) -> list[tuple[Any, Any]]:
         return list(enumerate(value))
     if isinstance(value, dict):
         return list(value.items())
+    if isinstance(value, types.CellType):  # an empty one has no contents to ask for
+        return [("cell_contents", item) for item in gc.get_referents(value)]
     found = dict(getattr(value, "__dict__", None) or {})
-    for name in copyreg._slotnames(type(value)):  # type: ignore[attr-defined]  in all bases
+    for name in _NAMES.get(type(value)) or copyreg._slotnames(type(value)):  # type: ignore[attr-defined]  in all bases
         if name not in found and hasattr(value, name):
             found[name] = getattr(value, name)
-    return list(found.items())
+    return list(found.items()) or [(None, item) for item in gc.get_referents(value)]
 
 
 def _get(holder: Any, key: Any) -> Any:
@@ -188,20 +222,40 @@ def _get(holder: Any, key: Any) -> Any:
     return holder.get(key) if isinstance(holder, dict) else getattr(holder, key, None)
 
 
-def _set(holder: Any, key: Any, value: Any, undo: Undo | None) -> None:
-    was = _get(holder, key)
+def _set(holder: Any, key: Any, was: Any, value: Any, walk: Walk) -> None:
     if was is value:
         return
-    if undo is not None:
-        undo.append((holder, key, was, value))
+    walk.undo.append((holder, key, was, value))
     if isinstance(holder, list | dict | deque):
         holder[key] = value
+    elif isinstance(holder, partial) and key in _NAMES[partial]:
+        parts = {name: getattr(holder, name) for name in _NAMES[partial]} | {key: value}
+        holder.__setstate__((*parts.values(), holder.__dict__))  # type: ignore[attr-defined]
     else:
-        object.__setattr__(holder, key, value)  # also of a frozen dataclass
+        try:
+            object.__setattr__(holder, key, value)  # also of a frozen dataclass
+        except (AttributeError, TypeError) as error:
+            raise EngineError(
+                f"{walk.of}: expected a forward that returns tensors; got a "
+                f"{type(holder).__name__} that uses a view of the unit's weights, and reads it "
+                "after the slot contains another unit. Return tensors, or a list of them, or "
+                "give the iterator a copy (weight.clone())."
+            ) from error
 
 
+_NAMES: dict[type, tuple[str, ...]] = {
+    types.FunctionType: ("__defaults__", "__kwdefaults__", "__closure__"),
+    partial: ("func", "args", "keywords"),
+}
 _LEAVES = (
     *(str, int, float, complex, bytes, type, torch.dtype, torch.device, torch.Generator),
-    *(nn.Module, FunctionType, BuiltinFunctionType, MethodType, ModuleType, logging.Logger),
+    *(
+        nn.Module,
+        types.ModuleType,
+        logging.Logger,
+        types.CodeType,
+        types.FrameType,
+        types.TracebackType,
+    ),
     *weakref.ProxyTypes,
 )

@@ -27,6 +27,8 @@ parameter itself. The slot will be reused for another unit, and on a shared home
 to it after their forward. The runtime therefore returns a copy, which passes gradients on. An
 attribute is restored when the unit is entered again. Writing into the copy raises an error at the
 next step, because in one process it would modify the parameter.
+Closures, partial functions and bound methods are changed alike. Iterators cannot be changed and
+raise an error.
 
 [Note: recompute]
 Forward code that runs inside a backward recomputes activations. It gathers on demand, keeps the
@@ -213,8 +215,10 @@ class Runtime:
         kept = tensors_in(values) if values else []
         tensors = [output] if type(output) is torch.Tensor else tensors_in(output)
         if any(map(unit.shares_memory, (*tensors, *kept) if kept else tensors)):
-            output = change_tensors(output, self._copied(unit))
-            self._replaced[index] = self.attributes[index].change(self._copied(unit))
+            output = change_tensors(output, self._copied(unit), unit.plan.title)
+            self._replaced[index] = self.attributes[index].change(
+                self._copied(unit), unit.plan.title
+            )
             tensors, kept = tensors_in(output), tensors_in(self.attributes[index].values())
         if graph_task_id() != -1:
             self.scheduler.leave_recompute(index)

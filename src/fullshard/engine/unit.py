@@ -27,7 +27,7 @@ from torch.autograd.graph import get_gradient_edge
 from fullshard.engine._torch_compat import local_tensor, no_guard, plain, set_versions, will_execute
 from fullshard.engine.cuts import Cut
 from fullshard.engine.homes import DeviceHomes
-from fullshard.engine.parameter import PlacedParameter, ShardedGradient, ShardedParameter
+from fullshard.engine.parameter import Guarded, ShardedGradient, ShardedParameter
 from fullshard.errors import EngineError
 from fullshard.planner.layout import FlatLayout, Slice
 from fullshard.planner.units import DtypeContract, GroupPlan, UnitPlan
@@ -388,7 +388,7 @@ class Unit:
 
     def shares_memory(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is a view of weights whose memory will be reused."""
-        if type(tensor) in (ShardedParameter, PlacedParameter):  # isinstance would call Python code
+        if issubclass(type(tensor), Guarded):  # isinstance would call Python code
             return False  # a shard: another unit's, or one kept in a list
         try:
             at = plain(tensor).data_ptr()

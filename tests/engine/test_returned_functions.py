@@ -1,0 +1,306 @@
+"""Functions and iterators that leave a forward compute with the weights of that forward."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fullshard as fs
+from fullshard.engine.attributes import change_tensors
+from fullshard.errors import EngineError, ShardedTensorError
+from support.models import perturbed
+from support.parity import whole_gradients
+
+WIDTH = 6
+TRANSPORTS = ["c10d", "direct", "shared"]
+Later = Callable[[torch.Tensor], torch.Tensor]
+
+
+def closure(weight: torch.Tensor) -> Later:
+    return lambda x: x @ weight
+
+
+def inner_closure(weight: torch.Tensor) -> Later:
+    def product(x: torch.Tensor) -> torch.Tensor:
+        return x @ weight
+
+    return lambda x: product(x) + product(2 * x)
+
+
+def default(weight: torch.Tensor) -> Later:
+    return lambda x, weight=weight: x @ weight
+
+
+def keyword_default(weight: torch.Tensor) -> Later:
+    def product(x: torch.Tensor, *, weight: torch.Tensor = weight) -> torch.Tensor:
+        return x @ weight
+
+    return product
+
+
+def partial_keyword(weight: torch.Tensor) -> Later:
+    return partial(torch.matmul, other=weight)
+
+
+def partial_argument(weight: torch.Tensor) -> Later:
+    return partial(torch.mm, weight.t()[:, :WIDTH])
+
+
+def partial_function(weight: torch.Tensor) -> Later:
+    return partial(closure(weight))
+
+
+def tensor_method(weight: torch.Tensor) -> Later:
+    return weight.matmul
+
+
+def python_method(weight: torch.Tensor) -> Later:
+    return weight.__rmatmul__
+
+
+class Holder:
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.weight = weight
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight
+
+
+def object_method(weight: torch.Tensor) -> Later:
+    return Holder(weight).product
+
+
+def callable_in_tuple(weight: torch.Tensor) -> Later:
+    functions = ({"f": [closure(weight)]},)
+    return lambda x: functions[0]["f"][0](x)
+
+
+def activation(weight: torch.Tensor) -> Later:
+    hidden = weight.sin()  # no view: its gradient enters the unit
+    return lambda x: x @ hidden
+
+
+def generator_expression(weight: torch.Tensor) -> Iterator[torch.Tensor]:
+    return (weight * factor for factor in range(3))  # the weight is in a cell
+
+
+def next_of_expression(weight: torch.Tensor) -> Later:
+    expression = generator_expression(weight)
+    return lambda x: x @ (next(expression) + next(expression))
+
+
+FUNCTIONS = [
+    *(closure, inner_closure, default, keyword_default, partial_keyword, partial_argument),
+    *(partial_function, tensor_method, python_method, object_method, callable_in_tuple, activation),
+    next_of_expression,
+]
+
+
+class Block(nn.Module):
+    """Returns what is applied to its output later, after other blocks ran."""
+
+    def __init__(self, make: Callable[[torch.Tensor], Any], *, keeps: bool = False) -> None:
+        super().__init__()
+        self.linear, self.weight = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.eye(WIDTH) / 8)
+        self.make, self.keeps = make, keeps
+        self.kept: Any = None
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        made = self.make(self.weight)
+        if self.keeps:
+            self.kept, made = made, None
+        return self.linear(x).tanh(), made
+
+
+class Model(nn.Module):
+    def __init__(self, make: Callable[[torch.Tensor], Any], *, keeps: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(make, keeps=keeps) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        later = []
+        for block in self.blocks:
+            x, made = block(x)
+            later.append(made)
+        for block, made in zip(self.blocks, later, strict=True):
+            x = x + (made or cast("Later", block.kept))(x)
+        return x
+
+
+def built(make: Callable[[torch.Tensor], Any], *, keeps: bool = False) -> nn.Module:
+    torch.manual_seed(0)
+    return perturbed(Model(make, keeps=keeps).double())
+
+
+def batch(rank: int, step: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return torch.randn(WIDTH, WIDTH, generator=generator, dtype=torch.float64)
+
+
+def differing(make: Any, transport: str, keeps: bool = False) -> list[str]:
+    """Where two training steps and an evaluation differ from one process."""
+    one: Any = built(make, keeps=keeps)
+    wrong: list[str] = []
+    many = fs.shard(built(make, keeps=keeps), wrap=["Block"], poison=True, transport=transport)
+    size, rank = dist.get_world_size(), dist.get_rank()
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in (one, many)]
+    for step in range(3):
+        for other in range(size):
+            (one(batch(other, step)).square().mean() / size).backward()
+        many(batch(rank, step)).square().mean().backward()
+        gradients: dict[str, Any] = whole_gradients(many)
+        wrong += [
+            f"{step} {name}"
+            for name, param in one.named_parameters()
+            if not torch.allclose(gradients[name], param.grad, rtol=1e-10, atol=1e-12)
+        ]
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            if not torch.allclose(many(batch(rank)), one(batch(rank)), rtol=1e-9, atol=1e-10):
+                wrong.append(f"{step} evaluation")
+    return wrong
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_returned_function_computes_with_the_weights_of_its_forward(ranks, transport):
+    for make in FUNCTIONS:
+        assert (make.__name__, ranks(2)(differing, make, transport)) == (make.__name__, [[], []])
+
+
+@pytest.mark.parametrize("make", [closure, default, partial_keyword])
+def test_a_kept_function_computes_with_the_weights_of_its_forward(ranks, make):
+    assert ranks(2)(differing, make, "direct", True) == [[], []]
+
+
+# ---- iterators cannot be written
+
+
+def generator(weight: torch.Tensor) -> Iterator[torch.Tensor]:
+    yield weight * 2
+
+
+def begun_generator(weight: torch.Tensor) -> Iterator[torch.Tensor]:
+    def rows() -> Iterator[torch.Tensor]:
+        for row in weight.unbind():  # on the frame's stack alone
+            yield row * 2
+
+    made = rows()
+    next(made)
+    return made
+
+
+def finished_generator(weight: torch.Tensor) -> Iterator[torch.Tensor]:
+    made = generator(weight)
+    list(made)
+    return made
+
+
+def mapped(weight: torch.Tensor) -> Iterator[torch.Tensor]:
+    return map(torch.sin, (weight,))
+
+
+def rows(weight: torch.Tensor) -> Iterator[torch.Tensor]:
+    return iter(weight)
+
+
+def caller(weight: torch.Tensor) -> Any:
+    return operator.methodcaller("__matmul__", weight)
+
+
+def dictionary_values(weight: torch.Tensor) -> Any:
+    return {"a": weight}.values()
+
+
+def refusal(make: Any, transport: str) -> str:
+    model: Any = fs.shard(built(make), wrap=["Block"], poison=True, transport=transport)
+    try:
+        model.blocks[1](batch(0))
+    except EngineError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_an_iterator_over_weights_is_refused_with_the_units_name(ranks, transport):
+    for make in (generator, begun_generator, mapped, rows, caller):
+        for said in ranks(2)(refusal, make, transport):
+            assert said.startswith("blocks.1: expected a forward that returns tensors"), make
+            assert "Return tensors" in said
+    for make in (finished_generator, generator_expression, dictionary_values):
+        assert ranks(2)(refusal, make, transport) == ["", ""]
+
+
+# ---- methods of modules
+
+
+class Projecting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def project(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, Later]:
+        return self.inner(x), self.project
+
+
+def of_module(transport: str) -> list[str]:
+    torch.manual_seed(0)
+    said = []
+    for wrap in (["Projecting"], ["Projecting", "Linear"]):
+        model = nn.ModuleList(Projecting() for _ in range(3)).double()
+        sharded: Any = fs.shard(model, wrap=wrap, poison=True, transport=transport)
+        state = fs.full_state_dict(sharded, rank0_only=False)
+        x = batch(0)
+        later = [block(x)[1] for block in sharded]
+        try:
+            result = later[0](x)
+            whole = nn.functional.linear(x, state["0.inner.weight"], state["0.inner.bias"])
+            said.append("equal" if torch.allclose(result, whole, rtol=1e-12) else "differs")
+        except ShardedTensorError as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_returned_method_of_a_module_gathers_or_is_refused(ranks, transport):
+    for refused, gathered in ranks(2)(of_module, transport):
+        assert refused.startswith("linear: expected a call inside the forward of unit 0")
+        assert gathered == "equal"
+
+
+# ---- the walk, without ranks
+
+
+def double(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor * 2
+
+
+def test_an_object_that_stands_twice_stays_one():
+    weight = torch.ones(2)
+    pair = (weight, "name")
+    first, second, tensor = change_tensors([pair, {"again": pair}, weight], double, "unit")
+    assert first is second["again"]
+    assert tensor is first[0]
+    assert tensor.tolist() == [2.0, 2.0]
+
+
+def test_recursive_functions_and_empty_cells_are_walked():
+    weight = torch.ones(2)
+
+    def count(n: int) -> torch.Tensor:
+        return weight if n == 0 else count(n - 1) + weight + (later if n > 5 else 0)
+
+    assert change_tensors(count, double, "unit") is count
+    assert count(1).tolist() == [4.0, 4.0]
+    later = weight
