@@ -256,13 +256,14 @@ def _complete(place: Place, world_size: int, documents: Documents) -> None:
     sync_folder(place.aside)
     write_text(place.aside / COMPLETE, Manifest(documents.step, files).to_json())
     sync_folder(place.aside)
-    _put_in_place(place)
+    put_in_place(place)
 
 
-def _put_in_place(place: Place) -> None:
-    """Renames the temporary folder; removes an older checkpoint of that name afterwards."""
+def put_in_place(place: Place) -> None:
+    """Renames the temporary folder; removes an older folder of that name afterwards."""
     old = beside(place.target, OLD, place.token)
     if place.target.exists():
+        shutil.rmtree(old, ignore_errors=True)  # a kill left it
         place.target.rename(old)
     try:
         place.aside.rename(place.target)
