@@ -20,7 +20,7 @@ from fullshard.models.config import (
     fit_to_tokenizer,
     quiet_libraries,
 )
-from fullshard.models.export import save_model
+from fullshard.models.export import save_model, write_folder
 
 MODELS = {
     "tied llama": {"model_type": "llama", "tie_word_embeddings": True},
@@ -58,6 +58,31 @@ def test_folder_equals_what_transformers_saves(name, tmp_path):
         assert value.dtype is torch.float32
         assert torch.equal(value, theirs[key]), key
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "ours").dtype is torch.float32
+
+
+def test_a_model_from_full_weights_replaces_the_older_one_as_a_whole(tmp_path, monkeypatch):
+    quiet_libraries()
+    tokenizer = train_tokenizer(["some text"], 300)
+    config = config_from_settings({**SIZES, **MODELS["tied llama"]})
+    fit_to_tokenizer(config, tokenizer)
+    weights = build_model(config, None, torch.float32, seed=5).state_dict()
+    folder = tmp_path / "model"
+    for left in ("model", ".model.saving-0", ".model.old-0"):  # a kill between two renames
+        (tmp_path / left).mkdir()
+        (tmp_path / left / "of a run before").touch()
+
+    def stop(*_args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(type(tokenizer), "save_pretrained", stop)
+        with pytest.raises(KeyboardInterrupt):
+            write_folder(weights, config, tokenizer, folder)
+    assert [path.name for path in folder.iterdir()] == ["of a run before"]
+    write_folder(weights, config, tokenizer, folder)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    assert not (folder / "of a run before").exists()
+    AutoModelForCausalLM.from_pretrained(folder)
 
 
 def on_a_rank(folder, cap):

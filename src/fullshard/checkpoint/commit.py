@@ -32,20 +32,22 @@ from fullshard.checkpoint.files import Written, sync_folder, write_text
 from fullshard.checkpoint.format import (
     COMPLETE,
     INDEX,
-    STATE,
+    NOTES,
+    OLD,
+    SAVING,
     FileFacts,
     Index,
     Manifest,
     StoredTensor,
     join_slices,
 )
+from fullshard.checkpoint.retain import look_at
 from fullshard.errors import CheckpointError, PreemptedError
 
 NOTE_BYTES = 4096
 PATIENCE_S = 1800.0  # for slow ranks; the launcher handles dead ones
 FAREWELL_S = 10.0
 POLL_S = (0.002, 0.1)
-SAVING, OLD, NOTES = "saving", "old", "notes"
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,12 +128,12 @@ def claim(target: Path) -> Place:
     Raises:
         CheckpointError: It cannot be made.
     """
-    is_other = target.exists() and not (target / COMPLETE).is_file()
-    remains = all((target / name).is_file() for name in (INDEX, STATE))  # a copy without its end
-    if is_other and not remains and (not target.is_dir() or any(target.iterdir())):
+    there = look_at(target)
+    if there.is_foreign:
         raise CheckpointError(
-            f"checkpoint '{target}': expected a new folder, an empty one or a checkpoint; it "
-            "holds something else, which would be lost. Name another folder."
+            f"checkpoint '{target}': expected a new folder, an empty one or a checkpoint of this "
+            f"version; it holds something else, which would be lost ({there.why.rstrip('.')}). "
+            "Name another folder."
         )
     place = Place(target, os.urandom(6).hex())
     try:
@@ -254,13 +256,14 @@ def _complete(place: Place, world_size: int, documents: Documents) -> None:
     sync_folder(place.aside)
     write_text(place.aside / COMPLETE, Manifest(documents.step, files).to_json())
     sync_folder(place.aside)
-    _put_in_place(place)
+    put_in_place(place)
 
 
-def _put_in_place(place: Place) -> None:
-    """Renames the temporary folder; removes an older checkpoint of that name afterwards."""
+def put_in_place(place: Place) -> None:
+    """Renames the temporary folder; removes an older folder of that name afterwards."""
     old = beside(place.target, OLD, place.token)
     if place.target.exists():
+        shutil.rmtree(old, ignore_errors=True)  # a kill left it
         place.target.rename(old)
     try:
         place.aside.rename(place.target)

@@ -39,6 +39,7 @@ COMPLETE, INDEX, STATE, PLAN, CONFIG = (
     "config.json",
 )
 
+SAVING, OLD, NOTES = "saving", "old", "notes"  # hidden folders beside a checkpoint
 AVERAGE = "ema"  # optimizer state of a parameter: the average of its values
 OWN = "$rank"  # marks values that differ between ranks
 
@@ -46,6 +47,10 @@ ITEMSIZE = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1,
     "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1,
 }  # fmt: skip
+
+
+class ForeignError(CheckpointError):
+    """The checkpoint was written by a later version, or by another program."""
 
 
 class Kind(StrEnum):
@@ -307,15 +312,16 @@ class Manifest:
         """Parses COMPLETE.json; files of the first versions have no checksum of their own.
 
         Raises:
-            CheckpointError: It is not such a file, or of a later version; names `origin`.
+            CheckpointError: It is not such a file; names `origin`.
+            ForeignError: A later version or another program wrote it.
         """
         with untrusted(origin, "the last file of a checkpoint"):
             table: Any = json.loads(text)
             if table["format"] != FORMAT:
-                raise ValueError(f"format {table['format']!r}")
+                raise ForeignError(f"{origin}: expected format {FORMAT}; got {table['format']!r}")
             version = natural(table["version"])
             if version > VERSION:
-                raise CheckpointError(
+                raise ForeignError(
                     f"{origin}: expected version {VERSION} or older; got {version}. "
                     "Read it with a newer fullshard."
                 )

@@ -19,12 +19,13 @@ from typing import Any
 
 import xxhash
 
-from fullshard.checkpoint.commit import OLD, Ranks
+from fullshard.checkpoint.commit import Ranks
 from fullshard.checkpoint.files import TensorFile, checksum_of
 from fullshard.checkpoint.format import (
     COMPLETE,
     INDEX,
     ITEMSIZE,
+    OLD,
     STATE,
     Index,
     Kind,
@@ -33,7 +34,7 @@ from fullshard.checkpoint.format import (
     kind_of,
     name_in_file,
 )
-from fullshard.checkpoint.retain import Found, candidates, checkpoints_in, unusable
+from fullshard.checkpoint.retain import Found, candidates, check_passed, checkpoints_in, unusable
 from fullshard.checkpoint.values import GetTensor, decode
 from fullshard.config.regular_files import read_regular
 from fullshard.errors import CheckpointError, untrusted
@@ -213,10 +214,12 @@ def choose(ranks: Ranks, path: Path) -> Found:
             reasons: list[str] = ranks.tell(why_not(entry, ranks.rank, ranks.world_size))
             why = next((text for text in reasons if text), "")
             if not why:
+                check_passed(found, entry)
                 return entry
         skipped.append(f"{entry.path.name}: {why}")
         if ranks.rank == 0 and len(found) > 1:
             logger.warning("skipped checkpoint %s: %s", entry.path, why)
+    check_passed(found, None)
     raise unusable(path, skipped)
 
 

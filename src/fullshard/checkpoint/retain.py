@@ -12,14 +12,24 @@ import logging
 import re
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from glob import escape
 from os.path import realpath
 from pathlib import Path
+from shlex import quote
 from stat import S_ISREG
 
-from fullshard.checkpoint.commit import NOTES, OLD, SAVING
-from fullshard.checkpoint.format import COMPLETE, Manifest
+from fullshard.checkpoint.format import (
+    COMPLETE,
+    INDEX,
+    NOTES,
+    OLD,
+    SAVING,
+    STATE,
+    ForeignError,
+    Manifest,
+)
 from fullshard.config.regular_files import did_you_mean_path, read_regular
 from fullshard.errors import CheckpointError, untrusted
 
@@ -40,17 +50,21 @@ class Found:
         step: Step in its name; None if the name contains none.
         manifest: Its COMPLETE.json; None if it is not complete.
         why: Why it is not complete.
+        is_foreign: Whether a later version or another program wrote it: it is neither read,
+            replaced nor removed.
     """
 
     path: Path
     step: int | None
     manifest: Manifest | None
     why: str = ""
+    is_foreign: bool = False
 
     @property
     def is_leftover(self) -> bool:
         """Whether it is the leftover of an interrupted save."""
-        return self.manifest is None and self.path.name.startswith(".")
+        hidden = self.path.name.startswith(".")
+        return self.manifest is None and not self.is_foreign and hidden
 
     @property
     def num_bytes(self) -> int:
@@ -64,10 +78,13 @@ def look_at(path: Path) -> Found:
     last = path / COMPLETE
     try:
         manifest = Manifest.from_json(read_regular(last), str(last))
-    except FileNotFoundError:
-        return Found(path, step, None, f"it has no {COMPLETE}: it was never finished")
+    except ForeignError as error:
+        return Found(path, step, None, str(error), is_foreign=True)
     except (OSError, CheckpointError) as error:
-        return Found(path, step, None, str(error))
+        missing = isinstance(error, FileNotFoundError)
+        why = f"it has no {COMPLETE}: it was never finished" if missing else str(error)
+        other = _files_of_others(path)
+        return Found(path, step, None, other or why, is_foreign=bool(other))
     for name, facts in manifest.files.items():
         try:
             there = (path / name).stat()
@@ -77,6 +94,17 @@ def look_at(path: Path) -> Found:
             why = f"{name} has {there.st_size:,} bytes of {facts.size:,}"
             return Found(path, step, None, why)
     return Found(path, step if manifest.step is None else manifest.step, manifest)
+
+
+def _files_of_others(path: Path) -> str:
+    """What a folder without a readable COMPLETE.json holds that no save of ours left, in words."""
+    if _LEFT.fullmatch(path.name) or all((path / name).is_file() for name in (INDEX, STATE)):
+        return ""
+    with suppress(OSError):  # what cannot be listed is not replaced either
+        names = sorted(entry.name for entry in path.iterdir()) if path.is_dir() else [path.name]
+        if path.exists() and names:
+            return f"it holds {names[0]}, and no {INDEX} and {STATE} of a checkpoint"
+    return ""
 
 
 def steps_folder(path: Path) -> Path:
@@ -105,7 +133,8 @@ def checkpoints_in(folder: Path) -> list[Found]:
         real.add(place)
         entry = look_at(path)
         # Complete, and its place is empty: a crash fell between two renames.
-        if is_left and left and (entry.manifest is None or left[1] in names):
+        is_taken = entry.manifest is None or (left is not None and left[1] in names)
+        if is_left and is_taken and not entry.is_foreign:
             entry = Found(path, entry.step, None, "a crash or a kill ended its save")
         found.append(entry)
     return sorted(found, key=lambda f: (f.step or -1, f.path.name), reverse=True)
@@ -129,9 +158,17 @@ def candidates(path: Path) -> list[Found]:
             there = "holds none" if path.exists() else "does not exist"
             raise CheckpointError(
                 f"checkpoint: expected a checkpoint or a folder of step-* folders; got '{path}', "
-                f"which {there}. " + (did_you_mean_path(path) or "Name a run's folder.")
+                f"which {there}. " + (did_you_mean_path(path) or _way_in(path))
             )
     return found
+
+
+def _way_in(path: Path) -> str:
+    """What to do with a path that has no checkpoint of ours."""
+    if not path.exists():
+        return "Name a run's folder."
+    words = f"{quote(str(path))} {quote(f'{path}-imported')}"
+    return f"If another tool wrote it, make a checkpoint of it: `fullshard ckpt import {words}`."
 
 
 def newest_complete(path: Path, *, warns: bool = False) -> Found:
@@ -146,12 +183,34 @@ def newest_complete(path: Path, *, warns: bool = False) -> Found:
     """
     found = candidates(path)
     complete = next((entry for entry in found if entry.manifest is not None), None)
+    check_passed(found, complete)
     if complete is None:
         raise unusable(path, [f"{entry.path.name}: {entry.why}" for entry in found])
     for entry in found[: found.index(complete)]:
         if warns and not entry.is_leftover:
             logger.warning("skipped %s: %s; %s is taken", entry.path, entry.why, complete.path.name)
     return complete
+
+
+def check_passed(found: Sequence[Found], taken: Found | None) -> None:
+    """Checks that no folder that is passed over was written by a later version or another program.
+
+    A run that resumes before a foreign folder would reach its step and write there.
+
+    Args:
+        found: Checkpoints of a folder, the newest first.
+        taken: The one to load; None if none can be loaded.
+
+    Raises:
+        CheckpointError: There is such a folder, newer than the one to load.
+    """
+    for entry in found[: None if taken is None else found.index(taken)]:
+        if entry.is_foreign:
+            raise CheckpointError(
+                f"checkpoint '{entry.path}': expected a folder that this version of fullshard "
+                f"wrote; got another one ({entry.why.rstrip('.')}). Use the fullshard or the tool "
+                "that wrote it, or move the folder elsewhere to resume from an older checkpoint."
+            )
 
 
 def unusable(path: Path, skipped: Sequence[str]) -> CheckpointError:
@@ -176,9 +235,10 @@ def tidy(target: Path) -> None:
         place = left.with_name(match[1])
         if realpath(place) == realpath(left):  # a link to what would be removed
             continue
-        if match[2] != NOTES and not place.exists() and look_at(left).manifest is not None:
+        there = look_at(left)
+        if match[2] != NOTES and not place.exists() and there.manifest is not None:
             left.rename(place)
-        else:
+        elif not there.is_foreign:
             shutil.rmtree(left, ignore_errors=True)
 
 

@@ -74,7 +74,9 @@ def ls(folder: Folder) -> Outcome:
                 "" if entry.step is None else str(entry.step),
                 _bytes(entry.num_bytes) if entry.manifest else "",
                 str(entry.path),
-                "complete" if entry.manifest else f"NOT COMPLETE: {entry.why}",
+                "complete"
+                if entry.manifest
+                else f"{'NOT OURS' if entry.is_foreign else 'NOT COMPLETE'}: {entry.why}",
             )
             for entry in found
         ],
@@ -287,6 +289,8 @@ def prune(
     for entry in found:
         show(f"{'would remove' if dry_run else 'removed'} {entry.path}")
     kept = [entry for entry in checkpoints_in(folder) if entry not in found]
+    for entry in (entry for entry in kept if entry.is_foreign):
+        show(f"NOT OURS  {entry.path}: {entry.why}")
     show(f"{len(kept)} kept in {steps_folder(folder)}")
     return Outcome({"removed": [e.path for e in found], "kept": [e.path for e in kept]})
 
@@ -321,6 +325,7 @@ def _facts(found: Found) -> dict[str, Any]:
         "path": found.path,
         "step": found.step,
         "complete": found.manifest is not None,
+        "foreign": found.is_foreign,
         "why": found.why or None,
         "num_bytes": found.num_bytes,
     }

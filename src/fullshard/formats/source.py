@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fullshard.checkpoint.commit import failure
+from fullshard.checkpoint.commit import Place, failure, put_in_place
 from fullshard.checkpoint.files import sync_folder
 from fullshard.errors import CheckpointError, untrusted
 
@@ -128,21 +128,24 @@ def check_empty(folder: Path, what: str) -> None:
 
 
 @contextmanager
-def whole_or_nothing(folder: Path) -> Generator[Path]:
-    """A temporary folder that is renamed at the end of the block, or removed if the block fails.
+def whole_or_nothing(folder: Path, token: str | None = None) -> Generator[Path]:
+    """A temporary folder that replaces `folder` at the end of the block, unless the block fails.
+
+    Args:
+        folder: Folder to write.
+        token: Makes the name of the temporary folder; None: this process's number.
 
     Raises:
         CheckpointError: The file system refused.
     """
-    aside = folder.with_name(f".{folder.name}.exporting-{os.getpid()}")
+    place = Place(folder, token or f"{os.getpid():x}")
     try:
-        aside.mkdir(parents=True)
-        yield aside
-        sync_folder(aside)
-        if folder.exists():
-            folder.rmdir()
-        aside.rename(folder)
+        shutil.rmtree(place.aside, ignore_errors=True)  # left by a kill
+        place.aside.mkdir(parents=True)
+        yield place.aside
+        sync_folder(place.aside)
+        put_in_place(place)
     except OSError as error:
         raise failure(folder, 0, error) from error
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(place.aside, ignore_errors=True)

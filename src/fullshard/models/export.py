@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import nn
 
+from fullshard.checkpoint.commit import Place
 from fullshard.config.schema import LoraConfig
 from fullshard.engine.agreement import agree
 from fullshard.engine.engine import Engine, engine_of
 from fullshard.engine.hugging_face import build_on_meta
 from fullshard.formats.export import export_together, live_source
+from fullshard.formats.source import whole_or_nothing
 from fullshard.models.lora import adapters_of, merged, save_adapters
 
 if TYPE_CHECKING:
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from fullshard.formats.source import Source
 
 MAX_FILE_BYTES = 5 * 10**9
+IN_RUN = "0"  # token of folders that only the run itself writes
 
 
 @dataclass(frozen=True)
@@ -70,27 +73,19 @@ def save_model(
         source = merged(source, adapters.lora)
     # config.json names the dtype of the weights, in which readers load them.
     shell = cast("PreTrainedModel", build_on_meta(config, next(model.parameters()).dtype))
-    aside, old = (folder.with_name(f".{folder.name}.{what}") for what in ("new", "old"))
+    aside = Place(folder, IN_RUN).aside
+    with ExitStack() as writing:
 
-    def begin() -> None:
-        if engine.rank == 0:
-            for left in (aside, old):
-                shutil.rmtree(left, ignore_errors=True)
-            aside.mkdir(parents=True)
-            shell.config.save_pretrained(aside)
-            tokenizer.save_pretrained(aside)
+        def begin() -> None:
+            if engine.rank == 0:
+                writing.enter_context(whole_or_nothing(folder, IN_RUN))
+                shell.config.save_pretrained(aside)
+                tokenizer.save_pretrained(aside)
 
-    def put_in_place() -> None:
-        if engine.rank == 0:
-            if folder.exists():  # the run was continued
-                folder.rename(old)
-            aside.rename(folder)
-            shutil.rmtree(old, ignore_errors=True)
-
-    agree(engine, begin)
-    written = export_together(engine, source, shell, aside, max_file_bytes)
-    agree(engine, put_in_place)
-    return written
+        agree(engine, begin)
+        written = export_together(engine, source, shell, aside, max_file_bytes)
+        agree(engine, writing.close)
+        return written
 
 
 def _save_adapters(engine: Engine, source: Source, adapters: Adapters) -> None:
@@ -98,7 +93,8 @@ def _save_adapters(engine: Engine, source: Source, adapters: Adapters) -> None:
 
     def write() -> None:
         if engine.rank == 0:
-            save_adapters(values, adapters.lora, adapters.base, adapters.folder)
+            with whole_or_nothing(adapters.folder, IN_RUN) as aside:
+                save_adapters(values, adapters.lora, adapters.base, aside)
 
     agree(engine, write)
 
@@ -115,12 +111,13 @@ def write_folder(
         state: Full weights by the model's names.
         config: Configuration of the model.
         tokenizer: Tokenizer of the run.
-        folder: Folder to write.
+        folder: Folder to write; an existing one is replaced as a whole.
     """
     dtype = next(value.dtype for value in state.values() if value.is_floating_point())
     shell = cast("PreTrainedModel", build_on_meta(config, dtype))
     first_names = {name for name, _ in shell.named_parameters()}
     every_name = (name for name, _ in shell.named_parameters(remove_duplicate=False))
     tied = {name for name in every_name if name not in first_names}  # written once
-    shell.save_pretrained(folder, state_dict={n: v for n, v in state.items() if n not in tied})
-    tokenizer.save_pretrained(folder)
+    with whole_or_nothing(folder, IN_RUN) as aside:
+        shell.save_pretrained(aside, state_dict={n: v for n, v in state.items() if n not in tied})
+        tokenizer.save_pretrained(aside)
