@@ -15,7 +15,8 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -61,6 +62,12 @@ def _describe(command: Any) -> None:
     for param in command.params:
         if param.name in entries and not param.help:
             param.help = " ".join(entries[param.name].split())
+        if hasattr(param.type, "resolve_path"):  # a path: no shell expands `~` behind `--out=`
+            param.type.convert = partial(_expanded, param.type.convert)
+
+
+def _expanded(convert: Callable[..., Any], value: Any, *where: Any) -> Any:
+    return convert(os.path.expanduser(value), *where)  # noqa: PTH111  `~` without a home stays
 
 
 class _LazyGroup(TyperGroup):

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from fullshard.cli.arguments import OPEN_WORDS, ConfigFileFlag, ConfigFlag, Words, load
 from fullshard.cli.outcome import JSON_HELP, Outcome
-from fullshard.errors import ConfigError
+from fullshard.errors import ConfigError, FullshardError
 
 if TYPE_CHECKING:
     from fullshard.config.load import Resolved
@@ -28,55 +29,68 @@ def explain(
     """Show every value that was set, where it was set, and how each key of another tool is read.
 
     CONFIG may be a file of Accelerate's, DeepSpeed's, the Trainer's or axolotl's; no model is
-    needed.
+    needed. What a run would refuse follows (`train --dry-run` also checks plan, memory and data).
     """
     from fullshard.config import explain as explaining
 
     resolved = load(words, config, config_file, explaining=True)
     print(explaining.text_of(resolved, with_defaults=everything))
-    return Outcome(explaining.explain(resolved))
+    return Outcome({**explaining.explain(resolved), "refused": _print_refused(resolved)})
 
 
 @app.command(context_settings=OPEN_WORDS)
 def lint(
     words: Words = None, config: ConfigFlag = None, config_file: ConfigFileFlag = None
 ) -> Outcome:
-    """Report errors, unsupported values and known-bad settings, each with the reason.
+    """Report what a run would refuse, known-bad settings and lost keys, each with the reason.
 
-    The exit code is 2 if there are any.
+    The exit code is 2 if there are refusals or known-bad settings.
     """
     from fullshard.config.dialects.rules import Status
     from fullshard.config.supported import findings
     from fullshard.launch.exit_codes import ExitCode
 
     resolved = load(words, config, config_file, explaining=True)
-    found = _not_yet(resolved)
-    found += [
+    refused = _print_refused(resolved)
+    found = [
         {"key": key, "place": resolved.index.origin_of(key, is_default=True).place, "why": why}
         for key, why in findings(resolved.config)
     ]
     for one in found:
         print(": ".join(part for part in (one["place"], one["key"], one["why"]) if part))
-    lost = [note for note in resolved.notes if note.status is Status.LOST]
-    for note in lost:
-        print(note)
-    if not found and not lost:
-        print("nothing found")
-    result = {"findings": found, "lost": [str(note) for note in lost]}
-    return Outcome(result, ExitCode.CONFIG if found else ExitCode.OK)
+    lost = [str(note) for note in resolved.notes if note.status is Status.LOST]
+    for one in lost or ([] if found or refused else ["nothing found"]):
+        print(one)
+    result = {"refused": refused, "findings": found, "lost": lost}
+    return Outcome(result, ExitCode.CONFIG if found or refused else ExitCode.OK)
 
 
-def _not_yet(resolved: Resolved) -> list[dict[str, str]]:
-    """The values that a run would refuse."""
-    from fullshard.config.problems import ConfigProblems
+def _print_refused(resolved: Resolved) -> list[str]:
+    """Print what every run would refuse before it makes a plan and reads the data."""
+    from fullshard.recipes.registry import Command, check_command
+    from fullshard.run.paths import check_paths
 
-    try:
-        resolved.check_supported()
-    except ConfigProblems as error:
-        return [
-            {"key": p.key, "place": p.place, "why": f"{p.got}. {p.advice}"} for p in error.problems
-        ]
-    return []
+    def refusals(check: Callable[..., object], *arguments: Any, **options: Any) -> list[str]:
+        try:
+            check(*arguments, **options)
+        except FullshardError as error:
+            told = resolved.located(error)
+            return [str(one) for one in getattr(told, "problems", [told])]
+        return []
+
+    missing = Path("MODEL") if resolved.is_without_model else None
+    found = refusals(resolved.check_supported)
+    # the command that takes most of the file is the one it is for
+    by_command = (refusals(check_command, resolved.config, one) for one in reversed(Command))
+    found += min(by_command, key=len)
+    wrong = refusals(check_paths, resolved, coming=missing)
+    if not wrong and not missing:
+        from fullshard.models.build import with_fitting_length  # imports torch
+
+        wrong = refusals(with_fitting_length, resolved)
+    for one in (found := found + wrong):
+        print(f"refused: {one}")
+    return found
 
 
 @app.command()

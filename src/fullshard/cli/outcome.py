@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
 import json
 import os
 import re
@@ -57,10 +56,10 @@ def error_outcome(error: BaseException) -> Outcome:
     other errors with it.
     """
     error = as_ours(error)
-    if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+    if isinstance(error, OSError) and error.filename is not None:
         error = ConfigError(
-            f"'{error.filename}': expected a place that this user may use, got "
-            f"'{error.strerror}'. Change its permissions or name another."
+            f"'{error.filename}': expected a place that can be read or written, got "
+            f"'{error.strerror}'. Make room, or correct the path or its permissions."
         )
     if isinstance(error, KeyboardInterrupt | typer.Abort):
         _say("Interrupted.")
@@ -74,8 +73,8 @@ def error_outcome(error: BaseException) -> Outcome:
         return outcome
     if hasattr(error, "format_message"):  # typer's own; its base class differs between versions
         return _usage_outcome(error)
-    _say("".join(traceback.format_exception(error)).rstrip("\n"))
     text = "".join(traceback.format_exception(error))
+    _say(text.rstrip("\n"))
     return _error(type(error).__name__, str(error), exit_code_of(error), traceback=text)
 
 

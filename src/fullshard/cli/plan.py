@@ -5,11 +5,11 @@ from __future__ import annotations
 import csv
 import gc
 import io
-import os
 import sys
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -164,12 +164,13 @@ def _read_table(table: Path) -> tuple[list[str], list[dict[str, str]]]:
 
 def _check_out(out: Path) -> None:
     """Refuse a page that cannot be written, before anything is planned."""
-    written = out if out.exists() else out.parent
-    if out.is_dir() or not out.parent.is_dir() or not os.access(written, os.W_OK):
+    try:
+        out.open("r+b").close() if out.exists() else TemporaryFile(dir=out.parent).close()
+    except OSError as error:
         raise ConfigError(
-            f"--out: expected a file in a folder that can be written, got '{out}'. Make the "
-            "folder, or name another file."
-        )
+            f"--out: expected a file in a folder that can be written, got '{out}' "
+            f"({error.strerror}). Make the folder, or name another file."
+        ) from None
 
 
 def _say_planning(topology: Topology) -> None:

@@ -145,12 +145,6 @@ def findings(config: RunConfig) -> Iterator[tuple[str, str]]:
             "one rank has nothing to share its state with; use no_shard, or more processes",
         )
     yield from _of_training(config.training)
-    positions = (config.model.config or {}).get("max_position_embeddings")
-    if isinstance(positions, int) and positions < config.training.max_seq_length:
-        yield (
-            "training.max_seq_length",
-            "the model has fewer positions (max_position_embeddings) than a sequence has tokens",
-        )
 
 
 def _of_sharding(sharding: ShardConfig, *, is_sharded: bool) -> Iterator[tuple[str, str]]:

@@ -171,7 +171,13 @@ def tokenize(
     """
     folder.mkdir(parents=True, exist_ok=True)
     files = [folder / shard.name for shard in found]
-    todo = {file: shard for file, shard in zip(files, found, strict=True) if not _is_made(file)}
+    todo, said = dict[Path, Shard](), time.monotonic()
+    for number, (file, shard) in enumerate(zip(files, found, strict=True)):
+        if time.monotonic() - said > SAY_S:
+            said = time.monotonic()
+            logger.info("data: %d of %d parts of the cache are checked", number, len(files))
+        if not _is_made(file):
+            todo[file] = shard
     size = sum(shard.num_bytes for shard in todo.values())
     if len(todo) < len(files):
         logger.info(

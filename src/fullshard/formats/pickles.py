@@ -72,6 +72,7 @@ _RECORDS = (
     "deepspeed.utils.tensor_fragment.fragment_address",
     "argparse.Namespace",
 )
+_ZIP = b"PK\x03\x04"
 _PARTS = (
     "torch.distributed.tensor.DTensor",
     "torch.distributed.tensor._api.DTensor",
@@ -119,6 +120,12 @@ def read_pickle(file: Path | io.BytesIO, origin: str) -> Any:
         CheckpointError: The file names something that could execute code, or has another format.
     """
     with untrusted(origin, "a whole file of torch.save"):
+        begins = _begin(file)
+        if not begins.startswith((_ZIP, b"\x80")):  # a pickle's first opcode
+            raise CheckpointError(
+                f"{origin}: expected a file of torch.save, got one that begins with {begins!r}. "
+                "Name a checkpoint's folder, or a file of torch.save."
+            )
         try:
             with _stand_ins_alone():
                 # The only place that reads pickles; weights_only builds only listed classes.
@@ -126,7 +133,7 @@ def read_pickle(file: Path | io.BytesIO, origin: str) -> Any:
                     file,
                     map_location="cpu",
                     weights_only=True,
-                    mmap=isinstance(file, Path) and _is_zip(file),
+                    mmap=isinstance(file, Path) and begins == _ZIP,
                 )
         except pickle.UnpicklingError as error:
             named = re.search(r"GLOBAL (\S+)", str(error))
@@ -183,6 +190,8 @@ def read_listed(path: Path, records: Collection[str], plain: Collection[str]) ->
         return _NamedOnly(io.BytesIO(read_regular(path)), records, plain).load()
 
 
-def _is_zip(path: Path) -> bool:
-    with os.fdopen(open_regular(path), "rb") as file:
-        return file.read(4) == b"PK\x03\x04"
+def _begin(file: Path | io.BytesIO) -> bytes:
+    if isinstance(file, io.BytesIO):
+        return file.getvalue()[: len(_ZIP)]
+    with os.fdopen(open_regular(file), "rb") as opened:
+        return opened.read(len(_ZIP))

@@ -227,7 +227,7 @@ def check_output_dir(output_dir: Path) -> None:
 def _cannot_be_made(output_dir: Path, why: object) -> ConfigError:
     return ConfigError(
         f"training.output_dir: expected a folder that can be made, got {str(output_dir)[:80]!r} "
-        f"({why}). Name another."
+        f"({getattr(why, 'strerror', None) or why}). Name another."
     )
 
 

@@ -22,7 +22,7 @@ from fullshard.checkpoint.retain import checkpoints_in, newest_complete
 from fullshard.config.load import Resolved, load_config
 from fullshard.config.values import nearest
 from fullshard.data.dataset import FACTS, DatasetFacts, read_facts
-from fullshard.errors import ConfigError, untrusted
+from fullshard.errors import CheckpointError, ConfigError, untrusted
 from fullshard.run.folder import RunFolder, RunStatus
 
 POSITION = "position"  # key of [Note: data position] in a checkpoint's state
@@ -73,8 +73,13 @@ class Resume:
         return replace(self, path=new.resolve() / self.path.relative_to(old.resolve()))
 
 
-def find_resume(asked: str, output_dir: Path) -> Resume:
+def find_resume(asked: str, output_dir: Path, key: str = "--resume") -> Resume:
     """What `--resume` means for a folder, before the number of steps is known.
+
+    Args:
+        asked: auto, never or a path.
+        output_dir: Folder of the run.
+        key: Where the user wrote it, for errors.
 
     Raises:
         CheckpointError: PATH has no checkpoint.
@@ -86,10 +91,13 @@ def find_resume(asked: str, output_dir: Path) -> Resume:
         meant = None if Path(asked).exists() else nearest(asked, ("auto", "never"))
         if meant is not None:
             raise ConfigError(
-                f"--resume: expected auto, never or the path of a checkpoint, got '{asked}'. "
+                f"{key}: expected auto, never or the path of a checkpoint, got '{asked}'. "
                 f"Did you mean '{meant}'?"
             )
-        return _from_path(Path(asked))
+        try:
+            return _from_path(Path(asked).expanduser())
+        except CheckpointError as error:
+            raise CheckpointError(f"{key}: {str(error).removeprefix('checkpoint: ')}") from error
     folder = RunFolder(output_dir)
     return own_resume(folder) if folder.record.is_file() else Resume()
 

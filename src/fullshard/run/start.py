@@ -23,7 +23,7 @@ from fullshard.config.load import Resolved
 from fullshard.config.schema import RunConfig
 from fullshard.config.values import DType
 from fullshard.data.dataset import PreparedData
-from fullshard.errors import ConfigError, DataError, WillNotFitError
+from fullshard.errors import CheckpointError, ConfigError, DataError, WillNotFitError
 from fullshard.launch.exit_codes import ExitCode
 from fullshard.launch.machine import configured_topology, existing_folder
 from fullshard.launch.spawn import LocalLaunch, launch_local_ranks
@@ -141,8 +141,9 @@ def prepare_run(
     try:
         check_output_dir(output_dir)
         resolved = with_fitting_length(resolved)
+        key = "--resume" if asked else "training.resume_from_checkpoint"
         asked = asked or resolved.config.training.resume_from_checkpoint or "auto"
-        resume = find_resume(asked, output_dir)
+        resume = find_resume(asked, output_dir, key)
         view = foresee(resolved.config, topology_of(resolved.config, world_size))
         training = view.config.training
         if leaves_something(resolved.config):
@@ -168,7 +169,7 @@ def prepare_run(
             check_loads(newest_complete(resume.path), model, KINDS[training.optim])
         _check_disk(view, steps, RunFolder(output_dir), resume)
         return CheckedRun(resolved, dataset, steps, view, output_dir, resume)
-    except (ConfigError, DataError) as error:
+    except (CheckpointError, ConfigError, DataError) as error:
         raise resolved.located(error) from error
 
 
