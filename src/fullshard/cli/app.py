@@ -15,8 +15,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -62,12 +61,6 @@ def _describe(command: Any) -> None:
     for param in command.params:
         if param.name in entries and not param.help:
             param.help = " ".join(entries[param.name].split())
-        if hasattr(param.type, "resolve_path"):  # a path: no shell expands `~` behind `--out=`
-            param.type.convert = partial(_expanded, param.type.convert)
-
-
-def _expanded(convert: Callable[..., Any], value: Any, *where: Any) -> Any:
-    return convert(os.path.expanduser(value), *where)  # noqa: PTH111  `~` without a home stays
 
 
 class _LazyGroup(TyperGroup):
@@ -163,7 +156,9 @@ def run(words: Sequence[str]) -> int:
     Returns:
         The exit code (see fullshard.launch.exit_codes).
     """
-    as_json = "--json" in _own_words(words)
+    own = _own_words(words)
+    as_json = "--json" in own
+    words = [*map(_expanded, own), *words[len(own) :]]
     _install_logging()
     outcome = None
     try:
@@ -184,6 +179,12 @@ def _own_words(words: Sequence[str]) -> Sequence[str]:
         return words
     ends = (i for i, word in enumerate(words) if word.endswith(".py") or word in ("-m", "--module"))
     return words[: next(ends, len(words))]
+
+
+def _expanded(word: str) -> str:
+    """`--out=~/x` with the home folder, which no shell puts in behind `=`."""
+    option, equals, value = word.partition("=")
+    return option + equals + os.path.expanduser(value) if option.startswith("--") else word  # noqa: PTH111  `~` without a home stays
 
 
 def invoke(words: Sequence[str]) -> Outcome:
