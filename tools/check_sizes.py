@@ -28,16 +28,16 @@ EXEMPT = ("src/fullshard/compat/",)
 # Packages that share a budget are joined by " + ".
 BUDGETS = {
     "bench": 1_889,
-    "config": 3_654,
-    "cli": 1_874,
+    "config": 3_648,
+    "cli": 1_890,
     "engine + transport": 7_084,
     "planner + outlook": 4_254,
-    "data + models + recipes + run + verify": 8_231,
+    "data + models + recipes + run + verify": 8_241,
     "observe + launch": 2_995,
     "compat + integrations": 2_688,
     "xla + jax + xla_state": 2_493,
-    "checkpoint + formats": 2_369,
-    "in all": 38_636,
+    "checkpoint + formats": 2_378,
+    "in all": 38_665,
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

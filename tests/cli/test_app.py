@@ -94,6 +94,25 @@ def test_a_shell_completes_commands_and_options(typed, offered):
     assert (done.stdout.split(), done.stderr) == (offered, "")
 
 
+def test_a_file_that_is_no_checkpoint_is_refused_as_it_was_typed(fullshard, tmp_path):
+    text, out = str(tmp_path / "t.txt"), str(tmp_path / "out")
+    Path(text).write_text("hello")
+    for words in (["ckpt", "diff", text, text], ["ckpt", "import", text, out]):
+        done = fullshard(*words)
+        assert done.returncode == 7
+        assert f"CheckpointError: {text}: expected a file of torch.save" in done.stderr
+    done = fullshard("train", "--dry-run", "--resume", text)
+    assert done.returncode == 7
+    assert "CheckpointError: --resume: expected a checkpoint or a folder" in done.stderr
+
+
+def test_a_home_folder_behind_an_equals_sign_is_found(fullshard, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    done = fullshard("plan", "--gpus", "2xH100-80GB", "--out=~/none/page.html")
+    assert done.returncode == 2
+    assert f"got '{tmp_path}/none/page.html' (No such file or directory)" in done.stderr
+
+
 def test_no_command_at_all_shows_the_help(fullshard):
     done = fullshard()
     assert done.returncode == 2

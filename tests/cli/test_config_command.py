@@ -117,14 +117,40 @@ def test_lint_names_what_is_not_yet_there_what_is_bad_and_what_is_lost(folder, c
     )
     outcome = invoke(["config", "lint", "a.yaml"])
     assert outcome.exit_code == 2
+    said = "a.yaml:1: sharding.activation_checkpointing: 'offload' is not yet supported. Use block"
+    assert outcome.result["refused"] == [said]
     assert [(one["key"], one["place"]) for one in outcome.result["findings"]] == [
-        ("sharding.activation_checkpointing", "a.yaml:1"),
         ("sharding.wrap", "a.yaml:1"),
     ]
     out = capsys.readouterr().out
-    said = "a.yaml:1: sharding.activation_checkpointing: 'offload' is not yet supported. Use block"
-    assert said in out
+    assert f"refused: {said}" in out
     assert "a.yaml:2: training.use_liger_kernel: lost: " in out
+
+
+@pytest.mark.parametrize(
+    ("files", "text", "said"),
+    [
+        ({"model/config.json": "{"}, "model: {path: model}\n", "a.yaml:1: model.name_or_path: "),
+        ({}, "model: {path: nowhere}\n", "a.yaml:1: model.name_or_path: "),
+        (
+            {"model/config.json": json.dumps({**LLAMA["config"], "max_position_embeddings": 8})},
+            "model: {path: model}\ntraining: {max_seq_length: 64}\n",
+            "a.yaml:2: training.max_seq_length: ",
+        ),
+    ],
+)
+def test_explain_and_lint_report_what_a_run_would_refuse(folder, capsys, files, text, said):
+    for name, held in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(held)
+    (folder / "a.yaml").write_text(text)
+    explained = invoke(["config", "explain", "a.yaml"])
+    assert any(one.startswith(said) for one in explained.result["refused"])
+    assert f"refused: {said}" in capsys.readouterr().out
+    assert explained.exit_code == 0
+    linted = invoke(["config", "lint", "a.yaml"])
+    assert linted.result["refused"] == explained.result["refused"]
+    assert linted.exit_code == 2
 
 
 def test_lint_of_a_good_file_ends_with_0(folder, capsys):
@@ -147,16 +173,13 @@ BAD = {
         "training": {"lr_scheduler_type": "constant", "warmup_ratio": 0.1}
     },
     "training.eval_steps": {"training": {"eval_strategy": "no", "eval_steps": 5}},
-    "training.max_seq_length": {"training": {"max_seq_length": 64}, "positions": 32},
     "training.learning_rate": {"training": {"learning_rate": 0}},
 }
 
 
 @pytest.mark.parametrize(("key", "fields"), list(BAD.items()))
 def test_every_bad_combination_is_found_and_no_other(key, fields):
-    fields = dict(fields)
-    model = {**LLAMA["config"], "max_position_embeddings": fields.pop("positions", 4096)}
-    config = RunConfig(model={"config": model}, **fields)
+    config = RunConfig(model={"config": LLAMA["config"]}, **fields)
     assert [found for found, _ in findings(config)] == [key]
 
 
