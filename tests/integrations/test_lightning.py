@@ -1,0 +1,51 @@
+"""Lightning's Trainer with our fully_shard computes what it computes with torch's."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("lightning", reason="needs lightning, which make setup does not install")
+pytestmark = [pytest.mark.peers, pytest.mark.timeout(600)]
+
+SCRIPT = Path(__file__).with_name("lightning_job.py")
+
+
+def run(folder, mode, form, *resume):
+    command = [sys.executable, "-m", "fullshard", "launch", "--nproc-per-node", "2"]
+    command += ["--log-dir", folder / "logs", SCRIPT, mode, folder, form, *resume]
+    done = subprocess.run(
+        [*map(str, command)], capture_output=True, text=True, timeout=150, env=os.environ
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    name = "-".join([f"{mode}-{form}", *(path.parent.name for path in resume)])
+    return json.loads((folder / f"{name}.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("lightning")
+    forms = [(mode, form) for form in ("files", "file") for mode in ("torch", "sharded")]
+    return folder, {(mode, form): run(folder, mode, form) for mode, form in forms}
+
+
+@pytest.mark.parametrize("form", ["files", "file"])
+def test_norms_losses_and_validation_are_those_of_torchs_fsdp2(runs, form):
+    _, found = runs
+    assert len(found["torch", form]) == 12
+    assert found["sharded", form] == pytest.approx(found["torch", form], rel=1e-12)
+
+
+@pytest.mark.parametrize("form", ["files", "file"])
+@pytest.mark.parametrize(
+    ("mode", "saver"), [("sharded", "sharded"), ("sharded", "torch"), ("torch", "sharded")]
+)
+def test_a_checkpoint_of_either_is_resumed_by_either(runs, mode, saver, form):
+    folder, found = runs
+    resumed = run(folder, mode, form, folder / f"{saver}-{form}" / "epoch=0.ckpt")
+    assert resumed == pytest.approx(found["torch", form][-7:], rel=1e-12)
