@@ -35,6 +35,8 @@ from fullshard.errors import CheckpointError, untrusted
 
 logger = logging.getLogger(__name__)
 
+_BEGIN_ANEW = "`fullshard train --resume never` starts again and moves this run aside."
+
 IN_RUN = "checkpoints"  # where a run's folder has them
 
 _STEP = re.compile(r"step-(\d+)")
@@ -209,7 +211,8 @@ def check_passed(found: Sequence[Found], taken: Found | None) -> None:
             raise CheckpointError(
                 f"checkpoint '{entry.path}': expected a folder that this version of fullshard "
                 f"wrote; got another one ({entry.why.rstrip('.')}). Use the fullshard or the tool "
-                "that wrote it, or move the folder elsewhere to resume from an older checkpoint."
+                "that wrote it, or move the folder elsewhere to resume from an older checkpoint; "
+                f"{_BEGIN_ANEW}"
             )
 
 
@@ -218,7 +221,7 @@ def unusable(path: Path, skipped: Sequence[str]) -> CheckpointError:
     reasons = "; ".join(reason.rstrip(".") for reason in skipped)
     return CheckpointError(
         f"checkpoint: expected a complete one in '{path}'; skipped {reasons}. Take "
-        "another folder; `fullshard train --resume never` starts again and moves this run aside."
+        f"another folder; {_BEGIN_ANEW}"
     )
 
 
