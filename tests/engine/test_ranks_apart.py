@@ -221,6 +221,46 @@ def test_a_rank_that_leaves_out_what_needs_no_message_is_named(ranks, what, numb
         assert "rank 1 has made" in text
 
 
+class Repeating(nn.Module):
+    """Blocks that are called as often as a batch says."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4))
+        self.head = nn.Linear(6, 6)
+
+    def forward(self, x, times):
+        for block, number in zip(self.blocks, times, strict=True):
+            for _ in range(number):
+                x = x + block(x)
+        return self.head(x)
+
+
+def repeats(transport: str, prefetch: int, times: list[tuple[int, ...]]) -> str:
+    torch.manual_seed(0)
+    model = Repeating().double()
+    options = {"forward_prefetch": prefetch, "backward_prefetch": prefetch}
+    fs.shard(model, wrap=["Sequential"], transport=transport, poison=True, **options)
+    x = torch.ones(2, 6, dtype=torch.float64)
+    mine = times[torch.distributed.get_rank()]
+
+    def steps() -> None:
+        for step in range(3):
+            model(x, mine if step == 2 else (1, 1, 1, 1)).square().mean().backward()
+
+    return error_of(steps)
+
+
+@pytest.mark.parametrize("transport", ["c10d", "direct"])
+def test_ranks_that_call_different_units_learn_it_before_they_update(ranks, transport):
+    for text in ranks(2)(repeats, transport, 0, [(2, 1, 1, 1), (1, 1, 2, 1)]):
+        assert text.startswith("EngineError: backward: expected every rank to call the same units")
+    for text in ranks(2)(repeats, "shared", 0, [(2, 1, 1, 1), (1, 1, 2, 1)]):
+        assert text == "NO ERROR: NoneType"
+    for text in ranks(2)(repeats, transport, 1, [(1, 2, 1, 1), (1, 2, 1, 1)]):
+        assert text == "NO ERROR: NoneType"
+
+
 # ---- all ranks raise, at different units ---------------------------------------------------------
 
 

@@ -8,8 +8,8 @@ hang. After a gradient was modified in place, the next norm is a collective agai
 [Note: what ranks say]
 If a rank skipped a backward, a step or a norm, its later sums would be combined with different sums
 of other ranks. Each sum therefore begins with integers that must be equal on all ranks: a hash of
-the sum's name, and counters of steps. The all-reduce compares them: n numbers are equal exactly if
-n times the sum of their squares is the square of their sum.
+the sum's name, counters of steps and a hash of the gathers. The all-reduce compares them: n numbers
+are equal exactly if n times the sum of their squares is the square of their sum.
 """
 
 from __future__ import annotations
@@ -74,6 +74,7 @@ class Count(StrEnum):
     FORWARDS = "forwards that train"  # without deferred gradients
     ADDED = "gradients that were there before a backward"
     CLIPPINGS = "clippings"
+    GATHERS = "gathers"  # not a number but a hash: of which units, in which order
 
 
 class GradientNorms:
@@ -398,6 +399,13 @@ def _refusal(asked: str, wrong: str, found: str) -> EngineError:
             f"{asked}: expected the same call on every rank; another rank is elsewhere, and its "
             "numbers would have met these. Call it on every rank, and let one of them log it; "
             "p.to_local() has this rank's elements."
+        )
+    if wrong == Count.GATHERS:
+        return EngineError(
+            f"{asked}: expected every rank to call the same units in the same order; ranks have "
+            "gathered different ones since the last backward, so weights of one unit were taken "
+            "for another's, and this step's numbers are wrong. Let all ranks agree on a branch "
+            "or on a number of calls (dist.broadcast, dist.all_reduce) before they take it."
         )
     return EngineError(
         f"{asked}: expected as many {wrong} on every rank; {found}. Every rank must make each "
