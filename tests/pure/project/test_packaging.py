@@ -20,7 +20,7 @@ DISTRIBUTIONS = {
 }
 # Rivals: imported where they are installed, never required.
 OPTIONAL = {"deepspeed", "megatron_fsdp"}
-EXTRAS = ("hf", "data", "jax", "lora", "trainer")
+EXTRAS = ("hf", "data", "jax", "lightning", "lora", "trainer")
 
 
 def _name(requirement: str) -> str:
