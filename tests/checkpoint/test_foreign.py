@@ -13,6 +13,7 @@ import fullshard as fs
 from fullshard.checkpoint.read import remove, superfluous
 from fullshard.checkpoint.retain import checkpoints_in, newest_complete, tidy
 from fullshard.errors import CheckpointError
+from fullshard.formats.source import whole_or_nothing
 
 
 @pytest.fixture
@@ -112,3 +113,22 @@ def test_a_folder_of_another_tool_is_answered_with_the_command_that_imports_it(t
     with pytest.raises(CheckpointError) as caught:
         newest_complete(folder)
     assert f"fullshard ckpt import '{folder}' '{folder}-imported'" in str(caught.value)
+
+
+def test_what_comes_into_a_users_folder_during_an_export_stays(tmp_path):
+    folder = tmp_path / "out"
+    folder.mkdir()
+
+    def export() -> None:
+        with whole_or_nothing(folder) as aside:
+            (aside / "model.safetensors").write_text("ours")
+            (folder / "notes.txt").write_text("theirs")
+
+    with pytest.raises(CheckpointError, match="not empty"):
+        export()
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert (folder / "notes.txt").read_text() == "theirs"
+    (folder / "notes.txt").unlink()
+    with whole_or_nothing(folder) as aside:
+        (aside / "model.safetensors").write_text("ours")
+    assert (folder / "model.safetensors").read_text() == "ours"

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import fullshard as fs
+from fullshard.config.schema import LoraConfig
 from fullshard.data.tokenizer import train_tokenizer
 from fullshard.errors import CheckpointError
 from fullshard.models.config import (
@@ -20,7 +21,8 @@ from fullshard.models.config import (
     fit_to_tokenizer,
     quiet_libraries,
 )
-from fullshard.models.export import save_model, write_folder
+from fullshard.models.export import Adapters, save_model, write_folder
+from fullshard.models.lora import add_adapters
 
 MODELS = {
     "tied llama": {"model_type": "llama", "tie_word_embeddings": True},
@@ -83,6 +85,33 @@ def test_a_model_from_full_weights_replaces_the_older_one_as_a_whole(tmp_path, m
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
     assert not (folder / "of a run before").exists()
     AutoModelForCausalLM.from_pretrained(folder)
+
+
+def test_adapters_replace_older_ones_as_a_whole(tmp_path, monkeypatch):
+    quiet_libraries()
+    tokenizer = train_tokenizer(["some text"], 300)
+    config = config_from_settings({**SIZES, **MODELS["untied llama"]})
+    fit_to_tokenizer(config, tokenizer)
+    lora = LoraConfig(r=2)
+    model = build_model(config, None, torch.float32, seed=5)
+    add_adapters(model, lora)
+    fs.shard(model)
+    adapters = Adapters(lora, None, tmp_path / "adapter")
+    adapters.folder.mkdir()
+    (adapters.folder / "of a run before").touch()
+
+    def stop(*_args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("fullshard.models.lora.peft_config", stop)  # after the weights
+        with pytest.raises(KeyboardInterrupt):
+            save_model(model, config, tokenizer, tmp_path / "model", adapters)
+    assert [path.name for path in adapters.folder.iterdir()] == ["of a run before"]
+    save_model(model, config, tokenizer, tmp_path / "model", adapters)
+    names = sorted(path.name for path in adapters.folder.iterdir())
+    assert names == ["adapter_config.json", "adapter_model.safetensors"]
+    assert {path.name for path in tmp_path.iterdir()} == {"adapter", "model"}
 
 
 def on_a_rank(folder, cap):

@@ -129,11 +129,12 @@ def check_empty(folder: Path, what: str) -> None:
 
 @contextmanager
 def whole_or_nothing(folder: Path, token: str | None = None) -> Generator[Path]:
-    """A temporary folder that replaces `folder` at the end of the block, unless the block fails.
+    """A temporary folder that becomes `folder` at the end of the block, unless the block fails.
 
     Args:
         folder: Folder to write.
-        token: Makes the name of the temporary folder; None: this process's number.
+        token: Ends the temporary folder's name. An existing `folder` is then replaced: it has no
+            other writer. None: `folder` must be missing or empty, also at the end.
 
     Raises:
         CheckpointError: The file system refused.
@@ -144,6 +145,8 @@ def whole_or_nothing(folder: Path, token: str | None = None) -> Generator[Path]:
         place.aside.mkdir(parents=True)
         yield place.aside
         sync_folder(place.aside)
+        if token is None and folder.exists():
+            folder.rmdir()  # refuses what was put there since the start
         put_in_place(place)
     except OSError as error:
         raise failure(folder, 0, error) from error
