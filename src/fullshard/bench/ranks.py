@@ -33,11 +33,6 @@ CLEAR_REFS = Path("/proc/self/clear_refs")
 RESET_PEAK = "5"
 
 
-def can_measure() -> bool:
-    """Whether this system reports proportional set sizes."""
-    return psutil.LINUX
-
-
 def proportional_bytes() -> int:
     """Returns this process's proportional set size."""
     return psutil.Process().memory_full_info().pss

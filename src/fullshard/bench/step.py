@@ -30,7 +30,7 @@ from fullshard.bench.page import (
     paired_ratio,
     removed_share,
 )
-from fullshard.bench.ranks import can_measure, run_ranks
+from fullshard.bench.ranks import run_ranks
 from fullshard.launch.machine import describe_versions
 
 MEASURE = "fullshard.bench.step_rank:measure"
@@ -236,7 +236,7 @@ def run_case(case: Case, peers: Sequence[Peer], options: StepOptions, say: Say) 
         job = StepJob(case, names, "time", options.num_rounds, prefetch=prefetch)
         measured.append((group, on_ranks(job)))
         prefetch = measured[-1][1][0]["prefetch"]
-    for peer in peers if options.measure_memory and can_measure() else ():
+    for peer in peers if options.measure_memory else ():
         say(f"{case.name}: memory of {peer.name}, alone")
         ranks = on_ranks(StepJob(case, (peer.name,), "memory", 0, prefetch=prefetch))
         memory[peer.name] = {key: max(rank[key] for rank in ranks) for key in MEMORY_KEYS}
