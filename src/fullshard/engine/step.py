@@ -549,9 +549,9 @@ class Actions:
                     previous.versions.mark(is_open=False)
                 self._filling[key] = unit
         unit.start_gather()
-        if unit.gathered and unit.plan.mesh.shard == unit.plan.mesh.world_size:
-            before = self._counts[Count.GATHERS]
-            self._counts[Count.GATHERS] = zlib.crc32(b"%d" % event.unit, before)
+        if unit.gathered and unit.plan.mesh.replicate == 1:  # replicas gather on their own
+            counts = self._counts
+            counts[Count.GATHERS] = zlib.crc32(b"%d" % event.unit, counts[Count.GATHERS])
 
     def _use(self, event: Event) -> None:
         unit = self._units[event.unit]
