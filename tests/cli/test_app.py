@@ -381,3 +381,12 @@ def test_a_place_that_may_not_be_written_is_an_error_without_a_traceback(number,
     assert said.startswith("ConfigError: 'runs/a/report.html': expected a place")
     assert os.strerror(number) in said
     assert "Traceback" not in said
+
+
+def test_a_missing_file_that_no_check_names_keeps_its_traceback(capsys):
+    try:
+        Path("no/such/file").read_text()
+    except OSError as error:
+        done = outcome.error_outcome(error)
+    assert done.exit_code not in (0, 2)
+    assert "Traceback" in capsys.readouterr().err

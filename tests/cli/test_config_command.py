@@ -132,6 +132,9 @@ def test_lint_names_what_is_not_yet_there_what_is_bad_and_what_is_lost(folder, c
     [
         ({"model/config.json": "{"}, "model: {path: model}\n", "a.yaml:1: model.name_or_path: "),
         ({}, "model: {path: nowhere}\n", "a.yaml:1: model.name_or_path: "),
+        ({}, "data: {path: nowhere}\n", "a.yaml:1: data.path: "),
+        ({}, "sharding: {activation_checkpointing: offload}\n", "a.yaml:1: sharding.activation"),
+        ({}, "distill: {top_k: 4}\n", "a.yaml: teacher: "),
         (
             {"model/config.json": json.dumps({**LLAMA["config"], "max_position_embeddings": 8})},
             "model: {path: model}\ntraining: {max_seq_length: 64}\n",

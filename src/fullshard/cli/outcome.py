@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import json
 import os
 import re
@@ -56,10 +57,10 @@ def error_outcome(error: BaseException) -> Outcome:
     other errors with it.
     """
     error = as_ours(error)
-    if isinstance(error, OSError) and error.filename is not None:
+    if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         error = ConfigError(
-            f"'{error.filename}': expected a place that can be read or written, got "
-            f"'{error.strerror}'. Make room, or correct the path or its permissions."
+            f"'{error.filename}': expected a place that this user may use, got "
+            f"'{error.strerror}'. Change its permissions or name another."
         )
     if isinstance(error, KeyboardInterrupt | typer.Abort):
         _say("Interrupted.")
