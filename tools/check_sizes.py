@@ -35,7 +35,7 @@ BUDGETS = {
     "data + models + recipes + run + verify": 8_241,
     "observe + launch": 2_995,
     "compat + integrations": 2_715,
-    "xla + jax + xla_state": 2_493,
+    "xla + jax + xla_state": 2_491,
     "checkpoint + formats": 2_382,
     "in all": 38_708,
 }
