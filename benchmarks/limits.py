@@ -94,16 +94,18 @@ class LimitCase:
     sizes: dict[str, int] = field(default_factory=lambda: SIZES)
 
 
-HOMES = ("parameters", "gradients", "optimizer")
+KINDS = ("parameters", "gradients", "optimizer")
 CASES = (
     LimitCase("base", sizes=TINY),
     LimitCase("memory"),
     LimitCase("cpu", ("offload=cpu",)),
     LimitCase("nvme", ("offload=nvme",)),
     *(
-        LimitCase(f"{h}: {p}", (f"sharding.offload.{h}={p}",))
-        for p in ("cpu", "nvme")
-        for h in HOMES
+        LimitCase(
+            f"cpu, {kind} nvme",
+            tuple(f"sharding.offload.{k}={'nvme' if k == kind else 'cpu'}" for k in KINDS),
+        )
+        for kind in KINDS
     ),
     LimitCase("memory, folder", from_folder=True),
     LimitCase("cpu, folder", ("offload=cpu",), from_folder=True),

@@ -133,7 +133,11 @@ def test_a_micro_batch_too_many_is_named(run):
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("fault", "words"),
-    [("kill", "is gone"), pytest.param("sleep", "in read_batch", marks=pytest.mark.slow)],
+    [
+        ("kill", "is gone"),
+        ("kill beside a busy rank", "is gone"),  # torchrun's SIGTERM is the first that it notices
+        pytest.param("sleep", "in read_batch", marks=pytest.mark.slow),
+    ],
 )
 def test_under_torchrun_the_ranks_watch_each_other(fault, words, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")]))

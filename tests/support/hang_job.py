@@ -68,8 +68,10 @@ def read_batch(step: int, fault: str) -> torch.Tensor:
             os.kill(os.getpid(), signal.SIGSTOP)
         while fault == "lock":
             ctypes.PyDLL(None).sleep(600)  # a C extension that keeps Python's lock
-        if fault == "kill":
+        if fault in ("kill", "kill beside a busy rank"):
             os.kill(os.getpid(), signal.SIGKILL)
+    if fault == "kill beside a busy rank" and step == FAULT_AT:
+        time.sleep(600)
     return torch.randn(2, 64)
 
 
