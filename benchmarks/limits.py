@@ -66,8 +66,9 @@ METHOD = (
     "Planned tensors: the peak of the largest rank in memory, device and host. Base: "
     f"{RANK_PROCESS >> 20} MiB, the process of a rank without its tensors. Measured: the peak of "
     "the largest rank's anonymous and shared memory (RssAnon + RssShmem), sampled every "
-    f"{SAMPLE_S * 1000:.0f} ms. Files: the peak of the group's page cache, which the kernel drops "
-    "when memory is short; dirty is the part that it must write first.",
+    f"{SAMPLE_S * 1000:.0f} ms; a page that ranks share counts in each of them, but "
+    "once in the plan. Files: the peak of the group's page cache, which the kernel drops when "
+    "memory is short; dirty is the part that it must write first.",
     f"The limit is {SLACK} times ranks x (planned + base) + {LAUNCHER_PROCESS >> 20} MiB of the "
     "launcher. No process was killed, else the command fails.",
     "Losses: the largest difference between a loss of the run (steps and evaluation) and that of "
