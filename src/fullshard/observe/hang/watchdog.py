@@ -161,7 +161,8 @@ class Watchdog:
         """Finds the rank that caused an error of a collective or a launcher's SIGTERM.
 
         Call it in the main thread of a process that will end. `frame` is where it was then; None
-        takes the frame that raised the error.
+        takes the frame that raised the error. A preempted rank publishes that it ended, so that
+        no other rank takes its end for a cause.
         """
         frame = self._frame_of(error, frame)
         if frame is None:
@@ -184,6 +185,8 @@ class Watchdog:
                     verdict = fallen_silent(others, EXPLAIN_S - POLL_S)
                 if verdict is not None:
                     self._write(verdict, {}, seen)
+                if verdict is None and preempted:
+                    self.stop()
                 if verdict is not None or late:
                     return verdict
                 time.sleep(POLL_S / 2)
@@ -215,7 +218,6 @@ class Watchdog:
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
         """Names a rank that died before torchrun's SIGTERM arrived, else ends as without it."""
         self._end_by(PreemptedError("run: torchrun or a scheduler sent SIGTERM."), frame)
-        self.stop()  # other ranks must not take this end for the first cause
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 
