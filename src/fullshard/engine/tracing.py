@@ -470,9 +470,11 @@ def _run_fake(model: nn.Module, sample: Any) -> None:
     # Buffers are replaced too, because running statistics must not change.
     given = sample, places_of(model), dict(nn.Module.named_buffers(model))
     fake, params, buffers = tree_map_only(torch.Tensor, mode.from_tensor, given)
-    is_many = isinstance(fake, Sequence) and not isinstance(fake, torch.Tensor | str)
-    args, kwargs = (), fake
-    if not isinstance(fake, Mapping):
-        args, kwargs = tuple(fake) if is_many else (fake,), {}
+    args: tuple[Any, ...] = (fake,)
+    kwargs: dict[str, Any] = {}
+    if isinstance(fake, Mapping):
+        args, kwargs = (), dict(fake)
+    elif isinstance(fake, Sequence) and not isinstance(fake, torch.Tensor | str):
+        args = tuple(fake)
     with torch.random.fork_rng(devices=[]), mode, torch.no_grad():
         torch.func.functional_call(model, (params, buffers), args, kwargs)
