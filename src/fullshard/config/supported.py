@@ -139,7 +139,7 @@ def findings(config: RunConfig) -> Iterator[tuple[str, str]]:
     """The dotted key of each such value, with the reason or advice."""
     is_sharded = config.sharding.strategy not in (Strategy.NO_SHARD, Strategy.AUTO)
     yield from _of_sharding(config.sharding, is_sharded=is_sharded)
-    if config.launch.num_processes == 1 and is_sharded:
+    if config.launch.world_size == 1 and is_sharded:
         yield (
             "launch.num_processes",
             "one rank has nothing to share its state with; use no_shard, or more processes",

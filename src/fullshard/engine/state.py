@@ -479,8 +479,6 @@ def restore_optimizer(
                     else value
                     for key, value in state.items()
                 }
-    if isinstance(optimizer, OwnedOptimizer):
-        optimizer.give_states()
 
 
 def dtype_name(tensor: torch.Tensor, where: str) -> str:
