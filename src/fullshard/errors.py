@@ -27,7 +27,7 @@ import re
 import sys
 import unicodedata
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 _NO_MEMORY = re.compile(r"(can't|cannot) allocate memory|not enough memory", re.IGNORECASE)
@@ -47,7 +47,8 @@ def _printable(char: str) -> str:
 def write_anything() -> None:
     """Escapes characters that the locale's encoding lacks (LANG=C) in the output."""
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+        with suppress(OSError):  # its descriptor leads elsewhere since the stream was made
+            stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
 
 
 class FullshardError(Exception):
