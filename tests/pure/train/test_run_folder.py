@@ -19,7 +19,7 @@ import pytest
 from fullshard.cli.app import run
 from fullshard.errors import ConfigError
 from fullshard.launch import run_lock
-from fullshard.observe.metrics import EvalRow, MetricsWriter
+from fullshard.observe.metrics import EvalRow, MetricsWriter, SaveRow
 from fullshard.observe.report import write_report
 from fullshard.run import start as run_start
 from fullshard.run.folder import RunFolder, RunStatus, begin, check_output_dir, write_whole
@@ -133,17 +133,19 @@ def test_a_lock_that_cannot_be_opened_is_said(tmp_path):
         make(tmp_path / "train")
 
 
-@pytest.mark.parametrize("again", [False, True])
-def test_a_run_whose_folder_went_away_says_so(tmp_path, again):
+@pytest.mark.parametrize("after", [EvalRow(2, 2.0), SaveRow(2, 0.1)])
+@pytest.mark.parametrize("there", ["nothing", "another run", "a file"])
+def test_a_run_whose_folder_went_away_says_so(tmp_path, there, after):
     folder, _ = make(tmp_path / "train")
     writer = MetricsWriter(folder.metrics)
-    row = EvalRow(1, 2.0)
-    writer.write(row)
+    writer.write(EvalRow(1, 2.0))
     folder.path.rename(tmp_path / "moved")
-    if again:  # another run lies there now
+    if there == "another run":
         MetricsWriter(make(tmp_path / "train")[0].metrics).close()
+    elif there == "a file":
+        folder.path.write_text("")
     with pytest.raises(ConfigError, match="was moved, removed or replaced"):
-        writer.write(row)
+        writer.write(after)
     writer.close()
 
 
