@@ -33,8 +33,9 @@ from fullshard.engine.unit import Group, Member, address_of, gather_piece
 from fullshard.planner.layout import FlatLayout, Slice
 from fullshard.planner.mesh import Mesh, Topology
 from fullshard.planner.units import ContractRule, UnitSettings, group_params
-from fullshard.transport import copy_from_first, make_transport
 from fullshard.transport.base import torch_dtype
+from fullshard.transport.groups import copy_from_first
+from fullshard.transport.select import make_transport
 
 Local = dict[str, torch.Tensor]  # (n_local,) plain, by a parameter's first name
 

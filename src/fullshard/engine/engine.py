@@ -52,8 +52,8 @@ from fullshard.planner.events import Event, EventKind, Recorder, Sync
 from fullshard.planner.mesh import Mesh
 from fullshard.planner.plan import Plan
 from fullshard.planner.units import UnitPlan
-from fullshard.transport import Transport, streams
-from fullshard.transport.base import Hook, torch_dtype
+from fullshard.transport import streams
+from fullshard.transport.base import Hook, Transport, torch_dtype
 
 ATTRIBUTE = "_fullshard"  # attribute of a sharded model that holds its engine
 _TRACED = (

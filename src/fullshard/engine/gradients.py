@@ -51,8 +51,7 @@ from fullshard.engine.parameter import PendingGradient, ShardedGradient
 from fullshard.engine.unit import Collects, GradientShard, Group, Member, Unit, alive, is_reached
 from fullshard.errors import EngineError, UnsupportedModelError
 from fullshard.planner.events import Sync
-from fullshard.transport import Transport
-from fullshard.transport.base import Hook, reduce_by, torch_dtype
+from fullshard.transport.base import Hook, Transport, reduce_by, torch_dtype
 
 logger = logging.getLogger(__name__)
 

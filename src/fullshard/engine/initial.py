@@ -40,7 +40,7 @@ from fullshard.planner.layout import Slice
 from fullshard.planner.mesh import Mesh
 from fullshard.planner.plan import Plan
 from fullshard.planner.units import UnitPlan
-from fullshard.transport import Transport
+from fullshard.transport.base import Transport
 
 logger = logging.getLogger(__name__)
 

@@ -27,7 +27,8 @@ import torch
 from fullshard.engine._torch_compat import foreach_norm, no_guard
 from fullshard.errors import EngineError
 from fullshard.planner.layout import clean_name
-from fullshard.transport import Transport, streams
+from fullshard.transport import streams
+from fullshard.transport.base import Transport
 
 if TYPE_CHECKING:
     from fullshard.engine.record import ShardRecord

@@ -33,7 +33,7 @@ from fullshard.errors import CheckpointError, EngineError
 from fullshard.planner.layout import clean_name
 from fullshard.planner.optimizers import Owners
 from fullshard.planner.units import Place
-from fullshard.transport import Exchange
+from fullshard.transport.groups import Exchange
 
 _SAVES = (
     "fs.save(folder, model, optimizer) and fs.load, which know whose tensors are whose, since a "

@@ -17,8 +17,7 @@ from fullshard.errors import UnsupportedModelError
 from fullshard.planner.layout import Slice
 from fullshard.planner.slots import Ring
 from fullshard.planner.units import GroupPlan, SlotRef, UnitPlan
-from fullshard.transport import Weights
-from fullshard.transport.base import Home, torch_dtype
+from fullshard.transport.base import Home, Weights, torch_dtype
 
 
 def shard_shape(piece: Slice, *, whole: bool) -> tuple[int, ...]:

@@ -38,7 +38,8 @@ from fullshard.planner.mesh import ROWS, Mesh, Topology, resolve_mesh, row_of
 from fullshard.planner.plan import Plan, make_plan
 from fullshard.planner.spec import matches
 from fullshard.planner.units import UnitSettings
-from fullshard.transport import Transport, make_transport, resolve_transport
+from fullshard.transport.base import Transport
+from fullshard.transport.select import make_transport, resolve_transport
 
 logger = logging.getLogger(__name__)
 

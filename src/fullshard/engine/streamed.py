@@ -12,7 +12,7 @@ from fullshard.engine.step import WAITS, Actions, Runtime, Use
 from fullshard.engine.unit import Member
 from fullshard.planner.events import Event
 from fullshard.planner.units import Homes
-from fullshard.transport import Fetch
+from fullshard.transport.base import Fetch
 from fullshard.transport.streams import Streams
 
 

@@ -32,8 +32,7 @@ from fullshard.engine.parameter import Guarded, ShardedGradient, ShardedParamete
 from fullshard.errors import EngineError
 from fullshard.planner.layout import FlatLayout, Slice
 from fullshard.planner.units import DtypeContract, GroupPlan, UnitPlan
-from fullshard.transport import Fetch, Reduction, Transport
-from fullshard.transport.base import torch_dtype
+from fullshard.transport.base import Fetch, Reduction, Transport, torch_dtype
 
 if TYPE_CHECKING:
     from fullshard.engine.placing import Rings

@@ -51,7 +51,7 @@ def _measure(ranks: int, rank: int) -> Measured:
     from fullshard.errors import EngineError
     from fullshard.planner.mesh import Mesh
     from fullshard.planner.slots import Ring
-    from fullshard.transport import make_transport, resolve_transport
+    from fullshard.transport.select import make_transport, resolve_transport
 
     gpu = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
