@@ -123,7 +123,6 @@ class TimedExchange:
         assert group.grad_slot is not None
         self.gradients = rings.view(group.grad_slot, numel)
         self.sums = torch.zeros(numel // world)
-        self.own = self.weights.chunk(world)[transport.rank]
 
     def fetch(self) -> None:
         """As at the beginning of a forward."""
@@ -143,7 +142,7 @@ class TimedExchange:
             VerifyError: A part is not what its owner wrote, or a sum is not that of all ranks.
         """
         self.home.before_write()
-        self.own.fill_(self.transport.rank + 1)
+        self.weights.chunk(world)[self.transport.rank].fill_(self.transport.rank + 1)
         self.fetch()
         self.gradients.fill_(self.transport.rank + 1)
         self.reduce()

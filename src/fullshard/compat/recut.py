@@ -73,7 +73,7 @@ def cut_early(
                 copies=mesh.replicate,
                 holders=group.layout.holders(placement),
                 norms=_EarlyNorms(mesh, local.device),
-                before_write=_nothing,
+                before_write=lambda: None,  # no other rank reads early shards
                 gather=gather,
                 post_accumulate=OrderedDict() if hooks is None else hooks,
             )
@@ -94,10 +94,6 @@ def share_copies(model: nn.Module, world: Topology) -> None:
     for copies, tensors in sorted(by_copies.items()):
         mesh = Mesh(copies, world.world_size // copies, world.order)
         copy_from_first(tensors, mesh.replicate_groups())
-
-
-def _nothing() -> None:
-    """A no-op: no other rank reads early shards."""
 
 
 class _EarlyNorms(GradientNorms):

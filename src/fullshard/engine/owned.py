@@ -26,6 +26,7 @@ from torch import nn
 
 from fullshard.engine._torch_compat import no_guard
 from fullshard.engine.agreement import agree
+from fullshard.engine.cuts import Cut
 from fullshard.engine.engine import Engine, engine_of
 from fullshard.engine.optimizers import WATCHED, check_by_itself
 from fullshard.engine.parameter import Guarded, ShardedParameter
@@ -318,12 +319,6 @@ def owned_optimizer(
 ) -> OwnedOptimizer:
     """See `fullshard.owned`."""
     inner = engine_of(model).plan.mesh.inner
-    if inner > 1:
-        raise EngineError(
-            "fs.owned: expected a model that no other axis of the mesh cuts (tensor or expert "
-            f"parallelism); got {inner} ranks along others, for which this is not yet supported. "
-            "Use an elementwise optimizer."
-        )
     if params is None:
         taken = {id(p) for g in (beside.param_groups if beside else ()) for p in g["params"]}
         params = [p for p in model.parameters() if p.requires_grad and id(p) not in taken]
@@ -334,6 +329,12 @@ def owned_optimizer(
     groups = [{**group, "params": list(group["params"])} for group in groups]
     known = {id(param) for param in model.parameters()}
     for param in (param for group in groups for param in group["params"]):
+        if inner > 1 or Cut.of(param) is not None:
+            raise EngineError(
+                "fs.owned: expected a model that no other axis of the mesh cuts, or parameters "
+                f"beside experts; got {name_of(param)}, for which this is not yet supported. Give "
+                "it to an elementwise optimizer (beside=...)."
+            )
         if id(param) not in known:
             raise EngineError(
                 f"fs.owned: expected parameters of the model; got {name_of(param)}, which is not "
