@@ -30,7 +30,7 @@ BUDGETS = {
     "bench": 1_887,
     "config": 3_648,
     "cli": 1_891,
-    "engine + transport": 7_097,
+    "engine + transport": 7_006,
     "planner + outlook": 4_254,
     "data + models + recipes + run + verify": 8_241,
     "observe + launch": 2_995,

@@ -23,7 +23,6 @@ from fullshard.checkpoint.format import AVERAGE, OWN, Kind, StoredTensor, key_of
 from fullshard.checkpoint.read import Checkpoint, choose
 from fullshard.checkpoint.retain import Found, candidates
 from fullshard.config.values import nearest
-from fullshard.engine.agreement import agree
 from fullshard.engine.cuts import Cut
 from fullshard.engine.engine import Engine, engine_of
 from fullshard.engine.owned import holds_whole
@@ -57,7 +56,7 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None) 
             error names tensors.
     """
     engine = engine_of(model)
-    agree(engine, SAVES.wait)
+    engine.agree(SAVES.wait)
     return load_found(choose(ranks_of(engine), path), model, optimizer)
 
 
@@ -74,7 +73,7 @@ def load_found(
 ) -> dict[str, Any]:
     """As `load`, from a given checkpoint."""
     engine = engine_of(model)
-    return agree(engine, lambda: _load_from(found, engine, model, optimizer))
+    return engine.agree(lambda: _load_from(found, engine, model, optimizer))
 
 
 def check_loads(found: Found, model: nn.Module, kind: str) -> None:

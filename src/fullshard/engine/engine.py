@@ -21,7 +21,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain
 from operator import is_
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -47,14 +47,16 @@ from fullshard.engine.replicas import STEPS, check_replicas
 from fullshard.engine.step import Runtime
 from fullshard.engine.streamed import StreamedRuntime
 from fullshard.engine.unit import Group, Member, Swap, Unit, address_of, alive
-from fullshard.errors import EngineError, ShardedTensorError
+from fullshard.errors import EngineError, ShardedTensorError, raise_together
 from fullshard.planner.events import Event, EventKind, Recorder, Sync
 from fullshard.planner.mesh import Mesh
 from fullshard.planner.plan import Plan
 from fullshard.planner.units import UnitPlan
 from fullshard.transport import streams
 from fullshard.transport.base import Hook, Transport, torch_dtype
+from fullshard.transport.groups import own_group, tell_everyone
 
+T = TypeVar("T")
 ATTRIBUTE = "_fullshard"  # attribute of a sharded model that holds its engine
 _TRACED = (
     "tracing of a sharded model: expected a whole model; a trace (torch.jit.trace, make_fx, "
@@ -339,6 +341,46 @@ class Engine:
             unit.unbind()
         self.rings = self._bind(self.rings.give(plan.rings))
         self.runtime.scheduler = plan.scheduler()
+
+    # ---- outside of training
+
+    def tell(self, value: T) -> list[T]:
+        """Returns the values of all ranks, in rank order. A collective.
+
+        Raises:
+            EngineError: There are no other ranks (transport fake).
+        """
+        if self._num_failed(error=None) is None:
+            return [value]
+        return tell_everyone(value, own_group("all", [range(self.plan.mesh.world_size)]))
+
+    def agree(self, do: Callable[[], T]) -> T:
+        """Returns the result of `do`. If it fails on one rank, all raise. A collective.
+
+        Without a failure the ranks exchange one number.
+
+        Raises:
+            FullshardError: This rank's error, or that of the first rank that failed.
+        """
+
+        def exchange(failure: Any) -> list[Any]:
+            return self.tell(failure) if self._num_failed(error=failure) else []
+
+        return raise_together(exchange, self.rank, do)
+
+    def _num_failed(self, *, error: Any) -> float | None:
+        """Number of ranks with an error; None without other ranks. No rank may be in a step."""
+        world_size = self.plan.mesh.world_size
+        if world_size == 1:
+            return None
+        if self.transport.name == "fake":
+            raise EngineError(
+                f"expected {world_size} real ranks; transport fake has one. Save and load under "
+                "another transport."
+            )
+        flag = torch.tensor([float(error is not None)], device=self.device)
+        asked = "what all ranks say (fs.save, fs.load, fs.owned)"
+        return self.norms.all_reduce(flag, asked).item()
 
 
 def _watch_exits(
