@@ -74,7 +74,7 @@ class Engine:
         config: The configuration that the plan was made with.
         transports: One transport for each mesh of the plan.
         recorder: Records every event.
-        values: For each parameter on meta, by first name: a function that returns its (n_local,).
+        masters: Allocates the shards, and reads initial values.
     """
 
     def __init__(

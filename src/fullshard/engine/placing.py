@@ -39,14 +39,9 @@ def present(
         whole: Whether every rank holds the whole parameter.
 
     Raises:
-        UnsupportedModelError: The object's class cannot be changed (a tensor subclass).
+        UnsupportedModelError: Something refers to the parameter weakly, so it cannot be moved.
     """
     is_placed = is_distributed(param)
-    if type(param) not in (nn.Parameter, ShardedParameter, PlacedParameter) and not is_placed:
-        raise UnsupportedModelError(
-            f"{piece.name}: expected a plain nn.Parameter; got {type(param).__name__}. "
-            "Leave it out of sharding (ignore) or convert it first."
-        )
     with no_guard():
         param.grad = None
     shown = data.view(shard_shape(piece, whole=whole))
