@@ -25,7 +25,7 @@ from fullshard.checkpoint.retain import Found, candidates
 from fullshard.config.values import nearest
 from fullshard.engine.cuts import Cut
 from fullshard.engine.engine import Engine, engine_of
-from fullshard.engine.owned import holds_whole
+from fullshard.engine.owned import owns_states
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.random_state import set_random_state
 from fullshard.engine.state import (
@@ -249,7 +249,7 @@ def _optimizer_of(
         key = key_of(Kind.OPTIMIZER, name)
         stored = checkpoint.index.tensors[key]
         of = held[param]
-        whole = None if state == AVERAGE else holds_whole(optimizer, params[param])
+        whole = None if state == AVERAGE else owns_states(optimizer, params[param])
         if whole is not None:
             if whole:
                 found.tensors.append(_owned_state(stored, (param, state), params[param].device))

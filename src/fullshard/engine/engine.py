@@ -232,8 +232,8 @@ class Engine:
         if self.unsharded:
             _refuse_training_unsharded()
             return None
-        begins = self.runtime.begins_step(is_root=index == 0 and not self._part)
-        if begins:
+        is_outermost = self.runtime.is_outermost(is_root=index == 0 and not self._part)
+        if is_outermost:
             if is_tracing():
                 raise EngineError(_TRACED)
             root = self._root()
@@ -245,8 +245,8 @@ class Engine:
                 self.norms.counts[Count.FORWARDS] += self.gradients.sync is Sync.ALL
             if not self._agreed:
                 convert_reentrant(root)  # checkpointing may have been enabled since fs.shard
-        self.runtime.enter(index, begins=begins)
-        if begins and self.config.param_dtype is not None:
+        self.runtime.enter(index, is_outermost=is_outermost)
+        if is_outermost and self.config.param_dtype is not None:
             dtype = torch_dtype(self.config.param_dtype)
             return cast_tensors(args, dtype), cast_tensors(kwargs, dtype)
         return None

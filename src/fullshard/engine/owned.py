@@ -118,7 +118,7 @@ class OwnedOptimizer(torch.optim.Optimizer):
         mine = [
             {
                 **group,
-                "params": [self._owned[id(p)].whole for p in group["params"] if self.holds(p)],
+                "params": [self._owned[id(p)].whole for p in group["params"] if self.owns(p)],
             }
             for group in groups
         ]
@@ -284,7 +284,7 @@ class OwnedOptimizer(torch.optim.Optimizer):
 
     # ---- states
 
-    def holds(self, param: Any) -> bool | None:
+    def owns(self, param: Any) -> bool | None:
         """Whether this rank has a parameter's full states; None if each rank has a slice."""
         owned = self._owned.get(id(param))
         return None if owned is None else owned.owner in (-1, self._exchange.part)
@@ -305,9 +305,9 @@ class OwnedOptimizer(torch.optim.Optimizer):
                 self.state[owned.param].update(self._inner.state[owned.whole])
 
 
-def holds_whole(optimizer: torch.optim.Optimizer, param: Any) -> bool | None:
+def owns_states(optimizer: torch.optim.Optimizer, param: Any) -> bool | None:
     """Whether this rank has a parameter's full states; None if each rank has a slice."""
-    return optimizer.holds(param) if isinstance(optimizer, OwnedOptimizer) else None
+    return optimizer.owns(param) if isinstance(optimizer, OwnedOptimizer) else None
 
 
 def owned_optimizer(

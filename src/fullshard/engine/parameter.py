@@ -377,7 +377,7 @@ def _note_writes(written: Sequence[Any]) -> None:
     """Tell the models of shards about writes."""
     if set(map(type, written)) == _STATES and all(map(is_, map(_ALIAS, written), repeat(None))):
         return  # the fast path for optimizer states
-    told: set[Any] = set()
+    notified: set[Any] = set()
     for shard in written:
         if isinstance(shard, _LISTS):
             _note_writes(shard)
@@ -390,8 +390,8 @@ def _note_writes(written: Sequence[Any]) -> None:
             isinstance(x, ShardedParameter) for x in (shard, getattr(shard, "alias_of", None))
         ):
             home = shard.record.norms  # one per model
-            if home not in told:
-                told.add(home)
+            if home not in notified:
+                notified.add(home)
                 shard.record.before_write()
 
 

@@ -185,8 +185,8 @@ def _meshes_of_experts(model: nn.Module, config: ShardConfig, mesh: Mesh) -> dic
     data, inner = ranks[place % mesh.inner :: mesh.inner], ranks[first : first + mesh.inner]
     experts = check_cuts(params, data, inner)
     kinds = list(dict.fromkeys(experts.values()))
-    told = tell_everyone(kinds, own_group("all", [range(mesh.world_size)])) if kinds else []
-    groups = [set(every) for every in zip(*told, strict=True)]
+    all_kinds = tell_everyone(kinds, own_group("all", [range(mesh.world_size)])) if kinds else []
+    groups = [set(every) for every in zip(*all_kinds, strict=True)]
     meshes = dict(zip(kinds, map(mesh.of_experts, groups), strict=True))
     return {name: meshes[ranks] for name, ranks in experts.items()}
 

@@ -169,19 +169,19 @@ class GradientShard:
         """Return a zero shard of the same kind."""
         return GradientShard(*self._made_with)
 
-    def take(self, landed: torch.Tensor, divisor: float) -> None:
+    def take(self, total: torch.Tensor, divisor: float) -> None:
         """Add a reduced sum to the shown gradients, or replace them.
 
         Args:
-            landed: (part_numel,), accumulate dtype: the sum over ranks; `sums` or another buffer.
+            total: (part_numel,), accumulate dtype: the sum over ranks; `sums` or another buffer.
             divisor: Divisor of the sum.
         """
-        landed.div_(divisor)
+        total.div_(divisor)
         if self.accumulates:
             self._take_writes()
-            self.sums.add_(landed.to(self.sums.device))
-        elif landed is not self.sums:
-            self.sums.copy_(landed)  # blocking, since the host reads it next
+            self.sums.add_(total.to(self.sums.device))
+        elif total is not self.sums:
+            self.sums.copy_(total)  # blocking, since the host reads it next
         self.show()
 
     def scale(self, factor: torch.Tensor) -> None:
@@ -341,8 +341,8 @@ class Unit:
         self.index = plan.index
         self.groups = groups
         self.members = [member for group in groups for member in group.members]
-        self.trained = [group for group in groups if group.grads is not None]
-        self.trainees = [member for group in self.trained for member in group.members]
+        self.trained_groups = [group for group in groups if group.grads is not None]
+        self.trained_members = [member for group in self.trained_groups for member in group.members]
         self.gathered = [group for group in groups if group.gathers]
         for group in groups:
             group.unit = self

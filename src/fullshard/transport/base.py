@@ -142,7 +142,7 @@ class Reduction:
     ) -> None:
         self._receive, self._release = receive, release
 
-    def land(self, outs: Sequence[torch.Tensor]) -> None:
+    def finish(self, outs: Sequence[torch.Tensor]) -> None:
         """Wait for the sums and write them. The reduced buffers may be overwritten afterwards.
 
         Args:
@@ -327,7 +327,7 @@ class Transport(ABC):
 
     @abstractmethod
     def reduce(self, fulls: Sequence[torch.Tensor]) -> Reduction:
-        """Start to sum (numel,) buffers over the shard axis; they are unchanged until `land`."""
+        """Start to sum (numel,) buffers over the shard axis; they are unchanged until `finish`."""
 
     @abstractmethod
     def sum_replicas(self, values: torch.Tensor) -> Iterator[None]:
