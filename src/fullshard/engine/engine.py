@@ -236,8 +236,7 @@ class Engine:
         if is_outermost:
             if is_tracing():
                 raise EngineError(_TRACED)
-            root = self._root()
-            assert root is not None
+            root = alive(self._root, "forward")
             changed = None if self.on_change is None else self.on_change(root)
             if changed is not None:
                 return changed.begin_call(module, args, kwargs)
@@ -287,8 +286,7 @@ class Engine:
 
     def _before_step(self) -> None:
         self.check_params()
-        root = self._root()
-        assert root is not None
+        root = alive(self._root, "forward")
         self._inventory.check(root)
         if not torch.is_grad_enabled():
             return  # without gathers a single rank may evaluate, so no collective here
@@ -343,6 +341,41 @@ class Engine:
         self.runtime.scheduler = plan.scheduler()
 
     # ---- outside of training
+
+    def memory_stats(self) -> dict[str, dict[str, int]]:
+        """Bytes on this rank by kind: {"now", "peak"}; "total" is the sum.
+
+        Kinds: parameter_shards, gradient_shards, shared_weights_to_compute_with, slots,
+        gradient_slots, communication_buffers, deferred_gradients, buffers. Shared memory counts by
+        this rank's part.
+        """
+        groups, root = self.groups, alive(self._root, "memory_stats")
+        fixed = {
+            "parameter_shards": sum(group.master.nbytes for group in groups),
+            "gradient_shards": sum(g.grads.nbytes for g in groups if g.grads is not None),
+            "shared_weights_to_compute_with": sum(
+                group.full.nbytes // group.plan.layout.num_parts
+                for group in groups
+                if group.plan.shared and group.full.dtype is not group.master.dtype
+            ),
+            "slots": self.rings.num_bytes(gradients=False),
+            "gradient_slots": self.rings.num_bytes(gradients=True),
+            "communication_buffers": sum(t.scratch.num_bytes for t in self.transports.values()),
+            "buffers": sum(buffer.nbytes for buffer in root.buffers()),
+        }
+        rows = {kind: {"now": size, "peak": size} for kind, size in fixed.items()}
+        deferred = sum(group.deferred_bytes for group in groups)
+        peak = max(deferred, self.gradients.peak_deferred_bytes)
+        rows["deferred_gradients"] = {"now": deferred, "peak": peak}
+        rows["total"] = {when: sum(row[when] for row in rows.values()) for when in ("now", "peak")}
+        return rows
+
+    def communication_seconds(self) -> float:
+        """Seconds that this rank issued and awaited collectives, since fs.shard.
+
+        On a device with streams: the waits of the step's stream that have finished.
+        """
+        return self.runtime.actions.seconds()
 
     def tell(self, value: T) -> list[T]:
         """Returns the values of all ranks, in rank order. A collective.

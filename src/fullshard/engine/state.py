@@ -103,6 +103,14 @@ def _to_cpu(tensor: Any, dtype: torch.dtype | None) -> Any:
     return tensor.detach().to("cpu", wanted, copy=True)
 
 
+def num_parameters(model: nn.Module) -> int:
+    """Returns the number of parameters of the full model, tied ones once, sharded or not."""
+    return sum(
+        math.prod(param.record.shape) if isinstance(param, ShardedParameter) else param.numel()
+        for param in model.parameters()
+    )
+
+
 def hook_loading(model: nn.Module, engine: Engine) -> list[Any]:
     """Make `load_state_dict` accept whole tensors on every rank, at any level of the model."""
     members: dict[int, dict[str, Member]] = {}
