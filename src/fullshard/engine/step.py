@@ -155,6 +155,7 @@ class Runtime:
         self._begin_hooks: list[Any] = [None] * len(
             self.units
         )  # hook of its outputs' autograd nodes
+        self._opened: set[Unit] = set()  # units that the running backward has entered
         self._task = -1  # the running backward
         self._end: Callable[[], Any] = _nothing  # its callback, as long as it is alive
         self._inner = -1  # the backward inside it
@@ -343,9 +344,9 @@ class Runtime:
         self._open(unit)
 
     def _open(self, unit: Unit) -> None:
-        if not unit.in_backward:
+        if unit not in self._opened:
             unit.check_params()
-            unit.in_backward = True
+            self._opened.add(unit)
             unit.swap_in()
 
     def _check_inner(self, task: int) -> None:
@@ -422,10 +423,8 @@ class Runtime:
 
     def _close_backward(self, *_: Any) -> None:
         """Show the user's parameters in the modules; also when autograd dropped the callback."""
-        for unit in self.units:
-            if unit.in_backward:
-                unit.in_backward = False
-                unit.swap_out()
+        while self._opened:
+            self._opened.pop().swap_out()
 
     # ---- recovery
 
@@ -442,7 +441,7 @@ class Runtime:
             if unit.swapped:
                 unit.swapped = 0
                 unit.show_shards()
-            unit.in_backward = False
+        self._opened.clear()
         self.gradients.reset(self.units)
         self.scheduler.reset()
         self._stack.clear()

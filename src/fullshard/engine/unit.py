@@ -330,7 +330,6 @@ class Unit:
 
     Attributes:
         swapped: Number of forwards and backwards in which the modules show compute parameters.
-        in_backward: Whether its backward has begun and not ended.
         num_expected: Number of gradients still expected in this backward.
         waiting: Parameters with final gradients that are not moved yet.
         places: Table, name, shard and compute parameter of each swap.
@@ -357,7 +356,6 @@ class Unit:
         self._bound: list[tuple[Member, torch.Tensor, int]] = []  # views of slots, and where
         self._spans: list[tuple[int, int]] = []  # addresses that this rank shares with others
         self.swapped = 0
-        self.in_backward = False
         self.versions = Versions()
         self.num_expected = 0
         self.waiting: list[Member] = []
