@@ -119,7 +119,7 @@ class ShardedTensor(Guarded, torch.Tensor):
 class ShardedGradient(Guarded, torch.Tensor):
     """This rank's elements of a reduced gradient. Norms are those of the whole gradient."""
 
-    home: Any = None  # the GradientShard that owns its memory
+    owner: Any = None  # the GradientShard that owns its memory
 
 
 class PendingGradient(ShardedGradient):
@@ -389,9 +389,9 @@ def _note_writes(written: Sequence[Any]) -> None:
         elif any(
             isinstance(x, ShardedParameter) for x in (shard, getattr(shard, "alias_of", None))
         ):
-            home = shard.record.norms  # one per model
-            if home not in notified:
-                notified.add(home)
+            model = shard.record.norms  # one per model
+            if model not in notified:
+                notified.add(model)
                 shard.record.before_write()
 
 
@@ -464,8 +464,8 @@ def _replace(func: Any, _name: str, _like: Any, args: Any, _kwargs: dict[str, An
     with no_guard():
         if data.is_set_to(gradient):  # p.grad.data = p.grad.data.clamp_(...)
             return
-    home = gradient.home
-    if home is not None and storage_use_count(home.memory._cdata) > (*home.holders, math.inf)[0]:
+    own = gradient.owner
+    if own is not None and storage_use_count(own.memory._cdata) > (*own.holders, math.inf)[0]:
         raise ShardedTensorError(
             f"p.grad.data = ... of {gradient.record.describe()}: expected that nobody else holds "
             "the gradient's memory, which is written in place; got another holder (p.grad.data, "

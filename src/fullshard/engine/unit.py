@@ -285,7 +285,7 @@ class Group:
             with no_guard():
                 local = member.local(grads.shown).view(member.param.shape)
                 member.grad = local.as_subclass(ShardedGradient)
-            member.grad.record, member.grad.home = member.param.record, grads
+            member.grad.record, member.grad.owner = member.param.record, grads
             self.views.append(member.grad)
 
     def gather_master(self) -> torch.Tensor:
