@@ -203,7 +203,7 @@ class _IdleMessage:
     def wait(self) -> None:
         """Returns at once."""
 
-    def finish(self, outs: Sequence[torch.Tensor]) -> None:
+    def sum_into(self, outs: Sequence[torch.Tensor]) -> None:
         for full, out in zip(self._fulls, outs, strict=True):
             out.copy_(full[: out.numel()])
 

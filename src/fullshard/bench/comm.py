@@ -133,7 +133,7 @@ class TimedExchange:
     def reduce(self) -> None:
         """As at the end of a unit's backward."""
         self.home.claim(self.gradients)
-        self.transport.reduce([self.gradients]).finish([self.sums])
+        self.transport.reduce([self.gradients]).sum_into([self.sums])
 
     def check(self, world: int) -> None:
         """Checks that the bytes arrive.

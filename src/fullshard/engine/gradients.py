@@ -232,7 +232,7 @@ class Gradients:
             self._has_added |= accumulates
             apart = accumulates or waits or grads.is_offloaded
             outs.append(scratch.take(grads.like, grads.sums.numel()) if apart else grads.sums)
-        unit.reduction.finish(outs)
+        unit.reduction.sum_into(outs)
         unit.reduction = None
         if self._outer:
             self._advance_outer()
@@ -364,7 +364,7 @@ class Gradients:
     def drop(self, unit: Unit) -> None:
         """Receive and discard a reduction of a backward that raised."""
         assert unit.reduction is not None
-        unit.reduction.finish(
+        unit.reduction.sum_into(
             [g.grads.like.new_empty(g.grads.sums.numel()) for g in unit.trained_groups if g.grads]
         )
         unit.reduction = None

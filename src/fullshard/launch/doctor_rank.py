@@ -79,7 +79,7 @@ def _measure(ranks: int, rank: int) -> Measured:
             times.append(time.perf_counter() - start)
         return sorted(times)[ROUNDS // 2]
 
-    reduce_s = seconds(lambda: transport.reduce([full]).finish([part]))
+    reduce_s = seconds(lambda: transport.reduce([full]).sum_into([part]))
     if not bool((part == ranks * (ranks + 1) / 2).all()):
         raise EngineError(f"collectives: expected the sum over {ranks} ranks, got another number.")
     fetch_s = seconds(lambda: transport.fetch([full]).wait())

@@ -142,8 +142,8 @@ class Reduction:
     ) -> None:
         self._receive, self._release = receive, release
 
-    def finish(self, outs: Sequence[torch.Tensor]) -> None:
-        """Wait for the sums and write them. The reduced buffers may be overwritten afterwards.
+    def sum_into(self, outs: Sequence[torch.Tensor]) -> None:
+        """Wait for the contributions and write their sums; the buffers may be overwritten then.
 
         Args:
             outs: (part_numel,) each, accumulate dtype.
@@ -327,7 +327,7 @@ class Transport(ABC):
 
     @abstractmethod
     def reduce(self, fulls: Sequence[torch.Tensor]) -> Reduction:
-        """Start to sum (numel,) buffers over the shard axis; they are unchanged until `finish`."""
+        """Start to sum (numel,) buffers over the shard axis; they are unchanged until `sum_into`."""
 
     @abstractmethod
     def sum_replicas(self, values: torch.Tensor) -> Iterator[None]:

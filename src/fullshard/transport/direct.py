@@ -74,7 +74,7 @@ class DirectTransport(Transport):
         reduction = self._sum_chunks([chunks], ranks, index, OUTER_TAG)
         yield
         own = self.scratch.take(values, chunks[index].numel())
-        reduction.finish([own])
+        reduction.sum_into([own])
         chunks[index].copy_(own)
         self.scratch.give(own)
         works = Works(self._exchange([chunks[index]] * len(ranks), chunks, ranks, SPREAD_TAG))

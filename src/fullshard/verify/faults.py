@@ -112,9 +112,9 @@ class _Landing:
     def __init__(self, reduction: Any, change: Callable[[Tensors], None]) -> None:
         self._reduction, self._change = reduction, change
 
-    def finish(self, outs: Tensors) -> None:
-        """Finish and change."""
-        self._reduction.finish(outs)
+    def sum_into(self, outs: Tensors) -> None:
+        """Sum and change."""
+        self._reduction.sum_into(outs)
         self._change(outs)
 
 
