@@ -327,7 +327,7 @@ class Transport(ABC):
 
     @abstractmethod
     def reduce(self, fulls: Sequence[torch.Tensor]) -> Reduction:
-        """Start to sum (numel,) buffers over the shard axis; they are unchanged until `sum_into`."""
+        """Start to sum (numel,) buffers over the shard axis; `sum_into` ends it. They may not change."""
 
     @abstractmethod
     def sum_replicas(self, values: torch.Tensor) -> Iterator[None]:
