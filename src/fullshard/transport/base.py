@@ -327,7 +327,10 @@ class Transport(ABC):
 
     @abstractmethod
     def reduce(self, fulls: Sequence[torch.Tensor]) -> Reduction:
-        """Start to sum (numel,) buffers over the shard axis; `sum_into` ends it. They may not change."""
+        """Start to sum (numel,) buffers over the shard axis.
+
+        They must not be written before `Reduction.sum_into` returns.
+        """
 
     @abstractmethod
     def sum_replicas(self, values: torch.Tensor) -> Iterator[None]:
