@@ -251,6 +251,11 @@ def plan_of(model: nn.Module) -> Plan:
 
 
 def _refuse_nested_engine(model: nn.Module) -> None:
+    if hasattr(model, ATTRIBUTE):
+        raise EngineError(
+            f"fs.shard: expected a model that was not sharded; {type(model).__name__} is. "
+            "Call fs.shard once a model."
+        )
     for name, module in model.named_modules():
         if name and hasattr(module, ATTRIBUTE):
             raise EngineError(
@@ -267,11 +272,6 @@ def _refuse_nested_engine(model: nn.Module) -> None:
 
 def _refuse_shared_buffers(model: nn.Module) -> None:
     """Refuses a buffer that is a view of a parameter, because it would keep stale values."""
-    if hasattr(model, ATTRIBUTE):
-        raise EngineError(
-            f"fs.shard: expected a model that was not sharded; {type(model).__name__} is. "
-            "Call fs.shard once a model."
-        )
     named = ((name, plain(param)) for name, param in model.named_parameters())
     params = {storage_key(p): name for name, p in named if _has_memory(p)}
     for name, buffer in model.named_buffers():
