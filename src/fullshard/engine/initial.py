@@ -40,13 +40,13 @@ from fullshard.planner.layout import Slice
 from fullshard.planner.mesh import Mesh
 from fullshard.planner.plan import Plan
 from fullshard.planner.units import UnitPlan
-from fullshard.transport import Transport
+from fullshard.transport.base import Transport
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class _Home:
+class _Param:
     """A parameter's unit and slice on this rank; `at` is the index of its group."""
 
     unit: UnitPlan
@@ -59,28 +59,26 @@ class InitialValues:
     """Initial values of tensors on meta, by first name.
 
     Attributes:
-        left_out: Parameters left out of sharding.
-        buffers: Buffers.
+        others: Buffers, and parameters left out of sharding.
     """
 
     def __init__(
         self, model: nn.Module, plan: Plan, transports: Mapping[Mesh, Transport], masters: Masters
     ) -> None:
-        self.left_out: dict[str, torch.Tensor] = {}
-        self.buffers: dict[str, torch.Tensor] = {}
+        self.others: dict[str, torch.Tensor] = {}
         self._model = model
         self._transports = transports
         self._masters = masters
         rank = transports[plan.mesh].rank
-        self._homes = {
-            names[0]: _Home(unit, at, names, piece)
+        self._params = {
+            names[0]: _Param(unit, at, names, piece)
             for unit in plan.units
             for at, group in enumerate(unit.groups)
             for names, piece in zip(
                 group.names, group.layout.slices(unit.mesh.coordinates(rank)[1]), strict=True
             )
         }
-        self._first = {name: h.names[0] for h in self._homes.values() for name in h.names}
+        self._first = {name: h.names[0] for h in self._params.values() for name in h.names}
 
     def initialise(self, transport: Transport) -> None:
         """Run the model's own initialisation, which fills the masters. A collective.
@@ -89,7 +87,7 @@ class InitialValues:
             transport: Transport that compares the ranks' random states.
         """
         check_equal_random(transport, self._masters.homes.device)
-        self.buffers = initialise(self._model, self._keep, self._recall)
+        self.others |= initialise(self._model, self._keep, self._recall)
 
     def read(self, folder: str | Path | FolderWeights) -> None:
         """Read a Hugging Face folder, or use a custom reader.
@@ -100,57 +98,54 @@ class InitialValues:
         files = folder
         if not isinstance(files, FolderWeights):
             files = FolderWeights(files, getattr(self._model, "base_model_prefix", ""))
-        missing = files.missing([home.names for home in self._homes.values()])
+        missing = files.missing([param.names for param in self._params.values()])
         if missing:
             raise ConfigError(
                 f"weights: expected all of the model's tensors in '{files.folder}'; it lacks "
                 f"{some(missing)}. Some architectures are stored under other names than they "
                 "compute with: load them with from_pretrained, then call fs.shard."
             )
-        for name, home in self._homes.items():
-            own, shape = home.piece, tuple(home.piece.shape)
-            files.check(home.names, shape)
-            self._masters.reads[name] = partial(files.read, home.names, shape, own.start, own.stop)
+        for name, param in self._params.items():
+            own, shape = param.piece, tuple(param.piece.shape)
+            files.check(param.names, shape)
+            self._masters.reads[name] = partial(files.read, param.names, shape, own.start, own.stop)
         self._read_others(files)
 
     def _read_others(self, files: FolderWeights) -> None:
         """Read ignored parameters and buffers, whole."""
-        self.buffers = initialise(self._model, self._keep, self._recall, writes=False)
-        for name, param in self._model.named_parameters():
-            if name not in self._first and param.is_meta and files.parts([name]):
-                shape = tuple(param.shape)
-                self.left_out[name] = (
-                    files.read([name], shape, 0, param.numel()).view(shape).to(param.dtype)
-                )
-        for name, buffer in self.buffers.items():
+        buffers = initialise(self._model, self._keep, self._recall, writes=False)
+        params = self._model.named_parameters()
+        left_out = {n: p for n, p in params if p.is_meta and n not in self._first}
+        self.others |= buffers
+        for name, like in (left_out | buffers).items():
             if files.parts([name]):
-                shape = tuple(buffer.shape)
-                stored = files.read([name], shape, 0, buffer.numel())
-                self.buffers[name] = stored.view(shape).to(buffer.dtype)
+                shape = tuple(like.shape)
+                stored = files.read([name], shape, 0, like.numel())
+                self.others[name] = stored.view(shape).to(like.dtype)
 
     def _keep(self, name: str, tensor: torch.Tensor) -> None:
         """Keep this rank's part of a whole tensor."""
         first = self._first.get(name)
         if first is None:
-            self.left_out[name] = tensor.clone()
+            self.others[name] = tensor.clone()
             return
-        home = self._homes[first]
-        self._part(home).copy_(tensor.reshape(-1)[home.piece.start : home.piece.stop])
+        param = self._params[first]
+        self._part(param).copy_(tensor.reshape(-1)[param.piece.start : param.piece.stop])
 
     def _recall(self, name: str) -> torch.Tensor:
         """Gather a whole tensor from its shards. A collective."""
         first = self._first.get(name)
         if first is None:
-            return self.left_out[name]
-        home = self._homes[first]
-        local = self._part(home).to(self._masters.homes.device)
-        layout = home.unit.groups[home.at].layout
-        whole = gather_piece(self._transports[home.unit.mesh], layout, home.piece, local)
+            return self.others[name]
+        param = self._params[first]
+        local = self._part(param).to(self._masters.homes.device)
+        layout = param.unit.groups[param.at].layout
+        whole = gather_piece(self._transports[param.unit.mesh], layout, param.piece, local)
         return whole.to("cpu", self._model.get_parameter(name).dtype)
 
-    def _part(self, home: _Home) -> torch.Tensor:
+    def _part(self, param: _Param) -> torch.Tensor:
         """(n_local,): this rank's part of a parameter in its master."""
-        piece, master = home.piece, self._masters.of(home.unit, home.at).master
+        piece, master = param.piece, self._masters.of(param.unit, param.at).master
         return master[piece.offset : piece.offset + piece.numel]
 
 
@@ -160,15 +155,17 @@ def place_others(model: nn.Module, values: InitialValues, device: torch.device) 
     Raises:
         ConfigError: A tensor is still on meta.
     """
-    for name, buffer in list(model.named_buffers()):
-        if buffer.is_meta and name in values.buffers:
-            path, _, leaf = name.rpartition(".")
-            model.get_submodule(path)._buffers[leaf] = values.buffers[name].to(device)
-    for name, value in values.left_out.items():
-        param = model.get_parameter(name)
-        if param.is_meta:
-            real = nn.Parameter(value.to(device), requires_grad=param.requires_grad)
-            torch.utils.swap_tensors(param, real)
+    for name, value in values.others.items():
+        path, _, leaf = name.rpartition(".")
+        module = model.get_submodule(path)
+        tensor = getattr(module, leaf, None)
+        if tensor is None or not tensor.is_meta:
+            continue
+        if leaf in module._buffers:
+            module._buffers[leaf] = value.to(device)
+        else:
+            real = nn.Parameter(value.to(device), requires_grad=tensor.requires_grad)
+            torch.utils.swap_tensors(tensor, real)
     tensors: Sequence[tuple[str, torch.Tensor]] = [
         *model.named_parameters(),
         *model.named_buffers(),

@@ -26,7 +26,7 @@ from torch import nn
 
 from fullshard.engine._torch_compat import no_guard, storage_use_count
 from fullshard.engine.guard import Rule, is_alias, misfit, norm_order, refusal, rule_of, written_by
-from fullshard.engine.norms import TOLD_BY_SQUARES, by_model, norms_of
+from fullshard.engine.norms import TOLD_BY_SQUARES, Count, by_model, norms_of
 from fullshard.engine.record import ShardRecord
 from fullshard.errors import EngineError, ShardedTensorError
 from fullshard.planner.layout import clean_name
@@ -119,7 +119,7 @@ class ShardedTensor(Guarded, torch.Tensor):
 class ShardedGradient(Guarded, torch.Tensor):
     """This rank's elements of a reduced gradient. Norms are those of the whole gradient."""
 
-    home: Any = None  # the GradientShard that owns its memory
+    owner: Any = None  # the GradientShard that owns its memory
 
 
 class PendingGradient(ShardedGradient):
@@ -343,6 +343,8 @@ def _elementwise(func: Any, name: str, like: Any, args: Any, kwargs: dict[str, A
     written = written_by(name, args, kwargs)
     if written:
         _note_writes(written)
+        if name == "_foreach_mul_" and isinstance(written[0], ShardedGradient):
+            written[0].record.norms.counts[Count.CLIPPINGS] += 1  # by torch's clipping
     result = _call_plain(func, name, like, (args, kwargs))
     if _takes_part(result) and not like.record.is_cut and not written:
         try:
@@ -377,7 +379,7 @@ def _note_writes(written: Sequence[Any]) -> None:
     """Tell the models of shards about writes."""
     if set(map(type, written)) == _STATES and all(map(is_, map(_ALIAS, written), repeat(None))):
         return  # the fast path for optimizer states
-    told: set[Any] = set()
+    notified: set[Any] = set()
     for shard in written:
         if isinstance(shard, _LISTS):
             _note_writes(shard)
@@ -389,9 +391,9 @@ def _note_writes(written: Sequence[Any]) -> None:
         elif any(
             isinstance(x, ShardedParameter) for x in (shard, getattr(shard, "alias_of", None))
         ):
-            home = shard.record.norms  # one per model
-            if home not in told:
-                told.add(home)
+            model = shard.record.norms  # one per model
+            if model not in notified:
+                notified.add(model)
                 shard.record.before_write()
 
 
@@ -459,13 +461,13 @@ def _replace(func: Any, _name: str, _like: Any, args: Any, _kwargs: dict[str, An
         raise ShardedTensorError(
             f"p.grad.data = ... of {gradient.record.describe()}: expected {gradient.dtype} of the "
             f"shard's shape {tuple(gradient.shape)}; got {data.dtype} of {tuple(data.shape)}. "
-            "Write into p.grad in place."
+            "Write into p.grad in place; convert a model (.half, .to) before fs.shard."
         )
     with no_guard():
         if data.is_set_to(gradient):  # p.grad.data = p.grad.data.clamp_(...)
             return
-    home = gradient.home
-    if home is not None and storage_use_count(home.memory._cdata) > (*home.holders, math.inf)[0]:
+    own = gradient.owner
+    if own is not None and storage_use_count(own.memory._cdata) > (*own.holders, math.inf)[0]:
         raise ShardedTensorError(
             f"p.grad.data = ... of {gradient.record.describe()}: expected that nobody else holds "
             "the gradient's memory, which is written in place; got another holder (p.grad.data, "

@@ -29,7 +29,8 @@ from fullshard.config.values import DType, parse
 from fullshard.engine._torch_compat import no_guard
 from fullshard.engine.cuts import Cut
 from fullshard.engine.engine import Engine, engine_of
-from fullshard.engine.owned import OwnedOptimizer, holds_whole
+from fullshard.engine.norms import Count
+from fullshard.engine.owned import OwnedOptimizer, owns_states
 from fullshard.engine.parameter import Guarded, ShardedParameter
 from fullshard.engine.placing import shard_shape
 from fullshard.engine.unit import Member, Unit
@@ -103,6 +104,14 @@ def _to_cpu(tensor: Any, dtype: torch.dtype | None) -> Any:
     return tensor.detach().to("cpu", wanted, copy=True)
 
 
+def num_parameters(model: nn.Module) -> int:
+    """Returns the number of parameters of the full model, tied ones once, sharded or not."""
+    return sum(
+        math.prod(param.record.shape) if isinstance(param, ShardedParameter) else param.numel()
+        for param in model.parameters()
+    )
+
+
 def hook_loading(model: nn.Module, engine: Engine) -> list[Any]:
     """Make `load_state_dict` accept whole tensors on every rank, at any level of the model."""
     members: dict[int, dict[str, Member]] = {}
@@ -131,6 +140,7 @@ def _slice_state(
         )
     for name, member in members.items():
         value = state_dict.get(prefix + name)
+        member.param.record.norms.counts[Count.LOADS] += value is not None
         inside_unsharded = not isinstance(member.param, Guarded)
         gather = getattr(value, "full_tensor", None)
         is_cut_alike = (
@@ -261,7 +271,7 @@ class _Whole:
 
 def _whole_grads(unit: Unit) -> dict[int, torch.Tensor]:
     with no_guard():
-        grads = [(member, member.param.grad) for member in unit.trainees]
+        grads = [(member, member.param.grad) for member in unit.trained_members]
     return {id(member): grad.full_tensor() for member, grad in grads if grad is not None}  # type: ignore[attr-defined]
 
 
@@ -399,7 +409,7 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Optim
             )
         name = names[id(param)]
         for key, value in states.items():
-            here = None if isinstance(value, Guarded) else holds_whole(optimizer, param)
+            here = None if isinstance(value, Guarded) else owns_states(optimizer, param)
             _sort_in(found, held[name], (name, key), value, whole=here is not None)
     return found
 
@@ -409,10 +419,10 @@ def kind_of(optimizer: torch.optim.Optimizer) -> str:
     return optimizer.kind if isinstance(optimizer, OwnedOptimizer) else type(optimizer).__name__
 
 
-def join_scalars(told: list[dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+def join_scalars(all_ranks: list[dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
     """Join the scalar states of all owners."""
     joined: dict[str, dict[str, Any]] = {}
-    for scalars in told:
+    for scalars in all_ranks:
         for name, values in scalars.items():
             joined.setdefault(name, {}).update(values)
     return joined
@@ -425,6 +435,7 @@ def param_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int,
         CheckpointError: A parameter is not part of the model.
     """
     names = {id(param): name for name, param in model.named_parameters()}
+    names |= {id(m.param): m.piece.name for m in engine_of(model).members}  # also in a forward
     for group in optimizer.param_groups:
         for param in group["params"]:
             if id(param) not in names:
@@ -452,7 +463,7 @@ def restore_optimizer(
     settings = matching_settings(model, optimizer, saved.groups)
     names = param_names(model, optimizer)
     params = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
-    elsewhere = {name for name, param in params.items() if holds_whole(optimizer, param) is False}
+    elsewhere = {name for name, param in params.items() if owns_states(optimizer, param) is False}
     states: dict[str, dict[str, Any]] = {
         name: dict(s) for name, s in saved.scalars.items() if name not in elsewhere
     }
@@ -476,8 +487,6 @@ def restore_optimizer(
                     else value
                     for key, value in state.items()
                 }
-    if isinstance(optimizer, OwnedOptimizer):
-        optimizer.give_states()
 
 
 def dtype_name(tensor: torch.Tensor, where: str) -> str:

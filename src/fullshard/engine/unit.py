@@ -17,6 +17,7 @@ import math
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -31,8 +32,7 @@ from fullshard.engine.parameter import Guarded, ShardedGradient, ShardedParamete
 from fullshard.errors import EngineError
 from fullshard.planner.layout import FlatLayout, Slice
 from fullshard.planner.units import DtypeContract, GroupPlan, UnitPlan
-from fullshard.transport import Fetch, Reduction, Transport
-from fullshard.transport.base import torch_dtype
+from fullshard.transport.base import Fetch, Reduction, Transport, torch_dtype
 
 if TYPE_CHECKING:
     from fullshard.engine.placing import Rings
@@ -169,19 +169,19 @@ class GradientShard:
         """Return a zero shard of the same kind."""
         return GradientShard(*self._made_with)
 
-    def take(self, landed: torch.Tensor, divisor: float) -> None:
+    def take(self, total: torch.Tensor, divisor: float) -> None:
         """Add a reduced sum to the shown gradients, or replace them.
 
         Args:
-            landed: (part_numel,), accumulate dtype: the sum over ranks; `sums` or another buffer.
+            total: (part_numel,), accumulate dtype: the sum over ranks; `sums` or another buffer.
             divisor: Divisor of the sum.
         """
-        landed.div_(divisor)
+        total.div_(divisor)
         if self.accumulates:
             self._take_writes()
-            self.sums.add_(landed.to(self.sums.device))
-        elif landed is not self.sums:
-            self.sums.copy_(landed)  # blocking, since the host reads it next
+            self.sums.add_(total.to(self.sums.device))
+        elif total is not self.sums:
+            self.sums.copy_(total)  # blocking, since the host reads it next
         self.show()
 
     def scale(self, factor: torch.Tensor) -> None:
@@ -202,6 +202,15 @@ class GradientShard:
             self.sums.copy_(torch.where(wrote, self.shown.to(self.sums.dtype), self.sums))
 
 
+class Collects(Enum):
+    """Where a group collects the gradients of a backward."""
+
+    NOWHERE = auto()  # no gradient has arrived since the last reduction
+    SLOT = auto()  # in its gradient slot
+    SPILL = auto()  # in a buffer of its own, because another group uses the slot
+    DEFERRED = auto()  # in a buffer that `no_sync` keeps: (numel,), accumulate dtype
+
+
 @dataclass(eq=False)
 class Group:
     """One flat buffer on this rank.
@@ -215,8 +224,8 @@ class Group:
         grads: Reduced gradients; None if frozen.
         grad_slot: (numel,), reduce dtype: the group's gradient slot.
         gaps: Padding of the gradient slot.
-        grad_full: (numel,): the buffer that currently collects gradients.
-        deferred: (numel,), accumulate dtype: unreduced gradients kept under `no_sync`.
+        collects: Where unreduced gradients are.
+        collected: (numel,): unreduced gradients; during a reduction, in the reduce dtype.
         addresses: Where each shard was placed; see `address_of`.
         views: `p.grad` of each parameter, views of the reduced gradients.
     """
@@ -231,8 +240,8 @@ class Group:
     grads: GradientShard | None = None
     grad_slot: torch.Tensor | None = None
     gaps: list[torch.Tensor] = field(default_factory=list)
-    grad_full: torch.Tensor | None = None
-    deferred: torch.Tensor | None = None
+    collects: Collects = Collects.NOWHERE
+    collected: torch.Tensor | None = None
     addresses: list[int] = field(default_factory=list)
     views: list[ShardedGradient] = field(default_factory=list)
 
@@ -276,7 +285,7 @@ class Group:
             with no_guard():
                 local = member.local(grads.shown).view(member.param.shape)
                 member.grad = local.as_subclass(ShardedGradient)
-            member.grad.record, member.grad.home = member.param.record, grads
+            member.grad.record, member.grad.owner = member.param.record, grads
             self.views.append(member.grad)
 
     def gather_master(self) -> torch.Tensor:
@@ -287,6 +296,13 @@ class Group:
         full.chunk(layout.num_parts)[self.unit.part].copy_(self.master)
         self.unit.transport.fetch([full]).wait()
         return full
+
+    @property
+    def deferred_bytes(self) -> int:
+        """Bytes of sums that wait for a later backward."""
+        kept = [self.collected if self.collects is Collects.DEFERRED else None]
+        kept += [self.grads.partial] if self.grads is not None else []
+        return sum(tensor.nbytes for tensor in kept if tensor is not None)
 
     @property
     def reduced(self) -> GradientShard:
@@ -314,7 +330,6 @@ class Unit:
 
     Attributes:
         swapped: Number of forwards and backwards in which the modules show compute parameters.
-        in_backward: Whether its backward has begun and not ended.
         num_expected: Number of gradients still expected in this backward.
         waiting: Parameters with final gradients that are not moved yet.
         places: Table, name, shard and compute parameter of each swap.
@@ -325,8 +340,8 @@ class Unit:
         self.index = plan.index
         self.groups = groups
         self.members = [member for group in groups for member in group.members]
-        self.trained = [group for group in groups if group.grads is not None]
-        self.trainees = [member for group in self.trained for member in group.members]
+        self.trained_groups = [group for group in groups if group.grads is not None]
+        self.trained_members = [member for group in self.trained_groups for member in group.members]
         self.gathered = [group for group in groups if group.gathers]
         for group in groups:
             group.unit = self
@@ -341,7 +356,6 @@ class Unit:
         self._bound: list[tuple[Member, torch.Tensor, int]] = []  # views of slots, and where
         self._spans: list[tuple[int, int]] = []  # addresses that this rank shares with others
         self.swapped = 0
-        self.in_backward = False
         self.versions = Versions()
         self.num_expected = 0
         self.waiting: list[Member] = []

@@ -41,8 +41,8 @@ def render_tree(plan: Plan) -> str:
     lines = [
         f"{plan.model_kind}: {plan.num_parameters:,} parameters, {plan.strategy} on "
         f"{mesh.world_size} ranks (replicate {mesh.replicate} x shard {mesh.shard})",
-        f"dtypes: {_contracts(plan)}",
-        f"units: {len(plan.units)}, padding {_padding(plan):.3%}, prefetch "
+        f"dtypes: {contracts(plan)}",
+        f"units: {len(plan.units)}, padding {padding(plan):.3%}, prefetch "
         f"{plan.depths.forward} forward, {plan.depths.backward} backward",
     ]
     lines += [f"  {_unit_line(run, mesh)}" for run in like_neighbours(plan.units)]
@@ -73,6 +73,7 @@ def _unit_line(run: list[UnitPlan], mesh: Mesh) -> str:
     frozen = "" if first.trainable or not first.groups else ", frozen"
     slots = sorted({g.slot.ring.rpartition(".")[0] for g in first.groups if g.slot})
     copied = f", on {first.mesh.replicate} x {first.mesh.shard}" if first.mesh != mesh else ""
+    copied += f" x {first.mesh.inner} (experts)" if first.mesh.inner != mesh.inner else ""
     where = f"ring {', '.join(slots)}" if slots else "read in place"
     return (
         f"{title}: {first.kind}, {first.role}, {first.numel:,} elements "
@@ -80,7 +81,8 @@ def _unit_line(run: list[UnitPlan], mesh: Mesh) -> str:
     )
 
 
-def _contracts(plan: Plan) -> str:
+def contracts(plan: Plan) -> str:
+    """The dtypes of all groups, each combination once."""
     found = {
         f"master {d.master}, compute {d.compute}, reduce {d.reduce}, accumulate {d.accumulate}"
         for unit in plan.units
@@ -89,7 +91,8 @@ def _contracts(plan: Plan) -> str:
     return "; ".join(sorted(found)) or "no parameters"
 
 
-def _padding(plan: Plan) -> float:
+def padding(plan: Plan) -> float:
+    """Share of the padding in all elements."""
     total = sum(unit.numel for unit in plan.units)
     return sum(unit.padding for unit in plan.units) / total if total else 0.0
 

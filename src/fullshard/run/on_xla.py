@@ -95,8 +95,7 @@ class XlaSide:
     def lines(self) -> list[tuple[str, str]]:
         """Labelled lines of the banner."""
         run = self._session
-        shown = run.folder.plan.read_text(encoding="utf-8")
-        table = ArraysPlan.from_json(shown) or self._plan.table
+        table = ArraysPlan.from_json(run.folder.plan.read_text("utf-8")) or self._plan.table
         mesh, num_micro_batches = table.mesh, run.steps.order.shape.accumulation
         moved = ", ".join(
             f"{kind} {c.count:,} x ({human_bytes(c.num_bytes)} in all)"

@@ -5,7 +5,7 @@ fullshard.verify.xla FOLDER`) plays every rank on a CPU device of its own with t
 every strategy can be verified on any machine. It writes the elements on each device. Only the saved
 state is gathered, because there the gather itself is checked.
 
-    float64    20 steps, the reference's norms as wide as its weights      1e-10
+    float64    20 steps, the reference in float64 throughout               1e-10
     float32    20 steps, transformers' model as it is                      1e-5
     bfloat16   where the run computes in it                                 as on torch
 """
@@ -97,7 +97,7 @@ def prepare(config: RunConfig, fault: Fault | None) -> PreparedCheck:
 
 def _fit_devices(config: RunConfig, notes: list[str]) -> int:
     """Number of devices to play: that of the run if it is small enough."""
-    asked, sharding = config.launch.num_processes, config.sharding
+    asked, sharding = config.launch.world_size, config.sharding
     sizes = (sharding.replicate or 1) * (sharding.shard or 1)
     fitting = asked if asked is not None and asked <= MOST_DEVICES else None
     if fitting is None:
