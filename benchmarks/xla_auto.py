@@ -51,7 +51,7 @@ def auto_step(
         met = placed.with_arrays(
             lambda a, leaf: leaf if a.block else whole(placed, a, leaf), params
         )
-        hidden = hidden_of(decoder, None, met, batch, scan)
+        hidden = hidden_of(decoder, placed, met, batch, scan)
         logits = pin(hidden @ head_of(decoder, met).T)[:, :-1]
         total, count = token_loss(logits, batch["labels"][:, 1:])
         return total / count

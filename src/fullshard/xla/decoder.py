@@ -171,7 +171,7 @@ def logits_of(config: DecoderConfig, plan: XlaPlan, params: Tree, batch: Any) ->
 
 def hidden_of(
     config: DecoderConfig,
-    plan: XlaPlan | None,
+    plan: XlaPlan,
     params: Tree,
     batch: Any,
     scan: Callable[..., jax.Array] | None = None,

@@ -205,8 +205,8 @@ def scan_blocks(  # noqa: PLR0913  (settings by name)
 def _bodies(body: Any, plan: XlaPlan, size: int, *, prevent_cse: bool) -> list[Any]:
     """The bodies of a group; the first one has activation checkpointing."""
     table = plan.table
-    if size == 1 and prevent_cse and plan.platform == "cpu":
-        return [partial(body, 0)]  # XLA's compiler for CPUs would drop the barrier, and share
+    if prevent_cse and plan.platform == "cpu":  # XLA would drop the barrier, and share the work
+        return [partial(body, at) for at in range(size)]
 
     def kept(at: int, kind: RecomputeKind) -> Any:
         policy = _policy(kind, reshards=table.reshards)

@@ -136,13 +136,13 @@ def init(
         key: A jax.random.key; None: seed 0.
         variables: State that the loss updates without gradients, such as BatchNorm's averages.
     """
-
-    def build(key: Any) -> Tree:
-        return plan.with_arrays(stored, init_fn(key))
-
     key = jax.random.key(0) if key is None else key
-    params = jax.jit(build, out_shardings=plan.shardings)(key)
-    return with_optimizer(plan, params, tx, variables=variables)
+    return with_optimizer(plan, born_sharded(plan, init_fn)(key), tx, variables=variables)
+
+
+def born_sharded(plan: XlaPlan, init_fn: Callable[[Any], Tree]) -> Any:
+    """The compiled function of `init`: key -> sharded parameters."""
+    return jax.jit(lambda key: plan.with_arrays(stored, init_fn(key)), out_shardings=plan.shardings)
 
 
 def with_optimizer(
