@@ -83,7 +83,7 @@ def launch(  # noqa: PLR0913  (one parameter an option)
         master_port or file.main_process_port or 0,
     )
     if num_processes is None and nproc_per_node == "auto":
-        num_processes = file.num_processes
+        num_processes = file.world_size
     if num_processes is not None:
         nproc_per_node = _share(num_processes, machines.count, nproc_per_node)
     order = LocalLaunch(

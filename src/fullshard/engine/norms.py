@@ -10,6 +10,10 @@ If a rank skipped a backward, a step or a norm, its later sums would be combined
 of other ranks. Each sum therefore begins with integers that must be equal on all ranks: a hash of
 the sum's name, counters of steps and a hash of the gathers. The all-reduce compares them: n numbers
 are equal exactly if n times the sum of their squares is the square of their sum.
+
+Replicas of a hybrid mesh gather separately, so their hashes must be equal only among the ranks of
+each replica. The first of its n ranks counts n - 1 times, each other -1 times: the sum is 0. A
+factor for each replica keeps differences in two replicas from adding up to 0.
 """
 
 from __future__ import annotations
@@ -74,7 +78,10 @@ class Count(StrEnum):
     FORWARDS = "forwards that train"  # without deferred gradients
     ADDED = "gradients that were there before a backward"
     CLIPPINGS = "clippings"
+    LOADS = "tensors in load_state_dict"
+    FREEZINGS = "changes of requires_grad"
     GATHERS = "gathers"  # not a number but a hash: of which units, in which order
+    REPLICAS = "gathers of each replica"  # of units on a hybrid mesh
 
 
 class GradientNorms:
@@ -90,6 +97,7 @@ class GradientNorms:
         self._device = device
         self.counts: dict[str, int] = dict.fromkeys(Count, 0)
         self.waits = False  # there are unreduced gradients of no_sync
+        self.weight = 0  # of this rank in the sum of Count.REPLICAS
         self._landing: tuple[torch.Tensor, str, dict[str, int], Any] | None = None
         self._squares: torch.Tensor | None = None
         self._shown: dict[int, Any] = {}  # ids of the cached gradients
@@ -155,19 +163,6 @@ class GradientNorms:
         if self._squares is not None:
             self._squares = self._squares * factor.to(self._squares) ** 2
             self._versions = [flat._version for flat in self._memory]
-
-    def of(self, gradients: Sequence[Any], order: float) -> list[torch.Tensor]:
-        """The norm of each whole gradient: plain scalars in the gradient's dtype.
-
-        A collective unless the cache knows them (2-norms of unchanged gradients).
-        """
-        if order == 2.0 and self._known() is not None and all(map(self._knows, gradients)):
-            found = self._squares_of(gradients).sqrt()
-        else:
-            powers = self.powers(gradients, order)
-            found = powers if order == math.inf else powers ** (1.0 / order)
-        with no_guard():
-            return [norm.to(g) for norm, g in zip(found.unbind(), gradients, strict=True)]
 
     def reduce(self, shard: Any, name: str, correction: int = 1) -> torch.Tensor:
         """A reduction of the whole tensor to a plain scalar: float64 or int64. A collective.
@@ -236,6 +231,8 @@ class GradientNorms:
         said = {"": zlib.crc32(f"{asked} {len(values)}".encode()), **(said or {})}
         numbers = [float(number % _MOST) for number in said.values()]
         pairs = [(x, -x) if maximum else (x, x * x) for x in numbers]
+        if Count.REPLICAS in said:
+            pairs[list(said).index(Count.REPLICAS)] = (self.weight * said[Count.REPLICAS], 0)
         head = from_host([1.0, *(x for pair in pairs for x in pair)], values.device)
         vector = torch.cat([head, values.double()])
         self.transport.home.place = f"a sum ({asked})"
@@ -275,12 +272,6 @@ class GradientNorms:
         """
         return self._share(local_powers(tensors, 2.0, self._device), records)
 
-    def known_total(self, gradients: Sequence[Any]) -> torch.Tensor | None:
-        """The 2-norm of all these gradients together, if the cache has it."""
-        if self._known() is None or any(id(g) not in self._shown for g in gradients):
-            return None
-        return self._squares_of(gradients).sum().sqrt()
-
     def _squares_of(self, gradients: Sequence[Any]) -> torch.Tensor:
         assert self._squares is not None
         at = [gradient.record.index for gradient in gradients]
@@ -294,7 +285,12 @@ class GradientNorms:
         found_inf.copy_(self.all_reduce(shared, "GradScaler.unscale_", maximum=True)[0])
 
     def powers(self, shards: Sequence[Any], order: float) -> torch.Tensor:
-        """(len(shards),): sums of |x|^order over all ranks, or maxima for inf. A collective."""
+        """(len(shards),): sums of |x|^order over all ranks, or maxima for inf.
+
+        A collective unless the cache knows them (2-norms of unchanged gradients).
+        """
+        if order == 2.0 and self._known() is not None and all(map(self._knows, shards)):
+            return self._squares_of(shards)
         powers = local_powers([shard.to_local() for shard in shards], order, self._device)
         if not any(shard.record.is_cut for shard in shards):
             return powers  # replicated: no communication needed
@@ -337,22 +333,31 @@ def by_model(shards: Iterable[Any]) -> dict[GradientNorms, list[Any]]:
 
 
 def norms_of(shards: Sequence[Any], order: float) -> list[torch.Tensor]:
-    """The norm of each whole tensor, of one model or several."""
+    """The norm of each whole tensor, of one model or several: plain scalars in its dtype."""
     found = {
         id(shard): norm
         for norms, ours in by_model(shards).items()
-        for shard, norm in zip(ours, norms.of(ours, order), strict=True)
+        for shard, norm in zip(ours, _root(norms.powers(ours, order), order).unbind(), strict=True)
     }
-    return [found[id(shard)] for shard in shards]
+    with no_guard():
+        return [found[id(shard)].to(shard) for shard in shards]
 
 
 def total_norm(shards: Sequence[Any], order: float) -> torch.Tensor:
-    """The norm of all shards together, a plain float64 scalar. A collective."""
+    """The norm of all shards together, a plain float64 scalar.
+
+    A collective unless the caches know it (2-norms of unchanged gradients).
+    """
     parts = [norms.powers(ours, order) for norms, ours in by_model(shards).items()]
-    powers = torch.cat([part.to(parts[0].device) for part in parts])
+    none = torch.zeros(0, dtype=torch.float64)
+    powers = torch.cat([part.to(parts[0].device) for part in parts] or [none])
     if order == math.inf:
         return powers.max() if powers.numel() else powers.sum()
-    return powers.sum() ** (1.0 / order)
+    return _root(powers.sum(), order)
+
+
+def _root(powers: torch.Tensor, order: float) -> torch.Tensor:
+    return powers if order == math.inf else powers ** (1.0 / order)
 
 
 # ---- small sums over all ranks
@@ -400,7 +405,7 @@ def _refusal(asked: str, wrong: str, found: str) -> EngineError:
             "numbers would have met these. Call it on every rank, and let one of them log it; "
             "p.to_local() has this rank's elements."
         )
-    if wrong == Count.GATHERS:
+    if wrong in (Count.GATHERS, Count.REPLICAS):
         return EngineError(
             f"{asked}: expected every rank to call the same units in the same order; ranks have "
             "gathered different ones since the last backward, so weights of one unit were taken "
@@ -409,6 +414,7 @@ def _refusal(asked: str, wrong: str, found: str) -> EngineError:
         )
     return EngineError(
         f"{asked}: expected as many {wrong} on every rank; {found}. Every rank must make each "
-        "backward, optimizer.step(), zero_grad() and clipping: multiply the loss by zero where "
-        "there is none, and evaluate under torch.no_grad()."
+        "backward, optimizer.step(), zero_grad(), clipping and load_state_dict(), and freeze the "
+        "same parameters: multiply the loss by zero where there is none, and evaluate under "
+        "torch.no_grad()."
     )
