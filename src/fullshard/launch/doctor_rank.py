@@ -51,7 +51,7 @@ def _measure(ranks: int, rank: int) -> Measured:
     from fullshard.errors import EngineError
     from fullshard.planner.mesh import Mesh
     from fullshard.planner.slots import Ring
-    from fullshard.transport import make_transport, resolve_transport
+    from fullshard.transport.select import make_transport, resolve_transport
 
     gpu = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
@@ -79,7 +79,7 @@ def _measure(ranks: int, rank: int) -> Measured:
             times.append(time.perf_counter() - start)
         return sorted(times)[ROUNDS // 2]
 
-    reduce_s = seconds(lambda: transport.reduce([full]).land([part]))
+    reduce_s = seconds(lambda: transport.reduce([full]).sum_into([part]))
     if not bool((part == ranks * (ranks + 1) / 2).all()):
         raise EngineError(f"collectives: expected the sum over {ranks} ranks, got another number.")
     fetch_s = seconds(lambda: transport.fetch([full]).wait())
