@@ -104,8 +104,9 @@ def frozen_qwen() -> nn.Module:
 
 
 def accumulate(model: nn.Module, step: int, seat: int) -> torch.Tensor:
-    """Two micro-batches; the first waits unreduced."""
-    with fs.no_sync(model) if hasattr(model, "_fullshard") else nullcontext():
+    """Two micro-batches; the first waits unreduced, or for the sum over replicas."""
+    is_alone = not hasattr(model, "_fullshard")
+    with nullcontext() if is_alone else fs.no_sync(model, outer_only=step == 1):
         train_llama(model, step + 50, seat)
     return train_llama(model, step, seat)
 
@@ -151,11 +152,11 @@ def check_net(sizes: tuple[int, ...], skips: bool = False) -> None:
 
 @pytest.mark.parametrize("skips", [False, True])
 def test_a_rank_whose_experts_get_no_token_trains_with_the_others(ranks, skips):
-    """Five experts on two ranks, and a layer whose last two get no token from any rank."""
+    """Five experts on two ranks; those of the second get no token in one of the layers."""
     ranks(4)(check_net, (2, 2), skips, timeout=300)
 
 
-@pytest.mark.parametrize("sizes", [(2, 1, 2), (1, 2, 2), (4, 1)])
+@pytest.mark.parametrize("sizes", [(2, 1, 2), (4, 1), (1, 4)])
 def test_an_axis_of_experts_of_any_size_trains_as_one_process(ranks, sizes):
     ranks(4)(check_net, sizes, timeout=300)
 
@@ -186,6 +187,8 @@ def check_refusals() -> None:
         fs.shard(model, transport="shared")
     with pytest.raises(ConfigError, match="sample: expected a mesh of the axes replicate and"):
         fs.shard(model, sample=vectors(0, 0))
+    with pytest.raises(ConfigError, match="as this one, whose gradients nobody would sum"):
+        fs.shard(model, mesh=mesh["shard"])
     with pytest.raises(WrapError, match=r"unit .root.: expected experts in a module without other"):
         fs.shard(Beside(mesh))
     with pytest.raises(UnsupportedModelError, match=r"got expert Replicate\(\), over ranks"):
