@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -258,7 +259,8 @@ def check_one_infinity() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     scaler.scale(model(vectors(0, dist.get_rank())).pow(2).mean()).backward()
     if dist.get_rank() == 3:
-        model.blocks[2][1].experts.up.grad.to_local().fill_(float("inf"))
+        for param in model.blocks[2][1].experts.parameters():  # this rank has elements of one
+            param.grad.to_local().fill_(float("inf"))
     before = {n: p.full_tensor() for n, p in model.named_parameters()}
     scaler.step(optimizer)
     scaler.update()
@@ -269,3 +271,34 @@ def check_one_infinity() -> None:
 
 def test_an_infinity_in_one_expert_skips_the_step_of_all_ranks(ranks):
     ranks(4)(check_one_infinity, timeout=100)
+
+
+def check_owned() -> None:
+    """Whole dense matrices have owners; experts are trained beside them, on their shards."""
+    alone, model, rank = mixture_net(), mixture_net(), dist.get_rank()
+    mesh = mesh_of_experts(2, 2)
+    spread(model, mesh["expert"])
+    fs.shard(model, mesh=mesh)
+    for one in (alone, model):
+        matrices = [param for param in one.parameters() if param.ndim == 2]
+        beside = torch.optim.AdamW([p for p in one.parameters() if p.ndim != 2], lr=1e-2, eps=1e-4)
+        whole = partial(torch.optim.Adafactor, lr=1e-2)
+        both = [whole(matrices), beside]
+        if one is model:
+            both = [fs.owned(model, whole, matrices, beside=beside)]
+        for step in range(2):
+            for seat in (rank,) if one is model else range(4):
+                train_net(one, step, seat)
+            if one is alone:
+                for param in one.parameters():
+                    param.grad /= 4
+            for optimizer in both:
+                optimizer.step()
+                optimizer.zero_grad()
+    found = fs.full_state_dict(model, rank0_only=False)
+    for name, param in alone.named_parameters():
+        torch.testing.assert_close(found[name], param.detach(), rtol=0, atol=1e-11, msg=name)
+
+
+def test_dense_matrices_of_a_mixture_may_have_owners(ranks):
+    ranks(4)(check_owned, timeout=100)
