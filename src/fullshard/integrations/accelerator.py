@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator, DistributedType
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import DynamoBackend
 from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedModel
@@ -71,9 +73,21 @@ class ShardedAccelerator(Accelerator):
         if not is_sharded(model):
             fs.shard(model, self.sharding)
             _generate_together(model)
+            if self.state.dynamo_plugin.backend != DynamoBackend.NO:
+                from accelerate.utils import compile_regions_fsdp2
+
+                compile_regions_fsdp2(model, **self.state.dynamo_plugin.to_kwargs())
         if not any(model is known for known in self._models):
             self._models.append(model)
         return model
+
+    def prepare_optimizer(
+        self,
+        optimizer: torch.optim.Optimizer,
+        device_placement: bool | None = None,  # noqa: ARG002, FBT001
+    ) -> AcceleratedOptimizer:
+        """Leaves states where they are: those of shards, or of the owners of whole tensors."""
+        return super().prepare_optimizer(optimizer, device_placement=False)
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Generator[None]:
@@ -139,6 +153,15 @@ def _generate_together(model: nn.Module) -> None:
 
 ARGUMENTS = "TrainingArguments"
 
+_SHARES = "fullshard shards this model. Leave it out"
+_CASTS = "parameters would be converted behind the optimizer. Set bf16 or fp16"
+_REFUSED = {
+    "deepspeed": f"{_SHARES}; `fullshard config explain FILE` shows what its keys are here.",
+    "parallelism_config": f"{_SHARES}, and set `fsdp_config`.",
+    "bf16_full_eval": f"{_CASTS}, which also holds in evaluation.",
+    "fp16_full_eval": f"{_CASTS}, which also holds in evaluation.",
+}
+
 # Keys that TrainingArguments adds to every fsdp_config.
 _ADDED = {"min_num_params": 0, "xla": False, "xla_fsdp_v2": False, "xla_fsdp_grad_ckpt": False}
 
@@ -147,13 +170,11 @@ def sharding_of(args: TrainingArguments) -> ShardConfig:
     """The sharding of TrainingArguments, over that of `fullshard launch --config_file`.
 
     Raises:
-        ConfigError: DeepSpeed is set too, or `fsdp_config` has an unknown key.
+        ConfigError: An argument is not supported, or `fsdp_config` has an unknown key.
     """
-    if args.deepspeed:
-        raise ConfigError(
-            "TrainingArguments.deepspeed: expected none, because fullshard shards this model. "
-            "Leave it out; `fullshard config explain FILE` shows what its keys are here."
-        )
+    for name, reason in _REFUSED.items():
+        if getattr(args, name):
+            raise ConfigError(f"TrainingArguments.{name}: expected none, because {reason}")
     return _over_launch(_file_of(args))
 
 

@@ -23,7 +23,7 @@ import fullshard as fs
 from fullshard.engine import optimizers
 from fullshard.engine.engine import is_sharded
 from fullshard.engine.parameter import ShardedParameter
-from fullshard.errors import ConfigError
+from fullshard.errors import ConfigError, EngineError, NotElementwiseError
 from fullshard.integrations.accelerator import sharding_of
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["SFTTrainer", "ShardedTrainer", "Trainer", "sharded"]
 
 OURS = "fullshard"
+BLOCKWISE = ("bitsandbytes", "torchao")  # packages whose kernels quantise blocks of whole tensors
 
 TrainerT = TypeVar("TrainerT", bound=transformers.Trainer)
 
@@ -58,6 +59,23 @@ class ShardedTrainer(transformers.Trainer):
 
     def _sharding(self) -> ShardConfig:
         return sharding_of(self.args)
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """The Trainer's optimizer; one that needs whole tensors gets each on one rank."""
+        is_new = self.optimizer is None
+        made = super().create_optimizer(model)
+        if is_new and not _steps_on_shards(made):
+            kind, settings = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(
+                self.args, self.model
+            )
+            settings.pop("params", None)
+            sharded_model = self.accelerator.prepare_model(model or self._the_model)
+            try:
+                make = functools.partial(kind, **settings)
+                self.optimizer = fs.owned(sharded_model, make, made.param_groups)
+            except EngineError as error:
+                raise ConfigError(f"TrainingArguments.optim={self.args.optim}: {error}") from error
+        return self.optimizer
 
     # ---- numbers of the whole model ----
 
@@ -94,7 +112,7 @@ class ShardedTrainer(transformers.Trainer):
         if is_sharded(self._the_model):
             self._save(output_dir or self.args.output_dir, state_dict=self._values())
             if self.args.push_to_hub and not _internal_call:
-                self.push_to_hub(commit_message="Model save")
+                self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
         else:
             super().save_model(output_dir, _internal_call)
 
@@ -170,6 +188,18 @@ def _made(name: str) -> type[transformers.Trainer]:
             "pip install 'fullshard[trainer]'."
         ) from error
     return sharded(SFTTrainer)
+
+
+def _steps_on_shards(optimizer: torch.optim.Optimizer) -> bool:
+    kind = type(optimizer)
+    if kind.__module__.split(".")[0] in BLOCKWISE:
+        return False
+    try:
+        for group in optimizer.param_groups:
+            optimizers.probe(kind, optimizers.settings_in(group), torch.empty(0))
+    except NotElementwiseError:
+        return False
+    return True
 
 
 def _has_ours(folder: str) -> bool:
