@@ -13,6 +13,22 @@ BOTH = "Both shard the same parameters, so only one can; fullshard runs either f
 
 # What stands in a.yaml -> the whole error.
 FILES = {
+    "training:\n  <<: {max_steps: 5}\n  <<: {max_steps: 6}\n": (
+        "a.yaml:3: training.<<: expected a key once, got it in line 2 and again in line 3. "
+        "Remove one of the two"
+    ),
+    "zero_optimisation: {stage: 3}\n": (
+        "a.yaml:1: zero_optimisation: unknown key. Did you mean 'zero_optimization'?"
+    ),
+    "model: {trust_remote_code: yes please}\n": (
+        "a.yaml:1: model.trust_remote_code: expected true or false, got 'yes please'"
+    ),
+    "base_model: x\ndatasets: [{type: alpaca}]\n": (
+        "a.yaml:2: datasets: expected a list of mappings with path, got a list"
+    ),
+    "model_name_or_path: x\nuse_peft: true\nlora_r: 0\n": (
+        "a.yaml:3: lora_r: expected an integer >= 1, got 0"
+    ),
     "distributed_type: FSDP\nmixed_precission: bf16\n": (
         "a.yaml:2: mixed_precission: unknown key. Did you mean 'mixed_precision'?"
     ),
@@ -211,3 +227,22 @@ def test_a_typed_value_mends_what_a_file_says(tmp_path):
     typed = ["training.fsdp=hybrid_shard", "training.fsdp_config={offload_params: true}"]
     sharding = load_config(path, typed, needs_model=False).config.sharding
     assert (sharding.strategy, sharding.offload.optimizer) == ("hybrid_shard", "cpu")
+
+
+def test_three_batch_sizes_of_deepspeed_must_agree_with_the_ranks(tmp_path):
+    path = tmp_path / "zero.json"
+    path.write_text(
+        '{"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 3,\n'
+        ' "gradient_accumulation_steps": 2, "train_batch_size": 12}'
+    )
+    resolved = load_config(path, needs_model=False)
+    assert resolved.for_ranks(2).config.training.gradient_accumulation_steps == 2
+    with pytest.raises(ConfigError, match=r"zero.json:2: train_batch_size: expected 18, which is"):
+        resolved.for_ranks(3)
+
+
+def test_broken_json_is_not_called_yaml(tmp_path):
+    path = tmp_path / "a.json"
+    path.write_text('// ours\n{"zero_optimization": {"stage": 2}}')
+    with pytest.raises(ConfigError, match=r"a.json:2: expected JSON, got"):
+        load_config(path, needs_model=False)
