@@ -11,10 +11,12 @@ lie in FOLDER/MODE/NAME/final. By hand, all cases:
 
 from __future__ import annotations
 
+import concurrent.futures
 import json
 import os
 import sys
 import time
+import types
 from pathlib import Path
 from typing import Any
 
@@ -226,6 +228,14 @@ CASES: dict[str, dict[str, Any]] = {
     "resume_from_checkpoint, schedule": {**SAVING, **EVALUATING, "_resume": True,
                                          "lr_scheduler_type": "reduce_lr_on_plateau"},
     "local_rank": {},
+    "packed rows (DataCollatorWithFlattening)": {"_packed": True},
+    "sortish_sampler": {"sortish_sampler": True, "_t5": True},
+    "predict_with_generate": {"predict_with_generate": True, "_t5": True, **EVALUATING},
+    "generation_max_length": {"predict_with_generate": True, "generation_max_length": 6,
+                              "_t5": True},
+    "generation_num_beams": {"predict_with_generate": True, "generation_num_beams": 2,
+                             "_t5": True},
+    "generation_config": {"predict_with_generate": True, "_t5": True, "_generation": True},
     # Last: they change classes of transformers.
     "use_liger_kernel": {"use_liger_kernel": True},
     "liger_kernel_config": {"use_liger_kernel": True, "liger_kernel_config": {"rope": False}},
@@ -248,8 +258,42 @@ class Seen(TrainerCallback):
         return super().__getattribute__(name)
 
 
+class Hub:
+    """Stands for the hub, which no test may call: what would be sent there, in order."""
+
+    def __init__(self):
+        self.sent = []
+
+    def create_repo(self, name, **more):
+        self.sent.append(["create", name, more["private"]])
+        return types.SimpleNamespace(repo_id=name)
+
+    def upload_folder(self, *, repo_id, folder_path, revision, commit_message, **more):
+        names = sorted(path.name for path in Path(folder_path).iterdir())
+        kept = [n for n in names if n not in OPTIMIZER_FILES and not n.startswith("checkpoint-")]
+        self.sent.append([repo_id, commit_message, revision, more.get("path_in_repo"), kept])
+        done = concurrent.futures.Future()
+        done.set_result(None)
+        return done
+
+
+def t5():
+    """Its answers end at different lengths."""
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
+    tokens = {"decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1}
+    config = transformers.T5Config(vocab_size=96, **sizes, dropout_rate=0.0, **tokens)
+    found = transformers.T5ForConditionalGeneration(config).double()
+    with torch.no_grad():
+        for param in found.parameters():
+            param.mul_(3)
+    found.generation_config.eos_token_id = list(range(1, 24))
+    return found
+
+
 def model(case):
     torch.manual_seed(0)
+    if case.get("_t5"):
+        return t5()
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
     config = LlamaConfig(
         vocab_size=96, **sizes, num_attention_heads=2, num_key_value_heads=2,
@@ -297,7 +341,7 @@ def collate(batch):
     return {name: torch.tensor([row[name] for row in batch]) for name in names}
 
 
-def accuracy(seen, compute_result=True):  # noqa: FBT002  transformers' signature
+def accuracy(seen, compute_result=True):
     predictions, labels = seen.predictions, seen.label_ids
     if not isinstance(predictions, list):
         predictions, labels = [predictions], [labels]
@@ -313,12 +357,23 @@ def accuracy(seen, compute_result=True):  # noqa: FBT002  transformers' signatur
     return {"accuracy": right / all_of_them, "labels": all_of_them, **more}
 
 
-def trainer_of(mode):
-    if mode == "ddp":
-        return transformers.Trainer
-    from fullshard.integrations.transformers import Trainer
+def lengths(seen):
+    return {"lengths": [int((row > 0).sum()) for row in seen.predictions]}
 
-    return Trainer
+
+def metrics_of(case):
+    if case.get("predict_with_generate"):
+        return lengths
+    return None if case.get("_packed") or case.get("_t5") else accuracy
+
+
+def trainer_of(mode, case):
+    kind = transformers.Seq2SeqTrainer if case.get("_t5") else transformers.Trainer
+    if mode == "ddp":
+        return kind
+    from fullshard.integrations.transformers import sharded
+
+    return sharded(kind)
 
 
 def settings(case, folder, mode):
@@ -329,16 +384,26 @@ def settings(case, folder, mode):
         from accelerate import ParallelismConfig
 
         given["parallelism_config"] = ParallelismConfig(**case["_parallelism"])
-    return TrainingArguments(output_dir=str(folder), **{**COMMON, **given})
+    if case.get("_generation"):
+        given["generation_config"] = transformers.GenerationConfig(
+            max_length=5, decoder_start_token_id=0, pad_token_id=0, eos_token_id=[1, 2, 3]
+        )
+    kind = transformers.Seq2SeqTrainingArguments if case.get("_t5") else TrainingArguments
+    return kind(output_dir=str(folder), **{**COMMON, **given})
 
 
 def train(mode, case, folder, resume=None):
     data = list(rows(case))
-    seen = Seen()
-    trainer = trainer_of(mode)(
+    seen, hub = Seen(), Hub()
+    transformers.trainer.hf_api = lambda: hub
+    if case.get("_packed"):
+        data = [{name: row[name] for name in ("input_ids", "labels")} for row in data]
+    packed = transformers.DataCollatorWithFlattening()
+    trainer = trainer_of(mode, case)(
         model=model(case), args=settings(case, folder, mode),
         train_dataset=Stream(case) if case.get("_iterable") else data, eval_dataset=data[:13],
-        compute_metrics=accuracy, data_collator=collate,
+        compute_metrics=metrics_of(case),
+        data_collator=packed if case.get("_packed") else collate,
         callbacks=[seen, *([Stop(3)] if case.get("_stop") else [])],
     )  # fmt: skip
     if case.get("_only") != "eval":
@@ -353,6 +418,7 @@ def train(mode, case, folder, resume=None):
         "tokens": trainer.state.num_input_tokens_seen,
         "best": trainer.state.best_metric,
         "callbacks": seen.names,
+        "hub": hub.sent,
     }
 
 
@@ -377,7 +443,7 @@ def run(mode, folder, name):
         found["run"] = train(mode, case, folder)
         if case.get("_resume"):
             found["resumed"] = train(mode, case, folder, str(folder / "checkpoint-2"))
-    except Exception as error:  # noqa: BLE001  it is the result
+    except Exception as error:
         found["error"] = f"{type(error).__name__}: {error}"
         if os.environ.get("TRACE"):
             raise

@@ -61,8 +61,8 @@ def step(  # noqa: PLR0913  (one parameter an option)
     from fullshard.errors import VerifyError
 
     options = bench.StepOptions(rounds, memory, wait, timeout)
-    what = f"{len(chosen)} case(s) of {len(peers)} engines"
-    begin(what, bench.expected_s(chosen, peers, options) / 60, out)
+    expected_s = bench.expected_s(chosen, peers, options)
+    begin(f"{len(chosen)} case(s) of {len(peers)} engines", expected_s / 60, out)
     if dry_run:
         return _show_dry_run(chosen, peers, absent)
     results = [bench.run_case(one, peers, options, say) for one in chosen]
@@ -163,8 +163,7 @@ def calibrate(
     begin("bench calibrate", (0.5 if tiny else 3.0) * len(worlds), path.parent)
     found = bench.run(worlds, is_tiny=tiny, wait=wait, timeout_s=timeout, say=say)
     path.write_text(bench.file_text(*found, command_line("calibrate")), encoding="utf-8")
-    print(bench.summary(*found))
-    print(f"Calibration: {path}")
+    print(f"{bench.summary(*found)}\nCalibration: {path}")
     return Outcome({**bench.to_dict(*found), "path": str(path)})
 
 
@@ -202,9 +201,8 @@ def _compare(
     begin(f"bench {what}", len(shardings) * max_steps / 20, out)
     results: dict[str, dict[str, Any]] = {}
     for name, sharding in shardings.items():
-        config = create_fsdp_config(**sharding)
-        config["training"] = {"output_dir": f"runs/compare/{name.lower()}"}
-        results[name] = train(config, max_steps)
+        training = {"output_dir": f"runs/compare/{name.lower()}"}
+        results[name] = train({**create_fsdp_config(**sharding), "training": training}, max_steps)
     print_comparison_table(results)
     rows = [
         {
@@ -225,10 +223,8 @@ def _compare(
 
 
 def _show_dry_run(chosen: list[Case], peers: list[Peer], absent: list[str]) -> Outcome:
-    for shape in chosen:
-        print(shape.describe())
-    for peer in peers:
-        print(f"  {peer.name}: {peer.about}")
+    print(*(shape.describe() for shape in chosen), sep="\n")
+    print(*(f"  {peer.name}: {peer.about}" for peer in peers), sep="\n")
     for name in absent:
         print(f"  {name}: not installed")
     return Outcome(

@@ -20,7 +20,6 @@ import sys
 import traceback
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any, TextIO
 

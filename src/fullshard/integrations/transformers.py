@@ -65,16 +65,16 @@ class ShardedTrainer(transformers.Trainer):
         is_new = self.optimizer is None
         made = super().create_optimizer(model)
         if is_new and not _steps_on_shards(made):
-            kind, settings = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(
-                self.args, self.model
-            )
+            given = self.optimizer_cls_and_kwargs
+            _, settings = given or self.get_optimizer_cls_and_kwargs(self.args, self.model)
             settings.pop("params", None)
-            sharded_model = self.accelerator.prepare_model(model or self._the_model)
             try:
-                make = functools.partial(kind, **settings)
-                self.optimizer = fs.owned(sharded_model, make, made.param_groups)
+                whole = self.accelerator.prepare_model(model or self._the_model)
+                make = functools.partial(type(made), **settings)
+                self.optimizer = fs.owned(whole, make, made.param_groups)
             except EngineError as error:
-                raise ConfigError(f"TrainingArguments.optim={self.args.optim}: {error}") from error
+                name = f"TrainingArguments.optim={self.args.optim.value}"
+                raise ConfigError(f"{name}: {error}") from error
         return self.optimizer
 
     # ---- numbers of the whole model ----
