@@ -61,7 +61,5 @@ def test_losses_and_norms_of_twenty_steps_are_those_of_torchs_fsdp2(runs):
 def test_a_checkpoint_of_either_is_resumed_by_either(runs, mode, saver):
     folder, found = runs
     resumed = folder / f"{mode}-of-{saver}"
-    shutil.copytree(
-        folder / saver / "checkpoint" / "step-10", resumed / "checkpoint" / "step-10"
-    )
+    shutil.copytree(folder / saver / "checkpoint" / "step-10", resumed / "checkpoint" / "step-10")
     assert_equal(run(mode, resumed), found["torch"][10:])

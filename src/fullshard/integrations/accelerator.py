@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
+import weakref
 from collections import OrderedDict
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +27,7 @@ from fullshard.config.sharding import ShardConfig
 from fullshard.engine.engine import is_sharded
 from fullshard.engine.full_state import whole_states
 from fullshard.engine.optimizers import WATCHED
+from fullshard.engine.parameter import ShardedParameter
 from fullshard.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -72,12 +75,12 @@ class ShardedAccelerator(Accelerator):
         """Shards the model if necessary; the engine handles mixed precision."""
         if not is_sharded(model):
             fs.shard(model, self.sharding)
-            _generate_together(model)
             if self.state.dynamo_plugin.backend != DynamoBackend.NO:
                 from accelerate.utils import compile_regions_fsdp2
 
                 compile_regions_fsdp2(model, **self.state.dynamo_plugin.to_kwargs())
         if not any(model is known for known in self._models):
+            _show_as_whole(model)
             self._models.append(model)
         return model
 
@@ -140,15 +143,37 @@ def _load_models(models: list[nn.Module], folder: str) -> None:
     models.clear()
 
 
-def _generate_together(model: nn.Module) -> None:
-    """Makes `generate` run until all ranks have stopped, since each forward gathers.
+def numel_of(param: torch.Tensor) -> int:
+    """Elements of a parameter of the full model."""
+    is_cut = isinstance(param, ShardedParameter)
+    return math.prod(fs.sharding(param).shape) if is_cut else param.numel()
 
-    transformers checks the first name, which is from torch's FSDP. torch.compile checks the second
-    if the first exists.
+
+def _show_as_whole(model: nn.Module) -> None:
+    """Makes a Hugging Face model count the full model and generate until all ranks have stopped.
+
+    Each forward gathers. transformers checks the first flag, which is from torch's FSDP.
+    torch.compile checks the second if the first exists.
     """
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
-            vars(module).update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=True)
+            vars(module).update(
+                _is_fsdp_managed_module=True,
+                _fsdp_use_orig_params=True,
+                num_parameters=_counter_of(weakref.ref(module)),
+            )
+
+
+def _counter_of(module: Callable[[], nn.Module | None]) -> Callable[..., int]:
+    def num_parameters(only_trainable: bool = False, exclude_embeddings: bool = False) -> int:  # noqa: FBT001, FBT002  theirs
+        model = module()
+        assert model is not None
+        embeddings = (m.weight for m in model.modules() if isinstance(m, nn.Embedding))
+        skipped = set(map(id, embeddings)) if exclude_embeddings else set()
+        params = (p for p in model.parameters() if p.requires_grad or not only_trainable)
+        return sum(numel_of(p) for p in params if id(p) not in skipped)
+
+    return num_parameters
 
 
 ARGUMENTS = "TrainingArguments"
