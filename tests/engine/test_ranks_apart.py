@@ -294,13 +294,13 @@ def test_ranks_of_one_replica_must_call_the_same_units(ranks, transport):
 
 
 def waits_alone() -> str:
-    rank = torch.distributed.get_rank()
     group = torch.distributed.new_group(timeout=timedelta(seconds=1))
-    axes = Axes(Mesh(1, 2), rank, (0, 1), (rank,), rank, gather_group=group)
+    axes = Axes.of(Mesh(1, 2), torch.distributed.get_rank(), gather_group=group)
     transport = C10dTransport(axes, Reduction.NATIVE)
     transport.home.place = "a forward of the model"
-    gather = transport.fetch([torch.zeros(128)]) if rank == 0 else None
-    return error_of(gather.wait) if gather is not None else ""
+    text = error_of(transport.fetch([torch.zeros(128)]).wait) if axes.rank == 0 else ""
+    torch.distributed.barrier()
+    return text
 
 
 def test_a_rank_that_waits_alone_over_c10d_gets_a_typed_error(ranks):

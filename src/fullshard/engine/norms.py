@@ -81,7 +81,7 @@ class Count(StrEnum):
     LOADS = "tensors in load_state_dict"
     FREEZINGS = "changes of requires_grad"
     GATHERS = "gathers"  # not a number but a hash: of which units, in which order
-    REPLICAS = "gathers of each replica"  # of units on a hybrid mesh
+    REPLICAS = "gathers of each replica"  # of units on the model's hybrid mesh
 
 
 class GradientNorms:
@@ -97,7 +97,6 @@ class GradientNorms:
         self._device = device
         self.counts: dict[str, int] = dict.fromkeys(Count, 0)
         self.waits = False  # there are unreduced gradients of no_sync
-        self.weight = 0  # of this rank in the sum of Count.REPLICAS
         self._landing: tuple[torch.Tensor, str, dict[str, int], Any] | None = None
         self._squares: torch.Tensor | None = None
         self._shown: dict[int, Any] = {}  # ids of the cached gradients
@@ -232,7 +231,9 @@ class GradientNorms:
         numbers = [float(number % _MOST) for number in said.values()]
         pairs = [(x, -x) if maximum else (x, x * x) for x in numbers]
         if Count.REPLICAS in said:
-            pairs[list(said).index(Count.REPLICAS)] = (self.weight * said[Count.REPLICAS], 0)
+            axes = self.transport.axes
+            weight = (1 + axes.replicate_index) * (-1 if axes.shard_index else axes.mesh.shard - 1)
+            pairs[list(said).index(Count.REPLICAS)] = (weight * said[Count.REPLICAS], 0)
         head = from_host([1.0, *(x for pair in pairs for x in pair)], values.device)
         vector = torch.cat([head, values.double()])
         self.transport.home.place = f"a sum ({asked})"

@@ -489,9 +489,7 @@ class Actions:
         self.recorder = recorder
         self.communication_s = 0.0
         self._units, self._poison, self._counts = units, poison, gradients.norms.counts
-        for axes in (unit.transport.axes for unit in units if unit.plan.mesh.replicate > 1):
-            sign = axes.mesh.shard - 1 if axes.shard_index == 0 else -1
-            gradients.norms.weight = sign * (1 + axes.replicate_index)
+        self._mesh = gradients.transport.axes.mesh
         self._filling: dict[Any, Unit] = {}  # the unit whose gather was last issued into a slot
         self._of: dict[EventKind, Callable[[Event], None]] = {
             EventKind.PUBLISH: lambda _: gradients.transport.home.publish(),
@@ -553,7 +551,7 @@ class Actions:
                     previous.versions.mark(is_open=False)
                 self._filling[key] = unit
         unit.start_gather()
-        if unit.gathered:
+        if unit.gathered and (unit.plan.mesh.replicate == 1 or unit.plan.mesh == self._mesh):
             kind = Count.GATHERS if unit.plan.mesh.replicate == 1 else Count.REPLICAS
             self._counts[kind] = zlib.crc32(b"%d" % event.unit, self._counts[kind])
 
