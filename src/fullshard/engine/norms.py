@@ -148,9 +148,9 @@ class GradientNorms:
             return None
         return Known(name, squares, gradient.record)
 
-    def meet(self, asked: str) -> None:
-        """Check that all ranks request the same quantity here. A collective."""
-        self.all_reduce(torch.zeros(1, device=self._device), asked)
+    def meet(self, asked: str, said: Mapping[str, int] | None = None) -> None:
+        """Check that all ranks request the same quantity here, with these counts. A collective."""
+        self.all_reduce(torch.zeros(1, device=self._device), asked, said)
 
     def mark_changed(self) -> None:
         """Drop the cache, after a gradient was modified in place or a backward began."""
@@ -409,9 +409,9 @@ def _refusal(asked: str, wrong: str, found: str) -> EngineError:
     if wrong in (Count.GATHERS, Count.REPLICAS):
         return EngineError(
             f"{asked}: expected every rank to call the same units in the same order; ranks have "
-            "gathered different ones since the last backward, so weights of one unit were taken "
-            "for another's, and this step's numbers are wrong. Let all ranks agree on a branch "
-            "or on a number of calls (dist.broadcast, dist.all_reduce) before they take it."
+            "gathered different ones since the last backward or evaluation, so weights of one unit "
+            "were taken for another's, and the numbers since then are wrong. Let all ranks agree "
+            "on a branch or on a number of calls (dist.broadcast, dist.all_reduce) before it."
         )
     return EngineError(
         f"{asked}: expected as many {wrong} on every rank; {found}. Every rank must make each "

@@ -237,7 +237,19 @@ class Runtime:
             self._run(self.scheduler.leave_forward(index, training=training))
             if not training and not self._stack:
                 self.gradients.transport.home.leave(settled=False)
+                if index == 0 and not torch.is_grad_enabled():
+                    self._compare_gathers()
         return output
+
+    def _compare_gathers(self) -> None:
+        """Check that ranks gathered the same units in an evaluation. A collective if any did.
+
+        Not for replicas, which may evaluate alone.
+        """
+        norms, gathers = self.gradients.norms, self.gradients.norms.counts[Count.GATHERS]
+        if gathers and norms.transport.axes.mesh.replicate == 1:
+            with outside_modes():
+                norms.meet("an evaluation", {Count.GATHERS: gathers})
 
     def _copied(self, unit: Unit) -> Callable[[torch.Tensor], torch.Tensor]:
         """Copies tensors that share memory with the unit's weights. See [Note: copied outputs]."""
