@@ -127,7 +127,10 @@ def _of_machine(config: RunConfig, launch: LaunchEnvironment | None) -> Iterator
         yield Problem("sharding.transport", "a real transport", "'fake'", advice)
     if config.launch.num_machines > 1 and launch is None:
         got = f"{config.launch.num_machines} without a launcher is not yet supported"
-        advice = "Start this command with torchrun or srun on every machine"
+        advice = (
+            "On every machine, start this command with torchrun or srun, or as `fullshard launch "
+            "--nnodes ... -m fullshard ...`"
+        )
         yield Problem("launch.num_machines", "", got, advice)
 
 
