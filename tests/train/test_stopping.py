@@ -12,7 +12,7 @@ import fullshard as fs
 from fullshard.errors import DivergedError, PreemptedError
 from fullshard.observe.metrics import EvalRow
 from fullshard.recipes.base import Batch
-from fullshard.run.loop import Loop, Patience
+from fullshard.run.loop import Loop, Patience, diverged
 from fullshard.run.optim import LossScaler
 from support.ragged import NUM_STEPS, RaggedRecipe, Rows, make_loop
 from support.ranks import RankError
@@ -247,3 +247,10 @@ def train_a_bad_loss_in_fp16():
 def test_no_scale_of_fp16_mends_a_loss_that_is_infinite():
     with pytest.raises(DivergedError, match=r"loss of step 2: expected a finite number"):
         train_a_bad_loss_in_fp16()
+
+
+def test_numbers_that_no_update_made_are_not_blamed_on_the_learning_rate():
+    nan = float("nan")
+    assert "in the weights and model.config" in diverged("loss", nan, 1)
+    for what, step in (("held-out loss", 1), ("loss", 2)):
+        assert "Lower training.learning_rate" in diverged(what, nan, step)

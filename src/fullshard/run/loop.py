@@ -313,7 +313,9 @@ class Loop:
 def diverged(what: str, value: float, step: int, num_skipped: int = 0) -> str:
     """The message of a DivergedError."""
     skipped = f" {num_skipped} such step(s) were skipped before." if num_skipped else ""
-    return (
-        f"{what} of step {step}: expected a finite number, got {value}.{skipped} "
-        "Lower training.learning_rate, raise training.warmup_steps, or set training.max_grad_norm."
+    advice = (
+        "Lower training.learning_rate, raise training.warmup_steps, or set training.max_grad_norm"
     )
+    if step == 1 and what != "held-out loss":
+        advice = "No update came before it: look for such numbers in the weights and model.config"
+    return f"{what} of step {step}: expected a finite number, got {value}.{skipped} {advice}."
