@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -349,25 +348,6 @@ def test_a_refused_call_says_why_and_the_next_step_is_right(ranks, snapshot):
     wrong = {name: t for name, t in texts.items() if t.startswith(("UNTYPED", "NO ERROR"))}
     assert not wrong
     assert texts == snapshot
-
-
-def test_copies_are_made_before_sharding(ranks):
-    ranks(2)(copy_before)
-
-
-def copy_before() -> None:
-    """The way out that the error of deepcopy names."""
-    run = Run(2, rank())
-    model = run.model()
-    teacher = copy.deepcopy(model)
-    run.shard(model)
-    run.shard(teacher)
-    with torch.no_grad():
-        assert torch.equal(run.loss(teacher, 0), run.loss(model, 0))
-    run.loss(model, 0).backward()
-    assert all(param.grad is None for param in teacher.parameters())
-    for ours, theirs in zip(model.parameters(), teacher.parameters(), strict=True):
-        theirs.data.lerp_(ours.data, 0.5)
 
 
 def test_a_buffer_that_is_a_view_of_a_parameter_is_refused_by_name():
