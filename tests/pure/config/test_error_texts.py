@@ -1,11 +1,11 @@
-"""What people read when a configuration is wrong, word for word."""
+"""What people read when a configuration is wrong, word for word: ours, and other tools' files."""
 
 from __future__ import annotations
 
 import os
 import pickle
-from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,171 +16,25 @@ from fullshard.errors import ConfigError
 STRATEGIES = "full_shard, shard_grad_op, no_shard, hybrid_shard, hybrid_shard_zero2, auto"
 LLAMA = "model: {config: {model_type: llama}}\n"
 
-# What stands in train.yaml -> the whole error.
-FILES = {
-    "": "train.yaml: expected a mapping of keys, got an empty file. Write at least `model:`",
-    "# a comment\n": (
-        "train.yaml: expected a mapping of keys, got an empty file. Write at least `model:`"
-    ),
-    "- model\n": "train.yaml:1: expected a mapping of keys, got a list",
-    "just words\n": "train.yaml:1: expected a mapping of keys, got text",
-    "model: [1\n": (
-        "train.yaml:2: expected YAML, got something else (while parsing a flow sequence expected "
-        "',' or ']', but got '<stream end>')"
-    ),
-    "model: x\n\tdata: y\n": (
-        "train.yaml:2: expected YAML, got something else (while scanning for the next token found "
-        "character '\\t' that cannot start any token). YAML is indented by spaces"
-    ),
-    "model: x\nmodel: y\n": (
-        "train.yaml:2: model: expected a key once, got it in line 1 and again in line 2. "
-        "Remove one of the two"
-    ),
-    "model: x\ntraining:\n  seed: 1\n  max_steps: 2\n  seed: 3\n": (
-        "train.yaml:5: training.seed: expected a key once, got it in line 3 and again in line 5. "
-        "Remove one of the two"
-    ),
-    "model: x\ntraining: {max_steps: 010, seed: 1:30, learning_rate: 01.5, run_name: '07'}\n": (
-        "2 problems:\n"
-        "  train.yaml:2: training.max_steps: expected a decimal number, got 010, which YAML reads "
-        "in base 8. Put it in quotes if it is text\n"
-        "  train.yaml:2: training.seed: expected a decimal number, got 1:30, which YAML reads in "
-        "base 60. Put it in quotes if it is text"
-    ),
-    "model: x\ntraining.max_steps: 9\n": (
-        "train.yaml:2: training.max_steps: unknown key. Write it as `max_steps:` in the section "
-        "`training:`"
-    ),
-    "model: x\ntraining: {seed: 99999999999999999999}\n": (
-        "train.yaml:2: training.seed: expected an integer >= 0, got 99999999999999999999. "
-        "The limit is 2^63 - 1"
-    ),
-    "model: x\ndata: &a [*a]\n": (
-        "train.yaml: expected a mapping of keys, got one that contains itself through an alias"
-    ),
-    "a: &a [x,x,x]\n"
-    + "".join(f"{c}: &{c} [*{p},*{p},*{p}]\n" for p, c in pairwise("abcdefghi")): (
-        "train.yaml: expected a mapping of keys, got aliases that write more than 10,000 values"
-    ),
-    "model: !python/name:os.system x\n": (
-        "train.yaml:1: expected YAML, got something else (could not determine a constructor for "
-        "the tag '!python/name:os.system')"
-    ),
-    "data: x.txt\n": (
-        "train.yaml: model: missing. A Hugging Face folder, or {config: {model_type: ...}} for one "
-        "of random weights."
-    ),
-    "model: {}\n": ("train.yaml:1: model: expected one of name_or_path and config, got neither"),
-    "model: {name_or_path: x, config: {model_type: llama}}\n": (
-        "train.yaml:1: model: expected one of name_or_path and config, got both"
-    ),
-    "model:\n  config:\n    hidden_size: 8\n": (
-        "train.yaml:2: model.config.model_type: expected the name of an architecture, such as "
-        "llama; got nothing"
-    ),
-    "model: 3\n": (
-        "train.yaml:1: model: expected a folder, or a mapping with name_or_path or config; got 3"
-    ),
-    "model: x\nsharding:\n  strategy: ful_shard\n": (
-        f"train.yaml:3: sharding.strategy: expected one of {STRATEGIES}; got 'ful_shard'. "
-        "Did you mean 'full_shard'?"
-    ),
-    "model: x\nstrategy: ful_shard\n": (
-        f"train.yaml:2: strategy: expected one of {STRATEGIES}; got 'ful_shard'. "
-        "Did you mean 'full_shard'?"
-    ),
-    "model: x\ntraining:\n  evaluation_strategy: yes\n": (
-        "train.yaml:3: training.evaluation_strategy: expected one of no, steps, epoch; got true"
-    ),
-    "model: x\ntraining:\n  lerning_rate: 1\n": (
-        "train.yaml:3: training.lerning_rate: unknown key. Did you mean 'learning_rate'?"
-    ),
-    "model: x\ntraining:\n  dataloader_num_worker: 1\n": (
-        "train.yaml:3: training.dataloader_num_worker: unknown key. "
-        "Did you mean 'dataloader_num_workers'?"
-    ),
-    "model: x\ntraining:\n  label_names: [a]\n": (
-        "train.yaml:3: training.label_names: a list is not yet supported. Leave it out"
-    ),
-    "model: x\ntraining:\n  bf16: true\n  fp16: true\n": (
-        "train.yaml:4: training.fp16: expected what sharding.param_dtype says, 'bfloat16'; "
-        "got true. Give one of the two"
-    ),
-    "model: x\ntraining:\n  optim: galore_adamw\n": (
-        "train.yaml:3: training.optim: expected one of adamw_torch, adamw_torch_fused, sgd, muon, "
-        "adafactor, adamw_bnb_8bit; got 'galore_adamw'. This word of Hugging Face's is not yet "
-        "supported: it needs whole matrices; of these adafactor and muon are there"
-    ),
-    "model: x\ntraining:\n  lr_scheduler_type: polynomial\n": (
-        "train.yaml:3: training.lr_scheduler_type: expected one of linear, cosine, constant, "
-        "constant_with_warmup; got 'polynomial'. This word of Hugging Face's is not yet supported"
-    ),
-    "model: x\ntraining:\n  learning_rate: fast\n": (
-        "train.yaml:3: training.learning_rate: expected a number >= 0, got 'fast'"
-    ),
-    "model: x\ntraining:\n  learning_rate: .nan\n": (
-        "train.yaml:3: training.learning_rate: expected a number >= 0, got nan"
-    ),
-    "model: x\ntraining:\n  adam_beta1: 1\n": (
-        "train.yaml:3: training.adam_beta1: expected a number >= 0 and < 1, got 1"
-    ),
-    "model: x\ntraining:\n  per_device_train_batch_size: 0\n": (
-        "train.yaml:3: training.per_device_train_batch_size: "
-        "expected an integer >= 1, or auto; got 0"
-    ),
-    "model: x\ntraining:\n  output_dir: 2024\n": (
-        "train.yaml:3: training.output_dir: expected text, got 2024. "
-        "Write it in quotes if it is meant as text"
-    ),
-    "model: x\ntraining: fast\n": "train.yaml:2: training: expected a mapping of keys, got 'fast'",
-    "model: x\ntraining:\n  bf16: maybe\n": (
-        "train.yaml:3: training.bf16: expected true or false, got 'maybe'"
-    ),
-    "model: x\ntraining: {bf16: true}\nsharding:\n  param_dtype: fp32\n": (
-        "train.yaml:2: training.bf16: expected what sharding.param_dtype says, 'fp32'; got true. "
-        "Give one of the two"
-    ),
-    "model: x\nforward_prefetch: 1\n": (
-        "train.yaml:2: forward_prefetch: unknown key. Write sharding.forward_prefetch"
-    ),
-    "model: x\nsharding:\n  param_dtype: float8\n": (
-        "train.yaml:3: sharding.param_dtype: expected one of float64, float32, bfloat16, float16; "
-        "got 'float8'. Did you mean 'float64'?"
-    ),
-    "model: x\nsharding:\n  backward_prefetch: BACKWARD\n": (
-        "train.yaml:3: sharding.backward_prefetch: expected an integer >= 0, or one of "
-        "backward_pre, backward_post, no_prefetch; got 'BACKWARD'. Did you mean 'backward_pre'?"
-    ),
-    "model: x\nsharding:\n  offload:\n    params: gpu\n    x: 1\n": (
-        "2 problems:\n"
-        "  train.yaml:4: sharding.offload.params: expected one of cpu, nvme; got 'gpu'. "
-        "Did you mean 'cpu'?\n"
-        "  train.yaml:5: sharding.offload.x: unknown key. "
-        "Known keys: parameters, gradients, optimizer, folder"
-    ),
-    "model: x\nlaunch: {main_process_port: 70000}\n": (
-        "train.yaml:2: launch.main_process_port: expected an integer >= 1 and < 65,536; got 70000"
-    ),
-    "model: ${nowhere}\n": "train.yaml:1: model: Interpolation key 'nowhere' not found",
-    "model: ???\n": "train.yaml:1: model: Missing mandatory value: model",
-    "no: 1\nmodel: x\n1: 2\n": (
-        "2 problems:\n"
-        "  train.yaml: False: unknown key. Known keys: backend, model, data, sharding, training, "
-        "launch, freeze, teacher, lora, sft, distill\n"
-        "  train.yaml:3: 1: unknown key. Known keys: backend, model, data, sharding, training, "
-        "launch, freeze, teacher, lora, sft, distill"
-    ),
-}
+FOLDER = Path(__file__).parent / "wrong"
 
 
-@pytest.mark.parametrize(("text", "expected"), FILES.items(), ids=range(len(FILES)))
-def test_a_wrong_file_says_where_what_and_how(text, expected, tmp_path, monkeypatch):
+def files(name: str) -> list[Any]:
+    """Texts of configuration files, and the whole error that each gives."""
+    texts = (FOLDER / name).read_text(encoding="utf-8").split("=====\n")
+    return [(name, *text.split("-----> error\n")) for text in texts]
+
+
+CASES = files("ours.txt") + files("other_tools.txt")
+
+
+@pytest.mark.parametrize(("name", "text", "expected"), CASES, ids=range(len(CASES)))
+def test_a_wrong_file_says_where_what_and_how(name, text, expected, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    path = tmp_path / "train.yaml"
-    path.write_text(text)
+    Path("a.yaml").write_text(text)
     with pytest.raises(ConfigError) as caught:
-        load_config(path.relative_to(tmp_path))
-    assert str(caught.value) == expected
+        load_config(Path("a.yaml"), needs_model=name == "ours.txt")
+    assert str(caught.value) == expected.rstrip("\n")
     assert caught.value.exit_code == 2
 
 
@@ -329,3 +183,40 @@ def test_an_empty_mixture_is_no_wish_for_the_embedded_text(tmp_path):
     written.write_text(load_config(None, []).to_yaml())
     assert "mixture: []" in written.read_text()
     assert load_config(written, []).config.data.uses_baseline
+
+
+# ---- files of other tools ------------------------------------------------------------------------
+
+
+def test_two_files_that_ask_for_two_engines_are_refused_before_either_is_read_further(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "fsdp.yaml"
+    path.write_text("distributed_type: FSDP\nfsdp_config: {offload_parms: 1}\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(path.relative_to(tmp_path), ["deepspeed=zero3.yaml"], needs_model=False)
+    assert str(caught.value) == (
+        "command line: deepspeed: expected one of FSDP and DeepSpeed, got DeepSpeed beside FSDP, "
+        "which distributed_type (fsdp.yaml:1) asks for. Both shard the same parameters, so only "
+        "one can; fullshard runs either file alone"
+    )
+
+
+def test_a_later_check_names_the_key_that_stands_there(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "a.yaml"
+    path.write_text("distributed_type: FSDP\nfsdp_config:\n  offload_params: true\n")
+    resolved = load_config(path.relative_to(tmp_path), needs_model=False)
+    error = resolved.located(ConfigError("offload: too little memory"))
+    assert str(error) == "a.yaml:3: fsdp_config.offload_params: too little memory"
+
+
+def test_a_typed_value_mends_what_a_file_says(tmp_path):
+    path = tmp_path / "a.yaml"
+    path.write_text("training: {fsdp: full_shrad, fsdp_config: missing.json}\n")
+    with pytest.raises(ConfigError, match="2 problems"):
+        load_config(path, needs_model=False)
+    typed = ["training.fsdp=hybrid_shard", "training.fsdp_config={offload_params: true}"]
+    sharding = load_config(path, typed, needs_model=False).config.sharding
+    assert (sharding.strategy, sharding.offload.optimizer) == ("hybrid_shard", "cpu")
