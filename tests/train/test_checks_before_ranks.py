@@ -116,14 +116,6 @@ def test_a_second_start_leaves_a_live_run_alone(tmp_path, fullshard, write_confi
         assert after == before
 
 
-def test_message_names_the_line_of_the_file(tmp_path, fullshard, write_config):
-    config = write_config(tmp_path)
-    config.write_text(config.read_text().replace("model_type: llama", "model_type: llamma"))
-    done = fullshard("train", config)
-    assert done.exit_code == 2
-    assert f"{config}:3: model.config.model_type" in done.err
-
-
 def test_dry_run_shows_the_plan_and_writes_nothing(tmp_path, fullshard, write_config):
     config = write_config(tmp_path)
     before = sorted(tmp_path.iterdir())

@@ -108,15 +108,6 @@ def test_the_recipe_of_other_tools_trains_adapters_and_goes_on(fullshard, files,
     assert (merged - before).abs().max() > 1e-2
 
 
-def test_deepspeed_beside_fsdp_is_refused_with_the_reason(fullshard, files):
-    zero3 = files / "zero3.yaml"
-    zero3.write_text("zero_optimization: {stage: 3}\n")
-    done = fullshard(*command(files), files / "refused", "--deepspeed", zero3)
-    assert done.exit_code == 2
-    assert "expected one of FSDP and DeepSpeed" in done.err
-    assert not (files / "refused").exists()
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [

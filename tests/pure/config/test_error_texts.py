@@ -188,21 +188,6 @@ def test_an_empty_mixture_is_no_wish_for_the_embedded_text(tmp_path):
 # ---- files of other tools ------------------------------------------------------------------------
 
 
-def test_two_files_that_ask_for_two_engines_are_refused_before_either_is_read_further(
-    tmp_path, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)
-    path = tmp_path / "fsdp.yaml"
-    path.write_text("distributed_type: FSDP\nfsdp_config: {offload_parms: 1}\n")
-    with pytest.raises(ConfigError) as caught:
-        load_config(path.relative_to(tmp_path), ["deepspeed=zero3.yaml"], needs_model=False)
-    assert str(caught.value) == (
-        "command line: deepspeed: expected one of FSDP and DeepSpeed, got DeepSpeed beside FSDP, "
-        "which distributed_type (fsdp.yaml:1) asks for. Both shard the same parameters, so only "
-        "one can; fullshard runs either file alone"
-    )
-
-
 def test_a_later_check_names_the_key_that_stands_there(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "a.yaml"
