@@ -56,13 +56,22 @@ class Architecture:
 
     def build(self) -> nn.Module:
         """The model with perturbed weights in float64, in training mode."""
+        torch.manual_seed(0)
+        return perturbed(self.initialised().double())
+
+    def on_meta(self, **fields: Any) -> nn.Module:
+        """The model without memory, with these fields of its configuration."""
+        with torch.device("meta"):
+            return self.initialised(**fields)
+
+    def initialised(self, **fields: Any) -> nn.Module:
+        """The model as transformers initialises it."""
         import transformers
 
-        fields = {**SIZES, **self.fields} if self.sizes else self.fields
+        fields = {**(SIZES if self.sizes else {}), **self.fields, **fields}
         config = transformers.AutoConfig.for_model(self.kind, **fields)
         without_dropout(config)
-        torch.manual_seed(0)
-        return perturbed(getattr(transformers, self.auto).from_config(config).double())
+        return getattr(transformers, self.auto).from_config(config)
 
     def work(self, model: nn.Module, step: int, rank: int) -> torch.Tensor:
         """One forward and backward; the loss that the model computes itself."""
