@@ -16,10 +16,10 @@ from torch import nn
 
 import fullshard as fs
 from fullshard.engine.engine import engine_of
+from support.grid import STRATEGIES
 from support.models import CASES, float32_batch, float32_model, mean_square
 from support.parity import assert_planned_events, whole_gradients, whole_params
 
-STRATEGIES = ("full_shard", "shard_grad_op", "no_shard")
 NAMES = ("chain", "llama", "tied llama", "mixture of experts")
 FAST = (("chain", 2), ("tied llama", 2))
 NUM_STEPS = 3

@@ -20,11 +20,11 @@ from torch.utils.checkpoint import (
 
 import fullshard as fs
 from fullshard.errors import EngineError
+from support.grid import STRATEGIES
 from support.models import CASES, Chain, mean_square, perturbed, vectors
 from support.parity import assert_parity, whole_gradients
 from support.recompute import assert_bits, compare, is_same, trained
 
-STRATEGIES = ("full_shard", "shard_grad_op", "no_shard")
 RANKED = list(itertools.product(STRATEGIES, (1, 2, 3)))
 DEPTHS = ((0, 0), (1, 1), (2, 1), (0, 2))
 recompute = partial(checkpoint, use_reentrant=False)
