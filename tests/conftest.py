@@ -23,6 +23,10 @@ os.environ["XLA_FLAGS"] = (
 # Test files import `support.x`; ranks get the same path, since spawned processes inherit sys.path.
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.append(str(Path(__file__).parents[1]))  # what test files define is pickled as tests.x.y
+# Other processes find the package of this folder, and jobs of tests.
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, [f"{sys.path[-1]}/src", sys.path[0], os.environ.get("PYTHONPATH")])
+)
 
 from support.ranks import RankPools
 

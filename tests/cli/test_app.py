@@ -6,7 +6,6 @@ import errno
 import itertools
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 
 from fullshard.cli import outcome
 from fullshard.cli.app import COMMANDS, run
+from support.processes import free_port
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,7 +28,7 @@ COMMAND = (sys.executable, "-m", "fullshard")
 def process(*words, stdout=subprocess.PIPE, **variables):
     return subprocess.run(
         words,
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), **variables},
+        env={**os.environ, **variables},
         stdout=stdout,
         stderr=subprocess.PIPE,
         text=True,
@@ -145,10 +145,8 @@ def test_closed_streams_are_dev_null_and_no_file_takes_their_numbers():
 def test_with_json_a_failing_rank_0_of_a_launcher_prints_one_object(tmp_path):
     (tmp_path / "a.txt").write_text("too short")
     variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = str(server.getsockname()[1])
     words = [f"data.path={tmp_path}/a.txt", f"output_dir={tmp_path}/run", "--json"]
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     done = process(*COMMAND, "train", *words, **variables, **place)
     error = json.loads(done.stdout)["error"]
     assert error["type"] == "DataError"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +13,7 @@ import psutil
 import pytest
 
 from support import forked
-from support.processes import wait_until
+from support.processes import free_port, wait_until
 
 ROOT = Path(__file__).parents[2]
 
@@ -51,7 +50,6 @@ dist.barrier()
 @pytest.fixture
 def launch(tmp_path, monkeypatch):
     """`launch(text, *words)` writes a script and runs `fullshard launch`; returns the process."""
-    monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
 
@@ -81,9 +79,7 @@ def test_a_plain_script_meets_with_its_own_arguments(launch, tmp_path):
 
 
 def test_launchers_of_two_machines_meet(launch, tmp_path):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     place = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(port)]
     nodes = [
         launch(MEETS, *place, "--node-rank", str(node), "--log-dir", f"logs_{node}")
@@ -107,9 +103,7 @@ machine_rank: {node}
 
 
 def test_a_file_of_accelerates_says_which_machine_this_is(launch, tmp_path):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     nodes = []
     for node in (1, 0):
         file = tmp_path / f"machine_{node}.yaml"
@@ -199,11 +193,7 @@ def test_a_mistaken_launch_is_one_error(words, message, capfd):
 @pytest.mark.slow
 def test_the_main_job_runs_under_two_agents_of_torchrun(tmp_path, monkeypatch):
     """Two "nodes" on one machine; a warning of the run is said once, not by every rank."""
-    monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     output = tmp_path / "run"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2"]
     place = ["--master-addr=127.0.0.1", f"--master-port={port}"]
@@ -232,7 +222,6 @@ def test_the_main_job_runs_under_two_agents_of_torchrun(tmp_path, monkeypatch):
 @pytest.fixture
 def endless(tmp_path, monkeypatch):
     """The main job without an end, past its first step; and its record, once it has ended."""
-    monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
     output = tmp_path / "run"
     words = [f"output_dir={output}", "max_steps=100000", "num_processes=2"]
     process = subprocess.Popen(

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -27,7 +26,6 @@ NAMED_S = 20.0
 @pytest.fixture
 def run(tmp_path, monkeypatch, capfd):
     """`run(fault)` trains on two ranks, with a timeout of 5 s; returns code, words, report."""
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")]))
 
     def run(fault, *transport):
         words, logs = (fault, *transport), tmp_path / "logs"
@@ -72,14 +70,6 @@ def test_garbage_in_the_side_store_does_not_end_the_watch(run):
     assert "in read_batch" in err
 
 
-@pytest.mark.slow
-def test_a_rank_that_waits_for_others_weights_says_so(run):
-    result, err, _ = run("sleep", "shared")
-    assert (result.exit_code, result.failure.rank, result.failure.type) == (5, 1, "HangError")
-    assert "in read_batch" in err
-    assert "rank 0 waits in beginning of a forward, step 3" in err
-
-
 def test_a_killed_rank_is_named_at_once_and_all_are_placed(run):
     result, err, report = run("kill")
     assert (result.exit_code, result.failure.rank) == (5, 1)
@@ -89,38 +79,34 @@ def test_a_killed_rank_is_named_at_once_and_all_are_placed(run):
     assert "was killed by SIGKILL" in report
 
 
-@pytest.mark.slow
-def test_a_stopped_rank_is_silent_and_named(run):
-    result, err, report = run("stop")
-    assert (result.exit_code, result.failure.rank) == (5, 1)
-    assert "rank 1 is silent for" in err
-    assert "---- stacks of rank 1 ----\n(none: the process is stopped" in report
+HANGS = {  # (the fault, the transport): what is said; what the stack of rank 1 has
+    ("sleep", "shared"): (["rank 0 waits in beginning of a forward, step 3"], "in read_batch"),
+    ("stop",): (["rank 1 is silent for"], "(none: the process is stopped"),
+    ("lock",): (["rank 1 is silent for"], "in read_batch"),
+    ("fewer",): (
+        [
+            "rank 1 waits in a collective of hang_job.py",
+            "which rank 0 has not issued; that rank waits in gather of layers.0, step 4",
+            "ranks with different numbers of batches",
+        ],
+        "",
+    ),
+    ("forward", "c10d"): (
+        ["rank 1 issues gather of layers.0 as its gather number 5, rank 0 gather of layers.1"],
+        "",
+    ),
+}
 
 
 @pytest.mark.slow
-def test_a_rank_that_keeps_pythons_lock_is_silent_and_shows_its_stack(run):
-    result, err, report = run("lock")
-    assert (result.exit_code, result.failure.rank) == (5, 1)
-    assert "rank 1 is silent for" in err
-    assert "in read_batch" in report.partition("---- stacks of rank 1 ----")[2]
-
-
-@pytest.mark.slow
-def test_a_rank_with_fewer_batches_is_named_before_the_timeout(run):
-    result, err, _ = run("fewer")
-    assert result.exit_code == 5
-    assert "rank 1 waits in a collective of hang_job.py" in err
-    assert "which rank 0 has not issued; that rank waits in gather of layers.0, step 4" in err
-    assert "ranks with different numbers of batches" in err
-
-
-@pytest.mark.slow
-def test_a_forward_too_many_is_named_by_the_first_gather_that_differs(run):
-    result, err, _ = run("forward", "c10d")
-    assert result.exit_code == 5
-    assert "rank 1 issues gather of layers.0 as its gather number 5, rank 0 gather of layers.1" in (
-        err
-    )
+@pytest.mark.parametrize("fault", HANGS, ids=" ".join)
+def test_every_hang_names_the_rank_and_where_it_is(run, fault):
+    result, err, report = run(*fault)
+    said, stack = HANGS[fault]
+    assert (result.exit_code, result.failure.type) == (5, "HangError")
+    assert not stack or result.failure.rank == 1
+    assert all(words in err for words in said), err
+    assert stack in report.partition("---- stacks of rank 1 ----")[2]
 
 
 @pytest.mark.slow
@@ -136,7 +122,6 @@ def test_a_micro_batch_too_many_is_named(run):
     [("kill", "is gone"), pytest.param("sleep", "in read_batch", marks=pytest.mark.slow)],
 )
 def test_under_torchrun_the_ranks_watch_each_other(fault, words, tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")]))
     monkeypatch.setenv("FULLSHARD_TIMEOUT", "5")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     job = ["-m", "support.hang_job", fault]
@@ -154,7 +139,6 @@ def test_under_torchrun_the_ranks_watch_each_other(fault, words, tmp_path, monke
 @pytest.mark.slow
 def test_a_stopped_rank_of_the_main_job_is_in_its_record(tmp_path, monkeypatch):
     """`fullshard train launch.timeout=5`: exit code 5, and run.json names the rank."""
-    monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
     output = tmp_path / "run"
     words = [f"output_dir={output}", "max_steps=100000", "launch.timeout=5", "num_processes=2"]
     process = subprocess.Popen(

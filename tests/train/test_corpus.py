@@ -31,7 +31,6 @@ NO_HOLD_OUT = DatasetSettings(16, 0.0, 300)
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2] / "src"))
 
 
 @pytest.fixture(scope="module")
