@@ -66,8 +66,9 @@ METHOD = (
     "Planned tensors: the peak of the largest rank in memory, device and host. Base: "
     f"{RANK_PROCESS >> 20} MiB, the process of a rank without its tensors. Measured: the peak of "
     "the largest rank's anonymous and shared memory (RssAnon + RssShmem), sampled every "
-    f"{SAMPLE_S * 1000:.0f} ms. Files: the peak of the group's page cache, which the kernel drops "
-    "when memory is short; dirty is the part that it must write first.",
+    f"{SAMPLE_S * 1000:.0f} ms; a page that ranks share counts in each of them, but "
+    "once in the plan. Files: the peak of the group's page cache, which the kernel drops when "
+    "memory is short; dirty is the part that it must write first.",
     f"The limit is {SLACK} times ranks x (planned + base) + {LAUNCHER_PROCESS >> 20} MiB of the "
     "launcher. No process was killed, else the command fails.",
     "Losses: the largest difference between a loss of the run (steps and evaluation) and that of "
@@ -94,16 +95,18 @@ class LimitCase:
     sizes: dict[str, int] = field(default_factory=lambda: SIZES)
 
 
-HOMES = ("parameters", "gradients", "optimizer")
+KINDS = ("parameters", "gradients", "optimizer")
 CASES = (
     LimitCase("base", sizes=TINY),
     LimitCase("memory"),
     LimitCase("cpu", ("offload=cpu",)),
     LimitCase("nvme", ("offload=nvme",)),
     *(
-        LimitCase(f"{h}: {p}", (f"sharding.offload.{h}={p}",))
-        for p in ("cpu", "nvme")
-        for h in HOMES
+        LimitCase(
+            f"cpu, {kind} nvme",
+            tuple(f"sharding.offload.{k}={'nvme' if k == kind else 'cpu'}" for k in KINDS),
+        )
+        for kind in KINDS
     ),
     LimitCase("memory, folder", from_folder=True),
     LimitCase("cpu, folder", ("offload=cpu",), from_folder=True),

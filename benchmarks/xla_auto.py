@@ -14,9 +14,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from fullshard.planner.arrays import ArrayPlan
 from fullshard.xla.decoder import DecoderConfig, decode, token_loss
-from fullshard.xla.mesh import SHARD
 from fullshard.xla.opt_state import opt_shardings
-from fullshard.xla.plan import Tree, XlaPlan, spec_of
+from fullshard.xla.plan import SHARD, Tree, XlaPlan, spec_of
 from fullshard.xla.step import State
 
 

@@ -24,8 +24,7 @@ from fullshard.models.config import config_from_settings
 from fullshard.run.on_xla import COORDINATOR
 from fullshard.xla import opt_state, processes
 from fullshard.xla.decoder import BLOCKS, DecoderConfig, loss_fn
-from fullshard.xla.mesh import make_mesh
-from fullshard.xla.plan import Tree, XlaPlan, plan
+from fullshard.xla.plan import Tree, XlaPlan, make_mesh, plan
 from fullshard.xla.step import State, init, train_step
 
 NUM_BATCHES = 4

@@ -28,16 +28,16 @@ EXEMPT = ("src/fullshard/compat/",)
 # Packages that share a budget are joined by " + ".
 BUDGETS = {
     "bench": 1_887,
-    "config": 3_648,
+    "config": 3_652,
     "cli": 1_891,
-    "engine + transport": 7_097,
-    "planner + outlook": 4_254,
-    "data + models + recipes + run + verify": 8_241,
-    "observe + launch": 2_995,
+    "engine + transport": 7_034,
+    "planner + outlook": 4_295,
+    "data + models + recipes + run + verify": 8_239,
+    "observe + launch": 3_013,
     "compat + integrations": 2_715,
-    "xla + jax + xla_state": 2_493,
+    "xla + jax + xla_state": 2_450,
     "checkpoint + formats": 2_382,
-    "in all": 38_708,
+    "in all": 38_673,
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -29,7 +29,15 @@ from fullshard.planner.optimizers import of_bytes
 from fullshard.planner.plan import Plan
 from fullshard.transport.groups import places_of_meshes
 
-MESH_AXES = ("replicate", "shard")
+MESH_AXES = {  # our names of the axes that fs.shard takes, and those of other tools
+    "replicate": "replicate",
+    "dp_replicate": "replicate",
+    "shard": "shard",
+    "dp_shard": "shard",
+    "fsdp": "shard",
+    "expert": "expert",
+    "ep": "expert",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +79,8 @@ def shard(
         config: A ShardConfig, a mapping of its fields, or None for the defaults.
         mesh: None, sizes (replicate, shard), or a torch DeviceMesh with axes of these names: all
             of it, or its part `mesh["replicate", "shard"]` where the parameters are DTensors along
-            its other axes (docs/mesh.md).
+            its other axes. An axis named expert, along which experts are DTensors, belongs to the
+            ranks that share dense parameters: `mesh["shard", "expert"]` (docs/mesh.md).
         sample: Example arguments of forward (a mapping, a sequence or one value), traced under
             fake tensors for the order of units. None: the first step shows it.
         weights: A Hugging Face folder for a model on meta, or a checkpoint, read by each rank's
@@ -357,19 +366,21 @@ def _with_mesh(settings: ShardConfig, mesh: Any) -> ShardConfig:
     names = getattr(mesh, "mesh_dim_names", None)
     if names is None or not set(names) <= set(MESH_AXES):
         raise ConfigError(
-            f"mesh: expected a DeviceMesh with axes among {', '.join(MESH_AXES)}; got "
+            f"mesh: expected a DeviceMesh with axes among replicate, shard and expert; got "
             f"{names or type(mesh).__name__}. Give the part of these axes: mesh['shard'] or "
             "mesh['replicate', 'shard']; along others parameters may be DTensors."
         )
     axes: Any = mesh
-    found = {name: axes.size(i) for i, name in enumerate(names)}
-    if tuple(names) == ("shard", "replicate"):
+    sizes = {"replicate": 1, "shard": 1, "expert": 1}
+    given = [MESH_AXES[name] for name in names]
+    if given != [name for name in sizes if name in given]:
         raise ConfigError(
-            "mesh: expected axes in the order (replicate, shard), neighbouring ranks sharing a "
-            "shard group; got (shard, replicate)."
+            "mesh: expected axes in the order (replicate, shard, expert), neighbouring ranks "
+            f"sharing a shard group; got ({', '.join(names)})."
         )
+    sizes |= {name: axes.size(i) for i, name in enumerate(given)}
     return ShardConfig.of(
-        settings, replicate=found.get("replicate", 1), shard=found.get("shard", 1)
+        settings, replicate=sizes["replicate"], shard=sizes["shard"] * sizes["expert"]
     )
 
 

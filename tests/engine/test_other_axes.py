@@ -22,16 +22,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import fullshard as fs
 from fullshard.errors import ConfigError, EngineError, UnsupportedModelError
 from support.models import hugging_face
-from support.other_axes import LENGTH, WIDTH, cut_net, mesh_of, net
+from support.other_axes import LLAMA, cut_net, mesh_of, net, train, train_llama, vectors
 from support.parity import assert_same
-from support.reference import MAX_NORM, NUM_STEPS, Step, make_optimizer, train_alone
+from support.reference import MAX_NORM, make_optimizer, train_alone
 
 # ---- models, plain and as torch parallelizes them
-
-
-def vectors(step: int, seat: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(100 * step + seat)
-    return torch.randn(2, LENGTH, WIDTH, dtype=torch.float64, generator=generator)
 
 
 def train_net(model: nn.Module, step: int, seat: int) -> torch.Tensor:
@@ -62,16 +57,6 @@ def accumulate_net(model: nn.Module, step: int, seat: int) -> torch.Tensor:
     return train_net(model, step, seat)
 
 
-LLAMA = {
-    "vocab_size": 50,
-    "hidden_size": 16,
-    "intermediate_size": 26,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
-
-
 def llama(**more: Any) -> nn.Module:
     return hugging_face("llama", **LLAMA, **more)
 
@@ -92,44 +77,7 @@ def cut_llama(model: nn.Module, mesh: DeviceMesh) -> None:
         model.lm_head.weight = model.model.embed_tokens.weight
 
 
-def tokens(step: int, seat: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(100 * step + seat)
-    return torch.randint(LLAMA["vocab_size"], (2, LENGTH), generator=generator)
-
-
-def train_llama(model: nn.Module, step: int, seat: int) -> torch.Tensor:
-    batch = tokens(step, seat)
-    loss = model(input_ids=batch, labels=batch).loss
-    loss.backward()
-    return loss.detach()
-
-
 # ---- parity --------------------------------------------------------------------------------------
-
-
-def train(
-    model: nn.Module,
-    work: Callable[[nn.Module, int, int], torch.Tensor],
-    optimizer: torch.optim.Optimizer,
-    seat: int,
-    *,
-    torch_clips: bool,
-) -> list[Step]:
-    """Three steps; whole tensors by `full_tensor`, over both axes."""
-    steps: list[Step] = []
-    for step in range(NUM_STEPS):
-        losses = [work(model, step, seat)]
-        grads = {n: None if p.grad is None else p.grad for n, p in model.named_parameters()}
-        gradients = {n: None if g is None else g.full_tensor() for n, g in grads.items()}
-        if torch_clips:
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
-        else:
-            norm = fs.clip_grad_norm_(model, MAX_NORM)
-        optimizer.step()
-        optimizer.zero_grad()
-        params = {n: p.detach().full_tensor() for n, p in model.named_parameters()}
-        steps.append(Step(losses, gradients, norm, params))
-    return steps
 
 
 def check_parity(

@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -117,9 +119,32 @@ def test_a_micro_batch_too_many_is_named(run):
 
 
 @pytest.mark.long
+def test_no_rank_blames_another_for_a_stop_that_was_asked_of_all(tmp_path):
+    with socket.create_server(("", 0)) as server:
+        place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(server.getsockname()[1])}
+    names = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "support.hang_job", "preempt"],
+            env={**os.environ, **place, **names, "RANK": str(r), "LOCAL_RANK": str(r)},
+            cwd=tmp_path,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for r in range(2)
+    ]
+    said = [process.communicate(timeout=60)[1] for process in processes]
+    assert [process.returncode for process in processes] == [75, 75], said
+
+
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("fault", "words"),
-    [("kill", "is gone"), pytest.param("sleep", "in read_batch", marks=pytest.mark.slow)],
+    [
+        ("kill", "is gone"),
+        ("kill beside a busy rank", "is gone"),  # torchrun's SIGTERM is the first that it notices
+        pytest.param("sleep", "in read_batch", marks=pytest.mark.slow),
+    ],
 )
 def test_under_torchrun_the_ranks_watch_each_other(fault, words, tmp_path, monkeypatch):
     monkeypatch.setenv("FULLSHARD_TIMEOUT", "5")

@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch import nn
 
 import fullshard as fs
+from fullshard.errors import PreemptedError
+from fullshard.launch.rank_entry import run_rank
 
 FAULTY = 1
 FAULT_AT = 3
@@ -68,8 +70,13 @@ def read_batch(step: int, fault: str) -> torch.Tensor:
             os.kill(os.getpid(), signal.SIGSTOP)
         while fault == "lock":
             ctypes.PyDLL(None).sleep(600)  # a C extension that keeps Python's lock
-        if fault == "kill":
+        if fault in ("kill", "kill beside a busy rank"):
             os.kill(os.getpid(), signal.SIGKILL)
+    if fault == "kill beside a busy rank" and step == FAULT_AT:
+        time.sleep(600)
+    if fault == "preempt" and step == FAULT_AT:
+        time.sleep(0 if dist.get_rank() == FAULTY else 2)  # one rank ends before the other
+        raise PreemptedError("run: expected to reach its end, was asked to stop.")
     return torch.randn(2, 64)
 
 
@@ -98,4 +105,4 @@ def train(fault: str) -> None:
 
 
 if __name__ == "__main__":
-    train(sys.argv[1])
+    run_rank(lambda: train(sys.argv[1])) if sys.argv[1] == "preempt" else train(sys.argv[1])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -14,7 +16,9 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+import fullshard as fs
 from support.models import perturbed
+from support.reference import MAX_NORM, NUM_STEPS, Step
 
 WIDTH, LENGTH = 12, 8
 
@@ -70,3 +74,57 @@ def cut_net(model: nn.Module, mesh: DeviceMesh) -> None:
         "head": ColwiseParallel(input_layouts=sequence, output_layouts=Replicate()),
     }
     parallelize_module(model, mesh, ends)
+
+
+# ---- batches and steps
+
+LLAMA = {
+    "vocab_size": 50,
+    "hidden_size": 16,
+    "intermediate_size": 26,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+def vectors(step: int, seat: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step + seat)
+    return torch.randn(2, LENGTH, WIDTH, dtype=torch.float64, generator=generator)
+
+
+def tokens(step: int, seat: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step + seat)
+    return torch.randint(LLAMA["vocab_size"], (2, LENGTH), generator=generator)
+
+
+def train_llama(model: nn.Module, step: int, seat: int) -> torch.Tensor:
+    batch = tokens(step, seat)
+    loss = model(input_ids=batch, labels=batch).loss
+    loss.backward()
+    return loss.detach()
+
+
+def train(
+    model: nn.Module,
+    work: Callable[[nn.Module, int, int], torch.Tensor],
+    optimizer: torch.optim.Optimizer,
+    seat: int,
+    *,
+    torch_clips: bool,
+) -> list[Step]:
+    """Three steps; whole tensors by `full_tensor`, over both axes."""
+    steps: list[Step] = []
+    for step in range(NUM_STEPS):
+        losses = [work(model, step, seat)]
+        grads = {n: None if p.grad is None else p.grad for n, p in model.named_parameters()}
+        gradients = {n: None if g is None else g.full_tensor() for n, g in grads.items()}
+        if torch_clips:
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        else:
+            norm = fs.clip_grad_norm_(model, MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        params = {n: p.detach().full_tensor() for n, p in model.named_parameters()}
+        steps.append(Step(losses, gradients, norm, params))
+    return steps

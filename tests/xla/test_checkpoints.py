@@ -74,17 +74,17 @@ def through_jax(source, target, config_folder, meshes):
     import fullshard.jax as fj
     from fullshard.saving import SaveSettings
     from fullshard.xla.decoder import BLOCKS, DecoderConfig
-    from fullshard.xla_state import read, write
+    from fullshard.xla_state import checkpoints
 
     config = DecoderConfig.of(AutoConfig.from_pretrained(config_folder))
     tx = optax.scale_by_adam()
     for at, (replicate, shard) in enumerate(meshes):
         mesh = fj.make_mesh(replicate, shard, devices=jax.devices()[: replicate * shard])
         plan = fj.plan(config.shapes(), None, mesh, blocks=BLOCKS)
-        state, beside = read.load(plan, source, tx)
+        state, beside = checkpoints.load(plan, source, tx)
         assert int(state.step) == NUM_STEPS
         assert int(state.opt_state.count) == NUM_STEPS
-        source = write.save(target / str(at), state, SaveSettings(step=NUM_STEPS), beside)
+        source = checkpoints.save(target / str(at), state, SaveSettings(step=NUM_STEPS), beside)
     return str(source)
 
 
@@ -111,7 +111,7 @@ def bytes_read(folder):
     import fullshard.jax as fj
     from fullshard.checkpoint.read import Checkpoint
     from fullshard.checkpoint.retain import look_at
-    from fullshard.xla_state import read
+    from fullshard.xla_state import checkpoints
 
     shapes = {"tall": jnp.ones((64, 8), jnp.float32), "wide": jnp.ones((8, 64), jnp.float32)}
     mesh = fj.make_mesh(1, 8)
@@ -123,7 +123,9 @@ def bytes_read(folder):
             before = checkpoint.bytes_read[0]
             part = plan.shardings[array.name].devices_indices_map(array.shape)[jax.devices()[3]]
             spans = [range(*s.indices(n)) for s, n in zip(part, array.shape, strict=True)]
-            box = read._read_box(read._Saved(checkpoint), f"model/{array.name}", spans, array.shape)
+            box = checkpoints._read_box(
+                checkpoints._Saved(checkpoint), f"model/{array.name}", spans, array.shape
+            )
             found[array.name] = (box.nbytes, checkpoint.bytes_read[0] - before)
     return found
 

@@ -397,7 +397,7 @@ def _misread(node: yaml.Node, prefix: str, file: str) -> Iterator[Problem]:
     first: dict[str, int] = {}
     for key, value in node.value:
         name = join_key(prefix, str(key.value))
-        if name in first and key.tag != _MERGE:
+        if name in first:
             got = f"it in line {first[name]} and again in line {_line(key)}"
             place = f"{file}:{_line(key)}"
             yield Problem(name, "a key once", got, "Remove one of the two", place)
@@ -411,7 +411,8 @@ def _syntax_problem(error: yaml.MarkedYAMLError, file: str) -> Problem:
     place = f"{file}:{mark.line + 1}" if mark else file
     said = " ".join(part for part in (error.context, error.problem) if part)
     advice = "YAML is indented by spaces" if "'\\t'" in said else ""
-    return Problem("", "YAML", f"something else ({said})", advice, place)
+    kind = "JSON" if file.endswith(".json") else "YAML"
+    return Problem("", kind, f"something else ({said})", advice, place)
 
 
 def _line(node: yaml.Node) -> int:

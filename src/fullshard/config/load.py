@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from fullshard.config.dialects.rules import Note, Status, is_auto
 from fullshard.config.dialects.trainer import TRAINING
 from fullshard.config.dialects.translate import (
+    DIALECTS,
     Translation,
     agree,
     contradiction,
@@ -51,6 +52,7 @@ from fullshard.config.keys import (
 from fullshard.config.problems import ConfigProblems, Problem
 from fullshard.config.schema import RunConfig
 from fullshard.config.supported import check_supported
+from fullshard.config.values import did_you_mean
 from fullshard.errors import FullshardError
 
 _NO_MODEL = {"name_or_path": None, "config": None, "trust_remote_code": False}
@@ -249,7 +251,7 @@ def _load(
     try:
         config = RunConfig(**merged)
     except ConfigProblems as error:
-        problems += (index.locate(at_home(problem)) for problem in error.problems)
+        problems += (index.locate(_near(at_home(problem))) for problem in error.problems)
         raise ConfigProblems(problems) from None
     if problems:
         raise ConfigProblems(problems)
@@ -393,6 +395,14 @@ def _full_key(key: str, values: Mapping[str, Any]) -> str:
     """Our full name for a key; `model: FOLDER` is model.name_or_path."""
     is_plain = key in PLAIN_KEYS and not isinstance(values.get(key), dict)
     return f"{key}.{PLAIN_KEYS[key]}" if is_plain else canonical(key)
+
+
+def _near(problem: Problem) -> Problem:
+    """Names the nearest key by which files of other tools are recognized."""
+    if problem.got != "unknown key" or "." in problem.key or "Did you mean" in problem.advice:
+        return problem
+    near = did_you_mean(problem.key, [mark for dialect in DIALECTS for mark in dialect.marks])
+    return dataclasses.replace(problem, advice=near or problem.advice)
 
 
 def _judge(note: Note, index: Index) -> Note:

@@ -41,7 +41,7 @@ class ModelConfig(Section):
     config: dict[str, Any] | None = None
     """Contents of config.json: model_type, and values that differ from that type's defaults."""
 
-    trust_remote_code: bool = False
+    trust_remote_code: Flag = False
     """Run Python code from the model's or tokenizer's folder (auto_map). It can do whatever you can
     do: read it first."""
 

@@ -254,10 +254,13 @@ class TrainingConfig(Section):
         parts *= self.gradient_accumulation_steps if says_accumulation else 1
         rest, remainder = divmod(self.train_batch_size, parts)
         if remainder or (says_micro and says_accumulation and rest != 1):
-            expected = f"a multiple of {parts}, which is ranks x {micro} x {accumulation}"
+            of = "" if says_micro and says_accumulation else "a multiple of "
+            expected = f"{of}{parts}, which is ranks x {micro} x {accumulation}"
             raise ConfigProblems(
                 [Problem("train_batch_size", expected, show(self.train_batch_size))]
             )
+        if says_micro and says_accumulation:
+            return self
         return self.model_copy(update={accumulation if says_micro else micro: rest})
 
     @property

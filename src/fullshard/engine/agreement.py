@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
 
 from fullshard.errors import EngineError, raise_together
 from fullshard.transport.groups import own_group, tell_everyone
@@ -21,22 +22,36 @@ def tell(engine: Engine, value: T) -> list[T]:
     Raises:
         EngineError: There are no other ranks (transport fake).
     """
-    world_size = engine.plan.mesh.world_size
-    if world_size == 1:
+    if _num_failed(engine, error=None) is None:
         return [value]
-    if engine.transport.name == "fake":
-        raise EngineError(
-            f"expected {world_size} real ranks; transport fake has one. Save and load under "
-            "another transport."
-        )
-    engine.norms.meet("what all ranks say (fs.save, fs.load, fs.owned)")  # no rank is in a step
-    return tell_everyone(value, own_group("all", [range(world_size)]))
+    return tell_everyone(value, own_group("all", [range(engine.plan.mesh.world_size)]))
 
 
 def agree(engine: Engine, do: Callable[[], T]) -> T:
     """Returns the result of `do`. If it fails on one rank, all raise. A collective.
 
+    Without a failure the ranks exchange one number.
+
     Raises:
         FullshardError: This rank's error, or that of the first rank that failed.
     """
-    return raise_together(partial(tell, engine), engine.rank, do)
+
+    def exchange(failure: Any) -> list[Any]:
+        return tell(engine, failure) if _num_failed(engine, error=failure) else []
+
+    return raise_together(exchange, engine.rank, do)
+
+
+def _num_failed(engine: Engine, *, error: Any) -> float | None:
+    """Number of ranks with an error; None without other ranks. No rank may be in a step."""
+    world_size = engine.plan.mesh.world_size
+    if world_size == 1:
+        return None
+    if engine.transport.name == "fake":
+        raise EngineError(
+            f"expected {world_size} real ranks; transport fake has one. Save and load under "
+            "another transport."
+        )
+    flag = torch.tensor([float(error is not None)], device=engine.device)
+    asked = "what all ranks say (fs.save, fs.load, fs.owned)"
+    return engine.norms.all_reduce(flag, asked).item()

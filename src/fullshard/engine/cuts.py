@@ -22,6 +22,8 @@ import torch
 from fullshard.engine._torch_compat import is_distributed, local_tensor
 from fullshard.errors import ConfigError, UnsupportedModelError
 
+EXPERT_AXES = ("expert", "ep")  # names of axes whose ranks see batches of their own
+
 
 @dataclass(frozen=True)
 class Cut:
@@ -89,6 +91,11 @@ class Cut:
         return first * math.prod(self.shape[1:]) if is_range else None
 
     @property
+    def spreads_experts(self) -> bool:
+        """Whether each rank of an axis of experts has other ones."""
+        return any(axis in EXPERT_AXES and "Shard" in at for axis, at in self.by_axis.items())
+
+    @property
     def by_axis(self) -> dict[str, str]:
         """Placements by the names of axes."""
         names = self.mesh.mesh_dim_names or [f"axis {i}" for i in range(len(self.placements))]
@@ -140,13 +147,18 @@ class Cut:
         return local.wait() if hasattr(local, "wait") else local
 
 
-def check_cuts(params: Iterable[tuple[str, Any]], own: Iterable[int], inner: Iterable[int]) -> None:
-    """Checks that parameters use exactly the mesh's remaining axes.
+def check_cuts(
+    params: Iterable[tuple[str, Any]], own: Iterable[int], inner: Iterable[int]
+) -> dict[str, tuple[int, ...]]:
+    """Checks that parameters use exactly the mesh's remaining axes, or are experts.
 
     Args:
         params: Names and parameters, before they are sharded.
         own: Ranks of the replicate and shard axes, which have different batches.
         inner: Ranks of the other axes at this rank's coordinates on these two.
+
+    Returns:
+        The ranks over which experts are cut, by name: ranks with different batches.
 
     Raises:
         UnsupportedModelError: A parameter is sharded over the shard axis, or in an unknown way.
@@ -154,6 +166,7 @@ def check_cuts(params: Iterable[tuple[str, Any]], own: Iterable[int], inner: Ite
     """
     data, rest = set(own), set(inner)
     seen: set[int] = set()
+    experts: dict[str, tuple[int, ...]] = {}
     for name, param in params:
         cut = Cut.of(param)
         if cut is None:
@@ -165,14 +178,19 @@ def check_cuts(params: Iterable[tuple[str, Any]], own: Iterable[int], inner: Ite
             raise UnsupportedModelError(
                 f"{where}. A partial sum is no parameter: redistribute it before fs.shard."
             )
-        if not set(cut.ranks) <= rest:
+        if set(cut.ranks) <= rest:
+            continue
+        if not cut.spreads_experts:
             raise UnsupportedModelError(
                 f"{where}, over ranks {sorted(cut.ranks)}, while ranks {sorted(data)} share the "
                 "replicate and shard axes. Make one mesh of all axes, "
                 "init_device_mesh(device, (shard, tensor), mesh_dim_names=('shard', 'tensor')), "
                 "parallelize over mesh['tensor'] and call fs.shard(model, mesh=mesh['shard']). "
+                "An axis of experts, whose ranks exchange the tokens of their own batches, is "
+                f"named {' or '.join(EXPERT_AXES)}. "
                 "What FSDP2 has sharded is whole again by p.full_tensor()."
             )
+        experts[name] = cut.ranks
     if len(rest) > 1 and rest - seen:
         raise ConfigError(
             f"mesh: expected axes beside replicate and shard along which parameters are DTensors; "
@@ -181,3 +199,4 @@ def check_cuts(params: Iterable[tuple[str, Any]], own: Iterable[int], inner: Ite
             "shard and give it to fs.shard (mesh['replicate', 'shard']), or parallelize the model "
             "over it first (torch's parallelize_module, transformers' tp_plan)."
         )
+    return experts

@@ -48,7 +48,7 @@ from fullshard.engine._torch_compat import (
 )
 from fullshard.engine.norms import Count, GradientNorms, from_host
 from fullshard.engine.parameter import PendingGradient, ShardedGradient
-from fullshard.engine.unit import GradientShard, Group, Member, Unit, alive, is_reached
+from fullshard.engine.unit import Collects, GradientShard, Group, Member, Unit, alive, is_reached
 from fullshard.errors import EngineError, UnsupportedModelError
 from fullshard.planner.events import Sync
 from fullshard.transport import Transport
@@ -100,15 +100,13 @@ class Gradients:
         self.divisor = divisor
         self.hook: Hook | None = None  # the user's hook, which reduces instead
         self._on_spill = on_spill
-        self._slots: dict[Any, Group] = {}  # the group that uses a gradient slot
+        self._slots: set[Any] = set()  # gradient slots in use
         self._shown: Shown | None = None
         self._has_added = False  # adds to earlier gradients, in a running backward
         self._is_stale = False  # there are gradients that it does not know
         self._theirs: list[tuple[Member, Any]] = []  # the user's tensors in `p.grad`
         self._outer: list[_Outer] = []  # running sums over replicas
-        self._deferred_bytes = 0
         self.peak_deferred_bytes = 0
-        self.spilled_bytes = 0
 
     @contextmanager
     def no_sync(self, sync: Sync) -> Any:
@@ -170,9 +168,11 @@ class Gradients:
                     f"{member.piece.name}: expected a dense gradient; got {gradient.layout}. Use "
                     "sparse=False."
                 )
-            target = self._target(unit, member)
-            targets, gradients = added if member.group.deferred is not None else copied
-            targets.append(target)
+            group = member.group
+            buffer = self._buffer(group)
+            targets, gradients = added if group.collects is Collects.DEFERRED else copied
+            is_slot = group.collects is Collects.SLOT  # the view is made already
+            targets.append(member.target if is_slot else member.view(buffer))
             gradients.append(gradient)
             member.touched = True
         if copied[0]:
@@ -180,43 +180,26 @@ class Gradients:
         if added[0]:
             foreach_add(*added)
 
-    def _target(self, unit: Unit, member: Member) -> torch.Tensor:
-        """The parameter's view of the unit's buffer, in its own shape."""
-        group = member.group
-        buffer = group.grad_full
-        if buffer is None:
-            buffer = self._buffer(unit, group)
-        if buffer is group.grad_slot:
-            return member.target  # pyright: ignore[reportReturnType]
-        return member.view(buffer)
-
-    def _buffer(self, unit: Unit, group: Group) -> torch.Tensor:
-        """The buffer that collects the group's gradients in this backward."""
-        if group.grad_full is None:
-            if self.sync is Sync.NONE and group.deferred is None:
-                dtype, numel = group.plan.dtypes.accumulate, group.plan.layout.numel
-                group.deferred = group.full.new_zeros(numel, dtype=torch_dtype(dtype))
-                self._count_deferred(group.deferred.nbytes)
-            deferred = group.deferred
-            group.grad_full = deferred if deferred is not None else self._take_slot(unit, group)
-        return group.grad_full
-
-    def _count_deferred(self, num_bytes: int) -> None:
-        self._deferred_bytes += num_bytes
-        self.peak_deferred_bytes = max(self.peak_deferred_bytes, self._deferred_bytes)
-
-    def _take_slot(self, unit: Unit, group: Group) -> torch.Tensor:
+    def _buffer(self, group: Group) -> torch.Tensor:
+        """The buffer that collects the group's gradients, chosen at the first one."""
+        if group.collected is not None:
+            return group.collected
+        if self.sync is Sync.NONE:
+            dtype = torch_dtype(group.plan.dtypes.accumulate)
+            group.collects = Collects.DEFERRED
+            group.collected = group.full.new_zeros(group.plan.layout.numel, dtype=dtype)
+            return group.collected
         assert group.grad_slot is not None
-        if self._slots.setdefault(group.plan.grad_slot, group) is not group:
-            self._on_spill(unit)
-            buffer = torch.zeros_like(group.grad_slot)
-            self.spilled_bytes = max(self.spilled_bytes, buffer.nbytes)
-        else:
-            buffer = group.grad_slot
-            self.transport.home.claim(buffer)
-            if group.gaps:
-                foreach_zero(group.gaps)
-        return buffer
+        if group.plan.grad_slot in self._slots:
+            self._on_spill(group.unit)
+            group.collects, group.collected = Collects.SPILL, torch.zeros_like(group.grad_slot)
+            return group.collected
+        self._slots.add(group.plan.grad_slot)
+        self.transport.home.claim(group.grad_slot)
+        if group.gaps:
+            foreach_zero(group.gaps)
+        group.collects, group.collected = Collects.SLOT, group.grad_slot
+        return group.collected
 
     # ---- events
 
@@ -225,13 +208,13 @@ class Gradients:
         if unit.waiting:
             self._move(unit)
         for group in unit.trained:
-            buffer = self._buffer(unit, group)
-            if group.deferred is None:
+            buffer = self._buffer(group)
+            if group.collects is not Collects.DEFERRED:
                 for member in group.members:
                     if not member.expected:
                         member.view(buffer).zero_()
-            group.grad_full = buffer.to(group.reduce_dtype)
-        fulls = [group.grad_full for group in unit.trained if group.grad_full is not None]
+            group.collected = buffer.to(group.reduce_dtype)
+        fulls = [group.collected for group in unit.trained if group.collected is not None]
         if self.hook is None:
             unit.reduction = unit.transport.reduce(fulls)
         else:
@@ -257,7 +240,6 @@ class Gradients:
         for group, out in zip(unit.trained, outs, strict=True):
             self._land(unit, group.reduced, out, waits=waits)
             self._forget(group)
-            self._free_slot(group)
 
     def _accumulates(self, group: Group) -> bool:
         """Whether `p.grad` holds earlier gradients of the engine; records those of the user.
@@ -289,11 +271,9 @@ class Gradients:
         """Start to sum over replicas, or keep the sums over shards for a later backward."""
         if grads.partial is not None:
             landed.add_(grads.partial)
-            self._count_deferred(-grads.partial.nbytes)
             grads.partial = None
         if waits:
             grads.partial = landed.clone()
-            self._count_deferred(grads.partial.nbytes)
             unit.transport.scratch.give(landed)
         elif unit.plan.mesh.replicate > 1 and self.hook is None:
             steps = unit.transport.sum_replicas(landed)
@@ -318,21 +298,15 @@ class Gradients:
                 self._outer.append(outer)
 
     def _forget(self, group: Group) -> None:
-        """Release the buffers of a group whose gradients are reduced or dropped."""
-        if group.deferred is not None:
-            self._count_deferred(-group.deferred.nbytes)
-        group.grad_full = group.deferred = None
-
-    def _free_slot(self, group: Group) -> None:
-        if self._slots.get(group.plan.grad_slot) is group:
-            del self._slots[group.plan.grad_slot]
+        """Release the buffer of a group whose gradients are reduced or dropped."""
+        if group.collects is Collects.SLOT:
+            self._slots.discard(group.plan.grad_slot)
+        group.collects, group.collected = Collects.NOWHERE, None
 
     def defer(self, unit: Unit) -> None:
         """Keep the unit's gradients unreduced."""
         if unit.waiting:
             self._move(unit)
-        for group in unit.trained:
-            group.grad_full = None
 
     def settle(self, units: Sequence[Unit]) -> None:
         """Agree on the touched parameters, set `p.grad`, and cache norms."""
@@ -375,6 +349,8 @@ class Gradients:
     def show_pending(self, units: Sequence[Unit]) -> None:
         """Set `p.grad` to pending gradients after an unreduced backward."""
         self.norms.waits = True
+        deferred = sum(group.deferred_bytes for unit in units for group in unit.trained)
+        self.peak_deferred_bytes = max(self.peak_deferred_bytes, deferred)
         with no_guard():
             for unit in units:
                 for member in unit.trainees:
@@ -392,12 +368,11 @@ class Gradients:
         )
         unit.reduction = None
         for group in unit.trained:
-            group.grad_full = None
-            self._free_slot(group)
+            self._forget(group)
 
     def reset(self, units: Iterable[Unit]) -> None:
         """Discard a backward that did not end."""
-        if self._deferred_bytes or self._has_added:
+        if self.norms.waits or self._has_added:
             logger.warning(
                 "fullshard: a backward failed; gradients of earlier micro-batches that waited "
                 "under no_sync are lost, others have a part of the failed one's. Call zero_grad() "
@@ -413,15 +388,12 @@ class Gradients:
                 self.drop(unit)
             for group in unit.trained:
                 self._forget(group)
-                if group.reduced.partial is not None:
-                    self._count_deferred(-group.reduced.partial.nbytes)
-                    group.reduced.partial = None
+                group.reduced.partial = None
                 for member in group.members:
                     member.touched = member.expected = False
                     member.compute.grad = None
                     with no_guard():
                         member.param.grad = _before(member.param.grad)
-        self._slots.clear()
         self._theirs.clear()
         self.norms.waits = self._has_added = False
         self.norms.mark_changed()
@@ -452,8 +424,8 @@ def _drop(weak: weakref.ref[Member]) -> Any:
     """Drop a parameter's pending gradient; returns a gradient to be zeroed."""
     member = alive(weak, "zero_grad")
     group = member.group
-    if group.deferred is not None:
-        member.view(group.deferred).zero_()
+    if group.collects is Collects.DEFERRED and group.collected is not None:
+        member.view(group.collected).zero_()
     if group.reduced.partial is not None:
         member.local(group.reduced.partial).zero_()
     member.touched = False

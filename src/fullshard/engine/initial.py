@@ -59,15 +59,13 @@ class InitialValues:
     """Initial values of tensors on meta, by first name.
 
     Attributes:
-        left_out: Parameters left out of sharding.
-        buffers: Buffers.
+        others: Buffers, and parameters left out of sharding.
     """
 
     def __init__(
         self, model: nn.Module, plan: Plan, transports: Mapping[Mesh, Transport], masters: Masters
     ) -> None:
-        self.left_out: dict[str, torch.Tensor] = {}
-        self.buffers: dict[str, torch.Tensor] = {}
+        self.others: dict[str, torch.Tensor] = {}
         self._model = model
         self._transports = transports
         self._masters = masters
@@ -89,7 +87,7 @@ class InitialValues:
             transport: Transport that compares the ranks' random states.
         """
         check_equal_random(transport, self._masters.homes.device)
-        self.buffers = initialise(self._model, self._keep, self._recall)
+        self.others |= initialise(self._model, self._keep, self._recall)
 
     def read(self, folder: str | Path | FolderWeights) -> None:
         """Read a Hugging Face folder, or use a custom reader.
@@ -115,24 +113,21 @@ class InitialValues:
 
     def _read_others(self, files: FolderWeights) -> None:
         """Read ignored parameters and buffers, whole."""
-        self.buffers = initialise(self._model, self._keep, self._recall, writes=False)
-        for name, param in self._model.named_parameters():
-            if name not in self._first and param.is_meta and files.parts([name]):
-                shape = tuple(param.shape)
-                self.left_out[name] = (
-                    files.read([name], shape, 0, param.numel()).view(shape).to(param.dtype)
-                )
-        for name, buffer in self.buffers.items():
+        buffers = initialise(self._model, self._keep, self._recall, writes=False)
+        params = self._model.named_parameters()
+        left_out = {n: p for n, p in params if p.is_meta and n not in self._first}
+        self.others |= buffers
+        for name, like in (left_out | buffers).items():
             if files.parts([name]):
-                shape = tuple(buffer.shape)
-                stored = files.read([name], shape, 0, buffer.numel())
-                self.buffers[name] = stored.view(shape).to(buffer.dtype)
+                shape = tuple(like.shape)
+                stored = files.read([name], shape, 0, like.numel())
+                self.others[name] = stored.view(shape).to(like.dtype)
 
     def _keep(self, name: str, tensor: torch.Tensor) -> None:
         """Keep this rank's part of a whole tensor."""
         first = self._first.get(name)
         if first is None:
-            self.left_out[name] = tensor.clone()
+            self.others[name] = tensor.clone()
             return
         home = self._homes[first]
         self._part(home).copy_(tensor.reshape(-1)[home.piece.start : home.piece.stop])
@@ -141,7 +136,7 @@ class InitialValues:
         """Gather a whole tensor from its shards. A collective."""
         first = self._first.get(name)
         if first is None:
-            return self.left_out[name]
+            return self.others[name]
         home = self._homes[first]
         local = self._part(home).to(self._masters.homes.device)
         layout = home.unit.groups[home.at].layout
@@ -160,15 +155,17 @@ def place_others(model: nn.Module, values: InitialValues, device: torch.device) 
     Raises:
         ConfigError: A tensor is still on meta.
     """
-    for name, buffer in list(model.named_buffers()):
-        if buffer.is_meta and name in values.buffers:
-            path, _, leaf = name.rpartition(".")
-            model.get_submodule(path)._buffers[leaf] = values.buffers[name].to(device)
-    for name, value in values.left_out.items():
-        param = model.get_parameter(name)
-        if param.is_meta:
-            real = nn.Parameter(value.to(device), requires_grad=param.requires_grad)
-            torch.utils.swap_tensors(param, real)
+    for name, value in values.others.items():
+        path, _, leaf = name.rpartition(".")
+        module = model.get_submodule(path)
+        tensor = getattr(module, leaf, None)
+        if tensor is None or not tensor.is_meta:
+            continue
+        if leaf in module._buffers:
+            module._buffers[leaf] = value.to(device)
+        else:
+            real = nn.Parameter(value.to(device), requires_grad=tensor.requires_grad)
+            torch.utils.swap_tensors(tensor, real)
     tensors: Sequence[tuple[str, torch.Tensor]] = [
         *model.named_parameters(),
         *model.named_buffers(),

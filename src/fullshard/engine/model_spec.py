@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,14 +15,23 @@ from fullshard.engine._torch_compat import is_distributed, plain, saved_buffers
 from fullshard.engine.hugging_face import build_on_meta
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.errors import ConfigError, UnsupportedModelError
+from fullshard.planner.mesh import Mesh
 from fullshard.planner.spec import ModelSpec, ModuleSpec, ParamSpec, check_globs, matches
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 NEVER_CALLED = (nn.ModuleList, nn.ModuleDict)
+NO_MESHES: Mapping[str, Mesh] = {}
 
 
-def spec_of(model: nn.Module, ignore: Iterable[str] = ()) -> ModelSpec:
+def spec_of(
+    model: nn.Module, ignore: Iterable[str] = (), meshes: Mapping[str, Mesh] = NO_MESHES
+) -> ModelSpec:
     """Describe a module, which may be on meta.
+
+    Args:
+        model: The module.
+        ignore: Globs of modules or parameters that are left out.
+        meshes: The meshes of experts, by name of the parameter.
 
     Raises:
         UnsupportedModelError: A parameter cannot be sharded; names it, the reason and the solution.
@@ -51,7 +61,8 @@ def spec_of(model: nn.Module, ignore: Iterable[str] = ()) -> ModelSpec:
         if not matches(name, globs):
             names[id(param)].append(name)
             params[id(param)] = param
-    specs = tuple(param_spec(tuple(names[key]), params[key]) for key in names)
+    found = (param_spec(tuple(names[key]), params[key]) for key in names)
+    specs = tuple(replace(param, mesh=meshes.get(param.name)) for param in found)
     _refuse_shared_storage(params.values(), names)
     buffer_bytes = sum(buffer.nbytes for buffer in model.buffers())
     saved = {id(b): b.nbytes for module in model.modules() for b in saved_buffers(module)}

@@ -156,19 +156,6 @@ class GradientNorms:
             self._squares = self._squares * factor.to(self._squares) ** 2
             self._versions = [flat._version for flat in self._memory]
 
-    def of(self, gradients: Sequence[Any], order: float) -> list[torch.Tensor]:
-        """The norm of each whole gradient: plain scalars in the gradient's dtype.
-
-        A collective unless the cache knows them (2-norms of unchanged gradients).
-        """
-        if order == 2.0 and self._known() is not None and all(map(self._knows, gradients)):
-            found = self._squares_of(gradients).sqrt()
-        else:
-            powers = self.powers(gradients, order)
-            found = powers if order == math.inf else powers ** (1.0 / order)
-        with no_guard():
-            return [norm.to(g) for norm, g in zip(found.unbind(), gradients, strict=True)]
-
     def reduce(self, shard: Any, name: str, correction: int = 1) -> torch.Tensor:
         """A reduction of the whole tensor to a plain scalar: float64 or int64. A collective.
 
@@ -275,12 +262,6 @@ class GradientNorms:
         """
         return self._share(local_powers(tensors, 2.0, self._device), records)
 
-    def known_total(self, gradients: Sequence[Any]) -> torch.Tensor | None:
-        """The 2-norm of all these gradients together, if the cache has it."""
-        if self._known() is None or any(id(g) not in self._shown for g in gradients):
-            return None
-        return self._squares_of(gradients).sum().sqrt()
-
     def _squares_of(self, gradients: Sequence[Any]) -> torch.Tensor:
         assert self._squares is not None
         at = [gradient.record.index for gradient in gradients]
@@ -294,7 +275,12 @@ class GradientNorms:
         found_inf.copy_(self.all_reduce(shared, "GradScaler.unscale_", maximum=True)[0])
 
     def powers(self, shards: Sequence[Any], order: float) -> torch.Tensor:
-        """(len(shards),): sums of |x|^order over all ranks, or maxima for inf. A collective."""
+        """(len(shards),): sums of |x|^order over all ranks, or maxima for inf.
+
+        A collective unless the cache knows them (2-norms of unchanged gradients).
+        """
+        if order == 2.0 and self._known() is not None and all(map(self._knows, shards)):
+            return self._squares_of(shards)
         powers = local_powers([shard.to_local() for shard in shards], order, self._device)
         if not any(shard.record.is_cut for shard in shards):
             return powers  # replicated: no communication needed
@@ -337,22 +323,31 @@ def by_model(shards: Iterable[Any]) -> dict[GradientNorms, list[Any]]:
 
 
 def norms_of(shards: Sequence[Any], order: float) -> list[torch.Tensor]:
-    """The norm of each whole tensor, of one model or several."""
+    """The norm of each whole tensor, of one model or several: plain scalars in its dtype."""
     found = {
         id(shard): norm
         for norms, ours in by_model(shards).items()
-        for shard, norm in zip(ours, norms.of(ours, order), strict=True)
+        for shard, norm in zip(ours, _root(norms.powers(ours, order), order).unbind(), strict=True)
     }
-    return [found[id(shard)] for shard in shards]
+    with no_guard():
+        return [found[id(shard)].to(shard) for shard in shards]
 
 
 def total_norm(shards: Sequence[Any], order: float) -> torch.Tensor:
-    """The norm of all shards together, a plain float64 scalar. A collective."""
+    """The norm of all shards together, a plain float64 scalar.
+
+    A collective unless the caches know it (2-norms of unchanged gradients).
+    """
     parts = [norms.powers(ours, order) for norms, ours in by_model(shards).items()]
-    powers = torch.cat([part.to(parts[0].device) for part in parts])
+    none = torch.zeros(0, dtype=torch.float64)
+    powers = torch.cat([part.to(parts[0].device) for part in parts] or [none])
     if order == math.inf:
         return powers.max() if powers.numel() else powers.sum()
-    return powers.sum() ** (1.0 / order)
+    return _root(powers.sum(), order)
+
+
+def _root(powers: torch.Tensor, order: float) -> torch.Tensor:
+    return powers if order == math.inf else powers ** (1.0 / order)
 
 
 # ---- small sums over all ranks

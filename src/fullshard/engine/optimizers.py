@@ -54,7 +54,6 @@ class _Watch:
     """
 
     def __init__(self) -> None:
-        self._alive = 0
         self._owners: weakref.WeakSet[Any] = weakref.WeakSet()
         self._handle: Any = None
         self._forget_types: Callable[[], None] = lambda: None
@@ -69,7 +68,6 @@ class _Watch:
         if owner in self._owners:
             return
         self._owners.add(owner)
-        self._alive += 1
         weakref.finalize(owner, self._release).atexit = False
         if self._handle is None:
             self._handle = register_optimizer_step_pre_hook(self._before_step)
@@ -78,8 +76,7 @@ class _Watch:
             )
 
     def _release(self) -> None:
-        self._alive -= 1
-        if self._alive == 0 and self._handle is not None:
+        if next(iter(self._owners), None) is None and self._handle is not None:
             self._handle.remove()
             self._handle = None
             self._passed.clear()
@@ -213,16 +210,12 @@ def probe(
             "its step (closure) and moves all elements in one direction. Use AdamW or another "
             "elementwise optimizer, or strategy no_shard, where nothing is cut."
         )
-    generator = torch.Generator().manual_seed(0)
-    drawn = [
-        torch.randn(PROBE_SHAPE, generator=generator, dtype=torch.float64).to(like)
-        for _ in range(1 + PROBE_STEPS)
-    ]
+    drawn = _drawn([PROBE_SHAPE], like)
     half = PROBE_SHAPE[0] // 2
     try:
         make = partial(_like, kind, settings)
-        whole, optimizer = _stepped(make, [[tensor] for tensor in drawn])
-        halves, _ = _stepped(make, [list(tensor.split(half)) for tensor in drawn])
+        whole, optimizer = _stepped(make, drawn)
+        halves, _ = _stepped(make, [list(tensor.split(half)) for (tensor,) in drawn])
         states = optimizer.state[optimizer.param_groups[0]["params"][0]].items()
     except Exception as error:
         raise NotElementwiseError(
@@ -309,11 +302,7 @@ def check_by_itself(
     Raises:
         EngineError: Together, in turns and apart the same tensors are updated otherwise.
     """
-    generator = torch.Generator().manual_seed(0)
-    drawn = [
-        [0.01 * torch.randn(shape, generator=generator).to(like) for shape in TURN_SHAPES]
-        for _ in range(1 + PROBE_STEPS)
-    ]
+    drawn = [[0.01 * tensor for tensor in tensors] for tensors in _drawn(TURN_SHAPES, like)]
     for group in groups:
         try:
             make = partial(_made_by, factory, settings_in(group))
@@ -332,6 +321,15 @@ def check_by_itself(
                 "cannot see the values when it is made, as it will be when owners share the work. "
                 "Use it under no_shard, without fs.owned."
             )
+
+
+def _drawn(shapes: Sequence[tuple[int, ...]], like: torch.Tensor) -> list[list[torch.Tensor]]:
+    """Random values of tensors with these shapes, then gradients of each step."""
+    generator = torch.Generator().manual_seed(0)
+    return [
+        [torch.randn(s, generator=generator, dtype=torch.float64).to(like) for s in shapes]
+        for _ in range(1 + PROBE_STEPS)
+    ]
 
 
 def _close(one: torch.Tensor, other: torch.Tensor) -> bool:

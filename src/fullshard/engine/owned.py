@@ -18,6 +18,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from torch import nn
 
 from fullshard.engine._torch_compat import no_guard
 from fullshard.engine.agreement import agree
+from fullshard.engine.cuts import Cut
 from fullshard.engine.engine import Engine, engine_of
 from fullshard.engine.optimizers import WATCHED, check_by_itself
 from fullshard.engine.parameter import Guarded, ShardedParameter
@@ -134,7 +136,7 @@ class OwnedOptimizer(torch.optim.Optimizer):
         self._complete = True
         self._made_with = _lists(self.param_groups)
         WATCHED.trusted.add(self)
-        self._take_new_states(self._owned.values())
+        self._take_states(self._owned.values())
 
     def _join(self, beside: torch.optim.Optimizer) -> None:
         """Make both optimizers share one list of groups and one table of states."""
@@ -196,14 +198,15 @@ class OwnedOptimizer(torch.optim.Optimizer):
             if owned.holders:
                 both = [own.new_empty(owned.whole.numel()) for own in both]
             owned.show(both)
+        self._give_states(mine)
         self._move(live, to_owners=True)
         try:
-            self._update(mine)
+            agree(self._engine, partial(self._update, mine))
             self._move(live, to_owners=False)
         finally:
             for owned in mine:
                 owned.hide()
-        self._take_new_states(members)
+        self._take_states(members)
 
     def _move(self, live: list[_Owned], *, to_owners: bool) -> None:
         """Copy slices of parameters and gradients to owners, or updated parameters back."""
@@ -231,36 +234,16 @@ class OwnedOptimizer(torch.optim.Optimizer):
         self._exchange.run(*((slices, ranges) if to_owners else (ranges, slices)))
 
     def _update(self, mine: list[_Owned]) -> None:
-        """Step the owners' optimizer on full tensors; an error on one rank is raised on all."""
-        before, error = settings_of(self._inner), None
-        try:
-            if mine:
-                self._inner.step()
-        except Exception as caught:  # noqa: BLE001  whatever it is, the others wait for tensors
-            error = caught
-        if error is None and settings_of(self._inner) != before:
-            error = EngineError(
+        """Step the owners' optimizer on full tensors. Not a collective."""
+        before = settings_of(self._inner)
+        if mine:
+            self._inner.step()
+        if settings_of(self._inner) != before:
+            raise EngineError(
                 f"fs.owned: expected {type(self._inner).__name__} to keep what it counts with each "
                 "parameter; it changed its groups or itself, and it steps once a round, not once a "
                 "step. Use it under no_shard, without fs.owned."
             )
-        self._raise_together(error)
-
-    def _raise_together(self, error: Exception | None) -> None:
-        """Raise one rank's error on all ranks. A collective."""
-        engine = self._engine
-        if engine.plan.mesh.world_size > 1:
-            flag = torch.tensor([float(error is not None)], device=engine.device)
-            if not engine.norms.all_reduce(flag, "fs.owned", maximum=True).item():
-                return
-        elif error is None:
-            return
-
-        def tell() -> None:
-            if error is not None:
-                raise error
-
-        agree(engine, tell)
 
     def _check(self) -> None:
         """Check that shards and gradients match the choice of owners, on all ranks."""
@@ -271,7 +254,7 @@ class OwnedOptimizer(torch.optim.Optimizer):
                 "optimizer anew, and load its states from a checkpoint."
             )
         engine.check_params()
-        self._raise_together(self._find_edits())
+        agree(engine, self._check_edits)
         if engine.plan.mesh.shard == 1:
             return
         there = bytes(owned.param.grad is not None for owned in self._owned.values())
@@ -284,30 +267,21 @@ class OwnedOptimizer(torch.optim.Optimizer):
                 "Set p.grad, or None, on all ranks alike."
             )
 
-    def _find_edits(self) -> EngineError | None:
-        """Find a change since construction that the owners' optimizer would not notice."""
+    def _check_edits(self) -> None:
+        """Check that groups and parameters are those for which owners were chosen."""
         beside = [] if self._beside is None else _lists(self._beside.param_groups)
         made_with, num_own = self._made_with, len(self._made_with) - len(beside)
         if _lists(self.param_groups) != made_with or beside != made_with[num_own:]:
-            return EngineError(
+            raise EngineError(
                 "fs.owned: expected the groups that it was made with, whose numbers alone may "
                 "change; groups or parameters came, went or moved. Make it anew."
             )
         for param in (param for group in self.param_groups[:num_own] for param in group["params"]):
             if param.grad is not None and id(param) not in self._owned:
-                return EngineError(
+                raise EngineError(
                     f"fs.owned: expected {name_of(param)} without a gradient, because it was "
                     "frozen when this was made. Make it anew."
                 )
-        for param, whole in ((owned.param, owned.whole) for owned in self._owned.values()):
-            shown = self.state.get(param, {})
-            kept = self._inner.state.get(whole, {})
-            if any(shown.get(key) is not value for key, value in kept.items()):
-                return EngineError(
-                    f"fs.owned: expected the states of {name_of(param)} to be changed in place; "
-                    "they were replaced or cleared. Write into their tensors, or make it anew."
-                )
-        return None
 
     # ---- states
 
@@ -316,20 +290,20 @@ class OwnedOptimizer(torch.optim.Optimizer):
         owned = self._owned.get(id(param))
         return None if owned is None else owned.owner in (-1, self._exchange.part)
 
-    def _take_new_states(self, members: Iterable[_Owned]) -> None:
-        """Copy new states of the owner's optimizer to `state`."""
+    def _give_states(self, members: Iterable[_Owned]) -> None:
+        """Copy states, which may have been loaded or cleared, to the owner's optimizer."""
+        for owned in members:
+            found = self.state.get(owned.param, {})
+            own = {key: value for key, value in found.items() if not isinstance(value, Guarded)}
+            self._inner.state.pop(owned.whole, None)
+            if own:
+                self._inner.state[owned.whole] = own
+
+    def _take_states(self, members: Iterable[_Owned]) -> None:
+        """Copy the states of the owner's optimizer to `state`."""
         for owned in members:
             if owned.whole in self._inner.state:
                 self.state[owned.param].update(self._inner.state[owned.whole])
-
-    def give_states(self) -> None:
-        """Copy loaded states to the owner's optimizer."""
-        self._inner.state.clear()
-        for owned in self._owned.values():
-            found = self.state.get(owned.param, {})
-            own = {key: value for key, value in found.items() if not isinstance(value, Guarded)}
-            if own:
-                self._inner.state[owned.whole] = own
 
 
 def holds_whole(optimizer: torch.optim.Optimizer, param: Any) -> bool | None:
@@ -345,12 +319,6 @@ def owned_optimizer(
 ) -> OwnedOptimizer:
     """See `fullshard.owned`."""
     inner = engine_of(model).plan.mesh.inner
-    if inner > 1:
-        raise EngineError(
-            "fs.owned: expected a model that no other axis of the mesh cuts (tensor or expert "
-            f"parallelism); got {inner} ranks along others, for which this is not yet supported. "
-            "Use an elementwise optimizer."
-        )
     if params is None:
         taken = {id(p) for g in (beside.param_groups if beside else ()) for p in g["params"]}
         params = [p for p in model.parameters() if p.requires_grad and id(p) not in taken]
@@ -361,6 +329,12 @@ def owned_optimizer(
     groups = [{**group, "params": list(group["params"])} for group in groups]
     known = {id(param) for param in model.parameters()}
     for param in (param for group in groups for param in group["params"]):
+        if inner > 1 or Cut.of(param) is not None:
+            raise EngineError(
+                "fs.owned: expected a model that no other axis of the mesh cuts, or parameters "
+                f"beside experts; got {name_of(param)}, for which this is not yet supported. Give "
+                "it to an elementwise optimizer (beside=...)."
+            )
         if id(param) not in known:
             raise EngineError(
                 f"fs.owned: expected parameters of the model; got {name_of(param)}, which is not "

@@ -9,6 +9,7 @@ hashes and of the negated hashes; if these agree, all hashes are equal.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import torch
@@ -44,8 +45,9 @@ def check_equal_start(model: nn.Module, plan: Plan, transport: Transport) -> Non
     if device.type == "cpu" and not params and torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
     first = torch.tensor([int(plan.digest()[:15], 16), len(params)], device=device)
-    inner = plan.mesh.inner  # plans may differ along other axes
-    if _unequal(first, transport, [plan.mesh.place(transport.rank) % inner] * len(first), inner):
+    widest = max((plan.mesh, *(unit.mesh for unit in plan.units)), key=attrgetter("inner"))
+    inner = widest.inner  # plans may differ along other axes
+    if _unequal(first, transport, [widest.place(transport.rank) % inner] * len(first), inner):
         raise ConfigError(
             "fs.shard: expected the same model and the same configuration on every rank; the "
             "ranks' plans differ. Compare fs.plan(...).to_json() of the ranks."
@@ -93,11 +95,10 @@ def check_replicas(units: Sequence[Unit], transport: Transport) -> None:
     copied = [unit for unit in units if unit.plan.mesh.replicate > 1 and unit.groups]
     if not copied:
         return
-    mesh = copied[0].plan.mesh
-    inner, at_place = mesh.inner, mesh.place(transport.rank) % mesh.inner
+    meshes = [unit.plan.mesh for unit in copied]
     hashes = [torch.stack([bits_hash(g.master) for g in unit.groups]).sum() for unit in copied]
-    seats = [unit.part * inner + at_place for unit in copied]
-    num_seats = inner * max(unit.plan.mesh.shard for unit in copied)
+    seats = [mesh.place(transport.rank) % (mesh.shard * mesh.inner) for mesh in meshes]
+    num_seats = max(mesh.shard * mesh.inner for mesh in meshes)
     transport.home.place = "a comparison of replicas"
     values = torch.stack(hashes).to(copied[0].groups[0].full.device)
     wrong = [copied[i].plan.title for i in _unequal(values, transport, seats, num_seats)]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from typing import Any, cast
 
 import torch
@@ -22,7 +23,7 @@ from fullshard.engine.cuts import check_cuts
 from fullshard.engine.engine import ATTRIBUTE, Engine, engine_of
 from fullshard.engine.homes import DeviceHomes, compute_device
 from fullshard.engine.initial import InitialValues, place_others
-from fullshard.engine.model_spec import chosen_modules, places_of, spec_of
+from fullshard.engine.model_spec import NO_MESHES, chosen_modules, places_of, spec_of
 from fullshard.engine.optimizers import WATCHED
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.placing import Masters
@@ -39,6 +40,7 @@ from fullshard.planner.plan import Plan, make_plan
 from fullshard.planner.spec import matches
 from fullshard.planner.units import UnitSettings
 from fullshard.transport import Transport, make_transport, resolve_transport
+from fullshard.transport.groups import own_group, tell_everyone
 
 logger = logging.getLogger(__name__)
 
@@ -102,10 +104,11 @@ def shard_model(
     if config.transport is not TransportKind.FAKE and not given.alone:
         _check_world(topology)
     mesh = resolve_mesh(row_of(config.strategy), topology, config.replicate, config.shard)
-    _check_cuts(model, config, mesh, given)
-    kind = resolve_transport(config, mesh, device)
-    config = ShardConfig.of(config, transport=kind)
-    plan = plan_model(model, config, topology, given.settings)
+    experts = _meshes_of_experts(model, config, mesh)
+    widest = max((mesh, *experts.values()), key=attrgetter("inner"))
+    _refuse_beside_other_axes(model, config, widest, given)
+    config = ShardConfig.of(config, transport=resolve_transport(config, widest, device))
+    plan = plan_model(model, config, topology, given.settings, experts)
     if given.sample is not None:
         plan = trace_order(model, plan, given.sample)
     meshes = dict.fromkeys([plan.mesh, *(unit.mesh for unit in plan.units)])
@@ -159,26 +162,43 @@ def plan_model(
     config: ShardConfig,
     topology: Topology,
     settings: Mapping[str, UnitSettings] | None = None,
+    experts: Mapping[str, Mesh] = NO_MESHES,
 ) -> Plan:
-    """Makes the plan of a module, which may be on meta."""
+    """Makes the plan of a module, which may be on meta; `experts`: their meshes by name."""
     chosen = None
     if not isinstance(config.wrap, WrapKind | tuple):
         chosen = chosen_modules(model, cast("Callable[[nn.Module], bool]", config.wrap))
-    return make_plan(spec_of(model, config.ignore), config, topology, chosen, settings)
+    return make_plan(spec_of(model, config.ignore, experts), config, topology, chosen, settings)
 
 
-def _check_cuts(model: nn.Module, config: ShardConfig, mesh: Mesh, given: Given) -> None:
-    """Checks DTensors against the other axes of the mesh."""
+def _meshes_of_experts(model: nn.Module, config: ShardConfig, mesh: Mesh) -> dict[str, Mesh]:
+    """Checks DTensors against the axes of the mesh; returns the meshes of experts, by name.
+
+    A collective if there are experts.
+    """
     rank = dist.get_rank() if mesh.world_size > 1 and dist.is_initialized() else 0
     place = mesh.place(rank)
     ranks = mesh.order or range(mesh.world_size)
     first = place - place % mesh.inner
     params = [(n, p) for n, p in places_of(model).items() if not matches(n, config.ignore)]
-    check_cuts(params, ranks[place % mesh.inner :: mesh.inner], ranks[first : first + mesh.inner])
+    data, inner = ranks[place % mesh.inner :: mesh.inner], ranks[first : first + mesh.inner]
+    experts = check_cuts(params, data, inner)
+    kinds = list(dict.fromkeys(experts.values()))
+    told = tell_everyone(kinds, own_group("all", [range(mesh.world_size)])) if kinds else []
+    groups = [set(every) for every in zip(*told, strict=True)]
+    meshes = dict(zip(kinds, map(mesh.of_experts, groups), strict=True))
+    return {name: meshes[ranks] for name, ranks in experts.items()}
+
+
+def _refuse_beside_other_axes(
+    model: nn.Module, config: ShardConfig, mesh: Mesh, given: Given
+) -> None:
+    """Refuses what is not supported for parameters that are cut over other axes."""
+    params = [p for n, p in places_of(model).items() if not matches(n, config.ignore)]
     asked = {
         "sample": given.sample is not None,
         "weights": given.weights is not None,
-        "a model on meta": any(param.is_meta for _, param in params),
+        "a model on meta": any(param.is_meta for param in params),
     }
     for what, is_asked in asked.items():
         if is_asked and mesh.inner > 1:

@@ -476,8 +476,6 @@ def restore_optimizer(
                     else value
                     for key, value in state.items()
                 }
-    if isinstance(optimizer, OwnedOptimizer):
-        optimizer.give_states()
 
 
 def dtype_name(tensor: torch.Tensor, where: str) -> str:

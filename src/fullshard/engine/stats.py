@@ -19,8 +19,7 @@ def memory_stats(model: nn.Module) -> dict[str, dict[str, int]]:
     engine = engine_of(model)
     groups = engine.groups
     grads = [group.grads for group in groups if group.grads is not None]
-    waiting = [*(grad.partial for grad in grads), *(group.deferred for group in groups)]
-    deferred = sum(tensor.nbytes for tensor in waiting if tensor is not None)
+    deferred = sum(group.deferred_bytes for group in groups)
     fixed = {
         "parameter_shards": sum(group.master.nbytes for group in groups),
         "gradient_shards": sum(grad.nbytes for grad in grads),

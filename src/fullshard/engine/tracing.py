@@ -1,25 +1,25 @@
-"""A micro-batch traced on the real module: what it holds, its operations, the order of units.
+"""Traces a micro-batch on the real module: its tensors, its operations, the order of its units.
 
-[Note: traced activations]
-The module's own forward, the loss and autograd's backward run on fake tensors: they have shapes,
-dtypes and storages that are freed when the last tensor lets go of them, and no memory. Every
-operation passes a dispatch mode that notes the storages alive, so what autograd saves, what a
-recompute brings back and what backward makes on its way are counted as they come and go:
+[Note: traced tensors]
+The module's own forward, the loss and autograd's backward run on fake tensors. These have shapes,
+dtypes and storages, which are freed with their last tensor, but no memory. A dispatch mode, the
+`Ledger`, sees every operation and counts the bytes of the live storages. It therefore counts what
+autograd saves, what a recompute allocates again and what backward allocates for a while:
 
-    bytes                     .#.      forward: activations pile up, inside a recompute for a while
-                         .:#####.      the loss: logits and theirs
-            .  :  .:#############:.    backward: gradients come and go, activations go
+    bytes                     .#.      forward: activations accumulate; a recompute adds more
+                         .:#####.      loss: logits and their gradients
+            .  :  .:#############:.    backward: gradients come and go, activations are freed
         .:########################:.
         forward -----> loss -> backward
 
-Integers are computed, since models look at them to decide what to do (masks, packed sequences).
-Weights are not counted: the plan has them. Their gradients are, as long as the engine leaves them
-where autograd put them: small ones wait for their unit's rest (engine/gradients.py).
+Integers are computed, because models read them to decide what to do (masks, packed sequences).
+Weights are not counted, because the plan lists them. Their gradients are counted until the engine
+moves them: small gradients wait for the others of their unit (engine/gradients.py).
 
 [Note: traced operations]
-The same trace lists the operations of each unit. What a unit computes in forward is what runs
-between its forward's hooks; in backward, what runs from the gradient of its outputs on until
-another unit's come, as the engine's own hooks have it.
+The ledger also lists the operations of each unit. An operation belongs to a unit's forward if it
+runs between the hooks of that forward. It belongs to a unit's backward if it runs after the
+gradient of the unit's outputs and before that of another unit's, as with the engine's own hooks.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fullshard.config.schema import ShardConfig
 from fullshard.engine._torch_compat import outside_modes, tree_leaves, tree_map_only
 from fullshard.engine.gradients import MOST_WAITING
+from fullshard.engine.model_spec import places_of
 from fullshard.engine.precision import apply_dtypes, cast_tensors
 from fullshard.engine.recompute import apply_recompute, convert_reentrant
 from fullshard.engine.unit import LARGE_NUMEL
@@ -63,11 +64,11 @@ from fullshard.transport.base import torch_dtype
 MOST_OPERATIONS = 20_000  # seconds of tracing; loops over tokens, as in Mamba, would take minutes
 COMPUTED_BYTES = 16 << 20  # integers above this are fake too: masks of very long sequences
 
-# What these make depends on numbers, not on shapes alone.
+# The shapes of their results depend on numbers, not on shapes alone.
 _OF_NUMBERS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
 
-# Forward and loss of a micro-batch: calls the model that it is given (and others that run inside of
-# its step), returns what backward starts from.
+# Forward and loss of a micro-batch: is called with copies of the model and of other models that run
+# in its step, and returns the tensor from which backward starts.
 Work = Callable[..., torch.Tensor]
 
 
@@ -76,27 +77,43 @@ def trace_step(
     plan: Plan,
     config: ShardConfig,
     work: Work,
-    ledger: Ledger | None = None,
     beside: Sequence[nn.Module] = (),
 ) -> list[Moment]:
-    """Bytes alive after each operation of a micro-batch that made some, computed on the CPU.
+    """Bytes of temporary tensors after each operation that allocated some. Runs on the CPU.
 
     Args:
-        model: On meta; left as it is.
-        plan: Plan of that model, whose units and dtypes count.
-        config: The configuration that it was planned with, which includes recompute.
-        work: Makes inputs and computes the loss.
-        ledger: Notes every operation; None: counts bytes only.
-        beside: Other models on meta, in their own dtypes, that the work is given copies of.
+        model: A model on meta; it is not changed.
+        plan: Plan of that model, which decides units and dtypes.
+        config: The configuration of the plan, which includes recompute.
+        work: Creates inputs and computes the loss.
+        beside: Other models on meta, in their own dtypes, of which `work` gets copies.
 
     Raises:
         Exception: The error of a model that reads values of fake tensors.
     """
+    return _traced(model, plan, config, work, beside).moments
+
+
+def trace_work(
+    model: nn.Module, plan: Plan, config: ShardConfig, work: Work
+) -> dict[str, UnitWork]:
+    """Operations of every unit in a micro-batch, by the unit's name.
+
+    Args, Raises: As of `trace_step`.
+    """
+    ledger = _traced(model, plan, config, work, ())
+    found = zip(plan.units, ledger.forward, ledger.backward, strict=True)
+    return {unit.name: UnitWork(first, then) for unit, first, then in found}
+
+
+def _traced(
+    model: nn.Module, plan: Plan, config: ShardConfig, work: Work, beside: Sequence[nn.Module]
+) -> Ledger:
     model, others = copy.deepcopy(model), copy.deepcopy(list(beside))
     groups = {
         name: group for u in plan.units for group in u.groups for n in group.names for name in n
     }
-    ledger = Ledger() if ledger is None else ledger
+    ledger = Ledger(len(plan.units))
     apply_dtypes(model, config)
     apply_recompute(model, plan.recompute, config.activation_checkpointing.kind)
     convert_reentrant(model)
@@ -108,17 +125,17 @@ def trace_step(
                 ledger.leave_out(tensor)
         for unit in plan.units:
             _collect_gradients(model, unit, ledger)
-        ledger.watch(model, plan)
+            ledger.watch(model.get_submodule(unit.name), unit.index)
         _watch_edges(model, config, ledger)
         with ledger:
             loss = work(model, *others)
             ledger.kind = TensorKind.GRADIENTS
             loss.backward()
-    return ledger.moments
+    return ledger
 
 
 def _give_storage(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
-    """Parameters as forward sees them and buffers, inside the fake mode."""
+    """Replace parameters, in the dtypes that forward sees, and buffers by fake ones."""
     made: dict[int, nn.Parameter] = {}
     for path, module in model.named_modules():
         for leaf, param in module._parameters.items():
@@ -134,7 +151,7 @@ def _give_storage(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
 
 
 def _collect_gradients(model: nn.Module, unit: UnitPlan, ledger: Ledger) -> None:
-    """Let a unit's gradients go when the engine would: large ones at once, small ones together."""
+    """Free a unit's gradients when the engine would: large ones at once, small ones together."""
     trained = [names[0] for group in unit.groups if group.trainable for names in group.names]
     params = [model.get_parameter(name) for name in trained]
     waiting: list[nn.Parameter] = []
@@ -146,7 +163,8 @@ def _collect_gradients(model: nn.Module, unit: UnitPlan, ledger: Ledger) -> None
         waiting.append(param)  # type: ignore[arg-type]
         if not left or param.numel() > LARGE_NUMEL or len(waiting) == MOST_WAITING:
             for one in waiting:
-                ledger.move(one)
+                if one.grad is not None:
+                    ledger.note(Operation("copy", _dtype(one), (2 * one.nbytes,)))
                 one.grad = None
             waiting.clear()
 
@@ -155,7 +173,7 @@ def _collect_gradients(model: nn.Module, unit: UnitPlan, ledger: Ledger) -> None
 
 
 def _watch_edges(model: nn.Module, config: ShardConfig, ledger: Ledger) -> None:
-    """Cast what goes in and out as the engine does; what comes out is logits, and what follows."""
+    """Cast inputs and outputs as the engine does; outputs and later tensors count as logits."""
 
     def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
         if config.param_dtype is None:
@@ -165,9 +183,8 @@ def _watch_edges(model: nn.Module, config: ShardConfig, ledger: Ledger) -> None:
 
     def after(_: nn.Module, __: Any, output: Any) -> Any:
         ledger.kind = TensorKind.LOGITS
-        for leaf in tree_leaves(output):
-            if isinstance(leaf, torch.Tensor):
-                ledger.relabel(leaf)
+        for leaf in _tensors(output):
+            ledger.relabel(leaf)
         if config.output_dtype is None:
             return None
         return cast_tensors(output, torch_dtype(config.output_dtype))
@@ -183,33 +200,59 @@ def _watch_edges(model: nn.Module, config: ShardConfig, ledger: Ledger) -> None:
 
 
 class Ledger(TorchDispatchMode):
-    """Notes the storages that operations make, and when they are freed.
+    """Notes the storages and the operations of a micro-batch.
 
     Attributes:
-        kind: Kind of the tensors that are made now.
-        moments: Bytes by kind after each operation that made a storage.
+        kind: Kind of the tensors that are allocated now.
+        moments: Bytes by kind after each operation that allocated a storage.
+        forward: Operations of each unit's forward.
+        backward: Operations of each unit's backward.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_units: int) -> None:
         super().__init__()
         self.kind = TensorKind.ACTIVATIONS
         self.moments: list[Moment] = []
+        self.forward: list[Counter[Operation]] = [Counter() for _ in range(num_units)]
+        self.backward: list[Counter[Operation]] = [Counter() for _ in range(num_units)]
         self._alive: dict[int, tuple[TensorKind, int]] = {}
         self._bytes = dict.fromkeys(TensorKind, 0)
         self._num_operations = 0
+        self._open: list[int] = [ROOT]  # units whose forwards run
+        self._unit = ROOT  # whose backward runs
 
-    def watch(self, model: nn.Module, plan: Plan) -> None:
-        """The model that will be traced is there."""
+    def watch(self, module: nn.Module, unit: int) -> None:
+        """Note when a unit's forward and backward run."""
 
-    def move(self, param: torch.Tensor) -> None:
-        """The gradient of a parameter goes where the engine collects it."""
+        def enter(*_: Any) -> None:
+            self._open.append(unit)
+
+        def begin(_: Any) -> None:
+            self._unit = unit
+
+        def leave(_: nn.Module, __: Any, output: Any) -> None:
+            self._open.pop()
+            for leaf in _tensors(output):  # law 5: a unit that passes a tensor on did not make it
+                if leaf.requires_grad and not hasattr(leaf, _MADE):
+                    setattr(leaf, _MADE, True)
+                    leaf.register_hook(begin)
+
+        module.register_forward_pre_hook(enter)
+        module.register_forward_hook(leave)
+
+    def note(self, operation: Operation) -> None:
+        """Note an operation of the unit that runs."""
+        if self.kind is TensorKind.GRADIENTS:
+            self.backward[self._unit][operation] += 1
+        else:
+            self.forward[self._open[-1]][operation] += 1
 
     def leave_out(self, tensor: torch.Tensor) -> None:
-        """This storage is somebody else's."""
+        """Do not count a storage."""
         self._alive[_storage_key(tensor)] = (self.kind, 0)
 
     def relabel(self, tensor: torch.Tensor) -> None:
-        """A tensor is of the kind that is made now."""
+        """Count a tensor as the kind that is allocated now."""
         key = _storage_key(tensor)
         kind, num_bytes = self._alive.get(key, (self.kind, 0))
         self._bytes[kind] -= num_bytes
@@ -221,13 +264,17 @@ class Ledger(TorchDispatchMode):
         if self._num_operations > MOST_OPERATIONS:
             raise RuntimeError(f"more than {MOST_OPERATIONS:,} operations")
         result = self._run(func, args, kwargs or {})
-        tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-        made = [self._note(tensor) for tensor in tensors]
+        made = [self._count(tensor) for tensor in _tensors(result)]
         if any(made):
             self.moments.append(Moment(*(self._bytes[kind] for kind in TensorKind)))
+        if func.namespace == "aten":
+            found = _operation(func, args, kwargs or {}, result)
+            self.note(found)
+            if found.kind == EMBEDDING_BACKWARD:  # also fills rows without a gradient
+                self.note(Operation("fill", found.dtype, (result.nbytes,)))
         return result
 
-    def _note(self, tensor: torch.Tensor) -> bool:
+    def _count(self, tensor: torch.Tensor) -> bool:
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._alive:
@@ -243,14 +290,14 @@ class Ledger(TorchDispatchMode):
         self._bytes[kind] -= num_bytes
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        given = _tensors((args, kwargs))
         if func is torch.ops.aten._grouped_mm.default and given[0].dtype is not torch.bfloat16:
             return _grouped_product(args, kwargs)
         if any(isinstance(tensor, FakeTensor) for tensor in given):
             return func(*args, **kwargs)
         if func not in _OF_NUMBERS:
             shapes = func(*args, **kwargs)
-            fakes = [leaf for leaf in tree_leaves(shapes) if isinstance(leaf, torch.Tensor)]
+            fakes = _tensors(shapes)
             if any(fake.is_floating_point() or fake.nbytes > COMPUTED_BYTES for fake in fakes):
                 return shapes
         with outside_modes():
@@ -262,7 +309,7 @@ def _storage_key(tensor: torch.Tensor) -> int:
 
 
 def _grouped_product(args: Any, kwargs: Any) -> torch.Tensor:
-    """Shapes of a grouped product in another dtype than its shape function takes (2.11 to 2.13)."""
+    """Shapes of a grouped product in a dtype that its shape function refuses (2.11 to 2.13)."""
     low = [
         a.to(torch.bfloat16) if isinstance(a, torch.Tensor) and a.is_floating_point() else a
         for a in args
@@ -275,7 +322,7 @@ def _grouped_product(args: Any, kwargs: Any) -> torch.Tensor:
 
 EMBEDDING_BACKWARD = "embedding_dense_backward"
 COLUMNS = "sum columns"  # all dimensions but the last
-# Kinds that have tables of their own, by torch's name; what is not here goes at the rate of a sum.
+# Kinds with their own calibration tables, by torch's name; all others are timed as sums ("add").
 KINDS = {
     **dict.fromkeys(("zeros", "ones", "full", "zeros_like", "ones_like", "new_zeros"), "fill"),
     **dict.fromkeys(("full_like", "fill_", "zero_", "nll_loss_backward"), "fill"),
@@ -295,78 +342,8 @@ KINDS = {
 }
 _WITH_ROWS = frozenset(("add", "copy"))
 _PRODUCTS = {"mm": (0, 1), "bmm": (0, 1), "addmm": (1, 2), "baddbmm": (1, 2)}
-_MADE = "_fullshard_made"  # on the outputs of the units that made them
+_MADE = "_fullshard_made"  # attribute of an output that its unit made
 _ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
-
-
-class Census(Ledger):
-    """A ledger that also notes every operation.
-
-    Attributes:
-        forward: By unit.
-        backward: By unit.
-    """
-
-    def __init__(self, num_units: int) -> None:
-        super().__init__()
-        self.forward: list[Counter[Operation]] = [Counter() for _ in range(num_units)]
-        self.backward: list[Counter[Operation]] = [Counter() for _ in range(num_units)]
-        self._open: list[int] = [ROOT]
-        self._unit = ROOT  # whose backward is under way
-
-    def watch(self, model: nn.Module, plan: Plan) -> None:
-        for unit in plan.units:
-            module = model.get_submodule(unit.name)
-            module.register_forward_pre_hook(self._entering(unit.index))
-            module.register_forward_hook(self._leaving(unit.index))
-
-    def _entering(self, index: int) -> Callable[..., None]:
-        return lambda *_: self._open.append(index)
-
-    def _leaving(self, index: int) -> Callable[..., None]:
-        def begin(_: Any) -> None:
-            self._unit = index
-
-        def leave(_: nn.Module, __: Any, output: Any) -> None:
-            self._open.pop()
-            for leaf in _tensors(output):  # law 5: who hands a tensor on did not make it
-                if leaf.requires_grad and not hasattr(leaf, _MADE):
-                    setattr(leaf, _MADE, True)
-                    leaf.register_hook(begin)
-
-        return leave
-
-    def move(self, param: torch.Tensor) -> None:
-        if param.grad is not None:
-            self._note_operation(Operation("copy", _dtype(param), (2 * param.nbytes,)))
-
-    def _note_operation(self, operation: Operation) -> None:
-        if self.kind is TensorKind.GRADIENTS:
-            self.backward[self._unit][operation] += 1
-        else:
-            self.forward[self._open[-1]][operation] += 1
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        if func.namespace == "aten":
-            found = _operation(func, args, kwargs or {}, result)
-            self._note_operation(found)
-            if found.kind == EMBEDDING_BACKWARD:  # the rows without a gradient too
-                self._note_operation(Operation("fill", found.dtype, (result.nbytes,)))
-        return result
-
-
-def trace_work(
-    model: nn.Module, plan: Plan, config: ShardConfig, work: Work
-) -> dict[str, UnitWork]:
-    """What every unit computes in a micro-batch, by its name.
-
-    Args, Raises: As of `trace_step`.
-    """
-    census = Census(len(plan.units))
-    trace_step(model, plan, config, work, census)
-    found = zip(plan.units, census.forward, census.backward, strict=True)
-    return {unit.name: UnitWork(first, then) for unit, first, then in found}
 
 
 def _operation(func: Any, args: Any, kwargs: Any, result: Any) -> Operation:
@@ -392,6 +369,7 @@ def _operation(func: Any, args: Any, kwargs: Any, result: Any) -> Operation:
     if (
         name == "sum"
         and len(args) > 1
+        and args[1]
         and given[0].dim() - 1 not in (d % given[0].dim() for d in args[1])
     ):
         kind = COLUMNS
@@ -406,7 +384,7 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def _touched(tensor: torch.Tensor) -> int:
-    """Bytes that are there, however often they are read: expanded tensors are small."""
+    """Bytes in memory, however often they are read: expanded tensors are small."""
     return min(tensor.nbytes, tensor.untyped_storage().nbytes())
 
 
@@ -415,7 +393,7 @@ def _dtype(tensor: torch.Tensor) -> str:
 
 
 def _product(a: torch.Tensor, b: torch.Tensor) -> Operation:
-    """a b; matrices of a batch one after the other."""
+    """The product a b; the matrices of a batch are separate operations."""
     times = a.shape[0] if a.dim() == 3 else 1
     letters = "".join("n" if factor.stride(-1) == 1 else "t" for factor in (a, b))
     kind = f"{MATMUL} {'tn' if letters == 'tt' else letters}"
@@ -434,13 +412,13 @@ def _attention(name: str, args: Any, kwargs: Any) -> Operation:
 
 
 def _row(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether what lies together in memory in all of them are short rows."""
+    """Whether all tensors are contiguous only within short rows."""
     run = min((_run(tensor) for tensor in tensors), default=SHORT_ROW)
     return run < SHORT_ROW and any(tensor.numel() > SHORT_ROW for tensor in tensors)
 
 
 def _run(tensor: torch.Tensor) -> int:
-    """Elements that lie together; the order of dimensions is that of the memory."""
+    """Number of contiguous elements, in the order of the memory."""
     run = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size == 1 or stride == 0:
@@ -455,7 +433,7 @@ def _run(tensor: torch.Tensor) -> int:
 
 
 def trace_order(model: nn.Module, plan: Plan, sample: Any) -> Plan:
-    """The plan in the order in which forward enters its units on a sample.
+    """Returns the plan in the order in which forward enters its units on a sample.
 
     Args:
         model: Not yet sharded.
@@ -489,23 +467,14 @@ def _note(forward: list[int], index: int, *_: Any) -> None:
 
 def _run_fake(model: nn.Module, sample: Any) -> None:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    fake = tree_map_only(torch.Tensor, mode.from_tensor, sample)
-    held = [(table, dict(table)) for table in _tensor_tables(model)]
-    try:
-        for table, real in held:  # running statistics must not move
-            table.update({k: t if t is None else mode.from_tensor(t) for k, t in real.items()})
-        with torch.random.fork_rng(devices=[]), mode, torch.no_grad():
-            if isinstance(fake, Mapping):
-                model(**fake)
-            elif isinstance(fake, Sequence) and not isinstance(fake, torch.Tensor | str):
-                model(*fake)
-            else:
-                model(fake)
-    finally:
-        for table, real in held:
-            table.update(real)
-
-
-def _tensor_tables(model: nn.Module) -> list[dict[str, Any]]:
-    """Where the model keeps its parameters and buffers."""
-    return [t for m in model.modules() for t in (m._parameters, m._buffers)]
+    # Buffers are replaced too, because running statistics must not change.
+    given = sample, places_of(model), dict(nn.Module.named_buffers(model))
+    fake, params, buffers = tree_map_only(torch.Tensor, mode.from_tensor, given)
+    args: tuple[Any, ...] = (fake,)
+    kwargs: dict[str, Any] = {}
+    if isinstance(fake, Mapping):
+        args, kwargs = (), dict(fake)
+    elif isinstance(fake, Sequence) and not isinstance(fake, torch.Tensor | str):
+        args = tuple(fake)
+    with torch.random.fork_rng(devices=[]), mode, torch.no_grad():
+        torch.func.functional_call(model, (params, buffers), args, kwargs)

@@ -17,6 +17,7 @@ import math
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -202,6 +203,15 @@ class GradientShard:
             self.sums.copy_(torch.where(wrote, self.shown.to(self.sums.dtype), self.sums))
 
 
+class Collects(Enum):
+    """Where a group collects the gradients of a backward."""
+
+    NOWHERE = auto()  # no gradient has arrived since the last reduction
+    SLOT = auto()  # in its gradient slot
+    SPILL = auto()  # in a buffer of its own, because another group uses the slot
+    DEFERRED = auto()  # in a buffer that `no_sync` keeps: (numel,), accumulate dtype
+
+
 @dataclass(eq=False)
 class Group:
     """One flat buffer on this rank.
@@ -215,8 +225,8 @@ class Group:
         grads: Reduced gradients; None if frozen.
         grad_slot: (numel,), reduce dtype: the group's gradient slot.
         gaps: Padding of the gradient slot.
-        grad_full: (numel,): the buffer that currently collects gradients.
-        deferred: (numel,), accumulate dtype: unreduced gradients kept under `no_sync`.
+        collects: Where unreduced gradients are.
+        collected: (numel,): unreduced gradients; during a reduction, in the reduce dtype.
         addresses: Where each shard was placed; see `address_of`.
         views: `p.grad` of each parameter, views of the reduced gradients.
     """
@@ -231,8 +241,8 @@ class Group:
     grads: GradientShard | None = None
     grad_slot: torch.Tensor | None = None
     gaps: list[torch.Tensor] = field(default_factory=list)
-    grad_full: torch.Tensor | None = None
-    deferred: torch.Tensor | None = None
+    collects: Collects = Collects.NOWHERE
+    collected: torch.Tensor | None = None
     addresses: list[int] = field(default_factory=list)
     views: list[ShardedGradient] = field(default_factory=list)
 
@@ -287,6 +297,13 @@ class Group:
         full.chunk(layout.num_parts)[self.unit.part].copy_(self.master)
         self.unit.transport.fetch([full]).wait()
         return full
+
+    @property
+    def deferred_bytes(self) -> int:
+        """Bytes of sums that wait for a later backward."""
+        kept = [self.collected if self.collects is Collects.DEFERRED else None]
+        kept += [self.grads.partial] if self.grads is not None else []
+        return sum(tensor.nbytes for tensor in kept if tensor is not None)
 
     @property
     def reduced(self) -> GradientShard:

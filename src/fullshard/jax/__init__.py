@@ -28,7 +28,7 @@ from fullshard.jax.tutorial import sharding_table as sharding_table
 from fullshard.xla.census import census as census
 from fullshard.xla.gather import gather as gather
 from fullshard.xla.gather import scan_blocks as scan_blocks
-from fullshard.xla.mesh import make_mesh as make_mesh
+from fullshard.xla.plan import make_mesh as make_mesh
 from fullshard.xla.plan import plan as plan
 from fullshard.xla.step import eval_step as eval_step
 from fullshard.xla.step import full_params as full_params

@@ -20,7 +20,7 @@ from fullshard.xla.aot import memory_of
 from fullshard.xla.decoder import IGNORED
 from fullshard.xla.plan import Tree, XlaPlan
 from fullshard.xla.step import State, Step, stored, with_optimizer
-from fullshard.xla_state import read, write
+from fullshard.xla_state import checkpoints
 
 
 def save(
@@ -38,7 +38,7 @@ def save(
         CheckpointError: Writing failed; older checkpoints are intact.
     """
     settings = SaveSettings(step=step)
-    return write.save(Path(folder), state, settings, write.Beside(values=values))
+    return checkpoints.save(Path(folder), state, settings, checkpoints.Extras(values=values))
 
 
 def load(
@@ -58,7 +58,7 @@ def load(
     Raises:
         CheckpointError: There is no checkpoint, or it belongs to another model; names the tensor.
     """
-    return read.load(plan, Path(path), tx, variables)[0]
+    return checkpoints.load(plan, Path(path), tx, variables)[0]
 
 
 def load_values(path: str | PathLike[str]) -> dict[str, Any]:
@@ -67,7 +67,7 @@ def load_values(path: str | PathLike[str]) -> dict[str, Any]:
     Args:
         path: Path of the checkpoint, as in `load`.
     """
-    return read.load_values(Path(path))
+    return checkpoints.load_values(Path(path))
 
 
 def shard(

@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from fullshard.errors import ConfigError
 from fullshard.planner.optimizers import ADAMW
 from fullshard.xla.decoder import IGNORED
-from fullshard.xla.mesh import with_auto_axes
+from fullshard.xla.plan import with_auto_axes
 
 logger = logging.getLogger(__name__)
 

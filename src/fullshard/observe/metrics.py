@@ -20,8 +20,6 @@ from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Any, TextIO
 
-import psutil
-
 from fullshard.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -195,11 +193,8 @@ def process_peak() -> list[int]:
 def process_bytes(pid: int | str = "self") -> int:
     """Anonymous and shared memory of a process, which the kernel cannot drop.
 
-    Pages of files (libraries, data, state on disk) do not count. Without /proc: the resident set of
-    this process.
+    Pages of files (libraries, data, state on disk) do not count.
     """
-    if not psutil.LINUX:
-        return psutil.Process().memory_info().rss
     status = Path(f"/proc/{pid}/status").read_text()
     return 1024 * sum(map(int, re.findall(r"^Rss(?:Anon|Shmem):\s*(\d+)", status, re.MULTILINE)))
 

@@ -28,7 +28,7 @@ neighbours:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from fullshard.config.values import Strategy
@@ -105,6 +105,38 @@ class Mesh:
     def unsharded(self) -> Mesh:
         """Returns the mesh of the same ranks without sharding."""
         return Mesh(self.num_copies, 1, self.order, self.inner)
+
+    def of_experts(self, groups: Collection[tuple[int, ...]]) -> Mesh:
+        """Returns the mesh of parameters that the ranks of each group hold different parts of.
+
+        The ranks of a group see batches of their own and exchange tokens:
+
+            dense      shard 4              0 1 2 3
+            experts    shard 2 x group 2    (0 1) (2 3)     shard groups 0 2 and 1 3
+
+        Args:
+            groups: The ranks of each group, in the order of their parts.
+
+        Raises:
+            ConfigError: The groups do not divide the ranks, or cut through other axes.
+        """
+        size, block = len(next(iter(groups))), self.shard * self.inner
+        groups = sorted(groups, key=lambda group: self.place(group[0]))
+        ranks = [rank for group in groups for rank in group]
+        blocks = [{self.place(rank) // self.inner for rank in group} for group in groups]
+        is_whole = all(len(found) * self.inner == size for found in blocks)
+        once = sorted(ranks) == list(range(self.world_size)) and {*map(len, groups)} == {size}
+        if not (once and is_whole) or (block % size and size % block):
+            raise ConfigError(
+                f"expert axis: expected groups of equal size that contain each of "
+                f"{self.world_size} ranks once and whole groups of other axes ({self.inner} "
+                f"ranks), and whose size divides {block}, the ranks that share a copy of the dense "
+                f"parameters, or is a multiple; got {groups}. Make it an axis of the same mesh: "
+                "init_device_mesh(device, (shard, expert), mesh_dim_names=('shard', 'expert')), "
+                "and call fs.shard(model, mesh=mesh['shard', 'expert'])."
+            )
+        shard = max(1, block // size)
+        return Mesh(self.world_size // size // shard, shard, order_of(ranks), size)
 
     def place(self, rank: int) -> int:
         """Returns the position of a rank; see `order`."""

@@ -34,7 +34,7 @@ from fullshard.planner.schedule import (
     simulate_step,
 )
 from fullshard.planner.slots import Ring, SlotRules, assign_slots
-from fullshard.planner.spec import ModelSpec, check_globs, matches
+from fullshard.planner.spec import ModelSpec, ParamSpec, check_globs, matches
 from fullshard.planner.text import PlanDocument, decode_plan, render_tree
 from fullshard.planner.units import (
     DEFAULT_HOMES,
@@ -254,7 +254,8 @@ def _bare_units(
         module, row = modules[names[index]], rows[names[index]]
         own = settings.get(module.name, UnitSettings())
         row = row_of(own.strategy) if own.strategy else row
-        own_mesh = mesh if row.shard_params else mesh.unsharded()
+        own_mesh = _mesh_of(module.name, params, mesh)
+        own_mesh = own_mesh if row.shard_params else own_mesh.unsharded()
         units.append(
             UnitPlan(
                 index=index,
@@ -269,6 +270,19 @@ def _bare_units(
             )
         )
     return tuple(units)
+
+
+def _mesh_of(unit: str, params: Sequence[ParamSpec], mesh: Mesh) -> Mesh:
+    """The mesh of a unit's parameters: the model's, or that of experts."""
+    found = {param.mesh or mesh: param.name for param in params} or {mesh: ""}
+    if len(found) > 1:
+        one, other = list(found.values())[:2]
+        raise WrapError(
+            f"unit {unit or '(root)'}: expected experts in a module without other parameters, "
+            f"which becomes a unit; got {one} and {other}, which are cut over different ranks. Put "
+            "the experts into a module of their own, whose forward reads them."
+        )
+    return next(iter(found))
 
 
 def _rows_of(config: ShardConfig, names: Sequence[str]) -> dict[str, StrategyRow]:

@@ -25,8 +25,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
+from fullshard.errors import SlotError
 from fullshard.planner.events import Event, EventKind, Sync, event_of
-from fullshard.planner.slots import SlotTable
 from fullshard.planner.units import UnitPlan, ancestors_of
 
 ROOT = 0  # the root's index
@@ -350,3 +350,122 @@ def simulate_step(scheduler: Scheduler) -> tuple[Event, ...]:
     events += scheduler.end_backward(reduce=bool(order.reduce))
     scheduler.reset()
     return tuple(events)
+
+
+# ---- the units in the slots ----------------------------------------------------------------------
+
+Slot = tuple[str, int]
+
+
+def slot_of(unit: UnitPlan) -> Slot | None:
+    """Returns the unit's slot; None if it reads its master."""
+    for group in unit.groups:
+        if group.slot is not None:
+            return group.slot.ring.rpartition(".")[0], group.slot.index
+    return None
+
+
+class SlotTable:
+    """The unit that each slot holds.
+
+    Attributes:
+        open: Number of forwards in progress, by unit; forwards nest.
+        begun: Units whose backward is in progress.
+        complete: Units whose expected gradients have all arrived.
+        pending_uses: Number of forwards without a backward yet, by unit.
+    """
+
+    def __init__(self, units: Sequence[UnitPlan]) -> None:
+        self._units = units
+        self._slots = [slot_of(unit) for unit in units]
+        self._gather_bytes = [sum(g.gather_bytes() for g in u.groups) for u in units]
+        self._holder: dict[Slot, int] = {}
+        self._waiting: set[int] = set()  # prefetched, not yet entered
+        self.open = [0] * len(units)
+        self.begun: set[int] = set()
+        self.complete: set[int] = set()
+        self.pending_uses: Counter[int] = Counter()
+
+    def clear(self) -> None:
+        """Empties every slot, because the weights may have changed."""
+        self._holder.clear()
+        self._waiting.clear()
+
+    def holds(self, unit: int) -> bool:
+        """Whether the unit's weights are available: gathered, or read from the master."""
+        slot = self._slots[unit]
+        return slot is None or self._holder.get(slot) == unit
+
+    def enter(self, unit: int) -> None:
+        """Notes that the unit is used now and no longer waits."""
+        self._waiting.discard(unit)
+
+    def gather(
+        self, unit: int, events: list[Event], *, recompute: bool = False, inner: bool = False
+    ) -> None:
+        """Puts the unit into its slot.
+
+        Args:
+            unit: The unit that is needed now.
+            events: Receives a GATHER unless the slot already holds the unit.
+            recompute: Whether a recompute needs it; an evicted unit's own recompute gathers again.
+            inner: Whether an inner backward needs it; backwards in progress continue after it.
+
+        Raises:
+            SlotError: The unit in the slot is computing (law 5).
+        """
+        slot = self._slots[unit]
+        if slot is None or self._holder.get(slot) == unit:
+            return
+        holder = self._holder.get(slot, -1)
+        if holder >= 0:
+            under_way = holder in self.begun and holder not in self.complete
+            last_use = under_way and self.pending_uses[holder] <= 0
+            goes_on = inner and holder in self.begun
+            if self.open[holder] or goes_on or (last_use and not recompute):
+                raise SlotError(
+                    f"{self._units[unit].title}: expected its slot to be free; it holds "
+                    f"{self._units[holder].title}, whose computation is under way. Put both into "
+                    "one unit (wrap), or use strategy shard_grad_op, where no slot is shared."
+                )
+        self._take(slot, unit, events)
+
+    def look_ahead(self, unit: int, current: int, events: list[Event]) -> bool:
+        """Prefetches a unit into its slot; returns False if the slot is in use."""
+        slot = self._slots[unit]
+        if slot is None:
+            return True
+        if self._holder.get(slot) == unit:
+            self._waiting.add(unit)  # not to be evicted before its use
+            return True
+        holder = self._holder.get(slot, -1)
+        in_use = holder in self._waiting or holder in self.begun or holder == current
+        if holder >= 0 and (in_use or self.open[holder]):
+            return False
+        self._take(slot, unit, events)
+        self._waiting.add(unit)
+        return True
+
+    def release(self, unit: int) -> list[Event]:
+        """Empties the unit's slot if the unit is in it and its forward is over."""
+        slot = self._slots[unit]
+        if slot is None or self._holder.get(slot) != unit or self.open[unit]:
+            return []
+        del self._holder[slot]
+        return [event_of(EventKind.RELEASE, unit)]
+
+    def release_all(self) -> list[Event]:
+        """Empties every slot except those of forwards in progress."""
+        over = [unit for unit in sorted(self._holder.values()) if not self.open[unit]]
+        self._waiting.clear()
+        return [event for unit in over for event in self.release(unit)]
+
+    def last_holders(self, order: Sequence[int]) -> set[int]:
+        """Returns the units that are in slots after all units of `order` were gathered."""
+        last = {self._slots[unit]: unit for unit in order}
+        return {unit for slot, unit in last.items() if slot is not None}
+
+    def _take(self, slot: Slot, unit: int, events: list[Event]) -> None:
+        self._waiting.discard(self._holder.get(slot, -1))
+        self._holder[slot] = unit
+        events.append(event_of(EventKind.GATHER, unit, self._gather_bytes[unit]))

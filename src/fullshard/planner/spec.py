@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from fullshard.config.values import DType, did_you_mean
 from fullshard.errors import ConfigError
+from fullshard.planner.mesh import Mesh
 
 ITEMSIZE = {DType.FLOAT64: 8, DType.FLOAT32: 4, DType.BFLOAT16: 2, DType.FLOAT16: 2}
 
@@ -38,12 +39,14 @@ class ParamSpec:
         shape: Global shape.
         dtype: Dtype in the given model.
         trainable: `requires_grad`.
+        mesh: The mesh of experts, which are not cut over the model's mesh; None for all others.
     """
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
     dtype: DType
     trainable: bool
+    mesh: Mesh | None = None
 
     @property
     def name(self) -> str:

@@ -73,6 +73,7 @@ def _unit_line(run: list[UnitPlan], mesh: Mesh) -> str:
     frozen = "" if first.trainable or not first.groups else ", frozen"
     slots = sorted({g.slot.ring.rpartition(".")[0] for g in first.groups if g.slot})
     copied = f", on {first.mesh.replicate} x {first.mesh.shard}" if first.mesh != mesh else ""
+    copied += f" x {first.mesh.inner} (experts)" if first.mesh.inner != mesh.inner else ""
     where = f"ring {', '.join(slots)}" if slots else "read in place"
     return (
         f"{title}: {first.kind}, {first.role}, {first.numel:,} elements "

@@ -23,6 +23,7 @@ from itertools import groupby
 
 from fullshard.config.values import Recompute, RecomputeKind, WrapKind, nearest
 from fullshard.errors import WrapError
+from fullshard.planner.mesh import Mesh
 from fullshard.planner.spec import ModelSpec, ModuleSpec, is_inside, parent_name
 
 LARGE_MODEL = 100_000_000  # parameters; one unit for a larger model needs wrap: none
@@ -67,6 +68,7 @@ def choose_units(
     """
     tree = _Tree(spec)
     chosen = _choose(tree, wrap, min_params)
+    also = {*also, *_experts(tree)}
     for module in spec.modules:
         if module.name in also and module.can_be_unit and tree.numel[module.name]:
             chosen.setdefault(module.name, Role.BLOCK)
@@ -123,6 +125,7 @@ class _Tree:
         self.numel: Counter[str] = Counter()  # below each module, a tied parameter once
         self.own: Counter[str] = Counter()
         self.tied: set[str] = set()
+        self.meshes: dict[str, set[Mesh | None]] = defaultdict(set)  # of all parameters below
         for param in spec.params:
             owners = {parent_name(name) for name in param.names}
             if len(param.names) > 1:
@@ -131,6 +134,7 @@ class _Tree:
                 self.own[owner] += param.numel
             for path in {path for owner in owners for path in _lineage(owner)}:
                 self.numel[path] += param.numel
+                self.meshes[path].add(param.mesh)
 
     def kinds(self) -> list[str]:
         """Returns the class names of modules that may be units, in registration order."""
@@ -148,6 +152,16 @@ def _lineage(path: str) -> Iterator[str]:
         yield path
         path = parent_name(path)
     yield ""
+
+
+def _experts(tree: _Tree) -> list[str]:
+    """The outermost modules whose parameters share a mesh that is not the model's."""
+    found: list[str] = []
+    for module in tree.spec.modules:
+        is_apart = len(tree.meshes[module.name]) == 1 and None not in tree.meshes[module.name]
+        if is_apart and module.can_be_unit and not any(is_inside(module.name, n) for n in found):
+            found.append(module.name)
+    return found
 
 
 def _repeated_blocks(tree: _Tree) -> list[str]:

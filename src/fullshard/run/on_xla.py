@@ -47,7 +47,7 @@ from fullshard.xla.head import Decoder, next_token
 from fullshard.xla.opt_state import trained
 from fullshard.xla.plan import Tree, XlaPlan, plan
 from fullshard.xla.step import State, eval_step, train_step, whole_array, with_optimizer
-from fullshard.xla_state import read, write
+from fullshard.xla_state import checkpoints
 
 logger = logging.getLogger(__name__)
 
@@ -137,7 +137,7 @@ class XlaSide:
         )
         self._sums = eval_step(self._plan, told)
         tied = {HEAD: EMBEDDING} if self._decoder.tie_word_embeddings else {}
-        self._beside = write.Beside(groups, tied=tied)
+        self._beside = checkpoints.Extras(groups, tied=tied)
         if run.resume.path is None:
             self._state = self._initial(self._tx)
         return self, ProcessTeam()
@@ -182,11 +182,11 @@ class XlaSide:
         rate = schedule.learning_rate((settings.step or 1) - 1)
         groups = [{**group, "lr": rate} for group in self._beside.groups]
         beside = replace(self._beside, groups=groups, values={**values, SCALER: {}})
-        write.save(folder, self._state, settings, beside)
+        checkpoints.save(folder, self._state, settings, beside)
 
     def load(self, path: Path) -> tuple[dict[str, Any], Path]:
         """Loads the newest usable checkpoint. A collective."""
-        self._state, beside = read.load(self._plan, path, self._tx)
+        self._state, beside = checkpoints.load(self._plan, path, self._tx)
         return {**beside.values, "step": int(self._state.step)}, path
 
     # ---- at the end
@@ -253,11 +253,11 @@ class XlaSide:
             torch.manual_seed(seed)  # for the added modules, as on torch
             return state_of(placed, trainable(model, config).state_dict(), tx)
         if PROJECTION not in placed.shardings:
-            return read.load(placed, folder, tx)[0]
+            return checkpoints.load(placed, folder, tx)[0]
         bare = plan(self._decoder.shapes(), config.sharding, blocks=BLOCKS, freeze=config.freeze)
         name, like = f"{PROJECTION}.weight", placed.under(PROJECTION)[0]
         values = first_values(name, like.shape, seed).to(getattr(torch, like.dtypes.master))
-        return state_of(placed, {name: values}, tx, read.load(bare, folder)[0].params)
+        return state_of(placed, {name: values}, tx, checkpoints.load(bare, folder)[0].params)
 
 
 def _arrays(batches: Sequence[Batch]) -> dict[str, np.ndarray]:

@@ -20,9 +20,8 @@ from fullshard.xla import opt_state
 from fullshard.xla.aot import Compiled, compile_step, devices_of, kept_for_backward, without_devices
 from fullshard.xla.decoder import BLOCKS, DecoderConfig, plan_table
 from fullshard.xla.head import Decoder, next_token
-from fullshard.xla.mesh import make_mesh
 from fullshard.xla.opt_state import trained
-from fullshard.xla.plan import plan
+from fullshard.xla.plan import make_mesh, plan
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

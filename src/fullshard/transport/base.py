@@ -66,6 +66,15 @@ class Axes:
     world_group: Any = None
     first_tag: int = 0
 
+    @classmethod
+    def of(cls, mesh: Mesh, rank: int, **groups: Any) -> Axes:
+        """Returns the coordinates of a rank, with these process groups and first tag."""
+        replicate_index, shard_index = mesh.coordinates(rank)
+        shards = next(ranks for ranks in mesh.shard_groups() if rank in ranks)
+        replicas = next(ranks for ranks in mesh.replicate_groups() if rank in ranks)
+        indices = shard_index, replicate_index
+        return cls(mesh, rank, tuple(shards), tuple(replicas), *indices, **groups)
+
 
 class Fetch(Protocol):
     """A running all-gather."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from fullshard.transport.base import Axes, Transport
 from fullshard.transport.c10d import C10dTransport
 from fullshard.transport.direct import DirectTransport
 from fullshard.transport.fake import FakeTransport
-from fullshard.transport.groups import first_tag, own_group, own_index, processes, tell_everyone
+from fullshard.transport.groups import first_tag, own_group, processes, tell_everyone
 from fullshard.transport.shared import Peers, SharedTransport
 
 
@@ -86,21 +85,17 @@ def make_transport(config: ShardConfig, mesh: Mesh) -> Transport:
     """
     kind = config.transport
     if kind is TransportKind.FAKE:
-        return FakeTransport(_axes(mesh, 0))
+        return FakeTransport(Axes.of(mesh, 0))
     if kind is TransportKind.DIRECT and mesh.world_size == 1:  # no communication, on any device
-        return DirectTransport(_axes(mesh, 0))
-    axes = replace(
-        _axes(mesh, dist.get_rank()), world_group=own_group("all", [range(mesh.world_size)])
-    )
+        return DirectTransport(Axes.of(mesh, 0))
+    groups: dict[str, Any] = {"world_group": own_group("all", [range(mesh.world_size)])}
     if kind not in (TransportKind.DIRECT, TransportKind.SHARED):
-        axes = replace(
-            axes,
-            gather_group=own_group("gather", mesh.shard_groups()),
-            reduce_group=own_group("reduce", mesh.shard_groups()),
-            replicate_group=own_group("replicate", mesh.replicate_groups()),
-        )
-        return C10dTransport(axes, config.reduction)
-    axes = replace(axes, first_tag=first_tag())  # messages have tags, so one group serves both axes
+        groups["gather_group"] = own_group("gather", mesh.shard_groups())
+        groups["reduce_group"] = own_group("reduce", mesh.shard_groups())
+        groups["replicate_group"] = own_group("replicate", mesh.replicate_groups())
+        return C10dTransport(Axes.of(mesh, dist.get_rank(), **groups), config.reduction)
+    # messages have tags, so one group serves both axes
+    axes = Axes.of(mesh, dist.get_rank(), **groups, first_tag=first_tag())
     if kind is TransportKind.DIRECT or mesh.shard == 1:
         return DirectTransport(axes)
 
@@ -110,17 +105,3 @@ def make_transport(config: ShardConfig, mesh: Mesh) -> Transport:
 
     pids = [processes(mesh.world_size)[rank].pid for rank in axes.shard_ranks]
     return SharedTransport(axes, Peers(axes.shard_ranks, pids, axes.shard_index), tell_all)
-
-
-def _axes(mesh: Mesh, rank: int) -> Axes:
-    """The coordinates of a rank, without process groups."""
-    replicate_index, shard_index = mesh.coordinates(rank)
-    shards, replicas = mesh.shard_groups(), mesh.replicate_groups()
-    return Axes(
-        mesh=mesh,
-        rank=rank,
-        shard_ranks=tuple(shards[own_index(shards, rank)]),
-        replicate_ranks=tuple(replicas[own_index(replicas, rank)]),
-        shard_index=shard_index,
-        replicate_index=replicate_index,
-    )

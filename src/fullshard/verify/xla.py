@@ -43,11 +43,10 @@ from fullshard.verify.faults import Fault, injection_of
 from fullshard.verify.job import OPTIMIZER, WEIGHTS, Job, Pass
 from fullshard.xla import opt_state, processes
 from fullshard.xla.decoder import BLOCKS, EMBEDDING, HEAD, DecoderConfig, loss_fn, plan_table
-from fullshard.xla.mesh import make_mesh
 from fullshard.xla.opt_state import trained
-from fullshard.xla.plan import XlaPlan, plan
+from fullshard.xla.plan import XlaPlan, make_mesh, plan
 from fullshard.xla.step import State, Step, train_step
-from fullshard.xla_state import read, write
+from fullshard.xla_state import checkpoints
 
 if TYPE_CHECKING:
     from fullshard.planner.arrays import ArraysPlan
@@ -228,8 +227,8 @@ def run_pass(folder: Path, job: Job, choice: Pass) -> None:
         whole[HEAD] = whole[EMBEDDING].clone()
     save_file(whole, folder / choice.name / "state.safetensors")
     place = folder / choice.name / "checkpoint"
-    write.save(place, replace(state, opt_state=state.opt_state.inner), SaveSettings())
-    fresh, _ = read.load(placed, place, tx)
+    checkpoints.save(place, replace(state, opt_state=state.opt_state.inner), SaveSettings())
+    fresh, _ = checkpoints.load(placed, place, tx)
     seen = Seen(state.opt_state.gradients, fresh.opt_state)
     again = replace(fresh, opt_state=seen)
     _train(again, step, _batches_of(folder, job, honest=True), [job.num_steps], (job, record))

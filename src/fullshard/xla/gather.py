@@ -38,8 +38,7 @@ from fullshard.config.values import RecomputeKind
 from fullshard.errors import ConfigError
 from fullshard.planner.arrays import ArrayPlan
 from fullshard.planner.mesh import Mesh
-from fullshard.xla.mesh import REPLICATE, SHARD
-from fullshard.xla.plan import Tree, XlaPlan, unpad
+from fullshard.xla.plan import REPLICATE, SHARD, Tree, XlaPlan, unpad
 
 BLOCK_INPUT = "fullshard.block_input"
 # Recomputed, since they are cheap. If saved, they would keep a gathered weight alive.

@@ -49,9 +49,18 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from fullshard.errors import ConfigError, DataError
 from fullshard.xla.gather import all_reduce, collect, reduce
-from fullshard.xla.mesh import SHARD, compiler_options_for, live_axes
 from fullshard.xla.opt_state import fresh, opt_shardings, trained, updated
-from fullshard.xla.plan import Tree, XlaPlan, batch_spec, own_shape, pad, unpad
+from fullshard.xla.plan import (
+    SHARD,
+    Tree,
+    XlaPlan,
+    batch_spec,
+    compiler_options_for,
+    live_axes,
+    own_shape,
+    pad,
+    unpad,
+)
 
 _SPLIT = 4096  # splits a count into parts that float32 adds exactly
 NORM_EPSILON = 1e-6  # as in torch; optax has none

@@ -205,3 +205,22 @@ def test_a_typed_value_mends_what_a_file_says(tmp_path):
     typed = ["training.fsdp=hybrid_shard", "training.fsdp_config={offload_params: true}"]
     sharding = load_config(path, typed, needs_model=False).config.sharding
     assert (sharding.strategy, sharding.offload.optimizer) == ("hybrid_shard", "cpu")
+
+
+def test_three_batch_sizes_of_deepspeed_must_agree_with_the_ranks(tmp_path):
+    path = tmp_path / "zero.json"
+    path.write_text(
+        '{"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 3,\n'
+        ' "gradient_accumulation_steps": 2, "train_batch_size": 12}'
+    )
+    resolved = load_config(path, needs_model=False)
+    assert resolved.for_ranks(2).config.training.gradient_accumulation_steps == 2
+    with pytest.raises(ConfigError, match=r"zero.json:2: train_batch_size: expected 18, which is"):
+        resolved.for_ranks(3)
+
+
+def test_broken_json_is_not_called_yaml(tmp_path):
+    path = tmp_path / "a.json"
+    path.write_text('// ours\n{"zero_optimization": {"stage": 2}}')
+    with pytest.raises(ConfigError, match=r"a.json:2: expected JSON, got"):
+        load_config(path, needs_model=False)

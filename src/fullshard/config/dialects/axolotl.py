@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import cast
 
 from fullshard.config.dialects.accelerate import FSDP, MESH, VERSION
@@ -17,6 +16,7 @@ from fullshard.config.dialects.rules import (
     is_empty,
     is_neutral,
     lost,
+    mapping_of,
     no_effect,
     not_yet,
     refused,
@@ -57,14 +57,13 @@ def _precision(name: str) -> Rule:
 @unless()
 def _datasets(value: object, _: Said) -> Meaning:
     members = cast("list[object]", value) if isinstance(value, list) else [value]
-    first = members[0]
-    if not isinstance(first, Mapping):
+    entry = mapping_of(members[0])
+    if is_empty(entry.get("path")):
         raise Rejected("a list of mappings with path")
-    entry = cast("Mapping[str, object]", first)
     why = "as plain text" + (", the first of the list" if len(members) > 1 else "")
     if entry.get("type") not in (None, "completion", "pretrain"):
         why += "; `fullshard sft` reads conversations, by their columns"
-    values: dict[str, object] = {"data.path": entry.get("path")}
+    values: dict[str, object] = {"data.path": entry["path"]}
     for name in ("field", "text_column"):
         if not is_empty(entry.get(name)):
             values["data.text_column"] = entry[name]
@@ -75,7 +74,7 @@ def _datasets(value: object, _: Said) -> Meaning:
 def _adapter(value: object, said: Said) -> Meaning:
     """Reads axolotl's adapter type."""
     if means_same(value, "lora"):
-        return translated({"lora.r": said.get("lora_r") or 16})
+        return translated({"lora.r": 16 if is_empty(said.get("lora_r")) else said["lora_r"]})
     raise refused(value, "Write lora, or leave it out")
 
 

@@ -126,15 +126,6 @@ def _betas(value: object, _: Said) -> Meaning:
     return translated({"training.adam_beta1": betas[0], "training.adam_beta2": betas[1]})
 
 
-@unless("auto")
-def _train_batch(value: object, said: Said) -> Meaning:
-    """Computes the third of the three batch sizes."""
-    others = (said.get("train_micro_batch_size_per_gpu"), said.get("gradient_accumulation_steps"))
-    if None not in map(to_number, others):
-        return Meaning(Status.NO_EFFECT, "it is the product of the other two and the ranks")
-    return translated({"training.train_batch_size": value}, "of all ranks in one update")
-
-
 def _is_size(value: object) -> None:
     if not is_auto(value) and to_number(value) is None and not isinstance(value, bool):
         raise Rejected("a number or auto")
@@ -219,7 +210,7 @@ _WARMUP: Table = {
 
 DEEPSPEED: Table = {
     "zero_optimization": {"": _zero, **ZERO},
-    "train_batch_size": _train_batch,
+    "train_batch_size": to("training.train_batch_size", "of all ranks in one update"),
     "train_micro_batch_size_per_gpu": to("training.per_device_train_batch_size"),
     "gradient_accumulation_steps": to("training.gradient_accumulation_steps"),
     "gradient_clipping": to("training.max_grad_norm"),

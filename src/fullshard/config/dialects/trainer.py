@@ -105,7 +105,7 @@ def _decides(name: str, target: str) -> Rule:
 def _use_peft(value: object, said: Said) -> Meaning:
     if is_empty(value) or not to_flag(value):
         return HAPPENS
-    return translated({"lora.r": said.get("lora_r") or 16})
+    return translated({"lora.r": 16 if is_empty(said.get("lora_r")) else said["lora_r"]})
 
 
 def lora_keys(is_on: Callable[[Said], bool], off: str) -> dict[str, Rule]:

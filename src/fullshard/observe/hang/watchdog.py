@@ -136,6 +136,13 @@ class Watchdog:
     def start(self) -> None:
         """Starts the watchdog's thread, which runs until the process ends."""
         self._thread.start()
+        main = threading.current_thread() is threading.main_thread()
+        if (
+            main
+            and not self.settings.supervised
+            and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        ):
+            signal.signal(signal.SIGTERM, self._on_sigterm)
         sys.excepthook = self._on_exception
         atexit.register(self.stop)
 
@@ -150,12 +157,14 @@ class Watchdog:
             with suppress(*_STORE_GONE):
                 self._publish(replace(last, beat=last.beat + 1, ended=True))
 
-    def explain(self, error: BaseException) -> Verdict | None:
+    def explain(self, error: BaseException, frame: FrameType | None = None) -> Verdict | None:
         """Finds the rank that caused an error of a collective or a launcher's SIGTERM.
 
-        Call it in the main thread of a process that will end.
+        Call it in the main thread of a process that will end. `frame` is where it was then; None
+        takes the frame that raised the error. A preempted rank publishes that it ended, so that
+        no other rank takes its end for a cause.
         """
-        frame = self._frame_of(error)
+        frame = self._frame_of(error, frame)
         if frame is None:
             return None
         preempted = isinstance(error, PreemptedError)
@@ -176,14 +185,20 @@ class Watchdog:
                     verdict = fallen_silent(others, EXPLAIN_S - POLL_S)
                 if verdict is not None:
                     self._write(verdict, {}, seen)
+                if verdict is None and preempted:
+                    self.stop()
                 if verdict is not None or late:
                     return verdict
                 time.sleep(POLL_S / 2)
+        if preempted:  # rank 0 may have got the same signal
+            return None
         return Verdict(0, "run: expected rank 0 to be alive, but the store that it serves is gone.")
 
-    def _frame_of(self, error: BaseException) -> FrameType | None:
+    def _frame_of(self, error: BaseException, frame: FrameType | None = None) -> FrameType | None:
         """Frame of an error that another rank may have caused; ignores SIGTERM from then on."""
-        frame = _last_frame(error.__traceback__) if os.getpid() == self.sampler.last.pid else None
+        frame = frame or _last_frame(error.__traceback__)
+        if os.getpid() != self.sampler.last.pid:
+            return None  # a forked child
         preempted = isinstance(error, PreemptedError)
         if frame is None or self._channel is None or (self.settings.supervised and preempted):
             return None
@@ -198,10 +213,22 @@ class Watchdog:
         """Hook for an uncaught exception, for ranks that our launcher did not start."""
         self._frame_of(error)  # before torchrun's SIGTERM arrives
         self._shown(kind, error, trace)
-        verdict = self.explain(error)
+        self._end_by(error)
+
+    def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
+        """Names a rank that died before torchrun's SIGTERM arrived, else ends as without it."""
+        self._end_by(PreemptedError("run: torchrun or a scheduler sent SIGTERM."), frame)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    def _end_by(self, error: BaseException, frame: FrameType | None = None) -> None:
+        verdict = self.explain(error, frame)
         if verdict is not None:
-            sys.stderr.write(f"HangError: {verdict.message}\nMore: {self.settings.hang_file}\n")
+            self._say(verdict)
             _exit()
+
+    def _say(self, verdict: Verdict) -> None:
+        sys.stderr.write(f"HangError: {verdict.message}\nMore: {self.settings.hang_file}\n")
 
     # ---- the thread
 
@@ -310,7 +337,7 @@ class Watchdog:
     def _end(self, verdict: Verdict, texts: dict[int, str], seen: dict[int, Seen]) -> None:
         self._write(verdict, texts, seen)
         if not self.settings.supervised:
-            sys.stderr.write(f"HangError: {verdict.message}\nMore: {self.settings.hang_file}\n")
+            self._say(verdict)
         with suppress(*_STORE_GONE):
             self._channel.set("written", "")
         _exit()

@@ -24,7 +24,7 @@ from fullshard.xla.distill import PROJECTION, distillation, teacher_table
 from fullshard.xla.head import Decoder, next_token
 from fullshard.xla.plan import Tree, XlaPlan
 from fullshard.xla.step import Given, LossFn
-from fullshard.xla_state import read
+from fullshard.xla_state import checkpoints
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class XlaTeaching:
         """The teacher's arrays; each process reads its devices' bytes. A collective."""
         if self.teacher is None:
             return None
-        return Given(self.teacher.plan, read.load(self.teacher.plan, self.folder)[0].params)
+        return Given(self.teacher.plan, checkpoints.load(self.teacher.plan, self.folder)[0].params)
 
     def beside(self, batch: Batch) -> Batch:
         """The batch with cached logits, if there is a cache."""

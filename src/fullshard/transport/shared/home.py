@@ -74,40 +74,32 @@ class SharedHome(Home):
     # ---- weights
 
     def open_weights(self, units: Sequence[UnitPlan]) -> None:
-        places: dict[tuple[int, int], tuple[int, int]] = {}
-        own: list[tuple[int, int]] = []
-        end = 0
-
-        def place(numel: int, itemsize: int) -> int:
-            nonlocal end
-            start, part_bytes = end, numel // self._num_parts * itemsize
-            own.append((start + self._part * part_bytes, part_bytes))
-            end = align(start + numel * itemsize, PAGESIZE)
-            return start
-
-        shared = [
-            (unit.index, at, group)
+        shared = {
+            (unit.index, at): group
             for unit in units
             for at, group in enumerate(unit.groups)
             if group.shared
-        ]
-        for unit, at, group in shared:
-            numel, dtypes = group.layout.numel, group.dtypes
-            master = full = place(numel, torch_dtype(dtypes.master).itemsize)
-            if dtypes.compute is not dtypes.master:
-                full = place(numel, torch_dtype(dtypes.compute).itemsize)
-            places[unit, at] = master, full
+        }
+        starts: dict[Any, int] = {}
+        own: list[tuple[int, int]] = []
+        end = 0
+        for key, group in shared.items():
+            for dtype in dict.fromkeys((group.dtypes.master, group.dtypes.compute)):
+                part_bytes = group.layout.part_numel * torch_dtype(dtype).itemsize
+                starts[key, dtype] = end
+                own.append((end + self._part * part_bytes, part_bytes))
+                end = align(end + self._num_parts * part_bytes, PAGESIZE)
         segment = share_segment(self._part, max(end, PAGESIZE), own, self._tell_all)
-        for unit, at, group in shared:
-            (master_at, full_at), dtypes = places[unit, at], group.dtypes
-            numel = group.layout.numel
-            part_numel, dtype = numel // self._num_parts, torch_dtype(dtypes.master)
-            own_at = master_at + self._part * part_numel * dtype.itemsize
-            master = segment.view(own_at, part_numel, dtype)
-            full = segment.view(full_at, numel, torch_dtype(dtypes.compute))
-            if full_at != master_at:
+        for key, group in shared.items():
+            layout, dtypes = group.layout, group.dtypes
+            dtype = torch_dtype(dtypes.master)
+            own_at = starts[key, dtypes.master] + self._part * layout.part_numel * dtype.itemsize
+            master = segment.view(own_at, layout.part_numel, dtype)
+            full_at, compute = starts[key, dtypes.compute], torch_dtype(dtypes.compute)
+            full = segment.view(full_at, layout.numel, compute)
+            if compute is not dtype:
                 self._casts.append((full.chunk(self._num_parts)[self._part], master))
-            self._weights[unit, at] = Weights(master, full)
+            self._weights[key] = Weights(master, full)
 
     def weights(self, unit: int, group: int) -> Weights | None:
         return self._weights.get((unit, group))

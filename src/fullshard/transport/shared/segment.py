@@ -1,17 +1,16 @@
-"""Memory that the ranks of one host map: anonymous files, their descriptors passed by socket.
+"""Memory that the ranks of one host map: anonymous files, whose descriptors pass through a socket.
 
-    part 0   memfd_create --> listens      one answer a rank: the descriptor
+    part 0   memfd_create --> listens      sends the descriptor to each other part
     part k                    connects <--
 
-An anonymous file (memfd) has no name: when the last process that maps it ends, in whatever way, it
-is gone. It is no subject to the size of /dev/shm. Every part writes its own pages first, so that
-they lie on its own memory node, and so that a host without enough memory says so now, in all ranks,
-and does not end one of them with SIGBUS later.
+An anonymous file (memfd) has no name. The kernel frees it when the last process that maps it ends,
+in any way, and the size of /dev/shm does not limit it. Every part first writes its own pages. They
+are then allocated on its own memory node, and a host with too little memory raises an error in all
+ranks now, instead of ending one of them with SIGBUS later.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import mmap
 import os
@@ -20,25 +19,27 @@ import secrets
 import socket
 import struct
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from fullshard.config import host_memory
-from fullshard.errors import EngineError, FullshardError, OutOfMemoryError
+from fullshard.errors import EngineError, OutOfMemoryError, raise_together
 
 POPULATE_WRITE, REMOVE = 23, 9  # madvise, since Linux 5.14 and 2.6
 CONNECT_TIMEOUT_S = 60.0
 CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
-TellAll = Callable[[Any], list[Any]]  # what every part says, to every part; a collective
+TellAll = Callable[[Any], list[Any]]  # returns the values of all parts; a collective
 
 
 @dataclass(frozen=True)
 class Host:
-    """Where a process runs: those with equal hosts can map each other's memory."""
+    """Where a process runs. Processes with equal hosts can map each other's memory."""
 
     boot: str
     pid_namespace: int
@@ -46,7 +47,7 @@ class Host:
 
     @classmethod
     def here(cls) -> Host | None:
-        """This process's; None where the system cannot share memory this way.
+        """Returns the host of this process; None if the system cannot share memory this way.
 
         Counters without locks rely on the order in which x86 makes writes visible.
         """
@@ -63,7 +64,7 @@ class Host:
 
 
 class Segment:
-    """Shared memory of all parts, as bytes.
+    """Shared memory of all parts.
 
     Attributes:
         memory: (num_bytes,) uint8.
@@ -74,9 +75,9 @@ class Segment:
         self.memory = torch.frombuffer(mapping, dtype=torch.uint8)
 
     def view(self, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """(numel,) of a dtype, `start` bytes from the beginning: with a storage of its own.
+        """(numel,) of a dtype, `start` bytes from the beginning of the segment.
 
-        So saving a part does not save the whole segment.
+        It has a storage of its own, so that saving it does not save the whole segment.
         """
         if numel == 0:
             return torch.empty(0, dtype=dtype)
@@ -87,10 +88,10 @@ class Segment:
         return self._mapping
 
     def populate(self, start: int, num_bytes: int) -> None:
-        """Take the pages of a range now.
+        """Allocates the pages of a range.
 
         Raises:
-            OSError: There is not so much memory.
+            OSError: There is too little memory.
         """
         if num_bytes == 0:
             return
@@ -103,7 +104,7 @@ class Segment:
             self.memory[start : start + num_bytes].zero_()  # an older kernel
 
     def give_back(self, start: int, num_bytes: int) -> None:
-        """Return the whole pages of a range, whose contents are lost."""
+        """Frees the whole pages of a range; their contents are lost."""
         low = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
         high = (start + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
         if high > low:
@@ -113,83 +114,64 @@ class Segment:
 def share_segment(
     part: int, num_bytes: int, own: Sequence[tuple[int, int]], tell_all: TellAll
 ) -> Segment:
-    """Make one segment for all parts. A collective.
+    """Creates one segment for all parts. A collective.
 
     Args:
-        part: This process's; part 0 makes it.
-        num_bytes: The same in every part.
-        own: Ranges (start, number of bytes) whose pages this part takes.
-        tell_all: Lets all parts hear what each says.
+        part: This process's part; part 0 creates the segment.
+        num_bytes: Size of the segment; equal in all parts.
+        own: Ranges (start, number of bytes) whose pages this part allocates.
+        tell_all: Returns the values of all parts.
 
     Raises:
         OutOfMemoryError: The host has too little memory; raised in every part.
         EngineError: A part could not map the segment; raised in every part.
     """
-    made, failure = _attempt(_create, num_bytes) if part == 0 else (None, None)
-    descriptor, listener = made or (None, None)
-    said = tell_all(None if listener is None else listener.getsockname())
-    if listener is not None:
-        with listener:
-            _, failure = _attempt(_send, listener, descriptor, len(said) - 1)
-    elif said[0] is not None:
-        descriptor, failure = _attempt(_receive, said[0])
-    segment = None
-    if descriptor is not None:
-        needed = len(said) * sum(length for _, length in own)
-        segment, late = _attempt(_map, descriptor, num_bytes, needed)
-        failure = failure or late
-        os.close(descriptor)
-    _agree(failure, num_bytes, tell_all)  # all have looked at what is left; now they take it
-    assert segment is not None
-    _, failure = _attempt(lambda: [segment.populate(*pages) for pages in own])
-    _agree(failure, num_bytes, tell_all)
+
+    def together(function: Callable[..., Any], *args: Any) -> Any:
+        return raise_together(tell_all, part, partial(_typed, num_bytes, part, function, *args))
+
+    with ExitStack() as opened:
+        made = together(lambda: _create(opened, num_bytes) if part == 0 else None)
+        addresses = tell_all(None if made is None else made[1].getsockname())
+        if made is None:
+            descriptor = together(_receive, opened, addresses[0])
+        else:
+            descriptor, listener = made
+            together(_send, listener, descriptor, len(addresses) - 1)
+        needed = len(addresses) * sum(length for _, length in own)
+        segment = together(_map, descriptor, num_bytes, needed)
+    together(lambda: [segment.populate(*pages) for pages in own])  # after all saw what is left
     return segment
 
 
-def _attempt(function: Callable[..., Any], *args: Any) -> tuple[Any, OSError | None]:
-    """(result, None), or (None, why not): what fails on one rank is told to all."""
+def _typed(num_bytes: int, part: int, function: Callable[..., Any], *args: Any) -> Any:
+    """Calls a function; the system's errors get a type and say what to do."""
     try:
-        return function(*args), None
+        return function(*args)
     except OSError as error:
-        return None, error
+        lacks = error.errno in (errno.ENOMEM, errno.ENOSPC, errno.EFAULT)
+        kind = OutOfMemoryError if lacks else EngineError
+        raise kind(
+            f"transport shared: expected {num_bytes / 2**30:.3f} GiB of memory for what the ranks "
+            f"of this host share; rank {part} of them got: {error}. Use fewer parameters or more "
+            "hosts, or transport=direct, which shares no memory."
+        ) from error
 
 
-def _agree(failure: Exception | None, num_bytes: int, tell_all: TellAll) -> None:
-    """All parts go on, or none does."""
-    failures = tell_all(None if failure is None else (getattr(failure, "errno", 0), str(failure)))
-    found = [(part, why) for part, why in enumerate(failures) if why is not None]
-    if not found:
-        return
-    part, (number, text) = found[0]
-    kind: type[FullshardError] = EngineError
-    if number in (errno.ENOMEM, errno.ENOSPC, errno.EFAULT):
-        kind = OutOfMemoryError
-    raise kind(
-        f"transport shared: expected {num_bytes / 2**30:.3f} GiB of memory for what the ranks of "
-        f"this host share; rank {part} of them got: {text}. Use fewer parameters or more hosts, "
-        "or transport=direct, which shares no memory."
-    )
-
-
-def _create(num_bytes: int) -> tuple[int, socket.socket]:
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    descriptor = -1
-    try:
-        listener.bind(f"\0fullshard-{secrets.token_hex(16)}")
-        listener.listen()
-        listener.settimeout(CONNECT_TIMEOUT_S)
-        descriptor = os.memfd_create("fullshard", os.MFD_CLOEXEC)
-        os.ftruncate(descriptor, num_bytes)
-    except OSError:
-        listener.close()
-        if descriptor >= 0:
-            os.close(descriptor)
-        raise
+def _create(opened: ExitStack, num_bytes: int) -> tuple[int, socket.socket]:
+    """Creates the file, and a socket where other parts fetch its descriptor."""
+    listener = opened.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+    listener.bind(f"\0fullshard-{secrets.token_hex(16)}")
+    listener.listen()
+    listener.settimeout(CONNECT_TIMEOUT_S)
+    descriptor = os.memfd_create("fullshard", os.MFD_CLOEXEC)
+    opened.callback(os.close, descriptor)
+    os.ftruncate(descriptor, num_bytes)
     return descriptor, listener
 
 
 def _send(listener: socket.socket, descriptor: int, count: int) -> None:
-    """Answer every other part."""
+    """Sends the descriptor to every other part."""
     while count:
         connection, _ = listener.accept()
         with connection:
@@ -200,13 +182,14 @@ def _send(listener: socket.socket, descriptor: int, count: int) -> None:
             count -= 1
 
 
-def _receive(address: Any) -> int:
+def _receive(opened: ExitStack, address: Any) -> int:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(CONNECT_TIMEOUT_S)
         connection.connect(address)
         _, descriptors, _, _ = socket.recv_fds(connection, 1, 1)
     if not descriptors:
         raise OSError(errno.ECONNRESET, "no descriptor came")
+    opened.callback(os.close, descriptors[0])
     return descriptors[0]
 
 
@@ -216,6 +199,6 @@ def _map(descriptor: int, num_bytes: int, needed_bytes: int) -> Segment:
         left = f"{os.strerror(errno.ENOMEM)}, {available / 2**30:.3f} GiB left"
         raise OSError(errno.ENOMEM, left)
     mapping = mmap.mmap(descriptor, num_bytes)
-    with contextlib.suppress(OSError, AttributeError):  # a kernel without huge pages
+    with suppress(OSError, AttributeError):  # a kernel without huge pages
         mapping.madvise(mmap.MADV_HUGEPAGE)
     return Segment(mapping)

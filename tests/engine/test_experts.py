@@ -1,0 +1,268 @@
+"""Experts on a mesh of their own: DTensors over ranks that have batches of their own.
+
+transformers, or layers as torchtitan writes them, cut the experts and exchange the tokens; one
+process in float64 is the reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import fullshard as fs
+from fullshard.errors import ConfigError, EngineError, UnsupportedModelError, WrapError
+from support.experts import cut_as_transformers, mixtral, mixture_net, qwen, spread
+from support.other_axes import train, train_llama, vectors
+from support.parity import assert_same
+from support.reference import make_optimizer, train_alone
+
+Work = Callable[[nn.Module, int, int], torch.Tensor]
+
+
+def check_steps(
+    build: Callable[[], nn.Module],
+    cut: Callable[[nn.Module], dict[str, Any]],
+    work: Work = train_llama,
+    tensor: int = 1,
+) -> None:
+    """Steps of both optimizers are those of one process; AdamW is made early, torch clips it.
+
+    Args:
+        build: Makes the model.
+        cut: Cuts it over other axes; returns arguments of fs.shard.
+        work: Forward and backward of a batch.
+        tensor: Ranks that share a batch.
+    """
+    world = dist.get_world_size()
+    seat = dist.get_rank() // tensor
+    for kind in ("sgd", "adamw"):
+        wanted = train_alone(build, work, world_size=world // tensor, kind=kind)
+        model = build()
+        arguments = cut(model)
+        before = [(name, id(param)) for name, param in model.named_parameters()]
+        early = make_optimizer(kind, model.parameters()) if kind == "adamw" else None
+        fs.shard(model, poison=True, **arguments)
+        assert [(name, id(param)) for name, param in model.named_parameters()] == before
+        optimizer = early or make_optimizer(kind, model.parameters())
+        found = train(model, work, optimizer, seat, torch_clips=early is not None)
+        for step in wanted:
+            step.losses[:] = [step.losses[seat]] * world
+        assert_same(found, wanted)
+
+
+# ---- transformers'
+
+
+def check_transformers(
+    build: Callable[[], nn.Module],
+    sizes: tuple[int, int] = (2, 1),
+    settings: dict[str, Any] | None = None,
+    work: Work = train_llama,
+) -> None:
+    """Args: groups of experts and of the tensor axis; settings; None: transformers' own mesh."""
+
+    def cut(model: nn.Module) -> dict[str, Any]:
+        dense = cut_as_transformers(model, *sizes)
+        return settings or {"mesh": dense["fsdp"]}
+
+    check_steps(build, cut, work, sizes[1])
+
+
+BUILDS = pytest.mark.parametrize("build", [qwen, mixtral])
+
+
+@BUILDS
+def test_experts_of_two_ranks_train_as_one_process(ranks, build):
+    ranks(2)(check_transformers, build, timeout=300)
+
+
+@BUILDS
+def test_experts_on_a_mesh_of_their_own_train_as_one_process(ranks, build):
+    ranks(4)(check_transformers, build, timeout=300)
+
+
+@pytest.mark.parametrize(("build", "sizes"), [(qwen, (2, 2)), (mixtral, (4, 2)), (qwen, (4, 1))])
+def test_experts_beside_a_tensor_axis_train_as_one_process(ranks, build, sizes):
+    ranks(4)(check_transformers, build, sizes, timeout=300)
+
+
+def frozen_qwen() -> nn.Module:
+    """One layer's experts are frozen, and another's attention."""
+    model = qwen()
+    for name, param in model.named_parameters():
+        is_frozen = "layers.0.mlp.experts" in name or "layers.1.self_attn" in name
+        param.requires_grad_(not is_frozen)
+    return model
+
+
+def accumulate(model: nn.Module, step: int, seat: int) -> torch.Tensor:
+    """Two micro-batches; the first waits unreduced."""
+    with fs.no_sync(model) if hasattr(model, "_fullshard") else nullcontext():
+        train_llama(model, step + 50, seat)
+    return train_llama(model, step, seat)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"transport": "c10d", "activation_checkpointing": "block"},
+        {"offload": "cpu", "replicate": 2},
+        {"strategy": "no_shard"},
+        {"strategy": "shard_grad_op", "wrap": "none"},
+    ],
+    ids=str,
+)
+def test_frozen_experts_and_accumulation_train_as_one_process(ranks, settings):
+    ranks(4)(check_transformers, frozen_qwen, (2, 1), settings, accumulate, timeout=300)
+
+
+# ---- torch's own way
+
+
+def mesh_of_experts(*sizes: int) -> DeviceMesh:
+    names = ("replicate", "shard", "expert")[-len(sizes) :]
+    return init_device_mesh("cpu", sizes, mesh_dim_names=names)
+
+
+def train_net(model: nn.Module, step: int, seat: int) -> torch.Tensor:
+    loss = model(vectors(step, seat)).pow(2).mean()
+    loss.backward()
+    return loss.detach()
+
+
+def check_net(sizes: tuple[int, ...], skips: bool = False) -> None:
+    def cut(model: nn.Module) -> dict[str, Any]:
+        mesh = mesh_of_experts(*sizes)
+        spread(model, mesh["expert"])
+        for block in model.blocks:
+            block[1].skips = skips
+        return {"mesh": mesh}
+
+    check_steps(mixture_net, cut, train_net)
+
+
+@pytest.mark.parametrize("skips", [False, True])
+def test_a_rank_whose_experts_get_no_token_trains_with_the_others(ranks, skips):
+    """Five experts on two ranks, and a layer whose last two get no token from any rank."""
+    ranks(4)(check_net, (2, 2), skips, timeout=300)
+
+
+@pytest.mark.parametrize("sizes", [(2, 1, 2), (1, 2, 2), (4, 1)])
+def test_an_axis_of_experts_of_any_size_trains_as_one_process(ranks, sizes):
+    ranks(4)(check_net, sizes, timeout=300)
+
+
+# ---- refusals ------------------------------------------------------------------------------------
+
+
+class Beside(nn.Module):
+    """Experts and a dense parameter in one module."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        cut = distribute_tensor(torch.ones(4, 3), mesh["expert"], [Shard(0)], src_data_rank=None)
+        self.experts, self.scale = nn.Parameter(cut), nn.Parameter(torch.ones(3))
+
+
+def with_placement(mesh: DeviceMesh, placement: Any) -> nn.Module:
+    model = nn.Linear(4, 4)
+    cut = DTensor.from_local(torch.ones(4, 4), mesh, [placement], run_check=False)
+    model.weight = nn.Parameter(cut)
+    return model
+
+
+def check_refusals() -> None:
+    mesh, model = mesh_of_experts(2, 2), mixture_net()
+    spread(model, mesh["expert"])
+    with pytest.raises(ConfigError, match="transport: shared expects parameters that no other"):
+        fs.shard(model, transport="shared")
+    with pytest.raises(ConfigError, match="sample: expected a mesh of the axes replicate and"):
+        fs.shard(model, sample=vectors(0, 0))
+    with pytest.raises(WrapError, match=r"unit .root.: expected experts in a module without other"):
+        fs.shard(Beside(mesh))
+    with pytest.raises(UnsupportedModelError, match=r"got expert Replicate\(\), over ranks"):
+        fs.shard(with_placement(mesh["expert"], Replicate()))
+    other = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "tensor"))
+    with pytest.raises(UnsupportedModelError, match="their own batches, is named expert or ep"):
+        fs.shard(with_placement(other["tensor"], Shard(0)))
+    crossed = nn.ModuleList([with_placement(other[name], Shard(0)) for name in ("ep", "tensor")])
+    with pytest.raises(ConfigError, match=r"expert axis: .* whole groups of other axes .2 ranks"):
+        fs.shard(crossed, mesh=other["ep"])
+    swapped = init_device_mesh("cpu", (2, 2), mesh_dim_names=("expert", "shard"))
+    with pytest.raises(ConfigError, match=r"in the order .replicate, shard, expert.*got .expert"):
+        fs.shard(nn.Linear(4, 4), mesh=swapped)
+    fs.shard(model, mesh=mesh)  # nothing was changed
+    with pytest.raises(EngineError, match=r"fs.owned: .*or parameters beside experts; got 'blocks"):
+        fs.owned(model, torch.optim.SGD)
+
+
+def test_axes_that_experts_cannot_have_are_refused_by_name(ranks):
+    ranks(4)(check_refusals, timeout=100)
+
+
+# ---- numbers and whole tensors -------------------------------------------------------------------
+
+
+def check_numbers() -> None:
+    """Numbers of gradients count each element once; whole states go in and out."""
+    alone, model, mesh = mixture_net(), mixture_net(), mesh_of_experts(2, 2)
+    spread(model, mesh["expert"])
+    fs.shard(model, mesh=mesh)
+    assert fs.num_parameters(model) == sum(param.numel() for param in alone.parameters())
+    at, rank = fs.sharding(model.blocks[0][1].experts.up), dist.get_rank()
+    assert at.shape[0] == 5
+    assert at.local_shape[0] == (3, 2)[rank % 2]
+    assert at.placements == {"expert": "Shard(dim=0)"}
+    assert at.unit == "blocks.0.1.experts"
+    for seat in range(4):
+        train_net(alone, 0, seat)
+    train_net(model, 0, rank)
+    for (name, one), ours in zip(alone.named_parameters(), model.parameters(), strict=True):
+        one.grad /= 4
+        for ask in ("sum", "mean", "std", "norm"):
+            found, wanted = getattr(ours.grad, ask)(), getattr(one.grad, ask)()
+            torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-14, msg=f"{ask} {name}")
+        torch.testing.assert_close(
+            fs.global_norm([ours]), one.detach().norm(), rtol=1e-12, atol=0, msg=name
+        )
+    weights = {name: param.detach() for name, param in alone.named_parameters()}
+    torch.testing.assert_close(fs.full_state_dict(model, rank0_only=False), weights)
+    others = {name: torch.randn_like(value) for name, value in weights.items()}
+    model.load_state_dict(others)
+    with torch.no_grad(), fs.unsharded(model):
+        for name, param in model.named_parameters():
+            whole = param.full_tensor() if isinstance(param, DTensor) else param
+            assert torch.equal(whole, others[name])
+
+
+def test_numbers_of_experts_count_every_element_once(ranks):
+    ranks(4)(check_numbers, timeout=100)
+
+
+def check_one_infinity() -> None:
+    model, mesh = mixture_net(), mesh_of_experts(2, 2)
+    spread(model, mesh["expert"])
+    fs.shard(model, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(model(vectors(0, dist.get_rank())).pow(2).mean()).backward()
+    if dist.get_rank() == 3:
+        model.blocks[2][1].experts.up.grad.to_local().fill_(float("inf"))
+    before = {n: p.full_tensor() for n, p in model.named_parameters()}
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0
+    for name, param in model.named_parameters():
+        assert torch.equal(param.full_tensor(), before[name]), name
+
+
+def test_an_infinity_in_one_expert_skips_the_step_of_all_ranks(ranks):
+    ranks(4)(check_one_infinity, timeout=100)
