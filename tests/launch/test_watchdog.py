@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,7 +18,7 @@ import pytest
 
 from fullshard.launch.spawn import LocalLaunch, launch_local_ranks, print_failure
 from support import forked
-from support.processes import wait_until
+from support.processes import free_port, wait_until
 
 ROOT = Path(__file__).parents[2]
 NAMED_S = 20.0
@@ -120,8 +119,7 @@ def test_a_micro_batch_too_many_is_named(run):
 
 @pytest.mark.long
 def test_no_rank_blames_another_for_a_stop_that_was_asked_of_all(tmp_path):
-    with socket.create_server(("", 0)) as server:
-        place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(server.getsockname()[1])}
+    place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
     names = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
     processes = [
         subprocess.Popen(

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-import sys
-import textwrap
 import time
 import warnings
 from dataclasses import dataclass
@@ -208,42 +204,6 @@ def test_idle_ranks_sleep(ranks):
     before = sum(sum(p.cpu_times()[:2]) for p in processes)
     time.sleep(1.0)
     assert sum(sum(p.cpu_times()[:2]) for p in processes) - before < 0.1
-
-
-@pytest.mark.slow
-def test_ranks_die_with_the_process_that_started_them(tmp_path):
-    script = tmp_path / "owner.py"
-    script.write_text(
-        textwrap.dedent("""
-        import sys, time
-        from support.ranks import RankPools
-        import bodies
-        if __name__ == "__main__":
-            pools = RankPools(["error"])
-            print(*pools(2)(bodies.pid), flush=True)
-            pools(2)(bodies.sleep)
-        """)
-    )
-    (tmp_path / "bodies.py").write_text(
-        "import os, time\ndef pid():\n    return os.getpid()\ndef sleep():\n    time.sleep(600)\n"
-    )
-    path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[1])])
-    owner = subprocess.Popen(
-        [sys.executable, str(script)],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": path},
-    )
-    assert owner.stdout is not None
-    children = [int(word) for word in owner.stdout.readline().split()]
-    assert len(children) == 2
-    owner.send_signal(signal.SIGKILL)
-    owner.wait()
-    owner.stdout.close()
-    deadline = time.monotonic() + 30
-    while any(map(psutil.pid_exists, children)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(map(psutil.pid_exists, children))
 
 
 def imported_before():

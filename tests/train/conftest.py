@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from support.command import Done, call
 from support.text import seeded_text
 
 CONFIG = """\
@@ -38,12 +37,6 @@ training:
 launch:
   num_processes: 2
 """
-
-
-@pytest.fixture(scope="session")
-def fullshard(tmp_path_factory) -> Callable[..., Done]:
-    """`fullshard("train", "x.yaml")` runs the command in this process."""
-    return lambda *words: call(tmp_path_factory.mktemp("output"), *words)
 
 
 @pytest.fixture(scope="session")
