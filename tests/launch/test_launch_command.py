@@ -219,44 +219,45 @@ def test_the_main_job_runs_under_two_agents_of_torchrun(tmp_path, monkeypatch):
     assert len(warnings) == len(set(warnings))
 
 
-@pytest.fixture
-def endless(tmp_path, monkeypatch):
-    """The main job without an end, past its first step; and its record, once it has ended."""
+ENDS = {  # (what ends the main job): exit code, status, what is said
+    ("SIGINT", None): (130, "interrupted", "Interrupted"),
+    ("SIGTERM", None): (
+        75,
+        "interrupted",
+        r"Stopped\. The last saved step is \d+, in .*step-\d+\. The same command",
+    ),
+    # The other rank writes first that it lost a peer; the launcher knows better.
+    ("SIGKILL", 1): (
+        5,
+        "failed",
+        "rank 1: expected to reach its end, but it was killed by SIGKILL",
+    ),
+    ("SIGSTOP", 1): (5, "failed", "rank 1 is silent for"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "rank"), ENDS)
+def test_a_run_records_how_it_was_ended(name, rank, tmp_path):
     output = tmp_path / "run"
-    words = [f"output_dir={output}", "max_steps=100000", "num_processes=2"]
+    words = [f"output_dir={output}", "max_steps=100000", "launch.timeout=5", "num_processes=2"]
     process = subprocess.Popen(
         [sys.executable, "-m", "fullshard", "train", *words], stderr=subprocess.PIPE, text=True
     )
     metrics = output / "metrics.jsonl"
-    wait_until(lambda: metrics.exists() and metrics.stat().st_size > 0, 100, "a first step")
-
-    def end():
+    try:
+        wait_until(lambda: metrics.exists() and metrics.stat().st_size > 0, 100, "a first step")
+        ranks = sorted(psutil.Process(process.pid).children(), key=lambda child: child.pid)
+        whom = process if rank is None else ranks[rank]
+        whom.send_signal(getattr(signal, name))
         _, err = process.communicate(timeout=60)
-        return process.returncode, json.loads((output / "run.json").read_text()), err
-
-    yield process, end
-    process.kill()
-    process.communicate()
-
-
-@pytest.mark.slow
-def test_a_terminated_run_is_recorded_as_preempted(endless):
-    process, end = endless
-    process.send_signal(signal.SIGTERM)
-    code, record, err = end()
-    assert code == 75
-    assert re.search(r"Stopped\. The last saved step is \d+, in .*step-\d+\. The same command", err)
-    assert (record["status"], record["exit_code"]) == ("interrupted", 75)
-
-
-@pytest.mark.slow
-def test_a_killed_rank_is_what_the_record_names(endless):
-    """The other rank writes first that it lost a peer; the launcher knows better."""
-    process, end = endless
-    ranks = sorted(psutil.Process(process.pid).children(), key=lambda child: child.pid)
-    ranks[1].send_signal(signal.SIGKILL)
-    code, record, err = end()
-    assert code == 5
-    assert (record["status"], record["exit_code"]) == ("failed", 5)
-    assert (record["error"]["type"], record["error"]["rank"]) == ("HangError", 1)
-    assert "rank 1: expected to reach its end, but it was killed by SIGKILL" in err
+    finally:
+        process.kill()
+    record = json.loads((output / "run.json").read_text())
+    code, status, said = ENDS[name, rank]
+    assert (process.returncode, record["exit_code"], record["status"]) == (code, code, status)
+    assert re.search(said, err)
+    if rank is not None:
+        assert (record["error"]["type"], record["error"]["rank"]) == ("HangError", rank)
+    left = {"SIGSTOP": "logs/hang.txt", "SIGINT": "report.html"}.get(name, "run.json")
+    assert (output / left).is_file()
