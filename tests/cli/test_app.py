@@ -166,61 +166,27 @@ def test_json_that_nobody_reads_or_nothing_takes_is_no_traceback():
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    "line",
     [
-        (
-            ["tran"],
-            f"command: expected one of {', '.join(COMMANDS)}; got 'tran'. Did you mean 'train'?",
-        ),
-        (
-            ["sftt"],
-            f"command: expected one of {', '.join(COMMANDS)}; got 'sftt'. Did you mean 'sft'?",
-        ),
-        (
-            ["xyzzy"],
-            f"command: expected one of {', '.join(COMMANDS)}; got 'xyzzy'. See `fullshard --help`.",
-        ),
-        (
-            ["--versoin"],
-            "--versoin: expected one of --help, --install-completion, --json, --show-completion, "
-            "--version; got an unknown option. Did you mean '--version'?",
-        ),
-        (
-            ["plan", "--gpu", "8"],
-            "--gpu: expected a flag or a key of the configuration, got neither. "
-            "Did you mean '--gpus'?",
-        ),
-        (
-            ["plan", "--nodes", "none"],
-            "--nodes: expected a valid integer, got 'none'. See `fullshard plan --help`.",
-        ),
-        (
-            ["ckpt", "prune", ".", "--keep", "0"],
-            "--keep: expected a number greater than or equal to 1, got '0'. "
-            "See `fullshard ckpt prune --help`.",
-        ),
-        (["plan", "max_stps=3"], "command line: max_stps: unknown key. Did you mean 'max_steps'?"),
-        (
-            ["plan", "--max_stps", "3"],
-            "command line: training.max_stps: unknown key. Did you mean 'max_steps'?",
-        ),
-        (
-            ["plan", "--config", "a.yaml", "b.yaml"],
-            "--config: expected one configuration file, got 'a.yaml' and 'b.yaml'. Drop one.",
-        ),
-        (
-            ["plan", "examples/plan_llama_405.yaml"],
-            "examples/plan_llama_405.yaml: expected a configuration file, got no such file. "
-            "Did you mean 'examples/plan_llama_405b.yaml'?",
-        ),
+        "tran",
+        "sftt",
+        "xyzzy",
+        "--versoin",
+        "plan --gpu 8",
+        "plan --nodes none",
+        "ckpt prune . --keep 0",
+        "plan max_stps=3",
+        "plan --max_stps 3",
+        "plan --config a.yaml b.yaml",
+        "plan examples/plan_llama_405.yaml",
     ],
 )
-def test_a_mistyped_command_line_is_one_block_with_the_way_out(capfd, monkeypatch, words, message):
+def test_a_mistyped_command_line_is_one_block_with_the_way_out(capfd, monkeypatch, snapshot, line):
     monkeypatch.chdir(ROOT)
-    assert run(words) == 2
+    assert run(line.split()) == 2
     out, err = capfd.readouterr()
     assert out == ""
-    assert err == f"ConfigError: {message}\n"
+    assert err.replace(", ".join(COMMANDS), "COMMANDS") == snapshot
 
 
 @pytest.mark.parametrize(
