@@ -28,7 +28,7 @@ EXEMPT = ("src/fullshard/compat/",)
 # Packages that share a budget are joined by " + ".
 BUDGETS = {
     "bench": 1_887,
-    "config": 3_652,
+    "config": 3_662,
     "cli": 1_891,
     "engine + transport": 7_034,
     "planner + outlook": 4_295,
@@ -37,7 +37,7 @@ BUDGETS = {
     "compat + integrations": 2_715,
     "xla + jax + xla_state": 2_450,
     "checkpoint + formats": 2_382,
-    "in all": 38_673,
+    "in all": 38_683,
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -24,9 +24,10 @@ Messages follow one grammar: what was expected, what came, what to do.
 from __future__ import annotations
 
 import re
+import sys
 import unicodedata
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 _NO_MEMORY = re.compile(r"(can't|cannot) allocate memory|not enough memory", re.IGNORECASE)
@@ -41,6 +42,13 @@ def printable(text: str) -> str:
 def _printable(char: str) -> str:
     obeyed = unicodedata.category(char) in ("Cc", "Cs") or char in _BIDI
     return char.encode("unicode_escape").decode() if obeyed and char not in "\n\t" else char
+
+
+def write_anything() -> None:
+    """Escapes characters that the locale's encoding lacks (LANG=C) in the output."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # its descriptor leads elsewhere since the stream was made
+            stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
 
 
 class FullshardError(Exception):

@@ -286,3 +286,19 @@ def test_an_import_of_several_formats_says_which_it_leaves(fullshard, tmp_path):
     done = fullshard("ckpt", "import", tmp_path, tmp_path / "new", "--dry-run", "--json")
     assert done.json["source"] == "a Hugging Face folder"
     assert done.json["left_out"] == ["pytorch_model_fsdp.bin, of another format"]
+
+
+def test_of_a_trainers_checkpoint_the_step_is_read_and_the_rest_is_named(fullshard, tmp_path):
+    torch.save({"w": torch.ones(2)}, tmp_path / "pytorch_model.bin")
+    for name in ("optimizer.pt", "rng_state_0.pth"):
+        (tmp_path / name).write_bytes(b"")
+    (tmp_path / "trainer_state.json").write_text('{"global_step": 42}')
+    done = fullshard("ckpt", "import", tmp_path, tmp_path / "new", "--json")
+    assert done.json["left_out"] == [
+        "optimizer.pt, of the Trainer",
+        "rng_state*.pth, of the Trainer",
+    ]
+    assert fullshard("ckpt", "inspect", tmp_path / "new", "--json").json["step"] == 42
+    for odd in ("[]", '{"global_step": -1}'):
+        (tmp_path / "trainer_state.json").write_text(odd)
+        assert fullshard("ckpt", "import", tmp_path, tmp_path / "other").exit_code == 7

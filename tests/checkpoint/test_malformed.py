@@ -343,6 +343,16 @@ def test_the_step_of_a_checkpoint_is_protected(seeds, tmp_path):
     assert taken(folder)["step"] == 7
 
 
+def test_a_dtype_other_than_its_files_is_refused(fullshard, seeds, tmp_path):
+    folder = shutil.copytree(seeds / "ours" / "step-00000007", tmp_path / "it")
+    index = folder / "index.json"
+    index.write_text(index.read_text().replace('"F32"', '"I32"'))
+    seal(folder, "index.json")
+    done = fullshard("ckpt", "export", folder, tmp_path / "out", "--format", "dcp")
+    assert done.exit_code == 7
+    assert "in I32; there is none" in done.err
+
+
 def test_pipes_devices_and_links_out_of_the_folder_are_refused(fullshard, seeds, tmp_path):
     secret = tmp_path / "secret"
     secret.write_text("key")

@@ -22,8 +22,8 @@ from torch import nn
 import fullshard as fs
 from fullshard import saving
 from fullshard.checkpoint import commit
-from fullshard.checkpoint.read import remove
-from fullshard.checkpoint.retain import checkpoints_in
+from fullshard.checkpoint.read import find_damage, remove
+from fullshard.checkpoint.retain import checkpoints_in, newest_complete
 from fullshard.errors import CheckpointError, OutOfMemoryError
 from fullshard.formats.dcp import write_dcp
 from fullshard.formats.detect import open_source
@@ -438,3 +438,7 @@ def test_a_reader_whose_checkpoint_is_removed_by_the_run_says_so(tmp_path):
 
     with pytest.raises(CheckpointError, match="to stay while it is read; it was removed"):
         read_while_it_goes()
+    fs.save(tmp_path, model, optimizer, step=2)
+    found = newest_complete(tmp_path)
+    with pytest.raises(CheckpointError, match="to stay while it is read; it was removed"):
+        find_damage(found, lambda _: remove(checkpoints_in(tmp_path)))

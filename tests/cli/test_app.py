@@ -142,6 +142,14 @@ def test_closed_streams_are_dev_null_and_no_file_takes_their_numbers():
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_a_character_that_the_locale_lacks_is_escaped():
+    program = "from fullshard.cli.app import _open_streams; _open_streams(); print('caf\\xe9')"
+    plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    words = [sys.executable, "-c", program]
+    done = subprocess.run(words, env={**os.environ, **plain}, capture_output=True, check=False)
+    assert (done.returncode, done.stdout) == (0, b"caf\\xe9\n")
+
+
 def test_with_json_a_failing_rank_0_of_a_launcher_prints_one_object(tmp_path):
     (tmp_path / "a.txt").write_text("too short")
     variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}

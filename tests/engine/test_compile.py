@@ -150,3 +150,29 @@ def test_equal_blocks_share_one_graph():
             model(torch.ones(2, 4, requires_grad=True)).sum().backward()
     assert counters["stats"]["unique_graphs"] - before == 1
     torch._dynamo.reset()
+
+
+def stepped(*, compiled: bool) -> list[torch.Tensor]:
+    """This rank's parts after steps by a function that clips, steps and drops gradients."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
+    fs.shard(model, transport="fake", shard=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def step() -> None:
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    run = torch.compile(step, backend="eager") if compiled else step
+    for _ in range(2):
+        model(torch.ones(2, 4, dtype=torch.float64)).square().sum().backward()
+        run()
+    torch._dynamo.reset()
+    return [param.to_local().clone() for param in model.parameters()]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
+def test_a_compiled_step_of_an_optimizer_is_that_of_python():
+    for part, wanted in zip(stepped(compiled=True), stepped(compiled=False), strict=True):
+        assert torch.equal(part, wanted)

@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from datetime import timedelta
 
 import pytest
 import torch
 from torch import nn, optim
 
 import fullshard as fs
+from fullshard.config.values import Reduction
 from fullshard.errors import EngineError
+from fullshard.planner.mesh import Mesh
+from fullshard.transport.base import Axes
+from fullshard.transport.c10d import C10dTransport
 from support.scripts import Run, error_of
 
 TRANSPORTS = ("direct", "shared")
@@ -196,13 +201,20 @@ def leaves_out(what: str, transport: str) -> str:
     run = Run(2, rank)
     model = run.shard(run.model(), transport=transport)
     optimizer = optim.SGD(model.parameters(), lr=0.1)
+    whole = fs.full_state_dict(model, rank0_only=False)
 
     def steps() -> None:
         for step in range(5):
             skips = what if (step, rank) == ODD else ""
+            if skips == "load":
+                model.load_state_dict(whole)
+            if skips == "freeze":
+                model.blocks[0].norm.weight.requires_grad_(False)
             run.loss(model, step).backward()
             if skips != "clipping":
                 fs.clip_grad_norm_(model, 1e-3)
+            if skips == "torch":
+                nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
             optimizer.step()
             if skips != "zero_grad":
                 optimizer.zero_grad()
@@ -213,7 +225,13 @@ def leaves_out(what: str, transport: str) -> str:
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize(
     ("what", "number"),
-    [("clipping", "clippings"), ("zero_grad", "gradients that were there before a backward")],
+    [
+        ("clipping", "clippings"),
+        ("torch", "clippings"),
+        ("zero_grad", "gradients that were there before a backward"),
+        ("load", "tensors in load_state_dict"),
+        ("freeze", "changes of requires_grad"),
+    ],
 )
 def test_a_rank_that_leaves_out_what_needs_no_message_is_named(ranks, what, number, transport):
     for text in ranks(2)(leaves_out, what, transport):
@@ -236,10 +254,10 @@ class Repeating(nn.Module):
         return self.head(x)
 
 
-def repeats(transport: str, prefetch: int, times: list[tuple[int, ...]]) -> str:
+def repeats(transport: str, prefetch: int, times: list[tuple[int, ...]], **options) -> str:
     torch.manual_seed(0)
     model = Repeating().double()
-    options = {"forward_prefetch": prefetch, "backward_prefetch": prefetch}
+    options |= {"forward_prefetch": prefetch, "backward_prefetch": prefetch}
     fs.shard(model, wrap=["Sequential"], transport=transport, poison=True, **options)
     x = torch.ones(2, 6, dtype=torch.float64)
     mine = times[torch.distributed.get_rank()]
@@ -259,6 +277,35 @@ def test_ranks_that_call_different_units_learn_it_before_they_update(ranks, tran
         assert text == "NO ERROR: NoneType"
     for text in ranks(2)(repeats, transport, 1, [(1, 2, 1, 1), (1, 2, 1, 1)]):
         assert text == "NO ERROR: NoneType"
+
+
+def repeats_in_replicas(transport: str, times: list[tuple[int, ...]]) -> str:
+    return repeats(transport, 0, times, strategy="hybrid_shard", replicate=2, shard=2)
+
+
+@pytest.mark.parametrize("transport", ["c10d", "direct"])
+def test_ranks_of_one_replica_must_call_the_same_units(ranks, transport):
+    one, other = (2, 1, 1, 1), (1, 1, 2, 1)
+    for times in ([one, other, one, one], [one, other, other, one]):
+        for text in ranks(4)(repeats_in_replicas, transport, times):
+            assert text.startswith("EngineError: backward: expected every rank to call the same")
+    for text in ranks(4)(repeats_in_replicas, transport, [one, one, other, other]):
+        assert text == "NO ERROR: NoneType"
+
+
+def waits_alone() -> str:
+    rank = torch.distributed.get_rank()
+    group = torch.distributed.new_group(timeout=timedelta(seconds=1))
+    axes = Axes(Mesh(1, 2), rank, (0, 1), (rank,), rank, gather_group=group)
+    transport = C10dTransport(axes, Reduction.NATIVE)
+    transport.home.place = "a forward of the model"
+    gather = transport.fetch([torch.zeros(128)]) if rank == 0 else None
+    return error_of(gather.wait) if gather is not None else ""
+
+
+def test_a_rank_that_waits_alone_over_c10d_gets_a_typed_error(ranks):
+    text = ranks(2)(waits_alone)[0]
+    assert text.startswith("HangError: a forward of the model: expected a message from every rank")
 
 
 # ---- all ranks raise, at different units ---------------------------------------------------------

@@ -105,6 +105,14 @@ def with_sparse() -> nn.Module:
     return model
 
 
+def with_a_scripted_part() -> nn.Module:
+    model = Tiny()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        model.blocks[1] = torch.jit.script(nn.Linear(3, 3))
+    return model
+
+
 MODELS: list[Part] = [
     with_int8,
     with_complex,
@@ -118,6 +126,7 @@ MODELS: list[Part] = [
     with_a_block_of_a_sharded_model,
     sharded_already,
     with_sparse,
+    with_a_scripted_part,
 ]
 
 

@@ -180,8 +180,13 @@ def refuses(from_rank0: bool) -> list[str]:
     params = list(model.parameters())
     sgd = torch.optim.SGD([{"params": params[1:]}, {"params": params[:1]}], lr=0.1, momentum=0.9)
     owned = fs.owned(model, lambda params: torch.optim.AdamW(params), params)
+    factored = torch.optim.Adafactor(plain.parameters())
+    factored.step()
+    rows = copy.deepcopy(factored.state_dict())
+    rows["state"][0]["row_var"] = rows["state"][0]["row_var"][1:]
     cases += [
         (whole, sgd, states, "SGD"),
+        (whole, torch.optim.Adafactor(params), rows, "row_var of parameter 0"),
         (whole, owned, states, "fs.owned"),
         (None, optimizer, states, "got NoneType"),
     ]

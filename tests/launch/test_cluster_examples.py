@@ -99,8 +99,7 @@ def run_pods(command, variables, folder):
         words = [word.replace("/config", str(CLUSTER)) for word in command[1:]]
         words = [word.replace("/runs", str(folder)) for word in words]
         words = [word.replace("$(JOB_COMPLETION_INDEX)", str(index)) for word in words]
-        at = words.index("--") if "--" in words else len(words)
-        words[at:at] = [*SMALL, "max_steps=3"]
+        words += [*SMALL, "max_steps=3"]
         job = {name: value.format(index=index) for name, value in variables.items()}
         start = [sys.executable, *programs[command[0]], *words]
         processes.append(subprocess.Popen(start, cwd=folder, env={**os.environ, **job}))
@@ -116,10 +115,12 @@ def test_the_pods_of_the_job_set_meet_and_train(tmp_path):
     manifest, command = pod_of("jobset.yaml")
     (job,) = manifest["spec"]["replicatedJobs"]
     first = f"{manifest['metadata']['name']}-{job['name']}-0-0.{manifest['metadata']['name']}"
-    here = {f"--master-addr={first}": "--master-addr=localhost", "--nproc-per-node=8": ""}
+    here = {
+        f"--master-addr={first}": "--master-addr=localhost",
+        "--master-port=29500": f"--master-port={free_port()}",
+        "--nproc-per-node=8": "--nproc-per-node=1",
+    }
     assert here.keys() <= set(command)
-    port = {"--master-port=29500": f"--master-port={free_port()}"}
-    here |= port | {"--nproc-per-node=8": "--nproc-per-node=1"}
     assert run_pods([here.get(word, word) for word in command], {}, tmp_path) == [0, 0]
     assert record(tmp_path / "cluster")["planned"]["world_size"] == 2
 

@@ -176,6 +176,8 @@ def test_a_hang_of_a_script_without_fullshard_is_named(launch, tmp_path):
         (["--node-rank", "1", "-m", "x"], "--node-rank: expected 0 to 0, got 1."),
         (["--nnodes", "2", "-m", "x"], "--master-addr, --master-port: expected both"),
         (["--nproc-per-node", "two", "-m", "x"], "--nproc-per-node: expected a number"),
+        (["--nproc-per-node", "gpu", "-m", "x"], "--nproc-per-node: expected a GPU on this"),
+        (["--timeout", "-1", "-m", "x"], "--timeout: expected a number > 0, got -1.0."),
         (["--num_processes", "0", "-m", "x"], "--num-processes: expected a multiple of the 1"),
         (
             ["--num_processes", "2", "--nproc-per-node", "3", "-m", "x"],

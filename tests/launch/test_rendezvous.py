@@ -125,6 +125,16 @@ def test_rank_0_that_is_given_another_machines_address_names_the_variable(monkey
         rendezvous.init_process_group()
 
 
+def test_a_port_that_another_process_uses_is_named(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "x"}
+        for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", **place}.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(ConfigError, match=f"MASTER_PORT: expected a free port, got {port}"):
+            rendezvous.init_process_group(5.0)
+
+
 def test_ranks_without_a_place_to_meet_are_told_which_variable_is_missing(monkeypatch):
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)

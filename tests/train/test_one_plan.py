@@ -115,7 +115,8 @@ def run_in(place: Path, path: Path, words: list[str]) -> str:
         return digest_of_the_engine(path, words)
 
 
-def test_a_vocabulary_that_is_trained_later_is_planned_as_it_will_be(place):
+def test_a_vocabulary_that_is_trained_later_is_planned_as_it_will_be(place, caplog):
+    caplog.set_level("INFO", "fullshard")
     file = place / "short.yaml"
     shape = {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 1}
     shape |= {"intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
@@ -124,6 +125,7 @@ def test_a_vocabulary_that_is_trained_later_is_planned_as_it_will_be(place):
     plan, dry = said("plan", *words)[0], said("train", *words, "--dry-run")[0]
     assert plan["plan"]["num_parameters"] == dry["planned"]["num_parameters"]
     assert plan["plan"]["num_parameters"] > 2 * 8192 * 32  # not the class's own vocabulary
+    assert "since a trace met" not in caplog.text  # a model of one layer is traced too
 
 
 @pytest.mark.parametrize("limit", [1 << 20, 24 << 20])

@@ -209,7 +209,7 @@ def test_a_finished_run_is_moved_and_a_changed_model_is_refused(calm, tmp_path):
         (
             ("model.config.num_hidden_layers=3", "max_steps=26"),
             2,
-            "model: expected the value of the run that resumes",
+            "model.config.num_hidden_layers: expected the value of the run that resumes",
         ),
         (("max_steps=26", "freeze=*.layers.0.*"), 2, "freeze: expected the value of the run"),
         (("--resume", "RUN", "output_dir=NEW"), 0, "a new run begins with the model and optimizer"),

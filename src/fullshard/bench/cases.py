@@ -142,9 +142,7 @@ def installed_peers(names: tuple[str, ...]) -> tuple[list[Peer], list[str]]:
     """Splits engine names into the peers that can run here and the names that are absent."""
     unknown = [name for name in names if name not in PEERS]
     if unknown:
-        raise ConfigError(
-            f"engine: expected one of {', '.join(PEERS)}, got {unknown[0]!r}. Name one of those."
-        )
+        raise ConfigError(f"engine: expected one of {', '.join(PEERS)}, got {unknown[0]!r}.")
     wanted = [PEERS[name] for name in dict.fromkeys(names)]
     present = [peer for peer in wanted if find_spec(peer.package) is not None]
     return present, [peer.name for peer in wanted if peer not in present]
@@ -183,5 +181,5 @@ def find_case(name: str) -> Case:
         ConfigError: There is no such case.
     """
     if name not in CASES:
-        raise ConfigError(f"case: expected one of {', '.join(CASES)}, got {name!r}. Name one.")
+        raise ConfigError(f"case: expected one of {', '.join(CASES)}, got {name!r}.")
     return CASES[name]

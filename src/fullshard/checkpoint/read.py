@@ -126,7 +126,7 @@ class Checkpoint:
             piece = tensor.slices[at]
             end = min(stop, piece.stop)
             count = (end - start) * size
-            file = self._file(piece.file, name)
+            file = self._file(piece.file, key)
             file.read(name, (start - piece.start) * size, out[:count])
             if not self.checked:
                 is_whole = count == (piece.stop - piece.start) * size
@@ -156,7 +156,7 @@ class Checkpoint:
                         f"be cut again; this rank holds {held}. Load under the old strategy."
                     )
                 name = name_in_file(key)
-                file = self._file(piece.file, name)
+                file = self._file(piece.file, key)
                 data = file.whole(name)
                 self._compare(key, piece, data)
                 return file.entries[name][1], data
@@ -167,7 +167,7 @@ class Checkpoint:
         tensors, wrong = self.index.tensors.items(), list[str]()
         for key, piece in [(k, p) for k, t in tensors for p in t.slices if p.file == file]:
             name = name_in_file(key)
-            data = self._file(file, name).whole(name)
+            data = self._file(file, key).whole(name)
             if xxhash.xxh3_128_hexdigest(data) != piece.checksum:
                 wrong.append(key)
         return wrong
@@ -180,13 +180,14 @@ class Checkpoint:
                 "differ. Take another checkpoint; `fullshard ckpt verify` shows all damage."
             )
 
-    def _file(self, name: str, tensor: str) -> TensorFile:
+    def _file(self, name: str, key: str) -> TensorFile:
         if name not in self._files:
             opened = TensorFile.open(self.path / name)
             self._files[name] = self._closing.enter_context(opened)
-        if tensor not in self._files[name].entries:
+        dtype = self.index.tensors[key].dtype
+        if self._files[name].entries.get(name_in_file(key), ("",))[0] != dtype:
             raise CheckpointError(
-                f"{self.path / name}: expected a slice of {tensor}; there is none. "
+                f"{self.path / name}: expected a slice of {key} in {dtype}; there is none. "
                 "Take another checkpoint."
             )
         return self._files[name]
@@ -315,6 +316,8 @@ def find_damage(found: Found, on_bytes: Callable[[int], None]) -> list[Damage]:
                 why = "its header is not what was written"
                 tensors = _keys_in(checkpoint.index, name)
             damages.append(Damage(name, why, tensors))
+        if damages and not found.path.exists():
+            raise CheckpointError(damages[0].why)  # `open` says that the checkpoint was removed
     return damages
 
 

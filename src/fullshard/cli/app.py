@@ -25,7 +25,7 @@ from typer.core import TyperGroup
 from fullshard.cli.outcome import JSON_HELP, Outcome, error_outcome, quiet_stdout, write_json
 from fullshard.cli.recipe import app_of
 from fullshard.config.values import did_you_mean
-from fullshard.errors import ConfigError, printable
+from fullshard.errors import ConfigError, printable, write_anything
 from fullshard.launch.exit_codes import ExitCode
 from fullshard.recipes.registry import Command
 
@@ -145,6 +145,7 @@ def _open_streams() -> None:
         os.set_inheritable(opened, True)
     os.close(opened)
     sys.stdout, sys.stderr = sys.stdout or os.fdopen(1, "w"), sys.stderr or os.fdopen(2, "w")
+    write_anything()
 
 
 def run(words: Sequence[str]) -> int:

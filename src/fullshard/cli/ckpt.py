@@ -122,7 +122,7 @@ def verify(checkpoint: Any_) -> Outcome:
     from fullshard.errors import CheckpointError
 
     found = newest_complete(checkpoint, warns=True)
-    newest = next(entry for entry in candidates(checkpoint) if not entry.is_leftover)
+    newest = next((entry for entry in candidates(checkpoint) if not entry.is_leftover), found)
     with _progress("verify", found.num_bytes) as advance:
         damages = find_damage(found, advance)
     for damage in damages:

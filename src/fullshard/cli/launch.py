@@ -73,6 +73,8 @@ def launch(  # noqa: PLR0913  (one parameter an option)
     from fullshard.launch.spawn import LocalLaunch
 
     _check_script(script, module=module)
+    if timeout is not None and not 0 < timeout < float("inf"):
+        raise ConfigError(f"--timeout: expected a number > 0, got {timeout}.")
     file = _launch_section(config_file)
     machines = _machines(
         nnodes or str(file.num_machines),
@@ -81,7 +83,7 @@ def launch(  # noqa: PLR0913  (one parameter an option)
         master_port or file.main_process_port or 0,
     )
     if num_processes is None and nproc_per_node == "auto":
-        num_processes = file.num_processes
+        num_processes = file.world_size
     if num_processes is not None:
         nproc_per_node = _share(num_processes, machines.count, nproc_per_node)
     order = LocalLaunch(
@@ -184,8 +186,10 @@ def _ranks_here(text: str) -> int:
     match text:
         case "auto":
             return num_visible_accelerators() or DEFAULT_PROCESSES
+        case "gpu" if count := num_visible_accelerators():
+            return count
         case "gpu":
-            return num_visible_accelerators()
+            raise ConfigError("--nproc-per-node: expected a GPU on this machine, got none.")
         case "cpu":
             import os
 

@@ -194,6 +194,7 @@ MOVED = {
 # Pairs of keys with the same meaning: one on the command line replaces the other in the file.
 RIVALS = (
     *((move.source, move.target) for move in MOVES if move.stays),
+    ("launch.num_processes", "launch.nproc_per_node"),
     ("model.name_or_path", "model.config"),
     ("teacher.name_or_path", "teacher.config"),
     ("training.bf16", "training.fp16"),

@@ -228,7 +228,6 @@ class LaunchConfig(Section):
 
     ALIASES: ClassVar[Mapping[str, str]] = {
         "ddp_timeout": "timeout",
-        "nproc_per_node": "num_processes",  # torchrun's flags, for one machine
         "nnodes": "num_machines",
         "node_rank": "machine_rank",
         "master_addr": "main_process_ip",
@@ -237,6 +236,9 @@ class LaunchConfig(Section):
 
     num_processes: Count | None = None
     """Ranks on all machines together. None: one per visible accelerator, else 2."""
+
+    nproc_per_node: Count | None = None
+    """Ranks on each machine, as torchrun counts them."""
 
     num_machines: Count = 1
     """Number of machines."""
@@ -264,9 +266,19 @@ class LaunchConfig(Section):
             expected = f"a multiple of {self.num_machines}, because {machines}"
             advice = "It counts the processes of all machines"
             problems.append(Problem("num_processes", expected, show(self.num_processes), advice))
+        world, given = self.world_size, show(self.nproc_per_node)
+        if self.nproc_per_node and world != self.nproc_per_node * self.num_machines:
+            expected = f"a number that gives num_processes ({world}), because {machines}"
+            problems.append(Problem("nproc_per_node", expected, given, "Give one of the two"))
         if problems:
             raise ConfigProblems(problems)
         return self
+
+    @property
+    def world_size(self) -> int | None:
+        """Ranks on all machines together; None: not given."""
+        per_node = self.nproc_per_node
+        return self.num_processes or (per_node and per_node * self.num_machines)
 
 
 def _read_model(value: object) -> object:

@@ -127,7 +127,10 @@ def _of_machine(config: RunConfig, launch: LaunchEnvironment | None) -> Iterator
         yield Problem("sharding.transport", "a real transport", "'fake'", advice)
     if config.launch.num_machines > 1 and launch is None:
         got = f"{config.launch.num_machines} without a launcher is not yet supported"
-        advice = "Start this command with torchrun or srun on every machine"
+        advice = (
+            "On every machine, start this command with torchrun or srun, or as `fullshard launch "
+            "--nnodes ... -m fullshard ...`"
+        )
         yield Problem("launch.num_machines", "", got, advice)
 
 
@@ -139,7 +142,7 @@ def findings(config: RunConfig) -> Iterator[tuple[str, str]]:
     """The dotted key of each such value, with the reason or advice."""
     is_sharded = config.sharding.strategy not in (Strategy.NO_SHARD, Strategy.AUTO)
     yield from _of_sharding(config.sharding, is_sharded=is_sharded)
-    if config.launch.num_processes == 1 and is_sharded:
+    if config.launch.world_size == 1 and is_sharded:
         yield (
             "launch.num_processes",
             "one rank has nothing to share its state with; use no_shard, or more processes",

@@ -391,7 +391,7 @@ def _read_jsonl(span: Span) -> Iterator[Record]:
                 value = _parsed(text, partial(_place, span, number))
             except json.JSONDecodeError as error:
                 raise DataError(
-                    f"data.path: expected one JSON object a line, got {error.msg} at "
+                    f"data.path: expected one JSON object a line, got {error.msg}: "
                     f"{_place(span, number)}, column {error.colno}. Correct the line."
                 ) from error
             yield Record(value, span, number)
@@ -440,7 +440,7 @@ def _read_list(file: Path) -> list[Any]:
         return _parsed(content, lambda: str(file))
     except json.JSONDecodeError as error:
         raise DataError(
-            f"data.path: expected a JSON list of objects, got {error.msg} at "
+            f"data.path: expected a JSON list of objects, got {error.msg}: "
             f"{file}:{error.lineno}, column {error.colno}. Correct the file."
         ) from error
 

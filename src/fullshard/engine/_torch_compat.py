@@ -156,7 +156,11 @@ next_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr  #
 
 
 def register_guard_types(*types: type) -> Callable[[], None]:
-    """Let optimizers and clipping use their foreach and fused paths; returns what undoes it."""
+    """Let optimizers and clipping use their foreach and fused paths; returns what undoes it.
+
+    torch.compile does not trace these types: a compiled `optimizer.step` runs as it is.
+    """
+    import torch._dynamo.config as compiler
     import torch.optim.optimizer as optimizer
     from torch.utils import _foreach_utils
 
@@ -168,8 +172,10 @@ def register_guard_types(*types: type) -> Callable[[], None]:
     def undo() -> None:
         for supported in tables:
             supported[:] = [kind for kind in supported if kind not in types]
+        compiler.nontraceable_tensor_subclasses -= set(types)
 
     undo()
+    compiler.nontraceable_tensor_subclasses |= set(types)
     for supported in tables:
         supported += types
     return undo

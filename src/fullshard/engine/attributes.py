@@ -88,10 +88,13 @@ class ModuleTensors:
 
 
 def own_modules(module: nn.Module, others: set[int]) -> list[nn.Module]:
-    """A module and its descendants, without the modules with these ids and their descendants."""
+    """A module and its descendants, without the modules with these ids and their descendants.
+
+    Scripted modules are left out: they take no hooks.
+    """
     found = [module]
     for child in module.children():
-        if id(child) not in others:
+        if id(child) not in others and not isinstance(child, torch.jit.ScriptModule):
             found += own_modules(child, others)
     return found
 

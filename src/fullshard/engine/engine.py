@@ -450,12 +450,12 @@ class Inventory:
         if same and self._objects and not any(param.requires_grad for param in self._frozen):
             return
         self._frozen = []
-        for path, module in model.named_modules():
+        named = [x for x in model.named_modules() if not isinstance(x[1], torch.jit.ScriptModule)]
+        for path, module in named:
             for name, param in module._parameters.items():
                 if param is not None and (id(module._parameters), name) not in self._places:
                     self._check(f"{path}.{name}" if path else name, param)
-        modules = list(model.modules())
-        self._tables = [t for m in modules for t in (m._modules, m._parameters)]
+        self._tables = [t for _, m in named for t in (m._modules, m._parameters)]
         self._objects = list(chain.from_iterable(map(dict.values, self._tables)))
 
     def _check(self, name: str, param: Any) -> None:

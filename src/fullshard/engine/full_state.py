@@ -208,8 +208,11 @@ def _check_states(
         )
     for key in have:
         found = tuple(getattr(stepped[key], "shape", ()))
-        if found == SMALL[: len(shape)]:
-            _check_value(f"{key} of {of}", values[key], stepped[key], shape)
+        sizes = list(zip(found, SMALL, shape, strict=False))
+        is_like = len(found) == len(shape) and all(n in (1, small) for n, small, _ in sizes)
+        if is_like and (math.prod(found) > 1 or not shape):  # Adafactor's rows are (n, 1)
+            whole = tuple(full if n > 1 else 1 for n, _, full in sizes)
+            _check_value(f"{key} of {of}", values[key], stepped[key], whole)
         elif math.prod(found) == 1 and math.prod(getattr(values[key], "shape", ())) != 1:
             _check_value(f"{key} of {of}", values[key], stepped[key], ())
 

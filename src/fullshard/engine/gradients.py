@@ -505,3 +505,4 @@ def follow_freezing(group: Group) -> None:
                     "its unit has no gradient memory for it. Set requires_grad before fs.shard."
                 )
             member.compute.requires_grad_(wanted)
+            member.param.record.norms.counts[Count.FREEZINGS] += 1

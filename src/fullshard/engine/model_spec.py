@@ -59,6 +59,7 @@ def spec_of(
     params: dict[int, nn.Parameter] = {}
     for name, param in places_of(model).items():
         if not matches(name, globs):
+            _refuse_scripted(model.get_submodule(name.rpartition(".")[0]), name)
             names[id(param)].append(name)
             params[id(param)] = param
     found = (param_spec(tuple(names[key]), params[key]) for key in names)
@@ -67,6 +68,14 @@ def spec_of(
     buffer_bytes = sum(buffer.nbytes for buffer in model.buffers())
     saved = {id(b): b.nbytes for module in model.modules() for b in saved_buffers(module)}
     return ModelSpec(type(model).__name__, modules, specs, buffer_bytes, sum(saved.values()))
+
+
+def _refuse_scripted(module: nn.Module, name: str) -> None:
+    if isinstance(module, torch.jit.ScriptModule):
+        raise UnsupportedModelError(
+            f"{name}: expected a module of Python; got a scripted one, whose parameters cannot be "
+            f"replaced. Use the module itself, or leave it out of sharding: ignore=['{name}']."
+        )
 
 
 def _read_by(module: nn.Module) -> list[nn.Module]:

@@ -10,6 +10,10 @@ If a rank skipped a backward, a step or a norm, its later sums would be combined
 of other ranks. Each sum therefore begins with integers that must be equal on all ranks: a hash of
 the sum's name, counters of steps and a hash of the gathers. The all-reduce compares them: n numbers
 are equal exactly if n times the sum of their squares is the square of their sum.
+
+Replicas of a hybrid mesh gather separately, so their hashes must be equal only among the ranks of
+each replica. The first of its n ranks counts n - 1 times, each other -1 times: the sum is 0. A
+factor for each replica keeps differences in two replicas from adding up to 0.
 """
 
 from __future__ import annotations
@@ -74,7 +78,10 @@ class Count(StrEnum):
     FORWARDS = "forwards that train"  # without deferred gradients
     ADDED = "gradients that were there before a backward"
     CLIPPINGS = "clippings"
+    LOADS = "tensors in load_state_dict"
+    FREEZINGS = "changes of requires_grad"
     GATHERS = "gathers"  # not a number but a hash: of which units, in which order
+    REPLICAS = "gathers of each replica"  # of units on a hybrid mesh
 
 
 class GradientNorms:
@@ -90,6 +97,7 @@ class GradientNorms:
         self._device = device
         self.counts: dict[str, int] = dict.fromkeys(Count, 0)
         self.waits = False  # there are unreduced gradients of no_sync
+        self.weight = 0  # of this rank in the sum of Count.REPLICAS
         self._landing: tuple[torch.Tensor, str, dict[str, int], Any] | None = None
         self._squares: torch.Tensor | None = None
         self._shown: dict[int, Any] = {}  # ids of the cached gradients
@@ -223,6 +231,8 @@ class GradientNorms:
         said = {"": zlib.crc32(f"{asked} {len(values)}".encode()), **(said or {})}
         numbers = [float(number % _MOST) for number in said.values()]
         pairs = [(x, -x) if maximum else (x, x * x) for x in numbers]
+        if Count.REPLICAS in said:
+            pairs[list(said).index(Count.REPLICAS)] = (self.weight * said[Count.REPLICAS], 0)
         head = from_host([1.0, *(x for pair in pairs for x in pair)], values.device)
         vector = torch.cat([head, values.double()])
         self.transport.home.place = f"a sum ({asked})"
@@ -395,7 +405,7 @@ def _refusal(asked: str, wrong: str, found: str) -> EngineError:
             "numbers would have met these. Call it on every rank, and let one of them log it; "
             "p.to_local() has this rank's elements."
         )
-    if wrong == Count.GATHERS:
+    if wrong in (Count.GATHERS, Count.REPLICAS):
         return EngineError(
             f"{asked}: expected every rank to call the same units in the same order; ranks have "
             "gathered different ones since the last backward, so weights of one unit were taken "
@@ -404,6 +414,7 @@ def _refusal(asked: str, wrong: str, found: str) -> EngineError:
         )
     return EngineError(
         f"{asked}: expected as many {wrong} on every rank; {found}. Every rank must make each "
-        "backward, optimizer.step(), zero_grad() and clipping: multiply the loss by zero where "
-        "there is none, and evaluate under torch.no_grad()."
+        "backward, optimizer.step(), zero_grad(), clipping and load_state_dict(), and freeze the "
+        "same parameters: multiply the loss by zero where there is none, and evaluate under "
+        "torch.no_grad()."
     )

@@ -26,7 +26,7 @@ from torch import nn
 
 from fullshard.engine._torch_compat import no_guard, storage_use_count
 from fullshard.engine.guard import Rule, is_alias, misfit, norm_order, refusal, rule_of, written_by
-from fullshard.engine.norms import TOLD_BY_SQUARES, by_model, norms_of
+from fullshard.engine.norms import TOLD_BY_SQUARES, Count, by_model, norms_of
 from fullshard.engine.record import ShardRecord
 from fullshard.errors import EngineError, ShardedTensorError
 from fullshard.planner.layout import clean_name
@@ -343,6 +343,8 @@ def _elementwise(func: Any, name: str, like: Any, args: Any, kwargs: dict[str, A
     written = written_by(name, args, kwargs)
     if written:
         _note_writes(written)
+        if name == "_foreach_mul_" and isinstance(written[0], ShardedGradient):
+            written[0].record.norms.counts[Count.CLIPPINGS] += 1  # by torch's clipping
     result = _call_plain(func, name, like, (args, kwargs))
     if _takes_part(result) and not like.record.is_cut and not written:
         try:
@@ -459,7 +461,7 @@ def _replace(func: Any, _name: str, _like: Any, args: Any, _kwargs: dict[str, An
         raise ShardedTensorError(
             f"p.grad.data = ... of {gradient.record.describe()}: expected {gradient.dtype} of the "
             f"shard's shape {tuple(gradient.shape)}; got {data.dtype} of {tuple(data.shape)}. "
-            "Write into p.grad in place."
+            "Write into p.grad in place; convert a model (.half, .to) before fs.shard."
         )
     with no_guard():
         if data.is_set_to(gradient):  # p.grad.data = p.grad.data.clamp_(...)

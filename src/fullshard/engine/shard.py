@@ -131,6 +131,7 @@ def shard_model(
     apply_dtypes(model, config)
     apply_recompute(model, plan.recompute, config.activation_checkpointing.kind)
     convert_reentrant(model)
+    _say_no_nested_tensors(model)
     engine.handles += hook_loading(model, engine)
     WATCHED.add(engine)
     return engine
@@ -236,6 +237,16 @@ def _say_one_host(plan: Plan) -> None:
             plan.strategy,
             plan.mesh.world_size,
         )
+
+
+def _say_no_nested_tensors(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.TransformerEncoder) and module.use_nested_tensor:
+            logger.warning(
+                "%s: in evaluation with src_key_padding_mask its outputs at padded positions are "
+                "those of training. torch sets them to 0 on a fast path that hooks turn off.",
+                name or type(module).__name__,
+            )
 
 
 def plan_of(model: nn.Module) -> Plan:

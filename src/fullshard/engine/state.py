@@ -29,6 +29,7 @@ from fullshard.config.values import DType, parse
 from fullshard.engine._torch_compat import no_guard
 from fullshard.engine.cuts import Cut
 from fullshard.engine.engine import Engine, engine_of
+from fullshard.engine.norms import Count
 from fullshard.engine.owned import OwnedOptimizer, holds_whole
 from fullshard.engine.parameter import Guarded, ShardedParameter
 from fullshard.engine.placing import shard_shape
@@ -131,6 +132,7 @@ def _slice_state(
         )
     for name, member in members.items():
         value = state_dict.get(prefix + name)
+        member.param.record.norms.counts[Count.LOADS] += value is not None
         inside_unsharded = not isinstance(member.param, Guarded)
         gather = getattr(value, "full_tensor", None)
         is_cut_alike = (
@@ -425,6 +427,7 @@ def param_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int,
         CheckpointError: A parameter is not part of the model.
     """
     names = {id(param): name for name, param in model.named_parameters()}
+    names |= {id(m.param): m.piece.name for m in engine_of(model).members}  # also in a forward
     for group in optimizer.param_groups:
         for param in group["params"]:
             if id(param) not in names:

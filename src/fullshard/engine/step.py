@@ -365,8 +365,9 @@ class Runtime:
         if torch.is_grad_enabled():
             raise EngineError(
                 "backward: expected create_graph=False; a second derivative would read slots that "
-                "hold other units by then. Compute it outside of the sharded model, or under "
-                "strategy no_shard without fullshard."
+                "hold other units by then. For gradients of inputs use torch.autograd.grad without "
+                "create_graph (torch.func.grad, vjp and jacrev set it); compute second derivatives "
+                "with a model that was not sharded."
             )
         if self._task != -1:
             return False
@@ -488,6 +489,9 @@ class Actions:
         self.recorder = recorder
         self.communication_s = 0.0
         self._units, self._poison, self._counts = units, poison, gradients.norms.counts
+        for axes in (unit.transport.axes for unit in units if unit.plan.mesh.replicate > 1):
+            sign = axes.mesh.shard - 1 if axes.shard_index == 0 else -1
+            gradients.norms.weight = sign * (1 + axes.replicate_index)
         self._filling: dict[Any, Unit] = {}  # the unit whose gather was last issued into a slot
         self._of: dict[EventKind, Callable[[Event], None]] = {
             EventKind.PUBLISH: lambda _: gradients.transport.home.publish(),
@@ -549,9 +553,9 @@ class Actions:
                     previous.versions.mark(is_open=False)
                 self._filling[key] = unit
         unit.start_gather()
-        if unit.gathered and unit.plan.mesh.replicate == 1:  # replicas gather on their own
-            counts = self._counts
-            counts[Count.GATHERS] = zlib.crc32(b"%d" % event.unit, counts[Count.GATHERS])
+        if unit.gathered:
+            kind = Count.GATHERS if unit.plan.mesh.replicate == 1 else Count.REPLICAS
+            self._counts[kind] = zlib.crc32(b"%d" % event.unit, self._counts[kind])
 
     def _use(self, event: Event) -> None:
         unit = self._units[event.unit]

@@ -12,6 +12,7 @@ mp_rank_00_model_states.pt, latest        DeepSpeed
 
 from __future__ import annotations
 
+import json
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -19,6 +20,7 @@ from pathlib import Path
 
 from fullshard.checkpoint.format import natural
 from fullshard.checkpoint.retain import candidates, newest_complete
+from fullshard.config.regular_files import read_regular
 from fullshard.engine.folder import INDEX, ONE_FILE
 from fullshard.errors import CheckpointError, untrusted
 from fullshard.formats.deepspeed import open_deepspeed, steps_folder
@@ -36,6 +38,8 @@ FSDP_FOLDER, FSDP_OPTIMIZER, FSDP_BIN = (
 # Weights of each format, in the order in which `_open_other` looks for them.
 FORMATS = (ONE_FILE, INDEX), (BIN, BIN_INDEX), (FSDP_BIN,), ("model_world_size_*",), ("latest",)
 FORMATS += (".metadata",), (FSDP_FOLDER,)
+# Files of a Trainer's checkpoint: its step, and what is not imported.
+TRAINER_STATE, TRAINERS = "trainer_state.json", ("optimizer.pt", "scheduler.pt", "rng_state*.pth")
 # Folders in which tools put config.json and the tokenizer.
 BESIDE = ("", "huggingface", "..")
 
@@ -59,8 +63,12 @@ def open_source(path: Path) -> Generator[Source]:
                 files = next((files for files in found if "config.json" in files), {})
                 source = replace(source, companions=files)
             names = [next((n for n in format_ if any(path.glob(n))), "") for format_ in FORMATS]
-            left = (f"{n}, of another format" for n in [n for n in names if n][1:])
+            left = [f"{n}, of another format" for n in [n for n in names if n][1:]]
+            left += [f"{n}, of the Trainer" for n in TRAINERS if any(path.glob(n))]
             source = replace(source, left_out=(*source.left_out, *left))
+            if source.step is None and (path / TRAINER_STATE).is_file():
+                state = json.loads(read_regular(path / TRAINER_STATE))
+                source = replace(source, step=state["global_step"])
             if source.step is not None:
                 natural(source.step)
         tensors = {n: replace(e, origin=f"'{path}': {n}") for n, e in source.tensors.items()}

@@ -6,11 +6,12 @@ The codes are part of the contract: scripts and schedulers decide by them whethe
 from __future__ import annotations
 
 import re
+import resource
 import signal
 from enum import IntEnum
 
 from fullshard import errors
-from fullshard.errors import FullshardError, WillNotFitError, ran_out_of_memory
+from fullshard.errors import ConfigError, FullshardError, WillNotFitError, ran_out_of_memory
 
 
 class ExitCode(IntEnum):
@@ -42,8 +43,16 @@ _DISK_IS_FULL = re.compile(
 
 
 def as_ours(error: BaseException) -> BaseException:
-    """Converts the error of a full disk into a typed one; returns other errors unchanged."""
-    if isinstance(error, FullshardError) or not _DISK_IS_FULL.search(str(error)):
+    """Converts the errors of a full disk and of too many files; returns others unchanged."""
+    if isinstance(error, FullshardError):
+        return error
+    if "Too many open files" in str(error):
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        return ConfigError(
+            f"ulimit -n: expected to open more files than the {most} that a process may, got none "
+            f"({error}). Raise that limit."
+        ).with_traceback(error.__traceback__)
+    if not _DISK_IS_FULL.search(str(error)):
         return error
     place = getattr(error, "filename", None) or "files of the run"
     limited = "too large" in str(error)

@@ -57,7 +57,7 @@ def configured_topology(launch: LaunchConfig) -> Topology:
     The default is one rank per visible accelerator on every machine, or 2 without accelerators.
     """
     machines = launch.num_machines
-    world = launch.num_processes or num_visible_accelerators() * machines or DEFAULT_PROCESSES
+    world = launch.world_size or num_visible_accelerators() * machines or DEFAULT_PROCESSES
     return Topology(world, world // machines if world % machines == 0 else None)
 
 

@@ -26,7 +26,7 @@ from types import FrameType
 from typing import NoReturn
 
 from fullshard.config.environment import LaunchEnvironment, read_launch_environment
-from fullshard.errors import PreemptedError
+from fullshard.errors import PreemptedError, write_anything
 from fullshard.launch.exit_codes import ExitCode
 from fullshard.launch.failure import LaunchFolder, RankFailure
 from fullshard.launch.signals import SAVE_SIGNALS, handled
@@ -134,7 +134,8 @@ def _report(failure: RankFailure, folder: LaunchFolder | None) -> None:
     # The launcher and its folder may be gone, or the disk may be full.
     with contextlib.suppress(OSError):
         log, whole = folder.log(failure.rank), contextlib.nullcontext(sys.stderr)
-        with log.open("a") if log.parent.is_dir() else whole as out:  # which is part of the log
+        log_file = partial(log.open, "a", encoding="utf-8", errors="backslashreplace")
+        with log_file() if log.parent.is_dir() else whole as out:  # which is part of the log
             out.write(failure.text + "\n")
     with contextlib.suppress(OSError):
         failure.write(folder.failure(failure.rank))
@@ -148,6 +149,7 @@ def _end_now(code: int) -> NoReturn:
 
 
 def _main() -> None:
+    write_anything()
     parent, module, arguments = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
     die_with_parent(parent)
     launch = read_launch_environment()

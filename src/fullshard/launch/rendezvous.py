@@ -84,7 +84,7 @@ def init_process_group(timeout_s: float = 600.0, run_dir: Path | None = None) ->
             place = {"store": store, "rank": launch.rank, "world_size": launch.world_size}
         dist.init_process_group(backend, timeout=timeout, device_id=device, **place)
     except dist.DistNetworkError as error:
-        raise HangError(_unreachable(launch, str(error).partition("\n")[0])) from error
+        raise _unreachable(launch, str(error).partition("\n")[0]) from error
     except dist.DistBackendError as error:
         if "Duplicate GPU" not in str(error):
             raise
@@ -240,7 +240,7 @@ def _reach_store(launch: LaunchEnvironment, timeout_s: float) -> None:
             if time.monotonic() > deadline:
                 why = getattr(error, "strerror", None) or error
                 got = f"{why} for {timeout_s:g} s (launch.timeout)"
-                raise HangError(_unreachable(launch, got)) from error
+                raise _unreachable(launch, got) from error
         time.sleep(0.2)
 
 
@@ -251,8 +251,13 @@ def _server(port: int) -> socket.socket:
     return socket.create_server(("", port))
 
 
-def _unreachable(launch: LaunchEnvironment, got: str) -> str:
-    return (
+def _unreachable(launch: LaunchEnvironment, got: str) -> ConfigError | HangError:
+    if "address already in use" in got:
+        return ConfigError(
+            f"MASTER_PORT: expected a free port, got {launch.master_port}, which another process "
+            "uses. Choose another, the same for every rank."
+        )
+    return HangError(
         f"MASTER_ADDR, MASTER_PORT: expected rank 0's store at {launch.master_addr}:"
         f"{launch.master_port}, got {got}. Check that rank 0 runs, that every rank has the address "
         "of its machine, and that no firewall closes the port."

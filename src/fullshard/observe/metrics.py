@@ -111,6 +111,7 @@ class MetricsWriter:
     def write(self, row: StepRow | EvalRow | SaveRow) -> None:
         values = asdict(row)
         if isinstance(row, SaveRow):
+            self._check_place()
             with self._saves.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(values, allow_nan=False) + "\n")
             return
@@ -118,7 +119,10 @@ class MetricsWriter:
         self._table.writerow(values)
         self._file.flush()
         self._table_file.flush()
-        with suppress(FileNotFoundError):
+        self._check_place()
+
+    def _check_place(self) -> None:
+        with suppress(OSError):
             if samestat(self._path.stat(), fstat(self._file.fileno())):
                 return
         raise ConfigError(

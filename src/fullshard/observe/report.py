@@ -54,7 +54,7 @@ def gather(run: Path) -> dict[str, Any]:
     rows = list(read_rows(run / "metrics.jsonl"))
     steps = [row for row in rows if "loss" in row]
     plan, saves = _plan(run / "plan.json"), list(read_rows(run / SAVES))
-    planned = record.get("planned") or {}
+    planned = record.get("planned", {})
     units = plan.units if isinstance(plan, Plan) else ()
     return {
         "record": record,
@@ -72,7 +72,9 @@ def gather(run: Path) -> dict[str, Any]:
 def _read_record(run: Path) -> dict[str, Any]:
     try:
         record: Any = json.loads((run / "run.json").read_text(encoding="utf-8"))
-        if not isinstance(record, dict) or not isinstance(record.get("measured"), dict):
+        record = record if isinstance(record, dict) else {}
+        held = (record.get("measured"), record.get("planned", {}))
+        if not all(isinstance(one, dict) for one in held):
             raise ValueError("it is not the record of a run")
         if lacks := {"command", "status", "began", "error"} - record.keys():
             raise ValueError(f"it lacks {min(lacks)}")

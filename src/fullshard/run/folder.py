@@ -55,6 +55,7 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._id: str | None = None  # of the run whose record was read first
         self.config = path / "config.yaml"
         self.record = path / "run.json"
         self.plan = path / "plan.json"
@@ -68,11 +69,14 @@ class RunFolder:
         self.logs = path / "logs"
 
     def read_record(self) -> dict[str, Any]:
-        """Reads run.json; raises ConfigError if the folder has none."""
+        """Reads run.json; raises ConfigError if the folder has none, or another run's by now."""
         try:
             found: Any = json.loads(self.record.read_text(encoding="utf-8"))
             if not isinstance(found, dict):
                 raise ValueError("run.json holds no mapping")
+            self._id = self._id or found.get("id")
+            if self._id != found.get("id"):
+                raise ValueError("the folder of the run was moved, and another run is there")
             return found
         except (OSError, ValueError, RecursionError) as error:
             raise ConfigError(
@@ -175,7 +179,6 @@ def begin(
             folder.end_killed()
         if not goes_on and folder.record.is_file():
             moved = _move_older_run(output_dir)
-            output_dir.mkdir(exist_ok=True)
             stack.enter_context(RunLock(output_dir))
             lock.release()
         before = folder.read_record() if goes_on else {}  # until a rank has replaced it
@@ -183,6 +186,7 @@ def begin(
             folder.record,
             {
                 "schema_version": SCHEMA_VERSION,
+                "id": os.urandom(8).hex(),
                 "command": command,
                 "status": RunStatus.PREPARING,
                 "exit_code": None,
@@ -194,6 +198,8 @@ def begin(
                 **fields(moved),
             },
         )
+        folder = RunFolder(output_dir)
+        folder.read_record()  # from now on, no other run's record is replaced
         with folder.recorded():
             folder.logs.mkdir(exist_ok=True)
             yield folder, moved
@@ -237,10 +243,21 @@ def now() -> str:
 
 
 def _move_older_run(output_dir: Path) -> Path:
-    number = 1
-    while (target := output_dir.with_name(f"{output_dir.name}.{number}")).exists():
-        number += 1
-    return output_dir.rename(target)
+    """Renames the folder itself, not a link to it, so that a new run stays on the same disk."""
+    place, number = output_dir.resolve(), 1
+    try:
+        if Path.cwd().is_relative_to(place):
+            raise OSError(errno.EBUSY, "it is the working directory")
+        while (target := place.with_name(f"{place.name}.{number}")).exists():
+            number += 1
+        place.rename(target)
+        place.mkdir()
+    except OSError as error:
+        raise ConfigError(
+            f"training.output_dir: expected a folder whose older run can be moved aside, got "
+            f"'{output_dir}' ({error.strerror}). Name another folder, or move the run yourself."
+        ) from error
+    return target
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -108,7 +108,7 @@ def conclude(
         "baseline_weight": baseline.weight if baseline else None,
         "num_held_out_tokens": baseline.num_tokens if baseline else None,
         "num_tokens": watcher.num_tokens,
-        "tokens_per_s": watcher.num_tokens / wall_s,
+        "tokens_per_s": watcher.num_tokens / wall_s or None,  # None: all steps were done before
         "memory_peak_bytes": last.memory_peak_bytes,
         "wall_s": wall_s,
     }
@@ -141,9 +141,12 @@ def _print_result(
         text = f"{measured['ema_eval_loss']:.4f} nats a token (in {folder.model_ema})"
         console.print_facts([("average's loss", text, "")])
     console.print_text(f"\n{sample.text}\n")
+    speed = "no step left to train"
+    if measured["tokens_per_s"] is not None:
+        speed = f"{measured['tokens_per_s']:,.0f} tokens/s"
     console.print_facts(
         [
-            ("time", f"{measured['wall_s']:.0f} s, {measured['tokens_per_s']:,.0f} tokens/s", ""),
+            ("time", f"{measured['wall_s']:.0f} s, {speed}", ""),
             ("memory", _memory(folder, measured["memory_peak_bytes"]), ""),
             ("report", str(folder.report), ""),
             ("model", f"{folder.model}  (fullshard generate {folder.path})", ""),

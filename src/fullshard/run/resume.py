@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from fullshard.checkpoint.format import STATE, natural
 from fullshard.checkpoint.read import read_tables
 from fullshard.checkpoint.retain import checkpoints_in, newest_complete
+from fullshard.config.files import flatten, is_below
 from fullshard.config.load import Resolved, load_config
 from fullshard.config.values import nearest
 from fullshard.data.dataset import FACTS, DatasetFacts, read_facts
@@ -26,8 +26,8 @@ from fullshard.errors import CheckpointError, ConfigError, untrusted
 from fullshard.run.folder import RunFolder, RunStatus
 
 POSITION = "position"  # key of [Note: data position] in a checkpoint's state
-# Sections that must not change when a run resumes.
-SAME = ("data", "model", "freeze", "lora")
+# Sections and keys that must not change when a run resumes.
+SAME = ("data", "model", "freeze", "lora", "training.max_seq_length", "training.seed")
 
 
 @dataclass(frozen=True)
@@ -149,13 +149,14 @@ def check_same(
     folder = RunFolder(output_dir)
     if not folder.config.is_file():  # the run was killed before it was prepared
         return
-    before = load_config(folder.config, []).config
-    for key in (*SAME, "training.max_seq_length", "training.seed"):
-        one, other = (attrgetter(key)(config) for config in (before, resolved.config))
-        if one != other:
+    before = flatten(load_config(folder.config, []).config.to_dict())
+    now = flatten(resolved.config.to_dict())
+    for key in {**before, **now}:
+        if is_below(key, SAME) and before.get(key) != now.get(key):
             raise ConfigError(
-                f"{key}: expected the value of the run that resumes in '{output_dir}' ({one}); "
-                f"got {other}. Use --resume never, or another output_dir."
+                f"{key}: expected the value of the run that resumes in '{output_dir}' "
+                f"({before.get(key)}); got {now.get(key)}. Use --resume never, or "
+                "another output_dir."
             )
     if not (folder.data / FACTS).is_file():
         return

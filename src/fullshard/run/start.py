@@ -105,13 +105,13 @@ def world_size_of(resolved: Resolved, launch: LaunchEnvironment | None) -> int:
     Raises:
         ConfigError: The configuration and the launcher disagree.
     """
-    asked = resolved.config.launch.num_processes
+    asked = resolved.config.launch.world_size
     if launch is None:
         return configured_topology(resolved.config.launch).world_size
     if (
         asked is not None
         and asked != launch.world_size
-        and resolved.is_chosen("launch.num_processes")
+        and any(map(resolved.is_chosen, ("launch.num_processes", "launch.nproc_per_node")))
     ):
         raise ConfigError(
             f"launch.num_processes: expected {launch.world_size}, the number of processes that "

@@ -129,7 +129,7 @@ class Tracer:
 
     def _depth(self, blocks: Sequence[str], config: ShardConfig) -> tuple[int, int | None]:
         """Period of the blocks, and how many of them to trace; None: all."""
-        step = math.lcm(self._pattern(blocks), config.activation_checkpointing.every)
+        step = math.lcm(self._pattern(blocks) or 1, config.activation_checkpointing.every)
         depth = 2 * step + len(blocks) % step
         return step, None if len(blocks) <= max(MOST_BLOCKS, depth) else depth
 

@@ -89,12 +89,13 @@ class Works:
 
     Args:
         works: torch.distributed's work of each.
+        place: The phase that they belong to, for errors.
     """
 
-    __slots__ = ("_works",)
+    __slots__ = ("_place", "_works")
 
-    def __init__(self, works: Sequence[Any]) -> None:
-        self._works = works
+    def __init__(self, works: Sequence[Any], place: str = "") -> None:
+        self._works, self._place = works, place
 
     def wait(self) -> None:
         """Wait until all are complete.
@@ -107,19 +108,20 @@ class Works:
             for work in self._works:
                 work.wait()
         except RuntimeError as error:
-            raise _failure(error) from error
+            raise _failure(error, self._place or "a message") from error
         self._works = ()
 
 
-def _failure(error: RuntimeError) -> EngineError | HangError:
+def _failure(error: RuntimeError, place: str) -> EngineError | HangError:
     """Returns the typed error for a message that does not arrive."""
-    if "imed out" in str(error):
+    if "imed out" in str(error) or "timeout" in str(error):
         return HangError(
-            "a message: expected one from every rank within the process group's timeout; none "
-            "came. Another rank is still computing, or waits for something else."
+            f"{place}: expected a message from every rank within the process group's timeout; "
+            "none came. Another rank is still computing, or waits for something else: all ranks "
+            "must make the same calls."
         )
     return EngineError(
-        "a message: expected every rank to take part; one has ended or closed its connection. "
+        f"{place}: expected every rank to take part; one has ended or closed its connection. "
         "Its own output says why."
     )
 

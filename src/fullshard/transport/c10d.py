@@ -37,7 +37,7 @@ class C10dTransport(Transport):
         if axes.mesh.shard == 1:
             return Works(())
         owns = [full.chunk(axes.mesh.shard)[axes.shard_index] for full in fulls]
-        return all_gather_many(fulls, owns, axes.gather_group)
+        return self._works(all_gather_many(fulls, owns, axes.gather_group))
 
     def reduce(self, fulls: Sequence[torch.Tensor]) -> Reduction:
         """A reduce-scatter, or for ordered sums an all-to-all and a local sum in rank order."""
@@ -56,8 +56,7 @@ class C10dTransport(Transport):
             works = reduce_scatter_many(received, fulls, group)
 
         def receive() -> list[Sequence[torch.Tensor]]:
-            for work in works:
-                work.wait()
+            self._works(*works).wait()
             return [parts.chunk(num_parts // share) for parts in received]
 
         return Reduction(receive, partial(self.scratch.give, *received))
@@ -65,18 +64,22 @@ class C10dTransport(Transport):
     def sum_replicas(self, values: torch.Tensor) -> Iterator[None]:
         replicas, group = self.axes.mesh.replicate, self.axes.replicate_group
         if not self._is_ordered:
-            work: Any = dist.all_reduce(values, group=group, async_op=True)
+            works = self._works(dist.all_reduce(values, group=group, async_op=True))
             yield
-            work.wait()
+            works.wait()
             return
         everyone = self.scratch.take(values, replicas * values.numel())
-        work = all_gather_single(everyone, values, group=group, async_op=True)
+        works = self._works(all_gather_single(everyone, values, group=group, async_op=True))
         yield
-        work.wait()
+        works.wait()
         sum_in_order(everyone.chunk(replicas), values)
         self.scratch.give(everyone)
 
     def all_reduce(self, values: torch.Tensor, *, maximum: bool = False) -> None:
         if self.axes.world_group is not None:
             op = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
-            dist.all_reduce(values, op=op, group=self.axes.world_group)
+            group = self.axes.world_group
+            self._works(dist.all_reduce(values, op=op, group=group, async_op=True)).wait()
+
+    def _works(self, *works: Any) -> Works:
+        return Works(works, self.home.place)

@@ -50,6 +50,7 @@ class DirectTransport(Transport):
         number = axes.first_tag // TAGS_A_MODEL
         self._model = f" (sharded model {number})" if number > 1 else ""
         self._apart = ""  # the error that ranks in different phases raised
+        self._phase = ""  # the phase of the running messages
 
     def fetch(self, fulls: Sequence[torch.Tensor]) -> Fetch:
         ranks, index = self.axes.shard_ranks, self.axes.shard_index
@@ -58,7 +59,7 @@ class DirectTransport(Transport):
         for full in fulls:
             parts = full.chunk(len(ranks))
             works += self._exchange([parts[index]] * len(ranks), parts, ranks, FETCH_TAG)
-        return Works(works)
+        return Works(works, self._phase)
 
     def reduce(self, fulls: Sequence[torch.Tensor]) -> Reduction:
         ranks = self.axes.shard_ranks
@@ -77,7 +78,8 @@ class DirectTransport(Transport):
         reduction.land([own])
         chunks[index].copy_(own)
         self.scratch.give(own)
-        works = Works(self._exchange([chunks[index]] * len(ranks), chunks, ranks, SPREAD_TAG))
+        spread = self._exchange([chunks[index]] * len(ranks), chunks, ranks, SPREAD_TAG)
+        works = Works(spread, self._phase)
         yield
         works.wait()
 
@@ -116,7 +118,7 @@ class DirectTransport(Transport):
             lent += [part for part in room if part is not own]
 
         def receive() -> list[Tensors]:
-            Works(works).wait()
+            Works(works, self._phase).wait()
             return received
 
         return Reduction(receive, partial(self.scratch.give, *lent))
@@ -144,11 +146,13 @@ class DirectTransport(Transport):
             return
         if self._apart:
             raise EngineError(self._apart)
-        own, self.home.place = f"{self.home.place}{self._model}", ""
+        own = self._phase = f"{self.home.place}{self._model}"
+        self.home.place = ""
         size = self.axes.mesh.world_size
         text = bytearray(own.encode()[:PLACE_BYTES].ljust(PLACE_BYTES) * size)
         told = torch.frombuffer(text, dtype=torch.uint8).view(size, PLACE_BYTES)
-        Works(self._exchange([told[self.rank]] * size, list(told), range(size), PLACE_TAG)).wait()
+        works = self._exchange([told[self.rank]] * size, list(told), range(size), PLACE_TAG)
+        Works(works, own).wait()
         places = [bytes(place).decode(errors="replace").strip() for place in told.tolist()]
         here = places[self.rank]
         found = [f"rank {rank} is at {it}" for rank, it in enumerate(places) if it != here]

@@ -177,7 +177,7 @@ def model_config_of(config: RunConfig, fault: Fault | None, notes: list[str]) ->
 
 def _fit_ranks(config: RunConfig, notes: list[str]) -> tuple[dict[str, Any], int]:
     """The user's sharding on a few local ranks, and how many."""
-    asked, sharding = config.launch.num_processes, config.sharding
+    asked, sharding = config.launch.world_size, config.sharding
     row = row_of(sharding.strategy)
     copies = sharding.replicate or (asked or 1) // (sharding.shard or asked or 1)
     settings = {key: value for key, value in sharding if key != "poison"}

@@ -97,7 +97,7 @@ def prepare(config: RunConfig, fault: Fault | None) -> PreparedCheck:
 
 def _fit_devices(config: RunConfig, notes: list[str]) -> int:
     """Number of devices to play: that of the run if it is small enough."""
-    asked, sharding = config.launch.num_processes, config.sharding
+    asked, sharding = config.launch.world_size, config.sharding
     sizes = (sharding.replicate or 1) * (sharding.shard or 1)
     fitting = asked if asked is not None and asked <= MOST_DEVICES else None
     if fitting is None:

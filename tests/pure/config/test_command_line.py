@@ -179,7 +179,7 @@ def test_flags_of_hugging_face_are_keys_of_training(args, overrides):
 @pytest.mark.parametrize(
     ("flag", "field", "value"),
     [
-        ("nproc_per_node=4", "num_processes", 4),
+        ("nproc_per_node=4", "world_size", 4),
         ("nnodes=2", "num_machines", 2),
         ("master_addr=here", "main_process_ip", "here"),
         ("master_port=29500", "main_process_port", 29500),
@@ -187,3 +187,11 @@ def test_flags_of_hugging_face_are_keys_of_training(args, overrides):
 )
 def test_flags_of_torchrun_are_fields_of_launch(load, flag, field, value):
     assert getattr(load(flag).launch, field) == value
+
+
+def test_torchruns_processes_are_those_of_each_machine(load):
+    machines = ("nnodes=2", "master_addr=here", "master_port=29500")
+    assert load("nproc_per_node=8", *machines).launch.world_size == 16
+    assert load("nproc_per_node=8", "num_processes=16", *machines).launch.world_size == 16
+    with pytest.raises(ConfigError, match=r"nproc_per_node: .* num_processes \(8\).*; got 8"):
+        load("nproc_per_node=8", "num_processes=8", *machines)

@@ -78,7 +78,7 @@ def test_several_machines_need_a_launcher():
     config = RunConfig(model="x", launch={"num_machines": 2, "num_processes": 2})
     torchrun = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     check_supported(config, launch=read_launch_environment(torchrun))
-    assert refusal(config).endswith("Start this command with torchrun or srun on every machine")
+    assert refusal(config).endswith("or as `fullshard launch --nnodes ... -m fullshard ...`")
 
 
 def test_a_run_refuses_the_transport_that_moves_nothing():

@@ -54,6 +54,12 @@ def test_whatever_allows_no_more_bytes_is_a_disk_without_room(number):
     assert exit_code_of(as_ours(OSError(number, os.strerror(number), "a.json"))) == 3
 
 
+def test_a_limit_on_open_files_is_named():
+    error = as_ours(OSError(errno.EMFILE, os.strerror(errno.EMFILE), "/proc/meminfo"))
+    assert str(error).startswith("ulimit -n: expected to open more files than the ")
+    assert exit_code_of(error) == 2
+
+
 def test_a_limit_on_files_is_not_called_a_full_disk():
     said = str(as_ours(OSError(errno.EFBIG, os.strerror(errno.EFBIG), "a.json")))
     assert said.startswith("ulimit -f: expected room to write a.json")

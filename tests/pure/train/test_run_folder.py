@@ -19,7 +19,7 @@ import pytest
 from fullshard.cli.app import run
 from fullshard.errors import ConfigError
 from fullshard.launch import run_lock
-from fullshard.observe.metrics import EvalRow, MetricsWriter
+from fullshard.observe.metrics import EvalRow, MetricsWriter, SaveRow
 from fullshard.observe.report import write_report
 from fullshard.run import start as run_start
 from fullshard.run.folder import RunFolder, RunStatus, begin, check_output_dir, write_whole
@@ -81,6 +81,38 @@ def test_older_runs_are_moved_to_the_first_free_number(tmp_path):
     assert RunFolder(place).read_record()["number"] == 2
 
 
+def test_older_run_behind_a_link_is_moved_and_the_link_stays(tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "train").symlink_to(tmp_path / "disk")
+    for number in range(2):
+        folder, moved = make(tmp_path / "train")
+        assert moved == (tmp_path / "disk.1" if number else None)
+    assert (tmp_path / "train").readlink() == tmp_path / "disk"
+    assert (tmp_path / "disk" / "run.json").samefile(folder.record)
+
+
+@pytest.mark.parametrize("place", [".", ".."])
+def test_older_run_around_the_working_directory_is_not_moved(tmp_path, monkeypatch, place):
+    make(tmp_path / "train")
+    (tmp_path / "train" / "inside").mkdir()
+    monkeypatch.chdir(tmp_path / "train" / ("inside" if place == ".." else ""))
+    with pytest.raises(ConfigError, match=r"can be moved aside, got .* the working directory"):
+        make(Path(place))
+    assert [entry.name for entry in tmp_path.iterdir()] == ["train"]
+
+
+def test_run_does_not_write_into_the_record_of_the_run_that_took_its_place(tmp_path, caplog):
+    folder, _ = make(tmp_path / "train")
+    folder.path.rename(tmp_path / "moved")
+    with begin(tmp_path / "train", "sft") as (other, _):
+        before = other.record.read_bytes()
+        folder.fail("HangError", "rank 0 is gone", 5, final=True)
+        with pytest.raises(ConfigError, match="the folder of the run was moved"):
+            finish(folder)
+        assert other.record.read_bytes() == before
+    assert "another run is there" in caplog.text
+
+
 def test_run_that_is_still_going_on_is_left_alone(tmp_path):
     with begin(tmp_path / "train", "train") as (folder, _):
         before = folder.record.read_bytes()
@@ -101,17 +133,19 @@ def test_a_lock_that_cannot_be_opened_is_said(tmp_path):
         make(tmp_path / "train")
 
 
-@pytest.mark.parametrize("again", [False, True])
-def test_a_run_whose_folder_went_away_says_so(tmp_path, again):
+@pytest.mark.parametrize("after", [EvalRow(2, 2.0), SaveRow(2, 0.1)])
+@pytest.mark.parametrize("there", ["nothing", "another run", "a file"])
+def test_a_run_whose_folder_went_away_says_so(tmp_path, there, after):
     folder, _ = make(tmp_path / "train")
     writer = MetricsWriter(folder.metrics)
-    row = EvalRow(1, 2.0)
-    writer.write(row)
+    writer.write(EvalRow(1, 2.0))
     folder.path.rename(tmp_path / "moved")
-    if again:  # another run lies there now
+    if there == "another run":
         MetricsWriter(make(tmp_path / "train")[0].metrics).close()
+    elif there == "a file":
+        folder.path.write_text("")
     with pytest.raises(ConfigError, match="was moved, removed or replaced"):
-        writer.write(row)
+        writer.write(after)
     writer.close()
 
 
@@ -266,7 +300,8 @@ def test_report_of_odd_files_is_typed_or_leaves_them_out(tmp_path):
     record = {"command": "train", "status": "failed", "began": "now", "error": None}
     with pytest.raises(ConfigError, match=r"expected a run's folder with run\.json"):
         RunFolder(tmp_path).read_record()
-    for odd in ([], {**record, "measured": 3}, {"measured": {}}):
+    wrong = {**record, "measured": {}, "planned": 3}
+    for odd in ([], {**record, "measured": 3}, wrong, {"measured": {}}):
         (tmp_path / "run.json").write_text(json.dumps(odd))
         with pytest.raises(ConfigError, match=r"RUN_DIR: expected a run's folder with run\.json"):
             write_report(tmp_path)
