@@ -245,18 +245,17 @@ def test_a_run_records_how_it_was_ended(name, rank, tmp_path):
     words = [f"output_dir={output}", "max_steps=100000", "num_processes=2"]
     if name == "SIGSTOP":  # a rank that has ended is seen at once
         words.append("launch.timeout=5")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "fullshard", "train", *words], stderr=subprocess.PIPE, text=True
-    )
+    command = [sys.executable, "-m", "fullshard", "train", *words]
     metrics = output / "metrics.jsonl"
-    try:
-        wait_until(lambda: metrics.exists() and metrics.stat().st_size > 0, 100, "a first step")
-        ranks = sorted(psutil.Process(process.pid).children(), key=lambda child: child.pid)
-        whom = process if rank is None else ranks[rank]
-        whom.send_signal(getattr(signal, name))
-        _, err = process.communicate(timeout=60)
-    finally:
-        process.kill()
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            wait_until(lambda: metrics.exists() and metrics.stat().st_size > 0, 100, "a first step")
+            ranks = sorted(psutil.Process(process.pid).children(), key=lambda child: child.pid)
+            whom = process if rank is None else ranks[rank]
+            whom.send_signal(getattr(signal, name))
+            _, err = process.communicate(timeout=60)
+        finally:
+            process.kill()
     record = json.loads((output / "run.json").read_text())
     code, status, said = ENDS[name, rank]
     assert (process.returncode, record["exit_code"], record["status"]) == (code, code, status)
