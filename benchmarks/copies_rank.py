@@ -80,7 +80,7 @@ def arithmetic(engine: Engine) -> dict[str, int]:
     moved = [
         member.numel * (member.compute.itemsize + group.grad_slot.itemsize)
         for unit in engine.units
-        for group in unit.trained
+        for group in unit.trained_groups
         for member in group.members
         if group.grad_slot is not None
     ]

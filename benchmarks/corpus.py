@@ -22,7 +22,6 @@ from fullshard.cli.outcome import Outcome
 
 FILE_MIB = 250
 RANK = "fullshard.launch.rank_entry"
-WORKER = "multiprocessing.spawn"
 WORDS = (
     "data.validation_fraction=0.0005",
     "max_steps=5",
@@ -57,11 +56,11 @@ def write_text(folder: Path, mib: int) -> None:
 
 
 def _train(corpus: Path, place: Path) -> dict[str, Any]:
-    """Peaks of anonymous memory of the command, of what tokenizes, and of ranks."""
+    """Peaks of anonymous memory of the command, which tokenizes, and of ranks."""
     began = time.monotonic()
     run = (f"data.path={corpus}", f"output_dir={place / 'run'}", *WORDS)
     command = [sys.executable, "-m", "fullshard", "train", *run, "--resume", "never"]
-    peaks = dict.fromkeys(("command", "worker", "rank"), 0)
+    peaks = dict.fromkeys(("command", "rank"), 0)
     first_rank_s = None
     with subprocess.Popen(command) as process:
         while process.poll() is None:
@@ -93,7 +92,7 @@ def _anonymous(pid: int) -> list[tuple[str, int]]:
             status = Path(f"/proc/{process.pid}/status").read_text(encoding="utf-8")
         except (psutil.Error, OSError):
             continue
-        kind = "rank" if RANK in words else "worker" if WORKER in words else "command"
+        kind = "rank" if RANK in words else "command"
         size = re.search(r"^RssAnon:\s+(\d+) kB", status, re.MULTILINE)
         found += [(kind, int(size[1]) << 10)] if size else []
     return found

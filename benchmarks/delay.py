@@ -210,9 +210,9 @@ class _Late:
         self._message.wait()
         self._under_way.wait()
 
-    def land(self, outs: Sequence[torch.Tensor]) -> None:
+    def sum_into(self, outs: Sequence[torch.Tensor]) -> None:
         self._message.wait()
-        self._under_way.land(outs)
+        self._under_way.sum_into(outs)
 
 
 def delayed(engine: Engine, latency_s: float, bytes_per_s: float) -> DelayTransport:

@@ -16,8 +16,9 @@ from fullshard.config.environment import read_launch_environment
 from fullshard.config.schema import ShardConfig
 from fullshard.config.supported import check_supported
 from fullshard.config.values import Transport
-from fullshard.engine import clip, full_state, state, stats
+from fullshard.engine import clip, full_state, state
 from fullshard.engine import shard as engine_shard
+from fullshard.engine.engine import engine_of
 from fullshard.engine.model_spec import meta_model
 from fullshard.engine.owned import owned_optimizer
 from fullshard.engine.parameter import ShardedParameter
@@ -320,12 +321,12 @@ def load(
 
 def memory_stats(model: nn.Module) -> dict[str, dict[str, int]]:
     """Bytes that the engine holds on this rank: {kind: {"now", "peak"}, "total": ...}."""
-    return stats.memory_stats(model)
+    return engine_of(model).memory_stats()
 
 
 def num_parameters(model: nn.Module) -> int:
     """Parameters of the whole model, tied ones once."""
-    return stats.num_parameters(model)
+    return state.num_parameters(model)
 
 
 def sharding(param: torch.Tensor) -> Sharding:

@@ -23,10 +23,9 @@ from fullshard.checkpoint.format import AVERAGE, OWN, Kind, StoredTensor, key_of
 from fullshard.checkpoint.read import Checkpoint, choose
 from fullshard.checkpoint.retain import Found, candidates
 from fullshard.config.values import nearest
-from fullshard.engine.agreement import agree
 from fullshard.engine.cuts import Cut
 from fullshard.engine.engine import Engine, engine_of
-from fullshard.engine.owned import holds_whole
+from fullshard.engine.owned import owns_states
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.random_state import set_random_state
 from fullshard.engine.state import (
@@ -57,7 +56,7 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None) 
             error names tensors.
     """
     engine = engine_of(model)
-    agree(engine, SAVES.wait)
+    engine.agree(SAVES.wait)
     return load_found(choose(ranks_of(engine), path), model, optimizer)
 
 
@@ -74,7 +73,7 @@ def load_found(
 ) -> dict[str, Any]:
     """As `load`, from a given checkpoint."""
     engine = engine_of(model)
-    return agree(engine, lambda: _load_from(found, engine, model, optimizer))
+    return engine.agree(lambda: _load_from(found, engine, model, optimizer))
 
 
 def check_loads(found: Found, model: nn.Module, kind: str) -> None:
@@ -250,7 +249,7 @@ def _optimizer_of(
         key = key_of(Kind.OPTIMIZER, name)
         stored = checkpoint.index.tensors[key]
         of = held[param]
-        whole = None if state == AVERAGE else holds_whole(optimizer, params[param])
+        whole = None if state == AVERAGE else owns_states(optimizer, params[param])
         if whole is not None:
             if whole:
                 found.tensors.append(_owned_state(stored, (param, state), params[param].device))

@@ -42,7 +42,6 @@ from fullshard.checkpoint.format import (
 from fullshard.checkpoint.read import remove, superfluous
 from fullshard.checkpoint.retain import tidy
 from fullshard.checkpoint.values import encode
-from fullshard.engine.agreement import agree, tell
 from fullshard.engine.engine import Engine, engine_of
 from fullshard.engine.owned import OwnedOptimizer
 from fullshard.engine.random_state import random_state
@@ -110,17 +109,17 @@ def save(
         CheckpointError: On every rank, if any cannot write; older checkpoints are untouched.
     """
     engine = engine_of(model)
-    agree(engine, SAVES.wait)
-    agree(engine, lambda: _check_step(settings.step))
+    engine.agree(SAVES.wait)
+    engine.agree(lambda: _check_step(settings.step))
     stage = None if settings.wait else STAGING.setdefault(model, _Staging()).copy
     states = None
     if optimizer is not None:
-        states = agree(engine, lambda: optimizer_state(model, optimizer))
+        states = engine.agree(lambda: optimizer_state(model, optimizer))
         states = replace(states, tensors=_as_ranges(engine, states.tensors))
     if states is not None and isinstance(optimizer, OwnedOptimizer):
-        states = replace(states, scalars=join_scalars(tell(engine, states.scalars)))
-    held = _as_ranges(engine, agree(engine, lambda: model_tensors(model)))
-    parts = agree(engine, lambda: _Parts.of(model, held, states, state, stage))
+        states = replace(states, scalars=join_scalars(engine.tell(states.scalars)))
+    held = _as_ranges(engine, engine.agree(lambda: model_tensors(model)))
+    parts = engine.agree(lambda: _Parts.of(model, held, states, state, stage))
     pieces, document = parts.joined(engine, settings.step)
     texts = {
         STATE: document,
@@ -154,7 +153,7 @@ def _as_ranges(engine: Engine, tensors: list[Held]) -> list[Held]:
             whole = member.gather_whole(local, "/".join(held.names)).reshape(-1)
             with _kept(errors):
                 found.append(_range_of(held, member, whole))
-    agree(engine, lambda: _raise_first(errors))
+    engine.agree(lambda: _raise_first(errors))
     return found
 
 
@@ -184,7 +183,7 @@ def _range_of(held: Held, member: Member, whole: torch.Tensor) -> Held:
 def ranks_of(engine: Engine) -> Ranks:
     """The processes of an engine."""
     world_size = engine.plan.mesh.world_size
-    return Ranks(engine.rank, world_size, partial(tell, engine), partial(agree, engine))
+    return Ranks(engine.rank, world_size, engine.tell, engine.agree)
 
 
 def write(
@@ -291,7 +290,7 @@ class _Parts:
             CheckpointError: The names of the values differ between ranks.
         """
         digests = {name: value.digest() for name, value in self.values.items()}
-        found = tell(engine, digests)
+        found = engine.tell(digests)
         for rank, other in enumerate(found):
             if set(other) != set(found[0]):
                 raise CheckpointError(

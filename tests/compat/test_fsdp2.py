@@ -343,7 +343,7 @@ def an_event() -> None:
     log: list[str] = []
     batch = torch.ones(2, 8, dtype=torch.int64)
     model(batch)
-    with patch.object(Runtime, "begins_step", autospec=True) as begins:
+    with patch.object(Runtime, "is_outermost", autospec=True) as begins:
         begins.side_effect = lambda *_, **__: log.append("begins") or False
         model.set_post_optim_event(Optimized(log))
         assert log == []

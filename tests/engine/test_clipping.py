@@ -296,6 +296,18 @@ def test_parameters_that_are_left_out_take_part_in_clipping(ranks, ours):
     ranks(2)(compare, partial(some_left_out, ours=ours))
 
 
+def clip_left_out_alone() -> list[float]:
+    """Norms of the only gradient, of a parameter that is left out, before any backward."""
+    run = Run(torch.distributed.get_world_size(), torch.distributed.get_rank())
+    model = run.shard(run.model(), ignore=["scale"])
+    model.scale.grad = torch.full_like(model.scale, 3.0)
+    return [fs.clip_grad_norm_(model, 10.0, order).item() for order in (1.0, 2.0, math.inf)]
+
+
+def test_a_gradient_that_is_left_out_is_clipped_without_others(ranks):
+    assert ranks(2)(clip_left_out_alone) == [[3.0, 3.0, 3.0]] * 2
+
+
 def clip_beside_unequal_gradients() -> Any:
     """One rank alone has a gradient of a parameter that is left out, and a large one."""
     run = Run(torch.distributed.get_world_size(), torch.distributed.get_rank())

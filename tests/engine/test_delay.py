@@ -124,7 +124,7 @@ def waits():
     full = torch.ones(unit.groups[0].plan.layout.numel)
     start = time.perf_counter()
     out = torch.empty(full.numel() // 2)
-    unit.transport.reduce([full]).land([out])
+    unit.transport.reduce([full]).sum_into([out])
     return issued_s, waited_s, cpu_s, time.perf_counter() - start, out.unique().tolist()
 
 

@@ -140,11 +140,11 @@ def part_of_a_wrong_rank(engine, note):
 # ---- what may go wrong in a reduction ------------------------------------------------------------
 
 
-class Landing:
-    """A reduction that lands as `land(outs)` says."""
+class Summing:
+    """A reduction that writes its sums as `sum_into(outs)` says."""
 
-    def __init__(self, land):
-        self.land = land
+    def __init__(self, sum_into):
+        self.sum_into = sum_into
 
 
 def skipped_reduction(engine, note):
@@ -153,7 +153,7 @@ def skipped_reduction(engine, note):
     def skips(reduce, fulls):
         own = fulls[0].chunk(engine.plan.mesh.shard)[engine.units[0].part].clone()
         note()
-        return Landing(lambda outs: outs[0].copy_(own))
+        return Summing(lambda outs: outs[0].copy_(own))
 
     if engine.plan.mesh.shard == 1:  # there is only the sum over replicas
         once(engine.transport, "sum_replicas", lambda sum_replicas, values: iter([note()]))
@@ -167,7 +167,7 @@ def lost_landing(engine, note):
     def loses(reduce, fulls):
         under_way = reduce(fulls)
         note()
-        return Landing(lambda outs: under_way.land([torch.empty_like(out) for out in outs]))
+        return Summing(lambda outs: under_way.sum_into([torch.empty_like(out) for out in outs]))
 
     if is_last_rank():
         once(engine.transport, "reduce", loses)

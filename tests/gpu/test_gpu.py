@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fullshard.launch.spawn import run_local_ranks
+from support.launcher import run_local_ranks
 
 HERE = Path(__file__).parent
 NUM_GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0

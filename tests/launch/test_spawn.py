@@ -14,8 +14,9 @@ import pytest
 from fullshard.config.host_memory import Limit
 from fullshard.errors import ConfigError
 from fullshard.launch import supervise
-from fullshard.launch.spawn import LocalLaunch, launch_local_ranks, run_local_ranks
+from fullshard.launch.spawn import LocalLaunch, launch_local_ranks
 from support import forked
+from support.launcher import run_local_ranks
 from support.processes import assert_all_end, read_pids
 
 ROOT = Path(__file__).parents[2]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
+
+from fullshard.verify.reference import Wide
 
 SIZES = {
     "vocab_size": 96,
@@ -42,63 +45,20 @@ def build(config: Any, seed: int = 0) -> Any:
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
+    with Wide():  # of the frequencies of rotary positions
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
     with torch.no_grad():
         for param in model.parameters():
             param.add_(torch.randn_like(param) * 0.1)
-    return widen(model)
+    forward = model.forward
 
+    def wide(*args: Any, **inputs: Any) -> Any:
+        is_wide = next(model.parameters()).dtype is torch.float64
+        with Wide() if is_wide else nullcontext():
+            return forward(*args, **inputs)
 
-def widen(model: Any) -> Any:
-    """Norms and rotary positions in the dtype of the weights."""
-    for module in model.modules():
-        if type(module).__name__.endswith("RMSNorm"):
-            module.forward = _Norm(module)
-        if type(module).__name__.endswith("RotaryEmbedding"):
-            module.forward = _Positions(module)
+    model.forward = wide
     return model
-
-
-class _Norm:
-    def __init__(self, module: Any) -> None:
-        self.module = module
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        mean = x.pow(2).mean(-1, keepdim=True)
-        return self.module.weight * (x * torch.rsqrt(mean + self.module.variance_epsilon))
-
-
-class _Positions:
-    """Frequencies anew, by transformers' own function under a default dtype of float64."""
-
-    def __init__(self, module: Any) -> None:
-        self.config = module.config
-
-    def __call__(self, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
-        rope, config = self.config.rope_parameters, self.config
-        dim = getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
-        steps = torch.arange(0, dim, 2, dtype=torch.float64, device="cpu") / dim
-        frequencies = 1.0 / rope["rope_theta"] ** steps
-        if rope["rope_type"] == "llama3":
-            frequencies = _llama3(frequencies, rope)
-        angles = position_ids[..., None].double() * frequencies
-        angles = torch.cat((angles, angles), -1)
-        return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
-
-
-def _llama3(frequencies: torch.Tensor, rope: dict[str, Any]) -> torch.Tensor:
-    """As in transformers' `_compute_llama3_parameters`: long waves slower, between them a blend."""
-    waves = 2 * torch.pi / frequencies
-    context, low, high = (
-        rope["original_max_position_embeddings"],
-        rope["low_freq_factor"],
-        rope["high_freq_factor"],
-    )
-    slow = torch.where(waves > context / low, frequencies / rope["factor"], frequencies)
-    share = (context / waves - low) / (high - low)
-    blend = (1 - share) * slow / rope["factor"] + share * slow
-    between = (waves >= context / high) & (waves <= context / low)
-    return torch.where(between, blend, slow)
 
 
 def batches(num: int) -> list[tuple[torch.Tensor, torch.Tensor]]:

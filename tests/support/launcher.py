@@ -10,7 +10,16 @@ import sys
 from pathlib import Path
 
 from fullshard.launch import supervise
-from fullshard.launch.spawn import run_local_ranks
+from fullshard.launch.spawn import LocalLaunch, launch_local_ranks, print_failure
+
+
+def run_local_ranks(module, args=(), *, num_processes, log_dir, timeout_s=None) -> int:
+    """Runs a module on local ranks, prints the first failure, and returns the exit code."""
+    launch = LocalLaunch(module, tuple(args), num_processes, log_dir, timeout_s)
+    result = launch_local_ranks(launch)
+    print_failure(launch, result)
+    return result.exit_code
+
 
 if __name__ == "__main__":
     supervise.INTERRUPT_S = float(os.environ.get("INTERRUPT_S", supervise.INTERRUPT_S))

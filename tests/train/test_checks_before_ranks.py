@@ -13,17 +13,9 @@ from fullshard.run.folder import begin
 
 pytestmark = pytest.mark.timeout(240)  # the first test imports transformers
 
+# One for each check of a start; tests of the checks themselves have the other mistakes.
 CASES = {
-    "missing data": (["data.path=txet.txt"], 6, "txet.txt"),
     "empty data": (["data.path=empty.txt"], 6, "got none in 'empty.txt'"),
-    "missing column": (["data.path=a.jsonl"], 6, "expected a column 'text', got 'body'"),
-    "deep data": (["data.path=deep.jsonl"], 6, "RecursionError"),
-    "a long number": (["data.path=long.jsonl"], 6, "got one that cannot be read at long.jsonl:1"),
-    "half a character": (["data.path=half.jsonl"], 6, "surrogates not allowed"),
-    "over-long data": (["data.path=" + "x" * 300], 6, "File name too long"),
-    "negative size": (["model.config.hidden_size=-32"], 2, "model"),
-    "over-long output": (["output_dir=" + "x" * 300], 2, "folder that can be made"),
-    "too few tokens": (["max_seq_length=64", "data.path=short.txt"], 6, "at least 64 training"),
     "too few held out": (
         ["data.path=short.txt", "max_seq_length=4", "data.validation_fraction=0.01"],
         6,
@@ -34,15 +26,11 @@ CASES = {
         6,
         "at least 200,000 sequences",
     ),
-    "unknown key": (["training.max_stepz=3"], 2, "Did you mean 'max_steps'?"),
-    "unknown model type": (["model.config.model_type=llamma"], 2, "Did you mean 'llama'?"),
     "unknown model key": (["model.config.hiden_size=8"], 2, "Did you mean 'hidden_size'?"),
-    "no such model folder": (["model=nowhere/llama"], 2, "Nothing is downloaded during a run"),
     "sequence too long": (["max_seq_length=65"], 2, "expected at most 64"),
     "freeze without a match": (["freeze=[lm_haed.*]"], 2, "which matches none"),
     "impossible mesh": (["sharding.shard=3"], 2, "shard"),
     "vocabulary without bytes": (["data.vocab_size=200"], 2, "at least 257"),
-    "no such tokenizer": (["data.tokenizer=nowhere"], 2, "data.tokenizer: expected a local folder"),
     "not yet": (["sharding.activation_checkpointing=offload"], 2, "not yet supported"),
     "of another recipe": (["teacher=t"], 2, "in `fullshard distill` alone"),
     "nothing to resume from": (["--resume", "checkpoints/1"], 7, "which does not exist"),
@@ -57,10 +45,6 @@ def test_bad_input_is_said_before_any_rank_starts(
     config = write_config(tmp_path)
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "short.txt").write_text("A few words only.")
-    (tmp_path / "deep.jsonl").write_text("[" * 100_000 + "]" * 100_000)
-    (tmp_path / "long.jsonl").write_text('{"text": "a", "n": ' + "9" * 5000 + "}")
-    (tmp_path / "half.jsonl").write_text('{"text": "a \\ud83d b"}')
-    (tmp_path / "a.jsonl").write_text('{"body": "x"}\n')
     monkeypatch.chdir(tmp_path)
     before = sorted(tmp_path.iterdir())
     words, code, expected = CASES[name]

@@ -47,14 +47,13 @@ def refused(path: Path, words: str, settings=NO_HOLD_OUT, tokenizer=None) -> Non
         make_dataset([Source.at(path)], settings, tokenizer)
 
 
-def test_several_processes_make_the_tokens_of_one(tmp_path, tokenizer, monkeypatch):
+def test_the_number_of_shards_does_not_change_the_tokens(tmp_path, tokenizer, monkeypatch):
     (tmp_path / "data").mkdir()
     for number in range(4):
         text = "\n".join(json.dumps({"text": seeded_text(20 + number)}) for _ in range(20)) + "\n"
         (tmp_path / "data" / f"{number}.jsonl").write_text(text)
     expected = tokens(make_dataset([Source.at(tmp_path / "data")], NO_HOLD_OUT, tokenizer))
     monkeypatch.setattr(tokenize, "SHARD_BYTES", 10_000)
-    monkeypatch.setattr(tokenize, "ALONE_BYTES", 0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another"))
     made = make_dataset([Source.at(tmp_path / "data")], NO_HOLD_OUT, tokenizer)
     assert len(made.train.sources[0]) > 4

@@ -83,11 +83,12 @@ def test_a_run_that_cannot_fit_is_refused_and_one_that_just_fits_ends(tmp_path):
 def test_a_rank_that_the_kernel_kills_for_memory_names_the_limit(tmp_path):
     (tmp_path / "fill.py").write_text(FILL)
     launch = (
-        "from pathlib import Path; from fullshard.launch.spawn import run_local_ranks; "
+        "from pathlib import Path; from support.launcher import run_local_ranks; "
         f"logs = Path({str(tmp_path)!r}); "
         "raise SystemExit(run_local_ranks('fill', [], num_processes=1, log_dir=logs))"
     )
-    paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    tests = str(Path(__file__).parents[1])
+    paths = os.pathsep.join([str(tmp_path), tests, os.environ.get("PYTHONPATH", "")])
     with memory_group(700 * MIB) as group:
         done = group.run([sys.executable, "-c", launch], 100, {**os.environ, "PYTHONPATH": paths})
         assert (done.returncode, group.num_kills()) == (4, 1), done.stderr

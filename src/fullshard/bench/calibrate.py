@@ -35,9 +35,9 @@ from fullshard.outlook.calibration import Calibration, Ceilings, HostOverhead, T
 from fullshard.planner.mesh import Mesh
 from fullshard.recipes.base import causal_lm_loss
 from fullshard.run.optim import build_optimizer
-from fullshard.transport import make_transport
 from fullshard.transport.base import Axes
 from fullshard.transport.fake import FakeTransport
+from fullshard.transport.select import make_transport
 
 if TYPE_CHECKING:
     from fullshard.planner.plan import Plan
@@ -203,7 +203,7 @@ class _IdleMessage:
     def wait(self) -> None:
         """Returns at once."""
 
-    def land(self, outs: Sequence[torch.Tensor]) -> None:
+    def sum_into(self, outs: Sequence[torch.Tensor]) -> None:
         for full, out in zip(self._fulls, outs, strict=True):
             out.copy_(full[: out.numel()])
 

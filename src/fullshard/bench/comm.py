@@ -25,7 +25,8 @@ from fullshard.errors import ConfigError, VerifyError, WillNotFitError
 from fullshard.planner.mesh import Mesh, Topology
 from fullshard.planner.plan import Plan, make_plan
 from fullshard.planner.spec import ModelSpec, ModuleSpec, ParamSpec
-from fullshard.transport import Transport, make_transport, resolve_transport
+from fullshard.transport.base import Transport
+from fullshard.transport.select import make_transport, resolve_transport
 
 MIB = 2**20
 CPU = torch.device("cpu")
@@ -122,7 +123,6 @@ class TimedExchange:
         assert group.grad_slot is not None
         self.gradients = rings.view(group.grad_slot, numel)
         self.sums = torch.zeros(numel // world)
-        self.own = self.weights.chunk(world)[transport.rank]
 
     def fetch(self) -> None:
         """As at the beginning of a forward."""
@@ -133,7 +133,7 @@ class TimedExchange:
     def reduce(self) -> None:
         """As at the end of a unit's backward."""
         self.home.claim(self.gradients)
-        self.transport.reduce([self.gradients]).land([self.sums])
+        self.transport.reduce([self.gradients]).sum_into([self.sums])
 
     def check(self, world: int) -> None:
         """Checks that the bytes arrive.
@@ -142,7 +142,7 @@ class TimedExchange:
             VerifyError: A part is not what its owner wrote, or a sum is not that of all ranks.
         """
         self.home.before_write()
-        self.own.fill_(self.transport.rank + 1)
+        self.weights.chunk(world)[self.transport.rank].fill_(self.transport.rank + 1)
         self.fetch()
         self.gradients.fill_(self.transport.rank + 1)
         self.reduce()

@@ -1,7 +1,5 @@
 """Local ranks of a measurement, and their memory.
 
-`run_ranks` runs in the command, `main` on every rank.
-
 [Note: a rank's memory]
 The proportional set size counts a page that n processes share as 1/n, so mappings that ranks share
 count once in total. Linux keeps no peak of it, so a thread samples it. The peak of the resident set
@@ -13,11 +11,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import importlib
-import json
-import pickle
 import re
-import sys
-import tempfile
 import threading
 from pathlib import Path
 from typing import Any
@@ -25,7 +19,8 @@ from typing import Any
 import psutil
 
 from fullshard.errors import FullshardError
-from fullshard.launch.spawn import run_local_ranks
+from fullshard.launch.local_call import call_on_ranks
+from fullshard.launch.spawn import print_failure
 
 SAMPLE_EVERY_S = 0.002
 STATUS = Path("/proc/self/status")
@@ -82,16 +77,13 @@ class PeakSampler:
 # ---- running -------------------------------------------------------------------------------------
 
 
-JOB_FILE = "job.pickle"
-
-
 def run_ranks(
     measure: str, job: object, num_ranks: int, *, what: str, timeout_s: float
 ) -> list[Any]:
-    """Runs a function on local ranks, in a process group, and returns each rank's result.
+    """Calls a function on local ranks, in a process group, and returns each rank's result.
 
     Args:
-        measure: `module:function`. It gets the job, runs on one thread, and returns JSON values.
+        measure: `module:function`. It gets the job and runs on one thread.
         job: What to measure; any object that can be pickled.
         num_ranks: Local ranks.
         what: Names the group in an error, as in "bench step: the ranks of 29M".
@@ -100,47 +92,27 @@ def run_ranks(
     Raises:
         FullshardError: A rank failed. Its own error is already on standard error.
     """
-    with tempfile.TemporaryDirectory(prefix="fullshard-bench-") as name:
-        folder = Path(name)
-        (folder / JOB_FILE).write_bytes(pickle.dumps(job))
-        code = run_local_ranks(
-            __name__,
-            [measure, str(folder)],
-            num_processes=num_ranks,
-            log_dir=folder / "logs",
-            timeout_s=timeout_s,
+    call = measure, job
+    function = f"{__name__}:on_one_thread"
+    launch, result, found = call_on_ranks(function, call, num_ranks, timeout_s)
+    print_failure(launch, result)
+    if result.exit_code:
+        error = FullshardError(
+            f"{what}: expected exit code 0, got {result.exit_code}. See the error above."
         )
-        if code != 0:
-            error = FullshardError(
-                f"{what}: expected exit code 0, got {code}. See the error above."
-            )
-            error.exit_code = code
-            raise error
-        return [json.loads(_result_file(folder, rank).read_text()) for rank in range(num_ranks)]
+        error.exit_code = result.exit_code
+        raise error
+    return found
 
 
-def main(measure: str, folder: Path) -> None:
-    """One rank: measures what the folder's job asks for and writes the result beside it."""
+def on_one_thread(call: tuple[str, object]) -> Any:
+    """Calls `module:function` with its job on one thread of this rank."""
     import torch
     import torch.distributed as dist
 
-    from fullshard.launch import rendezvous
-
     torch.set_num_threads(1)
+    measure, job = call
     module, _, function = measure.partition(":")
-    job = pickle.loads((folder / JOB_FILE).read_bytes())
-    rendezvous.init_process_group()
-    try:
-        result = getattr(importlib.import_module(module), function)(job)
-        _result_file(folder, dist.get_rank()).write_text(json.dumps(result))
-        dist.barrier()
-    finally:
-        rendezvous.shutdown()
-
-
-def _result_file(folder: Path, rank: int) -> Path:
-    return folder / f"rank_{rank}.json"
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    result = getattr(importlib.import_module(module), function)(job)
+    dist.barrier()  # the first to end would take the store from under the others
+    return result

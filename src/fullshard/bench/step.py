@@ -23,7 +23,6 @@ from fullshard.bench.page import (
     Say,
     available_bytes,
     busy_sentence,
-    draw_ratios,
     is_loaded,
     largest_difference,
     others_share,
@@ -389,7 +388,6 @@ def page_of(results: Sequence[CaseResult], absent: Sequence[str], command: str) 
     """
     rows = [row for result in results for row in rows_of(result)]
     packages = {engine.peer.package for result in results for engine in result.engines.values()}
-    drawing = draw_ratios(rows, REFERENCE, OURS, FLOOR)
     return Page(
         "step",
         "Training step, side by side",
@@ -402,7 +400,6 @@ def page_of(results: Sequence[CaseResult], absent: Sequence[str], command: str) 
         all(result.became_idle for result in results),
         dict.fromkeys(absent, "It is not installed."),
         [" ".join(notes_of(result)) for result in results],
-        {"step.svg": drawing} if drawing else {},
         versions=describe_versions(tuple(sorted({"torch", *packages}))),
         more={"cases": [_case_entry(result) for result in results]},
     )

@@ -199,7 +199,6 @@ def prefetch(max_steps: StepsFlag = 20, out: OutFlag = None) -> Outcome:
 def _compare(
     what: str, shardings: dict[str, dict[str, Any]], max_steps: int, out: Path | None
 ) -> Outcome:
-    from fullshard.bench.page import draw_comparison
     from fullshard.train import create_fsdp_config, print_comparison_table, train
 
     results: dict[str, dict[str, Any]] = {}
@@ -222,8 +221,6 @@ def _compare(
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         (out / f"{what}.json").write_text(json.dumps(result, indent=1) + "\n")
-        words = {"tokens_per_s": "tokens a second", "memory_peak_bytes": "peak of memory, bytes"}
-        (out / f"{what}.svg").write_text(draw_comparison(f"By {what}", rows, words))
     return Outcome(result)
 
 

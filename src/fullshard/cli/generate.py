@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -73,6 +72,7 @@ def generate(  # noqa: PLR0913  a flag each
 
 def _carry_out(request: Request, num_processes: int) -> Outcome:
     from fullshard.config.environment import read_launch_environment
+    from fullshard.launch.local_call import call_on_ranks
     from fullshard.launch.rank_entry import run_rank
     from fullshard.run import generation
 
@@ -85,12 +85,11 @@ def _carry_out(request: Request, num_processes: int) -> Outcome:
     elif num_processes == 1:
         found = generation.generate(request, sys.stdout)
     else:
-        with tempfile.TemporaryDirectory(prefix="fullshard-generate-") as place:
-            launch, result, found = generation.generate_on_ranks(
-                request, num_processes, Path(place)
-            )
-            if result.exit_code:
-                return launch_outcome(launch, result)
+        function = f"{generation.__name__}:{generation.be_a_rank.__name__}"
+        launch, result, answers = call_on_ranks(function, request, num_processes)
+        if result.exit_code:
+            return launch_outcome(launch, result)
+        found = answers[0]
     told = [asdict(sample) for sample in found]
     return Outcome(
         {"model": request.folder, "seed": request.settings.seed, **told[0], "samples": told}

@@ -10,7 +10,7 @@ from torch import nn
 
 from fullshard.compat.errors import MisuseValueError
 from fullshard.compat.wrapping import own_rank, topology
-from fullshard.transport import copy_from_first
+from fullshard.transport.groups import copy_from_first
 
 
 def place(root: nn.Module, modules: list[nn.Module], device_id: Any) -> torch.device:

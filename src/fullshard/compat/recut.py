@@ -33,8 +33,9 @@ from fullshard.engine.unit import Group, Member, address_of, gather_piece
 from fullshard.planner.layout import FlatLayout, Slice
 from fullshard.planner.mesh import Mesh, Topology
 from fullshard.planner.units import ContractRule, UnitSettings, group_params
-from fullshard.transport import copy_from_first, make_transport
 from fullshard.transport.base import torch_dtype
+from fullshard.transport.groups import copy_from_first
+from fullshard.transport.select import make_transport
 
 Local = dict[str, torch.Tensor]  # (n_local,) plain, by a parameter's first name
 
@@ -72,7 +73,7 @@ def cut_early(
                 copies=mesh.replicate,
                 holders=group.layout.holders(placement),
                 norms=_EarlyNorms(mesh, local.device),
-                before_write=_nothing,
+                before_write=lambda: None,  # no other rank reads early shards
                 gather=gather,
                 post_accumulate=OrderedDict() if hooks is None else hooks,
             )
@@ -93,10 +94,6 @@ def share_copies(model: nn.Module, world: Topology) -> None:
     for copies, tensors in sorted(by_copies.items()):
         mesh = Mesh(copies, world.world_size // copies, world.order)
         copy_from_first(tensors, mesh.replicate_groups())
-
-
-def _nothing() -> None:
-    """A no-op: no other rank reads early shards."""
 
 
 class _EarlyNorms(GradientNorms):

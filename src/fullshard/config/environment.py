@@ -153,11 +153,6 @@ def cache_folder(variables: Mapping[str, str] | None = None) -> Path:
     return (Path(home) if home else Path.home() / ".cache") / "fullshard"
 
 
-def tokenize_on_one_thread() -> None:
-    """Limits the tokenizers library to one thread, for several processes on the cores."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-
-
 def notable_variables() -> dict[str, str]:
     """Variables that affect computation and communication, for reports; without host names."""
     private = ("SLURM_", "OMPI_", "PMI", "MASTER_ADDR", OURS)

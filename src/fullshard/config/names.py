@@ -48,8 +48,8 @@ NAMES: Mapping[str, Rule] = {
         "hub_token hub_private_repo hub_model_id hub_revision dataloader_multiprocessing_context",
         "dispatch_batches label_names pad_to_multiple_of pad_token eos_token parallelism_config",
         "xpu_backend tpu_num_cores lr_scheduler_kwargs dataset_kwargs model_init_kwargs debug",
-        "include_for_metrics sharded_ddp mp_parameters dataloader_drop_last shuffle_dataset",
-        "num_of_sequences chars_per_token",
+        "include_for_metrics sharded_ddp mp_parameters shuffle_dataset num_of_sequences",
+        "chars_per_token",
     ),
     **each(_later(True), "do_train"),
     # eval_strategy decides, as in Hugging Face's Trainer
@@ -113,6 +113,7 @@ NAMES: Mapping[str, Rule] = {
         "dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers",
         "dataloader_prefetch_factor",
     ),
+    "dataloader_drop_last": no_effect("batches are always whole"),
     "group_by_length": no_effect("the examples of a step are distributed by length"),
     "remove_unused_columns": no_effect("only the text column is read"),
     **each(

@@ -129,10 +129,10 @@ class Files:
         """One span per file, without empty files; `dtype` is data.dtype."""
         return [span for file in self.files if (span := whole(file, self.kind, dtype)).stop]
 
-    def records(self, columns: Sequence[str] | None = None) -> Iterator[Record]:
+    def records(self) -> Iterator[Record]:
         """The records of all files; see `read_records`."""
         for span in self.spans():
-            yield from read_records(span, columns)
+            yield from read_records(span)
 
 
 def files_at(path: Path) -> Files:

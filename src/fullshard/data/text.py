@@ -305,15 +305,14 @@ def _tokens(
     tokenizer: PreTrainedTokenizerBase,
 ) -> tuple[list[TokenFile], list[TokenFile]]:
     """Tokens of both parts of a source, from the cache or made now."""
-    encoder, text = encoder_of(tokenizer)
     end = (tokenizer.eos_token_id,) if isinstance(tokenizer.eos_token_id, int) else ()
     dtype = token_dtype(vocab_size := len(tokenizer))
-    how = TokenSettings(text, end, source.text_column, vocab_size, dtype.name)
-    key = digest([VERSION, words_of(tokenizer), asdict(replace(how, tokenizer=""))])
+    how = TokenSettings(end, source.text_column, vocab_size, dtype.name)
+    key = digest([VERSION, words_of(tokenizer), asdict(how)])
     with under(source.key):
         arrays = _arrays(source.files, settings.dtype, vocab_size)
         found = [shards(part, arrays) for part in parts]
-        made = tokenize([*found[0], *found[1]], cache_root() / key, how, encoder)
+        made = tokenize([*found[0], *found[1]], cache_root() / key, how, encoder_of(tokenizer))
         train, rest = made[: len(found[0])], made[len(found[0]) :]
         if (count := sum(one.count for one in train)) < (length := settings.sequence_length):
             raise _too_few(source.files, count, length) if count else _nothing_found(source.files)

@@ -1,7 +1,8 @@
-"""Tokenization of large data by several processes, into a cache, shard by shard.
+"""Tokenization of large data into a cache, shard by shard.
 
     spans     |<----- a.txt ----->|<- b.txt ->|<- c.txt ->| ...
-    shards    |<- 0 ->|<- 1 ->|<- 2 ->|<--- 3 --->| ...        one process each, cut at lines
+    shards    |<- 0 ->|<- 1 ->|<- 2 ->|<--- 3 --->| ...        cut at lines
+    pieces    ---- ---- ---- ...                                one per core at a time
     cache     tokens/SETTINGS/SHARD.npy, .json                  .json marks it complete
 
 [Note: prepared tokens]
@@ -13,20 +14,16 @@ shards. A run's folder has links to the files (copies, on another disk), so the 
 at any time. A part is used if its tokens have the checksum in its .json; one that was damaged is
 made again.
 
-Worker processes import neither torch nor transformers.
+The tokenizers library encodes a batch of texts on all cores.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import multiprocessing
 import os
-import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -34,7 +31,6 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from fullshard.config.environment import tokenize_on_one_thread
 from fullshard.config.values import nearest
 from fullshard.data.arrays import TokenFile, checksum_of, map_tokens
 from fullshard.data.records import (
@@ -52,8 +48,7 @@ from fullshard.errors import DataError
 logger = logging.getLogger(__name__)
 
 SHARD_BYTES = 16 << 20
-ALONE_BYTES = 8 << 20  # less is tokenized in this process, because starting others takes longer
-PIECE_CHARACTERS = 250_000  # text to tokenize at a time
+PIECE_CHARACTERS = 250_000  # text to tokenize at a time on a core
 SAY_S = 5.0  # seconds between lines of progress
 BAR = 24  # characters
 
@@ -65,14 +60,12 @@ class TokenSettings:
     """How data becomes tokens.
 
     Attributes:
-        tokenizer: The tokenizer as JSON; empty: a slow tokenizer, which runs in this process.
         end: The token that ends a document, if there is one.
         text_column: Column or key of the text in records.
         vocab_size: Number of tokens; ids are below it.
         dtype: Dtype of the written tokens.
     """
 
-    tokenizer: str
     end: tuple[int, ...]
     text_column: str
     vocab_size: int
@@ -81,7 +74,7 @@ class TokenSettings:
 
 @dataclass(frozen=True)
 class Shard:
-    """A part of the data that one process tokenizes.
+    """A part of the data that is tokenized and cached together.
 
     Attributes:
         spans: Parts of files.
@@ -167,7 +160,7 @@ def tokenize(
         encoder: The tokenizer of this process.
 
     Raises:
-        DataError: Something cannot be read; or a process was killed.
+        DataError: Something cannot be read.
     """
     folder.mkdir(parents=True, exist_ok=True)
     files = [folder / shard.name for shard in found]
@@ -184,50 +177,10 @@ def tokenize(
             "data: %d of %d parts are prepared, in %s", len(files) - len(todo), len(files), folder
         )
     progress = Progress(size)
-    if size < ALONE_BYTES or not how.tokenizer:
-        for file, shard in todo.items():
-            make(file, shard, how, encoder)
-            progress.add(shard.num_bytes)
-    else:
-        _in_processes(todo, how, progress)
+    for file, shard in todo.items():
+        make(file, shard, how, encoder)
+        progress.add(shard.num_bytes)
     return [_read(file) for file in files]
-
-
-def _in_processes(todo: dict[Path, Shard], how: TokenSettings, progress: Progress) -> None:
-    count = min(len(os.sched_getaffinity(0)), len(todo))
-    spawn = multiprocessing.get_context("spawn")  # threads of this process would not survive a fork
-    with ProcessPoolExecutor(count, spawn, _begin, (how, os.getpid())) as pool:
-        try:
-            futures = {pool.submit(_work, *one): one[1].num_bytes for one in todo.items()}
-            for future in as_completed(futures):
-                future.result()
-                progress.add(futures[future])
-        except BrokenProcessPool as error:
-            raise DataError(
-                f"data: expected {count} processes to tokenize, got one that ended without an "
-                "error. Memory may have run out: look at the kernel's log. The same command "
-                "resumes with the missing parts."
-            ) from error
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
-
-
-_WORKER: tuple[TokenSettings, Encoder] | None = None  # in a worker process
-
-
-def _begin(how: TokenSettings, parent: int) -> None:
-    global _WORKER
-    from fullshard.launch.rank_entry import die_with_parent
-
-    die_with_parent(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
-    tokenize_on_one_thread()
-    _WORKER = how, fast_encoder(how.tokenizer)
-
-
-def _work(file: Path, shard: Shard) -> None:
-    assert _WORKER is not None, "_begin has set it"
-    make(file, shard, *_WORKER)
 
 
 def fast_encoder(tokenizer: str) -> Encoder:
@@ -333,8 +286,8 @@ def encode(
 ) -> Iterator[Sequence[int]]:
     """Token ids piece by piece, and `end` where a document ends (None among the pieces).
 
-    About `PIECE_CHARACTERS` are encoded at a time, so that a large corpus never becomes Python
-    integers as a whole.
+    About `PIECE_CHARACTERS` a core are encoded at a time, so that a large corpus never becomes
+    Python integers as a whole.
     """
     for batch in _batched(texts):
         found = [text for text in batch if text is not None]
@@ -344,11 +297,11 @@ def encode(
 
 def _batched(texts: Iterable[str | None]) -> Iterator[list[str | None]]:
     batch: list[str | None] = []
-    size = 0
+    size, most = 0, PIECE_CHARACTERS * len(os.sched_getaffinity(0))
     for text in texts:
         batch.append(text)
         size += len(text or "")
-        if size >= PIECE_CHARACTERS:
+        if size >= most:
             yield batch
             batch, size = [], 0
     yield batch

@@ -97,17 +97,17 @@ def load_tokenizer(
     return read_tokenizer(folder, key, trust=model.trust_remote_code)
 
 
-def encoder_of(tokenizer: PreTrainedTokenizerBase) -> tuple[Encoder, str]:
-    """A function that encodes texts, and the tokenizer as JSON (empty for slow tokenizers)."""
+def encoder_of(tokenizer: PreTrainedTokenizerBase) -> Encoder:
+    """A function that encodes texts."""
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
-        return fast_encoder(text := backend.to_str()), text
+        return fast_encoder(backend.to_str())
 
     def encode(texts: list[str]) -> Any:
         # verbose=False: a text longer than model_max_length is expected here, it gets packed.
         return tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
 
-    return encode, ""
+    return encode
 
 
 def words_of(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -21,7 +21,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain
 from operator import is_
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -47,14 +47,16 @@ from fullshard.engine.replicas import STEPS, check_replicas
 from fullshard.engine.step import Runtime
 from fullshard.engine.streamed import StreamedRuntime
 from fullshard.engine.unit import Group, Member, Swap, Unit, address_of, alive
-from fullshard.errors import EngineError, ShardedTensorError
+from fullshard.errors import EngineError, ShardedTensorError, raise_together
 from fullshard.planner.events import Event, EventKind, Recorder, Sync
 from fullshard.planner.mesh import Mesh
 from fullshard.planner.plan import Plan
 from fullshard.planner.units import UnitPlan
-from fullshard.transport import Transport, streams
-from fullshard.transport.base import Hook, torch_dtype
+from fullshard.transport import streams
+from fullshard.transport.base import Hook, Transport, torch_dtype
+from fullshard.transport.groups import own_group, tell_everyone
 
+T = TypeVar("T")
 ATTRIBUTE = "_fullshard"  # attribute of a sharded model that holds its engine
 _TRACED = (
     "tracing of a sharded model: expected a whole model; a trace (torch.jit.trace, make_fx, "
@@ -72,7 +74,7 @@ class Engine:
         config: The configuration that the plan was made with.
         transports: One transport for each mesh of the plan.
         recorder: Records every event.
-        values: For each parameter on meta, by first name: a function that returns its (n_local,).
+        masters: Allocates the shards, and reads initial values.
     """
 
     def __init__(
@@ -230,12 +232,11 @@ class Engine:
         if self.unsharded:
             _refuse_training_unsharded()
             return None
-        begins = self.runtime.begins_step(is_root=index == 0 and not self._part)
-        if begins:
+        is_outermost = self.runtime.is_outermost(is_root=index == 0 and not self._part)
+        if is_outermost:
             if is_tracing():
                 raise EngineError(_TRACED)
-            root = self._root()
-            assert root is not None
+            root = alive(self._root, "forward")
             changed = None if self.on_change is None else self.on_change(root)
             if changed is not None:
                 return changed.begin_call(module, args, kwargs)
@@ -243,8 +244,8 @@ class Engine:
                 self.norms.counts[Count.FORWARDS] += self.gradients.sync is Sync.ALL
             if not self._agreed:
                 convert_reentrant(root)  # checkpointing may have been enabled since fs.shard
-        self.runtime.enter(index, begins=begins)
-        if begins and self.config.param_dtype is not None:
+        self.runtime.enter(index, is_outermost=is_outermost)
+        if is_outermost and self.config.param_dtype is not None:
             dtype = torch_dtype(self.config.param_dtype)
             return cast_tensors(args, dtype), cast_tensors(kwargs, dtype)
         return None
@@ -285,8 +286,7 @@ class Engine:
 
     def _before_step(self) -> None:
         self.check_params()
-        root = self._root()
-        assert root is not None
+        root = alive(self._root, "forward")
         self._inventory.check(root)
         if not torch.is_grad_enabled():
             return  # without gathers a single rank may evaluate, so no collective here
@@ -339,6 +339,81 @@ class Engine:
             unit.unbind()
         self.rings = self._bind(self.rings.give(plan.rings))
         self.runtime.scheduler = plan.scheduler()
+
+    # ---- outside of training
+
+    def memory_stats(self) -> dict[str, dict[str, int]]:
+        """Bytes on this rank by kind: {"now", "peak"}; "total" is the sum.
+
+        Kinds: parameter_shards, gradient_shards, shared_weights_to_compute_with, slots,
+        gradient_slots, communication_buffers, deferred_gradients, buffers. Shared memory counts by
+        this rank's part.
+        """
+        groups, root = self.groups, alive(self._root, "memory_stats")
+        fixed = {
+            "parameter_shards": sum(group.master.nbytes for group in groups),
+            "gradient_shards": sum(g.grads.nbytes for g in groups if g.grads is not None),
+            "shared_weights_to_compute_with": sum(
+                group.full.nbytes // group.plan.layout.num_parts
+                for group in groups
+                if group.plan.shared and group.full.dtype is not group.master.dtype
+            ),
+            "slots": self.rings.num_bytes(gradients=False),
+            "gradient_slots": self.rings.num_bytes(gradients=True),
+            "communication_buffers": sum(t.scratch.num_bytes for t in self.transports.values()),
+            "buffers": sum(buffer.nbytes for buffer in root.buffers()),
+        }
+        rows = {kind: {"now": size, "peak": size} for kind, size in fixed.items()}
+        deferred = sum(group.deferred_bytes for group in groups)
+        peak = max(deferred, self.gradients.peak_deferred_bytes)
+        rows["deferred_gradients"] = {"now": deferred, "peak": peak}
+        rows["total"] = {when: sum(row[when] for row in rows.values()) for when in ("now", "peak")}
+        return rows
+
+    def communication_seconds(self) -> float:
+        """Seconds that this rank issued and awaited collectives, since fs.shard.
+
+        On a device with streams: the waits of the step's stream that have finished.
+        """
+        return self.runtime.actions.seconds()
+
+    def tell(self, value: T) -> list[T]:
+        """Returns the values of all ranks, in rank order. A collective.
+
+        Raises:
+            EngineError: There are no other ranks (transport fake).
+        """
+        if self._num_failed(error=None) is None:
+            return [value]
+        return tell_everyone(value, own_group("all", [range(self.plan.mesh.world_size)]))
+
+    def agree(self, do: Callable[[], T]) -> T:
+        """Returns the result of `do`. If it fails on one rank, all raise. A collective.
+
+        Without a failure the ranks exchange one number.
+
+        Raises:
+            FullshardError: This rank's error, or that of the first rank that failed.
+        """
+
+        def exchange(failure: Any) -> list[Any]:
+            return self.tell(failure) if self._num_failed(error=failure) else []
+
+        return raise_together(exchange, self.rank, do)
+
+    def _num_failed(self, *, error: Any) -> float | None:
+        """Number of ranks with an error; None without other ranks. No rank may be in a step."""
+        world_size = self.plan.mesh.world_size
+        if world_size == 1:
+            return None
+        if self.transport.name == "fake":
+            raise EngineError(
+                f"expected {world_size} real ranks; transport fake has one. Save and load under "
+                "another transport."
+            )
+        flag = torch.tensor([float(error is not None)], device=self.device)
+        asked = "what all ranks say (fs.save, fs.load, fs.owned)"
+        return self.norms.all_reduce(flag, asked).item()
 
 
 def _watch_exits(

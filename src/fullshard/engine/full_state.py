@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.engine.agreement import agree, tell
 from fullshard.engine.engine import Engine, engine_of
 from fullshard.engine.optimizers import WATCHED, cut_state, states_made
 from fullshard.engine.owned import OwnedOptimizer
@@ -34,14 +33,14 @@ def full_optimizer_state_dict(
 ) -> States:
     """Returns the optimizer's `state_dict()` of one process, on the CPU. A collective."""
     engine = engine_of(model)
-    agree(engine, lambda: param_names(model, optimizer))
-    return whole_states(model, agree(engine, optimizer.state_dict), rank0_only=rank0_only)
+    engine.agree(lambda: param_names(model, optimizer))
+    return whole_states(model, engine.agree(optimizer.state_dict), rank0_only=rank0_only)
 
 
 def whole_states(model: nn.Module, given: States, *, rank0_only: bool = True) -> States:
     """Returns an optimizer's `state_dict()` with full states on the CPU. A collective."""
     engine = engine_of(model)
-    keys = tell(engine, [(number, *values) for number, values in given["state"].items()])
+    keys = engine.tell([(number, *values) for number, values in given["state"].items()])
     if any(own != keys[0] for own in keys):
         raise EngineError(
             "fs.full_optimizer_state_dict: expected optimizers with the same states in the same "
@@ -71,8 +70,8 @@ def load_full_state(
     engine = engine_of(model)
     given = {"model": state, "optimizer": optimizer_state}
     shown = _of_first(engine, given) if from_rank0 else given
-    agree(engine, lambda: _check_model(model, shown["model"]))
-    param_of = agree(engine, lambda: _checked_params(optimizer, shown["optimizer"]))
+    engine.agree(lambda: _check_model(model, shown["model"]))
+    param_of = engine.agree(lambda: _checked_params(optimizer, shown["optimizer"]))
     for names in _by_unit(engine, shown["model"]):
         part = {name: _whole(engine, shown, given, ("model", name)) for name in names}
         model.load_state_dict(part, strict=False)
@@ -100,7 +99,7 @@ def _of_first(engine: Engine, tree: Any) -> Any:
         with untrusted("fs.load_full_state", "states that can be pickled", advice=WHOLE):
             return pickle.dumps(_without_values(tree) if engine.rank == 0 else None)
 
-    return pickle.loads(tell(engine, agree(engine, shown))[0])
+    return pickle.loads(engine.tell(engine.agree(shown))[0])
 
 
 def _without_values(tree: Any) -> Any:

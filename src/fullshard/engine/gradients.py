@@ -51,8 +51,7 @@ from fullshard.engine.parameter import PendingGradient, ShardedGradient
 from fullshard.engine.unit import Collects, GradientShard, Group, Member, Unit, alive, is_reached
 from fullshard.errors import EngineError, UnsupportedModelError
 from fullshard.planner.events import Sync
-from fullshard.transport import Transport
-from fullshard.transport.base import Hook, reduce_by, torch_dtype
+from fullshard.transport.base import Hook, Transport, reduce_by, torch_dtype
 
 logger = logging.getLogger(__name__)
 
@@ -66,13 +65,13 @@ class _Outer(NamedTuple):
     """A running sum over replicas.
 
     Attributes:
-        landed: (part_numel,), accumulate dtype: summed in place.
+        total: (part_numel,), accumulate dtype: summed in place.
         steps: See `Transport.sum_replicas`.
     """
 
     unit: Unit
     grads: GradientShard
-    landed: torch.Tensor
+    total: torch.Tensor
     steps: Iterator[None]
 
 
@@ -125,9 +124,9 @@ class Gradients:
         self.norms.mark_changed()
         nothing, total = [], 0
         for unit in units:
-            for member in unit.trainees:
+            for member in unit.trained_members:
                 member.expected = is_reached(member)
-            unit.num_expected = sum(member.expected for member in unit.trainees)
+            unit.num_expected = sum(member.expected for member in unit.trained_members)
             total += unit.num_expected
             if unit.num_expected == 0:
                 nothing.append(unit.plan.index)
@@ -207,14 +206,14 @@ class Gradients:
         """Zero the missing gradients of a complete unit, and start to sum over ranks."""
         if unit.waiting:
             self._move(unit)
-        for group in unit.trained:
+        for group in unit.trained_groups:
             buffer = self._buffer(group)
             if group.collects is not Collects.DEFERRED:
                 for member in group.members:
                     if not member.expected:
                         member.view(buffer).zero_()
             group.collected = buffer.to(group.reduce_dtype)
-        fulls = [group.collected for group in unit.trained if group.collected is not None]
+        fulls = [group.collected for group in unit.trained_groups if group.collected is not None]
         if self.hook is None:
             unit.reduction = unit.transport.reduce(fulls)
         else:
@@ -226,19 +225,19 @@ class Gradients:
         scratch = unit.transport.scratch
         waits = self.sync is Sync.INNER
         outs: list[torch.Tensor] = []
-        for group in unit.trained:
+        for group in unit.trained_groups:
             accumulates = not waits and self._accumulates(group)
             grads = group.reduced
             self.norms.counts[Count.ADDED] += accumulates
             self._has_added |= accumulates
             apart = accumulates or waits or grads.is_offloaded
             outs.append(scratch.take(grads.like, grads.sums.numel()) if apart else grads.sums)
-        unit.reduction.land(outs)
+        unit.reduction.sum_into(outs)
         unit.reduction = None
         if self._outer:
             self._advance_outer()
-        for group, out in zip(unit.trained, outs, strict=True):
-            self._land(unit, group.reduced, out, waits=waits)
+        for group, out in zip(unit.trained_groups, outs, strict=True):
+            self._sum_replicas(unit, group.reduced, out, waits=waits)
             self._forget(group)
 
     def _accumulates(self, group: Group) -> bool:
@@ -267,33 +266,35 @@ class Gradients:
                         gradient.copy_(grad)
         return group.reduced.accumulates
 
-    def _land(self, unit: Unit, grads: GradientShard, landed: torch.Tensor, *, waits: bool) -> None:
+    def _sum_replicas(
+        self, unit: Unit, grads: GradientShard, total: torch.Tensor, *, waits: bool
+    ) -> None:
         """Start to sum over replicas, or keep the sums over shards for a later backward."""
         if grads.partial is not None:
-            landed.add_(grads.partial)
+            total.add_(grads.partial)
             grads.partial = None
         if waits:
-            grads.partial = landed.clone()
-            unit.transport.scratch.give(landed)
+            grads.partial = total.clone()
+            unit.transport.scratch.give(total)
         elif unit.plan.mesh.replicate > 1 and self.hook is None:
-            steps = unit.transport.sum_replicas(landed)
+            steps = unit.transport.sum_replicas(total)
             next(steps, None)
-            self._outer.append(_Outer(unit, grads, landed, steps))
+            self._outer.append(_Outer(unit, grads, total, steps))
         else:
-            self._take(unit, grads, landed)
+            self._take(unit, grads, total)
 
-    def _take(self, unit: Unit, grads: GradientShard, landed: torch.Tensor) -> None:
+    def _take(self, unit: Unit, grads: GradientShard, total: torch.Tensor) -> None:
         """Take the finished sum over all ranks."""
-        grads.take(landed, self.divisor)
-        if landed is not grads.sums:
-            unit.transport.scratch.give(landed)
+        grads.take(total, self.divisor)
+        if total is not grads.sums:
+            unit.transport.scratch.give(total)
 
     def _advance_outer(self) -> None:
         """Advance the running sums over replicas by one step."""
         under_way, self._outer = self._outer, []
         for outer in under_way:
             if next(outer.steps, _ENDED) is _ENDED:
-                self._take(outer.unit, outer.grads, outer.landed)
+                self._take(outer.unit, outer.grads, outer.total)
             else:
                 self._outer.append(outer)
 
@@ -349,11 +350,11 @@ class Gradients:
     def show_pending(self, units: Sequence[Unit]) -> None:
         """Set `p.grad` to pending gradients after an unreduced backward."""
         self.norms.waits = True
-        deferred = sum(group.deferred_bytes for unit in units for group in unit.trained)
+        deferred = sum(group.deferred_bytes for unit in units for group in unit.trained_groups)
         self.peak_deferred_bytes = max(self.peak_deferred_bytes, deferred)
         with no_guard():
             for unit in units:
-                for member in unit.trainees:
+                for member in unit.trained_members:
                     before = member.param.grad
                     if member.touched and not isinstance(before, PendingGradient):
                         drop = partial(_drop, weakref.ref(member))
@@ -363,11 +364,11 @@ class Gradients:
     def drop(self, unit: Unit) -> None:
         """Receive and discard a reduction of a backward that raised."""
         assert unit.reduction is not None
-        unit.reduction.land(
-            [g.grads.like.new_empty(g.grads.sums.numel()) for g in unit.trained if g.grads]
+        unit.reduction.sum_into(
+            [g.grads.like.new_empty(g.grads.sums.numel()) for g in unit.trained_groups if g.grads]
         )
         unit.reduction = None
-        for group in unit.trained:
+        for group in unit.trained_groups:
             self._forget(group)
 
     def reset(self, units: Iterable[Unit]) -> None:
@@ -386,7 +387,7 @@ class Gradients:
             unit.waiting.clear()
             if unit.reduction is not None:
                 self.drop(unit)
-            for group in unit.trained:
+            for group in unit.trained_groups:
                 self._forget(group)
                 group.reduced.partial = None
                 for member in group.members:
@@ -463,13 +464,13 @@ class Shown:
     @classmethod
     def of(cls, units: Sequence[Unit]) -> Shown:
         """Collect them from all units."""
-        members = [member for unit in units for member in unit.trainees]
+        members = [member for unit in units for member in unit.trained_members]
         grads = [member.grad for member in members if member.grad is not None]
         records = [member.param.record for member in members]
         hooks = [record.post_accumulate for record in records]
         plain = [grad.to_local() for grad in grads]
         by_id = {id(grad): grad for grad in grads}
-        groups = [group for unit in units for group in unit.trained]
+        groups = [group for unit in units for group in unit.trained_groups]
         memory = [group.reduced.shown for group in groups]
         memory = [flat for flat in memory if not flat.is_inference()]  # have no version
         shown = cls(members, grads, by_id, plain, memory, records, hooks)

@@ -68,14 +68,14 @@ def read_model(folder: Path, config: PretrainedConfig, **settings: Any) -> nn.Mo
     trust = _is_trusted(config)
     settings |= {"local_files_only": True, "trust_remote_code": trust, "output_loading_info": True}
     loaded: Any = AutoModelForCausalLM.from_pretrained(folder, config=config, **settings)
-    model, told = loaded
-    missing = sorted({name for name, _ in model.named_parameters()} & set(told["missing_keys"]))
+    model, info = loaded
+    missing = sorted({name for name, _ in model.named_parameters()} & set(info["missing_keys"]))
     if missing:
         raise ConfigError(
             f"weights: expected every parameter of config.json in '{folder}'; its files lack "
             f"{some(missing)}. Copy or download the folder again, or correct its config.json."
         )
-    if unused := sorted(told["unexpected_keys"]):
+    if unused := sorted(info["unexpected_keys"]):
         logger.warning("%s has weights that its config.json does not: %s", folder, some(unused))
     return model
 

@@ -40,13 +40,13 @@ from fullshard.planner.layout import Slice
 from fullshard.planner.mesh import Mesh
 from fullshard.planner.plan import Plan
 from fullshard.planner.units import UnitPlan
-from fullshard.transport import Transport
+from fullshard.transport.base import Transport
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class _Home:
+class _Param:
     """A parameter's unit and slice on this rank; `at` is the index of its group."""
 
     unit: UnitPlan
@@ -70,15 +70,15 @@ class InitialValues:
         self._transports = transports
         self._masters = masters
         rank = transports[plan.mesh].rank
-        self._homes = {
-            names[0]: _Home(unit, at, names, piece)
+        self._params = {
+            names[0]: _Param(unit, at, names, piece)
             for unit in plan.units
             for at, group in enumerate(unit.groups)
             for names, piece in zip(
                 group.names, group.layout.slices(unit.mesh.coordinates(rank)[1]), strict=True
             )
         }
-        self._first = {name: h.names[0] for h in self._homes.values() for name in h.names}
+        self._first = {name: h.names[0] for h in self._params.values() for name in h.names}
 
     def initialise(self, transport: Transport) -> None:
         """Run the model's own initialisation, which fills the masters. A collective.
@@ -98,17 +98,17 @@ class InitialValues:
         files = folder
         if not isinstance(files, FolderWeights):
             files = FolderWeights(files, getattr(self._model, "base_model_prefix", ""))
-        missing = files.missing([home.names for home in self._homes.values()])
+        missing = files.missing([param.names for param in self._params.values()])
         if missing:
             raise ConfigError(
                 f"weights: expected all of the model's tensors in '{files.folder}'; it lacks "
                 f"{some(missing)}. Some architectures are stored under other names than they "
                 "compute with: load them with from_pretrained, then call fs.shard."
             )
-        for name, home in self._homes.items():
-            own, shape = home.piece, tuple(home.piece.shape)
-            files.check(home.names, shape)
-            self._masters.reads[name] = partial(files.read, home.names, shape, own.start, own.stop)
+        for name, param in self._params.items():
+            own, shape = param.piece, tuple(param.piece.shape)
+            files.check(param.names, shape)
+            self._masters.reads[name] = partial(files.read, param.names, shape, own.start, own.stop)
         self._read_others(files)
 
     def _read_others(self, files: FolderWeights) -> None:
@@ -129,23 +129,23 @@ class InitialValues:
         if first is None:
             self.others[name] = tensor.clone()
             return
-        home = self._homes[first]
-        self._part(home).copy_(tensor.reshape(-1)[home.piece.start : home.piece.stop])
+        param = self._params[first]
+        self._part(param).copy_(tensor.reshape(-1)[param.piece.start : param.piece.stop])
 
     def _recall(self, name: str) -> torch.Tensor:
         """Gather a whole tensor from its shards. A collective."""
         first = self._first.get(name)
         if first is None:
             return self.others[name]
-        home = self._homes[first]
-        local = self._part(home).to(self._masters.homes.device)
-        layout = home.unit.groups[home.at].layout
-        whole = gather_piece(self._transports[home.unit.mesh], layout, home.piece, local)
+        param = self._params[first]
+        local = self._part(param).to(self._masters.homes.device)
+        layout = param.unit.groups[param.at].layout
+        whole = gather_piece(self._transports[param.unit.mesh], layout, param.piece, local)
         return whole.to("cpu", self._model.get_parameter(name).dtype)
 
-    def _part(self, home: _Home) -> torch.Tensor:
+    def _part(self, param: _Param) -> torch.Tensor:
         """(n_local,): this rank's part of a parameter in its master."""
-        piece, master = home.piece, self._masters.of(home.unit, home.at).master
+        piece, master = param.piece, self._masters.of(param.unit, param.at).master
         return master[piece.offset : piece.offset + piece.numel]
 
 

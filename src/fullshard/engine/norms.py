@@ -31,7 +31,8 @@ import torch
 from fullshard.engine._torch_compat import foreach_norm, no_guard
 from fullshard.errors import EngineError
 from fullshard.planner.layout import clean_name
-from fullshard.transport import Transport, streams
+from fullshard.transport import streams
+from fullshard.transport.base import Transport
 
 if TYPE_CHECKING:
     from fullshard.engine.record import ShardRecord
@@ -98,7 +99,7 @@ class GradientNorms:
         self.counts: dict[str, int] = dict.fromkeys(Count, 0)
         self.waits = False  # there are unreduced gradients of no_sync
         self.weight = 0  # of this rank in the sum of Count.REPLICAS
-        self._landing: tuple[torch.Tensor, str, dict[str, int], Any] | None = None
+        self._earlier: tuple[torch.Tensor, str, dict[str, int], Any] | None = None
         self._squares: torch.Tensor | None = None
         self._shown: dict[int, Any] = {}  # ids of the cached gradients
         self._memory: Sequence[torch.Tensor] = ()  # memory of these gradients
@@ -241,25 +242,25 @@ class GradientNorms:
         if is_at_hand(vector):
             wrong = _differing(head, said, maximum=maximum)
             if wrong is not None:
-                told = wrong and _table(self.transport, said[wrong], int(head[0]))
-                raise _refusal(asked, wrong, told)
+                found = wrong and _table(self.transport, said[wrong], int(head[0]))
+                raise _refusal(asked, wrong, found)
         elif not maximum:
-            self._look_later(head, asked, said)
+            self._compare_later(head, asked, said)
         return values
 
-    def _look_later(self, head: torch.Tensor, asked: str, said: dict[str, int]) -> None:
+    def _compare_later(self, head: torch.Tensor, asked: str, said: dict[str, int]) -> None:
         """Check the previous sum, which has arrived by now, and keep this one."""
         found = streams.of(head.device)
         assert found is not None
-        if self._landing is not None:
-            landed, before, counts, done = self._landing
+        if self._earlier is not None:
+            head_before, before, counts, done = self._earlier
             found.finish(done)
-            wrong = _differing(landed, counts, maximum=False)
+            wrong = _differing(head_before, counts, maximum=False)
             if wrong is not None:
                 raise _refusal(before, wrong, f"here it is {counts[wrong]}, elsewhere not")
-        landing = torch.empty_like(head, device="cpu", pin_memory=head.is_cuda)
-        landing.copy_(head, non_blocking=True)
-        self._landing = landing, asked, said, found.event()
+        copy = torch.empty_like(head, device="cpu", pin_memory=head.is_cuda)
+        copy.copy_(head, non_blocking=True)
+        self._earlier = copy, asked, said, found.event()
 
     def local_squares(
         self, tensors: Sequence[torch.Tensor], records: Sequence[ShardRecord]

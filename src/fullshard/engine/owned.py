@@ -25,7 +25,6 @@ import torch
 from torch import nn
 
 from fullshard.engine._torch_compat import no_guard
-from fullshard.engine.agreement import agree
 from fullshard.engine.cuts import Cut
 from fullshard.engine.engine import Engine, engine_of
 from fullshard.engine.optimizers import WATCHED, check_by_itself
@@ -34,7 +33,7 @@ from fullshard.errors import CheckpointError, EngineError
 from fullshard.planner.layout import clean_name
 from fullshard.planner.optimizers import Owners
 from fullshard.planner.units import Place
-from fullshard.transport import Exchange
+from fullshard.transport.groups import Exchange
 
 _SAVES = (
     "fs.save(folder, model, optimizer) and fs.load, which know whose tensors are whose, since a "
@@ -115,15 +114,15 @@ class OwnedOptimizer(torch.optim.Optimizer):
         self._owned = {id(o.param): o for members in self._rounds for o in members}
         self._exchange = Exchange.over(engine.plan.mesh, engine.rank)
         like = next((owned.whole for owned in self._owned.values()), torch.zeros(0))
-        agree(engine, lambda: check_by_itself(factory, groups, like))
+        engine.agree(lambda: check_by_itself(factory, groups, like))
         mine = [
             {
                 **group,
-                "params": [self._owned[id(p)].whole for p in group["params"] if self.holds(p)],
+                "params": [self._owned[id(p)].whole for p in group["params"] if self.owns(p)],
             }
             for group in groups
         ]
-        self._inner = agree(engine, lambda: factory(mine))
+        self._inner = engine.agree(lambda: factory(mine))
         settings = [
             {**theirs, "params": ours["params"]}
             for ours, theirs in zip(groups, self._inner.param_groups, strict=True)
@@ -201,7 +200,7 @@ class OwnedOptimizer(torch.optim.Optimizer):
         self._give_states(mine)
         self._move(live, to_owners=True)
         try:
-            agree(self._engine, partial(self._update, mine))
+            self._engine.agree(partial(self._update, mine))
             self._move(live, to_owners=False)
         finally:
             for owned in mine:
@@ -254,7 +253,7 @@ class OwnedOptimizer(torch.optim.Optimizer):
                 "optimizer anew, and load its states from a checkpoint."
             )
         engine.check_params()
-        agree(engine, self._check_edits)
+        engine.agree(self._check_edits)
         if engine.plan.mesh.shard == 1:
             return
         there = bytes(owned.param.grad is not None for owned in self._owned.values())
@@ -285,7 +284,7 @@ class OwnedOptimizer(torch.optim.Optimizer):
 
     # ---- states
 
-    def holds(self, param: Any) -> bool | None:
+    def owns(self, param: Any) -> bool | None:
         """Whether this rank has a parameter's full states; None if each rank has a slice."""
         owned = self._owned.get(id(param))
         return None if owned is None else owned.owner in (-1, self._exchange.part)
@@ -306,9 +305,9 @@ class OwnedOptimizer(torch.optim.Optimizer):
                 self.state[owned.param].update(self._inner.state[owned.whole])
 
 
-def holds_whole(optimizer: torch.optim.Optimizer, param: Any) -> bool | None:
+def owns_states(optimizer: torch.optim.Optimizer, param: Any) -> bool | None:
     """Whether this rank has a parameter's full states; None if each rank has a slice."""
-    return optimizer.holds(param) if isinstance(optimizer, OwnedOptimizer) else None
+    return optimizer.owns(param) if isinstance(optimizer, OwnedOptimizer) else None
 
 
 def owned_optimizer(

@@ -119,7 +119,7 @@ class ShardedTensor(Guarded, torch.Tensor):
 class ShardedGradient(Guarded, torch.Tensor):
     """This rank's elements of a reduced gradient. Norms are those of the whole gradient."""
 
-    home: Any = None  # the GradientShard that owns its memory
+    owner: Any = None  # the GradientShard that owns its memory
 
 
 class PendingGradient(ShardedGradient):
@@ -379,7 +379,7 @@ def _note_writes(written: Sequence[Any]) -> None:
     """Tell the models of shards about writes."""
     if set(map(type, written)) == _STATES and all(map(is_, map(_ALIAS, written), repeat(None))):
         return  # the fast path for optimizer states
-    told: set[Any] = set()
+    notified: set[Any] = set()
     for shard in written:
         if isinstance(shard, _LISTS):
             _note_writes(shard)
@@ -391,9 +391,9 @@ def _note_writes(written: Sequence[Any]) -> None:
         elif any(
             isinstance(x, ShardedParameter) for x in (shard, getattr(shard, "alias_of", None))
         ):
-            home = shard.record.norms  # one per model
-            if home not in told:
-                told.add(home)
+            model = shard.record.norms  # one per model
+            if model not in notified:
+                notified.add(model)
                 shard.record.before_write()
 
 
@@ -466,8 +466,8 @@ def _replace(func: Any, _name: str, _like: Any, args: Any, _kwargs: dict[str, An
     with no_guard():
         if data.is_set_to(gradient):  # p.grad.data = p.grad.data.clamp_(...)
             return
-    home = gradient.home
-    if home is not None and storage_use_count(home.memory._cdata) > (*home.holders, math.inf)[0]:
+    own = gradient.owner
+    if own is not None and storage_use_count(own.memory._cdata) > (*own.holders, math.inf)[0]:
         raise ShardedTensorError(
             f"p.grad.data = ... of {gradient.record.describe()}: expected that nobody else holds "
             "the gradient's memory, which is written in place; got another holder (p.grad.data, "

@@ -17,8 +17,7 @@ from fullshard.errors import UnsupportedModelError
 from fullshard.planner.layout import Slice
 from fullshard.planner.slots import Ring
 from fullshard.planner.units import GroupPlan, SlotRef, UnitPlan
-from fullshard.transport import Weights
-from fullshard.transport.base import Home, torch_dtype
+from fullshard.transport.base import Home, Weights, torch_dtype
 
 
 def shard_shape(piece: Slice, *, whole: bool) -> tuple[int, ...]:
@@ -40,14 +39,9 @@ def present(
         whole: Whether every rank holds the whole parameter.
 
     Raises:
-        UnsupportedModelError: The object's class cannot be changed (a tensor subclass).
+        UnsupportedModelError: Something refers to the parameter weakly, so it cannot be moved.
     """
     is_placed = is_distributed(param)
-    if type(param) not in (nn.Parameter, ShardedParameter, PlacedParameter) and not is_placed:
-        raise UnsupportedModelError(
-            f"{piece.name}: expected a plain nn.Parameter; got {type(param).__name__}. "
-            "Leave it out of sharding (ignore) or convert it first."
-        )
     with no_guard():
         param.grad = None
     shown = data.view(shard_shape(piece, whole=whole))

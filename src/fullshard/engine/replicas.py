@@ -20,7 +20,7 @@ from fullshard.engine.cuts import Cut
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.errors import ConfigError, EngineError
 from fullshard.planner.plan import Plan
-from fullshard.transport import Transport
+from fullshard.transport.base import Transport
 
 if TYPE_CHECKING:
     from fullshard.engine.unit import Unit

@@ -39,8 +39,9 @@ from fullshard.planner.mesh import ROWS, Mesh, Topology, resolve_mesh, row_of
 from fullshard.planner.plan import Plan, make_plan
 from fullshard.planner.spec import matches
 from fullshard.planner.units import UnitSettings
-from fullshard.transport import Transport, make_transport, resolve_transport
+from fullshard.transport.base import Transport
 from fullshard.transport.groups import own_group, tell_everyone
+from fullshard.transport.select import make_transport, resolve_transport
 
 logger = logging.getLogger(__name__)
 
@@ -91,11 +92,6 @@ def shard_model(
         ConfigError: Mesh, units or process group do not fit.
         UnsupportedModelError: A part of the model cannot be sharded.
     """
-    if hasattr(model, ATTRIBUTE):
-        raise EngineError(
-            f"fs.shard: expected a model that was not sharded; {type(model).__name__} is. "
-            "Call fs.shard once a model."
-        )
     _refuse_nested_engine(model)
     _refuse_shared_buffers(model)
     if given.recut is None:
@@ -185,8 +181,8 @@ def _meshes_of_experts(model: nn.Module, config: ShardConfig, mesh: Mesh) -> dic
     data, inner = ranks[place % mesh.inner :: mesh.inner], ranks[first : first + mesh.inner]
     experts = check_cuts(params, data, inner)
     kinds = list(dict.fromkeys(experts.values()))
-    told = tell_everyone(kinds, own_group("all", [range(mesh.world_size)])) if kinds else []
-    groups = [set(every) for every in zip(*told, strict=True)]
+    all_kinds = tell_everyone(kinds, own_group("all", [range(mesh.world_size)])) if kinds else []
+    groups = [set(every) for every in zip(*all_kinds, strict=True)]
     meshes = dict(zip(kinds, map(mesh.of_experts, groups), strict=True))
     return {name: meshes[ranks] for name, ranks in experts.items()}
 
@@ -255,6 +251,11 @@ def plan_of(model: nn.Module) -> Plan:
 
 
 def _refuse_nested_engine(model: nn.Module) -> None:
+    if hasattr(model, ATTRIBUTE):
+        raise EngineError(
+            f"fs.shard: expected a model that was not sharded; {type(model).__name__} is. "
+            "Call fs.shard once a model."
+        )
     for name, module in model.named_modules():
         if name and hasattr(module, ATTRIBUTE):
             raise EngineError(

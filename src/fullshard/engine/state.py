@@ -30,7 +30,7 @@ from fullshard.engine._torch_compat import no_guard
 from fullshard.engine.cuts import Cut
 from fullshard.engine.engine import Engine, engine_of
 from fullshard.engine.norms import Count
-from fullshard.engine.owned import OwnedOptimizer, holds_whole
+from fullshard.engine.owned import OwnedOptimizer, owns_states
 from fullshard.engine.parameter import Guarded, ShardedParameter
 from fullshard.engine.placing import shard_shape
 from fullshard.engine.unit import Member, Unit
@@ -102,6 +102,14 @@ def _to_cpu(tensor: Any, dtype: torch.dtype | None) -> Any:
         return tensor
     wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
     return tensor.detach().to("cpu", wanted, copy=True)
+
+
+def num_parameters(model: nn.Module) -> int:
+    """Returns the number of parameters of the full model, tied ones once, sharded or not."""
+    return sum(
+        math.prod(param.record.shape) if isinstance(param, ShardedParameter) else param.numel()
+        for param in model.parameters()
+    )
 
 
 def hook_loading(model: nn.Module, engine: Engine) -> list[Any]:
@@ -263,7 +271,7 @@ class _Whole:
 
 def _whole_grads(unit: Unit) -> dict[int, torch.Tensor]:
     with no_guard():
-        grads = [(member, member.param.grad) for member in unit.trainees]
+        grads = [(member, member.param.grad) for member in unit.trained_members]
     return {id(member): grad.full_tensor() for member, grad in grads if grad is not None}  # type: ignore[attr-defined]
 
 
@@ -401,7 +409,7 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Optim
             )
         name = names[id(param)]
         for key, value in states.items():
-            here = None if isinstance(value, Guarded) else holds_whole(optimizer, param)
+            here = None if isinstance(value, Guarded) else owns_states(optimizer, param)
             _sort_in(found, held[name], (name, key), value, whole=here is not None)
     return found
 
@@ -411,10 +419,10 @@ def kind_of(optimizer: torch.optim.Optimizer) -> str:
     return optimizer.kind if isinstance(optimizer, OwnedOptimizer) else type(optimizer).__name__
 
 
-def join_scalars(told: list[dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+def join_scalars(all_ranks: list[dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
     """Join the scalar states of all owners."""
     joined: dict[str, dict[str, Any]] = {}
-    for scalars in told:
+    for scalars in all_ranks:
         for name, values in scalars.items():
             joined.setdefault(name, {}).update(values)
     return joined
@@ -455,7 +463,7 @@ def restore_optimizer(
     settings = matching_settings(model, optimizer, saved.groups)
     names = param_names(model, optimizer)
     params = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
-    elsewhere = {name for name, param in params.items() if holds_whole(optimizer, param) is False}
+    elsewhere = {name for name, param in params.items() if owns_states(optimizer, param) is False}
     states: dict[str, dict[str, Any]] = {
         name: dict(s) for name, s in saved.scalars.items() if name not in elsewhere
     }

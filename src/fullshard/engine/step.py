@@ -49,6 +49,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import chain
 from time import perf_counter
 from typing import Any
 from weakref import WeakSet, ref
@@ -151,7 +152,10 @@ class Runtime:
         self.attributes: Sequence[ModuleTensors] = ()  # by unit
         self._stack: list[Use] = []  # running forwards
         self._current: list[Use | None] = [None] * len(self.units)
-        self._begins: list[Any] = [None] * len(self.units)  # hook of its outputs' autograd nodes
+        self._begin_hooks: list[Any] = [None] * len(
+            self.units
+        )  # hook of its outputs' autograd nodes
+        self._opened: set[Unit] = set()  # units that the running backward has entered
         self._task = -1  # the running backward
         self._end: Callable[[], Any] = _nothing  # its callback, as long as it is alive
         self._inner = -1  # the backward inside it
@@ -164,16 +168,16 @@ class Runtime:
 
     # ---- forward
 
-    def begins_step(self, *, is_root: bool) -> bool:
+    def is_outermost(self, *, is_root: bool) -> bool:
         """Whether a forward is the outermost one, of the model or of a part."""
         return (is_root or not self._stack) and graph_task_id() == -1
 
-    def enter(self, index: int, *, begins: bool) -> None:
+    def enter(self, index: int, *, is_outermost: bool) -> None:
         """Pre-forward of a unit's module.
 
         Args:
             index: Index of the unit.
-            begins: Whether this forward begins a step.
+            is_outermost: Whether this forward begins a step.
         """
         unit = self.units[index]
         unit.check_params()
@@ -187,13 +191,13 @@ class Runtime:
             unit.swap_in()
             return
         home = self.gradients.transport.home
-        if begins:
+        if is_outermost:
             self._begin_step(index, stale=home.num_writes != self._num_writes)
         if home.num_writes != self._num_writes:
             self._num_writes = home.num_writes
             self._see_writes()
         use = Use(index, self._stack[-1] if self._stack else None, self._generation)
-        self._begins[index] = _beginning(ref(self), use)
+        self._begin_hooks[index] = _beginning(ref(self), use)
         self._run(self.scheduler.enter_forward(index))
         self._stack.append(use)
         self._current[index] = use
@@ -214,14 +218,14 @@ class Runtime:
             return output
         unit.swap_out()
         values = self.attributes[index].values() if self.attributes else None
-        kept = tensors_in(values) if values else []
+        in_attributes = tensors_in(values) if values else []
         tensors = [output] if type(output) is torch.Tensor else tensors_in(output)
-        if any(map(unit.shares_memory, (*tensors, *kept) if kept else tensors)):
+        if any(map(unit.shares_memory, chain(tensors, in_attributes))):
             output = change_tensors(output, self._copied(unit), unit.plan.title)
             self._replaced[index] = self.attributes[index].change(
                 self._copied(unit), unit.plan.title
             )
-            tensors, kept = tensors_in(output), tensors_in(self.attributes[index].values())
+            tensors, in_attributes = tensors_in(output), tensors_in(self.attributes[index].values())
         if graph_task_id() != -1:
             self.scheduler.leave_recompute(index)
             return output
@@ -229,8 +233,7 @@ class Runtime:
         if use is None or use not in self._stack:
             return output
         del self._stack[self._stack.index(use) :]
-        made = [*tensors, *kept] if kept else tensors
-        training = torch.is_grad_enabled() and self.watch(index, made)
+        training = torch.is_grad_enabled() and self.watch(index, chain(tensors, in_attributes))
         try:
             unit.check_writes()
         finally:
@@ -273,7 +276,7 @@ class Runtime:
         Returns:
             Whether any of the tensors is part of an autograd graph.
         """
-        begin, use = self._begins[index], self._current[index]
+        begin, use = self._begin_hooks[index], self._current[index]
         if use is None or graph_task_id() != -1:  # outside the unit, or in a recomputation
             return False
         found = False
@@ -341,16 +344,16 @@ class Runtime:
         self._open(unit)
 
     def _open(self, unit: Unit) -> None:
-        if not unit.in_backward:
+        if unit not in self._opened:
             unit.check_params()
-            unit.in_backward = True
+            self._opened.add(unit)
             unit.swap_in()
 
     def _check_inner(self, task: int) -> None:
         """Check that a backward inside another reaches no parameter."""
         if self._inner != task:
             for unit in self.units:
-                if any(is_reached(member) for member in unit.trainees):
+                if any(is_reached(member) for member in unit.trained_members):
                     raise EngineError(_REENTRANT.format(title=unit.plan.title))
             self._inner = task
 
@@ -374,7 +377,7 @@ class Runtime:
         self._task = task
         self._see_writes()
         with no_guard():  # `requires_grad` may have changed since the forward
-            for group in (group for unit in self.units for group in unit.trained):
+            for group in (group for unit in self.units for group in unit.trained_groups):
                 follow_freezing(group)
         if not self.observed.done:
             self.observed.backward.clear()  # an earlier use reached no parameter
@@ -396,7 +399,7 @@ class Runtime:
             if not member.compute.requires_grad:
                 return  # frozen since its forward
             raise EngineError(_REENTRANT.format(title=unit.plan.title))
-        if not self.scheduler.holds(unit.index) and unit.plan.reads_weight_in_backward:
+        if not self.scheduler.is_gathered(unit.index) and unit.plan.reads_weight_in_backward:
             raise SlotError(
                 f"{member.piece.name}: its gradient came while the slot of {unit.plan.title} held "
                 "another unit, so it was computed from wrong weights. A tensor made inside the "
@@ -421,10 +424,8 @@ class Runtime:
 
     def _close_backward(self, *_: Any) -> None:
         """Show the user's parameters in the modules; also when autograd dropped the callback."""
-        for unit in self.units:
-            if unit.in_backward:
-                unit.in_backward = False
-                unit.swap_out()
+        while self._opened:
+            self._opened.pop().swap_out()
 
     # ---- recovery
 
@@ -441,7 +442,7 @@ class Runtime:
             if unit.swapped:
                 unit.swapped = 0
                 unit.show_shards()
-            unit.in_backward = False
+        self._opened.clear()
         self.gradients.reset(self.units)
         self.scheduler.reset()
         self._stack.clear()

@@ -12,7 +12,7 @@ from fullshard.engine.step import WAITS, Actions, Runtime, Use
 from fullshard.engine.unit import Member
 from fullshard.planner.events import Event
 from fullshard.planner.units import Homes
-from fullshard.transport import Fetch
+from fullshard.transport.base import Fetch
 from fullshard.transport.streams import Streams
 
 
@@ -44,12 +44,12 @@ class StreamedRuntime(Runtime):
         finally:
             streams.join(here, self._stream)
 
-    def enter(self, index: int, *, begins: bool) -> None:
+    def enter(self, index: int, *, is_outermost: bool) -> None:
         enter = super().enter
         if graph_task_id() == -1:
-            enter(index, begins=begins)
+            enter(index, is_outermost=is_outermost)
         else:  # a recomputation
-            self._on_the_steps(lambda: enter(index, begins=begins))
+            self._on_the_steps(lambda: enter(index, is_outermost=is_outermost))
 
     def _begin_step(self, index: int, *, stale: bool) -> None:
         before, self._stream = self._stream, self._streams.current()

@@ -32,8 +32,7 @@ from fullshard.engine.parameter import Guarded, ShardedGradient, ShardedParamete
 from fullshard.errors import EngineError
 from fullshard.planner.layout import FlatLayout, Slice
 from fullshard.planner.units import DtypeContract, GroupPlan, UnitPlan
-from fullshard.transport import Fetch, Reduction, Transport
-from fullshard.transport.base import torch_dtype
+from fullshard.transport.base import Fetch, Reduction, Transport, torch_dtype
 
 if TYPE_CHECKING:
     from fullshard.engine.placing import Rings
@@ -170,19 +169,19 @@ class GradientShard:
         """Return a zero shard of the same kind."""
         return GradientShard(*self._made_with)
 
-    def take(self, landed: torch.Tensor, divisor: float) -> None:
+    def take(self, total: torch.Tensor, divisor: float) -> None:
         """Add a reduced sum to the shown gradients, or replace them.
 
         Args:
-            landed: (part_numel,), accumulate dtype: the sum over ranks; `sums` or another buffer.
+            total: (part_numel,), accumulate dtype: the sum over ranks; `sums` or another buffer.
             divisor: Divisor of the sum.
         """
-        landed.div_(divisor)
+        total.div_(divisor)
         if self.accumulates:
             self._take_writes()
-            self.sums.add_(landed.to(self.sums.device))
-        elif landed is not self.sums:
-            self.sums.copy_(landed)  # blocking, since the host reads it next
+            self.sums.add_(total.to(self.sums.device))
+        elif total is not self.sums:
+            self.sums.copy_(total)  # blocking, since the host reads it next
         self.show()
 
     def scale(self, factor: torch.Tensor) -> None:
@@ -286,7 +285,7 @@ class Group:
             with no_guard():
                 local = member.local(grads.shown).view(member.param.shape)
                 member.grad = local.as_subclass(ShardedGradient)
-            member.grad.record, member.grad.home = member.param.record, grads
+            member.grad.record, member.grad.owner = member.param.record, grads
             self.views.append(member.grad)
 
     def gather_master(self) -> torch.Tensor:
@@ -331,7 +330,6 @@ class Unit:
 
     Attributes:
         swapped: Number of forwards and backwards in which the modules show compute parameters.
-        in_backward: Whether its backward has begun and not ended.
         num_expected: Number of gradients still expected in this backward.
         waiting: Parameters with final gradients that are not moved yet.
         places: Table, name, shard and compute parameter of each swap.
@@ -342,8 +340,8 @@ class Unit:
         self.index = plan.index
         self.groups = groups
         self.members = [member for group in groups for member in group.members]
-        self.trained = [group for group in groups if group.grads is not None]
-        self.trainees = [member for group in self.trained for member in group.members]
+        self.trained_groups = [group for group in groups if group.grads is not None]
+        self.trained_members = [member for group in self.trained_groups for member in group.members]
         self.gathered = [group for group in groups if group.gathers]
         for group in groups:
             group.unit = self
@@ -358,7 +356,6 @@ class Unit:
         self._bound: list[tuple[Member, torch.Tensor, int]] = []  # views of slots, and where
         self._spans: list[tuple[int, int]] = []  # addresses that this rank shares with others
         self.swapped = 0
-        self.in_backward = False
         self.versions = Versions()
         self.num_expected = 0
         self.waiting: list[Member] = []

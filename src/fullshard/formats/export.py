@@ -25,7 +25,6 @@ from torch import nn
 
 from fullshard.checkpoint.files import sync_folder, write_tensors, write_text
 from fullshard.config.values import DType, nearest, parse
-from fullshard.engine.agreement import agree, tell
 from fullshard.engine.engine import Engine
 from fullshard.engine.folder import INDEX, ONE_FILE
 from fullshard.engine.hugging_face import build_on_meta, read_config
@@ -365,20 +364,20 @@ def export_together(
         CheckpointError: On every rank, if one cannot write.
     """
     named, _ = as_files_have(source, shell)
-    sees = tell(engine, folder.is_dir())
+    sees = engine.tell(folder.is_dir())
     writers = [rank for rank, there in enumerate(sees) if there]
     settings = ExportSettings(
         max_shard_bytes=max_shard_bytes,
         writes=lambda file: writers[file % len(writers)] == engine.rank,
     )
-    written = agree(engine, partial(write_weights, named, folder, settings))
+    written = engine.agree(partial(write_weights, named, folder, settings))
 
     def complete() -> None:
         if engine.rank == writers[0]:
             complete_config(folder, shell, named)
             sync_folder(folder)
 
-    agree(engine, complete)
+    engine.agree(complete)
     return written
 
 

@@ -7,7 +7,6 @@ a launch of two ranks (rendezvous, collectives, bandwidth) +--> findings, each w
 
 from __future__ import annotations
 
-import json
 import platform
 import resource
 import shutil
@@ -23,12 +22,11 @@ from typing import Any
 from fullshard.config import host_memory
 from fullshard.config.environment import notable_variables, read_launch_environment
 from fullshard.errors import ConfigError
-from fullshard.launch.doctor_rank import Measured
+from fullshard.launch.local_call import call_on_ranks
 from fullshard.launch.machine import describe_machine, describe_versions, existing_folder
-from fullshard.launch.spawn import LocalLaunch, launch_local_ranks
 
 GIB = 1 << 30
-RANK_MODULE = "fullshard.launch.doctor_rank"
+MEASURE = "fullshard.launch.doctor_rank:measure"
 RANKS_S = 120.0  # for two ranks to import torch, connect and measure
 PACKAGES = (
     *("fullshard", "torch", "numpy", "transformers", "tokenizers", "safetensors"),
@@ -162,22 +160,20 @@ def _memory(output_dir: Path) -> dict[str, int]:
 
 def _ranks(num_ranks: int) -> tuple[dict[str, Any], Finding]:
     """Starts ranks that measure the collectives; returns the result, or why it failed."""
-    with tempfile.TemporaryDirectory(prefix="fullshard-doctor-") as folder:
-        launch = LocalLaunch(RANK_MODULE, (folder,), num_ranks, Path(folder) / "logs", RANKS_S)
-        result = launch_local_ranks(launch)
-        if result.failure is not None:
-            says = f"{num_ranks} ranks failed: {result.failure.text}"
-            do = "The first error is the cause; check the `variables` below"
-            return {"num_ranks": num_ranks}, Finding("ranks", Health.BROKEN, says, do)
-        if result.exit_code:
-            raise KeyboardInterrupt
-        measured = Measured(**json.loads((Path(folder) / "measured.json").read_text()))
+    _, result, found = call_on_ranks(MEASURE, num_ranks, num_ranks, RANKS_S, RANKS_S / 2)
+    if result.failure is not None:
+        says = f"{num_ranks} ranks failed: {result.failure.text}"
+        do = "The first error is the cause; check the `variables` below"
+        return {"num_ranks": num_ranks}, Finding("ranks", Health.BROKEN, says, do)
+    if result.exit_code:
+        raise KeyboardInterrupt
+    told = found[0]
     says = (
-        f"{num_ranks} ranks over {measured.backend} ({measured.transport}): all-gather "
-        f"{measured.fetch_gb_per_s:.2f} GB/s, reduce-scatter {measured.reduce_gb_per_s:.2f} GB/s "
-        f"per rank, small all-reduce {measured.latency_ms:.2f} ms"
+        f"{num_ranks} ranks over {told['backend']} ({told['transport']}): all-gather "
+        f"{told['fetch_gb_per_s']:.2f} GB/s, reduce-scatter {told['reduce_gb_per_s']:.2f} GB/s "
+        f"per rank, small all-reduce {told['latency_ms']:.2f} ms"
     )
-    return {"num_ranks": num_ranks, **asdict(measured)}, Finding("ranks", Health.OK, says)
+    return {"num_ranks": num_ranks, **told}, Finding("ranks", Health.OK, says)
 
 
 # ---- what is known to hurt

@@ -16,8 +16,6 @@ import socket
 import threading
 import time
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from fullshard.errors import ConfigError
 
@@ -26,7 +24,7 @@ BEAT_S = 5.0
 WATCH_S = 3 * BEAT_S
 
 
-class RunLock:
+class RunLock(contextlib.AbstractContextManager["RunLock"]):
     """Holds a folder for this process until `release`.
 
     Args:
@@ -61,15 +59,7 @@ class RunLock:
                 os.ftruncate(self._descriptor, 0)
             os.close(self._descriptor)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
     def _is_free(self) -> bool:

@@ -24,7 +24,7 @@ import tempfile
 import textwrap
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -102,24 +102,6 @@ class LocalLaunch:
     def log(self, rank: int) -> Path:
         """Log file of a rank."""
         return self.log_dir / f"rank_{rank}.log"
-
-
-def run_local_ranks(
-    module: str,
-    args: Sequence[str],
-    *,
-    num_processes: int,
-    log_dir: Path,
-    timeout_s: float | None = None,
-) -> int:
-    """Runs a module on local ranks, prints the first failure, and returns the exit code.
-
-    See LocalLaunch for the arguments.
-    """
-    launch = LocalLaunch(module, tuple(args), num_processes, log_dir, timeout_s)
-    result = launch_local_ranks(launch)
-    print_failure(launch, result)
-    return result.exit_code
 
 
 def launch_local_ranks(launch: LocalLaunch) -> LaunchResult:

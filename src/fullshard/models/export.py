@@ -12,7 +12,6 @@ from torch import nn
 
 from fullshard.checkpoint.commit import Place
 from fullshard.config.schema import LoraConfig
-from fullshard.engine.agreement import agree
 from fullshard.engine.engine import Engine, engine_of
 from fullshard.engine.hugging_face import build_on_meta
 from fullshard.formats.export import export_together, live_source
@@ -82,9 +81,9 @@ def save_model(
                 shell.config.save_pretrained(aside)
                 tokenizer.save_pretrained(aside)
 
-        agree(engine, begin)
+        engine.agree(begin)
         written = export_together(engine, source, shell, aside, max_file_bytes)
-        agree(engine, writing.close)
+        engine.agree(writing.close)
         return written
 
 
@@ -96,7 +95,7 @@ def _save_adapters(engine: Engine, source: Source, adapters: Adapters) -> None:
             with whole_or_nothing(adapters.folder, IN_RUN) as aside:
                 save_adapters(values, adapters.lora, adapters.base, aside)
 
-    agree(engine, write)
+    engine.agree(write)
 
 
 def write_folder(

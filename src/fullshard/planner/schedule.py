@@ -115,7 +115,7 @@ class Scheduler:
         """Forgets all gathered units and passes in progress."""
         self._table = SlotTable(self.units)
         # Whether a unit's weights are available: gathered, or read from the master.
-        self.holds: Callable[[int], bool] = self._table.holds
+        self.is_gathered: Callable[[int], bool] = self._table.is_gathered
         self._outstanding: deque[int] = deque()
         self._issued = self._position = self._reduced = 0
         self._in_forward = 0, 0  # the forward's issued and position while a backward runs
@@ -235,7 +235,7 @@ class Scheduler:
             self._catch_up(events, backward=True)
             events += self._drain(force=True)
         while self._outstanding:
-            self._land(events)
+            self._accumulate(events)
         events += self._table.release_all()
         self._issued, self._position = self._in_forward  # a forward may be in progress
         self._stepped = True
@@ -321,10 +321,10 @@ class Scheduler:
             events.append(event_of(EventKind.REDUCE, unit, self._reduce_bytes[self._sync][unit]))
             self._outstanding.append(unit)
             if len(self._outstanding) > 1:
-                self._land(events)
+                self._accumulate(events)
         return events
 
-    def _land(self, events: list[Event]) -> None:
+    def _accumulate(self, events: list[Event]) -> None:
         events.append(event_of(EventKind.ACCUMULATE, self._outstanding.popleft()))
 
 
@@ -391,7 +391,7 @@ class SlotTable:
         self._holder.clear()
         self._waiting.clear()
 
-    def holds(self, unit: int) -> bool:
+    def is_gathered(self, unit: int) -> bool:
         """Whether the unit's weights are available: gathered, or read from the master."""
         slot = self._slots[unit]
         return slot is None or self._holder.get(slot) == unit

@@ -41,8 +41,8 @@ def render_tree(plan: Plan) -> str:
     lines = [
         f"{plan.model_kind}: {plan.num_parameters:,} parameters, {plan.strategy} on "
         f"{mesh.world_size} ranks (replicate {mesh.replicate} x shard {mesh.shard})",
-        f"dtypes: {_contracts(plan)}",
-        f"units: {len(plan.units)}, padding {_padding(plan):.3%}, prefetch "
+        f"dtypes: {contracts(plan)}",
+        f"units: {len(plan.units)}, padding {padding(plan):.3%}, prefetch "
         f"{plan.depths.forward} forward, {plan.depths.backward} backward",
     ]
     lines += [f"  {_unit_line(run, mesh)}" for run in like_neighbours(plan.units)]
@@ -81,7 +81,8 @@ def _unit_line(run: list[UnitPlan], mesh: Mesh) -> str:
     )
 
 
-def _contracts(plan: Plan) -> str:
+def contracts(plan: Plan) -> str:
+    """The dtypes of all groups, each combination once."""
     found = {
         f"master {d.master}, compute {d.compute}, reduce {d.reduce}, accumulate {d.accumulate}"
         for unit in plan.units
@@ -90,7 +91,8 @@ def _contracts(plan: Plan) -> str:
     return "; ".join(sorted(found)) or "no parameters"
 
 
-def _padding(plan: Plan) -> float:
+def padding(plan: Plan) -> float:
+    """Share of the padding in all elements."""
     total = sum(unit.numel for unit in plan.units)
     return sum(unit.padding for unit in plan.units) / total if total else 0.0
 

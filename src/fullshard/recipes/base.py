@@ -34,7 +34,7 @@ from fullshard.config.schema import RunConfig
 from fullshard.config.values import GradReduction
 from fullshard.data.dataset import IGNORED, DatasetFacts, PreparedData
 from fullshard.data.order import Indices, SampleOrder, evaluation_samples
-from fullshard.transport import Transport
+from fullshard.transport.base import Transport
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase

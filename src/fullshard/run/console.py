@@ -28,7 +28,7 @@ from fullshard.errors import printable
 from fullshard.models.build import weights_folder
 from fullshard.observe.metrics import EvalRow, StepRow
 from fullshard.planner.plan import Plan
-from fullshard.planner.text import human_bytes
+from fullshard.planner.text import contracts, human_bytes, padding
 from fullshard.run.schedule import StepPlan
 
 LABEL_WIDTH = 10
@@ -192,8 +192,6 @@ def plan_lines(config: RunConfig, plan: Plan, device: str) -> list[tuple[str, st
     mesh, groups = plan.mesh, [group for unit in plan.units for group in unit.groups]
     num_frozen = sum(len(group.layout.placements) for group in groups if not group.trainable)
     frozen = f" ({num_frozen} tensors frozen)" if num_frozen else ""
-    elements = sum(unit.numel for unit in plan.units)
-    padding = sum(unit.padding for unit in plan.units)
     slot_bytes = sum(ring.num_bytes for ring in plan.rings)
     rows = ", ".join(
         f"{row['name']} {human_bytes(int(row['bytes']))}" for row in plan.rows() if row["bytes"]
@@ -201,19 +199,15 @@ def plan_lines(config: RunConfig, plan: Plan, device: str) -> list[tuple[str, st
     model = f"{plan.model_kind}, {plan.num_parameters:,} parameters{frozen}"
     axes = f"replicate {mesh.replicate} x shard {mesh.shard}, {plan.strategy}"
     places = [f"{human_bytes(size)} {place}" for place, size in plan.peak_bytes.items() if size]
-    contracts = sorted(
-        f"master {d.master}, compute {d.compute}, reduce {d.reduce}, accumulate {d.accumulate}"
-        for d in {group.dtypes for group in groups}
-    )
     return [
         ("model", f"{model}, {weights_line(config)}"),
         ("mesh", f"{mesh.world_size} rank(s) on {device}: {axes}, transport {plan.transport}"),
         (
             "plan",
-            f"{len(plan.units)} units, padding {padding / max(1, elements):.2%}, "
+            f"{len(plan.units)} units, padding {padding(plan):.2%}, "
             f"{sum(ring.count for ring in plan.rings)} slots of {human_bytes(slot_bytes)} in all, "
             f"prefetch {plan.depths.forward} forward and {plan.depths.backward} backward",
         ),
         ("state", f"{' + '.join(places)} a rank: {rows}"),
-        ("dtypes", "; ".join(contracts)),
+        ("dtypes", contracts(plan)),
     ]

@@ -1,15 +1,11 @@
-"""`fullshard generate`, in this process or on several ranks that share the model.
-
-python -m fullshard.run.generation FOLDER     on every rank; FOLDER has request.json
-"""
+"""`fullshard generate`, in this process or on several ranks that share the model."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -22,18 +18,12 @@ from fullshard.engine.engine import engine_of
 from fullshard.engine.hugging_face import read_config, read_model, read_tokenizer
 from fullshard.errors import ConfigError, printable, untrusted
 from fullshard.launch import rendezvous
-from fullshard.launch.rank_entry import run_rank
-from fullshard.launch.spawn import LocalLaunch, launch_local_ranks
-from fullshard.launch.supervise import LaunchResult
 from fullshard.models.build import build_sharded
 from fullshard.models.config import quiet_libraries, require_transformers
 from fullshard.models.generate import Sample, Sampler, SamplingSettings, ScoreProcessor
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
-
-RANK_MODULE = "fullshard.run.generation"
-_REQUEST, _ANSWER = "request.json", "answer.json"
 
 
 @dataclass(frozen=True)
@@ -120,35 +110,11 @@ def sampling(model: nn.Module) -> Iterator[ScoreProcessor]:
         model.train(was_training)
 
 
-def generate_on_ranks(
-    request: Request, num_processes: int, folder: Path
-) -> tuple[LocalLaunch, LaunchResult, list[Sample]]:
-    """Samples on local ranks, over which the model is sharded.
-
-    Args:
-        request: Model folder, prompts and settings.
-        num_processes: Number of ranks.
-        folder: Folder for the request, the answer and the logs.
-    """
-    told = {**asdict(request), "folder": str(request.folder.absolute())}
-    (folder / _REQUEST).write_text(json.dumps(told), encoding="utf-8")
-    launch = LocalLaunch(RANK_MODULE, (str(folder),), num_processes, folder / "logs")
-    result = launch_local_ranks(launch)
-    if result.exit_code:
-        return launch, result, []
-    answer = json.loads((folder / _ANSWER).read_text(encoding="utf-8"))
-    return launch, result, [Sample(**one) for one in answer]
-
-
-def be_a_rank(request: Request, answer: Path | None = None) -> list[Sample]:
-    """Samples as one rank of a launcher; rank 0 prints the texts and writes the answer."""
+def be_a_rank(request: Request) -> list[Sample]:
+    """Samples as one of the ranks that share the model; rank 0 prints the texts."""
     rendezvous.init_process_group()
-    is_first = dist.get_rank() == 0
-    found = generate(
-        request, sys.stdout if is_first else None, is_sharded=dist.get_world_size() > 1
-    )
-    if answer is not None and is_first:
-        answer.write_text(json.dumps([asdict(one) for one in found]), encoding="utf-8")
+    out = sys.stdout if dist.get_rank() == 0 else None
+    found = generate(request, out, is_sharded=dist.get_world_size() > 1)
     rendezvous.shutdown()
     return found
 
@@ -199,16 +165,3 @@ def _streamer(tokenizer: Any, request: Request, out: TextIO) -> Any:
             out.flush()
 
     return Streamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-
-
-def _main() -> None:
-    folder = Path(sys.argv[1])
-    told: dict[str, Any] = json.loads((folder / _REQUEST).read_text(encoding="utf-8"))
-    told["folder"], told["prompts"] = Path(told["folder"]), tuple(told["prompts"])
-    be_a_rank(
-        Request(**{**told, "settings": SamplingSettings(**told["settings"])}), folder / _ANSWER
-    )
-
-
-if __name__ == "__main__":
-    run_rank(_main)

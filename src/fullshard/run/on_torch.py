@@ -20,7 +20,6 @@ from fullshard import loading, saving
 from fullshard.config.schema import SftConfig
 from fullshard.config.values import DType, GradSync
 from fullshard.engine.engine import engine_of
-from fullshard.engine.stats import communication_seconds
 from fullshard.errors import DataError, DivergedError
 from fullshard.models.build import model_on_meta, weights_folder
 from fullshard.models.export import Adapters, save_model
@@ -70,7 +69,8 @@ class TorchTrainee:
 
     def update(self, step: int, batches: list[Batch], loop: Loop) -> Update:
         """Forward and backward of every micro-batch, reduced, clipped, applied."""
-        settings, comm_before = loop.settings, communication_seconds(self.model)
+        engine, settings = engine_of(self.model), loop.settings
+        comm_before = engine.communication_seconds()
         batches, num_tokens = self._even_out(batches, step, loop)
         for group in self.optimizer.param_groups:
             group["lr"] = settings.schedule.learning_rate(step - 1)
@@ -87,7 +87,7 @@ class TorchTrainee:
         if is_finite and self.average is not None:
             self.average.update()
         self.optimizer.zero_grad(set_to_none=True)
-        comm_s = communication_seconds(self.model) - comm_before
+        comm_s = engine.communication_seconds() - comm_before
         memory = self.memory_bytes()
         return Update(total, num_tokens, grad_norm, memory, comm_s, is_skipped)
 

@@ -11,9 +11,11 @@ A run that ended early (early_stopping_patience) counts as finished, whatever st
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from fullshard.checkpoint.format import STATE, natural
 from fullshard.checkpoint.read import read_tables
@@ -48,14 +50,12 @@ class Resume:
 
     def as_json(self) -> dict[str, Any]:
         """For run.json, from which the ranks read it."""
-        return {**asdict(self), "path": str(self.path) if self.path is not None else None}
+        return _JSON.dump_python(self, mode="json")
 
     @classmethod
     def of_record(cls, record: dict[str, Any]) -> Resume:
         """Reads what `as_json` wrote."""
-        value = dict(record.get("resume") or {})
-        path = value.pop("path", None)
-        return cls(Path(path) if path else None, **value)
+        return _JSON.validate_python(record.get("resume") or {})
 
     def sentence(self, output_dir: Path) -> str:
         """What will happen, in words, to the new run and to an existing one."""
@@ -71,6 +71,9 @@ class Resume:
         if new is None or self.path is None or not self.path.is_relative_to(old.resolve()):
             return self
         return replace(self, path=new.resolve() / self.path.relative_to(old.resolve()))
+
+
+_JSON = TypeAdapter(Resume)
 
 
 def find_resume(asked: str, output_dir: Path, key: str = "--resume") -> Resume:

@@ -144,8 +144,8 @@ class Reduction:
     ) -> None:
         self._receive, self._release = receive, release
 
-    def land(self, outs: Sequence[torch.Tensor]) -> None:
-        """Wait for the sums and write them. The reduced buffers may be overwritten afterwards.
+    def sum_into(self, outs: Sequence[torch.Tensor]) -> None:
+        """Wait for the contributions and write their sums; the buffers may be overwritten then.
 
         Args:
             outs: (part_numel,) each, accumulate dtype.
@@ -329,7 +329,10 @@ class Transport(ABC):
 
     @abstractmethod
     def reduce(self, fulls: Sequence[torch.Tensor]) -> Reduction:
-        """Start to sum (numel,) buffers over the shard axis; they are unchanged until `land`."""
+        """Start to sum (numel,) buffers over the shard axis.
+
+        They must not be written before `Reduction.sum_into` returns.
+        """
 
     @abstractmethod
     def sum_replicas(self, values: torch.Tensor) -> Iterator[None]:

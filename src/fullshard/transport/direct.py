@@ -75,7 +75,7 @@ class DirectTransport(Transport):
         reduction = self._sum_chunks([chunks], ranks, index, OUTER_TAG)
         yield
         own = self.scratch.take(values, chunks[index].numel())
-        reduction.land([own])
+        reduction.sum_into([own])
         chunks[index].copy_(own)
         self.scratch.give(own)
         spread = self._exchange([chunks[index]] * len(ranks), chunks, ranks, SPREAD_TAG)
@@ -150,10 +150,10 @@ class DirectTransport(Transport):
         self.home.place = ""
         size = self.axes.mesh.world_size
         text = bytearray(own.encode()[:PLACE_BYTES].ljust(PLACE_BYTES) * size)
-        told = torch.frombuffer(text, dtype=torch.uint8).view(size, PLACE_BYTES)
-        works = self._exchange([told[self.rank]] * size, list(told), range(size), PLACE_TAG)
+        texts = torch.frombuffer(text, dtype=torch.uint8).view(size, PLACE_BYTES)
+        works = self._exchange([texts[self.rank]] * size, list(texts), range(size), PLACE_TAG)
         Works(works, own).wait()
-        places = [bytes(place).decode(errors="replace").strip() for place in told.tolist()]
+        places = [bytes(place).decode(errors="replace").strip() for place in texts.tolist()]
         here = places[self.rank]
         found = [f"rank {rank} is at {it}" for rank, it in enumerate(places) if it != here]
         if found:

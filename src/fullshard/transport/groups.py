@@ -105,8 +105,8 @@ class Exchange:
         """
         messages = [
             dist.P2POp(call, tensor.view(torch.uint8), self.ranks[part], self.group)
-            for call, told in ((dist.isend, sends), (dist.irecv, receives))
-            for part, tensor in told
+            for call, listed in ((dist.isend, sends), (dist.irecv, receives))
+            for part, tensor in listed
             if tensor.numel()
         ]
         for work in dist.batch_isend_irecv(messages) if messages else ():
@@ -141,8 +141,8 @@ def places_of_meshes(ranks: Sequence[int], world_size: int) -> tuple[tuple[int, 
     """
     if len(ranks) == world_size or not dist.is_initialized():
         return order_of(ranks), 1
-    told = tell_everyone(list(ranks), own_group("all", [range(world_size)]))
-    meshes = sorted(set(map(tuple, told)))
+    found = tell_everyone(list(ranks), own_group("all", [range(world_size)]))
+    meshes = sorted(set(map(tuple, found)))
     if len({len(mesh) for mesh in meshes}) > 1:
         meshes = [tuple(ranks)]  # refused
     return order_of(list(chain.from_iterable(zip(*meshes, strict=True)))), len(meshes)

@@ -16,7 +16,8 @@ from fullshard.transport.c10d import C10dTransport
 from fullshard.transport.direct import DirectTransport
 from fullshard.transport.fake import FakeTransport
 from fullshard.transport.groups import first_tag, own_group, processes, tell_everyone
-from fullshard.transport.shared import Peers, SharedTransport
+from fullshard.transport.shared.board import Peers
+from fullshard.transport.shared.home import SharedTransport
 
 
 def resolve_transport(config: ShardConfig, mesh: Mesh, device: torch.device) -> TransportKind:

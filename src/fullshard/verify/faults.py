@@ -107,14 +107,14 @@ class _Wrapped:
 
 
 class _Landing:
-    """A reduction whose result is changed as it lands."""
+    """A reduction whose result is changed once it is written."""
 
     def __init__(self, reduction: Any, change: Callable[[Tensors], None]) -> None:
         self._reduction, self._change = reduction, change
 
-    def land(self, outs: Tensors) -> None:
-        """Land and change."""
-        self._reduction.land(outs)
+    def sum_into(self, outs: Tensors) -> None:
+        """Sum and change."""
+        self._reduction.sum_into(outs)
         self._change(outs)
 
 
@@ -122,7 +122,7 @@ class _SkippedReduction(Injection):
     """The reductions of the middle unit leave this rank's own gradients as they are."""
 
     def attach(self, model: nn.Module) -> None:
-        unit = _middle([unit for unit in engine_of(model).units if unit.trained])
+        unit = _middle([unit for unit in engine_of(model).units if unit.trained_groups])
         real, shard = unit.transport, unit.plan.mesh.shard
 
         def reduce(fulls: Tensors) -> _Landing:
@@ -182,7 +182,7 @@ class _StaleSlot(Injection):
     needs_slots = True
 
     def attach(self, model: nn.Module) -> None:
-        units = [u for u in engine_of(model).units if u.trained and _gathers(u)]
+        units = [u for u in engine_of(model).units if u.trained_groups and _gathers(u)]
         chosen = _middle(units)
         kept: dict[str, torch.Tensor] = {}
 

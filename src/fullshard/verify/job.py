@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 from safetensors.torch import save_file
 from torch import nn
 
@@ -51,8 +52,8 @@ class Pass:
         tolerance: Largest relative difference that counts as equal.
         sharding: Fields of ShardConfig.
         loss_scale: Loss scale of the reference, against underflow of float16 gradients.
-        wide: The reference computes norms and rotary positions in the dtype of its weights.
-            transformers computes them in float32, also in float64 models.
+        wide: The reference computes in float64 throughout. transformers computes norms and rotary
+            positions in float32, also in float64 models.
     """
 
     name: str
@@ -101,10 +102,7 @@ class Job:
     @staticmethod
     def read(folder: Path) -> Job:
         """Reads job.json."""
-        fields = json.loads((folder / JOB_FILE).read_text())
-        fields.pop("told_steps")  # follows from the others; the reference reads it
-        fields["passes"] = tuple(Pass(**entry) for entry in fields["passes"])
-        return Job(**{**fields, "frozen": tuple(fields["frozen"])})
+        return TypeAdapter(Job).validate_json((folder / JOB_FILE).read_bytes())
 
 
 def write_batches(folder: Path, job: Job, vocab_size: int) -> None:

@@ -17,21 +17,22 @@ then clipping by the norm of the whole gradient, and one step of AdamW. The upda
 parameters (masters) are separate from the compute parameters, which are cast from them before every
 step.
 
-A pass that is `wide` computes norms and rotary positions in the dtype of the weights: transformers
-makes them float32 in float64 models too, and another program then agrees to 1e-7 and no further.
+A pass that is `wide` computes in float64 throughout. Otherwise transformers computes norms and
+rotary positions in float32, in float64 models too, and another program agrees to 1e-7 only.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
@@ -73,6 +74,7 @@ class _Training:
 
     def __init__(self, folder: Path, job: dict[str, Any], settings: dict[str, Any]) -> None:
         self.job, self.settings = job, settings
+        self.precision = Wide() if settings["wide"] else nullcontext()
         self.device = torch.device(job["device"])
         self.master_dtype = getattr(torch, settings["master_dtype"])
         self.compute_dtype = getattr(torch, settings["compute_dtype"])
@@ -92,16 +94,15 @@ class _Training:
     def _build(self, folder: Path) -> nn.Module:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         extra = self.job["model_arguments"]
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32, trust_remote_code=False, **extra
-        )
+        with self.precision:  # of the frequencies of rotary positions
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=torch.float32, trust_remote_code=False, **extra
+            )
         model.to(self.master_dtype)
         model.load_state_dict(load_file(folder / "weights.safetensors"))
         for module in model.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
-            if self.settings["wide"]:
-                widen(module)
         for name, param in model.named_parameters():
             param.requires_grad_(name not in self.job["frozen"])
         return model.to(self.device).train()
@@ -160,7 +161,9 @@ class _Training:
             ids, labels = (
                 self.batches[f"{prefix}.{kind}"].to(self.device) for kind in ("input_ids", "labels")
             )
-            loss = summed_loss(self.model(input_ids=ids, use_cache=False).logits, labels)
+            with self.precision:
+                logits = self.model(input_ids=ids, use_cache=False).logits
+            loss = summed_loss(logits, labels)
             (loss * (scale * self.settings["loss_scale"])).backward()
             sums.append(float(loss.detach()))
             for name, param in self.params.items():
@@ -211,42 +214,21 @@ def summed_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return ((torch.logsumexp(logits, -1) - chosen) * counts).sum()
 
 
-def widen(module: nn.Module) -> None:
-    """Norms and rotary positions of Llama, Qwen2 and Qwen3 in the dtype of the weights."""
-    kind = type(module).__name__
-    if kind.endswith("RMSNorm"):
-        module.forward = lambda x: _norm(module, x)
-    elif kind.endswith("RotaryEmbedding"):
-        module.forward = lambda x, position_ids: _positions(module.config, x, position_ids)
+class Wide(TorchFunctionMode):
+    """Inside, functions of torch that are asked for float32 compute in float64."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Calls the function with float64 in place of float32."""
+        del types
+        func = torch.Tensor.double if func is torch.Tensor.float else func
+        named = {name: _widened(value) for name, value in (kwargs or {}).items()}
+        return func(*map(_widened, args), **named)
 
 
-def _norm(module: Any, x: torch.Tensor) -> torch.Tensor:
-    mean = x.pow(2).mean(-1, keepdim=True)
-    return module.weight * (x * torch.rsqrt(mean + module.variance_epsilon))
-
-
-def _positions(config: Any, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
-    """Cosines and sines, (batch, length, head_dim), of float64 angles."""
-    rope = config.rope_parameters
-    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    exponents = torch.arange(0, dim, 2, dtype=torch.float64) / dim
-    frequencies = _scaled(float(rope["rope_theta"]) ** -exponents, rope)
-    angles = position_ids[..., None].to(torch.float64) * frequencies.to(x.device)
-    angles = torch.cat((angles, angles), -1)
-    return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
-
-
-def _scaled(frequencies: torch.Tensor, rope: dict[str, Any]) -> torch.Tensor:
-    """`linear` scales all frequencies; `llama3` scales the low ones and blends those between."""
-    kind = rope.get("rope_type", "default")
-    if kind == "linear":
-        return frequencies / rope["factor"]
-    if kind != "llama3":
-        return frequencies
-    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-    turns = rope["original_max_position_embeddings"] * frequencies / (2 * math.pi)
-    kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
-    return frequencies * (kept + (1 - kept) / rope["factor"])
+def _widened(value: object) -> object:
+    return torch.float64 if value is torch.float32 else value
 
 
 if __name__ == "__main__":

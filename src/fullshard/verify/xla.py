@@ -5,7 +5,7 @@ fullshard.verify.xla FOLDER`) plays every rank on a CPU device of its own with t
 every strategy can be verified on any machine. It writes the elements on each device. Only the saved
 state is gathered, because there the gather itself is checked.
 
-    float64    20 steps, the reference's norms as wide as its weights      1e-10
+    float64    20 steps, the reference in float64 throughout               1e-10
     float32    20 steps, transformers' model as it is                      1e-5
     bfloat16   where the run computes in it                                 as on torch
 """

@@ -8,8 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 from benchmarks.overlap import draw_trace
-
-from fullshard.bench.page import draw_comparison, draw_ratios
+from benchmarks.ratios import draw_ratios
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 SVG = "{http://www.w3.org/2000/svg}"
@@ -57,11 +56,3 @@ def test_ratios_are_bars_to_scale_and_the_floor_is_a_line():
 
 def test_without_the_reference_there_is_nothing_to_draw():
     assert draw_ratios([{**row("fullshard", 1.0), "ratio_to_fsdp2": None}], "a", "b", "c") == ""
-
-
-def test_a_comparison_has_a_bar_a_row_and_quantity_to_scale():
-    rows = [{"name": "a", "speed": 50.0, "bytes": 3e9}, {"name": "b", "speed": 100.0, "bytes": 1e9}]
-    tree = drawn(draw_comparison("By name", rows, {"speed": "tokens", "bytes": "memory"}))
-    widths = [float(bar.get("width", 0)) for bar in tree.iter(f"{SVG}rect")]
-    assert widths == pytest.approx([360, 720, 720, 240], abs=0.1)
-    assert {"By name", "tokens", "memory", "3,000,000,000", "100"} <= set(words_of(tree))

@@ -240,19 +240,6 @@ def test_full_disk_is_recorded_as_the_reason(tmp_path, monkeypatch):
     assert {entry.name for entry in folder.path.iterdir()} == {".lock", "logs", "run.json"}
 
 
-def test_folder_with_other_files_is_refused_and_untouched(tmp_path):
-    (tmp_path / "thesis.tex").write_text("work")
-    with pytest.raises(ConfigError, match=r"an empty folder or an older run, got .* other files"):
-        make(tmp_path)
-    assert [entry.name for entry in tmp_path.iterdir()] == ["thesis.tex"]
-
-
-def test_file_in_the_place_of_the_folder_is_refused(tmp_path):
-    (tmp_path / "train").write_text("x")
-    with pytest.raises(ConfigError, match="expected a folder, got the file"):
-        check_output_dir(tmp_path / "train")
-
-
 def test_empty_folder_is_used(tmp_path):
     folder, moved = make(tmp_path)
     assert moved is None
@@ -279,12 +266,30 @@ def test_record_is_replaced_whole_and_leaves_no_other_file(tmp_path):
     assert json.loads(folder.record.read_text())["measured"] == {"eval_loss": 3.0}
 
 
+MADE = "output_dir: expected a folder that can be made"
+
+
 @pytest.mark.parametrize("start", [make, check_output_dir])  # the run, and --dry-run
-@pytest.mark.parametrize("place", ["link", "/proc/x", "/proc/self/task", "a\0b", "x" * 5000])
-def test_folder_that_cannot_be_written_is_a_configuration_error(tmp_path, place, start):
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        ("a\0b", MADE),
+        ("x" * 5000, MADE),
+        ("link", MADE),
+        ("/proc/x", MADE),
+        ("/proc/self/task", MADE),
+        ("file", "expected a folder, got the file"),
+        (".", "an empty folder or an older run, got .* other files"),
+    ],
+    ids=range(7),
+)
+def test_a_place_where_no_run_can_be_is_refused_and_left_alone(tmp_path, place, said, start):
     (tmp_path / "link").symlink_to("/nowhere/at/all")
-    with pytest.raises(ConfigError, match="output_dir: expected a folder that can be made"):
+    (tmp_path / "file").write_text("work")
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(ConfigError, match=said):
         start(tmp_path / place)
+    assert sorted(tmp_path.iterdir()) == before
 
 
 def test_report_that_fails_hides_no_other_failure(tmp_path, monkeypatch, caplog):

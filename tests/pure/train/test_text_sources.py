@@ -90,6 +90,7 @@ def test_missing_path_names_the_nearest_one(tmp_path):
     said = message(tmp_path / "corpsu.txt")
     assert f"got '{tmp_path / 'corpsu.txt'}'" in said
     assert f"Did you mean '{tmp_path / 'corpus.txt'}'?" in said
+    assert "File name too long" in message(tmp_path / ("x" * 300))
 
 
 def test_link_that_leads_to_nothing_is_named(tmp_path):
@@ -176,7 +177,11 @@ def test_file_that_is_no_parquet_is_said(tmp_path):
         ('["x"]', "expected a JSON object, got list at"),
         ('{"text": 3}', "expected text in column 'text', got int at"),
         ('{"text": "x", "a": 1, "text": "y"}', "the key 'text' comes twice"),
+        ("[" * 100_000 + "]" * 100_000, "RecursionError"),
+        ('{"text": "a", "n": ' + "9" * 5000 + "}", "got one that cannot be read"),
+        ('{"text": "a \\ud83d b"}', "surrogates not allowed"),
     ],
+    ids=range(7),
 )
 def test_broken_line_is_named_with_file_and_number(tmp_path, line, expected):
     path = write(tmp_path / "a.jsonl", f'{{"text": "fine"}}\n{line}\n')

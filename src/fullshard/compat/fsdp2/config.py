@@ -20,7 +20,6 @@ from fullshard.compat.fsdp2.fully_shard import mark_unit
 from fullshard.compat.wrapping import engine_for, marked, wrapped_of
 from fullshard.config.values import DType, Strategy, WrapKind, parse
 from fullshard.engine.model_spec import NEVER_CALLED, spec_of
-from fullshard.engine.stats import memory_stats
 from fullshard.planner.wrap import choose_units, repeated_blocks
 from fullshard.transport.base import torch_dtype
 
@@ -192,7 +191,7 @@ class FSDP2Wrapper:
             peak = torch.cuda.max_memory_allocated(engine.device)
             reserved = torch.cuda.memory_reserved(engine.device)
         else:
-            total = memory_stats(model)["total"]
+            total = engine.memory_stats()["total"]
             now, peak = total["now"], total["peak"]
             reserved = now
         return {

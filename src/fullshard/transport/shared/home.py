@@ -1,26 +1,27 @@
-"""The transport of ranks on one host: weights and gradient slots in memory that all of them map.
+"""The transport of ranks on one host, with weights and gradient slots in memory that all map.
 
-Nothing is gathered. All ranks map one copy of the weights, of which each updates its own part.
-Every rank collects gradients into its own slot, which all others map; each sums its own part out of
-all slots, in rank order, in place. What is not in shared memory (full state dicts, whole tensors,
-sums over the replicate axis) travels directly.
+Nothing is gathered. All ranks map one copy of the weights, and each rank updates its own part. Each
+rank collects gradients in its own slots, which the other ranks map too, and sums its part of all
+ranks' slots in place, in rank order. Everything else (full state dicts, whole tensors, sums over
+the replicate axis) is sent in messages.
 
     segment of weights      group 0: | part 0 | part 1 |   group 1: | part 0 | part 1 |  ...
     segment of gradients    rank 0: | where | slots | overflow |    rank 1: | where | slots | ...
 
 [Note: who may write when]
-A rank's part of the weights is written by that rank alone (optimizer, loading), and read by all in
-their forwards and backwards. Two waits keep them apart:
+A rank's part of the weights is written by that rank alone (optimizer, loading) and read by all
+ranks in forward and backward. Two counters separate writes from reads:
 
-    begun   A forward begins when every rank has come to it: what was written before is there.
+    begun   A forward waits until every rank has begun it; earlier writes are then visible.
     done    A rank's first write after a forward waits until no rank reads the weights of that
-            forward any more. After a synchronised backward all know that already.
+            forward. After a synchronised backward this is already known.
 
-A backward that begins after such a write (weights swapped for an evaluation, and back) publishes
-again, as it would gather again.
+If a rank wrote after the forward (weights swapped for an evaluation, and back), the backward
+publishes again, as other transports would gather again.
 
-A gradient slot is filled by its own rank and read by all. `ready` tells which reductions a rank has
-collected, `pulled` which it has read from everyone; a slot is filled again when all have pulled.
+A gradient slot is written by its own rank and read by all ranks. The counter `ready` is the last
+reduction that a rank has collected, `pulled` the last one that it has read from all ranks. A slot
+is written again when all ranks have pulled it.
 """
 
 from __future__ import annotations
@@ -55,9 +56,9 @@ class SharedHome(Home):
     """Memory of all ranks of one host. See [Note: who may write when].
 
     Args:
-        board: Tells how far the ranks are.
+        board: Progress of the ranks.
         num_parts: Number of ranks that share memory.
-        tell_all: Lets them hear each other while segments are made.
+        tell_all: Returns the values of all parts while segments are created.
     """
 
     def __init__(self, board: Board, num_parts: int, tell_all: TellAll) -> None:
@@ -110,7 +111,7 @@ class SharedHome(Home):
             for part, master in self._casts:
                 part.copy_(master)
         if self.gradients is not None:
-            self.gradients.give_back_overflows()
+            self.gradients.free_overflows()
         self._board.tell(Mark.DONE, self._forward)
         self._forward += 1
         self._board.tell(Mark.BEGUN, self._forward)
@@ -122,7 +123,7 @@ class SharedHome(Home):
         if settled:
             self._reading = False
             if self.gradients is not None:
-                self.gradients.give_back_overflows()
+                self.gradients.free_overflows()
 
     def before_write(self) -> None:
         self.wrote = True
@@ -138,7 +139,7 @@ class SharedHome(Home):
     # ---- gradients
 
     def open_slots(self, units: Sequence[UnitPlan], rings: Sequence[Ring]) -> Slots:
-        self.gradients = None  # earlier ones are freed before new ones are made
+        self.gradients = None  # frees earlier slots before new ones are allocated
         most = max([1, *(len(unit.groups) for unit in units)])  # all may be left out of sharding
         self.gradients = GradientSlots(self._board, self._num_parts, most, rings, self._tell_all)
         return self.gradients.slots
@@ -148,18 +149,18 @@ class SharedHome(Home):
         self.gradients.claim(slot)
 
 
-# ---- gradient slots, and where each rank's last reductions lie
+# ---- gradient slots, and the addresses of each rank's last reductions
 
-OVERFLOWS = 2  # one reduction is under way while the next is begun
-DEPTH = 8  # reductions whose places a rank remembers for its peers
-WORD_BYTES = 8  # of a place
+OVERFLOWS = 2  # one reduction runs while the next one starts
+DEPTH = 8  # reductions whose places peers can look up
+WORD_BYTES = 8  # size of a place
 
 
 class GradientSlots:
-    """Slots that every rank fills for itself and all read. Making them is a collective.
+    """Gradient slots that each rank writes and all ranks read. Creating them is a collective.
 
-    The overflow takes what is in no slot: gradients that came out of order, or were summed up over
-    micro-batches. It costs memory only while it is used.
+    Gradients outside the slots (that came out of order, or were summed over micro-batches) are
+    copied into the overflow, which takes memory only while it is used.
     """
 
     def __init__(
@@ -199,8 +200,8 @@ class GradientSlots:
             for ring in ours
             for i in range(ring.count)
         )
-        self._last: dict[int, int] = {}  # a slot's start -> the last reduction from it
-        self._overflows = [[0, 0] for _ in range(OVERFLOWS)]  # the last reduction, bytes in use
+        self._last: dict[int, int] = {}  # last reduction of a slot, by its start
+        self._overflows = [[0, 0] for _ in range(OVERFLOWS)]  # last reduction, bytes in use
         self._views: dict[tuple[int, int, int, torch.dtype], torch.Tensor] = {}
 
     def _cut(self, ring: Ring, start: int) -> list[torch.Tensor]:
@@ -213,14 +214,14 @@ class GradientSlots:
         self._board.await_all(Mark.PULLED, number, "a gradient slot")
 
     def _slot_at(self, place: int) -> int:
-        """Where the slot begins that a place lies in."""
+        """The start of the slot that contains a place."""
         return self._starts[bisect_right(self._starts, place) - 1]
 
     def show(self, fulls: Sequence[torch.Tensor]) -> int:
-        """Tell the others where this rank's gradients are.
+        """Publish the places of this rank's gradients.
 
         Args:
-            fulls: (numel,) each; what is not in a slot is copied to where all can read it.
+            fulls: (numel,) each; a buffer outside the slots is copied to the overflow.
 
         Returns:
             The number of the reduction.
@@ -250,12 +251,12 @@ class GradientSlots:
         ]
 
     def release(self, number: int) -> None:
-        """This rank has read what it needs of a reduction."""
-        self._pulled = max(self._pulled, number)  # a reset lands them in no order
+        """Note that this rank has read the gradients of a reduction."""
+        self._pulled = max(self._pulled, number)  # a reset finishes reductions in any order
         self._board.tell(Mark.PULLED, self._pulled)
 
     def _view(self, part: int, place: int, like: torch.Tensor) -> torch.Tensor:
-        """(part_numel,): what this rank needs of a buffer of another."""
+        """(part_numel,): this rank's part of a peer's buffer."""
         key = part, place, like.numel(), like.dtype
         found = self._views.get(key)
         if found is None:
@@ -266,7 +267,7 @@ class GradientSlots:
         return found
 
     def _overflow(self, number: int, full: torch.Tensor) -> int:
-        """Copy a buffer to where all can read it."""
+        """Copy a buffer to the overflow; returns its place."""
         lane = number % OVERFLOWS
         if self._overflows[lane][0] != number:
             self._free_overflow(lane)
@@ -278,8 +279,8 @@ class GradientSlots:
         self._segment.view(self._base + start, full.numel(), full.dtype).copy_(full)
         return start
 
-    def give_back_overflows(self) -> None:
-        """Free their memory, when all have read them."""
+    def free_overflows(self) -> None:
+        """Free the memory of the overflow, once all ranks have read it."""
         for lane in range(OVERFLOWS):
             self._free_overflow(lane)
 
@@ -294,12 +295,12 @@ class GradientSlots:
 
 # ---- the transport
 
-LANE_BYTES = 65536  # that a small sum moves at once
-SAID_BYTES = 1024  # of an address or of an error, while segments are made
+LANE_BYTES = 65536  # most bytes of a small sum in one exchange
+SAID_BYTES = 1024  # size of an address or an error, while segments are created
 
 
 class SharedTransport(DirectTransport):
-    """Pulls gradients out of peers' slots; what is not in shared memory travels directly.
+    """Reads gradients from peers' slots; sends messages for everything outside shared memory.
 
     Args:
         axes: This rank's place; all ranks of the shard axis are on one host.
@@ -325,7 +326,7 @@ class SharedTransport(DirectTransport):
         self.home = self._shared = SharedHome(self._board, parts, self._tell_all)
 
     def reduce(self, fulls: Sequence[torch.Tensor]) -> Reduction:
-        """This rank's part of every rank's slot, read in place."""
+        """Sums this rank's part of every rank's slot, read in place."""
         slots = self._shared.gradients
         assert slots is not None
         number = slots.show(fulls)
@@ -340,19 +341,20 @@ class SharedTransport(DirectTransport):
             combine_in_order(vectors, chunk, maximum=maximum)
 
     def _compare_places(self, ranks: Sequence[int]) -> None:
-        """The board finds ranks that are elsewhere."""
+        """Does nothing: the board detects ranks in other phases."""
 
     def _tell_all(self, value: Any) -> list[Any]:
-        """What every part says, while segments are made."""
+        """Returns the values of all parts, while segments are created."""
         said = pickle.dumps(value).ljust(SAID_BYTES)
         assert len(said) == SAID_BYTES, value
         lanes = self._meet(torch.frombuffer(bytearray(said), dtype=torch.uint8))
         return [pickle.loads(bytes(lane.tolist())) for lane in lanes]
 
     def _meet(self, own: torch.Tensor) -> list[torch.Tensor]:
-        """Every part's bytes, in order, until the next meeting.
+        """Returns every part's bytes, in order; they are valid until the next call.
 
-        Two lanes a rank, in turn: who puts down a second vector has read all first ones.
+        Each rank has two lanes, used in turn: a rank that writes its second vector has read the
+        first ones of all ranks.
         """
         self._summed += 1
         turn, part = self._summed % 2, self._board.part

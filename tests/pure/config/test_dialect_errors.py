@@ -1,0 +1,132 @@
+"""What people read when a file of another tool is wrong, word for word."""
+
+from __future__ import annotations
+
+import pytest
+
+from fullshard.config.load import load_config
+from fullshard.errors import ConfigError
+
+BOTH = "Both shard the same parameters, so only one can; fullshard runs either file alone"
+
+# What stands in a.yaml; the errors are beside them in __snapshots__/.
+FILES = (
+    "distributed_type: FSDP\nmixed_precission: bf16\n",
+    "distributed_type: FSDP\nfsdp_config:\n  fsdp_offload_parms: true\n",
+    "distributed_type: FSDP\nfsdp_config: {transformer_layer_cls_to_warp: A}\n",
+    "distributed_type: FSPD\n",
+    "distributed_type: MEGATRON_LM\n",
+    "distributed_type: FSDP\nmixed_precision: fp8\n",
+    "distributed_type: FSDP\nfsdp_config:\n  fsdp_sharding_strategy: FULLSHARD\n",
+    "distributed_type: FSDP\nfsdp_config:\n  fsdp_sharding_strategy: 6\n",
+    "distributed_type: FSDP\nfsdp_config:\n  auto_wrap_policy: TRANSFORMER_WRAP\n",
+    "distributed_type: FSDP\nfsdp_config: {state_dict_type: FULL}\n",
+    "distributed_type: FSDP\nfsdp_config: {sync_module_states: maybe}\n",
+    "distributed_type: FSDP\nfsdp_config: {min_num_params: many}\n",
+    "distributed_type: FSDP\nfsdp_config: {ignored_modules: 'a(b|c)[0-9]'}\n",
+    "distributed_type: FSDP\nfsdp_config: [a]\n",
+    "distributed_type: FSDP\nparallelism_config: {tp_size: 2}\n",
+    "distributed_type: FSDP\nnum_processes: two\n",
+    "distributed_type: FSDP\ndeepspeed_config: {zero_stage: 3}\n",
+    "model: x\ntraining:\n  fsdp: full_shard\n  deepspeed: zero3.json\n",
+    "model: x\ntraining:\n  fsdp: full_shard auto_warp\n",
+    "model: x\ntraining:\n  fsdp: full_shard no_shard\n",
+    "model: x\ntraining:\n  fsdp_config:\n    fsdp_forward_prefech: true\n",
+    "model: x\ntraining:\n  fsdp_config:\n    backward_prefetch: pre_backward\n",
+    "model: x\ntraining:\n  fsdp_config:\n    offload_params: true\n    offload_params: false\n",
+    "model: x\ntraining:\n  fsdp_config:\n    offload_params: true\n    xla: true\n",
+    "model: x\ntraining: {fsdp_config: missing.json}\n",
+    "sharding: {strategy: zero2}\ntraining: {fsdp: full_shard}\nmodel: x\n",
+    "output_dir: x\nlerning_rate: 1\n",
+    "output_dir: x\nlearning_rate: fast\nseed: -1\n",
+    "output_dir: x\npush_to_hub: true\n",
+    "base_model: x\nmicro_batchsize: 2\n",
+    "base_model: x\nadapter: qlora\n",
+    "base_model: x\noptimizer: lion_8bit\n",
+    '{"zero_optimization": {"stage": 4}}',
+    '{"zero_optimization": {"ofload_param": {}}}',
+    '{"zero_optimization":\n {"stage": 3,\n "offload_param": {"device": "gpu"}}}',
+    '{"train_batch_size": 8, "optimizer": {"type": "Lamb"}}',
+    '{"train_batch_size": 8, "scheduler": {"type": "OneCycle"}}',
+    '{"train_batch_size": 8, "optimizer": {"params": {"betas": 1}}}',
+    '{"zero_optimization": 2, "train_batch_size": 8}',
+    '{"train_batch_size": 8,\n"bf16": {"enabled": true},\n"fp16": {"enabled": true}}',
+    "training:\n  <<: {max_steps: 5}\n  <<: {max_steps: 6}\n",
+    "zero_optimisation: {stage: 3}\n",
+    "model: {trust_remote_code: yes please}\n",
+    "base_model: x\ndatasets: [{type: alpaca}]\n",
+    "model_name_or_path: x\nuse_peft: true\nlora_r: 0\n",
+)
+
+
+@pytest.mark.parametrize("text", FILES, ids=range(len(FILES)))
+def test_a_wrong_file_says_where_what_and_how(text, snapshot, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "a.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path.relative_to(tmp_path), needs_model=False)
+    assert f"{text}\n--> {caught.value}" == snapshot
+    assert caught.value.exit_code == 2
+
+
+def test_two_files_that_ask_for_two_engines_are_refused_before_either_is_read_further(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "fsdp.yaml"
+    path.write_text("distributed_type: FSDP\nfsdp_config: {offload_parms: 1}\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(path.relative_to(tmp_path), ["deepspeed=zero3.yaml"], needs_model=False)
+    assert str(caught.value) == (
+        "command line: deepspeed: expected one of FSDP and DeepSpeed, got DeepSpeed beside FSDP, "
+        f"which distributed_type (fsdp.yaml:1) asks for. {BOTH}"
+    )
+
+
+def test_all_problems_of_a_file_come_at_once(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "a.yaml"
+    path.write_text("distributed_type: FSDP\nfsdp_config: {a: 1, min_num_params: x}\nb: 2\n")
+    with pytest.raises(ConfigError, match="5 problems") as caught:
+        load_config(path.relative_to(tmp_path), ["max_steps=x", "nothing=1"], needs_model=False)
+    assert str(caught.value).count("a.yaml:") == 3
+    assert str(caught.value).count("command line:") == 2
+
+
+def test_a_later_check_names_the_key_that_stands_there(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "a.yaml"
+    path.write_text("distributed_type: FSDP\nfsdp_config:\n  offload_params: true\n")
+    resolved = load_config(path.relative_to(tmp_path), needs_model=False)
+    error = resolved.located(ConfigError("offload: too little memory"))
+    assert str(error) == "a.yaml:3: fsdp_config.offload_params: too little memory"
+
+
+def test_a_typed_value_mends_what_a_file_says(tmp_path):
+    path = tmp_path / "a.yaml"
+    path.write_text("training: {fsdp: full_shrad, fsdp_config: missing.json}\n")
+    with pytest.raises(ConfigError, match="2 problems"):
+        load_config(path, needs_model=False)
+    typed = ["training.fsdp=hybrid_shard", "training.fsdp_config={offload_params: true}"]
+    sharding = load_config(path, typed, needs_model=False).config.sharding
+    assert (sharding.strategy, sharding.offload.optimizer) == ("hybrid_shard", "cpu")
+
+
+def test_three_batch_sizes_of_deepspeed_must_agree_with_the_ranks(tmp_path):
+    path = tmp_path / "zero.json"
+    path.write_text(
+        '{"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 3,\n'
+        ' "gradient_accumulation_steps": 2, "train_batch_size": 12}'
+    )
+    resolved = load_config(path, needs_model=False)
+    assert resolved.for_ranks(2).config.training.gradient_accumulation_steps == 2
+    with pytest.raises(ConfigError, match=r"zero.json:2: train_batch_size: expected 18, which is"):
+        resolved.for_ranks(3)
+
+
+def test_broken_json_is_not_called_yaml(tmp_path):
+    path = tmp_path / "a.json"
+    path.write_text('// ours\n{"zero_optimization": {"stage": 2}}')
+    with pytest.raises(ConfigError, match=r"a.json:2: expected JSON, got"):
+        load_config(path, needs_model=False)
