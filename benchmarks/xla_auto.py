@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fullshard.planner.arrays import ArrayPlan
-from fullshard.xla.decoder import DecoderConfig, decode, token_loss
+from fullshard.xla.decoder import DecoderConfig, head_of, hidden_of, token_loss
 from fullshard.xla.opt_state import opt_shardings
 from fullshard.xla.plan import SHARD, Tree, XlaPlan, spec_of
 from fullshard.xla.step import State
@@ -51,7 +51,8 @@ def auto_step(
         met = placed.with_arrays(
             lambda a, leaf: leaf if a.block else whole(placed, a, leaf), params
         )
-        logits = pin(decode(decoder, met, batch, scan))[:, :-1]
+        hidden = hidden_of(decoder, None, met, batch, scan)
+        logits = pin(hidden @ head_of(decoder, met).T)[:, :-1]
         total, count = token_loss(logits, batch["labels"][:, 1:])
         return total / count
 

@@ -23,6 +23,7 @@ def found_by(tmp_path, name: str, *arguments: str) -> list[dict]:
     """The rows of a command, which must be those that it keeps."""
     done = run(name, "--rounds", "3", "--json", "--out", str(tmp_path), *arguments)
     assert done.returncode == 0, done.stderr
+    assert ("bench comm: about 1 minute" in done.stderr) is (name == "comm")
     found = json.loads(done.stdout)
     assert json.loads((tmp_path / f"{name}.json").read_text()) == found
     page = (tmp_path / f"{name}.md").read_text()
@@ -99,6 +100,7 @@ def test_a_transport_that_cannot_be_built_is_absent_with_the_reason():
         (("comm", "--transport", "fake"), "expected one of c10d, direct, shared, got 'fake'"),
         (("comm", "--mib", "10000000"), "expected at most"),
         (("comm", "--ranks", "1"), "--ranks"),
+        (("comm", "--out", "/proc/results"), "--out: expected a file in a folder that can be"),
         (("host", "--world", "1"), "--world"),
         (("scale", "--world", "8", "--world", "12"), "got 12. The nearest is 8"),
     ],

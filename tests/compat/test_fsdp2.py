@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import DataParallelMeshDims
 from torch.distributed.tensor import Shard
 
 from fullshard.compat.fsdp2 import (
@@ -65,8 +66,10 @@ def settings() -> None:
     assert_same_state(whole(model), reference.state_dict())
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
     hybrid = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp_replicate", "dp_shard"))
+    named = init_device_mesh("cpu", (2, 1, 1), mesh_dim_names=("dp_shard", "cp", "tp"))
     for given in (
         {"reshard_after_forward": False, "mesh": mesh},
+        {"mesh": named, "dp_mesh_dims": DataParallelMeshDims(shard=("dp_shard", "cp"))},
         {"reshard_after_forward": 2},
         {"mesh": hybrid},
         {"offload_policy": CPUOffloadPolicy()},
@@ -298,7 +301,7 @@ def refusals() -> None:
         (NotImplementedError, "set_all_reduce_hook", lambda: line.set_all_reduce_hook(print)),
         (NotImplementedError, "set_custom", lambda: line.set_custom_all_gather(None)),
         (NotImplementedError, "set_custom", lambda: line.set_custom_reduce_scatter(None)),
-        (NotImplementedError, "dp_mesh_dims", lambda: fully_shard(Net(), dp_mesh_dims=1)),
+        (NotImplementedError, "dp_mesh_dims: expected", lambda: _axes("tp")),
         (AssertionError, "Shard dim 1 is invalid for 1D", lambda: _place(1)),
         (ValueError, "should be a bool", lambda: line.set_reshard_after_forward(2)),
         (ValueError, "does not have a method", lambda: register_fsdp_forward_method(line, "no")),
@@ -314,6 +317,11 @@ def refusals() -> None:
 
 def _reshard(value) -> None:
     fully_shard(nn.Linear(2, 2), reshard_after_forward=value)
+
+
+def _axes(shard: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp_shard", "tp"))
+    fully_shard(Net(), mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard=shard))
 
 
 def _place(dim: int) -> None:

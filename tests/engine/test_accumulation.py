@@ -275,6 +275,28 @@ def outer_waits(model, step, rank):
     return torch.stack(losses).sum()
 
 
+KEPT = []
+
+
+def outer_waits_beside_kept_gradients(model, step, rank):
+    """The caller holds the gradients of the step before, so sums land in new memory."""
+    losses = outer_waits(model, step, rank)
+    KEPT[:] = [param.grad for param in model.parameters()]
+    return losses
+
+
+def check_outer_beside_kept_gradients():
+    try:
+        settings = {"strategy": "no_shard"}
+        assert_parity(CASES["chain"].build, outer_waits_beside_kept_gradients, settings)
+    finally:
+        KEPT.clear()
+
+
+def test_sums_wait_for_replicas_while_the_caller_keeps_gradients(ranks):
+    ranks(2)(check_outer_beside_kept_gradients)
+
+
 def check_outer(settings):
     case = CASES["chain"]
     model = assert_parity(case.build, outer_waits, settings)

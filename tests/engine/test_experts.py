@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -104,8 +105,9 @@ def frozen_qwen() -> nn.Module:
 
 
 def accumulate(model: nn.Module, step: int, seat: int) -> torch.Tensor:
-    """Two micro-batches; the first waits unreduced."""
-    with fs.no_sync(model) if hasattr(model, "_fullshard") else nullcontext():
+    """Two micro-batches; the first waits unreduced, or for the sum over replicas."""
+    is_alone = not hasattr(model, "_fullshard")
+    with nullcontext() if is_alone else fs.no_sync(model, outer_only=step == 1):
         train_llama(model, step + 50, seat)
     return train_llama(model, step, seat)
 
@@ -151,11 +153,11 @@ def check_net(sizes: tuple[int, ...], skips: bool = False) -> None:
 
 @pytest.mark.parametrize("skips", [False, True])
 def test_a_rank_whose_experts_get_no_token_trains_with_the_others(ranks, skips):
-    """Five experts on two ranks, and a layer whose last two get no token from any rank."""
+    """Five experts on two ranks; those of the second get no token in one of the layers."""
     ranks(4)(check_net, (2, 2), skips, timeout=300)
 
 
-@pytest.mark.parametrize("sizes", [(2, 1, 2), (1, 2, 2), (4, 1)])
+@pytest.mark.parametrize("sizes", [(2, 1, 2), (4, 1), (1, 4)])
 def test_an_axis_of_experts_of_any_size_trains_as_one_process(ranks, sizes):
     ranks(4)(check_net, sizes, timeout=300)
 
@@ -186,6 +188,8 @@ def check_refusals() -> None:
         fs.shard(model, transport="shared")
     with pytest.raises(ConfigError, match="sample: expected a mesh of the axes replicate and"):
         fs.shard(model, sample=vectors(0, 0))
+    with pytest.raises(ConfigError, match="as this one, whose gradients nobody would sum"):
+        fs.shard(model, mesh=mesh["shard"])
     with pytest.raises(WrapError, match=r"unit .root.: expected experts in a module without other"):
         fs.shard(Beside(mesh))
     with pytest.raises(UnsupportedModelError, match=r"got expert Replicate\(\), over ranks"):
@@ -255,7 +259,8 @@ def check_one_infinity() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     scaler.scale(model(vectors(0, dist.get_rank())).pow(2).mean()).backward()
     if dist.get_rank() == 3:
-        model.blocks[2][1].experts.up.grad.to_local().fill_(float("inf"))
+        for param in model.blocks[2][1].experts.parameters():  # this rank has elements of one
+            param.grad.to_local().fill_(float("inf"))
     before = {n: p.full_tensor() for n, p in model.named_parameters()}
     scaler.step(optimizer)
     scaler.update()
@@ -266,3 +271,34 @@ def check_one_infinity() -> None:
 
 def test_an_infinity_in_one_expert_skips_the_step_of_all_ranks(ranks):
     ranks(4)(check_one_infinity, timeout=100)
+
+
+def check_owned() -> None:
+    """Whole dense matrices have owners; experts are trained beside them, on their shards."""
+    alone, model, rank = mixture_net(), mixture_net(), dist.get_rank()
+    mesh = mesh_of_experts(2, 2)
+    spread(model, mesh["expert"])
+    fs.shard(model, mesh=mesh)
+    for one in (alone, model):
+        matrices = [param for param in one.parameters() if param.ndim == 2]
+        beside = torch.optim.AdamW([p for p in one.parameters() if p.ndim != 2], lr=1e-2, eps=1e-4)
+        whole = partial(torch.optim.Adafactor, lr=1e-2)
+        both = [whole(matrices), beside]
+        if one is model:
+            both = [fs.owned(model, whole, matrices, beside=beside)]
+        for step in range(2):
+            for seat in (rank,) if one is model else range(4):
+                train_net(one, step, seat)
+            if one is alone:
+                for param in one.parameters():
+                    param.grad /= 4
+            for optimizer in both:
+                optimizer.step()
+                optimizer.zero_grad()
+    found = fs.full_state_dict(model, rank0_only=False)
+    for name, param in alone.named_parameters():
+        torch.testing.assert_close(found[name], param.detach(), rtol=0, atol=1e-11, msg=name)
+
+
+def test_dense_matrices_of_a_mixture_may_have_owners(ranks):
+    ranks(4)(check_owned, timeout=100)

@@ -45,8 +45,10 @@ def check_order(name, strategy):
     case = CASES["chain"]
     for settings in depth_settings(strategy, FEW_DEPTHS):
         model = assert_parity(BUILDS[name], case.work, settings, kinds=("adamw",))
-        called = [index for index in engine_of(model).plan.order.forward if index > 0]
+        order = engine_of(model).plan.order
+        called = [index for index in order.forward if index > 0 and index not in order.unused]
         assert called == [block + 1 for block in ORDERS[name]]
+        assert set(order.forward) == set(range(5))  # other ranks may need the others later
         for step in (1, 2):
             assert_planned_events(model, step)
 
@@ -175,6 +177,26 @@ def test_blocks_skipped_on_one_rank_neither_hang_nor_miss_a_reduction(
     ranks, name, strategy, world_size
 ):
     ranks(world_size)(check_skipping, name, strategy, timeout=60)
+
+
+def later_blocks(model, step, rank):
+    """Blocks that the first step, which shows the order, uses on no rank, then on some."""
+    order = (2, 0) if step == 0 else [(0, 1), (2, 3), (3, 0)][(rank + step) % 3]
+    loss = mean_square(model(**vectors(step, rank), order=order))
+    loss.backward()
+    return loss.detach()
+
+
+def check_later_blocks(strategy):
+    for settings in depth_settings(strategy, FEW_DEPTHS):
+        assert_parity(chain, later_blocks, settings, kinds=("adamw",))
+
+
+@pytest.mark.parametrize(("strategy", "world_size"), PAIRED)
+def test_blocks_that_the_first_step_does_not_use_may_be_used_on_some_ranks(
+    ranks, strategy, world_size
+):
+    ranks(world_size)(check_later_blocks, strategy, timeout=60)
 
 
 # ---- evaluation of some blocks alone -------------------------------------------------------------

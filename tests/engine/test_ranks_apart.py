@@ -254,7 +254,7 @@ class Repeating(nn.Module):
         return self.head(x)
 
 
-def repeats(transport: str, prefetch: int, times: list[tuple[int, ...]], **options) -> str:
+def repeats(transport: str, prefetch: int, times, *, evaluates=False, **options) -> str:
     torch.manual_seed(0)
     model = Repeating().double()
     options |= {"forward_prefetch": prefetch, "backward_prefetch": prefetch}
@@ -264,7 +264,10 @@ def repeats(transport: str, prefetch: int, times: list[tuple[int, ...]], **optio
 
     def steps() -> None:
         for step in range(3):
-            model(x, mine if step == 2 else (1, 1, 1, 1)).square().mean().backward()
+            with torch.set_grad_enabled(not evaluates or step < 2):
+                loss = model(x, mine if step == 2 else (1, 1, 1, 1)).square().mean()
+            if loss.requires_grad:
+                loss.backward()
 
     return error_of(steps)
 
@@ -277,6 +280,16 @@ def test_ranks_that_call_different_units_learn_it_before_they_update(ranks, tran
         assert text == "NO ERROR: NoneType"
     for text in ranks(2)(repeats, transport, 1, [(1, 2, 1, 1), (1, 2, 1, 1)]):
         assert text == "NO ERROR: NoneType"
+
+
+def evaluates_otherwise(transport: str) -> str:
+    return repeats(transport, 0, [(1, 2, 1, 1), (1, 1, 2, 1)], evaluates=True)
+
+
+@pytest.mark.parametrize("transport", ["c10d", "direct"])
+def test_ranks_that_call_different_units_in_an_evaluation_get_no_numbers(ranks, transport):
+    for text in ranks(2)(evaluates_otherwise, transport):
+        assert text.startswith("EngineError: an evaluation: expected every rank to call the same")
 
 
 def repeats_in_replicas(transport: str, times: list[tuple[int, ...]]) -> str:
@@ -294,13 +307,13 @@ def test_ranks_of_one_replica_must_call_the_same_units(ranks, transport):
 
 
 def waits_alone() -> str:
-    rank = torch.distributed.get_rank()
     group = torch.distributed.new_group(timeout=timedelta(seconds=1))
-    axes = Axes(Mesh(1, 2), rank, (0, 1), (rank,), rank, gather_group=group)
+    axes = Axes.of(Mesh(1, 2), torch.distributed.get_rank(), gather_group=group)
     transport = C10dTransport(axes, Reduction.NATIVE)
     transport.home.place = "a forward of the model"
-    gather = transport.fetch([torch.zeros(128)]) if rank == 0 else None
-    return error_of(gather.wait) if gather is not None else ""
+    text = error_of(transport.fetch([torch.zeros(128)]).wait) if axes.rank == 0 else ""
+    torch.distributed.barrier()
+    return text
 
 
 def test_a_rank_that_waits_alone_over_c10d_gets_a_typed_error(ranks):

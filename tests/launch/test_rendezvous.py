@@ -129,8 +129,8 @@ def test_a_port_that_another_process_uses_is_named(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "x"}
-        alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-        for name, value in {**alone, **place}.items():
+        ranks = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        for name, value in {**ranks, **place}.items():
             monkeypatch.setenv(name, value)
         with pytest.raises(ConfigError, match=f"MASTER_PORT: expected a free port, got {port}"):
             rendezvous.init_process_group(5.0)

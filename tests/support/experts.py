@@ -65,7 +65,7 @@ class Experts(nn.Module):
         up, down = (p.to_local() if isinstance(p, DTensor) else p for p in (self.up, self.down))
         parts = rows.split(counts.tolist())
         outs = [torch.tanh(part @ up[i]) @ down[i] for i, part in enumerate(parts)]
-        return torch.cat(outs)
+        return torch.cat([rows[:0], *outs])
 
 
 class Mixture(nn.Module):
@@ -101,6 +101,7 @@ class Mixture(nn.Module):
         """Sends each row to the rank of its expert, and gets the results back."""
         group = self.mesh.get_group()
         owned = [len(part) for part in torch.arange(len(counts)).chunk(self.mesh.size())]
+        owned += [0] * (self.mesh.size() - len(owned))
         here = [owned[self.mesh.get_local_rank()]] * len(owned)
         heard = counts.new_zeros(sum(here))
         dist.all_to_all_single(heard, counts, here, owned, group=group)

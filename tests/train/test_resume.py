@@ -212,10 +212,27 @@ def test_a_finished_run_is_moved_and_a_changed_model_is_refused(calm, tmp_path):
             "model.config.num_hidden_layers: expected the value of the run that resumes",
         ),
         (("max_steps=26", "freeze=*.layers.0.*"), 2, "freeze: expected the value of the run"),
-        (("--resume", "RUN", "output_dir=NEW"), 0, "a new run begins with the model and optimizer"),
-        (("--resume", "RUN", "model.config.num_hidden_layers=3"), 7, "it has no such tensor"),
-        (("--resume", "RUN", "model.config.num_hidden_layers=1"), 7, "it also has model.layers.1."),
-        (("--resume", "RUN", "model.config.hidden_size=64"), 7, "of shape (300, 64); got (300, 32"),
+        (
+            ("--resume", "RUN", "output_dir=NEW", "max_steps=26"),
+            0,
+            "a new run begins with the model and optimizer",
+        ),
+        (("--resume", "RUN"), 2, "max_steps: expected more than the 24 steps of"),
+        (
+            ("--resume", "RUN", "max_steps=26", "model.config.num_hidden_layers=3"),
+            7,
+            "it has no such tensor",
+        ),
+        (
+            ("--resume", "RUN", "max_steps=26", "model.config.num_hidden_layers=1"),
+            7,
+            "it also has model.layers.1.",
+        ),
+        (
+            ("--resume", "RUN", "max_steps=26", "model.config.hidden_size=64"),
+            7,
+            "of shape (300, 64); got (300, 32",
+        ),
     ],
 )
 def test_dry_run_says_what_a_resume_would_do_or_refuse(

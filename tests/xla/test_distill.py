@@ -223,11 +223,15 @@ def compiled(chunk_size, micro_batches=1):
 
 
 def moved(micro_batches):
+    from dataclasses import replace
+
     import fullshard.jax as fj
 
     program, plan, placed = compiled(16, micro_batches)
     found = {kind: (c.count, c.num_bytes) for kind, c in fj.census(program).items()}
-    own = plan.table.collectives(micro_batches)
+    step = plan.table.collectives(micro_batches)  # read from the step, with the teacher's
+    assert found == {kind: (c.count, c.num_bytes) for kind, c in step.items()}
+    own = replace(plan.table, traced=()).collectives(micro_batches)
     planned = {kind: (c.count, c.num_bytes) for kind, c in own.items()}
     return found, planned, placed.table.forward_gathers(micro_batches)
 

@@ -129,13 +129,18 @@ def test_a_module_trains_as_under_its_own_library(devices, library):
     assert output == pytest.approx(wanted_output, rel=1e-5)
 
 
-def said_of_dropout():
+def said_of(library):
+    import equinox as eqx
     from flax import nnx
 
     import fullshard.jax as fj
     from fullshard.errors import ConfigError
 
-    model = nnx.Sequential(nnx.Dropout(0.5, rngs=nnx.Rngs(0)))
+    if library == "flax":
+        model = nnx.Sequential(nnx.Dropout(0.5, rngs=nnx.Rngs(0)))
+    else:
+        model = [eqx.nn.BatchNorm(4, "batch", mode="batch")]
+        fj.split(eqx.nn.make_with_state(lambda: model)()[0])  # its state is apart
     try:
         fj.split(model)
     except ConfigError as error:
@@ -143,6 +148,9 @@ def said_of_dropout():
     return ""
 
 
-def test_state_that_no_step_would_change_is_refused_by_name(devices):
-    said = devices(said_of_dropout)
-    assert said.startswith("layers.0.rngs.count: expected a model whose state is its parameters")
+@pytest.mark.parametrize(
+    ("library", "name"), [("flax", "layers.0.rngs.count"), ("equinox", "0.batch_counter")]
+)
+def test_state_that_no_step_would_change_is_refused_by_name(devices, library, name):
+    said = devices(said_of, library)
+    assert said.startswith(f"{name}: expected a model whose state is its parameters")

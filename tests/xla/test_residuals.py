@@ -15,7 +15,7 @@ def kept():
     import jax.numpy as jnp
 
     import fullshard.jax as fj
-    from fullshard.xla.aot import kept_for_backward, without_devices
+    from fullshard.xla.aot import trace_step, without_devices
     from fullshard.xla.decoder import BLOCKS, DecoderConfig, loss_fn
     from support import decoders
 
@@ -29,7 +29,7 @@ def kept():
         plan = without_devices(table, jax.tree.structure(decoder.shapes()))
         ids = jax.ShapeDtypeStruct((2 * SAMPLES, LENGTH), jnp.int32)
         batch = {"input_ids": ids, "labels": ids}
-        one = kept_for_backward(plan, loss_fn(decoder, plan), batch)
+        one = trace_step(plan, loss_fn(decoder, plan), batch)
         found[case] = one.activations, one.gathered
     blocks = [array for array in table.arrays if array.block]
     inputs = decoder.num_hidden_layers * SAMPLES * LENGTH * decoder.hidden_size

@@ -59,26 +59,36 @@ def optimizer(name: str) -> Any:
         "novograd": lambda: optax.novograd(1e-2),
         "adadelta": lambda: optax.adadelta(1.0),
         "freeze": lambda: optax.chain(adam, optax.transforms.freeze(in_a)),
+        # Its first step divides by epsilon.
+        "acprop": lambda: contrib.acprop(1e-3, eps=1e-2),
     }
-    return table[name]()
+    constructor = table.get(name)
+    if constructor is not None:
+        return constructor()
+    rate = 1.0 if name in PARAMETER_FREE else 1e-3
+    return (getattr(optax, name, None) or getattr(contrib, name))(learning_rate=rate)
 
 
-FAST = ["multi_steps", "two traces", "muon", "adafactor", "noise"]
+FAST = ["multi_steps", "two traces", "muon", "adafactor", "noise", "momo"]
 LONG = [
-    *(
-        "masked",
-        "multi_transform",
-        "partition",
-        "sm3",
-        "lars",
-        "block_rms",
-        "noisy_sgd",
-        "plateau",
-        "apply_every",
-    ),
-    *("apply_if_finite", "injected", "scheduled", "ema", "schedule_free", "prodigy", "rprop"),
-    *("low_precision", "lookahead_like", "amsgrad", "novograd", "adadelta", "freeze"),
+    *("masked", "multi_transform", "partition", "block_rms", "plateau", "apply_every", "ema"),
+    *("apply_if_finite", "injected", "scheduled", "low_precision", "lookahead_like", "freeze"),
+    *("schedule_free",),
 ]
+# Every function of optax that makes an optimizer from a learning rate
+ALONE = [
+    *("adabelief", "adadelta", "adagrad", "adam", "adamax", "adamaxw", "adamw", "adan", "amsgrad"),
+    *("fromage", "lamb", "lars", "lion", "nadam", "nadamw", "noisy_sgd", "novograd"),
+    *("optimistic_adam", "optimistic_adam_v2", "optimistic_gradient_descent", "radam", "rmsprop"),
+    *("rprop", "sgd", "sign_sgd", "signum", "sm3", "yogi"),
+    *("acprop", "ademamix", "adopt", "cocob", "dadapt_adamw", "dog", "dowg", "galore", "madgrad"),
+    *("momo_adam", "prodigy", "schedule_free_adamw", "schedule_free_sgd", "simplified_ademamix"),
+]
+PARAMETER_FREE = ("cocob", "dadapt_adamw", "dog", "dowg", "prodigy")
+REFUSED = {"lbfgs": "'value_fn'", "sophia": "obj_fn must be provided"}
+# Parts of others, or with further arguments: per-example gradients, another optimizer
+OTHERS = {"scale_by_learning_rate", "scale_by_rprop", "scale_by_madgrad", "dpsgd"}
+MESHES = [("full_shard", 1, 8), ("hybrid_shard", 2, 4), ("no_shard", 8, 1)]
 
 
 def init_fn(key):
@@ -114,7 +124,7 @@ def loss_of(params, x, batch):
     return jnp.square(error).sum(), jnp.asarray(len(x))
 
 
-def on_one_device(tx, needs):
+def on_one_device(tx):
     import jax
     import numpy as np
     import optax
@@ -129,54 +139,55 @@ def on_one_device(tx, needs):
         return total / count
 
     @jax.jit
-    def step(params, state, batch, value):
+    def step(params, state, batch):
         found, grads = jax.value_and_grad(loss)(params, batch)
-        extra = {"value": value} if needs else {}
-        updates, state = tx.update(grads, state, params, **extra)
+        updates, state = tx.update(grads, state, params, value=found)
         return optax.apply_updates(params, updates), state, found
 
     params = jax.jit(init_fn)(jax.random.key(0))
-    state, value = jax.jit(tx.init)(params), 1.0
+    state = jax.jit(tx.init)(params)
     for batch in batches():
-        params, state, value = step(params, state, batch, value)
+        params, state, _ = step(params, state, batch)
     return [np.asarray(leaf) for leaf in jax.tree.leaves(params)]
 
 
-def resumed(name, folder):
+def setup(name, strategy, replicate, shard):
+    """The plan on a mesh, and the step of an optimizer."""
+    import jax
+
+    import fullshard.jax as fj
+
+    mesh = fj.make_mesh(replicate, shard, devices=jax.devices()[: replicate * shard])
+    shapes = jax.eval_shape(init_fn, jax.random.key(0))
+    plan = fj.plan(shapes, {"strategy": strategy}, mesh, blocks=["layers"])
+
+    def loss(params, batch):
+        x = fj.scan_blocks(block, batch["x"], params["layers"], plan)
+        return loss_of(params, x, batch)
+
+    return plan, fj.train_step(plan, loss, optimizer(name))
+
+
+def resumed(name, folder, mesh):
     """Largest differences of weights from one device's: without a break, and resumed elsewhere."""
     import jax
     import numpy as np
 
     import fullshard.jax as fj
 
-    needs = name == "plateau"
-
-    def setup(num_devices):
-        mesh = fj.make_mesh(1, num_devices, devices=jax.devices()[:num_devices])
-        shapes = jax.eval_shape(init_fn, jax.random.key(0))
-        plan = fj.plan(shapes, None, mesh, blocks=["layers"])
-
-        def loss(params, batch):
-            x = fj.scan_blocks(block, batch["x"], params["layers"], plan)
-            return loss_of(params, x, batch)
-
-        return plan, fj.train_step(plan, loss, optimizer(name))
-
-    def run(step, state, some, value):
+    def run(step, state, some):
         for batch in some:
-            state, metrics = step(state, batch, **({"value": value} if needs else {}))
-            value = float(metrics["loss"])
-        return state, value
+            state, _ = step(state, batch)
+        return state
 
-    plan, step = setup(8)
+    plan, step = setup(name, *mesh)
     state = fj.init(plan, init_fn, optimizer(name), jax.random.key(0))
-    state, value = run(step, state, batches()[:SAVED_AFTER], 1.0)
+    state = run(step, state, batches()[:SAVED_AFTER])
     path = fj.save(folder, state, step=SAVED_AFTER)
-    straight, _ = run(step, state, batches()[SAVED_AFTER:], value)
-    plan, step = setup(3)
-    state = fj.load(plan, path, optimizer(name))
-    elsewhere, _ = run(step, state, batches()[SAVED_AFTER:], value)
-    wanted = on_one_device(optimizer(name), needs)
+    straight = run(step, state, batches()[SAVED_AFTER:])
+    plan, step = setup(name, "full_shard", 1, 3)
+    elsewhere = run(step, fj.load(plan, path, optimizer(name)), batches()[SAVED_AFTER:])
+    wanted = on_one_device(optimizer(name))
     start = jax.tree.leaves(jax.jit(init_fn)(jax.random.key(0)))
 
     def apart(state):
@@ -187,13 +198,66 @@ def resumed(name, folder):
     return apart(straight), apart(elsewhere), moved
 
 
-@pytest.mark.parametrize("name", [*FAST, *(pytest.param(n, marks=pytest.mark.long) for n in LONG)])
+GRID = [(name, MESHES[0]) for name in FAST]
+GRID += [
+    pytest.param(name, MESHES[at % 3], marks=pytest.mark.long)
+    for at, name in enumerate((*LONG, *ALONE))
+]
+GRID += [
+    pytest.param(name, mesh, marks=pytest.mark.slow)
+    for at, name in enumerate((*LONG, *ALONE))
+    for mesh in MESHES
+    if mesh != MESHES[at % 3]
+]
+
+
+@pytest.mark.parametrize(("name", "mesh"), GRID)
 def test_an_optimizer_of_optax_trains_as_on_one_device_and_resumes_elsewhere(
-    devices, tmp_path, name
+    devices, tmp_path, name, mesh
 ):
-    straight, elsewhere, moved = devices(resumed, name, tmp_path)
+    straight, elsewhere, moved = devices(resumed, name, tmp_path, mesh)
     # bfloat16 moments round what differs in the last bits of float64 now and then.
     bound = 1e-4 if name == "low_precision" else 1e-9
     assert moved > 1e-6
     assert straight < bound
     assert elsewhere < bound
+
+
+def said(name):
+    import jax
+
+    import fullshard.jax as fj
+    from fullshard.errors import ConfigError
+
+    plan, step = setup(name, "full_shard", 1, 8)
+    state = fj.init(plan, init_fn, optimizer(name), jax.random.key(0))
+    try:
+        step(state, batches()[0])
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_optimizer_that_calls_the_loss_is_refused_by_what_it_lacks(devices, name):
+    found = devices(said, name)
+    assert found.startswith("tx: expected an optimizer that updates from gradients")
+    assert REFUSED[name] in found
+
+
+def made_from_a_rate():
+    import inspect
+
+    import optax
+    from optax import contrib
+
+    found = set()
+    for module in (optax, contrib):
+        for name, member in inspect.getmembers(module, inspect.isfunction):
+            if not name.startswith("_") and "learning_rate" in inspect.signature(member).parameters:
+                found.add(name)
+    return found
+
+
+def test_no_optimizer_of_optax_is_left_out(devices):
+    assert devices(made_from_a_rate) <= {*FAST, *LONG, *ALONE, *REFUSED, *OTHERS}

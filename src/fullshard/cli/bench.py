@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fullshard.cli.arguments import DryRunFlag
-from fullshard.cli.outcome import Outcome
+from fullshard.cli.outcome import Outcome, check_out
 
 if TYPE_CHECKING:
     from fullshard.bench.cases import Case, Peer
@@ -61,12 +61,8 @@ def step(  # noqa: PLR0913  (one parameter an option)
     from fullshard.errors import VerifyError
 
     options = bench.StepOptions(rounds, memory, wait, timeout)
-    minutes = max(1, round(bench.expected_s(chosen, peers, options) / 60))
-    advice = "" if case else " --case NAME runs one of them; --case tiny takes the least time."
-    say(
-        f"{len(chosen)} case(s) of {len(peers)} engines: about {minutes:,} minute(s) on this "
-        f"machine when it is idle.{advice}"
-    )
+    expected_s = bench.expected_s(chosen, peers, options)
+    begin(f"{len(chosen)} case(s) of {len(peers)} engines", expected_s / 60, out)
     if dry_run:
         return _show_dry_run(chosen, peers, absent)
     results = [bench.run_case(one, peers, options, say) for one in chosen]
@@ -104,6 +100,7 @@ def comm(  # noqa: PLR0913  (one parameter an option)
     job = bench.CommJob(tuple(transport or bench.TRANSPORTS), sizes, rounds)
     worlds, command = ranks or bench.DEFAULT_RANKS, command_line("comm")
     bench.check(job, worlds)
+    begin("bench comm", len(worlds) * sum(sizes) * rounds / 5e9, out)
     page = bench.run(job, worlds, command=command, timeout_s=timeout, wait=wait, say=say)
     return show(page, out)
 
@@ -133,6 +130,7 @@ def io(  # noqa: PLR0913  (one parameter an option)
 
     from fullshard.bench import io as bench
 
+    begin("bench io", mib * rounds / 5e3, out)
     place.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="bench-io-", dir=place) as folder:
         job, command = bench.IoJob(bench.MIB * mib, rounds, folder), command_line("io")
@@ -161,13 +159,11 @@ def calibrate(
     from fullshard.config.environment import cache_folder
     from fullshard.outlook.calibration import FILE_NAME
 
-    worlds = ranks or bench.DEFAULT_RANKS
+    worlds, path = ranks or bench.DEFAULT_RANKS, out or cache_folder() / FILE_NAME
+    begin("bench calibrate", (0.5 if tiny else 3.0) * len(worlds), path.parent)
     found = bench.run(worlds, is_tiny=tiny, wait=wait, timeout_s=timeout, say=say)
-    path = out or cache_folder() / FILE_NAME
-    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(bench.file_text(*found, command_line("calibrate")), encoding="utf-8")
-    print(bench.summary(*found))
-    print(f"Calibration: {path}")
+    print(f"{bench.summary(*found)}\nCalibration: {path}")
     return Outcome({**bench.to_dict(*found), "path": str(path)})
 
 
@@ -201,11 +197,11 @@ def _compare(
 ) -> Outcome:
     from fullshard.train import create_fsdp_config, print_comparison_table, train
 
+    begin(f"bench {what}", len(shardings) * max_steps / 20, out)
     results: dict[str, dict[str, Any]] = {}
     for name, sharding in shardings.items():
-        config = create_fsdp_config(**sharding)
-        config["training"] = {"output_dir": f"runs/compare/{name.lower()}"}
-        results[name] = train(config, max_steps)
+        training = {"output_dir": f"runs/compare/{name.lower()}"}
+        results[name] = train({**create_fsdp_config(**sharding), "training": training}, max_steps)
     print_comparison_table(results)
     rows = [
         {
@@ -219,16 +215,13 @@ def _compare(
     ]
     result: dict[str, Any] = {"rows": rows, "absent": [], "command": command_line(what)}
     if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
         (out / f"{what}.json").write_text(json.dumps(result, indent=1) + "\n")
     return Outcome(result)
 
 
 def _show_dry_run(chosen: list[Case], peers: list[Peer], absent: list[str]) -> Outcome:
-    for shape in chosen:
-        print(shape.describe())
-    for peer in peers:
-        print(f"  {peer.name}: {peer.about}")
+    print(*(shape.describe() for shape in chosen), sep="\n")
+    print(*(f"  {peer.name}: {peer.about}" for peer in peers), sep="\n")
     for name in absent:
         print(f"  {name}: not installed")
     return Outcome(
@@ -238,6 +231,12 @@ def _show_dry_run(chosen: list[Case], peers: list[Peer], absent: list[str]) -> O
             "absent": absent,
         }
     )
+
+
+def begin(what: str, minutes: float, out: Path | None) -> None:
+    """Check --out and say how long it takes, before anything is measured."""
+    check_out(out, is_folder=True)
+    say(f"{what}: about {max(1, round(minutes)):,} minute(s) on this machine when it is idle.")
 
 
 def say(text: str) -> None:

@@ -20,6 +20,7 @@ import sys
 import traceback
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any, TextIO
 
 import typer
@@ -224,3 +225,19 @@ def show(text: str = "") -> None:
 
 def _say(text: str) -> None:
     print(printable(text), file=sys.stderr, flush=True)
+
+
+def check_out(out: Path | None, *, is_folder: bool = False) -> None:
+    """Refuse a file, or a folder of files, that cannot be written, before any work."""
+    if out is None:
+        return
+    try:
+        if is_folder:
+            out.mkdir(parents=True, exist_ok=True)
+        file = out / "page" if is_folder else out
+        file.open("r+b").close() if file.exists() else TemporaryFile(dir=file.parent).close()
+    except OSError as error:
+        raise ConfigError(
+            f"--out: expected a file in a folder that can be written, got '{out}' "
+            f"({error.strerror}). Make the folder, or name another file."
+        ) from None

@@ -9,13 +9,12 @@ import sys
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fullshard.cli.arguments import OPEN_WORDS, ConfigFileFlag, ConfigFlag, Words, load, placed
-from fullshard.cli.outcome import Outcome
+from fullshard.cli.outcome import Outcome, check_out
 from fullshard.config.regular_files import did_you_mean_path, read_regular
 from fullshard.errors import ConfigError
 
@@ -84,8 +83,7 @@ def plan(  # noqa: PLR0913  (one parameter an option)
             )
         return _predict_table(table, out or Path("predictions.csv"))
     hardware, own = _hardware(gpus, devices)
-    if out is not None:
-        _check_out(out)
+    check_out(out)
     from fullshard.run.paths import check_paths
 
     resolved = load(words, config, config_file, accept_model=True)
@@ -121,16 +119,14 @@ def _predict_table(table: Path, out: Path) -> Outcome:
     """
     from fullshard.outlook.published import COLUMNS, predict
 
+    check_out(out)
     columns, rows = _read_table(table)
     predictions = [predict(row) for row in rows]
     kept = [name for name in columns if name not in COLUMNS]
-    try:
-        with out.open("w", encoding="utf-8", newline="") as file:
-            writer = csv.DictWriter(file, [*kept, *COLUMNS], extrasaction="ignore")
-            writer.writeheader()
-            writer.writerows({**row, **found} for row, found in zip(rows, predictions, strict=True))
-    except OSError as error:
-        raise ConfigError(f"--out: expected a file to write, got '{out}' ({error}).") from error
+    with out.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, [*kept, *COLUMNS], extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows({**row, **found} for row, found in zip(rows, predictions, strict=True))
     failed = [
         {"row": place, "note": found["pred_note"]}
         for place, found in enumerate(predictions, start=1)
@@ -160,17 +156,6 @@ def _read_table(table: Path) -> tuple[list[str], list[dict[str, str]]]:
             f"gpus, strategy; got {', '.join(columns[:6]) or 'none'}. See docs/planner.md."
         )
     return columns, rows
-
-
-def _check_out(out: Path) -> None:
-    """Refuse a page that cannot be written, before anything is planned."""
-    try:
-        out.open("r+b").close() if out.exists() else TemporaryFile(dir=out.parent).close()
-    except OSError as error:
-        raise ConfigError(
-            f"--out: expected a file in a folder that can be written, got '{out}' "
-            f"({error.strerror}). Make the folder, or name another file."
-        ) from None
 
 
 def _say_planning(topology: Topology) -> None:

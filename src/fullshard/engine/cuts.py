@@ -171,7 +171,7 @@ def check_cuts(
         cut = Cut.of(param)
         if cut is None:
             continue
-        seen.update(cut.ranks)
+        seen.update(() if cut.spreads_experts else cut.ranks)
         where = f"{name}: expected a DTensor of axes beside the shard axis, placed by Shard or "
         where += f"Replicate; got {cut.describe()}"
         if any(placement.is_partial() for placement in cut.placements):
@@ -195,8 +195,8 @@ def check_cuts(
         raise ConfigError(
             f"mesh: expected axes beside replicate and shard along which parameters are DTensors; "
             f"ranks {sorted(rest)} are on others, and {sorted(rest - seen)} hold the same "
-            "parameters as this one, whose gradients nobody would sum. Name the axis replicate or "
-            "shard and give it to fs.shard (mesh['replicate', 'shard']), or parallelize the model "
-            "over it first (torch's parallelize_module, transformers' tp_plan)."
+            "parameters as this one, whose gradients nobody would sum. Name the axis replicate, "
+            "shard or expert and give it to fs.shard (mesh['replicate', 'shard']), or parallelize "
+            "the model over it first (torch's parallelize_module, transformers' tp_plan)."
         )
     return experts

@@ -319,12 +319,13 @@ class Engine:
         if bounds[2]:  # a graph uses the current slots: retry at the next forward
             return
         self._agreed = True
+        plan = self.plan.reordered(observed.forward, observed.backward)  # also of unused units
         if bounds[0] != -bounds[1]:  # ranks run different parts, so all issue every planned event
             strange = set(observed.forward) - set(order.forward)
             assert not strange, strange
             self.runtime.scheduler.order = replace(order, learned=True)
-        elif (tuple(observed.forward), tuple(observed.backward)) != (order.forward, order.backward):
-            self._switch_to(self.plan.reordered(observed.forward, observed.backward))
+        elif plan.order != replace(order, learned=True):
+            self._switch_to(plan)
         else:
             self.runtime.scheduler.order = replace(order, learned=True)
 

@@ -82,7 +82,7 @@ class Count(StrEnum):
     LOADS = "tensors in load_state_dict"
     FREEZINGS = "changes of requires_grad"
     GATHERS = "gathers"  # not a number but a hash: of which units, in which order
-    REPLICAS = "gathers of each replica"  # of units on a hybrid mesh
+    REPLICAS = "gathers of each replica"  # of units on the model's hybrid mesh
 
 
 class GradientNorms:
@@ -98,7 +98,6 @@ class GradientNorms:
         self._device = device
         self.counts: dict[str, int] = dict.fromkeys(Count, 0)
         self.waits = False  # there are unreduced gradients of no_sync
-        self.weight = 0  # of this rank in the sum of Count.REPLICAS
         self._earlier: tuple[torch.Tensor, str, dict[str, int], Any] | None = None
         self._squares: torch.Tensor | None = None
         self._shown: dict[int, Any] = {}  # ids of the cached gradients
@@ -150,9 +149,9 @@ class GradientNorms:
             return None
         return Known(name, squares, gradient.record)
 
-    def meet(self, asked: str) -> None:
-        """Check that all ranks request the same quantity here. A collective."""
-        self.all_reduce(torch.zeros(1, device=self._device), asked)
+    def meet(self, asked: str, said: Mapping[str, int] | None = None) -> None:
+        """Check that all ranks request the same quantity here, with these counts. A collective."""
+        self.all_reduce(torch.zeros(1, device=self._device), asked, said)
 
     def mark_changed(self) -> None:
         """Drop the cache, after a gradient was modified in place or a backward began."""
@@ -233,7 +232,9 @@ class GradientNorms:
         numbers = [float(number % _MOST) for number in said.values()]
         pairs = [(x, -x) if maximum else (x, x * x) for x in numbers]
         if Count.REPLICAS in said:
-            pairs[list(said).index(Count.REPLICAS)] = (self.weight * said[Count.REPLICAS], 0)
+            axes = self.transport.axes
+            weight = (1 + axes.replicate_index) * (-1 if axes.shard_index else axes.mesh.shard - 1)
+            pairs[list(said).index(Count.REPLICAS)] = (weight * said[Count.REPLICAS], 0)
         head = from_host([1.0, *(x for pair in pairs for x in pair)], values.device)
         vector = torch.cat([head, values.double()])
         self.transport.home.place = f"a sum ({asked})"
@@ -409,9 +410,9 @@ def _refusal(asked: str, wrong: str, found: str) -> EngineError:
     if wrong in (Count.GATHERS, Count.REPLICAS):
         return EngineError(
             f"{asked}: expected every rank to call the same units in the same order; ranks have "
-            "gathered different ones since the last backward, so weights of one unit were taken "
-            "for another's, and this step's numbers are wrong. Let all ranks agree on a branch "
-            "or on a number of calls (dist.broadcast, dist.all_reduce) before they take it."
+            "gathered different ones since the last backward or evaluation, so weights of one unit "
+            "were taken for another's, and the numbers since then are wrong. Let all ranks agree "
+            "on a branch or on a number of calls (dist.broadcast, dist.all_reduce) before it."
         )
     return EngineError(
         f"{asked}: expected as many {wrong} on every rank; {found}. Every rank must make each "

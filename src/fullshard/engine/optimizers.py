@@ -365,7 +365,7 @@ def _stepped(
         seen_later: Whether values are there only after it was made.
     """
     params = [torch.nn.Parameter(tensor * (not seen_later)) for tensor in drawn[0]]
-    optimizer = make(params)
+    getattr(optimizer := make(params), "train", list)()  # schedule-free ones refuse to step before
     for param, tensor in zip(params, drawn[0], strict=True):
         param.data = tensor.clone()
     for gradients in drawn[1:]:

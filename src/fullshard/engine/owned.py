@@ -284,6 +284,11 @@ class OwnedOptimizer(torch.optim.Optimizer):
 
     # ---- states
 
+    def whole_of(self, param: nn.Parameter) -> nn.Parameter | None:
+        """The full parameter that its optimizer steps for a shard; None for other tensors."""
+        found = self._owned.get(id(param))
+        return found and found.whole
+
     def owns(self, param: Any) -> bool | None:
         """Whether this rank has a parameter's full states; None if each rank has a slice."""
         owned = self._owned.get(id(param))

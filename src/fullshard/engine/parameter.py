@@ -325,6 +325,9 @@ def _computed(name: str, value: Any) -> Any:
     return compute if compute.data_ptr() == value.data_ptr() else value  # copies belong to the user
 
 
+_CLIPS = ("_foreach_mul_", "_foreach_clamp_")  # what torch's clippings call
+
+
 def _elementwise(func: Any, name: str, like: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Call an elementwise function; the results are shards."""
     if (
@@ -343,8 +346,8 @@ def _elementwise(func: Any, name: str, like: Any, args: Any, kwargs: dict[str, A
     written = written_by(name, args, kwargs)
     if written:
         _note_writes(written)
-        if name == "_foreach_mul_" and isinstance(written[0], ShardedGradient):
-            written[0].record.norms.counts[Count.CLIPPINGS] += 1  # by torch's clipping
+        if name.startswith(_CLIPS) and isinstance(written[0], ShardedGradient):
+            written[0].record.norms.counts[Count.CLIPPINGS] += 1
     result = _call_plain(func, name, like, (args, kwargs))
     if _takes_part(result) and not like.record.is_cut and not written:
         try:

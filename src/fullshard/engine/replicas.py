@@ -8,6 +8,7 @@ hashes and of the negated hashes; if these agree, all hashes are equal.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING
@@ -44,13 +45,15 @@ def check_equal_start(model: nn.Module, plan: Plan, transport: Transport) -> Non
     device = next((p.device for p in params.values()), torch.device("cpu"))
     if device.type == "cpu" and not params and torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
-    first = torch.tensor([int(plan.digest()[:15], 16), len(params)], device=device)
+    numbers = [int(plan.digest()[:15], 16), len(params), _schedule_hash(plan)]
     widest = max((plan.mesh, *(unit.mesh for unit in plan.units)), key=attrgetter("inner"))
-    inner = widest.inner  # plans may differ along other axes
-    if _unequal(first, transport, [widest.place(transport.rank) % inner] * len(first), inner):
+    inner, seat = widest.inner, widest.place(transport.rank) % widest.inner
+    # plans may differ along other axes, if sizes do not divide; schedules may not
+    if _unequal(torch.tensor(numbers, device=device), transport, [seat, seat, 0], inner):
         raise ConfigError(
             "fs.shard: expected the same model and the same configuration on every rank; the "
-            "ranks' plans differ. Compare fs.plan(...).to_json() of the ranks."
+            "ranks' plans differ. Compare fs.plan(...).to_json() of the ranks. Other axes of the "
+            "mesh may cut parameters unevenly if the units have the same slots on every rank."
         )
     cut = {n for unit in plan.units for g in unit.groups for names in g.names for n in names}
     names = [name for name in params if name in cut]
@@ -67,6 +70,14 @@ def check_equal_start(model: nn.Module, plan: Plan, transport: Transport) -> Non
             "keeps its part; they differ. Seed all ranks alike (torch.manual_seed) before the "
             "model is built, or load the same weights on all."
         )
+
+
+def _schedule_hash(plan: Plan) -> int:
+    """A hash of units, slots and events, without sizes."""
+    refs = [[ref for g in unit.groups for ref in (g.slot, g.grad_slot)] for unit in plan.units]
+    slots = [[(ref.ring, ref.index) if ref else None for ref in unit] for unit in refs]
+    events = [(event.kind.value, event.unit) for event in plan.events]
+    return zlib.crc32(repr(([unit.name for unit in plan.units], slots, events)).encode())
 
 
 def check_equal_random(transport: Transport, device: torch.device) -> None:

@@ -127,7 +127,6 @@ def shard_model(
     apply_dtypes(model, config)
     apply_recompute(model, plan.recompute, config.activation_checkpointing.kind)
     convert_reentrant(model)
-    _say_no_nested_tensors(model)
     engine.handles += hook_loading(model, engine)
     WATCHED.add(engine)
     return engine
@@ -235,16 +234,6 @@ def _say_one_host(plan: Plan) -> None:
         )
 
 
-def _say_no_nested_tensors(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if isinstance(module, nn.TransformerEncoder) and module.use_nested_tensor:
-            logger.warning(
-                "%s: in evaluation with src_key_padding_mask its outputs at padded positions are "
-                "those of training. torch sets them to 0 on a fast path that hooks turn off.",
-                name or type(module).__name__,
-            )
-
-
 def plan_of(model: nn.Module) -> Plan:
     """Returns the plan of a sharded model."""
     return engine_of(model).plan
@@ -261,6 +250,12 @@ def _refuse_nested_engine(model: nn.Module) -> None:
             raise EngineError(
                 f"fs.shard: {name} inside {type(model).__name__} is sharded already. "
                 "Shard the outermost model alone; its units are found inside."
+            )
+        if isinstance(module, nn.TransformerEncoder) and module.use_nested_tensor:
+            logger.warning(
+                "%s: in evaluation, its outputs at positions of src_key_padding_mask are those of "
+                "training. torch sets them to 0 on a fast path, which hooks turn off.",
+                name or type(module).__name__,
             )
     for name, param in model.named_parameters():
         if isinstance(param, ShardedParameter) and not hasattr(param, "record"):

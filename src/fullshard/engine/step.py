@@ -240,7 +240,19 @@ class Runtime:
             self._run(self.scheduler.leave_forward(index, training=training))
             if not training and not self._stack:
                 self.gradients.transport.home.leave(settled=False)
+                if index == 0 and not torch.is_grad_enabled():
+                    self._compare_gathers()
         return output
+
+    def _compare_gathers(self) -> None:
+        """Check that ranks gathered the same units in an evaluation. A collective if any did.
+
+        Not for replicas, which may evaluate alone.
+        """
+        norms, gathers = self.gradients.norms, self.gradients.norms.counts[Count.GATHERS]
+        if gathers and norms.transport.axes.mesh.replicate == 1:
+            with outside_modes():
+                norms.meet("an evaluation", {Count.GATHERS: gathers})
 
     def _copied(self, unit: Unit) -> Callable[[torch.Tensor], torch.Tensor]:
         """Copies tensors that share memory with the unit's weights. See [Note: copied outputs]."""
@@ -490,9 +502,7 @@ class Actions:
         self.recorder = recorder
         self.communication_s = 0.0
         self._units, self._poison, self._counts = units, poison, gradients.norms.counts
-        for axes in (unit.transport.axes for unit in units if unit.plan.mesh.replicate > 1):
-            sign = axes.mesh.shard - 1 if axes.shard_index == 0 else -1
-            gradients.norms.weight = sign * (1 + axes.replicate_index)
+        self._mesh = gradients.transport.axes.mesh
         self._filling: dict[Any, Unit] = {}  # the unit whose gather was last issued into a slot
         self._of: dict[EventKind, Callable[[Event], None]] = {
             EventKind.PUBLISH: lambda _: gradients.transport.home.publish(),
@@ -554,7 +564,7 @@ class Actions:
                     previous.versions.mark(is_open=False)
                 self._filling[key] = unit
         unit.start_gather()
-        if unit.gathered:
+        if unit.gathered and (unit.plan.mesh.replicate == 1 or unit.plan.mesh == self._mesh):
             kind = Count.GATHERS if unit.plan.mesh.replicate == 1 else Count.REPLICAS
             self._counts[kind] = zlib.crc32(b"%d" % event.unit, self._counts[kind])
 

@@ -166,8 +166,10 @@ class GradientShard:
         return self.sums.nbytes + (0 if self.shown is self.sums else self.shown.nbytes)
 
     def anew(self) -> GradientShard:
-        """Return a zero shard of the same kind."""
-        return GradientShard(*self._made_with)
+        """Return a zero shard of the same kind, with the sum that waits for replicas."""
+        made = GradientShard(*self._made_with)
+        made.partial = self.partial
+        return made
 
     def take(self, total: torch.Tensor, divisor: float) -> None:
         """Add a reduced sum to the shown gradients, or replace them.

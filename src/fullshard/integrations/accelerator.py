@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
+import weakref
 from collections import OrderedDict
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator, DistributedType
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import DynamoBackend
 from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedModel
@@ -23,6 +27,7 @@ from fullshard.config.sharding import ShardConfig
 from fullshard.engine.engine import is_sharded
 from fullshard.engine.full_state import whole_states
 from fullshard.engine.optimizers import WATCHED
+from fullshard.engine.parameter import ShardedParameter
 from fullshard.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -70,10 +75,22 @@ class ShardedAccelerator(Accelerator):
         """Shards the model if necessary; the engine handles mixed precision."""
         if not is_sharded(model):
             fs.shard(model, self.sharding)
-            _generate_together(model)
+            if self.state.dynamo_plugin.backend != DynamoBackend.NO:
+                from accelerate.utils import compile_regions_fsdp2
+
+                compile_regions_fsdp2(model, **self.state.dynamo_plugin.to_kwargs())
         if not any(model is known for known in self._models):
+            _show_as_whole(model)
             self._models.append(model)
         return model
+
+    def prepare_optimizer(
+        self,
+        optimizer: torch.optim.Optimizer,
+        device_placement: bool | None = None,  # noqa: ARG002, FBT001
+    ) -> AcceleratedOptimizer:
+        """Leaves states where they are: those of shards, or of the owners of whole tensors."""
+        return super().prepare_optimizer(optimizer, device_placement=False)
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Generator[None]:
@@ -126,18 +143,49 @@ def _load_models(models: list[nn.Module], folder: str) -> None:
     models.clear()
 
 
-def _generate_together(model: nn.Module) -> None:
-    """Makes `generate` run until all ranks have stopped, since each forward gathers.
+def numel_of(param: torch.Tensor) -> int:
+    """Elements of a parameter of the full model."""
+    is_cut = isinstance(param, ShardedParameter)
+    return math.prod(fs.sharding(param).shape) if is_cut else param.numel()
 
-    transformers checks the first name, which is from torch's FSDP. torch.compile checks the second
-    if the first exists.
+
+def _show_as_whole(model: nn.Module) -> None:
+    """Makes a Hugging Face model count the full model and generate until all ranks have stopped.
+
+    Each forward gathers. transformers checks the first flag, which is from torch's FSDP.
+    torch.compile checks the second if the first exists.
     """
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
-            vars(module).update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=True)
+            vars(module).update(
+                _is_fsdp_managed_module=True,
+                _fsdp_use_orig_params=True,
+                num_parameters=_counter_of(weakref.ref(module)),
+            )
+
+
+def _counter_of(module: Callable[[], nn.Module | None]) -> Callable[..., int]:
+    def num_parameters(only_trainable: bool = False, exclude_embeddings: bool = False) -> int:  # noqa: FBT001, FBT002  theirs
+        model = module()
+        assert model is not None
+        embeddings = (m.weight for m in model.modules() if isinstance(m, nn.Embedding))
+        skipped = set(map(id, embeddings)) if exclude_embeddings else set()
+        params = (p for p in model.parameters() if p.requires_grad or not only_trainable)
+        return sum(numel_of(p) for p in params if id(p) not in skipped)
+
+    return num_parameters
 
 
 ARGUMENTS = "TrainingArguments"
+
+_SHARES = "fullshard shards this model. Leave it out"
+_CASTS = "parameters would be converted behind the optimizer. Set bf16 or fp16"
+_REFUSED = {
+    "deepspeed": f"{_SHARES}; `fullshard config explain FILE` shows what its keys are here.",
+    "parallelism_config": f"{_SHARES}, and set `fsdp_config`.",
+    "bf16_full_eval": f"{_CASTS}, which also holds in evaluation.",
+    "fp16_full_eval": f"{_CASTS}, which also holds in evaluation.",
+}
 
 # Keys that TrainingArguments adds to every fsdp_config.
 _ADDED = {"min_num_params": 0, "xla": False, "xla_fsdp_v2": False, "xla_fsdp_grad_ckpt": False}
@@ -147,13 +195,11 @@ def sharding_of(args: TrainingArguments) -> ShardConfig:
     """The sharding of TrainingArguments, over that of `fullshard launch --config_file`.
 
     Raises:
-        ConfigError: DeepSpeed is set too, or `fsdp_config` has an unknown key.
+        ConfigError: An argument is not supported, or `fsdp_config` has an unknown key.
     """
-    if args.deepspeed:
-        raise ConfigError(
-            "TrainingArguments.deepspeed: expected none, because fullshard shards this model. "
-            "Leave it out; `fullshard config explain FILE` shows what its keys are here."
-        )
+    for name, reason in _REFUSED.items():
+        if getattr(args, name):
+            raise ConfigError(f"TrainingArguments.{name}: expected none, because {reason}")
     return _over_launch(_file_of(args))
 
 

@@ -11,7 +11,6 @@ the run contains `fullshard/`, in our format, in place of optimizer.pt and sched
 from __future__ import annotations
 
 import functools
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -23,8 +22,8 @@ import fullshard as fs
 from fullshard.engine import optimizers
 from fullshard.engine.engine import is_sharded
 from fullshard.engine.parameter import ShardedParameter
-from fullshard.errors import ConfigError
-from fullshard.integrations.accelerator import sharding_of
+from fullshard.errors import ConfigError, FullshardError, NotElementwiseError
+from fullshard.integrations.accelerator import numel_of, sharding_of
 
 if TYPE_CHECKING:
     from trl.trainer.sft_trainer import SFTTrainer
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["SFTTrainer", "ShardedTrainer", "Trainer", "sharded"]
 
 OURS = "fullshard"
+BLOCKWISE = ("bitsandbytes", "torchao")  # packages whose kernels quantise blocks of whole tensors
 
 TrainerT = TypeVar("TrainerT", bound=transformers.Trainer)
 
@@ -59,28 +59,30 @@ class ShardedTrainer(transformers.Trainer):
     def _sharding(self) -> ShardConfig:
         return sharding_of(self.args)
 
-    # ---- numbers of the whole model ----
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """The Trainer's optimizer; one that needs whole tensors gets each on one rank."""
+        is_new = self.optimizer is None
+        made = super().create_optimizer(model)
+        if is_new and not _steps_on_shards(made):
+            given = self.optimizer_cls_and_kwargs
+            _, settings = given or self.get_optimizer_cls_and_kwargs(self.args, self.model)
+            settings.pop("params", None)
+            try:
+                whole = self.accelerator.prepare_model(model or self._the_model)
+                make = functools.partial(type(made), **settings)
+                self.optimizer = fs.owned(whole, make, made.param_groups)
+            except FullshardError as error:
+                name = f"TrainingArguments.optim={self.args.optim.value}"
+                raise ConfigError(f"{name}: {error}") from error
+            # Settings of single tensors, which bitsandbytes keeps by the tensor's id.
+            manager = getattr(made, "mng", None)
+            for module, name, given in manager.module_weight_config_triple if manager else ():
+                manager.pid2config[id(self.optimizer.whole_of(getattr(module, name)))] = given
+        return self.optimizer
 
     def get_num_trainable_parameters(self) -> int:
         """The number for the full model."""
-        return sum(_numel(p) for p in self._the_model.parameters() if p.requires_grad)
-
-    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """The model's own estimate, which would otherwise count this rank's elements."""
-        model: Any = self._the_model
-        if not is_sharded(model) or not hasattr(model, "estimate_tokens"):
-            return super().floating_point_ops(inputs)
-        return 6 * int(model.estimate_tokens(inputs)) * self._num_computing
-
-    @functools.cached_property
-    def _num_computing(self) -> int:
-        """The number of non-embedding parameters, as transformers counts them."""
-        embeddings = {
-            id(module.weight)
-            for module in self._the_model.modules()
-            if isinstance(module, nn.Embedding)
-        }
-        return sum(_numel(p) for p in self._the_model.parameters() if id(p) not in embeddings)
+        return sum(numel_of(p) for p in self._the_model.parameters() if p.requires_grad)
 
     @property
     def _the_model(self) -> nn.Module:
@@ -94,7 +96,7 @@ class ShardedTrainer(transformers.Trainer):
         if is_sharded(self._the_model):
             self._save(output_dir or self.args.output_dir, state_dict=self._values())
             if self.args.push_to_hub and not _internal_call:
-                self.push_to_hub(commit_message="Model save")
+                self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
         else:
             super().save_model(output_dir, _internal_call)
 
@@ -172,14 +174,20 @@ def _made(name: str) -> type[transformers.Trainer]:
     return sharded(SFTTrainer)
 
 
+def _steps_on_shards(optimizer: torch.optim.Optimizer) -> bool:
+    kind = type(optimizer)
+    if kind.__module__.split(".")[0] in BLOCKWISE:
+        return False
+    try:
+        for group in optimizer.param_groups:
+            optimizers.probe(kind, optimizers.settings_in(group), torch.empty(0))
+    except NotElementwiseError:
+        return False
+    return True
+
+
 def _has_ours(folder: str) -> bool:
     return (Path(folder) / OURS).exists()  # an unreadable checkpoint is an error
-
-
-def _numel(param: torch.Tensor) -> int:
-    if isinstance(param, ShardedParameter):
-        return math.prod(fs.sharding(param).shape)
-    return param.numel()
 
 
 def _whole(param: Any) -> torch.Tensor:

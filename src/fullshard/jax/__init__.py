@@ -11,29 +11,20 @@ state, metrics = step(state, batch)
 
 from __future__ import annotations
 
-from fullshard.jax.state import load as load
-from fullshard.jax.state import load_values as load_values
-from fullshard.jax.state import memory as memory
-from fullshard.jax.state import pad_batch as pad_batch
-from fullshard.jax.state import save as save
-from fullshard.jax.state import shard as shard
-from fullshard.jax.state import split as split
-from fullshard.jax.tutorial import analyze_memory as analyze_memory
-from fullshard.jax.tutorial import create_fsdp_train_step as create_fsdp_train_step
-from fullshard.jax.tutorial import fsdp_with_checkpointing as fsdp_with_checkpointing
-from fullshard.jax.tutorial import print_sharding as print_sharding
-from fullshard.jax.tutorial import selective_fsdp as selective_fsdp
-from fullshard.jax.tutorial import shard_fsdp as shard_fsdp
-from fullshard.jax.tutorial import sharding_table as sharding_table
-from fullshard.xla.census import census as census
-from fullshard.xla.gather import gather as gather
-from fullshard.xla.gather import scan_blocks as scan_blocks
-from fullshard.xla.plan import make_mesh as make_mesh
-from fullshard.xla.plan import plan as plan
-from fullshard.xla.step import eval_step as eval_step
-from fullshard.xla.step import full_params as full_params
-from fullshard.xla.step import init as init
-from fullshard.xla.step import train_step as train_step
+from fullshard.jax.state import load, load_values, memory, pad_batch, save, shard, split
+from fullshard.jax.tutorial import (
+    analyze_memory,
+    create_fsdp_train_step,
+    fsdp_with_checkpointing,
+    print_sharding,
+    selective_fsdp,
+    shard_fsdp,
+    sharding_table,
+)
+from fullshard.xla.census import census
+from fullshard.xla.gather import gather, scan_blocks
+from fullshard.xla.plan import make_mesh, plan
+from fullshard.xla.step import eval_step, full_params, init, train_step
 
 __all__ = [
     "analyze_memory",

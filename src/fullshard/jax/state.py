@@ -18,19 +18,21 @@ from fullshard.planner.arrays import ArrayPlan
 from fullshard.saving import SaveSettings
 from fullshard.xla.aot import memory_of
 from fullshard.xla.decoder import IGNORED
-from fullshard.xla.plan import Tree, XlaPlan
+from fullshard.xla.plan import Tree, XlaPlan, is_on_mesh, make_mesh, named_leaves, path_name, unpad
+from fullshard.xla.plan import plan as make_plan
 from fullshard.xla.step import State, Step, stored, with_optimizer
 from fullshard.xla_state import checkpoints
 
 
 def save(
-    folder: str | PathLike[str], state: State, *, step: int | None = None, **values: Any
+    folder: str | PathLike[str], state: Any, *, step: int | None = None, **values: Any
 ) -> Path:
     """Saves a checkpoint that both engines load on any number of devices. A collective.
 
     Args:
         folder: Folder on a file system that all processes share.
-        state: State from `init`, `load` or a step.
+        state: State from `init`, `load` or a step; or any tree of arrays, such as a TrainState or
+            `nnx.state(...)` of `create_fsdp_train_step`.
         step: If given, the checkpoint is `folder/step-00000100`; otherwise `folder` itself.
         **values: Numbers, strings, lists and mappings to store in the checkpoint.
 
@@ -38,19 +40,21 @@ def save(
         CheckpointError: Writing failed; older checkpoints are intact.
     """
     settings = SaveSettings(step=step)
+    state = state if isinstance(state, State) else _planned(state)
     return checkpoints.save(Path(folder), state, settings, checkpoints.Extras(values=values))
 
 
 def load(
-    plan: XlaPlan,
+    plan: Any,
     path: str | PathLike[str],
     tx: optax.GradientTransformation | None = None,
     variables: Any = None,
-) -> State:
+) -> Any:
     """Loads a state from a checkpoint of either engine; each device reads only its shards.
 
     Args:
-        plan: Plan of the saved model.
+        plan: Plan of the saved model; or a tree like the saved one, whose shardings and dtypes the
+            returned tree has.
         path: A checkpoint, a folder of step-* (the newest complete one), or a Hugging Face folder.
         tx: The optimizer whose state was saved; None: parameters only.
         variables: Arrays like the saved state's variables.
@@ -58,7 +62,34 @@ def load(
     Raises:
         CheckpointError: There is no checkpoint, or it belongs to another model; names the tensor.
     """
-    return checkpoints.load(plan, Path(path), tx, variables)[0]
+    if isinstance(plan, XlaPlan):
+        return checkpoints.load(plan, Path(path), tx, variables)[0]
+    like = _planned(plan)
+    found = checkpoints.load(like.plan, Path(path), None, like.variables)[0]
+
+    def restored(found: State) -> list[jax.Array]:
+        own = like.plan.with_arrays(unpad, found.params) | found.variables
+        return [own[name].astype(jnp.asarray(leaf).dtype) for name, leaf in named_leaves(plan)]
+
+    placed = [
+        leaf.sharding if is_on_mesh(leaf) else like.plan.replicated
+        for leaf in jax.tree.leaves(plan)
+    ]
+    return jax.tree.unflatten(
+        jax.tree.structure(plan), jax.jit(restored, out_shardings=placed)(found)
+    )
+
+
+def _planned(tree: Any) -> State:
+    """A tree of arrays as a state: floating-point ones are its parameters, others its variables."""
+    leaves = dict(named_leaves(jax.tree.map(jnp.asarray, tree)))
+    on_mesh = [leaf.sharding.mesh for leaf in leaves.values() if is_on_mesh(leaf)]
+    devices = list(on_mesh[0].devices.flat) if on_mesh else jax.devices()
+    others = {n: x for n, x in leaves.items() if not jnp.issubdtype(x.dtype, jnp.inexact)}
+    floats = {name: leaf for name, leaf in leaves.items() if name not in others}
+    plan = make_plan(floats, None, make_mesh(1, len(devices), devices=devices))
+    place = jax.jit(partial(plan.with_arrays, stored), out_shardings=plan.shardings)
+    return with_optimizer(plan, place(floats), None, variables=others)
 
 
 def load_values(path: str | PathLike[str]) -> dict[str, Any]:
@@ -184,20 +215,33 @@ def _split_nnx(model: Any) -> tuple[Tree, Callable[[Tree], Any]] | None:
         return None
     graph, params, others = nnx.split(model, nnx.Param, ...)
     for path, variable in nnx.to_flat_state(others):
-        name = ".".join(map(str, path))
-        raise ConfigError(
-            f"{name}: expected a model whose state is its parameters; got a "
-            f"{type(variable).__name__}, which no step of fullshard.jax.train_step would change. "
-            "Leave it out of the model (dropout: give the call its rngs), or use "
-            "create_fsdp_train_step, which carries the whole state."
+        raise _has_state(
+            ".".join(map(str, path)),
+            variable,
+            "Leave it out of the model (dropout: give the call its rngs), pass it as variables= or "
+            "use create_fsdp_train_step, which carries the whole state.",
         )
     return params, partial(nnx.merge, graph)
+
+
+def _has_state(name: str, node: Any, advice: str) -> ConfigError:
+    return ConfigError(
+        f"{name}: expected a model whose state is its parameters; got a {type(node).__name__}, "
+        f"which no step of fullshard.jax.train_step would change. {advice}"
+    )
 
 
 def _split_pytree(model: Any) -> tuple[Tree, Callable[[Tree], Any]]:
     def is_parameter(leaf: Any) -> bool:
         return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.inexact)
 
+    def is_state(node: Any) -> bool:
+        return type(node).__name__ == "StateIndex"  # Equinox's, of BatchNorm for example
+
+    for path, node in jax.tree.leaves_with_path(model, is_leaf=is_state):
+        if is_state(node) and jax.tree.leaves(node):
+            advice = "Make it with equinox.nn.make_with_state, and pass its state as variables=."
+            raise _has_state(path_name(path), node, advice)
     rest = jax.tree.map(lambda leaf: None if is_parameter(leaf) else leaf, model)
     params = jax.tree.map(lambda leaf: leaf if is_parameter(leaf) else None, model)
 

@@ -20,8 +20,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fullshard.errors import ConfigError
 from fullshard.planner.optimizers import ADAMW
-from fullshard.xla.decoder import IGNORED
-from fullshard.xla.plan import with_auto_axes
+from fullshard.xla.decoder import IGNORED, token_loss
+from fullshard.xla.plan import is_on_mesh, named_leaves, path_name, with_auto_axes
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ def shard_fsdp(
 
     def place(path: Any, node: Any) -> Any:
         names = _annotation(node)
-        return jax.tree.map(lambda leaf: put(_joined(path, "."), leaf, names), node)
+        return jax.tree.map(lambda leaf: put(path_name(path), leaf, names), node)
 
     def put(name: str, leaf: Any, names: tuple[Any, ...] | None) -> Any:
         spec = None if names is None else _logical(name, leaf.shape, names, rules, mesh)
@@ -67,7 +67,9 @@ def shard_fsdp(
 
     is_annotated: Any = lambda node: _annotation(node) is not None  # noqa: E731
     placed = jax.tree.map_with_path(place, params, is_leaf=is_annotated)
-    whole = [name for name, x in _named(placed, ".") if x.size >= threshold and not _is_cut(x)]
+    whole = [
+        name for name, x in named_leaves(placed, ".") if x.size >= threshold and not _is_cut(x)
+    ]
     if whole and mesh.shape[AXIS] > 1:
         logger.warning("whole on every device, since nothing divides: %s", ", ".join(whole))
     return placed
@@ -123,7 +125,7 @@ def selective_fsdp(
 ) -> Any:
     """Shards arrays of at least `size_threshold` elements and prints the sharding of each array."""
     found = shard_fsdp(params, size_threshold, mesh=mesh)
-    for path, leaf in _named(found, "/"):
+    for path, leaf in named_leaves(found, "/"):
         what = "Sharding" if _is_cut(leaf) else "Replicating"
         print(f"{what}: {path} ({leaf.size:,} elements)")  # noqa: T201
     return found
@@ -137,14 +139,14 @@ def print_sharding(params: Any, array: Any = None) -> None:
             `jax.tree_util.tree_map_with_path`.
         array: The array at that path.
     """
-    found = _named(params, "/") if array is None else [(_joined(params, "/"), array)]
+    found = named_leaves(params, "/") if array is None else [(path_name(params, "/"), array)]
     for path, leaf in found:
         print(f"{path:50s} {tuple(leaf.shape)!s:20s} {_spec(leaf)}")  # noqa: T201
 
 
 def sharding_table(params: Any) -> list[tuple[str, tuple[int, ...], Any]]:
     """(name, global shape, PartitionSpec; None on a single device) of each array."""
-    return [(name, tuple(leaf.shape), _spec(leaf)) for name, leaf in _named(params, ".")]
+    return [(name, tuple(leaf.shape), _spec(leaf)) for name, leaf in named_leaves(params)]
 
 
 def analyze_memory(params: Any, num_devices: int) -> dict[str, int]:
@@ -231,14 +233,6 @@ def mesh_with_axis(mesh: Mesh | None) -> Mesh:
             "mesh=."
         )
     return with_auto_axes(mesh)
-
-
-def _named(params: Any, separator: str) -> list[tuple[str, Any]]:
-    return [(_joined(path, separator), leaf) for path, leaf in jax.tree.leaves_with_path(params)]
-
-
-def _joined(path: Any, separator: str) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator=separator)
 
 
 def _spec(leaf: Any) -> Any:
@@ -333,7 +327,7 @@ def _place(batch: Any, mesh: Mesh, labels: tuple[str, ...]) -> Any:
     size = max(1, num_parts // jax.process_count())
 
     def place(path: Any, leaf: Any) -> Any:
-        if isinstance(leaf, jax.Array) and isinstance(leaf.sharding, NamedSharding):
+        if is_on_mesh(leaf):
             return leaf
         spec = PartitionSpec(axes) if jnp.ndim(leaf) else PartitionSpec()
         if jnp.ndim(leaf) and jnp.shape(leaf)[0] % size:
@@ -392,21 +386,17 @@ def _with_metrics(loss_fn: LossFn, model: Any, batch: Any) -> tuple[Any, dict[st
 def _classify(model: Any, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
     logits = model(batch["input_ids"])
     labels = batch["labels"] if "labels" in batch else batch["label"]
-    likely = jax.nn.log_softmax(logits)
     if labels.shape == logits.shape:  # probabilities, including one-hot
-        losses = -jnp.sum(labels.astype(likely.dtype) * likely, axis=-1)
+        loss = -jnp.sum(labels.astype(logits.dtype) * jax.nn.log_softmax(logits))
         counts, labels = jnp.any(labels != 0, axis=-1), jnp.argmax(labels, axis=-1)
     else:
         labels = labels.astype(jnp.int32)
-        counts = labels != IGNORED
-        chosen = jnp.where(counts, labels, 0)[..., None]
-        losses = -jnp.take_along_axis(likely, chosen, axis=-1)[..., 0]
+        loss, counts = token_loss(logits, labels)[0], labels != IGNORED
     total = jnp.maximum(jnp.sum(counts), 1)
     right = counts & (jnp.argmax(logits, axis=-1) == labels)
-    return jnp.sum(losses * counts) / total, {"accuracy": jnp.sum(right) / total}
+    return loss / total, {"accuracy": jnp.sum(right) / total}
 
 
 def _on_mesh(mesh: Mesh, leaf: Any) -> Any:
     """Replicates arrays that were created on one device, such as counters."""
-    on_mesh = isinstance(getattr(leaf, "sharding", None), NamedSharding)
-    return leaf if on_mesh else jax.device_put(leaf, NamedSharding(mesh, PartitionSpec()))
+    return leaf if is_on_mesh(leaf) else jax.device_put(leaf, NamedSharding(mesh, PartitionSpec()))

@@ -224,9 +224,7 @@ def _check_sizes(config: PretrainedConfig) -> None:
     names = "num_attention_heads", "num_key_value_heads"
     heads, shared = (getattr(config.get_text_config(), name, None) for name in names)
     if isinstance(heads, int) and isinstance(shared, int) and shared and heads % shared:
-        raise ConfigError(
-            f"model.config.{names[1]}: expected a divisor of {names[0]}, {heads}, got {shared}."
-        )
+        raise ConfigError(f"model.config.{names[1]}: expected a divisor of {heads}, got {shared}.")
     for key in ("hidden_size", "vocab_size", "num_hidden_layers"):
         size = getattr(config.get_text_config(), key, None)
         most = MOST_LAYERS if key == "num_hidden_layers" else None

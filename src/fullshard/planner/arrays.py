@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from fullshard.config.values import Recompute, RecomputeKind, Strategy
+from fullshard.config.values import Recompute, Strategy
 from fullshard.planner.memory import AVERAGE, MemoryRow
 from fullshard.planner.mesh import Mesh, row_of
 from fullshard.planner.optimizers import ADAMW, OptimizerStates
@@ -97,11 +97,6 @@ class ArrayPlan:
         """Shape of the stored array, over all devices."""
         return ((self.num_layers,) if self.block else ()) + self.padded_shape
 
-    @property
-    def is_added(self) -> bool:
-        """Whether it is a bias, whose value backward does not need."""
-        return self.name.rpartition(".")[2] == "bias"
-
     def names(self) -> list[str]:
         """Returns its tensors' names in a checkpoint: `layers.w` is `layers.0.w` and so on."""
         if not self.block:
@@ -138,6 +133,7 @@ class ArraysPlan(PlanDocument):
         arrays: Arrays in the order of the tree's leaves.
         recompute: Activation checkpointing of the blocks.
         optimizer: State sizes of the optimizer; AdamW if there is no run.
+        traced: (micro-batches, kind, number, bytes) of the collectives of each traced step.
     """
 
     model_kind: str
@@ -146,6 +142,13 @@ class ArraysPlan(PlanDocument):
     arrays: tuple[ArrayPlan, ...]
     recompute: Recompute
     optimizer: OptimizerStates = ADAMW
+    traced: tuple[tuple[int, str, int, int], ...] = ()
+
+    def with_traced(self, num_micro_batches: int, moved: Mapping[str, Collectives]) -> ArraysPlan:
+        """Returns the plan with the collectives of a traced step of that many micro-batches."""
+        others = [row for row in self.traced if row[0] != num_micro_batches]
+        rows = [(num_micro_batches, kind, c.count, c.num_bytes) for kind, c in moved.items()]
+        return replace(self, traced=(*others, *rows))
 
     def trained_by(self, optimizer: OptimizerStates) -> ArraysPlan:
         """Returns the plan with another optimizer."""
@@ -162,11 +165,18 @@ class ArraysPlan(PlanDocument):
         return sum(array.numel for array in self.arrays)
 
     def collectives(self, num_micro_batches: int = 1) -> dict[str, Collectives]:
-        """Returns the collectives of a training step; they equal those of the compiled step.
+        """Returns the collectives of a training step.
 
-        There is one per tensor. Two small ones sum the loss and the label tokens (in two parts,
-        which float32 adds exactly), and the squared norm of the gradients.
+        They are those of the traced step, or, before there is one, the most that the arrays need:
+        blocks are gathered again in backward if the strategy reshards. There is one per tensor. Two
+        small ones sum the loss and the label tokens (in two parts, which float32 adds exactly), and
+        the squared norm of the gradients.
         """
+        known = {
+            row[1]: Collectives(*row[2:]) for row in self.traced if row[0] == num_micro_batches
+        }
+        if known:
+            return known
         found: dict[str, Collectives] = dict.fromkeys((GATHER, SCATTER, REDUCE), Collectives())
         for array in self.arrays:
             for kind, times, num_bytes in self._of_array(array):
@@ -196,7 +206,8 @@ class ArraysPlan(PlanDocument):
         layers, dtypes = array.num_layers or 1, array.dtypes
         numel = math.prod(array.padded_shape)
         if array.cut.dim is not None:
-            yield GATHER, self.num_gathers(array), numel * ITEMSIZE[dtypes.compute]
+            again = bool(array.block) and self.reshards
+            yield GATHER, layers * (1 + again), numel * ITEMSIZE[dtypes.compute]
         if not array.trainable:
             return
         if array.cut.dim is not None:
@@ -205,23 +216,6 @@ class ArraysPlan(PlanDocument):
                 yield REDUCE, layers, numel // self.mesh.shard * ITEMSIZE[dtypes.accumulate]
         elif self.mesh.world_size > 1:
             yield REDUCE, layers, numel * ITEMSIZE[dtypes.reduce]
-
-    def num_gathers(self, array: ArrayPlan) -> int:
-        """Returns the number of gathers of an array in a micro-batch, over all layers.
-
-        If the strategy reshards, blocks are gathered again in backward. Biases are gathered again
-        only for recompute.
-        """
-        layers = array.num_layers or 1
-        if not (array.block and self.reshards):
-            return layers
-        if not array.is_added:
-            return 2 * layers
-        match self.recompute.kind:
-            case RecomputeKind.NONE:
-                return layers
-            case _:
-                return layers + -(-layers // self.recompute.every)
 
     @property
     def memory(self) -> tuple[MemoryRow, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fullshard.config.schema import ShardConfig
@@ -29,6 +29,7 @@ from fullshard.planner.schedule import (
     Depths,
     Order,
     Scheduler,
+    nominal_trace,
     reduce_order,
     registration_order,
     simulate_step,
@@ -152,17 +153,35 @@ class Plan(PlanDocument):
     ) -> Plan:
         """Returns the plan for another order; units that are entered repeatedly become resident.
 
+        Units that the order lacks keep their place after the one before them: a later batch may
+        need them on some ranks, and all ranks must gather them then.
+
         Args:
             forward: Units in the order in which forward enters them.
             backward: Units in the order in which backward enters them.
             learned: Whether the order was recorded in a real step, not in a trace.
         """
-        order = Order(tuple(forward), tuple(backward), reduce_order(self.units, forward), learned)
+        unused = tuple(unit.index for unit in self.units if unit.index not in forward)
+        forward = _with_unused(forward, self.order.forward, unused)
+        left = [unit for what, unit in nominal_trace(self.units, forward) if what == "leave"]
+        trained = [unit for unit in unused if unit in self.order.backward]
+        backward = _with_unused(backward, left[::-1], trained)
+        order = Order(forward, backward, reduce_order(self.units, forward), learned, unused)
         resident = {index for index, uses in Counter(forward).items() if uses > 1}
         rules = SlotRules(num_slots(self.depths), self.homes, resident)
-        entered = [*forward, *range(len(self.units))]  # unused units follow in registration order
-        units, rings = assign_slots(self.units, entered, rules)
+        units, rings = assign_slots(self.units, forward, rules)
         return _finish(replace(self, units=units, rings=rings, order=order))
+
+
+def _with_unused(
+    observed: Sequence[int], planned: Sequence[int], unused: Collection[int]
+) -> tuple[int, ...]:
+    found = list(observed)
+    for at, unit in enumerate(planned):
+        if unit in unused:
+            before = next((x for x in reversed(planned[:at]) if x in found), None)
+            found.insert(0 if before is None else len(found) - found[::-1].index(before), unit)
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)

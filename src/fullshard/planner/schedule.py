@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fullshard.errors import SlotError
 from fullshard.planner.events import Event, EventKind, Sync, event_of
@@ -49,12 +49,14 @@ class Order:
         backward: Units in the order of backward, with repetitions.
         reduce: Trainable units in the order in which their gradients become complete.
         learned: Whether the order was recorded in a real step.
+        unused: Units that did not compute in it; every rank gathers them, as others may use them.
     """
 
     forward: tuple[int, ...]
     backward: tuple[int, ...]
     reduce: tuple[int, ...]
     learned: bool = False
+    unused: tuple[int, ...] = field(default=(), metadata={"omitted": ()})
 
 
 def registration_order(units: Sequence[UnitPlan]) -> Order:
@@ -333,14 +335,17 @@ def simulate_step(scheduler: Scheduler) -> tuple[Event, ...]:
     scheduler.reset()
     units, order = scheduler.units, scheduler.order
     events = scheduler.begin_forward()
-    for what, index in nominal_trace(units, order.forward):
+    forward, backward = (
+        [i for i in x if i not in order.unused] for x in (order.forward, order.backward)
+    )
+    for what, index in nominal_trace(units, forward):
         if what == "enter":
             events += scheduler.enter_forward(index)
         else:
             events += scheduler.leave_forward(index, training=True)
-    uses = Counter(order.backward)
+    uses = Counter(backward)
     scheduler.begin_backward([unit.index for unit in units if not uses[unit.index]])
-    for what, index in nominal_trace(units, order.backward):
+    for what, index in nominal_trace(units, backward):
         if what == "enter":
             events += scheduler.enter_backward(index)
             continue

@@ -70,7 +70,7 @@ def choose_units(
     chosen = _choose(tree, wrap, min_params)
     also = {*also, *_experts(tree)}
     for module in spec.modules:
-        if module.name in also and module.can_be_unit and tree.numel[module.name]:
+        if module.name in also and module.can_be_unit and tree.meshes[module.name]:
             chosen.setdefault(module.name, Role.BLOCK)
     chosen.pop("", None)
     if not chosen and wrap is not WrapKind.NONE and spec.numel > LARGE_MODEL:
@@ -113,7 +113,11 @@ def repeated_blocks(spec: ModelSpec) -> tuple[str, ...]:
 
 
 class _Tree:
-    """Children and parameter counts by module name."""
+    """Children and parameter counts by module name.
+
+    Experts are not counted: they have units of their own, and their number may differ by rank,
+    while the choice of all other units must not.
+    """
 
     def __init__(self, spec: ModelSpec) -> None:
         self.spec = spec
@@ -133,12 +137,12 @@ class _Tree:
             for owner in owners:
                 self.own[owner] += param.numel
             for path in {path for owner in owners for path in _lineage(owner)}:
-                self.numel[path] += param.numel
+                self.numel[path] += 0 if param.mesh else param.numel
                 self.meshes[path].add(param.mesh)
 
     def kinds(self) -> list[str]:
         """Returns the class names of modules that may be units, in registration order."""
-        members = (m for m in self.spec.modules if self.numel[m.name] and m.can_be_unit)
+        members = (m for m in self.spec.modules if self.meshes[m.name] and m.can_be_unit)
         return list(dict.fromkeys(m.kind for m in members))
 
     def total(self, members: Sequence[ModuleSpec]) -> int:

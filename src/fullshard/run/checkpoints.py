@@ -14,7 +14,7 @@ from typing import Any
 from fullshard import saving
 from fullshard.config.environment import read_launch_environment
 from fullshard.data.dataset import tokenizer_texts
-from fullshard.errors import ConfigError, PreemptedError
+from fullshard.errors import PreemptedError
 from fullshard.observe.hang import watchdog
 from fullshard.run.folder import RunFolder
 from fullshard.run.loop import Keeper, Patience, Trainee
@@ -103,13 +103,8 @@ class RunCheckpoints(Keeper):
         launch = read_launch_environment()
         if launch is None or launch.rank == 0:
             logger.info("resumed after step %s from %s", state["step"], path)
-        done, num_steps = int(state["step"] or 0), self._steps.num_steps
-        if done > num_steps or (done == num_steps and resume.required):
-            raise ConfigError(
-                f"training.max_steps: expected more than the {done} steps of {path}; got "
-                f"{num_steps}. Ask for more steps, or begin from an earlier checkpoint."
-            )
-        return done
+        resume.check_steps(int(state["step"] or 0), path, self._steps.num_steps)
+        return int(state["step"] or 0)
 
     def _save(self, step: int, *, wait: bool) -> None:
         texts = dict(self._texts)

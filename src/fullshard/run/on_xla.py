@@ -28,7 +28,7 @@ from fullshard.models.export import write_folder
 from fullshard.models.generate import Sample, SamplingSettings
 from fullshard.models.lora import first_values
 from fullshard.observe.metrics import memory_bytes
-from fullshard.planner.arrays import ArrayPlan
+from fullshard.planner.arrays import ArrayPlan, ArraysPlan
 from fullshard.planner.text import human_bytes
 from fullshard.recipes.base import IGNORED, Batch, RowBatches, Team
 from fullshard.recipes.distill.loss import TOP_IDS, TOP_VALUES
@@ -94,7 +94,8 @@ class XlaSide:
 
     def lines(self) -> list[tuple[str, str]]:
         """Labelled lines of the banner."""
-        run, table = self._session, self._plan.table
+        run = self._session
+        table = ArraysPlan.from_json(run.folder.plan.read_text("utf-8")) or self._plan.table
         mesh, num_micro_batches = table.mesh, run.steps.order.shape.accumulation
         moved = ", ".join(
             f"{kind} {c.count:,} x ({human_bytes(c.num_bytes)} in all)"

@@ -141,9 +141,8 @@ def _print_result(
         text = f"{measured['ema_eval_loss']:.4f} nats a token (in {folder.model_ema})"
         console.print_facts([("average's loss", text, "")])
     console.print_text(f"\n{sample.text}\n")
-    speed = "no step left to train"
-    if measured["tokens_per_s"] is not None:
-        speed = f"{measured['tokens_per_s']:,.0f} tokens/s"
+    rate = measured["tokens_per_s"]
+    speed = f"{rate:,.0f} tokens/s" if rate else "no step left to train"
     console.print_facts(
         [
             ("time", f"{measured['wall_s']:.0f} s, {speed}", ""),

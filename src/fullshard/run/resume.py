@@ -66,6 +66,14 @@ class Resume:
         is_there = RunFolder(output_dir).record.is_file() and not self.in_place
         return f"begins at step 0{'; the run there is moved aside' if is_there else ''}"
 
+    def check_steps(self, done: int, path: Path, num_steps: int) -> None:
+        """Raises ConfigError if a run of `num_steps` has nothing left after a checkpoint."""
+        if done > num_steps or (done == num_steps and self.required):
+            raise ConfigError(
+                f"training.max_steps: expected more than the {done} steps of {path}; got "
+                f"{num_steps}. Ask for more steps, or begin from an earlier checkpoint."
+            )
+
     def moved(self, old: Path, new: Path | None) -> Resume:
         """The same after the folder of the checkpoint was moved."""
         if new is None or self.path is None or not self.path.is_relative_to(old.resolve()):

@@ -164,9 +164,12 @@ def prepare_run(
             resume, steps = Resume(), plan_steps(training, facts, world_size)
         if resume.in_place and resume.path is not None:
             check_same(resolved, output_dir, resume.path, facts)
-        if resume.path is not None and isinstance(view, View):
-            model = model_on_meta(view.config, model_config)
-            check_loads(newest_complete(resume.path), model, KINDS[training.optim])
+        if resume.path is not None:
+            found = newest_complete(resume.path)
+            resume.check_steps(found.step or 0, found.path, steps.num_steps)
+            if isinstance(view, View):
+                model = model_on_meta(view.config, model_config)
+                check_loads(found, model, KINDS[training.optim])
         _check_disk(view, steps, RunFolder(output_dir), resume)
         return CheckedRun(resolved, dataset, steps, view, output_dir, resume)
     except (CheckpointError, ConfigError, DataError) as error:

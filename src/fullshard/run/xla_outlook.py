@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from fullshard.config.schema import RunConfig
+from fullshard.config.training import TrainingConfig
 from fullshard.config.values import DType, Optimizer, Recompute, RecomputeKind
 from fullshard.outlook.predict import Machine
 from fullshard.outlook.xla_memory import StepShape, at_peak
@@ -17,11 +18,18 @@ from fullshard.planner.memory import MemoryRow
 from fullshard.recipes.distill.xla import check_teacher, more_shapes
 from fullshard.run.outlook import Lack, lack_of
 from fullshard.xla import opt_state
-from fullshard.xla.aot import Compiled, compile_step, devices_of, kept_for_backward, without_devices
+from fullshard.xla.aot import (
+    Compiled,
+    Traced,
+    compile_step,
+    devices_of,
+    trace_step,
+    without_devices,
+)
 from fullshard.xla.decoder import BLOCKS, DecoderConfig, plan_table
 from fullshard.xla.head import Decoder, next_token
 from fullshard.xla.opt_state import trained
-from fullshard.xla.plan import make_mesh, plan
+from fullshard.xla.plan import Tree, make_mesh, plan
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -62,8 +70,7 @@ class XlaOutlook:
         """Differences between the plan and XLA: bytes of the state, share of the peak, and
         whether the collectives are equal (None: not known).
         """
-        wanted = self.plan.collectives(self.num_micro_batches)
-        planned, found = {kind: c for kind, c in wanted.items() if c.count}, exact.collectives
+        planned, found = self.plan.collectives(self.num_micro_batches), exact.collectives
         return {
             "state_bytes": exact.arguments - self.plan.state_bytes,
             "peak": self.peak_bytes / exact.peak - 1,
@@ -92,37 +99,46 @@ def look(
         ConfigError: The decoder does not compute this model or its teacher, or the mesh is
             impossible.
     """
-    table, training = plan_table(model_config, config, world_size), config.training
-    training = training.divided(world_size)
-    decoder = DecoderConfig.of(model_config)
-    samples, length = training.per_device_train_batch_size, training.max_seq_length
-    tokens, chunk_size = samples * (length - 1), training.loss_chunk_size
-    ids = jax.ShapeDtypeStruct((world_size * samples, length), jnp.int32)
-    kept, whole = (
-        kept_for_backward(
-            placed,
-            next_token(Decoder(decoder, placed), training.loss_chunk_size),
-            {"input_ids": ids, "labels": ids},
-        )
-        for placed in (
-            without_devices(one, jax.tree.structure(decoder.shapes()))
-            for one in (table, replace(table, recompute=Recompute(RecomputeKind.NONE)))
-        )
-    )
+    decoder, training = DecoderConfig.of(model_config), config.training.divided(world_size)
+    more = more_shapes(config, decoder.hidden_size)
+    table = plan_table(model_config, config, world_size, more)
+    check_teacher(config, table)
+    tokens = training.per_device_train_batch_size * (training.max_seq_length - 1)
+    chunk_size, num_micro_batches = training.loss_chunk_size, training.gradient_accumulation_steps
+    structure = jax.tree.structure({**decoder.shapes(), **more})
+
+    def traced(table: ArraysPlan) -> Traced:
+        placed = without_devices(table, structure, "cpu" if on_cpu else "")
+        loss = next_token(Decoder(decoder, placed), chunk_size)
+
+        def reading(params: Tree, batch: Any) -> tuple[jax.Array, jax.Array]:
+            total, count = loss(params, batch)
+            # The recipe's own loss reads them.
+            return total + sum(map(jnp.sum, jax.tree.leaves([params[n] for n in more]))), count
+
+        return trace_step(placed, reading, _batch(training, world_size), num_micro_batches)
+
+    kept, whole = traced(table), traced(replace(table, recompute=Recompute(RecomputeKind.NONE)))
+    table = table.with_traced(num_micro_batches, kept.collectives)
     shape = StepShape(
         num_logits=min(tokens, chunk_size or tokens) * decoder.vocab_size,
         kept_bytes=kept.activations,
         gathered_bytes=kept.gathered,
         block_bytes=whole.activations // decoder.num_hidden_layers,
-        accumulates=training.gradient_accumulation_steps > 1,
+        accumulates=num_micro_batches > 1,
         on_cpu=on_cpu,
         num_chunks=-(-tokens // chunk_size) if chunk_size else 0,
     )
-    more = more_shapes(config, decoder.hidden_size)
-    table = plan_table(model_config, config, world_size, more)
-    check_teacher(config, table)
-    rows = at_peak(table, shape)
-    return XlaOutlook(table, training.gradient_accumulation_steps, rows, config, machine)
+    return XlaOutlook(table, num_micro_batches, at_peak(table, shape), config, machine)
+
+
+def _batch(training: TrainingConfig, num_devices: int, sharding: Any = None) -> Tree:
+    """Shapes of a step's batch."""
+    parts, length = training.gradient_accumulation_steps, training.max_seq_length
+    samples = num_devices * training.per_device_train_batch_size
+    shape = (parts, samples, length) if parts > 1 else (samples, length)
+    ids = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
+    return {"input_ids": ids, "labels": ids}
 
 
 def compiled_step(
@@ -138,8 +154,7 @@ def compiled_step(
         topology: As for `devices_of`.
         world_size: Number of devices if no topology is named.
     """
-    wide = config.sharding.master_dtype is DType.FLOAT64
-    jax.config.update("jax_enable_x64", wide)
+    jax.config.update("jax_enable_x64", config.sharding.master_dtype is DType.FLOAT64)
     devices, sharding = devices_of(topology, world_size), config.sharding
     training, num_devices = config.training.divided(len(devices)), len(devices)
     mesh = make_mesh(
@@ -148,13 +163,6 @@ def compiled_step(
     decoder = DecoderConfig.of(model_config)
     placed = plan(decoder.shapes(), sharding, mesh, blocks=BLOCKS, freeze=config.freeze)
     num_micro_batches = training.gradient_accumulation_steps
-    samples = num_devices * training.per_device_train_batch_size
-    axes = (num_micro_batches, samples) if num_micro_batches > 1 else (samples,)
-    ids = jax.ShapeDtypeStruct(
-        (*axes, training.max_seq_length),
-        jnp.int32,
-        sharding=placed.batch_sharding(num_micro_batches),
-    )
     tx = opt_state.sgd()
     if training.optim is not Optimizer.SGD:
         decay = trained(placed, placed.map(lambda _: training.weight_decay))
@@ -164,7 +172,7 @@ def compiled_step(
         placed,
         next_token(Decoder(decoder, placed), training.loss_chunk_size),
         tx,
-        {"input_ids": ids, "labels": ids},
+        _batch(training, num_devices, placed.batch_sharding(num_micro_batches)),
         max_grad_norm=training.max_grad_norm or None,
         num_micro_batches=num_micro_batches,
     )

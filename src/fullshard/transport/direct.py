@@ -90,7 +90,8 @@ class DirectTransport(Transport):
         self._compare_places(range(size))
         flat = values.view(-1)
         everyone = flat.new_empty(size * flat.numel())
-        all_gather_single(everyone, flat, group=self.axes.world_group)
+        work = all_gather_single(everyone, flat, group=self.axes.world_group, async_op=True)
+        Works([work], self._phase).wait()
         combine_in_order(everyone.chunk(size), flat, maximum=maximum)
 
     def _sum_chunks(

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from fullshard.planner.mesh import Mesh, order_of
 from fullshard.transport._torch_compat import group_timeout, is_alive, urgent_options
-from fullshard.transport.base import TAGS_A_MODEL
+from fullshard.transport.base import TAGS_A_MODEL, Works
 from fullshard.transport.shared.segment import Host
 
 
@@ -109,8 +109,7 @@ class Exchange:
             for part, tensor in listed
             if tensor.numel()
         ]
-        for work in dist.batch_isend_irecv(messages) if messages else ():
-            work.wait()
+        Works(dist.batch_isend_irecv(messages) if messages else ()).wait()
 
 
 def first_tag() -> int:

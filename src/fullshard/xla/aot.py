@@ -30,7 +30,7 @@ from fullshard.errors import ConfigError, WillNotFitError
 from fullshard.outlook.devices import parse_gpus
 from fullshard.planner.arrays import ArraysPlan, Collectives
 from fullshard.xla import processes
-from fullshard.xla.census import census
+from fullshard.xla.census import census, traced_collectives
 from fullshard.xla.opt_state import abstract_opt_state, trained
 from fullshard.xla.plan import AXES, Tree, XlaPlan, batch_spec, spec_of
 from fullshard.xla.step import Beside, LossFn, State, gradients, train_step
@@ -123,7 +123,7 @@ def compile_step(
             "Use more devices, a smaller batch or activation_checkpointing=block."
         ) from error
     compile_s = time.perf_counter() - began
-    on_cpu = plan.mesh.devices.flat[0].platform == "cpu"
+    on_cpu = plan.platform == "cpu"
     # Loops compiled for TPUs have no trip count. Those with collectives run over the blocks.
     layers = max((array.num_layers for array in plan.table.arrays), default=0)
     try:
@@ -161,36 +161,41 @@ def memory_of(compiled: Any, *, on_cpu: bool) -> dict[str, int]:
 
 
 @dataclass(frozen=True)
-class Kept:
-    """Bytes per device that a forward keeps for the backward.
+class Traced:
+    """What a traced step says without being compiled.
 
     Attributes:
-        activations: Bytes of activations.
+        collectives: Counts and bytes of the step's collectives by kind.
+        activations: Bytes of activations per device that a forward keeps for the backward.
         gathered: Bytes of full parameters that stay gathered until the backward.
     """
 
+    collectives: dict[str, Collectives]
     activations: int = 0
     gathered: int = 0
 
 
-def without_devices(table: ArraysPlan, structure: Any) -> XlaPlan:
+def without_devices(table: ArraysPlan, structure: Any, platform: str = "") -> XlaPlan:
     """The plan on an abstract mesh, which can be traced but not run."""
     sizes = (table.mesh.replicate, table.mesh.shard)
-    return XlaPlan(table, AbstractMesh(sizes, AXES, (AxisType.Auto,) * 2), structure)  # type: ignore[arg-type]
+    mesh: Any = AbstractMesh(sizes, AXES, (AxisType.Auto,) * 2)
+    return XlaPlan(table, mesh, structure, platform)
 
 
-def kept_for_backward(plan: XlaPlan, loss_fn: LossFn, batch: Tree) -> Kept:
-    """Returns the bytes per device that the forward of a micro-batch keeps for all blocks.
+def trace_step(plan: XlaPlan, loss_fn: LossFn, batch: Tree, num_micro_batches: int = 1) -> Traced:
+    """Traces the forward and backward of a step, which needs no device.
 
     Args:
         plan: The model's plan; its mesh may be abstract.
         loss_fn: The step's loss function.
-        batch: Shapes of the global micro-batch.
+        batch: Shapes of the global batch, after an axis of micro-batches if there are several.
+        num_micro_batches: Number of micro-batches.
+        on_cpu: Whether XLA will compile it for CPUs.
     """
     mapped = jax.shard_map(
-        partial(gradients, plan, lambda _: loss_fn, 1),
+        partial(gradients, plan, lambda _: loss_fn, num_micro_batches),
         mesh=plan.mesh,
-        in_specs=(plan.specs, batch_spec(plan.mesh, 1), PartitionSpec()),
+        in_specs=(plan.specs, batch_spec(plan.mesh, num_micro_batches), PartitionSpec()),
         out_specs=(trained(plan, plan.specs), PartitionSpec(), PartitionSpec()),
         check_vma=False,
     )
@@ -199,38 +204,30 @@ def kept_for_backward(plan: XlaPlan, loss_fn: LossFn, batch: Tree) -> Kept:
     # Matrix products save transposed weights.
     blocks = [array.shape for array in plan.table.arrays if array.block]
     weights = {shape for one in blocks for shape in (one, one[::-1])}
-    found = Kept()
-    for scan in _scans(program.jaxpr):
-        found = _with_kept(found, scan, weights)
-    return found
+    activations = gathered = 0
+    for scan in _scans(program.jaxpr, inside=num_micro_batches > 1):
+        for out in scan.outvars[scan.params["num_carry"] :]:
+            num_bytes = out.aval.size * out.aval.dtype.itemsize
+            if out.aval.shape[1:] in weights:
+                gathered += num_bytes
+            elif "host" not in str(out.aval).lower():  # not those offloaded
+                activations += num_bytes
+    moved = traced_collectives(program.jaxpr, on_cpu=plan.platform == "cpu")
+    return Traced(moved, activations, gathered)
 
 
-def _scans(program: Any) -> Iterator[Any]:
-    """The outermost scans of the forward."""
+def _scans(program: Any, *, inside: bool) -> Iterator[Any]:
+    """The outermost scans of the forward, or those inside of them, of a micro-batch."""
     for step in program.eqns:
-        if step.primitive.name == "scan":
+        if step.primitive.name == "scan" and not inside:
             if not step.params["reverse"]:
                 yield step
             continue
+        below = inside and step.primitive.name != "scan"
         for param in step.params.values():
             inner = getattr(param, "jaxpr", param)
             if hasattr(inner, "eqns"):
-                yield from _scans(inner)
-
-
-def _with_kept(found: Kept, scan: Any, weights: set[tuple[int, ...]]) -> Kept:
-    """The scan's stacked outputs, without those offloaded to the host."""
-    activations, gathered = found.activations, found.gathered
-    for out in scan.outvars[scan.params["num_carry"] :]:
-        aval = out.aval
-        num_bytes = aval.size * aval.dtype.itemsize
-        if "host" in str(aval).lower():
-            continue
-        if aval.shape[1:] in weights:
-            gathered += num_bytes
-        else:
-            activations += num_bytes
-    return Kept(activations, gathered)
+                yield from _scans(inner, inside=below)
 
 
 _KEY = "--topology"

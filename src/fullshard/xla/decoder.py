@@ -169,31 +169,17 @@ def logits_of(config: DecoderConfig, plan: XlaPlan, params: Tree, batch: Any) ->
     return hidden_of(config, plan, params, batch) @ head_of(config, params).T
 
 
-def hidden_of(config: DecoderConfig, plan: XlaPlan, params: Tree, batch: Any) -> jax.Array:
-    """(batch, length, hidden) states before the head; arguments as for `logits_of`."""
-
-    def scan(block: Any, x: jax.Array, stacked: Tree) -> jax.Array:
-        return scan_blocks(block, x, stacked, plan, BLOCKS[0])
-
-    return _hidden(config, params, batch, scan)
-
-
-def head_of(config: DecoderConfig, params: Tree) -> jax.Array:
-    """(vocabulary, hidden): the weight of the head, or of the tied embedding."""
-    tied = config.tie_word_embeddings
-    return params["model"]["embed_tokens"]["weight"] if tied else params["lm_head"]["weight"]
-
-
-def decode(
-    config: DecoderConfig, params: Tree, batch: Any, scan: Callable[..., jax.Array]
+def hidden_of(
+    config: DecoderConfig,
+    plan: XlaPlan | None,
+    params: Tree,
+    batch: Any,
+    scan: Callable[..., jax.Array] | None = None,
 ) -> jax.Array:
-    """Logits; `run` applies the blocks: (block, x, stacked arrays) -> x."""
-    return _hidden(config, params, batch, scan) @ head_of(config, params).T
+    """(batch, length, hidden) states before the head; arguments as for `logits_of`.
 
-
-def _hidden(
-    config: DecoderConfig, params: Tree, batch: Any, scan: Callable[..., jax.Array]
-) -> jax.Array:
+    `scan` applies the blocks instead of the plan: (block, x, stacked arrays) -> x.
+    """
     model, ids, places = params["model"], batch["input_ids"], batch.get("position_ids")
     x = model["embed_tokens"]["weight"][ids]
     turns = _rotations(config, ids.shape[1], x.dtype)
@@ -206,8 +192,15 @@ def _hidden(
         seen = seen[:, None, None]
     # Adding a bias instead of `where` spares the backward a mask as large as the scores.
     hidden = jnp.where(seen, 0.0, -jnp.inf).astype(_wide(x).dtype)
+    scan = scan or partial(scan_blocks, plan=plan, unit=BLOCKS[0])
     x = scan(partial(_block, config, (turns, hidden)), x, model["layers"])
     return _norm(x, model["norm"]["weight"], config.rms_norm_eps)
+
+
+def head_of(config: DecoderConfig, params: Tree) -> jax.Array:
+    """(vocabulary, hidden): the weight of the head, or of the tied embedding."""
+    tied = config.tie_word_embeddings
+    return params["model"]["embed_tokens"]["weight"] if tied else params["lm_head"]["weight"]
 
 
 def loss_fn(config: DecoderConfig, plan: XlaPlan) -> Callable[[Tree, Any], Any]:

@@ -38,13 +38,14 @@ from fullshard.config.values import RecomputeKind
 from fullshard.errors import ConfigError
 from fullshard.planner.arrays import ArrayPlan
 from fullshard.planner.mesh import Mesh
-from fullshard.xla.plan import REPLICATE, SHARD, Tree, XlaPlan, unpad
+from fullshard.xla.plan import REPLICATE, SHARD, Tree, XlaPlan, pad, unpad
 
 BLOCK_INPUT = "fullshard.block_input"
 # Recomputed, since they are cheap. If saved, they would keep a gathered weight alive.
 _MOVES = (
     *("reshape", "slice", "dynamic_slice", "split", "pad", "transpose", "squeeze"),
     *("expand_dims", "broadcast_in_dim", "copy", "convert_element_type", "concatenate"),
+    "bitcast_convert_type",
 )
 
 
@@ -88,8 +89,7 @@ def collect(array: ArrayPlan, shard: jax.Array) -> jax.Array:
 
 def reduce(array: ArrayPlan, grad: jax.Array, mesh: Mesh) -> jax.Array:
     """Reduces a gradient: returns this device's shard of the sum, in the accumulate dtype."""
-    widths = [(0, to - here) for here, to in zip(grad.shape, array.padded_shape, strict=True)]
-    return _reduce([array], [jnp.pad(grad, widths) if array.cut.padding else grad], mesh)[0]
+    return _reduce([array], [pad(array, grad)], mesh)[0]
 
 
 def _collect(arrays: Sequence[ArrayPlan], shards: Sequence[jax.Array]) -> list[jax.Array]:
@@ -205,6 +205,8 @@ def scan_blocks(  # noqa: PLR0913  (settings by name)
 def _bodies(body: Any, plan: XlaPlan, size: int, *, prevent_cse: bool) -> list[Any]:
     """The bodies of a group; the first one has activation checkpointing."""
     table = plan.table
+    if size == 1 and prevent_cse and plan.platform == "cpu":
+        return [partial(body, 0)]  # XLA's compiler for CPUs would drop the barrier, and share
 
     def kept(at: int, kind: RecomputeKind) -> Any:
         policy = _policy(kind, reshards=table.reshards)
@@ -297,7 +299,11 @@ def _exchange(rows: Arrays, axis: str) -> list[jax.Array]:
     for dtype in dict.fromkeys(array.dtype for array in rows):
         chosen = [at for at, array in enumerate(rows) if array.dtype == dtype]
         flat = [rows[at].reshape(rows[at].shape[0], -1) for at in chosen]
-        came = lax.all_to_all(jnp.concatenate(flat, 1), axis, 0, 0, tiled=True)
+        sent = jnp.concatenate(flat, 1)
+        if dtype == jnp.bfloat16:  # XLA would widen it for CPUs
+            sent = lax.bitcast_convert_type(sent, jnp.uint16)
+        came = lax.all_to_all(sent, axis, 0, 0, tiled=True)
+        came = came if came.dtype == dtype else lax.bitcast_convert_type(came, dtype)
         stops = [sum(part.shape[1] for part in flat[:count]) for count in range(1, len(flat))]
         for at, part in zip(chosen, jnp.split(came, stops, 1), strict=True):
             found[at] = part.reshape(rows[at].shape)

@@ -66,6 +66,12 @@ def trained(plan: XlaPlan, tree: Tree) -> Tree:
     return plan.with_arrays(lambda array, leaf: leaf if array.trainable else None, tree)
 
 
+def merged(plan: XlaPlan, params: Tree, mine: Tree) -> Tree:
+    """Returns the parameters with the trained arrays replaced."""
+    changed = iter(jax.tree.leaves(mine))
+    return plan.with_arrays(lambda array, leaf: next(changed) if array.trainable else leaf, params)
+
+
 def abstract_opt_state(plan: XlaPlan, tx: optax.GradientTransformation) -> Tree:
     """Returns the shapes and shardings of the stored optimizer state."""
     own = plan.map(lambda a: jax.ShapeDtypeStruct(own_shape(a), str(a.dtypes.master)))
@@ -98,6 +104,7 @@ def updated(
     tx: optax.GradientTransformationExtraArgs,
     grads: Tree,
     before: tuple[Tree, Tree],
+    loss: jax.Array,
     extra: dict[str, jax.Array],
 ) -> tuple[Tree, Tree]:
     """Returns parameters and optimizer state after one update.
@@ -107,10 +114,11 @@ def updated(
         tx: The optimizer.
         grads: Gradients of trained parameters.
         before: Parameters and state before the update.
+        loss: The step's loss, which optax names `value`.
         extra: Scalars for the optimizer, such as learning_rate.
 
     Raises:
-        ConfigError: The optimizer does not use a scalar of that name.
+        ConfigError: The optimizer does not use a scalar of that name, or needs something else.
     """
     params, opt_state = before
     arrays = [array for array in plan.table.arrays if array.trainable]
@@ -124,15 +132,20 @@ def updated(
     state = map_state(plan, lambda array, leaf: unpad(array, leaf) if array else leaf, opt_state)
 
     def update(extra: dict[str, jax.Array]) -> tuple[Tree, Tree]:
-        return tx.update(grads, _with_hyperparams(state, extra), mine, **extra)
+        told = {"value": loss, **extra}
+        try:
+            return tx.update(grads, _with_hyperparams(state, extra), mine, **told)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                "tx: expected an optimizer that updates from gradients, parameters, the loss (its "
+                f"`value`) and the step's scalars; its update says: {error}. Choose another, or "
+                "pass a scalar that it lacks as step(..., name=value)."
+            ) from error
 
     _check_read(update, extra)
     updates, state = update(extra)
-    changed = iter(jax.tree.leaves(each(pad, optax.apply_updates(mine, updates))))
-    return (
-        plan.with_arrays(lambda a, leaf: next(changed) if a.trainable else leaf, params),
-        _with_padding(plan, state),
-    )
+    changed = each(pad, optax.apply_updates(mine, updates))
+    return merged(plan, params, changed), _with_padding(plan, state)
 
 
 def _with_padding(plan: XlaPlan, opt_state: Tree) -> Tree:
@@ -178,30 +191,22 @@ def adamw(
         epsilon: Added outside the square root.
         weight_decay: One coefficient per parameter.
     """
-    inner = optax.scale_by_adam(*betas, epsilon)
-
-    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        scaled, state = inner.update(updates, state, params)
-        learning_rate = extra["learning_rate"]
-
-        def step(scaled: jax.Array, param: jax.Array, decay: float) -> jax.Array:
-            return -learning_rate.astype(param.dtype) * (scaled + decay * param)
-
-        return jax.tree.map(step, scaled, params, weight_decay), state
-
-    return optax.GradientTransformationExtraArgs(inner.init, update)
+    return _rated(optax.scale_by_adam(*betas, epsilon), weight_decay)
 
 
 def sgd() -> optax.GradientTransformationExtraArgs:
     """Plain gradient descent; its update receives `learning_rate`."""
+    return _rated(optax.identity())
 
+
+def _rated(
+    inner: optax.GradientTransformation, weight_decay: Tree = None
+) -> optax.GradientTransformationExtraArgs:
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        del params
-        learning_rate = extra["learning_rate"]
-        return jax.tree.map(lambda g: -learning_rate.astype(g.dtype) * g, updates), state
+        updates, state = inner.update(updates, state, params)
+        if weight_decay is not None:
+            updates = jax.tree.map(lambda u, p, d: u + d * p, updates, params, weight_decay)
+        rate = extra["learning_rate"]
+        return jax.tree.map(lambda u: -rate.astype(u.dtype) * u, updates), state
 
-    def init(params: Any) -> optax.EmptyState:
-        del params
-        return optax.EmptyState()
-
-    return optax.GradientTransformationExtraArgs(init, update)
+    return optax.GradientTransformationExtraArgs(inner.init, update)

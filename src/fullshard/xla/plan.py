@@ -28,7 +28,7 @@ Tree = Any  # any pytree
 REPLICATE, SHARD = "replicate", "shard"
 AXES = (REPLICATE, SHARD)
 # Per platform: the latency-hiding scheduler and asynchronous collectives.
-_OVERLAP: dict[str, dict[str, Any]] = {
+OVERLAP: dict[str, dict[str, Any]] = {
     "gpu": {
         "xla_gpu_enable_latency_hiding_scheduler": True,
         "xla_gpu_enable_pipelined_all_gather": True,
@@ -100,26 +100,23 @@ def live_axes(mesh: DeviceMesh) -> tuple[str, ...]:
     return tuple(axis for axis in AXES if mesh.shape[axis] > 1)
 
 
-def compiler_options_for(mesh: DeviceMesh) -> dict[str, Any]:
-    """Returns the backend's XLA options that overlap collectives with computation."""
-    devices: Any = getattr(mesh, "devices", None)  # abstract meshes have no devices
-    return _OVERLAP.get(devices.flat[0].platform, {}) if devices is not None else {}
-
-
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class XlaPlan:
     """The result of `plan`; an argument of steps, loads and saves.
 
     Attributes:
-        table: Arrays, their sharding, collectives and memory, as plain data.
+        table: Arrays, their sharding, collectives and memory, as plain data. A step that is traced
+            adds its collectives: see [Note: traced collectives].
         mesh: Devices over ('replicate', 'shard').
         structure: Tree structure of the parameters.
+        platform: Platform of the devices: cpu, gpu, tpu; "" if it is not known.
         gathered: Names of stacked arrays that the loss function has gathered so far.
     """
 
     table: ArraysPlan
     mesh: DeviceMesh
     structure: Any
+    platform: str = ""
     gathered: set[str] = field(default_factory=set[str])
 
     @cached_property
@@ -236,7 +233,7 @@ def plan(
     sizes, mesh = sizes_of(mesh), with_auto_axes(mesh)
     _check_sizes(settings, sizes)
     table = table_of(shapes, settings, sizes, blocks, freeze)
-    return XlaPlan(table, mesh, jax.tree.structure(shapes))
+    return XlaPlan(table, mesh, jax.tree.structure(shapes), mesh.devices.flat[0].platform)
 
 
 def table_of(
@@ -250,7 +247,7 @@ def table_of(
     contract = ContractRule(
         settings.master_dtype, settings.param_dtype, settings.reduce_dtype, settings.fp32_modules
     )
-    named = [(path_name(path), x) for path, x in jax.tree.leaves_with_path(shapes)]
+    named = named_leaves(shapes)
     names = [name for name, _ in named]
     check_globs("freeze", freeze, names, "arrays")
     _check_blocks(blocks, names)
@@ -328,9 +325,19 @@ def _array(
     return ArrayPlan(name, own, cut, contract.of(spec), trainable, block, layers)
 
 
-def path_name(path: tuple[Any, ...]) -> str:
+def is_on_mesh(leaf: Any) -> bool:
+    """Whether an array has been placed on a mesh."""
+    return isinstance(getattr(leaf, "sharding", None), NamedSharding)
+
+
+def path_name(path: Any, separator: str = ".") -> str:
     """Returns a tree path as text: `layers.0.kernel`."""
-    return jax.tree_util.keystr(path, simple=True, separator=".")
+    return jax.tree_util.keystr(path, simple=True, separator=separator)
+
+
+def named_leaves(tree: Tree, separator: str = ".") -> list[tuple[str, Any]]:
+    """Returns the leaves of a tree by path."""
+    return [(path_name(path, separator), leaf) for path, leaf in jax.tree.leaves_with_path(tree)]
 
 
 def _check_blocks(blocks: Sequence[str], names: Sequence[str]) -> None:

@@ -38,7 +38,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -48,14 +48,16 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fullshard.errors import ConfigError, DataError
+from fullshard.xla.census import traced_collectives
 from fullshard.xla.gather import all_reduce, collect, reduce
-from fullshard.xla.opt_state import fresh, opt_shardings, trained, updated
+from fullshard.xla.opt_state import fresh, merged, opt_shardings, trained, updated
 from fullshard.xla.plan import (
+    OVERLAP,
     SHARD,
     Tree,
     XlaPlan,
     batch_spec,
-    compiler_options_for,
+    is_on_mesh,
     live_axes,
     own_shape,
     pad,
@@ -91,11 +93,7 @@ class State:
     variables: Any = None
 
 
-@partial(
-    jax.tree_util.register_dataclass, data_fields=("given", "rng", "variables"), meta_fields=()
-)
-@dataclass(frozen=True)
-class Beside:
+class Beside(NamedTuple):
     """Further arguments of a loss function; None if absent.
 
     Attributes:
@@ -138,17 +136,13 @@ def init(
         key: A jax.random.key; None: seed 0.
         variables: State that the loss updates without gradients, such as BatchNorm's averages.
     """
-    key = jax.random.key(0) if key is None else key
-    return with_optimizer(plan, born_sharded(plan, init_fn)(key), tx, variables=variables)
-
-
-def born_sharded(plan: XlaPlan, init_fn: Callable[[Any], Tree]) -> Any:
-    """The compiled function of `init`: key -> sharded parameters."""
 
     def build(key: Any) -> Tree:
         return plan.with_arrays(stored, init_fn(key))
 
-    return jax.jit(build, out_shardings=plan.shardings)
+    key = jax.random.key(0) if key is None else key
+    params = jax.jit(build, out_shardings=plan.shardings)(key)
+    return with_optimizer(plan, params, tx, variables=variables)
 
 
 def with_optimizer(
@@ -182,7 +176,7 @@ class Step:
     ) -> None:
         self.plan = plan
         self.num_micro_batches = num_micro_batches
-        self._run = run
+        self._run, self._is_traced = run, False
         self._given = None if given is None else given.params
 
     def __call__(
@@ -196,13 +190,16 @@ class Step:
                 micro-batches if there are several).
             rng: A jax.random.key, which may be the same in every step; see [Note: keys].
             **extra: Scalars for the optimizer's update, such as learning_rate; they replace those
-                of `optax.inject_hyperparams`.
+                of `optax.inject_hyperparams`. Its `value` is the step's loss unless given.
 
         Raises:
             ConfigError: The optimizer does not use such a scalar.
             DataError: The number of samples is not divisible by the number of devices.
         """
-        found = self._run(state, self.place(batch), _arrays(extra), self._given, rng)
+        arguments = state, self.place(batch), _arrays(extra), self._given, rng
+        if not self._is_traced:
+            self._traced(*arguments)
+        found = self._run(*arguments)
         if jax.default_backend() == "cpu":
             # Concurrent steps on several CPU devices of a process can deadlock on its threads.
             jax.block_until_ready(found)
@@ -216,8 +213,15 @@ class Step:
         self, state: Any, batch: Any, compiler_options: Any = None, *, rng: Any = None, **extra: Any
     ) -> Any:
         """Compiles the step; accepts shapes in place of arrays."""
-        lowered = self._run.lower(state, batch, _arrays(extra), self._given, rng)
-        return lowered.compile(compiler_options)
+        traced = self._traced(state, batch, _arrays(extra), self._given, rng)
+        return traced.lower().compile(compiler_options)
+
+    def _traced(self, *arguments: Any) -> Any:
+        """Traces the step, which jax keeps for the call, and reads its collectives."""
+        traced, plan, self._is_traced = self._run.trace(*arguments), self.plan, True
+        moved = traced_collectives(traced.jaxpr.jaxpr, on_cpu=plan.platform == "cpu")
+        plan.table = plan.table.with_traced(self.num_micro_batches, moved)
+        return traced
 
     def num_compiled(self) -> int:
         """The number of compiled programs: one unless shapes changed."""
@@ -246,7 +250,7 @@ def train_step(  # noqa: PLR0913  (settings by name)
         num_micro_batches: Number of micro-batches whose gradients are accumulated per update.
         given: Constant arrays, passed to the loss as a third argument in the same form as
             parameters. They have no gradients.
-        compiler_options: XLA options, added to those of `compiler_options_for`.
+        compiler_options: XLA options, added to those of `OVERLAP`.
     """
     tx = optax.with_extra_args_support(tx)
     mapped = jax.shard_map(
@@ -270,12 +274,12 @@ def train_step(  # noqa: PLR0913  (settings by name)
             factor = max_grad_norm / (metrics["grad_norm"] + NORM_EPSILON)
             grads = jax.tree.map(lambda g: g * jnp.minimum(factor, 1.0).astype(g.dtype), grads)
         before = state.params, state.opt_state
-        params, opt_state = updated(plan, tx, grads, before, extra)
+        params, opt_state = updated(plan, tx, grads, before, metrics["loss"], extra)
         return State(params, opt_state, state.step + 1, plan, variables), metrics
 
     whole = plan.replicated
     shardings = State(plan.shardings, opt_shardings(plan, tx), whole, plan, whole)
-    options = {**compiler_options_for(plan.mesh), **(compiler_options or {})}
+    options = {**OVERLAP.get(plan.platform, {}), **(compiler_options or {})}
     compiled = jax.jit(
         run, donate_argnums=0, out_shardings=(shardings, whole), compiler_options=options or None
     )
@@ -339,7 +343,7 @@ def place_batch(plan: XlaPlan, batch: Any, num_micro_batches: int = 1) -> Any:
     world = plan.table.mesh.world_size // jax.process_count()
 
     def place(leaf: Any) -> Any:
-        if isinstance(leaf, jax.Array) and isinstance(leaf.sharding, NamedSharding):
+        if is_on_mesh(leaf):
             return leaf
         if leaf.ndim <= axis or leaf.shape[axis] % world:
             raise DataError(
@@ -378,7 +382,7 @@ def gradients(
         more = {} if variables is None else {"variables": variables}
         if beside.rng is not None:
             more["rng"] = _key(plan, beside.rng, at)
-        sums = sums_of(loss_fn(_merge(plan, met, mine), batch, **more), variables)
+        sums = sums_of(loss_fn(merged(plan, met, mine), batch, **more), variables)
         return sums.total, sums
 
     def micro_batch(carry: Any, turn: Any) -> tuple[Any, Any]:
@@ -425,7 +429,7 @@ def _over_devices(plan: XlaPlan, sums: tuple[Any, Any, Any]) -> tuple[Any, Any, 
     values = [total, count // _SPLIT, count % _SPLIT, *leaves]
     flat = [jnp.ravel(value).astype(_wide(plan, total)) for value in values]
     ends = np.cumsum([part.size for part in flat])[:-1].tolist()
-    parts = jnp.split(_sum_over(plan, jnp.concatenate(flat)), ends)
+    parts = jnp.split(all_reduce([jnp.concatenate(flat)], live_axes(plan.mesh))[0], ends)
     found = [part.reshape(jnp.shape(value)) for part, value in zip(parts, values, strict=True)]
     high, low = (part.astype(_wide(plan, count)) for part in found[1:3])
     return found[0], high * _SPLIT + low, jax.tree.unflatten(structure, found[3:])
@@ -464,16 +468,6 @@ def _norm(plan: XlaPlan, grads: Sequence[jax.Array]) -> jax.Array:
     return jnp.sqrt(parted + whole)
 
 
-def _sum_over(plan: XlaPlan, value: jax.Array) -> jax.Array:
-    return all_reduce([value], live_axes(plan.mesh))[0]
-
-
-def _merge(plan: XlaPlan, params: Tree, mine: Tree) -> Tree:
-    """The parameters with the trained arrays replaced."""
-    updated = iter(jax.tree.leaves(mine))
-    return plan.with_arrays(lambda array, leaf: next(updated) if array.trainable else leaf, params)
-
-
 def stored(array: Any, leaf: jax.Array) -> jax.Array:
     if tuple(leaf.shape) != own_shape(array):
         raise ConfigError(
@@ -506,17 +500,11 @@ LossFn = Callable[..., tuple[Any, ...]]
 RESERVED = ("loss", "grad_norm", "num_tokens")
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=("total", "count", "metrics", "variables"),
-    meta_fields=(),
-)
-@dataclass(frozen=True)
-class Sums:
+class Sums(NamedTuple):
     """The results of a loss function. See [Note: losses]."""
 
     total: jax.Array
-    count: jax.Array
+    count: jax.Array  # pyright: ignore[reportIncompatibleMethodOverride]
     metrics: dict[str, jax.Array]
     variables: Any
 

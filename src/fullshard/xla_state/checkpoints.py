@@ -39,7 +39,7 @@ from fullshard.loading import is_checkpoint, state_tensor
 from fullshard.planner.arrays import ArrayPlan
 from fullshard.saving import GROUPS, SAVES, SCALARS, SaveSettings, Values, write
 from fullshard.xla.opt_state import Leaf, leaves_of
-from fullshard.xla.plan import SHARD, XlaPlan, path_name, unpad
+from fullshard.xla.plan import SHARD, XlaPlan, named_leaves, unpad
 from fullshard.xla.processes import agree, tell
 from fullshard.xla.step import State, scalar, with_optimizer
 
@@ -84,33 +84,22 @@ def ranks() -> Ranks:
 def _pieces(state: State) -> Iterator[Piece]:
     """The pieces that this process writes, copied to the host."""
     plan = state.plan
-    pairs = zip(plan.table.arrays, jax.tree.leaves(state.params), strict=True)
-    for at, (array, leaf) in enumerate(pairs):
-        for name, piece in _ranges(plan, at, array, leaf):
-            yield piece(key_of(Kind.MODEL, name))
+    for at, leaf in enumerate(jax.tree.leaves(state.params)):
+        yield from _ranges(plan, at, leaf, partial(key_of, Kind.MODEL))
     leaves, words = states_of(plan, state.opt_state)
     for leaf in leaves:
         if leaf.at is not None:
-            for name, piece in _ranges(plan, leaf.at, plan.table.arrays[leaf.at], leaf.value):
-                yield piece(key_of(Kind.OPTIMIZER, name, words[leaf.name]))
+            yield from _ranges(plan, leaf.at, leaf.value, partial(_state_key, words[leaf.name]))
 
 
-def _ranges(
-    plan: XlaPlan, at: int, array: ArrayPlan, leaf: jax.Array
-) -> Iterator[tuple[str, Callable[[str], Piece]]]:
-    """(tensor name, key -> local range) of each layer; replicas take turns by array."""
+def _ranges(plan: XlaPlan, at: int, leaf: jax.Array, key: Callable[[str], str]) -> Iterator[Piece]:
+    """The local range of each layer of an array; replicas take turns by array."""
+    array = plan.table.arrays[at]
     dtype = dtype_name(array.name, leaf)
     for layer, name in enumerate(array.names()):
         start, values = _range(plan, at, array, leaf, layer)
-        data = bytes_of(values)
-        stop = start + values.size
-        yield name, partial(_piece, dtype, array.shape, (start, stop), data)
-
-
-def _piece(
-    dtype: str, shape: tuple[int, ...], span: tuple[int, int], data: memoryview, key: str
-) -> Piece:
-    return Piece(key, dtype, shape, *span, lambda: data)
+        stop, data = start + values.size, partial(bytes_of, values)
+        yield Piece(key(name), dtype, array.shape, start, stop, data)
 
 
 def _range(
@@ -213,11 +202,6 @@ def states_of(plan: XlaPlan, opt_state: Any) -> tuple[list[Leaf], dict[str, str]
 def is_adamw(words: Mapping[str, str]) -> bool:
     """Whether torch's AdamW has the same states."""
     return set(words.values()) == set(STATE_NAMES.values())
-
-
-def named_leaves(tree: Any) -> list[tuple[str, Any]]:
-    """The leaves of a tree by path."""
-    return [(path_name(path), leaf) for path, leaf in jax.tree.leaves_with_path(tree)]
 
 
 def dtype_name(name: str, leaf: Any) -> str:

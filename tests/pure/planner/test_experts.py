@@ -87,6 +87,18 @@ def test_the_outermost_modules_of_experts_become_units_with_their_mesh():
     assert ", on 1 x 2 x 2 (experts)" in plan.tree()
 
 
+def test_numbers_of_experts_do_not_change_the_choice_of_units():
+    """Ranks that share five experts have one, two or none of them."""
+    names = []
+    for experts in (0, 1, 2, 100):
+        whole = spec()
+        params = [replace(p, shape=(experts, 8, 3)) if p.mesh else p for p in whole.params]
+        plan = make_plan(replace(whole, params=tuple(params)), ShardConfig(), Topology(4))
+        names.append([unit.name for unit in plan.units])
+    assert all(found == names[0] for found in names)
+    assert "layers.1.moe.experts" in names[0]
+
+
 def test_no_shard_replicates_experts_over_the_ranks_with_the_same_ones():
     plan = make_plan(spec(), ShardConfig(strategies={"layers.0": "no_shard"}), Topology(4))
     assert plan.units[2].mesh == Mesh(2, 1, (), 2)

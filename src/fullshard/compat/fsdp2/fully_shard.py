@@ -329,17 +329,13 @@ def fully_shard(  # noqa: PLR0913
         mp_policy: Dtypes of this unit.
         offload_policy: Read from the outermost unit.
         ignored_params: Parameters that stay whole on every rank; their gradients are not reduced.
-        dp_mesh_dims: Must be None: meshes with other axes are not supported.
+        dp_mesh_dims: Names of the data-parallel axes; the other axes must have one rank.
 
     Returns:
         The argument `module`.
     """
     modules = list(module) if isinstance(module, list | tuple) else [module]
-    if dp_mesh_dims is not None:
-        raise NotOfferedError(
-            "dp_mesh_dims: expected a mesh of data-parallel axes alone; others are not yet "
-            "supported. Pass that part of the mesh: mesh['fsdp']."
-        )
+    mesh = mesh if dp_mesh_dims is None else _data_parallel(mesh, dp_mesh_dims)
     sizes = _sizes(mesh)
     _check_reshard(reshard_after_forward, sizes)
     ignored = {id(param) for param in ignored_params or ()}
@@ -388,6 +384,21 @@ def mark_unit(
     swap_class(module, FSDPModule, f"FSDP{kind.__name__}")
     mark(module, wrapped)
     optim_states.show_rows(module)
+
+
+def _data_parallel(mesh: Any, dims: Any) -> Any:
+    """The data-parallel axes of a mesh, without those of one rank."""
+    given = [
+        (name,) if isinstance(name, str) else name or () for name in (dims.replicate, dims.shard)
+    ]
+    names = [name for part in given for name in part]
+    found = mesh[tuple(n for n in names if mesh[n].size() > 1) or tuple(names[-1:])]
+    if found.size() != mesh.size():
+        raise NotOfferedError(
+            f"dp_mesh_dims: expected axes that cover all ranks of the mesh; got {names}, {mesh}. "
+            "Other axes are not supported here; use fullshard.shard beside tensor parallelism."
+        )
+    return found
 
 
 def _sizes(mesh: Any) -> dict[str, Any]:

@@ -1,0 +1,147 @@
+"""examples/switch: scripts of other libraries, changed by the `.sed` files, compute the same."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+pytestmark = [pytest.mark.timeout(600)]
+
+SWITCH = Path(__file__).parents[2] / "examples" / "switch"
+
+
+def needs(package, how):
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"needs {package}, which make setup does not install: {how}")
+
+
+def changed(script, sed, folder):
+    """The script as the sed file leaves it; every rule of the file finds its line once."""
+    text = subprocess.run(
+        ["sed", "-f", SWITCH / sed, script], capture_output=True, text=True, check=True
+    ).stdout
+    assert text != script.read_text()
+    found = folder / f"changed_{script.name}"
+    found.write_text(text)
+    return found
+
+
+def run(script, folder, *words):
+    command = [sys.executable, "-m", "fullshard", "launch", "--nproc-per-node", "2"]
+    command += ["--log-dir", folder / "logs", script, *words]
+    done = subprocess.run(
+        [*map(str, command)], capture_output=True, text=True, timeout=280, env=os.environ,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def losses(output):
+    (line,) = (line for line in output.splitlines() if "losses" in line)
+    return [float(word) for word in line.partition("losses")[2].split()]
+
+
+def both(script, sed, tmp_path):
+    before = losses(run(script, tmp_path, tmp_path / "before"))
+    after = losses(run(changed(script, sed, tmp_path), tmp_path, tmp_path / "after"))
+    assert len(before) >= 4
+    assert len(set(before)) > 1
+    assert after == pytest.approx(before, rel=1e-5)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("script", "sed"),
+    [("clm.py", "trainer.sed"), ("loop.py", "accelerate.sed"), ("ddp.py", "ddp.sed")],
+)
+def test_a_changed_script_has_the_losses_of_the_original(script, sed, tmp_path):
+    both(SWITCH / script, sed, tmp_path)
+
+
+@pytest.mark.peers
+def test_a_changed_lightning_script_has_the_losses_of_the_original(tmp_path):
+    needs("lightning", "pip install 'fullshard[lightning]'")
+    both(SWITCH / "lit.py", "lightning.sed", tmp_path)
+
+
+@pytest.mark.long
+def test_the_checkpoint_of_the_changed_loop_is_that_of_ddp(tmp_path):
+    run(SWITCH / "ddp.py", tmp_path, tmp_path / "before")
+    run(changed(SWITCH / "ddp.py", "ddp.sed", tmp_path), tmp_path, tmp_path / "after")
+    theirs, ours = (torch.load(tmp_path / name / "ckpt.pt") for name in ("before", "after"))
+    assert ours["model"].keys() == theirs["model"].keys()
+    for name, value in theirs["model"].items():
+        torch.testing.assert_close(ours["model"][name], value, rtol=1e-5, atol=1e-6)
+    moments = [state["optimizer"]["state"][0]["exp_avg"] for state in (theirs, ours)]
+    torch.testing.assert_close(moments[1], moments[0], rtol=1e-4, atol=1e-6)
+
+
+# ---- TRL's own scripts, out of the installed package
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    """A model with a tokenizer, and rows for each script."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    folder = tmp_path_factory.mktemp("inputs")
+    words = ["<pad>", "<eos>", "<unk>", *(f"w{at}" for at in range(125))]
+    plain = Tokenizer(models.WordLevel({w: at for at, w in enumerate(words)}, unk_token="<unk>"))
+    plain.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=plain, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    config = LlamaConfig(
+        vocab_size=128, **sizes, num_attention_heads=2, num_key_value_heads=2,
+        pad_token_id=0, bos_token_id=1, eos_token_id=1,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+
+    def said(at, most):
+        return " ".join(f"w{at * i % 120}" for i in range(1, 4 + at % most))
+
+    kinds = {
+        "sft": lambda at: {"prompt": f"w{at}", "completion": said(at, 9)},
+        "dpo": lambda at: {"prompt": f"w{at}", "chosen": said(at, 9), "rejected": said(at, 5)},
+        "kto": lambda at: {"prompt": f"w{at}", "completion": said(at, 9), "label": at % 2 == 0},
+        "reward": lambda at: {"chosen": said(at, 9), "rejected": said(at + 1, 5)},
+    }
+    for kind, row in kinds.items():
+        (folder / kind).mkdir()
+        lines = "".join(json.dumps(row(at)) + "\n" for at in range(32))
+        (folder / kind / "train.jsonl").write_text(lines)
+    return folder
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["sft", "dpo", "kto", "reward"])
+def test_a_changed_script_of_trl_logs_what_the_original_logs(kind, inputs, tmp_path):
+    trl = importlib.util.find_spec("trl")
+    script = Path(trl.origin).parent / "scripts" / f"{kind}.py"
+    words = ["--model_name_or_path", inputs / "model", "--dataset_name", inputs / kind]
+    words += ["--use_cpu", "--bf16", "False", "--max_steps", "3", "--logging_steps", "1"]
+    words += ["--per_device_train_batch_size", "4", "--learning_rate", "1e-2"]
+    words += ["--report_to", "none", "--seed", "3", "--dataloader_pin_memory", "False"]
+    found = []
+    for name, one in (("before", script), ("after", changed(script, "trainer.sed", tmp_path))):
+        run(one, tmp_path, *words, "--output_dir", tmp_path / name)
+        state = max((tmp_path / name).glob("checkpoint-*/trainer_state.json"))
+        history = json.loads(state.read_text())["log_history"]
+        found.append([(row["loss"], row["grad_norm"]) for row in history if "loss" in row])
+        assert (tmp_path / name / "model.safetensors").exists()
+    before, after = found
+    assert len(before) == 3
+    for mine, theirs in zip(after, before, strict=True):
+        assert mine == pytest.approx(theirs, rel=2e-5, abs=1e-7)

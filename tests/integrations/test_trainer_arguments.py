@@ -1,0 +1,82 @@
+"""TrainingArguments of a sharded Trainer: the table in the documentation, and some of its rows."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import sys
+from pathlib import Path
+
+import arguments_job
+import pytest
+from transformers import Seq2SeqTrainingArguments, TrainingArguments
+from transformers.training_args import OptimizerNames
+
+from fullshard.errors import ConfigError
+from fullshard.integrations.accelerator import sharding_of
+from support import forked as subprocess
+
+SCRIPT = Path(arguments_job.__file__)
+PAGE = Path(__file__).parents[2] / "docs" / "migrate" / "trainer_arguments.md"
+RESULTS = ("equal", "within rounding", "refused", "no effect", "not tried", "the same error")
+RUN = ["common", "optim=adafactor", "torch_compile_backend", "auto_find_batch_size",
+       "load_best_model_at_end", "hub_revision", "resume_from_checkpoint, adafactor",
+       "neftune_noise_alpha"]  # fmt: skip
+
+
+def table():
+    """Results by argument: `optim` has a row for each of its values."""
+    rows = re.findall(r"^\| (`[^|]+) \| ([^|]+) \|", PAGE.read_text(), re.MULTILINE)
+    return {name: result for names, result in rows for name in re.findall(r"`([^`]+)`", names)}
+
+
+def test_every_argument_stands_in_the_table():
+    found = table()
+    fields = [f.name for f in dataclasses.fields(Seq2SeqTrainingArguments)]
+    fields.remove("optim")
+    wanted = {*fields, *(f"optim={one.value}" for one in OptimizerNames)}
+    assert found.keys() >= wanted, sorted(wanted - found.keys())
+    assert all(result.startswith(RESULTS) for result in found.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("deepspeed", {"zero_optimization": {"stage": 3}}),
+        ("bf16_full_eval", True),
+        ("fp16_full_eval", True),
+    ],
+)
+def test_a_refused_argument_is_named(name, given, tmp_path):
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
+    setattr(args, name, given)
+    with pytest.raises(ConfigError, match=rf"TrainingArguments\.{name}: expected none"):
+        sharding_of(args)
+    assert table()[name].startswith("refused")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("arguments")
+    for mode in ("ddp", "sharded"):
+        command = [sys.executable, "-m", "fullshard", "launch", "--nproc-per-node", "2"]
+        command += ["--log-dir", str(folder / f"logs-{mode}"), str(SCRIPT), mode, str(folder)]
+        done = subprocess.run(
+            [*command, *RUN], capture_output=True, text=True, timeout=290, env=os.environ,
+            check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", RUN)
+def test_a_case_of_the_table_is_equal(runs, name):
+    verdict, logs, weights = arguments_job.compare(runs, name)
+    assert verdict == "ran"
+    assert logs is not None
+    assert logs < 1e-6
+    assert weights is not None
+    assert weights < 1e-6

@@ -1,0 +1,149 @@
+"""What users train on several processes of jax, each with its own samples and one device."""
+
+from __future__ import annotations
+
+import pytest
+
+from support.ranks import RankPool
+
+NUM_STEPS = 2
+
+
+@pytest.fixture(scope="module")
+def two(pytestconfig):
+    """`two(function, *args)` runs a module-level function in two processes of jax."""
+    filters = [*pytestconfig.getini("filterwarnings"), *(pytestconfig.option.pythonwarnings or [])]
+    pool = RankPool(2, filters or ["error"])
+    yield lambda function, *args: pool(function, *args, timeout=300.0)
+    pool.close()
+
+
+def joined():
+    """This process's rank, after it has met the other."""
+    import jax
+    import torch.distributed as dist
+
+    from fullshard.launch import rendezvous
+    from fullshard.xla import processes
+
+    rank = dist.get_rank()
+    if not jax.distributed.is_initialized():
+        address = [rendezvous.free_address(None) if rank == 0 else ""]
+        dist.broadcast_object_list(address)
+        processes.join(rank, 2, lambda: address[0], wide=True)
+    return rank
+
+
+def mine(rank, batch):
+    return {name: value[rank::2] for name, value in batch.items()}
+
+
+def trained(name, strategy, replicate, shard):
+    """Differences from one device, and collectives as compiled and as planned."""
+    rank = joined()
+    import jax
+    import numpy as np
+    import optax
+
+    import fullshard.jax as fj
+    from support import user_models
+
+    model, tx = user_models.MODELS[name](), optax.adamw(1e-2, eps=1e-3)
+    plan = fj.plan(
+        model.params,
+        {"strategy": strategy},
+        fj.make_mesh(replicate, shard),
+        blocks=model.blocks,
+        freeze=model.freeze,
+    )
+
+    def scan(block, x, stacked, **inputs):
+        return fj.scan_blocks(block, x, stacked, plan, **inputs)
+
+    def trainable(params):
+        own = plan.with_arrays(lambda array, leaf: leaf if array.trainable else None, params)
+        rest = plan.with_arrays(lambda array, leaf: None if array.trainable else leaf, params)
+        return own, rest
+
+    step = fj.train_step(plan, model.loss(scan, user_models.AXES), tx)
+    state = fj.shard(plan, model.params, tx, model.variables)
+    start = fj.full_params(state)
+    losses = []
+    for at in range(NUM_STEPS):
+        state, metrics = step(state, mine(rank, user_models.images(at)))
+        losses.append(float(metrics["loss"]))
+    census = fj.census(step.compile(state, step.place(mine(rank, user_models.images(0)))))
+    planned = {kind: c for kind, c in plan.table.collectives().items() if c.count}
+    wanted = user_models.alone(model, start, tx, NUM_STEPS, 1, trainable)
+    found = jax.tree.leaves(fj.full_params(state))
+    apart = max(np.abs(a - b).max() for a, b in zip(found, wanted[1], strict=True))
+    return np.abs(np.subtract(losses, wanted[0])).max(), apart, census, planned
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        ("lora", ("full_shard", 1, 2)),
+        pytest.param("linen_cnn", ("full_shard", 1, 2), marks=pytest.mark.long),
+        pytest.param("equinox_mlp", ("no_shard", 2, 1), marks=pytest.mark.long),
+        pytest.param("rnn", ("shard_grad_op", 1, 2), marks=pytest.mark.long),
+        pytest.param("experts", ("full_shard", 1, 2), marks=pytest.mark.long),
+        pytest.param("equinox_batchnorm", ("full_shard", 1, 2), marks=pytest.mark.long),
+    ],
+)
+def test_two_processes_train_as_one_device_and_exchange_what_the_plan_says(two, name, mesh):
+    for losses, parameters, census, planned in two(trained, name, *mesh):
+        assert losses < 1e-11
+        assert parameters < 1e-11
+        assert census == planned
+        assert "all-to-all" in census
+        assert "all-gather" not in census
+
+
+def tutorial():
+    """Losses of the tutorial's step, of which each process has half of the samples."""
+    rank = joined()
+    import jax
+    import numpy as np
+    import optax
+    from flax import nnx
+    from jax.sharding import Mesh
+
+    import fullshard.jax as fj
+
+    def model():
+        rngs = nnx.Rngs(0)
+        embed = nnx.Embed(50, 16, rngs=rngs)
+        return nnx.Sequential(embed, lambda x: x.mean(1), nnx.Linear(16, 8, rngs=rngs))
+
+    def losses(mesh, samples):
+        graph, params = nnx.split(model())
+        params = fj.shard_fsdp(params, threshold=100, mesh=mesh)
+        state = nnx.ModelAndOptimizer(nnx.merge(graph, params), optax.adam(1e-2))
+        step, found = fj.create_fsdp_train_step(mesh), []
+        for at in range(3):
+            ids = np.random.default_rng(at).integers(0, 50, (16, 6))
+            state, loss, _ = step(state, samples({"input_ids": ids, "label": ids[:, 0] % 8}))
+            found.append(float(loss))
+        return found
+
+    together = losses(Mesh(np.array(jax.devices()), ("fsdp",)), lambda batch: mine(rank, batch))
+    alone = []
+    if rank == 0:
+        model_alone = model()
+        optimizer = nnx.Optimizer(model_alone, optax.adam(1e-2), wrt=nnx.Param)
+
+        def loss_of(model, ids):
+            return optax.softmax_cross_entropy_with_integer_labels(model(ids), ids[:, 0] % 8).mean()
+
+        for at in range(3):
+            ids = np.random.default_rng(at).integers(0, 50, (16, 6))
+            value, grads = nnx.value_and_grad(loss_of)(model_alone, ids)
+            optimizer.update(model_alone, grads)
+            alone.append(float(value))
+    return together, alone
+
+
+def test_the_tutorials_step_takes_each_processs_own_samples(two):
+    (first, alone), (second, _) = two(tutorial)
+    assert first == second == pytest.approx(alone, rel=1e-5)

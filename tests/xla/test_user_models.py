@@ -1,0 +1,175 @@
+"""Models of other libraries train under a plan as on one device, and move what the plan says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+NUM_STEPS, SAVED_AFTER = 3, 1
+MESHES = {
+    "8": ("full_shard", 1, 8),
+    "2x4": ("hybrid_shard", 2, 4),
+    "1x8": ("shard_grad_op", 1, 8),
+    "8x1": ("no_shard", 8, 1),
+}
+NAMES = [
+    *("linen_cnn", "nnx_vit", "equinox_mlp", "equinox_batchnorm", "rnn", "experts", "diffusion"),
+    *("lora", "mixed"),
+]
+FAST = [("nnx_vit", "adamw", "2x4"), ("diffusion", "adamw", "8"), ("lora", "muon", "8")]
+LONG = [(name, "adamw", mesh) for name in NAMES for mesh in MESHES]
+SLOW = [(name, tx, mesh) for name in NAMES for tx in ("muon", "adafactor") for mesh in MESHES]
+GRID = [
+    *FAST,
+    *(pytest.param(*case, marks=pytest.mark.long) for case in LONG if case not in FAST),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW if case not in FAST),
+]
+
+
+def optimizer(name: str) -> Any:
+    import optax
+    from optax import contrib
+
+    if name == "adamw":  # a large epsilon: some gradients are zero but for rounding
+        return optax.adamw(1e-2, eps=1e-3)
+    return {"muon": contrib.muon, "adafactor": optax.adafactor}[name](1e-2)
+
+
+def apart(trees):
+    """The largest difference of two trees' leaves."""
+    import jax
+    import numpy as np
+
+    pairs = zip(*map(jax.tree.leaves, trees), strict=True)
+    return max((np.abs(np.subtract(a, b, dtype=float)).max() for a, b in pairs), default=0.0)
+
+
+def trained(name, tx_name, mesh_name, folder, recompute="none"):
+    """Differences from one device, and collectives as compiled and as planned."""
+    import jax
+
+    import fullshard.jax as fj
+    from support import user_models
+
+    model, tx = user_models.MODELS[name](), optimizer(tx_name)
+    more = {"rng": jax.random.key(7)} if model.has_rng else {}
+
+    def setup(strategy, replicate, shard):
+        mesh = fj.make_mesh(replicate, shard)
+        config = {"strategy": strategy, "activation_checkpointing": recompute}
+        plan = fj.plan(model.params, config, mesh, blocks=model.blocks, freeze=model.freeze)
+
+        def scan(block, x, stacked, **inputs):
+            return fj.scan_blocks(block, x, stacked, plan, **inputs)
+
+        return plan, fj.train_step(plan, model.loss(scan, user_models.AXES), tx)
+
+    def run(step, state, first, stop):
+        losses = []
+        for at in range(first, stop):
+            state, metrics = step(state, user_models.images(at), **more)
+            losses.append(float(metrics["loss"]))
+        return state, losses
+
+    plan, step = setup(*MESHES[mesh_name])
+    state = fj.shard(plan, model.params, tx, model.variables)
+    start = fj.full_params(state)  # in the master dtype
+    batch = step.place(user_models.images(0))
+    census = fj.census(step.compile(state, batch, **more))
+    planned = {kind: c for kind, c in plan.table.collectives().items() if c.count}
+
+    def trainable(params):
+        mine = plan.with_arrays(lambda array, leaf: leaf if array.trainable else None, params)
+        rest = plan.with_arrays(lambda array, leaf: None if array.trainable else leaf, params)
+        return mine, rest
+
+    state, losses = run(step, state, 0, SAVED_AFTER)
+    path = fj.save(folder, state, step=SAVED_AFTER)
+    state, rest = run(step, state, SAVED_AFTER, NUM_STEPS)
+    elsewhere, step = setup(*MESHES["2x4" if mesh_name != "2x4" else "8"])
+    resumed = fj.load(elsewhere, path, tx, model.variables)
+    resumed, again = run(step, resumed, SAVED_AFTER, NUM_STEPS)
+    num_parts = 8 if model.has_rng or model.variables is not None else 1
+    wanted = user_models.alone(model, start, tx, NUM_STEPS, num_parts, trainable)
+    return {
+        "losses": apart(([*losses, *rest], wanted[0])),
+        "losses resumed": apart((again, wanted[0][SAVED_AFTER:])),
+        "parameters": apart((fj.full_params(state), wanted[1])),
+        "parameters resumed": apart((fj.full_params(resumed), wanted[1])),
+        "variables": apart((state.variables, wanted[2])),
+        "variables resumed": apart((resumed.variables, wanted[2])),
+        "moved": apart((start, wanted[1])),
+    }, (census, planned)
+
+
+@pytest.mark.parametrize(("name", "tx", "mesh"), GRID)
+def test_a_users_model_trains_as_on_one_device_and_resumes_elsewhere(
+    devices, tmp_path, name, tx, mesh
+):
+    found, (census, planned) = devices(trained, name, tx, mesh, tmp_path)
+    assert found.pop("moved") > 1e-4
+    # NNX computes attention's softmax in float32, `mixed` all of it.
+    bound = {"nnx_vit": 1e-6, "mixed": 1e-4}.get(name, 1e-11)
+    assert max(found.values()) < bound, found
+    assert census == planned
+
+
+@pytest.mark.parametrize(
+    ("name", "recompute"),
+    [
+        ("experts", "every_2"),
+        pytest.param("rnn", "block", marks=pytest.mark.long),
+        pytest.param("lora", "selective", marks=pytest.mark.long),
+        pytest.param("nnx_vit", "block", marks=pytest.mark.long),
+    ],
+)
+def test_the_plan_equals_the_census_under_recompute(devices, tmp_path, name, recompute):
+    found, (census, planned) = devices(trained, name, "adamw", "8", tmp_path, recompute)
+    assert max(found["losses"], found["losses resumed"]) < 1e-6
+    assert census == planned
+
+
+def exchanged(name, config):
+    """Collectives of a step with messages as between CPU processes, as compiled and as planned."""
+    import jax
+    import optax
+
+    import fullshard.jax as fj
+    from fullshard.xla import gather
+    from support import user_models
+
+    model, tx = user_models.MODELS[name](), optax.sgd(1e-2)
+    plan = fj.plan(
+        model.params, config, fj.make_mesh(2, 4), blocks=model.blocks, freeze=model.freeze
+    )
+
+    def scan(block, x, stacked, **inputs):
+        return fj.scan_blocks(block, x, stacked, plan, **inputs)
+
+    step = fj.train_step(plan, model.loss(scan, user_models.AXES), tx)
+    state = fj.shard(plan, model.params, tx, model.variables)
+    more = {"rng": jax.random.key(7)} if model.has_rng else {}
+    real, gather.over_gloo = gather.over_gloo, lambda: True
+    try:
+        census = fj.census(step.compile(state, step.place(user_models.images(0)), **more))
+    finally:
+        gather.over_gloo = real
+    return census, {kind: c for kind, c in plan.table.collectives().items() if c.count}
+
+
+NARROW = {"param_dtype": "bf16", "reduce_dtype": "bf16", "activation_checkpointing": "every_2"}
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("lora", NARROW),
+        pytest.param("experts", {}, marks=pytest.mark.long),
+        pytest.param("linen_cnn", NARROW, marks=pytest.mark.long),
+    ],
+)
+def test_the_plan_counts_exchanges_between_cpu_processes(devices, name, more):
+    census, planned = devices(exchanged, name, {"strategy": "hybrid_shard", **more})
+    assert set(census) == {"all-to-all"}
+    assert census == planned
