@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import hypothesis
@@ -23,7 +23,12 @@ os.environ["XLA_FLAGS"] = (
 # Test files import `support.x`; ranks get the same path, since spawned processes inherit sys.path.
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.append(str(Path(__file__).parents[1]))  # what test files define is pickled as tests.x.y
+# Other processes find the package of this folder, and jobs of tests.
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, [f"{sys.path[-1]}/src", sys.path[0], os.environ.get("PYTHONPATH")])
+)
 
+from support.command import Done, call
 from support.ranks import RankPools
 
 # A slow machine is no fault, and two runs of one commit shall try the same examples.
@@ -42,6 +47,12 @@ def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture(scope="session")
+def fullshard(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Done]:
+    """`fullshard("train", "x.yaml")` runs the command in this process."""
+    return lambda *words: call(tmp_path_factory.mktemp("output"), *words)
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 
 import pytest
 import torch
@@ -15,12 +14,7 @@ from fullshard.bench.kernels import TINY, KernelTimer
 from fullshard.engine.tracing import KINDS
 from fullshard.errors import ConfigError
 from fullshard.outlook.calibration import Ceilings, HostOverhead, Table, read_calibration
-from support import forked as subprocess
-
-
-def run(*words: str, timeout: float = 500.0) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "fullshard", "bench", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+from support import forked
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -66,7 +60,8 @@ def test_ranks_that_share_a_core_take_turns():
 @pytest.mark.timeout(600)
 def test_a_tiny_calibration_is_written_and_read(tmp_path):
     path = tmp_path / "deep" / "calibration.json"
-    done = run("calibrate", "--tiny", "--ranks", "1", "--ranks", "2", "--out", str(path), "--json")
+    words = ("--tiny", "--ranks", "1", "--ranks", "2", "--out", path, "--json")
+    done = forked.module("fullshard", "bench", "calibrate", *words, timeout=500)
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
     assert [row["num_ranks"] for row in said["rows"]] == [1, 2]

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import json
-import sys
 
 import pytest
 import torch
 from benchmarks import gpu
 
-from support import forked as subprocess
+from support import forked
 
 
 def test_tiny_blocks_run_in_both_worlds_under_every_engine():
-    command = [sys.executable, "-m", "benchmarks.gpu", "--tiny", "--rounds", "3"]
-    done = subprocess.run(
-        [*command, "--json"], capture_output=True, text=True, timeout=110, check=False
-    )
+    done = forked.module("benchmarks.gpu", "--tiny", "--rounds", "3", "--json")
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)["rows"]
     found = [(row["world_size"], row["name"]) for row in rows]

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 
 import pytest
 from benchmarks.overlap import Step
 from benchmarks.timeline import LANES, Slice
 
-from support import forked as subprocess
+from support import forked
 
 SHARES = (
     "hidden",
@@ -22,9 +21,8 @@ SHARES = (
 
 @pytest.mark.slow
 def test_overlap_has_a_row_a_depth_and_a_trace_of_both_ranks(tmp_path):
-    arguments = ("--layers", "4", "--rounds", "3", "--json", "--out", str(tmp_path))
-    command = [sys.executable, "-m", "benchmarks.overlap", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    words = ("--layers", "4", "--rounds", "3", "--json", "--out", tmp_path)
+    done = forked.module("benchmarks.overlap", *words)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert [row["prefetch_depth"] for row in found["rows"]] == [0, 1, 2]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import xml.etree.ElementTree as ET
 
 import pytest
@@ -12,13 +11,12 @@ from benchmarks import scale
 from fullshard.bench.comm import resolve
 from fullshard.bench.page import Page
 from fullshard.errors import ConfigError
-from support import forked as subprocess
+from support import forked
 
 
-def run(name: str, *arguments: str, timeout: float = 110.0) -> subprocess.CompletedProcess[str]:
+def run(name: str, *arguments: str) -> forked.CompletedProcess[str]:
     command = ["fullshard", "bench", name] if name == "comm" else [f"benchmarks.{name}"]
-    command = [sys.executable, "-m", *command, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+    return forked.module(*command, *arguments)
 
 
 def found_by(tmp_path, name: str, *arguments: str) -> list[dict]:
@@ -108,6 +106,6 @@ def test_a_transport_that_cannot_be_built_is_absent_with_the_reason():
     ],
 )
 def test_what_cannot_be_measured_is_refused_at_once(arguments, expected):
-    done = run(*arguments, timeout=60)
+    done = run(*arguments)
     assert done.returncode in (2, 3)
     assert expected in done.stderr

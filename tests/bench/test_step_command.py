@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import json
 import re
-import sys
+from functools import partial
 from importlib.util import find_spec
 
 import pytest
 
-from support import forked as subprocess
+from support import forked
 
 CONTRACT = {"name", "strategy", "step_time_s", "tokens_per_s", "memory_peak_bytes"}
 TRAINING = {"fullshard", "fullshard-c10d", "fsdp2", "fsdp2-zero2", "fsdp1", "ddp"}
 
 
-def run(*arguments: str, timeout: float = 500.0) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "fullshard", "bench", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+run = partial(forked.module, "fullshard", "bench")
 
 
 @pytest.mark.timeout(540)
 def test_every_engine_has_equal_losses_and_a_row(tmp_path):
-    done = run(
-        "step", "--case", "tiny", "--rounds", "3", "--no-memory", "--json", "--out", tmp_path
-    )
+    words = ("--case", "tiny", "--rounds", "3", "--no-memory", "--json", "--out", tmp_path)
+    done = run("step", *words, timeout=500)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     rows = {row["name"]: row for row in found["rows"]}
@@ -43,7 +40,8 @@ def test_every_engine_has_equal_losses_and_a_row(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(540)
 def test_memory_is_measured_of_an_engine_alone():
-    done = run("step", "--case", "tiny", "--rounds", "3", "--engine", "ddp", "--json")
+    words = ("--case", "tiny", "--rounds", "3", "--engine", "ddp", "--json")
+    done = run("step", *words, timeout=500)
     assert done.returncode == 0, done.stderr
     (row,) = json.loads(done.stdout)["rows"]
     # Parameters, gradients and two moments of 0.12M float32 elements are the least DDP can hold.
@@ -57,7 +55,8 @@ def test_memory_is_measured_of_an_engine_alone():
 def test_deepspeed_has_equal_losses_where_it_is_installed():
     names = ("deepspeed", "deepspeed-zero2", "fsdp2")
     engines = [word for name in names for word in ("--engine", name)]
-    done = run("step", "--case", "tiny", "--rounds", "3", "--no-memory", "--json", *engines)
+    words = ("--case", "tiny", "--rounds", "3", "--no-memory", "--json", *engines)
+    done = run("step", *words, timeout=500)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["absent"] == []
@@ -67,14 +66,14 @@ def test_deepspeed_has_equal_losses_where_it_is_installed():
 
 
 def test_an_unknown_engine_is_refused_before_a_rank_starts():
-    done = run("step", "--engine", "fsdp3", timeout=60)
+    done = run("step", "--engine", "fsdp3")
     assert done.returncode == 2
     assert "fsdp3" in done.stderr
     assert "fsdp2" in done.stderr
 
 
 def test_a_dry_run_lists_what_would_run_and_imports_no_torch():
-    done = run("step", "--dry-run", "--json", timeout=60)
+    done = run("step", "--dry-run", "--json")
     assert done.returncode == 0, done.stderr
     assert re.search(r"6 case\(s\) of \d engines: about \d+ minute", done.stderr)
     found = json.loads(done.stdout)

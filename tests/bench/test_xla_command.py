@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
 from benchmarks import xla
+
+from support import forked
 
 
 def results(slow_down=1.0, other_loss=2.0):
@@ -63,9 +63,8 @@ def test_goals_and_unequal_losses_are_said():
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_three_engines_train_the_same_on_two_processes(tmp_path):
-    words = ("--case", "tiny", "--rounds", "2", "--json", "--out", str(tmp_path))
-    command = [sys.executable, "-m", "benchmarks.xla", *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
+    words = ("--case", "tiny", "--rounds", "2", "--json", "--out", tmp_path)
+    done = forked.module("benchmarks.xla", *words, timeout=500)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert [row["name"] for row in found["rows"]] == list(xla.ENGINES)

@@ -23,7 +23,7 @@ def fullshard() -> Callable[..., subprocess.CompletedProcess[str]]:
     def run(*words: str, timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [sys.executable, "-W", "error", "-m", "fullshard", *words],
-            env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "COLUMNS": "100"},
+            env={**os.environ, "COLUMNS": "100"},
             cwd=ROOT,
             capture_output=True,
             text=True,

@@ -6,7 +6,6 @@ import errno
 import itertools
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 
 from fullshard.cli import outcome
 from fullshard.cli.app import COMMANDS, run
+from support.processes import free_port
 
 ROOT = Path(__file__).parents[2]
 
@@ -22,15 +22,26 @@ ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "jax", "numpy", "transformers", "datasets", "matplotlib", "safetensors")
 
 
-def python(code, *words):
+COMMAND = (sys.executable, "-m", "fullshard")
+
+
+def process(*words, stdout=subprocess.PIPE, **variables):
     return subprocess.run(
-        [sys.executable, "-c", code, *words],
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
-        capture_output=True,
+        words,
+        env={**os.environ, **variables},
+        stdout=stdout,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=60,
+        timeout=120,
         check=False,
     )
+
+
+def closed_pipe():
+    """The writing end of a pipe that nobody reads."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    return os.fdopen(writing, "w")
 
 
 def test_help_imports_nothing_heavy():
@@ -41,7 +52,7 @@ def test_help_imports_nothing_heavy():
         "    assert run(words) == 0, words\n"
         f"    assert not {set(HEAVY)} & set(sys.modules), words\n"
     )
-    done = python(code)
+    done = process(sys.executable, "-c", code)
     assert done.returncode == 0, done.stderr
 
 
@@ -78,18 +89,11 @@ def test_the_version_is_told(fullshard):
     [(["re"], ["report"]), (["plan", "--no"], ["--nodes"]), (["ckpt", "pr"], ["prune"])],
 )
 def test_a_shell_completes_commands_and_options(typed, offered):
-    done = subprocess.run(
-        [sys.executable, "-m", "fullshard"],
-        env={
-            **os.environ,
-            "PYTHONPATH": str(ROOT / "src"),
-            "_FULLSHARD_COMPLETE": "complete_bash",
-            "COMP_WORDS": " ".join(["fullshard", *typed]),
-            "COMP_CWORD": str(len(typed)),
-        },
-        capture_output=True,
-        text=True,
-        check=False,
+    done = process(
+        *COMMAND,
+        _FULLSHARD_COMPLETE="complete_bash",
+        COMP_WORDS=" ".join(["fullshard", *typed]),
+        COMP_CWORD=str(len(typed)),
     )
     assert (done.stdout.split(), done.stderr) == (offered, "")
 
@@ -121,18 +125,8 @@ def test_no_command_at_all_shows_the_help(fullshard):
 
 @pytest.mark.parametrize("words", ["--help", "--version"])
 def test_a_reader_that_has_seen_enough_gets_no_complaint(words):
-    reading, writing = os.pipe()
-    os.close(reading)
-    done = subprocess.run(
-        [sys.executable, "-m", "fullshard", words],
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
-        stdout=writing,
-        stderr=subprocess.PIPE,
-        text=True,
-        check=False,
-    )
-    os.close(writing)
-    assert done.stderr == ""
+    with closed_pipe() as nobody:
+        assert process(*COMMAND, words, stdout=nobody).stderr == ""
 
 
 def test_closed_streams_are_dev_null_and_no_file_takes_their_numbers():
@@ -143,9 +137,8 @@ def test_closed_streams_are_dev_null_and_no_file_takes_their_numbers():
         "sys.exit(found != ['/dev/null'] * 3 or not all(map(os.get_inheritable, range(3))))"
     )
     closed = f'{sys.executable} -c "$0" <&- >&- 2>&-'
-    assert subprocess.run(["sh", "-c", closed, program], check=False).returncode == 0
-    command = f"{sys.executable} -m fullshard config explain >&-"
-    done = subprocess.run(["sh", "-c", command], stderr=subprocess.PIPE, text=True, check=False)
+    assert process("sh", "-c", closed, program).returncode == 0
+    done = process("sh", "-c", f"{sys.executable} -m fullshard config explain >&-")
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -160,17 +153,9 @@ def test_a_character_that_the_locale_lacks_is_escaped():
 def test_with_json_a_failing_rank_0_of_a_launcher_prints_one_object(tmp_path):
     (tmp_path / "a.txt").write_text("too short")
     variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = str(server.getsockname()[1])
     words = [f"data.path={tmp_path}/a.txt", f"output_dir={tmp_path}/run", "--json"]
-    done = subprocess.run(
-        [sys.executable, "-m", "fullshard", "train", *words],
-        env={**os.environ, **variables, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    done = process(*COMMAND, "train", *words, **variables, **place)
     error = json.loads(done.stdout)["error"]
     assert error["type"] == "DataError"
     assert error["exit_code"] == done.returncode != 0
@@ -178,21 +163,14 @@ def test_with_json_a_failing_rank_0_of_a_launcher_prints_one_object(tmp_path):
 
 
 def test_json_that_nobody_reads_or_nothing_takes_is_no_traceback():
-    reading, writing = os.pipe()
-    os.close(reading)
-    full = os.open("/dev/full", os.O_WRONLY)
-    command = [sys.executable, "-m", "fullshard", "config", "schema", "--json"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    told = {}
-    for place in (writing, full):
-        done = subprocess.run(
-            command, env=environment, stdout=place, stderr=subprocess.PIPE, text=True, check=False
-        )
-        os.close(place)
-        told[place] = done.returncode, done.stderr
-    assert told[writing] == (1, "")
-    assert told[full][0] == 3
-    assert told[full][1].startswith("WillNotFitError: disk: expected room to write")
+    command = (*COMMAND, "config", "schema", "--json")
+    with closed_pipe() as nobody:
+        done = process(*command, stdout=nobody)
+    assert (done.returncode, done.stderr) == (1, "")
+    with Path("/dev/full").open("w") as full:
+        done = process(*command, stdout=full)
+    assert done.returncode == 3
+    assert done.stderr.startswith("WillNotFitError: disk: expected room to write")
 
 
 @pytest.mark.parametrize(
@@ -232,7 +210,7 @@ def test_with_json_an_error_is_one_object_on_stdout_too(fullshard, words):
     assert done.stderr == f"ConfigError: {error['message']}\n"
 
 
-OUTCOME_OF = """
+ENDS = """
 import os, sys
 from fullshard import errors
 from fullshard.cli import outcome
@@ -252,12 +230,16 @@ sys.exit(done.exit_code)
 """
 
 
+def process_that(body, *words):
+    return process(sys.executable, "-c", ENDS.format(body=body), *words)
+
+
 def test_with_json_nothing_but_the_object_reaches_stdout():
     body = "done = outcome.Outcome({'answer': 42})"
-    done = python(OUTCOME_OF.format(body=body), "--json")
+    done = process_that(body, "--json")
     assert json.loads(done.stdout) == {"answer": 42}
     assert done.stderr == "printed by Python\nprinted by a child\n"
-    plain = python(OUTCOME_OF.format(body=body))
+    plain = process_that(body)
     assert plain.stdout == "printed by Python\nprinted by a child\n"
 
 
@@ -272,7 +254,7 @@ def test_with_json_nothing_but_the_object_reaches_stdout():
     ],
 )
 def test_errors_that_speak_to_the_user_have_no_traceback(error, code, last_line):
-    done = python(OUTCOME_OF.format(body=f"raise {error}"))
+    done = process_that(f"raise {error}")
     assert done.returncode == code
     assert done.stderr == last_line + "\n"
 
@@ -281,7 +263,7 @@ def test_errors_that_speak_to_the_user_have_no_traceback(error, code, last_line)
     ("error", "code"), [("ZeroDivisionError('no')", 1), ("MemoryError('no')", 4)]
 )
 def test_unexpected_errors_have_their_traceback(error, code):
-    done = python(OUTCOME_OF.format(body=f"raise {error}"), "--json")
+    done = process_that(f"raise {error}", "--json")
     assert done.returncode == code
     assert "Traceback (most recent call last):" in done.stderr
     shown = json.loads(done.stdout)["error"]

@@ -103,10 +103,14 @@ def test_a_wrong_file_ends_with_2(folder, command, capsys):
 
 
 def test_deepspeed_beside_fsdp_is_refused_by_every_command(folder, capsys):
-    for words in (["config", "explain"], ["train", "--dry-run"], ["plan"]):
+    (folder / "fsdp.yaml").write_text(FSDP.replace("use_orig", "use_origin"))  # not read further
+    for words in (["config", "explain"], ["train", "--dry-run"], ["sft"], ["plan"]):
         outcome = invoke([*words, "--config_file", "fsdp.yaml", "--deepspeed", "zero3.yaml"])
         assert outcome.exit_code == 2
-        assert "expected one of FSDP and DeepSpeed" in capsys.readouterr().err
+        assert (
+            "deepspeed: expected one of FSDP and DeepSpeed, got DeepSpeed beside FSDP, which "
+            "distributed_type (fsdp.yaml:1) asks for."
+        ) in capsys.readouterr().err
 
 
 def test_lint_names_what_is_not_yet_there_what_is_bad_and_what_is_lost(folder, capsys):

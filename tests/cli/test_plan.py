@@ -211,11 +211,6 @@ def test_an_impossible_mesh_names_the_line_and_the_nearest(capfd, config):
     )
 
 
-def test_a_misspelt_model_type_names_the_nearest(capfd, config):
-    assert run(["plan", str(config), "model.config.model_type=llamma"]) == 2
-    assert "model.config.model_type: expected a model type" in capfd.readouterr().err
-
-
 DEVICES = """\
 mi400:
   memory_gib: 402

@@ -11,7 +11,7 @@ from torch import nn
 
 import fullshard as fs
 from fullshard.engine.engine import engine_of
-from fullshard.errors import ConfigError, EngineError, WrapError
+from fullshard.errors import ConfigError, WrapError
 from support.models import CASES, Chain, perturbed
 from support.parity import train_sharded
 
@@ -106,11 +106,6 @@ def test_a_model_without_blocks_is_refused():
         fs.shard(nn.Linear(3, 3), activation_checkpointing="block")
 
 
-def test_offloaded_activations_are_not_yet_supported():
-    with pytest.raises(ConfigError, match="activation_checkpointing: 'offload' is not yet"):
-        fs.shard(Chain(3), activation_checkpointing="offload")
-
-
 def check_hugging_faces_reentrant_switch(early, spelling):
     """It is converted, whether it was turned on before sharding or after."""
     case = CASES["llama"]
@@ -131,19 +126,3 @@ def check_hugging_faces_reentrant_switch(early, spelling):
 @pytest.mark.parametrize("early", [True, False])
 def test_reentrant_recompute_is_converted(ranks, early, spelling):
     ranks(2)(check_hugging_faces_reentrant_switch, early, spelling)
-
-
-def reentrant_inside(model):
-    for block in model.blocks:
-        forward = block.forward
-        block.forward = lambda x, forward=forward: torch.utils.checkpoint.checkpoint(
-            forward, x, use_reentrant=True
-        )
-
-
-def test_reentrant_recompute_by_hand_is_refused():
-    model = Chain(3)
-    reentrant_inside(model)
-    fs.shard(model)
-    with pytest.raises(EngineError, match="use_reentrant=False"):
-        model(torch.randn(4, 12, requires_grad=True)).sum().backward()

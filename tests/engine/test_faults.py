@@ -17,6 +17,7 @@ import torch.distributed as dist
 import fullshard as fs
 from fullshard.engine.engine import engine_of
 from fullshard.errors import FullshardError
+from support.grid import STRATEGIES, marked
 from support.models import CASES, generator_of, perturbed
 from support.parity import mismatches, train_sharded
 from support.reference import train_alone
@@ -298,9 +299,13 @@ def assert_caught(found, poison):
             assert is_nan is poison, (fault, everything[:5])
 
 
-@pytest.mark.parametrize("poison", [True, False], ids=["poison", "plain"])
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+@pytest.mark.parametrize(
+    ("strategy", "world_size", "poison"),
+    marked(
+        itertools.product(STRATEGIES, (2, 3), (True, False)),
+        lambda strategy, ranks, poison: ranks == 2 and (strategy == "full_shard" or not poison),
+    ),
+)
 def test_every_injected_fault_is_reported(ranks, strategy, world_size, poison):
     which = [name for name in FAULTS if name not in NOT_THERE.get(strategy, ())]
     found = ranks(world_size)(reports, "chain", strategy, poison, which, timeout=100)

@@ -104,6 +104,7 @@ def main(folder: Path) -> None:
 # ---- in the test ---------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_weights_on_disk_never_fill_memory_from_their_creation_to_the_exported_model(
     tmp_path: Path,
 ) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import fullshard as fs
@@ -35,12 +36,25 @@ KINDS = {
 }
 
 
-def make(kind):
-    config = transformers.AutoConfig.for_model(kind, **{**COMMON, **KINDS[kind]})
+MOE = {
+    **KINDS["qwen3_moe"],
+    "num_local_experts": 4,
+    "shared_expert_intermediate_size": 24,
+}
+
+
+def make(kind, **fields):
+    fields = {**COMMON, **KINDS.get(kind, MOE), **fields}
+    config = transformers.AutoConfig.for_model(kind, **fields)
     auto = transformers.AutoModelForCausalLM
     if type(config) not in auto._model_mapping:
         auto = transformers.AutoModel
     return auto.from_config(config)
+
+
+def on_meta(kind):
+    with torch.device("meta"):
+        return make(kind)
 
 
 def seeded(build, *args):
@@ -177,25 +191,14 @@ def check_read(folder, strategy):
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_folder_is_read_by_the_ranges_of_each_rank(ranks, tmp_path, strategy, tied):
-    config = transformers.AutoConfig.for_model(
-        "llama", **COMMON, **KINDS["llama"], tie_word_embeddings=tied
-    )
-    model = transformers.AutoModelForCausalLM.from_config(config)
+    model = make("llama", tie_word_embeddings=tied)
     model.save_pretrained(tmp_path, max_shard_size="20KB")  # several files and an index
     ranks(2)(check_read, str(tmp_path), strategy)
 
 
-MOE = {
-    **KINDS["qwen3_moe"],
-    "num_local_experts": 4,
-    "shared_expert_intermediate_size": 24,
-}
-
-
 @pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "qwen2_moe"])
 def test_experts_are_read_by_ranges_of_the_files_that_hold_one_each(ranks, tmp_path, kind):
-    config = transformers.AutoConfig.for_model(kind, **COMMON, **MOE)
-    model = transformers.AutoModelForCausalLM.from_config(config)
+    model = make(kind)
     model.save_pretrained(tmp_path, max_shard_size="20KB")
     names = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
     assert any(".experts.3." in name for name in names)  # or there is nothing to put together
@@ -203,15 +206,11 @@ def test_experts_are_read_by_ranges_of_the_files_that_hold_one_each(ranks, tmp_p
 
 
 def test_quantized_weights_are_not_taken_for_values(tmp_path):
-    from safetensors.torch import load_file, save_file
-
-    config = transformers.AutoConfig.for_model("qwen3_moe", **COMMON, **MOE)
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    make("qwen3_moe").save_pretrained(tmp_path)
     stored = load_file(tmp_path / "model.safetensors")
     name = "model.layers.0.mlp.experts.1.down_proj.weight"
     coded = {**stored, name: stored[name].to(torch.float8_e4m3fn)}
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config)
+    model = on_meta("qwen3_moe")
     save_file(coded, tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match=r"expected .*down_proj in floating point; .* F8_E4M3"):
         fs.shard(model, weights=tmp_path)
@@ -227,59 +226,39 @@ def test_quantized_weights_are_not_taken_for_values(tmp_path):
 
 @pytest.mark.parametrize("lost", ["experts.2.up_proj", "experts.3.down_proj"])
 def test_an_expert_that_is_not_in_the_files_is_missed(tmp_path, lost):
-    from safetensors.torch import load_file, save_file
-
-    config = transformers.AutoConfig.for_model("qwen3_moe", **COMMON, **MOE)
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    model.save_pretrained(tmp_path)
+    make("qwen3_moe").save_pretrained(tmp_path)
     stored = load_file(tmp_path / "model.safetensors")
     kept = {name: value for name, value in stored.items() if f"layers.1.mlp.{lost}" not in name}
     assert len(kept) == len(stored) - 1
     save_file(kept, tmp_path / "model.safetensors")
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config)
     with pytest.raises(ConfigError, match=r"weights: .*(lacks|expected) model\.layers\.1\.mlp"):
-        fs.shard(model, weights=tmp_path)
-
-
-def meta_llama():
-    config = transformers.AutoConfig.for_model("llama", **COMMON, **KINDS["llama"])
-    with torch.device("meta"):
-        return transformers.AutoModelForCausalLM.from_config(config)
+        fs.shard(on_meta("qwen3_moe"), weights=tmp_path)
 
 
 def test_a_folder_that_is_none_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"weights: expected a folder .* none of these"):
-        fs.shard(meta_llama(), weights=tmp_path)
+        fs.shard(on_meta("llama"), weights=tmp_path)
     with pytest.raises(ConfigError, match="no such folder"):
-        fs.shard(meta_llama(), weights=tmp_path / "nowhere")
+        fs.shard(on_meta("llama"), weights=tmp_path / "nowhere")
 
 
 def test_a_folder_that_lacks_a_tensor_is_refused(tmp_path):
-    from safetensors.torch import save_file
-
     save_file({"model.norm.weight": torch.ones(32)}, tmp_path / "model.safetensors")
     lacks = r"it lacks model.embed_tokens.weight, lm_head.weight, \S+ and \d+ more"
     with pytest.raises(ConfigError, match=lacks):
-        fs.shard(meta_llama(), weights=tmp_path)
+        fs.shard(on_meta("llama"), weights=tmp_path)
 
 
 @pytest.fixture
 def llama_folder(tmp_path):
     """A saved model, and its tensors."""
-    from safetensors.torch import load_file
-
-    config = transformers.AutoConfig.for_model("llama", **COMMON, **KINDS["llama"])
-    config.tie_word_embeddings = False
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    make("llama", tie_word_embeddings=False).save_pretrained(tmp_path)
     return tmp_path, load_file(tmp_path / "model.safetensors")
 
 
 def test_tied_weights_that_differ_in_the_files_are_refused(llama_folder):
-    from safetensors.torch import save_file
-
     folder, stored = llama_folder
-    model = meta_llama()
+    model = on_meta("llama")
     model.lm_head.weight = model.model.embed_tokens.weight
     with pytest.raises(ConfigError, match=r"expected lm_head.weight to equal model.embed_tokens"):
         check_weights_of(model, folder)
@@ -289,21 +268,17 @@ def test_tied_weights_that_differ_in_the_files_are_refused(llama_folder):
 
 
 def test_weights_that_the_model_has_not_are_named(llama_folder, caplog):
-    from safetensors.torch import save_file
-
     folder, stored = llama_folder
-    check_weights_of(meta_llama(), folder)
+    check_weights_of(on_meta("llama"), folder)
     assert not caplog.text
     stored["model.layers.7.mlp.up_proj.weight"] = torch.ones(2)
     stored["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(2)  # of older versions
     save_file(stored, folder / "model.safetensors")
-    check_weights_of(meta_llama(), folder)
+    check_weights_of(on_meta("llama"), folder)
     assert "weights that its config.json does not: model.layers.7.mlp.up_proj" in caplog.text
 
 
 def test_a_tensor_that_two_files_hold_is_refused(llama_folder):
-    from safetensors.torch import save_file
-
     folder, stored = llama_folder
     (folder / "model.safetensors").unlink()
     one = {name: value for name, value in stored.items() if "mlp" in name}
@@ -314,11 +289,11 @@ def test_a_tensor_that_two_files_hold_is_refused(llama_folder):
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": table}))
     with pytest.raises(ConfigError, match=f"expected {min(one)} in .*a.safetensors' alone"):
-        check_weights_of(meta_llama(), folder)
+        check_weights_of(on_meta("llama"), folder)
     save_file(other, folder / "b.safetensors")
-    check_weights_of(meta_llama(), folder)
+    check_weights_of(on_meta("llama"), folder)
     save_file({name: value + 1 for name, value in stored.items()}, folder / "model.safetensors")
-    model = fs.shard(meta_llama(), weights=folder)  # which transformers would load, too
+    model = fs.shard(on_meta("llama"), weights=folder)  # which transformers would load, too
     got = fs.full_state_dict(model)["model.norm.weight"]
     assert torch.equal(got, stored["model.norm.weight"] + 1)
 
@@ -344,7 +319,7 @@ def test_ranks_of_different_seeds_are_refused(ranks):
 
 
 def test_what_was_put_into_a_model_since_it_was_built_is_named():
-    model = meta_llama()
+    model = on_meta("llama")
     with torch.device("meta"):
         model.value_head = nn.Linear(32, 1)
     with pytest.raises(UnsupportedModelError, match=r"value_head.weight, value_head.bias"):

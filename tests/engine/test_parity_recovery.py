@@ -14,7 +14,7 @@ from fullshard.engine import gradients
 from fullshard.engine.engine import engine_of
 from support.grid import RANKED, STRATEGIES
 from support.models import CASES, chain, mean_square, vectors
-from support.parity import assert_parity, assert_planned_events, whole_gradients
+from support.parity import assert_parity, assert_planned_events, unlike_gradients
 
 DEPTHS = ((0, 0), (1, 1), (2, 2))
 CHAIN = CASES["chain"]
@@ -147,12 +147,10 @@ def check_failure_between_micro_batches():
         CHAIN.work(model, 0, rank)
     fail(model, "backward of the last block")
     CHAIN.work(model, 1, rank)
-    found = whole_gradients(model)
     alone = chain()
     for other in range(dist.get_world_size()):
-        CHAIN.work(alone, 1, other)
-    for name, param in alone.named_parameters():
-        torch.testing.assert_close(found[name], param.grad / 2, rtol=0, atol=1e-12)
+        (CHAIN.loss(alone(**CHAIN.batch(1, other))) / 2).backward()
+    assert unlike_gradients(model, alone) == []
 
 
 def test_a_failed_backward_drops_what_was_deferred(ranks):
@@ -253,93 +251,22 @@ def test_hooks_of_users_see_and_change_what_they_do_in_one_process(ranks, strate
     ranks(2)(check_hooks, strategy, timeout=100)
 
 
-def check_parameter_hooks():
-    """Hooks of parameters run once a backward, with the reduced gradient in place."""
-    model, rank = chain(), dist.get_rank()
-    called = []
-    model.stem.weight.register_post_accumulate_grad_hook(lambda p: called.append(("stem", p)))
-    fs.shard(model, poison=True)
-    handle = model.head.bias.register_post_accumulate_grad_hook(
-        lambda p: called.append(("head", p.grad.to_local().clone()))
-    )
-    CHAIN.work(model, 0, rank)
-    assert [name for name, _ in called] == ["stem", "head"]
-    assert called[0][1] is model.stem.weight
-    assert torch.equal(called[1][1], model.head.bias.grad.to_local())
-    handle.remove()
-    with fs.no_sync(model):
-        CHAIN.work(model, 1, rank)
-    assert len(called) == 2, "an unreduced gradient is no gradient yet"
-    CHAIN.work(model, 2, rank)
-    assert [name for name, _ in called] == ["stem", "head", "stem"]
-
-
-def test_hooks_of_parameters_run_when_the_reduced_gradient_is_there(ranks):
-    ranks(2)(check_parameter_hooks)
-
-
-# ---- gradients that users hold, keep or replace --------------------------------------------------
+# ---- gradients that users fill with zeros (kept and replaced ones: test_pending.py) --------------
 
 
 def zero_in_place(model, step, rank):
-    """zero_grad(set_to_none=False) before every backward."""
+    """zero_grad(set_to_none=False) after a first backward, when there are gradients to fill."""
+    CHAIN.work(model, step + 50, rank)
     model.zero_grad(set_to_none=False)
     return CHAIN.work(model, step, rank)
 
 
-def check_zero_in_place(strategy):
-    """Also after a first backward, when there are gradients to fill with zeros."""
-
-    def work(model, step, rank):
-        CHAIN.work(model, step + 50, rank)
-        return zero_in_place(model, step, rank)
-
-    assert_parity(chain, work, {"strategy": strategy}, alone=CHAIN.work, kinds=("adamw",))
-
-
-def check_replaced(strategy):
-    """A user's own tensor in p.grad is accumulated into, as autograd does it."""
-
-    def work(model, step, rank):
-        CHAIN.work(model, step + 50, rank)
-        for param in model.parameters():
-            param.grad = torch.full_like(param, 0.25)
-        return CHAIN.work(model, step, rank)
-
-    def alone(model, step, rank):
-        if rank == 0:  # the ranks' gradients are summed and divided, the user's is there once
-            size = dist.get_world_size()
-            for param in model.parameters():
-                param.grad = torch.full_like(param, 0.25 * size)
-        return CHAIN.work(model, step, rank)
-
-    assert_parity(chain, work, {"strategy": strategy}, alone=alone, kinds=("sgd",))
-
-
-def check_removed_for_some(strategy):
-    """Half of the gradients are dropped between two backwards, the others add up."""
-
-    def work(model, step, rank):
-        CHAIN.work(model, step + 50, rank)
-        for index, param in enumerate(model.parameters()):
-            if index % 2:
-                param.grad = None
-        return CHAIN.work(model, step, rank)
-
-    def alone(model, step, rank):
-        if rank == 0:
-            for other in range(dist.get_world_size()):
-                CHAIN.work(model, step + 50, other)
-            for index, param in enumerate(model.parameters()):
-                if index % 2:
-                    param.grad = None
-        return CHAIN.work(model, step, rank)
-
-    assert_parity(chain, work, {"strategy": strategy}, alone=alone, kinds=("adamw",))
+def check_zero_in_place():
+    for strategy in STRATEGIES:
+        settings = {"strategy": strategy}
+        assert_parity(chain, zero_in_place, settings, alone=CHAIN.work, kinds=("adamw",))
 
 
 @pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("check", [check_zero_in_place, check_replaced, check_removed_for_some])
-def test_gradients_in_p_grad_are_accumulated_into_as_autograd_does(ranks, check, world_size):
-    for strategy in STRATEGIES:
-        ranks(world_size)(check, strategy)
+def test_gradients_that_are_zeroed_in_place_are_accumulated_into(ranks, world_size):
+    ranks(world_size)(check_zero_in_place)

@@ -20,12 +20,11 @@ from torch.utils.checkpoint import (
 
 import fullshard as fs
 from fullshard.errors import EngineError
+from support.grid import STRATEGIES
 from support.models import CASES, Chain, mean_square, perturbed, vectors
-from support.parity import assert_parity, assert_same, finish_step, whole_gradients
-from support.recompute import NUM_STEPS, assert_bits, compare, is_same, trained
-from support.reference import make_optimizer, train_alone
+from support.parity import assert_parity, whole_gradients
+from support.recompute import assert_bits, compare, is_same, trained
 
-STRATEGIES = ("full_shard", "shard_grad_op", "no_shard")
 RANKED = list(itertools.product(STRATEGIES, (1, 2, 3)))
 DEPTHS = ((0, 0), (1, 1), (2, 1), (0, 2))
 recompute = partial(checkpoint, use_reentrant=False)
@@ -316,24 +315,6 @@ def test_gradient_checkpointing_enable_has_the_bits_of_no_recompute(
     ranks, name, strategy, world_size
 ):
     ranks(world_size)(check_hugging_face, name, strategy, timeout=100)
-
-
-def llama_in_one_process():
-    """Not only equal to itself: what one process computes."""
-    case = CASES["llama"]
-    model = case.build()
-    enable(model)
-    optimizer = make_optimizer("sgd", model.parameters())
-    fs.shard(model, poison=True)
-    found = [
-        finish_step(model, optimizer, [case.work(model, step, dist.get_rank())])
-        for step in range(NUM_STEPS)
-    ]
-    assert_same(found, train_alone(case.build, case.work, world_size=dist.get_world_size()))
-
-
-def test_recomputed_training_is_that_of_one_process(ranks):
-    ranks(2)(llama_in_one_process)
 
 
 # ---- the reentrant kind --------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -15,6 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fullshard as fs
 from fullshard.errors import ConfigError, UnsupportedModelError
+from support.parity import unlike_gradients
 from support.scripts import Block, Run, Tiny, differences, error_of, tokens_of
 
 Part = Callable[[], nn.Module]
@@ -346,10 +346,7 @@ def refused_calls() -> dict[str, str]:
         model.zero_grad()
     run.loss(model, 1).backward()
     alone.loss(reference, 1).backward()
-    for (name, param), other in zip(model.named_parameters(), reference.parameters(), strict=True):
-        found = None if param.grad is None else param.grad.full_tensor()
-        assert (found is None) is (other.grad is None), name
-        assert found is None or torch.allclose(found, other.grad, 1e-12, 1e-12), name
+    assert unlike_gradients(model, reference) == []
     return texts
 
 
@@ -358,25 +355,6 @@ def test_a_refused_call_says_why_and_the_next_step_is_right(ranks, snapshot):
     wrong = {name: t for name, t in texts.items() if t.startswith(("UNTYPED", "NO ERROR"))}
     assert not wrong
     assert texts == snapshot
-
-
-def test_copies_are_made_before_sharding(ranks):
-    ranks(2)(copy_before)
-
-
-def copy_before() -> None:
-    """The way out that the error of deepcopy names."""
-    run = Run(2, rank())
-    model = run.model()
-    teacher = copy.deepcopy(model)
-    run.shard(model)
-    run.shard(teacher)
-    with torch.no_grad():
-        assert torch.equal(run.loss(teacher, 0), run.loss(model, 0))
-    run.loss(model, 0).backward()
-    assert all(param.grad is None for param in teacher.parameters())
-    for ours, theirs in zip(model.parameters(), teacher.parameters(), strict=True):
-        theirs.data.lerp_(ours.data, 0.5)
 
 
 def test_a_buffer_that_is_a_view_of_a_parameter_is_refused_by_name():

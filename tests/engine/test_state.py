@@ -304,36 +304,6 @@ def test_misuse_inside_unsharded_is_said(ranks, snapshot):
     assert ranks(2)(misused_blocks)[0] == snapshot
 
 
-def generated(run: Run) -> list[int]:
-    import transformers
-
-    config = transformers.AutoConfig.for_model(
-        "llama",
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        vocab_size=40,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config).double().eval()
-    run.shard(model)
-    prompt = torch.tensor([[1, 2, 3]])
-    settings = {"max_new_tokens": 8, "do_sample": False}
-    first = model.generate(prompt, **settings).tolist()  # gathers unit by unit, on every rank
-    if run.sharded:
-        with fs.unsharded(model, writeback=False), torch.no_grad():
-            if run.rank == 0:  # nothing is gathered inside: one rank may generate alone
-                assert model.generate(prompt, **settings).tolist() == first
-    return first
-
-
-def test_generate_works_sharded_and_on_one_rank_inside_unsharded(ranks):
-    ranks(2)(compare, generated)
-
-
 # ---- averages and copies ----------------------------------------------------------------------
 
 

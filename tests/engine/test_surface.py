@@ -1,9 +1,10 @@
-"""What people see of a sharded model: names, counts, hooks, modes, memory."""
+"""What people see of a sharded model: names, counts, hooks, memory."""
 
 from __future__ import annotations
 
 import gc
 import inspect
+import itertools
 import math
 import time
 from functools import partial
@@ -18,6 +19,7 @@ import fullshard as fs
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.shard import plan_of
 from fullshard.errors import EngineError
+from support.grid import STRATEGIES, marked
 from support.scripts import Run, Tiny, compare, error_of
 
 
@@ -75,55 +77,7 @@ def test_names_order_and_identity_of_parameters_never_change(ranks, strategy):
     ranks(2)(names_and_identity, strategy)
 
 
-def ranges() -> dict[str, tuple[int, int]]:
-    run = Run(torch.distributed.get_world_size(), rank())
-    model = run.shard(run.model())
-    return {n: (fs.sharding(p).start, fs.sharding(p).stop) for n, p in model.named_parameters()}
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_every_element_has_one_owner(ranks, world_size):
-    found = ranks(world_size)(ranges)
-    for name, param in Tiny().named_parameters():
-        owned = sorted(places[name] for places in found if places[name][0] < places[name][1])
-        assert owned[0][0] == 0
-        assert [stop for _, stop in owned] == [*(start for start, _ in owned[1:]), param.numel()]
-
-
-# ---- modes and grads --------------------------------------------------------------------------
-
-
-class Dropping(Tiny):
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return super().forward(tokens) * (1.0 if self.training else 2.0)
-
-
-def modes(run: Run) -> Any:
-    model = run.shard(run.model(Dropping))
-    losses = []
-    for step in range(3):
-        model.train()
-        loss = run.loss(model, step)
-        loss.backward()
-        model.eval()
-        with torch.no_grad():
-            losses.append(_mean_over_ranks(run, run.loss(model, 100)))
-        with torch.inference_mode():
-            losses.append(_mean_over_ranks(run, run.loss(model, 101)))
-        assert not any(m.training for m in model.modules())
-        model.zero_grad(set_to_none=step == 1)
-    return run.result(model, losses=losses, grads=[p.grad is None for p in model.parameters()])
-
-
-def _mean_over_ranks(run: Run, loss: torch.Tensor) -> torch.Tensor:
-    if run.sharded:
-        torch.distributed.all_reduce(loss)
-        loss /= run.world_size
-    return loss.clone()
-
-
-def test_train_eval_no_grad_and_inference_mode_work_between_steps(ranks):
-    ranks(2)(compare, modes)
+# ---- deferred gradients -----------------------------------------------------------------------
 
 
 def grads_by_name(run: Run, model: nn.Module) -> dict[str, Any]:
@@ -168,9 +122,11 @@ def hooks(run: Run) -> Any:
     """Post-accumulate hooks, made before and after sharding, removed by their handles."""
     model = run.model()
     seen: list[Any] = []
+    given: list[nn.Parameter] = []
 
     def see(name: str, param: nn.Parameter) -> None:
         grad = param.grad.full_tensor() if run.sharded else param.grad
+        given.append(param)
         seen.append((name, tuple(grad.shape), grad.clone()))
 
     early = model.head.weight.register_post_accumulate_grad_hook(partial(see, "early"))
@@ -180,38 +136,20 @@ def hooks(run: Run) -> Any:
     run.loss(model, 0).backward()
     early.remove()
     run.loss(model, 1).backward()  # onto the first gradient
+    if run.sharded:
+        with fs.no_sync(model):  # an unreduced gradient is no gradient yet
+            run.loss(model, 2).backward()
+    model.zero_grad()
     late.remove()
     run.loss(model, 2).backward()
     names = [name for name, *_ in seen]
     assert names == ["early", "late", "late"]
+    assert all(param is model.head.weight for param in given)
     return run.result(model, seen=seen)
 
 
 def test_post_accumulate_hooks_see_the_reduced_gradient(ranks):
     ranks(2)(compare, hooks)
-
-
-def module_hooks(run: Run) -> Any:
-    """Forward hooks that people use to look inside."""
-    model = run.shard(run.model())
-    seen: list[Any] = []
-    handles = [
-        block.register_forward_hook(lambda m, args, out: seen.append(out.detach().clone()))
-        for block in model.blocks
-    ]
-    model.head.register_forward_hook(lambda m, args, out: seen.append(m.weight.detach().clone()))
-    if run.sharded:
-        run.loss(model, 0).backward()
-    else:
-        run.loss(model, 0)
-        seen = seen[4 * rank() : 4 * rank() + 4]
-    for handle in handles:
-        handle.remove()
-    return seen
-
-
-def test_module_hooks_see_whole_activations_and_weights(ranks):
-    ranks(2)(compare, module_hooks)
 
 
 # ---- memory -----------------------------------------------------------------------------------
@@ -253,8 +191,13 @@ def memory(strategy: str, dtype: str | None) -> dict[str, Any]:
     return {"whole": whole, "grown": grown, "stats": stats, "planned": planned}
 
 
-@pytest.mark.parametrize("dtype", [None, "float32"])
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+@pytest.mark.parametrize(
+    ("strategy", "dtype"),
+    marked(
+        itertools.product(STRATEGIES, [None, "float32"]),
+        lambda strategy, dtype: not (strategy == "shard_grad_op" and dtype),
+    ),
+)
 def test_memory_stats_is_what_tensors_hold_and_what_was_planned(ranks, strategy, dtype):
     numel = sum(p.numel() for p in Tiny().parameters())
     for found in ranks(2)(memory, strategy, dtype):
@@ -276,25 +219,6 @@ def test_memory_stats_is_what_tensors_hold_and_what_was_planned(ranks, strategy,
         assert 8 * numel / parts <= shards <= 8 * (numel + padding) / parts
         assert stats["gradient_shards"]["now"] == shards
         assert math.isclose(found["whole"], 8 * numel, rel_tol=0.02)
-
-
-def deferred_memory() -> dict[str, Any]:
-    run = Run(2, rank())
-    model = run.shard(run.model())
-    with fs.no_sync(model):
-        run.loss(model, 0).backward()
-        inside = fs.memory_stats(model)["deferred_gradients"]
-    run.loss(model, 0).backward()
-    after = fs.memory_stats(model)["deferred_gradients"]
-    groups = [group for unit in plan_of(model).units for group in unit.groups if group.trainable]
-    numel = sum(group.layout.numel for group in groups)
-    return {"inside": inside, "after": after, "bytes": 8 * numel}
-
-
-def test_deferred_gradients_are_counted_while_they_last(ranks):
-    for found in ranks(2)(deferred_memory):
-        assert found["inside"] == {"now": found["bytes"], "peak": found["bytes"]}
-        assert found["after"] == {"now": 0, "peak": found["bytes"]}
 
 
 def freed_models() -> int:

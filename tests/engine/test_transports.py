@@ -15,11 +15,11 @@ from fullshard.config.values import Transport
 from fullshard.engine.engine import engine_of
 from fullshard.transport import _torch_compat
 from fullshard.transport.groups import _MADE
+from support.grid import STRATEGIES
 from support.models import CASES, Case, chain, mean_square, vectors
 from support.parity import assert_planned_events, train_sharded
 from support.rank_worker import COLLECTIVE_TIMEOUT
 
-STRATEGIES = ("full_shard", "shard_grad_op", "no_shard")
 ORDERED = {"transport": "c10d", "reduction": "ordered"}
 NATIVE = {"transport": "c10d", "reduction": "native"}
 

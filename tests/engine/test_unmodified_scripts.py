@@ -10,15 +10,9 @@ import pytest
 import torch
 from torch import nn, optim
 
-from support.scripts import NUM_TOKENS, Run, compare, loss_of, tokens_of, train
+from support.scripts import Run, compare, loss_of, train
 
 # ---- optimizers ----------------------------------------------------------------------------------
-
-
-def default_settings(run: Run) -> Any:
-    model = run.shard(run.model())
-    train(run, model, optim.AdamW(model.parameters()))
-    return run.result(model)
 
 
 def learning_rate_in_a_tensor(run: Run) -> Any:
@@ -61,92 +55,6 @@ def head_added_later_at_another_rate(run: Run) -> Any:
     model.zero_grad()
     optimizer.add_param_group({"params": [model.head.weight], "lr": 0.5})
     train(run, model, optimizer, 2)
-    return run.result(model)
-
-
-def one_optimizer_a_parameter_in_a_dict(run: Run) -> Any:
-    model = run.shard(run.model())
-    optimizers = {p: optim.AdamW([p], lr=1e-2, foreach=False) for p in model.parameters()}
-    for step in range(3):
-        run.loss(model, step).backward()
-        for optimizer in optimizers.values():
-            optimizer.step()
-            optimizer.zero_grad()
-    return run.result(model)
-
-
-def optimizer_inside_backward(run: Run) -> Any:
-    model = run.shard(run.model())
-    optimizers = {p: optim.SGD([p], lr=0.1, foreach=False) for p in model.parameters()}
-
-    def step_and_forget(param: nn.Parameter) -> None:
-        optimizers[param].step()
-        optimizers[param].zero_grad()
-
-    for param in model.parameters():
-        param.register_post_accumulate_grad_hook(step_and_forget)
-    for step in range(3):
-        run.loss(model, step).backward()
-    return run.result(model, left=[p.grad is None for p in model.parameters()])
-
-
-# ---- gradients at zero, or none ------------------------------------------------------------------
-
-
-def zeros_instead_of_none(run: Run) -> Any:
-    model = run.shard(run.model())
-    optimizer = optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
-    for step in range(3):
-        run.loss(model, step).backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=False)
-    return run.result(model, shown=[p.grad is not None for p in model.parameters()])
-
-
-def gradients_summed_over_two_backwards(run: Run) -> Any:
-    model = run.shard(run.model())
-    optimizer = optim.AdamW(model.parameters(), lr=1e-2)
-    for step in range(6):
-        (run.loss(model, step) / 2).backward()
-        if step % 2:
-            optimizer.step()
-            optimizer.zero_grad()
-    return run.result(model)
-
-
-def gradients_replaced_by_the_user(run: Run) -> Any:
-    model = run.shard(run.model())
-    optimizer = optim.SGD(model.parameters(), lr=0.1)
-    for step in range(3):
-        run.loss(model, step).backward()
-        for param in model.parameters():
-            if param.grad is not None:
-                param.grad = param.grad * 0.5 + 0.1 * param.detach()
-        run.loss(model, step + 10).backward()  # onto what was put there
-        optimizer.step()
-        optimizer.zero_grad()
-    return run.result(model)
-
-
-def requires_grad_off_and_on_between_steps(run: Run) -> Any:
-    model = run.shard(run.model())
-    optimizer = optim.AdamW(model.parameters(), lr=1e-2)
-    for step in range(6):
-        model.blocks[1].requires_grad_(step % 3 != 1)
-        model.embed.weight.requires_grad = step % 2 == 0
-        run.loss(model, step).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return run.result(model)
-
-
-def frozen_blocks(run: Run) -> Any:
-    model = run.model()
-    model.blocks[0].requires_grad_(False)
-    model.blocks[2].up.weight.requires_grad_(False)
-    run.shard(model)
-    optimizer = optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    train(run, model, optimizer)
     return run.result(model)
 
 
@@ -276,20 +184,6 @@ def averaged_model_made_before(run: Run) -> Any:
     return run.result(average)
 
 
-def saved_and_continued(run: Run) -> Any:
-    first = run.shard(run.model())
-    train(run, first, optim.SGD(first.parameters(), lr=0.1), 2)
-    saved = run.result(first)["weights"]
-    again = run.model()
-    again.load_state_dict(saved)
-    run.shard(again)
-    train(run, again, optim.SGD(again.parameters(), lr=0.1), 2)
-    later = run.shard(run.model())
-    later.load_state_dict(saved)
-    train(run, later, optim.SGD(later.parameters(), lr=0.1), 2)
-    return [run.result(again), run.result(later)]
-
-
 def two_models_in_turn(run: Run) -> Any:
     """One model learns from another's outputs, which learns too."""
     one, two = run.shard(run.model()), run.shard(run.model())
@@ -306,46 +200,11 @@ def two_models_in_turn(run: Run) -> Any:
     return [run.result(one), run.result(two)]
 
 
-def with_transformers(run: Run) -> Any:
-    """A causal language model, its own loss, the Trainer's groups, its own gradient tools."""
-    import transformers
-
-    config = transformers.AutoConfig.for_model(
-        "llama",
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        vocab_size=NUM_TOKENS,
-        use_cache=False,
-    )
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config).double().train()
-    run.shard(model)
-    optimizer = optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
-    for step in range(3):
-        batches = [tokens_of(step, rank) for rank in run.ranks]
-        losses = [model(input_ids=batch, labels=batch).loss for batch in batches]
-        torch.stack(losses).mean().backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-    return run.result(model, count=[model.get_input_embeddings().weight.ndim])
-
-
 SCRIPTS = [
-    default_settings,
     learning_rate_in_a_tensor,
     decay_by_ndim,
     decay_as_the_trainer_groups,
     head_added_later_at_another_rate,
-    one_optimizer_a_parameter_in_a_dict,
-    optimizer_inside_backward,
-    zeros_instead_of_none,
-    gradients_summed_over_two_backwards,
-    gradients_replaced_by_the_user,
-    requires_grad_off_and_on_between_steps,
-    frozen_blocks,
     *(
         partial(scheduled, make=make)
         for make in (warmup_from_zero, one_cycle, cosine, warmup_then_cosine, of_transformers)
@@ -361,9 +220,7 @@ SCRIPTS = [
     ),
     everything_at_once,
     averaged_model_made_before,
-    saved_and_continued,
     two_models_in_turn,
-    with_transformers,
 ]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import stat
 import subprocess
 import sys
@@ -14,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from support.processes import wait_until
+from support.processes import free_port, wait_until
 
 ROOT = Path(__file__).parents[2]
 CLUSTER = ROOT / "examples" / "cluster"
@@ -35,17 +34,6 @@ tasks = [
 open("tasks", "w").write(" ".join(str(task.pid) for task in tasks))
 sys.exit(max(task.wait() for task in tasks))
 """
-
-
-@pytest.fixture(autouse=True)
-def one_thread(monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
-
-
-def free_port():
-    with socket.create_server(("", 0)) as server:
-        return server.getsockname()[1]
 
 
 def record(run):

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 def doctor(tmp_path, *words, **variables):
     return subprocess.run(
         [sys.executable, "-m", "fullshard", "doctor", *words],
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), **variables},
+        env={**os.environ, **variables},
         cwd=tmp_path,
         capture_output=True,
         text=True,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,7 @@ import psutil
 import pytest
 
 from fullshard.observe.metrics import read_rows
-from support.processes import wait_until
+from support.processes import free_port, wait_until
 from support.text import seeded_text
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -67,10 +66,7 @@ def kill_machine(process: subprocess.Popen[bytes]) -> None:
 
 def test_a_machine_joins_and_is_lost_and_the_run_goes_on(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     calm, changing = written(tmp_path, "calm"), written(tmp_path, "changing")
     alone = [sys.executable, "-m", "fullshard", "train", str(calm), "num_processes=1"]
     subprocess.run(alone, check=True, capture_output=True, timeout=300)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +13,7 @@ import psutil
 import pytest
 
 from support import forked
-from support.processes import wait_until
+from support.processes import free_port, wait_until
 
 ROOT = Path(__file__).parents[2]
 
@@ -51,7 +50,6 @@ dist.barrier()
 @pytest.fixture
 def launch(tmp_path, monkeypatch):
     """`launch(text, *words)` writes a script and runs `fullshard launch`; returns the process."""
-    monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
 
@@ -81,9 +79,7 @@ def test_a_plain_script_meets_with_its_own_arguments(launch, tmp_path):
 
 
 def test_launchers_of_two_machines_meet(launch, tmp_path):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     place = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(port)]
     nodes = [
         launch(MEETS, *place, "--node-rank", str(node), "--log-dir", f"logs_{node}")
@@ -107,9 +103,7 @@ machine_rank: {node}
 
 
 def test_a_file_of_accelerates_says_which_machine_this_is(launch, tmp_path):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     nodes = []
     for node in (1, 0):
         file = tmp_path / f"machine_{node}.yaml"
@@ -201,11 +195,7 @@ def test_a_mistaken_launch_is_one_error(words, message, capfd):
 @pytest.mark.slow
 def test_the_main_job_runs_under_two_agents_of_torchrun(tmp_path, monkeypatch):
     """Two "nodes" on one machine; a warning of the run is said once, not by every rank."""
-    monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     output = tmp_path / "run"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2"]
     place = ["--master-addr=127.0.0.1", f"--master-port={port}"]
@@ -231,45 +221,46 @@ def test_the_main_job_runs_under_two_agents_of_torchrun(tmp_path, monkeypatch):
     assert len(warnings) == len(set(warnings))
 
 
-@pytest.fixture
-def endless(tmp_path, monkeypatch):
-    """The main job without an end, past its first step; and its record, once it has ended."""
-    monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
+ENDS = {  # (what ends the main job): exit code, status, what is said
+    ("SIGINT", None): (130, "interrupted", "Interrupted"),
+    ("SIGTERM", None): (
+        75,
+        "interrupted",
+        r"Stopped\. The last saved step is \d+, in .*step-\d+\. The same command",
+    ),
+    # The other rank writes first that it lost a peer; the launcher knows better.
+    ("SIGKILL", 1): (
+        5,
+        "failed",
+        "rank 1: expected to reach its end, but it was killed by SIGKILL",
+    ),
+    ("SIGSTOP", 1): (5, "failed", "rank 1 is silent for"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "rank"), ENDS)
+def test_a_run_records_how_it_was_ended(name, rank, tmp_path):
     output = tmp_path / "run"
     words = [f"output_dir={output}", "max_steps=100000", "num_processes=2"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "fullshard", "train", *words], stderr=subprocess.PIPE, text=True
-    )
+    if name == "SIGSTOP":  # a rank that has ended is seen at once
+        words.append("launch.timeout=5")
+    command = [sys.executable, "-m", "fullshard", "train", *words]
     metrics = output / "metrics.jsonl"
-    wait_until(lambda: metrics.exists() and metrics.stat().st_size > 0, 100, "a first step")
-
-    def end():
-        _, err = process.communicate(timeout=60)
-        return process.returncode, json.loads((output / "run.json").read_text()), err
-
-    yield process, end
-    process.kill()
-    process.communicate()
-
-
-@pytest.mark.slow
-def test_a_terminated_run_is_recorded_as_preempted(endless):
-    process, end = endless
-    process.send_signal(signal.SIGTERM)
-    code, record, err = end()
-    assert code == 75
-    assert re.search(r"Stopped\. The last saved step is \d+, in .*step-\d+\. The same command", err)
-    assert (record["status"], record["exit_code"]) == ("interrupted", 75)
-
-
-@pytest.mark.slow
-def test_a_killed_rank_is_what_the_record_names(endless):
-    """The other rank writes first that it lost a peer; the launcher knows better."""
-    process, end = endless
-    ranks = sorted(psutil.Process(process.pid).children(), key=lambda child: child.pid)
-    ranks[1].send_signal(signal.SIGKILL)
-    code, record, err = end()
-    assert code == 5
-    assert (record["status"], record["exit_code"]) == ("failed", 5)
-    assert (record["error"]["type"], record["error"]["rank"]) == ("HangError", 1)
-    assert "rank 1: expected to reach its end, but it was killed by SIGKILL" in err
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            wait_until(lambda: metrics.exists() and metrics.stat().st_size > 0, 100, "a first step")
+            ranks = sorted(psutil.Process(process.pid).children(), key=lambda child: child.pid)
+            whom = process if rank is None else ranks[rank]
+            whom.send_signal(getattr(signal, name))
+            _, err = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    record = json.loads((output / "run.json").read_text())
+    code, status, said = ENDS[name, rank]
+    assert (process.returncode, record["exit_code"], record["status"]) == (code, code, status)
+    assert re.search(said, err)
+    if rank is not None:
+        assert (record["error"]["type"], record["error"]["rank"]) == ("HangError", rank)
+    left = {"SIGSTOP": "logs/hang.txt", "SIGINT": "report.html"}.get(name, "run.json")
+    assert (output / left).is_file()

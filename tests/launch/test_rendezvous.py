@@ -14,6 +14,7 @@ from fullshard.config.environment import read_launch_environment
 from fullshard.errors import ConfigError, HangError
 from fullshard.launch import rendezvous
 from support import forked as subprocess
+from support.processes import free_port
 
 ROOT = Path(__file__).parents[2]
 
@@ -24,7 +25,6 @@ def _launched_by_nobody(monkeypatch):
         monkeypatch.delenv(name)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")]))
 
 
 def test_ranks_of_torchrun_meet(tmp_path):
@@ -36,11 +36,7 @@ def test_ranks_of_torchrun_meet(tmp_path):
 
 
 def test_tasks_of_srun_meet_at_the_first_hosts_port(tmp_path):
-    import torch.distributed as dist
-
-    probe = dist.TCPStore("localhost", 0, 1, is_master=True, wait_for_workers=False)
-    port = probe.port
-    del probe
+    port = free_port()
     step = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}
     place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     processes = []
@@ -55,7 +51,6 @@ def test_tasks_of_srun_meet_at_the_first_hosts_port(tmp_path):
 @pytest.mark.parametrize("launcher", ["srun", "mpirun"])
 def test_ranks_of_one_machine_meet_at_a_port_that_nobody_chose(launcher, tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     processes = []
     for rank in range(2):
         if launcher == "srun":

@@ -21,7 +21,6 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def launch(tmp_path, monkeypatch):
     """`launch(what, *args)` starts a launcher process; it is ended with the test."""
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")]))
     (tmp_path / "private").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "private"))  # a killed launcher leaves its folder
     started = []

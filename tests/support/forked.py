@@ -35,7 +35,16 @@ from typing import Any
 
 import pytest
 
-__all__ = ["DEVNULL", "PIPE", "STDOUT", "CompletedProcess", "Popen", "TimeoutExpired", "run"]
+__all__ = [
+    "DEVNULL",
+    "PIPE",
+    "STDOUT",
+    "CompletedProcess",
+    "Popen",
+    "TimeoutExpired",
+    "module",
+    "run",
+]
 PR_SET_CHILD_SUBREAPER = 36
 RANK_ENTRY = "fullshard.launch.rank_entry"
 TORCHRUN = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
@@ -106,6 +115,12 @@ def run(command: list[str], *, timeout: float, **options: Any) -> CompletedProce
     if check:
         done.check_returncode()
     return done
+
+
+def module(*words: object, timeout: float = 110.0) -> CompletedProcess[str]:
+    """`python -m` with these words, to its end."""
+    command = [sys.executable, "-m", *map(str, words)]
+    return run(command, timeout=timeout, capture_output=True, text=True)
 
 
 @contextlib.contextmanager

@@ -91,6 +91,20 @@ def whole_params(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: value for name, value in found.items() if value is not None}
 
 
+def unlike_gradients(
+    model: nn.Module, alone: nn.Module, *, rtol: float = 1e-10, atol: float = 1e-12
+) -> list[str]:
+    """Parameters whose gradients are not those of one process, None included. A collective."""
+    found, wrong = whole_gradients(model), []
+    for name, param in alone.named_parameters():
+        ours, theirs = found[name], param.grad
+        if ours is None or theirs is None:
+            wrong += [] if ours is theirs else [f"{name}: {ours} {theirs}"]
+        elif not torch.allclose(ours, theirs, rtol=rtol, atol=atol):
+            wrong.append(f"{name}: {ours} {theirs}")
+    return wrong
+
+
 def train_sharded(
     build: Callable[[], nn.Module],
     work: Work,

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-import sys
-import textwrap
 import time
 import warnings
 from dataclasses import dataclass
@@ -15,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from support.ranks import RankError, RankPool, RankPools
+from support.ranks import RankError, RankPool
 
 
 @pytest.fixture
@@ -35,20 +31,19 @@ def lone_pool(pytestconfig: pytest.Config):
 
 
 @dataclass
-class Pair:
+class Sent:
     """A class of a test file, sent to a rank and back."""
 
-    left: int
-    right: int
+    value: float
 
 
-def sum_over_ranks(value):
+def sum_over_ranks(sent):
     import torch
     import torch.distributed as dist
 
-    total = torch.tensor([float(value + dist.get_rank())])
+    total = torch.tensor(sent.value + dist.get_rank())
     dist.all_reduce(total)
-    return dist.get_rank(), total
+    return dist.get_rank(), Sent(total.item())
 
 
 def seeded_draw():
@@ -57,10 +52,6 @@ def seeded_draw():
     import torch
 
     return torch.rand(()).item(), random.random(), torch.get_num_threads()
-
-
-def swap(pair):
-    return Pair(pair.right, pair.left)
 
 
 def raise_on_rank_one():
@@ -93,10 +84,8 @@ def sleep_by_a_name_of_its_own():
     time.sleep(600)
 
 
-def exit_with_seven(hard):
-    if hard:
-        os._exit(7)
-    sys.exit(7)
+def exit_at_once():
+    os._exit(7)
 
 
 def warn():
@@ -121,31 +110,22 @@ def state():
     return groups, str(torch.get_default_dtype()), "LEFT_BY_A_TEST" in os.environ
 
 
+def process_id():
+    return os.getpid()
+
+
 def leave_the_group():
     import torch.distributed as dist
 
     dist.destroy_process_group()
 
 
-def process_times():
-    time.sleep(0)
-    return os.getpid()
-
-
 def test_every_rank_returns_its_value_in_rank_order(ranks):
-    values = ranks(2)(sum_over_ranks, 10)
-    assert [rank for rank, _ in values] == [0, 1]
-    assert [total.item() for _, total in values] == [21.0, 21.0]
-
-
-def test_pools_of_two_sizes_live_side_by_side(ranks):
-    assert len(ranks(1)(sum_over_ranks, 0)) == 1
-    assert len(ranks(2)(sum_over_ranks, 0)) == 2
-    assert ranks(1).process_ids[0] not in ranks(2).process_ids
+    assert ranks(2)(sum_over_ranks, Sent(10.0)) == [(0, Sent(21.0)), (1, Sent(21.0))]
 
 
 def test_processes_are_started_once(ranks):
-    assert ranks(2)(process_times) == ranks(2)(process_times) == ranks(2).process_ids
+    assert ranks(2)(process_id) == ranks(2)(process_id) == ranks(2).process_ids
 
 
 def test_each_call_starts_from_the_same_seed_on_one_thread(ranks):
@@ -153,10 +133,6 @@ def test_each_call_starts_from_the_same_seed_on_one_thread(ranks):
     assert first == second
     assert first[0] == first[1]
     assert first[0][2] == 1
-
-
-def test_classes_of_the_test_file_travel_both_ways(ranks):
-    assert ranks(1)(swap, Pair(1, 2)) == [Pair(2, 1)]
 
 
 def test_what_a_body_leaves_behind_is_gone_at_the_next_call(ranks):
@@ -178,29 +154,22 @@ def test_an_error_of_one_rank_is_shown_before_the_ranks_that_wait_for_it(pool):
     assert "in raise_on_rank_one" in text
 
 
-@pytest.mark.slow
-def test_errors_of_all_ranks_are_joined(pool):
-    with pytest.raises(RankError, match=r"(?s)voice of rank 0.*voice of rank 1"):
-        pool(raise_everywhere)
-
-
 def test_a_failed_assert_shows_its_values(lone_pool):
     with pytest.raises(RankError, match=r"assert \[1, 2\] == \[1, 3\]"):
         lone_pool(failing_assert)
 
 
-def test_the_pool_is_respawned_after_a_failure(lone_pool):
-    lone_pool(sum_over_ranks, 1)
-    old = lone_pool.process_ids
-    with pytest.raises(RankError):
-        lone_pool(raise_everywhere)
-    assert lone_pool.process_ids == []
-    assert not any(psutil.pid_exists(pid) for pid in old)
-    assert len(lone_pool(sum_over_ranks, 1)) == 1
+def test_errors_of_all_ranks_are_joined_and_the_pool_starts_again_after_them(pool):
+    old = pool(process_id)
+    with pytest.raises(RankError, match=r"(?s)voice of rank 0.*voice of rank 1"):
+        pool(raise_everywhere)
+    assert pool.process_ids == []
+    assert not any(map(psutil.pid_exists, old))
+    assert len(pool(process_id)) == 2
 
 
 def test_a_hang_is_a_failure_with_the_stacks_of_the_rank(pool):
-    pool(sum_over_ranks, 1)
+    pool(process_id)
     started = time.monotonic()
     with pytest.raises(RankError) as caught:
         pool(hang_on_rank_zero, timeout=1)
@@ -212,16 +181,9 @@ def test_a_hang_is_a_failure_with_the_stacks_of_the_rank(pool):
     assert pool.process_ids == []
 
 
-@pytest.mark.parametrize(
-    ("hard", "words"),
-    [
-        (True, "ended with exit code 7"),
-        pytest.param(False, "SystemExit: 7", marks=pytest.mark.slow),
-    ],
-)
-def test_a_rank_that_exits_is_a_failure(lone_pool, hard, words):
-    with pytest.raises(RankError, match=f"(?s)rank 0 of 1 .*{words}"):
-        lone_pool(exit_with_seven, hard)
+def test_a_rank_that_exits_is_a_failure(lone_pool):
+    with pytest.raises(RankError, match=r"(?s)rank 0 of 1 .*ended with exit code 7"):
+        lone_pool(exit_at_once)
 
 
 def test_a_warning_on_a_rank_is_an_error(lone_pool):
@@ -238,54 +200,10 @@ def test_local_functions_are_refused_by_name(ranks):
 
 
 def test_idle_ranks_sleep(ranks):
-    processes = [psutil.Process(pid) for pid in ranks(2)(process_times)]
+    processes = [psutil.Process(pid) for pid in ranks(2)(process_id)]
     before = sum(sum(p.cpu_times()[:2]) for p in processes)
     time.sleep(1.0)
     assert sum(sum(p.cpu_times()[:2]) for p in processes) - before < 0.1
-
-
-@pytest.mark.slow
-def test_ranks_die_with_the_process_that_started_them(tmp_path):
-    script = tmp_path / "owner.py"
-    script.write_text(
-        textwrap.dedent("""
-        import sys, time
-        from support.ranks import RankPools
-        import bodies
-        if __name__ == "__main__":
-            pools = RankPools(["error"])
-            print(*pools(2)(bodies.pid), flush=True)
-            pools(2)(bodies.sleep)
-        """)
-    )
-    (tmp_path / "bodies.py").write_text(
-        "import os, time\ndef pid():\n    return os.getpid()\ndef sleep():\n    time.sleep(600)\n"
-    )
-    path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[1])])
-    owner = subprocess.Popen(
-        [sys.executable, str(script)],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": path},
-    )
-    assert owner.stdout is not None
-    children = [int(word) for word in owner.stdout.readline().split()]
-    assert len(children) == 2
-    owner.send_signal(signal.SIGKILL)
-    owner.wait()
-    owner.stdout.close()
-    deadline = time.monotonic() + 30
-    while any(map(psutil.pid_exists, children)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(map(psutil.pid_exists, children))
-
-
-@pytest.mark.slow
-def test_closing_ends_every_pool():
-    pools = RankPools(["error"])
-    pids = pools(1)(process_times)
-    pools.close()
-    assert not any(map(psutil.pid_exists, pids))
 
 
 def imported_before():

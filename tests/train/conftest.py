@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from support.command import Done, call
 from support.text import seeded_text
-
-SOURCE = Path(__file__).parents[2] / "src"
 
 CONFIG = """\
 model:
@@ -41,24 +37,6 @@ training:
 launch:
   num_processes: 2
 """
-
-
-@pytest.fixture(scope="session", autouse=True)
-def importable_ranks():
-    """Ranks are started as `python -m fullshard...`, which must find this source."""
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(SOURCE), before]))
-    yield
-    if before is None:
-        del os.environ["PYTHONPATH"]
-    else:
-        os.environ["PYTHONPATH"] = before
-
-
-@pytest.fixture(scope="session")
-def fullshard(tmp_path_factory) -> Callable[..., Done]:
-    """`fullshard("train", "x.yaml")` runs the command in this process."""
-    return lambda *words: call(tmp_path_factory.mktemp("output"), *words)
 
 
 @pytest.fixture(scope="session")

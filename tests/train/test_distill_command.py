@@ -6,13 +6,13 @@ import json
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM
 
 from fullshard.config.files import read_job
 from fullshard.config.load import load_config
 from fullshard.config.values import IntervalStrategy
-from fullshard.data.tokenizer import train_tokenizer
 from fullshard.observe.metrics import read_rows
+from support.model_folder import small_config, write_model
 from support.text import seeded_text
 
 pytestmark = pytest.mark.timeout(400)
@@ -36,21 +36,9 @@ launch: {{num_processes: 2}}
 def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("distill")
     (folder / "text.txt").write_text(seeded_text(300))
-    config = Qwen3MoeConfig(
-        vocab_size=300,
-        hidden_size=32,
-        intermediate_size=32,
-        moe_intermediate_size=16,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        num_experts=4,
-        num_experts_per_tok=2,
-        max_position_embeddings=64,
-    )
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "teacher")
-    train_tokenizer([seeded_text(50)], 300).save_pretrained(folder / "teacher")
+    routed = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    config = small_config("qwen3_moe", num_hidden_layers=3, num_key_value_heads=1, **routed)
+    write_model(folder / "teacher", config, seeded_text(50))
     (folder / "distill.yaml").write_text(CONFIG.format(folder=folder))
     return folder
 

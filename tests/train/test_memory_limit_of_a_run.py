@@ -63,6 +63,7 @@ def trained(group: MemoryGroup, folder: Path, words: list[str]) -> tuple[int, di
     return done.returncode, json.loads(done.stdout or "{}"), done.stderr
 
 
+@pytest.mark.long
 def test_a_run_that_cannot_fit_is_refused_and_one_that_just_fits_ends(tmp_path):
     words = words_of(tmp_path)
     least = tensor_bytes(tmp_path, words) + RANK_PROCESS + LAUNCHER_PROCESS

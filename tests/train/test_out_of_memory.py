@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import LlamaConfig
 
 from fullshard.config.schema import RunConfig
 from fullshard.engine.hugging_face import build_on_meta
@@ -17,15 +16,9 @@ from fullshard.recipes.base import RecipeKind, Seat
 from fullshard.recipes.registry import Command
 from fullshard.run import on_torch, session
 from fullshard.run.outlook import answered, view_of
+from support.model_folder import small_config
 
-SHAPE = LlamaConfig(
-    vocab_size=512,
-    hidden_size=64,
-    intermediate_size=128,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=4,
-)
+SHAPE = small_config()
 
 
 def view():

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM
 
-from fullshard.data.tokenizer import train_tokenizer
 from fullshard.observe.metrics import read_rows
+from support.model_folder import small_config, write_chats, write_model
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -47,29 +47,12 @@ lora_target_modules: [q_proj, down_proj]
 def files(tmp_path_factory) -> Path:
     """A model folder, chat data, and the two files of the command."""
     folder = tmp_path_factory.mktemp("sft")
-    lines = [
-        {"messages": [{"role": "user", "content": f"{n} and one?"}, _answer(n)]} for n in range(96)
-    ]
-    (folder / "chat.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    config = LlamaConfig(
-        vocab_size=300,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=64,
-    )
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "base")
-    train_tokenizer([json.dumps(lines)], 300).save_pretrained(folder / "base")
+    text = write_chats(folder / "chat.jsonl", 96)
+    write_model(folder / "base", small_config(), text)
     (folder / "fsdp.yaml").write_text(ACCELERATE)
     data, base = folder / "chat.jsonl", folder / "base"
     (folder / "recipe.yaml").write_text(RECIPE.format(base=base, data=data))
     return folder
-
-
-def _answer(n: int) -> dict[str, str]:
-    return {"role": "assistant", "content": f"{n + 1}, of course"}
 
 
 def command(folder: Path) -> list[str]:
@@ -106,15 +89,6 @@ def test_the_recipe_of_other_tools_trains_adapters_and_goes_on(fullshard, files,
     adapted = PeftModel.from_pretrained(base, str(run / "adapter"))(input_ids=ids).logits
     torch.testing.assert_close(adapted, merged, rtol=1e-4, atol=1e-5)
     assert (merged - before).abs().max() > 1e-2
-
-
-def test_deepspeed_beside_fsdp_is_refused_with_the_reason(fullshard, files):
-    zero3 = files / "zero3.yaml"
-    zero3.write_text("zero_optimization: {stage: 3}\n")
-    done = fullshard(*command(files), files / "refused", "--deepspeed", zero3)
-    assert done.exit_code == 2
-    assert "expected one of FSDP and DeepSpeed" in done.err
-    assert not (files / "refused").exists()
 
 
 @pytest.mark.parametrize(

@@ -41,25 +41,22 @@ class ThreeBatchesHeldOut(RaggedRecipe):
         return [*super().held_out()] * 3
 
 
+def evaluates_every_step(rank: int, rows: Rows) -> Loop:
+    _, loop, _ = make_loop(rank, 2, 1, {}, rows)
+    loop.recipe = ThreeBatchesHeldOut(rank, 2, 1)
+    loop.settings = replace(loop.settings, eval_every=1)
+    return loop
+
+
 def stopped_while_it_evaluates():
     rank, rows = torch.distributed.get_rank(), Rows()
-    _, bare, _ = make_loop(rank, 2, 1, {}, rows)
-
-    def loop(keeper):
-        return Loop(
-            bare.trainee,
-            ThreeBatchesHeldOut(rank, 2, 1),
-            replace(bare.settings, eval_every=1),
-            bare.team,
-            rows,
-            keeper,
-        )
-
-    keeper = StopsAtTheSecondQuestion(rank, rows)
+    loop = evaluates_every_step(rank, rows)
+    loop.keeper = keeper = StopsAtTheSecondQuestion(rank, rows)
     with pytest.raises(PreemptedError):
-        loop(keeper).run()
+        loop.run()
     stopped = (keeper.kept, keeper.asked, len(rows.evaluations))
-    loop(None).run(done=1)
+    loop = evaluates_every_step(rank, rows)
+    loop.run(done=1)
     return stopped, [row.step for row in rows.evaluations]
 
 
@@ -169,8 +166,8 @@ class SpoiledAtTheSecondStep(RaggedRecipe):
 
 
 def train_past_an_infinity(max_skipped_steps):
-    rank, rows = torch.distributed.get_rank(), Rows()
-    model, bare, _ = make_loop(rank, 2, 1, {}, rows)
+    rank = torch.distributed.get_rank()
+    model, loop, _ = make_loop(rank, 2, 1, {}, Rows())
     weights = []
 
     class Watching(Rows):
@@ -178,9 +175,9 @@ def train_past_an_infinity(max_skipped_steps):
             super().stepped(row)
             weights.append(fs.full_state_dict(model, rank0_only=False)["head.weight"])
 
-    settings = replace(bare.settings, max_skipped_steps=max_skipped_steps)
-    rows = Watching()
-    loop = Loop(bare.trainee, SpoiledAtTheSecondStep(rank, 2, 1), settings, bare.team, rows)
+    loop.settings = replace(loop.settings, max_skipped_steps=max_skipped_steps)
+    loop.recipe = SpoiledAtTheSecondStep(rank, 2, 1)
+    loop.watcher = rows = Watching()
     loop.run()
     return [(row.loss, row.grad_norm) for row in rows.steps], weights
 
@@ -214,16 +211,9 @@ class AsksAlways:
 
 
 def stopped_while_it_makes_up():
-    rank, rows, keeper = torch.distributed.get_rank(), Rows(), AsksAlways()
-    _, bare, _ = make_loop(rank, 2, 1, {}, rows)
-    loop = Loop(
-        bare.trainee,
-        ThreeBatchesHeldOut(rank, 2, 1),
-        replace(bare.settings, eval_every=1),
-        bare.team,
-        rows,
-        keeper,
-    )
+    rows, keeper = Rows(), AsksAlways()
+    loop = evaluates_every_step(torch.distributed.get_rank(), rows)
+    loop.keeper = keeper
     with pytest.raises(PreemptedError):
         loop.run(done=1)
     return keeper.kept, len(rows.steps), len(rows.evaluations)
@@ -234,14 +224,13 @@ def test_a_stop_while_an_evaluation_is_made_up_for_takes_no_step(ranks):
 
 
 def train_a_bad_loss_in_fp16():
-    rows = Rows()
     options = {"param_dtype": "fp16", "master_dtype": "fp32"}
-    _, bare, _ = make_loop(0, 1, 1, options, rows)
-    scaler = LossScaler(bare.trainee.optimizer, torch.device("cpu"), enabled=True)
-    trainee = replace(bare.trainee, scaler=scaler)
-    recipe = SpoiledAtTheSecondStep(0, 1, 1)
-    recipe.spoiled_rank = 0
-    Loop(trainee, recipe, bare.settings, bare.team, rows).run()
+    _, loop, _ = make_loop(0, 1, 1, options, Rows())
+    scaler = LossScaler(loop.trainee.optimizer, torch.device("cpu"), enabled=True)
+    loop.trainee = replace(loop.trainee, scaler=scaler)
+    loop.recipe = SpoiledAtTheSecondStep(0, 1, 1)
+    loop.recipe.spoiled_rank = 0
+    loop.run()
 
 
 def test_no_scale_of_fp16_mends_a_loss_that_is_infinite():

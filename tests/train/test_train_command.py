@@ -6,7 +6,6 @@ import dataclasses
 import json
 import re
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -23,7 +22,6 @@ from fullshard.planner.plan import Plan
 from fullshard.planner.text import human_bytes
 from fullshard.recipes.base import causal_lm_loss
 from fullshard.recipes.batches import load_data
-from support.processes import wait_until
 from support.text import seeded_text
 
 pytestmark = pytest.mark.timeout(300)
@@ -169,13 +167,6 @@ def test_saved_model_reloads_in_transformers_with_the_loss_of_the_last_evaluatio
     assert tokenizer.decode(tokenizer("Ada has 3 boats")["input_ids"]) == "Ada has 3 boats"
 
 
-def test_tied_weight_is_saved_once(two_ranks):
-    from safetensors import safe_open
-
-    with safe_open(two_ranks.folder / "model" / "model.safetensors", "pt") as file:
-        assert "lm_head.weight" not in file.keys()  # noqa: SIM118  no mapping
-
-
 def test_output_without_a_terminal_is_plain_and_rank_0s_alone(two_ranks):
     assert "\x1b" not in two_ranks.out
     assert "\r" not in two_ranks.out
@@ -221,12 +212,6 @@ def test_generate_at_temperature_zero_takes_the_likeliest_token_from_any_start(
     assert results[0]["prompt"] == ""
 
 
-def test_generate_prints_the_text_and_nothing_else(two_ranks, fullshard):
-    done = fullshard("generate", two_ranks.folder, "--prompt", "Ada", "--max-new-tokens", 3)
-    assert done.out.startswith("Ada")
-    assert done.err == ""
-
-
 def test_generate_goes_on_from_every_prompt_of_a_file_as_from_each_alone(
     two_ranks, fullshard, tmp_path
 ):
@@ -252,6 +237,7 @@ def test_generate_on_ranks_that_share_the_model_writes_the_same(two_ranks, fulls
     assert shared.exit_code == 0, shared.err
     assert shared.out == alone.out
     assert alone.out.startswith("Ada has")
+    assert alone.err == ""
 
 
 @pytest.mark.parametrize(
@@ -357,20 +343,3 @@ def test_torchrun_starts_the_same_run(tmp_path, write_config, fullshard):
     assert run.record["planned"]["expected_peak_bytes"] == expected
     assert len(run.steps) == 1
     assert run.out.count("step 1/1  loss") == 1
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_interrupted_run_is_recorded_with_code_130(tmp_path, write_config):
-    words = ("-m", "fullshard", "train", write_config(tmp_path), "max_steps=100000")
-    run = Run(tmp_path / "run", 0, "", "")
-    with (tmp_path / "out").open("w") as out:
-        process = subprocess.Popen([sys.executable, *words], cwd=tmp_path, stdout=out, stderr=out)
-        try:
-            wait_until(lambda: len(run.steps) > 2, 300, "some steps have been made")
-        finally:
-            process.send_signal(signal.SIGINT)
-            exit_code = process.wait(60)
-    assert exit_code == 130
-    assert (run.record["status"], run.record["exit_code"]) == ("interrupted", 130)
-    assert (run.folder / "report.html").is_file()

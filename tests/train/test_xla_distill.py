@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM
 
-from fullshard.data.tokenizer import train_tokenizer
 from fullshard.observe.metrics import read_rows
+from support.model_folder import small_config, write_chats, write_model
 from support.text import seeded_text
 
 pytestmark = pytest.mark.timeout(600)
 
-SIZES = {
-    "vocab_size": 300,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 64,
-}
 # A large epsilon: rounding noise of gradients that should be zero must not decide a step.
 CONFIG = """\
 teacher: {folder}/teacher
@@ -47,27 +40,21 @@ student:
 """
 
 
-def save(config, folder: Path, seed: int) -> None:
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        model.lm_head.weight.mul_(10)  # opinions
-    model.save_pretrained(folder)
-    train_tokenizer([seeded_text(50)], 300).save_pretrained(folder)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     """Teachers, dense and not, a student with weights, text."""
     folder = tmp_path_factory.mktemp("distill")
     (folder / "text.txt").write_text(seeded_text(300))
-    dense = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3}
-    save(Qwen3Config(**dense, **SIZES), folder / "teacher", 0)
-    small = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
-    save(LlamaConfig(**small, **SIZES), folder / "student", 1)
-    moe = Qwen3MoeConfig(moe_intermediate_size=16, num_experts=4, **dense, **SIZES)
-    moe.save_pretrained(folder / "moe")
-    train_tokenizer([seeded_text(50)], 300).save_pretrained(folder / "moe")
+    large = {"num_hidden_layers": 3, "num_key_value_heads": 1}
+    small = {"hidden_size": 16, "intermediate_size": 32, "num_key_value_heads": 1}
+    moe = small_config("qwen3_moe", moe_intermediate_size=16, num_experts=4, **large)
+    models = {
+        "teacher": small_config("qwen3", **large),
+        "student": small_config("llama", **small),
+        "moe": moe,
+    }
+    for seed, (name, config) in enumerate(models.items()):
+        write_model(folder / name, config, seeded_text(50), seed=seed, sure=10)
     for name, student in (("read", READ), ("drawn", DRAWN), ("none", "")):
         (folder / f"{name}.yaml").write_text((CONFIG + student).format(folder=folder))
     return folder
@@ -138,15 +125,7 @@ def test_packed_chats_with_kept_logits_have_the_losses_of_torch(
 ):
     """Rows are filled up here, and so are the logits that are kept for them."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    chats = [
-        [
-            {"role": "user", "content": f"{n}?"},
-            {"role": "assistant", "content": "yes" + " of course" * (n % 3)},
-        ]
-        for n in range(200)
-    ]
-    text = "".join(json.dumps({"messages": messages}) + "\n" for messages in chats)
-    (tmp_path / "chat.jsonl").write_text(text)
+    write_chats(tmp_path / "chat.jsonl", 200)
     kept = (f"distill.cache={tmp_path / 'logits'}", "top_k=300", "max_length=64")
     words = (folder / "read.yaml", f"data.path={tmp_path / 'chat.jsonl'}", "packing=true", *kept)
     done = fullshard("distill", "cache", *words, f"output_dir={tmp_path / 'caching'}")

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
 
-from fullshard.data.tokenizer import train_tokenizer
 from fullshard.observe.metrics import read_rows
 from fullshard.recipes.base import IGNORED
+from support.model_folder import small_config, write_chats, write_model
 
 # A large epsilon: rounding noise of gradients that should be zero must not decide a step.
 WORDS = [
@@ -26,27 +24,8 @@ WORDS = [
 def words(tmp_path_factory) -> list[str]:
     """A model folder and chats of many lengths, as words of the command."""
     folder: Path = tmp_path_factory.mktemp("chats")
-    lines = [
-        {
-            "messages": [
-                {"role": "user", "content": f"{n} and one?"},
-                {"role": "assistant", "content": f"{n + 1}, of course" + " yes" * (n % 7)},
-            ]
-        }
-        for n in range(96)
-    ]
-    (folder / "chat.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    config = LlamaConfig(
-        vocab_size=300,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=64,
-    )
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "base")
-    train_tokenizer([json.dumps(lines)], 300).save_pretrained(folder / "base")
+    text = write_chats(folder / "chat.jsonl", 96)
+    write_model(folder / "base", small_config(), text)
     return [f"model={folder / 'base'}", f"data={folder / 'chat.jsonl'}", *WORDS]
 
 

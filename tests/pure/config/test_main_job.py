@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-
-import pytest
 
 from fullshard.config.files import OriginKind
 from fullshard.config.load import load_config
@@ -29,36 +25,9 @@ def test_the_main_job_is_what_the_readme_promises():
     assert (origin.kind, origin.file) == (OriginKind.FILE, "main_job.yaml")
 
 
-def test_the_main_job_takes_overrides():
-    resolved = load_config(None, ["max_steps=3", "strategy=zero2", "hidden_size=64"])
-    assert resolved.config.training.max_steps == 3
-    assert resolved.config.strategy is Strategy.SHARD_GRAD_OP
-    assert resolved.config.model.config["hidden_size"] == 64
-
-
-def test_the_model_of_the_main_job_has_about_three_million_parameters():
-    transformers = pytest.importorskip("transformers")
-    torch = pytest.importorskip("torch")
-    settings = dict(load_config(None).config.model.config)
-    config = transformers.AutoConfig.for_model(settings.pop("model_type"), **settings)
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config)
-    assert 2_000_000 < sum(p.numel() for p in model.parameters()) < 4_000_000
-
-
 def test_the_json_schema_of_a_file_can_be_had():
     schema = RunConfig.model_json_schema()
     json.dumps(schema)
     assert schema["required"] == ["model"]
     assert schema["additionalProperties"] is False
     assert all("description" in field for field in schema["properties"].values())
-
-
-def test_importing_the_configuration_imports_no_array_library():
-    program = """
-import sys
-import fullshard.config.load, fullshard.config.environment
-heavy = {"torch", "jax", "numpy", "transformers"} & set(sys.modules)
-assert not heavy, heavy
-"""
-    subprocess.run([sys.executable, "-W", "error", "-c", program], check=True, timeout=60)

@@ -86,13 +86,6 @@ def test_keys_merged_by_yaml_have_the_line_where_they_stand(resolve):
     assert str(resolved.origins["training.max_steps"]) == "train.yaml:6"
 
 
-def test_the_written_configuration_loads_to_the_same(resolve, tmp_path):
-    resolved = resolve(FILE, "training.max_steps=5", "sharding.wrap=[LlamaDecoderLayer]")
-    path = tmp_path / "config.yaml"
-    path.write_text(resolved.to_yaml())
-    assert load_config(path).config == resolved.config
-
-
 def test_the_written_configuration_explains_itself(resolve):
     text = resolve(FILE, "max_steps=5").to_yaml()
     lines = [line for line in text.splitlines() if not line.endswith("# default")]

@@ -7,136 +7,33 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import nn
 from torch.distributed.fsdp.wrap import _recursive_wrap, size_based_auto_wrap_policy
 
 import fullshard as fs
 from fullshard.errors import ConfigError, WrapError
 from fullshard.planner.wrap import Role
+from support.architectures import ARCHITECTURES
 
-SMALL: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-}
-
-
-def on_meta(auto: str, model_type: str, **fields: Any) -> nn.Module:
-    """A model of transformers without memory."""
-    config = transformers.AutoConfig.for_model(model_type, **fields)
-    with torch.device("meta"):
-        return getattr(transformers, auto).from_config(config)
-
-
-def causal(model_type: str, **fields: Any) -> Any:
-    return on_meta("AutoModelForCausalLM", model_type, **{**SMALL, **fields})
-
-
-def clip() -> nn.Module:
-    text = {**SMALL, "max_position_embeddings": 16}
-    vision = {**SMALL, "image_size": 16, "patch_size": 8}
-    return on_meta("AutoModel", "clip", text_config=text, vision_config=vision, projection_dim=8)
-
-
-def whisper() -> nn.Module:
-    return on_meta(
-        "AutoModelForSpeechSeq2Seq",
-        "whisper",
-        vocab_size=64,
-        d_model=32,
-        encoder_layers=2,
-        decoder_layers=3,
-        encoder_attention_heads=4,
-        decoder_attention_heads=4,
-        encoder_ffn_dim=96,
-        decoder_ffn_dim=96,
-        pad_token_id=0,
-    )
-
-
-def bart() -> nn.Module:
-    return on_meta(
-        "AutoModelForSeq2SeqLM",
-        "bart",
-        vocab_size=64,
-        d_model=32,
-        encoder_layers=2,
-        decoder_layers=3,
-        encoder_ffn_dim=96,
-        decoder_ffn_dim=96,
-        encoder_attention_heads=4,
-        decoder_attention_heads=4,
-    )
-
-
-def t5() -> nn.Module:
-    return on_meta(
-        "AutoModelForSeq2SeqLM",
-        "t5",
-        vocab_size=64,
-        d_model=32,
-        d_kv=8,
-        d_ff=96,
-        num_layers=2,
-        num_decoder_layers=3,
-        num_heads=4,
-    )
-
-
-def deepseek() -> nn.Module:
-    return causal(
-        "deepseek_v3",
-        num_key_value_heads=4,
-        q_lora_rank=16,
-        kv_lora_rank=8,
-        qk_rope_head_dim=4,
-        qk_nope_head_dim=4,
-        v_head_dim=8,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=16,
-        first_k_dense_replace=1,
-        n_group=1,
-        topk_group=1,
-    )
-
-
-MODELS = {
-    "llama": partial(causal, "llama", num_key_value_heads=2),
-    "gpt2": partial(on_meta, "AutoModelForCausalLM", "gpt2", n_layer=3, n_embd=32, n_head=4),
-    "qwen3": partial(causal, "qwen3", head_dim=8, num_key_value_heads=2),
-    "gemma2": partial(causal, "gemma2", head_dim=8, num_key_value_heads=2),
-    "qwen3_moe": partial(causal, "qwen3_moe", num_experts=4, moe_intermediate_size=16),
-    "mixtral": partial(causal, "mixtral", num_key_value_heads=2, num_local_experts=4),
-    "deepseek_v3": deepseek,
-    "opt": partial(causal, "opt", ffn_dim=96, word_embed_proj_dim=32),
-    "gpt_neox": partial(causal, "gpt_neox"),
-    "falcon": partial(causal, "falcon"),
-    "phi": partial(causal, "phi"),
-    "mamba": partial(causal, "mamba", state_size=4),
-    "bert": partial(on_meta, "AutoModelForMaskedLM", "bert", **SMALL),
-    "vit": partial(on_meta, "AutoModelForImageClassification", "vit", **SMALL),
-    "t5": t5,
-    "bart": bart,
-    "whisper": whisper,
-    "clip": clip,
-}
-BLOCKS = {  # where the blocks are and how many; all else is one list of three
+BLOCKS = {  # where the blocks of each architecture are, and how many
+    "llama": {"model.layers": 3},
     "gpt2": {"transformer.h": 3},
+    "qwen3_moe": {"model.layers": 3},
+    "deepseek_v3": {"model.layers": 3},
     "opt": {"model.decoder.layers": 3},
     "gpt_neox": {"gpt_neox.layers": 3},
     "falcon": {"transformer.h": 3},
     "mamba": {"backbone.layers": 3},
     "bert": {"bert.encoder.layer": 3},
     "vit": {"vit.layers": 3},
-    "t5": {"encoder.block": 2, "decoder.block": 3},
-    "bart": {"model.encoder.layers": 2, "model.decoder.layers": 3},
-    "whisper": {"model.encoder.layers": 2, "model.decoder.layers": 3},
-    "clip": {"text_model.encoder.layers": 3, "vision_model.encoder.layers": 3},
+    "t5": {"encoder.block": 2, "decoder.block": 2},
+    "bart": {"model.encoder.layers": 2, "model.decoder.layers": 2},
+    "whisper": {"model.encoder.layers": 2, "model.decoder.layers": 2},
+    "clip": {"text_model.encoder.layers": 2, "vision_model.encoder.layers": 2},
 }
+
+
+llama = ARCHITECTURES["llama"].on_meta
 
 
 def units(model: nn.Module, **fields: Any) -> dict[str, str]:
@@ -148,11 +45,10 @@ def units(model: nn.Module, **fields: Any) -> dict[str, str]:
 # ---- auto ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", BLOCKS)
 def test_auto_finds_the_blocks_without_knowing_a_class_name(name: str) -> None:
-    model = MODELS[name]()
-    lists = BLOCKS.get(name, {"model.layers": 3})
-    wanted = {f"{path}.{at}" for path, count in lists.items() for at in range(count)}
+    model = ARCHITECTURES[name].on_meta()
+    wanted = {f"{path}.{at}" for path, count in BLOCKS[name].items() for at in range(count)}
     found = units(model)
     assert {n for n, role in found.items() if role == Role.BLOCK} == wanted
     assert units(model, wrap="transformer") == found
@@ -164,11 +60,11 @@ def numel(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
-@pytest.mark.parametrize("vocab_size", [64, 200, 412, 2000])
+@pytest.mark.parametrize("vocab_size", [64, 241, 242, 2000])  # 242 rows are as large as a block
 def test_embedding_and_head_are_units_where_each_is_at_least_as_large_as_a_block(
     vocab_size: int,
 ) -> None:
-    model = causal("llama", vocab_size=vocab_size, tie_word_embeddings=False)
+    model = llama(vocab_size=vocab_size, tie_word_embeddings=False)
     found = units(model)
     block = numel(model.model.layers[0])
     for name, role in (("model.embed_tokens", Role.EMBEDDING), ("lm_head", Role.HEAD)):
@@ -177,7 +73,7 @@ def test_embedding_and_head_are_units_where_each_is_at_least_as_large_as_a_block
 
 
 def test_tied_ends_are_the_roots_however_large() -> None:
-    found = units(causal("llama", vocab_size=2000, tie_word_embeddings=True))
+    found = units(llama(vocab_size=2000, tie_word_embeddings=True))
     assert set(found.values()) == {Role.ROOT, Role.BLOCK}
 
 
@@ -234,7 +130,7 @@ def torchs_choice(model: nn.Module, minimum: int) -> set[str]:
 @pytest.mark.parametrize("name", ["llama", "bert", "bart", "vit", "qwen3_moe", "mamba"])
 def test_size_decides_as_torchs_policy_does(name: str, minimum: int) -> None:
     fields = {"tie_word_embeddings": False} if name in ("llama", "qwen3_moe", "mamba") else {}
-    make = partial(MODELS[name], **fields)
+    make = partial(ARCHITECTURES[name].on_meta, **fields)
     found = set(units(make(), wrap="size", wrap_min_params=minimum)) - {""}
     assert found == torchs_choice(make(), minimum)
 
@@ -243,19 +139,19 @@ def test_size_decides_as_torchs_policy_does(name: str, minimum: int) -> None:
 
 
 def test_none_is_one_unit() -> None:
-    assert units(MODELS["llama"](), wrap="none") == {"": Role.ROOT}
+    assert units(llama(), wrap="none") == {"": Role.ROOT}
 
 
 def test_named_classes_are_units_wherever_they_are() -> None:
-    found = units(MODELS["llama"](), wrap=["LlamaMLP", "LlamaAttention"])
+    found = units(llama(), wrap=["LlamaMLP", "LlamaAttention"])
     wanted = {f"model.layers.{k}.{part}" for k in range(3) for part in ("mlp", "self_attn")}
     assert set(found) == {"", *wanted}
-    nested = units(MODELS["llama"](), wrap=["LlamaDecoderLayer", "LlamaMLP"])
+    nested = units(llama(), wrap=["LlamaDecoderLayer", "LlamaMLP"])
     assert {"model.layers.0", "model.layers.0.mlp"} <= set(nested)
 
 
 def test_a_class_may_be_given_as_a_class() -> None:
-    model = MODELS["llama"]()
+    model = llama()
     block = type(model.model.layers[0])
     assert units(model, wrap=block) == units(model, wrap=["LlamaDecoderLayer"])
 
@@ -268,7 +164,7 @@ def test_a_class_that_is_missing_names_the_nearest_and_all_present(
     asked: str, nearest: str
 ) -> None:
     with pytest.raises(WrapError, match=f"got '{asked}'. Did you mean '{nearest}'") as caught:
-        units(MODELS["llama"](), wrap=["LlamaDecoderLayer", asked])
+        units(llama(), wrap=["LlamaDecoderLayer", asked])
     present = str(caught.value).partition("Present: ")[2]
     assert {"LlamaDecoderLayer", "LlamaMLP", "LlamaRMSNorm", "Embedding", "Linear"} <= set(
         present.rstrip(".").split(", ")
@@ -277,11 +173,11 @@ def test_a_class_that_is_missing_names_the_nearest_and_all_present(
 
 def test_a_class_without_parameters_is_as_if_missing() -> None:
     with pytest.raises(WrapError, match="classes of modules with parameters"):
-        units(MODELS["llama"](), wrap=["SiLU"])
+        units(llama(), wrap=["SiLU"])
 
 
 def test_a_callable_chooses_modules() -> None:
-    model = MODELS["llama"]()
+    model = llama()
     found = units(model, wrap=lambda module: isinstance(module, nn.Linear | nn.Embedding))
     wanted = {n for n, m in model.named_modules() if isinstance(m, nn.Linear | nn.Embedding)}
     assert set(found) == {"", *wanted}
@@ -289,7 +185,7 @@ def test_a_callable_chooses_modules() -> None:
 
 def test_a_callable_that_chooses_what_is_not_called_is_refused() -> None:
     with pytest.raises(WrapError, match=r"got 'model.layers' \(ModuleList\)"):
-        units(MODELS["llama"](), wrap=lambda module: isinstance(module, nn.ModuleList))
+        units(llama(), wrap=lambda module: isinstance(module, nn.ModuleList))
 
 
 def test_multihead_attention_is_no_unit_nor_what_lies_in_it() -> None:

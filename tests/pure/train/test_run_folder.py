@@ -266,11 +266,6 @@ def test_record_is_replaced_whole_and_leaves_no_other_file(tmp_path):
     assert json.loads(folder.record.read_text())["measured"] == {"eval_loss": 3.0}
 
 
-def test_folder_without_a_record_is_no_run(tmp_path):
-    with pytest.raises(ConfigError, match=r"expected a run's folder with run\.json"):
-        RunFolder(tmp_path).read_record()
-
-
 MADE = "output_dir: expected a folder that can be made"
 
 
@@ -308,6 +303,8 @@ def test_report_that_fails_hides_no_other_failure(tmp_path, monkeypatch, caplog)
 
 def test_report_of_odd_files_is_typed_or_leaves_them_out(tmp_path):
     record = {"command": "train", "status": "failed", "began": "now", "error": None}
+    with pytest.raises(ConfigError, match=r"expected a run's folder with run\.json"):
+        RunFolder(tmp_path).read_record()
     wrong = {**record, "measured": {}, "planned": 3}
     for odd in ([], {**record, "measured": 3}, wrong, {"measured": {}}):
         (tmp_path / "run.json").write_text(json.dumps(odd))

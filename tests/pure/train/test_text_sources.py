@@ -26,6 +26,14 @@ def own_cache(tmp_path_factory, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
 
 
+def write_parquet(folder: Path, row_group_size: int | None = None, **columns: list) -> Path:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    path = folder / "a.parquet"
+    parquet.write_table(pyarrow.table(columns), path, row_group_size=row_group_size)
+    return path
+
+
 def documents(path: Path | None, text_column: str = "text") -> tuple[str, ...]:
     source, found = Source.at(path, text_column=text_column), [""]
     for shard in shards(source.files.spans(), {}):
@@ -72,12 +80,9 @@ def test_json_list_is_read_as_records(tmp_path):
 
 
 def test_parquet_column_is_read_over_all_row_groups(tmp_path):
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
     texts = seeded_text(50).splitlines()
-    table = pyarrow.table({"id": list(range(50)), "text": texts})
-    parquet.write_table(table, tmp_path / "a.parquet", row_group_size=7)
-    assert list(documents(tmp_path / "a.parquet")) == texts
+    path = write_parquet(tmp_path, row_group_size=7, id=list(range(50)), text=texts)
+    assert list(documents(path)) == texts
 
 
 # What stands in which file and the path that is read; the errors are beside them in __snapshots__/.
@@ -127,26 +132,18 @@ def test_wide_characters_without_a_mark_are_no_text(tmp_path, encoding):
 
 
 def test_missing_parquet_column_names_the_columns(tmp_path):
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    parquet.write_table(pyarrow.table({"content": ["x"]}), tmp_path / "a.parquet")
-    assert "got 'content' at" in message(tmp_path / "a.parquet")
-    assert "expected text in column 'content'" not in message(tmp_path / "a.parquet")
+    said = message(write_parquet(tmp_path, content=["x"]))
+    assert "got 'content' at" in said
+    assert "expected text in column 'content'" not in said
 
 
 def test_parquet_column_of_numbers_is_refused(tmp_path):
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    parquet.write_table(pyarrow.table({"text": [1, 2]}), tmp_path / "a.parquet")
-    assert "expected text in column 'text', got int64" in message(tmp_path / "a.parquet")
+    said = message(write_parquet(tmp_path, text=[1, 2]))
+    assert "expected text in column 'text', got int64" in said
 
 
 def test_null_record_of_a_parquet_file_is_refused(tmp_path):
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    column = pyarrow.array(["x", None], type=pyarrow.string())
-    parquet.write_table(pyarrow.table({"text": column}), tmp_path / "a.parquet")
-    assert "record 1" in message(tmp_path / "a.parquet")
+    assert "record 1" in message(write_parquet(tmp_path, text=["x", None]))
 
 
 def test_file_that_is_no_parquet_is_said(tmp_path):

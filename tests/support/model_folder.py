@@ -1,0 +1,54 @@
+"""Small models of transformers in folders, as commands read them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+VOCABULARY = 300
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 64,
+}
+
+
+def small_config(kind: str = "llama", **fields: Any) -> Any:
+    """A configuration of transformers of that model_type, with these fields and small ones."""
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(kind, **{**SIZES, **fields})
+
+
+def write_model(folder: Path, config: Any, text: str, *, seed: int = 0, sure: float = 1) -> None:
+    """A model with random weights, whose head is `sure` times as large, and a tokenizer of text."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from fullshard.data.tokenizer import train_tokenizer
+
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(sure)
+    model.save_pretrained(folder)
+    train_tokenizer([text], VOCABULARY).save_pretrained(folder)
+
+
+def write_chats(file: Path, count: int) -> str:
+    """Conversations of one question, with answers of many lengths; their text."""
+    lines = [
+        {
+            "messages": [
+                {"role": "user", "content": f"{n} and one?"},
+                {"role": "assistant", "content": f"{n + 1}, of course" + " yes" * (n % 7)},
+            ]
+        }
+        for n in range(count)
+    ]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return json.dumps(lines)
