@@ -143,8 +143,8 @@ def param_spec(names: tuple[str, ...], param: nn.Parameter) -> ParamSpec:
 def _refuse_shared_storage(params: Iterable[nn.Parameter], names: Mapping[int, list[str]]) -> None:
     seen: dict[tuple[int, int], str] = {}
     for param in params:
-        if param.is_meta or not param.numel() or isinstance(param, ShardedParameter):
-            continue
+        if param.is_meta or isinstance(param, ShardedParameter) or not plain(param).numel():
+            continue  # a DTensor may be empty on this rank
         local = plain(param)
         key = (local.untyped_storage().data_ptr(), int(local.storage_offset()))
         first = seen.setdefault(key, names[id(param)][0])
