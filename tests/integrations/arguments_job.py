@@ -175,7 +175,8 @@ CASES: dict[str, dict[str, Any]] = {
     "seed": {"seed": 11},
     "data_seed": {"data_seed": 5},
     "accelerator_config split_batches": {"accelerator_config": {"split_batches": True}},
-    "accelerator_config even_batches": {"accelerator_config": {"even_batches": False}},
+    "accelerator_config dispatch_batches": {"accelerator_config": {"dispatch_batches": True},
+                                            "_iterable": True},
     "accelerator_config use_seedable_sampler": {
         "accelerator_config": {"use_seedable_sampler": False}},
     "accelerator_config non_blocking": {"accelerator_config": {"non_blocking": True}},
@@ -329,6 +330,16 @@ def rows(case):
         }  # fmt: skip
 
 
+class Stream(torch.utils.data.IterableDataset):
+    """Rows without a length."""
+
+    def __init__(self, case):
+        self.case = case
+
+    def __iter__(self):
+        return rows(self.case)
+
+
 def collate(batch):
     names = ("input_ids", "attention_mask", "labels")
     return {name: torch.tensor([row[name] for row in batch]) for name in names}
@@ -394,7 +405,7 @@ def train(mode, case, folder, resume=None):
     packed = transformers.DataCollatorWithFlattening()
     trainer = trainer_of(mode, case)(
         model=model(case), args=settings(case, folder, mode),
-        train_dataset=data, eval_dataset=data[:13],
+        train_dataset=Stream(case) if case.get("_iterable") else data, eval_dataset=data[:13],
         compute_metrics=metrics_of(case),
         data_collator=packed if case.get("_packed") else collate,
         callbacks=[seen, *([Stop(3)] if case.get("_stop") else [])],

@@ -8,8 +8,8 @@ import re
 import sys
 from pathlib import Path
 
-import arguments_job
 import pytest
+from tests.integrations import arguments_job
 from transformers import Seq2SeqTrainingArguments, TrainingArguments
 from transformers.training_args import OptimizerNames
 

@@ -26,8 +26,8 @@ CPU: Any = types.SimpleNamespace(
 )  # fmt: skip
 
 
-def on_cpu() -> Any:
-    """torchtitan's llama3 on the CPU, with an attention that has a backward there."""
+def on_cpu() -> None:
+    """Puts torchtitan's llama3 on the CPU, with an attention that has a backward there."""
     from torchtitan.tools import utils
 
     utils.device_type, utils.device_module = "cpu", CPU
@@ -40,7 +40,6 @@ def on_cpu() -> Any:
         one.device_type, one.device_module = "cpu", CPU
     llama3.get_attention_config = lambda _: ScaledDotProductAttention.Config()
     dist_utils.set_pg_timeouts = lambda **_: None  # its barrier names a device
-    return llama3
 
 
 def take_our_fully_shard() -> None:
@@ -74,8 +73,9 @@ def assets(folder: Path) -> Path:
 
 
 def configured(run: Path, given: dict[str, str]) -> Any:
-    llama3 = on_cpu()
-    registry = llama3.config_registry
+    on_cpu()
+    from torchtitan.models.llama3 import config_registry as registry
+
     chunked = given.pop("chunked", None)
     config = registry.llama3_debugmodel() if chunked else registry.llama3_debugmodel_ce_loss()
     config.training.steps, config.training.seq_len = STEPS, 64

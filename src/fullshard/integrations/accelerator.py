@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator, DistributedType
-from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DynamoBackend
 from safetensors.torch import load_file
 from torch import nn
@@ -75,10 +74,11 @@ class ShardedAccelerator(Accelerator):
         """Shards the model if necessary; the engine handles mixed precision."""
         if not is_sharded(model):
             fs.shard(model, self.sharding)
-            if self.state.dynamo_plugin.backend != DynamoBackend.NO:
+            plugin: Any = self.state.dynamo_plugin
+            if plugin.backend != DynamoBackend.NO:
                 from accelerate.utils import compile_regions_fsdp2
 
-                compile_regions_fsdp2(model, **self.state.dynamo_plugin.to_kwargs())
+                compile_regions_fsdp2(model, **plugin.to_kwargs())
         if not any(model is known for known in self._models):
             _show_as_whole(model)
             self._models.append(model)
@@ -88,7 +88,7 @@ class ShardedAccelerator(Accelerator):
         self,
         optimizer: torch.optim.Optimizer,
         device_placement: bool | None = None,  # noqa: ARG002, FBT001
-    ) -> AcceleratedOptimizer:
+    ) -> Any:
         """Leaves states where they are: those of shards, or of the owners of whole tensors."""
         return super().prepare_optimizer(optimizer, device_placement=False)
 
@@ -166,8 +166,7 @@ def _show_as_whole(model: nn.Module) -> None:
 
 def _counter_of(module: Callable[[], nn.Module | None]) -> Callable[..., int]:
     def num_parameters(only_trainable: bool = False, exclude_embeddings: bool = False) -> int:  # noqa: FBT001, FBT002  theirs
-        model = module()
-        assert model is not None
+        model: Any = module()
         embeddings = (m.weight for m in model.modules() if isinstance(m, nn.Embedding))
         skipped = set(map(id, embeddings)) if exclude_embeddings else set()
         params = (p for p in model.parameters() if p.requires_grad or not only_trainable)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import transformers
 from torch import nn
+from transformers.training_args import OptimizerNames
 
 import fullshard as fs
 from fullshard.engine import optimizers
@@ -64,18 +65,19 @@ class ShardedTrainer(transformers.Trainer):
         is_new = self.optimizer is None
         made = super().create_optimizer(model)
         if is_new and not _steps_on_shards(made):
-            given = self.optimizer_cls_and_kwargs
-            _, settings = given or self.get_optimizer_cls_and_kwargs(self.args, self.model)
+            args, found = self.args, model or self._the_model
+            given: Any = self.optimizer_cls_and_kwargs
+            _, settings = given or self.get_optimizer_cls_and_kwargs(args, found)  # type: ignore[arg-type]
             settings.pop("params", None)
             try:
-                whole = self.accelerator.prepare_model(model or self._the_model)
+                whole = self.accelerator.prepare_model(found)
                 make = functools.partial(type(made), **settings)
                 self.optimizer = fs.owned(whole, make, made.param_groups)
             except FullshardError as error:
-                name = f"TrainingArguments.optim={self.args.optim.value}"
-                raise ConfigError(f"{name}: {error}") from error
+                name = OptimizerNames(args.optim).value
+                raise ConfigError(f"TrainingArguments.optim={name}: {error}") from error
             # Settings of single tensors, which bitsandbytes keeps by the tensor's id.
-            manager = getattr(made, "mng", None)
+            manager: Any = getattr(made, "mng", None)
             for module, name, given in manager.module_weight_config_triple if manager else ():
                 manager.pid2config[id(self.optimizer.whole_of(getattr(module, name)))] = given
         return self.optimizer
