@@ -1,8 +1,8 @@
 """`make gpu`: what the engine must do on a GPU, in the order in which it is worth knowing.
 
-Each step prints one line. It needs torch, numpy, psutil, pydantic, safetensors and xxhash
-(`make gpu-wheels`). With `--device cpu` the same steps run on a CPU, which says that they can run,
-and nothing of a GPU.
+Each step prints one line. It needs torch, numpy, psutil, safetensors and xxhash; where pydantic is
+missing, `stand_in/` takes its place. With `--device cpu` the same steps run on a CPU, which says
+that they can run, and nothing of a GPU.
 """
 
 # ruff: noqa: E402  where modules are is said before they are imported
@@ -10,6 +10,7 @@ and nothing of a GPU.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import platform
 import shutil
@@ -28,6 +29,8 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path[:0] = [str(HERE), str(HERE.parent), str(ROOT), str(ROOT / "src")]
+if importlib.util.find_spec("pydantic") is None:
+    sys.path.insert(0, str(HERE / "stand_in"))
 
 import gpu_checks
 import torch

@@ -1,0 +1,3 @@
+"""See the package."""
+
+JsonSchemaValue = object
