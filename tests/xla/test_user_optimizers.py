@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -66,7 +67,9 @@ def optimizer(name: str) -> Any:
     if constructor is not None:
         return constructor()
     rate = 1.0 if name in PARAMETER_FREE else 1e-3
-    return (getattr(optax, name, None) or getattr(contrib, name))(learning_rate=rate)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return (getattr(optax, name, None) or getattr(contrib, name))(learning_rate=rate)
 
 
 FAST = ["multi_steps", "two traces", "muon", "adafactor", "noise", "momo"]

@@ -231,7 +231,7 @@ class GradientNorms:
         said = {"": zlib.crc32(f"{asked} {len(values)}".encode()), **(said or {})}
         numbers = [float(number % _MOST) for number in said.values()]
         pairs = [(x, -x) if maximum else (x, x * x) for x in numbers]
-        if Count.REPLICAS in said:
+        if Count.REPLICAS in said and self.transport.name != "fake":  # whose peers say the same
             axes = self.transport.axes
             weight = (1 + axes.replicate_index) * (-1 if axes.shard_index else axes.mesh.shard - 1)
             pairs[list(said).index(Count.REPLICAS)] = (weight * said[Count.REPLICAS], 0)
