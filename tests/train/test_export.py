@@ -28,7 +28,12 @@ MODELS = {
     "tied llama": {"model_type": "llama", "tie_word_embeddings": True},
     "untied llama": {"model_type": "llama", "tie_word_embeddings": False},
     "gpt2": {"model_type": "gpt2"},
-    "mixture of experts": {"model_type": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": 8},
+    "mixture of experts": {
+        "model_type": "qwen3_moe",
+        "num_key_value_heads": 2,
+        "num_experts": 4,
+        "moe_intermediate_size": 8,
+    },
 }
 SIZES = {
     "hidden_size": 16,
