@@ -233,17 +233,20 @@ class Watchdog:
     # ---- the thread
 
     def _run(self) -> None:
-        while not self._stop.wait(POLL_S):
-            if self._channel is None and not self._connect():
-                continue
-            self.sampler.sample(self._asked)
-            try:
-                self._beat()
-            except RuntimeError:  # the store is gone
-                alone = {self.settings.rank: Seen(self.sampler.last)}
-                verdict = judge(alone, self.settings.timeout_s)
-                if verdict is not None:
-                    self._end(verdict, {self.settings.rank: stacks()}, alone)
+        while not self._stop.is_set():  # at once: a rank may die within the first seconds
+            if self._channel is not None or self._connect():
+                self._look()
+            self._stop.wait(POLL_S)
+
+    def _look(self) -> None:
+        self.sampler.sample(self._asked)
+        try:
+            self._beat()
+        except RuntimeError:  # the store is gone
+            alone = {self.settings.rank: Seen(self.sampler.last)}
+            verdict = judge(alone, self.settings.timeout_s)
+            if verdict is not None:
+                self._end(verdict, {self.settings.rank: stacks()}, alone)
 
     def _connect(self) -> bool:
         dist = sys.modules.get("torch.distributed")
