@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard as fs
 from support.experts import mixture_net, spread
-from support.other_axes import LENGTH, WIDTH
+from support.other_axes import LENGTH, WIDTH, whole_states
 from support.scripts import differences
 
 NUM_SAMPLES = 4
@@ -42,13 +42,6 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> N
         model(batch.chunk(world)[rank]).pow(2).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-
-
-def whole_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Weights and AdamW's states, whole, on every rank."""
-    states = fs.full_optimizer_state_dict(model, optimizer, rank0_only=False)["state"]
-    found = dict(fs.full_state_dict(model, rank0_only=False))
-    return found | {f"{number}.{key}": v for number, s in states.items() for key, v in s.items()}
 
 
 def assert_equal(one: dict[str, Any], two: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import fullshard as fs
 from fullshard import saving
 from fullshard.errors import CheckpointError, EngineError
-from support.other_axes import LENGTH, WIDTH, cut_net, mesh_of, net
+from support.other_axes import LENGTH, WIDTH, cut_net, mesh_of, net, whole_states
 from support.scripts import differences
 
 NUM_SAMPLES = 4
@@ -64,13 +64,6 @@ def train(
         model(batch.chunk(num_parts)[part]).pow(2).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-
-
-def whole_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Weights and AdamW's states, whole, on every rank."""
-    states = fs.full_optimizer_state_dict(model, optimizer, rank0_only=False)["state"]
-    found = dict(fs.full_state_dict(model, rank0_only=False))
-    return found | {f"{number}.{key}": v for number, s in states.items() for key, v in s.items()}
 
 
 def equal(one: dict[str, Any], two: dict[str, Any]) -> list[str]:

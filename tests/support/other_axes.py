@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -128,3 +129,10 @@ def train(
         params = {n: p.detach().full_tensor() for n, p in model.named_parameters()}
         steps.append(Step(losses, gradients, norm, params))
     return steps
+
+
+def whole_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Weights and AdamW's states, whole, on every rank."""
+    states = fs.full_optimizer_state_dict(model, optimizer, rank0_only=False)["state"]
+    found = dict(fs.full_state_dict(model, rank0_only=False))
+    return found | {f"{number}.{key}": v for number, s in states.items() for key, v in s.items()}
