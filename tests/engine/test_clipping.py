@@ -342,6 +342,23 @@ def test_global_norm_is_the_norm_of_the_whole(ranks):
     ranks(2)(compare, norms_of_the_model)
 
 
+def written_on_one_rank() -> list[float]:
+    run = Run(2, torch.distributed.get_rank())
+    model = run.shard(run.model())
+    run.loss(model, 0).backward()
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    if torch.distributed.get_rank() == 1:
+        grads[0].mul_(3.0)
+    squares = torch.stack([g.to_local().double().pow(2).sum() for g in grads]).sum()
+    torch.distributed.all_reduce(squares)
+    return [fs.global_norm(grads).item(), squares.sqrt().item()]
+
+
+def test_the_global_norm_has_what_one_rank_alone_wrote(ranks):
+    for found, expected in ranks(2)(written_on_one_rank):
+        assert found == pytest.approx(expected, rel=1e-12)
+
+
 def nothing_to_clip() -> list[Any]:
     run = Run(2, torch.distributed.get_rank())
     model = run.shard(run.model())

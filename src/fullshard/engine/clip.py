@@ -10,7 +10,7 @@ from torch import nn
 from fullshard.engine._torch_compat import no_guard
 from fullshard.engine.engine import Engine, engine_of
 from fullshard.engine.guard import norm_order
-from fullshard.engine.norms import is_at_hand, total_norm
+from fullshard.engine.norms import by_model, is_at_hand, total_norm
 from fullshard.engine.parameter import Guarded
 from fullshard.errors import ShardedTensorError
 
@@ -94,4 +94,6 @@ def global_norm(params: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch
                 "norm is torch.linalg.vector_norm."
             )
         return torch.zeros((), dtype=torch.float64)
+    for norms in by_model(guards):
+        norms.mark_changed()  # one rank alone may have written into its part
     return total_norm(guards, norm_order(norm_type))
