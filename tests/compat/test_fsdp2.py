@@ -301,7 +301,8 @@ def refusals() -> None:
         (NotImplementedError, "set_all_reduce_hook", lambda: line.set_all_reduce_hook(print)),
         (NotImplementedError, "set_custom", lambda: line.set_custom_all_gather(None)),
         (NotImplementedError, "set_custom", lambda: line.set_custom_reduce_scatter(None)),
-        (NotImplementedError, "dp_mesh_dims: expected", lambda: _axes("tp")),
+        (NotImplementedError, "dp_mesh_dims: expected", lambda: _axes(shard="tp")),
+        (NotImplementedError, "dp_mesh_dims: expected", lambda: _axes(replicate="dp_shard")),
         (AssertionError, "Shard dim 1 is invalid for 1D", lambda: _place(1)),
         (ValueError, "should be a bool", lambda: line.set_reshard_after_forward(2)),
         (ValueError, "does not have a method", lambda: register_fsdp_forward_method(line, "no")),
@@ -319,9 +320,9 @@ def _reshard(value) -> None:
     fully_shard(nn.Linear(2, 2), reshard_after_forward=value)
 
 
-def _axes(shard: str) -> None:
+def _axes(**dims: str) -> None:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp_shard", "tp"))
-    fully_shard(Net(), mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard=shard))
+    fully_shard(Net(), mesh=mesh, dp_mesh_dims=DataParallelMeshDims(**dims))
 
 
 def _place(dim: int) -> None:

@@ -114,22 +114,33 @@ def test_a_micro_batch_too_many_is_named(run):
     assert "expected as many optimizer steps on every rank" in err
 
 
-@pytest.mark.long
-def test_no_rank_blames_another_for_a_stop_that_was_asked_of_all(tmp_path):
+def _without_a_launcher(fault, folder):
+    """The exit codes and errors of two ranks that nobody watches."""
     place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
     names = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", "support.hang_job", "preempt"],
+            [sys.executable, "-m", "support.hang_job", fault],
             env={**os.environ, **place, **names, "RANK": str(r), "LOCAL_RANK": str(r)},
-            cwd=tmp_path,
+            cwd=folder,
             stderr=subprocess.PIPE,
             text=True,
         )
         for r in range(2)
     ]
     said = [process.communicate(timeout=60)[1] for process in processes]
-    assert [process.returncode for process in processes] == [75, 75], said
+    return [process.returncode for process in processes], said
+
+
+@pytest.mark.long
+def test_no_rank_blames_another_for_a_stop_that_was_asked_of_all(tmp_path):
+    codes, said = _without_a_launcher("preempt", tmp_path)
+    assert codes == [75, 75], said
+
+
+def test_a_later_handler_of_sigterm_decides_whether_the_rank_ends(tmp_path):
+    codes, said = _without_a_launcher("chain", tmp_path)
+    assert codes == [0, 0], said  # it trained to its end
 
 
 @pytest.mark.long

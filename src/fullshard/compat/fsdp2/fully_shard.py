@@ -388,14 +388,14 @@ def mark_unit(
 
 def _data_parallel(mesh: Any, dims: Any) -> Any:
     """The data-parallel axes of a mesh, without those of one rank."""
-    given = [
-        (name,) if isinstance(name, str) else name or () for name in (dims.replicate, dims.shard)
-    ]
+    given = [dims.replicate_names, dims.shard_names]
     names = [name for part in given for name in part]
-    found = mesh[tuple(n for n in names if mesh[n].size() > 1) or tuple(names[-1:])]
-    if found.size() != mesh.size():
+    wide = [[name for name in part if mesh[name].size() > 1] for part in given]
+    found = mesh[(*wide[0], *wide[1]) or tuple(names[-1:])]
+    if found.size() != mesh.size() or [*map(len, wide)] not in ([0, 0], [0, 1], [1, 1]):
         raise NotOfferedError(
-            f"dp_mesh_dims: expected axes that cover all ranks of the mesh; got {names}, {mesh}. "
+            "dp_mesh_dims: expected one shard axis, and at most one replicate axis, of more than "
+            f"one rank, which cover all ranks of the mesh; got {dims}, {mesh}. "
             "Other axes are not supported here; use fullshard.shard beside tensor parallelism."
         )
     return found

@@ -136,12 +136,9 @@ class Watchdog:
     def start(self) -> None:
         """Starts the watchdog's thread, which runs until the process ends."""
         self._thread.start()
-        main = threading.current_thread() is threading.main_thread()
-        if (
-            main
-            and not self.settings.supervised
-            and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-        ):
+        is_main = threading.current_thread() is threading.main_thread()
+        before = signal.getsignal(signal.SIGTERM)
+        if is_main and before is signal.SIG_DFL and not self.settings.supervised:
             signal.signal(signal.SIGTERM, self._on_sigterm)
         sys.excepthook = self._on_exception
         atexit.register(self.stop)
@@ -170,6 +167,8 @@ class Watchdog:
         preempted = isinstance(error, PreemptedError)
         self.sampler.fail(frame)
         with suppress(*_STORE_GONE):
+            if self._channel.add("alarm", 0) >= _VERDICT:  # its report stays: the judge ends first
+                self._end_with_judge()
             self._publish(self.sampler.sample(()))
             self._ask(())
             deadline = time.monotonic() + (0.0 if preempted else EXPLAIN_S)
@@ -216,7 +215,12 @@ class Watchdog:
         self._end_by(error)
 
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
-        """Names a rank that died before torchrun's SIGTERM arrived, else ends as without it."""
+        """Names a rank that died before torchrun's SIGTERM arrived, else ends as without it.
+
+        A handler that was installed later and calls this one (Lightning's) decides what happens.
+        """
+        if signal.getsignal(signal.SIGTERM) != self._on_sigterm:
+            return
         self._end_by(PreemptedError("run: torchrun or a scheduler sent SIGTERM."), frame)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), number)
@@ -384,8 +388,7 @@ def describe(seen: dict[int, Seen]) -> list[str]:
     lines: list[str] = []
     for rank in sorted(seen):
         lines.append(f"rank {rank}: {seen[rank].words}")
-        events = seen[rank].position.events
-        if events:
+        if events := seen[rank].position.events:
             lines.append(f"    last events: {'; '.join(events)}")
     return lines
 
