@@ -138,17 +138,11 @@ def test_no_rank_blames_another_for_a_stop_that_was_asked_of_all(tmp_path):
     assert codes == [75, 75], said
 
 
-def test_a_later_handler_of_sigterm_decides_whether_the_rank_ends(tmp_path):
-    codes, said = _without_a_launcher("chain", tmp_path)
-    assert codes == [0, 0], said  # it trained to its end
-
-
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
         ("kill", "is gone"),
-        ("kill beside a busy rank", "is gone"),  # torchrun's SIGTERM is the first that it notices
         pytest.param("sleep", "in read_batch", marks=pytest.mark.slow),
     ],
 )

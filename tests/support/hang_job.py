@@ -70,14 +70,8 @@ def read_batch(step: int, fault: str) -> torch.Tensor:
             os.kill(os.getpid(), signal.SIGSTOP)
         while fault == "lock":
             ctypes.PyDLL(None).sleep(600)  # a C extension that keeps Python's lock
-        if fault in ("kill", "kill beside a busy rank"):
+        if fault == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
-    if fault == "kill beside a busy rank" and step == FAULT_AT:
-        time.sleep(600)
-    if fault == "chain" and step == FAULT_AT:  # a handler of the user's, as Lightning installs it
-        before = signal.getsignal(signal.SIGTERM)
-        signal.signal(signal.SIGTERM, lambda number, frame: before(number, frame))
-        os.kill(os.getpid(), signal.SIGTERM)
     if fault == "preempt" and step == FAULT_AT:
         time.sleep(0 if dist.get_rank() == FAULTY else 2)  # one rank ends before the other
         raise PreemptedError("run: expected to reach its end, was asked to stop.")

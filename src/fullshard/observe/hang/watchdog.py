@@ -136,10 +136,6 @@ class Watchdog:
     def start(self) -> None:
         """Starts the watchdog's thread, which runs until the process ends."""
         self._thread.start()
-        is_main = threading.current_thread() is threading.main_thread()
-        before = signal.getsignal(signal.SIGTERM)
-        if is_main and before is signal.SIG_DFL and not self.settings.supervised:
-            signal.signal(signal.SIGTERM, self._on_sigterm)
         sys.excepthook = self._on_exception
         atexit.register(self.stop)
 
@@ -154,14 +150,13 @@ class Watchdog:
             with suppress(*_STORE_GONE):
                 self._publish(replace(last, beat=last.beat + 1, ended=True))
 
-    def explain(self, error: BaseException, frame: FrameType | None = None) -> Verdict | None:
+    def explain(self, error: BaseException) -> Verdict | None:
         """Finds the rank that caused an error of a collective or a launcher's SIGTERM.
 
-        Call it in the main thread of a process that will end. `frame` is where it was then; None
-        takes the frame that raised the error. A preempted rank publishes that it ended, so that
-        no other rank takes its end for a cause.
+        Call it in the main thread of a process that will end. A preempted rank publishes that it
+        ended, so that no other rank takes its end for a cause.
         """
-        frame = self._frame_of(error, frame)
+        frame = self._frame_of(error)
         if frame is None:
             return None
         preempted = isinstance(error, PreemptedError)
@@ -193,11 +188,9 @@ class Watchdog:
             return None
         return Verdict(0, "run: expected rank 0 to be alive, but the store that it serves is gone.")
 
-    def _frame_of(self, error: BaseException, frame: FrameType | None = None) -> FrameType | None:
+    def _frame_of(self, error: BaseException) -> FrameType | None:
         """Frame of an error that another rank may have caused; ignores SIGTERM from then on."""
-        frame = frame or _last_frame(error.__traceback__)
-        if os.getpid() != self.sampler.last.pid:
-            return None  # a forked child
+        frame = _last_frame(error.__traceback__) if os.getpid() == self.sampler.last.pid else None
         preempted = isinstance(error, PreemptedError)
         if frame is None or self._channel is None or (self.settings.supervised and preempted):
             return None
@@ -212,21 +205,7 @@ class Watchdog:
         """Hook for an uncaught exception, for ranks that our launcher did not start."""
         self._frame_of(error)  # before torchrun's SIGTERM arrives
         self._shown(kind, error, trace)
-        self._end_by(error)
-
-    def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
-        """Names a rank that died before torchrun's SIGTERM arrived, else ends as without it.
-
-        A handler that was installed later and calls this one (Lightning's) decides what happens.
-        """
-        if signal.getsignal(signal.SIGTERM) != self._on_sigterm:
-            return
-        self._end_by(PreemptedError("run: torchrun or a scheduler sent SIGTERM."), frame)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
-
-    def _end_by(self, error: BaseException, frame: FrameType | None = None) -> None:
-        verdict = self.explain(error, frame)
+        verdict = self.explain(error)
         if verdict is not None:
             self._say(verdict)
             _exit()
