@@ -152,9 +152,8 @@ class Runtime:
         self.attributes: Sequence[ModuleTensors] = ()  # by unit
         self._stack: list[Use] = []  # running forwards
         self._current: list[Use | None] = [None] * len(self.units)
-        self._begin_hooks: list[Any] = [None] * len(
-            self.units
-        )  # hook of its outputs' autograd nodes
+        # Hooks of the outputs of each unit, on their autograd nodes.
+        self._begin_hooks: list[Any] = [None] * len(self.units)
         self._opened: set[Unit] = set()  # units that the running backward has entered
         self._task = -1  # the running backward
         self._end: Callable[[], Any] = _nothing  # its callback, as long as it is alive

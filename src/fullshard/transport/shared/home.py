@@ -296,7 +296,7 @@ class GradientSlots:
 # ---- the transport
 
 LANE_BYTES = 65536  # most bytes of a small sum in one exchange
-SAID_BYTES = 1024  # size of an address or an error, while segments are created
+SAID_BYTES = 8192  # size of an address or an error, while segments are created
 
 
 class SharedTransport(DirectTransport):
