@@ -18,6 +18,7 @@ from fullshard.config.supported import check_supported
 from fullshard.config.values import Transport
 from fullshard.engine import clip, full_state, state
 from fullshard.engine import shard as engine_shard
+from fullshard.engine.cuts import EXPERT_AXES
 from fullshard.engine.engine import engine_of
 from fullshard.engine.model_spec import meta_model
 from fullshard.engine.owned import owned_optimizer
@@ -36,8 +37,7 @@ MESH_AXES = {  # our names of the axes that fs.shard takes, and those of other t
     "shard": "shard",
     "dp_shard": "shard",
     "fsdp": "shard",
-    "expert": "expert",
-    "ep": "expert",
+    **dict.fromkeys(EXPERT_AXES, "expert"),
 }
 
 

@@ -329,7 +329,8 @@ def fully_shard(  # noqa: PLR0913
         mp_policy: Dtypes of this unit.
         offload_policy: Read from the outermost unit.
         ignored_params: Parameters that stay whole on every rank; their gradients are not reduced.
-        dp_mesh_dims: Names of the data-parallel axes; the other axes must have one rank.
+        dp_mesh_dims: Names of the data-parallel axes: one shard axis and at most one replicate
+            axis of more than one rank. The other axes must have one rank.
 
     Returns:
         The argument `module`.

@@ -295,8 +295,7 @@ class GradientSlots:
 
 # ---- the transport
 
-LANE_BYTES = 65536  # most bytes of a small sum in one exchange
-SAID_BYTES = 8192  # size of an address or an error, while segments are created
+LANE_BYTES = 65536  # most bytes of a small sum, an address or an error in one exchange
 
 
 class SharedTransport(DirectTransport):
@@ -345,10 +344,10 @@ class SharedTransport(DirectTransport):
 
     def _tell_all(self, value: Any) -> list[Any]:
         """Returns the values of all parts, while segments are created."""
-        said = pickle.dumps(value).ljust(SAID_BYTES)
-        assert len(said) == SAID_BYTES, value
+        said = pickle.dumps(value).ljust(LANE_BYTES)
+        assert len(said) == LANE_BYTES, value
         lanes = self._meet(torch.frombuffer(bytearray(said), dtype=torch.uint8))
-        return [pickle.loads(bytes(lane.tolist())) for lane in lanes]
+        return [pickle.loads(lane.numpy().tobytes()) for lane in lanes]
 
     def _meet(self, own: torch.Tensor) -> list[torch.Tensor]:
         """Returns every part's bytes, in order; they are valid until the next call.

@@ -1,0 +1,24 @@
+"""What tests of the configuration share."""
+
+from __future__ import annotations
+
+import pytest
+
+from fullshard.config.load import load_config
+from fullshard.errors import ConfigError
+
+
+@pytest.fixture
+def check_error(snapshot, tmp_path, monkeypatch):
+    """Compares the error of a file with this text, word for word; its exit code is 2."""
+
+    def check(name: str, text: str, *, needs_model: bool) -> None:
+        monkeypatch.chdir(tmp_path)
+        path = tmp_path / name
+        path.write_text(text)
+        with pytest.raises(ConfigError) as caught:
+            load_config(path.relative_to(tmp_path), needs_model=needs_model)
+        assert f"{text}\n--> {caught.value}" == snapshot
+        assert caught.value.exit_code == 2
+
+    return check
