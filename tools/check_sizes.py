@@ -28,16 +28,16 @@ EXEMPT = ("src/fullshard/compat/",)
 # Packages that share a budget are joined by " + ".
 BUDGETS = {
     "bench": 1_826,
-    "config": 3_664,
+    "config": 3_694,
     "cli": 1_890,
-    "engine + transport": 7_056,
-    "planner + outlook": 4_310,
-    "data + models + recipes + run + verify": 8_177,
+    "engine + transport": 7_243,
+    "planner + outlook": 4_353,
+    "data + models + recipes + run + verify": 8_211,
     "observe + launch": 3_022,
-    "compat + integrations": 2_770,
+    "compat + integrations": 2_777,
     "xla + jax + xla_state": 2_490,
     "checkpoint + formats": 2_391,
-    "in all": 38_715,
+    "in all": 39_024,
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
