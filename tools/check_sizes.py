@@ -28,16 +28,16 @@ EXEMPT = ("src/fullshard/compat/",)
 # Packages that share a budget are joined by " + ".
 BUDGETS = {
     "bench": 1_826,
-    "config": 3_694,
+    "config": 3_808,
     "cli": 1_890,
-    "engine + transport": 7_243,
-    "planner + outlook": 4_353,
-    "data + models + recipes + run + verify": 8_211,
+    "engine + transport": 7_246,
+    "planner + outlook": 4_380,
+    "data + models + recipes + run + verify": 8_245,
     "observe + launch": 3_022,
     "compat + integrations": 2_777,
     "xla + jax + xla_state": 2_490,
     "checkpoint + formats": 2_391,
-    "in all": 39_024,
+    "in all": 39_201,
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
