@@ -8,6 +8,7 @@ import transformers
 
 import fullshard as fs
 from fullshard.config.schema import ShardConfig
+from fullshard.engine.axes import one_place
 from fullshard.engine.model_spec import meta_model
 from fullshard.engine.tracing import MOST_OPERATIONS, trace_step
 from fullshard.planner.tracing import peak
@@ -43,6 +44,7 @@ def traced(model, samples=2, **sharding):
         ("llama", "none", {}),
         ("llama", "every_2", {}),
         ("llama", "every_3", {}),  # 14 is no multiple of 3
+        ("llama", "none", {"vocab_size": 2000}),  # whose ends are units
         ("gemma2", "block", {"head_dim": 8, "sliding_window": 8}),  # two kinds of blocks in turn
     ],
 )
@@ -53,6 +55,16 @@ def test_a_deep_model_traced_in_part_is_what_it_is_traced_whole(
     in_part = traced(model, activation_checkpointing=recompute)
     monkeypatch.setattr(tracing, "MOST_BLOCKS", 14)
     assert in_part.total == traced(model, activation_checkpointing=recompute).total
+
+
+def test_a_rank_of_a_tensor_axis_keeps_the_activations_of_its_part():
+    model, config = model_of("llama", 2), ShardConfig(tensor=2)
+    part = one_place(model, config).model
+    found = Tracer(part, 32)(fs.plan(model, config, world_size=2), config, 2)
+    whole, half = traced(model), found and found.whole
+    assert whole.total / 2 < half.total < whole.total  # norms and logits are not divided
+    mlp = model.get_submodule("model.layers.0.mlp.up_proj").weight
+    assert part.get_submodule("model.layers.0.mlp.up_proj").weight.shape[0] * 2 == mlp.shape[0]
 
 
 def test_a_large_batch_follows_from_two_smaller_ones(monkeypatch):

@@ -26,6 +26,7 @@ from torch import nn
 from fullshard.config.schema import ShardConfig
 from fullshard.engine._torch_compat import mesh_without_groups
 from fullshard.engine.cuts import EXPERT_AXES, Cut
+from fullshard.engine.homes import compute_device
 from fullshard.errors import ConfigError
 from fullshard.planner.mesh import Mesh, Topology, groups_of_experts, mesh_of
 
@@ -75,7 +76,7 @@ def cut_over_axes(model: nn.Module, config: ShardConfig, topology: Topology) -> 
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
     _check_sizes(model, tensor, expert, config)
-    device = next(model.parameters()).device.type
+    device = compute_device(model).type
     sizes = (mesh.replicate, mesh.shard, mesh.inner)
     dense = init_device_mesh(device, sizes, mesh_dim_names=("replicate", "shard", "tensor"))
     apply_tensor_parallelism(model, dense["tensor"], dict(tensor))

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -30,6 +31,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullshard.engine._torch_compat import outside_modes, storage_key, tree_leaves, tree_map_only
+from fullshard.engine.cuts import Cut
 from fullshard.engine.folder import FolderWeights
 from fullshard.engine.hugging_face import some
 from fullshard.engine.placing import Masters
@@ -47,12 +49,38 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Param:
-    """A parameter's unit and slice on this rank; `at` is the index of its group."""
+    """A parameter's unit, its slice on this rank, and its sharding over other axes.
+
+    `at` is the index of its group.
+    """
 
     unit: UnitPlan
     at: int
     names: tuple[str, ...]
     piece: Slice
+    cut: Cut | None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the whole parameter."""
+        return tuple(self.piece.shape) if self.cut is None else self.cut.shape
+
+    def part_of(self, whole: torch.Tensor) -> torch.Tensor:
+        """(n_local,): this rank's elements of a whole tensor."""
+        local = whole if self.cut is None else self.cut.local_of(whole)
+        return local.reshape(-1)[self.piece.start : self.piece.stop]
+
+    def read(self, files: FolderWeights) -> torch.Tensor:
+        """(n_local,): this rank's elements in a folder.
+
+        One that is cut along a later dimension is read whole.
+        """
+        start, stop = self.piece.start, self.piece.stop
+        first = 0 if self.cut is None else self.cut.first
+        if first is not None:
+            return files.read(self.names, self.shape, first + start, first + stop)
+        whole = files.read(self.names, self.shape, 0, math.prod(self.shape))
+        return self.part_of(whole.view(self.shape)).clone()
 
 
 class InitialValues:
@@ -71,7 +99,7 @@ class InitialValues:
         self._masters = masters
         rank = transports[plan.mesh].rank
         self._params = {
-            names[0]: _Param(unit, at, names, piece)
+            names[0]: _Param(unit, at, names, piece, Cut.of(model.get_parameter(names[0])))
             for unit in plan.units
             for at, group in enumerate(unit.groups)
             for names, piece in zip(
@@ -106,9 +134,8 @@ class InitialValues:
                 "compute with: load them with from_pretrained, then call fs.shard."
             )
         for name, param in self._params.items():
-            own, shape = param.piece, tuple(param.piece.shape)
-            files.check(param.names, shape)
-            self._masters.reads[name] = partial(files.read, param.names, shape, own.start, own.stop)
+            files.check(param.names, param.shape)
+            self._masters.reads[name] = partial(param.read, files)
         self._read_others(files)
 
     def _read_others(self, files: FolderWeights) -> None:
@@ -130,7 +157,7 @@ class InitialValues:
             self.others[name] = tensor.clone()
             return
         param = self._params[first]
-        self._part(param).copy_(tensor.reshape(-1)[param.piece.start : param.piece.stop])
+        self._part(param).copy_(param.part_of(tensor))
 
     def _recall(self, name: str) -> torch.Tensor:
         """Gather a whole tensor from its shards. A collective."""
@@ -141,6 +168,8 @@ class InitialValues:
         local = self._part(param).to(self._masters.homes.device)
         layout = param.unit.groups[param.at].layout
         whole = gather_piece(self._transports[param.unit.mesh], layout, param.piece, local)
+        if param.cut is not None:
+            whole = param.cut.whole_of(whole.view(param.piece.shape))
         return whole.to("cpu", self._model.get_parameter(name).dtype)
 
     def _part(self, param: _Param) -> torch.Tensor:

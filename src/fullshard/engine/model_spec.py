@@ -124,11 +124,7 @@ def param_spec(names: tuple[str, ...], param: nn.Parameter) -> ParamSpec:
     dtype = str(param.dtype).removeprefix("torch.")
     if isinstance(param, ShardedParameter):  # sharded before: see compat/recut.py
         return ParamSpec(names, tuple(param.record.piece.shape), DType(dtype), param.requires_grad)
-    if is_distributed(param) and param.is_meta:
-        reason = (
-            "a DTensor with values; got one on meta. Materialise it (to_empty, from_pretrained)"
-        )
-    elif type(param) is not nn.Parameter and not is_distributed(param):
+    if type(param) is not nn.Parameter and not is_distributed(param):
         reason = f"a plain nn.Parameter; got {type(param).__name__}"
     elif dtype not in {member.value for member in DType}:
         reason = f"a floating point parameter of 16 to 64 bits; got {dtype}"

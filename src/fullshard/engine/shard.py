@@ -103,7 +103,12 @@ def shard_model(
     mesh = mesh_of(config, topology)
     experts = _meshes_of_experts(model, config, mesh)
     widest = max((mesh, *experts.values()), key=attrgetter("inner"))
-    _refuse_beside_other_axes(model, config, widest, given)
+    if given.sample is not None and widest.inner > 1:
+        raise ConfigError(
+            f"sample: expected a mesh of the axes replicate and shard alone; got {widest.inner} "
+            "ranks along others, for which this is not yet supported. Leave it out: the order of "
+            "units is learned in the first step."
+        )
     config = ShardConfig.of(config, transport=resolve_transport(config, widest, device))
     plan = plan_model(model, config, topology, given.settings, experts)
     if given.sample is not None:
@@ -191,25 +196,6 @@ def _meshes_of_experts(model: nn.Module, config: ShardConfig, mesh: Mesh) -> dic
     groups = [set(every) for every in zip(*all_kinds, strict=True)]
     meshes = dict(zip(kinds, map(mesh.of_experts, groups), strict=True))
     return {name: meshes[ranks] for name, ranks in experts.items()}
-
-
-def _refuse_beside_other_axes(
-    model: nn.Module, config: ShardConfig, mesh: Mesh, given: Given
-) -> None:
-    """Refuses what is not supported for parameters that are cut over other axes."""
-    params = [p for n, p in places_of(model).items() if not matches(n, config.ignore)]
-    asked = {
-        "sample": given.sample is not None,
-        "weights": given.weights is not None,
-        "a model on meta": any(param.is_meta for param in params),
-    }
-    for what, is_asked in asked.items():
-        if is_asked and mesh.inner > 1:
-            raise ConfigError(
-                f"{what}: expected a mesh of the axes replicate and shard alone; got {mesh.inner} "
-                "ranks along others, for which this is not yet supported. Give fs.shard a model "
-                "with values on its device, and leave sample and weights out."
-            )
 
 
 def _values(

@@ -102,8 +102,10 @@ def trace_work(
     Args, Raises: As of `trace_step`.
     """
     ledger = _traced(model, plan, config, work, ())
-    found = zip(plan.units, ledger.forward, ledger.backward, strict=True)
-    return {unit.name: UnitWork(first, then) for unit, first, then in found}
+    return {
+        unit.name: UnitWork(ledger.forward[unit.index], ledger.backward[unit.index])
+        for unit in plan.units
+    }
 
 
 def _traced(
@@ -113,7 +115,7 @@ def _traced(
     groups = {
         name: group for u in plan.units for group in u.groups for n in group.names for name in n
     }
-    ledger = Ledger(len(plan.units))
+    ledger = Ledger(1 + max(unit.index for unit in plan.units))  # a part may lack some
     apply_dtypes(model, config)
     apply_recompute(model, plan.recompute, config.activation_checkpointing.kind)
     convert_reentrant(model)

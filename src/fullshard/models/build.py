@@ -188,9 +188,8 @@ def build_sharded(
 ) -> nn.Module:
     """The sharded model; no rank ever has the full model in memory.
 
-    The exceptions are folders whose tensors have other names than the model's, which transformers
-    converts as it loads them, and models that a tensor or expert axis cuts. They are loaded in full
-    on every rank and then sharded.
+    The exception are folders whose tensors have other names than the model's, which transformers
+    converts as it loads them. They are loaded in full on every rank and then sharded.
 
     Args:
         config: Configuration of the run.
@@ -226,8 +225,6 @@ def weights_source(config: RunConfig, bare: Callable[[], nn.Module]) -> WeightsS
         bare: Returns the model without added modules; called only if there is a folder.
     """
     folder = weights_folder(config)
-    if config.sharding.tensor * config.sharding.expert > 1:
-        return WeightsSource.WHOLE
     if folder is None:
         return WeightsSource.WHOLE if _adds(config) else WeightsSource.INITIAL
     return WeightsSource.FOLDER if has_weights_of(bare(), folder) else WeightsSource.WHOLE

@@ -199,7 +199,8 @@ def _activations(run: Workload) -> tuple[float, float]:
     stream = 4.0 if run.precision.casts_late else element
     block = element * _block_elements(run) * tokens
     kept = kernels.kept * block
-    inputs = (1 - kernels.kept) * stream * model.width * tokens
+    whole = mesh.tensor if mesh.is_partial else 1
+    inputs = (1 - kernels.kept) * stream * model.width * tokens * whole
     if kernels.by_operation and 0 < kernels.kept < 1:
         kept, inputs = element * _chosen_elements(run) * tokens, stream * model.width * tokens
     layers = model.layers / mesh.pipeline
@@ -222,7 +223,8 @@ def _block_elements(run: Workload) -> float:
     norms, which are gathered.
     """
     model = run.model
-    whole = 2 * (run.mesh.tensor - 1) * model.width
+    others = run.mesh.tensor - 1
+    whole = 2 * others * model.width
     frozen = run.tuning is Tuning.LORA  # a frozen matmul does not save its input
     if run.kernels.compiler is not Compiler.NONE:
         attention = 2 * (model.query_width + model.kv_width)
@@ -230,6 +232,8 @@ def _block_elements(run: Workload) -> float:
     else:
         attention = 4 * model.query_width
         norms, mlp = (8, 4) if model.gated else (4, 2)
+    if run.mesh.is_partial:
+        whole = norms * others * model.width
     return norms * model.width + whole + attention + (mlp - frozen) * model.mlp_width
 
 
@@ -250,7 +254,8 @@ def _logits(run: Workload, k: Constants) -> float:
     loss over logits that are sharded by vocabulary is not compiled.
     """
     mesh, model = run.mesh, run.model
-    size = model.vocab * run.tokens_per_micro_batch / (mesh.context * mesh.tensor * mesh.pipeline)
+    tensor = 1 if mesh.is_partial else mesh.tensor
+    size = model.vocab * run.tokens_per_micro_batch / (mesh.context * tensor * mesh.pipeline)
     if run.kernels.compiler is Compiler.NONE or mesh.tensor > 1:
         return k.logits_held * size
     trained = 1.0 if run.tuning is Tuning.FULL else 0.0

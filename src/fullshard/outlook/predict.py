@@ -274,7 +274,7 @@ def workload(plan: Plan, config: ShardConfig, job: PlannedStep, machine: Machine
     return Workload(
         model=job.model,
         device=device,
-        mesh=Parallelism(plan.mesh.shard, plan.mesh.replicate),
+        mesh=_parallelism(plan),
         sharding=Stage.PARAMETERS if row.shard_params else Stage.NOTHING,
         batch=job.batch,
         precision=sizes,
@@ -285,6 +285,14 @@ def workload(plan: Plan, config: ShardConfig, job: PlannedStep, machine: Machine
         offloads=plan.homes.offloads,
         reshards=row.reshard_after_forward,
     )
+
+
+def _parallelism(plan: Plan) -> Parallelism:
+    """The mesh of a plan, for formulas."""
+    mesh = plan.mesh
+    expert = max((unit.mesh.inner for unit in plan.units), default=1) // mesh.inner
+    sizes = Parallelism(mesh.shard, mesh.replicate, tensor=mesh.inner, expert=expert)
+    return replace(sizes, is_partial=mesh.inner > 1)
 
 
 def _state_bytes(plan: Plan) -> float:

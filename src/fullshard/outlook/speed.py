@@ -160,21 +160,23 @@ def _fused(run: Workload, k: Constants) -> float:
 
 
 def _pass_width(run: Workload) -> float:
-    """Elements per token and block that kernels between matmuls read or write in forward.
+    """Elements per token and block that kernels of all tensor ranks read or write in forward.
 
     These are norms, residuals and the activation. Models with gated mlps also run RMSNorm in
     float32 by several kernels, and rotate queries and keys.
     """
     model = run.model
+    whole = run.mesh.tensor * model.width if run.mesh.is_partial else model.width
     if model.gated:
         rotary = 6 * (model.query_width + model.kv_width)
-        return 24 * model.width + rotary + 5 * model.mlp_width
-    return 12 * model.width + 2 * model.mlp_width
+        return 24 * whole + rotary + 5 * model.mlp_width
+    return 12 * whole + 2 * model.mlp_width
 
 
 def _ends(run: Workload, k: Constants) -> tuple[float, float]:
     """Seconds of the head's matmuls, and of passes over logits; forward and backward."""
-    tokens = run.tokens_per_micro_batch / run.mesh.context / run.mesh.tensor
+    tokens = run.tokens_per_micro_batch / run.mesh.context
+    tokens /= 1 if run.mesh.is_partial else run.mesh.tensor
     tokens /= run.mesh.pipeline  # the last stage computes them while the others work
     head = 3 * 2 * run.model.head_params * tokens / _rate(run, k)
     return head, k.logits_bytes * _fused(run, k) * run.model.vocab * tokens / run.device.bandwidth
@@ -224,32 +226,52 @@ def _wait(run: Workload, ranks: int, k: Constants) -> float:
 def traffic(run: Workload, k: Constants = FITTED) -> tuple[float, float, float, float]:
     """Returns seconds of gathers in forward, gathers in backward, reductions, and once per step."""
     model, mesh, precision = run.model, run.mesh, run.precision
-    held = model.num_params / (mesh.tensor * mesh.pipeline)
-    stride = mesh.tensor
-    trained = held if run.tuning is Tuning.FULL else 0.01 * held
-    shard = mesh.state_ranks
-    waits = _wait(run, shard, k) * model.layers / mesh.pipeline
     gather_bytes = 0.6 if run.tuning is Tuning.QLORA else precision.gather
-    gather = _collective(run, held * gather_bytes, shard, stride, k) + waits
-    reduce = _collective(run, trained * precision.reduce, shard, stride, k) + waits
-    across = 0.0
-    if mesh.replicate > 1:
-        part = trained / (mesh.shard if run.sharding.value >= Stage.OPTIMIZER.value else 1)
-        bytes_ = part * precision.reduce
-        across = 2 * _collective(run, bytes_, mesh.replicate, stride * mesh.shard, k)
-        across += 2 * _wait(run, mesh.replicate, k) * model.layers
+    gather = reduce = across = 0.0
+    for held, shard, copies, stride in _parts(run):
+        trained = held if run.tuning is Tuning.FULL else 0.01 * held
+        waits = _wait(run, shard, k) * model.layers / mesh.pipeline
+        gather += _collective(run, held * gather_bytes, shard, stride, k) + waits
+        reduce += _collective(run, trained * precision.reduce, shard, stride, k) + waits
+        if copies > 1:
+            own = shard // mesh.context
+            part = trained / (own if run.sharding.value >= Stage.OPTIMIZER.value else 1)
+            across += 2 * _collective(run, part * precision.reduce, copies, stride * own, k)
+            across += 2 * _wait(run, copies, k) * model.layers
     match run.sharding:
         case Stage.NOTHING:
             return 0.0, 0.0, 0.0, across
         case Stage.OPTIMIZER | Stage.GRADIENTS:
             return 0.0, 0.0, 0.0, across + reduce + gather
         case Stage.PARAMETERS:
+            held = model.num_params / (mesh.tensor * mesh.pipeline)
             host = held * 2 / mesh.shard / HOST_BANDWIDTH if run.offloads else 0.0
             return gather + host, (gather if run.reshards else 0.0) + host, reduce + across, 0.0
 
 
+def _parts(run: Workload) -> list[tuple[float, int, int, int]]:
+    """Dense parameters, and experts with a mesh of their own.
+
+    Of each: the parameters that a rank computes with, the ranks that share a copy, the number of
+    copies, and how far apart the ranks are.
+    """
+    mesh, cut = run.mesh, run.mesh.tensor * run.mesh.pipeline
+    experts = run.model.expert_params if mesh.expert > 1 else 0.0
+    dense = (run.model.num_params - experts) / cut
+    found = [(dense, mesh.state_ranks, mesh.replicate, mesh.tensor)]
+    if experts:
+        shard = max(1, mesh.state_ranks // mesh.expert)
+        copies = mesh.state_ranks * mesh.replicate // mesh.expert // shard
+        found.append((experts / cut / mesh.expert, shard, copies, mesh.tensor * mesh.expert))
+    return found
+
+
 def _tensor_traffic(run: Workload, k: Constants) -> float:
-    """Seconds of communication between ranks that share a sample; it is exposed."""
+    """Seconds in which ranks exchange activations; they are exposed.
+
+    Ranks of a tensor axis sum the outputs of two layers a block. Ranks that divide the experts send
+    each token to its experts and back, and gather what a tensor axis has divided.
+    """
     mesh, model = run.mesh, run.model
     tokens = run.tokens_per_micro_batch / mesh.context
     layers = model.layers / mesh.pipeline
@@ -258,4 +280,9 @@ def _tensor_traffic(run: Workload, k: Constants) -> float:
     tensor = layers * rounds * 2 * _collective(run, size, mesh.tensor, 1, k, ALONE)
     keys = tokens * model.kv_width * 2 * 2 * mesh.context
     context = layers * rounds / 2 * _collective(run, keys, mesh.context, mesh.tensor, k)
-    return tensor + context / 2
+    if mesh.expert == 1:
+        return tensor + context / 2
+    group, sent = mesh.expert * mesh.tensor, size * max(1, model.chosen) / mesh.tensor
+    tokens_s = _collective(run, sent, group, 1, k, ALONE) + _wait(run, group, k)
+    whole = _collective(run, size, mesh.tensor, 1, k, ALONE)
+    return tensor + context / 2 + layers * rounds * (tokens_s + whole / 2)

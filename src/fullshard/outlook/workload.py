@@ -52,6 +52,8 @@ class Architecture:
         is_tied: Whether the head is the embedding.
         is_sparse: Whether a token uses a part of the parameters (experts).
         is_guessed: Whether the shapes were derived from the number of parameters.
+        expert_params: Parameters of all experts; 0 if unknown.
+        chosen: Experts that a token uses in a block.
     """
 
     num_params: float
@@ -67,6 +69,8 @@ class Architecture:
     is_tied: bool = False
     is_sparse: bool = False
     is_guessed: bool = False
+    expert_params: float = 0.0
+    chosen: int = 0
 
     @property
     def active_params(self) -> float:
@@ -219,6 +223,8 @@ class Parallelism:
         shard: Ranks that share one copy of the sharded state.
         replicate: Number of copies.
         tensor, context, pipeline: Ranks that compute one sample together.
+        expert: Ranks among those of other samples that divide the experts.
+        is_partial: The tensor axis leaves norms, residuals and the head whole, as in our runs.
     """
 
     shard: int
@@ -226,6 +232,8 @@ class Parallelism:
     tensor: int = 1
     context: int = 1
     pipeline: int = 1
+    expert: int = 1
+    is_partial: bool = False
 
     @property
     def data_ranks(self) -> int:

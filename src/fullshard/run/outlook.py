@@ -88,15 +88,18 @@ def job_of(
     on_meta = all(param.is_meta for param in model.parameters())
     traced = model if place is None else place
     trace = Tracer(traced, training.max_seq_length, taught, chunk_size) if on_meta else None
-    model_shapes = decoder(shapes, _active_params(model, config, numel))
+    experts, chosen, active = _experts(model, config, numel)
+    model_shapes = decoder(shapes, active)
+    model_shapes = replace(model_shapes, expert_params=experts, chosen=chosen)
     job = PlannedStep(
         model_shapes, batch, trace, optimizer=states_of(training), chunk_size=chunk_size
     )
     if taught is not None:  # the forecast does not include a teacher's compute
         return replace(job, beside=taught.rows, is_timed=False)
-    if job.optimizer.owned is not None or traced is not model:  # nor that of owners, other axes
+    if job.optimizer.owned is not None:  # nor that of an owned optimizer
         return replace(job, is_timed=False)
-    return replace(job, work=trace.work if trace else None)
+    # Calibrations have no exchange of activations between ranks.
+    return replace(job, work=trace.work if trace and traced is model else None)
 
 
 def _number(config: Any, *names: str) -> int | None:
@@ -105,14 +108,17 @@ def _number(config: Any, *names: str) -> int | None:
     return next((value for value in found if isinstance(value, int) and value > 0), None)
 
 
-def _active_params(model: nn.Module, config: Any, numel: int) -> float | None:
-    """Parameters that a token uses in a mixture of experts; None for other models."""
+def _experts(model: nn.Module, config: Any, numel: int) -> tuple[int, int, float | None]:
+    """Parameters of experts, experts that a token uses in a block, and all that it uses.
+
+    (0, 0, None) for a model that is no mixture of experts.
+    """
     experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
     chosen = _number(config, "num_experts_per_tok", "num_experts_per_token")
     count = _number(config, "num_experts", "num_local_experts", "n_routed_experts")
     if not experts or chosen is None or count is None:
-        return None
-    return numel - experts * (1 - chosen / count)
+        return 0, 0, None
+    return experts, chosen, numel - experts * (1 - chosen / count)
 
 
 def machine_of(hardware: Gpus | None, own: Mapping[str, Device] | None = None) -> Machine:

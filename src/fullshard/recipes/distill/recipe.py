@@ -114,8 +114,7 @@ def build_teacher(config: RunConfig, seat: Seat, run: Path) -> nn.Module:
     model_config = config_from_folder(config.teacher, "teacher")
     model: Any = build_on_meta(model_config, dtype)
     weights: Path | None = folder
-    is_cut = config.sharding.tensor * config.sharding.expert > 1
-    if is_cut or not has_weights_of(model, folder):
+    if not has_weights_of(model, folder):
         model, weights = build_model(model_config, folder, dtype, 0).to(seat.device), None
     model.requires_grad_(requires_grad=False)
     Head(model)

@@ -1,0 +1,46 @@
+"""A rank reads its elements of a parameter that another axis cuts: of a range, or of the whole."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from fullshard.engine.cuts import Cut
+from fullshard.engine.folder import FolderWeights
+from fullshard.engine.initial import _Param
+from fullshard.planner.layout import Slice
+
+WHOLE = torch.arange(8.0 * 6).view(8, 6)
+PARTS = {
+    "rows": (Shard(0), lambda rank: WHOLE.chunk(2)[rank]),
+    "columns": (Shard(1), lambda rank: WHOLE.chunk(2, 1)[rank]),
+    "halves of two": (
+        _StridedShard(0, split_factor=2),
+        lambda rank: torch.cat([half.chunk(2)[rank] for half in WHOLE.chunk(2)]),
+    ),
+    "everything": (Replicate(), lambda _: WHOLE),
+}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("kind", PARTS)
+def test_elements_are_those_of_the_local_tensor(tmp_path, kind, rank):
+    save_file({"w": WHOLE}, tmp_path / "model.safetensors")
+    placement, local_of = PARTS[kind]
+    mesh = DeviceMesh(
+        "cpu", torch.arange(2), mesh_dim_names=("tensor",), _init_backend=False, _rank=rank
+    )
+    local = local_of(rank)
+    cut = Cut(mesh, (placement,), (8, 6), (6, 1))
+    for start, stop in ((0, local.numel()), (5, 17), (3, 3)):
+        piece = Slice("w", tuple(local.shape), start, stop, 0)
+        param = _Param(cast("Any", None), 0, ("w",), piece, cut)
+        wanted = local.reshape(-1)[start:stop]
+        assert torch.equal(param.read(FolderWeights(tmp_path)), wanted)
+        assert torch.equal(param.part_of(WHOLE), wanted)

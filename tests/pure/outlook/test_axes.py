@@ -1,0 +1,57 @@
+"""Forecasts with a tensor or expert axis: what moves, what is computed, what is kept."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from fullshard.outlook.constants import FITTED
+from fullshard.outlook.memory import peak_memory
+from fullshard.outlook.published import read_workload
+from fullshard.outlook.speed import step_times, traffic
+from fullshard.outlook.workload import Parallelism, Stage, Workload
+from support.rows import LLAMA_8B
+
+EXPERTS = 0.75  # of the parameters
+
+
+@pytest.fixture
+def run() -> Workload:
+    """8 ranks of a host that share one copy of a mixture of experts."""
+    found = read_workload({name: str(value) for name, value in LLAMA_8B.items()})
+    model = replace(found.model, expert_params=EXPERTS * found.model.num_params, chosen=2)
+    return replace(found, model=model, mesh=Parallelism(8))
+
+
+def on(run: Workload, **axes: int) -> Workload:
+    return replace(run, mesh=Parallelism(**axes, is_partial=axes.get("tensor", 1) > 1))
+
+
+def test_ranks_that_divide_the_experts_gather_only_their_own(run):
+    at_once = replace(FITTED, wait_s=0.0)
+    alone, spread = (traffic(on(run, shard=8, expert=size), at_once)[0] for size in (1, 8))
+    assert spread / alone == pytest.approx(1 - EXPERTS)
+
+
+def test_without_sharding_each_expert_is_summed_over_its_copies(run):
+    run = replace(run, sharding=Stage.NOTHING)
+    wide, spread = (on(run, shard=1, replicate=8, expert=size) for size in (1, 8))
+    assert 0 < traffic(spread)[3] < traffic(wide)[3]
+
+
+def test_tokens_travel_to_their_experts_and_more_of_them_take_longer(run):
+    spread = on(run, shard=8, expert=8)
+    more = replace(spread, model=replace(spread.model, chosen=4))
+    assert step_times(spread).exposed > 0
+    assert step_times(more).step > step_times(spread).step
+
+
+def test_a_tensor_axis_divides_matmuls_and_leaves_norms_and_the_head_whole(run):
+    alone, cut = step_times(run), step_times(on(run, shard=4, tensor=2))
+    assert cut.matmul < alone.matmul
+    assert cut.logits == alone.logits
+    whole = replace(run, mesh=Parallelism(4, tensor=2))
+    assert step_times(whole).passes < cut.passes
+    assert peak_memory(whole).kept < peak_memory(on(run, shard=4, tensor=2)).kept
+    assert peak_memory(on(run, shard=4, tensor=2)).block < peak_memory(run).block
