@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from fullshard.config.values import DType, GradSync, Transport
@@ -177,7 +177,8 @@ def communication_bytes(
     A reduction uses its buffers from REDUCE to ACCUMULATE. Freed buffers are reused, the smallest
     that fits first. The direct transport receives one part from every peer, c10d one part in all.
     Replicas exchange chunks of a part during the backward of the next units. Gradients are received
-    in a device buffer first if their home is the host, or if they are added to an earlier sum.
+    in a device buffer first if their home is the host, or if they are added to an earlier sum. A
+    copy to the host runs until the next unit's sum lands.
 
     Args:
         units: Units of the plan.
@@ -188,30 +189,57 @@ def communication_bytes(
     """
     pool = _Pool()
     lent: dict[int, list[_Buffer]] = {}
-    outer: list[_ReplicaSum] = []
-    lands_aside = accumulates or homes.gradients is not Place.DEVICE
+    landing: list[Iterator[None]] = []
+    to_host = homes.gradients is not Place.DEVICE
     for event in events:
         if event.kind is EventKind.REDUCE:
             wanted = _received(units[event.unit].groups, transport)
             lent[event.unit] = [pool.take(dtype, numel) for dtype, numel in wanted]
         elif event.kind is EventKind.ACCUMULATE:
             trained = [group for group in units[event.unit].groups if group.trainable]
-            aside = trained if lands_aside else []
-            landed = [pool.take(g.dtypes.accumulate, g.layout.part_numel) for g in aside]
+            sizes = [(g.dtypes.accumulate, g.layout.part_numel) for g in trained]
+            aside = [pool.take(*size) for size in sizes if accumulates or to_host]
             pool.give(lent.pop(event.unit))
-            outer = [one for one in outer if one.advance(pool)]
-            if units[event.unit].mesh.replicate == 1:
-                pool.give(landed)
-                continue
+            landing = [steps for steps in landing if next(steps, _ENDED) is not _ENDED]
+            replicate = units[event.unit].mesh.replicate
             for at, group in enumerate(trained):
-                chunks = _outer_chunks(group, transport, units[event.unit].mesh.replicate)
-                received = [pool.take(dtype, numel) for dtype, numel in chunks[1:]]
-                outer.append(_ReplicaSum(received, chunks[:1], landed[at : at + 1]))
-    while outer:
-        outer = [one for one in outer if one.advance(pool)]
+                chunks = _outer_chunks(group, transport, replicate) if replicate > 1 else None
+                room = sizes[at : at + 1] if accumulates else []
+                steps = _land(pool, chunks, aside[at : at + 1], room if to_host else None)
+                landing += [steps] if next(steps, _ENDED) is not _ENDED else []
+    while landing:
+        landing = [steps for steps in landing if next(steps, _ENDED) is not _ENDED]
     return pool.num_bytes
 
 
+def _land(
+    pool: _Pool,
+    chunks: Sequence[_Buffer] | None,
+    landed: Sequence[_Buffer],
+    room: Sequence[_Buffer] | None,
+) -> Iterator[None]:
+    """The buffers of a sum on its way to its shard, step by step, as in `Gradients._land`.
+
+    Args:
+        pool: Lends the buffers.
+        chunks: Buffers of the exchange between replicas; None without replicas.
+        landed: The buffer of the sum, if it is not the gradient shard.
+        room: Buffers of earlier sums that are added on the device; None if the shard is there.
+    """
+    if chunks is not None:
+        received = [pool.take(*chunk) for chunk in chunks[1:]]
+        yield
+        for own in chunks[:1]:
+            pool.give([pool.take(*own), *received])
+            yield
+    if room is not None:
+        lent = [pool.take(*size) for size in room]
+        yield
+        pool.give(lent)
+    pool.give(landed)
+
+
+_ENDED = object()
 _Buffer = tuple[DType, int]
 
 
@@ -235,30 +263,6 @@ class _Pool:
 
     def give(self, buffers: Sequence[_Buffer]) -> None:
         self._free.update(buffers)
-
-
-@dataclass
-class _ReplicaSum:
-    """A sum over replicas in flight.
-
-    Attributes:
-        received: Buffers for chunks of the other replicas.
-        own: Buffer for the sum of this replica's chunk; empty if the transport needs none.
-        landed: Buffer of the summed gradient, if it is not the gradient shard.
-    """
-
-    received: list[_Buffer]
-    own: list[_Buffer]
-    landed: list[_Buffer]
-
-    def advance(self, pool: _Pool) -> bool:
-        """Advances the sum by one step; returns whether it is still in flight."""
-        own, self.own = self.own, []
-        pool.give([*(pool.take(*buffer) for buffer in own), *self.received])
-        self.received = []
-        if not own:
-            pool.give(self.landed)
-        return bool(own)
 
 
 def _received(groups: Sequence[GroupPlan], transport: Transport) -> list[_Buffer]:
