@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from fullshard.config.values import DType, GradSync, Transport
+from fullshard.config.values import DType, GradSync, Reduction, Transport
 from fullshard.planner.events import Event, EventKind
 from fullshard.planner.layout import ALIGNMENT, Bounds, owned_numels
 from fullshard.planner.optimizers import OptimizerStates, owned_tensors
@@ -168,6 +168,7 @@ def communication_bytes(
     units: Sequence[UnitPlan],
     events: Sequence[Event],
     transport: Transport,
+    reduction: Reduction,
     homes: Homes,
     *,
     accumulates: bool = False,
@@ -175,7 +176,8 @@ def communication_bytes(
     """Returns the bytes of a transport's receive buffers, by replaying the events of a step.
 
     A reduction uses its buffers from REDUCE to ACCUMULATE. Freed buffers are reused, the smallest
-    that fits first. The direct transport receives one part from every peer, c10d one part in all.
+    that fits first. The direct transport receives one part from every peer, c10d one part in all,
+    or for ordered sums one from every rank.
     Replicas exchange chunks of a part during the backward of the next units. Gradients are received
     in a device buffer first if their home is the host, or if they are added to an earlier sum. A
     copy to the host runs until the next unit's sum lands.
@@ -184,6 +186,7 @@ def communication_bytes(
         units: Units of the plan.
         events: Events of a step.
         transport: The transport.
+        reduction: Who sums over c10d.
         homes: Where state is stored.
         accumulates: Whether several micro-batches are reduced into one sum.
     """
@@ -193,7 +196,7 @@ def communication_bytes(
     to_host = homes.gradients is not Place.DEVICE
     for event in events:
         if event.kind is EventKind.REDUCE:
-            wanted = _received(units[event.unit].groups, transport)
+            wanted = _received(units[event.unit].groups, transport, reduction)
             lent[event.unit] = [pool.take(dtype, numel) for dtype, numel in wanted]
         elif event.kind is EventKind.ACCUMULATE:
             trained = [group for group in units[event.unit].groups if group.trainable]
@@ -203,9 +206,9 @@ def communication_bytes(
             landing = [steps for steps in landing if next(steps, _ENDED) is not _ENDED]
             replicate = units[event.unit].mesh.replicate
             for at, group in enumerate(trained):
-                chunks = _outer_chunks(group, transport, replicate) if replicate > 1 else None
+                sent = _exchanged(group, transport, reduction, replicate)
                 room = sizes[at : at + 1] if accumulates else []
-                steps = _land(pool, chunks, aside[at : at + 1], room if to_host else None)
+                steps = _land(pool, sent, aside[at : at + 1], room if to_host else None)
                 landing += [steps] if next(steps, _ENDED) is not _ENDED else []
     while landing:
         landing = [steps for steps in landing if next(steps, _ENDED) is not _ENDED]
@@ -214,7 +217,7 @@ def communication_bytes(
 
 def _land(
     pool: _Pool,
-    chunks: Sequence[_Buffer] | None,
+    exchanged: Sequence[Sequence[_Buffer]] | None,
     landed: Sequence[_Buffer],
     room: Sequence[_Buffer] | None,
 ) -> Iterator[None]:
@@ -222,15 +225,15 @@ def _land(
 
     Args:
         pool: Lends the buffers.
-        chunks: Buffers of the exchange between replicas; None without replicas.
+        exchanged: What replicas receive, and what they then add it up in; None without replicas.
         landed: The buffer of the sum, if it is not the gradient shard.
         room: Buffers of earlier sums that are added on the device; None if the shard is there.
     """
-    if chunks is not None:
-        received = [pool.take(*chunk) for chunk in chunks[1:]]
+    if exchanged is not None:
+        received = [pool.take(*buffer) for buffer in exchanged[0]]
         yield
-        for own in chunks[:1]:
-            pool.give([pool.take(*own), *received])
+        pool.give([*(pool.take(*buffer) for buffer in exchanged[1]), *received])
+        if exchanged[1]:
             yield
     if room is not None:
         lent = [pool.take(*size) for size in room]
@@ -265,23 +268,34 @@ class _Pool:
         self._free.update(buffers)
 
 
-def _received(groups: Sequence[GroupPlan], transport: Transport) -> list[_Buffer]:
+def _received(
+    groups: Sequence[GroupPlan], transport: Transport, reduction: Reduction
+) -> list[_Buffer]:
     """The receive buffers of one unit's reduction."""
     found: list[_Buffer] = []
-    for group in groups:
-        peers = group.layout.num_parts - 1
-        # In a shared home peers' gradients are read in place.
-        few = {Transport.DIRECT: peers, Transport.SHARED: 0}
-        count = few.get(transport, min(peers, 1))
-        if group.trainable:
-            found += [(group.dtypes.reduce, group.layout.part_numel)] * count
+    for group in (group for group in groups if group.trainable and group.layout.num_parts > 1):
+        num_parts, dtype, numel = (
+            group.layout.num_parts,
+            group.dtypes.reduce,
+            group.layout.part_numel,
+        )
+        if transport is Transport.DIRECT:
+            found += [(dtype, numel)] * (num_parts - 1)
+        elif transport is not Transport.SHARED:  # whose ranks read peers' gradients in place
+            ordered = reduction.is_ordered(ITEMSIZE[dtype], num_parts)
+            found.append((dtype, numel * num_parts if ordered else numel))
     return found
 
 
-def _outer_chunks(group: GroupPlan, transport: Transport, replicate: int) -> list[_Buffer]:
-    """The buffers of the largest replica's chunk: one for every replica."""
-    exchanges = transport in (Transport.DIRECT, Transport.SHARED)
-    if not group.trainable or replicate == 1 or not exchanges:
-        return []
-    blocks = group.layout.part_numel // ALIGNMENT
-    return [(group.dtypes.accumulate, ALIGNMENT * -(-blocks // replicate))] * replicate
+def _exchanged(
+    group: GroupPlan, transport: Transport, reduction: Reduction, replicate: int
+) -> tuple[list[_Buffer], list[_Buffer]] | None:
+    """What the largest replica's chunk is received from the others in, and added up in."""
+    if replicate == 1:
+        return None
+    dtype, numel = group.dtypes.accumulate, group.layout.part_numel
+    if transport in (Transport.DIRECT, Transport.SHARED):
+        chunk = dtype, ALIGNMENT * -(-(numel // ALIGNMENT) // replicate)
+        return [chunk] * (replicate - 1), [chunk]
+    ordered = reduction.is_ordered(ITEMSIZE[dtype], replicate)
+    return [(dtype, numel * replicate)] * ordered, []
