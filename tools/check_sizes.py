@@ -28,16 +28,16 @@ EXEMPT = ("src/fullshard/compat/",)
 # Packages that share a budget are joined by " + ".
 BUDGETS = {
     "bench": 1_826,
-    "config": 3_664,
+    "config": 3_671,
     "cli": 1_890,
-    "engine + transport": 7_073,
-    "planner + outlook": 4_310,
+    "engine + transport": 7_142,
+    "planner + outlook": 4_340,
     "data + models + recipes + run + verify": 8_177,
     "observe + launch": 3_022,
     "compat + integrations": 2_775,
     "xla + jax + xla_state": 2_490,
     "checkpoint + formats": 2_391,
-    "in all": 38_737,
+    "in all": 38_844,
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 from fullshard.engine._torch_compat import graph_task_id
+from fullshard.engine.gradients import Gradients, HostCopies
 from fullshard.engine.step import WAITS, Actions, Runtime, Use
 from fullshard.engine.unit import Member
 from fullshard.planner.events import Event
@@ -100,10 +101,16 @@ class TimedActions(Actions):
 
 
 class OffloadedActions(TimedActions):
-    """Copies shards from the host on a separate stream; the host waits before it writes them."""
+    """Copies shards from the host, and gradients to it, on two separate streams.
 
-    def __init__(self, streams: Streams, *parts: Any, poison: bool) -> None:
-        super().__init__(streams, *parts, poison=poison)
+    The host waits before it writes shards, and once before it reads the gradients of a backward.
+    """
+
+    def __init__(
+        self, streams: Streams, units: Any, gradients: Gradients, *parts: Any, poison: bool
+    ) -> None:
+        super().__init__(streams, units, gradients, *parts, poison=poison)
+        gradients.host = _StreamedCopies(streams)
         self._copies = streams.make("copy")
         self._done: Any = None  # recorded after the last read of a shard
         for unit in self._units:
@@ -121,6 +128,26 @@ class OffloadedActions(TimedActions):
         if self._done is not None:
             self._streams.finish(self._done)
             self._done = None
+
+
+class _StreamedCopies(HostCopies):
+    """Copies of gradients to the host, on a stream of their own."""
+
+    def __init__(self, streams: Streams) -> None:
+        self._streams, self._stream = streams, streams.make("to host")
+        self._done: Any = None  # recorded after the last copy
+
+    def run(self, copy: Callable[[], None]) -> Iterator[None]:
+        streams = self._streams
+        streams.join(self._stream, streams.current())
+        with streams.on(self._stream):
+            copy()
+            done = self._done = streams.event()
+        yield
+        streams.wait(done)
+
+    def wait(self) -> None:
+        self._streams.finish(self._done)
 
 
 class _Copied:

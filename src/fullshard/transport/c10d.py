@@ -23,14 +23,14 @@ class C10dTransport(Transport):
 
     Args:
         axes: This rank's place in the mesh.
-        kind: Whether the backend sums, or sums are computed in rank order.
+        kind: Who sums.
     """
 
     name = "c10d"
 
     def __init__(self, axes: Axes, kind: ReductionKind) -> None:
         super().__init__(axes)
-        self._is_ordered = kind is ReductionKind.ORDERED
+        self._kind = kind
 
     def fetch(self, fulls: Sequence[torch.Tensor]) -> Fetch:
         axes = self.axes
@@ -40,30 +40,33 @@ class C10dTransport(Transport):
         return self._works(all_gather_many(fulls, owns, axes.gather_group))
 
     def reduce(self, fulls: Sequence[torch.Tensor]) -> Reduction:
-        """A reduce-scatter, or for ordered sums an all-to-all and a local sum in rank order."""
+        """A reduce-scatter, and for ordered sums an all-to-all and a local sum in rank order."""
         num_parts, group = self.axes.mesh.shard, self.axes.reduce_group
         if num_parts == 1:
             return Reduction(lambda: [[full] for full in fulls])
-        share = 1 if self._is_ordered else num_parts
-        received = [self.scratch.take(full, full.numel() // share) for full in fulls]
-        works: list[Any]
-        if self._is_ordered:
-            works = [
-                dist.all_to_all_single(parts, full, group=group, async_op=True)
-                for parts, full in zip(received, fulls, strict=True)
-            ]
-        else:
-            works = reduce_scatter_many(received, fulls, group)
+        works: list[Any] = []
+        lent: list[torch.Tensor] = []
+        received: list[Sequence[torch.Tensor]] = []
+        native: list[int] = []
+        for at, full in enumerate(fulls):
+            count = num_parts if self._is_ordered(full, num_parts) else 1
+            lent.append(self.scratch.take(full, full.numel() // num_parts * count))
+            received.append(lent[at].chunk(count))
+            if count == 1:
+                native.append(at)
+            else:
+                works.append(dist.all_to_all_single(lent[at], full, group=group, async_op=True))
+        works += reduce_scatter_many([lent[i] for i in native], [fulls[i] for i in native], group)
 
         def receive() -> list[Sequence[torch.Tensor]]:
             self._works(*works).wait()
-            return [parts.chunk(num_parts // share) for parts in received]
+            return received
 
-        return Reduction(receive, partial(self.scratch.give, *received))
+        return Reduction(receive, partial(self.scratch.give, *lent))
 
     def sum_replicas(self, values: torch.Tensor) -> Iterator[None]:
         replicas, group = self.axes.mesh.replicate, self.axes.replicate_group
-        if not self._is_ordered:
+        if not self._is_ordered(values, replicas):
             works = self._works(dist.all_reduce(values, group=group, async_op=True))
             yield
             works.wait()
@@ -80,6 +83,9 @@ class C10dTransport(Transport):
             op = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
             group = self.axes.world_group
             self._works(dist.all_reduce(values, op=op, group=group, async_op=True)).wait()
+
+    def _is_ordered(self, values: torch.Tensor, num_ranks: int) -> bool:
+        return self._kind.is_ordered(values.itemsize, num_ranks)
 
     def _works(self, *works: Any) -> Works:
         return Works(works, self.home.place)

@@ -10,6 +10,7 @@ transports.
     reduce       NCCL's reduce-scatters                      step, before their sums are read
     replicate    NCCL's sums over replicas                   step, when the next unit's sums land
     copy         copies of shards from the host into slots   gather, before it sends them
+    to host      copies of gradients to the host             step, when the next unit's sums land
 
 The step's stream is the one that was current when the outermost forward began. Autograd calls a
 hook on the stream of its node: the stream of its forward for a node of the graph, the stream on
@@ -27,6 +28,8 @@ What may touch a buffer, and when:
     sums              the step, after waiting for a sum over replicas that writes them
     shard on a host   the host writes it; a copy reads it; the host waits for copies before it
                       writes again
+    sums on a host    a copy writes them; the host waits for copies once, at the end of backward,
+                      before it reads or writes them
 """
 
 from __future__ import annotations

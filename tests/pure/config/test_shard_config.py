@@ -28,7 +28,7 @@ CONTRACT = {
     "buffer_dtype": None,
     "output_dtype": None,
     "grad_reduction": "mean",
-    "reduction": "native",
+    "reduction": "auto",
     "forward_prefetch": 1,
     "backward_prefetch": 1,
     "offload": None,
