@@ -28,16 +28,16 @@ EXEMPT = ("src/fullshard/compat/",)
 # Packages that share a budget are joined by " + ".
 BUDGETS = {
     "bench": 1_826,
-    "config": 3_671,
+    "config": 3_701,
     "cli": 1_890,
-    "engine + transport": 7_142,
-    "planner + outlook": 4_340,
-    "data + models + recipes + run + verify": 8_177,
+    "engine + transport": 7_329,
+    "planner + outlook": 4_383,
+    "data + models + recipes + run + verify": 8_211,
     "observe + launch": 3_022,
-    "compat + integrations": 2_775,
+    "compat + integrations": 2_782,
     "xla + jax + xla_state": 2_490,
     "checkpoint + formats": 2_391,
-    "in all": 38_844,
+    "in all": 39_153,
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

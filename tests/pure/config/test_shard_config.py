@@ -18,6 +18,8 @@ CONTRACT = {
     "strategies": {},
     "replicate": None,
     "shard": None,
+    "tensor": 1,
+    "expert": 1,
     "wrap": "auto",
     "wrap_min_params": 100_000_000,
     "ignore": [],
