@@ -247,10 +247,11 @@ class ShardConfig(Section):
     grad_reduction: GradReduction = GradReduction.MEAN
     """mean | sum of the ranks' gradients."""
 
-    reduction: Reduction = Reduction.AUTO
+    reduction: Reduction = Reduction.NATIVE
     """Sums of gradients over c10d. native: by the backend, in `reduce_dtype`. ordered: by each
     rank, in rank order and in float32, bit-identical to the other transports; receives whole
-    gradient slots. auto: ordered for 16-bit gradients of more than 8 ranks, otherwise native."""
+    gradient slots, and sends more between hosts. auto: ordered for 16-bit gradients of more than 8
+    ranks, otherwise native."""
 
     forward_prefetch: PrefetchDepth = 1
     """Units gathered ahead in forward; each takes the memory of one gathered unit."""

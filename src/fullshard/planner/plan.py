@@ -91,7 +91,7 @@ class Plan(PlanDocument):
     homes: Homes = DEFAULT_HOMES
     optimizer: OptimizerStates = ADAMW
     saved_buffer_bytes: int = 0
-    reduction: Reduction = field(default=Reduction.AUTO, metadata={"omitted": Reduction.AUTO})
+    reduction: Reduction = field(default=Reduction.NATIVE, metadata={"omitted": Reduction.NATIVE})
 
     def trained_by(self, optimizer: OptimizerStates) -> Plan:
         """Returns the plan with another optimizer."""
