@@ -30,7 +30,7 @@ CONTRACT = {
     "buffer_dtype": None,
     "output_dtype": None,
     "grad_reduction": "mean",
-    "reduction": "auto",
+    "reduction": "native",
     "forward_prefetch": 1,
     "backward_prefetch": 1,
     "offload": None,
