@@ -264,18 +264,29 @@ def losses_of_parameters() -> list[str]:
     texts = []
     for strategy in ("full_shard", "no_shard"):
         run, model = trained(strategy=strategy)
-        for loss in (lambda p: p.pow(2).sum(), lambda p: p.norm(), lambda p: p[None].mean()):
+        for loss in (
+            lambda p: p.pow(2).sum(),
+            lambda p: p.norm(),
+            lambda p: p.full_tensor().sum(),
+            lambda p: p[None].mean(),
+        ):
             texts.append(error_of(lambda: sum(map(loss, model.parameters())).backward()))  # noqa: B023
         assert model.scale.detach().pow(2).dim() == (0 if strategy == "no_shard" else 1)
         run.loss(model, 1).backward()
+        if run.sharded and strategy == "full_shard":
+            with fs.unsharded(model):
+                inside = model.scale.sum() + model.head.weight.sum()
+            assert "fs.unsharded: expected none" in error_of(inside.backward)
+            with fs.unsharded(model):
+                assert "fs.unsharded: expected none" in error_of(model.scale.sum().backward)
     return texts
 
 
 def test_a_loss_of_parts_at_rest_is_refused(ranks):
     for texts in ranks(2)(losses_of_parameters):
-        cut, whole = texts[:3], texts[3:]
-        for name, text in zip(["sum", "norm", "__getitem__"], cut, strict=True):
-            wanted = "a whole tensor" if text == cut[2] else "tensors that take part in autograd"
+        cut, whole = texts[:4], texts[4:]
+        for name, text in zip(["sum", "norm", "full_tensor", "__getitem__"], cut, strict=True):
+            wanted = "a whole tensor" if text == cut[3] else "tensors that take part in autograd"
             assert text.startswith(f"ShardedTensorError: {name}: expected {wanted}")
         assert all(text.startswith("NO ERROR") for text in whole)  # see test_programs.py
 

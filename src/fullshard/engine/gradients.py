@@ -282,7 +282,7 @@ class Gradients:
         scratch = unit.transport.scratch
         if unit.plan.mesh.replicate > 1 and self.hook is None:
             yield from unit.transport.sum_replicas(total)
-        total.div_(self.divisor)
+        total.div_(self.divisor if unit.divisor is None else unit.divisor)
         if not grads.is_offloaded:
             grads.take(total)
         else:

@@ -176,7 +176,7 @@ class Outlook:
             return None
         batch = self.job.batch
         tokens = batch.seq_len * batch.micro_batch * batch.accumulation
-        return tokens * self.plan.mesh.world_size / self.times.step
+        return tokens * self.plan.mesh.num_copies / self.times.step
 
     def bars(self) -> tuple[Bar, ...]:
         """Returns the schedule of one micro-batch; empty if the device is unknown."""

@@ -23,7 +23,7 @@ from fullshard.planner.memory import (
     staging_bytes,
     state_rows,
 )
-from fullshard.planner.mesh import Mesh, StrategyRow, Topology, resolve_mesh, row_of
+from fullshard.planner.mesh import Mesh, StrategyRow, Topology, mesh_of, row_of
 from fullshard.planner.optimizers import ADAMW, OptimizerStates
 from fullshard.planner.schedule import (
     Depths,
@@ -91,7 +91,7 @@ class Plan(PlanDocument):
     homes: Homes = DEFAULT_HOMES
     optimizer: OptimizerStates = ADAMW
     saved_buffer_bytes: int = 0
-    reduction: Reduction = field(default=Reduction.AUTO, metadata={"omitted": Reduction.AUTO})
+    reduction: Reduction = field(default=Reduction.NATIVE, metadata={"omitted": Reduction.NATIVE})
 
     def trained_by(self, optimizer: OptimizerStates) -> Plan:
         """Returns the plan with another optimizer."""
@@ -110,8 +110,9 @@ class Plan(PlanDocument):
 
     @property
     def num_parameters(self) -> int:
-        """Number of parameters, without padding."""
-        return sum(unit.numel - unit.padding for unit in self.units)
+        """Number of parameters of the whole model, without padding."""
+        placements = (place for group in self.groups for place in group.layout.placements)
+        return sum(place.parts * place.numel for place in placements)
 
     @property
     def groups(self) -> tuple[GroupPlan, ...]:
@@ -223,8 +224,7 @@ def make_plan(
     Raises:
         ConfigError: The mesh, the units or the strategy are impossible.
     """
-    row = row_of(config.strategy)
-    mesh = resolve_mesh(row, topology, config.replicate, config.shard)
+    mesh = mesh_of(config, topology)
     spec = spec.without(config.ignore)
     modules = [module.name for module in spec.modules if module.name]
     check_globs("fp32_modules", config.fp32_modules, modules, "modules")
