@@ -77,6 +77,7 @@ class Played(TorchDispatchMode):
         self.races: Counter[str] = Counter()
         self.num_accesses = 0
         self.leaves: set[str] = set()
+        self.names_shown: list[str] = []  # by NVTX
 
     # ---- what fullshard.transport.streams asks for
 
@@ -90,6 +91,11 @@ class Played(TorchDispatchMode):
             yield
         finally:
             self.now = before
+
+    @contextmanager
+    def named(self, name: str) -> Iterator[None]:
+        self.names_shown.append(name)
+        yield
 
     def join(self, waiting: str, stream: str) -> None:
         self.join_clock(waiting, self.clocks[stream])

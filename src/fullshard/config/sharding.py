@@ -278,6 +278,9 @@ class ShardConfig(Section):
     transport: Transport = Transport.AUTO
     """auto | c10d | direct | shared | fake: what moves the bytes."""
 
+    symmetric_memory: Flag = False
+    """Allocate slots in NCCL's symmetric memory, which its copy engines and fast kernels need."""
+
     poison: Flag = False
     """Fill every slot with NaN when it is released, so that a missed gather shows. For tests and
     `verify`; costs one write of every gathered parameter."""

@@ -60,16 +60,10 @@ _ENDED = object()
 _KINDS = {Sync.ALL: "", Sync.INNER: " under no_sync(outer_only)", Sync.NONE: " under no_sync"}
 
 
-class HostCopies:
-    """Copies of gradients to the host; here at once, since there are no streams."""
-
-    def run(self, copy: Callable[[], None]) -> Iterator[None]:
-        """Queue a copy at the first `next`; its buffers may be written after the last one."""
-        copy()
-        yield
-
-    def wait(self) -> None:
-        """Wait until the host may read what was copied to it."""
+def _at_once(copy: Callable[[], None]) -> Iterator[None]:
+    """Copy to the host on a device without streams."""
+    copy()
+    yield
 
 
 class Gradients:
@@ -102,8 +96,10 @@ class Gradients:
         self._is_stale = False  # there are gradients that it does not know
         self._theirs: list[tuple[Member, Any]] = []  # the user's tensors in `p.grad`
         self._landing: list[Iterator[None]] = []  # sums that are not yet in their shards
-        self.host = HostCopies()
         self._on_host: list[GradientShard] = []  # shards that the host may not read yet
+        # Queues a copy to the host at the first `next`; its buffers are free after the last one.
+        self.to_host = _at_once
+        self.await_host: Callable[[], None] = lambda: None
         self.peak_deferred_bytes = 0
 
     @contextmanager
@@ -292,7 +288,7 @@ class Gradients:
         else:
             room = [scratch.take(total, total.numel())] if grads.accumulates else []
             self._on_host.append(grads)
-            yield from self.host.run(partial(grads.take_to_host, total, *room))
+            yield from self.to_host(partial(grads.take_to_host, total, *room))
             scratch.give(*room)
         if total is not grads.sums:
             scratch.give(total)
@@ -306,7 +302,7 @@ class Gradients:
         while self._landing:
             self._advance()
         if self._on_host:
-            self.host.wait()
+            self.await_host()
             for grads in self._on_host:
                 grads.show()
             self._on_host.clear()

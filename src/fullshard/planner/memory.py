@@ -176,8 +176,8 @@ def communication_bytes(
     """Returns the bytes of a transport's receive buffers, by replaying the events of a step.
 
     A reduction uses its buffers from REDUCE to ACCUMULATE. Freed buffers are reused, the smallest
-    that fits first. The direct transport receives one part from every peer, c10d one part in all,
-    or for ordered sums one from every rank.
+    that fits first. The direct transport receives one part from every peer, c10d one from every
+    rank for ordered sums; it receives other sums in the gradient slots.
     Replicas exchange chunks of a part during the backward of the next units. Gradients are received
     in a device buffer first if their home is the host, or if they are added to an earlier sum. A
     copy to the host runs until the next unit's sum lands.
@@ -281,9 +281,8 @@ def _received(
         )
         if transport is Transport.DIRECT:
             found += [(dtype, numel)] * (num_parts - 1)
-        elif transport is not Transport.SHARED:  # whose ranks read peers' gradients in place
-            ordered = reduction.is_ordered(ITEMSIZE[dtype], num_parts)
-            found.append((dtype, numel * num_parts if ordered else numel))
+        elif transport is not Transport.SHARED and reduction.is_ordered(ITEMSIZE[dtype], num_parts):
+            found.append((dtype, numel * num_parts))  # other sums are received in gradient slots
     return found
 
 

@@ -23,7 +23,8 @@ What may touch a buffer, and when:
                       after waiting for the gather
     gradient slot     the step writes it; the reduction reads it; the step writes it again after
                       waiting for the reduction
-    receive buffer    the reduction writes it; the step reads it after waiting, and lends it again
+    receive buffer    the reduction writes it (in the gradient slot, or apart); the step reads it
+                      after waiting, and lends it again
     shard             the step
     sums              the step, after waiting for a sum over replicas that writes them
     shard on a host   the host writes it; a copy reads it; the host waits for copies before it
@@ -57,6 +58,10 @@ class Streams:
     def on(self, stream: Any) -> AbstractContextManager[Any]:
         """Context that makes a stream current."""
         return torch.cuda.stream(stream)
+
+    def named(self, name: str) -> AbstractContextManager[None]:
+        """Context that tools for NVTX show under a name."""
+        return torch.cuda.nvtx.range("{}", name)  # formats its first argument
 
     def join(self, waiting: Any, stream: Any) -> None:
         """Makes `waiting` wait for all work queued on `stream` so far."""

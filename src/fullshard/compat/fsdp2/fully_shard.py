@@ -203,11 +203,14 @@ class FSDPModule(HoldsShards, nn.Module, TorchFSDPModule):
 
     def _look_ahead(self, key: str, modules: list[Any]) -> None:
         _check_all(modules)
+        depth = max(len(modules), record_of(outermost(self)).options.get(key) or 1)
+        self._plan_with(key, depth, instead_of=1)
+
+    def _plan_with(self, key: str, value: int, *, instead_of: int) -> None:
+        """Sets an option of the whole model, from the next step on."""
         root = record_of(outermost(self))
-        depth = max(len(modules), root.options.get(key) or 1)
-        if depth != root.options.get(key, 1):
-            root.options[key] = depth
-            root.stale = True
+        if root.options.get(key, instead_of) != value:
+            root.options[key], root.stale = value, True
 
     def set_post_optim_event(self, event: Any) -> None:
         """Makes the next forward wait for an event, for an optimizer on another stream."""
@@ -230,7 +233,10 @@ class FSDPModule(HoldsShards, nn.Module, TorchFSDPModule):
         """No effect: buffers are the plan's."""
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        """No effect: buffers are the plan's."""
+        """Allocates the slots of the whole model in NCCL's symmetric memory."""
+        if backend != "NCCL":
+            raise MisuseValueError(f"set_symm_mem_for_comm: expected backend NCCL; got {backend}.")
+        self._plan_with("symmetric_memory", True, instead_of=False)
 
     def set_reduce_scatter_unused_params(self, *_: Any, **__: Any) -> None:
         """No effect: parameters without a gradient on a rank always contribute zero."""
