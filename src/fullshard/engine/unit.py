@@ -373,7 +373,8 @@ class Unit:
         for group in self.gathered:
             group.part.copy_(group.master, non_blocking=True)  # also casts
         if self.gathered:
-            self.fetch = self.transport.fetch([group.full for group in self.gathered])
+            fulls = [group.full for group in self.gathered]
+            self.fetch = self.transport.fetch(fulls, self.plan.title)
 
     def wait(self) -> None:
         """Wait until the slot contains the whole unit."""
