@@ -62,7 +62,7 @@ def check_fp32_modules(name, settings):
     model = fs.shard(float32_model(name), param_dtype="bf16", poison=True, **settings)
     engine = engine_of(model)
     calls, fetch = [], engine.transport.fetch
-    engine.transport.fetch = lambda fulls: calls.append(len(fulls)) or fetch(fulls)
+    engine.transport.fetch = lambda fulls, unit="": calls.append(len(fulls)) or fetch(fulls, unit)
     case.loss(model(**float32_batch(name, 0, dist.get_rank()))).backward()
     found = whole_gradients(model)
     wrong = [key for key in wanted if not torch.equal(found[key], wanted[key])]

@@ -118,7 +118,7 @@ def wrong_slot(engine, note, gradients=False):
 def skipped_gather(engine, note):
     """No rank sends or receives anything."""
 
-    def skips(fetch, fulls):
+    def skips(fetch, fulls, unit):
         note()
         return Fetched()
 
@@ -128,10 +128,10 @@ def skipped_gather(engine, note):
 def part_of_a_wrong_rank(engine, note):
     """On one rank its own part stands where a peer's belongs."""
 
-    def spoils(fetch, fulls):
+    def spoils(fetch, fulls, unit):
         parts, own = fulls[0].chunk(engine.plan.mesh.shard), engine.units[0].part
         note()
-        return Fetched(fetch(fulls), lambda: parts[own - 1].copy_(parts[own]))
+        return Fetched(fetch(fulls, unit), lambda: parts[own - 1].copy_(parts[own]))
 
     if is_last_rank():
         once(engine.transport, "fetch", spoils)

@@ -72,7 +72,7 @@ from fullshard.engine.gradients import Gradients, follow_freezing
 from fullshard.engine.norms import Count
 from fullshard.engine.parameter import Guarded
 from fullshard.engine.unit import Member, Unit, alive, is_reached
-from fullshard.errors import EngineError, SlotError
+from fullshard.errors import EngineError, HangError, SlotError
 from fullshard.planner.events import Event, EventKind, Recorder, Sync
 from fullshard.planner.schedule import Scheduler
 
@@ -197,7 +197,12 @@ class Runtime:
             self._see_writes()
         use = Use(index, self._stack[-1] if self._stack else None, self._generation)
         self._begin_hooks[index] = _beginning(ref(self), use)
-        self._run(self.scheduler.enter_forward(index))
+        events = self.scheduler.enter_forward(index)
+        try:
+            self._run(events)
+        except (EngineError, HangError):
+            self.reset()  # the hooks of outer units must gather no more
+            raise
         self._stack.append(use)
         self._current[index] = use
         unit.swap_in()

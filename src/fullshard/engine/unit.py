@@ -393,7 +393,8 @@ class Unit:
                 source = group.cast.copy_(source, non_blocking=True)
             group.part.copy_(source, non_blocking=True)  # also casts
         if self.gathered:
-            self.fetch = self.transport.fetch([group.full for group in self.gathered])
+            fulls = [group.full for group in self.gathered]
+            self.fetch = self.transport.fetch(fulls, self.plan.title)
 
     def wait(self) -> None:
         """Wait until the slot contains the whole unit."""

@@ -86,3 +86,8 @@ def urgent_options(timeout: Any) -> Any:
 def is_alive(group: Any) -> bool:
     """Whether a process group still exists; torch has no public function for it."""
     return dist.is_initialized() and group in dist.distributed_c10d._world.pg_map
+
+
+def is_gloo(group: Any) -> bool:
+    """Whether a process group sends over gloo alone."""
+    return group is not None and dist.get_backend(group) == "gloo"

@@ -24,14 +24,14 @@ from fullshard.transport.base import (
     Home,
     Reduction,
     Slots,
-    Transport,
     Works,
     sum_in_order,
     torch_dtype,
 )
+from fullshard.transport.messages import MessageTransport
 
 
-class C10dTransport(Transport):
+class C10dTransport(MessageTransport):
     """In-place all-gather and reduce-scatter on the process groups' backend.
 
     Args:
@@ -48,10 +48,12 @@ class C10dTransport(Transport):
         if symmetric:
             self.home = SymmetricHome(axes)
 
-    def fetch(self, fulls: Sequence[torch.Tensor]) -> Fetch:
+    def fetch(self, fulls: Sequence[torch.Tensor], unit: str = "") -> Fetch:
         axes = self.axes
         if axes.mesh.shard == 1:
             return Works(())
+        self._compare_places(axes.shard_ranks)
+        self._compare_units(unit)()
         owns = [full.chunk(axes.mesh.shard)[axes.shard_index] for full in fulls]
         return self._works(all_gather_many(fulls, owns, axes.gather_group))
 
@@ -60,6 +62,7 @@ class C10dTransport(Transport):
         num_parts, group = self.axes.mesh.shard, self.axes.reduce_group
         if num_parts == 1:
             return Reduction(lambda: [[full] for full in fulls])
+        self._compare_places(self.axes.shard_ranks)
         works: list[Any] = []
         lent: list[torch.Tensor] = []
         received: list[Sequence[torch.Tensor]] = []
@@ -84,6 +87,7 @@ class C10dTransport(Transport):
 
     def sum_replicas(self, values: torch.Tensor) -> Iterator[None]:
         replicas, group = self.axes.mesh.replicate, self.axes.replicate_group
+        self._compare_places(self.axes.replicate_ranks)
         if not self._is_ordered(values, replicas):
             works = self._works(dist.all_reduce(values, group=group, async_op=True))
             yield
@@ -98,6 +102,7 @@ class C10dTransport(Transport):
 
     def all_reduce(self, values: torch.Tensor, *, maximum: bool = False) -> None:
         if self.axes.world_group is not None:
+            self._compare_places(range(self.axes.mesh.world_size))
             op = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
             group = self.axes.world_group
             self._works(dist.all_reduce(values, op=op, group=group, async_op=True)).wait()
@@ -106,7 +111,7 @@ class C10dTransport(Transport):
         return self._kind.is_ordered(values.itemsize, num_ranks)
 
     def _works(self, *works: Any) -> Works:
-        return Works(works, self.home.place)
+        return Works(works, self._phase or self.home.place)
 
 
 class SymmetricHome(Home):

@@ -11,6 +11,7 @@ from fullshard.config.schema import ShardConfig
 from fullshard.config.values import Transport as TransportKind
 from fullshard.errors import ConfigError
 from fullshard.planner.mesh import Mesh
+from fullshard.transport._torch_compat import is_gloo
 from fullshard.transport.base import Axes, Transport
 from fullshard.transport.c10d import C10dTransport
 from fullshard.transport.direct import DirectTransport
@@ -98,6 +99,7 @@ def make_transport(config: ShardConfig, mesh: Mesh) -> Transport:
         groups["gather_group"] = own_group("gather", mesh.shard_groups())
         groups["reduce_group"] = own_group("reduce", mesh.shard_groups())
         groups["replicate_group"] = own_group("replicate", mesh.replicate_groups())
+        groups["first_tag"] = first_tag() if is_gloo(groups["world_group"]) else 0
         axes = Axes.of(mesh, dist.get_rank(), **groups)
         return C10dTransport(axes, config.reduction, symmetric=config.symmetric_memory)
     # messages have tags, so one group serves both axes
