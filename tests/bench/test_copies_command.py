@@ -1,7 +1,5 @@
 """What a step copies, seen from outside the engine, is what the layout makes necessary."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -13,7 +11,7 @@ from fullshard.bench.cases import find_case
 SMALL_SUMS_BYTES = 16_384  # touched bits and squared norms, a step's only other copies
 
 
-def counted(compute: str) -> list[dict]:
+def counted(compute):
     case = replace(find_case("tiny"), layers=4, compute=compute)  # more than slots
     job = copies.Job(case, ("fullshard", "fullshard-direct", "fsdp2"))
     return copies.rows_of(case, measure(job))

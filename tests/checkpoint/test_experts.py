@@ -1,14 +1,10 @@
 """Checkpoints of mixtures whose experts have a mesh of their own: any mesh reads any other's."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard as fs
@@ -23,7 +19,7 @@ NUM_STEPS = 2  # before the save, and after the load
 GROUPS = {1: [0], 2: [2, 0], 4: [2, 4, 0]}
 
 
-def sharded(group: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+def sharded(group):
     model = mixture_net()
     if group:
         sizes = (dist.get_world_size() // group, group)
@@ -33,7 +29,7 @@ def sharded(group: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+def train(model, optimizer, steps):
     """Mean loss over the global batch, which the ranks share."""
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     for step in steps:
@@ -44,12 +40,12 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> N
         optimizer.zero_grad()
 
 
-def assert_equal(one: dict[str, Any], two: dict[str, Any]) -> None:
+def assert_equal(one, two):
     assert one.keys() == two.keys()
     assert [name for name in one if not torch.equal(one[name], two[name])] == []
 
 
-def write_all(root: str) -> None:
+def write_all(root):
     """Resumed training has the bits of uninterrupted training on the same mesh."""
     for group in GROUPS[dist.get_world_size()]:
         model, optimizer = sharded(group)
@@ -67,7 +63,7 @@ def write_all(root: str) -> None:
         assert_equal(whole_states(again, optimizer), uninterrupted)
 
 
-def read_all(root: str) -> int:
+def read_all(root):
     """Each checkpoint under each mesh: the bits that were saved, then one process's steps."""
     alone = mixture_net()
     train_alone(alone)
@@ -89,7 +85,7 @@ def read_all(root: str) -> int:
     return len(places)
 
 
-def train_alone(model: nn.Module) -> None:
+def train_alone(model):
     """All steps of one process, with the whole batch."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(2 * NUM_STEPS):

@@ -1,7 +1,5 @@
 """A wire around a transport changes when things arrive, and nothing else."""
 
-from __future__ import annotations
-
 import gc
 import time
 from itertools import pairwise

@@ -5,8 +5,6 @@ own methods) after the first step, so that the step before it must be clean and 
 must not be. Without a fault the same check passes.
 """
 
-from __future__ import annotations
-
 import itertools
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Ranks that map one copy of the weights, when something fails: memory, a peer, the sandbox."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal

@@ -1,7 +1,5 @@
 """What optimizers keep is in the plan to the byte, for each that a run may name."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -25,18 +23,18 @@ from fullshard.run.outlook import look_at
 from support.models import ODD_LLAMA
 
 
-def memory_of(states: list[Any]) -> int:
+def memory_of(states):
     """Bytes of tensors, tables that several share counted once."""
     tensors = [getattr(s, "to_local", lambda s=s: s)() for s in states if hasattr(s, "nbytes")]
     by_place = {tensor.data_ptr(): tensor for tensor in tensors if tensor.numel()}
     return sum(tensor.nbytes for tensor in by_place.values())
 
 
-def watch_wholes(optimizer: Any, seen: list[int]) -> None:
+def watch_wholes(optimizer, seen):
     """Note the bytes of whole tensors and their gradients that an owner's optimizer sees."""
     step = optimizer._inner.step
 
-    def watched() -> None:
+    def watched():
         params = [p for group in optimizer._inner.param_groups for p in group["params"]]
         seen.append(sum(p.nbytes + p.grad.nbytes for p in params if p.grad is not None))
         step()
@@ -44,7 +42,7 @@ def watch_wholes(optimizer: Any, seen: list[int]) -> None:
     optimizer._inner.step = watched
 
 
-def kept(words: list[str]) -> tuple[int, int, int, int]:
+def kept(words):
     """Bytes of an optimizer's states on this rank after a step, and the plan's of the largest; of
     whole tensors during the step, and the plan's. The first rank alone plans."""
     config = load_config(None, [f"model.config={json.dumps(ODD_LLAMA)}", *words]).config

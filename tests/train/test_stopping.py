@@ -1,8 +1,5 @@
 """Why a run ends, or leaves a step out: a signal, losses that stay, infinite gradients."""
 
-from __future__ import annotations
-
-from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
@@ -11,7 +8,6 @@ import torch
 import fullshard as fs
 from fullshard.errors import DivergedError, PreemptedError
 from fullshard.observe.metrics import EvalRow
-from fullshard.recipes.base import Batch
 from fullshard.run.loop import Loop, Patience, diverged
 from fullshard.run.optim import LossScaler
 from support.ragged import NUM_STEPS, RaggedRecipe, Rows, make_loop
@@ -21,15 +17,15 @@ from support.ranks import RankError
 class StopsAtTheSecondQuestion:
     """A keeper whose rank 1 is asked to stop while the held-out batches run."""
 
-    def __init__(self, rank: int, rows: Rows) -> None:
+    def __init__(self, rank, rows):
         self._rank, self._rows = rank, rows
         self.asked, self.kept = 0, []
 
-    def asked_to_stop(self) -> bool:
+    def asked_to_stop(self):
         self.asked += self._rows.phases[-1][0] == "evaluation"
         return self._rank == 1 and self.asked >= 2
 
-    def keep(self, step, *, stopping, last) -> None:
+    def keep(self, step, *, stopping, last):
         assert last is (step == NUM_STEPS)
         self.kept.append((step, stopping))
         if stopping:
@@ -37,11 +33,11 @@ class StopsAtTheSecondQuestion:
 
 
 class ThreeBatchesHeldOut(RaggedRecipe):
-    def held_out(self) -> Iterable[Batch]:
+    def held_out(self):
         return [*super().held_out()] * 3
 
 
-def evaluates_every_step(rank: int, rows: Rows) -> Loop:
+def evaluates_every_step(rank, rows):
     _, loop, _ = make_loop(rank, 2, 1, {}, rows)
     loop.recipe = ThreeBatchesHeldOut(rank, 2, 1)
     loop.settings = replace(loop.settings, eval_every=1)
@@ -72,7 +68,7 @@ class GetsNoBetter(Loop):
 
     losses = (3.0, 2.0, 1.95, 2.5, 1.0)
 
-    def held_out_loss(self, step: int) -> float:
+    def held_out_loss(self, step):
         return self.losses[step - 1]
 
 
@@ -82,10 +78,10 @@ def end_early(patience):
     kept = []
 
     class Keeps:
-        def asked_to_stop(self) -> bool:
+        def asked_to_stop(self):
             return False
 
-        def keep(self, step, *, stopping, last) -> bool:
+        def keep(self, step, *, stopping, last):
             kept.append((step, last))
             return step % 2 == 0
 
@@ -153,7 +149,7 @@ class SpoiledAtTheSecondStep(RaggedRecipe):
 
     step, spoiled_rank = -1, 1
 
-    def micro_batches(self, step: int) -> list[Batch]:
+    def micro_batches(self, step):
         self.step = step
         return super().micro_batches(step)
 
@@ -161,7 +157,7 @@ class SpoiledAtTheSecondStep(RaggedRecipe):
         total, count = super().loss(model, batch)
         return total * (float("inf") if self._is_spoiled() else 1.0), count
 
-    def _is_spoiled(self) -> bool:
+    def _is_spoiled(self):
         return self.step == 1 and self._rank == self.spoiled_rank
 
 
@@ -171,7 +167,7 @@ def train_past_an_infinity(max_skipped_steps):
     weights = []
 
     class Watching(Rows):
-        def stepped(self, row) -> None:
+        def stepped(self, row):
             super().stepped(row)
             weights.append(fs.full_state_dict(model, rank0_only=False)["head.weight"])
 
@@ -198,13 +194,13 @@ def test_one_infinity_more_than_allowed_ends_the_run(ranks):
 class AsksAlways:
     """A keeper of a run that is asked to stop from the beginning."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.kept = []
 
-    def asked_to_stop(self) -> bool:
+    def asked_to_stop(self):
         return True
 
-    def keep(self, step, *, stopping, last) -> None:
+    def keep(self, step, *, stopping, last):
         self.kept.append((step, stopping))
         if stopping:
             raise PreemptedError("asked to stop")

@@ -3,8 +3,6 @@
 Both sides are the real ones; the ranks are a standing pool's instead of fresh processes.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math
@@ -34,7 +32,7 @@ MODELS = {
 }
 
 
-def prepared_in(folder: Path, model: str, fault: Fault | None, *settings: str) -> verify.Prepared:
+def prepared_in(folder, model, fault, *settings):
     folder.mkdir()
     resolved = load_config(None, [f"model={{config: {MODELS[model]}}}", *settings])
     prepared = verify.prepare(resolved.config, fault)
@@ -42,7 +40,7 @@ def prepared_in(folder: Path, model: str, fault: Fault | None, *settings: str) -
     return prepared
 
 
-def run_reference(*folders: Path) -> None:
+def run_reference(*folders):
     command = [sys.executable, "-P", str(verify.REFERENCE), *map(str, folders)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
     assert done.returncode == 0, done.stderr
@@ -67,7 +65,7 @@ def on_a_rank(folder):
     run_passes(Path(folder), dist.get_rank())
 
 
-def verdict_of(ranks, folder: Path, prepared: verify.Prepared, fault: Fault | None):
+def verdict_of(ranks, folder, prepared, fault):
     job = dataclasses.replace(prepared.job, fault=fault)
     job.write(folder)
     ranks(job.world_size)(on_a_rank, str(folder), timeout=100)
@@ -98,7 +96,7 @@ def test_fault_is_seen_and_named(ranks, checks, fault, model):
     assert verdict.diagnosis.kind == fault, verdict.diagnosis.says
 
 
-def spoil(folder: Path, name: str, kind: str) -> str:
+def spoil(folder, name, kind):
     """Changes one element of a file of tensors; returns the key that it is under."""
     tensors = load_file(folder / name)
     key = next(key for key, value in tensors.items() if kind in key and value.numel())
