@@ -1,4 +1,4 @@
-"""Checkpoints beside tensor parallelism: any mesh reads what any other wrote."""
+"""Checkpoints beside tensor and expert parallelism: any mesh reads what any other wrote."""
 
 import errno
 from pathlib import Path
@@ -8,12 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import fullshard as fs
 from fullshard import saving
 from fullshard.errors import CheckpointError, EngineError
+from support.experts import mixture_net, spread
 from support.other_axes import LENGTH, WIDTH, cut_net, mesh_of, net, whole_states
 from support.ranks import on_ranks
 from support.scripts import differences
@@ -27,7 +28,8 @@ LAYOUTS = {
     2: [(1, 1, 2), (1, 2, 0)],
     4: [(1, 2, 2), (2, 1, 2), (1, 1, 4), (1, 4, 0)],
 }
-EVERY = [axes for layouts in LAYOUTS.values() for axes in layouts]
+# (shard, expert): two ranks have three and two of the five experts, four ranks 2, 2, 1 and none.
+GROUPS = {1: [(1, 0)], 2: [(1, 2), (2, 0)], 4: [(2, 2), (1, 4), (4, 0)]}
 
 
 def optimizer_of(model):
@@ -38,6 +40,13 @@ def optimizer_of(model):
 
 
 def sharded(axes, **settings):
+    if len(axes) == 2:
+        model = mixture_net()
+        if axes[1]:
+            mesh = init_device_mesh("cpu", axes, mesh_dim_names=("shard", "expert"))
+            spread(model, mesh["expert"])
+        fs.shard(model, poison=True, **settings)
+        return model, optimizer_of(model)
     replicate, shard, tensor = axes
     model = net()
     if tensor:
@@ -51,8 +60,9 @@ def sharded(axes, **settings):
 
 def train(model, optimizer, steps, axes=(1, 1, 0)):
     """Mean loss over the global batch; the ranks of the tensor axis share one part of it."""
-    num_parts = axes[0] * axes[1]
-    part = dist.get_rank() // max(axes[2], 1) % num_parts if dist.is_initialized() else 0
+    *_, tensor = axes if len(axes) == 3 else (0,)
+    num_parts = axes[0] * (axes[1] or 1)
+    part = dist.get_rank() // max(tensor, 1) % num_parts if dist.is_initialized() else 0
     for step in steps:
         generator = torch.Generator().manual_seed(step)
         batch = torch.randn(NUM_SAMPLES, LENGTH, WIDTH, dtype=torch.float64, generator=generator)
@@ -67,7 +77,7 @@ def equal(one, two):
     return [name for name in one if not torch.equal(one[name], two[name])]
 
 
-def write_all(root, layouts=LAYOUTS, offload="none"):
+def write_all(root, layouts, offload="none"):
     for axes in layouts[dist.get_world_size()]:
         model, optimizer = sharded(axes, offload=offload)
         train(model, optimizer, range(NUM_STEPS), axes)
@@ -84,18 +94,19 @@ def write_all(root, layouts=LAYOUTS, offload="none"):
         assert equal(whole_states(again, optimizer), uninterrupted) == []
 
 
-def read_some(root):
+def read_some(root, layouts):
     """Loads two checkpoints under each mesh: the bits that were saved, then one process's steps.
 
     The second next and the third next of all: in other ranks, and in other axes of as many.
     """
-    alone = net()
+    every = [axes for some in layouts.values() for axes in some]
+    alone = mixture_net() if len(every[0]) == 2 else net()
     optimizer = optimizer_of(alone)
     train(alone, optimizer, range(2 * NUM_STEPS))
     wanted = {name: value.detach() for name, value in alone.state_dict().items()}
-    pairs = [(axes, at) for axes in LAYOUTS[dist.get_world_size()] for at in (2, 3)]
+    pairs = [(axes, at) for axes in layouts[dist.get_world_size()] for at in (2, 3)]
     for axes, at in pairs:
-        place = Path(root) / "-".join(map(str, EVERY[(EVERY.index(axes) + at) % len(EVERY)]))
+        place = Path(root) / "-".join(map(str, every[(every.index(axes) + at) % len(every)]))
         model, optimizer = sharded(axes)
         with torch.no_grad():
             for param in model.parameters():
@@ -110,14 +121,15 @@ def read_some(root):
 
 
 @pytest.mark.timeout(400)
-def test_any_mesh_reads_any_others_checkpoint(ranks, tmp_path):
+@pytest.mark.parametrize("layouts", [LAYOUTS, GROUPS], ids=["tensor", "expert"])
+def test_any_mesh_reads_any_others_checkpoint(ranks, tmp_path, layouts):
     for body in (write_all, read_some):
-        for number in LAYOUTS:
-            ranks(number)(body, str(tmp_path), timeout=200)
+        for number in layouts:
+            ranks(number)(body, str(tmp_path), layouts, timeout=200)
 
 
 def test_offloaded_states_are_saved_and_resumed(ranks, tmp_path):
-    ranks(4)(write_all, str(tmp_path), {4: [(1, 2, 2)]}, "cpu", timeout=300)
+    ranks(4)(write_all, str(tmp_path), {4: [(1, 2, 2), (1, 4, 0)]}, "cpu", timeout=300)
 
 
 class Grid(nn.Module):

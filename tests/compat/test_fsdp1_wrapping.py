@@ -226,19 +226,16 @@ def test_hooks_on_modules_and_parameters():
     assert seen == ["forward", "backward", "ShardedGradient"]
 
 
-def words_for_strategies():
+@on_ranks(2)
+def test_strategies_are_words_too_and_shards_have_the_names_that_users_know():
     model = FSDP(build(), sharding_strategy="FULL_SHARD", auto_wrap_policy=BLOCKS)
     assert model.sharding_strategy is ShardingStrategy.FULL_SHARD
     with pytest.raises(ConfigError, match=r"sharding_strategy: .*Did you mean 'full_shard'"):
         FSDP(build(), sharding_strategy="FULL_SHRAD")
     loss_of(model, 0, rank()).backward()
-    return [repr(param) for param in model.parameters()]
-
-
-def test_strategies_are_words_too_and_shards_have_the_names_that_users_know(ranks):
-    for texts in ranks(2)(words_for_strategies):
-        assert texts
-        assert not any("_fsdp_wrapped_module" in text for text in texts)
+    texts = [repr(param) for param in model.parameters()]
+    assert texts
+    assert not any("_fsdp_wrapped_module" in text for text in texts)
 
 
 def test_every_name_of_torch_is_there():

@@ -1,6 +1,7 @@
 """torch's FSDP2 calls, only imports changed."""
 
 import copy
+import warnings
 from unittest.mock import patch
 
 import pytest
@@ -171,13 +172,27 @@ def test_gradient_sync_setters():
             optimizer.step()
             optimizer.zero_grad()
     assert_same_state(whole(model), reference.state_dict())
-    model.set_gradient_divide_factor(1.0)
-    loss_of(model, 5, rank()).backward()
-    grad = model.head.bias.grad.full_tensor().clone()
-    model.zero_grad()
-    model.set_gradient_divide_factor(4.0)
-    loss_of(model, 5, rank()).backward()
-    assert torch.allclose(grad, 4.0 * model.head.bias.grad.full_tensor(), rtol=1e-5)
+
+
+def divisors() -> None:
+    """A factor is that of one call of fully_shard, as with torch's own; layers 1 and 2 are one."""
+    found = []
+    warnings.simplefilter("ignore")  # torch's, of a view that the model returns
+    for wrap in (fully_shard, torch.distributed.fsdp.fully_shard):
+        model = build().double()  # gloo has no premultiplied sums, which torch takes in float32
+        wrap(model.layers[0])
+        wrap([model.layers[1], model.layers[2]])
+        wrap(model)
+        model.layers[0].set_gradient_divide_factor(8.0)
+        loss_of(model, 5, rank()).backward()
+        model.layers[1].set_gradient_divide_factor(3.0)
+        loss_of(model, 6, rank()).backward()
+        found.append({n: p.grad.full_tensor() for n, p in model.named_parameters()})
+    assert_same_state(*found)
+
+
+def test_a_divisor_is_that_of_its_own_unit(ranks):
+    ranks(2)(divisors)
 
 
 @on_ranks(2)

@@ -11,6 +11,7 @@ from torch import nn
 import fullshard as fs
 from fullshard.errors import EngineError, ShardedTensorError
 from support.models import perturbed
+from support.ranks import on_ranks
 
 WIDTH = 6
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -162,7 +163,8 @@ WHOLE_SHAPES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def said_of_shapes():
+@on_ranks(2)
+def test_a_whole_shape_is_refused_where_one_rank_holds_every_element():
     """Of a parameter that rank 0 holds whole, and rank 1 not at all."""
     said = []
     weight = fs.shard(made(nothing), wrap=("Layer",), transport="direct").first.weight
@@ -173,9 +175,4 @@ def said_of_shapes():
             said.append("nothing")
         except (ShardedTensorError, AttributeError) as error:
             said.append(type(error).__name__)
-    return said
-
-
-def test_a_whole_shape_is_refused_where_one_rank_holds_every_element(ranks):
-    for said in ranks(2)(said_of_shapes):
-        assert said == ["ShardedTensorError"] * 4 + ["AttributeError"]
+    assert said == ["ShardedTensorError"] * 4 + ["AttributeError"]

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import fullshard as fs
 from fullshard.errors import ConfigError, EngineError, UnsupportedModelError, WrapError
 from support.experts import cut_as_transformers, mixtral, mixture_net, qwen, spread
-from support.other_axes import check_steps, train_llama, train_net, vectors
+from support.other_axes import assert_numbers, check_steps, train_llama, train_net, vectors
 from support.ranks import on_ranks
 
 # ---- transformers'
@@ -177,14 +177,7 @@ def test_numbers_of_experts_count_every_element_once():
     for seat in range(4):
         train_net(alone, 0, seat)
     train_net(model, 0, rank)
-    for (name, one), ours in zip(alone.named_parameters(), model.parameters(), strict=True):
-        one.grad /= 4
-        for ask in ("sum", "mean", "std", "norm"):
-            found, wanted = getattr(ours.grad, ask)(), getattr(one.grad, ask)()
-            torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-14, msg=f"{ask} {name}")
-        torch.testing.assert_close(
-            fs.global_norm([ours]), one.detach().norm(), rtol=1e-12, atol=0, msg=name
-        )
+    assert_numbers(model, alone, 4)
     weights = {name: param.detach() for name, param in alone.named_parameters()}
     torch.testing.assert_close(fs.full_state_dict(model, rank0_only=False), weights)
     others = {name: torch.randn_like(value) for name, value in weights.items()}

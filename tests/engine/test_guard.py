@@ -200,7 +200,8 @@ def test_functions_that_need_the_whole_tensor_name_it_and_the_way_out(ranks, sna
     assert texts[0] == snapshot
 
 
-def two_ranges():
+@on_ranks(2)
+def test_shards_of_other_elements_do_not_mix():
     """Shards of one shape that hold other elements of their parameters."""
     run = Run(2, rank())
     torch.manual_seed(0)
@@ -214,16 +215,12 @@ def two_ranges():
     other.data.copy_(twin.data)
     assert (other.full_tensor() - twin.full_tensor()).abs().max() == 0
     mid, down = blocks[0].mid.weight, blocks[0].down.weight
-    return [
+    texts = [
         error_of(lambda: first.data.copy_(second.data)),
         error_of(lambda: torch._foreach_add([mid, mid], [mid, down])),
     ]
-
-
-def test_shards_of_other_elements_do_not_mix(ranks):
-    for texts in ranks(2)(two_ranges):
-        assert all("expected shards of the same range" in text for text in texts)
-        assert texts[1].startswith("ShardedTensorError: _foreach_add: ")
+    assert all("expected shards of the same range" in text for text in texts)
+    assert texts[1].startswith("ShardedTensorError: _foreach_add: ")
 
 
 # ---- where nothing is cut ---------------------------------------------------------------------
@@ -259,24 +256,31 @@ def test_where_nothing_is_cut_all_but_random_fills_pass(ranks):
     ranks(2)(compare, on_whole_parameters)
 
 
-def losses_of_parameters():
+@on_ranks(2)
+def test_a_loss_of_parts_at_rest_is_refused():
     texts = []
     for strategy in ("full_shard", "no_shard"):
         run, model = trained(strategy=strategy)
-        for loss in (lambda p: p.pow(2).sum(), lambda p: p.norm(), lambda p: p[None].mean()):
+        for loss in (
+            lambda p: p.pow(2).sum(),
+            lambda p: p.norm(),
+            lambda p: p.full_tensor().sum(),
+            lambda p: p[None].mean(),
+        ):
             texts.append(error_of(lambda: sum(map(loss, model.parameters())).backward()))  # noqa: B023
         assert model.scale.detach().pow(2).dim() == (0 if strategy == "no_shard" else 1)
         run.loss(model, 1).backward()
-    return texts
-
-
-def test_a_loss_of_parts_at_rest_is_refused(ranks):
-    for texts in ranks(2)(losses_of_parameters):
-        cut, whole = texts[:3], texts[3:]
-        for name, text in zip(["sum", "norm", "__getitem__"], cut, strict=True):
-            wanted = "a whole tensor" if text == cut[2] else "tensors that take part in autograd"
-            assert text.startswith(f"ShardedTensorError: {name}: expected {wanted}")
-        assert all(text.startswith("NO ERROR") for text in whole)  # see test_programs.py
+        if run.sharded and strategy == "full_shard":
+            with fs.unsharded(model):
+                inside = model.scale.sum() + model.head.weight.sum()
+            assert "fs.unsharded: expected none" in error_of(inside.backward)
+            with fs.unsharded(model):
+                assert "fs.unsharded: expected none" in error_of(model.scale.sum().backward)
+    cut, whole = texts[:4], texts[4:]
+    for name, text in zip(["sum", "norm", "full_tensor", "__getitem__"], cut, strict=True):
+        wanted = "a whole tensor" if text == cut[3] else "tensors that take part in autograd"
+        assert text.startswith(f"ShardedTensorError: {name}: expected {wanted}")
+    assert all(text.startswith("NO ERROR") for text in whole)  # see test_programs.py
 
 
 @torch.no_grad()
@@ -395,15 +399,12 @@ def test_a_question_that_one_rank_asks_alone_is_refused_on_all(ranks):
         assert "where this rank has not been" in text
 
 
-def other_questions():
+@on_ranks(2)
+def test_questions_that_differ_between_ranks_are_refused_on_all():
     _, model = trained()
     weight = model.head.weight.detach()
-    return error_of(lambda: weight.sum() if rank() == 0 else weight.abs().max())
-
-
-def test_questions_that_differ_between_ranks_are_refused_on_all(ranks):
-    for text in ranks(2)(other_questions):
-        assert "expected the same call on every rank" in text
+    text = error_of(lambda: weight.sum() if rank() == 0 else weight.abs().max())
+    assert "expected the same call on every rank" in text
 
 
 # ---- what a shard shows -----------------------------------------------------------------------

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import fullshard as fs
 from support.models import perturbed
 from support.parity import assert_parity, unlike_gradients
+from support.ranks import on_ranks
 
 TRANSPORTS = ("shared", "direct")
 WIDTH, VOCAB = 130, 132  # a weight of these is large
@@ -147,7 +148,9 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def products_of_a_step(transport):
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@on_ranks(2)
+def test_a_recompute_makes_no_product_that_torch_would_not_make(transport):
     """Products of one process and of a rank, and whose gradients differ."""
     x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(0)).double()
     torch.manual_seed(0)
@@ -159,14 +162,9 @@ def products_of_a_step(transport):
         with Products() as products:
             model(x).square().sum().backward()
         counts.append(products.number)
-    return counts[0], counts[1], unlike_gradients(many, one, rtol=1e-12)
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_recompute_makes_no_product_that_torch_would_not_make(ranks, transport):
-    for alone, sharded, wrong in ranks(2)(products_of_a_step, transport):
-        assert not wrong
-        assert sharded == alone == 2 * (2 + 1 + 4) - 1  # nobody wants a gradient of x
+    alone, sharded, wrong = counts[0], counts[1], unlike_gradients(many, one, rtol=1e-12)
+    assert not wrong
+    assert sharded == alone == 2 * (2 + 1 + 4) - 1  # nobody wants a gradient of x
 
 
 class Switches(nn.Module):

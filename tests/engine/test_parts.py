@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import fullshard as fs
 from support.models import perturbed
 from support.parity import unlike_gradients
+from support.ranks import on_ranks
 
 WIDTH, WORDS = 8, 40
 TRANSPORTS = ("c10d", "direct", "shared")
@@ -141,7 +142,9 @@ def made(work):
     return model
 
 
-def off(name):
+@pytest.mark.parametrize("name", [work.__name__ for work in PROGRAMS])
+@on_ranks(2)
+def test_parts_used_outside_of_forward_are_those_of_one_process(name):
     """Where a program differs from one process, by transport."""
     work = next(work for work in PROGRAMS if work.__name__ == name)
     size, rank = dist.get_world_size(), dist.get_rank()
@@ -155,13 +158,7 @@ def off(name):
             wrong.append(f"{transport}: losses {got} {want}")
         unlike = unlike_gradients(model, one, rtol=1e-9)
         wrong += [f"{transport}: {text}" for text in unlike]
-    return wrong
-
-
-@pytest.mark.parametrize("name", [work.__name__ for work in PROGRAMS])
-def test_parts_used_outside_of_forward_are_those_of_one_process(ranks, name):
-    for wrong in ranks(2)(off, name):
-        assert wrong == []
+    assert wrong == []
 
 
 def units(patched):

@@ -254,23 +254,20 @@ def _fields(dtypes):
     return dtypes.master, dtypes.compute, dtypes.reduce, dtypes.accumulate
 
 
-def all_dtypes():
-    return {
+@on_ranks(2)
+def test_tensors_have_the_dtypes_that_the_plan_lists():
+    by_case = {
         (name, strategy): dtypes_of({"strategy": strategy, **settings})
         for name, (settings, _) in CONTRACTS.items()
         for strategy in STRATEGIES
     }
-
-
-def test_tensors_have_the_dtypes_that_the_plan_lists(ranks):
-    for by_case in ranks(2)(all_dtypes):
-        for (name, strategy), (planned, tensors, shown, seen, output) in by_case.items():
-            wanted = CONTRACTS[name][1]
-            master, compute, _, _ = (f"torch.{word}" for word in wanted.split())
-            assert planned == tensors == {wanted}, (name, strategy)
-            assert shown == {master}, (name, strategy)
-            assert seen == {(compute, compute, compute)}, (name, strategy)
-            assert output == compute, (name, strategy)
+    for (name, strategy), (planned, tensors, shown, seen, output) in by_case.items():
+        wanted = CONTRACTS[name][1]
+        master, compute, _, _ = (f"torch.{word}" for word in wanted.split())
+        assert planned == tensors == {wanted}, (name, strategy)
+        assert shown == {master}, (name, strategy)
+        assert seen == {(compute, compute, compute)}, (name, strategy)
+        assert output == compute, (name, strategy)
 
 
 # ---- inputs --------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from fullshard.engine.engine import is_sharded
 from fullshard.errors import EngineError, ShardedTensorError
 from support.models import perturbed
 from support.parity import unlike_gradients
+from support.ranks import on_ranks
 
 WIDTH = 6
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -547,7 +548,12 @@ def test_whole_parameters_may_be_used_outside_of_forward(ranks, name):
         assert wrong == []
 
 
-def said_of_parts(settings):
+@pytest.mark.parametrize(
+    "settings",
+    [{"transport": "direct"}, {"strategy": "no_shard", "param_dtype": "bfloat16"}],
+)
+@on_ranks(2)
+def test_parts_outside_of_forward_are_refused_on_all_ranks(settings):
     """What is said of parts, and of what is whole and computed in another dtype."""
     said = []
     for _, work in OUTSIDE.values():
@@ -558,16 +564,7 @@ def said_of_parts(settings):
             said.append("nothing")
         except ShardedTensorError as error:
             said.append(str(error))
-    return said
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [{"transport": "direct"}, {"strategy": "no_shard", "param_dtype": "bfloat16"}],
-)
-def test_parts_outside_of_forward_are_refused_on_all_ranks(ranks, settings):
-    for said in ranks(2)(said_of_parts, settings):
-        assert all(": expected " in text for text in said), said
+    assert all(": expected " in text for text in said), said
 
 
 # ---- refused on all ranks
@@ -643,7 +640,9 @@ REFUSED: dict[Callable[[Any, torch.Tensor], None], str] = {
 }
 
 
-def said_of(refused):
+@pytest.mark.parametrize("refused", REFUSED, ids=lambda refused: refused.__name__)
+@on_ranks(2)
+def test_what_cannot_be_right_is_refused_on_all_ranks(refused):
     said = []
     for settings in SETTINGS.values():
         model = fs.shard(made(Chain), wrap=Chain.wrap, poison=True, **settings)
@@ -652,16 +651,10 @@ def said_of(refused):
             said.append("nothing")
         except (EngineError, ShardedTensorError) as error:
             said.append(str(error))
-    return said
-
-
-@pytest.mark.parametrize("refused", REFUSED, ids=lambda refused: refused.__name__)
-def test_what_cannot_be_right_is_refused_on_all_ranks(ranks, refused):
-    for said in ranks(2)(said_of, refused):
-        # Under no_shard parameters are whole: what happens is what happens in one process.
-        is_whole = refused in (a_returned_view_written, a_layer_called_outside_of_its_unit)
-        for text in said[:-1] if is_whole else said:
-            assert REFUSED[refused] in text
+    # Under no_shard parameters are whole: what happens is what happens in one process.
+    is_whole = refused in (a_returned_view_written, a_layer_called_outside_of_its_unit)
+    for text in said[:-1] if is_whole else said:
+        assert REFUSED[refused] in text
 
 
 def penalised(settings):

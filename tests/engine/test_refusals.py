@@ -167,24 +167,20 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def refused_configs():
-    model = Tiny()
-    texts = {n: error_of(partial(fs.shard, model, **config)) for n, config in CONFIGS.items()}
-    assert all(type(param) is nn.Parameter for param in model.parameters())
-    return texts
-
-
 def test_what_is_no_module_is_refused():
     with pytest.raises(ConfigError, match=r"fs\.shard: expected a torch\.nn\.Module; got list"):
         fs.shard([nn.Linear(2, 2)])  # type: ignore[arg-type]
 
 
-def test_a_configuration_that_cannot_be_had_is_refused_by_name(ranks):
-    for texts in ranks(2)(refused_configs):
-        wrong = {n: t for n, t in texts.items() if not t.startswith(("Config", "WrapError"))}
-        assert not wrong
-        assert "Did you mean 'strategy'" in texts["unknown field"]
-        assert "'Block'" in texts["missing class"] or "Block" in texts["missing class"]
+@on_ranks(2)
+def test_a_configuration_that_cannot_be_had_is_refused_by_name():
+    model = Tiny()
+    texts = {n: error_of(partial(fs.shard, model, **config)) for n, config in CONFIGS.items()}
+    assert all(type(param) is nn.Parameter for param in model.parameters())
+    wrong = {n: t for n, t in texts.items() if not t.startswith(("Config", "WrapError"))}
+    assert not wrong
+    assert "Did you mean 'strategy'" in texts["unknown field"]
+    assert "'Block'" in texts["missing class"] or "Block" in texts["missing class"]
 
 
 # ---- changes behind our back ------------------------------------------------------------------
@@ -294,21 +290,18 @@ class Clamping(Tiny):
         self.blocks[1] = Clamped()
 
 
-def writes_in_forward(settings):
+@pytest.mark.parametrize("settings", [{}, {"strategy": "no_shard"}])
+@on_ranks(2)
+def test_a_forward_that_writes_into_its_parameters_is_refused(settings):
     texts = []
     for kind in (Renormed, Clamping):
         run = Run(2, rank())
         model = run.shard(run.model(kind), **settings)
         texts.append(error_of(partial(run.loss, model, 0)))
         assert texts[-1] == error_of(partial(run.loss, model, 0))  # and again
-    return texts
-
-
-@pytest.mark.parametrize("settings", [{}, {"strategy": "no_shard"}])
-def test_a_forward_that_writes_into_its_parameters_is_refused(ranks, settings):
-    for first, second in ranks(2)(writes_in_forward, settings):
-        assert first.startswith("EngineError: embed.weight: expected a forward that leaves")
-        assert second.startswith("EngineError: blocks.1.up.weight: expected a forward that leaves")
+    first, second = texts
+    assert first.startswith("EngineError: embed.weight: expected a forward that leaves")
+    assert second.startswith("EngineError: blocks.1.up.weight: expected a forward that leaves")
 
 
 # ---- calls ------------------------------------------------------------------------------------

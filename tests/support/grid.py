@@ -37,6 +37,15 @@ def marked(
     return [pytest.param(*case, marks=() if is_fast(*case) else mark) for case in cases]
 
 
+def chequered(first: Iterable[Any], second: Iterable[Any]) -> list[Any]:
+    """All pairs; every second one is marked long, so that each member is in half of its pairs."""
+    pairs = itertools.product(enumerate(first), enumerate(second))
+    return [
+        pytest.param(one, two, marks=() if (at + beside) % 2 == 0 else pytest.mark.long)
+        for (at, one), (beside, two) in pairs
+    ]
+
+
 # Three ranks cut inside parameters in other places than two; one strategy shows that each time.
 RANKED = marked(
     itertools.product(STRATEGIES, (2, 3)),

@@ -166,6 +166,18 @@ def check_steps(
         assert_same(found, wanted)
 
 
+def assert_numbers(model: nn.Module, alone: nn.Module, seats: int) -> None:
+    """Numbers of parameters and gradients are those of one process that summed all seats'."""
+    for (name, one), ours in zip(alone.named_parameters(), model.parameters(), strict=True):
+        one.grad /= seats
+        for ask in ("sum", "mean", "std", "norm"):
+            found, wanted = getattr(ours.grad, ask)(), getattr(one.grad, ask)()
+            torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-14, msg=f"{ask} {name}")
+        norm = fs.global_norm([ours])
+        torch.testing.assert_close(norm, one.detach().norm(), rtol=1e-12, atol=0, msg=name)
+        assert (ours.grad * 0 == 0).all()
+
+
 def train_net(model: nn.Module, step: int, seat: int) -> torch.Tensor:
     loss = model(vectors(step, seat)).pow(2).mean()
     loss.backward()

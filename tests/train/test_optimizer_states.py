@@ -20,6 +20,7 @@ from fullshard.planner.optimizers import states_of
 from fullshard.recipes.base import causal_lm_loss
 from fullshard.run.optim import Average, build_optimizer
 from fullshard.run.outlook import look_at
+from support.grid import chequered
 from support.models import ODD_LLAMA
 
 
@@ -66,18 +67,20 @@ def kept(words):
     return held, sum(planned), max(seen), sum(wholes)
 
 
-@pytest.mark.parametrize("optim", [str(optim) for optim in Optimizer])
-@pytest.mark.parametrize(
-    ("world_size", "words"),
-    [
-        (2, ["strategy=full_shard"]),
-        (3, ["strategy=full_shard", "sharding.master_dtype=bf16", "freeze=[model.layers.0.*]"]),
-        (2, ["strategy=no_shard", "training.ema_decay=0.9"]),
-        (4, ["strategy=hybrid_shard", "sharding.replicate=2"]),
-    ],
-    ids=["full_shard", "bf16 masters, a frozen block", "no_shard, an average", "hybrid_shard"],
-)
-def test_states_are_planned_to_the_byte(ranks, optim, world_size, words):
+RUNS = {
+    "full_shard": (2, ["strategy=full_shard"]),
+    "bf16 masters, a frozen block": (
+        3,
+        ["strategy=full_shard", "sharding.master_dtype=bf16", "freeze=[model.layers.0.*]"],
+    ),
+    "no_shard, an average": (2, ["strategy=no_shard", "training.ema_decay=0.9"]),
+    "hybrid_shard": (4, ["strategy=hybrid_shard", "sharding.replicate=2"]),
+}
+
+
+@pytest.mark.parametrize(("optim", "run"), chequered(map(str, Optimizer), RUNS))
+def test_states_are_planned_to_the_byte(ranks, optim, run):
+    world_size, words = RUNS[run]
     if optim == Optimizer.ADAMW_BNB_8BIT:
         pytest.importorskip("bitsandbytes")
     found = ranks(world_size)(kept, [*words, f"optim={optim}"])

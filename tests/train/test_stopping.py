@@ -11,7 +11,7 @@ from fullshard.observe.metrics import EvalRow
 from fullshard.run.loop import Loop, Patience, diverged
 from fullshard.run.optim import LossScaler
 from support.ragged import NUM_STEPS, RaggedRecipe, Rows, make_loop
-from support.ranks import RankError
+from support.ranks import RankError, on_ranks
 
 
 class StopsAtTheSecondQuestion:
@@ -44,7 +44,8 @@ def evaluates_every_step(rank, rows):
     return loop
 
 
-def stopped_while_it_evaluates():
+@on_ranks(2)
+def test_a_stop_leaves_an_evaluation_which_is_made_up_for_when_the_run_goes_on():
     rank, rows = torch.distributed.get_rank(), Rows()
     loop = evaluates_every_step(rank, rows)
     loop.keeper = keeper = StopsAtTheSecondQuestion(rank, rows)
@@ -53,14 +54,10 @@ def stopped_while_it_evaluates():
     stopped = (keeper.kept, keeper.asked, len(rows.evaluations))
     loop = evaluates_every_step(rank, rows)
     loop.run(done=1)
-    return stopped, [row.step for row in rows.evaluations]
-
-
-def test_a_stop_leaves_an_evaluation_which_is_made_up_for_when_the_run_goes_on(ranks):
-    for (kept, asked, num_evaluations), evaluated in ranks(2)(stopped_while_it_evaluates):
-        assert kept == [(1, True)]
-        assert (asked, num_evaluations) == (2, 0)
-        assert evaluated == list(range(1, NUM_STEPS + 1))
+    (kept, asked, num_evaluations), evaluated = stopped, [row.step for row in rows.evaluations]
+    assert kept == [(1, True)]
+    assert (asked, num_evaluations) == (2, 0)
+    assert evaluated == list(range(1, NUM_STEPS + 1))
 
 
 class GetsNoBetter(Loop):

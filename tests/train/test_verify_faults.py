@@ -19,6 +19,7 @@ from fullshard.verify import check as verify
 from fullshard.verify.faults import Fault
 from fullshard.verify.rank import run_passes
 from support import forked as subprocess
+from support.grid import chequered
 
 SMALL = "hidden_size: 64, num_hidden_layers: 6, num_attention_heads: 4, vocab_size: 300"
 # A parallel residual without ties, learned positions and a tied head, a mixture of experts.
@@ -87,8 +88,7 @@ def test_sound_model_is_equal_in_every_row(ranks, checks, model):
     assert max(row.worst_error for row in verdict.rows) < 1e-11
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("fault", Fault)
+@pytest.mark.parametrize(("fault", "model"), chequered(Fault, MODELS))
 def test_fault_is_seen_and_named(ranks, checks, fault, model):
     folder, prepared = checks[model, fault is Fault.LOST_TIE]
     verdict = verdict_of(ranks, folder, prepared, fault)

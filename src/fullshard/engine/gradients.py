@@ -285,7 +285,7 @@ class Gradients:
 
     def _take(self, unit: Unit, grads: GradientShard, total: torch.Tensor) -> None:
         """Take the finished sum over all ranks."""
-        grads.take(total, self.divisor)
+        grads.take(total, self.divisor if unit.divisor is None else unit.divisor)
         if total is not grads.sums:
             unit.transport.scratch.give(total)
 

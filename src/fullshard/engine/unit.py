@@ -335,6 +335,7 @@ class Unit:
         num_expected: Number of gradients still expected in this backward.
         waiting: Parameters with final gradients that are not moved yet.
         places: Table, name, shard and compute parameter of each swap.
+        divisor: Divisor of its gradients' sums; None for the model's.
     """
 
     def __init__(self, plan: UnitPlan, groups: list[Group], transport: Transport) -> None:
@@ -358,6 +359,7 @@ class Unit:
         self._bound: list[tuple[Member, torch.Tensor, int]] = []  # views of slots, and where
         self._spans: list[tuple[int, int]] = []  # addresses that this rank shares with others
         self.swapped = 0
+        self.divisor: float | None = None
         self.versions = Versions()
         self.num_expected = 0
         self.waiting: list[Member] = []

@@ -149,8 +149,9 @@ class FSDPModule(HoldsShards, nn.Module, TorchFSDPModule):
         """No effect: each backward is complete."""
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Sets the divisor of gradient sums, in place of the number of ranks."""
-        self._set("divide_factor", factor, recurse=True)
+        """Sets the divisor of this unit's gradient sums, in place of the number of ranks."""
+        record_of(self).extra["shared"]["divisor"] = factor
+        self._apply_setters()
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The old name of `set_gradient_divide_factor`."""
@@ -160,6 +161,9 @@ class FSDPModule(HoldsShards, nn.Module, TorchFSDPModule):
         for module, wrapped in marked(self):
             if recurse or module is self:
                 wrapped.extra[key] = value
+        self._apply_setters()
+
+    def _apply_setters(self) -> None:
         engine = record_of(self).engine_ref()
         if engine is not None:
             _apply_settings(outermost(self), engine)
@@ -343,10 +347,11 @@ def fully_shard(  # noqa: PLR0913
     for one in modules:
         _check_module(one, ignored)
         _check_placements(one, ignored, shard_placement_fn)
+    shared: dict[str, Any] = {}
     for one in modules:
         mark_unit(one, _strategy(reshard_after_forward, sizes), sizes, mp_policy, ignored)
         wrapped = record_of(one)
-        wrapped.extra["mesh"] = mesh
+        wrapped.extra.update(mesh=mesh, shared=shared)
         if isinstance(offload_policy, CPUOffloadPolicy):
             wrapped.options["offload"] = "cpu"
         _show_placements(one)
@@ -377,7 +382,7 @@ def mark_unit(
         casts=Casts(
             inputs=compute if policy.cast_forward_inputs else None, outputs=policy.output_dtype
         ),
-        extra={"mesh": None},
+        extra={"mesh": None, "shared": {}},
         check=_check_values,
     )
     root = weakref.ref(module)
@@ -533,9 +538,10 @@ def _apply_settings(root: nn.Module, engine: Engine) -> None:
         engine.gradients.sync = Sync.INNER if has_replicas else Sync.ALL
     else:
         engine.gradients.sync = Sync.ALL
-    factor = record_of(root).extra.get("divide_factor")
-    if factor is not None:
-        engine.gradients.divisor = factor
+    for module, wrapped in marked(root):
+        if id(module) in engine.index_of:
+            unit = engine.units[engine.index_of[id(module)]]
+            unit.divisor = wrapped.extra["shared"].get("divisor")
 
 
 def _close_open(module: nn.Module) -> None:
