@@ -1,7 +1,5 @@
 """examples/switch: scripts of other libraries, changed by the `.sed` files, compute the same."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os
