@@ -20,7 +20,7 @@ class Cuda:
     """Notes what CUDA is asked to lock; `answer` is an error code."""
 
     def __init__(self, answer: int = 0) -> None:
-        self.answer, self.locked = answer, {}
+        self.answer, self.locked, self.is_idle = answer, {}, False
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
         assert is_mapped(address)
@@ -29,6 +29,7 @@ class Cuda:
 
     def cudaHostUnregister(self, address: int) -> int:
         assert is_mapped(address)  # CUDA would still write to pages that are someone else's
+        assert self.is_idle  # a copy may still read them
         del self.locked[address]
         return 0
 
@@ -42,6 +43,7 @@ def is_mapped(address: int) -> bool:
 
 def on_cuda(monkeypatch, cuda):
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: setattr(cuda, "is_idle", True))
     kinds = Homes(Place.HOST, Place.HOST, Place.HOST)
     return DeviceHomes.of(kinds, torch.device("cuda"), None).parameters
 

@@ -176,12 +176,19 @@ def test_nothing_is_touched_before_it_may_be(trial):
 
 
 def test_nvtx_shows_every_event_of_a_step():
-    shown = Trial(FULL).run().names_shown
-    step = shown[len(shown) // 2 :]
+    played = Trial(FULL).run()
+    step = played.ranges[len(played.ranges) // 2 :]
     assert step.count("fullshard forward blocks.3") == 1
     kinds = ("gather", "forward", "release", "backward", "reduce", "accumulate")
     assert {f"fullshard {kind} blocks.1" for kind in kinds} < set(step)
     assert step[-1] == "fullshard settle"
+    assert played.num_open == 0
+
+
+def test_nvtx_ranges_end_where_backward_raises():
+    played = Trial(FULL, do=raises_in_backward).run()
+    assert not any(name.startswith(" ") for name in played.ranges)
+    assert played.num_open == 0
 
 
 # ---- what else a model does

@@ -131,6 +131,9 @@ def offload() -> None:
     for settings in ({}, {"param_dtype": "bfloat16"})[: 1 + on_cuda()]:
         found, wanted = train(offload="cpu", **settings), train(**settings)
         torch.testing.assert_close(found, wanted, rtol=1e-3, atol=0.0)
+    model = fs.shard(gpu_checks.build(), wrap=["Block"], offload="cpu")
+    locked = [param.to_local().is_pinned() for param in model.parameters()]
+    assert all(locked) or not on_cuda()
 
 
 def train(**settings: Any) -> torch.Tensor:

@@ -57,11 +57,27 @@ class Access(NamedTuple):
     what: str
 
 
-class Played(TorchDispatchMode):
+class Ranges:
+    """Ranges of NVTX, indented."""
+
+    def __init__(self) -> None:
+        self.ranges: list[str] = []
+        self.num_open = 0
+
+    def begin_range(self, name: str) -> None:
+        self.ranges.append(f"{'  ' * self.num_open}{name}")
+        self.num_open += 1
+
+    def end_range(self) -> None:
+        self.num_open -= 1
+
+
+class Played(TorchDispatchMode, Ranges):
     """Streams and process groups of a device that is played, and who touched what on them."""
 
     def __init__(self, took: Callable[..., int] = lambda *_: 0) -> None:
-        super().__init__()
+        TorchDispatchMode.__init__(self)
+        Ranges.__init__(self)
         self.took = (
             took  # by an operation's name, its tensors, and whether it moves to or from host
         )
@@ -77,7 +93,6 @@ class Played(TorchDispatchMode):
         self.races: Counter[str] = Counter()
         self.num_accesses = 0
         self.leaves: set[str] = set()
-        self.names_shown: list[str] = []  # by NVTX
 
     # ---- what fullshard.transport.streams asks for
 
@@ -91,11 +106,6 @@ class Played(TorchDispatchMode):
             yield
         finally:
             self.now = before
-
-    @contextmanager
-    def named(self, name: str) -> Iterator[None]:
-        self.names_shown.append(name)
-        yield
 
     def join(self, waiting: str, stream: str) -> None:
         self.join_clock(waiting, self.clocks[stream])

@@ -7,9 +7,7 @@ import ctypes
 import mmap
 import os
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Self
 
 import torch
@@ -102,7 +100,7 @@ class _PageLocked(mmap.mmap):
         OutOfMemoryError: CUDA cannot lock so many bytes.
     """
 
-    unlock: Callable[[], object] = staticmethod(lambda: None)
+    address = 0  # of the locked memory
 
     def __new__(cls, nbytes: int) -> Self:
         made = super().__new__(cls, -1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -115,11 +113,14 @@ class _PageLocked(mmap.mmap):
                 f"offload: expected {nbytes:,} bytes of page-locked host memory; "
                 f"cudaHostRegister returned {failed}. Use more ranks or hosts, or offload to nvme."
             )
-        made.unlock = partial(cuda.cudaHostUnregister, address)
+        made.address = address
         return made
 
     def __del__(self) -> None:
-        self.unlock()
+        if self.address:
+            torch.cuda.synchronize()  # copies may still read it
+            cuda: Any = torch.cuda.cudart()
+            cuda.cudaHostUnregister(self.address)
 
 
 def return_large_blocks() -> None:

@@ -507,6 +507,7 @@ class Actions:
         self.communication_s = 0.0
         self._units, self._poison, self._counts = units, poison, gradients.norms.counts
         self._mesh = gradients.transport.axes.mesh
+        self._titles = [*(f" {unit.plan.title}" for unit in units), ""]  # the last one for unit -1
         self._filling: dict[Any, Unit] = {}  # the unit whose gather was last issued into a slot
         self._of: dict[EventKind, Callable[[Event], None]] = {
             EventKind.PUBLISH: lambda _: gradients.transport.home.publish(),
@@ -557,8 +558,7 @@ class Actions:
             self._act(event)
 
     def _name_of(self, event: Event) -> str:
-        unit = f" {self._units[event.unit].plan.title}" if event.unit >= 0 else ""
-        return f"fullshard {event.kind}{unit}"
+        return f"fullshard {event.kind}{self._titles[event.unit]}"
 
     def _gather(self, event: Event) -> None:
         unit = self._units[event.unit]

@@ -86,13 +86,15 @@ class TimedActions(Actions):
         self._times: deque[tuple[Any, Any]] = deque()  # the device may not have reached yet
 
     def _act(self, event: Event) -> None:
-        with self._streams.named(self._name_of(event)):
-            if event.kind not in WAITS:
-                self._of[event.kind](event)
-                return
-            start = self._streams.event(timed=True)
+        streams = self._streams
+        streams.begin_range(self._name_of(event))
+        try:
+            start = streams.event(timed=True) if event.kind in WAITS else None
             self._of[event.kind](event)
-            self._times.append((start, self._streams.event(timed=True)))
+            if start is not None:
+                self._times.append((start, streams.event(timed=True)))
+        finally:
+            streams.end_range()
 
     def seconds(self) -> float:
         while self._times and (took_s := self._streams.seconds(*self._times[0])) is not None:

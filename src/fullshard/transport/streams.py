@@ -59,9 +59,13 @@ class Streams:
         """Context that makes a stream current."""
         return torch.cuda.stream(stream)
 
-    def named(self, name: str) -> AbstractContextManager[None]:
-        """Context that tools for NVTX show under a name."""
-        return torch.cuda.nvtx.range("{}", name)  # formats its first argument
+    def begin_range(self, name: str) -> None:
+        """Begins a range of NVTX, which Nsight Systems shows."""
+        torch.cuda.nvtx.range_push(name)
+
+    def end_range(self) -> None:
+        """Ends the range that was begun last."""
+        torch.cuda.nvtx.range_pop()
 
     def join(self, waiting: Any, stream: Any) -> None:
         """Makes `waiting` wait for all work queued on `stream` so far."""
