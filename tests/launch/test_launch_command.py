@@ -158,6 +158,17 @@ def test_all_ranks_start_again_after_a_failure_as_often_as_is_allowed(launch, tm
     assert process.returncode == 1
 
 
+@pytest.mark.parametrize("module", ["no.such.module", "nosuch", "json"])
+def test_a_module_that_cannot_run_is_one_error(module, capfd, tmp_path):
+    from fullshard.cli.app import run
+
+    logs = ["--log-dir", str(tmp_path)]
+    assert run(["launch", "--nproc-per-node", "2", *logs, "-m", module]) == 2
+    err = capfd.readouterr().err
+    assert f"-m: expected a module to run, got '{module}'" in err
+    assert "Traceback" not in err
+
+
 @pytest.mark.slow
 def test_a_hang_of_a_script_without_fullshard_is_named(launch, tmp_path):
     process = launch(STUCK, "--timeout", "3")
