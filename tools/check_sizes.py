@@ -28,16 +28,16 @@ EXEMPT = ("src/fullshard/compat/",)
 # Packages that share a budget are joined by " + ".
 BUDGETS = {
     "bench": 1_826,
-    "config": 3_664,
+    "config": 3_706,
     "cli": 1_890,
-    "engine + transport": 7_114,
-    "planner + outlook": 4_310,
-    "data + models + recipes + run + verify": 8_187,
+    "engine + transport": 7_436,
+    "planner + outlook": 4_382,
+    "data + models + recipes + run + verify": 8_221,
     "observe + launch": 3_029,
-    "compat + integrations": 2_770,
+    "compat + integrations": 2_786,
     "xla + jax + xla_state": 2_490,
     "checkpoint + formats": 2_404,
-    "in all": 38_803,
+    "in all": 39_298,
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -18,6 +18,7 @@ from fullshard.config.supported import check_supported
 from fullshard.config.values import Transport
 from fullshard.engine import clip, full_state, state
 from fullshard.engine import shard as engine_shard
+from fullshard.engine.axes import cut_over_axes
 from fullshard.engine.cuts import EXPERT_AXES
 from fullshard.engine.engine import engine_of
 from fullshard.engine.model_spec import meta_model
@@ -31,6 +32,8 @@ from fullshard.planner.optimizers import of_bytes
 from fullshard.planner.plan import Plan
 from fullshard.transport.groups import places_of_meshes
 
+# Axes of a configuration without their sizes.
+AXES: dict[str, Any] = {"replicate": None, "shard": None, "expert": 1, "tensor": 1}
 MESH_AXES = {  # our names of the axes that fs.shard takes, and those of other tools
     "replicate": "replicate",
     "dp_replicate": "replicate",
@@ -101,8 +104,11 @@ def shard(
             "by itself, or put layers into a module whose forward calls them."
         )
     settings = ShardConfig.of(config, **overrides)
-    settings = _with_mesh(settings, mesh)
     check_supported(settings)
+    if mesh is None and settings.tensor * settings.expert > 1:
+        mesh = cut_over_axes(model, settings, _topology(settings, None))
+        settings = settings.model_copy(update=AXES)
+    settings = _with_mesh(settings, mesh)
     ring = EventRing()
     is_path = isinstance(weights, str | PathLike)
     checkpoint = Path(weights) if is_path and loading.is_checkpoint(weights) else None
@@ -355,8 +361,11 @@ def _with_mesh(settings: ShardConfig, mesh: Any) -> ShardConfig:
     """Take the sizes of the axes from `mesh`."""
     if mesh is None:
         return settings
-    if settings.replicate is not None or settings.shard is not None:
-        raise ConfigError("mesh: expected no replicate or shard beside it; got both. Drop one.")
+    if any(getattr(settings, axis) != nothing for axis, nothing in AXES.items()):
+        raise ConfigError(
+            f"mesh: expected none of {', '.join(AXES)} beside it, which name its sizes; got both. "
+            "Drop one."
+        )
     if isinstance(mesh, Sequence) and not isinstance(mesh, str):
         sizes = list(mesh)
         if len(sizes) == 1:

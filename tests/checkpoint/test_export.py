@@ -1,12 +1,9 @@
 """Exported folders open in transformers and in torch's own tools, and give the same logits."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,11 +20,11 @@ MODELS = ["tied llama", "llama", "mixture of experts"]
 TOKENS = torch.arange(14).view(2, 7)
 
 
-def whole(name: str) -> Any:
+def whole(name):
     return CASES[name].build().float()
 
 
-def write(root: str) -> None:
+def write(root):
     """A checkpoint of each model after a step of SGD, and the logits of one process after it."""
     for name in MODELS:
         sharded, one = fs.shard(whole(name)), whole(name)
@@ -42,13 +39,13 @@ def write(root: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def written(ranks, tmp_path_factory) -> Path:
+def written(ranks, tmp_path_factory):
     root = tmp_path_factory.mktemp("checkpoints")
     ranks(2)(write, str(root))
     return root
 
 
-def logits_of(folder: Path, **settings: Any) -> torch.Tensor:
+def logits_of(folder, **settings):
     model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **settings)
     assert not any(info.values()), info
     with torch.no_grad():

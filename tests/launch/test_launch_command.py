@@ -1,7 +1,5 @@
 """`fullshard launch`: scripts that know nothing of fullshard meet, end together, start again."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal

@@ -155,7 +155,7 @@ class Resolved:
         if training.train_batch_size is None:
             return self
         try:
-            divided = training.divided(world_size)
+            divided = training.divided(self.config.sharding.num_batches(world_size))
         except ConfigProblems as error:
             raise error.map(lambda p: self.index.locate(p.below("training"))) from None
         return dataclasses.replace(

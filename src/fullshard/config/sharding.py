@@ -201,7 +201,15 @@ class ShardConfig(Section):
 
     shard: Count | None = None
     """Ranks that share one copy. None: hybrid strategies shard inside a host, all others over
-    all ranks. replicate x shard is the world size."""
+    all ranks. replicate x shard x expert x tensor is the world size."""
+
+    tensor: Count = 1
+    """Neighbouring ranks that share a batch and divide the layers' matrices by the model's own
+    tensor-parallel plan (transformers)."""
+
+    expert: Count = 1
+    """Ranks of a tensor axis each, with batches of their own, that divide the experts of a mixture
+    by the model's own plan and exchange tokens. Other parameters are sharded over them too."""
 
     wrap: Annotated[
         Wrap,
@@ -240,7 +248,10 @@ class ShardConfig(Section):
     """mean | sum of the ranks' gradients."""
 
     reduction: Reduction = Reduction.NATIVE
-    """native | ordered: sums in rank order, bit-identical to the other transports, and slower."""
+    """Sums of gradients over c10d. native: by the backend, in `reduce_dtype`. ordered: by each
+    rank, in rank order and in float32, bit-identical to the other transports; receives whole
+    gradient slots, and sends more between hosts. auto: ordered for 16-bit gradients of more than 8
+    ranks, otherwise native."""
 
     forward_prefetch: PrefetchDepth = 1
     """Units gathered ahead in forward; each takes the memory of one gathered unit."""
@@ -267,6 +278,24 @@ class ShardConfig(Section):
     transport: Transport = Transport.AUTO
     """auto | c10d | direct | shared | fake: what moves the bytes."""
 
+    symmetric_memory: Flag = False
+    """Allocate slots in NCCL's symmetric memory, which its copy engines and fast kernels need."""
+
     poison: Flag = False
     """Fill every slot with NaN when it is released, so that a missed gather shows. For tests and
     `verify`; costs one write of every gathered parameter."""
+
+    def for_model(self, *, has_experts: bool) -> ShardConfig:
+        """Returns the sharding of a model beside a mixture of experts on the same mesh.
+
+        A model without experts is sharded, or replicated, over the ranks of the expert axis.
+        """
+        axis = "replicate" if self.strategy is Strategy.NO_SHARD else "shard"
+        size: int | None = getattr(self, axis)
+        if has_experts or self.expert == 1:
+            return self
+        return self.model_copy(update={"expert": 1, axis: size and size * self.expert})
+
+    def num_batches(self, world_size: int) -> int:
+        """Number of batches that the ranks see at a time: those of a tensor axis share one."""
+        return max(1, world_size // self.tensor)

@@ -42,10 +42,13 @@ _XLA: Rows = {
     **_NAMED,
     "strategies": ("Write one strategy",),
     "offload": ("Leave it out: activation_checkpointing: offload is there",),
-    **dict.fromkeys(("ignore", "buffer_dtype", "output_dtype"), ("Leave it out",)),
+    **dict.fromkeys(
+        ("ignore", "buffer_dtype", "output_dtype", "symmetric_memory"), ("Leave it out",)
+    ),
     "grad_sync": (f"Use {GradSync.EVERY_MICRO_BATCH}",),
     "param_dtype": ("Use bfloat16", DType.FLOAT16),
     "transport": ("Use auto",),
+    **dict.fromkeys(("tensor", "expert"), ("Use shard for these ranks, or backend: torch",)),
 }
 _XLA_TRAINING: Rows = {
     "optim": ("Use adamw_torch or sgd, or backend: torch", *BY_OWNER),
@@ -111,9 +114,27 @@ def _of_run(config: RunConfig) -> Iterator[Problem]:
         yield from unsupported(config, _XLA_RUN)
     else:
         yield from unsupported(config.sharding, _TORCH, "sharding")
+        yield from _beside_axes(config)
     if config.training.optim in BY_OWNER and config.sharding.offload is not None:
         got = f"beside optim: {config.training.optim} is not yet supported"
         yield Problem("sharding.offload", "", got, "Leave one of the two out")
+
+
+def _beside_axes(config: RunConfig) -> Iterator[Problem]:
+    """Values that are not supported beside a tensor or expert axis."""
+    sharding = config.sharding
+    axes = [name for name in ("tensor", "expert") if getattr(sharding, name) > 1]
+    refused = {
+        "lora": config.lora is not None,
+        "training.optim": config.training.optim in BY_OWNER,
+        "sharding.transport": sharding.transport is Transport.SHARED,
+    }
+    instead = {"training.optim": "adamw_torch", "sharding.transport": "auto"}
+    values = {"training.optim": f"{config.training.optim} ", "sharding.transport": "shared "}
+    for key in (key for key, is_set in refused.items() if is_set and axes):
+        beside = f"beside sharding.{axes[0]}: {getattr(sharding, axes[0])} is not yet supported"
+        other = f", or use {instead[key]}" if key in instead else ""
+        yield Problem(key, "", values.get(key, "") + beside, f"Leave one of the two out{other}")
 
 
 def _of_machine(config: RunConfig, launch: LaunchEnvironment | None) -> Iterator[Problem]:

@@ -121,6 +121,14 @@ def is_distributed(tensor: Any) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
+def mesh_without_groups(axis: str, size: int) -> Any:
+    """A DeviceMesh of one axis without process groups, as its first rank sees it (torch 2.13)."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    ranks = torch.arange(size)
+    return DeviceMesh("cpu", ranks, mesh_dim_names=(axis,), _init_backend=False, _rank=0)
+
+
 def plain(tensor: torch.Tensor) -> torch.Tensor:
     """The local tensor of a DTensor; any other tensor as it is."""
     return local_tensor(tensor).detach() if is_distributed(tensor) else tensor

@@ -12,6 +12,7 @@ from torch import nn
 
 from fullshard.config.values import DType, nearest
 from fullshard.engine._torch_compat import is_distributed, plain, saved_buffers
+from fullshard.engine.cuts import Cut
 from fullshard.engine.hugging_face import build_on_meta
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.errors import ConfigError, UnsupportedModelError
@@ -24,7 +25,10 @@ NO_MESHES: Mapping[str, Mesh] = {}
 
 
 def spec_of(
-    model: nn.Module, ignore: Iterable[str] = (), meshes: Mapping[str, Mesh] = NO_MESHES
+    model: nn.Module,
+    ignore: Iterable[str] = (),
+    meshes: Mapping[str, Mesh] = NO_MESHES,
+    parts: Mapping[str, int] | None = None,
 ) -> ModelSpec:
     """Describe a module, which may be on meta.
 
@@ -32,6 +36,7 @@ def spec_of(
         model: The module.
         ignore: Globs of modules or parameters that are left out.
         meshes: The meshes of experts, by name of the parameter.
+        parts: `ParamSpec.parts` by name, of parameters that are no DTensors.
 
     Raises:
         UnsupportedModelError: A parameter cannot be sharded; names it, the reason and the solution.
@@ -63,7 +68,10 @@ def spec_of(
             names[id(param)].append(name)
             params[id(param)] = param
     found = (param_spec(tuple(names[key]), params[key]) for key in names)
-    specs = tuple(replace(param, mesh=meshes.get(param.name)) for param in found)
+    others = parts or {}
+    specs = tuple(
+        replace(p, mesh=meshes.get(p.name), parts=others.get(p.name, p.parts)) for p in found
+    )
     _refuse_shared_storage(params.values(), names)
     buffer_bytes = sum(buffer.nbytes for buffer in model.buffers())
     saved = {id(b): b.nbytes for module in model.modules() for b in saved_buffers(module)}
@@ -137,7 +145,10 @@ def param_spec(names: tuple[str, ...], param: nn.Parameter) -> ParamSpec:
         raise UnsupportedModelError(
             f"{names[0]}: expected {reason}. To leave it out of sharding: ignore=['{names[0]}']."
         )
-    return ParamSpec(names, tuple(plain(param).shape), DType(dtype), param.requires_grad)
+    cut = Cut.of(param)
+    parts = 1 if cut is None else cut.num_parts
+    shape = tuple(plain(param).shape)
+    return ParamSpec(names, shape, DType(dtype), param.requires_grad, parts=parts)
 
 
 def _refuse_shared_storage(params: Iterable[nn.Parameter], names: Mapping[int, list[str]]) -> None:

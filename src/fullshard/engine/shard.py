@@ -19,6 +19,7 @@ from fullshard.config.schema import ShardConfig
 from fullshard.config.values import Transport as TransportKind
 from fullshard.config.values import WrapKind
 from fullshard.engine._torch_compat import plain, storage_key
+from fullshard.engine.axes import one_place
 from fullshard.engine.cuts import check_cuts
 from fullshard.engine.engine import ATTRIBUTE, Engine, engine_of
 from fullshard.engine.homes import DeviceHomes, compute_device
@@ -35,7 +36,7 @@ from fullshard.engine.tracing import trace_order
 from fullshard.errors import ConfigError, EngineError, UnsupportedModelError
 from fullshard.planner.events import Recorder, Sync
 from fullshard.planner.layout import Slice
-from fullshard.planner.mesh import ROWS, Mesh, Topology, resolve_mesh, row_of
+from fullshard.planner.mesh import ROWS, Mesh, Topology, mesh_of
 from fullshard.planner.plan import Plan, make_plan
 from fullshard.planner.spec import matches
 from fullshard.planner.units import UnitSettings
@@ -99,7 +100,7 @@ def shard_model(
     device = compute_device(model)
     if config.transport is not TransportKind.FAKE and not given.alone:
         _check_world(topology)
-    mesh = resolve_mesh(row_of(config.strategy), topology, config.replicate, config.shard)
+    mesh = mesh_of(config, topology)
     experts = _meshes_of_experts(model, config, mesh)
     widest = max((mesh, *experts.values()), key=attrgetter("inner"))
     _refuse_beside_other_axes(model, config, widest, given)
@@ -160,11 +161,17 @@ def plan_model(
     settings: Mapping[str, UnitSettings] | None = None,
     experts: Mapping[str, Mesh] = NO_MESHES,
 ) -> Plan:
-    """Makes the plan of a module, which may be on meta; `experts`: their meshes by name."""
-    chosen = None
+    """Makes the plan of a module, which may be on meta; `experts`: their meshes by name.
+
+    Of a model that is not cut over the configured axes yet, it is the plan of one place on them.
+    """
+    place = one_place(model, config)
+    model, chosen = place.model, None
+    experts = {**experts, **place.meshes(config, topology)}
     if not isinstance(config.wrap, WrapKind | tuple):
         chosen = chosen_modules(model, cast("Callable[[nn.Module], bool]", config.wrap))
-    return make_plan(spec_of(model, config.ignore, experts), config, topology, chosen, settings)
+    spec = spec_of(model, config.ignore, experts, place.parts)
+    return make_plan(spec, config, topology, chosen, settings)
 
 
 def _meshes_of_experts(model: nn.Module, config: ShardConfig, mesh: Mesh) -> dict[str, Mesh]:

@@ -553,9 +553,12 @@ class Actions:
 
     def _act_named(self, event: Event) -> None:
         """Carry out an event under a name for the profiler."""
-        unit = f" {self._units[event.unit].plan.title}" if event.unit >= 0 else ""
-        with torch.profiler.record_function(f"fullshard {event.kind}{unit}"):
+        with torch.profiler.record_function(self._name_of(event)):
             self._act(event)
+
+    def _name_of(self, event: Event) -> str:
+        unit = f" {self._units[event.unit].plan.title}" if event.unit >= 0 else ""
+        return f"fullshard {event.kind}{unit}"
 
     def _gather(self, event: Event) -> None:
         unit = self._units[event.unit]

@@ -335,7 +335,7 @@ def live_source(model: nn.Module) -> Source:
 def _entry(value: torch.Tensor) -> Entry:
     if not isinstance(value, ShardedParameter):
         return Entry(value.dtype, tuple(value.shape), lambda: value.detach().cpu())
-    return Entry(value.dtype, tuple(value.record.piece.shape), partial(_gathered, value))
+    return Entry(value.dtype, tuple(value.record.shape), partial(_gathered, value))
 
 
 def _gathered(param: ShardedParameter) -> torch.Tensor:

@@ -73,6 +73,13 @@ class ShardedAccelerator(Accelerator):
     ) -> nn.Module:
         """Shards the model if necessary; the engine handles mixed precision."""
         if not is_sharded(model):
+            if self.sharding.tensor * self.sharding.expert > 1:
+                raise ConfigError(
+                    "sharding: expected replicate and shard alone, because Accelerate and the "
+                    "Trainer give every rank a batch of its own and keep the model's parameters; "
+                    f"got tensor {self.sharding.tensor}, expert {self.sharding.expert}. Use "
+                    "fullshard sft or train, or your own loop with fs.shard."
+                )
             fs.shard(model, self.sharding)
             plugin: Any = self.state.dynamo_plugin
             if plugin.backend != DynamoBackend.NO:

@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 import fullshard as fs
-from fullshard.config.schema import RunConfig
+from fullshard.config.schema import RunConfig, ShardConfig
 from fullshard.config.values import DistillLoss, DType
 from fullshard.data.tokenizer import load_tokenizer
+from fullshard.engine.axes import has_experts
 from fullshard.engine.hugging_face import build_on_meta
 from fullshard.engine.initial import check_weights_of, has_weights_of
 from fullshard.errors import ConfigError
@@ -187,8 +188,9 @@ def build_sharded(
 ) -> nn.Module:
     """The sharded model; no rank ever has the full model in memory.
 
-    The exception are folders whose tensors have other names than the model's, which transformers
-    converts as it loads them. They are loaded in full on every rank and then sharded.
+    The exceptions are folders whose tensors have other names than the model's, which transformers
+    converts as it loads them, and models that a tensor or expert axis cuts. They are loaded in full
+    on every rank and then sharded.
 
     Args:
         config: Configuration of the run.
@@ -208,7 +210,12 @@ def build_sharded(
         weights = AdaptedWeights(folder, getattr(model, "base_model_prefix", ""), seed)
     torch.manual_seed(seed)
     before(trainable(model, config))
-    return fs.shard(model, config.sharding, weights=weights)
+    return fs.shard(model, sharding_for(config, model), weights=weights)
+
+
+def sharding_for(config: RunConfig, model: nn.Module) -> ShardConfig:
+    """The sharding of a run's model or teacher, only one of which must have experts."""
+    return config.sharding.for_model(has_experts=config.teacher is None or has_experts(model))
 
 
 def weights_source(config: RunConfig, bare: Callable[[], nn.Module]) -> WeightsSource:
@@ -219,6 +226,8 @@ def weights_source(config: RunConfig, bare: Callable[[], nn.Module]) -> WeightsS
         bare: Returns the model without added modules; called only if there is a folder.
     """
     folder = weights_folder(config)
+    if config.sharding.tensor * config.sharding.expert > 1:
+        return WeightsSource.WHOLE
     if folder is None:
         return WeightsSource.WHOLE if _adds(config) else WeightsSource.INITIAL
     return WeightsSource.FOLDER if has_weights_of(bare(), folder) else WeightsSource.WHOLE

@@ -373,9 +373,10 @@ def checkpoint_bytes(plan: Plan) -> int:
     for group in plan.groups:
         itemsize = ITEMSIZE[group.dtypes.master]
         for placement in group.layout.placements:
-            total += itemsize * placement.numel
+            size = float(itemsize * placement.numel)
             if group.trainable:
-                total += plan.optimizer.saved_bytes(placement.name, placement.shape, itemsize)
+                size += plan.optimizer.saved_bytes(placement.name, placement.shape, itemsize)
+            total += placement.parts * size
     return math.ceil(total)
 
 

@@ -176,7 +176,7 @@ class Outlook:
             return None
         batch = self.job.batch
         tokens = batch.seq_len * batch.micro_batch * batch.accumulation
-        return tokens * self.plan.mesh.world_size / self.times.step
+        return tokens * self.plan.mesh.num_copies / self.times.step
 
     def bars(self) -> tuple[Bar, ...]:
         """Returns the schedule of one micro-batch; empty if the device is unknown."""
@@ -305,7 +305,7 @@ def _accumulation_bytes(plan: Plan, batch: Batch) -> int:
     """Receive buffers that accumulation adds to those of one micro-batch."""
     if batch.accumulation <= 1 or plan.grad_sync is GradSync.LAST_MICRO_BATCH:
         return 0
-    step = plan.units, plan.events, plan.transport, plan.homes
+    step = plan.units, plan.events, plan.transport, plan.reduction, plan.homes
     return communication_bytes(*step, accumulates=True) - communication_bytes(*step)
 
 

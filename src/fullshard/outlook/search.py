@@ -85,7 +85,7 @@ class PlanAdvice:
 
 def _samples(one: Outlook) -> float:
     """Samples per update, on all ranks."""
-    return one.job.batch.micro_batch * one.job.batch.accumulation * one.plan.mesh.world_size
+    return one.job.batch.micro_batch * one.job.batch.accumulation * one.plan.mesh.num_copies
 
 
 def advise(current: Outlook, plan_of: PlanOf, *, hosts: int = 1) -> list[PlanAdvice]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 
 Bounds = tuple[tuple[int, int], ...]  # [offset, stop) of each parameter in a flat buffer
@@ -52,12 +52,21 @@ def align(numel: int, multiple: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """One parameter in the flat buffer: `[offset, offset + numel)`."""
+    """One parameter in the flat buffer: `[offset, offset + numel)`.
+
+    Attributes:
+        name: The parameter's first name.
+        shape: Shape of what other axes of the mesh leave of it.
+        offset: Its first element in the buffer.
+        atom: See `Slice`.
+        parts: Number of different parts that other axes cut it into.
+    """
 
     name: str
     shape: tuple[int, ...]
     offset: int
     atom: int = 1
+    parts: int = field(default=1, metadata={"omitted": 1})
 
     @property
     def numel(self) -> int:
@@ -96,12 +105,18 @@ class FlatLayout:
         assert end <= self.numel, f"{last} ends at {end}, after the buffer's {self.numel}"
 
     @classmethod
-    def build(cls, params: Sequence[tuple[str, tuple[int, ...]]], num_parts: int) -> FlatLayout:
-        """Places (name, shape) pairs one after another."""
+    def build(
+        cls,
+        params: Sequence[tuple[str, tuple[int, ...]]],
+        num_parts: int,
+        others: Mapping[str, int] | None = None,
+    ) -> FlatLayout:
+        """Places (name, shape) pairs one after another; `others` has `Placement.parts` by name."""
         placements: list[Placement] = []
         offset = 0
         for name, shape in params:
-            placements.append(Placement(name, shape, offset))
+            parts = (others or {}).get(name, 1)
+            placements.append(Placement(name, shape, offset, parts=parts))
             offset += align(math.prod(shape), ALIGNMENT)
         return cls(tuple(placements), align(offset, num_parts * ALIGNMENT), num_parts)
 

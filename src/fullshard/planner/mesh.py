@@ -29,8 +29,9 @@ neighbours:
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from fullshard.config.sharding import ShardConfig
 from fullshard.config.values import Strategy
 from fullshard.errors import ConfigError
 
@@ -209,10 +210,53 @@ def order_of(ranks: Sequence[int]) -> tuple[int, ...]:
     return () if list(ranks) == sorted(ranks) else tuple(ranks)
 
 
+def mesh_of(config: ShardConfig, topology: Topology) -> Mesh:
+    """Returns the mesh of a configuration, which is the only place that says where a rank is.
+
+    Ranks are numbered along (replicate, shard, expert, tensor), the last axis first: tensor ranks
+    are neighbours on a host. Dense parameters are sharded over the shard and expert axes together,
+    or replicated over both under no_shard.
+
+    Raises:
+        ConfigError: The sizes do not multiply to the world size, or a tensor group spans hosts.
+    """
+    row, expert, tensor = row_of(config.strategy), config.expert, config.tensor
+    if tensor * expert == 1:
+        return resolve_mesh(row, topology, config.replicate, config.shard)
+    world, local = topology.world_size, topology.ranks_per_host
+    _check_divides("tensor", tensor, local, "the ranks of a host")
+    _check_divides("expert", expert, world // tensor, f"{world} ranks / tensor {tensor}")
+    others = expert * tensor
+    rest = replace(topology, world_size=world // others, local_world_size=max(1, local // others))
+    beside = "".join(
+        f" / {axis} {size}" for axis, size in (("expert", expert), ("tensor", tensor)) if size > 1
+    )
+    sizes = resolve_mesh(row, rest, config.replicate, config.shard, f"{world} ranks{beside}")
+    shard, replicate = (expert, 1) if row.shard_params else (1, expert)
+    return Mesh(sizes.replicate * replicate, sizes.shard * shard, topology.order, tensor)
+
+
+def groups_of_experts(config: ShardConfig, mesh: Mesh) -> list[tuple[int, ...]]:
+    """Returns the groups of ranks that hold different experts, in the order of `mesh_of`."""
+    size = config.expert * config.tensor
+    return [tuple(range(at, at + size)) for at in range(0, mesh.world_size, size)]
+
+
 def resolve_mesh(
-    row: StrategyRow, topology: Topology, replicate: int | None, shard: int | None
+    row: StrategyRow,
+    topology: Topology,
+    replicate: int | None,
+    shard: int | None,
+    what: str = "the number of ranks",
 ) -> Mesh:
     """Returns the mesh with the configured sizes, or with sizes from strategy and topology.
+
+    Args:
+        row: The strategy.
+        topology: The ranks.
+        replicate: Configured size of the axis; None: it follows.
+        shard: Configured size of the axis; None: it follows.
+        what: The number that the sizes multiply to, in words.
 
     Raises:
         ConfigError: The sizes do not multiply to the world size.
@@ -227,27 +271,26 @@ def resolve_mesh(
         shard = 1
     if replicate is None and shard is None:
         shard = topology.ranks_per_host if row.hybrid else world
-        _check_divides("local_world_size", shard, world)
+        _check_divides("local_world_size", shard, world, what)
     if shard is None:
         assert replicate is not None
-        _check_divides("replicate", replicate, world)
+        _check_divides("replicate", replicate, world, what)
         shard = world // replicate
     if replicate is None:
-        _check_divides("shard", shard, world)
+        _check_divides("shard", shard, world, what)
         replicate = world // shard
     if replicate * shard != world:
         raise ConfigError(
-            f"replicate x shard: expected {world} (the number of ranks); got {replicate} x {shard}"
+            f"replicate x shard: expected {world} ({what}); got {replicate} x {shard}"
             f" = {replicate * shard}. Leave one of them out and it follows from the other."
         )
     return Mesh(replicate, shard, topology.order, topology.inner)
 
 
-def _check_divides(key: str, size: int, world: int) -> None:
+def _check_divides(key: str, size: int, world: int, what: str) -> None:
     if size < 1 or world % size:
         fitting = [n for n in range(1, world + 1) if world % n == 0]
         nearest = min(fitting, key=lambda n: abs(n - size))
         raise ConfigError(
-            f"{key}: expected a divisor of {world} (the number of ranks); got {size}. "
-            f"The nearest is {nearest}."
+            f"{key}: expected a divisor of {world} ({what}); got {size}. The nearest is {nearest}."
         )

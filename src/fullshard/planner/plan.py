@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from fullshard.config.schema import ShardConfig
-from fullshard.config.values import GradSync, Home, Strategy, Transport
+from fullshard.config.values import GradSync, Home, Reduction, Strategy, Transport
 from fullshard.errors import ConfigError, WrapError
 from fullshard.planner.events import Event
 from fullshard.planner.layout import Slice
@@ -23,7 +23,7 @@ from fullshard.planner.memory import (
     staging_bytes,
     state_rows,
 )
-from fullshard.planner.mesh import Mesh, StrategyRow, Topology, resolve_mesh, row_of
+from fullshard.planner.mesh import Mesh, StrategyRow, Topology, mesh_of, row_of
 from fullshard.planner.optimizers import ADAMW, OptimizerStates
 from fullshard.planner.schedule import (
     Depths,
@@ -72,6 +72,7 @@ class Plan(PlanDocument):
         recompute: Modules whose forward is recomputed in backward.
         homes: Where state is stored.
         optimizer: State sizes of the optimizer; AdamW if there is no run.
+        reduction: Who sums gradients over c10d.
     """
 
     model_kind: str
@@ -90,6 +91,7 @@ class Plan(PlanDocument):
     homes: Homes = DEFAULT_HOMES
     optimizer: OptimizerStates = ADAMW
     saved_buffer_bytes: int = 0
+    reduction: Reduction = field(default=Reduction.NATIVE, metadata={"omitted": Reduction.NATIVE})
 
     def trained_by(self, optimizer: OptimizerStates) -> Plan:
         """Returns the plan with another optimizer."""
@@ -108,8 +110,9 @@ class Plan(PlanDocument):
 
     @property
     def num_parameters(self) -> int:
-        """Number of parameters, without padding."""
-        return sum(unit.numel - unit.padding for unit in self.units)
+        """Number of parameters of the whole model, without padding."""
+        placements = (place for group in self.groups for place in group.layout.placements)
+        return sum(place.parts * place.numel for place in placements)
 
     @property
     def groups(self) -> tuple[GroupPlan, ...]:
@@ -221,8 +224,7 @@ def make_plan(
     Raises:
         ConfigError: The mesh, the units or the strategy are impossible.
     """
-    row = row_of(config.strategy)
-    mesh = resolve_mesh(row, topology, config.replicate, config.shard)
+    mesh = mesh_of(config, topology)
     spec = spec.without(config.ignore)
     modules = [module.name for module in spec.modules if module.name]
     check_globs("fp32_modules", config.fp32_modules, modules, "modules")
@@ -250,6 +252,7 @@ def make_plan(
         recompute=recomputed_modules(spec, config.activation_checkpointing),
         homes=homes,
         saved_buffer_bytes=spec.saved_buffer_bytes,
+        reduction=config.reduction,
     )
     return _finish(unfinished)
 
@@ -360,6 +363,7 @@ def _finish(plan: Plan) -> Plan:
 
 
 def _memory_of(plan: Plan, events: Sequence[Event]) -> tuple[MemoryRow, ...]:
-    received = communication_bytes(plan.units, events, plan.transport, plan.homes)
+    how = plan.transport, plan.reduction, plan.homes
+    received = communication_bytes(plan.units, events, *how)
     beside = {"communication buffers": received, "buffers": plan.buffer_bytes}
     return state_rows(plan.units, plan.rings, beside, plan.homes, plan.grad_sync, plan.optimizer)

@@ -40,6 +40,7 @@ class ParamSpec:
         dtype: Dtype in the given model.
         trainable: `requires_grad`.
         mesh: The mesh of experts, which are not cut over the model's mesh; None for all others.
+        parts: Number of different parts that other axes cut it into; `shape` is that of a part.
     """
 
     names: tuple[str, ...]
@@ -47,6 +48,7 @@ class ParamSpec:
     dtype: DType
     trainable: bool
     mesh: Mesh | None = None
+    parts: int = 1
 
     @property
     def name(self) -> str:

@@ -40,7 +40,7 @@ def render_tree(plan: Plan) -> str:
     mesh = plan.mesh
     lines = [
         f"{plan.model_kind}: {plan.num_parameters:,} parameters, {plan.strategy} on "
-        f"{mesh.world_size} ranks (replicate {mesh.replicate} x shard {mesh.shard})",
+        f"{mesh.world_size} ranks ({axes_of(plan)})",
         f"dtypes: {contracts(plan)}",
         f"units: {len(plan.units)}, padding {padding(plan):.3%}, prefetch "
         f"{plan.depths.forward} forward, {plan.depths.backward} backward",
@@ -52,6 +52,20 @@ def render_tree(plan: Plan) -> str:
         lines.append(f"  {ring.name}: {size}")
     rows = [f"  {row.name}: {human_bytes(row.num_bytes)}" for row in plan.memory]
     return "\n".join([*lines, "memory of a rank (state only):", *rows])
+
+
+def axes_of(plan: Plan) -> str:
+    """Returns names and sizes of the mesh's axes, without other axes of one rank."""
+    mesh = plan.mesh
+    expert = max((unit.mesh.inner for unit in plan.units), default=mesh.inner) // mesh.inner
+    replicate, shard = mesh.replicate, mesh.shard
+    if shard % expert == 0:  # dense parameters are sharded over the ranks of the expert axis too
+        shard //= expert
+    else:
+        replicate //= expert
+    found = {"replicate": replicate, "shard": shard}
+    found |= {k: v for k, v in (("expert", expert), ("tensor", mesh.inner)) if v > 1}
+    return " x ".join(f"{axis} {size}" for axis, size in found.items())
 
 
 def like_neighbours(units: Iterable[UnitPlan]) -> list[list[UnitPlan]]:

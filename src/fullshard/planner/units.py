@@ -207,7 +207,8 @@ def group_params(
     for (frozen, dtypes), members in sorted(
         by_key.items(), key=lambda item: (item[0][0], item[0][1].master, item[0][1].compute)
     ):
-        layout = FlatLayout.build([(p.name, p.shape) for p in members], num_parts)
+        others = {p.name: p.parts for p in members}
+        layout = FlatLayout.build([(p.name, p.shape) for p in members], num_parts, others)
         names = tuple(p.names for p in members)
         groups.append(GroupPlan(names, layout, dtypes, not frozen))
     return tuple(groups)

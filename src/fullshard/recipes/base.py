@@ -78,20 +78,37 @@ class Team(Protocol):
     """The ranks of a run, which exchange a few numbers per step."""
 
     @property
-    def world_size(self) -> int: ...
+    def num_batches(self) -> int:
+        """Number of batches that the ranks see at a time."""
+        ...
 
     def exchange(self, values: Sequence[float]) -> list[list[float]]:
-        """Every rank's values, in rank order; all ranks call it together."""
+        """The values of each batch's rank, in order; all ranks call it together."""
         ...
 
 
 @dataclass(frozen=True)
 class Seat:
-    """A rank, the number of ranks, and the rank's device."""
+    """A rank, the number of ranks, and the rank's device.
+
+    Attributes:
+        tensor: Number of neighbouring ranks that share a batch (`sharding.tensor`).
+    """
 
     rank: int
     world_size: int
     device: torch.device
+    tensor: int = 1
+
+    @property
+    def batch(self) -> int:
+        """Which of the batches of a micro-batch this rank sees."""
+        return self.rank // self.tensor
+
+    @property
+    def num_batches(self) -> int:
+        """Number of batches that the ranks see at a time."""
+        return self.world_size // self.tensor
 
     @property
     def is_first(self) -> bool:
@@ -107,19 +124,22 @@ class RankTeam:
     """
 
     def __init__(self, transport: Transport, seat: Seat) -> None:
-        self._transport, self._device = transport, seat.device
-        self.rank, self.world_size = seat.rank, seat.world_size
+        self._transport, self._seat = transport, seat
+        self.num_batches = seat.num_batches
 
     def exchange(self, values: Sequence[float]) -> list[list[float]]:
-        """Every rank's values, in rank order; all ranks call it together.
+        """The values of each batch's rank, in order; all ranks call it together.
 
-        Rank r fills row r of a table of zeros; the sum over ranks has the values of all.
+        Rank r fills row r of a table of zeros; the sum over ranks has the values of all. Of ranks
+        that share a batch, the largest values count.
         """
-        table = torch.zeros(self.world_size, len(values), dtype=torch.float64)
-        table[self.rank] = torch.tensor(list(values), dtype=torch.float64)
-        flat = table.reshape(-1).to(self._device)
+        seat = self._seat
+        table = torch.zeros(seat.world_size, len(values), dtype=torch.float64)
+        table[seat.rank] = torch.tensor(list(values), dtype=torch.float64)
+        flat = table.reshape(-1).to(seat.device)
         self._transport.all_reduce(flat)
-        return flat.cpu().reshape(self.world_size, len(values)).tolist()
+        found = flat.cpu().reshape(seat.num_batches, seat.tensor, len(values))
+        return found.amax(1).tolist()
 
 
 # Loss summed over the label tokens of a batch, and their number.
@@ -174,11 +194,11 @@ class RowBatches:
         return [self._placed(batch) for batch in batches]
 
     def _made(self, step: int) -> list[Batch]:
-        chosen = self.data.dealt(self._order.of_step(step))[:, self._seat.rank]
+        chosen = self.data.dealt(self._order.of_step(step))[:, self._seat.batch]
         return [self._batch(rows, held_out=False) for rows in chosen]
 
     def held_out(self) -> Iterable[Batch]:
-        for chosen in self._evaluation[:, self._seat.rank]:
+        for chosen in self._evaluation[:, self._seat.batch]:
             yield self._placed(self._batch(chosen, held_out=True))
 
     def train_rows(self, chosen: Indices) -> Batch:
@@ -271,14 +291,14 @@ def blank(batch: Batch) -> Batch:
     return {**batch, "labels": nothing, PREDICTED: predicted_of(batch)[:0]}
 
 
-def backward_scale(num_tokens: int, world_size: int, reduction: GradReduction) -> float:
+def backward_scale(num_tokens: int, num_batches: int, reduction: GradReduction) -> float:
     """Factor of each micro-batch's summed loss; see [Note: global token mean].
 
     Args:
         num_tokens: N, label tokens of the global batch.
-        world_size: W, number of ranks that the engine reduces over.
+        num_batches: W, number of batches whose gradients the engine reduces.
         reduction: Whether the engine takes the mean or the sum over ranks.
     """
     if num_tokens == 0:
         return 0.0
-    return (world_size if reduction is GradReduction.MEAN else 1) / num_tokens
+    return (num_batches if reduction is GradReduction.MEAN else 1) / num_tokens

@@ -28,7 +28,7 @@ from fullshard.errors import printable
 from fullshard.models.build import weights_folder
 from fullshard.observe.metrics import EvalRow, StepRow
 from fullshard.planner.plan import Plan
-from fullshard.planner.text import contracts, human_bytes, padding
+from fullshard.planner.text import axes_of, contracts, human_bytes, padding
 from fullshard.run.schedule import StepPlan
 
 LABEL_WIDTH = 10
@@ -154,7 +154,8 @@ def weights_line(config: RunConfig) -> str:
 def run_lines(config: RunConfig, data: DatasetFacts, steps: StepPlan) -> list[tuple[str, str]]:
     """Labelled lines of the banner that both engines share: data, batch, steps."""
     shape, training, limit = steps.order.shape, config.training, host_memory.limit()
-    dropped = ""
+    tensor, dropped = config.sharding.tensor, ""
+    whose = "rank(s)" if tensor == 1 else f"groups of {tensor} tensor ranks"
     if steps.order.num_dropped:
         dropped = f"; {steps.order.num_dropped} sequences an epoch fill no whole step: dropped"
     return [
@@ -168,7 +169,7 @@ def run_lines(config: RunConfig, data: DatasetFacts, steps: StepPlan) -> list[tu
         (
             "batch",
             f"{shape.per_device} a rank x {shape.accumulation} micro-batch(es) x "
-            f"{shape.world_size} rank(s) = {shape.global_batch} sequences, "
+            f"{shape.world_size} {whose} = {shape.global_batch} sequences, "
             f"{shape.global_batch * data.sequence_length:,} tokens a step",
         ),
         (
@@ -197,7 +198,7 @@ def plan_lines(config: RunConfig, plan: Plan, device: str) -> list[tuple[str, st
         f"{row['name']} {human_bytes(int(row['bytes']))}" for row in plan.rows() if row["bytes"]
     )
     model = f"{plan.model_kind}, {plan.num_parameters:,} parameters{frozen}"
-    axes = f"replicate {mesh.replicate} x shard {mesh.shard}, {plan.strategy}"
+    axes = f"{axes_of(plan)}, {plan.strategy}"
     places = [f"{human_bytes(size)} {place}" for place, size in plan.peak_bytes.items() if size]
     return [
         ("model", f"{model}, {weights_line(config)}"),

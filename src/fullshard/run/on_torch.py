@@ -152,7 +152,7 @@ class TorchTrainee:
     def _accumulate(self, batches: list[Batch], num_tokens: int, loop: Loop) -> float:
         """Forward and backward of every micro-batch; returns this rank's summed loss."""
         config = engine_of(self.model).config
-        scale = backward_scale(num_tokens, loop.team.world_size, config.grad_reduction)
+        scale = backward_scale(num_tokens, loop.team.num_batches, config.grad_reduction)
         totals: list[torch.Tensor] = []
         for index, batch in enumerate(batches):
             last = index == len(batches) - 1

@@ -59,7 +59,7 @@ class ProcessTeam:
     """Exchanges numbers between jax's processes."""
 
     @property
-    def world_size(self) -> int:
+    def num_batches(self) -> int:
         return jax.process_count()
 
     def exchange(self, values: Sequence[float]) -> list[list[float]]:

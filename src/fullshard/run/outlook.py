@@ -15,6 +15,7 @@ from fullshard.config import host_memory
 from fullshard.config.environment import cache_folder, read_launch_environment
 from fullshard.config.schema import RunConfig, ShardConfig, TrainingConfig
 from fullshard.config.values import Backend, IntervalStrategy, Strategy, Transport
+from fullshard.engine.axes import has_experts, one_place, rules_of
 from fullshard.engine.hugging_face import build_on_meta
 from fullshard.errors import ConfigError, OutOfMemoryError, ran_out_of_memory
 from fullshard.launch.machine import configured_topology, describe_machine
@@ -22,6 +23,7 @@ from fullshard.models.build import (
     given_model_config,
     model_config_of,
     model_on_meta,
+    sharding_for,
     weights_source,
 )
 from fullshard.models.config import quiet_libraries, require_transformers
@@ -32,7 +34,7 @@ from fullshard.outlook.predict import Machine, Outlook, PlannedStep, look
 from fullshard.outlook.search import MICRO_BATCH, PlanAt, Study, choose, study
 from fullshard.outlook.workload import Batch, Shapes, decoder
 from fullshard.planner.memory import MemoryRow
-from fullshard.planner.mesh import Topology, resolve_mesh, row_of
+from fullshard.planner.mesh import Topology, mesh_of
 from fullshard.planner.optimizers import OptimizerStates, states_of
 from fullshard.planner.plan import Plan
 from fullshard.planner.text import human_bytes
@@ -49,20 +51,22 @@ if TYPE_CHECKING:
 def job_of(
     model: nn.Module,
     training: TrainingConfig,
-    world_size: int,
+    num_batches: int,
     taught: Taught | None = None,
     chunk_size: int | None = None,
+    place: nn.Module | None = None,
 ) -> PlannedStep:
     """The work of a step on one rank.
 
     Args:
         model: A Hugging Face model; steps of a model on meta are traced.
         training: Training section of the run, with the batch size.
-        world_size: Number of ranks that share train_batch_size.
+        num_batches: Number of batches that share train_batch_size.
         taught: Teacher of the model, if any.
         chunk_size: Tokens whose logits are in memory at a time; None: all tokens.
+        place: The model as a rank holds it beside other axes, which is traced; None: `model`.
     """
-    training = training.divided(world_size)
+    training = training.divided(num_batches)
     batch = Batch(
         training.max_seq_length,
         training.per_device_train_batch_size,
@@ -82,14 +86,15 @@ def job_of(
         vocab=_number(config, "vocab_size"),
     )
     on_meta = all(param.is_meta for param in model.parameters())
-    trace = Tracer(model, training.max_seq_length, taught, chunk_size) if on_meta else None
+    traced = model if place is None else place
+    trace = Tracer(traced, training.max_seq_length, taught, chunk_size) if on_meta else None
     model_shapes = decoder(shapes, _active_params(model, config, numel))
     job = PlannedStep(
         model_shapes, batch, trace, optimizer=states_of(training), chunk_size=chunk_size
     )
     if taught is not None:  # the forecast does not include a teacher's compute
         return replace(job, beside=taught.rows, is_timed=False)
-    if job.optimizer.owned is not None:  # nor that of an owned optimizer
+    if job.optimizer.owned is not None or traced is not model:  # nor that of owners, other axes
         return replace(job, is_timed=False)
     return replace(job, work=trace.work if trace else None)
 
@@ -142,9 +147,10 @@ def transport_here(config: ShardConfig, topology: Topology) -> ShardConfig:
     elif kind is Transport.AUTO and torch.cuda.is_available():
         kind = Transport.C10D
     elif kind is Transport.AUTO:
-        mesh = resolve_mesh(row_of(config.strategy), topology, config.replicate, config.shard)
+        mesh = mesh_of(config, topology)
         together = topology.ranks_per_host % mesh.shard == 0
-        shares = mesh.shard > 1 and together and config.offload is None
+        is_cut = config.tensor * config.expert > 1
+        shares = mesh.shard > 1 and together and config.offload is None and not is_cut
         kind = Transport.SHARED if shares and Host.here() is not None else Transport.DIRECT
     return config.model_copy(update={"transport": kind})
 
@@ -347,6 +353,7 @@ def view_of(
 
     def plan_at(sharding: ShardConfig, topology: Topology) -> Plan:
         world, local = topology.world_size, topology.local_world_size
+        sharding = sharding_for(config.model_copy(update={"sharding": sharding}), model)
         sharding = resolved(sharding, topology)
         return fs.plan(model, sharding, world_size=world, local_world_size=local)
 
@@ -355,13 +362,15 @@ def view_of(
         sharding = sharding.model_copy(update={"strategy": Strategy.FULL_SHARD})
         free.append("strategy")
     if training.leaves_micro_batch:
-        training = training.undivided(world)
+        training = training.undivided(sharding.num_batches(world))
         free.append(MICRO_BATCH)
     on_gpu = machine.device is not None or torch.cuda.is_available()
     taught = Taught.of(config, topology.local_world_size, on_gpu=on_gpu, resolved=resolved)
+    _check_experts(config, model, taught)
     whole = whole_logits(model, config) if taught is None else None
     chunk_size = None if whole else settings_of(config).tokens_at_once
-    job = job_of(model, training, world, taught, chunk_size)
+    place = one_place(model, sharding_for(config, model)).model
+    job = job_of(model, training, sharding.num_batches(world), taught, chunk_size, place)
     if optimizer is not None:
         job = replace(job, optimizer=optimizer)
     outlook = look(plan_at(sharding, topology), sharding, job, machine)
@@ -369,6 +378,13 @@ def view_of(
         outlook = choose(outlook, lambda s: plan_at(s, topology), free, hosts=hosts)
         config = _with_choices(config, outlook, free)
     return View(config, outlook, plan_at, machine, topology, storage_of(config), whole)
+
+
+def _check_experts(config: RunConfig, model: nn.Module, taught: Taught | None) -> None:
+    """Raises ConfigError if neither model nor teacher has experts for the expert axis."""
+    teacher = None if taught is None else taught.teacher
+    if teacher is None or not has_experts(teacher):
+        rules_of(model, config.sharding)
 
 
 def _with_choices(config: RunConfig, outlook: Outlook, free: Sequence[str]) -> RunConfig:

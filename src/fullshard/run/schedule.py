@@ -96,23 +96,23 @@ class StepPlan:
 
 
 def plan_steps(
-    training: TrainingConfig, facts: DatasetFacts, world_size: int, global_batch: int | None = None
+    training: TrainingConfig, facts: DatasetFacts, num_batches: int, global_batch: int | None = None
 ) -> StepPlan:
     """Resolves epochs and shares of steps to counts.
 
     Args:
         training: Training section of the run.
         facts: Facts about the run's data.
-        world_size: Number of ranks.
+        num_batches: Number of ranks that see batches of their own.
         global_batch: Samples per step of the run that resumes, which are kept; None: a new run.
 
     Raises:
         DataError: There are fewer sequences than one step needs.
     """
     per_device = training.per_device_train_batch_size
-    shape = BatchShape(per_device, training.gradient_accumulation_steps, world_size)
+    shape = BatchShape(per_device, training.gradient_accumulation_steps, num_batches)
     if global_batch is not None:
-        shape = BatchShape.of_batch(global_batch, per_device, world_size)
+        shape = BatchShape.of_batch(global_batch, per_device, num_batches)
     order = SampleOrder(facts.num_train_sequences, shape, training.seed, facts.mixture)
     num_steps = training.max_steps
     if num_steps <= 0:

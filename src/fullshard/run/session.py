@@ -93,7 +93,7 @@ class Session:
         dataset, record = load_data(folder.data, config.model), folder.read_record()
         resume, command = Resume.of_record(record), Command(record["command"])
         model_config = model_config_of(config, dataset.tokenizer)
-        steps = plan_steps(config.training, dataset.facts, seat.world_size, resume.global_batch)
+        steps = plan_steps(config.training, dataset.facts, seat.num_batches, resume.global_batch)
         return cls(config, folder, seat, command, resume, dataset, steps, model_config)
 
     def batches(self) -> RowBatches:
@@ -139,7 +139,8 @@ def run(config: RunConfig, run_dir: Path) -> None:
         )
         uses_torch = config.backend is not Backend.JAX
         device = _device() if uses_torch else torch.device("cpu")  # measures the process
-        train(config, folder, Seat(rank, launch.world_size if launch else 1, device))
+        world_size = launch.world_size if launch else 1
+        train(config, folder, Seat(rank, world_size, device, config.sharding.tensor))
     rendezvous.shutdown()
 
 

@@ -160,9 +160,10 @@ def prepare_run(
         check_weights(view.config)
         dataset, model_config = _read_data(view.config, command)
         facts = dataset.facts
-        steps = plan_steps(training, facts, world_size, resume.global_batch)
+        num_batches = resolved.config.sharding.num_batches(world_size)
+        steps = plan_steps(training, facts, num_batches, resume.global_batch)
         if resume.in_place and not goes_on(resume, output_dir, steps.num_steps):
-            resume, steps = Resume(), plan_steps(training, facts, world_size)
+            resume, steps = Resume(), plan_steps(training, facts, num_batches)
         if resume.in_place and resume.path is not None:
             check_same(resolved, output_dir, resume.path, facts)
         if resume.path is not None:

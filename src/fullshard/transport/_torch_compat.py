@@ -5,11 +5,14 @@ Checked with torch 2.11 and 2.13; written for 2.8 and newer.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from fullshard.errors import ConfigError
 
 # torch 2.13 renamed the single-tensor collectives and warns about the old names.
 all_gather_single: Callable[..., Any] = (
@@ -45,6 +48,24 @@ def reduce_scatter_many(parts: Sequence[Any], fulls: Sequence[Any], group: Any) 
 def _coalesced(group: Any, new: str, old: str) -> Callable[..., Any]:
     """Calls a process group's method for lists of tensors, which dist does not expose."""
     return getattr(group, f"{new}_coalesced", None) or getattr(group, f"{old}_coalesced")
+
+
+def symmetric_memory() -> tuple[Any, Any, torch.device]:
+    """torch's module of symmetric memory, set to NCCL, this rank's device, and the pool on it.
+
+    Raises:
+        ConfigError: torch or NCCL lacks it, or a program uses it with another backend.
+    """
+    try:
+        memory = importlib.import_module("torch.distributed._symmetric_memory")
+        memory.set_backend("NCCL")
+        device = torch.device("cuda", torch.cuda.current_device())
+        return memory, memory.get_mem_pool(device), device
+    except (AssertionError, AttributeError, ImportError, RuntimeError) as error:
+        raise ConfigError(
+            "symmetric_memory: expected torch 2.11 or newer with symmetric memory of NCCL 2.27 or "
+            f"newer; got torch {torch.__version__}: {str(error).splitlines()[0]} Leave it out."
+        ) from error
 
 
 def group_timeout(group: Any) -> Any:

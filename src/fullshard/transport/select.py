@@ -86,6 +86,10 @@ def make_transport(config: ShardConfig, mesh: Mesh) -> Transport:
     A collective if the world is larger than 1; all ranks call it in the same order.
     """
     kind = config.transport
+    if config.symmetric_memory and kind is not TransportKind.C10D and mesh.world_size > 1:
+        raise ConfigError(
+            f"symmetric_memory: expected transport c10d on NCCL; got {kind}. Leave it out."
+        )
     if kind is TransportKind.FAKE:
         return FakeTransport(Axes.of(mesh, 0))
     if kind is TransportKind.DIRECT and mesh.world_size == 1:  # no communication, on any device
@@ -96,7 +100,8 @@ def make_transport(config: ShardConfig, mesh: Mesh) -> Transport:
         groups["reduce_group"] = own_group("reduce", mesh.shard_groups())
         groups["replicate_group"] = own_group("replicate", mesh.replicate_groups())
         groups["first_tag"] = first_tag() if is_gloo(groups["world_group"]) else 0
-        return C10dTransport(Axes.of(mesh, dist.get_rank(), **groups), config.reduction)
+        axes = Axes.of(mesh, dist.get_rank(), **groups)
+        return C10dTransport(axes, config.reduction, symmetric=config.symmetric_memory)
     # messages have tags, so one group serves both axes
     axes = Axes.of(mesh, dist.get_rank(), **groups, first_tag=first_tag())
     if kind is TransportKind.DIRECT or mesh.shard == 1:

@@ -18,6 +18,8 @@ CONTRACT = {
     "strategies": {},
     "replicate": None,
     "shard": None,
+    "tensor": 1,
+    "expert": 1,
     "wrap": "auto",
     "wrap_min_params": 100_000_000,
     "ignore": [],
@@ -35,6 +37,7 @@ CONTRACT = {
     "activation_checkpointing": "none",
     "grad_sync": "every_micro_batch",
     "transport": "auto",
+    "symmetric_memory": False,
     "poison": False,
 }
 

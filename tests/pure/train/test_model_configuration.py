@@ -1,7 +1,5 @@
 """Model configurations: every key is known, every fault is said before a rank starts."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -26,11 +26,12 @@ from fullshard.data.chat import is_chat
 from fullshard.data.dataset import DatasetFacts
 from fullshard.data.order import evaluation_samples
 from fullshard.data.tokenizer import load_tokenizer
+from fullshard.engine.axes import one_place
 from fullshard.engine.engine import engine_of
 from fullshard.engine.hugging_face import build_on_meta
 from fullshard.engine.initial import has_weights_of
 from fullshard.errors import ConfigError
-from fullshard.models.build import build_sharded, given_model_config
+from fullshard.models.build import build_sharded, given_model_config, sharding_for
 from fullshard.models.config import build_model, check_model_folder, config_from_folder
 from fullshard.models.student import choose, counting, is_cut, write_student
 from fullshard.outlook.memory import TEACHER
@@ -113,10 +114,12 @@ def build_teacher(config: RunConfig, seat: Seat, run: Path) -> nn.Module:
     model_config = config_from_folder(config.teacher, "teacher")
     model: Any = build_on_meta(model_config, dtype)
     weights: Path | None = folder
-    if not has_weights_of(model, folder):
+    is_cut = config.sharding.tensor * config.sharding.expert > 1
+    if is_cut or not has_weights_of(model, folder):
         model, weights = build_model(model_config, folder, dtype, 0).to(seat.device), None
     model.requires_grad_(requires_grad=False)
     Head(model)
+    config = config.model_copy(update={"sharding": sharding_for(config, model)})
     return fs.shard(model.eval(), teacher_sharding(config, settings, dtype, run), weights=weights)
 
 
@@ -130,10 +133,8 @@ def teacher_sharding(
     config: RunConfig, settings: DistillConfig, dtype: torch.dtype, run: Path
 ) -> ShardConfig:
     """The sharding of the teacher: the student's, except for training and offload."""
-    own = ("mesh", "transport", "forward_prefetch", "wrap", "replicate", "shard")
-    shared = {
-        name: getattr(config.sharding, name) for name in own if hasattr(config.sharding, name)
-    }
+    own = ("transport", "forward_prefetch", "wrap", "replicate", "shard", "expert", "tensor")
+    shared = {name: getattr(config.sharding, name) for name in own}
     if settings.teacher_offload is not None:
         if config.sharding.transport is Transport.SHARED:  # which keeps weights in memory
             del shared["transport"]
@@ -150,7 +151,7 @@ def cut_student(
     """Measures the use of experts and writes the student's folder, unless it exists."""
     settings, engine = settings_of(config), engine_of(teacher)
     team = RankTeam(engine.transport, seat)
-    if all(there for (there,) in team.exchange([(student / "config.json").is_file()])):
+    if not any(lacks for (lacks,) in team.exchange([not (student / "config.json").is_file()])):
         return
     with counting(teacher) as counts:
         for step in range(COUNTED_STEPS):
@@ -190,7 +191,7 @@ def write_cache(config: RunConfig, data: RowBatches, seat: Seat) -> None:
     team.exchange([0.0])  # no rank opens it before it is created
     kept = TopK.load(folder, "r+")
     per_device = config.training.per_device_eval_batch_size
-    for chosen in evaluation_samples(len(lengths), per_device, seat.world_size)[:, seat.rank]:
+    for chosen in evaluation_samples(len(lengths), per_device, seat.num_batches)[:, seat.batch]:
         batch = data.train_rows(chosen)
 
         def answer(h: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
@@ -305,14 +306,17 @@ class Taught:
 
     @property
     def beside(self) -> tuple[nn.Module, ...]:
-        """Models that run in the student's step."""
-        return () if self.teacher is None else (self.teacher,)
+        """Models that run in the student's step, as a rank holds them."""
+        if self.teacher is None:
+            return ()
+        return (one_place(self.teacher, sharding_for(self.config, self.teacher)).model,)
 
     def rows(self, plan: Plan, sharding: ShardConfig) -> tuple[MemoryRow, ...]:
         """Memory of the teacher next to a student with this plan and sharding."""
         if self.teacher is None:
             return ()
         config = self.config.model_copy(update={"sharding": sharding})
+        config = config.model_copy(update={"sharding": sharding_for(config, self.teacher)})
         dtype = next(self.teacher.parameters()).dtype
         own = teacher_sharding(config, self.settings, dtype, Path())
         found = fs.plan(

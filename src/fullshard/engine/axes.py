@@ -1,0 +1,249 @@
+"""Tensor and expert parallelism of Hugging Face models, by transformers' own plans.
+
+    model with values --cut_over_axes--> DTensors, and forwards that exchange    on every rank
+    model on meta ------one_place------> the model as each rank holds it         for plans, traces
+
+`mesh_of` says which ranks form an axis. The output layer, and the embedding that is tied to it,
+stay whole over the tensor axis, because recipes compute the loss in it (see recipes/head.py).
+Names of transformers that are private or new are used in this file alone.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from importlib import import_module
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from fullshard.config.schema import ShardConfig
+from fullshard.engine._torch_compat import mesh_without_groups
+from fullshard.engine.cuts import EXPERT_AXES, Cut
+from fullshard.errors import ConfigError
+from fullshard.planner.mesh import Mesh, Topology, groups_of_experts, mesh_of
+
+Rules = Mapping[str, str]  # styles of transformers by names of modules and parameters
+
+_DISPATCH, _KEYS = "ep_dispatch_experts", ("k_proj", "qkv_proj", "query_key_value")
+
+
+@dataclass(frozen=True)
+class Place:
+    """A model as each rank holds it before sharding.
+
+    Attributes:
+        model: The model, on meta.
+        parts: Number of different parts of each parameter that is cut.
+        experts: Names of the parameters that the ranks of the expert axis divide.
+    """
+
+    model: nn.Module
+    parts: Mapping[str, int] = field(default_factory=dict[str, int])
+    experts: frozenset[str] = frozenset()
+
+    def meshes(self, config: ShardConfig, topology: Topology) -> dict[str, Mesh]:
+        """The meshes of experts, by name of the parameter."""
+        if not self.experts:
+            return {}
+        mesh = mesh_of(config, topology)
+        return dict.fromkeys(self.experts, mesh.of_experts(groups_of_experts(config, mesh)))
+
+
+_PLACES: WeakKeyDictionary[nn.Module, dict[tuple[int, int], Place]] = WeakKeyDictionary()
+
+
+def cut_over_axes(model: nn.Module, config: ShardConfig, topology: Topology) -> Any:
+    """Cuts a whole model over the tensor and expert axes; returns the mesh for `fs.shard`.
+
+    Parameters that are cut become new objects. A collective.
+
+    Raises:
+        ConfigError: The model has no plan for an axis, or its sizes do not divide.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = mesh_of(config, topology)
+    tensor, expert = rules_of(model, config)
+    from transformers.distributed.expert_parallel import apply_expert_parallelism
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    _check_sizes(model, tensor, expert, config)
+    device = next(model.parameters()).device.type
+    sizes = (mesh.replicate, mesh.shard, mesh.inner)
+    dense = init_device_mesh(device, sizes, mesh_dim_names=("replicate", "shard", "tensor"))
+    apply_tensor_parallelism(model, dense["tensor"], dict(tensor))
+    if expert:
+        groups = groups_of_experts(config, mesh)
+        shape, names = (len(groups), len(groups[0])), ("others", EXPERT_AXES[0])
+        experts = init_device_mesh(device, shape, mesh_dim_names=names)[EXPERT_AXES[0]]
+        apply_expert_parallelism(model, experts, dense["tensor"], dict(expert))
+    return dense["replicate", "shard"]
+
+
+def one_place(model: nn.Module, config: ShardConfig) -> Place:
+    """The model as each rank holds it; all ranks hold parts of the same shapes.
+
+    Raises:
+        ConfigError: The model has no plan for an axis, or its sizes do not divide.
+    """
+    if config.tensor * config.expert == 1:
+        return Place(model)
+    made = _PLACES.setdefault(model, {})
+    key = (config.tensor, config.expert)
+    if key not in made:
+        made[key] = _one_place(model, config)
+    return made[key]
+
+
+def _one_place(model: nn.Module, config: ShardConfig) -> Place:
+    tensor, expert = rules_of(model, config)
+    from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
+
+    _check_sizes(model, tensor, expert, config)
+    local = copy.deepcopy(model)
+    parts: dict[str, int] = {}
+    experts: set[str] = set()
+    for axis, size, rules in _axes(config, tensor, expert):
+        mesh = mesh_without_groups(axis, size)
+        params = dict(local.named_parameters())
+        for name, style in rules.items():
+            module_name, _, leaf = name.rpartition(".")
+            if name not in params:
+                module = local.get_submodule(name)
+                if isinstance(module, nn.Embedding):  # has a forward of its own, as on the ranks
+                    module.forward = partial(nn.Embedding.forward, module)
+                continue
+            module = local.get_submodule(module_name)
+            ALL_PARALLEL_STYLES[style].shard_param(module, leaf, mesh)
+            param: Any = module._parameters[leaf]
+            cut = Cut.of(param)
+            if cut is not None:
+                parts[name] = cut.num_parts
+                experts.update([name] if cut.spreads_experts else [])
+                part = nn.Parameter(param.to_local(), requires_grad=param.requires_grad)
+                module._parameters[leaf] = part
+    return Place(local, parts, frozenset(experts))
+
+
+def _axes(config: ShardConfig, tensor: Rules, expert: Rules) -> list[tuple[str, int, Rules]]:
+    """Name, number of parts and rules of each axis."""
+    return [
+        ("tensor", config.tensor, tensor),
+        (EXPERT_AXES[0], config.expert * config.tensor, expert),
+    ]
+
+
+# ---- transformers' plans
+
+
+def has_experts(model: Any) -> bool:
+    """Whether the model has a plan for the expert axis."""
+    return _DISPATCH in (getattr(model, "ep_plan", None) or {}).values()
+
+
+def rules_of(model: Any, config: ShardConfig) -> tuple[Rules, Rules]:
+    """The rules of the tensor and the expert axis; {} for an axis of one rank.
+
+    Raises:
+        ConfigError: The model has no plan for an axis, or transformers is too old.
+    """
+    tensor: dict[str, str] = dict(getattr(model, "tp_plan", None) or {})
+    for axis, size, there in (
+        ("tensor", config.tensor, bool(tensor)),
+        ("expert", config.expert, has_experts(model)),
+    ):
+        if size > 1 and not there:
+            raise ConfigError(
+                f"{axis}: expected 1 for {type(model).__name__}, for which transformers has no "
+                f"{axis}-parallel plan; got {size}. Leave it out: these ranks then shard all "
+                "parameters. Or parallelize the model yourself and call fs.shard(model, mesh=...), "
+                "as in docs/mesh.md."
+            )
+    if config.tensor * config.expert > 1:
+        _require_plans()
+    expert: dict[str, str] = dict(model.ep_plan) if config.expert > 1 else {}
+    is_expert = re.compile(rf"(?:{'|'.join(map(re.escape, expert))})(?:\..+)?").fullmatch
+    whole = _whole_parts(model)
+    tensor = {
+        name: style
+        for name, style in (tensor if config.tensor > 1 else {}).items()
+        if name not in whole and not (expert and is_expert(name))
+    }
+    if not (tensor or expert):
+        return {}, {}
+    expand = model._expand_parallel_plan
+    return expand(tensor), expand(expert)
+
+
+def _require_plans() -> None:
+    try:
+        import_module("transformers.distributed.expert_parallel")
+    except ImportError as error:
+        raise ConfigError(
+            "tensor, expert: expected transformers 5.21 or newer, whose plans divide the model; "
+            f"got an older one: {error}. pip install -U transformers, or leave both out."
+        ) from error
+
+
+def _whole_parts(model: Any) -> set[str]:
+    """Names of the output layer, and of the embedding that it is tied to."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is None:
+        return set()
+    is_tied = head.weight is embedding.weight
+    whole = (head, embedding) if is_tied else (head,)
+    return {name for name, module in model.named_modules() if any(module is one for one in whole)}
+
+
+def _check_sizes(model: Any, tensor: Rules, expert: Rules, config: ShardConfig) -> None:
+    """Raises ConfigError if an axis does not divide everything that it cuts."""
+    from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
+
+    settings, params = model.config.get_text_config(), dict(model.named_parameters())
+    for axis, size, rules in _axes(config, tensor, expert):
+        if size == 1:
+            continue
+        sizes: dict[str, int] = {}
+        if any(name.rpartition(".")[2] in _KEYS for name in rules):
+            names = ("num_attention_heads", "num_key_value_heads")
+            sizes |= {name: n for name in names if (n := getattr(settings, name, None))}
+        for name, style in rules.items():
+            if name in params:
+                sizes |= _cut_size(name, model, ALL_PARALLEL_STYLES[style])
+        uneven = next((item for item in sizes.items() if item[1] % size), None)
+        if uneven is not None:
+            _refuse_uneven(axis, config, uneven, math.gcd(*sizes.values()))
+
+
+def _cut_size(name: str, model: nn.Module, style: Any) -> dict[str, int]:
+    """The size of a parameter that a style cuts, by words for it; {} if it cuts nothing."""
+    module_name, _, leaf = name.rpartition(".")
+    alone = copy.copy(model.get_submodule(module_name))
+    param: Any = alone._parameters[leaf]
+    whole = nn.Parameter(torch.empty(param.shape, device="meta"), requires_grad=False)
+    vars(alone)["_parameters"] = {leaf: whole}
+    style.shard_param(alone, leaf, mesh_without_groups("tensor", 1))
+    cut = Cut.of(alone._parameters[leaf])
+    if cut is None or cut.placements[0].is_replicate():
+        return {}
+    placement: Any = cut.placements[0]
+    size = cut.shape[placement.dim] // getattr(placement, "split_factor", 1)
+    return {f"dimension {placement.dim} of {name}": size}
+
+
+def _refuse_uneven(axis: str, config: ShardConfig, uneven: tuple[str, int], common: int) -> None:
+    asked, beside = (config.tensor, 1) if axis == "tensor" else (config.expert, config.tensor)
+    fitting = [n for n in range(1, common + 1) if common % (n * beside) == 0] or [1]
+    nearest = min(fitting, key=lambda n: abs(n - asked))
+    times = f" (expert {asked} x tensor {beside} ranks divide it)" if beside > 1 else ""
+    raise ConfigError(
+        f"{axis}: expected a divisor of {uneven[1]}, {uneven[0]}; got {asked}{times}. The nearest "
+        f"that divides all that this axis cuts is {nearest}."
+    )

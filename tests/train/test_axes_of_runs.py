@@ -1,0 +1,182 @@
+"""Runs with a tensor or expert axis: losses, models and resumed runs are those of one process.
+
+All runs are in float64, with the same number of sequences in an update.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from fullshard.observe.metrics import read_rows
+from fullshard.planner.plan import Plan
+from support.model_folder import small_config, write_chats, write_model
+from support.text import seeded_text
+
+pytestmark = pytest.mark.timeout(400)
+
+LLAMA = {"model_type": "llama", "num_key_value_heads": 2, "tie_word_embeddings": True}
+MIXTURE = {
+    "model_type": "qwen3_moe",
+    "num_key_value_heads": 2,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "experts_implementation": "eager",  # the grouped matmul has no float64
+}
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+TRAINING = {
+    "max_steps": 4,
+    "train_batch_size": 8,
+    "per_device_eval_batch_size": 5,
+    "max_seq_length": 32,
+    "learning_rate": 2e-2,
+    "lr_scheduler_type": "constant",
+    "eval_steps": 2,
+    "save_steps": 2,
+    "seed": 7,
+}
+
+
+class Runs:
+    """Runs of one model; those of one process are made once."""
+
+    def __init__(self, fullshard: Callable[..., Any], folder: Path) -> None:
+        self.fullshard, self.folder = fullshard, folder
+        (folder / "text.txt").write_text(seeded_text(500))
+        self._alone: dict[str, Path] = {}
+
+    def config(self, model: dict[str, Any]) -> Path:
+        path = self.folder / f"{model['model_type']}.yaml"
+        data = {"path": f"{self.folder}/text.txt", "vocab_size": 300, "validation_fraction": 0.1}
+        sharding, settings = {"master_dtype": "float64"}, {"config": SIZES | model}
+        whole = {"model": settings, "data": data, "sharding": sharding, "training": TRAINING}
+        path.write_text(json.dumps(whole))
+        return path
+
+    def run(self, model: dict[str, Any], name: str, num_ranks: int, *words: str) -> Path:
+        folder = self.folder / f"{model['model_type']}-{name}"
+        ranks = f"launch.num_processes={num_ranks}"
+        done = self.fullshard("train", self.config(model), f"output_dir={folder}", ranks, *words)
+        assert done.exit_code == 0, done.err
+        assert "differs from the one above" not in done.err
+        return folder
+
+    def alone(self, model: dict[str, Any]) -> Path:
+        kind = model["model_type"]
+        if kind not in self._alone:
+            self._alone[kind] = self.run(model, "alone", 1)
+        return self._alone[kind]
+
+
+@pytest.fixture(scope="module")
+def runs(fullshard, tmp_path_factory) -> Runs:
+    return Runs(fullshard, tmp_path_factory.mktemp("axes"))
+
+
+def numbers(folder: Path) -> list[float]:
+    """Losses, norms of gradients and held-out losses, step by step."""
+    rows = list(read_rows(folder / "metrics.jsonl"))
+    return [row[key] for row in rows for key in ("loss", "grad_norm", "eval_loss") if key in row]
+
+
+def assert_same(found: Path, wanted: Path) -> None:
+    assert numbers(found) == pytest.approx(numbers(wanted), rel=1e-10)
+    models = [AutoModelForCausalLM.from_pretrained(f / "model") for f in (found, wanted)]
+    states = [model.state_dict() for model in models]
+    assert states[0].keys() == states[1].keys()
+    for name, value in states[0].items():
+        assert torch.allclose(value, states[1][name], rtol=1e-8, atol=1e-9), name
+
+
+@pytest.mark.parametrize(
+    ("model", "num_ranks", "axes", "mesh"),
+    [
+        (LLAMA, 4, ("tensor=2",), "replicate 1 x shard 2 x tensor 2"),
+        (LLAMA, 4, ("tensor=2", "strategy=no_shard"), "replicate 2 x shard 1 x tensor 2"),
+        (MIXTURE, 2, ("expert=2",), "replicate 1 x shard 1 x expert 2"),
+        (MIXTURE, 4, ("expert=2", "tensor=2"), "replicate 1 x shard 1 x expert 2 x tensor 2"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_a_run_with_other_axes_is_the_run_of_one_process(runs, model, num_ranks, axes, mesh):
+    name = "-".join(axes)
+    found = runs.run(model, name, num_ranks, *(f"sharding.{axis}" for axis in axes))
+    assert_same(found, runs.alone(model))
+    plan = Plan.from_json((found / "plan.json").read_text())
+    assert f"{num_ranks} ranks ({mesh})" in plan.tree()
+    record = json.loads((runs.alone(model) / "run.json").read_text())
+    assert plan.num_parameters == record["planned"]["num_parameters"]
+
+
+def test_a_run_goes_on_over_another_mesh(runs):
+    first = runs.run(MIXTURE, "resumed", 2, "sharding.tensor=2", "max_steps=2")
+    second = runs.run(MIXTURE, "resumed", 4, "sharding.expert=2")
+    assert first == second
+    rows = [row["loss"] for row in read_rows(second / "metrics.jsonl") if "loss" in row]
+    wanted = [
+        row["loss"] for row in read_rows(runs.alone(MIXTURE) / "metrics.jsonl") if "loss" in row
+    ]
+    assert rows == pytest.approx(wanted, rel=1e-10)
+
+
+def test_conversations_of_different_lengths_train_as_in_one_process(runs, tmp_path):
+    text = write_chats(tmp_path / "chat.jsonl", 64)
+    write_model(tmp_path / "base", small_config(num_key_value_heads=2, num_attention_heads=2), text)
+    words = [f"model={tmp_path}/base", f"data.path={tmp_path}/chat.jsonl", "max_length=64"]
+    words += ["master_dtype=float64", "train_batch_size=8", "max_steps=3", "learning_rate=1e-2"]
+    folders = []
+    for name, more in (("one", ["num_processes=1"]), ("two", ["num_processes=2", "tensor=2"])):
+        folders.append(tmp_path / name)
+        done = runs.fullshard("sft", *words, f"output_dir={folders[-1]}", *more)
+        assert done.exit_code == 0, done.err
+    assert_same(folders[1], folders[0])
+
+
+@pytest.mark.parametrize(
+    ("model", "num_ranks", "words", "said"),
+    [
+        (LLAMA, 2, ["expert=2"], "sharding.expert: expected 1 for LlamaForCausalLM, for which"),
+        (
+            LLAMA,
+            4,
+            ["tensor=4"],
+            "sharding.tensor: expected a divisor of 2, num_key_value_heads; "
+            "got 4. The nearest that divides all that this axis cuts is 2.",
+        ),
+        (LLAMA, 3, ["tensor=2"], "sharding.tensor: expected a divisor of 3 (the ranks of a host)"),
+        (LLAMA, 4, ["tensor=2", "shard=3"], "expected a divisor of 2 (4 ranks / tensor 2); got 3"),
+        (MIXTURE, 6, ["expert=3"], "sharding.expert: expected a divisor of 8, dimension 0 of "),
+        (MIXTURE, 8, ["expert=4", "tensor=2", "shard=2"], "(8 ranks / expert 4 / tensor 2); got 2"),
+        (LLAMA, 2, ["tensor=2", "optim=muon"], "muon beside sharding.tensor: 2 is not yet"),
+        (LLAMA, 2, ["tensor=2", "transport=shared"], "shared beside sharding.tensor: 2 is not yet"),
+        (LLAMA, 2, ["tensor=2", "backend=jax"], "tensor: 2 is not yet supported. Use shard"),
+        (LLAMA, 2, ["tensor=2", "lora.r=4"], "lora: beside sharding.tensor: 2 is not yet"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_does_not_fit_is_refused_before_ranks_start(runs, model, num_ranks, words, said):
+    folder = f"output_dir={runs.folder}/refused"
+    done = runs.fullshard(
+        "train",
+        runs.config(model),
+        folder,
+        f"num_processes={num_ranks}",
+        *words,
+        "train_batch_size=24",
+    )
+    assert done.exit_code == 2
+    assert said in done.err
+    assert not (runs.folder / "refused").exists()
