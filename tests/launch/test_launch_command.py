@@ -181,6 +181,7 @@ def test_a_hang_of_a_script_without_fullshard_is_named(launch, tmp_path):
     [
         (["nothing.py"], "SCRIPT: expected a file, got 'nothing.py', which does not exist."),
         (["job"], "SCRIPT: expected a Python file, got 'job'. For a module: -m job."),
+        (["/dev/null"], "SCRIPT: expected a Python file, got '/dev/null'.\n"),
         (["--nnodes", "1:2", "-m", "x"], "--nnodes: expected an integer >= 1, got '1:2'."),
         (["--node-rank", "1", "-m", "x"], "--node-rank: expected 0 to 0, got 1."),
         (["--nnodes", "2", "-m", "x"], "--master-addr, --master-port: expected both"),
