@@ -1,6 +1,8 @@
 """Exported folders open in transformers and in torch's own tools, and give the same logits."""
 
 import json
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -128,3 +130,17 @@ def test_what_cannot_be_exported_says_so_and_leaves_nothing(fullshard, written, 
     assert fullshard(*words, "--max-shard-size", "5 apples").exit_code == 2
     assert fullshard(*words, "--dry-run").exit_code == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config", "full"]
+
+
+def test_an_export_clears_what_a_killed_one_left(fullshard, written, tmp_path):
+    with subprocess.Popen(["true"]) as ended:
+        ended.wait()
+    dead, alive = (tmp_path / f".out.saving-{pid:x}" for pid in (ended.pid, os.getppid()))
+    others = [tmp_path / ".other.saving-1fffff", tmp_path / ".out.saving-0123456789ab"]
+    for left in (dead, alive, *others):
+        left.mkdir()
+        (left / "model.safetensors").write_text("half")
+    done = fullshard("ckpt", "export", written / MODELS[0], tmp_path / "out")
+    assert done.exit_code == 0, done.err
+    assert not dead.exists()
+    assert all(left.exists() for left in (alive, *others))

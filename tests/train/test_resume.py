@@ -243,6 +243,16 @@ def test_dry_run_says_what_a_resume_would_do_or_refuse(
     assert said in done.out + done.err
 
 
+def test_dry_run_names_the_checkpoint_that_a_restart_loads(calm, tmp_path, fullshard):
+    shutil.copytree(calm.parent / "run", tmp_path / "run")
+    state = tmp_path / "run" / "checkpoints" / "step-00000024" / "state.json"
+    state.write_text(state.read_text().replace("{", "[", 1))  # of the same size
+    done = fullshard("train", calm, f"output_dir={tmp_path}/new", "max_steps=26", "--dry-run",
+                     "--resume", tmp_path / "run")  # fmt: skip
+    assert done.exit_code == 0, done.err
+    assert "a new run begins with the model and optimizer of step 16" in done.out + done.err
+
+
 def test_a_run_that_goes_on_keeps_its_tokens_and_reads_its_record(calm, tmp_path, fullshard):
     config = write(tmp_path)
     shutil.copytree(calm.parent / "run", tmp_path / "run")

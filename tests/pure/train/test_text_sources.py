@@ -192,3 +192,12 @@ def test_nothing_of_a_folder_is_left_out_in_silence(tmp_path, monkeypatch, what)
     assert f"got '{place}'" in said
     words = {"link": "a link to nothing", "linked": "a link to a folder", "pipe": "a pipe"}
     assert words.get(what, "Permission denied") in said
+
+
+@pytest.mark.parametrize(("name", "has_effect"), [("a.txt", False), ("a.jsonl", True)])
+def test_a_column_beside_plain_text_is_said_to_have_no_effect(tmp_path, name, has_effect):
+    text = seeded_text(2000)
+    path = write(tmp_path / name, json.dumps({"body": text}) if has_effect else text)
+    made = make_dataset([Source.at(path, text_column="body")], DatasetSettings(8, 0.0, 300), None)
+    said = [note for note in made.facts.notes if "text_column has no effect on" in note]
+    assert bool(said) is not has_effect
