@@ -28,16 +28,16 @@ EXEMPT = ("src/fullshard/compat/",)
 # Packages that share a budget are joined by " + ".
 BUDGETS = {
     "bench": 1_826,
-    "config": 3_706,
-    "cli": 1_889,
+    "config": 3_820,
+    "cli": 1_888,
     "engine + transport": 7_441,
-    "planner + outlook": 4_382,
-    "data + models + recipes + run + verify": 8_221,
+    "planner + outlook": 4_381,
+    "data + models + recipes + run + verify": 8_256,
     "observe + launch": 3_029,
     "compat + integrations": 2_786,
     "xla + jax + xla_state": 2_490,
     "checkpoint + formats": 2_404,
-    "in all": 39_302,
+    "in all": 39_449,
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -78,6 +78,9 @@ def shard(
 ) -> nn.Module:
     """Shard a model in place over the ranks of the default process group.
 
+    With `tensor` or `expert`, a Hugging Face model is cut by transformers' own plans first: ranks
+    of a tensor axis must see the same batch, and an optimizer is made afterwards (docs/mesh.md).
+
     Args:
         model: Whole parameters, equal on all ranks.
         config: A ShardConfig, a mapping of its fields, or None for the defaults.

@@ -158,3 +158,48 @@ def test_faults_are_named_under_other_strategies(ranks, tmp_path, strategy):
         diagnosis = verdict_of(ranks, folder, prepared, fault).diagnosis
         assert diagnosis is not None
         assert diagnosis.kind == fault, diagnosis.says
+
+
+# ---- beside other axes ---------------------------------------------------------------------------
+
+DIVIDED = f"num_key_value_heads: 2, {SMALL}, intermediate_size: 128"
+AXES = {
+    "tensor": (f"{{model_type: llama, {DIVIDED}}}", ["sharding.tensor=2", "num_processes=4"]),
+    "experts": (
+        f"{{model_type: qwen3_moe, {DIVIDED}, moe_intermediate_size: 32, num_experts: 8, "
+        "num_experts_per_tok: 2}",
+        ["sharding.tensor=2", "sharding.expert=4"],
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def divided(tmp_path_factory):
+    """Folders with the reference's results of models that other axes cut, on four ranks."""
+    root, found = tmp_path_factory.mktemp("axes"), {}
+    for name, (model, settings) in AXES.items():
+        MODELS[name] = model
+        found[name] = root / name, prepared_in(root / name, name, None, *settings)
+    run_reference(*(folder for folder, _ in found.values()))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        ("tensor", None),
+        ("experts", None),
+        ("tensor", Fault.SKIPPED_REDUCTION),
+        ("tensor", Fault.WRONG_DIVISOR),
+        ("tensor", Fault.REPEATED_DATA),
+    ],
+)
+def test_other_axes_are_equal_and_their_faults_are_named(ranks, divided, name, fault):
+    folder, prepared = divided[name]
+    assert prepared.job.world_size == 4
+    assert prepared.job.num_batches == 2
+    found = verdict_of(ranks, folder, prepared, fault).diagnosis
+    assert (found and found.kind) == fault
+    if name == "experts":
+        assert prepared.facts()["axes"] == "replicate 1 x shard 1 x expert 2 x tensor 2"
+        assert "expert 2 instead of 4." in prepared.notes

@@ -105,10 +105,9 @@ def _sentence(prepared: PreparedCheck, verdict: Verdict) -> str:
 
 def _print_prepared(prepared: PreparedCheck) -> None:
     facts = prepared.facts()
-    mesh = facts["mesh"]
     print(
         f"{facts['model']}, {facts['num_parameters']:,} parameters, {facts['strategy']}, "
-        f"{facts['world_size']} ranks (replicate {mesh['replicate']} x shard {mesh['shard']}), "
+        f"{facts['world_size']} ranks ({facts['axes']}), "
         f"{facts['num_units']} units, {facts['num_steps']} steps and one after loading"
     )
     if prepared.changes:

@@ -40,7 +40,7 @@ def render_tree(plan: Plan) -> str:
     mesh = plan.mesh
     lines = [
         f"{plan.model_kind}: {plan.num_parameters:,} parameters, {plan.strategy} on "
-        f"{mesh.world_size} ranks ({axes_of(plan)})",
+        f"{mesh.world_size} ranks ({axes_of(mesh, plan.units)})",
         f"dtypes: {contracts(plan)}",
         f"units: {len(plan.units)}, padding {padding(plan):.3%}, prefetch "
         f"{plan.depths.forward} forward, {plan.depths.backward} backward",
@@ -54,10 +54,9 @@ def render_tree(plan: Plan) -> str:
     return "\n".join([*lines, "memory of a rank (state only):", *rows])
 
 
-def axes_of(plan: Plan) -> str:
+def axes_of(mesh: Mesh, units: Iterable[UnitPlan]) -> str:
     """Returns names and sizes of the mesh's axes, without other axes of one rank."""
-    mesh = plan.mesh
-    expert = max((unit.mesh.inner for unit in plan.units), default=mesh.inner) // mesh.inner
+    expert = max((unit.mesh.inner for unit in units), default=mesh.inner) // mesh.inner
     replicate, shard = mesh.replicate, mesh.shard
     if shard % expert == 0:  # dense parameters are sharded over the ranks of the expert axis too
         shard //= expert

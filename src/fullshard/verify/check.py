@@ -44,7 +44,9 @@ from fullshard.models.small import (
     shrunk,
 )
 from fullshard.planner.mesh import row_of
+from fullshard.planner.plan import Plan
 from fullshard.planner.spec import matches
+from fullshard.planner.text import axes_of
 from fullshard.verify.compare import Diagnosis, Row, Sides, diagnose, rows_of
 from fullshard.verify.faults import NEEDS_GATHERS, Fault
 from fullshard.verify.job import EXACT, LOW, SINGLE, Job, Pass, write_batches, write_weights
@@ -53,7 +55,6 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from fullshard.planner.arrays import ArraysPlan
-    from fullshard.planner.plan import Plan
 
 RANK_MODULE = "fullshard.verify.rank"
 REFERENCE = Path(__file__).with_name("reference.py")
@@ -86,12 +87,14 @@ class PreparedCheck:
 
     def facts(self) -> dict[str, Any]:
         """For --json."""
+        mesh = self.plan.mesh
         return {
             "model": self.plan.model_kind,
             "num_parameters": self.plan.num_parameters,
             "strategy": self.plan.strategy,
             "world_size": self.job.world_size,
-            "mesh": {"replicate": self.plan.mesh.replicate, "shard": self.plan.mesh.shard},
+            "mesh": {"replicate": mesh.replicate, "shard": mesh.shard},
+            "axes": axes_of(mesh, self.plan.units if isinstance(self.plan, Plan) else ()),
             "num_units": self.plan.num_units,
             "dtypes": [choice.name for choice in self.job.passes],
             "num_steps": self.job.num_steps,
@@ -150,6 +153,7 @@ def prepare(config: RunConfig, fault: Fault | None) -> PreparedCheck:
         frozen=frozen,
         model_arguments=model_arguments(small.config),
         device="cuda" if torch.cuda.device_count() >= world_size else "cpu",
+        tensor=sharding["tensor"],
         fault=fault,
     )
     plan = fs.plan(model, job.passes[0].sharding, world_size=world_size)
@@ -179,15 +183,24 @@ def _fit_ranks(config: RunConfig, notes: list[str]) -> tuple[dict[str, Any], int
     """The user's sharding on a few local ranks, and how many."""
     asked, sharding = config.launch.world_size, config.sharding
     row = row_of(sharding.strategy)
-    copies = sharding.replicate or (asked or 1) // (sharding.shard or asked or 1)
+    rest = max(1, (asked or 1) // (sharding.tensor * sharding.expert))
+    copies = sharding.replicate or rest // (sharding.shard or rest)
     settings = {key: value for key, value in sharding if key != "poison"}
     settings["replicate"] = settings["shard"] = None
+    settings |= {axis: min(2, getattr(sharding, axis)) for axis in ("tensor", "expert")}
+    others = settings["tensor"] * settings["expert"]
     if not row.shard_params or not (row.hybrid or copies > 1):
-        world_size = asked if asked and 2 <= asked <= MOST_RANKS else 2
+        fits = asked and 2 <= asked <= MOST_RANKS and asked % others == 0
+        world_size = asked if asked and fits else MOST_RANKS if others > 1 else 2
     else:
-        world_size = MOST_RANKS
-        replicate = {sharding.replicate: 1, sharding.shard: MOST_RANKS}.get(1, 2)
-        settings["replicate"], settings["shard"] = replicate, MOST_RANKS // replicate
+        world_size, most = MOST_RANKS, MOST_RANKS // others
+        replicate = {sharding.replicate: 1, sharding.shard: most}.get(1, min(2, most))
+        settings["replicate"], settings["shard"] = replicate, most // replicate
+    notes += [
+        f"{axis} {settings[axis]} instead of {getattr(sharding, axis)}."
+        for axis in ("tensor", "expert")
+        if settings[axis] != getattr(sharding, axis)
+    ]
     if asked not in (None, world_size):
         notes.append(f"{world_size} ranks instead of {asked}.")
     return settings, world_size

@@ -125,8 +125,9 @@ class Sides:
         return found.double() / min(1.0, self.job.max_grad_norm / (norm + 1e-6))
 
     def places(self, step: int, rank: int) -> dict[str, dict[str, Any]]:
-        """The elements of each parameter on a rank: {name: {start, stop, unit}}. On XLA a box
-        [[start, stop], ...], one range per dimension, stands for start and stop.
+        """The elements of each parameter on a rank: {name: {start, stop, unit}}. Of one that other
+        axes cut, spans [[start, stop], ...] stand for start and stop; on XLA a box, one range per
+        dimension.
         """
         models = self.facts[rank]["pieces"]
         return _at(models, int(step == self.job.num_steps), {})
@@ -137,7 +138,7 @@ class Sides:
         place = self.places(step, rank).get(name)
         if whole is None or place is None:
             return None
-        return _elements(whole, place).reshape(-1)
+        return torch.cat([part.reshape(-1) for part in _elements(whole, place)])
 
     def joined(self, step: int, kind: str, name: str) -> torch.Tensor | None:
         """A full parameter or gradient, flat, joined from the ranks' pieces."""
@@ -147,13 +148,17 @@ class Sides:
             if piece is None:
                 return None
             found.append((piece, self.places(step, rank)[name]))
-        boxes = [place.get("box", [(place.get("start"), place.get("stop"))]) for _, place in found]
-        shape = [max(stop for _, stop in spans) for spans in zip(*boxes, strict=True)]
-        whole = torch.zeros(shape, dtype=torch.float64)
+        whole = torch.zeros(self.whole[f"0/parameter/{self._first(name)}"].shape).double()
         for piece, place in found:
-            part = _elements(whole, place)
-            part.copy_(piece.reshape(part.shape))
+            at = 0
+            for part in _elements(whole, place):
+                part.copy_(piece[at : at + part.numel()].reshape(part.shape))
+                at += part.numel()
         return whole.reshape(-1)
+
+    def _first(self, name: str) -> str:
+        """The name under which the reference has a parameter, which may be tied there."""
+        return next((tied[0] for tied in self.numbers["ties"] if name in tied), name)
 
     # ---- comparing
 
@@ -171,7 +176,8 @@ class Sides:
     def _loss_errors(self, step: int) -> Iterator[Difference]:
         for rank, facts in enumerate(self.facts):
             if "losses" in facts:  # losses per rank; XLA's step returns only the mean
-                found, wanted = _at(facts["losses"], step, []), self.numbers["losses"][step][rank]
+                own = self.numbers["losses"][step][rank // self.job.tensor]
+                found, wanted = _at(facts["losses"], step, []), own
                 error = max(
                     (_number_error(_at(found, i, math.nan), loss) for i, loss in enumerate(wanted)),
                     default=0.0,
@@ -200,7 +206,8 @@ class Sides:
                 wanted = self.part(step, what, rank, name)
                 error = self._error(found, wanted, self._scale(key, floor))
                 yield Difference(kind, step, rank, name, error)
-                _elements(covered, place).fill_(True)
+                for part in _elements(covered, place):
+                    part.fill_(True)
             if not covered.all():
                 yield Difference(kind, step, None, name, math.inf)
 
@@ -248,11 +255,12 @@ def rows_of(sides: Sides, differences: list[Difference]) -> list[Row]:
     return rows
 
 
-def _elements(whole: torch.Tensor, place: dict[str, Any]) -> torch.Tensor:
-    """A view of a piece's elements in a full, contiguous tensor."""
+def _elements(whole: torch.Tensor, place: dict[str, Any]) -> list[torch.Tensor]:
+    """Views of a piece's elements, in order, in a full, contiguous tensor."""
     if "box" in place:
-        return whole[tuple(slice(start, stop) for start, stop in place["box"])]
-    return whole.view(-1)[place["start"] : place["stop"]]
+        return [whole[tuple(slice(start, stop) for start, stop in place["box"])]]
+    spans = place.get("spans", [(place.get("start"), place.get("stop"))])
+    return [whole.view(-1)[start:stop] for start, stop in spans or [(0, 0)]]
 
 
 def _at(values: list[Any], index: int, default: Any) -> Any:
@@ -345,16 +353,20 @@ def _look_at_losses(sides: Sides, step: int, first: Sequence[Difference]) -> Dia
     wrong = sorted({d.rank for d in first if d.kind == LOSS and d.rank is not None})
     if not wrong:
         return None
-    wanted = sides.numbers["losses"][step]
+    wanted, tensor = sides.numbers["losses"][step], sides.job.tensor
     for rank in wrong:
         found = sides.facts[rank]["losses"][step] if step < len(sides.facts[rank]["losses"]) else []
         for other, losses in enumerate(wanted):
-            if other != rank and found and _near_list(found, losses, sides.choice.tolerance):
+            if (
+                other != rank // tensor
+                and found
+                and _near_list(found, losses, sides.choice.tolerance)
+            ):
                 return Diagnosis(
                     Fault.REPEATED_DATA,
                     f"Data is repeated: the loss of rank {rank} in step {step + 1} is the one that "
-                    f"rank {other}'s batch gives ({sum(found):.6f}), not its own batch's "
-                    f"({sum(wanted[rank]):.6f}).",
+                    f"rank {other * tensor}'s batch gives ({sum(found):.6f}), not its own batch's "
+                    f"({sum(wanted[rank // tensor]):.6f}).",
                 )
     ranks = "rank " + ", ".join(map(str, wrong))
     if 0 < step < sides.job.num_steps:
@@ -380,12 +392,12 @@ def _look_at_gradients(sides: Sides, step: int, first: Sequence[Difference]) -> 
         return None
     units = sorted({sides.places(step, 0)[n]["unit"] for n in names})
     at = f"of {', '.join(units[:3])}{' ...' if len(units) > 3 else ''} in step {step + 1}"
-    world_size = sides.job.world_size
+    num_batches = sides.job.num_batches
     if all(_is_own(sides, step, name) for name in names):
         return Diagnosis(
             Fault.SKIPPED_REDUCTION,
             f"A reduction was skipped: on every rank the gradients {at} are that rank's own and "
-            f"not the sum over {world_size} ranks.",
+            f"not the sum over {num_batches} ranks.",
         )
     factors = [_factor(sides, step, name) for name in names]
     known = [factor for factor in factors if factor is not None]
@@ -393,7 +405,7 @@ def _look_at_gradients(sides: Sides, step: int, first: Sequence[Difference]) -> 
         return Diagnosis(
             Fault.WRONG_DIVISOR,
             f"A divisor is wrong: the gradients {at} are {known[0]:.6g} times those of one "
-            f"process, on {world_size} ranks.",
+            f"process, on {num_batches} ranks.",
         )
     return None
 
@@ -403,10 +415,10 @@ def _is_own(sides: Sides, step: int, name: str) -> bool:
     near = []
     for rank in range(sides.job.world_size):
         found = sides.piece(step, "gradient", rank, name)
-        own = sides.part(step, f"own/{rank}", rank, name)
+        own = sides.part(step, f"own/{rank // sides.job.tensor}", rank, name)
         if found is None or own is None:
             return False
-        mean = own / sides.job.world_size
+        mean = own / sides.job.num_batches
         near.append(any(_near(found, part, sides.choice.tolerance) for part in (mean, own)))
     return all(near)
 

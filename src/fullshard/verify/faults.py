@@ -90,9 +90,9 @@ class Injection:
         """Called when the data of a step (from 0) is requested."""
         self.step = step
 
-    def source(self, rank: int, world_size: int) -> int:  # noqa: ARG002
-        """The rank whose batches this rank is given."""
-        return rank
+    def source(self, batch: int, num_batches: int) -> int:  # noqa: ARG002
+        """Which batches a rank of `batch` is given."""
+        return batch
 
 
 class _Wrapped:
@@ -142,11 +142,11 @@ class _WrongDivisor(Injection):
 
     def attach(self, model: nn.Module) -> None:
         engine = engine_of(model)
-        world_size = engine.plan.mesh.world_size
+        num_batches = engine.plan.mesh.num_copies
 
         def multiply(outs: Tensors) -> None:
             for out in outs:
-                out.mul_(world_size)
+                out.mul_(num_batches)
 
         def reduce(real: Callable[[Tensors], Any], fulls: Tensors) -> _Landing:
             return _Landing(real(fulls), multiply)
@@ -213,8 +213,8 @@ class _LostTie(Injection):
 class _RepeatedData(Injection):
     """Like a sampler that ignores its rank."""
 
-    def source(self, rank: int, world_size: int) -> int:
-        return 0 if rank == world_size - 1 else rank
+    def source(self, batch: int, num_batches: int) -> int:
+        return 0 if batch == num_batches - 1 else batch
 
 
 def _gathers(unit: Unit) -> bool:

@@ -3,7 +3,7 @@
 job.json              numbers, passes, sharding            both sides
 config.json           the shrunk model's configuration     both
 weights.safetensors   every weight, perturbed              both
-batches.safetensors   STEP.RANK.MICRO.input_ids, .labels   both
+batches.safetensors   STEP.BATCH.MICRO.input_ids, .labels  both
 PASS/reference.*      what one process computed            written by reference.py
 PASS/rank_K.*         what rank K computed                 written by rank.py, or for every device
                                                            by xla.py
@@ -75,7 +75,10 @@ class Pass:
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """Numbers that both sides read; the module's docstring lists the files next to them."""
+    """Numbers that both sides read; the module's docstring lists the files next to them.
+
+    `tensor` neighbouring ranks share a batch: see `Seat`.
+    """
 
     passes: tuple[Pass, ...]
     world_size: int
@@ -83,10 +86,16 @@ class Job:
     frozen: tuple[str, ...]
     model_arguments: dict[str, Any]
     device: str = "cpu"
+    tensor: int = 1
     fault: str | None = None
     num_steps: int = NUM_STEPS
     max_grad_norm: float = MAX_GRAD_NORM
     optimizer: dict[str, float] = dataclasses.field(default_factory=lambda: dict(OPTIMIZER))
+
+    @property
+    def num_batches(self) -> int:
+        """Batches of a micro-batch over all ranks."""
+        return self.world_size // self.tensor
 
     @property
     def told_steps(self) -> tuple[int, ...]:
@@ -96,7 +105,8 @@ class Job:
 
     def write(self, folder: Path) -> None:
         """Writes job.json."""
-        fields = {**dataclasses.asdict(self), "told_steps": self.told_steps}
+        more = {"told_steps": self.told_steps, "num_batches": self.num_batches}
+        fields = {**dataclasses.asdict(self), **more}
         (folder / JOB_FILE).write_text(json.dumps(fields))
 
     @staticmethod
@@ -115,7 +125,7 @@ def write_batches(folder: Path, job: Job, vocab_size: int) -> None:
     batches: dict[str, torch.Tensor] = {}
     shape = (NUM_SEQUENCES, NUM_TOKENS)
     for step in range(job.num_steps + 1):
-        for rank in range(job.world_size):
+        for rank in range(job.num_batches):
             for micro in range(job.num_micro_batches):
                 ids = torch.randint(0, vocab_size, shape, generator=generator)
                 labels = ids.clone()

@@ -7,6 +7,7 @@ is gathered by the engine, because there the gather itself is checked.
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Iterable
 from functools import partial
@@ -22,6 +23,7 @@ import fullshard as fs
 from fullshard.config.schema import ShardConfig
 from fullshard.config.values import LrSchedule
 from fullshard.engine.attributes import tensors_in
+from fullshard.engine.cuts import Cut
 from fullshard.engine.engine import engine_of
 from fullshard.engine.hugging_face import build, read_config
 from fullshard.engine.parameter import ShardedParameter
@@ -134,7 +136,7 @@ class _Training:
     def __init__(self, folder: Path, job: Job, choice: Pass, rank: int) -> None:
         device = torch.device("cuda", rank) if job.device == "cuda" else torch.device("cpu")
         self.folder, self.job, self.choice = folder, job, choice
-        self.seat = Seat(rank, job.world_size, device)
+        self.seat = Seat(rank, job.world_size, device, job.tensor)
         self.batches = load_file(folder / "batches.safetensors")
         self.record = RankResults()
 
@@ -189,7 +191,7 @@ def run_pass(folder: Path, job: Job, choice: Pass, rank: int) -> None:
     results = folder / choice.name
     results.mkdir(exist_ok=True)
     try:
-        source = injection.source(rank, job.world_size)
+        source = injection.source(training.seat.batch, job.num_batches)
         recipe = _Batches(training, source, 0, injection)
         training.run(model, optimizer, recipe, job.num_steps)
         state = fs.full_state_dict(model)
@@ -199,7 +201,7 @@ def run_pass(folder: Path, job: Job, choice: Pass, rank: int) -> None:
         fs.save(results / "checkpoint", model, optimizer)
         model, optimizer = training.build(Injection(), None)
         fs.load(results / "checkpoint", model, optimizer)
-        recipe = _Batches(training, rank, job.num_steps, Injection())
+        recipe = _Batches(training, training.seat.batch, job.num_steps, Injection())
         training.run(model, optimizer, recipe, 1)
     except (DivergedError, CheckpointError) as error:  # on all ranks; missing results are wrong
         training.record.facts["diverged"] = str(error)
@@ -210,8 +212,17 @@ def _piece(param: torch.Tensor) -> dict[str, Any]:
     """The elements of a parameter that this rank has."""
     if not isinstance(param, ShardedParameter):
         return {"start": 0, "stop": param.numel(), "unit": ""}
-    place = fs.sharding(param)
-    return {"start": place.start, "stop": place.stop, "unit": place.unit}
+    place, cut = fs.sharding(param), Cut.of(param)
+    if cut is None:
+        return {"start": place.start, "stop": place.stop, "unit": place.unit}
+    at = cut.local_of(torch.arange(math.prod(cut.shape)).view(cut.shape))
+    return {"spans": _spans(at.reshape(-1)[place.start : place.stop]), "unit": place.unit}
+
+
+def _spans(at: torch.Tensor) -> list[list[int]]:
+    """Ranges of neighbouring elements, from ascending positions."""
+    breaks = (at.diff() != 1).nonzero().reshape(-1) + 1
+    return [[int(run[0]), int(run[-1]) + 1] for run in at.tensor_split(breaks) if run.numel()]
 
 
 def run_passes(folder: Path, rank: int) -> None:

@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def run_pass(folder: Path, job: dict[str, Any], settings: dict[str, Any]) -> None:
-    """Trains as `world_size` ranks would, including the step after saving and loading.
+    """Trains as ranks with `num_batches` batches would, with the step after saving and loading.
 
     Args:
         folder: Folder of the job.
@@ -132,7 +132,7 @@ class _Training:
         with torch.no_grad():
             for name, param in self.params.items():
                 param.copy_(self.masters[name])
-        world_size = self.job["world_size"]
+        num_batches = self.job["num_batches"]
         num_tokens = sum(
             int((labels[:, 1:] != IGNORED).sum())
             for key, labels in self.batches.items()
@@ -140,14 +140,14 @@ class _Training:
         )
         total: Tensors = {}
         losses = []
-        for rank in range(world_size):
-            sums, own = self._play_rank(step, rank, world_size / num_tokens)
+        for rank in range(num_batches):
+            sums, own = self._play_rank(step, rank, num_batches / num_tokens)
             losses.append(sums)
             for name, gradient in own.items():
                 if step in self.job["told_steps"]:
                     self.tensors[f"{step}/own/{rank}/{name}"] = gradient.cpu()
                 total[name] = gradient.clone() if name not in total else total[name] + gradient
-        gradients = {name: gradient / world_size for name, gradient in total.items()}
+        gradients = {name: gradient / num_batches for name, gradient in total.items()}
         self.numbers["losses"].append(losses)
         self.numbers["loss"].append(sum(map(sum, losses)) / num_tokens)
         self.numbers["norm"].append(self._update(step, gradients))

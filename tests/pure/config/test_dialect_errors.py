@@ -23,7 +23,7 @@ FILES = (
     "distributed_type: FSDP\nfsdp_config: {min_num_params: many}\n",
     "distributed_type: FSDP\nfsdp_config: {ignored_modules: 'a(b|c)[0-9]'}\n",
     "distributed_type: FSDP\nfsdp_config: [a]\n",
-    "distributed_type: FSDP\nparallelism_config: {tp_size: 2}\n",
+    "distributed_type: FSDP\nparallelism_config: {cp_size: 2}\n",
     "distributed_type: FSDP\nnum_processes: two\n",
     "distributed_type: FSDP\ndeepspeed_config: {zero_stage: 3}\n",
     "model: x\ntraining:\n  fsdp: full_shard\n  deepspeed: zero3.json\n",
@@ -54,6 +54,11 @@ FILES = (
     "model: {trust_remote_code: yes please}\n",
     "base_model: x\ndatasets: [{type: alpaca}]\n",
     "model_name_or_path: x\nuse_peft: true\nlora_r: 0\n",
+    "parallelism: {pipeline_parallel_degree: 2}\n",
+    "parallelism: {tensor_parallel_degree: 2, expert_parallel_degree: 3}\n",
+    "distributed_config: {fsdp_size: 3, ep_size: 2}\n",
+    "distributed_config: {tp_size: 2, tp_plan: {a: colwise}}\n",
+    "parallelism: {tensor_parallel_degre: 2}\n",
 )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fullshard.config.dialects.deepspeed import home, nvme_path, stage
+from fullshard.config.dialects.mesh import MESH
 from fullshard.config.dialects.rules import (
     Meaning,
     Said,
@@ -153,21 +154,6 @@ FSDP: Table = {
     **each(lost("it concerns XLA's FSDP", False), "xla_fsdp_settings xla_fsdp_grad_ckpt"),
 }
 
-# Mesh sizes, in Accelerate's `parallelism_config` and in axolotl's file.
-MESH: Table = {
-    "dp_replicate_size": to("sharding.replicate", "", -1, 0),
-    "dp_shard_size": to("sharding.shard", "", -1, 0),
-    "tp_size": not_yet("Tensor parallelism comes later", 1),
-    "cp_size": not_yet("Context parallelism comes later", 1),
-    "sp_size": not_yet("Sequence parallelism comes later", 1),
-    "ep_size": not_yet("Expert parallelism comes later", 1),
-    **each(
-        no_effect("it concerns context or sequence parallelism"),
-        "cp_backend cp_comm_strategy sp_backend sp_seq_length sp_seq_length_is_variable",
-        "sp_attn_implementation",
-    ),
-}
-
 # The strategy of each type; None: given by that engine's configuration.
 _DDP = "multi_gpu multi_cpu multi_xpu multi_npu multi_mlu multi_hpu no"
 _TYPES: Mapping[str, str | None] = {
@@ -240,7 +226,7 @@ ACCELERATE: Table = {
     "enable_cpu_affinity": lost("processes are not bound to cores", False),
     **each(lost("the model runs without torch.compile", "no"), "dynamo_backend dynamo_config"),
     "fp8_config": not_yet("Use bf16"),
-    "megatron_lm_config": not_yet("Tensor and pipeline parallelism come later"),
+    "megatron_lm_config": not_yet("Write tp_size into parallelism_config"),
     "mpirun_config": lost("start the command with mpirun itself"),
     "ipex_config": lost("it concerns Intel's extension"),
     **each(

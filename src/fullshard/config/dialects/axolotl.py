@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import cast
 
-from fullshard.config.dialects.accelerate import FSDP, MESH, VERSION
+from fullshard.config.dialects.accelerate import FSDP, VERSION
+from fullshard.config.dialects.mesh import axes
 from fullshard.config.dialects.rules import (
     Meaning,
     Rule,
@@ -130,12 +131,8 @@ AXOLOTL: Table = {
     "fsdp_config": FSDP,
     "fsdp": FLAT["fsdp"],
     "deepspeed": FLAT["deepspeed"],
-    "dp_replicate_size": MESH["dp_replicate_size"],
-    "dp_shard_size": MESH["dp_shard_size"],
-    **each(
-        not_yet("It comes later", 1),
-        "tensor_parallel_size context_parallel_size sequence_parallel_degree expert_parallel_size",
-    ),
+    **axes("dp_replicate_size", "dp_shard_size", "tensor_parallel_size", "expert_parallel_size"),
+    **each(not_yet("Leave it out", 1), "context_parallel_size sequence_parallel_degree"),
     "sample_packing": _packing,
     "eval_sample_packing": no_effect("held-out data is packed as the rest is"),
     "pad_to_sequence_len": no_effect("every sequence has all its tokens"),

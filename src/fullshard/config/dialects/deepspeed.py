@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import cast
 
+from fullshard.config.dialects.mesh import AUTO_EP, AUTO_TP
 from fullshard.config.dialects.rules import (
     HAPPENS,
     Meaning,
@@ -237,6 +238,8 @@ DEEPSPEED: Table = {
         "lower_precision_safe_modules": no_effect("all modules of a unit compute in one dtype"),
     },
     "data_types": {"grad_accum_dtype": lost("gradients are summed in float32", "fp32", "auto")},
+    "tensor_parallel": AUTO_TP,
+    "expert_parallel": AUTO_EP,
     "communication_data_type": to("sharding.reduce_dtype"),
     "seq_parallel_communication_data_type": no_effect("it concerns sequence parallelism"),
     "gradient_allreduce_op": to("sharding.grad_reduction"),
@@ -294,7 +297,6 @@ DEEPSPEED: Table = {
     **each(
         not_yet("Leave it out", False),
         "elasticity compression_training data_efficiency curriculum_learning amp moe pipeline",
-        "progressive_layer_drop sparse_attention tensor_parallel expert_parallel",
-        "sequence_parallel hybrid_engine quantize_training",
+        "progressive_layer_drop sparse_attention sequence_parallel hybrid_engine quantize_training",
     ),
 }

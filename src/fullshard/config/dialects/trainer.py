@@ -11,6 +11,7 @@ from typing import cast
 
 from fullshard.config.dialects.accelerate import FSDP
 from fullshard.config.dialects.deepspeed import DEEPSPEED
+from fullshard.config.dialects.mesh import DISTRIBUTED, MESH
 from fullshard.config.dialects.rules import (
     HAPPENS,
     NOTHING,
@@ -142,6 +143,8 @@ TRAINING: Table = {
     "fsdp_min_num_params": _min_params,
     "fsdp_transformer_layer_cls_to_wrap": to("sharding.wrap", read=lambda name: [name]),
     "deepspeed": {"": file_rule, **DEEPSPEED},
+    "parallelism_config": MESH,
+    "distributed_config": DISTRIBUTED,
     **_LORA,
 }
 

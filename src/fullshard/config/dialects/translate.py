@@ -10,6 +10,7 @@ from typing import Any, cast
 from fullshard.config.dialects.accelerate import ACCELERATE, FSDP
 from fullshard.config.dialects.axolotl import AXOLOTL
 from fullshard.config.dialects.deepspeed import DEEPSPEED
+from fullshard.config.dialects.mesh import TORCHTITAN
 from fullshard.config.dialects.rules import (
     NOTHING,
     Meaning,
@@ -62,6 +63,7 @@ DIALECTS = (
         frozenset({"base_model", "micro_batch_size", "sequence_len", "fsdp_version"}),
         AXOLOTL,
     ),
+    Dialect("torchtitan", frozenset({"parallelism"}), {"parallelism": TORCHTITAN}),
     Dialect("TrainingArguments", FLAT_MARKS, FLAT),
 )
 

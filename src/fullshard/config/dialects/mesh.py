@@ -1,0 +1,166 @@
+"""The axes of a mesh under the names of other tools.
+
+    tool             replicate             shard            tensor           expert
+    transformers     dp_replicate_size     fsdp_size        tp_size          ep_size
+    Accelerate       dp_replicate_size     dp_shard_size    tp_size          ep_size
+    torchtitan       data_parallel_...     data_parallel_.. tensor_par...    expert_parallel_degree
+    DeepSpeed                                               autotp_size      autoep_size
+
+Other tools count the ranks that divide the experts among those of the shard and tensor axes. Here
+they are an axis of their own: of shard 4 x tensor 2 with ep_size 4, it is shard 2 x expert 2 x
+tensor 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from fullshard.config.dialects.rules import (
+    Meaning,
+    Rule,
+    Said,
+    Status,
+    Table,
+    choice,
+    each,
+    flag,
+    lost,
+    mapping_of,
+    no_effect,
+    not_yet,
+    to,
+    translated,
+    unless,
+)
+from fullshard.config.fields import Rejected, to_flag, to_number
+
+_TENSOR_PLAN = "the tensor plan cuts the experts over the same ranks"
+
+
+def _size(value: object) -> int:
+    """A size, or 1 for a value that is none; the key's own rule reports it."""
+    found = to_number(value)
+    return int(found) if found is not None and found >= 1 and found == int(found) else 1
+
+
+def _expert(said: Said, tensor: str, expert: str) -> int:
+    """Our expert axis."""
+    return max(1, _size(said.get(expert)) // _size(said.get(tensor)))
+
+
+def axes(replicate: str, shard: str, tensor: str, expert: str) -> dict[str, Rule]:
+    """Rules for the sizes of four axes under a tool's names."""
+
+    @unless(1)
+    def of_expert(value: object, said: Said) -> Meaning:
+        size, beside = _size(value), _size(said.get(tensor))
+        if beside == 1:
+            return translated({"sharding.expert": value})
+        if size % beside:
+            raise Rejected(f"a multiple of {tensor}, {beside}")
+        if size == beside:
+            return Meaning(Status.NO_EFFECT, _TENSOR_PLAN)
+        return translated({"sharding.expert": size // beside}, f"{expert} / {tensor}")
+
+    @unless(-1, 0)
+    def of_shard(value: object, said: Said) -> Meaning:
+        size, groups = _size(value), _expert(said, tensor, expert)
+        if groups == 1:
+            return translated({"sharding.shard": value})
+        if size % groups:
+            raise Rejected(f"a multiple of {groups}, over whose groups of ranks experts are spread")
+        return translated({"sharding.shard": size // groups}, f"sharding.expert is {groups} of it")
+
+    sizes = {shard: of_shard, tensor: to("sharding.tensor", "", 1), expert: of_expert}
+    return {replicate: to("sharding.replicate", "", -1, 0), **sizes}
+
+
+_CONTEXT = "Leave it out: a sequence is not divided"
+_PIPELINE = "Leave it out: layers are not divided over ranks"
+
+# Accelerate's `parallelism_config`, also in axolotl's file.
+MESH: Table = {
+    **axes("dp_replicate_size", "dp_shard_size", "tp_size", "ep_size"),
+    "cp_size": not_yet(_CONTEXT, 1),
+    "sp_size": not_yet(_CONTEXT, 1),
+    **each(
+        no_effect("it concerns context or sequence parallelism"),
+        "cp_backend cp_comm_strategy sp_backend sp_seq_length sp_seq_length_is_variable",
+        "sp_attn_implementation",
+    ),
+}
+
+# transformers' `distributed_config`.
+DISTRIBUTED: Table = {
+    **axes("dp_replicate_size", "fsdp_size", "tp_size", "ep_size"),
+    "pp_size": not_yet(_PIPELINE, 1),
+    "tp_plan": not_yet("Leave it out: the model's own plan is used", "auto", {}),
+    **each(not_yet("Leave it out: the model's own plan is used", {}), "ep_plan fsdp_plan"),
+    "enable_sequence_parallel": not_yet(_CONTEXT, False),
+    "enable_expert_parallel": not_yet("Write ep_size", False),
+    "ep_implementation": not_yet("Use auto", "auto", "all_to_all"),
+    "fsdp_cpu_offload": flag("sharding.offload", "cpu"),
+    "fsdp_mixed_precision": flag("sharding.param_dtype", "bfloat16"),
+}
+
+_RESHARDS: Mapping[str, object] = {
+    **dict.fromkeys(("default", "always"), "full_shard"),
+    "never": "shard_grad_op",
+}
+
+# torchtitan's `parallelism`.
+TORCHTITAN: Table = {
+    **axes(
+        "data_parallel_replicate_degree",
+        "data_parallel_shard_degree",
+        "tensor_parallel_degree",
+        "expert_parallel_degree",
+    ),
+    "fsdp_reshard_after_forward": choice("sharding.strategy", _RESHARDS),
+    "context_parallel_degree": not_yet(_CONTEXT, 1),
+    "pipeline_parallel_degree": not_yet(_PIPELINE, 1),
+    "expert_tensor_parallel_degree": not_yet("Leave it out: experts are whole", 1),
+    "enable_async_tensor_parallel": lost("exchanges of the tensor axis are not overlapped", False),
+    "disable_loss_parallel": no_effect("the output layer is whole on every rank"),
+    "expert_parallel_comm_backend": no_effect("transformers exchanges the tokens"),
+    **each(
+        no_effect("it concerns pipeline or context parallelism"),
+        "pipeline_parallel_split_points pipeline_parallel_schedule pipeline_parallel_schedule_csv",
+        "pipeline_parallel_layers_per_stage pipeline_parallel_microbatch_size",
+        "pipeline_parallel_first_stage_less_layers pipeline_parallel_last_stage_less_layers",
+        "module_fqns_per_model_part context_parallel_rotate_method context_parallel_load_balancer",
+    ),
+}
+
+
+@unless(1)
+def _autoep(value: object, said: Said) -> Meaning:
+    """DeepSpeed's group of experts; the tensor axis is in another table."""
+    if not to_flag(said.get("enabled", True)):
+        return Meaning(Status.NO_EFFECT, "it is off")
+    tensor = mapping_of(said.get("tensor_parallel"))
+    beside = {"autoep_size": value, "autotp_size": tensor.get("autotp_size")}
+    return axes("", "", "autotp_size", "autoep_size")["autoep_size"](value, beside)
+
+
+_GIVEN = no_effect("transformers' own plan of the model is used")
+
+# DeepSpeed's `tensor_parallel` and `expert_parallel`.
+AUTO_TP: Table = {
+    **each(to("sharding.tensor", "", 0, 1), "autotp_size tp_size"),
+    "tp": {"tp_size": to("sharding.tensor", "", 0, 1), "tp_grain_size": _GIVEN},
+    "enabled": no_effect("autotp_size decides", to_flag),
+    **each(_GIVEN, "preset_model partition_config use_default_specs keep_module_on_host dtype"),
+    "tp_overlap_comm": lost("exchanges of the tensor axis are not overlapped", False),
+}
+AUTO_EP: Table = {
+    "autoep_size": _autoep,
+    "enabled": no_effect("autoep_size decides", to_flag),
+    "use_grouped_mm": no_effect("model.config.experts_implementation decides"),
+    "grouped_mm_backend": no_effect("model.config.experts_implementation decides"),
+    **each(
+        _GIVEN,
+        "preset_model moe_layer_pattern expert_pattern router_pattern expert_w1 expert_w2",
+        "expert_w3",
+    ),
+}
