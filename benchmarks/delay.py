@@ -160,8 +160,8 @@ class DelayTransport:
         self.name, self.rank, self.scratch = inner.name, inner.rank, inner.scratch
         self.axes, self.home, self._mesh = inner.axes, inner.home, mesh
 
-    def fetch(self, fulls: Sequence[torch.Tensor]) -> Fetch:
-        under_way = self.inner.fetch(fulls)
+    def fetch(self, fulls: Sequence[torch.Tensor], unit: str = "") -> Fetch:
+        under_way = self.inner.fetch(fulls, unit)
         if self._mesh.shard == 1:
             return under_way
         return _Late(under_way, self.gathers.send(self._others_bytes(fulls)))

@@ -10,7 +10,6 @@ import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 from typing import Annotated, Any
@@ -19,13 +18,13 @@ import torch
 import typer
 from torch import nn
 from torch.autograd import DeviceType  # pyright: ignore[reportPrivateImportUsage]
-from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
 import fullshard as fs
 from benchmarks.command import JsonFlag, command_line, run_script
 from benchmarks.delay import delayed, wire_of
 from benchmarks.host import OURS, PLAIN, REFERENCE, fake_group
+from benchmarks.llama import LLAMA, TINY, Llama, LlamaBlock, Shape, build
 from fullshard.bench.calibrate import make_idle
 from fullshard.bench.page import Neighbours, Page
 from fullshard.cli.bench import OutFlag, say, show
@@ -61,64 +60,6 @@ METHOD = (
     "whose names speak of copy or cat, of one step under the profiler.",
 )
 NO_GPU = "torch sees no CUDA device here, so nothing was measured. Nobody has run it on one yet."
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Blocks of a model."""
-
-    width: int
-    hidden: int
-    num_heads: int
-    num_kv_heads: int
-    num_blocks: int
-    seq: int
-    batch: int = 1
-
-
-LLAMA = Shape(4096, 14336, 32, 8, num_blocks=8, seq=4096)
-TINY = Shape(64, 96, 4, 2, num_blocks=3, seq=16)
-
-
-class LlamaBlock(nn.Module):
-    """Attention with grouped queries and a gated feed-forward, pre-normalized."""
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        width, head = shape.width, shape.width // shape.num_heads
-        self.heads = shape.num_heads, shape.num_kv_heads, shape.num_kv_heads
-        self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
-        self.q, self.k, self.v = (nn.Linear(width, n * head, bias=False) for n in self.heads)
-        self.o = nn.Linear(width, width, bias=False)
-        self.gate, self.up = (nn.Linear(width, shape.hidden, bias=False) for _ in range(2))
-        self.down = nn.Linear(shape.hidden, width, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Maps (batch, seq, width) to the same shape."""
-        normed, (batch, seq, width) = self.norm1(x), x.shape
-        q, k, v = (
-            linear(normed).view(batch, seq, heads, -1).transpose(1, 2)
-            for linear, heads in zip((self.q, self.k, self.v), self.heads, strict=True)
-        )
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        x = x + self.o(mixed.transpose(1, 2).reshape(batch, seq, width))
-        normed = self.norm2(x)
-        return x + self.down(F.silu(self.gate(normed)) * self.up(normed))
-
-
-class Llama(nn.Sequential):
-    """Blocks alone; forward returns the mean square of what the last one makes."""
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Maps (batch, seq, width) to a scalar."""
-        return super().forward(input).float().square().mean()
-
-
-def build(shape: Shape, device: torch.device) -> Llama:
-    """Builds the blocks in float32 on the device."""
-    torch.manual_seed(0)
-    with device:
-        return Llama(*(LlamaBlock(shape) for _ in range(shape.num_blocks)))
 
 
 def shard_ours(model: Llama, world: int) -> nn.Module:

@@ -1,11 +1,8 @@
 """What every test may use: the standing pool of ranks."""
 
-from __future__ import annotations
-
 import gc
 import os
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import hypothesis
@@ -28,7 +25,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
     filter(None, [f"{sys.path[-1]}/src", sys.path[0], os.environ.get("PYTHONPATH")])
 )
 
-from support.command import Done, call
+from support.command import call
 from support.ranks import RankPools
 
 # A slow machine is no fault, and two runs of one commit shall try the same examples.
@@ -36,13 +33,13 @@ hypothesis.settings.register_profile("fullshard", deadline=None, derandomize=Tru
 hypothesis.settings.load_profile("fullshard")
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish():
     """What imports made stays: collecting garbage need not go through it."""
     gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def _cache(tmp_path_factory):
     """Prepared tokens and calibrations of tests stay out of the user's cache."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
@@ -50,13 +47,13 @@ def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def fullshard(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Done]:
+def fullshard(tmp_path_factory):
     """`fullshard("train", "x.yaml")` runs the command in this process."""
     return lambda *words: call(tmp_path_factory.mktemp("output"), *words)
 
 
 @pytest.fixture(scope="session")
-def ranks(pytestconfig: pytest.Config) -> Iterator[RankPools]:
+def ranks(pytestconfig):
     """`ranks(n)(function, *args)` runs a module-level function on n ranks of a standing pool."""
     filters = [*pytestconfig.getini("filterwarnings"), *(pytestconfig.option.pythonwarnings or [])]
     pools = RankPools(filters or ["error"])

@@ -28,16 +28,16 @@ EXEMPT = ("src/fullshard/compat/",)
 # Packages that share a budget are joined by " + ".
 BUDGETS = {
     "bench": 1_826,
-    "config": 3_808,
-    "cli": 1_890,
-    "engine + transport": 7_248,
-    "planner + outlook": 4_382,
-    "data + models + recipes + run + verify": 8_245,
-    "observe + launch": 3_022,
-    "compat + integrations": 2_777,
+    "config": 3_820,
+    "cli": 1_888,
+    "engine + transport": 7_446,
+    "planner + outlook": 4_411,
+    "data + models + recipes + run + verify": 8_255,
+    "observe + launch": 3_029,
+    "compat + integrations": 2_786,
     "xla + jax + xla_state": 2_490,
-    "checkpoint + formats": 2_391,
-    "in all": 39_205,
+    "checkpoint + formats": 2_404,
+    "in all": 39_483,
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -43,6 +43,7 @@ from fullshard.checkpoint.read import remove, superfluous
 from fullshard.checkpoint.retain import tidy
 from fullshard.checkpoint.values import encode
 from fullshard.engine.engine import Engine, engine_of
+from fullshard.engine.homes import Residence
 from fullshard.engine.owned import OwnedOptimizer
 from fullshard.engine.random_state import random_state
 from fullshard.engine.state import (
@@ -65,6 +66,7 @@ from fullshard.errors import (
     ran_out_of_memory,
 )
 from fullshard.planner.mesh import Mesh
+from fullshard.planner.units import Place
 
 # Names of values that are saved in addition to the caller's.
 RANDOM, EXTRA = "$random", "$extra"
@@ -241,9 +243,8 @@ class _Staging:
         """(numel,), safe to read while the original changes."""
         copy = self._copies.get(key)
         if copy is None or copy.shape != local.shape or copy.dtype is not local.dtype:
-            pinned = local.device.type == "cuda"
-            copy = torch.empty(local.shape, dtype=local.dtype, pin_memory=pinned)
-            self._copies[key] = copy
+            home = Residence.of(Place.HOST, local.device, None)
+            copy = self._copies[key] = home.zeros(local.numel(), local.dtype).view(local.shape)
         copy.copy_(local)
         return copy
 

@@ -1,7 +1,5 @@
 """`fullshard bench calibrate` and `bench time`: what they write and refuse. No times."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

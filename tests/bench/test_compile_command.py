@@ -1,7 +1,5 @@
 """`python -m benchmarks.compile`: blocks of every engine are one graph and compile once."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest
@@ -12,7 +10,7 @@ from benchmarks.compile_rank import measure
 from fullshard.bench.cases import find_case
 
 
-def measured() -> dict:
+def measured():
     torch._dynamo.reset()
     try:
         with warnings.catch_warnings():

@@ -1,7 +1,5 @@
 """What a step copies, seen from outside the engine, is what the layout makes necessary."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -9,24 +7,22 @@ from benchmarks import copies
 from benchmarks.copies_rank import measure
 
 from fullshard.bench.cases import find_case
+from support.ranks import on_ranks
 
 SMALL_SUMS_BYTES = 16_384  # touched bits and squared norms, a step's only other copies
 
 
-def counted(compute: str) -> list[dict]:
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+@on_ranks(2)
+def test_nothing_is_copied_beyond_the_arithmetic(compute):
     case = replace(find_case("tiny"), layers=4, compute=compute)  # more than slots
     job = copies.Job(case, ("fullshard", "fullshard-direct", "fsdp2"))
-    return copies.rows_of(case, measure(job))
-
-
-@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
-def test_nothing_is_copied_beyond_the_arithmetic(ranks, compute):
-    for rows in ranks(2)(counted, compute):
-        shared, direct, fsdp2 = rows
-        for row in (shared, direct):
-            beyond = row["copied_bytes"] - row["arithmetic_bytes"]
-            assert 0 <= beyond <= SMALL_SUMS_BYTES, row
-            assert row["copied_bytes"] < fsdp2["copied_bytes"]
-        assert shared["received_bytes"] == 0 < direct["received_bytes"]
-        # A home copies weights at most once a step, to cast them; parts are placed twice.
-        assert shared["arithmetic_bytes"] < direct["arithmetic_bytes"]
+    rows = copies.rows_of(case, measure(job))
+    shared, direct, fsdp2 = rows
+    for row in (shared, direct):
+        beyond = row["copied_bytes"] - row["arithmetic_bytes"]
+        assert 0 <= beyond <= SMALL_SUMS_BYTES, row
+        assert row["copied_bytes"] < fsdp2["copied_bytes"]
+    assert shared["received_bytes"] == 0 < direct["received_bytes"]
+    # A home copies weights at most once a step, to cast them; parts are placed twice.
+    assert shared["arithmetic_bytes"] < direct["arithmetic_bytes"]

@@ -1,14 +1,12 @@
 """`python -m benchmarks.exact`: what its rows say, and one real case."""
 
-from __future__ import annotations
-
 import pytest
 from benchmarks import exact
 
 from fullshard.errors import FullshardError
 
 
-def found(error: float, *, same: bool = True):
+def found(error, *, same=True):
     errors = {"state_bytes": 1028, "peak": error, "collectives": same}
     return {
         "peak_bytes": {"device": 110, "host": 0, "disk": 0},
@@ -17,7 +15,7 @@ def found(error: float, *, same: bool = True):
     }
 
 
-def page(*errors: float):
+def page(*errors):
     rows = [exact.row_of(case, found(e)) for case, e in zip(exact.CASES, errors, strict=False)]
     return exact.page_of(rows, None, 0.0, "python -m benchmarks.exact")
 

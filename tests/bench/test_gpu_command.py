@@ -1,7 +1,5 @@
 """`python -m benchmarks.gpu`: it runs without a GPU and says that it measured nothing."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """DDP, FSDP2 and fullshard train the same thing on the same text."""
 
-from __future__ import annotations
-
 import math
 import xml.etree.ElementTree as ET
 

@@ -1,7 +1,5 @@
 """What the plan says that a run will hold is what it holds at its peak, by the allocator."""
 
-from __future__ import annotations
-
 from dataclasses import astuple
 
 import pytest
@@ -12,8 +10,7 @@ from benchmarks.memory_rank import live_peak_bytes, measure
 from fullshard.errors import ConfigError
 
 TOLERANCE = 0.03
-QUICK = [
-    MemoryCase("llama", "full_shard", "none"),
+QUICK = [  # a llama: train/test_taught.py
     MemoryCase("gpt2", "shard_grad_op", "block", "bfloat16"),  # tied; weights' gradients in bf16
     MemoryCase("qwen3_moe", "no_shard", "selective", accumulation=2),
 ]

@@ -1,7 +1,5 @@
 """`python -m benchmarks.overlap`: what its rows and its trace say. No times."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """`fullshard bench comm`, `benchmarks.host` and `benchmarks.scale`: rows and refusals. No times."""
 
-from __future__ import annotations
-
 import json
 import xml.etree.ElementTree as ET
 
@@ -14,12 +12,12 @@ from fullshard.errors import ConfigError
 from support import forked
 
 
-def run(name: str, *arguments: str) -> forked.CompletedProcess[str]:
+def run(name, *arguments):
     command = ["fullshard", "bench", name] if name == "comm" else [f"benchmarks.{name}"]
     return forked.module(*command, *arguments)
 
 
-def found_by(tmp_path, name: str, *arguments: str) -> list[dict]:
+def found_by(tmp_path, name, *arguments):
     """The rows of a command, which must be those that it keeps."""
     done = run(name, "--rounds", "3", "--json", "--out", str(tmp_path), *arguments)
     assert done.returncode == 0, done.stderr

@@ -1,13 +1,11 @@
 """Every kind of model that `fullshard bench step` times: ours and FSDP2 train the same."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
 import torch
 
-from fullshard.bench.cases import CASES, PEERS, Case, unfit_of
+from fullshard.bench.cases import CASES, PEERS, unfit_of
 from fullshard.bench.engines import BUILDERS, Experts, Setup, build_model
 from fullshard.bench.step import LOSS_TOLERANCE
 from fullshard.bench.step_rank import Feeder
@@ -19,7 +17,7 @@ TINY = {
 NUM_STEPS = 4
 
 
-def losses_of(case: Case, engine: str) -> list[float]:
+def losses_of(case, engine):
     feeder = Feeder(case, BUILDERS[engine](Setup(case, seed=0, learning_rate=1e-2)))
     return [feeder.mean_loss() for _ in range(NUM_STEPS)]
 

@@ -1,7 +1,5 @@
 """`fullshard bench step` on a tiny model: every engine trains the same, and the JSON says so."""
 
-from __future__ import annotations
-
 import json
 import re
 from functools import partial

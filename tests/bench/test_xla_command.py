@@ -1,7 +1,5 @@
 """`python -m benchmarks.xla`: what its rows say. No times."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 

@@ -1,12 +1,9 @@
 """`fullshard ckpt` sees what is there: every tensor, one flipped byte, the tensor that differs."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +17,7 @@ from support.scripts import Tiny, tokens_of
 POSITION = {"samples_seen": 6, "epoch": 0.5}
 
 
-def write(root: str, steps: int) -> None:
+def write(root, steps):
     """A tied model after 1, 2, ... steps."""
     torch.manual_seed(0)
     model = fs.shard(perturbed(Tiny(tied=True)), wrap=["Block"])
@@ -33,19 +30,19 @@ def write(root: str, steps: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def written(ranks, tmp_path_factory) -> Path:
+def written(ranks, tmp_path_factory):
     root = tmp_path_factory.mktemp("run")
     ranks(2)(write, str(root / "checkpoints"), 3)
     return root
 
 
 @pytest.fixture
-def run_dir(written, tmp_path) -> Path:
+def run_dir(written, tmp_path):
     """A run's folder with three checkpoints that a test may damage."""
     return shutil.copytree(written, tmp_path / "run")
 
 
-def flip(path: Path, at: int) -> None:
+def flip(path, at):
     data = bytearray(path.read_bytes())
     data[at] ^= 1
     path.write_bytes(data)
@@ -156,7 +153,7 @@ def test_diff_compares_a_checkpoint_with_a_hugging_face_folder(fullshard, writte
     assert rows["scale"]["max_abs"] == pytest.approx(0.25, abs=1e-6)
 
 
-def whole(checkpoint: Path, name: str, shape: torch.Size) -> torch.Tensor:
+def whole(checkpoint, name, shape):
     """A tensor from its slices as the format's page says, without our reader."""
     index = json.loads((checkpoint / "index.json").read_text())
     entry = index["tensors"][f"model/{name}"]
@@ -244,7 +241,7 @@ def test_memory_that_runs_out_under_a_limit_is_no_damage(tmp_path, fullshard):
     (big / "config.json").write_text('{"model_type": "llama"}')
     assert fullshard("ckpt", "import", big, whole).exit_code == 0
 
-    def limited(mib: int, *words: object) -> subprocess.CompletedProcess[str]:
+    def limited(mib, *words):
         command = [sys.executable, "-c", LIMITED, str(mib), "ckpt", *map(str, words)]
         return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60)
 

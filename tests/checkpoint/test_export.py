@@ -1,10 +1,9 @@
 """Exported folders open in transformers and in torch's own tools, and give the same logits."""
 
-from __future__ import annotations
-
 import json
+import os
+import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,11 +20,11 @@ MODELS = ["tied llama", "llama", "mixture of experts"]
 TOKENS = torch.arange(14).view(2, 7)
 
 
-def whole(name: str) -> Any:
+def whole(name):
     return CASES[name].build().float()
 
 
-def write(root: str) -> None:
+def write(root):
     """A checkpoint of each model after a step of SGD, and the logits of one process after it."""
     for name in MODELS:
         sharded, one = fs.shard(whole(name)), whole(name)
@@ -40,13 +39,13 @@ def write(root: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def written(ranks, tmp_path_factory) -> Path:
+def written(ranks, tmp_path_factory):
     root = tmp_path_factory.mktemp("checkpoints")
     ranks(2)(write, str(root))
     return root
 
 
-def logits_of(folder: Path, **settings: Any) -> torch.Tensor:
+def logits_of(folder, **settings):
     model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **settings)
     assert not any(info.values()), info
     with torch.no_grad():
@@ -131,3 +130,17 @@ def test_what_cannot_be_exported_says_so_and_leaves_nothing(fullshard, written, 
     assert fullshard(*words, "--max-shard-size", "5 apples").exit_code == 2
     assert fullshard(*words, "--dry-run").exit_code == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config", "full"]
+
+
+def test_an_export_clears_what_a_killed_one_left(fullshard, written, tmp_path):
+    with subprocess.Popen(["true"]) as ended:
+        ended.wait()
+    dead, alive = (tmp_path / f".out.saving-{pid:x}" for pid in (ended.pid, os.getppid()))
+    others = [tmp_path / ".other.saving-1fffff", tmp_path / ".out.saving-0123456789ab"]
+    for left in (dead, alive, *others):
+        left.mkdir()
+        (left / "model.safetensors").write_text("half")
+    done = fullshard("ckpt", "export", written / MODELS[0], tmp_path / "out")
+    assert done.exit_code == 0, done.err
+    assert not dead.exists()
+    assert all(left.exists() for left in (alive, *others))

@@ -1,9 +1,6 @@
 """Folders that this version did not write are reported, and never read, replaced or removed."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,21 +14,21 @@ from fullshard.formats.source import whole_or_nothing
 
 
 @pytest.fixture
-def model() -> nn.Module:
+def model():
     torch.manual_seed(0)
     return fs.shard(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)))
 
 
-def of_later_version(folder: Path) -> None:
+def of_later_version(folder):
     last = folder / "COMPLETE.json"
     last.write_text(json.dumps({**json.loads(last.read_text()), "version": 7}))
 
 
-def of_another_program(folder: Path) -> None:
+def of_another_program(folder):
     (folder / "COMPLETE.json").write_text('{"format": "other", "version": 1}')
 
 
-def with_files_of_others(folder: Path) -> None:
+def with_files_of_others(folder):
     for path in folder.iterdir():
         path.unlink()
     (folder / "model.safetensors").write_text("weights of somebody")
@@ -40,7 +37,7 @@ def with_files_of_others(folder: Path) -> None:
 FOREIGN = (of_later_version, of_another_program, with_files_of_others)
 
 
-def content(folder: Path) -> dict[str, bytes]:
+def content(folder):
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
@@ -119,7 +116,7 @@ def test_what_comes_into_a_users_folder_during_an_export_stays(tmp_path):
     folder = tmp_path / "out"
     folder.mkdir()
 
-    def export() -> None:
+    def export():
         with whole_or_nothing(folder) as aside:
             (aside / "model.safetensors").write_text("ours")
             (folder / "notes.txt").write_text("theirs")

@@ -1,13 +1,10 @@
 """What other tools wrote becomes a checkpoint that computes and trains on as their model did."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import shutil
 import warnings
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -33,31 +30,31 @@ WRITERS = {
 }
 
 
-def tokens(step: int) -> torch.Tensor:
+def tokens(step):
     generator = torch.Generator().manual_seed(step)
     return torch.randint(0, NUM_TOKENS, (4, 5), generator=generator)
 
 
-def train(model: nn.Module, optimizer: Any, steps: range) -> None:
+def train(model, optimizer, steps):
     for step in steps:
         model(tokens(step)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
 
 
-def model_of(seed: int = 0) -> nn.Module:
+def model_of(seed=0):
     torch.manual_seed(seed)
     model = Tiny(tied=False)
     model.scale = nn.Parameter(torch.ones(1))  # FSDP2 takes no parameter without dimensions
     return perturbed(model)
 
 
-def adamw_of(model: nn.Module, lr: float = 1e-2) -> Any:
+def adamw_of(model, lr=1e-2):
     """Without decay: FSDP1 gives an unused parameter a gradient of zeros, others none."""
     return torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
 
 
-def one_process(steps: int) -> tuple[nn.Module, Any]:
+def one_process(steps):
     """The same on one process: all ranks see the same batch."""
     model = model_of()
     optimizer = adamw_of(model)
@@ -65,7 +62,7 @@ def one_process(steps: int) -> tuple[nn.Module, Any]:
     return model, optimizer
 
 
-def write_fsdp2(root: Path) -> None:
+def write_fsdp2(root):
     mesh = init_device_mesh("cpu", (2,))
     model = model_of()
     for block in model.blocks:
@@ -82,7 +79,7 @@ def write_fsdp2(root: Path) -> None:
     save_rank(root / "fsdp2 ranks", state)
 
 
-def write_replicated(root: Path) -> None:
+def write_replicated(root):
     """Ranks 0 and 1 hold the shards, ranks 2 and 3 the same again."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = model_of()
@@ -91,7 +88,7 @@ def write_replicated(root: Path) -> None:
     save_rank(root / "fsdp2 ranks, replicated", model.state_dict())
 
 
-def write_fsdp1(root: Path) -> None:
+def write_fsdp1(root):
     model = FullyShardedDataParallel(
         model_of(), device_id=torch.device("cpu"), use_orig_params=True
     )
@@ -105,32 +102,32 @@ def write_fsdp1(root: Path) -> None:
         torch.save(state, root / "fsdp1 whole" / "pytorch_model_fsdp.bin")
 
 
-def save_rank(folder: Path, state: Any) -> None:
+def save_rank(folder, state):
     folder.mkdir(exist_ok=True)
     world_size, rank = dist.get_world_size(), dist.get_rank()
     torch.save(state, folder / f"model_world_size_{world_size}_rank_{rank}.pt")
 
 
-def write_two(root: str) -> None:
+def write_two(root):
     write_fsdp2(Path(root))
     with warnings.catch_warnings():  # FSDP1 warns of itself in many places
         warnings.simplefilter("ignore")
         write_fsdp1(Path(root))
 
 
-def write_four(root: str) -> None:
+def write_four(root):
     write_replicated(Path(root))
 
 
 @pytest.fixture(scope="module")
-def written(ranks, tmp_path_factory) -> Path:
+def written(ranks, tmp_path_factory):
     root = tmp_path_factory.mktemp("theirs")
     ranks(2)(write_two, str(root))
     ranks(4)(write_four, str(root))
     return root
 
 
-def loaded(checkpoint: Path, optimizer: bool) -> tuple[nn.Module, Any]:
+def loaded(checkpoint, optimizer):
     model = fs.shard(model_of(seed=1))
     adamw = adamw_of(model, lr=7.0)
     fs.load(checkpoint, model, adamw if optimizer else None)
@@ -250,7 +247,7 @@ def test_a_hugging_face_folder_goes_in_and_out_with_the_same_logits(
 
 
 class Evil:
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         return print, ("executed",)
 
 

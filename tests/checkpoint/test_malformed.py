@@ -1,13 +1,11 @@
 """Files from strangers: whatever is in them, a door reads them rightly or raises a typed error."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -32,7 +30,7 @@ from fullshard.formats.ours import write_checkpoint
 Mutate = Callable[[Path, st.DataObject], None]
 
 
-def model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
+def model_and_optimizer():
     torch.manual_seed(0)
     model = fs.shard(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -41,7 +39,7 @@ def model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, optimizer
 
 
-def deepspeed(folder: Path, stage: int) -> None:
+def deepspeed(folder, stage):
     """One rank's files, as DeepSpeed lays them out."""
     (folder / "global_step1").mkdir(parents=True)
     (folder / "latest").write_text("global_step1")
@@ -60,7 +58,7 @@ def deepspeed(folder: Path, stage: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def seeds(tmp_path_factory) -> Path:
+def seeds(tmp_path_factory):
     """A small folder of each kind that a door reads."""
     root = tmp_path_factory.mktemp("seeds")
     model, optimizer = model_and_optimizer()
@@ -88,7 +86,7 @@ def seeds(tmp_path_factory) -> Path:
 KINDS = ("ours", "safetensors", "bin", "ranks", "dcp", "deepspeed2", "deepspeed3")
 
 
-def taken(path: Path) -> dict[str, torch.Tensor]:
+def taken(path):
     """All that a door reads: tensors and the optimizer's states."""
     with open_source(path) as source:
         found = {name: entry.read() for name, entry in source.tensors.items()}
@@ -100,13 +98,13 @@ def taken(path: Path) -> dict[str, torch.Tensor]:
         return {**found, "step": torch.tensor(-1 if source.step is None else source.step)}
 
 
-def imported(path: Path, target: Path) -> None:
+def imported(path, target):
     shutil.rmtree(target, ignore_errors=True)
     with open_source(path) as source:
         write_checkpoint(source, target, lambda _count: None)
 
 
-def loaded(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+def loaded(path, model, optimizer):
     """Step, note, parameters and optimizer states after fs.load."""
     with torch.no_grad():
         for param in model.parameters():
@@ -117,7 +115,7 @@ def loaded(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> li
     return [state["step"], state["note"]["a"], *(v.tolist() for v in values)]
 
 
-def files_in(folder: Path) -> list[Path]:
+def files_in(folder):
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
@@ -128,7 +126,7 @@ JUNK: list[Any] = [
 TENSORS = [torch.zeros(2, 2).to_sparse(), torch.empty(3, device="meta"), torch.zeros(0)]
 
 
-def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+def places(value, at=()):
     """Paths of everything in nested containers."""
     yield at
     items = value.items() if isinstance(value, dict) else ()
@@ -138,7 +136,7 @@ def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
         yield from places(inner, (*at, key))
 
 
-def replaced(value: Any, at: tuple[Any, ...], new: Any) -> Any:
+def replaced(value, at, new):
     """The same with one value replaced; a key is dropped where the new one is raw bytes."""
     if not at:
         return new
@@ -150,7 +148,7 @@ def replaced(value: Any, at: tuple[Any, ...], new: Any) -> Any:
     return value
 
 
-def seal(folder: Path, name: str = "COMPLETE.json") -> None:
+def seal(folder, name="COMPLETE.json"):
     """Let COMPLETE.json say what a file holds now, as somebody who crafts one would."""
     path = folder / "COMPLETE.json"
     table = json.loads(path.read_text())
@@ -161,7 +159,7 @@ def seal(folder: Path, name: str = "COMPLETE.json") -> None:
     path.write_text(json.dumps(table))
 
 
-def change_json(path: Path, data: st.DataObject) -> None:
+def change_json(path, data):
     """One value of a JSON file becomes something else."""
     table = json.loads(path.read_text())
     at = data.draw(st.sampled_from(list(places(table))))
@@ -173,7 +171,7 @@ def change_json(path: Path, data: st.DataObject) -> None:
             seal(path.parent, path.name)
 
 
-def change_pickle(path: Path, data: st.DataObject) -> None:
+def change_pickle(path, data):
     """One value of a file of torch.save becomes something else."""
     table = torch.load(path, weights_only=False)
     at = data.draw(st.sampled_from(list(places(table))))
@@ -181,7 +179,7 @@ def change_pickle(path: Path, data: st.DataObject) -> None:
     torch.save(replaced(table, at, new), path)
 
 
-def change_bytes(path: Path, data: st.DataObject) -> None:
+def change_bytes(path, data):
     """Bytes are flipped, cut off, left out or put in."""
     old = path.read_bytes()
     at = data.draw(st.integers(0, max(len(old) - 1, 0)))
@@ -190,7 +188,7 @@ def change_bytes(path: Path, data: st.DataObject) -> None:
     path.write_bytes(old[:at] + new + old[at + skip :])
 
 
-def change(folder: Path, data: st.DataObject) -> None:
+def change(folder, data):
     path = data.draw(st.sampled_from(files_in(folder)))
     ways: list[Mutate] = [change_bytes]
     if path.suffix == ".json":
@@ -207,7 +205,7 @@ def test_malformed_files_of_every_kind_raise_typed_errors_alone(seeds, tmp_path,
 
     @settings(max_examples=20, database=None)
     @given(st.data())
-    def fuzz(data: st.DataObject) -> None:
+    def fuzz(data):
         folder = shutil.copytree(seeds / kind, tmp_path / str(next(number)))
         change(folder if kind != "ours" else folder / "step-00000007", data)
         for attempt in (
@@ -221,7 +219,7 @@ def test_malformed_files_of_every_kind_raise_typed_errors_alone(seeds, tmp_path,
     fuzz()
 
 
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+def same(one, other):
     return one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
 
 
@@ -234,7 +232,7 @@ def test_any_flipped_bit_is_found_or_changes_nothing(seeds, tmp_path):
 
     @settings(max_examples=60, database=None)
     @given(st.data())
-    def flips(data: st.DataObject) -> None:
+    def flips(data):
         path = data.draw(st.sampled_from(files))
         old = path.read_bytes()
         bit = data.draw(st.integers(0, 8 * len(old) - 1))
@@ -273,12 +271,12 @@ def test_a_flipped_weight_is_found_by_every_command_that_reads_it(
     assert not (tmp_path / "out").exists()
 
 
-def header(table: Any, body: bytes) -> bytes:
+def header(table, body):
     text = json.dumps(table).encode()
     return len(text).to_bytes(8, "little") + text + body
 
 
-def entry(begin: int, end: int, shape: list[int] | None = None, dtype: str = "F32") -> Any:
+def entry(begin, end, shape=None, dtype="F32"):
     shape = [(end - begin) // 4] if shape is None else shape
     return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
 

@@ -1,7 +1,5 @@
 """Saving takes what the plan says beside the shards, loading takes one tensor."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -17,18 +15,18 @@ TENSOR = 4 * WIDE * NARROW
 SLACK = 6 * MIB  # buffers of reads and writes, and what Python makes meanwhile
 
 
-def resident(kind: str) -> int:
+def resident(kind):
     """Bytes of this process: VmRSS now, VmHWM at most since `forget_peak`."""
     status = Path("/proc/self/status").read_text()
     (found,) = re.findall(rf"{kind}:\s+(\d+) kB", status)
     return int(found) << 10
 
 
-def forget_peak() -> None:
+def forget_peak():
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
+def trained():
     """Layers of 8 MiB each, after one update."""
     layers = [nn.Linear(WIDE, NARROW, bias=False) for _ in range(LAYERS)]
     model = fs.shard(nn.ModuleList(layers), wrap=["Linear"])
@@ -40,7 +38,7 @@ def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, optimizer
 
 
-def save_and_measure(folder: Path) -> tuple[int, int]:
+def save_and_measure(folder):
     """What saving took at most beside what was there, and what the plan says."""
     model, optimizer = trained()
     fs.save(folder / "warm", model, optimizer)  # imports, and what is kept for the next save
@@ -51,7 +49,7 @@ def save_and_measure(folder: Path) -> tuple[int, int]:
     return resident("VmHWM") - before, engine_of(model).plan.staging_bytes
 
 
-def load_and_measure(folder: Path) -> int:
+def load_and_measure(folder):
     """What loading took at most beside what is there afterwards."""
     model, optimizer = trained()
     fs.load(folder / "warm", model, optimizer)

@@ -1,11 +1,8 @@
 """What else a model, an optimizer and a caller may hold; what must not be lost or mixed up."""
 
-from __future__ import annotations
-
 import gc
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +17,7 @@ from support.scripts import error_of
 class Odd(nn.Module):
     """Buffers and parameters that lie in odd ways, and a module with a state of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8, bias=False)
@@ -28,27 +25,27 @@ class Odd(nn.Module):
         self.register_buffer("across", torch.arange(12.0).view(3, 4).t())
         self.counter = Counter()
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.second(self.first(x)) + self.free.weight.sum() * 0
 
 
 class Counter(nn.Module):
     seen = 3
 
-    def get_extra_state(self) -> torch.Tensor:
+    def get_extra_state(self):
         return torch.tensor([self.seen, 7])
 
-    def set_extra_state(self, state: torch.Tensor) -> None:
+    def set_extra_state(self, state):
         self.seen = int(state[0])
 
 
-def odd(**config: Any) -> Odd:
+def odd(**config):
     model = Odd()
     fs.shard(model, ignore=["free"], **config)
     return model
 
 
-def restores_all(folder: str) -> None:
+def restores_all(folder):
     model = odd()
     wanted = {
         name: value.clone() for name, value in fs.full_state_dict(model, rank0_only=False).items()
@@ -73,7 +70,7 @@ def test_buffers_ignored_parameters_and_extra_states_come_back(ranks, tmp_path):
 class Blocks(torch.optim.SGD):
     """States that are neither sliced nor scalars: one number a block, and one a rank."""
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure=None):
         super().step(closure)
         for group in self.param_groups:
             for param in group["params"]:
@@ -82,7 +79,7 @@ class Blocks(torch.optim.SGD):
                 self.state[param]["one"] = torch.full((1,), own)
 
 
-def opaque(folder: str) -> list[Any]:
+def opaque(folder):
     model = odd()
     optimizer = Blocks(
         [p for n, p in model.named_parameters() if "free" not in n], lr=0.1, momentum=0.9
@@ -102,7 +99,7 @@ def opaque(folder: str) -> list[Any]:
     return [error_of(lambda: fs.load(folder, other, Blocks(params, lr=0.1, momentum=0.9)))]
 
 
-def opaque_on_three(folder: str) -> str:
+def opaque_on_three(folder):
     model = odd()
     params = [p for n, p in model.named_parameters() if "free" not in n]
     return error_of(lambda: fs.load(folder, model, Blocks(params, lr=0.1, momentum=0.9)))
@@ -116,7 +113,7 @@ def test_states_that_nobody_can_cut_are_each_ranks_own(ranks, tmp_path):
         assert "expected 2 ranks" in said
 
 
-def values(folder: str) -> None:
+def values(folder):
     model = odd()
     state = {"a.b": torch.ones(2), "a": {"b": torch.zeros(2)}}
     mixed = {1: "one", "1": "text", "$rank": 5}
@@ -132,7 +129,7 @@ def test_names_that_look_alike_and_marks_of_our_own_are_kept_apart(ranks, tmp_pa
     ranks(2)(values, str(tmp_path / "c"))
 
 
-def groups(folder: str) -> list[str]:
+def groups(folder):
     model = odd()
     weights, biases = [model.first.weight, model.second.weight], [model.first.bias]
     optimizer = torch.optim.SGD([{"params": weights}, {"params": biases, "lr": 0.5}], lr=0.1)
@@ -158,7 +155,7 @@ def test_an_optimizer_of_another_kind_or_other_groups_changes_nothing(ranks, tmp
     assert "expected the states of Adam; it has SGD" in one[2]
 
 
-def over(folder: str) -> list[str]:
+def over(folder):
     model = odd()
     root = Path(folder)
     fs.save(root / "steps", model, step=1)
@@ -191,7 +188,7 @@ def test_nothing_is_lost_that_is_no_checkpoint(ranks, tmp_path):
     assert (tmp_path / "file").read_text() == "mine"
 
 
-def many(folder: str) -> int:
+def many(folder):
     model = odd()
     for step in (10, 20, 30):
         fs.save(folder, model, step=step)
@@ -210,7 +207,7 @@ def test_pruning_counts_from_the_step_that_was_saved_and_leaves_what_is_not_ours
     assert left == ["05", "20", "30", "40"]
 
 
-def from_meta(folder: str) -> None:
+def from_meta(folder):
     model = odd(strategy="no_shard")
     fs.save(folder, model)
     with torch.device("meta"):
@@ -242,7 +239,7 @@ def test_one_process_without_a_group_saves_and_loads(tmp_path, wait):
 
 
 def test_copies_that_are_saved_from_are_freed_with_their_model(tmp_path):
-    def copies() -> int:
+    def copies():
         """Tensors of the size of a weight."""
         gc.collect()
         return sum(type(o) is torch.Tensor and o.numel() == 31 * 37 for o in gc.get_objects())

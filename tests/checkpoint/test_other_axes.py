@@ -1,6 +1,4 @@
-"""Checkpoints beside tensor parallelism: any mesh reads what any other wrote."""
-
-from __future__ import annotations
+"""Checkpoints beside tensor and expert parallelism: any mesh reads what any other wrote."""
 
 import errno
 from pathlib import Path
@@ -10,13 +8,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import fullshard as fs
 from fullshard import saving
 from fullshard.errors import CheckpointError, EngineError
+from support.experts import mixture_net, spread
 from support.other_axes import LENGTH, WIDTH, cut_net, mesh_of, net, whole_states
+from support.ranks import on_ranks
 from support.scripts import differences
 
 NUM_SAMPLES = 4
@@ -28,16 +28,25 @@ LAYOUTS = {
     2: [(1, 1, 2), (1, 2, 0)],
     4: [(1, 2, 2), (2, 1, 2), (1, 1, 4), (1, 4, 0)],
 }
+# (shard, expert): two ranks have three and two of the five experts, four ranks 2, 2, 1 and none.
+GROUPS = {1: [(1, 0)], 2: [(1, 2), (2, 0)], 4: [(2, 2), (1, 4), (4, 0)]}
 
 
-def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+def optimizer_of(model):
     decayed = [p for p in model.parameters() if p.ndim >= 2]
     others = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": decayed, "weight_decay": 0.3}, {"params": others, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=1e-2)
 
 
-def sharded(axes: tuple[int, int, int], **settings: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+def sharded(axes, **settings):
+    if len(axes) == 2:
+        model = mixture_net()
+        if axes[1]:
+            mesh = init_device_mesh("cpu", axes, mesh_dim_names=("shard", "expert"))
+            spread(model, mesh["expert"])
+        fs.shard(model, poison=True, **settings)
+        return model, optimizer_of(model)
     replicate, shard, tensor = axes
     model = net()
     if tensor:
@@ -49,15 +58,11 @@ def sharded(axes: tuple[int, int, int], **settings: Any) -> tuple[nn.Module, tor
     return model, optimizer_of(model)
 
 
-def train(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    steps: range,
-    axes: tuple[int, int, int] = (1, 1, 0),
-) -> None:
+def train(model, optimizer, steps, axes=(1, 1, 0)):
     """Mean loss over the global batch; the ranks of the tensor axis share one part of it."""
-    num_parts = axes[0] * axes[1]
-    part = dist.get_rank() // max(axes[2], 1) % num_parts if dist.is_initialized() else 0
+    *_, tensor = axes if len(axes) == 3 else (0,)
+    num_parts = axes[0] * (axes[1] or 1)
+    part = dist.get_rank() // max(tensor, 1) % num_parts if dist.is_initialized() else 0
     for step in steps:
         generator = torch.Generator().manual_seed(step)
         batch = torch.randn(NUM_SAMPLES, LENGTH, WIDTH, dtype=torch.float64, generator=generator)
@@ -66,14 +71,14 @@ def train(
         optimizer.zero_grad()
 
 
-def equal(one: dict[str, Any], two: dict[str, Any]) -> list[str]:
+def equal(one, two):
     """Names of tensors that are not bit-equal."""
     assert one.keys() == two.keys()
     return [name for name in one if not torch.equal(one[name], two[name])]
 
 
-def write_all(root: str, offload: str = "none") -> None:
-    for axes in LAYOUTS[dist.get_world_size()]:
+def write_all(root, layouts, offload="none"):
+    for axes in layouts[dist.get_world_size()]:
         model, optimizer = sharded(axes, offload=offload)
         train(model, optimizer, range(NUM_STEPS), axes)
         place = Path(root) / "-".join(map(str, axes))
@@ -89,46 +94,48 @@ def write_all(root: str, offload: str = "none") -> None:
         assert equal(whole_states(again, optimizer), uninterrupted) == []
 
 
-def read_all(root: str) -> int:
-    """Loads each checkpoint under each mesh: the bits that were saved, then one process's steps."""
-    alone = net()
+def read_some(root, layouts):
+    """Loads two checkpoints under each mesh: the bits that were saved, then one process's steps.
+
+    The second next and the third next of all: in other ranks, and in other axes of as many.
+    """
+    every = [axes for some in layouts.values() for axes in some]
+    alone = mixture_net() if len(every[0]) == 2 else net()
     optimizer = optimizer_of(alone)
     train(alone, optimizer, range(2 * NUM_STEPS))
     wanted = {name: value.detach() for name, value in alone.state_dict().items()}
-    places = sorted(path for path in Path(root).iterdir() if path.is_dir())
-    for place in places:
-        for axes in LAYOUTS[dist.get_world_size()]:
-            model, optimizer = sharded(axes)
-            with torch.no_grad():
-                for param in model.parameters():
-                    param.fill_(float("nan"))
-            assert fs.load(place, model, optimizer) == {"step": NUM_STEPS}
-            saved = torch.load(f"{place}.pt", weights_only=True)
-            assert equal(whole_states(model, optimizer), saved) == [], (place.name, axes)
-            train(model, optimizer, range(NUM_STEPS, 2 * NUM_STEPS), axes)
-            found = fs.full_state_dict(model, rank0_only=False)
-            problems = list(differences(found, wanted, 1e-12))
-            assert not problems, f"{place.name} -> {axes}: {problems[0]}"
-    return len(places)
+    pairs = [(axes, at) for axes in layouts[dist.get_world_size()] for at in (2, 3)]
+    for axes, at in pairs:
+        place = Path(root) / "-".join(map(str, every[(every.index(axes) + at) % len(every)]))
+        model, optimizer = sharded(axes)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.fill_(float("nan"))
+        assert fs.load(place, model, optimizer) == {"step": NUM_STEPS}
+        saved = torch.load(f"{place}.pt", weights_only=True)
+        assert equal(whole_states(model, optimizer), saved) == [], (place.name, axes)
+        train(model, optimizer, range(NUM_STEPS, 2 * NUM_STEPS), axes)
+        found = fs.full_state_dict(model, rank0_only=False)
+        problems = list(differences(found, wanted, 1e-12))
+        assert not problems, f"{place.name} -> {axes}: {problems[0]}"
 
 
 @pytest.mark.timeout(400)
-def test_any_mesh_reads_any_others_checkpoint(ranks, tmp_path):
-    for number in LAYOUTS:
-        ranks(number)(write_all, str(tmp_path), timeout=200)
-    written = sum(map(len, LAYOUTS.values()))
-    for number in LAYOUTS:
-        assert ranks(number)(read_all, str(tmp_path), timeout=200) == [written] * number
+@pytest.mark.parametrize("layouts", [LAYOUTS, GROUPS], ids=["tensor", "expert"])
+def test_any_mesh_reads_any_others_checkpoint(ranks, tmp_path, layouts):
+    for body in (write_all, read_some):
+        for number in layouts:
+            ranks(number)(body, str(tmp_path), layouts, timeout=200)
 
 
 def test_offloaded_states_are_saved_and_resumed(ranks, tmp_path):
-    ranks(4)(write_all, str(tmp_path), "cpu", timeout=300)
+    ranks(4)(write_all, str(tmp_path), {4: [(1, 2, 2), (1, 4, 0)]}, "cpu", timeout=300)
 
 
 class Grid(nn.Module):
     """Parameters on two further axes, a and b: cut along both, one or none of them."""
 
-    def __init__(self, number: float = 1.0) -> None:
+    def __init__(self, number=1.0):
         super().__init__()
         sizes = {
             "both": (7, 5),
@@ -142,7 +149,7 @@ class Grid(nn.Module):
             setattr(self, name, nn.Parameter(values.view(size)))
 
 
-def cut_grid(model: Grid, mesh: DeviceMesh) -> None:
+def cut_grid(model, mesh):
     places = {
         "both": (mesh["a", "b"], [Shard(1), Shard(0)]),
         "later": (mesh["a", "b"], [Replicate(), Shard(2)]),
@@ -154,7 +161,7 @@ def cut_grid(model: Grid, mesh: DeviceMesh) -> None:
         setattr(model, name, nn.Parameter(distribute_tensor(whole, axes, placements)))
 
 
-def check_grid(folder: str) -> None:
+def check_grid(folder):
     mesh = DeviceMesh("cpu", [[[0, 2], [1, 3]]], mesh_dim_names=("shard", "a", "b"))
     model, again = Grid(), Grid(0.0)
     for one in (model, again):
@@ -185,7 +192,7 @@ RESTORED = {  # by (saved under, loaded under): whether random states are restor
 }
 
 
-def masks_after(root: str, written: tuple[int, int, int], read: tuple[int, int, int]) -> list[int]:
+def masks_after(root, written, read):
     """Which of the ranks draw the same numbers after a load: the first of each rank's kind."""
     model, optimizer = sharded(written)
     torch.manual_seed(10 + dist.get_rank() // max(written[2], 1))
@@ -207,13 +214,13 @@ def test_ranks_draw_the_same_numbers_only_if_they_share_a_batch(ranks, tmp_path,
     assert ranks(4)(masks_after, str(tmp_path), written, read, timeout=100) == [same] * 4
 
 
-def check_one_rank_fails(root: str) -> None:
+def check_one_rank_fails(root):
     axes = (1, 2, 2)
     model, optimizer = sharded(axes)
     train(model, optimizer, range(1), axes)
     place, real = Path(root) / "saved", saving._range_of
 
-    def fail(held: Any, *args: Any) -> Any:
+    def fail(held, *args):
         if dist.get_rank() == 2 and held.names == ("blocks.1.down.weight", "exp_avg"):
             raise OSError(errno.ENOSPC, "No space left on device", "spilled")
         return real(held, *args)
@@ -233,7 +240,7 @@ def test_a_rank_that_fails_while_ranges_are_gathered_fails_the_save(ranks, tmp_p
     ranks(4)(check_one_rank_fails, str(tmp_path), timeout=60)
 
 
-def check_unreadable_state(root: str) -> None:
+def check_unreadable_state(root):
     axes = (1, 2, 2)
     model, optimizer = sharded(axes)
     train(model, optimizer, range(1), axes)
@@ -250,7 +257,8 @@ def test_a_state_that_one_rank_cannot_read_fails_the_save(ranks, tmp_path):
     ranks(4)(check_unreadable_state, str(tmp_path / "saved"), timeout=60)
 
 
-def check_other_states() -> None:
+@on_ranks(4, timeout=60)
+def test_states_that_one_rank_lacks_fail_the_save():
     axes = (1, 2, 2)
     model, optimizer = sharded(axes)
     train(model, optimizer, range(1), axes)
@@ -258,7 +266,3 @@ def check_other_states() -> None:
         del optimizer.state[model.blocks[0].down.weight]["exp_avg"]
     with pytest.raises(EngineError, match="expected every rank to come here"):
         fs.save("never", model, optimizer)
-
-
-def test_states_that_one_rank_lacks_fail_the_save(ranks):
-    ranks(4)(check_other_states, timeout=60)

@@ -1,7 +1,5 @@
 """States of owners' optimizers: any number of ranks reads what any other wrote."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,12 +25,12 @@ WORLDS: dict[int, list[dict[str, Any]]] = {
 KINDS = ("muon", "adafactor")
 
 
-def whole() -> nn.Module:
+def whole():
     torch.manual_seed(0)
     return perturbed(Tiny(tied=True).double())
 
 
-def optimizers_of(model: nn.Module, kind: str) -> list[Any]:
+def optimizers_of(model, kind):
     """What one process steps one after the other: (factory, parameters)."""
     if kind == "adafactor":
         return [(partial(optim.Adafactor, lr=1e-2), list(model.parameters()))]
@@ -44,7 +42,7 @@ def optimizers_of(model: nn.Module, kind: str) -> list[Any]:
     ]
 
 
-def sharded(kind: str, **config: Any) -> tuple[nn.Module, Any]:
+def sharded(kind, **config):
     model = whole()
     fs.shard(model, poison=True, **config)
     (factory, params), *others = optimizers_of(model, kind)
@@ -52,7 +50,7 @@ def sharded(kind: str, **config: Any) -> tuple[nn.Module, Any]:
     return model, fs.owned(model, factory, params, beside=beside)
 
 
-def train(model: nn.Module, steppers: list[Any], steps: range, ranks: int = 1) -> None:
+def train(model, steppers, steps, ranks=1):
     rank = dist.get_rank() if ranks > 1 else 0
     for step in steps:
         generator = torch.Generator().manual_seed(step)
@@ -65,7 +63,7 @@ def train(model: nn.Module, steppers: list[Any], steps: range, ranks: int = 1) -
         model.zero_grad()
 
 
-def write_all(root: str) -> None:
+def write_all(root):
     """Save, go on, and see that loading into a new one and going on gives the same bits."""
     ranks = dist.get_world_size()
     for number, config in enumerate(WORLDS[ranks]):
@@ -81,7 +79,7 @@ def write_all(root: str) -> None:
             assert not list(differences(found, wanted, 0.0))
 
 
-def read_all(root: str) -> int:
+def read_all(root):
     ranks, count = dist.get_world_size(), 0
     for kind in KINDS:
         alone = whole()
@@ -107,7 +105,7 @@ def test_any_number_of_ranks_goes_on_with_what_any_other_saved(ranks, tmp_path):
         assert ranks(world_size)(read_all, str(tmp_path), timeout=100)[0] == 10 * len(configs)
 
 
-def averages(root: str, world: int) -> None:
+def averages(root, world):
     """An average of the weights lies beside an owner's states, cut as the weights are."""
     model, optimizer = sharded("adafactor")
     average = Average(optimizer, 0.5)
@@ -136,7 +134,7 @@ def test_an_average_of_the_weights_is_cut_anew_beside_them(ranks, tmp_path):
     assert not list(differences(one, other, 0.0))
 
 
-def another_kind(root: str) -> str:
+def another_kind(root):
     model, optimizer = sharded("muon")
     fs.save(root, model, optimizer)
     return error_of(lambda: fs.load(root, *sharded("adafactor")))

@@ -1,7 +1,5 @@
 """What DeepSpeed and Accelerate really write is imported: the numbers that they read themselves."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import sys
@@ -18,7 +16,7 @@ pytestmark = pytest.mark.peers
 SCRIPT = Path(peer_writers.__file__)
 
 
-def written(what: str, folder: Path, tool: str) -> Path:
+def written(what, folder, tool):
     """Two ranks of the tool, each a process."""
     if importlib.util.find_spec(tool) is None:
         pytest.skip(f"{tool} is not installed")
@@ -38,7 +36,7 @@ def written(what: str, folder: Path, tool: str) -> Path:
     return folder / "theirs"
 
 
-def check(fullshard, theirs: Path, folder: Path) -> dict:
+def check(fullshard, theirs, folder):
     """Import, load, compare with what the tool put together itself."""
     done = fullshard("ckpt", "import", theirs, folder / "ours", "--json")
     assert done.exit_code == 0, done.err

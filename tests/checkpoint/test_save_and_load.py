@@ -1,7 +1,5 @@
 """Every number of ranks and every strategy reads what every other wrote, and trains on equally."""
 
-from __future__ import annotations
-
 import math
 import tempfile
 from pathlib import Path
@@ -30,13 +28,13 @@ STRATEGIES = {
 }
 
 
-def batch(step: int) -> torch.Tensor:
+def batch(step):
     """(12, 5): what all ranks together see in a step."""
     generator = torch.Generator().manual_seed(step)
     return torch.randint(0, NUM_TOKENS, (NUM_SAMPLES, 5), generator=generator)
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, ranks: int = 1) -> None:
+def train(model, optimizer, steps, ranks=1):
     """Mean loss over the global batch, cut over the ranks."""
     rank = dist.get_rank() if ranks > 1 else 0
     for step in steps:
@@ -47,7 +45,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, rank
         optimizer.zero_grad()
 
 
-def whole(tied: bool = True) -> tuple[nn.Module, torch.optim.Optimizer]:
+def whole(tied=True):
     torch.manual_seed(0)
     model = perturbed(Tiny(tied=tied).double())
     decayed = [p for p in model.parameters() if p.ndim >= 2]
@@ -56,14 +54,14 @@ def whole(tied: bool = True) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(groups, lr=1e-2)
 
 
-def sharded(strategy: str, ranks: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+def sharded(strategy, ranks):
     model, optimizer = whole()
     mesh: dict[str, Any] = {"replicate": 2, "shard": ranks // 2} if "hybrid" in strategy else {}
     fs.shard(model, strategy=strategy, poison=True, **mesh)
     return model, optimizer
 
 
-def write_all(root: str) -> None:
+def write_all(root):
     ranks = dist.get_world_size()
     for strategy in STRATEGIES[ranks]:
         model, optimizer = sharded(strategy, ranks)
@@ -72,7 +70,7 @@ def write_all(root: str) -> None:
         assert path.name == "step-00000002"
 
 
-def read_all(root: str, every: bool) -> int:
+def read_all(root, every):
     """Load each checkpoint under one strategy or all, train on, compare with one process."""
     model, optimizer = whole()
     train(model, optimizer, range(2 * NUM_STEPS))
@@ -107,26 +105,26 @@ def test_any_ranks_and_strategy_read_any_others_checkpoint(ranks, tmp_path, ever
 
 
 class Noisy(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.inner = Tiny()
         self.dropout = nn.Dropout(0.2)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens):
         return self.dropout(self.inner(tokens))
 
 
-def resumes(folder: str, param_dtype: str | None, wait: bool) -> None:
+def resumes(folder, param_dtype, wait):
     """The bits of the uninterrupted run, dropout and schedule included."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
 
-    def parts() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    def parts():
         torch.manual_seed(0)
         model = fs.shard(perturbed(Noisy()), param_dtype=param_dtype, buffer_dtype=param_dtype)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         return model, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 9)
 
-    def steps(model: nn.Module, optimizer: Any, schedule: Any, over: range) -> None:
+    def steps(model, optimizer, schedule, over):
         for step in over:
             train(model, optimizer, range(step, step + 1), ranks)
             schedule.step()
@@ -157,7 +155,7 @@ def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(ranks, tmp_path, par
     assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["step-00000003"]
 
 
-def staged(strategy: str) -> tuple[int, int]:
+def staged(strategy):
     """Bytes that a background save copies on this rank, and what the plan says at most."""
     model = nn.Sequential(*(nn.Linear(96, 96) for _ in range(4)))  # little padding
     mesh = {"replicate": 2, "shard": 2} if "hybrid" in strategy else {}
@@ -177,7 +175,7 @@ def staged(strategy: str) -> tuple[int, int]:
     return sum(copy.nbytes for copy in copies), staging_bytes(plan_of(model).units, ADAMW)
 
 
-def everyone_says(value: str) -> list[str]:
+def everyone_says(value):
     told = [""] * dist.get_world_size()
     dist.all_gather_object(told, value)
     return told
@@ -194,12 +192,12 @@ def test_what_a_background_save_copies_is_in_the_plan(ranks, strategy):
 def test_states_follow_a_parameter_into_another_master_dtype(tmp_path, dtype):
     """As torch's load_state_dict does; fused kernels take no other."""
 
-    def made(master: str | None = None) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def made(master=None):
         torch.manual_seed(0)
         model = fs.shard(nn.Linear(6, 3), master_dtype=master)
         return model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
 
-    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def step(model, optimizer):
         model(torch.ones(2, 6, dtype=model.weight.dtype)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()

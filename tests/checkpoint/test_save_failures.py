@@ -1,7 +1,5 @@
 """A save that fails, at whatever call: one error on all ranks, the last good one untouched."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -9,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -37,13 +34,13 @@ MANY = 200  # more calls than a save makes
 
 
 @contextmanager
-def at_call(number: int, do: Callable[[str], None]) -> Iterator[list[str]]:
+def at_call(number, do):
     """Let the `number`-th call of the writer to the system meet something; lists the calls."""
     made: list[str] = []
     kept = {name: getattr(os, name) for name in CALLS}
 
-    def wrap(name: str) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
+    def wrap(name):
+        def call(*args, **kwargs):
             made.append(name)
             if len(made) == number:
                 do(name)
@@ -61,25 +58,25 @@ def at_call(number: int, do: Callable[[str], None]) -> Iterator[list[str]]:
             setattr(os, name, function)
 
 
-def disk_full(_name: str) -> None:
+def disk_full(_name):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
+def model_and_optimizer():
     torch.manual_seed(0)
     model = fs.shard(perturbed(Tiny().double()))
     return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
-def weights(model: nn.Module) -> list[torch.Tensor]:
+def weights(model):
     return [p.to_local().clone() for p in model.parameters()]
 
 
-def left_in(folder: Path) -> list[str]:
+def left_in(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def fails_at_every_call(root: str, wait: bool) -> int:
+def fails_at_every_call(root, wait):
     """Each call of each rank meets a full disk once."""
     rank, folder = dist.get_rank(), Path(root) / "steps"
     model, optimizer = model_and_optimizer()
@@ -129,9 +126,7 @@ def test_a_full_disk_at_any_call_is_one_error_on_all_ranks(ranks, tmp_path, wait
     assert found[0] > 25
 
 
-def meet_everywhere(
-    act: Callable[[Path], None], root: Path, seed: Path | None = None
-) -> list[tuple[Path, str]]:
+def meet_everywhere(act, root, seed=None):
     """Do something in one folder after another, each time with a full disk at the next call."""
     found: list[tuple[Path, str]] = []
     for number in range(1, MANY):
@@ -157,7 +152,7 @@ def test_a_full_disk_while_older_steps_are_removed_ends_no_save_that_is_complete
     for step in (1, 2):
         fs.save(tmp_path / "seed", model, optimizer, step=step)
 
-    def save(folder: Path) -> None:
+    def save(folder):
         saving.save(folder, model, optimizer, {}, saving.SaveSettings(step=3, keep=1))
 
     found = meet_everywhere(save, tmp_path / "all", tmp_path / "seed")
@@ -175,7 +170,7 @@ def test_a_full_disk_in_a_door_is_typed_and_leaves_nothing(tmp_path, door):
     model, optimizer = model_and_optimizer()
     fs.save(tmp_path / "ours", model, optimizer, step=1)
 
-    def convert(folder: Path) -> None:
+    def convert(folder):
         with open_source(tmp_path / "ours") as source:
             if door == "import":
                 write_checkpoint(source, folder, lambda _count: None)
@@ -193,12 +188,12 @@ def test_a_full_disk_in_a_door_is_typed_and_leaves_nothing(tmp_path, door):
     assert all(name.isdecimal() for name in left_in(tmp_path / "out"))
 
 
-def interrupted(root: str) -> tuple[str, float]:
+def interrupted(root):
     """Rank 1 is interrupted from the keyboard while it writes."""
     model, optimizer = model_and_optimizer()
     began = time.monotonic()
 
-    def interrupt(_name: str) -> None:
+    def interrupt(_name):
         raise KeyboardInterrupt
 
     with at_call(3 if dist.get_rank() == 1 else 0, interrupt):
@@ -271,7 +266,7 @@ def test_a_process_killed_at_any_call_leaves_a_checkpoint_that_loads(tmp_path, s
     assert ends.strip() == "[False, True]"  # some deaths were before the end, some after
 
 
-def full(folder: str) -> tuple[str, str]:
+def full(folder):
     model, optimizer = model_and_optimizer()
     fs.save(folder, model, optimizer, step=1)
     dist.barrier()
@@ -298,7 +293,7 @@ def test_a_disk_that_is_really_full_is_said_and_the_last_checkpoint_stays(ranks,
         subprocess.run(["umount", "--lazy", tmp_path], check=True)
 
 
-def forget() -> None:
+def forget():
     from fullshard.saving import SAVES
 
     for descriptor in SAVES._claims.values():
@@ -316,7 +311,7 @@ def test_a_copy_without_its_last_file_is_saved_over(tmp_path):
     assert left_in(tmp_path) == [path.name]
 
 
-def read_only(folder: str) -> str:
+def read_only(folder):
     model, _ = model_and_optimizer()
     return error_of(lambda: fs.save(folder, model))
 
@@ -372,7 +367,7 @@ def test_two_runs_cannot_save_steps_into_one_folder(ranks, tmp_path):
     assert left_in(tmp_path) == ["step-00000001"]
 
 
-def save_step(folder: str, step: int) -> str:
+def save_step(folder, step):
     model, _ = model_and_optimizer()
     return error_of(lambda: fs.save(folder, model, step=step))
 
@@ -381,7 +376,7 @@ class Odd:
     pass
 
 
-def unsavable() -> list[str]:
+def unsavable():
     model, optimizer = model_and_optimizer()
     return [
         error_of(lambda: fs.save("x", model, optimizer, thing={"a": [Odd()]})),
@@ -401,7 +396,7 @@ def test_what_only_a_pickle_could_hold_is_refused_by_its_path(ranks, tmp_path, s
 def test_a_background_save_that_lacks_memory_says_so():
     saves = Saves()
 
-    def work() -> None:
+    def work():
         raise MemoryError("cannot allocate memory")
 
     saves.start(work)
@@ -431,7 +426,7 @@ def test_a_reader_whose_checkpoint_is_removed_by_the_run_says_so(tmp_path):
     model, optimizer = model_and_optimizer()
     fs.save(tmp_path, model, optimizer, step=1)
 
-    def read_while_it_goes() -> None:
+    def read_while_it_goes():
         with open_source(tmp_path) as source:
             remove(checkpoints_in(tmp_path))
             next(iter(source.tensors.values())).read()

@@ -1,34 +1,37 @@
 """Running the command line: as a process of its own, and `fullshard plan` in this one."""
 
-from __future__ import annotations
-
 import json
 import os
-import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from fullshard.cli.app import invoke
+from support import forked
+from support.traces import traced_once
 
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _traces():
+    with traced_once():
+        yield
+
+
 @pytest.fixture
-def fullshard() -> Callable[..., subprocess.CompletedProcess[str]]:
+def fullshard():
     """`fullshard("plan", "x.yaml")` runs `python -m fullshard plan x.yaml` in the root folder."""
 
-    def run(*words: str, timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
+    def run(*words, timeout=60.0):
+        return forked.run(
             [sys.executable, "-W", "error", "-m", "fullshard", *words],
             env={**os.environ, "COLUMNS": "100"},
             cwd=ROOT,
             capture_output=True,
             text=True,
             timeout=timeout,
-            check=False,
         )
 
     return run

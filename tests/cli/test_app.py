@@ -1,7 +1,5 @@
 """The frame of the command line: help, version, errors, --json, exit codes."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 import json

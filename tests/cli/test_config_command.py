@@ -1,7 +1,5 @@
 """`fullshard config explain | lint | schema`: what they print, and their exit codes."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import json

@@ -1,7 +1,5 @@
 """What `fullshard distill` is without a configuration file."""
 
-from __future__ import annotations
-
 import pytest
 
 from fullshard.cli.arguments import load

@@ -1,7 +1,5 @@
 """A recipe is a folder and a line of the registry: its command and what it refuses come with it."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

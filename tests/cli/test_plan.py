@@ -1,7 +1,5 @@
 """`fullshard plan` says what a run will hold, without ranks, weights or a GPU."""
 
-from __future__ import annotations
-
 import json
 from importlib.util import find_spec
 

@@ -1,7 +1,5 @@
 """`fullshard plan` says the time of a step where this machine was calibrated."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -88,7 +86,7 @@ def test_recompute_and_more_samples_cost_what_the_trace_says(plan, file):
     assert plain["step_time_s"] < again["step_time_s"] < twice["step_time_s"]
 
 
-def time_of_a_run() -> float | None:
+def time_of_a_run():
     """What `fullshard train` notes as planned."""
     config = load_config(None, [*SMALL]).config
     return view_of(config, model_of(config), Topology(2)).outlook.step_time_s

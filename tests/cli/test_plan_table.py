@@ -1,7 +1,5 @@
 """`fullshard plan --table` predicts runs of anybody's, row by row."""
 
-from __future__ import annotations
-
 import csv
 
 import pytest

@@ -1,15 +1,11 @@
 """The commands and their options are pinned: a new one is a decision, written down beside this."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import typer
 
 from fullshard.cli.app import app
 
 
-def options_of(command: Any, context: Any) -> list[str]:
+def options_of(command, context):
     names = {
         name
         for param in command.get_params(context)
@@ -18,10 +14,10 @@ def options_of(command: Any, context: Any) -> list[str]:
     return sorted(name for name in names if name.startswith("-"))
 
 
-def surface() -> dict[str, list[str]]:
+def surface():
     found: dict[str, list[str]] = {}
 
-    def visit(command: Any, path: tuple[str, ...]) -> None:
+    def visit(command, path):
         context = command.make_context(
             " ".join(path) or "fullshard", ["--help"], resilient_parsing=True
         )

@@ -1,10 +1,7 @@
 """What users do to wrapped models between steps, and from inside of hooks."""
 
-from __future__ import annotations
-
 import copy
 import os
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -16,14 +13,16 @@ import fullshard as fs
 from fullshard.compat.fsdp1 import FullyShardedDataParallel as FSDP
 from fullshard.compat.fsdp1 import MixedPrecision, ModuleWrapPolicy
 from fullshard.errors import ShardedTensorError
+from support.ranks import on_ranks
 
 
-def stack() -> nn.Sequential:
+def stack():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 7))
 
 
-def replaced() -> None:
+@on_ranks(2)
+def test_parameters_are_replaced_by_what_was_made_of_shards():
     reference, model = stack(), FSDP(stack())
     for net in (reference, model.module):
         net[0].weight = nn.Parameter(torch.ones_like(net[0].weight) * 2)
@@ -44,11 +43,8 @@ def replaced() -> None:
             model(x)
 
 
-def test_parameters_are_replaced_by_what_was_made_of_shards(ranks):
-    ranks(2)(replaced)
-
-
-def compared() -> None:
+@on_ranks(2)
+def test_shards_are_compared_and_not_shown_whole_in_backward():
     one, two = FSDP(stack()), FSDP(stack())
     for ours, theirs in zip(one.parameters(), two.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs)
@@ -60,7 +56,7 @@ def compared() -> None:
         torch.isclose(one.module[0].weight, copy.deepcopy(stack()[0].weight))
     out = one(torch.ones(2, 5))
 
-    def hook(_: torch.Tensor) -> None:
+    def hook(_):
         with FSDP.summon_full_params(one):
             pass
 
@@ -69,25 +65,21 @@ def compared() -> None:
         out.sum().backward()
 
 
-def test_shards_are_compared_and_not_shown_whole_in_backward(ranks):
-    ranks(2)(compared)
-
-
 class Tower(nn.Module):
     """Two sharded models in one recomputed part that is not sharded itself."""
 
-    def __init__(self, wrap: Callable[[nn.Module], nn.Module]) -> None:
+    def __init__(self, wrap):
         super().__init__()
         torch.manual_seed(0)
         blocks = [nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5)) for _ in range(2)]
         self.inside = nn.Sequential(*map(wrap, blocks))
         self.head = nn.Linear(5, 1)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.head(checkpoint(self.inside, x, use_reentrant=False))
 
 
-def recomputed() -> None:
+def recomputed():
     linears = ModuleWrapPolicy({nn.Linear})
     plain, model = Tower(lambda block: block), Tower(lambda b: FSDP(b, auto_wrap_policy=linears))
     for step in range(3):
@@ -107,18 +99,19 @@ def test_several_models_in_one_recomputed_part(ranks):
 class Noted(nn.Module):
     """Notes what it computes in."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.line = nn.Linear(5, 5)
         self.register_buffer("shift", torch.ones(5))
         self.seen: list[torch.dtype] = []
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         self.seen += [x.dtype, self.line(x).dtype, self.shift.dtype]
         return self.line(x) + self.shift
 
 
-def evaluated() -> None:
+@on_ranks(2)
+def test_evaluation_in_full_precision_where_the_environment_asks():
     low = torch.bfloat16
     precision = MixedPrecision(param_dtype=low, reduce_dtype=torch.float32, buffer_dtype=low)
     os.environ["FSDP_USE_FULL_PREC_IN_EVAL"] = "1"
@@ -142,11 +135,8 @@ def evaluated() -> None:
     assert net.seen == [low] * 3 + [torch.float32] * 3 + [low] * 3
 
 
-def test_evaluation_in_full_precision_where_the_environment_asks(ranks):
-    ranks(2)(evaluated)
-
-
-def profiled() -> None:
+@on_ranks(2)
+def test_a_profiler_names_gathers_and_reductions():
     """The profiler's tables name gathers and reductions, by unit."""
     for wrap in (
         lambda net: fs.shard(net, wrap=("Linear",), transport="direct"),
@@ -160,7 +150,3 @@ def profiled() -> None:
         assert {"reduce", "accumulate", "settle"} <= kinds, names
         assert "fullshard gather 0" in names or isinstance(model, FSDP), names
         assert "fullshard reduce" in profile.key_averages().table()
-
-
-def test_a_profiler_names_gathers_and_reductions(ranks):
-    ranks(2)(profiled)

@@ -1,35 +1,34 @@
 """Reductions that users bring: `register_comm_hook`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.algorithms._comm_hooks import default_hooks
 from torch.distributed.fsdp import MixedPrecision
 
 from fullshard.compat.fsdp1 import FullyShardedDataParallel as FSDP
 from fullshard.compat.fsdp1 import ModuleWrapPolicy, ShardingStrategy
 from support.compat import TransformerBlock, assert_trains_as_one, build, loss_of
+from support.ranks import on_ranks
 
 BLOCKS = ModuleWrapPolicy({TransformerBlock})
 
 
-def mean_of_part(calls: list[int], full: torch.Tensor, part: torch.Tensor) -> None:
+def mean_of_part(calls, full, part):
     """A reduce-scatter made of an all-reduce."""
     calls.append(full.numel())
     dist.all_reduce(full)
     part.copy_(full.chunk(dist.get_world_size())[dist.get_rank()] / dist.get_world_size())
 
 
-def hooks_reduce() -> None:
+@on_ranks(2)
+def test_a_hook_reduces_in_place_of_the_engine():
     for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP):
         calls: list[int] = []
 
-        def wrap(net: nn.Module, strategy: Any = strategy, calls: Any = calls) -> nn.Module:
+        def wrap(net, strategy=strategy, calls=calls):
             model = FSDP(net, auto_wrap_policy=BLOCKS, sharding_strategy=strategy)
             model.register_comm_hook(calls, mean_of_part)
             return model
@@ -37,7 +36,7 @@ def hooks_reduce() -> None:
         assert_trains_as_one(wrap)
         assert len(calls) == 4 * 4  # steps, units
 
-    def replicas(net: nn.Module) -> nn.Module:
+    def replicas(net):
         model = FSDP(net, sharding_strategy=ShardingStrategy.NO_SHARD)
         state = default_hooks.DefaultState(dist.group.WORLD)
         model.register_comm_hook(state, default_hooks.allreduce_hook)
@@ -46,15 +45,12 @@ def hooks_reduce() -> None:
     assert_trains_as_one(replicas)
 
 
-def test_a_hook_reduces_in_place_of_the_engine(ranks):
-    ranks(2)(hooks_reduce)
-
-
-def dtypes_and_time() -> None:
+@on_ranks(2)
+def test_what_a_hook_is_given():
     """What a hook is given, and that it may replace `.data` and come after the first step."""
     seen: list[Any] = []
 
-    def halves(state: list[Any], full: torch.Tensor, part: torch.Tensor) -> None:
+    def halves(state, full, part):
         state.append((full.dtype, part.dtype, full.numel() // part.numel()))
         full.data = full.data.to(torch.float64)
         mean_of_part([], full, part)
@@ -72,11 +68,8 @@ def dtypes_and_time() -> None:
         assert close.all()
 
 
-def test_what_a_hook_is_given(ranks):
-    ranks(2)(dtypes_and_time)
-
-
-def misuse() -> None:
+@on_ranks(2)
+def test_hooks_that_are_refused():
     model = FSDP(build(), auto_wrap_policy=BLOCKS)
     model.register_comm_hook(None, print)
     assert all(module._comm_hook is print for module in FSDP.fsdp_modules(model))
@@ -89,7 +82,3 @@ def misuse() -> None:
     ]:
         with pytest.raises(kind, match=text):
             module.register_comm_hook(None, hook)
-
-
-def test_hooks_that_are_refused(ranks):
-    ranks(2)(misuse)

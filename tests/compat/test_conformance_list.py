@@ -1,7 +1,5 @@
 """The list of PyTorch's public test functions names tests that exist, and known statuses."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import conformance

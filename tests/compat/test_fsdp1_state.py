@@ -1,7 +1,5 @@
 """FSDP1's state dicts, optimizer twins and whole parameters."""
 
-from __future__ import annotations
-
 import functools
 import warnings
 from pathlib import Path
@@ -33,35 +31,38 @@ from support.compat import (
     train,
     train_alone,
 )
+from support.ranks import on_ranks
 
 BLOCKS = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={TransformerBlock})
 
 
-def rank() -> int:
+def rank():
     return dist.get_rank()
 
 
-def wrapped(strategy: str = "FULL_SHARD", **arguments) -> FSDP:
+def wrapped(strategy="FULL_SHARD", **arguments):
     return FSDP(
         build(**arguments), sharding_strategy=ShardingStrategy[strategy], auto_wrap_policy=BLOCKS
     )
 
 
-def trained(strategy: str = "FULL_SHARD", steps: int = 2, **arguments):
+def trained(strategy="FULL_SHARD", steps=2, **arguments):
     model = wrapped(strategy, **arguments)
     optimizer = adamw(model)
     train(model, steps=steps, optimizer=optimizer)
     return model, optimizer
 
 
-def trained_alone(steps: int = 2, **arguments):
+def trained_alone(steps=2, **arguments):
     model = build(**arguments)
     optimizer = adamw(model)
     train_alone(model, steps=steps, optimizer=optimizer)
     return model, optimizer
 
 
-def full_state(strategy: str, tied: bool) -> None:
+@pytest.mark.parametrize(("strategy", "tied"), [("FULL_SHARD", True), ("NO_SHARD", False)])
+@on_ranks(2)
+def test_the_full_state_dict_is_that_of_one_process(strategy, tied):
     model, _ = trained(strategy, tied=tied)
     wanted = trained_alone(tied=tied)[0].state_dict()
     assert_same_state(model.state_dict(), wanted)  # the default type
@@ -82,12 +83,7 @@ def full_state(strategy: str, tied: bool) -> None:
     assert_same_state(plain.state_dict(), wanted)
 
 
-@pytest.mark.parametrize(("strategy", "tied"), [("FULL_SHARD", True), ("NO_SHARD", False)])
-def test_the_full_state_dict_is_that_of_one_process(ranks, strategy, tied):
-    ranks(2)(full_state, strategy, tied)
-
-
-def resume(kind: str, folder: str, target: str) -> None:
+def resume(kind, folder, target):
     model, optimizer = trained()
     kind_of = StateDictType[kind]
     with FSDP.state_dict_type(model, kind_of):
@@ -122,7 +118,7 @@ def test_resume_from_each_type_gives_the_same_losses(ranks, tmp_path, kind, targ
     ranks(2)(resume, kind, str(tmp_path), target)
 
 
-def settings() -> None:
+def settings():
     model = wrapped()
     assert FSDP.get_state_dict_type(model).state_dict_type is StateDictType.FULL_STATE_DICT
     with FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
@@ -140,7 +136,8 @@ def test_state_dict_settings(ranks):
     ranks(2)(settings)
 
 
-def optimizer_twins() -> None:
+@on_ranks(2)
+def test_optimizer_state_dicts_go_through_every_twin():
     model, optimizer = trained()
     reference, plain = trained_alone()
     names = [name for name, _ in reference.named_parameters()]
@@ -191,11 +188,8 @@ def optimizer_twins() -> None:
         FSDP.optim_state_dict_to_load(model, optimizer, on_zero, load_directly=True)
 
 
-def test_optimizer_state_dicts_go_through_every_twin(ranks):
-    ranks(2)(optimizer_twins)
-
-
-def summon() -> None:
+@on_ranks(2)
+def test_summon_full_params():
     model, _ = trained(steps=1)
     wanted = trained_alone(steps=1)[0]
     with FSDP.summon_full_params(model):
@@ -231,11 +225,8 @@ def summon() -> None:
     train(model, steps=1, first=6)
 
 
-def test_summon_full_params(ranks):
-    ranks(2)(summon)
-
-
-def refused_summons() -> None:
+@on_ranks(2)
+def test_summons_that_are_refused():
     model = wrapped()
     with pytest.raises(NotImplementedError, match="writeback=True and rank0_only=True"):
         with FSDP.summon_full_params(model, rank0_only=True):
@@ -251,7 +242,7 @@ def refused_summons() -> None:
             model.apply(lambda _: None)
     raised = []
 
-    def inside(*_) -> None:
+    def inside(*_):
         try:
             with FSDP.summon_full_params(model):
                 pass
@@ -270,11 +261,7 @@ def refused_summons() -> None:
             pass
 
 
-def test_summons_that_are_refused(ranks):
-    ranks(2)(refused_summons)
-
-
-def save_by_the_engine(folder: str) -> str:
+def save_by_the_engine(folder):
     model, optimizer = trained()[:2]
     with pytest.raises(EngineError) as caught:
         fs.save(folder, model, optimizer)

@@ -1,7 +1,5 @@
 """FSDP1 scripts, only their imports changed: losses are those of one process."""
 
-from __future__ import annotations
-
 import functools
 import warnings
 
@@ -40,15 +38,18 @@ from support.compat import (
     loss_of,
     train_alone,
 )
+from support.ranks import on_ranks
 
 BLOCKS = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={TransformerBlock})
 
 
-def root_clip(model) -> None:
+def root_clip(model):
     model.clip_grad_norm_(MAX_NORM)
 
 
-def every_strategy(name: str) -> None:
+@pytest.mark.parametrize("name", [strategy.name for strategy in ShardingStrategy])
+@on_ranks(2)
+def test_every_strategy_with_and_without_a_policy(name):
     strategy = ShardingStrategy[name]
     model = assert_trains_as_one(
         lambda net: FSDP(
@@ -77,12 +78,8 @@ def every_strategy(name: str) -> None:
     assert_trains_as_one(lambda net: FSDP(net, sharding_strategy=strategy), clip=root_clip)
 
 
-@pytest.mark.parametrize("name", [strategy.name for strategy in ShardingStrategy])
-def test_every_strategy_with_and_without_a_policy(ranks, name):
-    ranks(2)(every_strategy, name)
-
-
-def every_policy() -> None:
+@on_ranks(2)
+def test_every_wrap_policy_trains_as_one_process():
     policies = {
         "size": (functools.partial(size_based_auto_wrap_policy, min_num_params=700), 7),
         "classes": (ModuleWrapPolicy({TransformerBlock, nn.Embedding}), 5),
@@ -110,32 +107,29 @@ def every_policy() -> None:
     assert model.embed.sharding_strategy is ShardingStrategy.FULL_SHARD
 
 
-def test_every_wrap_policy_trains_as_one_process(ranks):
-    ranks(2)(every_policy)
-
-
-def by_hand(net: nn.Module) -> nn.Module:
+def by_hand(net):
     net.layers[0] = FSDP(net.layers[0], sharding_strategy=ShardingStrategy.NO_SHARD)
     net.layers[1] = FSDP(net.layers[1], sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
     net.layers[2] = FSDP(net.layers[2])
     return FSDP(net)
 
 
-def children_alone(net: nn.Module) -> nn.Module:
+def children_alone(net):
     for at, layer in enumerate(net.layers):
         net.layers[at] = FSDP(layer)
     net.embed, net.head = FSDP(net.embed), FSDP(net.head)
     return net
 
 
-def with_wrap(net: nn.Module) -> nn.Module:
+def with_wrap(net):
     with enable_wrap(wrapper_cls=FSDP, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP):
         for at, layer in enumerate(net.layers):
             net.layers[at] = wrap(layer)
         return wrap(net)
 
 
-def wrapped_by_hand() -> None:
+@on_ranks(2)
+def test_wrapping_by_hand_bottom_up_and_without_a_root():
     model = assert_trains_as_one(by_hand, clip=root_clip)
     assert [m.sharding_strategy.name for m in model.layers] == [
         "NO_SHARD",
@@ -150,17 +144,14 @@ def wrapped_by_hand() -> None:
     assert tied.head.weight is tied.embed.weight
 
 
-def test_wrapping_by_hand_bottom_up_and_without_a_root(ranks):
-    ranks(2)(wrapped_by_hand)
-
-
-def recompute_and_offload() -> None:
-    def around(net: nn.Module) -> nn.Module:
+@on_ranks(2)
+def test_activation_checkpointing_acts_in_place_and_offload():
+    def around(net):
         for layer in net.layers:
             checkpoint_wrapper(layer, checkpoint_impl=CheckpointImpl.NO_REENTRANT)  # dropped
         return FSDP(net, auto_wrap_policy=BLOCKS)
 
-    def after(net: nn.Module) -> nn.Module:
+    def after(net):
         model = FSDP(net, auto_wrap_policy=BLOCKS)
         calls: list[int] = []
         model.layers[0].norm.register_forward_hook(lambda *_: calls.append(1))
@@ -180,11 +171,7 @@ def recompute_and_offload() -> None:
     assert_trains_as_one(lambda net: FSDP(net, cpu_offload=offload, auto_wrap_policy=BLOCKS))
 
 
-def test_activation_checkpointing_acts_in_place_and_offload(ranks):
-    ranks(2)(recompute_and_offload)
-
-
-def mixed_precision() -> None:
+def mixed_precision():
     bf16 = torch.bfloat16
     policy = MixedPrecision(param_dtype=bf16, reduce_dtype=torch.float32, buffer_dtype=bf16)
     model = assert_trains_as_one(
@@ -206,7 +193,8 @@ def test_mixed_precision_casts_buffers_only_when_asked(ranks):
     ranks(2)(mixed_precision)
 
 
-def scaled_float16() -> None:
+@on_ranks(2)
+def test_float16_with_the_sharded_scaler_and_a_warning_without():
     half = MixedPrecision(param_dtype=torch.float16, buffer_dtype=torch.float16)
     model = FSDP(build(), mixed_precision=half, auto_wrap_policy=BLOCKS)
     with pytest.warns(UserWarning, match="no gradient scaler"):
@@ -235,11 +223,8 @@ def scaled_float16() -> None:
     assert scaler.get_scale() == 128.0
 
 
-def test_float16_with_the_sharded_scaler_and_a_warning_without(ranks):
-    ranks(2)(scaled_float16)
-
-
-def accumulation() -> None:
+@on_ranks(2)
+def test_no_sync_defers():
     model, reference = FSDP(build(), auto_wrap_policy=BLOCKS), build()
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference)]
     for step in range(2):
@@ -261,11 +246,14 @@ def accumulation() -> None:
         pass
 
 
-def test_no_sync_defers(ranks):
-    ranks(2)(accumulation)
+def _compile(model):
+    for layer in model.layers:
+        layer.compile(backend="aot_eager")
+    return model
 
 
-def compiled() -> None:
+@on_ranks(2)
+def test_compiled_blocks_and_models():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # dynamo looks at attributes that warn
         model = assert_trains_as_one(lambda net: _compile(FSDP(net, auto_wrap_policy=BLOCKS)))
@@ -277,13 +265,3 @@ def compiled() -> None:
         wanted = loss_of(build(), 0, dist.get_rank())
         assert torch.allclose(loss, wanted, atol=1e-6)
         assert all(param.grad is not None for param in net.parameters())
-
-
-def _compile(model: nn.Module) -> nn.Module:
-    for layer in model.layers:
-        layer.compile(backend="aot_eager")
-    return model
-
-
-def test_compiled_blocks_and_models(ranks):
-    ranks(2)(compiled)

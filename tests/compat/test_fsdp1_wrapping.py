@@ -1,7 +1,5 @@
 """What FSDP1's constructor takes, and what it refuses."""
 
-from __future__ import annotations
-
 import functools
 import warnings
 
@@ -26,15 +24,16 @@ from support.compat import (
     train,
     train_alone,
 )
+from support.ranks import on_ranks
 
 BLOCKS = ModuleWrapPolicy({TransformerBlock})
 
 
-def rank() -> int:
+def rank():
     return dist.get_rank()
 
 
-def ignored() -> None:
+def ignored():
     net = build()
     kept = net.layers[1]
     model = FSDP(net, ignored_modules=[kept], auto_wrap_policy=BLOCKS)
@@ -78,7 +77,8 @@ def test_ignored_modules_and_states(ranks):
     ranks(2)(ignored)
 
 
-def first_values() -> None:
+@on_ranks(2)
+def test_first_values_from_rank_0_and_from_meta():
     reference = build()
     wanted = [losses[rank()] for losses in train_alone(build())]
     torch.manual_seed(10 + rank())  # other weights on each rank
@@ -114,11 +114,8 @@ def first_values() -> None:
         FSDP(bare, param_init_fn=3)
 
 
-def test_first_values_from_rank_0_and_from_meta(ranks):
-    ranks(2)(first_values)
-
-
-def meshes() -> None:
+@on_ranks(2)
+def test_process_groups_and_meshes():
     groups = (dist.new_group([rank()]), None)
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
     hybrid = ShardingStrategy.HYBRID_SHARD
@@ -154,21 +151,18 @@ def meshes() -> None:
     assert expert.module.weight.grad.shape == (16, 16)
 
 
-def test_process_groups_and_meshes(ranks):
-    ranks(2)(meshes)
-
-
 class WithNorm(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.up = nn.Linear(4, 4)
         self.norm = nn.BatchNorm1d(4)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.norm(self.up(x))
 
 
-def odd_models() -> None:
+@on_ranks(2)
+def test_models_that_need_care():
     precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     with pytest.warns(UserWarning, match="mixed precision disabled"):
         model = FSDP(
@@ -199,18 +193,15 @@ def odd_models() -> None:
     assert next(name for name, _ in stack.named_parameters()) == "0.weight"
 
 
-def test_models_that_need_care(ranks):
-    ranks(2)(odd_models)
-
-
-def norms() -> None:
+@on_ranks(2)
+def test_clipping_with_any_norm():
     for order in (1.0, 2.0, 3.0, float("inf")):
         reference = build()
         for other in range(2):
             (loss_of(reference, 0, other) / 2).backward()
         wanted = nn.utils.clip_grad_norm_(reference.parameters(), 0.1, order)
 
-        def mixed(net: nn.Module) -> FSDP:
+        def mixed(net):
             net.layers[0] = FSDP(net.layers[0], sharding_strategy=ShardingStrategy.NO_SHARD)
             return FSDP(net)
 
@@ -223,11 +214,8 @@ def norms() -> None:
                     assert torch.allclose(ours.grad, theirs.grad, rtol=1e-4, atol=1e-8)
 
 
-def test_clipping_with_any_norm(ranks):
-    ranks(2)(norms)
-
-
-def hooks() -> None:
+@on_ranks(2)
+def test_hooks_on_modules_and_parameters():
     model = FSDP(build(), auto_wrap_policy=BLOCKS)
     seen: list[str] = []
     weight = model.layers[0].up.weight
@@ -238,23 +226,16 @@ def hooks() -> None:
     assert seen == ["forward", "backward", "ShardedGradient"]
 
 
-def test_hooks_on_modules_and_parameters(ranks):
-    ranks(2)(hooks)
-
-
-def words_for_strategies() -> list[str]:
+@on_ranks(2)
+def test_strategies_are_words_too_and_shards_have_the_names_that_users_know():
     model = FSDP(build(), sharding_strategy="FULL_SHARD", auto_wrap_policy=BLOCKS)
     assert model.sharding_strategy is ShardingStrategy.FULL_SHARD
     with pytest.raises(ConfigError, match=r"sharding_strategy: .*Did you mean 'full_shard'"):
         FSDP(build(), sharding_strategy="FULL_SHRAD")
     loss_of(model, 0, rank()).backward()
-    return [repr(param) for param in model.parameters()]
-
-
-def test_strategies_are_words_too_and_shards_have_the_names_that_users_know(ranks):
-    for texts in ranks(2)(words_for_strategies):
-        assert texts
-        assert not any("_fsdp_wrapped_module" in text for text in texts)
+    texts = [repr(param) for param in model.parameters()]
+    assert texts
+    assert not any("_fsdp_wrapped_module" in text for text in texts)
 
 
 def test_every_name_of_torch_is_there():

@@ -1,8 +1,7 @@
 """torch's FSDP2 calls, only imports changed."""
 
-from __future__ import annotations
-
 import copy
+import warnings
 from unittest.mock import patch
 
 import pytest
@@ -37,25 +36,26 @@ from support.compat import (
     train,
     train_alone,
 )
+from support.ranks import on_ranks
 
 
-def rank() -> int:
+def rank():
     return dist.get_rank()
 
 
-def bottom_up(model: nn.Module, **settings) -> nn.Module:
+def bottom_up(model, **settings):
     for layer in model.layers:
         fully_shard(layer, **settings)
     fully_shard(model, **settings)
     return model
 
 
-def whole(model: nn.Module) -> dict[str, torch.Tensor]:
+def whole(model):
     state = model.state_dict()
     return {k: v.full_tensor() if hasattr(v, "full_tensor") else v for k, v in state.items()}
 
 
-def settings() -> None:
+def settings():
     model = assert_trains_as_one(bottom_up)
     assert type(model).__name__ == "FSDPNet"
     assert isinstance(model.layers[0], FSDPModule)
@@ -86,16 +86,17 @@ def test_fully_shard_bottom_up_with_every_setting(ranks):
 class Recorder(nn.Module):
     """Says which dtypes it sees."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.inner = nn.Linear(4, 4)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         self.seen = (x.dtype, self.inner.weight.dtype)
         return self.inner(x)
 
 
-def precision() -> None:
+@on_ranks(2)
+def test_mixed_precision_is_each_units_own():
     bf16, full = torch.bfloat16, torch.float32
     model = nn.Sequential(Recorder(), Recorder(), Recorder())
     fully_shard(model[0], mp_policy=MixedPrecisionPolicy(bf16, output_dtype=full))
@@ -111,11 +112,8 @@ def precision() -> None:
     assert_trains_as_one(lambda net: bottom_up(net.float(), mp_policy=casts), tolerance=0.05)
 
 
-def test_mixed_precision_is_each_units_own(ranks):
-    ranks(2)(precision)
-
-
-def from_meta() -> None:
+@on_ranks(2)
+def test_meta_init_and_state_dicts_as_torchtitan_has_them():
     """As torchtitan does."""
     reference = build()
     with torch.device("meta"):
@@ -151,11 +149,8 @@ def from_meta() -> None:
     other.load_state_dict(model.state_dict())  # DTensors
 
 
-def test_meta_init_and_state_dicts_as_torchtitan_has_them(ranks):
-    ranks(2)(from_meta)
-
-
-def accumulation() -> None:
+@on_ranks(2)
+def test_gradient_sync_setters():
     model, reference = bottom_up(build()), build()
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference)]
     for step in range(2):
@@ -177,20 +172,31 @@ def accumulation() -> None:
             optimizer.step()
             optimizer.zero_grad()
     assert_same_state(whole(model), reference.state_dict())
-    model.set_gradient_divide_factor(1.0)
-    loss_of(model, 5, rank()).backward()
-    grad = model.head.bias.grad.full_tensor().clone()
-    model.zero_grad()
-    model.set_gradient_divide_factor(4.0)
-    loss_of(model, 5, rank()).backward()
-    assert torch.allclose(grad, 4.0 * model.head.bias.grad.full_tensor(), rtol=1e-5)
 
 
-def test_gradient_sync_setters(ranks):
-    ranks(2)(accumulation)
+def divisors() -> None:
+    """A factor is that of one call of fully_shard, as with torch's own; layers 1 and 2 are one."""
+    found = []
+    warnings.simplefilter("ignore")  # torch's, of a view that the model returns
+    for wrap in (fully_shard, torch.distributed.fsdp.fully_shard):
+        model = build().double()  # gloo has no premultiplied sums, which torch takes in float32
+        wrap(model.layers[0])
+        wrap([model.layers[1], model.layers[2]])
+        wrap(model)
+        model.layers[0].set_gradient_divide_factor(8.0)
+        loss_of(model, 5, rank()).backward()
+        model.layers[1].set_gradient_divide_factor(3.0)
+        loss_of(model, 6, rank()).backward()
+        found.append({n: p.grad.full_tensor() for n, p in model.named_parameters()})
+    assert_same_state(*found)
 
 
-def between_steps() -> None:
+def test_a_divisor_is_that_of_its_own_unit(ranks):
+    ranks(2)(divisors)
+
+
+@on_ranks(2)
+def test_changes_between_steps_are_adopted():
     """What users change between steps is taken over: see compat/recut.py."""
     model, reference = bottom_up(build()), build()
     wanted = [losses[rank()] for losses in train_alone(reference, steps=1)]
@@ -225,23 +231,20 @@ def between_steps() -> None:
         assert torch.allclose(param.grad.full_tensor(), theirs, atol=1e-6), name
 
 
-def test_changes_between_steps_are_adopted(ranks):
-    ranks(2)(between_steps)
-
-
 class TwoMethods(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.a = nn.Linear(4, 4)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.a(x)
 
-    def encode(self, x: torch.Tensor, scale: float) -> torch.Tensor:
+    def encode(self, x, scale):
         return scale * self.a(x)
 
 
-def surface() -> None:
+@on_ranks(2)
+def test_methods_of_modules():
     torch.manual_seed(0)
     model = TwoMethods()
     plain = copy.deepcopy(model)
@@ -272,18 +275,32 @@ def surface() -> None:
     assert kept[1].weight.shape == (4, 4)
 
 
-def test_methods_of_modules(ranks):
-    ranks(2)(surface)
+def _reshard(value):
+    fully_shard(nn.Linear(2, 2), reshard_after_forward=value)
 
 
-def refusals() -> None:
+def _axes(**dims):
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp_shard", "tp"))
+    fully_shard(Net(), mesh=mesh, dp_mesh_dims=DataParallelMeshDims(**dims))
+
+
+def _place(dim):
+    fully_shard(nn.Linear(2, 2), shard_placement_fn=lambda _: Shard(dim))
+
+
+def _prefetch(line):
+    line.set_modules_to_forward_prefetch([nn.Linear(2, 2)])
+
+
+@on_ranks(2)
+def test_what_is_refused():
     class Scalar(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.scale = nn.Parameter(torch.tensor(1.0))
 
     class Strided(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.weight = nn.Parameter(torch.ones(3, 5).t())
 
@@ -316,38 +333,18 @@ def refusals() -> None:
     assert fully_shard.state(nn.Linear(2, 2)) is None
 
 
-def _reshard(value) -> None:
-    fully_shard(nn.Linear(2, 2), reshard_after_forward=value)
-
-
-def _axes(**dims: str) -> None:
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp_shard", "tp"))
-    fully_shard(Net(), mesh=mesh, dp_mesh_dims=DataParallelMeshDims(**dims))
-
-
-def _place(dim: int) -> None:
-    fully_shard(nn.Linear(2, 2), shard_placement_fn=lambda _: Shard(dim))
-
-
-def _prefetch(line) -> None:
-    line.set_modules_to_forward_prefetch([nn.Linear(2, 2)])
-
-
-def test_what_is_refused(ranks):
-    ranks(2)(refusals)
-
-
 class Optimized:
     """An event of a stream that runs the optimizer, as torch.cuda.Event has it."""
 
-    def __init__(self, log: list[str]) -> None:
+    def __init__(self, log):
         self.log = log
 
-    def wait(self) -> None:
+    def wait(self):
         self.log.append("waited")
 
 
-def an_event() -> None:
+@on_ranks(2)
+def test_the_next_forward_waits_for_the_optimizers_event():
     model = bottom_up(build())
     log: list[str] = []
     batch = torch.ones(2, 8, dtype=torch.int64)
@@ -360,7 +357,3 @@ def an_event() -> None:
         assert log[:2] == ["waited", "begins"]
         model(batch)
     assert log.count("waited") == 1
-
-
-def test_the_next_forward_waits_for_the_optimizers_event(ranks):
-    ranks(2)(an_event)

@@ -1,7 +1,5 @@
 """FSDP2 behind a configuration, and the rule of thumb for memory."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -22,9 +20,11 @@ from fullshard.compat.fsdp2 import (
 )
 from fullshard.planner.mesh import ROWS
 from support.compat import adamw, assert_trains_as_one, build, train
+from support.ranks import on_ranks
 
 
-def every_strategy() -> None:
+@on_ranks(2)
+def test_every_strategy_and_policy():
     for name in ("full", "shard_grad_op", "hybrid_full", "no_shard"):
         config = FSDP2Config(sharding_strategy=name, backward_prefetch="post", cpu_offload=False)
         model = assert_trains_as_one(lambda net, c=config: wrap_model_fsdp2(net, c))
@@ -41,14 +41,11 @@ def every_strategy() -> None:
     assert not isinstance(model.layers[0], FSDPModule)
 
 
-def test_every_strategy_and_policy(ranks):
-    ranks(2)(every_strategy)
-
-
-def by_hand() -> None:
+@on_ranks(2)
+def test_parts_by_hand_with_other_strategies():
     """Parts first, each with a strategy of its own."""
 
-    def wrap(net: nn.Module) -> nn.Module:
+    def wrap(net):
         none = FSDP2Config(sharding_strategy="no_shard", auto_wrap_policy=None)
         wrap_model_fsdp2(net.layers[0], none)
         wrap_model_fsdp2(net.layers[1], FSDP2Config(sharding_strategy="shard_grad_op"))
@@ -63,11 +60,8 @@ def by_hand() -> None:
     assert "elements [" in repr(model.layers[1].up.weight)
 
 
-def test_parts_by_hand_with_other_strategies(ranks):
-    ranks(2)(by_hand)
-
-
-def dtypes_and_recompute() -> None:
+@on_ranks(2)
+def test_dtypes_recompute_first_values_and_memory():
     bf16 = torch.bfloat16
     mixed = FSDP2Config(mixed_precision=True, compute_dtype=bf16, reduce_dtype=torch.float32)
     model = assert_trains_as_one(lambda net: wrap_model_fsdp2(net.float(), mixed), tolerance=0.05)
@@ -78,7 +72,7 @@ def dtypes_and_recompute() -> None:
     assert_trains_as_one(lambda net: wrap_model_fsdp2(net, config))
     for order in ("before", "after"):
 
-        def wrap(net: nn.Module, order: str = order) -> nn.Module:
+        def wrap(net, order=order):
             if order == "before":
                 return wrap_model_fsdp2(apply_activation_checkpointing(net))
             return apply_activation_checkpointing(wrap_model_fsdp2(net))
@@ -100,11 +94,7 @@ def dtypes_and_recompute() -> None:
     assert 0 < stats["allocated_gb"] <= stats["max_allocated_gb"] < 1e-3
 
 
-def test_dtypes_recompute_first_values_and_memory(ranks):
-    ranks(2)(dtypes_and_recompute)
-
-
-def checkpoint(folder: str) -> None:
+def checkpoint(folder):
     model = wrap_model_fsdp2(build(), FSDP2Config())
     optimizer = adamw(model)
     train(model, steps=2, optimizer=optimizer)

@@ -1,7 +1,5 @@
 """PyTorch's FSDP2 example: a model from meta, its layout, checkpoints through DTensors."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -13,9 +11,10 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fullshard.compat.fsdp2 import FSDPModule, fully_shard
 from support.compat import Net, loss_of
+from support.ranks import on_ranks
 
 
-def make(*, tied: bool = False) -> nn.Module:
+def make(*, tied=False):
     with torch.device("meta"):
         model = Net(tied=tied)
     for layer in model.layers:
@@ -24,7 +23,7 @@ def make(*, tied: bool = False) -> nn.Module:
     return model
 
 
-def inspect(model: nn.Module) -> None:
+def inspect(model):
     assert isinstance(model, FSDPModule)
     for param in model.parameters():
         assert param.placements == (Shard(0),)
@@ -32,7 +31,7 @@ def inspect(model: nn.Module) -> None:
         assert param.dtype == torch.float32
 
 
-def save(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+def save(model, optimizer, folder):
     whole = {key: value.full_tensor() for key, value in rows_of(model).items()}
     whole["shift"] = model.shift
     state = optimizer.state_dict()
@@ -49,11 +48,11 @@ def save(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> No
     dist.barrier()
 
 
-def rows_of(model: nn.Module) -> dict[str, DTensor]:
+def rows_of(model):
     return {key: value for key, value in model.state_dict().items() if isinstance(value, DTensor)}
 
 
-def load_model(model: nn.Module, folder: Path) -> None:
+def load_model(model, folder):
     whole = torch.load(folder / "model.pt", mmap=True, weights_only=True, map_location="cpu")
     on_meta = model.state_dict()
     placed = {"shift": whole["shift"]}
@@ -68,7 +67,7 @@ def load_model(model: nn.Module, folder: Path) -> None:
     assert (result.missing_keys, result.unexpected_keys) == ([], [])
 
 
-def load_optimizer(optimizer: torch.optim.Optimizer, folder: Path) -> None:
+def load_optimizer(optimizer, folder):
     whole = torch.load(folder / "optim.pt", mmap=True, weights_only=True, map_location="cpu")
     _init_optim_state(optimizer)
     state = optimizer.state_dict()
@@ -81,7 +80,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, folder: Path) -> None:
     optimizer.load_state_dict(state)
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, first: int) -> list[float]:
+def train(model, optimizer, first):
     losses = []
     for step in (first, first + 1):
         model.unshard()
@@ -94,7 +93,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, first: int) -> lis
     return losses
 
 
-def example(folder: str) -> None:
+def example(folder):
     model = make()
     inspect(model)
     model.to_empty(device="cpu")
@@ -117,7 +116,8 @@ def test_the_example_of_fsdp2_goes_from_meta_through_dtensors(ranks, tmp_path):
     ranks(2)(example, str(tmp_path))
 
 
-def parts_of_a_model() -> None:
+@on_ranks(2)
+def test_a_model_on_meta_is_loaded_in_parts():
     """Loaded from meta in part: what is left says so at the first forward, and not before."""
     model = make(tied=True)
     torch.manual_seed(0)
@@ -136,7 +136,3 @@ def parts_of_a_model() -> None:
     model.load_state_dict(values, assign=True)
     assert model.head.weight is model.embed.weight
     model(torch.zeros(1, 2, dtype=torch.long))
-
-
-def test_a_model_on_meta_is_loaded_in_parts(ranks):
-    ranks(2)(parts_of_a_model)

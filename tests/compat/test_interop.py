@@ -1,7 +1,5 @@
 """With other parts of torch: its checkpoint wrappers, distributed checkpoints, its own helpers."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 
@@ -25,20 +23,22 @@ from torch.distributed.checkpoint.state_dict import (
 from fullshard.compat.fsdp1 import FullyShardedDataParallel as FSDP
 from fullshard.compat.fsdp1 import OptimStateKeyType, StateDictType, always_wrap_policy
 from fullshard.compat.fsdp2 import fully_shard
+from support.ranks import on_ranks
 
 
-def layers() -> nn.Sequential:
+def layers():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 4), nn.Linear(4, 4))
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def step(model, optimizer):
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
 
 
-def torchs_wrappers() -> None:
+@on_ranks(2)
+def test_torchs_checkpoint_wrappers_inside_and_around():
     for wrap in (checkpoint_wrapper, offload_wrapper):
         for inside in (True, False):
             net = layers()
@@ -58,12 +58,8 @@ def torchs_wrappers() -> None:
                     assert torch.allclose(ours.grad, theirs.grad, rtol=1e-5)
 
 
-def test_torchs_checkpoint_wrappers_inside_and_around(ranks):
-    ranks(2)(torchs_wrappers)
-
-
-def fsdp2_dcp(folder: str) -> None:
-    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+def fsdp2_dcp(folder):
+    def make():
         model = layers()
         for layer in model:
             fully_shard(layer)
@@ -91,7 +87,7 @@ def fsdp2_dcp(folder: str) -> None:
     assert_same_steps(model, optimizer, other, twin)
 
 
-def assert_same_steps(model, optimizer, other, twin) -> None:
+def assert_same_steps(model, optimizer, other, twin):
     for one, by in ((model, optimizer), (other, twin)):
         step(one, by)
     for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
@@ -102,7 +98,7 @@ def test_distributed_checkpoints_of_fsdp2(ranks, tmp_path):
     ranks(2)(fsdp2_dcp, str(tmp_path / "dcp"))
 
 
-def fsdp1_dcp(folder: str) -> None:
+def fsdp1_dcp(folder):
     model = FSDP(layers(), auto_wrap_policy=always_wrap_policy)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     step(model, optimizer)
@@ -126,7 +122,8 @@ def test_distributed_checkpoints_of_fsdp1(ranks, tmp_path):
     ranks(2)(fsdp1_dcp, str(Path(tmp_path) / "dcp"))
 
 
-def partly_wrapped() -> None:
+@on_ranks(2)
+def test_models_that_are_wrapped_in_part():
     """States of a local run, and of a model of which only a part is wrapped."""
     model = layers()
     model[0] = FSDP(model[0])
@@ -149,10 +146,6 @@ def partly_wrapped() -> None:
     state["0.more"] = state.pop("0.bias")
     result = model.load_state_dict(state, strict=False)
     assert (result.missing_keys, result.unexpected_keys) == (["0.bias"], ["0.more"])
-
-
-def test_models_that_are_wrapped_in_part(ranks):
-    ranks(2)(partly_wrapped)
 
 
 def test_one_process_without_a_process_group():

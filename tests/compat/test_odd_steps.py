@@ -1,11 +1,8 @@
 """Steps out of the ordinary, of both interfaces: frozen, unused and repeated parts, odd inputs."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
@@ -16,13 +13,14 @@ from fullshard.compat.fsdp1 import FullyShardedDataParallel as FSDP
 from fullshard.compat.fsdp1 import ModuleWrapPolicy, ShardingStrategy, always_wrap_policy
 from fullshard.compat.fsdp2 import fully_shard
 from support.compat import TOLERANCE, TransformerBlock, build, loss_of
+from support.ranks import on_ranks
 
 
-def rank() -> int:
+def rank():
     return dist.get_rank()
 
 
-def bottom_up(model: nn.Module) -> nn.Module:
+def bottom_up(model):
     for child in model.children():
         fully_shard(child)
     return fully_shard(model)
@@ -39,11 +37,11 @@ WRAPS: list[Callable[[nn.Module], nn.Module]] = [
 class Parts(nn.Module):
     """Three layers; what runs, and how often, is the caller's."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
 
-    def forward(self, x: Any, mode: str = "all") -> Any:
+    def forward(self, x, mode="all"):
         x = x["x"] if isinstance(x, dict) else x
         x = x[0] if isinstance(x, list) else x
         x = x.x if isinstance(x, Boxed) else x
@@ -64,7 +62,7 @@ class Boxed:
     x: torch.Tensor
 
 
-def losses(model: nn.Module, mode: str, ranks: list[int]) -> torch.Tensor:
+def losses(model, mode, ranks):
     found = []
     for number in ranks:
         out = model(torch.full((2, 4), 1.0 + number), mode)
@@ -72,7 +70,8 @@ def losses(model: nn.Module, mode: str, ranks: list[int]) -> torch.Tensor:
     return torch.stack(found).mean()
 
 
-def modes() -> None:
+@on_ranks(2)
+def test_units_that_are_unused_repeated_or_cut_off():
     for wrap in WRAPS:
         torch.manual_seed(0)
         net = Parts()
@@ -97,11 +96,7 @@ def modes() -> None:
             assert torch.allclose(model(boxed), reference(boxed), atol=1e-5)
 
 
-def test_units_that_are_unused_repeated_or_cut_off(ranks):
-    ranks(2)(modes)
-
-
-def frozen() -> None:
+def frozen():
     for wrap in WRAPS:
         torch.manual_seed(0)
         net = Parts()
@@ -126,10 +121,11 @@ def test_frozen_parameters_train_as_in_one_process(ranks):
     ranks(2)(frozen)
 
 
-def groups_and_ties() -> None:
+@on_ranks(2)
+def test_optimizer_groups_ties_and_half_after_wrapping():
     """Optimizer groups by name; a tied head; two forwards before one backward; late steps."""
 
-    def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    def optimizer_of(model):
         named = list(model.named_parameters())
         return torch.optim.AdamW(
             [
@@ -163,11 +159,8 @@ def groups_and_ties() -> None:
         assert {param.grad.dtype for param in half.parameters()} == {torch.float16}
 
 
-def test_optimizer_groups_ties_and_half_after_wrapping(ranks):
-    ranks(2)(groups_and_ties)
-
-
-def empty_states() -> None:
+@on_ranks(2)
+def test_optimizers_without_states_and_what_a_wrapper_says():
     model = FSDP(Parts(), auto_wrap_policy=always_wrap_policy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses(model, "all", [rank()]).backward()
@@ -181,7 +174,3 @@ def empty_states() -> None:
     assert model.compute_device == torch.device("cpu")
     assert model.mixed_precision.param_dtype is None
     assert model.cpu_offload.offload_params is False
-
-
-def test_optimizers_without_states_and_what_a_wrapper_says(ranks):
-    ranks(2)(empty_states)

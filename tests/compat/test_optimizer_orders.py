@@ -1,7 +1,5 @@
 """Optimizer states where ranks gave their optimizers other orders, or have models of their own."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 
@@ -13,15 +11,16 @@ from torch import nn
 from fullshard.compat.fsdp1 import FullyShardedDataParallel as FSDP
 from fullshard.compat.fsdp1 import ModuleWrapPolicy
 from support.compat import TransformerBlock, assert_same_state, build, loss_of, train
+from support.ranks import on_ranks
 
 BLOCKS = ModuleWrapPolicy({TransformerBlock})
 
 
-def rank() -> int:
+def rank():
     return dist.get_rank()
 
 
-def stepped(params: list[nn.Parameter], model: nn.Module) -> torch.optim.Optimizer:
+def stepped(params, model):
     optimizer = torch.optim.Adam(params, lr=0.01)
     loss_of(model, 0, rank()).backward()
     optimizer.step()
@@ -29,7 +28,7 @@ def stepped(params: list[nn.Parameter], model: nn.Module) -> torch.optim.Optimiz
     return optimizer
 
 
-def orders() -> None:
+def orders():
     wanted = FSDP(build(), auto_wrap_policy=BLOCKS)
     states = FSDP.full_optim_state_dict(
         wanted, stepped(list(wanted.parameters()), wanted), rank0_only=False
@@ -54,22 +53,8 @@ def test_ranks_give_their_optimizers_other_orders(ranks):
     ranks(2)(orders)
 
 
-def parts_of_state_dicts() -> None:
-    """Without groups; groups of the caller stay as they were."""
-    model = FSDP(build())
-    optimizer = stepped(list(model.parameters()), model)
-    own = {"state": optimizer.state_dict()["state"]}
-    found = FSDP.optim_state_dict(model, optimizer, optim_state_dict=own)
-    assert list(found) == ["state"]
-    assert list(FSDP.optim_state_dict_to_load(model, optimizer, found)) == ["state"]
-    groups = [{"params": list(model.parameters())}]
-    whole = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
-    with pytest.warns(FutureWarning, match="optim_input"):
-        FSDP.shard_full_optim_state_dict(whole, model, optim_input=groups)
-    assert list(groups[0]) == ["params"]
-
-
-def names_of_optimizers() -> None:
+@on_ranks(2)
+def test_optimizers_that_go_by_names():
     """A plain module around an FSDP one shows the names that its optimizer goes by."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch's own parts
@@ -87,15 +72,24 @@ def names_of_optimizers() -> None:
     assert {float(state["step"]) for state in again["state"].values()} == {1.0}
 
 
-def test_optimizers_that_go_by_names(ranks):
-    ranks(2)(names_of_optimizers)
+@on_ranks(2)
+def test_state_dicts_without_groups():
+    """Without groups; groups of the caller stay as they were."""
+    model = FSDP(build())
+    optimizer = stepped(list(model.parameters()), model)
+    own = {"state": optimizer.state_dict()["state"]}
+    found = FSDP.optim_state_dict(model, optimizer, optim_state_dict=own)
+    assert list(found) == ["state"]
+    assert list(FSDP.optim_state_dict_to_load(model, optimizer, found)) == ["state"]
+    groups = [{"params": list(model.parameters())}]
+    whole = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
+    with pytest.warns(FutureWarning, match="optim_input"):
+        FSDP.shard_full_optim_state_dict(whole, model, optim_input=groups)
+    assert list(groups[0]) == ["params"]
 
 
-def test_state_dicts_without_groups(ranks):
-    ranks(2)(parts_of_state_dicts)
-
-
-def one_ranks_own() -> None:
+@on_ranks(2)
+def test_a_model_of_one_rank_beside_others():
     groups = [dist.new_group([0]), dist.new_group([1])]
     if rank() == 0:  # no other rank takes part
         model = FSDP(build(), groups[0], auto_wrap_policy=BLOCKS)
@@ -106,7 +100,3 @@ def one_ranks_own() -> None:
         loaded = FSDP.scatter_full_optim_state_dict(state, model, optim=optimizer, group=groups[0])
         optimizer.load_state_dict(loaded)
         assert list(model.state_dict()) == list(reference.state_dict())
-
-
-def test_a_model_of_one_rank_beside_others(ranks):
-    ranks(2)(one_ranks_own)

@@ -1,7 +1,5 @@
 """FSDP1 under torch.distributed.checkpoint.state_dict, as PyTorch's checkpoint recipes have it."""
 
-from __future__ import annotations
-
 import warnings
 
 import torch
@@ -26,25 +24,25 @@ from fullshard.compat.fsdp2 import fully_shard
 
 
 class ToyModel(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.net1 = nn.Linear(16, 16)
         self.relu = nn.ReLU()
         self.net2 = nn.Linear(16, 9)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.net2(self.relu(self.net1(x)))
 
 
 class AppState(Stateful):
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, model, optimizer):
         self.model, self.optimizer = model, optimizer
 
-    def state_dict(self) -> dict:
+    def state_dict(self):
         model, optim = get_state_dict(self.model, self.optimizer)
         return {"model": model, "optim": optim}
 
-    def load_state_dict(self, state_dict: dict) -> None:
+    def load_state_dict(self, state_dict):
         set_state_dict(
             self.model,
             self.optimizer,
@@ -53,13 +51,13 @@ class AppState(Stateful):
         )
 
 
-def make(seed: int = 0, **settings) -> tuple[nn.Module, torch.optim.Optimizer]:
+def make(seed=0, **settings):
     torch.manual_seed(seed)
     model = FSDP(ToyModel(), **settings)
     return model, torch.optim.Adam(model.parameters(), lr=0.1)
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+def step(model, optimizer):
     optimizer.zero_grad()
     x = torch.linspace(-1, 1 + dist.get_rank(), 16 * 4).view(4, 16)
     model(x).square().sum().backward()
@@ -67,19 +65,19 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.Tensor:
     return model.net2.weight.full_tensor()
 
 
-def save(app: AppState, folder: str) -> None:
+def save(app, folder):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's, of pickles in its own files
         dcp.save({"app": app}, checkpoint_id=folder)
 
 
-def load(state: dict, folder: str) -> None:
+def load(state, folder):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.load(state, checkpoint_id=folder)
 
 
-def recipe(folder: str) -> None:
+def recipe(folder):
     model, optimizer = make(auto_wrap_policy=always_wrap_policy)
     step(model, optimizer)
     app = AppState(model, optimizer)
@@ -104,7 +102,7 @@ def test_the_recipe_for_distributed_checkpoints(ranks, tmp_path):
     ranks(2)(recipe, str(tmp_path / "dcp"))
 
 
-def in_the_background(folder: str) -> None:
+def in_the_background(folder):
     """The recipe for asynchronous saving: training goes on, what is written is what was."""
     for wrap in (FSDP, fully_shard):
         torch.manual_seed(0)
@@ -132,7 +130,7 @@ def test_the_recipe_for_asynchronous_checkpoints(ranks, tmp_path):
     ranks(2)(in_the_background, str(tmp_path))
 
 
-def whole() -> None:
+def whole():
     """Full state dicts; and each of the calls before a model has run."""
     model, optimizer = make()
     fresh = get_optimizer_state_dict(model, optimizer)

@@ -1,7 +1,5 @@
 """PyTorch's FSDP1 tutorials, getting started and advanced, on small models, as they are typed."""
 
-from __future__ import annotations
-
 import functools
 import warnings
 from pathlib import Path
@@ -30,7 +28,7 @@ from support.compat import Net, TransformerBlock, build, loss_of
 
 
 class Digits(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.conv1 = nn.Conv2d(1, 4, 3, 1)
         self.conv2 = nn.Conv2d(4, 8, 3, 1)
@@ -38,13 +36,13 @@ class Digits(nn.Module):
         self.fc1 = nn.Linear(128, 32)
         self.fc2 = nn.Linear(32, 10)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         x = F.max_pool2d(F.relu(self.conv2(F.relu(self.conv1(x)))), 2)
         x = F.relu(self.fc1(torch.flatten(self.dropout(x), 1)))
         return F.log_softmax(self.fc2(x), dim=1)
 
 
-def digits(folder: str) -> None:
+def digits(folder):
     rank = dist.get_rank()
     torch.manual_seed(1)
     dataset = TensorDataset(torch.randn(32, 1, 12, 12), torch.randint(0, 10, (32,)))
@@ -97,7 +95,7 @@ def test_recomputing_does_not_offload():
         checkpoint_wrapper(nn.Linear(2, 2), offload_to_cpu=True)
 
 
-def blocks() -> nn.Module:
+def blocks():
     policy = functools.partial(
         transformer_auto_wrap_policy, transformer_layer_cls={TransformerBlock}
     )
@@ -121,7 +119,7 @@ def blocks() -> nn.Module:
     return model
 
 
-def advanced(folder: str) -> None:
+def advanced(folder):
     rank, root = dist.get_rank(), Path(folder)
     model = blocks()
     optimizer = optim.AdamW(model.parameters(), lr=2e-3)

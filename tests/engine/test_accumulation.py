@@ -3,8 +3,6 @@
 `grad_sync` as the loop sees it is tested in tests/train/test_global_token_mean.py.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from collections import Counter
@@ -17,19 +15,19 @@ import torch.distributed as dist
 import fullshard as fs
 from fullshard.engine.engine import ATTRIBUTE, engine_of
 from fullshard.planner.events import EventKind
-from support.grid import STRATEGIES, marked
+from support.grid import STRATEGIES, marked, prefetching
 from support.models import CASES, chain, mean_square, vectors
 from support.parity import (
     assert_parity,
     assert_planned_events,
 )
+from support.ranks import on_ranks
 
 SLOW = pytest.mark.slow
 RANKED = marked(
     itertools.product(STRATEGIES, (1, 2, 3)),
     lambda strategy, ranks: ranks == 2 and strategy != "shard_grad_op",
 )
-DEPTHS = (0, 1, 2)
 CHAIN = CASES["chain"]
 
 
@@ -65,39 +63,29 @@ WORKS = {pattern: partial(accumulate, defers=pattern) for pattern in PATTERNS}
 ALONE = {n: partial(accumulate, defers=(False,) * n) for n in (2, 3, 4)}
 
 
-def check_patterns(strategy):
+@pytest.mark.parametrize(("strategy", "world_size"), RANKED)
+@on_ranks("world_size", timeout=100)
+def test_deferred_and_reduced_micro_batches_in_any_order_are_one_process(strategy):
     settings = {"strategy": strategy}
     few = dist.get_world_size() == 2
     for pattern, work in WORKS.items():
         if few and len(pattern) == 4 and pattern != (True, False, True, False):
             continue
-        try:
-            alone = ALONE[len(pattern)]
-            assert_parity(chain, work, settings, alone=alone, kinds=("adamw",))
-        except AssertionError as error:
-            raise AssertionError(f"deferred: {pattern}") from error
-
-
-@pytest.mark.parametrize(("strategy", "world_size"), RANKED)
-def test_deferred_and_reduced_micro_batches_in_any_order_are_one_process(
-    ranks, strategy, world_size
-):
-    ranks(world_size)(check_patterns, strategy, timeout=100)
-
-
-def check_depths(strategy):
-    for depth in DEPTHS:
-        settings = {"strategy": strategy, "forward_prefetch": depth, "backward_prefetch": depth}
-        pattern = (True, True, False)
-        assert_parity(chain, WORKS[pattern], settings, alone=ALONE[3], kinds=("sgd",))
+        alone = ALONE[len(pattern)]
+        assert_parity(chain, work, settings, alone=alone, kinds=("adamw",))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_accumulation_holds_at_every_prefetch_depth(ranks, strategy):
-    ranks(2)(check_depths, strategy)
+@on_ranks(2)
+def test_accumulation_holds_at_every_prefetch_depth(strategy):
+    pattern = (True, True, False)
+    for settings in prefetching(strategy):
+        assert_parity(chain, WORKS[pattern], settings, alone=ALONE[3], kinds=("sgd",))
 
 
-def check_language_models():
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=SLOW)])
+@on_ranks("world_size", timeout=100)
+def test_language_models_accumulate_as_in_one_process():
     for name in ("llama", "tied llama", "mixture of experts"):
         case = CASES[name]
 
@@ -108,11 +96,6 @@ def check_language_models():
             return loss
 
         assert_parity(case.build, work, {}, kinds=("adamw",))
-
-
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=SLOW)])
-def test_language_models_accumulate_as_in_one_process(ranks, world_size):
-    ranks(world_size)(check_language_models, timeout=100)
 
 
 # ---- what a deferred micro-batch alone has touched -----------------------------------------------
@@ -136,14 +119,11 @@ def only_deferred_reaches_the_blocks(model, step, rank):
     return loss.detach()
 
 
-def check_touched(strategy):
+@pytest.mark.parametrize(("strategy", "world_size"), RANKED)
+@on_ranks("world_size")
+def test_gradients_of_a_deferred_backward_alone_are_reduced_too(strategy):
     for work in (different_blocks, only_deferred_reaches_the_blocks):
         assert_parity(chain, work, {"strategy": strategy}, kinds=("adamw",))
-
-
-@pytest.mark.parametrize(("strategy", "world_size"), RANKED)
-def test_gradients_of_a_deferred_backward_alone_are_reduced_too(ranks, strategy, world_size):
-    ranks(world_size)(check_touched, strategy)
 
 
 # ---- unequal numbers of backwards ----------------------------------------------------------------
@@ -168,18 +148,15 @@ def as_many_as_the_rank(model, step, rank, with_dummies):
     return micro_step(model, step, rank, 3)
 
 
-def check_unequal(strategy, with_dummies):
-    work = partial(as_many_as_the_rank, with_dummies=with_dummies)
-    assert_parity(chain, work, {"strategy": strategy}, kinds=("adamw",))
-
-
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=SLOW)])
 @pytest.mark.parametrize(
     ("strategy", "with_dummies"),
     [("full_shard", True), ("shard_grad_op", True), ("shard_grad_op", False), ("no_shard", False)],
 )
-def test_ranks_may_defer_unequal_numbers_of_backwards(ranks, strategy, with_dummies, world_size):
-    ranks(world_size)(check_unequal, strategy, with_dummies)
+@on_ranks("world_size")
+def test_ranks_may_defer_unequal_numbers_of_backwards(strategy, with_dummies):
+    work = partial(as_many_as_the_rank, with_dummies=with_dummies)
+    assert_parity(chain, work, {"strategy": strategy}, kinds=("adamw",))
 
 
 def fewer_forwards_too(model, step, rank):
@@ -190,13 +167,10 @@ def fewer_forwards_too(model, step, rank):
     return micro_step(model, step, rank, 3)
 
 
-def check_fewer_forwards():
-    assert_parity(chain, fewer_forwards_too, {"strategy": "no_shard"}, kinds=("adamw",))
-
-
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_replicas_may_leave_micro_batches_out(ranks, world_size):
-    ranks(world_size)(check_fewer_forwards, timeout=60)
+@on_ranks("world_size", timeout=60)
+def test_replicas_may_leave_micro_batches_out():
+    assert_parity(chain, fewer_forwards_too, {"strategy": "no_shard"}, kinds=("adamw",))
 
 
 # ---- events and memory ---------------------------------------------------------------------------
@@ -285,16 +259,13 @@ def outer_waits_beside_kept_gradients(model, step, rank):
     return losses
 
 
-def check_outer_beside_kept_gradients():
+@on_ranks(2)
+def test_sums_wait_for_replicas_while_the_caller_keeps_gradients():
     try:
         settings = {"strategy": "no_shard"}
         assert_parity(CASES["chain"].build, outer_waits_beside_kept_gradients, settings)
     finally:
         KEPT.clear()
-
-
-def test_sums_wait_for_replicas_while_the_caller_keeps_gradients(ranks):
-    ranks(2)(check_outer_beside_kept_gradients)
 
 
 def check_outer(settings):
@@ -328,12 +299,9 @@ def test_the_sum_over_replicas_may_wait_alone(ranks, transport, reduction):
         assert deferred == {"now": 0, "peak": shards}
 
 
-def check_outer_without_replicas():
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=SLOW), 2])
+@on_ranks("world_size")
+def test_nothing_is_lost_where_no_sum_over_replicas_waits():
     for strategy in ("full_shard", "no_shard"):
         for mixed in ({}, {"strategies": {"blocks.1": "no_shard"}}):
             assert_parity(CASES["chain"].build, outer_waits, {"strategy": strategy, **mixed})
-
-
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=SLOW), 2])
-def test_nothing_is_lost_where_no_sum_over_replicas_waits(ranks, world_size):
-    ranks(world_size)(check_outer_without_replicas)

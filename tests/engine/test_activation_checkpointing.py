@@ -1,7 +1,5 @@
 """`activation_checkpointing` in all its words: the bits of no recompute, and less memory."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest
@@ -14,6 +12,7 @@ from fullshard.engine.engine import engine_of
 from fullshard.errors import ConfigError, WrapError
 from support.models import CASES, Chain, perturbed
 from support.parity import train_sharded
+from support.ranks import on_ranks
 
 KINDS = ("block", "selective", "every_2")
 WRAPS = ("auto", "none", ["LlamaDecoderLayer", "LlamaMLP"])
@@ -106,7 +105,10 @@ def test_a_model_without_blocks_is_refused():
         fs.shard(nn.Linear(3, 3), activation_checkpointing="block")
 
 
-def check_hugging_faces_reentrant_switch(early, spelling):
+@pytest.mark.parametrize("spelling", SPELLINGS)
+@pytest.mark.parametrize("early", [True, False])
+@on_ranks(2)
+def test_reentrant_recompute_is_converted(early, spelling):
     """It is converted, whether it was turned on before sharding or after."""
     case = CASES["llama"]
     found = []
@@ -120,9 +122,3 @@ def check_hugging_faces_reentrant_switch(early, spelling):
         case.work(model, 0, dist.get_rank())
         found.append([p.grad.to_local().clone() for p in model.parameters()])
     assert all(map(torch.equal, *found))
-
-
-@pytest.mark.parametrize("spelling", SPELLINGS)
-@pytest.mark.parametrize("early", [True, False])
-def test_reentrant_recompute_is_converted(ranks, early, spelling):
-    ranks(2)(check_hugging_faces_reentrant_switch, early, spelling)

@@ -4,8 +4,6 @@ Float64, every weight perturbed, three steps of AdamW with clipping, released sl
 process plays the ranks' batches one after another (tests/support/reference.py).
 """
 
-from __future__ import annotations
-
 import pytest
 import torch.distributed as dist
 

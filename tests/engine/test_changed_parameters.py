@@ -1,7 +1,5 @@
 """A program that changes its parameters where the change would be lost is refused on all ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +11,7 @@ from torch import nn
 import fullshard as fs
 from fullshard.errors import EngineError, ShardedTensorError
 from support.models import perturbed
+from support.ranks import on_ranks
 
 WIDTH = 6
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -25,57 +24,57 @@ Change = Callable[[Any, torch.Tensor], Any]  # of a layer and what comes in
 
 
 class Layer(nn.Module):
-    def __init__(self, change: Change) -> None:
+    def __init__(self, change):
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
         self.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
         self.change = change
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         changed = self.change(self, x)
         return x + torch.tanh(self.linear(x)) + (0.0 if changed is None else changed)
 
 
 class Chain(nn.Module):
-    def __init__(self, change: Change) -> None:
+    def __init__(self, change):
         super().__init__()
         self.first = nn.Linear(WIDTH, WIDTH)
         self.layers = nn.ModuleList(Layer(change) for _ in range(3))
         self.head = nn.Linear(WIDTH, 3)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         x = self.first(x)
         for layer in self.layers:
             x = layer(x)
         return self.head(x)
 
 
-def nothing(layer: Any, x: torch.Tensor) -> None: ...
+def nothing(layer, x): ...
 
 
-def clamps(layer: Any, x: torch.Tensor) -> None:
+def clamps(layer, x):
     layer.linear.weight.data.clamp_(-0.05, 0.05)
 
 
-def normalises(layer: Any, x: torch.Tensor) -> None:
+def normalises(layer, x):
     layer.linear.weight.data = nn.functional.normalize(layer.linear.weight.data)
 
 
-def initialises(layer: Any, x: torch.Tensor) -> None:
+def initialises(layer, x):
     """A data-dependent initialisation, as ActNorm makes it."""
     layer.linear.bias.data.copy_(-x.detach().mean(0))
 
 
-def follows(layer: Any, x: torch.Tensor) -> None:
+def follows(layer, x):
     """Moves a frozen parameter, as codebooks and power iterations do."""
     layer.frozen.data = 0.9 * layer.frozen.data
 
 
-def assigns(layer: Any, x: torch.Tensor) -> None:
+def assigns(layer, x):
     layer.linear.bias = nn.Parameter(-x.detach().mean(0))
 
 
-def converts(layer: Any, x: torch.Tensor) -> None:
+def converts(layer, x):
     layer.linear.half().double()
 
 
@@ -89,17 +88,17 @@ IN_FORWARD = {
 }
 
 
-def made(change: Change) -> Any:
+def made(change):
     torch.manual_seed(0)
     return perturbed(Chain(change).double())
 
 
-def batch() -> torch.Tensor:
+def batch():
     generator = torch.Generator().manual_seed(dist.get_rank())
     return torch.randn(5, WIDTH, generator=generator, dtype=torch.float64)
 
 
-def said_of(work: Callable[[Any], Any], change: Change) -> list[str]:
+def said_of(work, change):
     said = []
     for settings in SETTINGS.values():
         model = fs.shard(made(change), wrap=("Layer",), poison=True, **settings)
@@ -111,7 +110,7 @@ def said_of(work: Callable[[Any], Any], change: Change) -> list[str]:
     return said
 
 
-def trains(model: Any) -> None:
+def trains(model):
     model(batch()).square().mean().backward()
 
 
@@ -122,7 +121,7 @@ def test_a_forward_that_changes_its_parameters_is_refused(ranks, change):
             assert text.startswith(IN_FORWARD[change])
 
 
-def gives_other_memory(model: Any) -> None:
+def gives_other_memory(model):
     """To a parameter of which one rank holds every element, and the other none."""
     model.head.bias.data = model.head.bias.data.clamp(-0.1, 0.1)
     trains(model)
@@ -134,11 +133,11 @@ def test_other_memory_is_noticed_where_a_rank_holds_no_element(ranks):
             assert text.startswith("head.bias: expected its shard where fs.shard put it")
 
 
-def reads(layer: Any, x: torch.Tensor) -> torch.Tensor:
+def reads(layer, x):
     return x @ layer.linear.weight.data.t() + layer.linear.bias.data.norm()
 
 
-def read_everywhere() -> list[bool]:
+def read_everywhere():
     one = made(reads)(batch())
     found = []
     for settings in SETTINGS.values():
@@ -151,7 +150,7 @@ def test_a_forward_may_read_the_data_of_its_parameters(ranks):
     assert ranks(2)(read_everywhere) == [[True] * len(SETTINGS)] * 2
 
 
-def put_as_gradient(weight: Any) -> None:
+def put_as_gradient(weight):
     weight.grad = torch.zeros(WIDTH, WIDTH, dtype=torch.float64)
 
 
@@ -164,7 +163,8 @@ WHOLE_SHAPES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def said_of_shapes() -> list[str]:
+@on_ranks(2)
+def test_a_whole_shape_is_refused_where_one_rank_holds_every_element():
     """Of a parameter that rank 0 holds whole, and rank 1 not at all."""
     said = []
     weight = fs.shard(made(nothing), wrap=("Layer",), transport="direct").first.weight
@@ -175,9 +175,4 @@ def said_of_shapes() -> list[str]:
             said.append("nothing")
         except (ShardedTensorError, AttributeError) as error:
             said.append(type(error).__name__)
-    return said
-
-
-def test_a_whole_shape_is_refused_where_one_rank_holds_every_element(ranks):
-    for said in ranks(2)(said_of_shapes):
-        assert said == ["ShardedTensorError"] * 4 + ["AttributeError"]
+    assert said == ["ShardedTensorError"] * 4 + ["AttributeError"]

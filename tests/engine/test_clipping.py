@@ -1,16 +1,14 @@
 """Norms, clipping and loss scaling: torch's own functions through the guard, and ours."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import fullshard as fs
+from support.ranks import on_ranks
 from support.scripts import Run, compare, error_of
 
 ORDERS = [1.0, 2.0, 3.0, math.inf]
@@ -18,7 +16,7 @@ CLIP = 0.05  # below every norm that occurs, so that clipping changes the weight
 nn_utils = nn.utils
 
 
-def trained(run: Run, clip: Any, num_steps: int = 3) -> Any:
+def trained(run, clip, num_steps=3):
     """Three steps of momentum with a clipping line between backward and step."""
     model = run.shard(run.model())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
@@ -34,38 +32,38 @@ def trained(run: Run, clip: Any, num_steps: int = 3) -> Any:
 # ---- the lines that people write --------------------------------------------------------------
 
 
-def clip_norm(model: nn.Module, **options: Any) -> Any:
+def clip_norm(model, **options):
     return nn_utils.clip_grad_norm_(model.parameters(), CLIP, **options)
 
 
-def clip_nothing(model: nn.Module) -> Any:
+def clip_nothing(model):
     return nn_utils.clip_grad_norm_(model.parameters(), 1e9, error_if_nonfinite=True)
 
 
-def clip_value(model: nn.Module, **options: Any) -> Any:
+def clip_value(model, **options):
     return nn_utils.clip_grad_value_(model.parameters(), 1e-3, **options)
 
 
-def clip_in_two_steps(model: nn.Module) -> Any:
+def clip_in_two_steps(model):
     grads = [p.grad for p in model.parameters() if p.grad is not None]
     total = nn_utils.get_total_norm(grads, norm_type=2.0)
     nn_utils.clip_grads_with_norm_(model.parameters(), CLIP, total)
     return total
 
 
-def clip_each_block(model: nn.Module) -> Any:
+def clip_each_block(model):
     return [nn_utils.clip_grad_norm_(block.parameters(), CLIP / 2) for block in model.blocks]
 
 
-def clip_one_parameter(model: nn.Module) -> Any:
+def clip_one_parameter(model):
     return nn_utils.clip_grad_norm_(model.head.weight, CLIP)
 
 
-def clip_twice(model: nn.Module) -> Any:
+def clip_twice(model):
     return [clip_norm(model), clip_norm(model)]
 
 
-def total_norm_of_old_scripts(model: nn.Module) -> Any:
+def total_norm_of_old_scripts(model):
     total = 0.0
     for p in model.parameters():
         if p.grad is not None:
@@ -73,12 +71,12 @@ def total_norm_of_old_scripts(model: nn.Module) -> Any:
     return total**0.5
 
 
-def total_norm_by_stacking(model: nn.Module) -> Any:
+def total_norm_by_stacking(model):
     norms = [torch.norm(p.grad, 2) for p in model.parameters() if p.grad is not None]
     return torch.norm(torch.stack(norms), 2)
 
 
-def norms_by_name(model: nn.Module) -> Any:
+def norms_by_name(model):
     return {
         name: [p.grad.norm(), torch.linalg.vector_norm(p.grad), p.grad.norm(p=1), p.grad.norm(2.5)]
         for name, p in model.named_parameters()
@@ -86,14 +84,14 @@ def norms_by_name(model: nn.Module) -> Any:
     }
 
 
-def halve_by_hand(model: nn.Module) -> Any:
+def halve_by_hand(model):
     for p in model.parameters():
         if p.grad is not None:
             p.grad.mul_(0.5)
     return total_norm_by_stacking(model)
 
 
-def halve_through_data(model: nn.Module) -> Any:
+def halve_through_data(model):
     for p in model.parameters():
         if p.grad is not None:
             p.grad.data = p.grad.data / 2
@@ -101,61 +99,61 @@ def halve_through_data(model: nn.Module) -> Any:
     return [total_norm_by_stacking(model), clip_norm(model)]
 
 
-def replace(model: nn.Module) -> Any:
+def replace(model):
     for p in model.parameters():
         if p.grad is not None:
             p.grad = p.grad.clamp(-0.01, 0.01)
     return [total_norm_by_stacking(model), clip_norm(model)]
 
 
-def assign_plain(model: nn.Module) -> Any:
+def assign_plain(model):
     for p in model.parameters():
         p.grad = torch.full(p.shape, 0.01, dtype=p.dtype)
     return [total_norm_by_stacking(model), clip_norm(model)]
 
 
-def assign_zeros(model: nn.Module) -> Any:
+def assign_zeros(model):
     for p in model.parameters():
         if p.grad is None:
             p.grad = torch.zeros_like(p)
     return [total_norm_by_stacking(model), clip_norm(model)]
 
 
-def write_out(model: nn.Module) -> Any:
+def write_out(model):
     grad = model.head.weight.grad
     with torch.no_grad():
         torch.mul(grad, 0.5, out=grad)
     return total_norm_by_stacking(model)
 
 
-def grads_of(model: nn.Module) -> list[torch.Tensor]:
+def grads_of(model):
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 
-def first_replaced_and_all_scaled(model: nn.Module) -> Any:
+def first_replaced_and_all_scaled(model):
     model.embed.weight.grad = model.embed.weight.grad.clone()
     torch._foreach_mul_(grads_of(model), 0.25)
     return [g.norm() for g in grads_of(model)][1:]
 
 
-def scaled_by_keyword(model: nn.Module) -> Any:
+def scaled_by_keyword(model):
     torch._foreach_mul_(scalar=0.25, self=grads_of(model))
     return clip_norm(model)
 
 
-def written_by_an_option(model: nn.Module) -> Any:
+def written_by_an_option(model):
     nn.functional.hardtanh(model.head.weight.grad, -1e-3, 1e-3, inplace=True)
     return clip_norm(model)
 
 
-def written_through_lists_as_out(model: nn.Module) -> Any:
+def written_through_lists_as_out(model):
     grads = grads_of(model)
     with torch.no_grad():
         torch.add(grads[-1], grads[-1], out=grads[-1])
     return clip_norm(model)
 
 
-def halve_local_parts(model: nn.Module) -> Any:
+def halve_local_parts(model):
     """What is written through a plain tensor counts: the norms that were known are made anew."""
     before = total_norm_by_stacking(model)
     for grad in grads_of(model):
@@ -196,7 +194,7 @@ LINES = {
 }
 
 
-def compare_line(name: str) -> None:
+def compare_line(name):
     compare(partial(trained, clip=LINES[name]))
 
 
@@ -211,7 +209,7 @@ def test_the_same_holds_on_three_ranks(ranks):
         ranks(3)(compare_line, name)
 
 
-def calls_of_clipping() -> list[int]:
+def calls_of_clipping():
     run = Run(2, torch.distributed.get_rank())
     model = run.shard(run.model())
     run.loss(model, 0).backward()
@@ -222,11 +220,11 @@ def calls_of_clipping() -> list[int]:
     return [len(count) for count in counts]
 
 
-def patched_counter(patch: pytest.MonkeyPatch, name: str) -> list[int]:
+def patched_counter(patch, name):
     """A list that grows by one with each call of torch's function."""
     original, calls = getattr(torch, name), []
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args, **kwargs):
         calls.append(1)
         return original(*args, **kwargs)
 
@@ -241,7 +239,7 @@ def test_torchs_clipping_takes_its_foreach_path(ranks):
 # ---- ours -------------------------------------------------------------------------------------
 
 
-def clip_ours(run: Run, order: float, strategy: str) -> Any:
+def clip_ours(run, order, strategy):
     """fs.clip_grad_norm_ beside torch's, also after a gradient was changed, with frozen weights."""
     model = run.model()
     model.blocks[1].requires_grad_(False)
@@ -270,7 +268,7 @@ def test_our_clipping_gives_what_torch_gives_in_one_process(ranks, strategy):
         ranks(2)(compare, partial(clip_ours, order=order, strategy=strategy))
 
 
-def some_left_out(run: Run, ours: bool) -> Any:
+def some_left_out(run, ours):
     """Two parameters are not sharded; the script sums their gradients over the ranks itself."""
     model = run.shard(run.model(), ignore=["scale", "blocks.1.up.*"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
@@ -296,7 +294,7 @@ def test_parameters_that_are_left_out_take_part_in_clipping(ranks, ours):
     ranks(2)(compare, partial(some_left_out, ours=ours))
 
 
-def clip_left_out_alone() -> list[float]:
+def clip_left_out_alone():
     """Norms of the only gradient, of a parameter that is left out, before any backward."""
     run = Run(torch.distributed.get_world_size(), torch.distributed.get_rank())
     model = run.shard(run.model(), ignore=["scale"])
@@ -308,7 +306,7 @@ def test_a_gradient_that_is_left_out_is_clipped_without_others(ranks):
     assert ranks(2)(clip_left_out_alone) == [[3.0, 3.0, 3.0]] * 2
 
 
-def clip_beside_unequal_gradients() -> Any:
+def clip_beside_unequal_gradients():
     """One rank alone has a gradient of a parameter that is left out, and a large one."""
     run = Run(torch.distributed.get_world_size(), torch.distributed.get_rank())
     model = run.shard(run.model(), ignore=["scale"])
@@ -323,7 +321,7 @@ def test_ranks_scale_alike_where_gradients_that_are_left_out_differ(ranks):
     assert one[0] > 100
 
 
-def norms_of_the_model(run: Run) -> Any:
+def norms_of_the_model(run):
     model = run.shard(run.model())
     run.loss(model, 0).backward()
     params = list(model.parameters())
@@ -342,7 +340,8 @@ def test_global_norm_is_the_norm_of_the_whole(ranks):
     ranks(2)(compare, norms_of_the_model)
 
 
-def written_on_one_rank() -> list[float]:
+@on_ranks(2)
+def test_the_global_norm_has_what_one_rank_alone_wrote():
     run = Run(2, torch.distributed.get_rank())
     model = run.shard(run.model())
     run.loss(model, 0).backward()
@@ -351,15 +350,10 @@ def written_on_one_rank() -> list[float]:
         grads[0].mul_(3.0)
     squares = torch.stack([g.to_local().double().pow(2).sum() for g in grads]).sum()
     torch.distributed.all_reduce(squares)
-    return [fs.global_norm(grads).item(), squares.sqrt().item()]
+    assert fs.global_norm(grads).item() == pytest.approx(squares.sqrt().item(), rel=1e-12)
 
 
-def test_the_global_norm_has_what_one_rank_alone_wrote(ranks):
-    for found, expected in ranks(2)(written_on_one_rank):
-        assert found == pytest.approx(expected, rel=1e-12)
-
-
-def nothing_to_clip() -> list[Any]:
+def nothing_to_clip():
     run = Run(2, torch.distributed.get_rank())
     model = run.shard(run.model())
     norm = fs.clip_grad_norm_(model, 1.0)
@@ -371,7 +365,7 @@ def test_without_gradients_the_norm_is_zero(ranks):
         assert (norm, kind, dims) == (0.0, "Tensor", 0)
 
 
-def not_finite() -> list[str]:
+def not_finite():
     run = Run(2, torch.distributed.get_rank())
     model = run.shard(run.model())
     (run.loss(model, 0) * math.inf).backward()
@@ -391,7 +385,7 @@ def test_a_norm_that_is_not_finite_is_said_on_every_rank(ranks):
 # ---- several models ---------------------------------------------------------------------------
 
 
-def several_models(run: Run, strategies: tuple[str, str], **config: Any) -> Any:
+def several_models(run, strategies, **config):
     """One optimizer and one list for two models; unscaled, clipped apart and together."""
     models = [run.shard(run.model(), strategy=kind, **config) for kind in strategies]
     params = [p for model in models for p in model.parameters()]
@@ -416,7 +410,7 @@ def several_models(run: Run, strategies: tuple[str, str], **config: Any) -> Any:
     return [run.result(model, logged=logged) for model in models]
 
 
-def whole_norm(models: list[nn.Module]) -> torch.Tensor:
+def whole_norm(models):
     wholes = [w for m in models for w in fs.full_state_dict(m, rank0_only=False).items()]
     names = {name for name, _ in models[0].named_parameters()}
     return nn_utils.get_total_norm([w for name, w in wholes if name in names])
@@ -430,7 +424,7 @@ def test_lists_of_shards_of_several_models_are_right_for_each(ranks, transport):
     ranks(2)(compare, partial(several_models, strategies=strategies, **config))
 
 
-def fused_with_a_scale(run: Run) -> Any:
+def fused_with_a_scale(run):
     """A fused optimizer writes the gradients that it unscales."""
     model = run.shard(run.model())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
@@ -448,7 +442,7 @@ def test_a_norm_after_a_fused_step_is_that_of_the_unscaled_gradients(ranks):
 # ---- one rank alone ---------------------------------------------------------------------------
 
 
-def log_on_rank_zero_only() -> list[float] | None:
+def log_on_rank_zero_only():
     """Norms between backward and step, on one rank, in every spelling that needs no collective."""
     rank = torch.distributed.get_rank()
     run = Run(2, rank)
@@ -485,7 +479,7 @@ def test_a_norm_logged_on_one_rank_does_not_hang(ranks):
 # ---- loss scaling -----------------------------------------------------------------------------
 
 
-def scaled(run: Run, fused: bool, overflow: Any = None) -> Any:
+def scaled(run, fused, overflow=None):
     """GradScaler, unscale_, clipping; in step 1 one element of one gradient is infinite."""
     model = run.shard(run.model())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
@@ -505,7 +499,7 @@ def scaled(run: Run, fused: bool, overflow: Any = None) -> Any:
     return run.result(model, scales=scales, norms=norms)
 
 
-def one_element(model: nn.Module) -> None:
+def one_element(model):
     """An infinity in the last element of a matrix, which one rank holds."""
     grad = model.blocks[0].mid.weight.grad
     flat = grad.to_local() if hasattr(grad, "to_local") else grad

@@ -1,7 +1,5 @@
 """Blocks compiled by torch.compile: one process's numbers, and nothing compiled twice."""
 
-from __future__ import annotations
-
 import warnings
 from dataclasses import replace
 
@@ -91,12 +89,12 @@ LEAKED: list[torch.Tensor] = []
 class Leaky(nn.Module):
     """Leaves what it made halfway, as routers leave their losses; compiled, maybe as two graphs."""
 
-    def __init__(self, *, broken: bool, hidden: bool) -> None:
+    def __init__(self, *, broken, hidden):
         super().__init__()
         self.up, self.norm, self.down = nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 4)
         self.broken, self.hidden = broken, hidden
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         halfway = self.norm(self.up(x))
         if self.hidden:
             LEAKED.append(halfway)
@@ -107,7 +105,7 @@ class Leaky(nn.Module):
         return self.down(halfway)
 
 
-def gradient_of_what_was_left(*, broken: bool, hidden: bool = False) -> torch.Tensor:
+def gradient_of_what_was_left(*, broken, hidden=False):
     """Of a loss of what the first of four blocks left alone: its slot holds the third by then."""
     torch._dynamo.reset()
     LEAKED.clear()
@@ -152,14 +150,14 @@ def test_equal_blocks_share_one_graph():
     torch._dynamo.reset()
 
 
-def stepped(*, compiled: bool) -> list[torch.Tensor]:
+def stepped(*, compiled):
     """This rank's parts after steps by a function that clips, steps and drops gradients."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
     fs.shard(model, transport="fake", shard=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
-    def step() -> None:
+    def step():
         nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
         optimizer.zero_grad()

@@ -1,7 +1,5 @@
 """A wire around a transport changes when things arrive, and nothing else."""
 
-from __future__ import annotations
-
 import gc
 import time
 from itertools import pairwise
@@ -17,6 +15,7 @@ from fullshard.engine.engine import engine_of
 from fullshard.errors import ConfigError
 from fullshard.planner.events import Event, EventKind
 from support.models import chain, mean_square, vectors
+from support.ranks import on_ranks
 
 LATENCY_S, BYTES_PER_S = 0.002, 1e8
 
@@ -75,7 +74,8 @@ def test_nothing_goes_around_the_wire(ranks):
     assert ranks(2)(undelayed_holders) == [[], []]
 
 
-def traffic():
+@on_ranks(2)
+def test_messages_are_those_of_the_plan_and_queue_in_its_order():
     """The step's events, and what both wires carried for them."""
     model, _ = trained("direct", delay=True)
     engine = engine_of(model)
@@ -86,27 +86,24 @@ def traffic():
     for wire in (transport.gathers, transport.reductions):
         wire.sent.clear()
     mean_square(model(vectors(3, dist.get_rank())["x"].float())).backward()
-    return timeline.entries, transport.gathers.sent, transport.reductions.sent
-
-
-def test_messages_are_those_of_the_plan_and_queue_in_its_order(ranks):
-    for entries, gathers, reductions in ranks(2)(traffic):
-        issued = {kind: [e for e in entries if e.kind == kind] for kind in EventKind}
-        assert issued[EventKind.GATHER]
-        assert [m.num_bytes for m in gathers] == [e.num_bytes for e in issued[EventKind.GATHER]]
-        *summed, settled = reductions
-        assert [m.num_bytes for m in summed] == [e.num_bytes for e in issued[EventKind.REDUCE]]
-        assert settled.num_bytes > 0
-        for sent in (gathers, reductions):
-            for message, after in pairwise(sent):
-                assert message.done_ns <= after.starts_ns
-                assert message.issued_ns <= after.issued_ns
-            for message in sent:
-                took_s = (message.done_ns - message.starts_ns) / 1e9
-                assert took_s == pytest.approx(LATENCY_S + message.num_bytes / BYTES_PER_S)
-        wires = [OnWire(m.issued_ns, m.starts_ns, m.done_ns) for m in (*gathers, *reductions)]
-        pieces = [p for p in slices_of(entries, wires) if p.lane != "compute"]
-        assert len(pieces) == len(wires)  # every message has its event, and the one that waits
+    entries, gathers = timeline.entries, transport.gathers.sent
+    reductions = transport.reductions.sent
+    issued = {kind: [e for e in entries if e.kind == kind] for kind in EventKind}
+    assert issued[EventKind.GATHER]
+    assert [m.num_bytes for m in gathers] == [e.num_bytes for e in issued[EventKind.GATHER]]
+    *summed, settled = reductions
+    assert [m.num_bytes for m in summed] == [e.num_bytes for e in issued[EventKind.REDUCE]]
+    assert settled.num_bytes > 0
+    for sent in (gathers, reductions):
+        for message, after in pairwise(sent):
+            assert message.done_ns <= after.starts_ns
+            assert message.issued_ns <= after.issued_ns
+        for message in sent:
+            took_s = (message.done_ns - message.starts_ns) / 1e9
+            assert took_s == pytest.approx(LATENCY_S + message.num_bytes / BYTES_PER_S)
+    wires = [OnWire(m.issued_ns, m.starts_ns, m.done_ns) for m in (*gathers, *reductions)]
+    pieces = [p for p in slices_of(entries, wires) if p.lane != "compute"]
+    assert len(pieces) == len(wires)  # every message has its event, and the one that waits
 
 
 def waits():
@@ -166,7 +163,9 @@ class Notes:
         pass
 
 
-def sums_beside_backwards(transport):
+@pytest.mark.parametrize("transport", ["direct", "c10d"])
+@on_ranks(2)
+def test_sums_over_replicas_run_beside_the_backward_of_the_units_that_follow(transport):
     """What ran between the begin and the end of each unit's sum over replicas."""
     model = fs.shard(chain().float(), wrap=["Block"], transport=transport, strategy="no_shard")
     engine, notes = engine_of(model), Notes()
@@ -183,12 +182,9 @@ def sums_beside_backwards(transport):
     mean_square(model(vectors(0, dist.get_rank())["x"].float())).backward()
     seen = notes.seen
     begun = [note for note in seen if note.startswith("begin")]
-    return [seen[seen.index(note) + 1 : seen.index(note.replace("begin", "end"))] for note in begun]
-
-
-@pytest.mark.parametrize("transport", ["direct", "c10d"])
-def test_sums_over_replicas_run_beside_the_backward_of_the_units_that_follow(ranks, transport):
-    for beside in ranks(2)(sums_beside_backwards, transport):
-        *early, _, _, _ = beside  # a unit lands one unit late: the last have no backward left
-        assert early
-        assert all(any(note.startswith("backward") for note in notes) for notes in early)
+    beside = [
+        seen[seen.index(note) + 1 : seen.index(note.replace("begin", "end"))] for note in begun
+    ]
+    *early, _, _, _ = beside  # a unit lands one unit late: the last have no backward left
+    assert early
+    assert all(any(note.startswith("backward") for note in notes) for notes in early)

@@ -1,7 +1,5 @@
 """Further dtypes: modules in float32, bf16 masters, buffers, outputs, fp16 with a loss scaler."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -15,6 +13,7 @@ from fullshard.errors import ConfigError
 from fullshard.planner.events import EventKind
 from support.models import CASES, Chain, float32_batch, float32_model, perturbed
 from support.parity import assert_planned_events, whole_gradients, whole_params
+from support.ranks import on_ranks
 
 BF16, FP32 = torch.bfloat16, torch.float32
 LR = 0.1
@@ -62,7 +61,7 @@ def check_fp32_modules(name, settings):
     model = fs.shard(float32_model(name), param_dtype="bf16", poison=True, **settings)
     engine = engine_of(model)
     calls, fetch = [], engine.transport.fetch
-    engine.transport.fetch = lambda fulls: calls.append(len(fulls)) or fetch(fulls)
+    engine.transport.fetch = lambda fulls, unit="": calls.append(len(fulls)) or fetch(fulls, unit)
     case.loss(model(**float32_batch(name, 0, dist.get_rank()))).backward()
     found = whole_gradients(model)
     wrong = [key for key in wanted if not torch.equal(found[key], wanted[key])]
@@ -89,7 +88,9 @@ def test_a_module_that_is_not_there_is_refused():
 # ---- bf16 masters --------------------------------------------------------------------------------
 
 
-def check_bf16_master(strategy):
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+@on_ranks(2)
+def test_bf16_masters_accumulate_in_float32(strategy):
     """Two backwards, then a step: sums in float32, cast once."""
     case, rank, size = CASES["chain"], dist.get_rank(), dist.get_world_size()
     whole = float32_model("chain").to(BF16)
@@ -125,11 +126,6 @@ def check_bf16_master(strategy):
     assert stats == rows["gradient shards"]
 
 
-@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
-def test_bf16_masters_accumulate_in_float32(ranks, strategy):
-    ranks(2)(check_bf16_master, strategy)
-
-
 # ---- buffers and outputs -------------------------------------------------------------------------
 
 
@@ -153,7 +149,8 @@ def test_outputs_are_cast_and_give_gradients():
 # ---- what is written into p.grad of a bf16 master counts ----------------------------------------
 
 
-def check_writes_count():
+@on_ranks(2)
+def test_writes_into_gradients_of_bf16_masters_count():
     """An old way to zero gradients, a scaler's division, and parameters that got nothing."""
     model = fs.shard(perturbed(Chain(3)), master_dtype="bf16", param_dtype="fp16")
     x = float32_batch("chain", 0, dist.get_rank())["x"]
@@ -172,10 +169,6 @@ def check_writes_count():
     fs.clip_grad_norm_(model, 1e-2)
     norm = float(fs.global_norm([p.grad for p in model.parameters()]))
     assert norm == pytest.approx(1e-2, rel=1e-2)
-
-
-def test_writes_into_gradients_of_bf16_masters_count(ranks):
-    ranks(2)(check_writes_count)
 
 
 def test_norms_in_float32_beside_a_bf16_master():

@@ -4,98 +4,52 @@ transformers, or layers as torchtitan writes them, cut the experts and exchange 
 process in float64 is the reference.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import fullshard as fs
 from fullshard.errors import ConfigError, EngineError, UnsupportedModelError, WrapError
 from support.experts import cut_as_transformers, mixtral, mixture_net, qwen, spread
-from support.other_axes import train, train_llama, vectors
-from support.parity import assert_same
-from support.reference import make_optimizer, train_alone
-
-Work = Callable[[nn.Module, int, int], torch.Tensor]
-
-
-def check_steps(
-    build: Callable[[], nn.Module],
-    cut: Callable[[nn.Module], dict[str, Any]],
-    work: Work = train_llama,
-    tensor: int = 1,
-) -> None:
-    """Steps of both optimizers are those of one process; AdamW is made early, torch clips it.
-
-    Args:
-        build: Makes the model.
-        cut: Cuts it over other axes; returns arguments of fs.shard.
-        work: Forward and backward of a batch.
-        tensor: Ranks that share a batch.
-    """
-    world = dist.get_world_size()
-    seat = dist.get_rank() // tensor
-    for kind in ("sgd", "adamw"):
-        wanted = train_alone(build, work, world_size=world // tensor, kind=kind)
-        model = build()
-        arguments = cut(model)
-        before = [(name, id(param)) for name, param in model.named_parameters()]
-        early = make_optimizer(kind, model.parameters()) if kind == "adamw" else None
-        fs.shard(model, poison=True, **arguments)
-        assert [(name, id(param)) for name, param in model.named_parameters()] == before
-        optimizer = early or make_optimizer(kind, model.parameters())
-        found = train(model, work, optimizer, seat, torch_clips=early is not None)
-        for step in wanted:
-            step.losses[:] = [step.losses[seat]] * world
-        assert_same(found, wanted)
-
+from support.other_axes import assert_numbers, check_steps, train_llama, train_net, vectors
+from support.ranks import on_ranks
 
 # ---- transformers'
 
 
-def check_transformers(
-    build: Callable[[], nn.Module],
-    sizes: tuple[int, int] = (2, 1),
-    settings: dict[str, Any] | None = None,
-    work: Work = train_llama,
-) -> None:
+def check_transformers(build, kind, sizes, settings=None, work=train_llama):
     """Args: groups of experts and of the tensor axis; settings; None: transformers' own mesh."""
 
-    def cut(model: nn.Module) -> dict[str, Any]:
+    def cut(model):
         dense = cut_as_transformers(model, *sizes)
         return settings or {"mesh": dense["fsdp"]}
 
-    check_steps(build, cut, work, sizes[1])
+    check_steps(build, cut, work, (kind,), sizes[1])
 
 
-BUILDS = pytest.mark.parametrize("build", [qwen, mixtral])
+@pytest.mark.parametrize(
+    ("num_ranks", "build", "kind", "sizes"),
+    [
+        (2, qwen, "sgd", (2, 1)),
+        (2, mixtral, "adamw", (2, 1)),
+        (4, qwen, "adamw", (2, 1)),  # experts on a mesh of their own
+        (4, mixtral, "sgd", (2, 1)),
+        (4, qwen, "sgd", (2, 2)),  # beside a tensor axis
+        (4, mixtral, "adamw", (4, 2)),
+        (4, qwen, "adamw", (4, 1)),
+    ],
+)
+def test_experts_of_transformers_train_as_one_process(ranks, num_ranks, build, kind, sizes):
+    ranks(num_ranks)(check_transformers, build, kind, sizes, timeout=300)
 
 
-@BUILDS
-def test_experts_of_two_ranks_train_as_one_process(ranks, build):
-    ranks(2)(check_transformers, build, timeout=300)
-
-
-@BUILDS
-def test_experts_on_a_mesh_of_their_own_train_as_one_process(ranks, build):
-    ranks(4)(check_transformers, build, timeout=300)
-
-
-@pytest.mark.parametrize(("build", "sizes"), [(qwen, (2, 2)), (mixtral, (4, 2)), (qwen, (4, 1))])
-def test_experts_beside_a_tensor_axis_train_as_one_process(ranks, build, sizes):
-    ranks(4)(check_transformers, build, sizes, timeout=300)
-
-
-def frozen_qwen() -> nn.Module:
+def frozen_qwen():
     """One layer's experts are frozen, and another's attention."""
     model = qwen()
     for name, param in model.named_parameters():
@@ -104,7 +58,7 @@ def frozen_qwen() -> nn.Module:
     return model
 
 
-def accumulate(model: nn.Module, step: int, seat: int) -> torch.Tensor:
+def accumulate(model, step, seat):
     """Two micro-batches; the first waits unreduced, or for the sum over replicas."""
     is_alone = not hasattr(model, "_fullshard")
     with nullcontext() if is_alone else fs.no_sync(model, outer_only=step == 1):
@@ -113,53 +67,49 @@ def accumulate(model: nn.Module, step: int, seat: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("kind", "settings"),
     [
-        {"transport": "c10d", "activation_checkpointing": "block"},
-        {"offload": "cpu", "replicate": 2},
-        {"strategy": "no_shard"},
-        {"strategy": "shard_grad_op", "wrap": "none"},
+        ("sgd", {"transport": "c10d", "activation_checkpointing": "block"}),
+        ("adamw", {"offload": "cpu", "replicate": 2}),
+        ("sgd", {"strategy": "no_shard"}),
+        ("adamw", {"strategy": "shard_grad_op", "wrap": "none"}),
     ],
     ids=str,
 )
-def test_frozen_experts_and_accumulation_train_as_one_process(ranks, settings):
-    ranks(4)(check_transformers, frozen_qwen, (2, 1), settings, accumulate, timeout=300)
+def test_frozen_experts_and_accumulation_train_as_one_process(ranks, kind, settings):
+    ranks(4)(check_transformers, frozen_qwen, kind, (2, 1), settings, accumulate, timeout=300)
 
 
 # ---- torch's own way
 
 
-def mesh_of_experts(*sizes: int) -> DeviceMesh:
+def mesh_of_experts(*sizes):
     names = ("replicate", "shard", "expert")[-len(sizes) :]
     return init_device_mesh("cpu", sizes, mesh_dim_names=names)
 
 
-def train_net(model: nn.Module, step: int, seat: int) -> torch.Tensor:
-    loss = model(vectors(step, seat)).pow(2).mean()
-    loss.backward()
-    return loss.detach()
-
-
-def check_net(sizes: tuple[int, ...], skips: bool = False) -> None:
-    def cut(model: nn.Module) -> dict[str, Any]:
+def check_net(kind, sizes, skips=False):
+    def cut(model):
         mesh = mesh_of_experts(*sizes)
         spread(model, mesh["expert"])
         for block in model.blocks:
             block[1].skips = skips
         return {"mesh": mesh}
 
-    check_steps(mixture_net, cut, train_net)
+    check_steps(mixture_net, cut, train_net, (kind,))
 
 
-@pytest.mark.parametrize("skips", [False, True])
-def test_a_rank_whose_experts_get_no_token_trains_with_the_others(ranks, skips):
+@pytest.mark.parametrize(("kind", "skips"), [("sgd", False), ("adamw", True)])
+def test_a_rank_whose_experts_get_no_token_trains_with_the_others(ranks, kind, skips):
     """Five experts on two ranks; those of the second get no token in one of the layers."""
-    ranks(4)(check_net, (2, 2), skips, timeout=300)
+    ranks(4)(check_net, kind, (2, 2), skips, timeout=300)
 
 
-@pytest.mark.parametrize("sizes", [(2, 1, 2), (4, 1), (1, 4)])
-def test_an_axis_of_experts_of_any_size_trains_as_one_process(ranks, sizes):
-    ranks(4)(check_net, sizes, timeout=300)
+@pytest.mark.parametrize(
+    ("kind", "sizes"), [("adamw", (2, 1, 2)), ("sgd", (4, 1)), ("sgd", (1, 4))]
+)
+def test_an_axis_of_experts_of_any_size_trains_as_one_process(ranks, kind, sizes):
+    ranks(4)(check_net, kind, sizes, timeout=300)
 
 
 # ---- refusals ------------------------------------------------------------------------------------
@@ -168,20 +118,21 @@ def test_an_axis_of_experts_of_any_size_trains_as_one_process(ranks, sizes):
 class Beside(nn.Module):
     """Experts and a dense parameter in one module."""
 
-    def __init__(self, mesh: DeviceMesh) -> None:
+    def __init__(self, mesh):
         super().__init__()
         cut = distribute_tensor(torch.ones(4, 3), mesh["expert"], [Shard(0)], src_data_rank=None)
         self.experts, self.scale = nn.Parameter(cut), nn.Parameter(torch.ones(3))
 
 
-def with_placement(mesh: DeviceMesh, placement: Any) -> nn.Module:
+def with_placement(mesh, placement):
     model = nn.Linear(4, 4)
     cut = DTensor.from_local(torch.ones(4, 4), mesh, [placement], run_check=False)
     model.weight = nn.Parameter(cut)
     return model
 
 
-def check_refusals() -> None:
+@on_ranks(4, timeout=100)
+def test_axes_that_experts_cannot_have_are_refused_by_name():
     mesh, model = mesh_of_experts(2, 2), mixture_net()
     spread(model, mesh["expert"])
     with pytest.raises(ConfigError, match="transport: shared expects parameters that no other"):
@@ -208,14 +159,11 @@ def check_refusals() -> None:
         fs.owned(model, torch.optim.SGD)
 
 
-def test_axes_that_experts_cannot_have_are_refused_by_name(ranks):
-    ranks(4)(check_refusals, timeout=100)
-
-
 # ---- numbers and whole tensors -------------------------------------------------------------------
 
 
-def check_numbers() -> None:
+@on_ranks(4, timeout=100)
+def test_numbers_of_experts_count_every_element_once():
     """Numbers of gradients count each element once; whole states go in and out."""
     alone, model, mesh = mixture_net(), mixture_net(), mesh_of_experts(2, 2)
     spread(model, mesh["expert"])
@@ -229,14 +177,7 @@ def check_numbers() -> None:
     for seat in range(4):
         train_net(alone, 0, seat)
     train_net(model, 0, rank)
-    for (name, one), ours in zip(alone.named_parameters(), model.parameters(), strict=True):
-        one.grad /= 4
-        for ask in ("sum", "mean", "std", "norm"):
-            found, wanted = getattr(ours.grad, ask)(), getattr(one.grad, ask)()
-            torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-14, msg=f"{ask} {name}")
-        torch.testing.assert_close(
-            fs.global_norm([ours]), one.detach().norm(), rtol=1e-12, atol=0, msg=name
-        )
+    assert_numbers(model, alone, 4)
     weights = {name: param.detach() for name, param in alone.named_parameters()}
     torch.testing.assert_close(fs.full_state_dict(model, rank0_only=False), weights)
     others = {name: torch.randn_like(value) for name, value in weights.items()}
@@ -247,11 +188,8 @@ def check_numbers() -> None:
             assert torch.equal(whole, others[name])
 
 
-def test_numbers_of_experts_count_every_element_once(ranks):
-    ranks(4)(check_numbers, timeout=100)
-
-
-def check_one_infinity() -> None:
+@on_ranks(4, timeout=100)
+def test_an_infinity_in_one_expert_skips_the_step_of_all_ranks():
     model, mesh = mixture_net(), mesh_of_experts(2, 2)
     spread(model, mesh["expert"])
     fs.shard(model, mesh=mesh)
@@ -269,11 +207,8 @@ def check_one_infinity() -> None:
         assert torch.equal(param.full_tensor(), before[name]), name
 
 
-def test_an_infinity_in_one_expert_skips_the_step_of_all_ranks(ranks):
-    ranks(4)(check_one_infinity, timeout=100)
-
-
-def check_owned() -> None:
+@on_ranks(4, timeout=100)
+def test_dense_matrices_of_a_mixture_may_have_owners():
     """Whole dense matrices have owners; experts are trained beside them, on their shards."""
     alone, model, rank = mixture_net(), mixture_net(), dist.get_rank()
     mesh = mesh_of_experts(2, 2)
@@ -298,7 +233,3 @@ def check_owned() -> None:
     found = fs.full_state_dict(model, rank0_only=False)
     for name, param in alone.named_parameters():
         torch.testing.assert_close(found[name], param.detach(), rtol=0, atol=1e-11, msg=name)
-
-
-def test_dense_matrices_of_a_mixture_may_have_owners(ranks):
-    ranks(4)(check_owned, timeout=100)

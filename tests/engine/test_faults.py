@@ -5,8 +5,6 @@ own methods) after the first step, so that the step before it must be clean and 
 must not be. Without a fault the same check passes.
 """
 
-from __future__ import annotations
-
 import itertools
 from functools import partial
 
@@ -20,6 +18,7 @@ from fullshard.errors import FullshardError
 from support.grid import STRATEGIES, marked
 from support.models import CASES, generator_of, perturbed
 from support.parity import mismatches, train_sharded
+from support.ranks import on_ranks
 from support.reference import train_alone
 
 START = 1  # the step before which a fault is injected
@@ -118,7 +117,7 @@ def wrong_slot(engine, note, gradients=False):
 def skipped_gather(engine, note):
     """No rank sends or receives anything."""
 
-    def skips(fetch, fulls):
+    def skips(fetch, fulls, unit):
         note()
         return Fetched()
 
@@ -128,10 +127,10 @@ def skipped_gather(engine, note):
 def part_of_a_wrong_rank(engine, note):
     """On one rank its own part stands where a peer's belongs."""
 
-    def spoils(fetch, fulls):
+    def spoils(fetch, fulls, unit):
         parts, own = fulls[0].chunk(engine.plan.mesh.shard), engine.units[0].part
         note()
-        return Fetched(fetch(fulls), lambda: parts[own - 1].copy_(parts[own]))
+        return Fetched(fetch(fulls, unit), lambda: parts[own - 1].copy_(parts[own]))
 
     if is_last_rank():
         once(engine.transport, "fetch", spoils)
@@ -327,18 +326,15 @@ def test_faults_are_reported_on_a_language_model(ranks):
 # ---- what no engine does wrong: data that come twice, weights that hide a fault ------------------
 
 
-def report_of_repeated_data():
+@on_ranks(2)
+def test_a_rank_that_is_given_anothers_data_is_reported():
     """Every rank is given the first rank's batch."""
     case = CASES["chain"]
     world_size = dist.get_world_size()
     wanted = train_alone(case.build, case.work, world_size=world_size)
     _, found = train_sharded(case.build, lambda model, step, _: case.work(model, step, 0), {})
-    return mismatches(found, wanted)
-
-
-def test_a_rank_that_is_given_anothers_data_is_reported(ranks):
-    for lines in ranks(2)(report_of_repeated_data):
-        assert any("gradient of" in line for line in lines)
+    lines = mismatches(found, wanted)
+    assert any("gradient of" in line for line in lines)
 
 
 def report_of_unperturbed_weights():

@@ -1,7 +1,5 @@
 """A gathered parameter needs memory for itself and a small buffer, not for its whole unit."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,13 +12,13 @@ from fullshard.engine.engine import engine_of
 SIZES = ((7, 5), (300, 9), (3, 1), (64, 64))
 
 
-def model() -> nn.Module:
+def model():
     made = nn.Sequential(*(nn.Linear(*size) for size in SIZES))
     made.register_parameter("empty", nn.Parameter(torch.empty(0, 4)))
     return made
 
 
-def gathered(sent_bytes: int, transport: str) -> None:
+def gathered(sent_bytes, transport):
     torch.manual_seed(0)
     ours = model()
     torch.manual_seed(0)

@@ -1,7 +1,5 @@
 """What functions a shard may meet: those that treat elements one by one, and no other."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial
@@ -14,16 +12,17 @@ from torch.nn import functional
 
 import fullshard as fs
 from fullshard.engine.parameter import ShardedGradient, ShardedParameter, ShardedTensor
+from support.ranks import on_ranks
 from support.scripts import Run, Tiny, compare, error_of
 
 Function = Callable[[torch.Tensor], Any]
 
 
-def rank() -> int:
+def rank():
     return torch.distributed.get_rank()
 
 
-def trained(**config: Any) -> tuple[Run, Any]:
+def trained(**config):
     """A sharded model after a backward."""
     run = Run(torch.distributed.get_world_size(), rank())
     model = run.shard(run.model(), **config)
@@ -67,20 +66,20 @@ ELEMENTWISE: dict[str, Function] = {
 }
 
 
-def _assigned(p: torch.Tensor) -> torch.Tensor:
+def _assigned(p):
     copied = p.clone()
     copied[copied < 0] = 5.0
     return copied
 
 
-def _foreach_in_place(p: torch.Tensor) -> torch.Tensor:
+def _foreach_in_place(p):
     copied = [p.clone(), p.clone()]
     torch._foreach_mul_(copied, 0.5)
     torch._foreach_addcmul_(copied, [p, p], copied, value=-1.0)
     return copied[1]
 
 
-def _operators_in_place(p: torch.Tensor) -> torch.Tensor:
+def _operators_in_place(p):
     copied = p.clone()
     copied += 1
     copied *= p
@@ -90,7 +89,7 @@ def _operators_in_place(p: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def elementwise(run: Run) -> Any:
+def elementwise(run):
     """Every function on a parameter and on a gradient; whole results."""
     model = run.shard(run.model())
     with torch.enable_grad():
@@ -172,11 +171,11 @@ NEEDS_THE_WHOLE: dict[str, Function] = {
 }
 
 
-def _assign_slice(p: torch.Tensor) -> None:
+def _assign_slice(p):
     p.data[0] = 0.0
 
 
-def refusals() -> dict[str, str]:
+def refusals():
     """The errors, and proof that no element changed."""
     _, model = trained()
     weight = model.blocks[0].mid.weight
@@ -201,7 +200,8 @@ def test_functions_that_need_the_whole_tensor_name_it_and_the_way_out(ranks, sna
     assert texts[0] == snapshot
 
 
-def two_ranges() -> list[str]:
+@on_ranks(2)
+def test_shards_of_other_elements_do_not_mix():
     """Shards of one shape that hold other elements of their parameters."""
     run = Run(2, rank())
     torch.manual_seed(0)
@@ -215,16 +215,12 @@ def two_ranges() -> list[str]:
     other.data.copy_(twin.data)
     assert (other.full_tensor() - twin.full_tensor()).abs().max() == 0
     mid, down = blocks[0].mid.weight, blocks[0].down.weight
-    return [
+    texts = [
         error_of(lambda: first.data.copy_(second.data)),
         error_of(lambda: torch._foreach_add([mid, mid], [mid, down])),
     ]
-
-
-def test_shards_of_other_elements_do_not_mix(ranks):
-    for texts in ranks(2)(two_ranges):
-        assert all("expected shards of the same range" in text for text in texts)
-        assert texts[1].startswith("ShardedTensorError: _foreach_add: ")
+    assert all("expected shards of the same range" in text for text in texts)
+    assert texts[1].startswith("ShardedTensorError: _foreach_add: ")
 
 
 # ---- where nothing is cut ---------------------------------------------------------------------
@@ -241,7 +237,7 @@ AUTOGRAD = (
 
 
 @torch.no_grad()
-def on_whole_parameters(run: Run) -> Any:
+def on_whole_parameters(run):
     """Every function that shards refuse, on parameters that no rank cuts."""
     model = run.shard(run.model(), strategy="no_shard")
     weight = model.blocks[0].mid.weight
@@ -260,28 +256,35 @@ def test_where_nothing_is_cut_all_but_random_fills_pass(ranks):
     ranks(2)(compare, on_whole_parameters)
 
 
-def losses_of_parameters() -> list[str]:
+@on_ranks(2)
+def test_a_loss_of_parts_at_rest_is_refused():
     texts = []
     for strategy in ("full_shard", "no_shard"):
         run, model = trained(strategy=strategy)
-        for loss in (lambda p: p.pow(2).sum(), lambda p: p.norm(), lambda p: p[None].mean()):
+        for loss in (
+            lambda p: p.pow(2).sum(),
+            lambda p: p.norm(),
+            lambda p: p.full_tensor().sum(),
+            lambda p: p[None].mean(),
+        ):
             texts.append(error_of(lambda: sum(map(loss, model.parameters())).backward()))  # noqa: B023
         assert model.scale.detach().pow(2).dim() == (0 if strategy == "no_shard" else 1)
         run.loss(model, 1).backward()
-    return texts
-
-
-def test_a_loss_of_parts_at_rest_is_refused(ranks):
-    for texts in ranks(2)(losses_of_parameters):
-        cut, whole = texts[:3], texts[3:]
-        for name, text in zip(["sum", "norm", "__getitem__"], cut, strict=True):
-            wanted = "a whole tensor" if text == cut[2] else "tensors that take part in autograd"
-            assert text.startswith(f"ShardedTensorError: {name}: expected {wanted}")
-        assert all(text.startswith("NO ERROR") for text in whole)  # see test_programs.py
+        if run.sharded and strategy == "full_shard":
+            with fs.unsharded(model):
+                inside = model.scale.sum() + model.head.weight.sum()
+            assert "fs.unsharded: expected none" in error_of(inside.backward)
+            with fs.unsharded(model):
+                assert "fs.unsharded: expected none" in error_of(model.scale.sum().backward)
+    cut, whole = texts[:4], texts[4:]
+    for name, text in zip(["sum", "norm", "full_tensor", "__getitem__"], cut, strict=True):
+        wanted = "a whole tensor" if text == cut[3] else "tensors that take part in autograd"
+        assert text.startswith(f"ShardedTensorError: {name}: expected {wanted}")
+    assert all(text.startswith("NO ERROR") for text in whole)  # see test_programs.py
 
 
 @torch.no_grad()
-def writes_without_the_guard(run: Run) -> Any:
+def writes_without_the_guard(run):
     """Rows and views of parameters that no rank cuts are written between steps."""
     model = run.shard(run.model(), strategy="no_shard")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -332,7 +335,7 @@ NUMBERS: dict[str, Function] = {
 }
 
 
-def numbers_of(run: Run, **config: Any) -> Any:
+def numbers_of(run, **config):
     """All numbers of parameters and gradients, whole, with NaN, and with infinities."""
     model = run.shard(run.model(), **config)
     run.loss(model, 0).backward()
@@ -363,7 +366,8 @@ def test_numbers_of_parameters_and_gradients_are_those_of_the_whole(ranks, trans
     ranks(4 if transport == "replicas" else 2)(compare, partial(numbers_of, **config))
 
 
-def logged_on_one_rank() -> None:
+@on_ranks(2)
+def test_finite_gradients_and_sums_of_squares_are_known_on_one_rank_alone():
     """What the cached norms know is told on one rank alone: another's question would hang."""
     _, model = trained()
     if rank() == 0:
@@ -374,17 +378,13 @@ def logged_on_one_rank() -> None:
                 torch.testing.assert_close(p.grad.pow(2).sum(), p.grad.norm() ** 2)
 
 
-def test_finite_gradients_and_sums_of_squares_are_known_on_one_rank_alone(ranks):
-    ranks(2)(logged_on_one_rank)
-
-
-def asked_alone(num_steps: int) -> str:
+def asked_alone(num_steps):
     """Rank 0 asks for what no rank knows by itself; the other goes on to its next forward."""
     run, model = trained()
     for _ in range(num_steps - 1):
         run.loss(model, 0).backward()
 
-    def ask_and_train() -> None:
+    def ask_and_train():
         if rank() == 0:
             model.head.weight.detach().abs().mean()
         run.loss(model, 1).backward()
@@ -399,21 +399,18 @@ def test_a_question_that_one_rank_asks_alone_is_refused_on_all(ranks):
         assert "where this rank has not been" in text
 
 
-def other_questions() -> str:
+@on_ranks(2)
+def test_questions_that_differ_between_ranks_are_refused_on_all():
     _, model = trained()
     weight = model.head.weight.detach()
-    return error_of(lambda: weight.sum() if rank() == 0 else weight.abs().max())
-
-
-def test_questions_that_differ_between_ranks_are_refused_on_all(ranks):
-    for text in ranks(2)(other_questions):
-        assert "expected the same call on every rank" in text
+    text = error_of(lambda: weight.sum() if rank() == 0 else weight.abs().max())
+    assert "expected the same call on every rank" in text
 
 
 # ---- what a shard shows -----------------------------------------------------------------------
 
 
-def shown() -> dict[str, Any]:
+def shown():
     """Every tensor's own account of itself."""
     _, model = trained()
     weight = model.blocks[0].mid.weight
@@ -441,7 +438,12 @@ def test_a_shard_says_that_it_is_one(ranks, snapshot):
     assert ranks(2)(shown) == snapshot
 
 
-def gradients_at_hand() -> None:
+def _set_data(tensor, data):
+    tensor.data = data
+
+
+@on_ranks(2)
+def test_a_gradient_stays_the_view_that_the_next_backward_fills():
     """p.grad is one object, its memory the flat gradient shard, unless somebody keeps it."""
     run, model = trained()
     weight = model.blocks[0].mid.weight
@@ -467,20 +469,12 @@ def gradients_at_hand() -> None:
     assert type(other.scale) is nn.Parameter
 
 
-def _set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
-    tensor.data = data
-
-
-def test_a_gradient_stays_the_view_that_the_next_backward_fills(ranks):
-    ranks(2)(gradients_at_hand)
-
-
 @pytest.mark.parametrize("kind", [nn.Parameter, torch.Tensor])
 def test_plain_tensors_beside_sharded_models_are_left_alone(ranks, kind):
     ranks(2)(plain_tensors, kind)
 
 
-def plain_tensors(kind: type) -> None:
+def plain_tensors(kind):
     trained()
     plain = torch.ones(3)
     tensor = nn.Parameter(plain) if kind is nn.Parameter else plain

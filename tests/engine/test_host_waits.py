@@ -1,7 +1,5 @@
 """A step never waits for its device: what would on a GPU is found on a CPU, by its operations."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 from unittest.mock import patch
 
@@ -14,6 +12,7 @@ import fullshard as fs
 from fullshard.engine import norms
 from fullshard.engine import step as stepping
 from support.models import CASES
+from support.ranks import on_ranks
 
 WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "item", "is_nonzero"}
 
@@ -93,7 +92,19 @@ def never(tensor):
     return False
 
 
-def steps(settings, clip):
+@pytest.mark.parametrize("clip", CLIPS)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"transport": "direct"},
+        {"transport": "direct", "param_dtype": "bf16", "reduce_dtype": "fp32"},
+        {"transport": "direct", "activation_checkpointing": "block"},
+        {"strategy": "no_shard", "transport": "direct"},
+    ],
+    ids=str,
+)
+@on_ranks(2)
+def test_no_step_waits_for_its_device(settings, clip):
     case = CASES["chain"]
     model = fs.shard(case.build(), **settings)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
@@ -112,21 +123,6 @@ def steps(settings, clip):
             CLIPS[clip](model)
             optimizer.zero_grad()
         assert mode.found == []
-
-
-@pytest.mark.parametrize("clip", CLIPS)
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"transport": "direct"},
-        {"transport": "direct", "param_dtype": "bf16", "reduce_dtype": "fp32"},
-        {"transport": "direct", "activation_checkpointing": "block"},
-        {"strategy": "no_shard", "transport": "direct"},
-    ],
-    ids=str,
-)
-def test_no_step_waits_for_its_device(ranks, settings, clip):
-    ranks(2)(steps, settings, clip)
 
 
 def a_host_that_waits():

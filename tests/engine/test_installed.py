@@ -1,7 +1,5 @@
 """`pip install .` into an existing environment, and ten lines under plain torchrun."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

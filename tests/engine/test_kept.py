@@ -1,7 +1,5 @@
 """Losses that modules keep as attributes enter their units as outputs do."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -21,44 +19,44 @@ WIDTH = 8
 class Router(nn.Module):
     """Has a loss of its own, which it does not return."""
 
-    def __init__(self, how: str) -> None:
+    def __init__(self, how):
         super().__init__()
         self.how, self.scale = how, nn.Parameter(torch.ones(WIDTH))
         self.kept: Any = None if how == "tensor" else {"list": [], "mapping": {}}[how]
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         loss = (x * self.scale).square().mean()
         self.kept = {"tensor": loss, "list": [loss], "mapping": {"loss": loss}}[self.how]
         return x * self.scale
 
-    def loss(self) -> torch.Tensor:
+    def loss(self):
         return {"tensor": lambda k: k, "list": lambda k: k[0], "mapping": lambda k: k["loss"]}[
             self.how
         ](self.kept)
 
 
 class Block(nn.Module):
-    def __init__(self, how: str) -> None:
+    def __init__(self, how):
         super().__init__()
         self.linear, self.router = nn.Linear(WIDTH, WIDTH), Router(how)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.router(self.linear(x).tanh())
 
 
 class Model(nn.Module):
-    def __init__(self, how: str) -> None:
+    def __init__(self, how):
         super().__init__()
         self.blocks = nn.ModuleList(Block(how) for _ in range(5))
         self.head = nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         for block in self.blocks:
             x = block(x)
         return self.head(x)
 
 
-def backward(model: Any, step: int, rank: int, *, alone: bool, share: int) -> None:
+def backward(model, step, rank, *, alone, share):
     """Of the output's loss and the kept ones, or of one kept loss alone."""
     generator = torch.Generator().manual_seed(10 * step + rank)
     output = model(torch.randn(4, WIDTH, generator=generator, dtype=torch.float64))
@@ -67,7 +65,7 @@ def backward(model: Any, step: int, rank: int, *, alone: bool, share: int) -> No
     (loss / share).backward()
 
 
-def differing(how: str, settings: dict[str, Any]) -> list[str]:
+def differing(how, settings):
     torch.manual_seed(0)
     one = perturbed(Model(how).double())
     torch.manual_seed(0)
@@ -100,30 +98,30 @@ class Unchecked(torch.autograd.Function):
     """A product whose backward keeps the weight where autograd does not look."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def forward(ctx, x, weight):
         ctx.x, ctx.weight = x, weight
         return x @ weight
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
         return grad @ ctx.weight.T, ctx.x.T @ grad
 
 
 class Teller(nn.Module):
     """Gives a loss to a list that is no attribute, made after its output."""
 
-    def __init__(self, tell: Any, product: Any = torch.matmul) -> None:
+    def __init__(self, tell, product=torch.matmul):
         super().__init__()
         self.tell, self.product = tell.append, product
         self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         output = x @ self.weight
         self.tell(self.product(x, self.weight).square().mean())
         return output
 
 
-def unseen(settings: dict[str, Any]) -> tuple[str, bool]:
+def unseen(settings):
     """What a backward says that reads weights of a unit which it has not entered; the next one."""
     torch.manual_seed(0)
     told: list[torch.Tensor] = []
@@ -153,7 +151,7 @@ def test_weights_are_not_read_while_their_slot_is_anothers(ranks, transport, dep
         assert same
 
 
-def unchecked() -> str:
+def unchecked():
     """What a backward of such losses alone says, where autograd checks nothing."""
     told: list[torch.Tensor] = []
     model = nn.Sequential(*(Teller(told, Unchecked.apply) for _ in range(5)))
@@ -187,12 +185,12 @@ def test_what_may_hold_tensors_is_looked_at_and_nothing_else():
 class Normalized(nn.Embedding):
     """Its backward reads the weight, as that of an embedding does not."""
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input):
         return nn.functional.embedding(input, nn.functional.normalize(self.weight, dim=-1))
 
 
-def differing_embedding() -> list[str]:
-    def build() -> nn.Module:
+def differing_embedding():
+    def build():
         torch.manual_seed(0)
         return nn.Sequential(Normalized(11, WIDTH), *(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
 

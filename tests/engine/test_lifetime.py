@@ -1,12 +1,9 @@
 """A sharded model that is deleted leaves nothing behind: memory, hooks, groups, threads."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import weakref
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +14,7 @@ from fullshard.engine.engine import engine_of
 from fullshard.errors import ShardedTensorError
 
 
-def _trained(transport: str) -> nn.Module:
+def _trained(transport):
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
     fs.shard(model, transport=transport)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -27,7 +24,7 @@ def _trained(transport: str) -> nn.Module:
     return model
 
 
-def delete_models(transport: str) -> tuple[list[bool], list[int]]:
+def delete_models(transport):
     """Which engines are alive after their models went, and how many threads there are then."""
     alive, threads = [], []
     for _ in range(3):
@@ -40,20 +37,20 @@ def delete_models(transport: str) -> tuple[list[bool], list[int]]:
     return alive, threads
 
 
-def test_deleted_model_is_freed_with_its_groups_and_threads(ranks: Any) -> None:
+def test_deleted_model_is_freed_with_its_groups_and_threads(ranks):
     for transport in ("direct", "c10d"):
         for alive, threads in ranks(2)(delete_models, transport):
             assert alive == [False, False, False]
             assert threads[1] == threads[2], threads
 
 
-def test_deleted_model_is_freed_without_a_process_group() -> None:
+def test_deleted_model_is_freed_without_a_process_group():
     engine = weakref.ref(engine_of(_trained("auto")))
     gc.collect()
     assert engine() is None
 
 
-def _thawed(*, backward: bool) -> weakref.ref[Any]:
+def _thawed(*, backward):
     """Its frame has the model when the error is raised."""
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
     weight = model[0].weight.requires_grad_(False)
@@ -67,14 +64,14 @@ def _thawed(*, backward: bool) -> weakref.ref[Any]:
 
 
 @pytest.mark.parametrize("backward", [False, True])
-def test_what_was_made_of_a_thawed_parameter_keeps_no_model_alive(backward: bool) -> None:
+def test_what_was_made_of_a_thawed_parameter_keeps_no_model_alive(backward):
     engine = _thawed(backward=backward)
     gc.collect()
     assert engine() is None
 
 
 @pytest.mark.parametrize("param_dtype", [None, "bf16"])
-def test_a_transport_that_refers_to_the_engine_keeps_no_model_alive(param_dtype: Any) -> None:
+def test_a_transport_that_refers_to_the_engine_keeps_no_model_alive(param_dtype):
     """As copies of offloaded shards do on a device with streams."""
     model = fs.shard(nn.Linear(8, 8), param_dtype=param_dtype)
     engine = engine_of(model)

@@ -1,9 +1,5 @@
 """Linear layers in every role: their gradients, their recomputes, their evaluations."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import fullshard as fs
 from support.models import perturbed
 from support.parity import assert_parity, unlike_gradients
+from support.ranks import on_ranks
 
 TRANSPORTS = ("shared", "direct")
 WIDTH, VOCAB = 130, 132  # a weight of these is large
@@ -23,7 +20,7 @@ WIDTH, VOCAB = 130, 132  # a weight of these is large
 class Mix(nn.Module):
     """Linear layers in every role: plain, used twice, tied, frozen, subclassed, outside of use."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(VOCAB, WIDTH)
         self.plain = nn.Linear(WIDTH, WIDTH)
@@ -36,7 +33,7 @@ class Mix(nn.Module):
         self.head = nn.Linear(WIDTH, VOCAB, bias=False)
         self.head.weight = self.embed.weight
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids):
         x = torch.tanh(self.plain(self.embed(ids)))
         x = torch.cat([x[..., : WIDTH // 2], self.small(x)], dim=-1)
         x = self.frozen(self.own(self.twice(torch.tanh(self.twice(x)))))
@@ -46,7 +43,7 @@ class Mix(nn.Module):
 class Own(nn.Linear):
     """Somebody's own layer: left alone."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return functional.linear(x, self.weight, self.bias) * 2
 
 
@@ -54,26 +51,26 @@ class NoGradient(torch.autograd.Function):
     """Passes x on; its second input gets no gradient at all."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    def forward(ctx, x, _):
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    def backward(ctx, gradient):
         return gradient, None
 
 
-def mix() -> nn.Module:
+def mix():
     torch.manual_seed(0)
     return perturbed(Mix().double())
 
 
-def ids_of(step: int, rank: int) -> torch.Tensor:
+def ids_of(step, rank):
     return torch.randint(
         0, VOCAB, (2, 5), generator=torch.Generator().manual_seed(10 * step + rank)
     )
 
 
-def gradients(model: nn.Module, micro_batches: int, rank: int) -> None:
+def gradients(model, micro_batches, rank):
     """Backward of the last micro-batch reduces, those before wait."""
     for step in range(micro_batches):
         loss = model(ids_of(step, rank)).square().mean()
@@ -84,7 +81,7 @@ def gradients(model: nn.Module, micro_batches: int, rank: int) -> None:
             loss.backward()
 
 
-def alone(micro_batches: int) -> nn.Module:
+def alone(micro_batches):
     model, size = mix(), dist.get_world_size()
     for rank in range(size):
         for step in range(micro_batches):
@@ -92,7 +89,7 @@ def alone(micro_batches: int) -> nn.Module:
     return model
 
 
-def against_one_process(transport: str, micro_batches: int) -> list[str]:
+def against_one_process(transport, micro_batches):
     wanted = alone(micro_batches)
     model = fs.shard(mix(), transport=transport, poison=True)
     gradients(model, micro_batches, dist.get_rank())
@@ -105,13 +102,13 @@ def test_gradients_of_linear_layers_are_those_of_one_process(ranks, transport, m
     assert ranks(2)(against_one_process, transport, micro_batches) == [[]] * 2
 
 
-def plain(**settings: Any) -> nn.Module:
+def plain(**settings):
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, VOCAB))
     return fs.shard(layers, wrap="none", **settings)
 
 
-def partly() -> tuple[list[bool], bool]:
+def partly():
     """backward(inputs=) of one weight's unit mates, then of everything."""
     model = plain(poison=True)
     x = torch.randn(3, WIDTH, requires_grad=True)
@@ -128,14 +125,14 @@ def test_a_backward_that_asks_for_inputs_leaves_no_gradient(ranks):
 class Checkpointed(nn.Module):
     """Blocks that run again in backward, whose last layer's output nobody wants again."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.blocks = nn.ModuleList(
             nn.Sequential(nn.Linear(WIDTH, 3 * WIDTH), nn.GELU(), nn.Linear(3 * WIDTH, WIDTH))
             for _ in range(2)
         )
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         for block in self.blocks:
             x = x + checkpoint(block, x, use_reentrant=False)
         return x
@@ -146,12 +143,14 @@ class Products(TorchDispatchMode):
 
     number = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.number += func._schema.name in ("aten::mm", "aten::addmm")
         return func(*args, **(kwargs or {}))
 
 
-def products_of_a_step(transport: str) -> tuple[int, int, list[str]]:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@on_ranks(2)
+def test_a_recompute_makes_no_product_that_torch_would_not_make(transport):
     """Products of one process and of a rank, and whose gradients differ."""
     x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(0)).double()
     torch.manual_seed(0)
@@ -163,29 +162,24 @@ def products_of_a_step(transport: str) -> tuple[int, int, list[str]]:
         with Products() as products:
             model(x).square().sum().backward()
         counts.append(products.number)
-    return counts[0], counts[1], unlike_gradients(many, one, rtol=1e-12)
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_recompute_makes_no_product_that_torch_would_not_make(ranks, transport):
-    for alone, sharded, wrong in ranks(2)(products_of_a_step, transport):
-        assert not wrong
-        assert sharded == alone == 2 * (2 + 1 + 4) - 1  # nobody wants a gradient of x
+    alone, sharded, wrong = counts[0], counts[1], unlike_gradients(many, one, rtol=1e-12)
+    assert not wrong
+    assert sharded == alone == 2 * (2 + 1 + 4) - 1  # nobody wants a gradient of x
 
 
 class Switches(nn.Module):
     """Turns gradients on inside its forward."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(2)])
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         with torch.enable_grad():
             return self.layers[1](torch.tanh(self.layers[0](x)))
 
 
-def evaluated_and_trained() -> tuple[torch.Tensor, torch.Tensor]:
+def evaluated_and_trained():
     torch.manual_seed(0)
     model = Switches().double()
     x = torch.randn(3, WIDTH, dtype=torch.float64)
@@ -205,23 +199,23 @@ def test_an_evaluation_in_inference_mode_may_enable_gradients_inside(ranks):
 class Halved(nn.Module):
     """Writes into what its layer returned, a view of a product where three dimensions came in."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layer = nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         y = self.layer(x.transpose(0, 1))
         y /= 2
         y[0] += 1
         return torch.tanh(y.transpose(0, 1))
 
 
-def halved() -> nn.Module:
+def halved():
     torch.manual_seed(0)
     return nn.Sequential(*[Halved() for _ in range(3)]).double()
 
 
-def mean_square_of_three_dimensions(model: Any, step: int, rank: int) -> torch.Tensor:
+def mean_square_of_three_dimensions(model, step, rank):
     generator = torch.Generator().manual_seed(10 * step + rank)
     x = torch.randn(2, 3, WIDTH, generator=generator, dtype=torch.float64)
     loss = model(x).square().mean()
@@ -229,7 +223,7 @@ def mean_square_of_three_dimensions(model: Any, step: int, rank: int) -> torch.T
     return loss.detach()
 
 
-def check_halved(settings: dict[str, str]) -> None:
+def check_halved(settings):
     for recompute in ("none", "block"):
         given = {**settings, "activation_checkpointing": recompute, "wrap": "Halved"}
         assert_parity(halved, mean_square_of_three_dimensions, given, kinds=("sgd",))

@@ -5,8 +5,6 @@ Its anonymous memory is compared with the plan and with what the process took af
 The limit leaves no room for a second copy of the weights, and little for dirty pages of files.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -35,7 +33,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="cgroups are Lin
 # ---- in the process under the limit --------------------------------------------------------------
 
 
-def anonymous_bytes() -> int:
+def anonymous_bytes():
     status = Path("/proc/self/status").read_text()
     return int(status.split("RssAnon:")[1].split()[0]) * 1024
 
@@ -43,26 +41,26 @@ def anonymous_bytes() -> int:
 class Peak:
     """The peak of this process's anonymous memory, sampled every few milliseconds."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.num_bytes = 0
         self._ended = threading.Event()
         threading.Thread(target=self._sample, daemon=True).start()
 
-    def _sample(self) -> None:
+    def _sample(self):
         while not self._ended.wait(0.005):
             self.num_bytes = max(self.num_bytes, anonymous_bytes())
 
-    def end(self) -> int:
+    def end(self):
         self._ended.set()
         return self.num_bytes
 
 
 class NoTokenizer:
-    def save_pretrained(self, folder: Path) -> None:
+    def save_pretrained(self, folder):
         """Writes nothing."""
 
 
-def life(num_layers: int, folder: Path) -> tuple[int, int]:
+def life(num_layers, folder):
     """From random weights to the exported model; bytes planned in memory, and of the weights."""
     import torch
     import transformers
@@ -89,7 +87,7 @@ def life(num_layers: int, folder: Path) -> tuple[int, int]:
     return sum(plan.peak_bytes[place] for place in ("device", "host")), 4 * plan.num_parameters
 
 
-def main(folder: Path) -> None:
+def main(folder):
     import torch
 
     torch.set_num_threads(1)
@@ -105,9 +103,7 @@ def main(folder: Path) -> None:
 
 
 @pytest.mark.long
-def test_weights_on_disk_never_fill_memory_from_their_creation_to_the_exported_model(
-    tmp_path: Path,
-) -> None:
+def test_weights_on_disk_never_fill_memory_from_their_creation_to_the_exported_model(tmp_path):
     paths = [str(ROOT / "src"), str(ROOT / "tests")]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     with memory_group(LIMIT_MIB * MIB) as group:

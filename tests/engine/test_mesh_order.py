@@ -1,7 +1,5 @@
 """A DeviceMesh says which rank is where; ranks need not be numbered row by row."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest
@@ -13,15 +11,16 @@ import fullshard as fs
 from fullshard.compat import fsdp1, fsdp2
 from fullshard.errors import ConfigError
 from support.compat import TransformerBlock, assert_trains_as_one, build
+from support.ranks import on_ranks
 
 ORDER = [[0, 2], [1, 3]]
 
 
-def device_mesh() -> DeviceMesh:
+def device_mesh():
     return DeviceMesh("cpu", torch.tensor(ORDER), mesh_dim_names=("replicate", "shard"))
 
 
-def first_half(model: torch.nn.Module) -> list[bool]:
+def first_half(model):
     """Which ranks hold a parameter that lies in the first half of its unit."""
     (param,) = (p for n, p in model.named_parameters() if n.endswith("0.up.weight"))
     found: list[bool] = [False] * dist.get_world_size()
@@ -29,7 +28,7 @@ def first_half(model: torch.nn.Module) -> list[bool]:
     return found
 
 
-def check(transport: str, folder: str) -> None:
+def check(transport, folder):
     wrap = partial(fs.shard, mesh=device_mesh(), strategy="hybrid_shard", wrap=["TransformerBlock"])
     model = assert_trains_as_one(lambda net: wrap(net, transport=transport, poison=True))
     assert first_half(model) == [True, True, False, False]
@@ -45,8 +44,9 @@ def test_shard_groups_are_those_of_the_mesh(ranks, tmp_path, transport):
     ranks(4)(check, transport, str(tmp_path / "saved"))
 
 
-def check_facades() -> None:
-    def torchs(net: torch.nn.Module) -> torch.nn.Module:
+@on_ranks(4)
+def test_facades_take_the_order_of_the_mesh_too():
+    def torchs(net):
         for layer in net.layers:
             fsdp2.fully_shard(layer, mesh=device_mesh())
         return fsdp2.fully_shard(net, mesh=device_mesh())
@@ -66,18 +66,11 @@ def check_facades() -> None:
     assert first_half(wrapped) == [True, True, False, False]
 
 
-def test_facades_take_the_order_of_the_mesh_too(ranks):
-    ranks(4)(check_facades)
-
-
-def check_refusals() -> None:
+@on_ranks(2)
+def test_a_mesh_of_a_part_of_the_ranks_is_refused():
     whole = DeviceMesh("cpu", torch.tensor([1, 0]), mesh_dim_names=("shard",))
     model = fs.shard(torch.nn.Linear(64, 64), mesh=whole, wrap="none")
     assert (fs.sharding(model.weight).start == 0) is (dist.get_rank() == 1)
     part = DeviceMesh("cpu", torch.tensor([1]), mesh_dim_names=("shard",))
     with pytest.raises(ConfigError, match="expected a mesh of all ranks"):
         fs.shard(torch.nn.Linear(64, 64), mesh=part, wrap="none")
-
-
-def test_a_mesh_of_a_part_of_the_ranks_is_refused(ranks):
-    ranks(2)(check_refusals)

@@ -1,7 +1,5 @@
 """A model on meta gets the values that it has unsharded, on any number of ranks."""
 
-from __future__ import annotations
-
 import json
 import weakref
 
@@ -16,6 +14,7 @@ import fullshard as fs
 from fullshard.engine.initial import check_weights_of, has_weights_of
 from fullshard.errors import ConfigError, UnsupportedModelError
 from support.parity import whole_params
+from support.ranks import on_ranks
 
 COMMON = {"hidden_size": 32, "vocab_size": 96, "num_attention_heads": 4, "num_hidden_layers": 2}
 KINDS = {
@@ -134,7 +133,9 @@ class Custom(nn.Module):
         return self.second(self.first(x)) * self.scale
 
 
-def check_own(build):
+@pytest.mark.parametrize("build", [Own, Custom])
+@on_ranks(2)
+def test_modules_of_ones_own_are_initialised_as_unsharded(build):
     whole = seeded(build)
     if hasattr(whole, "init_weights"):  # alone, as after model.to_empty(), without constructors
         seeded(whole.init_weights)
@@ -143,11 +144,6 @@ def check_own(build):
     torch.manual_seed(3)
     fs.shard(model)
     assert_equal_to(model, whole)
-
-
-@pytest.mark.parametrize("build", [Own, Custom])
-def test_modules_of_ones_own_are_initialised_as_unsharded(ranks, build):
-    ranks(2)(check_own, build)
 
 
 class Forgotten(nn.Module):

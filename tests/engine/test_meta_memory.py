@@ -4,15 +4,12 @@ Four fresh processes each limit their private memory to what they use plus their
 slots, one block and some slack, and shard a model whose weights alone are more than twice that.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
 import resource
 import subprocess
 import sys
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -39,7 +36,7 @@ pytestmark = [
 ]
 
 
-def make(num_layers: int = SIZES["num_hidden_layers"]) -> Any:
+def make(num_layers=SIZES["num_hidden_layers"]):
     """The model, seeded: frozen, so that the weights are what memory is for."""
     import torch
     import transformers
@@ -50,7 +47,7 @@ def make(num_layers: int = SIZES["num_hidden_layers"]) -> Any:
     return transformers.AutoModelForCausalLM.from_config(config).requires_grad_(False)
 
 
-def make_on_meta(num_layers: int = SIZES["num_hidden_layers"]) -> Any:
+def make_on_meta(num_layers=SIZES["num_hidden_layers"]):
     import torch
 
     with torch.device("meta"):
@@ -61,7 +58,7 @@ def make_on_meta(num_layers: int = SIZES["num_hidden_layers"]) -> Any:
 
 
 @contextlib.contextmanager
-def limited(extra_bytes: int) -> Iterator[None]:
+def limited(extra_bytes):
     """At most so much private memory more than now."""
     status = Path("/proc/self/status").read_text().split("VmData:")[1]
     before = resource.getrlimit(resource.RLIMIT_DATA)
@@ -73,7 +70,7 @@ def limited(extra_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_DATA, before)
 
 
-def wrong_shards(model: Any, folder: Path) -> list[str]:
+def wrong_shards(model, folder):
     """Parameters whose shard is not the slice of the files."""
     import torch
     from safetensors import safe_open
@@ -91,7 +88,7 @@ def wrong_shards(model: Any, folder: Path) -> list[str]:
     return wrong
 
 
-def stream(folder: Path, extra_bytes: int) -> list[str]:
+def stream(folder, extra_bytes):
     """Shard a model that does not train to disk, with memory for no more than its slots."""
     import fullshard as fs
 
@@ -102,7 +99,7 @@ def stream(folder: Path, extra_bytes: int) -> list[str]:
     return wrong_shards(model, folder)
 
 
-def step(folder: Path, home: str, extra_bytes: int) -> str:
+def step(folder, home, extra_bytes):
     """A training step with all state in one home and so much memory; what it lacked."""
     import torch
 
@@ -123,7 +120,7 @@ def step(folder: Path, home: str, extra_bytes: int) -> str:
     return ""
 
 
-def run_rank(rank: int, store: str, folder: Path) -> dict[str, Any]:
+def run_rank(rank, store, folder):
     """All that is tried on one rank."""
     import torch
     import torch.distributed as dist
@@ -176,7 +173,7 @@ def run_rank(rank: int, store: str, folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def found(tmp_path_factory):
     """What each rank found."""
     folder = tmp_path_factory.mktemp("meta_memory")
     make().save_pretrained(folder / "model", max_shard_size="20MB")

@@ -3,8 +3,6 @@
 Here the host computes as well; tests/gpu has the copies between host and device.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

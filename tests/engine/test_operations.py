@@ -1,7 +1,5 @@
 """The operations that a trace notes are those that the units of a model compute."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import torch

@@ -1,7 +1,5 @@
 """Optimizers on shards: each of torch's is right, or refused by name."""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 from typing import Any
@@ -13,6 +11,7 @@ from torch import optim
 import fullshard as fs
 from fullshard.engine import optimizers
 from support.models import chain, mean_square, vectors
+from support.ranks import on_ranks
 from support.scripts import Run, compare, differences, error_of, train
 
 MODES: dict[str, dict[str, Any]] = {
@@ -50,14 +49,14 @@ FUSED = ("AdamW", "Adam", "SGD", "Adagrad")
 # ---- each optimizer of torch, in each of its implementations ----------------------------------
 
 
-def made_after(run: Run, kind: Any, settings: dict[str, Any]) -> Any:
+def made_after(run, kind, settings):
     model = run.shard(run.model())
     optimizer = kind(model.parameters(), **settings)
     train(run, model, optimizer)
     return run.result(model)
 
 
-def made_before(run: Run, kind: Any, settings: dict[str, Any]) -> Any:
+def made_before(run, kind, settings):
     model = run.model()
     optimizer = kind(model.parameters(), **settings)
     run.shard(model)
@@ -65,19 +64,16 @@ def made_before(run: Run, kind: Any, settings: dict[str, Any]) -> Any:
     return run.result(model)
 
 
-def compare_settings(name: str, mode: str) -> None:
-    scripts = (made_after, made_before) if name == "AdamW" else (made_after,)
-    for kind, settings in SETTINGS[name]:
-        for script in scripts:
-            compare(partial(script, kind=kind, settings={**settings, **MODES[mode]}))
-
-
 @pytest.mark.parametrize(
     ("name", "mode"),
     [(name, mode) for name in SETTINGS for mode in MODES if mode != "fused" or name in FUSED],
 )
-def test_an_elementwise_optimizer_steps_as_in_one_process(ranks, name, mode):
-    ranks(2)(compare_settings, name, mode)
+@on_ranks(2)
+def test_an_elementwise_optimizer_steps_as_in_one_process(name, mode):
+    scripts = (made_after, made_before) if name == "AdamW" else (made_after,)
+    for kind, settings in SETTINGS[name]:
+        for script in scripts:
+            compare(partial(script, kind=kind, settings={**settings, **MODES[mode]}))
 
 
 def test_the_same_holds_on_three_ranks(ranks):
@@ -87,12 +83,12 @@ def test_the_same_holds_on_three_ranks(ranks):
 # ---- the optimizer inside backward ------------------------------------------------------------
 
 
-def stepped_by_hooks(run: Run, **config: Any) -> Any:
+def stepped_by_hooks(run, **config):
     """One AdamW a parameter that steps when its gradient is there."""
     model = run.shard(run.model(), **config)
     optimizers = {p: optim.AdamW([p], lr=1e-2, eps=1e-4) for p in model.parameters()}
 
-    def step_and_forget(param: torch.nn.Parameter) -> None:
+    def step_and_forget(param):
         optimizers[param].step()
         optimizers[param].zero_grad()
 
@@ -117,7 +113,7 @@ def test_optimizers_in_hooks_step_on_offloaded_and_replicated_parts_too(ranks):
 # ---- refused ----------------------------------------------------------------------------------
 
 
-def refusals() -> dict[str, str]:
+def refusals():
     """What the first step of each whole-matrix optimizer says."""
     run = Run(2, torch.distributed.get_rank())
     model = run.shard(run.model())
@@ -142,7 +138,7 @@ def test_an_optimizer_that_mixes_elements_is_refused_at_its_first_step(ranks, sn
     assert texts[0] == snapshot
 
 
-def adafactor_after_warmup_from_zero() -> str:
+def adafactor_after_warmup_from_zero():
     run = Run(2, torch.distributed.get_rank())
     model = run.shard(run.model())
     optimizer = optim.Adafactor(model.parameters(), lr=0.0)
@@ -154,7 +150,7 @@ def test_a_learning_rate_of_zero_hides_nothing_from_the_probe(ranks):
     assert all(t.startswith("NotElementwise") for t in ranks(2)(adafactor_after_warmup_from_zero))
 
 
-def whole_matrices_under_no_shard(run: Run) -> Any:
+def whole_matrices_under_no_shard(run):
     model = run.shard(run.model(), strategy="no_shard")
     train(run, model, optim.Adafactor(model.parameters(), lr=1e-2))
     return run.result(model)
@@ -167,9 +163,7 @@ def test_whole_matrix_optimizers_are_right_where_nothing_is_cut(ranks):
 # ---- states that were made whole --------------------------------------------------------------
 
 
-def unsharded_state_loaded(
-    run: Run, when: str, kind: Any = optim.AdamW, settings: Any = None
-) -> Any:
+def unsharded_state_loaded(run, when, kind=optim.AdamW, settings=None):
     """Two steps unsharded, then the optimizer's own state dict into one over shards."""
     alone = Run(run.world_size, None)
     model = alone.model()
@@ -188,7 +182,7 @@ def unsharded_state_loaded(
     return run.result(model)
 
 
-def state_carried_to_a_second_optimizer(run: Run) -> Any:
+def state_carried_to_a_second_optimizer(run):
     model = run.shard(run.model())
     first = optim.AdamW(model.parameters(), lr=1e-2)
     train(run, model, first, 2)
@@ -208,7 +202,7 @@ def test_an_optimizer_state_of_an_unsharded_run_is_cut(ranks, when):
     ranks(2)(compare, partial(unsharded_state_loaded, when=when))
 
 
-def reloaded(run: Run, kind: Any, settings: dict[str, Any], strategy: str) -> Any:
+def reloaded(run, kind, settings, strategy):
     """State dicts go round between steps, as they are and as deep copies."""
     model = run.shard(run.model(), strategy=strategy)
     optimizer = kind(model.parameters(), **settings)
@@ -221,7 +215,7 @@ def reloaded(run: Run, kind: Any, settings: dict[str, Any], strategy: str) -> An
     return run.result(model, types=[sorted(state) for state in optimizer.state.values()])
 
 
-def compare_reloaded(name: str, strategy: str) -> None:
+def compare_reloaded(name, strategy):
     for kind, settings in SETTINGS[name]:
         compare(partial(reloaded, kind=kind, settings=settings, strategy=strategy))
         compare(partial(unsharded_state_loaded, when="later", kind=kind, settings=settings))
@@ -235,11 +229,11 @@ def test_optimizers_go_on_from_their_own_state_dicts(ranks, name):
 class OwnShapes(optim.Optimizer):
     """Momentum in tensors that it makes of this rank's shape."""
 
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
+    def __init__(self, params, lr=0.1):
         super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
-    def step(self) -> None:
+    def step(self):
         for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
             momentum = self.state[p].setdefault("momentum", torch.zeros(p.shape, dtype=p.dtype))
             momentum.mul_(0.9).add_(p.grad)
@@ -253,7 +247,7 @@ def test_states_of_this_ranks_shape_go_round_too(ranks):
 # ---- the probe ----
 
 
-def probes(schedule: str) -> int:
+def probes(schedule):
     """How often classes are probed in a schedule's steps."""
     run = Run(2, torch.distributed.get_rank())
     model = run.shard(run.model())
@@ -281,7 +275,7 @@ def test_the_probe_is_where_the_parameters_are():
     seen = []
 
     class Here(optim.SGD):
-        def step(self, closure: Any = None) -> Any:
+        def step(self, closure=None):
             seen.extend(p.device.type for group in self.param_groups for p in group["params"])
             return super().step(closure)
 
@@ -292,7 +286,7 @@ def test_the_probe_is_where_the_parameters_are():
 
 def test_the_probe_has_the_precision_of_the_parameters():
     class Single(optim.SGD):
-        def step(self, closure: Any = None) -> Any:
+        def step(self, closure=None):
             for group in self.param_groups:
                 assert {p.dtype for p in group["params"]} == {torch.float32}
             return super().step(closure)
@@ -306,38 +300,35 @@ class OneRateForAll(optim.SGD):
     """As Prodigy does: a rate of the whole model, from dot products of flattened tensors."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure=None):
         params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         rate = sum(torch.dot(p.grad.flatten(), p.grad.flatten()) for p in params)
         for p in params:
             p.sub_(p.grad * float(rate))
 
 
-def wholes_in_step() -> str:
+@on_ranks(2)
+def test_what_a_step_needs_of_whole_tensors_is_refused_by_the_optimizers_name():
     run = Run(2, torch.distributed.get_rank())
     model = run.shard(run.model())
     run.loss(model, 0).backward()
-    return error_of(OneRateForAll(model.parameters(), lr=0.1).step)
-
-
-def test_what_a_step_needs_of_whole_tensors_is_refused_by_the_optimizers_name(ranks):
-    for text in ranks(2)(wholes_in_step):
-        assert text.startswith("NotElementwiseError: OneRateForAll.step calls flatten: expected")
-        assert "fs.owned(model" in text
-        assert "no_shard" in text
+    text = error_of(OneRateForAll(model.parameters(), lr=0.1).step)
+    assert text.startswith("NotElementwiseError: OneRateForAll.step calls flatten: expected")
+    assert "fs.owned(model" in text
+    assert "no_shard" in text
 
 
 # ---- ranks that leave something out ----
 
 
-def left_out(what: str, strategy: str) -> str:
+def left_out(what, strategy):
     """Rank 1 leaves out a part of step 1."""
     rank = torch.distributed.get_rank()
     run = Run(2, rank)
     model = run.shard(run.model(), strategy=strategy)
     optimizer = optim.SGD(model.parameters(), lr=0.1)
 
-    def steps() -> None:
+    def steps():
         for step in range(4):
             skips = what if (step, rank) == (1, 1) else ""
             loss = run.loss(model, step)
@@ -371,7 +362,7 @@ def test_ranks_that_share_weights_do_not_wait_for_what_never_comes(ranks, what):
 # ---- the fast paths ---------------------------------------------------------------------------
 
 
-def count_calls(names: tuple[str, ...], settings: dict[str, Any]) -> dict[str, int]:
+def count_calls(names, settings):
     """How often a step calls torch's functions of these names, per parameter group."""
     run = Run(2, torch.distributed.get_rank())
     model = run.shard(run.model())
@@ -382,10 +373,10 @@ def count_calls(names: tuple[str, ...], settings: dict[str, Any]) -> dict[str, i
             optimizer.step()
     calls = dict.fromkeys(names, 0)
 
-    def counted(name: str) -> Any:
+    def counted(name):
         original = getattr(torch, name)
 
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(*args, **kwargs):
             calls[name] += 1
             return original(*args, **kwargs)
 

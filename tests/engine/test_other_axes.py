@@ -3,65 +3,64 @@
 torch and transformers make the DTensors; one process in float64 is the reference.
 """
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fullshard as fs
 from fullshard.errors import ConfigError, EngineError, UnsupportedModelError
 from support.models import hugging_face
-from support.other_axes import LLAMA, cut_net, mesh_of, net, train, train_llama, vectors
-from support.parity import assert_same
-from support.reference import MAX_NORM, make_optimizer, train_alone
+from support.other_axes import (
+    LLAMA,
+    assert_numbers,
+    check_steps,
+    cut_net,
+    mesh_of,
+    net,
+    train_llama,
+    train_net,
+    vectors,
+)
+from support.ranks import on_ranks
+from support.reference import MAX_NORM, make_optimizer
 
 # ---- models, plain and as torch parallelizes them
 
 
-def train_net(model: nn.Module, step: int, seat: int) -> torch.Tensor:
-    loss = model(vectors(step, seat)).pow(2).mean()
-    loss.backward()
-    return loss.detach()
-
-
-def freeze_parts(model: nn.Module) -> nn.Module:
+def freeze_parts(model):
     for name, param in model.named_parameters():
         param.requires_grad_(not name.startswith("blocks.1.") and not name.endswith("up.bias"))
     return model
 
 
-def frozen_net() -> nn.Module:
+def frozen_net():
     return freeze_parts(net())
 
 
-def cut_frozen_net(model: nn.Module, mesh: DeviceMesh) -> None:
+def cut_frozen_net(model, mesh):
     cut_net(model, mesh)
     freeze_parts(model)  # SequenceParallel makes parameters that train
 
 
-def accumulate_net(model: nn.Module, step: int, seat: int) -> torch.Tensor:
+def accumulate_net(model, step, seat):
     """Two micro-batches; the first waits unreduced."""
     with fs.no_sync(model) if hasattr(model, "_fullshard") else nullcontext():
         train_net(model, step + 50, seat)
     return train_net(model, step, seat)
 
 
-def llama(**more: Any) -> nn.Module:
+def llama(**more):
     return hugging_face("llama", **LLAMA, **more)
 
 
-def cut_llama(model: nn.Module, mesh: DeviceMesh) -> None:
+def cut_llama(model, mesh):
     for layer in model.model.layers:
         plan = {f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"}
         plan |= {"mlp.gate_proj": ColwiseParallel(), "mlp.up_proj": ColwiseParallel()}
@@ -80,80 +79,76 @@ def cut_llama(model: nn.Module, mesh: DeviceMesh) -> None:
 # ---- parity --------------------------------------------------------------------------------------
 
 
-def check_parity(
-    build: Callable[[], nn.Module],
-    cut: Callable[[nn.Module, DeviceMesh], None],
-    work: Callable[[nn.Module, int, int], torch.Tensor],
-    axes: tuple[int, int, int] = (1, 2, 2),
-    settings: dict[str, Any] | None = None,
-) -> None:
-    """Steps of both optimizers are those of one process; AdamW is made early, torch clips it."""
-    mesh = mesh_of(*axes)
-    seat = dist.get_rank() // axes[2]
-    for kind in ("sgd", "adamw"):
-        wanted = train_alone(build, work, world_size=axes[0] * axes[1], kind=kind)
-        model = build()
+BOTH = ("sgd", "adamw")
+
+
+def check_parity(build, cut, work, axes=(1, 2, 2), settings=None, kinds=BOTH):
+    def cut_over(model):
+        mesh = mesh_of(*axes)
         cut(model, mesh["tensor"])
-        before = [(name, id(param)) for name, param in model.named_parameters()]
-        early = make_optimizer(kind, model.parameters()) if kind == "adamw" else None
-        fs.shard(model, mesh=mesh["replicate", "shard"], poison=True, **(settings or {}))
-        assert [(name, id(param)) for name, param in model.named_parameters()] == before
-        optimizer = early or make_optimizer(kind, model.parameters())
-        found = train(model, work, optimizer, seat, torch_clips=early is not None)
-        for step in wanted:
-            step.losses[:] = [step.losses[seat]] * dist.get_world_size()
-        assert_same(found, wanted)
+        return {"mesh": mesh["replicate", "shard"], **(settings or {})}
+
+    check_steps(build, cut_over, work, kinds, axes[2])
 
 
 @pytest.mark.parametrize("transport", ["direct", "c10d"])
 def test_tensor_and_sequence_parallel_layers_train_as_one_process(ranks, transport):
-    ranks(4)(
-        check_parity, net, cut_net, train_net, (1, 2, 2), {"transport": transport}, timeout=300
-    )
+    kinds = BOTH if transport == "direct" else ("sgd",)
+    arguments = net, cut_net, train_net, (1, 2, 2), {"transport": transport}, kinds
+    ranks(4)(check_parity, *arguments, timeout=300)
 
 
-@pytest.mark.parametrize("axes", [(1, 4, 1), (1, 1, 4), (2, 1, 2)])
-def test_any_axes_may_have_one_rank(ranks, axes):
-    ranks(4)(check_parity, net, cut_net, train_net, axes, timeout=300)
+@pytest.mark.parametrize(
+    ("axes", "kinds"),
+    [((1, 4, 1), ("sgd",)), ((1, 1, 4), ("adamw",)), ((2, 1, 2), ("sgd",))],
+)
+def test_any_axes_may_have_one_rank(ranks, axes, kinds):
+    ranks(4)(check_parity, net, cut_net, train_net, axes, None, kinds, timeout=300)
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_llama_under_a_plan_of_torchs_trains_as_one_process(ranks, tied):
+@pytest.mark.parametrize(("tied", "kinds"), [(False, ("adamw",)), (True, ("sgd",))])
+def test_llama_under_a_plan_of_torchs_trains_as_one_process(ranks, tied, kinds):
     build = partial(llama, tie_word_embeddings=tied)
-    ranks(4)(check_parity, build, cut_llama, train_llama, timeout=300)
+    arguments = build, cut_llama, train_llama, (1, 2, 2), None, kinds
+    ranks(4)(check_parity, *arguments, timeout=300)
 
 
-def cut_as_transformers(model: nn.Module, mesh: DeviceMesh) -> None:
+def cut_as_transformers(model, mesh):
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
     apply_tensor_parallelism(model, mesh, model._expand_parallel_plan(model.tp_plan))
 
 
-def qwen() -> nn.Module:
+def qwen():
     """Norms of queries and keys are whole on every rank; a hook sums their gradients."""
     return hugging_face("qwen3", **LLAMA, head_dim=8)
 
 
 def test_a_plan_of_transformers_trains_as_one_process(ranks):
-    ranks(4)(check_parity, qwen, cut_as_transformers, train_llama, timeout=300)
+    arguments = qwen, cut_as_transformers, train_llama, (1, 2, 2), None, ("adamw",)
+    ranks(4)(check_parity, *arguments, timeout=300)
 
 
-@pytest.mark.parametrize("settings", [{"offload": "cpu"}, {"activation_checkpointing": "block"}])
-def test_frozen_parts_train_as_one_process_with_accumulation(ranks, settings):
-    arguments = frozen_net, cut_frozen_net, accumulate_net, (1, 2, 2), settings
+@pytest.mark.parametrize(
+    ("settings", "kinds"),
+    [({"offload": "cpu"}, ("adamw",)), ({"activation_checkpointing": "block"}, ("sgd",))],
+)
+def test_frozen_parts_train_as_one_process_with_accumulation(ranks, settings, kinds):
+    arguments = frozen_net, cut_frozen_net, accumulate_net, (1, 2, 2), settings, kinds
     ranks(4)(check_parity, *arguments, timeout=300)
 
 
 # ---- what a parameter says, whole tensors, refusals
 
 
-def sharded_net(**settings: Any) -> nn.Module:
+def sharded_net(**settings):
     mesh, model = mesh_of(), net()
     cut_net(model, mesh["tensor"])
     return fs.shard(model, mesh=mesh["shard"], **settings)
 
 
-def check_whole_tensors() -> None:
+@on_ranks(4, timeout=300)
+def test_whole_tensors_are_those_of_the_model_before_it_was_cut():
     alone, model = net(), sharded_net()
     weights = {name: param.detach() for name, param in alone.named_parameters()}
     assert fs.num_parameters(model) == sum(param.numel() for param in weights.values())
@@ -173,33 +168,20 @@ def check_whole_tensors() -> None:
         assert torch.equal(param.full_tensor(), others[name])
 
 
-def check_numbers() -> None:
+@on_ranks(4, timeout=300)
+def test_numbers_of_gradients_count_every_element_once():
     alone, model = net(), sharded_net()
     for seat in (0, 1):
         train_net(alone, 0, seat)
     train_net(model, 0, dist.get_rank() // 2)
-    for (name, one), ours in zip(alone.named_parameters(), model.parameters(), strict=True):
-        one.grad /= 2
-        for ask in ("sum", "mean", "std", "norm"):
-            found, wanted = getattr(ours.grad, ask)(), getattr(one.grad, ask)()
-            torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-14, msg=f"{ask} {name}")
-        found = fs.global_norm([ours])
-        torch.testing.assert_close(found, one.detach().norm(), rtol=1e-12, atol=0)
-        assert (ours.grad * 0 == 0).all()
+    assert_numbers(model, alone, 2)
     largest = max(p.grad.abs().max() for p in alone.parameters())
     found = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()], float("inf"))
     torch.testing.assert_close(found, largest, rtol=1e-12, atol=0)
 
 
-def test_whole_tensors_are_those_of_the_model_before_it_was_cut(ranks):
-    ranks(4)(check_whole_tensors, timeout=300)
-
-
-def test_numbers_of_gradients_count_every_element_once(ranks):
-    ranks(4)(check_numbers, timeout=300)
-
-
-def check_refusals() -> None:
+@on_ranks(4, timeout=300)
+def test_what_is_not_there_is_refused_by_name():
     mesh, model = mesh_of(), net()
     cut_net(model, mesh["tensor"])
     with pytest.raises(UnsupportedModelError, match=r"norm.weight: expected a DTensor of axes bes"):
@@ -220,14 +202,10 @@ def check_refusals() -> None:
         fs.owned(model, torch.optim.SGD)
 
 
-def test_what_is_not_there_is_refused_by_name(ranks):
-    ranks(4)(check_refusals, timeout=300)
-
-
 # ---- whole states, out and in
 
 
-def trained_alone() -> tuple[nn.Module, torch.optim.Optimizer]:
+def trained_alone():
     alone = net()
     optimizer = make_optimizer("adamw", alone.parameters())
     for step in range(2):
@@ -238,14 +216,14 @@ def trained_alone() -> tuple[nn.Module, torch.optim.Optimizer]:
     return alone, optimizer
 
 
-def cut_and_sharded(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
+def cut_and_sharded(model):
     mesh = mesh_of()
     cut_net(model, mesh["tensor"])
     fs.shard(model, mesh=mesh["replicate", "shard"], poison=True)
     return model, make_optimizer("adamw", model.parameters())
 
 
-def assert_near(found: dict[Any, Any], wanted: dict[Any, Any]) -> None:
+def assert_near(found, wanted):
     assert found.keys() == wanted.keys()
     for key, value in wanted.items():
         if isinstance(value, dict):
@@ -254,7 +232,9 @@ def assert_near(found: dict[Any, Any], wanted: dict[Any, Any]) -> None:
             torch.testing.assert_close(found[key], value.detach(), rtol=0, atol=1e-12)
 
 
-def check_whole_states(from_rank0: bool) -> None:
+@pytest.mark.parametrize("from_rank0", [False, True])
+@on_ranks(4, timeout=100)
+def test_whole_states_of_one_process_go_in_and_out(from_rank0):
     """One process's states in, a step of both with one batch on all ranks, and states out."""
     alone, reference = trained_alone()
     state, states = copy.deepcopy((alone.state_dict(), reference.state_dict()))
@@ -275,12 +255,8 @@ def check_whole_states(from_rank0: bool) -> None:
     assert_near(found["state"], reference.state_dict()["state"])
 
 
-@pytest.mark.parametrize("from_rank0", [False, True])
-def test_whole_states_of_one_process_go_in_and_out(ranks, from_rank0):
-    ranks(4)(check_whole_states, from_rank0, timeout=100)
-
-
-def check_states_of_an_optimizer() -> None:
+@on_ranks(4, timeout=100)
+def test_an_optimizer_loads_the_states_of_one_process():
     """`optimizer.load_state_dict` with whole states cuts them along both axes."""
     alone, reference = trained_alone()
     model, optimizer = cut_and_sharded(copy.deepcopy(alone))
@@ -291,11 +267,8 @@ def check_states_of_an_optimizer() -> None:
     assert_near(fs.full_state_dict(model, rank0_only=False), alone.state_dict())
 
 
-def test_an_optimizer_loads_the_states_of_one_process(ranks):
-    ranks(4)(check_states_of_an_optimizer, timeout=100)
-
-
-def check_unsharded() -> None:
+@on_ranks(4, timeout=100)
+def test_unsharded_shows_the_dtensors_of_the_other_axes():
     alone, _ = trained_alone()
     model, optimizer = cut_and_sharded(copy.deepcopy(alone))
     objects = [id(param) for param in model.parameters()]
@@ -325,11 +298,8 @@ def check_unsharded() -> None:
     assert_near(fs.full_state_dict(model, rank0_only=False), other.state_dict())
 
 
-def test_unsharded_shows_the_dtensors_of_the_other_axes(ranks):
-    ranks(4)(check_unsharded, timeout=100)
-
-
-def check_scaler() -> None:
+@on_ranks(4, timeout=100)
+def test_an_infinity_on_one_rank_skips_the_step_on_all():
     """An infinity in one rank's elements skips the step on all ranks; the next step is taken."""
     alone, reference = trained_alone()
     model, optimizer = cut_and_sharded(copy.deepcopy(alone))
@@ -352,7 +322,3 @@ def check_scaler() -> None:
         scales.append(scaler.get_scale())
     assert scales == [4.0, 4.0]
     assert_near(fs.full_state_dict(model, rank0_only=False), alone.state_dict())
-
-
-def test_an_infinity_on_one_rank_skips_the_step_on_all(ranks):
-    ranks(4)(check_scaler, timeout=100)

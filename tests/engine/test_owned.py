@@ -1,7 +1,5 @@
 """Whole-matrix optimizers by owner: torch's own, unmodified, equal to one process."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
@@ -17,7 +15,7 @@ MUON = {"lr": 0.02, "weight_decay": 0.1}
 ADAMW = {"lr": 1e-2, "eps": 1e-4}
 
 
-def split(model: nn.Module) -> tuple[list[Any], list[Any]]:
+def split(model):
     """Matrices of blocks, and all else."""
     matrices = [p for n, p in model.named_parameters() if "blocks" in n and p.ndim == 2]
     taken = set(map(id, matrices))
@@ -30,19 +28,19 @@ NO_ERROR = "NO ERROR: NoneType"
 class Both:
     """Two optimizers of one process, stepped one after the other."""
 
-    def __init__(self, *optimizers: optim.Optimizer) -> None:
+    def __init__(self, *optimizers):
         self.optimizers = optimizers
 
-    def step(self) -> None:
+    def step(self):
         for optimizer in self.optimizers:
             optimizer.step()
 
-    def zero_grad(self) -> None:
+    def zero_grad(self):
         for optimizer in self.optimizers:
             optimizer.zero_grad()
 
 
-def muon_and_adamw(run: Run, *, clear_at: int = -1, **config: Any) -> Any:
+def muon_and_adamw(run, *, clear_at=-1, **config):
     """Muon for matrices of blocks, AdamW for all else, clipped, under a schedule.
 
     All states are cleared before step `clear_at`.
@@ -73,7 +71,7 @@ def muon_and_adamw(run: Run, *, clear_at: int = -1, **config: Any) -> Any:
     return run.result(model, norms=norms)
 
 
-def all_by(run: Run, kind: Any, settings: dict[str, Any], **config: Any) -> Any:
+def all_by(run, kind, settings, **config):
     model = run.shard(run.model(), **config)
     make = partial(kind, **settings)
     optimizer = fs.owned(model, make) if run.sharded else make(model.parameters())
@@ -113,7 +111,7 @@ def test_states_made_with_the_optimizer_are_the_owners(ranks):
     ranks(3)(compare, partial(all_by, kind=optim.Adagrad, settings={"lr": 1e-2}))
 
 
-def with_frozen_and_left_out(run: Run) -> Any:
+def with_frozen_and_left_out(run):
     model = run.model()
     model.blocks[0].mid.requires_grad_(False)
     run.shard(model, ignore=["scale"], strategies={"blocks.1": "no_shard"})
@@ -133,7 +131,7 @@ def test_frozen_left_out_uncut_and_untouched_parameters(ranks, world_size):
     ranks(world_size)(compare, with_frozen_and_left_out)
 
 
-def states_of_owners() -> list[tuple[str, tuple[int, ...]]]:
+def states_of_owners():
     run = Run(3, dist.get_rank())
     model = run.shard(run.model())
     optimizer = fs.owned(model, partial(optim.Adafactor, lr=1e-2))
@@ -153,7 +151,7 @@ def test_each_state_lies_whole_with_one_owner(ranks):
     assert ("blocks.1.mid.weight", (22, 1)) in found
 
 
-def wholes_between_steps() -> int:
+def wholes_between_steps():
     run = Run(2, dist.get_rank())
     model = run.shard(run.model())
     optimizer = fs.owned(model, partial(optim.Adafactor, lr=1e-2))
@@ -170,7 +168,7 @@ def test_whole_parameters_hold_no_memory_between_steps(ranks):
 class Shared(optim.SGD):
     """Its rate depends on how often it stepped at all."""
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure=None):
         for group in self.param_groups:
             group["lr"] /= 2
         super().step(closure)
@@ -179,12 +177,12 @@ class Shared(optim.SGD):
 class Anchored(optim.SGD):
     """Keeps copies of the values that it was made with."""
 
-    def __init__(self, params: Any, lr: float) -> None:
+    def __init__(self, params, lr):
         super().__init__(params, lr=lr)
         for param in (param for group in self.param_groups for param in group["params"]):
             self.state[param]["anchor"] = param.detach().clone()
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure=None):
         with torch.no_grad():
             for param, state in self.state.items():
                 if param.grad is not None:
@@ -195,11 +193,11 @@ class Anchored(optim.SGD):
 class Late(optim.SGD):
     """Does something else once it was called more often than a trial calls it."""
 
-    def __init__(self, params: Any, lr: float, *, fails: bool = False) -> None:
+    def __init__(self, params, lr, *, fails=False):
         super().__init__(params, lr=lr)
         self.calls, self._calls, self._fails = 0, 0, fails
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure=None):
         self._calls += 1
         if self._calls > 8:
             self.calls += 1
@@ -213,12 +211,12 @@ class Switched(optim.SGD):
 
     initialized = False
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure=None):
         self.initialized = True
         super().step(closure)
 
 
-def refusals(rank_without: int) -> dict[str, str]:
+def refusals(rank_without):
     run = Run(2, dist.get_rank())
     model = run.shard(run.model())
     adafactor = partial(optim.Adafactor, lr=1e-2)
@@ -259,7 +257,7 @@ def test_what_owners_cannot_do_is_refused_on_all_ranks(ranks, snapshot):
     assert texts[0] == snapshot
 
 
-def edited(edit: Any, *, kind: Any = optim.Adafactor, **settings: Any) -> str:
+def edited(edit, *, kind=optim.Adafactor, **settings):
     """What a step says after an edit, or from the ninth call of the owners' optimizer on."""
     run = Run(2, dist.get_rank())
     model = run.model()
@@ -290,11 +288,11 @@ EDITS = {
 }
 
 
-def untouched(*_: Any) -> None:
+def untouched(*_):
     pass
 
 
-def edits() -> dict[str, str]:
+def edits():
     texts = {what: edited(edit) for what, edit in EDITS.items()}
     texts["counts its calls"] = edited(untouched, kind=Late)
     failing = {"kind": Late, "fails": True} if dist.get_rank() == 0 else {"kind": optim.SGD}

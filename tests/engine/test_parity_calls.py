@@ -1,7 +1,5 @@
 """Ways to call a model other than one forward and one backward a step."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,16 +8,14 @@ from torch import nn
 import fullshard as fs
 from fullshard.engine.engine import ATTRIBUTE
 from fullshard.errors import ShardedTensorError
-from support.grid import PAIRED, RANKED, STRATEGIES
+from support.grid import PAIRED, RANKED, STRATEGIES, in_turn, prefetching
 from support.models import CASES, WIDTH, chain, perturbed, vectors
 from support.parity import assert_parity, whole_gradients
+from support.ranks import on_ranks
 
 CHAIN, LLAMA = CASES["chain"], CASES["llama"]
-
-
-def shallow(strategy):
-    """No prefetch, so that every gather is on demand; and depth 2, where slots are taken early."""
-    return ({"strategy": strategy, "forward_prefetch": d, "backward_prefetch": d} for d in (0, 2))
+# No prefetch, so that every gather is on demand; and depth 2, where slots are taken early.
+DEPTHS = ((0, 0), (2, 2))
 
 
 # ---- work: each is run by one process for all ranks, and by every rank ---------------------------
@@ -99,18 +95,11 @@ def evaluate_everywhere(model, step, rank):
     return loss.detach() + sum(float(x) for x in losses)
 
 
-def check_works(strategy):
-    for settings in shallow(strategy):
-        for work in (*WORKS, evaluate_everywhere):
-            try:
-                assert_parity(CHAIN.build, work, settings, kinds=("sgd",))
-            except Exception as error:
-                raise AssertionError(f"{work.__name__}, {settings}") from error
-
-
 @pytest.mark.parametrize(("strategy", "world_size"), RANKED)
-def test_any_number_of_forwards_and_backwards_is_as_in_one_process(ranks, strategy, world_size):
-    ranks(world_size)(check_works, strategy, timeout=100)
+@on_ranks("world_size", timeout=100)
+def test_any_number_of_forwards_and_backwards_is_as_in_one_process(strategy):
+    for work, settings in in_turn((*WORKS, evaluate_everywhere), strategy, DEPTHS):
+        assert_parity(CHAIN.build, work, settings, kinds=("sgd",))
 
 
 # ---- gradients of inputs -------------------------------------------------------------------------
@@ -149,28 +138,22 @@ def from_inputs():
     return FromInputs().double()
 
 
-def check_gradients_of_inputs():
+@pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks("world_size", timeout=100)
+def test_gradients_of_inputs_alone_leave_parameters_without():
     for strategy in STRATEGIES:
-        for settings in shallow(strategy):
+        for settings in prefetching(strategy, DEPTHS):
             assert_parity(from_inputs, gradients_of_inputs_alone, settings, kinds=("sgd",))
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_gradients_of_inputs_alone_leave_parameters_without(ranks, world_size):
-    ranks(world_size)(check_gradients_of_inputs, timeout=100)
-
-
-def check_gradient_of_a_shard_is_refused():
+@on_ranks(2)
+def test_autograd_grad_of_a_shard_is_an_error_and_leaves_the_model_usable():
     model = fs.shard(chain(), poison=True)
     loss = model(**vectors(0, dist.get_rank())).square().mean()
     with pytest.raises(ShardedTensorError, match=r"torch.autograd.grad.*stem.weight"):
         torch.autograd.grad(loss, list(model.parameters()))
     loss.backward()
     assert all(g is not None for g in whole_gradients(model).values())
-
-
-def test_autograd_grad_of_a_shard_is_an_error_and_leaves_the_model_usable(ranks):
-    ranks(2)(check_gradient_of_a_shard_is_refused)
 
 
 # ---- outputs that are handed on, and losses on inner ones ----------------------------------------
@@ -252,19 +235,12 @@ EXITS = (
 )
 
 
-def check_exits(strategy):
-    for settings in shallow(strategy):
-        for work in EXITS:
-            try:
-                assert_parity(biased, work, settings)
-            except Exception as error:
-                raise AssertionError(f"{work.__name__}, {settings}") from error
-        assert_parity(LLAMA.build, hidden_states_of_llama, settings, kinds=("sgd",))
-
-
 @pytest.mark.parametrize(("strategy", "world_size"), PAIRED)
-def test_gradients_may_enter_a_unit_by_any_of_its_outputs(ranks, strategy, world_size):
-    ranks(world_size)(check_exits, strategy, timeout=100)
+@on_ranks("world_size", timeout=100)
+def test_gradients_may_enter_a_unit_by_any_of_its_outputs(strategy):
+    cases = [(biased, work) for work in EXITS] + [(LLAMA.build, hidden_states_of_llama)]
+    for (build, work), settings in in_turn(cases, strategy, DEPTHS):
+        assert_parity(build, work, settings, kinds=("sgd",))
 
 
 # ---- attributes that users set on parameters -----------------------------------------------------
@@ -296,14 +272,11 @@ def loss_of_marked(model, step, rank):
     return loss.detach()
 
 
-def check_marked(strategy):
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+@on_ranks(2)
+def test_attributes_of_parameters_are_there_in_forward_and_after_it(strategy):
     for recompute in ("none", "block"):
         settings = {"strategy": strategy, "wrap": "Marked", "activation_checkpointing": recompute}
         model = assert_parity(marked, loss_of_marked, settings)
         with fs.unsharded(model):
             assert (model[1].weight.scale, model[1].bias.rows) == (1.5, 5)
-
-
-@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
-def test_attributes_of_parameters_are_there_in_forward_and_after_it(ranks, strategy):
-    ranks(2)(check_marked, strategy)

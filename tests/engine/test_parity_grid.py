@@ -1,15 +1,14 @@
 """Sharded training computes what one process computes: models, strategies, depths, units."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
 import torch.distributed as dist
 
-from support.grid import PAIRED, STRATEGIES, marked
+from support.grid import PAIRED, STRATEGIES, marked, prefetching
 from support.models import CASES
 from support.parity import assert_parity, assert_planned_events
+from support.ranks import on_ranks
 
 LONG, SLOW = pytest.mark.long, pytest.mark.slow
 DEPTHS = tuple(itertools.product((0, 1, 2), (0, 1, 2)))
@@ -35,36 +34,7 @@ WRAPS = (
 
 CUT = ("chain", "convolutional net", "llama")  # three ranks cut inside their parameters
 ALONE = ("chain", "tied llama")  # one rank moves nothing, whatever the model
-
-
-def check_model(name):
-    case = CASES[name]
-    for strategy in STRATEGIES:
-        model = assert_parity(case.build, case.work, {"strategy": strategy})
-        for step in range(1 if name in STRANGE else 0, 3):
-            assert_planned_events(model, step)
-
-
-def check_depths(strategy):
-    case = CASES["chain"]
-    for forward, backward in FEW_DEPTHS if dist.get_world_size() == 2 else DEPTHS:
-        settings = {
-            "strategy": strategy,
-            "forward_prefetch": forward,
-            "backward_prefetch": backward,
-        }
-        model = assert_parity(case.build, case.work, settings, kinds=("sgd",))
-        for step in range(3):
-            assert_planned_events(model, step)
-
-
-def check_wraps(strategy):
-    case = CASES["llama"]
-    for wrap in WRAPS:
-        settings = {"strategy": strategy, "wrap": wrap}
-        model = assert_parity(case.build, case.work, settings, kinds=("sgd",))
-        for step in range(3):
-            assert_planned_events(model, step)
+KINDS = {"shard_grad_op": ("sgd",), "no_shard": ("adamw",)}  # full_shard: both
 
 
 @pytest.mark.parametrize(
@@ -75,8 +45,14 @@ def check_wraps(strategy):
         LONG,
     ),
 )
-def test_model_trains_as_in_one_process(ranks, name, world_size):
-    ranks(world_size)(check_model, name, timeout=100)
+@on_ranks("world_size", timeout=100)
+def test_model_trains_as_in_one_process(name):
+    case = CASES[name]
+    for strategy in STRATEGIES:
+        kinds = KINDS.get(strategy, ("sgd", "adamw"))
+        model = assert_parity(case.build, case.work, {"strategy": strategy}, kinds=kinds)
+        for step in range(1 if name in STRANGE else 0, 3):
+            assert_planned_events(model, step)
 
 
 HYBRID = (
@@ -123,8 +99,13 @@ def test_units_of_different_strategies_train_as_in_one_process(ranks, world_size
 
 
 @pytest.mark.parametrize(("strategy", "world_size"), PAIRED)
-def test_every_prefetch_depth_trains_as_in_one_process(ranks, strategy, world_size):
-    ranks(world_size)(check_depths, strategy, timeout=100)
+@on_ranks("world_size", timeout=100)
+def test_every_prefetch_depth_trains_as_in_one_process(strategy):
+    case = CASES["chain"]
+    for settings in prefetching(strategy, FEW_DEPTHS if dist.get_world_size() == 2 else DEPTHS):
+        model = assert_parity(case.build, case.work, settings, kinds=("sgd",))
+        for step in range(3):
+            assert_planned_events(model, step)
 
 
 @pytest.mark.parametrize(
@@ -137,5 +118,11 @@ def test_every_prefetch_depth_trains_as_in_one_process(ranks, strategy, world_si
         *(pytest.param(strategy, 3, marks=SLOW) for strategy in STRATEGIES),
     ],
 )
-def test_every_choice_of_units_trains_as_in_one_process(ranks, strategy, world_size):
-    ranks(world_size)(check_wraps, strategy, timeout=100)
+@on_ranks("world_size", timeout=100)
+def test_every_choice_of_units_trains_as_in_one_process(strategy):
+    case = CASES["llama"]
+    for wrap in WRAPS:
+        settings = {"strategy": strategy, "wrap": wrap}
+        model = assert_parity(case.build, case.work, settings, kinds=("sgd",))
+        for step in range(3):
+            assert_planned_events(model, step)

@@ -1,7 +1,5 @@
 """Models that do not run as they are registered, or not the same on every rank."""
 
-from __future__ import annotations
-
 import itertools
 import weakref
 from functools import partial
@@ -14,18 +12,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fullshard as fs
 from fullshard.engine.engine import engine_of
-from support.grid import PAIRED, STRATEGIES, marked
+from support.grid import PAIRED, STRATEGIES, in_turn, marked, prefetching
 from support.models import CASES, chain, mean_square, vectors
-from support.parity import assert_parity, assert_planned_events, train_sharded
+from support.parity import assert_parity, assert_planned_events
+from support.ranks import on_ranks
 
 DEPTHS = ((0, 0), (1, 1), (2, 1), (0, 2))
 FEW_DEPTHS = ((0, 0), (2, 1))  # where every order is tried with each
-
-
-def depth_settings(strategy, depths=DEPTHS):
-    return [
-        {"strategy": strategy, "forward_prefetch": f, "backward_prefetch": b} for f, b in depths
-    ]
 
 
 # ---- an order of its own, repetitions ------------------------------------------------------------
@@ -41,31 +34,17 @@ ORDERS = {
 BUILDS = {name: partial(chain, 4, order) for name, order in ORDERS.items()}  # one object a name
 
 
-def check_order(name, strategy):
-    case = CASES["chain"]
-    for settings in depth_settings(strategy, FEW_DEPTHS):
-        model = assert_parity(BUILDS[name], case.work, settings, kinds=("adamw",))
+@pytest.mark.parametrize(("strategy", "world_size"), PAIRED)
+@on_ranks("world_size", timeout=100)
+def test_the_order_is_learned_and_events_are_then_those_of_the_new_plan(strategy):
+    for name, settings in in_turn(ORDERS, strategy, FEW_DEPTHS):
+        model = assert_parity(BUILDS[name], CASES["chain"].work, settings, kinds=("adamw",))
         order = engine_of(model).plan.order
         called = [index for index in order.forward if index > 0 and index not in order.unused]
         assert called == [block + 1 for block in ORDERS[name]]
         assert set(order.forward) == set(range(5))  # other ranks may need the others later
         for step in (1, 2):
             assert_planned_events(model, step)
-
-
-def check_orders(strategy):
-    for name in ORDERS:
-        try:
-            check_order(name, strategy)
-        except Exception as error:
-            raise AssertionError(f"{name}, {strategy}") from error
-
-
-@pytest.mark.parametrize(("strategy", "world_size"), PAIRED)
-def test_the_order_is_learned_and_events_are_then_those_of_the_new_plan(
-    ranks, strategy, world_size
-):
-    ranks(world_size)(check_orders, strategy, timeout=100)
 
 
 # ---- another order in every step -----------------------------------------------------------------
@@ -79,14 +58,11 @@ def changing_order(model, step, rank):
     return loss.detach()
 
 
-def check_changing_order(strategy):
-    for settings in depth_settings(strategy):
-        assert_parity(chain, changing_order, settings)
-
-
 @pytest.mark.parametrize(("strategy", "world_size"), PAIRED)
-def test_an_order_that_changes_from_step_to_step_stays_right(ranks, strategy, world_size):
-    ranks(world_size)(check_changing_order, strategy, timeout=100)
+@on_ranks("world_size", timeout=100)
+def test_an_order_that_changes_from_step_to_step_stays_right(strategy):
+    for settings in prefetching(strategy, DEPTHS):
+        assert_parity(chain, changing_order, settings, kinds=("sgd",))
 
 
 # ---- what learning an order takes ----------------------------------------------------------------
@@ -155,15 +131,6 @@ def skipping(model, step, rank, name, world_size):
     return loss.detach()
 
 
-def check_skipping(name, strategy):
-    work = partial(skipping, name=name, world_size=dist.get_world_size())
-    for settings in depth_settings(strategy, FEW_DEPTHS):
-        try:
-            assert_parity(chain, work, settings, kinds=("adamw",))
-        except Exception as error:
-            raise AssertionError(f"{name}, {settings}") from error
-
-
 @pytest.mark.parametrize(
     ("name", "strategy", "world_size"),
     marked(
@@ -173,10 +140,11 @@ def check_skipping(name, strategy):
         ),
     ),
 )
-def test_blocks_skipped_on_one_rank_neither_hang_nor_miss_a_reduction(
-    ranks, name, strategy, world_size
-):
-    ranks(world_size)(check_skipping, name, strategy, timeout=60)
+@on_ranks("world_size", timeout=60)
+def test_blocks_skipped_on_one_rank_neither_hang_nor_miss_a_reduction(name, strategy):
+    work = partial(skipping, name=name, world_size=dist.get_world_size())
+    for settings in prefetching(strategy, FEW_DEPTHS):
+        assert_parity(chain, work, settings, kinds=("adamw",))
 
 
 def later_blocks(model, step, rank):
@@ -187,16 +155,11 @@ def later_blocks(model, step, rank):
     return loss.detach()
 
 
-def check_later_blocks(strategy):
-    for settings in depth_settings(strategy, FEW_DEPTHS):
-        assert_parity(chain, later_blocks, settings, kinds=("adamw",))
-
-
 @pytest.mark.parametrize(("strategy", "world_size"), PAIRED)
-def test_blocks_that_the_first_step_does_not_use_may_be_used_on_some_ranks(
-    ranks, strategy, world_size
-):
-    ranks(world_size)(check_later_blocks, strategy, timeout=60)
+@on_ranks("world_size", timeout=60)
+def test_blocks_that_the_first_step_does_not_use_may_be_used_on_some_ranks(strategy):
+    for settings in prefetching(strategy, FEW_DEPTHS):
+        assert_parity(chain, later_blocks, settings, kinds=("adamw",))
 
 
 # ---- evaluation of some blocks alone -------------------------------------------------------------
@@ -204,8 +167,6 @@ def test_blocks_that_the_first_step_does_not_use_may_be_used_on_some_ranks(
 
 def shorter_evaluation(model, step, rank):
     """An early exit under no_grad, on one rank earlier than on the others."""
-    import torch
-
     with torch.no_grad():
         model(**vectors(step, rank), order=(0,) if rank == 0 else (0, 1, 2))
     loss = mean_square(model(**vectors(step, rank)))
@@ -215,33 +176,22 @@ def shorter_evaluation(model, step, rank):
     return loss.detach()
 
 
-def check_shorter_evaluation(strategy):
-    for settings in depth_settings(strategy):
-        assert_parity(chain, shorter_evaluation, settings, kinds=("sgd",))
-
-
 @pytest.mark.parametrize(("strategy", "world_size"), PAIRED)
-def test_an_evaluation_may_leave_early_on_one_rank(ranks, strategy, world_size):
-    ranks(world_size)(check_shorter_evaluation, strategy, timeout=60)
+@on_ranks("world_size", timeout=60)
+def test_an_evaluation_may_leave_early_on_one_rank(strategy):
+    for settings in prefetching(strategy, DEPTHS):
+        assert_parity(chain, shorter_evaluation, settings, kinds=("sgd",))
 
 
 # ---- an order traced from a sample ---------------------------------------------------------------
 
 
-def check_sample():
+@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks("world_size")
+def test_an_order_traced_from_a_sample_is_run_from_the_first_step():
     """With the order known from a sample the first step's events are the plan's already."""
-    import torch
-
-    import fullshard as fs
-
-    for name, order in ORDERS.items():
+    for order in ORDERS.values():
         model = chain(4, order)
         fs.shard(model, sample=(torch.zeros(5, 12, dtype=torch.float64),), poison=True)
         CASES["chain"].work(model, 0, dist.get_rank())
         assert_planned_events(model, 0)
-        model, _ = train_sharded(BUILDS[name], CASES["chain"].work, {}, num_steps=1)
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_an_order_traced_from_a_sample_is_run_from_the_first_step(ranks, world_size):
-    ranks(world_size)(check_sample)

@@ -1,24 +1,15 @@
 """Parameters that get no gradient: unused, unused on one rank, frozen, adapted, turned off."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist
 
 import fullshard as fs
 from fullshard.engine.engine import engine_of
-from support.grid import RANKED, STRATEGIES
+from support.grid import RANKED, STRATEGIES, in_turn, prefetching
 from support.models import WIDTH, Block, mean_square, perturbed, tokens, vectors
 from support.parity import assert_parity, assert_planned_events, whole_gradients
-
-DEPTHS = ((0, 0), (1, 1), (2, 2))
-
-
-def every_depth(strategy):
-    return [
-        {"strategy": strategy, "forward_prefetch": f, "backward_prefetch": b} for f, b in DEPTHS
-    ]
+from support.ranks import on_ranks
 
 
 class Adapter(torch.nn.Module):
@@ -116,21 +107,15 @@ UNUSED = (
 )
 
 
-def check_unused(strategy):
-    for settings in every_depth(strategy):
-        for work in UNUSED:
-            try:
-                assert_parity(sometimes, work, settings, kinds=("adamw",))
-            except Exception as error:
-                raise AssertionError(f"{work.__name__}, {settings}") from error
-
-
 @pytest.mark.parametrize(("strategy", "world_size"), RANKED)
-def test_unused_parameters_are_left_alone_as_in_one_process(ranks, strategy, world_size):
-    ranks(world_size)(check_unused, strategy, timeout=100)
+@on_ranks("world_size", timeout=100)
+def test_unused_parameters_are_left_alone_as_in_one_process(strategy):
+    for work, settings in in_turn(UNUSED, strategy):
+        assert_parity(sometimes, work, settings, kinds=("adamw",))
 
 
-def check_experts():
+@on_ranks(2, timeout=100)
+def test_experts_that_few_tokens_reach_train_as_in_one_process():
     """An expert that no token of any rank reached, or of one rank only."""
     from support.models import CASES
 
@@ -143,10 +128,6 @@ def check_experts():
         return loss.detach()
 
     assert_parity(case.build, few_tokens, {}, kinds=("adamw",))
-
-
-def test_experts_that_few_tokens_reach_train_as_in_one_process(ranks):
-    ranks(2)(check_experts, timeout=100)
 
 
 # ---- frozen --------------------------------------------------------------------------------------
@@ -189,18 +170,6 @@ def adapted():
 FROZEN = (frozen_start, frozen_middle, frozen_end, frozen_but_the_norms, adapted)
 
 
-def check_frozen(strategy):
-    for settings in every_depth(strategy):
-        for build in FROZEN:
-            try:
-                model = assert_parity(build, never_used, settings, kinds=("adamw",))
-                assert_frozen_has_no_gradient_memory(model)
-                for step in (1, 2):
-                    assert_planned_events(model, step)
-            except Exception as error:
-                raise AssertionError(f"{build.__name__}, {settings}") from error
-
-
 def assert_frozen_has_no_gradient_memory(model):
     """Gradient shards and slots are as large as the trained groups alone make them."""
     engine = engine_of(model)
@@ -217,8 +186,13 @@ def assert_frozen_has_no_gradient_memory(model):
 
 
 @pytest.mark.parametrize(("strategy", "world_size"), RANKED)
-def test_frozen_and_adapted_models_train_as_in_one_process(ranks, strategy, world_size):
-    ranks(world_size)(check_frozen, strategy, timeout=100)
+@on_ranks("world_size", timeout=100)
+def test_frozen_and_adapted_models_train_as_in_one_process(strategy):
+    for build, settings in in_turn(FROZEN, strategy):
+        model = assert_parity(build, never_used, settings, kinds=("adamw",))
+        assert_frozen_has_no_gradient_memory(model)
+        for step in (1, 2):
+            assert_planned_events(model, step)
 
 
 def gradients_of_frozen_start(model, step, rank):
@@ -229,15 +203,11 @@ def gradients_of_frozen_start(model, step, rank):
     return loss.detach() + x.grad.square().sum()
 
 
-def check_backward_through_frozen(strategy):
-    for settings in every_depth(strategy):
-        for build in (frozen_start, adapted):
-            assert_parity(build, gradients_of_frozen_start, settings, kinds=("sgd",))
-
-
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_gradients_flow_through_frozen_blocks_to_the_inputs(ranks, strategy):
-    ranks(2)(check_backward_through_frozen, strategy, timeout=100)
+@on_ranks(2, timeout=100)
+def test_gradients_flow_through_frozen_blocks_to_the_inputs(strategy):
+    for build, settings in in_turn((frozen_start, adapted), strategy):
+        assert_parity(build, gradients_of_frozen_start, settings, kinds=("sgd",))
 
 
 # ---- turned off and on between steps -------------------------------------------------------------
@@ -250,17 +220,15 @@ def frozen_in_the_second_step(model, step, rank):
     return never_used(model, step, rank)
 
 
-def check_turned_off(strategy):
-    for settings in every_depth(strategy):
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2, timeout=100)
+def test_requires_grad_may_be_turned_off_for_a_step(strategy):
+    for settings in prefetching(strategy):
         assert_parity(sometimes, frozen_in_the_second_step, settings, kinds=("adamw",))
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_requires_grad_may_be_turned_off_for_a_step(ranks, strategy):
-    ranks(2)(check_turned_off, strategy, timeout=100)
-
-
-def check_everything_frozen():
+@on_ranks(2)
+def test_a_model_without_trained_parameters_gives_gradients_of_its_inputs():
     """A model without a trained parameter evaluates, and gives gradients of its inputs."""
     model = fs.shard(sometimes().requires_grad_(False), poison=True)
     alone = sometimes().requires_grad_(False)
@@ -272,7 +240,3 @@ def check_everything_frozen():
         assert torch.equal(ours.grad, theirs.grad)
     assert all(gradient is None for gradient in whole_gradients(model).values())
     assert fs.memory_stats(model)["gradient_slots"]["now"] == 0
-
-
-def test_a_model_without_trained_parameters_gives_gradients_of_its_inputs(ranks):
-    ranks(2)(check_everything_frozen)

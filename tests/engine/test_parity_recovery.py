@@ -1,7 +1,5 @@
 """What users do around a step: exceptions in the middle, hooks, gradients of their own."""
 
-from __future__ import annotations
-
 from unittest.mock import patch
 
 import pytest
@@ -12,18 +10,12 @@ from torch import nn
 import fullshard as fs
 from fullshard.engine import gradients
 from fullshard.engine.engine import engine_of
-from support.grid import RANKED, STRATEGIES
+from support.grid import RANKED, STRATEGIES, in_turn
 from support.models import CASES, chain, mean_square, vectors
 from support.parity import assert_parity, assert_planned_events, unlike_gradients
+from support.ranks import on_ranks
 
-DEPTHS = ((0, 0), (1, 1), (2, 2))
 CHAIN = CASES["chain"]
-
-
-def every_depth(strategy):
-    return [
-        {"strategy": strategy, "forward_prefetch": f, "backward_prefetch": b} for f, b in DEPTHS
-    ]
 
 
 # ---- exceptions ----------------------------------------------------------------------------------
@@ -100,7 +92,9 @@ def fail_in_evaluation(model):
         failing_forward(model, "blocks.2", UserError)
 
 
-def check_each_failure():
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_ranks("world_size", timeout=100)
+def test_the_step_after_an_exception_is_right():
     """One failure, before the first step and twice before the last."""
     for name in FAILURES:
 
@@ -111,13 +105,13 @@ def check_each_failure():
                 fail(model, name)
             return CHAIN.work(model, step, rank)
 
-        try:
-            assert_parity(chain, work, {}, alone=CHAIN.work, kinds=("adamw",))
-        except Exception as error:
-            raise AssertionError(name) from error
+        work.__name__ = name
+        assert_parity(chain, work, {}, alone=CHAIN.work, kinds=("adamw",))
 
 
-def check_all_failures(strategy):
+@pytest.mark.parametrize(("strategy", "world_size"), RANKED)
+@on_ranks("world_size", timeout=100)
+def test_the_step_after_many_exceptions_is_right(strategy):
     """One after another, before every step."""
 
     def work(model, step, rank):
@@ -125,21 +119,12 @@ def check_all_failures(strategy):
             fail(model, name)
         return CHAIN.work(model, step, rank)
 
-    for settings in every_depth(strategy):
-        assert_parity(chain, work, settings, alone=CHAIN.work, kinds=("sgd",))
+    ((_, settings),) = in_turn([work], strategy)
+    assert_parity(chain, work, settings, alone=CHAIN.work, kinds=("sgd",))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_the_step_after_an_exception_is_right(ranks, world_size):
-    ranks(world_size)(check_each_failure, timeout=100)
-
-
-@pytest.mark.parametrize(("strategy", "world_size"), RANKED)
-def test_the_step_after_many_exceptions_is_right(ranks, strategy, world_size):
-    ranks(world_size)(check_all_failures, strategy, timeout=100)
-
-
-def check_failure_between_micro_batches():
+@on_ranks(2)
+def test_a_failed_backward_drops_what_was_deferred():
     """What was deferred before a failed backward is lost with it, as fs.reset says."""
     model = fs.shard(chain(), poison=True)
     rank = dist.get_rank()
@@ -153,11 +138,8 @@ def check_failure_between_micro_batches():
     assert unlike_gradients(model, alone) == []
 
 
-def test_a_failed_backward_drops_what_was_deferred(ranks):
-    ranks(2)(check_failure_between_micro_batches)
-
-
-def said_of_failures_within_a_step() -> list[str]:
+@on_ranks(2)
+def test_a_backward_that_fails_after_others_says_that_the_step_must_be_repeated():
     """What is logged where gradients were there before a backward failed, and where none were."""
     model = fs.shard(chain(), poison=True)
     said: list[str] = []
@@ -169,16 +151,12 @@ def said_of_failures_within_a_step() -> list[str]:
         assert said == []
         fail(model, "backward of the first block")
         fs.reset(model)
-    return said
+    assert len(said) == 1
+    assert "Call zero_grad() and repeat the whole step" in said[0]
 
 
-def test_a_backward_that_fails_after_others_says_that_the_step_must_be_repeated(ranks):
-    for said in ranks(2)(said_of_failures_within_a_step):
-        assert len(said) == 1
-        assert "Call zero_grad() and repeat the whole step" in said[0]
-
-
-def check_events_after_failures():
+@on_ranks(2)
+def test_after_failures_and_a_reset_the_events_are_those_of_the_plan():
     model = fs.shard(chain(), poison=True)
     CHAIN.work(model, 0, dist.get_rank())
     for name in FAILURES:
@@ -188,10 +166,6 @@ def check_events_after_failures():
     engine.recorder.clear()
     CHAIN.work(model, 1, dist.get_rank())
     assert_planned_events(model, engine.runtime.step - 1)
-
-
-def test_after_failures_and_a_reset_the_events_are_those_of_the_plan(ranks):
-    ranks(2)(check_events_after_failures)
 
 
 # ---- hooks of users ------------------------------------------------------------------------------
@@ -240,15 +214,12 @@ def scaled_step(model, step, rank):
     return loss.detach()
 
 
-def check_hooks(strategy):
-    for settings in every_depth(strategy):
-        assert_parity(with_hooks, hooked_step, settings, kinds=("sgd",))
-        assert_parity(chain, scaled_step, settings, kinds=("sgd",))
-
-
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_hooks_of_users_see_and_change_what_they_do_in_one_process(ranks, strategy):
-    ranks(2)(check_hooks, strategy, timeout=100)
+@on_ranks(2, timeout=100)
+def test_hooks_of_users_see_and_change_what_they_do_in_one_process(strategy):
+    cases = ((with_hooks, hooked_step), (chain, scaled_step))
+    for (build, work), settings in in_turn(cases, strategy):
+        assert_parity(build, work, settings, kinds=("sgd",))
 
 
 # ---- gradients that users fill with zeros (kept and replaced ones: test_pending.py) --------------
@@ -261,12 +232,9 @@ def zero_in_place(model, step, rank):
     return CHAIN.work(model, step, rank)
 
 
-def check_zero_in_place():
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
+@on_ranks("world_size")
+def test_gradients_that_are_zeroed_in_place_are_accumulated_into():
     for strategy in STRATEGIES:
         settings = {"strategy": strategy}
         assert_parity(chain, zero_in_place, settings, alone=CHAIN.work, kinds=("adamw",))
-
-
-@pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
-def test_gradients_that_are_zeroed_in_place_are_accumulated_into(ranks, world_size):
-    ranks(world_size)(check_zero_in_place)

@@ -1,10 +1,6 @@
 """Parts of a model that are called, read or frozen in other ways than through its forward."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from types import MethodType
-from typing import Any
 
 import pytest
 import torch
@@ -15,19 +11,20 @@ from torch.utils.checkpoint import checkpoint
 import fullshard as fs
 from support.models import perturbed
 from support.parity import unlike_gradients
+from support.ranks import on_ranks
 
 WIDTH, WORDS = 8, 40
 TRANSPORTS = ("c10d", "direct", "shared")
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
         self.adapter = nn.Linear(WIDTH, WIDTH, bias=False)
         self.uses_adapter = True
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         y = self.linear(x)
         return x + torch.tanh(y + self.adapter(y) if self.uses_adapter else y)
 
@@ -35,13 +32,13 @@ class Block(nn.Module):
 class Base(nn.Module):
     """What comes before and after the blocks is no unit."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.words = nn.Embedding(WORDS, WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(3))
         self.norm = nn.LayerNorm(WIDTH)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         x = self.words(x)
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False)
@@ -51,38 +48,38 @@ class Base(nn.Module):
 class Lm(nn.Module):
     """A base and a head, which `wrap="auto"` makes a unit."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.base = Base()
         self.lm_head = nn.Linear(WIDTH, WORDS)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.lm_head(self.base(x))
 
 
-def plain(model: Any, x: torch.Tensor) -> torch.Tensor:
+def plain(model, x):
     return model(x).square().mean()
 
 
-def by_its_parts(model: Any, x: torch.Tensor) -> torch.Tensor:
+def by_its_parts(model, x):
     return model.lm_head(model.base(x)).square().mean()
 
 
-def by_a_part_twice(model: Any, x: torch.Tensor) -> torch.Tensor:
+def by_a_part_twice(model, x):
     with torch.no_grad():
         before = model.base(x)
     return (model.base(x) - before.flip(0)).square().mean() + plain(model, x)
 
 
-def recomputed_part(model: Any, x: torch.Tensor) -> torch.Tensor:
+def recomputed_part(model, x):
     return checkpoint(model.base, x, use_reentrant=False).square().mean() + plain(model, x)
 
 
-def by_one_layer(model: Any, x: torch.Tensor) -> torch.Tensor:
+def by_one_layer(model, x):
     return model.base.norm(model.base.words(x)).square().mean() + plain(model, x)
 
 
-def adapters_off_in_between(model: Any, x: torch.Tensor) -> torch.Tensor:
+def adapters_off_in_between(model, x):
     """As PEFT's `disable_adapter`, by which DPO computes its reference."""
     out = model(x)
     adapters = [block.adapter.weight for block in model.base.blocks]
@@ -96,10 +93,10 @@ def adapters_off_in_between(model: Any, x: torch.Tensor) -> torch.Tensor:
     return (out - 0.5 * reference).square().mean()
 
 
-def head_read_in_chunks(model: Any, x: torch.Tensor) -> torch.Tensor:
+def head_read_in_chunks(model, x):
     """As TRL's `add_fused_lm_head`."""
 
-    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         rows, bias = self.lm_head.weight, self.lm_head.bias
         kept = self.base(x)
         halves = (slice(0, WORDS // 2), slice(WORDS // 2, None))
@@ -118,12 +115,12 @@ PROGRAMS = (
 )
 
 
-def batch(rank: int, step: int) -> torch.Tensor:
+def batch(rank, step):
     generator = torch.Generator().manual_seed(10 * step + rank)
     return torch.randint(0, WORDS, (4, 3), generator=generator)
 
 
-def train(model: Any, work: Callable[..., torch.Tensor], ranks: Any) -> list[torch.Tensor]:
+def train(model, work, ranks):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
     for step in range(3):
@@ -136,7 +133,7 @@ def train(model: Any, work: Callable[..., torch.Tensor], ranks: Any) -> list[tor
     return losses
 
 
-def made(work: Any) -> Any:
+def made(work):
     torch.manual_seed(0)
     model = perturbed(Lm().double())
     if work is head_read_in_chunks:  # before it is sharded, as trainers do
@@ -145,7 +142,9 @@ def made(work: Any) -> Any:
     return model
 
 
-def off(name: str) -> list[str]:
+@pytest.mark.parametrize("name", [work.__name__ for work in PROGRAMS])
+@on_ranks(2)
+def test_parts_used_outside_of_forward_are_those_of_one_process(name):
     """Where a program differs from one process, by transport."""
     work = next(work for work in PROGRAMS if work.__name__ == name)
     size, rank = dist.get_world_size(), dist.get_rank()
@@ -159,16 +158,10 @@ def off(name: str) -> list[str]:
             wrong.append(f"{transport}: losses {got} {want}")
         unlike = unlike_gradients(model, one, rtol=1e-9)
         wrong += [f"{transport}: {text}" for text in unlike]
-    return wrong
+    assert wrong == []
 
 
-@pytest.mark.parametrize("name", [work.__name__ for work in PROGRAMS])
-def test_parts_used_outside_of_forward_are_those_of_one_process(ranks, name):
-    for wrong in ranks(2)(off, name):
-        assert wrong == []
-
-
-def units(patched: bool) -> list[str]:
+def units(patched):
     model = made(head_read_in_chunks if patched else plain)
     plan = fs.plan(model, world_size=2)
     return [unit.name for unit in plan.units]

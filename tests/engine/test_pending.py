@@ -1,7 +1,5 @@
 """Gradients that wait for their sum, that somebody keeps, and that nobody wants any more."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 from contextlib import nullcontext
@@ -16,6 +14,7 @@ from fullshard.errors import EngineError
 from support.grid import marked
 from support.models import CASES, chain, mean_square, vectors
 from support.parity import whole_gradients
+from support.ranks import on_ranks
 
 CHAIN = CASES["chain"]
 SETTINGS = (
@@ -88,8 +87,11 @@ DROPS = (
 )
 
 
-def check_drops(settings):
-    for drop, earlier in itertools.product(DROPS, (False, True)):
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@on_ranks(2)
+def test_dropping_gradients_between_micro_batches_is_as_in_one_process(settings):
+    for at, drop in enumerate(DROPS, SETTINGS.index(settings)):
+        earlier = at % 2 == 0  # over the settings each drop comes with and without
         model, alone, total = both(settings)
         for which in (model, alone):
             if earlier:
@@ -107,12 +109,8 @@ def check_drops(settings):
         assert_same_gradients(model, alone, total)
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_dropping_gradients_between_micro_batches_is_as_in_one_process(ranks, settings):
-    ranks(2)(check_drops, settings)
-
-
-def check_replicas_drop():
+@on_ranks(4)
+def test_what_waits_for_replicas_is_dropped_too():
     for outer_only in (True, False):
         model = fs.shard(chain(), strategy="hybrid_shard", replicate=2, transport="direct")
         alone = chain()
@@ -124,10 +122,6 @@ def check_replicas_drop():
         model.zero_grad()
         backward(model, 1)
         assert_same_gradients(model, alone)
-
-
-def test_what_waits_for_replicas_is_dropped_too(ranks):
-    ranks(4)(check_replicas_drop)
 
 
 USES = {
@@ -148,7 +142,9 @@ USES = {
 }
 
 
-def check_uses(settings):
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@on_ranks(2)
+def test_gradients_that_wait_are_not_read(settings):
     model, alone, total = both(settings)
     weights = [p.to_local().clone() for p in model.parameters()]
     for which in (model, alone):
@@ -164,11 +160,6 @@ def check_uses(settings):
     for which in (model, alone):
         backward(which, 2)
     assert_same_gradients(model, alone, total)
-
-
-@pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_gradients_that_wait_are_not_read(ranks, settings):
-    ranks(2)(check_uses, settings)
 
 
 # ---- what somebody keeps
@@ -190,7 +181,9 @@ def keep_local(model):
     return [p.grad.to_local() if is_sharded(model) else p.grad for p in model.parameters()]
 
 
-def check_keeps(settings):
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@on_ranks(2)
+def test_gradients_that_somebody_keeps_stay_as_they_are(settings):
     for keep in (keep_gradients, keep_aliases, keep_one, keep_local):
         model, alone, total = both(settings)
         kept, values = [], []
@@ -217,11 +210,8 @@ def check_keeps(settings):
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_gradients_that_somebody_keeps_stay_as_they_are(ranks, settings):
-    ranks(2)(check_keeps, settings)
-
-
-def check_keeps_some(settings):
+@on_ranks(2)
+def test_gradients_beside_kept_ones_are_added_to(settings):
     """Of one unit some gradients are kept and dropped, and others are added to."""
     model, alone, total = both(settings)
     for which in (model, alone):
@@ -238,11 +228,8 @@ def check_keeps_some(settings):
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_gradients_beside_kept_ones_are_added_to(ranks, settings):
-    ranks(2)(check_keeps_some, settings)
-
-
-def check_memory_is_used_again(settings):
+@on_ranks(2)
+def test_gradients_that_nobody_keeps_use_their_memory_again(settings):
     """Where nobody keeps a gradient each step's lie where the last one's did."""
     model, _, _ = both(settings)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -255,11 +242,6 @@ def check_memory_is_used_again(settings):
         optimizer.step()
         optimizer.zero_grad()
     assert all(place == places[0] for place in places)
-
-
-@pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_gradients_that_nobody_keeps_use_their_memory_again(ranks, settings):
-    ranks(2)(check_memory_is_used_again, settings)
 
 
 # ---- what the user put into p.grad
@@ -327,7 +309,9 @@ def test_what_the_user_put_into_a_gradient_is_added_to(ranks, put, zeroes):
 # ---- what is frozen between a forward and its backward
 
 
-def check_frozen(settings):
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@on_ranks(2)
+def test_what_is_frozen_after_the_forward_gets_no_gradient(settings):
     model, alone, total = both(settings)
     frozen = [name for name, _ in model.named_parameters()][1::3]
     for which in (model, alone):
@@ -348,11 +332,6 @@ def check_frozen(settings):
     assert_same_gradients(model, alone, total)
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_what_is_frozen_after_the_forward_gets_no_gradient(ranks, settings):
-    ranks(2)(check_frozen, settings)
-
-
 # ---- a backward that raised
 
 
@@ -360,7 +339,9 @@ def raise_in(_):
     raise ValueError("in backward")
 
 
-def check_shown_after_an_error(settings):
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@on_ranks(2)
+def test_after_a_backward_that_raised_the_model_shows_its_shards(settings):
     """At once, and not from the next forward on: what is read in between is the shards."""
     model, _, _ = both(settings)
     before = fs.full_state_dict(model)
@@ -378,11 +359,6 @@ def check_shown_after_an_error(settings):
     for name, value in fs.full_state_dict(model).items():
         assert torch.equal(value, before[name])
     backward(model, 1)
-
-
-@pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_after_a_backward_that_raised_the_model_shows_its_shards(ranks, settings):
-    ranks(2)(check_shown_after_an_error, settings)
 
 
 def check_frozen_while_the_order_is_learned(settings):

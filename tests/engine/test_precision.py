@@ -4,8 +4,6 @@ The emulation casts whole float32 masters to the compute dtype, runs the ranks' 
 another, and sums their gradients in float32 in rank order. Nothing of fullshard is in it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 
@@ -19,6 +17,7 @@ from fullshard.engine.engine import engine_of
 from support.grid import STRATEGIES
 from support.models import CASES, float32_batch, float32_model, mean_square
 from support.parity import assert_planned_events, whole_gradients, whole_params
+from support.ranks import on_ranks
 
 NAMES = ("chain", "llama", "tied llama", "mixture of experts")
 FAST = (("chain", 2), ("tied llama", 2))
@@ -121,7 +120,8 @@ def test_float16_compute_has_the_bits_of_its_emulation(ranks):
     ranks(2)(check_emulation, "chain", "fp16")
 
 
-def check_wire():
+@on_ranks(3)
+def test_a_bfloat16_wire_is_summed_in_float32():
     """Gradients that were computed in bfloat16 lose nothing on a bfloat16 wire."""
     wanted = emulate("llama", torch.bfloat16)
     for strategy in STRATEGIES:
@@ -130,11 +130,8 @@ def check_wire():
         assert_bits(found, wanted, str(settings))
 
 
-def test_a_bfloat16_wire_is_summed_in_float32(ranks):
-    ranks(3)(check_wire)
-
-
-def check_deferred_sums():
+@on_ranks(2)
+def test_deferred_gradients_are_summed_in_float32():
     """Micro-batches under no_sync are summed in float32 on their rank, then over ranks."""
     size = dist.get_world_size()
     model = fs.shard(float32_model("chain"), param_dtype="bf16", poison=True)
@@ -154,10 +151,6 @@ def check_deferred_sums():
             wanted[name] += value
     for name, value in wanted.items():
         assert torch.equal(found[name], value / size), name
-
-
-def test_deferred_gradients_are_summed_in_float32(ranks):
-    ranks(2)(check_deferred_sums)
 
 
 # ---- FSDP2 ---------------------------------------------------------------------------------------
@@ -189,7 +182,17 @@ def train_fsdp2(name):
     return steps
 
 
-def check_fsdp2(name):
+@pytest.mark.parametrize(
+    ("name", "world_size"),
+    [
+        ("llama", 2),
+        ("chain", 3),
+        pytest.param("chain", 2, marks=pytest.mark.slow),
+        pytest.param("llama", 3, marks=pytest.mark.slow),
+    ],
+)
+@on_ranks("world_size", timeout=100)
+def test_bfloat16_compute_equals_fsdp2s(name):
     theirs = train_fsdp2(name)
     _, ours = train(name, {"param_dtype": "bf16", "reduce_dtype": "fp32"})
     if dist.get_world_size() == 2:  # a sum of two has one order, and half of it is exact
@@ -200,19 +203,6 @@ def check_fsdp2(name):
         for kind in (1, 2):  # a rounding of the sum may round a bfloat16 weight the other way
             for key in a[kind]:
                 torch.testing.assert_close(a[kind][key], b[kind][key], rtol=2e-2, atol=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("name", "world_size"),
-    [
-        ("llama", 2),
-        ("chain", 3),
-        pytest.param("chain", 2, marks=pytest.mark.slow),
-        pytest.param("llama", 3, marks=pytest.mark.slow),
-    ],
-)
-def test_bfloat16_compute_equals_fsdp2s(ranks, name, world_size):
-    ranks(world_size)(check_fsdp2, name, timeout=100)
 
 
 # ---- the contract --------------------------------------------------------------------------------
@@ -264,23 +254,20 @@ def _fields(dtypes):
     return dtypes.master, dtypes.compute, dtypes.reduce, dtypes.accumulate
 
 
-def all_dtypes():
-    return {
+@on_ranks(2)
+def test_tensors_have_the_dtypes_that_the_plan_lists():
+    by_case = {
         (name, strategy): dtypes_of({"strategy": strategy, **settings})
         for name, (settings, _) in CONTRACTS.items()
         for strategy in STRATEGIES
     }
-
-
-def test_tensors_have_the_dtypes_that_the_plan_lists(ranks):
-    for by_case in ranks(2)(all_dtypes):
-        for (name, strategy), (planned, tensors, shown, seen, output) in by_case.items():
-            wanted = CONTRACTS[name][1]
-            master, compute, _, _ = (f"torch.{word}" for word in wanted.split())
-            assert planned == tensors == {wanted}, (name, strategy)
-            assert shown == {master}, (name, strategy)
-            assert seen == {(compute, compute, compute)}, (name, strategy)
-            assert output == compute, (name, strategy)
+    for (name, strategy), (planned, tensors, shown, seen, output) in by_case.items():
+        wanted = CONTRACTS[name][1]
+        master, compute, _, _ = (f"torch.{word}" for word in wanted.split())
+        assert planned == tensors == {wanted}, (name, strategy)
+        assert shown == {master}, (name, strategy)
+        assert seen == {(compute, compute, compute)}, (name, strategy)
+        assert output == compute, (name, strategy)
 
 
 # ---- inputs --------------------------------------------------------------------------------------

@@ -1,7 +1,5 @@
 """Programs that people write compute what one process computes, on every transport."""
 
-from __future__ import annotations
-
 import warnings
 from collections import deque
 from collections.abc import Callable
@@ -22,6 +20,7 @@ from fullshard.engine.engine import is_sharded
 from fullshard.errors import EngineError, ShardedTensorError
 from support.models import perturbed
 from support.parity import unlike_gradients
+from support.ranks import on_ranks
 
 WIDTH = 6
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -34,32 +33,32 @@ Work = Callable[[Any, torch.Tensor], torch.Tensor]  # of a model and a batch; a 
 PROGRAMS: dict[str, tuple[Callable[[], nn.Module], Work]] = {}
 
 
-def program(build: Callable[[], nn.Module]) -> Callable[[Work], Work]:
+def program(build):
     """A loss that is computed with a model of this kind; backward follows."""
 
-    def add(work: Work) -> Work:
+    def add(work):
         PROGRAMS[work.__name__] = build, work
         return work
 
     return add
 
 
-def made(build: Callable[[], nn.Module]) -> nn.Module:
+def made(build):
     torch.manual_seed(0)
     return perturbed(build().double())
 
 
-def batch(rank: int, step: int = 0) -> torch.Tensor:
+def batch(rank, step=0):
     generator = torch.Generator().manual_seed(10 * step + rank)
     return torch.randn(5, WIDTH, generator=generator, dtype=torch.float64)
 
 
-def shares(model: Any) -> int:
+def shares(model):
     """Of how many batches a gradient is the mean: one process sees those of all ranks."""
     return 1 if is_sharded(model) else dist.get_world_size()
 
 
-def train(model: Any, work: Work, ranks: Any) -> list[torch.Tensor]:
+def train(model, work, ranks):
     """Two steps; the losses."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
@@ -75,7 +74,7 @@ def train(model: Any, work: Work, ranks: Any) -> list[torch.Tensor]:
     return losses
 
 
-def off(name: str, everywhere: dict[str, dict[str, Any]] = SETTINGS) -> list[str]:
+def off(name, everywhere=SETTINGS):
     """Where a program differs from one process, by transport and the size that layers write."""
     build, work = PROGRAMS.get(name) or OUTSIDE[name]
     size, rank = dist.get_world_size(), dist.get_rank()
@@ -99,13 +98,13 @@ class Chain(nn.Module):
 
     wrap = ("Layer",)
 
-    def __init__(self, layer: Callable[[], nn.Module] | None = None) -> None:
+    def __init__(self, layer=None):
         super().__init__()
         self.first = nn.Linear(WIDTH, WIDTH)
         self.layers = nn.ModuleList((layer or Layer)() for _ in range(4))
         self.head = nn.Linear(WIDTH, 3)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         x = self.first(x)
         for layer in self.layers:
             x = layer(x)
@@ -113,11 +112,11 @@ class Chain(nn.Module):
 
 
 class Layer(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return x + torch.tanh(self.linear(x))
 
 
@@ -129,8 +128,8 @@ class Implicit(Layer):
 
     anew = False
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        def f(z: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
+        def f(z):
             return torch.tanh(0.3 * self.linear(z) + x)
 
         with torch.no_grad():
@@ -143,7 +142,7 @@ class Implicit(Layer):
         z0 = z.detach().requires_grad_()
         kept = None if self.anew else f(z0)
 
-        def solve(gradient: torch.Tensor) -> torch.Tensor:
+        def solve(gradient):
             with torch.enable_grad():
                 f0 = f(z0) if kept is None else kept
             solved = gradient
@@ -159,14 +158,14 @@ class Anew(Implicit):
     anew = True
 
 
-def square(model: Any, x: torch.Tensor) -> torch.Tensor:
+def square(model, x):
     return model(x).square().mean()
 
 
 class ImplicitUnits(Chain):
     wrap = ("Implicit",)
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(Implicit)
 
 
@@ -195,7 +194,7 @@ def whole_backward_in_a_hook_on_the_loss(model, x):
 class Forces(Chain):
     """Returns a gradient with respect to what comes in, as energy models and guidance do."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         with torch.enable_grad():
             x = x.detach().requires_grad_()
             energy = super().forward(x).square().sum()
@@ -207,13 +206,13 @@ class ForcesInside(Chain):
     """The same within units."""
 
     class Layer(Layer):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x):
             with torch.enable_grad():
                 y = x.detach().requires_grad_()
                 (force,) = torch.autograd.grad(super().forward(y).square().sum(), y)
             return super().forward(x + force)
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(ForcesInside.Layer)
 
 
@@ -236,7 +235,7 @@ def evaluation_with_gradients_inside(model, x):
 class Branches(Chain):
     """A branch is computed in a worker thread; autograd numbers nodes for each thread anew."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         x = self.first(x)
         with ThreadPoolExecutor(1) as pool:
             branch = pool.submit(lambda: self.layers[1](self.layers[0](x))).result()
@@ -256,20 +255,20 @@ def a_branch_in_a_worker_thread(model, x):
 class Slotted:
     __slots__ = ("table",)
 
-    def __init__(self, table: torch.Tensor) -> None:
+    def __init__(self, table):
         self.table = table
 
 
 class Table(nn.Module):
     """Gives away a part of its own parameter, in one way or another."""
 
-    def __init__(self, how: str, *, trains: bool) -> None:
+    def __init__(self, how, *, trains):
         super().__init__()
         self.how = how
         self.table = nn.Parameter(torch.randn(9, WIDTH), requires_grad=trains)
         self.kept: Any = None
 
-    def forward(self, n: int) -> Any:
+    def forward(self, n):
         view = self.table[:n]
         late = view if torch.is_grad_enabled() else 0.0  # a number in the first evaluation
         self.kept = {"attribute": view, "list": [view], "late": late}.get(self.how)
@@ -286,7 +285,7 @@ class Table(nn.Module):
             "distribution": torch.distributions.Normal(0 * view, view, validate_args=False),
         }.get(self.how)
 
-    def read(self, given: Any) -> torch.Tensor:
+    def read(self, given):
         read: dict[str, Callable[[], Any]] = {
             "tuple": lambda: given[1],
             "mapping": lambda: given["table"],
@@ -305,19 +304,19 @@ class Table(nn.Module):
 class Tables(nn.Module):
     wrap = ("Table", "Layer")
 
-    def __init__(self, how: str, *, trains: bool) -> None:
+    def __init__(self, how, *, trains):
         super().__init__()
         self.tables = nn.ModuleList(Table(how, trains=trains) for _ in range(4))
         self.layers = nn.ModuleList(Layer() for _ in range(4))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         given = [table(len(x)) for table in self.tables]
         for table, value, layer in zip(self.tables, given, self.layers, strict=True):
             x = layer(x + table.read(value)[: len(x)])
         return x
 
 
-def evaluated_and_trained(model: Any, x: torch.Tensor) -> torch.Tensor:
+def evaluated_and_trained(model, x):
     with torch.no_grad():
         evaluated = square(model, x)
     return square(model, x) + evaluated
@@ -338,21 +337,21 @@ PROGRAMS |= {
 class Turned(nn.Module):
     """Returns a view of what it computed, which is written in place then."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return (x @ self.weight).t()
 
 
 class WritesIntoViews(Chain):
     wrap = ("Turned",)
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(Turned)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         x = self.first(x)
         for layer in self.layers:
             x = layer(x)
@@ -370,23 +369,23 @@ def views_of_outputs_that_are_written_in_place(model, x):
 class Recurrent(Layer):
     """torch's own recurrent layers keep a list of their parameters."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.inner = nn.GRU(WIDTH, WIDTH)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return super().forward(self.inner(x)[0])
 
 
 class Keeps(Layer):
     """Keeps its weight: a list for optimizer groups, and a view that it makes once and reads."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.decayed = [self.linear.weight]
         self.turned: torch.Tensor | None = None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         if self.turned is None:
             self.turned = self.linear.weight.detach().t()
         return super().forward(x) + x @ self.turned
@@ -395,14 +394,14 @@ class Keeps(Layer):
 class Recurrents(Chain):
     wrap = ("Recurrent",)
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(Recurrent)
 
 
 class Keepers(Chain):
     wrap = ("Keeps",)
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(Keeps)
 
 
@@ -422,11 +421,11 @@ def views_of_weights_that_are_kept_over_steps(model, x):
 
 
 class Part(nn.Module):
-    def __init__(self, width: int = WIDTH) -> None:
+    def __init__(self, width=WIDTH):
         super().__init__()
         self.layer, self.last = Layer(), nn.Linear(WIDTH, width)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return torch.tanh(self.last(self.layer(x)))
 
 
@@ -435,7 +434,7 @@ class Adversaries(nn.Module):
 
     wrap = ("Part", "Layer")
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.generator, self.critic = Part(), Part(1)
 
@@ -463,11 +462,11 @@ def weights_written_after_a_unit_was_gathered_ahead(model, x):
 class Encoder(Adversaries):
     wrap = ("Part", "Linear")
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.projection = nn.Linear(1, WIDTH)
 
-    def encode(self, x: torch.Tensor) -> torch.Tensor:
+    def encode(self, x):
         return self.projection(self.critic(self.generator.layer(x)))
 
 
@@ -501,31 +500,31 @@ def test_a_program_computes_what_one_process_computes(ranks, name):
 class Weighted(Chain):
     """Has parameters that forward does not use, or uses as well."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.scale, self.unused = nn.Parameter(torch.tensor(0.3)), nn.Parameter(torch.randn(WIDTH))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return super().forward(x) * self.scale
 
 
-def uncertainty(model: Any, x: torch.Tensor) -> torch.Tensor:
+def uncertainty(model, x):
     return torch.exp(-model.scale) * square(model, x) + model.scale
 
 
-def input_scaled(model: Any, x: torch.Tensor) -> torch.Tensor:
+def input_scaled(model, x):
     return square(model, x * model.unused.sigmoid() * model.scale)
 
 
-def penalty(model: Any, x: torch.Tensor) -> torch.Tensor:
+def penalty(model, x):
     return square(model, x) + sum((p**2).sum() + p.norm() for p in model.parameters())
 
 
-def head_alone(model: Any, x: torch.Tensor) -> torch.Tensor:
+def head_alone(model, x):
     return square(model, x) + (x @ model.head.weight.t()).square().mean()
 
 
-def written_into_plain_tensors(model: Any, x: torch.Tensor) -> torch.Tensor:
+def written_into_plain_tensors(model, x):
     total, rows = torch.zeros(WIDTH, dtype=x.dtype), torch.zeros(3, WIDTH, dtype=x.dtype)
     total.add_(model.unused).add_(model.unused)
     rows[0] = model.unused
@@ -549,7 +548,12 @@ def test_whole_parameters_may_be_used_outside_of_forward(ranks, name):
         assert wrong == []
 
 
-def said_of_parts(settings: dict[str, Any]) -> list[str]:
+@pytest.mark.parametrize(
+    "settings",
+    [{"transport": "direct"}, {"strategy": "no_shard", "param_dtype": "bfloat16"}],
+)
+@on_ranks(2)
+def test_parts_outside_of_forward_are_refused_on_all_ranks(settings):
     """What is said of parts, and of what is whole and computed in another dtype."""
     said = []
     for _, work in OUTSIDE.values():
@@ -560,22 +564,13 @@ def said_of_parts(settings: dict[str, Any]) -> list[str]:
             said.append("nothing")
         except ShardedTensorError as error:
             said.append(str(error))
-    return said
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [{"transport": "direct"}, {"strategy": "no_shard", "param_dtype": "bfloat16"}],
-)
-def test_parts_outside_of_forward_are_refused_on_all_ranks(ranks, settings):
-    for said in ranks(2)(said_of_parts, settings):
-        assert all(": expected " in text for text in said), said
+    assert all(": expected " in text for text in said), said
 
 
 # ---- refused on all ranks
 
 
-def backward_to_parameters_in_a_hook(model: Any, x: torch.Tensor) -> None:
+def backward_to_parameters_in_a_hook(model, x):
     other = square(model, x + 1)
     hidden: list[torch.Tensor] = []
     handle = model.layers[1].register_forward_hook(lambda *given: hidden.append(given[-1]))
@@ -585,42 +580,42 @@ def backward_to_parameters_in_a_hook(model: Any, x: torch.Tensor) -> None:
     loss.backward()
 
 
-def a_head_replaced(model: Any, x: torch.Tensor) -> None:
+def a_head_replaced(model, x):
     model.head = nn.Linear(WIDTH, 2).double()
     square(model, x).backward()
 
 
-def a_parameter_registered(model: Any, x: torch.Tensor) -> None:
+def a_parameter_registered(model, x):
     model.layers[0].register_parameter("gain", nn.Parameter(torch.ones(WIDTH).double()))
     square(model, x).backward()
 
 
-def a_layer_appended(model: Any, x: torch.Tensor) -> None:
+def a_layer_appended(model, x):
     model.layers.append(Layer().double())
     square(model, x).backward()
 
 
-def an_adapter_inside(model: Any, x: torch.Tensor) -> None:
+def an_adapter_inside(model, x):
     linear = model.layers[2].linear
     linear.adapter = nn.Linear(WIDTH, WIDTH).double()
     linear.register_forward_hook(lambda module, args, out: out + module.adapter(args[0]))
     square(model.layers[2], x).backward()  # a unit alone
 
 
-def a_frozen_part_put_in_and_trained(model: Any, x: torch.Tensor) -> None:
+def a_frozen_part_put_in_and_trained(model, x):
     model.late = nn.Linear(WIDTH, 2).double().requires_grad_(False)
     square(model, x).backward()
     model.late.requires_grad_(True)
     square(model, x).backward()
 
 
-def a_parameter_in_a_second_place(model: Any, x: torch.Tensor) -> None:
+def a_parameter_in_a_second_place(model, x):
     model.tied = nn.Module()
     model.tied.weight = model.head.weight
     square(model, x).backward()
 
 
-def a_returned_view_written(model: Any, x: torch.Tensor) -> None:
+def a_returned_view_written(model, x):
     handle = model.layers[0].register_forward_hook(lambda m, *_: m.linear.weight, prepend=True)
     with torch.no_grad():
         model.layers[0](x).mul_(2.0)
@@ -628,7 +623,7 @@ def a_returned_view_written(model: Any, x: torch.Tensor) -> None:
     square(model, x).backward()
 
 
-def a_layer_called_outside_of_its_unit(model: Any, x: torch.Tensor) -> None:
+def a_layer_called_outside_of_its_unit(model, x):
     model.layers[0].linear(x)
 
 
@@ -645,7 +640,9 @@ REFUSED: dict[Callable[[Any, torch.Tensor], None], str] = {
 }
 
 
-def said_of(refused: Callable[[Any, torch.Tensor], None]) -> list[str]:
+@pytest.mark.parametrize("refused", REFUSED, ids=lambda refused: refused.__name__)
+@on_ranks(2)
+def test_what_cannot_be_right_is_refused_on_all_ranks(refused):
     said = []
     for settings in SETTINGS.values():
         model = fs.shard(made(Chain), wrap=Chain.wrap, poison=True, **settings)
@@ -654,19 +651,13 @@ def said_of(refused: Callable[[Any, torch.Tensor], None]) -> list[str]:
             said.append("nothing")
         except (EngineError, ShardedTensorError) as error:
             said.append(str(error))
-    return said
+    # Under no_shard parameters are whole: what happens is what happens in one process.
+    is_whole = refused in (a_returned_view_written, a_layer_called_outside_of_its_unit)
+    for text in said[:-1] if is_whole else said:
+        assert REFUSED[refused] in text
 
 
-@pytest.mark.parametrize("refused", REFUSED, ids=lambda refused: refused.__name__)
-def test_what_cannot_be_right_is_refused_on_all_ranks(ranks, refused):
-    for said in ranks(2)(said_of, refused):
-        # Under no_shard parameters are whole: what happens is what happens in one process.
-        is_whole = refused in (a_returned_view_written, a_layer_called_outside_of_its_unit)
-        for text in said[:-1] if is_whole else said:
-            assert REFUSED[refused] in text
-
-
-def penalised(settings: dict[str, Any]) -> list[str]:
+def penalised(settings):
     """Where the penalty's gradient, added after backward, is not that of a penalty in the loss."""
     one: Any = made(Chain)
     model: Any = fs.shard(made(Chain), wrap=Chain.wrap, poison=True, **settings)

@@ -1,7 +1,7 @@
-"""Ranks that do not make the same calls: one typed error on every rank, on either transport.
+"""Ranks that do not make the same calls: one typed error on every rank, on every transport.
 
-Where ranks exchange messages (`direct`), gloo would end a process whose peer is elsewhere; where
-they share memory, each would wait for the other.
+Where ranks exchange messages (`direct`, `c10d`), gloo would end a process whose peer is elsewhere;
+where they share memory, each would wait for the other.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from torch import nn, optim
 
 import fullshard as fs
 from fullshard.config.values import Reduction
+from fullshard.engine.engine import engine_of
 from fullshard.errors import EngineError
 from fullshard.planner.mesh import Mesh
 from fullshard.transport.base import Axes
 from fullshard.transport.c10d import C10dTransport
 from support.scripts import Run, error_of
 
-TRANSPORTS = ("direct", "shared")
+TRANSPORTS = ("direct", "shared", "c10d")
 ODD = (2, 1)  # the step and the rank that differ
 
 
@@ -159,7 +160,7 @@ def one_rank_differs(name: str, transport: str, strategy: str = "full_shard") ->
     refused: list[str] = []
     text = error_of(steps)
     assert all("under no_sync" in said for said in refused), refused
-    return [text, error_of(lambda: run.loss(model, 9)) if transport == "direct" else text]
+    return [text, text if transport == "shared" else error_of(lambda: run.loss(model, 9))]
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -226,8 +227,6 @@ def leaves_out(what: str, transport: str) -> str:
 @pytest.mark.parametrize(
     ("what", "number"),
     [
-        ("clipping", "clippings"),
-        ("torch", "clippings"),
         ("zero_grad", "gradients that were there before a backward"),
         ("load", "tensors in load_state_dict"),
         ("freeze", "changes of requires_grad"),
@@ -239,12 +238,55 @@ def test_a_rank_that_leaves_out_what_needs_no_message_is_named(ranks, what, numb
         assert "rank 1 has made" in text
 
 
-class Repeating(nn.Module):
-    """Blocks that are called as often as a batch says."""
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("what", ["clipping", "torch"])
+def test_a_rank_that_clips_alone_or_not_is_found_before_it_gets_a_norm(ranks, what, transport):
+    for text in ranks(2)(leaves_out, what, transport):
+        assert text.startswith("EngineError: "), text
+        assert transport == "shared" or "a sum (a clipping)" in text, text
 
-    def __init__(self):
+
+def writes_alone(clip: Callable[[nn.Module], torch.Tensor], transport: str) -> str | bool:
+    """Rank 0 halves its parts of the gradients. Whether the norm is right, or the error."""
+    run = Run(2, torch.distributed.get_rank())
+    model = run.shard(run.model(), transport=transport)
+    run.loss(model, 0).backward()
+    if run.rank == 0:
+        for param in model.parameters():
+            if param.grad is not None:
+                param.grad.mul_(0.5)
+    found = []
+    text = error_of(lambda: found.append(clip(model)))
+    if not found:
+        return text
+    parts = [p.grad.to_local().square().sum() for p in model.parameters() if p.grad is not None]
+    total = torch.stack(parts).sum()
+    torch.distributed.all_reduce(total)
+    return torch.allclose(found[0], total.sqrt())
+
+
+def clips_nothing(model: nn.Module) -> torch.Tensor:
+    return fs.clip_grad_norm_(model, 1e9)
+
+
+def clips_nothing_by_torch(model: nn.Module) -> torch.Tensor:
+    return nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_norm_is_right_or_refused_after_one_rank_wrote_into_its_gradients(ranks, transport):
+    assert ranks(2)(writes_alone, clips_nothing, transport) == [True, True]
+    for text in ranks(2)(writes_alone, clips_nothing_by_torch, transport):
+        assert str(text).startswith("EngineError: "), text
+
+
+class Repeating(nn.Module):
+    """Blocks that are called as often as a batch says; the last one may be larger."""
+
+    def __init__(self, width=6):
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4))
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3))
+        self.blocks.append(nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 6)))
         self.head = nn.Linear(6, 6)
 
     def forward(self, x, times):
@@ -254,11 +296,15 @@ class Repeating(nn.Module):
         return self.head(x)
 
 
-def repeats(transport: str, prefetch: int, times, *, evaluates=False, **options) -> str:
+def repeats(transport: str, times, *, evaluates=False, width=6, prefetch=0, mesh=None) -> str:
+    """Ranks call units as often as `times` says. `native` compares late, as c10d over NCCL."""
     torch.manual_seed(0)
-    model = Repeating().double()
-    options |= {"forward_prefetch": prefetch, "backward_prefetch": prefetch}
-    fs.shard(model, wrap=["Sequential"], transport=transport, poison=True, **options)
+    model = Repeating(width).double()
+    options = {"forward_prefetch": prefetch, "backward_prefetch": prefetch, **(mesh or {})}
+    options["transport"] = transport.replace("native", "c10d")
+    fs.shard(model, wrap=["Sequential"], poison=True, **options)
+    for each in engine_of(model).transports.values():
+        each._compares &= transport != "native"
     x = torch.ones(2, 6, dtype=torch.float64)
     mine = times[torch.distributed.get_rank()]
 
@@ -272,38 +318,72 @@ def repeats(transport: str, prefetch: int, times, *, evaluates=False, **options)
     return error_of(steps)
 
 
-@pytest.mark.parametrize("transport", ["c10d", "direct"])
-def test_ranks_that_call_different_units_learn_it_before_they_update(ranks, transport):
-    for text in ranks(2)(repeats, transport, 0, [(2, 1, 1, 1), (1, 1, 2, 1)]):
-        assert text.startswith("EngineError: backward: expected every rank to call the same units")
-    for text in ranks(2)(repeats, "shared", 0, [(2, 1, 1, 1), (1, 1, 2, 1)]):
+def repeats_ahead(transport: str, times) -> str:
+    return repeats(transport, times, prefetch=1)
+
+
+def repeats_evaluating(transport: str, times, width: int = 6) -> str:
+    return repeats(transport, times, evaluates=True, width=width)
+
+
+def repeats_unequal(transport: str, times) -> str:
+    return repeats(transport, times, width=300)
+
+
+REPLICAS = {"strategy": "hybrid_shard", "replicate": 2, "shard": 2}
+
+
+def repeats_in_replicas(transport: str, times, evaluates: bool = False) -> str:
+    return repeats(transport, times, evaluates=evaluates, mesh=REPLICAS)
+
+
+LATE = "expected every rank to call the same units in the same order"
+AT_ONCE = ", a gather of blocks."
+SAID = [("direct", AT_ONCE), ("c10d", AT_ONCE), ("native", LATE)]
+
+
+@pytest.mark.parametrize(("transport", "said"), SAID)
+def test_ranks_that_call_different_units_learn_it_before_they_update(ranks, transport, said):
+    for text in ranks(2)(repeats, transport, [(2, 1, 1, 1), (1, 1, 2, 1)]):
+        assert text.startswith("EngineError: "), text
+        assert said in text
+    for text in ranks(2)(repeats, "shared", [(2, 1, 1, 1), (1, 1, 2, 1)]):
         assert text == "NO ERROR: NoneType"
-    for text in ranks(2)(repeats, transport, 1, [(1, 2, 1, 1), (1, 2, 1, 1)]):
+    for text in ranks(2)(repeats_ahead, transport, [(1, 2, 1, 1), (1, 2, 1, 1)]):
         assert text == "NO ERROR: NoneType"
 
 
-def evaluates_otherwise(transport: str) -> str:
-    return repeats(transport, 0, [(1, 2, 1, 1), (1, 1, 2, 1)], evaluates=True)
-
-
 @pytest.mark.parametrize("transport", ["c10d", "direct"])
-def test_ranks_that_call_different_units_in_an_evaluation_get_no_numbers(ranks, transport):
-    for text in ranks(2)(evaluates_otherwise, transport):
-        assert text.startswith("EngineError: an evaluation: expected every rank to call the same")
+def test_units_of_other_sizes_end_no_process(ranks, transport):
+    for times in ([(2, 1, 1, 1), (1, 1, 1, 2)], [(1, 1, 1, 2), (2, 1, 1, 1)]):
+        texts = ranks(2)(repeats_unequal, transport, times)
+        for text in texts + ranks(2)(repeats_evaluating, transport, times, 300):
+            assert AT_ONCE in text, text
 
 
-def repeats_in_replicas(transport: str, times: list[tuple[int, ...]]) -> str:
-    return repeats(transport, 0, times, strategy="hybrid_shard", replicate=2, shard=2)
+@pytest.mark.parametrize(("transport", "said"), SAID)
+def test_ranks_that_call_different_units_in_an_evaluation_get_no_numbers(ranks, transport, said):
+    for text in ranks(2)(repeats_evaluating, transport, [(1, 2, 1, 1), (1, 1, 2, 1)]):
+        assert text.startswith("EngineError: "), text
+        assert said in text
 
 
-@pytest.mark.parametrize("transport", ["c10d", "direct"])
-def test_ranks_of_one_replica_must_call_the_same_units(ranks, transport):
+@pytest.mark.parametrize(("transport", "said"), SAID)
+def test_ranks_of_one_replica_must_call_the_same_units(ranks, transport, said):
     one, other = (2, 1, 1, 1), (1, 1, 2, 1)
-    for times in ([one, other, one, one], [one, other, other, one]):
+    for times in ([one, other, one, other], [one, other, other, one]):
         for text in ranks(4)(repeats_in_replicas, transport, times):
-            assert text.startswith("EngineError: backward: expected every rank to call the same")
+            assert text.startswith("EngineError: "), text
+            assert said in text
     for text in ranks(4)(repeats_in_replicas, transport, [one, one, other, other]):
         assert text == "NO ERROR: NoneType"
+
+
+@pytest.mark.parametrize("transport", ["c10d", "direct"])
+def test_ranks_of_one_replica_get_no_numbers_of_an_evaluation_apart(ranks, transport):
+    one, other = (2, 1, 1, 1), (1, 1, 2, 1)
+    for text in ranks(4)(repeats_in_replicas, transport, [one, other, one, other], True):
+        assert AT_ONCE in text, text
 
 
 def waits_alone() -> str:

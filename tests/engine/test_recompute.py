@@ -1,7 +1,5 @@
 """Activation checkpointing by torch's and Hugging Face's own means: the bits of no recompute."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import warnings
@@ -23,6 +21,7 @@ from fullshard.errors import EngineError
 from support.grid import STRATEGIES
 from support.models import CASES, Chain, mean_square, perturbed, vectors
 from support.parity import assert_parity, whole_gradients
+from support.ranks import on_ranks
 from support.recompute import assert_bits, compare, is_same, trained
 
 RANKED = list(itertools.product(STRATEGIES, (1, 2, 3)))
@@ -187,7 +186,23 @@ WORKS = (
 # ---- the comparison ------------------------------------------------------------------------------
 
 
-def check_way(name, strategy):
+@on_ranks(2, timeout=100)
+def test_every_way_to_recompute_has_the_bits_of_no_recompute():
+    """Each way once; all else is slow."""
+    for way in WAYS.values():
+        compare(build, one_forward, {}, before=way)
+
+
+@on_ranks(2)
+def test_selective_recompute_does_not_see_the_engines_copies():
+    compare(build, two_forwards_one_backward, {}, after=selective)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "world_size"), RANKED)
+@pytest.mark.parametrize("name", [name for name in WAYS if name != "selective"])
+@on_ranks("world_size", timeout=100)
+def test_recompute_has_the_bits_of_no_recompute(name, strategy):
     for forward, backward in DEPTHS:
         depths = {"forward_prefetch": forward, "backward_prefetch": backward}
         compare(build, one_forward, {"strategy": strategy, **depths}, before=WAYS[name])
@@ -196,42 +211,14 @@ def check_way(name, strategy):
     compare(build, one_forward, {"strategy": strategy}, after=WAYS[name])
 
 
-def check_ways():
-    """Each way once; all else is slow."""
-    for way in WAYS.values():
-        compare(build, one_forward, {}, before=way)
-
-
-def test_every_way_to_recompute_has_the_bits_of_no_recompute(ranks):
-    ranks(2)(check_ways, timeout=100)
-
-
-def check_selective():
-    compare(build, two_forwards_one_backward, {}, after=selective)
-
-
-def test_selective_recompute_does_not_see_the_engines_copies(ranks):
-    ranks(2)(check_selective)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("strategy", "world_size"), RANKED)
-@pytest.mark.parametrize("name", [name for name in WAYS if name != "selective"])
-def test_recompute_has_the_bits_of_no_recompute(ranks, name, strategy, world_size):
-    ranks(world_size)(check_way, name, strategy, timeout=100)
-
-
-def check_inner_units():
+@on_ranks(2)
+def test_units_lie_around_or_inside_of_what_recomputes():
     """The wrapper is no unit, the block in it is; and units inside of blocks."""
     for wrap in (["Block"], ["CheckpointWrapper"], ["Block", "Linear"], ["Linear"], "none"):
         kept = {"wrap": ["Block"] if wrap == ["CheckpointWrapper"] else wrap}
         wanted = trained(build, one_forward, kept)
         assert_bits(trained(build, one_forward, {"wrap": wrap}, before=by_wrapper), wanted)
-
-
-@pytest.mark.slow
-def test_units_lie_around_or_inside_of_what_recomputes(ranks):
-    ranks(2)(check_inner_units)
 
 
 def whole_model_without(model, step, rank):
@@ -242,18 +229,15 @@ def whole_model_without(model, step, rank):
     return loss.detach()
 
 
-def check_whole_model(strategy):
-    settings = {"strategy": strategy}
-    wanted = trained(build, whole_model_without, settings)
-    assert_bits(trained(build, whole_model, settings), wanted)
-
-
 @pytest.mark.parametrize(
     ("strategy", "world_size"),
     [("full_shard", 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in RANKED)],
 )
-def test_a_recompute_around_the_whole_model_has_its_bits(ranks, strategy, world_size):
-    ranks(world_size)(check_whole_model, strategy)
+@on_ranks("world_size")
+def test_a_recompute_around_the_whole_model_has_its_bits(strategy):
+    settings = {"strategy": strategy}
+    wanted = trained(build, whole_model_without, settings)
+    assert_bits(trained(build, whole_model, settings), wanted)
 
 
 def build_frozen():
@@ -264,14 +248,11 @@ def build_frozen():
     return model
 
 
-def check_frozen():
+@on_ranks(2)
+def test_frozen_blocks_recompute_too():
     """Where nothing before a region is trained, torch recomputes it all the same."""
     for name in ("outside", "over two units", "inside"):
         compare(build_frozen, one_forward, {}, before=WAYS[name])
-
-
-def test_frozen_blocks_recompute_too(ranks):
-    ranks(2)(check_frozen)
 
 
 # ---- Hugging Face --------------------------------------------------------------------------------
@@ -291,7 +272,15 @@ def enable_by_new_name(model):
     model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
 
 
-def check_hugging_face(name, strategy):
+@pytest.mark.parametrize(
+    ("name", "strategy", "world_size"),
+    [
+        pytest.param(*case, marks=[] if case in FAST_HUGGING_FACE else pytest.mark.slow)
+        for case in itertools.product(HUGGING_FACE, STRATEGIES, (1, 2, 3))
+    ],
+)
+@on_ranks("world_size", timeout=100)
+def test_gradient_checkpointing_enable_has_the_bits_of_no_recompute(name, strategy):
     case = CASES[name]
     # transformers sums the gradients of T5's position bias in another order when it recomputes:
     # the unsharded model in one process has other bits too.
@@ -302,19 +291,6 @@ def check_hugging_face(name, strategy):
         check({}, after=enable)
         if hasattr(case.build(), "activation_checkpointing_enable"):
             check({}, before=enable_by_new_name)
-
-
-@pytest.mark.parametrize(
-    ("name", "strategy", "world_size"),
-    [
-        pytest.param(*case, marks=[] if case in FAST_HUGGING_FACE else pytest.mark.slow)
-        for case in itertools.product(HUGGING_FACE, STRATEGIES, (1, 2, 3))
-    ],
-)
-def test_gradient_checkpointing_enable_has_the_bits_of_no_recompute(
-    ranks, name, strategy, world_size
-):
-    ranks(world_size)(check_hugging_face, name, strategy, timeout=100)
 
 
 # ---- the reentrant kind --------------------------------------------------------------------------
@@ -382,9 +358,6 @@ def loss_of_named(model, step, rank):
     return loss.detach()
 
 
-def check_named():
+@on_ranks(2)
+def test_a_recomputed_block_takes_keyword_arguments_of_any_name():
     assert_parity(named, loss_of_named, {"activation_checkpointing": "block"}, kinds=("sgd",))
-
-
-def test_a_recomputed_block_takes_keyword_arguments_of_any_name(ranks):
-    ranks(2)(check_named)

@@ -1,7 +1,5 @@
 """What cannot be sharded, and what a sharded model does not take: typed, with the way out."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -15,47 +13,48 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fullshard as fs
 from fullshard.errors import ConfigError, UnsupportedModelError
 from support.parity import unlike_gradients
+from support.ranks import on_ranks
 from support.scripts import Block, Run, Tiny, differences, error_of, tokens_of
 
 Part = Callable[[], nn.Module]
 
 
-def rank() -> int:
+def rank():
     return torch.distributed.get_rank()
 
 
-def whole(model: nn.Module) -> dict[str, torch.Tensor]:
+def whole(model):
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
 # ---- models -----------------------------------------------------------------------------------
 
 
-def with_int8() -> nn.Module:
+def with_int8():
     model = Tiny()
     model.codes = nn.Parameter(torch.zeros(4, dtype=torch.int8), requires_grad=False)
     return model
 
 
-def with_complex() -> nn.Module:
+def with_complex():
     model = Tiny()
     model.phase = nn.Parameter(torch.zeros(4, dtype=torch.complex64))
     return model
 
 
-def with_shared_storage() -> nn.Module:
+def with_shared_storage():
     model = Tiny()
     model.head.weight = nn.Parameter(model.embed.weight.data)
     return model
 
 
-def with_a_gradient() -> nn.Module:
+def with_a_gradient():
     model = Tiny()
     model(tokens_of(0, 0)).sum().backward()
     return model
 
 
-def with_a_gradient_hook() -> nn.Module:
+def with_a_gradient_hook():
     model = Tiny()
     model.head.weight.register_hook(lambda gradient: gradient * 2)
     return model
@@ -65,47 +64,47 @@ class Quantized(nn.Parameter):
     """A parameter of a class of its own."""
 
 
-def with_a_lazy_module() -> nn.Module:
+def with_a_lazy_module():
     model = Tiny()
     model.late = nn.LazyLinear(3)
     return model
 
 
-def with_a_parameter_subclass() -> nn.Module:
+def with_a_parameter_subclass():
     model = Tiny()
     model.head.weight = Quantized(model.head.weight.data)
     return model
 
 
-def partly_on_meta() -> nn.Module:
+def partly_on_meta():
     model = Tiny()
     model.head = nn.Linear(10, 11, bias=False, device="meta")
     return model
 
 
-def with_a_sharded_part() -> nn.Module:
+def with_a_sharded_part():
     model = Tiny()
     fs.shard(model.blocks[1])
     return model
 
 
-def with_a_block_of_a_sharded_model() -> nn.Module:
+def with_a_block_of_a_sharded_model():
     model = Tiny()
     fs.shard(nn.Sequential(model.blocks[0]))
     return model
 
 
-def sharded_already() -> nn.Module:
+def sharded_already():
     return fs.shard(Tiny())
 
 
-def with_sparse() -> nn.Module:
+def with_sparse():
     model = Tiny()
     model.mask = nn.Parameter(torch.eye(3).to_sparse(), requires_grad=False)
     return model
 
 
-def with_a_scripted_part() -> nn.Module:
+def with_a_scripted_part():
     model = Tiny()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -130,7 +129,7 @@ MODELS: list[Part] = [
 ]
 
 
-def refused_models() -> dict[str, str]:
+def refused_models():
     """What fs.shard says; the model is as it was."""
     texts = {}
     for make in MODELS:
@@ -144,7 +143,7 @@ def refused_models() -> dict[str, str]:
     return texts
 
 
-def _shape_of(param: nn.Parameter) -> Any:
+def _shape_of(param):
     return None if nn.parameter.is_lazy(param) else param.shape
 
 
@@ -168,56 +167,52 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def refused_configs() -> dict[str, str]:
-    model = Tiny()
-    texts = {n: error_of(partial(fs.shard, model, **config)) for n, config in CONFIGS.items()}
-    assert all(type(param) is nn.Parameter for param in model.parameters())
-    return texts
-
-
 def test_what_is_no_module_is_refused():
     with pytest.raises(ConfigError, match=r"fs\.shard: expected a torch\.nn\.Module; got list"):
         fs.shard([nn.Linear(2, 2)])  # type: ignore[arg-type]
 
 
-def test_a_configuration_that_cannot_be_had_is_refused_by_name(ranks):
-    for texts in ranks(2)(refused_configs):
-        wrong = {n: t for n, t in texts.items() if not t.startswith(("Config", "WrapError"))}
-        assert not wrong
-        assert "Did you mean 'strategy'" in texts["unknown field"]
-        assert "'Block'" in texts["missing class"] or "Block" in texts["missing class"]
+@on_ranks(2)
+def test_a_configuration_that_cannot_be_had_is_refused_by_name():
+    model = Tiny()
+    texts = {n: error_of(partial(fs.shard, model, **config)) for n, config in CONFIGS.items()}
+    assert all(type(param) is nn.Parameter for param in model.parameters())
+    wrong = {n: t for n, t in texts.items() if not t.startswith(("Config", "WrapError"))}
+    assert not wrong
+    assert "Did you mean 'strategy'" in texts["unknown field"]
+    assert "'Block'" in texts["missing class"] or "Block" in texts["missing class"]
 
 
 # ---- changes behind our back ------------------------------------------------------------------
 
 
-def to_half(model: nn.Module) -> None:
+def to_half(model):
     model.half()
 
 
-def to_float(model: nn.Module) -> None:
+def to_float(model):
     model.to(torch.float32)
 
 
-def data_replaced(model: nn.Module) -> None:
+def data_replaced(model):
     for param in model.parameters():
         param.data = param.data * 0.9
 
 
-def vector_to_parameters(model: nn.Module) -> None:
+def vector_to_parameters(model):
     vector = torch.zeros(sum(p.numel() for p in model.parameters()), dtype=torch.float64)
     nn.utils.vector_to_parameters(vector, model.parameters())
 
 
-def parameter_replaced(model: nn.Module) -> None:
+def parameter_replaced(model):
     model.blocks[1].up.weight = nn.Parameter(torch.zeros(22, 10, dtype=torch.float64))
 
 
-def parameters_tied_later(model: nn.Module) -> None:
+def parameters_tied_later(model):
     model.head.weight = model.embed.weight
 
 
-def frozen_part_trained(model: nn.Module) -> None:
+def frozen_part_trained(model):
     model.blocks[0].requires_grad_(True)
 
 
@@ -232,7 +227,7 @@ BEHIND_OUR_BACK = [
 ]
 
 
-def changed_models() -> dict[str, str]:
+def changed_models():
     texts = {}
     for change in BEHIND_OUR_BACK:
         run = Run(2, rank())
@@ -252,7 +247,8 @@ def test_changes_of_shards_are_noticed_at_the_next_forward(ranks, snapshot):
     assert texts[0] == snapshot
 
 
-def harmless_changes() -> None:
+@on_ranks(2)
+def test_changes_that_change_nothing_or_write_in_place_are_fine():
     run = Run(2, rank())
     model, alone = run.shard(run.model()), run.model()
     for each in (model, alone):
@@ -271,14 +267,10 @@ def harmless_changes() -> None:
     run.loss(model, 0).backward()
 
 
-def test_changes_that_change_nothing_or_write_in_place_are_fine(ranks):
-    ranks(2)(harmless_changes)
-
-
 class Renormed(Tiny):
     """An embedding that rescales its own weight in forward."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(11, 10, max_norm=1e-2)
 
@@ -286,39 +278,36 @@ class Renormed(Tiny):
 class Clamped(Block):
     """A block that clamps a weight in forward."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         with torch.no_grad():
             self.up.weight.clamp_(-0.01, 0.01)
         return super().forward(x)
 
 
 class Clamping(Tiny):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.blocks[1] = Clamped()
 
 
-def writes_in_forward(settings: dict[str, Any]) -> list[str]:
+@pytest.mark.parametrize("settings", [{}, {"strategy": "no_shard"}])
+@on_ranks(2)
+def test_a_forward_that_writes_into_its_parameters_is_refused(settings):
     texts = []
     for kind in (Renormed, Clamping):
         run = Run(2, rank())
         model = run.shard(run.model(kind), **settings)
         texts.append(error_of(partial(run.loss, model, 0)))
         assert texts[-1] == error_of(partial(run.loss, model, 0))  # and again
-    return texts
-
-
-@pytest.mark.parametrize("settings", [{}, {"strategy": "no_shard"}])
-def test_a_forward_that_writes_into_its_parameters_is_refused(ranks, settings):
-    for first, second in ranks(2)(writes_in_forward, settings):
-        assert first.startswith("EngineError: embed.weight: expected a forward that leaves")
-        assert second.startswith("EngineError: blocks.1.up.weight: expected a forward that leaves")
+    first, second = texts
+    assert first.startswith("EngineError: embed.weight: expected a forward that leaves")
+    assert second.startswith("EngineError: blocks.1.up.weight: expected a forward that leaves")
 
 
 # ---- calls ------------------------------------------------------------------------------------
 
 
-def refused_calls() -> dict[str, str]:
+def refused_calls():
     """Each is refused, and the next step is right."""
     run = Run(2, rank())
     model, alone = run.shard(run.model()), Run(2, None)
@@ -367,7 +356,7 @@ def test_a_buffer_that_is_a_view_of_a_parameter_is_refused_by_name():
 # ---- other tools around a sharded model -------------------------------------------------------
 
 
-def other_tools(transport: str) -> dict[str, str]:
+def other_tools(transport):
     """Each is refused, and the next step is right."""
     run = Run(2, rank())
     model = run.shard(run.model(), transport=transport)

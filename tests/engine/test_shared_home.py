@@ -1,7 +1,5 @@
 """Ranks that map one copy of the weights: who may write when, what it costs, how it fails."""
 
-from __future__ import annotations
-
 import io
 import time
 
@@ -16,6 +14,7 @@ from fullshard.errors import ConfigError, EngineError
 from fullshard.planner.events import EventKind
 from support.models import WIDTH, Chain, perturbed, vectors
 from support.parity import whole_gradients, whole_params
+from support.ranks import on_ranks
 
 SHARED = {"transport": "shared", "poison": True}
 HOLD_S = 0.4
@@ -81,15 +80,12 @@ def test_a_ranks_memory_is_the_sharded_figure(ranks):
         assert abs(held - expected) < 0.1 * expected
 
 
-def asked_where_it_cannot_be():
+@on_ranks(2)
+def test_asking_for_what_cannot_be_shared_is_refused_with_the_reason():
     with pytest.raises(ConfigError, match="transport: shared expects parameters that are cut"):
         fs.shard(Chain(2), transport="shared", strategy="no_shard")
     with pytest.raises(ConfigError, match="transport: shared expects offload to be left out"):
         fs.shard(Chain(2), transport="shared", offload="cpu")
-
-
-def test_asking_for_what_cannot_be_shared_is_refused_with_the_reason(ranks):
-    ranks(2)(asked_where_it_cannot_be)
 
 
 # ---- who may write when --------------------------------------------------------------------------
@@ -161,22 +157,19 @@ def test_a_forward_waits_until_every_rank_has_written(ranks):
     assert ranks(2)(forward_before_another_has_written) == [False, False]
 
 
-def write_in_forward():
+def in_place(module, _):
+    with torch.no_grad():
+        next(module.parameters()).mul_(1.0)
+
+
+@on_ranks(2)
+def test_a_forward_that_writes_into_weights_is_refused():
     model = chain()
     block = model.blocks[1]
     handle = block.register_forward_pre_hook(in_place)
     with pytest.raises(EngineError, match="other ranks would see"):
         model(vectors(0, 0)["x"])
     handle.remove()
-
-
-def in_place(module, _):
-    with torch.no_grad():
-        next(module.parameters()).mul_(1.0)
-
-
-def test_a_forward_that_writes_into_weights_is_refused(ranks):
-    ranks(2)(write_in_forward)
 
 
 def one_unit_alone():

@@ -1,7 +1,5 @@
 """Ranks that map one copy of the weights, when something fails: memory, a peer, the sandbox."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal
@@ -22,6 +20,7 @@ from fullshard.transport.shared.board import Mark
 from support import forked as subprocess
 from support.models import Chain, perturbed, vectors
 from support.parity import whole_params
+from support.ranks import on_ranks
 
 
 def chain():
@@ -112,7 +111,8 @@ def made_and_forgotten():
     assert held() == before
 
 
-def children_beside_mappings():
+@on_ranks(2)
+def test_forked_children_do_no_harm():
     """A forked child, as a data loader's worker is, that outlives the steps beside it."""
     torch.manual_seed(0)
     model, losses = chain(), []
@@ -133,12 +133,7 @@ def children_beside_mappings():
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-    return losses
-
-
-def test_forked_children_do_no_harm(ranks):
-    for losses in ranks(2)(children_beside_mappings):
-        assert losses[2] < losses[0]
+    assert losses[2] < losses[0]
 
 
 def without_pidfd():

@@ -1,12 +1,8 @@
 """Weights in and out: state dicts, loading, whole blocks, averages."""
 
-from __future__ import annotations
-
 import copy
 import os
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,27 +10,28 @@ from torch import nn
 
 import fullshard as fs
 from fullshard.errors import ConfigError
+from support.ranks import on_ranks
 from support.scripts import Run, Tiny, compare, differences, error_of, tokens_of
 
 
-def rank() -> int:
+def rank():
     return torch.distributed.get_rank()
 
 
-def sharded(tied: bool = False, **config: Any) -> tuple[Run, nn.Module, nn.Module]:
+def sharded(tied=False, **config):
     """The run, the sharded model, and the same model whole."""
     run = Run(torch.distributed.get_world_size(), rank())
     return run, run.shard(run.model(tied=tied), **config), run.model(tied=tied)
 
 
-def same(found: Any, wanted: Any) -> bool:
+def same(found, wanted):
     return not list(differences(found, wanted, 0.0))
 
 
 # ---- full_state_dict --------------------------------------------------------------------------
 
 
-def full_state(tied: bool, strategy: str) -> None:
+def full_state(tied, strategy):
     _, model, whole = sharded(tied, strategy=strategy)
     state, wanted = fs.full_state_dict(model, rank0_only=False), whole.state_dict()
     assert list(state) == list(wanted)
@@ -58,7 +55,7 @@ def test_full_state_dict_is_the_unsharded_state_dict(ranks, tied, strategy):
     ranks(2)(full_state, tied, strategy)
 
 
-def dtypes_of_a_full_state() -> list[Any]:
+def dtypes_of_a_full_state():
     _, model, _ = sharded(tied=False)
     said = []
     for dtype in (torch.int8, torch.bool, "int8", "bflot16", 16):
@@ -85,14 +82,19 @@ def test_full_state_dict_is_the_same_on_three_ranks(ranks):
 class WithExtras(Tiny):
     """A model whose state dict holds more than tensors, under a name of its own."""
 
-    def get_extra_state(self) -> dict[str, int]:
+    def get_extra_state(self):
         return {"version": 3}
 
-    def set_extra_state(self, state: dict[str, int]) -> None:
+    def set_extra_state(self, state):
         self.version = state["version"]
 
 
-def full_state_with_extras() -> None:
+def renamed(module, state, prefix, metadata):
+    state["output.weight"] = state.pop("head.weight")
+
+
+@on_ranks(2)
+def test_full_state_dict_follows_the_models_own_hooks():
     run = Run(2, rank())
     model = run.model(WithExtras)
     model.register_state_dict_post_hook(renamed)
@@ -103,18 +105,10 @@ def full_state_with_extras() -> None:
     assert same(state, wanted)
 
 
-def renamed(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    state["output.weight"] = state.pop("head.weight")
-
-
-def test_full_state_dict_follows_the_models_own_hooks(ranks):
-    ranks(2)(full_state_with_extras)
-
-
 # ---- loading ----------------------------------------------------------------------------------
 
 
-def filled(model: nn.Module, seed: int = 5) -> dict[str, torch.Tensor]:
+def filled(model, seed=5):
     """A whole state dict of other values."""
     generator = torch.Generator().manual_seed(seed)
     return {
@@ -123,7 +117,10 @@ def filled(model: nn.Module, seed: int = 5) -> dict[str, torch.Tensor]:
     }
 
 
-def load_everywhere(tied: bool, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+@pytest.mark.parametrize("tied", [False, True])
+@on_ranks(2)
+def test_loading_a_whole_state_dict_slices_it_on_every_rank(tied, strategy):
     _, model, whole = sharded(tied, strategy=strategy)
     state = filled(whole)
     if tied:
@@ -143,13 +140,7 @@ def load_everywhere(tied: bool, strategy: str) -> None:
     assert same(model(tokens_of(0, rank())), whole(tokens_of(0, rank())))
 
 
-@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
-@pytest.mark.parametrize("tied", [False, True])
-def test_loading_a_whole_state_dict_slices_it_on_every_rank(ranks, tied, strategy):
-    ranks(2)(load_everywhere, tied, strategy)
-
-
-def failed_loads() -> dict[str, str]:
+def failed_loads():
     _, model, whole = sharded()
     before = fs.full_state_dict(model, rank0_only=False)
     state = whole.state_dict()
@@ -176,7 +167,7 @@ def test_failed_loads_say_what_torch_says_and_change_nothing(ranks, snapshot):
 # ---- saving what is cut -----------------------------------------------------------------------
 
 
-def state_dict_on_one_rank() -> list[str]:
+def state_dict_on_one_rank():
     """model.state_dict() is no collective."""
     run, model, whole = sharded()
     names = []
@@ -194,7 +185,7 @@ def test_state_dict_may_be_called_on_one_rank_alone(ranks):
     assert set(names) == {"ShardedTensor", "Tensor"}
 
 
-def saved_anyway(folder: Path) -> dict[str, str]:
+def saved_anyway(folder):
     import pickle
 
     import safetensors.torch
@@ -237,7 +228,7 @@ def test_saving_a_shard_raises_and_leaves_no_file_that_loads(ranks, snapshot, tm
     assert ranks(2)(saved_anyway, tmp_path)[0] == snapshot
 
 
-def saved_where_nothing_is_cut(folder: Path) -> None:
+def saved_where_nothing_is_cut(folder):
     _, model, whole = sharded(strategy="no_shard")
     if rank() == 0:
         torch.save(model.state_dict(), folder / "model.pt")
@@ -252,7 +243,9 @@ def test_where_nothing_is_cut_torch_save_works(ranks, tmp_path):
 # ---- fs.unsharded -----------------------------------------------------------------------------
 
 
-def whole_blocks(strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+@on_ranks(2)
+def test_inside_unsharded_parameters_are_whole_and_edits_are_kept(strategy):
     run, model, whole = sharded(strategy=strategy)
     params = dict(model.named_parameters())
     with fs.unsharded(model):
@@ -278,12 +271,7 @@ def whole_blocks(strategy: str) -> None:
     assert all(p is params[name] for name, p in model.named_parameters())
 
 
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
-def test_inside_unsharded_parameters_are_whole_and_edits_are_kept(ranks, strategy):
-    ranks(2)(whole_blocks, strategy)
-
-
-def misused_blocks() -> dict[str, str]:
+def misused_blocks():
     run, model, _ = sharded()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     run.loss(model, 0).backward()
@@ -307,7 +295,7 @@ def test_misuse_inside_unsharded_is_said(ranks, snapshot):
 # ---- averages and copies ----------------------------------------------------------------------
 
 
-def averaged(run: Run, update: Any) -> Any:
+def averaged(run, update):
     """An exponential moving average of the weights, which is then evaluated."""
     model = run.shard(run.model())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -331,23 +319,23 @@ def averaged(run: Run, update: Any) -> Any:
     return run.result(model, average=whole, loss=loss)
 
 
-def by_data(average: dict[str, torch.Tensor], model: nn.Module) -> None:
+def by_data(average, model):
     for name, param in model.named_parameters():
         average[name].mul_(0.9).add_(param.data, alpha=0.1)
 
 
-def by_lerp(average: dict[str, torch.Tensor], model: nn.Module) -> None:
+def by_lerp(average, model):
     with torch.no_grad():
         torch._foreach_lerp_(list(average.values()), list(model.parameters()), 0.1)
 
 
-def by_state_dict(average: dict[str, torch.Tensor], model: nn.Module) -> None:
+def by_state_dict(average, model):
     state = model.state_dict()
     for name, value in average.items():
         value.copy_(0.9 * value + (1 - 0.9) * state[name])
 
 
-def by_torch(average: dict[str, torch.Tensor], model: nn.Module) -> None:
+def by_torch(average, model):
     update = torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
     update(list(average.values()), [p.detach() for p in model.parameters()], torch.tensor(1))
 
@@ -357,7 +345,7 @@ def test_an_average_of_shards_is_the_shard_of_the_average(ranks, update):
     ranks(2)(compare, partial(averaged, update=update))
 
 
-def taught_by_an_average(run: Run, update: str) -> Any:
+def taught_by_an_average(run, update):
     """A frozen teacher that follows a student of which a part is frozen."""
     student, teacher = run.model(), run.model()
     for part in (student.embed, student.blocks[1].mid):
@@ -390,7 +378,7 @@ def test_a_teacher_follows_a_student_that_is_frozen_in_part(ranks, update):
     ranks(2)(compare, partial(taught_by_an_average, update=update))
 
 
-def met_while_cut_otherwise() -> list[str]:
+def met_while_cut_otherwise():
     """Elements of two models that are cut in other places."""
     run = Run(2, rank())
     student, teacher = run.model(), run.model()
@@ -409,7 +397,7 @@ def test_shards_that_are_cut_otherwise_are_refused_on_all_ranks_with_a_cure(rank
     assert all("freeze parameters after fs.shard" in text for text in first + second)
 
 
-def copies() -> dict[str, str]:
+def copies():
     run, model, _ = sharded()
     weight = model.blocks[0].mid.weight
     run.loss(model, 0).backward()

@@ -1,7 +1,5 @@
 """What ranks hold between steps is what the plan said, as the system counts it."""
 
-from __future__ import annotations
-
 import gc
 from typing import Any
 
@@ -27,18 +25,18 @@ STRATEGIES: dict[str, tuple[int, dict[str, Any]]] = {
 class Block(nn.Module):
     """A matrix, and a buffer that nobody shards."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width):
         super().__init__()
         self.linear = nn.utils.skip_init(nn.Linear, width, width)
         nn.init.constant_(self.linear.weight, 1e-3)  # random numbers would take the most time
         nn.init.zeros_(self.linear.bias)
         self.register_buffer("scale", torch.ones(width, width // 8))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return x + self.linear(x).tanh() * self.scale.mean(1)
 
 
-def train(width: int, num_blocks: int, strategy: str, sizes: dict[str, int]) -> Any:
+def train(width, num_blocks, strategy, sizes):
     """Shards a model, its first block frozen, and takes two steps; what is held afterwards."""
     model = nn.Sequential(*[Block(width) for _ in range(num_blocks)])
     model[0].requires_grad_(False)
@@ -51,7 +49,7 @@ def train(width: int, num_blocks: int, strategy: str, sizes: dict[str, int]) -> 
     return model, optimizer  # with gradients: they are in the plan
 
 
-def held_bytes(strategy: str, sizes: dict[str, int]) -> tuple[int, dict[str, int], int]:
+def held_bytes(strategy, sizes):
     """Growth of this rank's memory, the plan's rows and the number of parameters."""
     train(64, 2, strategy, sizes)  # what is loaded at first use is no state
     gc.collect()  # whole cycles: a model, its hooks and its engine

@@ -175,6 +175,22 @@ def test_nothing_is_touched_before_it_may_be(trial):
     assert not played.races
 
 
+def test_nvtx_shows_every_event_of_a_step():
+    played = Trial(FULL).run()
+    step = played.ranges[len(played.ranges) // 2 :]
+    assert step.count("fullshard forward blocks.3") == 1
+    kinds = ("gather", "forward", "release", "backward", "reduce", "accumulate")
+    assert {f"fullshard {kind} blocks.1" for kind in kinds} < set(step)
+    assert step[-1] == "fullshard settle"
+    assert played.num_open == 0
+
+
+def test_nvtx_ranges_end_where_backward_raises():
+    played = Trial(FULL, do=raises_in_backward).run()
+    assert not any(name.startswith(" ") for name in played.ranges)
+    assert played.num_open == 0
+
+
 # ---- what else a model does
 
 
@@ -267,7 +283,7 @@ MODULES = (engine, gradients, norms, step, streamed, unit, c10d)
 WAITS = [
     mutant
     for module in MODULES
-    for mutant in calls_of(module, ("wait", "join", "keep", "finish"))
+    for mutant in calls_of(module, ("wait", "join", "keep", "finish", "await_host"))
     if "norms.keep" not in mutant.text
 ]
 SHORT = [
@@ -286,7 +302,7 @@ def is_caught(mutant: Mutant) -> bool:
 
 
 def test_the_waits_are_these():
-    assert len(WAITS) == 21, WAITS
+    assert len(WAITS) == 23, WAITS
 
 
 @pytest.mark.parametrize("mutant", WAITS, ids=str)

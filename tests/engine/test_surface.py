@@ -1,7 +1,5 @@
 """What people see of a sharded model: names, counts, hooks, memory."""
 
-from __future__ import annotations
-
 import gc
 import inspect
 import itertools
@@ -20,10 +18,11 @@ from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.shard import plan_of
 from fullshard.errors import EngineError
 from support.grid import STRATEGIES, marked
+from support.ranks import on_ranks
 from support.scripts import Run, Tiny, compare, error_of
 
 
-def rank() -> int:
+def rank():
     return torch.distributed.get_rank()
 
 
@@ -39,7 +38,9 @@ def test_the_public_names_and_their_arguments_are_these(snapshot):
 # ---- names and identity -----------------------------------------------------------------------
 
 
-def names_and_identity(strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+@on_ranks(2)
+def test_names_order_and_identity_of_parameters_never_change(strategy):
     run = Run(torch.distributed.get_world_size(), rank())
     model, twin = run.model(tied=True), run.model(tied=True)
     before = dict(model.named_parameters())
@@ -72,22 +73,17 @@ def names_and_identity(strategy: str) -> None:
     assert fs.sharding(before["blocks.1.up.weight"]).unit == "blocks.1"
 
 
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
-def test_names_order_and_identity_of_parameters_never_change(ranks, strategy):
-    ranks(2)(names_and_identity, strategy)
-
-
 # ---- deferred gradients -----------------------------------------------------------------------
 
 
-def grads_by_name(run: Run, model: nn.Module) -> dict[str, Any]:
+def grads_by_name(run, model):
     return {
         n: p.grad if p.grad is None or not run.sharded else p.grad.full_tensor()
         for n, p in model.named_parameters()
     }
 
 
-def deferred(run: Run) -> Any:
+def deferred(run):
     """Nested no_sync, an exception inside, and a backward outside that reduces all."""
     model = run.shard(run.model())
     shown = []
@@ -118,13 +114,13 @@ def test_no_sync_nests_and_the_next_backward_reduces_everything(ranks):
 # ---- hooks ------------------------------------------------------------------------------------
 
 
-def hooks(run: Run) -> Any:
+def hooks(run):
     """Post-accumulate hooks, made before and after sharding, removed by their handles."""
     model = run.model()
     seen: list[Any] = []
     given: list[nn.Parameter] = []
 
-    def see(name: str, param: nn.Parameter) -> None:
+    def see(name, param):
         grad = param.grad.full_tensor() if run.sharded else param.grad
         given.append(param)
         seen.append((name, tuple(grad.shape), grad.clone()))
@@ -155,7 +151,7 @@ def test_post_accumulate_hooks_see_the_reduced_gradient(ranks):
 # ---- memory -----------------------------------------------------------------------------------
 
 
-def live_bytes() -> int:
+def live_bytes():
     """Bytes of all storages that live tensors hold, each once."""
     time.sleep(0.1)  # gloo's thread lets go of the last collective's tensor a little later
     gc.collect()
@@ -169,7 +165,7 @@ def live_bytes() -> int:
     return sum(storages.values())
 
 
-def memory(strategy: str, dtype: str | None) -> dict[str, Any]:
+def memory(strategy, dtype):
     """What memory_stats says beside what the process holds and the plan promised.
 
     Without a shared home, of which a tensor's storage is the whole (see test_shared_home.py).
@@ -221,7 +217,7 @@ def test_memory_stats_is_what_tensors_hold_and_what_was_planned(ranks, strategy,
         assert math.isclose(found["whole"], 8 * numel, rel_tol=0.02)
 
 
-def freed_models() -> int:
+def freed_models():
     """Bytes left after a model was sharded, trained and dropped."""
     _train_and_drop()
     before = live_bytes()
@@ -229,7 +225,7 @@ def freed_models() -> int:
     return live_bytes() - before
 
 
-def _train_and_drop() -> None:
+def _train_and_drop():
     run = Run(2, rank())
     model = run.shard(run.model())
     optimizer = torch.optim.AdamW(model.parameters())
@@ -241,7 +237,7 @@ def test_a_dropped_model_leaves_nothing_behind(ranks):
     assert ranks(2)(freed_models) == [0, 0]
 
 
-def watched_optimizers() -> tuple[int, int]:
+def watched_optimizers():
     from torch.optim.optimizer import _foreach_supported_types, _global_optimizer_pre_hooks
 
     gc.collect()

@@ -5,15 +5,18 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import math
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import fullshard as fs
+from fullshard.config import values
 from fullshard.config.values import Transport
 from fullshard.engine.engine import engine_of
 from fullshard.transport import _torch_compat
+from fullshard.transport.base import sum_in_order
 from fullshard.transport.groups import _MADE
 from support.grid import STRATEGIES
 from support.models import CASES, Case, chain, mean_square, vectors
@@ -108,6 +111,63 @@ def with_bfloat16_on_the_wire(name):
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_bits_agree_with_bfloat16_on_the_wire(ranks, world_size):
     assert ranks(world_size)(with_bfloat16_on_the_wire, "chain") == [[]] * world_size
+
+
+def sums_of_many(most_rounded):
+    """How bits of `auto` differ from `direct`, if this many ranks may be summed in bfloat16."""
+    case, found = in_float32("chain"), []
+    settings = {"param_dtype": "bf16", "reduce_dtype": "bf16", "fp32_modules": ["blocks.0.norm"]}
+    with patch.object(values, "MOST_ROUNDED", most_rounded):
+        direct = bits_of(case, {**settings, "transport": "direct"})
+        for mode in ("auto", "native"):
+            auto = bits_of(case, {**settings, "transport": "c10d", "reduction": mode})
+            found.append(bool(differing(direct, auto)))
+    return found
+
+
+def test_bfloat16_of_many_ranks_is_summed_in_float32(ranks):
+    assert ranks(3)(sums_of_many, 2) == [[False, True]] * 3
+    assert ranks(3)(sums_of_many, 3) == [[True, True]] * 3
+
+
+def error_of(total, exact):
+    return float((total.double() - exact).norm() / exact.norm())
+
+
+def test_why_not_more_than_eight_ranks():
+    """Errors of both sums against float64; the backend rounds to bfloat16 after each addition."""
+    torch.manual_seed(0)
+    mean, native, local = torch.randn(1 << 14, dtype=torch.float64), {}, {}
+    for count in (values.MOST_ROUNDED, 64):
+        gradients = [mean + torch.randn_like(mean) for _ in range(count)]
+        sent = [gradient.bfloat16() for gradient in gradients]
+        exact, rounded, total = sum(gradients), sent[0].clone(), torch.empty(len(mean))
+        for part in sent[1:]:
+            rounded += part
+        sum_in_order(sent, total)
+        native[count], local[count] = error_of(rounded, exact), error_of(total, exact)
+    assert 3 < native[8] / local[8] < 6
+    assert native[64] / local[64] > 20
+    assert local[64] < local[8] < 1e-3 < native[8] < native[64]
+
+
+def planned_and_used(settings):
+    model = fs.shard(chain().float(), wrap=["Block"], transport="c10d", **settings)
+    for step in range(3):
+        mean_square(model(vectors(step, dist.get_rank())["x"].float())).backward()
+        model.zero_grad()
+    rows = {row.name: row.num_bytes for row in engine_of(model).plan.memory}
+    used = fs.memory_stats(model)["communication_buffers"]["now"]
+    return rows["communication buffers"], used
+
+
+@pytest.mark.parametrize("reduction", ["native", "ordered"])
+@pytest.mark.parametrize("more", [{}, {"strategy": "hybrid_shard", "replicate": 2}], ids=str)
+def test_receive_buffers_of_c10d_are_planned(ranks, reduction, more):
+    settings = {"reduction": reduction, "reduce_dtype": "bf16", **more}
+    for planned, used in ranks(4)(planned_and_used, settings):
+        assert planned == used
+        assert (used > 0) is (reduction == "ordered")  # the other is received in gradient slots
 
 
 # ---- runs repeat ---------------------------------------------------------------------------------

@@ -1,21 +1,18 @@
 """The table of scripts that change nothing but one line: right, in every row."""
 
-from __future__ import annotations
-
 import warnings
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 from torch import nn, optim
 
-from support.scripts import Run, compare, loss_of, train
+from support.scripts import compare, loss_of, train
 
 # ---- optimizers ----------------------------------------------------------------------------------
 
 
-def learning_rate_in_a_tensor(run: Run) -> Any:
+def learning_rate_in_a_tensor(run):
     model = run.shard(run.model())
     train(run, model, optim.AdamW(model.parameters(), lr=torch.tensor(1e-2), foreach=False))
     return run.result(model)
@@ -24,7 +21,7 @@ def learning_rate_in_a_tensor(run: Run) -> Any:
 # ---- parameter groups ----------------------------------------------------------------------------
 
 
-def decay_by_ndim(run: Run) -> Any:
+def decay_by_ndim(run):
     model = run.shard(run.model())
     decay = [p for p in model.parameters() if p.requires_grad and p.ndim >= 2]
     rest = [p for p in model.parameters() if p.requires_grad and p.ndim < 2]
@@ -35,7 +32,7 @@ def decay_by_ndim(run: Run) -> Any:
     return run.result(model, sizes=[len(group["params"]) for group in optimizer.param_groups])
 
 
-def decay_as_the_trainer_groups(run: Run) -> Any:
+def decay_as_the_trainer_groups(run):
     from transformers.trainer_pt_utils import get_parameter_names
 
     model = run.shard(run.model())
@@ -48,7 +45,7 @@ def decay_as_the_trainer_groups(run: Run) -> Any:
     return run.result(model, decay=sorted(decay))
 
 
-def head_added_later_at_another_rate(run: Run) -> Any:
+def head_added_later_at_another_rate(run):
     model = run.shard(run.model())
     optimizer = optim.SGD(model.blocks.parameters(), lr=0.1, momentum=0.9)
     train(run, model, optimizer, 2)
@@ -61,7 +58,7 @@ def head_added_later_at_another_rate(run: Run) -> Any:
 # ---- schedulers ----------------------------------------------------------------------------------
 
 
-def scheduled(run: Run, make: Any) -> Any:
+def scheduled(run, make):
     model = run.shard(run.model())
     optimizer = optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = make(optimizer)
@@ -75,24 +72,24 @@ def scheduled(run: Run, make: Any) -> Any:
     return run.result(model, rates=rates)
 
 
-def warmup_from_zero(optimizer: optim.Optimizer) -> Any:
+def warmup_from_zero(optimizer):
     return optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 3))
 
 
-def one_cycle(optimizer: optim.Optimizer) -> Any:
+def one_cycle(optimizer):
     return optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.05, total_steps=6)
 
 
-def cosine(optimizer: optim.Optimizer) -> Any:
+def cosine(optimizer):
     return optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=5)
 
 
-def warmup_then_cosine(optimizer: optim.Optimizer) -> Any:
+def warmup_then_cosine(optimizer):
     first = optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2)
     return optim.lr_scheduler.SequentialLR(optimizer, [first, cosine(optimizer)], [2])
 
 
-def of_transformers(optimizer: optim.Optimizer) -> Any:
+def of_transformers(optimizer):
     from transformers import get_cosine_schedule_with_warmup
 
     return get_cosine_schedule_with_warmup(optimizer, 2, 6)
@@ -101,7 +98,7 @@ def of_transformers(optimizer: optim.Optimizer) -> Any:
 # ---- models that reshape their own weights -------------------------------------------------------
 
 
-def reparametrized(run: Run, change: Any) -> Any:
+def reparametrized(run, change):
     model = run.model()
     for block in model.blocks:
         change(block.mid)
@@ -110,35 +107,35 @@ def reparametrized(run: Run, change: Any) -> Any:
     return run.result(model)
 
 
-def with_weight_norm(linear: nn.Linear) -> None:
+def with_weight_norm(linear):
     nn.utils.parametrizations.weight_norm(linear)
 
 
-def with_old_weight_norm(linear: nn.Linear) -> None:
+def with_old_weight_norm(linear):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # deprecated, and still in scripts
         nn.utils.weight_norm(linear)
 
 
-def with_orthogonal_weights(linear: nn.Linear) -> None:
+def with_orthogonal_weights(linear):
     nn.utils.parametrizations.orthogonal(linear, use_trivialization=False)
 
 
 class Symmetric(nn.Module):
     """Makes a square weight symmetric."""
 
-    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+    def forward(self, weight):
         return weight.triu() + weight.triu(1).mT
 
 
-def with_own_parametrization(linear: nn.Linear) -> None:
+def with_own_parametrization(linear):
     nn.utils.parametrize.register_parametrization(linear, "weight", Symmetric())
 
 
 # ---- whole scripts -------------------------------------------------------------------------------
 
 
-def everything_at_once(run: Run) -> Any:
+def everything_at_once(run):
     """Accumulation, clipping, schedule, average, evaluation: a loop as people have them."""
     model = run.shard(run.model(tied=True))
     decay = [p for p in model.parameters() if p.ndim >= 2]
@@ -169,7 +166,7 @@ def everything_at_once(run: Run) -> Any:
     return run.result(model, log=log)
 
 
-def averaged_model_made_before(run: Run) -> Any:
+def averaged_model_made_before(run):
     model = run.model()
     update = optim.swa_utils.get_ema_multi_avg_fn(0.9)
     average = optim.swa_utils.AveragedModel(model, multi_avg_fn=update)
@@ -184,7 +181,7 @@ def averaged_model_made_before(run: Run) -> Any:
     return run.result(average)
 
 
-def two_models_in_turn(run: Run) -> Any:
+def two_models_in_turn(run):
     """One model learns from another's outputs, which learns too."""
     one, two = run.shard(run.model()), run.shard(run.model())
     optimizers = [optim.SGD(one.parameters(), lr=0.1), optim.AdamW(two.parameters(), lr=1e-2)]
@@ -224,7 +221,7 @@ SCRIPTS = [
 ]
 
 
-def name_of(script: Any) -> str:
+def name_of(script):
     if isinstance(script, partial):
         return next(iter(script.keywords.values())).__name__
     return script.__name__
@@ -235,7 +232,7 @@ def test_a_script_around_an_optimizer_gives_what_one_process_gives(ranks, script
     ranks(2)(compare, script)
 
 
-def bfloat16_autocast(run: Run) -> Any:
+def bfloat16_autocast(run):
     model = run.shard(run.model().float())
     optimizer = optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
     for step in range(3):

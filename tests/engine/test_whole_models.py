@@ -1,7 +1,5 @@
 """What people do with whole models: generate, disjoint experts, replicas, odd parameters."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,9 +9,12 @@ import fullshard as fs
 from fullshard.errors import EngineError
 from support.models import CASES, Chain, perturbed, vectors
 from support.parity import assert_parity
+from support.ranks import on_ranks
 
 
-def check_generate(strategy):
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+@on_ranks(2)
+def test_generate_gives_what_the_whole_model_gives(strategy):
     """Ranks generate from prompts of their own length between training steps."""
     case, rank = CASES["tied llama"], dist.get_rank()
     alone = case.build()
@@ -29,11 +30,6 @@ def check_generate(strategy):
                 assert torch.equal(again, wanted)
         case.work(model.train(), 0, rank)
         model.zero_grad()
-
-
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
-def test_generate_gives_what_the_whole_model_gives(ranks, strategy):
-    ranks(2)(check_generate, strategy)
 
 
 class Routed(nn.Module):
@@ -74,7 +70,8 @@ def train_on(model, steps):
         model(vectors(step, dist.get_rank())["x"].float()).square().mean().backward()
 
 
-def check_replicas_that_drift():
+@on_ranks(2)
+def test_replicas_that_drift_apart_are_named():
     """One replica's own update is found at the next look."""
     model = fs.shard(perturbed(Chain(3)), strategy="no_shard")
     train_on(model, range(2))
@@ -85,11 +82,8 @@ def check_replicas_that_drift():
         train_on(model, range(2, 110))
 
 
-def test_replicas_that_drift_apart_are_named(ranks):
-    ranks(2)(check_replicas_that_drift)
-
-
-def check_one_rank_evaluates():
+@on_ranks(2)
+def test_a_rank_alone_may_evaluate_a_replicated_model():
     """Where nothing is gathered, a rank alone may evaluate at any step."""
     model = fs.shard(perturbed(Chain(3)), strategy="no_shard")
     for step in range(2):
@@ -98,10 +92,6 @@ def check_one_rank_evaluates():
             with torch.no_grad():
                 model(vectors(step, 0)["x"].float())
         dist.barrier()
-
-
-def test_a_rank_alone_may_evaluate_a_replicated_model(ranks):
-    ranks(2)(check_one_rank_evaluates)
 
 
 def test_an_ignored_parameter_may_have_any_dtype():

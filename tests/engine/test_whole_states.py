@@ -1,7 +1,5 @@
 """Whole states of model and optimizer go out to one rank and in from one rank."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -13,10 +11,11 @@ from torch import nn
 import fullshard as fs
 from fullshard.errors import CheckpointError, EngineError
 from support.models import perturbed
+from support.ranks import on_ranks
 
 
 class Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.words = nn.Embedding(11, 5)
         self.inner = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 5))
@@ -24,21 +23,21 @@ class Net(nn.Module):
         self.head.weight = self.words.weight
         self.register_buffer("scale", torch.ones(3))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.head(self.inner(self.words(x)))
 
 
-def made(seed: int) -> nn.Module:
+def made(seed):
     torch.manual_seed(seed)
     return perturbed(Net().double())
 
 
-def groups(model: nn.Module) -> Any:
+def groups(model):
     params = list(model.parameters())
     return torch.optim.AdamW([{"params": params[1:]}, {"params": params[:1], "lr": 0.1}], lr=0.01)
 
 
-def steps(model: nn.Module, optimizer: Any, numbers: Any, scale: int = 1) -> None:
+def steps(model, optimizer, numbers, scale=1):
     for number in numbers:
         optimizer.zero_grad()
         x = torch.arange(8).reshape(4, 2) + number % 3
@@ -46,7 +45,7 @@ def steps(model: nn.Module, optimizer: Any, numbers: Any, scale: int = 1) -> Non
         optimizer.step()
 
 
-def same(found: Any, wanted: Any) -> list[str]:
+def same(found, wanted):
     """Where two trees of states differ."""
     if isinstance(wanted, dict):
         off = [] if list(found) == list(wanted) else [f"keys {list(found)} {list(wanted)}"]
@@ -57,7 +56,7 @@ def same(found: Any, wanted: Any) -> list[str]:
     return [] if found == wanted else [f"{found} {wanted}"]
 
 
-def out_and_in(transport: str, from_rank0: bool) -> list[str]:
+def out_and_in(transport, from_rank0):
     one = made(0)
     twin = copy.deepcopy(one)
     plain = groups(one)
@@ -96,7 +95,8 @@ def test_whole_states_are_those_of_one_process_out_and_in(ranks, transport, from
     assert ranks(2)(out_and_in, transport, from_rank0) == [[], []]
 
 
-def refused() -> list[str]:
+@on_ranks(2)
+def test_states_of_another_model_or_optimizer_are_refused():
     model = fs.shard(made(0), wrap=("Linear",))
     before = fs.full_state_dict(model, rank0_only=False)
     whole: Any = {name: 2 * value for name, value in before.items()}
@@ -115,20 +115,16 @@ def refused() -> list[str]:
     with pytest.raises(CheckpointError) as error:
         fs.load_full_state(model, whole, optimizer, broken)
     assert same(fs.full_state_dict(model, rank0_only=False), before) == []
-    return [*said, str(error.value)]
+    missing, unknown, sizes = [*said, str(error.value)]
+    assert "missing: ['head.weight', 'inner.0.weight', 'inner.1.bias']" in missing
+    assert "unknown: ['late']" in unknown
+    assert "expected groups of [4, 1] parameters" in sizes
 
 
-def test_states_of_another_model_or_optimizer_are_refused(ranks):
-    for missing, unknown, sizes in ranks(2)(refused):
-        assert "missing: ['head.weight', 'inner.0.weight', 'inner.1.bias']" in missing
-        assert "unknown: ['late']" in unknown
-        assert "expected groups of [4, 1] parameters" in sizes
-
-
-def moments(key: str, change: Any) -> Any:
+def moments(key, change):
     """Changes one state of parameter 1 of the optimizer."""
 
-    def changed(states: Any) -> Any:
+    def changed(states):
         values = dict(states["state"][1])
         values[key] = change(values[key]) if change else values.pop(key) * torch.nan
         values = {k: v for k, v in values.items() if change or k != key}
@@ -159,7 +155,7 @@ MALFORMED_STATES = {
 }
 
 
-def refuses(from_rank0: bool) -> list[str]:
+def refuses(from_rank0):
     plain = made(0)
     saved = groups(plain)
     steps(plain, saved, range(2))
@@ -205,7 +201,7 @@ def test_malformed_states_are_refused_on_every_rank_before_anything_is_written(r
     assert ranks(2)(refuses, from_rank0) == [[], []]
 
 
-def adagrad_and_old_counts() -> list[str]:
+def adagrad_and_old_counts():
     wrong = []
     for kind in (torch.optim.Adagrad, torch.optim.NAdam, torch.optim.SGD, torch.optim.ASGD):
         plain, model = made(0), fs.shard(made(1), wrap=("Linear",))
@@ -227,7 +223,7 @@ def test_states_of_other_optimizers_and_of_older_versions_are_loaded(ranks):
     assert ranks(2)(adagrad_and_old_counts) == [[], []]
 
 
-def strangers(folder: str) -> list[str]:
+def strangers(folder):
     model, other = fs.shard(made(0)), fs.shard(made(1))
     said = []
     for call in (

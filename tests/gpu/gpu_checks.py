@@ -74,9 +74,10 @@ def train_alone(dtype: torch.dtype, world_size: int) -> dict[str, torch.Tensor]:
     return {name: param.detach() for name, param in master.named_parameters()}
 
 
-def train_sharded(dtype: str, strategy: str) -> dict[str, torch.Tensor]:
+def train_sharded(dtype: str, strategy: str, **more: object) -> dict[str, torch.Tensor]:
     """Trains on this group's ranks, under poison, and returns the whole parameters."""
-    model = fs.shard(build(), strategy=strategy, wrap=["Block"], param_dtype=dtype, poison=True)
+    settings = {"strategy": strategy, "param_dtype": dtype, "poison": True, **more}
+    model = fs.shard(build(), wrap=["Block"], **settings)
     optimizer = make_optimizer(model.parameters())
     for step in range(NUM_STEPS):
         model(*batch(step, dist.get_rank())).backward()
@@ -139,10 +140,19 @@ def check_events(dtype: str, strategy: str) -> None:
     assert_planned_events(model, 2)
 
 
+def check_symmetric(dtype: str, strategy: str) -> None:
+    """Slots in symmetric memory change no bit; sums of two ranks have one order."""
+    wanted = train_sharded(dtype, strategy)
+    found = train_sharded(dtype, strategy, symmetric_memory=True)
+    for name, param in wanted.items():
+        assert torch.equal(found[name], param), name
+
+
 CHECKS: dict[str, Callable[[str, str], None]] = {
     "parity": check_parity,
     "memory": check_memory,
     "events": check_events,
+    "symmetric": check_symmetric,
 }
 STRATEGIES = ("full_shard", "shard_grad_op", "no_shard")
 

@@ -12,8 +12,10 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
 import platform
 import shutil
+import subprocess
 import sys
 import tempfile
 import threading
@@ -35,6 +37,7 @@ if importlib.util.find_spec("pydantic") is None:
 import gpu_checks
 import torch
 import torch.distributed as dist
+from benchmarks.llama import LLAMA, TINY, LlamaBlock, Shape, build
 from torch import nn
 
 import fullshard as fs
@@ -123,16 +126,28 @@ def count_threads() -> None:
     assert len(seen) == 1, seen
 
 
-def train(**settings: Any) -> None:
-    """Two steps; every loss is finite."""
+def offload() -> None:
+    """Offloaded state trains with the losses of state on the device."""
+    for settings in ({}, {"param_dtype": "bfloat16"})[: 1 + on_cuda()]:
+        found, wanted = train(offload="cpu", **settings), train(**settings)
+        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=0.0)
+    model = fs.shard(gpu_checks.build(), wrap=["Block"], offload="cpu")
+    locked = [param.to_local().is_pinned() for param in model.parameters()]
+    assert all(locked) or not on_cuda()
+
+
+def train(**settings: Any) -> torch.Tensor:
+    """Losses of four steps, the gradients of two micro-batches each."""
     model = fs.shard(gpu_checks.build(), wrap=["Block"], **settings)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for at in range(2):
-        loss = model(*gpu_checks.batch(at, 0))
-        loss.backward()
+    losses = []
+    for at in range(4):
+        for part in range(2):
+            losses.append(model(*gpu_checks.batch(at, part)))
+            losses[-1].backward()
         optimizer.step()
         optimizer.zero_grad()
-        assert torch.isfinite(loss)
+    return torch.stack(losses).detach().cpu()
 
 
 def compile_blocks(mode: str) -> None:
@@ -166,9 +181,90 @@ def save_and_load() -> None:
         shutil.rmtree(folder)
 
 
+def compare_losses() -> None:
+    """Blocks of Llama train with the losses of torch's fully_shard: both are whole on one rank."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    shape = replace(LLAMA, num_blocks=2, seq=1024) if on_cuda() else TINY
+    mesh = init_device_mesh(gpu_checks.DEVICE.type, (1,))
+    mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+    def theirs(model: nn.Sequential) -> None:
+        for module in (*model, model):
+            fully_shard(module, mesh=mesh, mp_policy=mixed)
+
+    def ours(model: nn.Sequential) -> None:
+        fs.shard(model, wrap=[LlamaBlock.__name__], param_dtype="bfloat16")
+
+    wanted, found = (losses_of(shape, shard) for shard in (theirs, ours))
+    assert wanted[0] > wanted[-1], wanted
+    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=0.0)
+
+
+def losses_of(shape: Shape, shard: Callable[[Any], None]) -> torch.Tensor:
+    """Losses of five steps."""
+    model = build(shape, gpu_checks.DEVICE)
+    shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(shape.batch, shape.seq, shape.width, generator=generator)
+    losses = []
+    for _ in range(5):
+        losses.append(model(x.to(gpu_checks.DEVICE, torch.bfloat16)))
+        losses[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.stack(losses).detach().cpu()
+
+
+def bench() -> str:
+    """Steps of Llama 3 8B's blocks as rank 0 of 8 and 64, beside plain compute and FSDP2."""
+    if importlib.util.find_spec("typer") is None:
+        raise Skipped("needs typer, which make gpu-wheels collects")
+    size = ["--rounds", "10"] if on_cuda() else ["--tiny", "--rounds", "3"]
+    done = run_python("-m", "benchmarks.gpu", "--json", *size)
+    rows = json.loads(done.stdout)["rows"]
+    return "of plain: " + ", ".join(
+        f"{row['name']} {row['ratio_to_plain']:.3f} ({row['world_size']} ranks)"
+        for row in rows
+        if row["name"] != "plain"
+    )
+
+
+def sanitize() -> None:
+    """compute-sanitizer finds no access outside of memory in one small step."""
+    needs_cuda()
+    tool = shutil.which("compute-sanitizer")
+    if tool is None:
+        raise Skipped("needs compute-sanitizer, a part of the CUDA toolkit")
+    checked = [str(HERE / "run.py"), "--only", "events, float32, full_shard", "--out", os.devnull]
+    run_python(*checked, under=(tool, "--error-exitcode", "9"))
+
+
+def run_python(*words: str, under: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    """Run this Python with these words, in the repository; its output if it fails."""
+    path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        [*under, sys.executable, *words],
+        check=False,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return done
+
+
+def on_cuda() -> bool:
+    """Whether the steps run on a GPU."""
+    return gpu_checks.DEVICE.type == "cuda"
+
+
 def needs_cuda() -> None:
     """Raise Skipped on a CPU."""
-    if gpu_checks.DEVICE.type != "cuda":
+    if not on_cuda():
         raise Skipped("needs CUDA")
 
 
@@ -197,10 +293,13 @@ STEPS: dict[str, Callable[[], object]] = {
     },
     "no synchronisation in a step": forbid_synchronisation,
     "one thread calls hooks": count_threads,
-    "offload": partial(train, offload="cpu"),
+    "offload": offload,
     "compile, default": partial(compile_blocks, "default"),
     "compile, reduce-overhead": partial(compile_blocks, "reduce-overhead"),
     "save and load": save_and_load,
+    "losses of FSDP2": compare_losses,
+    "bench beside FSDP2": bench,
+    "compute-sanitizer": sanitize,
 }
 
 

@@ -24,7 +24,10 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-STEPS = ("doctor", "parity, float32, full", "events, float32", "streams", "one", "offload", "save")
+STEPS = (
+    *("doctor", "parity, float32, full", "events, float32", "streams", "one", "offload", "save"),
+    "losses",
+)
 
 
 @pytest.mark.timeout(400)  # a second process imports torch, and its compiler
@@ -36,7 +39,7 @@ def test_steps_of_make_gpu_run_on_a_cpu_without_pydantic(tmp_path):
     done = subprocess.run(command, check=False, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads(out.read_text())["steps"]
-    assert len(rows) == 16
+    assert len(rows) == 17
     assert {row["status"] for row in rows} == {"ok"}
 
 

@@ -1,7 +1,5 @@
 """An Accelerate loop: python accelerate_job.py ddp|sharded FOLDER [FOLDER OF A STATE]."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -9,8 +9,6 @@ lie in FOLDER/MODE/NAME/final. By hand, all cases:
     python tests/integrations/arguments_job.py compare FOLDER
 """
 
-from __future__ import annotations
-
 import concurrent.futures
 import json
 import os

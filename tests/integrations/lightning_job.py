@@ -1,7 +1,5 @@
 """Lightning's Trainer: python lightning_job.py torch|sharded FOLDER files|file [RESUME]."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

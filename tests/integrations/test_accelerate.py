@@ -1,7 +1,5 @@
 """An Accelerate loop on two ranks computes what it computes there under Accelerate's DDP."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """Lightning's Trainer with our fully_shard computes what it computes with torch's."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

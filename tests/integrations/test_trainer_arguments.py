@@ -1,7 +1,5 @@
 """TrainingArguments of a sharded Trainer: the table in the documentation, and some of its rows."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import re

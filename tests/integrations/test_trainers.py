@@ -1,7 +1,5 @@
 """transformers' Trainer and TRL's SFTTrainer on two ranks do what they do on one without us."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """TRL's trainers on two ranks compute what they compute there under their own DDP."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

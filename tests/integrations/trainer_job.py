@@ -3,8 +3,6 @@
 Its results go to FOLDER/results.json.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

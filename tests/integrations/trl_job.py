@@ -1,7 +1,5 @@
 """TRL's trainers, tied and untied, with LoRA and without: python trl_job.py ddp|sharded FOLDER."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """The files of examples/cluster, with the variables that the schedulers set, on this machine."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

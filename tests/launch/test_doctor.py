@@ -1,7 +1,5 @@
 """`fullshard doctor`: real ranks talk, what is broken is named with the way out, nothing leaks."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

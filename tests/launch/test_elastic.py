@@ -1,12 +1,9 @@
 """Machines that come and go under torchrun: two agents on one machine."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import psutil
 import pytest
@@ -29,7 +26,7 @@ training: {{output_dir: {output}, max_steps: {steps}, per_device_train_batch_siz
 """
 
 
-def written(folder: Path, name: str) -> Path:
+def written(folder, name):
     """A configuration; its run goes into the folder of its name."""
     text = folder / "text.txt"
     if not text.exists():
@@ -39,14 +36,14 @@ def written(folder: Path, name: str) -> Path:
     return config
 
 
-def losses(run: Path) -> dict[int, float]:
+def losses(run):
     """By step."""
     file = run / "metrics.jsonl"
     rows = read_rows(file) if file.is_file() else ()
     return {row["step"]: row["loss"] for row in rows if "loss" in row}
 
 
-def agent(config: Path, port: int, log: Path) -> subprocess.Popen[bytes]:
+def agent(config, port, log):
     """torchrun on one "machine"."""
     elastic = ["--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3", "--rdzv-id=a"]
     meeting = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"]
@@ -56,7 +53,7 @@ def agent(config: Path, port: int, log: Path) -> subprocess.Popen[bytes]:
         return subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT)
 
 
-def kill_machine(process: subprocess.Popen[bytes]) -> None:
+def kill_machine(process):
     """An agent and its ranks, which are in sessions of their own, end at once."""
     with contextlib.suppress(psutil.NoSuchProcess):
         for one in [*psutil.Process(process.pid).children(recursive=True), process]:
@@ -72,7 +69,7 @@ def test_a_machine_joins_and_is_lost_and_the_run_goes_on(tmp_path, monkeypatch):
     subprocess.run(alone, check=True, capture_output=True, timeout=300)
     run, logs = tmp_path / "changing", [tmp_path / "first.log", tmp_path / "second.log"]
 
-    def ranks() -> int:
+    def ranks():
         record = run / "run.json"
         planned = json.loads(record.read_text()).get("planned") if record.is_file() else None
         return planned["world_size"] if planned else 0

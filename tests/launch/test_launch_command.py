@@ -1,7 +1,5 @@
 """`fullshard launch`: scripts that know nothing of fullshard meet, end together, start again."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal
@@ -158,6 +156,17 @@ def test_all_ranks_start_again_after_a_failure_as_often_as_is_allowed(launch, tm
     assert process.returncode == 1
 
 
+@pytest.mark.parametrize("module", ["no.such.module", "nosuch", "json"])
+def test_a_module_that_cannot_run_is_one_error(module, capfd, tmp_path):
+    from fullshard.cli.app import run
+
+    logs = ["--log-dir", str(tmp_path)]
+    assert run(["launch", "--nproc-per-node", "2", *logs, "-m", module]) == 2
+    err = capfd.readouterr().err
+    assert f"-m: expected a module to run, got '{module}'" in err
+    assert "Traceback" not in err
+
+
 @pytest.mark.slow
 def test_a_hang_of_a_script_without_fullshard_is_named(launch, tmp_path):
     process = launch(STUCK, "--timeout", "3")
@@ -172,6 +181,7 @@ def test_a_hang_of_a_script_without_fullshard_is_named(launch, tmp_path):
     [
         (["nothing.py"], "SCRIPT: expected a file, got 'nothing.py', which does not exist."),
         (["job"], "SCRIPT: expected a Python file, got 'job'. For a module: -m job."),
+        (["/dev/null"], "SCRIPT: expected a Python file, got '/dev/null'.\n"),
         (["--nnodes", "1:2", "-m", "x"], "--nnodes: expected an integer >= 1, got '1:2'."),
         (["--node-rank", "1", "-m", "x"], "--node-rank: expected 0 to 0, got 1."),
         (["--nnodes", "2", "-m", "x"], "--master-addr, --master-port: expected both"),

@@ -1,7 +1,5 @@
 """Ranks that others launched meet too; a process that nobody launched has no group."""
 
-from __future__ import annotations
-
 import os
 import socket
 import sys

@@ -1,7 +1,5 @@
 """Signals to a launcher end all of its ranks; a dead launcher leaves none behind."""
 
-from __future__ import annotations
-
 import os
 import pty
 import signal

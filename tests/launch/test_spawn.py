@@ -1,7 +1,5 @@
 """Local ranks: they meet, their output goes where it should, and a failure ends them all."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import signal

@@ -3,8 +3,6 @@
 "Within 20 s" is timed from the fault, whose time the job leaves, to the report.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

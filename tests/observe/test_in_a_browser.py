@@ -3,8 +3,6 @@
 Needs chromium (Debian: apt-get install chromium); skipped by that name where there is none.
 """
 
-from __future__ import annotations
-
 import html
 import json
 import re
@@ -66,7 +64,7 @@ pytestmark = [
 ]
 
 
-def plan_page(folder: Path) -> Path:
+def plan_page(folder):
     page = folder / "plan.html"
     small = ("model.config.num_hidden_layers=4", "per_device_train_batch_size=4")
     words = ("plan", str(ROOT / "examples/plan_llama_405b.yaml"), *small)
@@ -74,7 +72,7 @@ def plan_page(folder: Path) -> Path:
     return page
 
 
-def report_page(folder: Path) -> Path:
+def report_page(folder):
     record = {
         "command": "train",
         "status": "failed",

@@ -1,7 +1,5 @@
 """The page of a plan is one file that needs nothing else, and shows what the plan says."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -74,13 +72,13 @@ SMALL = {
 }
 
 
-def contrast(one: str, other: str) -> float:
+def contrast(one, other):
     """Of two colours, as WCAG 2 defines it: 1 to 21."""
     light, dark = sorted((luminance(one), luminance(other)), reverse=True)
     return (light + 0.05) / (dark + 0.05)
 
 
-def luminance(colour: str) -> float:
+def luminance(colour):
     parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
     linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]

@@ -1,7 +1,5 @@
 """The report: one page from a run's files, whatever of them there is."""
 
-from __future__ import annotations
-
 import json
 from html.parser import HTMLParser
 from xml.etree import ElementTree
@@ -24,7 +22,7 @@ from fullshard.observe.metrics import EvalRow, MetricsWriter, SaveRow, StepRow, 
 from fullshard.observe.report import write_report
 
 
-def step_row(step: int, **changes) -> StepRow:
+def step_row(step, **changes):
     fields = {
         "step": step,
         "epoch": step / 10,
@@ -72,7 +70,7 @@ def run(tmp_path):
 class Checker(HTMLParser):
     """Notes what a browser would load, and tags that are left open."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.loads, self.open = [], []
 
@@ -88,7 +86,7 @@ class Checker(HTMLParser):
         assert self.open.pop() == tag
 
 
-def page_of(run) -> str:
+def page_of(run):
     page = write_report(run).read_text()
     checker = Checker()
     checker.feed(page)
@@ -196,7 +194,7 @@ def test_row_that_is_not_finite_is_refused(tmp_path):
     writer.close()
 
 
-def points(svg: str, tag: str) -> list[list[tuple[float, float]]]:
+def points(svg, tag):
     root = ElementTree.fromstring(svg.partition("</svg>")[0] + "</svg>")
     return [
         [tuple(map(float, pair.split(","))) for pair in element.attrib["points"].split()]

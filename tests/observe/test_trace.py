@@ -1,7 +1,5 @@
 """What is hidden behind what, on spans made by hand; and the file that Chrome reads."""
 
-from __future__ import annotations
-
 import json
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """A tracker that fails ends no run, and the others go on."""
 
-from __future__ import annotations
-
 import sys
 import types
 
@@ -15,10 +13,10 @@ def test_a_tracker_that_fails_is_said_once_and_the_others_have_all_rows(
 ):
     shown, ended = [], []
 
-    def fail(values, step) -> None:
+    def fail(values, step):
         raise RuntimeError("no disk")
 
-    def log(values, step) -> None:
+    def log(values, step):
         shown.append((step, values))
 
     bad = types.SimpleNamespace(log=fail, finish=lambda exit_code: ended.append(exit_code))

@@ -1,7 +1,5 @@
 """What the README shows is what happens: its Python, its commands, its tables and its links."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex
@@ -19,11 +17,11 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 NUMBER = re.compile(r"\d+(?:,\d{3})*(?:\.\d+)?(?:e[-+]\d+)?")
 
 
-def _blocks(language: str) -> list[str]:
+def _blocks(language):
     return re.findall(rf"^```{language}\n(.*?)^```", README, re.S | re.M)
 
 
-def _console() -> list[tuple[str, str]]:
+def _console():
     """Every `$ command` of the README with the output shown under it."""
     found = []
     for block in _blocks("console"):
@@ -36,13 +34,13 @@ def _console() -> list[tuple[str, str]]:
 CONSOLE = _console()
 
 
-def _shown(start: str) -> tuple[str, str]:
+def _shown(start):
     """The one command that starts so, and what is shown under it."""
     (pair,) = [pair for pair in CONSOLE if pair[0].startswith(start)]
     return pair
 
 
-def _run(command: str, folder: Path, *, timeout_s: float = 110.0) -> subprocess.CompletedProcess:
+def _run(command, folder, *, timeout_s=110.0):
     """Runs a command of the README in a folder, its program being this Python's."""
     words = shlex.split(command)
     modules = {"torchrun": "torch.distributed.run", "fullshard": "fullshard"}
@@ -58,18 +56,18 @@ def _run(command: str, folder: Path, *, timeout_s: float = 110.0) -> subprocess.
     )
 
 
-def _succeed(command: str, folder: Path, *, timeout_s: float = 110.0) -> str:
+def _succeed(command, folder, *, timeout_s=110.0):
     done = _run(command, folder, timeout_s=timeout_s)
     assert done.returncode == 0, f"{command}:\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
 
-def _masked(text: str) -> list[str]:
+def _masked(text):
     """The lines without what differs from run to run: numbers, and how many spaces align them."""
     return [" ".join(NUMBER.sub("N", line).split()) for line in text.splitlines() if line.strip()]
 
 
-def _assert_in_order(shown: list[str], printed: list[str]) -> None:
+def _assert_in_order(shown, printed):
     """Every shown line was printed, in this order; `...` stands for lines left out."""
     rest = iter(printed)
     for line in shown:
@@ -77,7 +75,7 @@ def _assert_in_order(shown: list[str], printed: list[str]) -> None:
 
 
 @pytest.fixture
-def reader(tmp_path: Path) -> Path:
+def reader(tmp_path):
     """A folder as a reader of the README has it: the files that it names, some texts."""
     (configuration,) = _blocks("yaml")
     name = configuration.splitlines()[0].removeprefix("# ")
@@ -89,7 +87,7 @@ def reader(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_python_of_the_readme_trains_under_torchrun_as_shown(tmp_path: Path):
+def test_the_python_of_the_readme_trains_under_torchrun_as_shown(tmp_path):
     command, shown = _shown("torchrun")
     (script,) = [block for block in _blocks("python") if "fs.shard(" in block]
     (tmp_path / command.split()[-1]).write_text(script)
@@ -111,13 +109,13 @@ def test_sharding_a_model_takes_the_readme_about_ten_lines():
 
 
 @pytest.mark.parametrize("command", [c for c, _ in CONSOLE if c.startswith("make ")])
-def test_every_make_command_of_the_readme_exists(command: str):
+def test_every_make_command_of_the_readme_exists(command):
     assert _succeed(f"{command} --dry-run --no-print-directory", ROOT)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(330)
-def test_the_training_commands_of_the_readme_work_one_after_another(reader: Path):
+def test_the_training_commands_of_the_readme_work_one_after_another(reader):
     long = "training.max_steps=300"
     commands = [c for c, shown in CONSOLE if c.startswith("fullshard") and not shown]
     assert [c for c in commands if long in c], commands
@@ -130,14 +128,14 @@ def test_the_training_commands_of_the_readme_work_one_after_another(reader: Path
         assert _succeed(command.replace(long, "training.max_steps=2"), reader)
 
 
-def test_the_mistake_in_the_readme_is_answered_as_shown(reader: Path):
+def test_the_mistake_in_the_readme_is_answered_as_shown(reader):
     command, shown = _shown("fullshard train mine.yaml sharding.strategy=")
     done = _run(command, reader)
     assert done.returncode == 2
     assert done.stderr.strip() == shown
 
 
-def test_the_plan_in_the_readme_is_the_plan_that_is_printed(reader: Path):
+def test_the_plan_in_the_readme_is_the_plan_that_is_printed(reader):
     command, shown = _shown("fullshard plan")
     printed = _succeed(command, reader)
     _assert_in_order(
@@ -148,7 +146,7 @@ def test_the_plan_in_the_readme_is_the_plan_that_is_printed(reader: Path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_the_main_job_prints_what_the_readme_shows_and_beats_the_bigram(tmp_path: Path):
+def test_the_main_job_prints_what_the_readme_shows_and_beats_the_bigram(tmp_path):
     _, shown = _shown("make train")
     printed = _succeed("fullshard train", tmp_path, timeout_s=1100)
     head, _, _ = shown.partition("held-out loss  ")  # the sample after it is another one each time

@@ -3,12 +3,29 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
 
 STRATEGIES = ("full_shard", "shard_grad_op", "no_shard")
+DEPTHS = ((0, 0), (1, 1), (2, 2))  # of prefetch in forward and backward
+
+
+def prefetching(strategy: str, depths: Iterable[tuple[int, int]] = DEPTHS) -> list[dict[str, Any]]:
+    """Settings of a strategy with each prefetch depth."""
+    return [
+        {"strategy": strategy, "forward_prefetch": f, "backward_prefetch": b} for f, b in depths
+    ]
+
+
+def in_turn(
+    cases: Iterable[Any], strategy: str, depths: Iterable[tuple[int, int]] = DEPTHS
+) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Every case with one depth: over the strategies each case is tried with each depth."""
+    settings = prefetching(strategy, depths)
+    for at, case in enumerate(cases, STRATEGIES.index(strategy)):
+        yield case, settings[at % len(settings)]
 
 
 def marked(
@@ -18,6 +35,15 @@ def marked(
 ) -> list[Any]:
     """Parameters of a grid; the few that show each mechanism are left unmarked."""
     return [pytest.param(*case, marks=() if is_fast(*case) else mark) for case in cases]
+
+
+def chequered(first: Iterable[Any], second: Iterable[Any]) -> list[Any]:
+    """All pairs; every second one is marked long, so that each member is in half of its pairs."""
+    pairs = itertools.product(enumerate(first), enumerate(second))
+    return [
+        pytest.param(one, two, marks=() if (at + beside) % 2 == 0 else pytest.mark.long)
+        for (at, one), (beside, two) in pairs
+    ]
 
 
 # Three ranks cut inside parameters in other places than two; one strategy shows that each time.

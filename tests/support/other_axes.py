@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
@@ -19,7 +20,8 @@ from torch.distributed.tensor.parallel import (
 
 import fullshard as fs
 from support.models import perturbed
-from support.reference import MAX_NORM, NUM_STEPS, Step
+from support.parity import assert_same
+from support.reference import MAX_NORM, NUM_STEPS, Step, make_optimizer, train_alone
 
 WIDTH, LENGTH = 12, 8
 
@@ -129,6 +131,57 @@ def train(
         params = {n: p.detach().full_tensor() for n, p in model.named_parameters()}
         steps.append(Step(losses, gradients, norm, params))
     return steps
+
+
+def check_steps(
+    build: Callable[[], nn.Module],
+    cut: Callable[[nn.Module], dict[str, Any]],
+    work: Callable[[nn.Module, int, int], torch.Tensor],
+    kinds: Iterable[str],
+    tensor: int = 1,
+) -> None:
+    """Steps are those of one process; AdamW is made before sharding, and torch clips for it.
+
+    Args:
+        build: Makes the model.
+        cut: Cuts it over other axes; returns arguments of fs.shard.
+        work: Forward and backward of a batch.
+        kinds: Optimizers.
+        tensor: Ranks that share a batch.
+    """
+    world = dist.get_world_size()
+    seat = dist.get_rank() // tensor
+    for kind in kinds:
+        wanted = train_alone(build, work, world_size=world // tensor, kind=kind)
+        model = build()
+        arguments = cut(model)
+        before = [(name, id(param)) for name, param in model.named_parameters()]
+        early = make_optimizer(kind, model.parameters()) if kind == "adamw" else None
+        fs.shard(model, poison=True, **arguments)
+        assert [(name, id(param)) for name, param in model.named_parameters()] == before
+        optimizer = early or make_optimizer(kind, model.parameters())
+        found = train(model, work, optimizer, seat, torch_clips=early is not None)
+        for step in wanted:
+            step.losses[:] = [step.losses[seat]] * world
+        assert_same(found, wanted)
+
+
+def assert_numbers(model: nn.Module, alone: nn.Module, seats: int) -> None:
+    """Numbers of parameters and gradients are those of one process that summed all seats'."""
+    for (name, one), ours in zip(alone.named_parameters(), model.parameters(), strict=True):
+        one.grad /= seats
+        for ask in ("sum", "mean", "std", "norm"):
+            found, wanted = getattr(ours.grad, ask)(), getattr(one.grad, ask)()
+            torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-14, msg=f"{ask} {name}")
+        norm = fs.global_norm([ours])
+        torch.testing.assert_close(norm, one.detach().norm(), rtol=1e-12, atol=0, msg=name)
+        assert (ours.grad * 0 == 0).all()
+
+
+def train_net(model: nn.Module, step: int, seat: int) -> torch.Tensor:
+    loss = model(vectors(step, seat)).pow(2).mean()
+    loss.backward()
+    return loss.detach()
 
 
 def whole_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -216,11 +216,12 @@ def assert_parity(
             _REFERENCES[key] = train_alone(
                 build, alone, world_size=dist.get_world_size(), kind=kind
             )
-        model, found = train_sharded(build, work, settings, kind=kind)
         try:
+            model, found = train_sharded(build, work, settings, kind=kind)
             assert_same(found, _REFERENCES[key], tolerance)
-        except AssertionError as error:
-            raise AssertionError(f"{kind}, {settings}: {error}") from None
+        except Exception as error:
+            case = f"{getattr(build, '__name__', build)}, {getattr(work, '__name__', work)}"
+            raise AssertionError(f"{case}, {kind}, {settings}: {error}") from error
     return model
 
 

@@ -172,7 +172,7 @@ def _find(body: Body) -> Any:
         found = _import_by_file(body)
     for name in body.qualname.split("."):
         found = getattr(found, name)
-    return found
+    return getattr(found, "body_on_ranks", found)
 
 
 def _import_by_file(body: Body) -> types.ModuleType:

@@ -7,6 +7,10 @@
     def test_something(ranks):
         values = ranks(2)(body, 16)       # one value a rank, in rank order
 
+    @on_ranks(2)                          # a test that is its own body
+    def test_something_else(tmp_path):
+        ...
+
 Ranks are forked from a server that has imported torch (support/preload.py), so starting one takes
 milliseconds. The body is sent as (file, name) and imported on the rank. When a rank raises, hangs
 or dies, every other rank is heard or shown, the pool is killed, and the next call starts a new one.
@@ -15,6 +19,7 @@ or dies, every other rank is heard or shown, the pool is killed, and the next ca
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import os
 import pickle
@@ -190,6 +195,31 @@ class RankPools:
         """End every pool."""
         for pool in self._pools.values():
             pool.close()
+
+
+def on_ranks(size: int | str, *, timeout: float = 60.0) -> Callable[[Any], Any]:
+    """A test that runs on every rank, with the fixtures and parameters that it names.
+
+    Args:
+        size: Number of ranks, or the name of the parameter that says it, which the test may lack.
+        timeout: Seconds.
+    """
+
+    def wrap(body: Callable[..., None]) -> Callable[..., None]:
+        taken = list(inspect.signature(body).parameters)
+
+        def test(ranks: RankPools, **given: Any) -> None:
+            number = given[size] if isinstance(size, str) else size
+            ranks(number)(body, *(given[name] for name in taken), timeout=timeout)
+
+        functools.update_wrapper(test, body)
+        names = dict.fromkeys(["ranks", *([size] if isinstance(size, str) else []), *taken])
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        test.__signature__ = inspect.Signature([inspect.Parameter(n, kind) for n in names])
+        test.body_on_ranks = body
+        return test
+
+    return wrap
 
 
 def _body_of(function: Callable[..., Any], args: tuple[Any, ...], number: int) -> Body:

@@ -14,6 +14,9 @@ write, are a race unless the clock of the later one knows the earlier one.
 Host memory belongs to a stream "host", which queues all others. Reading a value, or copying without
 `non_blocking`, makes the host wait. Freeing memory is a write by the stream that allocated it.
 
+Clocks also have a time. Operations take what `took` says, so `played.time` is when all that was
+queued is done, and shows what is hidden behind what.
+
 Autograd's rules, which a CPU does not play: nodes run on the stream of their forward; a parameter's
 node runs on the stream on which it was bound and waits for its gradient if there is one; at the end
 the caller of backward waits for the streams of such nodes.
@@ -39,6 +42,7 @@ from fullshard.transport import c10d, streams
 from fullshard.transport.base import Axes
 
 DEFAULT, SIDE, HOST = "default", "side", "host"
+TIME = "time"  # of a clock
 Clock = dict[str, int]
 
 
@@ -53,11 +57,30 @@ class Access(NamedTuple):
     what: str
 
 
-class Played(TorchDispatchMode):
-    """Streams and process groups of a device that is played, and who touched what on them."""
+class Ranges:
+    """Ranges of NVTX, indented."""
 
     def __init__(self) -> None:
-        super().__init__()
+        self.ranges: list[str] = []
+        self.num_open = 0
+
+    def begin_range(self, name: str) -> None:
+        self.ranges.append(f"{'  ' * self.num_open}{name}")
+        self.num_open += 1
+
+    def end_range(self) -> None:
+        self.num_open -= 1
+
+
+class Played(TorchDispatchMode, Ranges):
+    """Streams and process groups of a device that is played, and who touched what on them."""
+
+    def __init__(self, took: Callable[..., int] = lambda *_: 0) -> None:
+        TorchDispatchMode.__init__(self)
+        Ranges.__init__(self)
+        self.took = (
+            took  # by an operation's name, its tensors, and whether it moves to or from host
+        )
         self.now = DEFAULT
         self.caller = ""  # of backward, where it is on another stream than the forward
         self.place = ""  # the event that is carried out
@@ -113,9 +136,10 @@ class Played(TorchDispatchMode):
             if tick > known.get(stream, 0):
                 known[stream] = tick
 
-    def tick(self, stream: str) -> int:
+    def tick(self, stream: str, took: int = 0) -> int:
         self.join(stream, HOST)  # it is queued now
         clock = self.clocks[stream]
+        clock[TIME] = clock.get(TIME, 0) + took
         clock[stream] = clock.get(stream, 0) + 1
         return clock[stream]
 
@@ -148,21 +172,29 @@ class Played(TorchDispatchMode):
         for argument in func._schema.arguments:
             writes = argument.alias_info is not None and argument.alias_info.is_write
             touched += [(t, writes) for t in _tensors(given.get(argument.name))]
-        touched += [
-            (t, True) for t, a in zip(_tensors(result), returned, strict=False) if a is None
-        ]
+        made = [(t, True) for t, a in zip(_tensors(result), returned, strict=False) if a is None]
         on_host = [key_of(tensor) in self.hosts for tensor, _ in touched]
-        stream = HOST if touched and all(on_host) else self.now
-        tick = self.tick(stream)
-        for tensor, writes in touched:
-            self.own(tensor, stream)
-            self.touch(
-                key_of(tensor), _span(tensor), (writes, stream, tick, f"{self.place} {name}")
-            )
         queues = name in ("copy_", "_to_copy") and given.get("non_blocking")
+        stream = HOST if touched and all(on_host) and not queues else self.now
+        took = self.took(name, [t for t, _ in touched], any(on_host) and not all(on_host))
+        self.touch_all(touched, stream, name, took)
         if (any(on_host) and not queues) or name == "_local_scalar_dense":
             self.join(HOST, stream)
+        self.touch_all(made, self.now, name)
         return result
+
+    @property
+    def time(self) -> int:
+        """When all that was queued is done."""
+        return max(clock.get(TIME, 0) for clock in self.clocks.values())
+
+    def touch_all(self, touched: Any, stream: str, name: str, took: int = 0) -> None:
+        """Note what an operation reads and writes."""
+        tick = self.tick(stream, took)
+        for tensor, writes in touched:
+            self.own(tensor, stream)
+            what = f"{self.place} {name}"
+            self.touch(key_of(tensor), _span(tensor), (writes, stream, tick, what))
 
     def own(self, tensor: torch.Tensor, stream: str) -> None:
         """Memory that is seen for the first time is the stream's."""

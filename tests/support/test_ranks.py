@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from support.ranks import RankError, RankPool
+from support.ranks import RankError, RankPool, on_ranks
 
 
 @pytest.fixture
@@ -231,3 +231,15 @@ def leave_a_model():
 def test_a_body_that_leaves_a_sharded_model_alive_is_told_so(lone_pool):
     with pytest.raises(RankError, match="leave_a_model left a sharded model alive"):
         lone_pool(leave_a_model)
+
+
+@on_ranks("size")
+def leave_a_file(tmp_path):
+    import torch.distributed as dist
+
+    (tmp_path / f"{dist.get_rank()}").touch()
+
+
+def test_a_test_may_be_its_own_body(ranks, tmp_path):
+    leave_a_file(ranks=ranks, tmp_path=tmp_path, size=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]

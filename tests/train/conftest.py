@@ -1,13 +1,9 @@
 """A tiny configuration, and `fullshard` called in this process (its ranks are real processes)."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 
 from support.text import seeded_text
+from support.traces import traced_once
 
 CONFIG = """\
 model:
@@ -39,11 +35,17 @@ launch:
 """
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _traces():
+    with traced_once():
+        yield
+
+
 @pytest.fixture(scope="session")
-def write_config() -> Callable[[Path], Path]:
+def write_config():
     """Writes the tiny configuration and its text into a folder; the run goes to FOLDER/run."""
 
-    def write(folder: Path) -> Path:
+    def write(folder):
         text = folder / "text.txt"
         text.write_text(seeded_text(500))
         config = folder / "config.yaml"

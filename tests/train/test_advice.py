@@ -1,9 +1,5 @@
 """Each advice of the plan, followed, does what it said: runs on ranks with a memory limit."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch.distributed as dist
 from benchmarks.memory import MemoryCase
@@ -13,8 +9,8 @@ import fullshard as fs
 from fullshard.config.load import load_config
 from fullshard.models.build import given_model_config, model_on_meta
 from fullshard.outlook.memory import Fit
-from fullshard.outlook.predict import Machine, Outlook, look
-from fullshard.outlook.search import PlanAdvice, advise
+from fullshard.outlook.predict import Machine, look
+from fullshard.outlook.search import advise
 from fullshard.planner.mesh import Topology
 from fullshard.planner.units import Place
 from fullshard.recipes.registry import Command
@@ -29,7 +25,7 @@ SHARES = (0.85, 0.6, 0.4)
 AUTO = ["strategy=auto", "per_device_train_batch_size=auto", "train_batch_size=8"]
 
 
-def told(words: list[str], memory_bytes: int) -> tuple[Outlook, list[PlanAdvice]]:
+def told(words, memory_bytes):
     """What `fullshard plan` says of a configuration on a device of this size."""
     config = load_config(None, words).config
     model = model_on_meta(config, given_model_config(config))
@@ -44,13 +40,13 @@ def told(words: list[str], memory_bytes: int) -> tuple[Outlook, list[PlanAdvice]
     return outlook, advise(outlook, plan_of)
 
 
-def measured(words: list[str]) -> int:
+def measured(words):
     """The peak of a run."""
     config = load_config(None, words).config
     return live_peak_bytes(lambda: train(config))
 
 
-def followed(share: float, count: int) -> dict[str, Any]:
+def followed(share, count):
     """Runs a job that does not fit, then the first `count` advices as one would write them."""
     words = MemoryCase("llama", "no_shard", "none").words()
     needed, _ = told(words, PLENTY)
@@ -91,7 +87,7 @@ def test_what_is_advised_fits_and_takes_what_was_said(ranks, share, count):
         assert runs[0]["planned"] == pytest.approx(most, rel=TOLERANCE)
 
 
-def chosen(share: float) -> dict[str, Any]:
+def chosen(share):
     """Lets the planner choose on a device with a part of what the job needs; runs the choice."""
     words = MemoryCase("llama", "no_shard", "none").words()
     needed, _ = told(words, PLENTY)

@@ -1,7 +1,5 @@
 """Bad input ends a command before a rank starts, with its exit code, and leaves nothing."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

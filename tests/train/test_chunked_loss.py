@@ -1,9 +1,6 @@
 """The head makes the loss of `train` and `sft`, a chunk of tokens at a time: the same numbers."""
 
-from __future__ import annotations
-
 import itertools
-from typing import Any
 
 import pytest
 import torch
@@ -28,7 +25,7 @@ SIZES = {
 }
 
 
-def llama(*, tied: bool, frozen: bool = False) -> Any:
+def llama(*, tied, frozen=False):
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=16, intermediate_size=24, tie_word_embeddings=tied, use_cache=False, **SIZES
@@ -43,7 +40,7 @@ def llama(*, tied: bool, frozen: bool = False) -> Any:
     return model
 
 
-def batches(rank: int) -> list[dict[str, torch.Tensor]]:
+def batches(rank):
     """Two documents a row in one batch, prompts that nobody learns in the other."""
     draw = torch.Generator().manual_seed(rank)
     ids = torch.randint(VOCAB, (2, 3, 13), generator=draw)
@@ -56,7 +53,7 @@ def batches(rank: int) -> list[dict[str, torch.Tensor]]:
     ]
 
 
-def plain(model: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
+def plain(model, batch):
     """From whole logits, in torch's words."""
     inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
     logits = model(**inputs).logits[:, :-1].flatten(0, 1)
@@ -64,7 +61,7 @@ def plain(model: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int
     return F.cross_entropy(logits, targets, reduction="sum"), int((targets != IGNORED).sum())
 
 
-def steps(model: Any, loss: Any, ranks: range) -> list[float]:
+def steps(model, loss, ranks):
     """Losses of three steps of SGD over these ranks' batches, and one of an evaluation."""
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], RATE)
     found = []
@@ -81,7 +78,7 @@ def steps(model: Any, loss: Any, ranks: range) -> list[float]:
     return found
 
 
-def on_ranks(kind: dict[str, bool], sharding: dict[str, Any]) -> tuple[list[float], Any]:
+def on_ranks(kind, sharding):
     rank = dist.get_rank() if dist.is_initialized() else 0
     model = llama(**kind)
     head = Head(model)
@@ -144,15 +141,15 @@ def test_a_batch_of_which_nothing_counts_has_no_loss_and_no_gradient():
 class Doubled(torch.nn.Module):
     """A causal language model that does something to its logits that no configuration says."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.inner = llama(tied=False)
         self.config = self.inner.config
 
-    def get_output_embeddings(self) -> Any:
+    def get_output_embeddings(self):
         return self.inner.lm_head
 
-    def forward(self, **inputs: Any) -> Any:
+    def forward(self, **inputs):
         found = self.inner(**inputs)
         found.logits = 2 * found.logits
         return found

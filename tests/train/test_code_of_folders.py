@@ -1,7 +1,5 @@
 """Python code that a model's or tokenizer's folder brings runs only where one key allows it."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

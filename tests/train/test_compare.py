@@ -1,7 +1,5 @@
 """Comparisons of shardings are of real runs."""
 
-from __future__ import annotations
-
 import pytest
 
 from fullshard.errors import ConfigError

@@ -1,7 +1,5 @@
 """What a run shows, with and without a terminal."""
 
-from __future__ import annotations
-
 import io
 import re
 
@@ -13,7 +11,7 @@ from fullshard.run.console import RunConsole
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
-def row(step: int, loss: float) -> StepRow:
+def row(step, loss):
     return StepRow(
         step=step,
         epoch=0.1,
@@ -31,7 +29,7 @@ def row(step: int, loss: float) -> StepRow:
     )
 
 
-def shown(*, terminal: bool) -> str:
+def shown(*, terminal):
     file = io.StringIO()
     console = RunConsole(
         4, 2, Console(file=file, force_terminal=terminal, soft_wrap=True, width=60, highlight=False)

@@ -1,7 +1,5 @@
 """Data from files: mixtures, arrays of tokens, what a start that was killed goes on with."""
 
-from __future__ import annotations
-
 import json
 import os
 import struct
@@ -38,11 +36,11 @@ def tokenizer():
     return train_tokenizer([seeded_text(200)], 300)
 
 
-def tokens(dataset: Dataset) -> list[int]:
+def tokens(dataset):
     return dataset.train.take(np.arange(len(dataset.train))).ravel().tolist()
 
 
-def refused(path: Path, words: str, settings=NO_HOLD_OUT, tokenizer=None) -> None:
+def refused(path, words, settings=NO_HOLD_OUT, tokenizer=None):
     with pytest.raises(DataError, match=words):
         make_dataset([Source.at(path)], settings, tokenizer)
 
@@ -227,7 +225,7 @@ def test_weights_share_an_epoch_and_the_notes_say_how_often_a_source_is_seen(tmp
     assert other.facts.fingerprint != made.facts.fingerprint
 
 
-def megatron(path: Path, ids: np.ndarray, code: int) -> None:
+def megatron(path, ids, code):
     path.write_bytes(ids.tobytes())
     header = struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, code, 2, 3)
     lengths = np.array([10, len(ids) - 10], np.int32).tobytes()

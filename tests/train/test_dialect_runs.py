@@ -1,7 +1,5 @@
 """Files of other tools, as their documentation has them, train on two real ranks."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -23,7 +21,7 @@ pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory) -> list[str]:
+def small(tmp_path_factory):
     """What makes a run of any of these files small: a model, a text, two steps."""
     text = tmp_path_factory.mktemp("text") / "text.txt"
     text.write_text(seeded_text(500))
@@ -31,7 +29,7 @@ def small(tmp_path_factory) -> list[str]:
     return [MODEL, f"data={text}", "data.vocab_size=300", *run]
 
 
-def train(fullshard, folder: Path, *words: str) -> list[dict]:
+def train(fullshard, folder, *words):
     done = fullshard("train", *words, f"output_dir={folder}")
     assert done.exit_code == 0, done.err + done.out
     record = json.loads((folder / "run.json").read_text())

@@ -1,7 +1,5 @@
 """Distillation: the loss and its gradient are those of whole logits, which nobody ever holds."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """`fullshard distill` on real ranks: a student cut out of its teacher, going on, kept logits."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The average of sharded weights is that of whole ones, and lies in checkpoints."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -19,7 +17,7 @@ from support.ragged import NUM_STEPS, RATE, Rows, make_loop, tiny_model
 DECAY = 0.75
 
 
-def averaged(weights: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+def averaged(weights):
     """By the formula, from the weights after every update."""
     average = weights[0]
     for later in weights[1:]:
@@ -35,7 +33,7 @@ def train_with_an_average(folder, optimizer_class):
     average = Average(optimizer, DECAY)
 
     class Watching(Rows):
-        def stepped(self, row) -> None:
+        def stepped(self, row):
             seen.append(fs.full_state_dict(model, rank0_only=False))
 
     trainee = replace(loop.trainee, optimizer=optimizer, average=average)

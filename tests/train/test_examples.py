@@ -1,7 +1,5 @@
 """The tutorials run as their first lines say."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

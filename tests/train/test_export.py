@@ -1,7 +1,5 @@
 """The folder that a run writes is what transformers would have written of the unsharded model."""
 
-from __future__ import annotations
-
 import resource
 import signal
 

@@ -1,7 +1,5 @@
 """The gradient of a step is that of the mean over all label tokens, however they are spread."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import replace
@@ -26,7 +24,7 @@ from support.ragged import (
 )
 
 
-def reference() -> tuple[dict[str, torch.Tensor], list[float], float]:
+def reference():
     """One process, one joined batch a step: parameters, losses, held-out loss."""
     model = tiny_model()
     losses = []
@@ -45,7 +43,7 @@ def reference() -> tuple[dict[str, torch.Tensor], list[float], float]:
     return model.state_dict(), losses, total.item() / count
 
 
-def train_on_ranks(world_size: int, accumulation: int, options: dict[str, str]):
+def train_on_ranks(world_size, accumulation, options):
     rank = torch.distributed.get_rank() if world_size > 1 else 0
     rows = Rows()
     model, loop, _ = make_loop(rank, world_size, accumulation, options, rows)
@@ -111,7 +109,7 @@ def test_loss_of_bfloat16_logits_is_summed_in_float32():
     assert total.item() == pytest.approx(exact.item(), rel=1e-6)
 
 
-def spoil_on_rank_0(world_size: int) -> tuple[str, list[int], bool]:
+def spoil_on_rank_0(world_size):
     rank, rows = torch.distributed.get_rank(), Rows()
     model, loop, recipe = make_loop(rank, world_size, 1, {}, rows)
     before = fs.full_state_dict(model, rank0_only=False)

@@ -1,7 +1,5 @@
 """`fullshard train` with an average of the weights, an early end, and trackers."""
 
-from __future__ import annotations
-
 import csv
 import json
 

@@ -1,7 +1,5 @@
 """Runs in a memory group: one that cannot fit is refused, one that just fits ends."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -10,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fullshard.outlook.memory import LAUNCHER_PROCESS, RANK_PROCESS
-from support.memory_groups import MIB, MemoryGroup, memory_group
+from support.memory_groups import MIB, memory_group
 from support.text import seeded_text
 
 pytestmark = [
@@ -30,7 +28,7 @@ SIZES = {
 FILL = "import sys; held = bytearray(1 << 30); held[::4096] = b'x' * len(held[::4096])"
 
 
-def words_of(folder: Path) -> list[str]:
+def words_of(folder):
     text = folder / "text.txt"
     text.write_text(seeded_text(6000))
     return [
@@ -42,11 +40,11 @@ def words_of(folder: Path) -> list[str]:
     ]
 
 
-def command(name: str, words: list[str]) -> list[str]:
+def command(name, words):
     return [sys.executable, "-m", "fullshard", name, *words, "--json"]
 
 
-def tensor_bytes(folder: Path, words: list[str]) -> int:
+def tensor_bytes(folder, words):
     """Most bytes of tensors in a phase of the run."""
     with memory_group(8 << 30) as group:
         done = group.run(command("plan", words), 100, environment(folder))
@@ -54,11 +52,11 @@ def tensor_bytes(folder: Path, words: list[str]) -> int:
     return max(one["device"] + one["host"] * (one["name"] != "load") for one in phases)
 
 
-def environment(folder: Path) -> dict[str, str]:
+def environment(folder):
     return {**os.environ, "XDG_CACHE_HOME": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
 
 
-def trained(group: MemoryGroup, folder: Path, words: list[str]) -> tuple[int, dict, str]:
+def trained(group, folder, words):
     done = group.run(command("train", words), 150, environment(folder))
     return done.returncode, json.loads(done.stdout or "{}"), done.stderr
 

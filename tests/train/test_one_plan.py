@@ -1,14 +1,11 @@
 """`fullshard plan`, a dry run and the run have one plan, and what cannot fit is refused by it."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil
 from collections import namedtuple
 from pathlib import Path
 from string import ascii_lowercase
-from typing import Any
 
 import pytest
 import torch
@@ -46,7 +43,7 @@ HOST = 24 << 30
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory) -> Path:
+def place(tmp_path_factory):
     """A working folder with the models that the examples begin with, and small data."""
     found = tmp_path_factory.mktemp("place")
     text = seeded_text(6000)
@@ -71,12 +68,12 @@ def _here(place, monkeypatch):
     monkeypatch.setattr(host_memory, "limit", lambda: host_memory.Limit(HOST))
 
 
-def said(*words: object) -> tuple[dict[str, Any], int]:
+def said(*words):
     outcome = invoke([str(word) for word in words])
     return json.loads(json.dumps(outcome.result, default=str)), outcome.exit_code
 
 
-def words_of(path: Path) -> tuple[str, list[str]]:
+def words_of(path):
     """The command of an example, and its words."""
     machines = [f"--config_file={file}" for file in (path.parent / MACHINE).glob("*.yaml")]
     is_sft = "sft" in path.parts[-3:][0] or path.stem.startswith("sft")
@@ -86,7 +83,7 @@ def words_of(path: Path) -> tuple[str, list[str]]:
     return command, [str(path), *machines, f"data.path={data}", "output_dir=out"]
 
 
-def digest_of_the_engine(path: Path, words: list[str]) -> str:
+def digest_of_the_engine(path, words):
     machines = [word.partition("=")[2] for word in words if word.startswith("--config_file")]
     others = [word for word in words if not word.startswith("--")]
     config = load_config([*map(Path, machines), path], others).config
@@ -110,7 +107,7 @@ def test_a_plan_a_dry_run_and_the_run_are_one(ranks, path, place):
         assert set(found) == {plan["plan"]["digest"]}
 
 
-def run_in(place: Path, path: Path, words: list[str]) -> str:
+def run_in(place, path, words):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(place)
         return digest_of_the_engine(path, words)

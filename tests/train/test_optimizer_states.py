@@ -1,7 +1,5 @@
 """What optimizers keep is in the plan to the byte, for each that a run may name."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -22,21 +20,22 @@ from fullshard.planner.optimizers import states_of
 from fullshard.recipes.base import causal_lm_loss
 from fullshard.run.optim import Average, build_optimizer
 from fullshard.run.outlook import look_at
+from support.grid import chequered
 from support.models import ODD_LLAMA
 
 
-def memory_of(states: list[Any]) -> int:
+def memory_of(states):
     """Bytes of tensors, tables that several share counted once."""
     tensors = [getattr(s, "to_local", lambda s=s: s)() for s in states if hasattr(s, "nbytes")]
     by_place = {tensor.data_ptr(): tensor for tensor in tensors if tensor.numel()}
     return sum(tensor.nbytes for tensor in by_place.values())
 
 
-def watch_wholes(optimizer: Any, seen: list[int]) -> None:
+def watch_wholes(optimizer, seen):
     """Note the bytes of whole tensors and their gradients that an owner's optimizer sees."""
     step = optimizer._inner.step
 
-    def watched() -> None:
+    def watched():
         params = [p for group in optimizer._inner.param_groups for p in group["params"]]
         seen.append(sum(p.nbytes + p.grad.nbytes for p in params if p.grad is not None))
         step()
@@ -44,7 +43,7 @@ def watch_wholes(optimizer: Any, seen: list[int]) -> None:
     optimizer._inner.step = watched
 
 
-def kept(words: list[str]) -> tuple[int, int, int, int]:
+def kept(words):
     """Bytes of an optimizer's states on this rank after a step, and the plan's of the largest; of
     whole tensors during the step, and the plan's. The first rank alone plans."""
     config = load_config(None, [f"model.config={json.dumps(ODD_LLAMA)}", *words]).config
@@ -68,18 +67,20 @@ def kept(words: list[str]) -> tuple[int, int, int, int]:
     return held, sum(planned), max(seen), sum(wholes)
 
 
-@pytest.mark.parametrize("optim", [str(optim) for optim in Optimizer])
-@pytest.mark.parametrize(
-    ("world_size", "words"),
-    [
-        (2, ["strategy=full_shard"]),
-        (3, ["strategy=full_shard", "sharding.master_dtype=bf16", "freeze=[model.layers.0.*]"]),
-        (2, ["strategy=no_shard", "training.ema_decay=0.9"]),
-        (4, ["strategy=hybrid_shard", "sharding.replicate=2"]),
-    ],
-    ids=["full_shard", "bf16 masters, a frozen block", "no_shard, an average", "hybrid_shard"],
-)
-def test_states_are_planned_to_the_byte(ranks, optim, world_size, words):
+RUNS = {
+    "full_shard": (2, ["strategy=full_shard"]),
+    "bf16 masters, a frozen block": (
+        3,
+        ["strategy=full_shard", "sharding.master_dtype=bf16", "freeze=[model.layers.0.*]"],
+    ),
+    "no_shard, an average": (2, ["strategy=no_shard", "training.ema_decay=0.9"]),
+    "hybrid_shard": (4, ["strategy=hybrid_shard", "sharding.replicate=2"]),
+}
+
+
+@pytest.mark.parametrize(("optim", "run"), chequered(map(str, Optimizer), RUNS))
+def test_states_are_planned_to_the_byte(ranks, optim, run):
+    world_size, words = RUNS[run]
     if optim == Optimizer.ADAMW_BNB_8BIT:
         pytest.importorskip("bitsandbytes")
     found = ranks(world_size)(kept, [*words, f"optim={optim}"])

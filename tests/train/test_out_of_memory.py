@@ -1,7 +1,5 @@
 """Running out of memory is answered with the plan and what would help."""
 
-from __future__ import annotations
-
 import re
 from types import SimpleNamespace
 

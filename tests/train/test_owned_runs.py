@@ -1,9 +1,6 @@
 """Runs whose optimizer needs whole tensors: the bits of the library's own in one process."""
 
-from __future__ import annotations
-
 import json
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +19,7 @@ from support.models import ODD_LLAMA
 from support.text import seeded_text
 
 
-def alone(model: nn.Module, optim: str) -> list[Any]:
+def alone(model, optim):
     """What one process steps, written out: nothing of fullshard chooses here."""
     named = dict(model.named_parameters())
     plain = {n for n in named if "norm" in n}
@@ -46,7 +43,7 @@ def alone(model: nn.Module, optim: str) -> list[Any]:
     ]
 
 
-def has_the_bits(optim: str, words: list[str]) -> None:
+def has_the_bits(optim, words):
     """Three updates with gradients that are the same everywhere."""
     overrides = [f"model.config={json.dumps(ODD_LLAMA)}", f"optim={optim}", *words]
     numbers = ["learning_rate=1e-2", "weight_decay=0.1", "adam_epsilon=1e-6", "adam_beta2=0.999"]

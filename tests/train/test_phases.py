@@ -1,10 +1,6 @@
 """What the plan says of each phase of a run, beside what a run takes: live bytes, files on disk."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -28,7 +24,7 @@ pytestmark = pytest.mark.timeout(300)
 CPU = torch.device("cpu")
 
 
-def config_of(recompute: str, folder: str | None):
+def config_of(recompute, folder):
     # In 16 bits the most of forward is less than the most of backward.
     compute = "bfloat16" if recompute == "block" else "float32"
     words = MemoryCase("llama", "full_shard", recompute, compute).words()
@@ -37,11 +33,11 @@ def config_of(recompute: str, folder: str | None):
     return load_config(None, words).config
 
 
-def build(config) -> Any:
+def build(config):
     return sharded(config, given_model_config(config), CPU)
 
 
-def forward(config) -> Any:
+def forward(config):
     """A model that has computed a loss, and no gradient."""
     (model, objective), training = build(config), config.training
     ids = torch.randint(2000, (training.per_device_train_batch_size, training.max_seq_length))
@@ -49,14 +45,14 @@ def forward(config) -> Any:
     return model, loss
 
 
-def resume(config, checkpoint: Path) -> Any:
+def resume(config, checkpoint):
     model, _ = build(config)
     optimizer = build_optimizer(model, config.training)
     fs.load(checkpoint, model, optimizer)
     return model, optimizer
 
 
-def measured(recompute: str, folder: str | None, checkpoint: Path) -> dict[str, Any]:
+def measured(recompute, folder, checkpoint):
     """Live bytes on this rank by phase, and the plan's."""
     config = config_of(recompute, folder)
     outlook, storage = (
@@ -80,7 +76,7 @@ def measured(recompute: str, folder: str | None, checkpoint: Path) -> dict[str, 
     }
 
 
-def stored_bytes(checkpoint: Path) -> int:
+def stored_bytes(checkpoint):
     """Of all tensors of the model and the optimizer, as the headers of their files say."""
     total = 0
     for kind in (Kind.MODEL, Kind.OPTIMIZER):

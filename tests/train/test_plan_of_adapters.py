@@ -1,10 +1,6 @@
 """The plan of a run that trains adapters alone, beside what its ranks hold."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,13 +21,13 @@ RANK, WIDTH, INNER, NUM_LAYERS = 4, 128, 344, 4
 ADAPTERS = NUM_LAYERS * RANK * ((WIDTH + WIDTH) + (INNER + WIDTH))  # of q_proj, of down_proj
 
 
-def words_of(folder: Path) -> list[str]:
+def words_of(folder):
     words = [w for w in MemoryCase("llama", "full_shard", "none").words() if "model." not in w]
     lora = ["lora.target_modules=[q_proj,down_proj]", f"lora.r={RANK}"]
     return [*words, f"model={folder}", *lora]
 
 
-def held(folder: Path) -> dict[str, Any]:
+def held(folder):
     """What this rank keeps after steps, and the most that it held; what was planned."""
     config = load_config(None, words_of(folder)).config
     kept = []
@@ -49,7 +45,7 @@ def held(folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
+def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("model")
     config = given_model_config(MemoryCase("llama", "full_shard", "none").config())
     AutoModelForCausalLM.from_config(config).save_pretrained(path)

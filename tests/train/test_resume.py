@@ -1,14 +1,11 @@
 """Runs that end early go on by themselves, with the losses of a run that nobody disturbed."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
 import signal
 import sys
 import time
-from pathlib import Path
 
 import psutil
 import pytest
@@ -32,7 +29,7 @@ launch: {{num_processes: 2}}
 """
 
 
-def write(folder: Path, text: Path | None = None) -> Path:
+def write(folder, text=None):
     text = text or folder / "text.txt"
     if not text.exists():
         text.write_text("".join(f"{i} and {i} is {i + i}.\n" for i in range(500)))
@@ -41,21 +38,21 @@ def write(folder: Path, text: Path | None = None) -> Path:
     return path
 
 
-def start(config: Path, *words: str) -> subprocess.Popen[str]:
+def start(config, *words):
     command = [sys.executable, "-m", "fullshard", "train", str(config), *words]
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ
     )
 
 
-def finish(config: Path, *words: str, code: int = 0) -> str:
+def finish(config, *words, code=0):
     process = start(config, *words)
     said, _ = process.communicate(timeout=100)
     assert process.returncode == code, said
     return said
 
 
-def numbers(config: Path) -> dict[str, float]:
+def numbers(config):
     """Losses by step, and held-out losses."""
     rows = list(read_rows(config.parent / "run" / "metrics.jsonl"))
     return {
@@ -66,7 +63,7 @@ def numbers(config: Path) -> dict[str, float]:
     }
 
 
-def at_step(config: Path, step: int, process: subprocess.Popen[str]) -> None:
+def at_step(config, step, process):
     """Return once a step's row is written."""
     while f"loss {step}" not in numbers(config):
         assert process.poll() is None, process.communicate()[0]
@@ -146,7 +143,7 @@ def test_more_steps_other_ranks_and_a_damaged_checkpoint(calm, tmp_path):
     assert found["loss 17"] == pytest.approx(wanted["loss 17"], abs=1e-5)
 
 
-def unusable(folder: Path, how: str) -> dict[str, bytes]:
+def unusable(folder, how):
     """Make every checkpoint of a later format, or flip a bit of it; returns all that is there."""
     for path in (folder / "checkpoints").iterdir():
         last = path / "COMPLETE.json"
@@ -244,6 +241,16 @@ def test_dry_run_says_what_a_resume_would_do_or_refuse(
     done = fullshard("train", calm, *words, "--dry-run")
     assert done.exit_code == code
     assert said in done.out + done.err
+
+
+def test_dry_run_names_the_checkpoint_that_a_restart_loads(calm, tmp_path, fullshard):
+    shutil.copytree(calm.parent / "run", tmp_path / "run")
+    state = tmp_path / "run" / "checkpoints" / "step-00000024" / "state.json"
+    state.write_text(state.read_text().replace("{", "[", 1))  # of the same size
+    done = fullshard("train", calm, f"output_dir={tmp_path}/new", "max_steps=26", "--dry-run",
+                     "--resume", tmp_path / "run")  # fmt: skip
+    assert done.exit_code == 0, done.err
+    assert "a new run begins with the model and optimizer of step 16" in done.out + done.err
 
 
 def test_a_run_that_goes_on_keeps_its_tokens_and_reads_its_record(calm, tmp_path, fullshard):

@@ -1,9 +1,6 @@
 """`fullshard sft` on real ranks: adapters alone and merged, going on, the recipe of other tools."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -44,7 +41,7 @@ lora_target_modules: [q_proj, down_proj]
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory) -> Path:
+def files(tmp_path_factory):
     """A model folder, chat data, and the two files of the command."""
     folder = tmp_path_factory.mktemp("sft")
     text = write_chats(folder / "chat.jsonl", 96)
@@ -55,7 +52,7 @@ def files(tmp_path_factory) -> Path:
     return folder
 
 
-def command(folder: Path) -> list[str]:
+def command(folder):
     config_file, recipe = str(folder / "fsdp.yaml"), str(folder / "recipe.yaml")
     return ["sft", "--config_file", config_file, "--config", recipe, "--output_dir"]
 

@@ -1,8 +1,5 @@
 """Why a run ends, or leaves a step out: a signal, losses that stay, infinite gradients."""
 
-from __future__ import annotations
-
-from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
@@ -11,25 +8,24 @@ import torch
 import fullshard as fs
 from fullshard.errors import DivergedError, PreemptedError
 from fullshard.observe.metrics import EvalRow
-from fullshard.recipes.base import Batch
 from fullshard.run.loop import Loop, Patience, diverged
 from fullshard.run.optim import LossScaler
 from support.ragged import NUM_STEPS, RaggedRecipe, Rows, make_loop
-from support.ranks import RankError
+from support.ranks import RankError, on_ranks
 
 
 class StopsAtTheSecondQuestion:
     """A keeper whose rank 1 is asked to stop while the held-out batches run."""
 
-    def __init__(self, rank: int, rows: Rows) -> None:
+    def __init__(self, rank, rows):
         self._rank, self._rows = rank, rows
         self.asked, self.kept = 0, []
 
-    def asked_to_stop(self) -> bool:
+    def asked_to_stop(self):
         self.asked += self._rows.phases[-1][0] == "evaluation"
         return self._rank == 1 and self.asked >= 2
 
-    def keep(self, step, *, stopping, last) -> None:
+    def keep(self, step, *, stopping, last):
         assert last is (step == NUM_STEPS)
         self.kept.append((step, stopping))
         if stopping:
@@ -37,18 +33,19 @@ class StopsAtTheSecondQuestion:
 
 
 class ThreeBatchesHeldOut(RaggedRecipe):
-    def held_out(self) -> Iterable[Batch]:
+    def held_out(self):
         return [*super().held_out()] * 3
 
 
-def evaluates_every_step(rank: int, rows: Rows) -> Loop:
+def evaluates_every_step(rank, rows):
     _, loop, _ = make_loop(rank, 2, 1, {}, rows)
     loop.recipe = ThreeBatchesHeldOut(rank, 2, 1)
     loop.settings = replace(loop.settings, eval_every=1)
     return loop
 
 
-def stopped_while_it_evaluates():
+@on_ranks(2)
+def test_a_stop_leaves_an_evaluation_which_is_made_up_for_when_the_run_goes_on():
     rank, rows = torch.distributed.get_rank(), Rows()
     loop = evaluates_every_step(rank, rows)
     loop.keeper = keeper = StopsAtTheSecondQuestion(rank, rows)
@@ -57,14 +54,10 @@ def stopped_while_it_evaluates():
     stopped = (keeper.kept, keeper.asked, len(rows.evaluations))
     loop = evaluates_every_step(rank, rows)
     loop.run(done=1)
-    return stopped, [row.step for row in rows.evaluations]
-
-
-def test_a_stop_leaves_an_evaluation_which_is_made_up_for_when_the_run_goes_on(ranks):
-    for (kept, asked, num_evaluations), evaluated in ranks(2)(stopped_while_it_evaluates):
-        assert kept == [(1, True)]
-        assert (asked, num_evaluations) == (2, 0)
-        assert evaluated == list(range(1, NUM_STEPS + 1))
+    (kept, asked, num_evaluations), evaluated = stopped, [row.step for row in rows.evaluations]
+    assert kept == [(1, True)]
+    assert (asked, num_evaluations) == (2, 0)
+    assert evaluated == list(range(1, NUM_STEPS + 1))
 
 
 class GetsNoBetter(Loop):
@@ -72,7 +65,7 @@ class GetsNoBetter(Loop):
 
     losses = (3.0, 2.0, 1.95, 2.5, 1.0)
 
-    def held_out_loss(self, step: int) -> float:
+    def held_out_loss(self, step):
         return self.losses[step - 1]
 
 
@@ -82,10 +75,10 @@ def end_early(patience):
     kept = []
 
     class Keeps:
-        def asked_to_stop(self) -> bool:
+        def asked_to_stop(self):
             return False
 
-        def keep(self, step, *, stopping, last) -> bool:
+        def keep(self, step, *, stopping, last):
             kept.append((step, last))
             return step % 2 == 0
 
@@ -153,7 +146,7 @@ class SpoiledAtTheSecondStep(RaggedRecipe):
 
     step, spoiled_rank = -1, 1
 
-    def micro_batches(self, step: int) -> list[Batch]:
+    def micro_batches(self, step):
         self.step = step
         return super().micro_batches(step)
 
@@ -161,7 +154,7 @@ class SpoiledAtTheSecondStep(RaggedRecipe):
         total, count = super().loss(model, batch)
         return total * (float("inf") if self._is_spoiled() else 1.0), count
 
-    def _is_spoiled(self) -> bool:
+    def _is_spoiled(self):
         return self.step == 1 and self._rank == self.spoiled_rank
 
 
@@ -171,7 +164,7 @@ def train_past_an_infinity(max_skipped_steps):
     weights = []
 
     class Watching(Rows):
-        def stepped(self, row) -> None:
+        def stepped(self, row):
             super().stepped(row)
             weights.append(fs.full_state_dict(model, rank0_only=False)["head.weight"])
 
@@ -198,13 +191,13 @@ def test_one_infinity_more_than_allowed_ends_the_run(ranks):
 class AsksAlways:
     """A keeper of a run that is asked to stop from the beginning."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.kept = []
 
-    def asked_to_stop(self) -> bool:
+    def asked_to_stop(self):
         return True
 
-    def keep(self, step, *, stopping, last) -> None:
+    def keep(self, step, *, stopping, last):
         self.kept.append((step, stopping))
         if stopping:
             raise PreemptedError("asked to stop")

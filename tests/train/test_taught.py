@@ -1,9 +1,6 @@
 """A teacher is in the plan: what it keeps, what its forward makes, and the loss in chunks."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -31,7 +28,7 @@ pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
+def folder(tmp_path_factory):
     """A teacher that is wider and deeper than its student."""
     found = tmp_path_factory.mktemp("teacher")
     config = LlamaConfig(
@@ -46,12 +43,12 @@ def folder(tmp_path_factory) -> Path:
     return found
 
 
-def config_of(folder: Path, strategy: str, words: list[str]) -> Any:
+def config_of(folder, strategy, words):
     given = [*MemoryCase("llama", strategy, "none").words(), f"teacher={folder}", *words]
     return load_config(None, given).config
 
 
-def learn(config: Any) -> Any:
+def learn(config):
     """A few steps as the loop of `fullshard distill` takes them."""
     training, seat = (
         config.training,
@@ -71,7 +68,7 @@ def learn(config: Any) -> Any:
     return teacher, model, optimizer
 
 
-def planned_and_measured(folder: Path, strategy: str, words: list[str]) -> tuple[Any, int, int]:
+def planned_and_measured(folder, strategy, words):
     config = config_of(folder, strategy, words)
     outlook = look_at(config, dist.get_world_size(), Machine(None, None))
     assert outlook.is_traced

@@ -1,7 +1,5 @@
 """Micro-batches traced on the model: in part for deep models, not at all for odd ones."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import transformers
@@ -23,6 +21,11 @@ SIZES = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
 }
+
+
+@pytest.fixture(autouse=True)
+def _traces():
+    """Every trace is made here, not shared as in other files."""
 
 
 def model_of(kind, num_blocks, **fields):

@@ -1,7 +1,5 @@
 """`fullshard train` on real ranks: what it leaves, and that ranks do not change what is learnt."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re
@@ -37,32 +35,32 @@ class Run:
     err: str
 
     @property
-    def record(self) -> dict:
+    def record(self):
         return json.loads((self.folder / "run.json").read_text())
 
     @property
-    def steps(self) -> list[dict]:
+    def steps(self):
         return [row for row in read_rows(self.folder / "metrics.jsonl") if "loss" in row]
 
     @property
-    def evaluations(self) -> list[dict]:
+    def evaluations(self):
         return [row for row in read_rows(self.folder / "metrics.jsonl") if "eval_loss" in row]
 
 
-def start(fullshard, folder: Path, *words: str) -> Run:
+def start(fullshard, folder, *words):
     """Runs `fullshard train`: checks in this process, ranks in processes of their own."""
     done = fullshard("train", *words)
     return Run(folder / "run", done.exit_code, done.out, done.err)
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory, fullshard, write_config) -> Run:
+def two_ranks(tmp_path_factory, fullshard, write_config):
     folder = tmp_path_factory.mktemp("two_ranks")
     return start(fullshard, folder, write_config(folder))
 
 
 @pytest.fixture(scope="module")
-def one_rank(tmp_path_factory, fullshard, write_config) -> Run:
+def one_rank(tmp_path_factory, fullshard, write_config):
     folder = tmp_path_factory.mktemp("one_rank")
     words = ("launch.num_processes=1", "gradient_accumulation_steps=2", "--json")
     return start(fullshard, folder, write_config(folder), *words)
@@ -221,7 +219,7 @@ def test_generate_goes_on_from_every_prompt_of_a_file_as_from_each_alone(
     (tmp_path / "prompts.jsonl").write_text(rows)
     words = ("--temperature", 0, "--max-new-tokens", 9, "--json")
 
-    def samples(*more: object) -> list[dict[str, object]]:
+    def samples(*more):
         return json.loads(fullshard("generate", two_ranks.folder, *words, *more).out)["samples"]
 
     together = samples("--prompts", tmp_path / "prompts.txt")

@@ -1,7 +1,5 @@
 """`fullshard verify` as a command: what it shrinks, compares, prints and ends with."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 Both sides are the real ones; the ranks are a standing pool's instead of fresh processes.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math
@@ -21,6 +19,7 @@ from fullshard.verify import check as verify
 from fullshard.verify.faults import Fault
 from fullshard.verify.rank import run_passes
 from support import forked as subprocess
+from support.grid import chequered
 
 SMALL = "hidden_size: 64, num_hidden_layers: 6, num_attention_heads: 4, vocab_size: 300"
 # A parallel residual without ties, learned positions and a tied head, a mixture of experts.
@@ -34,7 +33,7 @@ MODELS = {
 }
 
 
-def prepared_in(folder: Path, model: str, fault: Fault | None, *settings: str) -> verify.Prepared:
+def prepared_in(folder, model, fault, *settings):
     folder.mkdir()
     resolved = load_config(None, [f"model={{config: {MODELS[model]}}}", *settings])
     prepared = verify.prepare(resolved.config, fault)
@@ -42,7 +41,7 @@ def prepared_in(folder: Path, model: str, fault: Fault | None, *settings: str) -
     return prepared
 
 
-def run_reference(*folders: Path) -> None:
+def run_reference(*folders):
     command = [sys.executable, "-P", str(verify.REFERENCE), *map(str, folders)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
     assert done.returncode == 0, done.stderr
@@ -67,7 +66,7 @@ def on_a_rank(folder):
     run_passes(Path(folder), dist.get_rank())
 
 
-def verdict_of(ranks, folder: Path, prepared: verify.Prepared, fault: Fault | None):
+def verdict_of(ranks, folder, prepared, fault):
     job = dataclasses.replace(prepared.job, fault=fault)
     job.write(folder)
     ranks(job.world_size)(on_a_rank, str(folder), timeout=100)
@@ -89,8 +88,7 @@ def test_sound_model_is_equal_in_every_row(ranks, checks, model):
     assert max(row.worst_error for row in verdict.rows) < 1e-11
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("fault", Fault)
+@pytest.mark.parametrize(("fault", "model"), chequered(Fault, MODELS))
 def test_fault_is_seen_and_named(ranks, checks, fault, model):
     folder, prepared = checks[model, fault is Fault.LOST_TIE]
     verdict = verdict_of(ranks, folder, prepared, fault)
@@ -98,7 +96,7 @@ def test_fault_is_seen_and_named(ranks, checks, fault, model):
     assert verdict.diagnosis.kind == fault, verdict.diagnosis.says
 
 
-def spoil(folder: Path, name: str, kind: str) -> str:
+def spoil(folder, name, kind):
     """Changes one element of a file of tensors; returns the key that it is under."""
     tensors = load_file(folder / name)
     key = next(key for key, value in tensors.items() if kind in key and value.numel())

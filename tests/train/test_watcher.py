@@ -1,7 +1,5 @@
 """The rows of a run that goes on."""
 
-from __future__ import annotations
-
 from fullshard.config.schema import RunConfig
 from fullshard.observe.metrics import EvalRow, read_rows
 from fullshard.run.console import RunConsole

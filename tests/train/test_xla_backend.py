@@ -1,7 +1,5 @@
 """`backend: jax` trains what torch trains: the same data and losses, and files that torch reads."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from importlib import metadata

@@ -1,9 +1,5 @@
 """`fullshard distill` with `backend: jax` learns from a teacher what torch learns from it."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -41,7 +37,7 @@ student:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
+def folder(tmp_path_factory):
     """Teachers, dense and not, a student with weights, text."""
     folder = tmp_path_factory.mktemp("distill")
     (folder / "text.txt").write_text(seeded_text(300))
@@ -60,7 +56,7 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-def losses(run: Path) -> list[float]:
+def losses(run):
     return [row.get("loss", row.get("eval_loss")) for row in read_rows(run / "metrics.jsonl")]
 
 

@@ -1,7 +1,5 @@
 """`fullshard sft` with `backend: jax` learns from chats what torch learns from them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -21,7 +19,7 @@ WORDS = [
 
 
 @pytest.fixture(scope="module")
-def words(tmp_path_factory) -> list[str]:
+def words(tmp_path_factory):
     """A model folder and chats of many lengths, as words of the command."""
     folder: Path = tmp_path_factory.mktemp("chats")
     text = write_chats(folder / "chat.jsonl", 96)

@@ -1,10 +1,6 @@
 """A standing process with eight CPU devices, for every test of XLA."""
 
-from __future__ import annotations
-
 import os
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 
@@ -16,12 +12,12 @@ TIMEOUT_S = 110.0
 
 
 @pytest.fixture(scope="session")
-def devices(pytestconfig: pytest.Config) -> Iterator[Callable[..., Any]]:
+def devices(pytestconfig):
     """`devices(function, *args)` runs a module-level function where jax has eight devices."""
     filters = [*pytestconfig.getini("filterwarnings"), *(pytestconfig.option.pythonwarnings or [])]
     pool = RankPool(1, filters or ["error"])
 
-    def run(function: Callable[..., Any], *args: Any) -> Any:
+    def run(function, *args):
         with pytest.MonkeyPatch.context() as patch:  # read when the process starts
             patch.setenv("XLA_FLAGS", FLAGS)
             patch.setenv("JAX_ENABLE_X64", "1")

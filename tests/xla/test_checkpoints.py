@@ -1,7 +1,5 @@
 """One checkpoint for both engines: no bit changes on the way there and back."""
 
-from __future__ import annotations
-
 import pytest
 
 NUM_STEPS = 2

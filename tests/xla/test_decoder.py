@@ -1,7 +1,5 @@
 """The decoder computes what transformers' torch models compute, from the same files."""
 
-from __future__ import annotations
-
 import pytest
 
 

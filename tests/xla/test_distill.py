@@ -1,7 +1,5 @@
 """Distillation on XLA learns what torch's recipe learns, beside any teacher that it computes."""
 
-from __future__ import annotations
-
 import pytest
 
 NUM_STEPS = 4

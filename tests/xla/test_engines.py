@@ -1,7 +1,5 @@
 """Both engines train one decoder from the same weights and data to the same weights."""
 
-from __future__ import annotations
-
 import pytest
 
 NUM_STEPS = 20

@@ -1,7 +1,5 @@
 """The loss in the model's head on XLA: chunks of tokens give what whole logits give."""
 
-from __future__ import annotations
-
 import pytest
 
 LENGTH, VOCABULARY = 9, 96

@@ -1,7 +1,5 @@
 """Models of NNX and of Equinox train under a plan as under their own libraries on one device."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What forward keeps for backward is read off the traced program, which needs no device."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

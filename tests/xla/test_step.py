@@ -1,7 +1,5 @@
 """A sharded step computes what one device computes, moves what the plan says, and stays put."""
 
-from __future__ import annotations
-
 import pytest
 
 NUM_STEPS = 2

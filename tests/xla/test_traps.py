@@ -1,7 +1,5 @@
 """What goes wrong in sharded JAX without a sound; those traps that test_step.py does not meet."""
 
-from __future__ import annotations
-
 import pytest
 
 from support.tanh_layers import LAYERS, WIDTH, compiled

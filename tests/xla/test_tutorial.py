@@ -1,7 +1,5 @@
 """What the FSDP tutorials for JAX have people type works, and computes what one device computes."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

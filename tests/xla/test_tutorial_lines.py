@@ -1,7 +1,5 @@
 """Further lines of FSDP tutorials for JAX, typed as they are written there."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

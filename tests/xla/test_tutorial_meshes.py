@@ -1,7 +1,5 @@
 """The tutorial's step on other meshes, with other labels and with annotated arrays."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

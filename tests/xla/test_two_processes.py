@@ -1,7 +1,5 @@
 """What users train on several processes of jax, each with its own samples and one device."""
 
-from __future__ import annotations
-
 import pytest
 
 from support.ranks import RankPool

@@ -1,7 +1,5 @@
 """Losses with keys, metrics, variables and regularizers are those of one device."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

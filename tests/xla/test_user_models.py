@@ -1,9 +1,5 @@
 """Models of other libraries train under a plan as on one device, and move what the plan says."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 
 NUM_STEPS, SAVED_AFTER = 3, 1
@@ -27,7 +23,7 @@ GRID = [
 ]
 
 
-def optimizer(name: str) -> Any:
+def optimizer(name):
     import optax
     from optax import contrib
 

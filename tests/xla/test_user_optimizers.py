@@ -1,9 +1,6 @@
 """Any optax transformation trains as on one device, also when it is saved and resumed elsewhere."""
 
-from __future__ import annotations
-
 import warnings
-from typing import Any
 
 import pytest
 
@@ -24,7 +21,7 @@ def in_a(params):
     return jax.tree.map(lambda label: label == "a", halves(params))
 
 
-def optimizer(name: str) -> Any:
+def optimizer(name):
     import optax
     from optax import contrib
 

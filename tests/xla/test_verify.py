@@ -1,7 +1,5 @@
 """`fullshard verify` with `backend: jax`: the real reference, and the step on eight CPU devices."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import runpy

@@ -1,7 +1,5 @@
 """Without jax everything else works, and what needs it says what to install."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -187,7 +187,7 @@ def _sharded_step(config: RunConfig, ids: torch.Tensor) -> Callable[[Callable[[]
 class _IdleTransport(FakeTransport):
     """Messages that cost nothing; a fake transport's cost grows with the number of peers."""
 
-    def fetch(self, fulls: Sequence[torch.Tensor]) -> Any:  # noqa: ARG002
+    def fetch(self, fulls: Sequence[torch.Tensor], unit: str = "") -> Any:  # noqa: ARG002
         return _IdleMessage(())
 
     def reduce(self, fulls: Sequence[torch.Tensor]) -> Any:

@@ -193,7 +193,7 @@ class Checkpoint:
         return self._files[name]
 
 
-def choose(ranks: Ranks, path: Path) -> Found:
+def choose(ranks: Ranks, path: Path, *, whole: bool = True) -> Found:
     """The newest complete and undamaged checkpoint, the same on all ranks. A collective.
 
     Each rank compares the checksums of a share of the files.
@@ -201,6 +201,7 @@ def choose(ranks: Ranks, path: Path) -> Found:
     Args:
         ranks: The processes that load together.
         path: A checkpoint, or a folder of checkpoints.
+        whole: Compare the checksums of all files, not only of the tables.
 
     Raises:
         CheckpointError: There is none; names what was skipped and why.
@@ -212,7 +213,7 @@ def choose(ranks: Ranks, path: Path) -> Found:
     for entry in found:
         why = entry.why
         if entry.manifest is not None:
-            reasons: list[str] = ranks.tell(why_not(entry, ranks.rank, ranks.world_size))
+            reasons: list[str] = ranks.tell(why_not(entry, ranks.rank, ranks.world_size * whole))
             why = next((text for text in reasons if text), "")
             if not why:
                 check_passed(found, entry)
@@ -230,13 +231,13 @@ def why_not(found: Found, rank: int = 0, num_ranks: int = 1) -> str:
     Args:
         found: A complete checkpoint.
         rank: This rank, which compares a share of the files.
-        num_ranks: Number of ranks.
+        num_ranks: Number of ranks; 0: only the tables are read.
     """
     assert found.manifest is not None
     try:
         if rank == 0:
             read_tables(found)
-        for name in sorted(found.manifest.files)[rank::num_ranks]:
+        for name in sorted(found.manifest.files)[rank::num_ranks] if num_ranks else ():
             if checksum_of(found.path / name) != found.manifest.files[name].checksum:
                 return f"{name} has other bytes than were written"
     except (OSError, CheckpointError) as error:

@@ -124,9 +124,8 @@ def _check_script(script: str, *, module: bool) -> None:
     if module:
         return
     if not script.endswith(".py"):
-        raise ConfigError(
-            f"SCRIPT: expected a Python file, got '{script}'. For a module: -m {script}."
-        )
+        cure = f" For a module: -m {script}." if script.replace(".", "").isidentifier() else ""
+        raise ConfigError(f"SCRIPT: expected a Python file, got '{script}'.{cure}")
     if not Path(script).is_file():
         near = did_you_mean_path(Path(script))
         raise ConfigError(

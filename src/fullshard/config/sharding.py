@@ -248,7 +248,10 @@ class ShardConfig(Section):
     """mean | sum of the ranks' gradients."""
 
     reduction: Reduction = Reduction.NATIVE
-    """native | ordered: sums in rank order, bit-identical to the other transports, and slower."""
+    """Sums of gradients over c10d. native: by the backend, in `reduce_dtype`. ordered: by each
+    rank, in rank order and in float32, bit-identical to the other transports; receives whole
+    gradient slots, and sends more between hosts. auto: ordered for 16-bit gradients of more than 8
+    ranks, otherwise native."""
 
     forward_prefetch: PrefetchDepth = 1
     """Units gathered ahead in forward; each takes the memory of one gathered unit."""
@@ -274,6 +277,9 @@ class ShardConfig(Section):
 
     transport: Transport = Transport.AUTO
     """auto | c10d | direct | shared | fake: what moves the bytes."""
+
+    symmetric_memory: Flag = False
+    """Allocate slots in NCCL's symmetric memory, which its copy engines and fast kernels need."""
 
     poison: Flag = False
     """Fill every slot with NaN when it is released, so that a missed gather shows. For tests and

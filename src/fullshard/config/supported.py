@@ -42,7 +42,9 @@ _XLA: Rows = {
     **_NAMED,
     "strategies": ("Write one strategy",),
     "offload": ("Leave it out: activation_checkpointing: offload is there",),
-    **dict.fromkeys(("ignore", "buffer_dtype", "output_dtype"), ("Leave it out",)),
+    **dict.fromkeys(
+        ("ignore", "buffer_dtype", "output_dtype", "symmetric_memory"), ("Leave it out",)
+    ),
     "grad_sync": (f"Use {GradSync.EVERY_MICRO_BATCH}",),
     "param_dtype": ("Use bfloat16", DType.FLOAT16),
     "transport": ("Use auto",),

@@ -93,11 +93,24 @@ class GradReduction(Choice):
     SUM = "sum"
 
 
-class Reduction(Choice):
-    """The order of c10d's sums: its own (fast), or rank order (bits equal to other transports)."""
+MOST_ROUNDED = 8  # ranks whose 16-bit gradients the backend may sum, which rounds each sum
 
-    NATIVE = "native"
-    ORDERED = "ordered"
+
+class Reduction(Choice):
+    """Who sums gradients over c10d, and in which order.
+
+    The bits of `ordered` are those of other transports. `auto` is `ordered` for 16-bit gradients
+    of more than 8 ranks and `native` otherwise.
+    """
+
+    AUTO = "auto"
+    NATIVE = "native"  # the backend, in the dtype of the messages
+    ORDERED = "ordered"  # each rank, in rank order, in at least float32
+
+    def is_ordered(self, itemsize: int, num_ranks: int) -> bool:
+        """Whether elements of this size from so many ranks are summed in rank order."""
+        many = itemsize < 4 and num_ranks > MOST_ROUNDED
+        return self is Reduction.ORDERED or (self is Reduction.AUTO and many)
 
 
 class GradSync(Choice):

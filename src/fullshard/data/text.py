@@ -384,6 +384,9 @@ def _mixture(sources: Sequence[Source], sizes: Sequence[int]) -> tuple[tuple[int
 
 
 def _said(sources: Sequence[Source], mixture: tuple[tuple[int, int], ...]) -> Iterator[str]:
+    for source in sources:
+        if source.text_column != "text" and (kind := source.files.kind) in (Kind.TEXT, Kind.ARRAY):
+            yield f"text_column has no effect on {source.origin}, which is {kind}, not records"
     for source, (size, places) in zip(sources, mixture, strict=False):
         yield (
             f"{source.origin}: {places:,} of an epoch's sequences, "

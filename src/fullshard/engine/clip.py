@@ -18,9 +18,9 @@ from fullshard.errors import ShardedTensorError
 def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
     """Scale all gradients so that their norm is at most `max_norm`.
 
-    The 2-norm was computed at the end of the backward, so clipping needs no communication and reads
-    no gradient; other norms are a collective. The factor is min(1, max_norm / (norm + 1e-6)), as in
-    `torch.nn.utils.clip_grad_norm_`.
+    The 2-norm was computed at the end of the backward, so clipping reads no gradient; on a CPU,
+    ranks compare whether one of them wrote into its gradients since. Other norms are a collective.
+    The factor is min(1, max_norm / (norm + 1e-6)), as in `torch.nn.utils.clip_grad_norm_`.
 
     Parameters left out of sharding (`ignore`) are included; the user must reduce their gradients.
     If their norms differ between ranks, all ranks use the largest one, so that the shards of a
@@ -43,6 +43,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     apart = _largest_norm(engine, others, order) if engine.config.ignore else None
     if not shown and not others:
         return torch.zeros((), device=engine.device)
+    engine.norms.begin_clipping()
     norm = total_norm(shown, order)
     if apart is not None:
         norm = torch.linalg.vector_norm(torch.stack([norm, apart.to(norm)]), order)

@@ -28,14 +28,13 @@ from __future__ import annotations
 import logging
 import sys
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import compress, repeat
 from operator import gt, is_
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -61,18 +60,10 @@ _ENDED = object()
 _KINDS = {Sync.ALL: "", Sync.INNER: " under no_sync(outer_only)", Sync.NONE: " under no_sync"}
 
 
-class _Outer(NamedTuple):
-    """A running sum over replicas.
-
-    Attributes:
-        total: (part_numel,), accumulate dtype: summed in place.
-        steps: See `Transport.sum_replicas`.
-    """
-
-    unit: Unit
-    grads: GradientShard
-    total: torch.Tensor
-    steps: Iterator[None]
+def _at_once(copy: Callable[[], None]) -> Iterator[None]:
+    """Copy to the host on a device without streams."""
+    copy()
+    yield
 
 
 class Gradients:
@@ -104,7 +95,11 @@ class Gradients:
         self._has_added = False  # adds to earlier gradients, in a running backward
         self._is_stale = False  # there are gradients that it does not know
         self._theirs: list[tuple[Member, Any]] = []  # the user's tensors in `p.grad`
-        self._outer: list[_Outer] = []  # running sums over replicas
+        self._landing: list[Iterator[None]] = []  # sums that are not yet in their shards
+        self._on_host: list[GradientShard] = []  # shards that the host may not read yet
+        # Queues a copy to the host at the first `next`; its buffers are free after the last one.
+        self.to_host = _at_once
+        self.await_host: Callable[[], None] = lambda: None
         self.peak_deferred_bytes = 0
 
     @contextmanager
@@ -234,10 +229,10 @@ class Gradients:
             outs.append(scratch.take(grads.like, grads.sums.numel()) if apart else grads.sums)
         unit.reduction.sum_into(outs)
         unit.reduction = None
-        if self._outer:
-            self._advance_outer()
+        if self._landing:
+            self._advance()
         for group, out in zip(unit.trained_groups, outs, strict=True):
-            self._sum_replicas(unit, group.reduced, out, waits=waits)
+            self._start_to_land(unit, group.reduced, out, waits=waits)
             self._forget(group)
 
     def _accumulates(self, group: Group) -> bool:
@@ -266,37 +261,51 @@ class Gradients:
                         gradient.copy_(grad)
         return group.reduced.accumulates
 
-    def _sum_replicas(
+    def _start_to_land(
         self, unit: Unit, grads: GradientShard, total: torch.Tensor, *, waits: bool
     ) -> None:
-        """Start to sum over replicas, or keep the sums over shards for a later backward."""
+        """Start to land a sum over shards, or keep it for a later backward."""
         if grads.partial is not None:
             total.add_(grads.partial)
             grads.partial = None
         if waits:
             grads.partial = total.clone()
             unit.transport.scratch.give(total)
-        elif unit.plan.mesh.replicate > 1 and self.hook is None:
-            steps = unit.transport.sum_replicas(total)
-            next(steps, None)
-            self._outer.append(_Outer(unit, grads, total, steps))
+            return
+        steps = self._land(unit, grads, total)
+        if next(steps, _ENDED) is not _ENDED:
+            self._landing.append(steps)
+
+    def _land(self, unit: Unit, grads: GradientShard, total: torch.Tensor) -> Iterator[None]:
+        """Sum over replicas, divide, and add to the gradient shard. Each step starts the next
+        messages or copies, which are awaited when the next unit's sum lands."""
+        scratch = unit.transport.scratch
+        if unit.plan.mesh.replicate > 1 and self.hook is None:
+            yield from unit.transport.sum_replicas(total)
+        total.div_(self.divisor if unit.divisor is None else unit.divisor)
+        if not grads.is_offloaded:
+            grads.take(total)
         else:
-            self._take(unit, grads, total)
-
-    def _take(self, unit: Unit, grads: GradientShard, total: torch.Tensor) -> None:
-        """Take the finished sum over all ranks."""
-        grads.take(total, self.divisor)
+            room = [scratch.take(total, total.numel())] if grads.accumulates else []
+            self._on_host.append(grads)
+            yield from self.to_host(partial(grads.take_to_host, total, *room))
+            scratch.give(*room)
         if total is not grads.sums:
-            unit.transport.scratch.give(total)
+            scratch.give(total)
 
-    def _advance_outer(self) -> None:
-        """Advance the running sums over replicas by one step."""
-        under_way, self._outer = self._outer, []
-        for outer in under_way:
-            if next(outer.steps, _ENDED) is _ENDED:
-                self._take(outer.unit, outer.grads, outer.total)
-            else:
-                self._outer.append(outer)
+    def _advance(self) -> None:
+        """Advance the sums that are not yet in their shards by one step."""
+        self._landing = [s for s in self._landing if next(s, _ENDED) is not _ENDED]
+
+    def _finish_landing(self) -> None:
+        """Wait until all sums are in their shards, where the host may read them."""
+        while self._landing:
+            self._advance()
+        if self._on_host:
+            self.await_host()
+            for grads in self._on_host:
+                grads.show()
+            self._on_host.clear()
 
     def _forget(self, group: Group) -> None:
         """Release the buffer of a group whose gradients are reduced or dropped."""
@@ -311,8 +320,7 @@ class Gradients:
 
     def settle(self, units: Sequence[Unit]) -> None:
         """Agree on the touched parameters, set `p.grad`, and cache norms."""
-        while self._outer:
-            self._advance_outer()
+        self._finish_landing()
         if self._shown is None or self._is_stale:
             self._shown, self._is_stale = Shown.of(units), False
         members = self._shown.members
@@ -379,9 +387,7 @@ class Gradients:
                 "under no_sync are lost, others have a part of the failed one's. Call zero_grad() "
                 "and repeat the whole step."
             )
-        for outer in self._outer:
-            deque(outer.steps, maxlen=0)
-        self._outer.clear()
+        self._finish_landing()
         for unit in units:
             unit.num_expected = 0
             unit.waiting.clear()

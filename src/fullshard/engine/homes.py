@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import mmap
 import os
 import tempfile
 from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 from torch import nn
 
 from fullshard.config.sharding import Offload
-from fullshard.errors import ConfigError, UnsupportedModelError
+from fullshard.errors import ConfigError, OutOfMemoryError, UnsupportedModelError
 from fullshard.planner.units import Homes, Place
 
 
@@ -48,7 +50,9 @@ class Residence:
         """
         if self.folder is not None:
             return _mapped_zeros(numel, dtype, self.folder)
-        return torch.zeros(numel, dtype=dtype, device=self.device, pin_memory=self.pinned)
+        if self.pinned and numel:
+            return torch.frombuffer(_PageLocked(numel * dtype.itemsize), dtype=dtype)
+        return torch.zeros(numel, dtype=dtype, device=self.device)
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,39 @@ class DeviceHomes:
             states if homes.optimizer is Place.DISK else None,
             offloads_gradients=homes.gradients is not Place.DEVICE,
         )
+
+
+class _PageLocked(mmap.mmap):
+    """Page-locked zeros of this size; torch's allocator would round up to a power of two.
+
+    A tensor in this memory holds it. Like CUDA's own host memory, it does not exist in forked
+    processes.
+
+    Raises:
+        OutOfMemoryError: CUDA cannot lock so many bytes.
+    """
+
+    address = 0  # of the locked memory
+
+    def __new__(cls, nbytes: int) -> Self:
+        made = super().__new__(cls, -1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        made.madvise(mmap.MADV_DONTFORK)
+        address = torch.frombuffer(made, dtype=torch.uint8).data_ptr()
+        cuda: Any = torch.cuda.cudart()
+        failed = int(cuda.cudaHostRegister(address, nbytes, 1))  # for all devices
+        if failed:
+            raise OutOfMemoryError(
+                f"offload: expected {nbytes:,} bytes of page-locked host memory; "
+                f"cudaHostRegister returned {failed}. Use more ranks or hosts, or offload to nvme."
+            )
+        made.address = address
+        return made
+
+    def __del__(self) -> None:
+        if self.address:
+            torch.cuda.synchronize()  # copies may still read it
+            cuda: Any = torch.cuda.cudart()
+            cuda.cudaHostUnregister(self.address)
 
 
 def return_large_blocks() -> None:

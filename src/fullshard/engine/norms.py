@@ -157,9 +157,18 @@ class GradientNorms:
         """Drop the cache, after a gradient was modified in place or a backward began."""
         self._squares, self._shown = None, {}
 
+    def begin_clipping(self) -> None:
+        """Count a clipping, and drop the cache if a rank wrote into its gradients since then.
+
+        A collective where the host can read its result without waiting for a device.
+        """
+        self.counts[Count.CLIPPINGS] += 1
+        wrote = torch.full((1,), float(self._known() is None), device=self._device)
+        if is_at_hand(wrote) and self.all_reduce(wrote, "a clipping").tolist() != [0.0]:
+            self.mark_changed()
+
     def scale(self, factor: torch.Tensor) -> None:
         """Note that all gradients were multiplied by a factor."""
-        self.counts[Count.CLIPPINGS] += 1
         if self._squares is not None:
             self._squares = self._squares * factor.to(self._squares) ** 2
             self._versions = [flat._version for flat in self._memory]

@@ -26,7 +26,7 @@ from torch import nn
 
 from fullshard.engine._torch_compat import no_guard, storage_use_count
 from fullshard.engine.guard import Rule, is_alias, misfit, norm_order, refusal, rule_of, written_by
-from fullshard.engine.norms import TOLD_BY_SQUARES, Count, by_model, norms_of
+from fullshard.engine.norms import TOLD_BY_SQUARES, by_model, norms_of
 from fullshard.engine.record import ShardRecord
 from fullshard.errors import EngineError, ShardedTensorError
 from fullshard.planner.layout import clean_name
@@ -78,8 +78,14 @@ class Guarded:
             return self.detach().as_subclass(torch.Tensor)  # type: ignore[attr-defined]
 
     def full_tensor(self) -> torch.Tensor:
-        """The whole tensor as a plain tensor. A collective: call it on every rank."""
-        return self.record.gather(self.to_local().reshape(-1))
+        """The whole tensor as a plain tensor. A collective: call it on every rank.
+
+        A backward through it raises an error, unless every rank holds the whole parameter.
+        """
+        if self.record.is_cut or self.record.cut is not None:
+            return _number(self.record.gather(self.to_local().reshape(-1)), self, "full_tensor")
+        copy: Any = lambda x: x.clone().reshape(self.record.shape)  # noqa: E731
+        return _call_on_whole(copy, "full_tensor", ((self,), {}), self, Rule.NUMBER)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         if not hasattr(self, "record"):
@@ -310,10 +316,6 @@ def _differentiable(func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> 
         return func(*_computed(name, args), **{k: _computed(name, v) for k, v in kwargs.items()})
 
 
-def _raise(kind: type[Exception], text: str, _: torch.Tensor) -> None:
-    raise kind(text)
-
-
 def _computed(name: str, value: Any) -> Any:
     if isinstance(value, _LISTS):
         return type(value)(_computed(name, item) for item in value)
@@ -347,14 +349,13 @@ def _elementwise(func: Any, name: str, like: Any, args: Any, kwargs: dict[str, A
     if written:
         _note_writes(written)
         if name.startswith(_CLIPS) and isinstance(written[0], ShardedGradient):
-            written[0].record.norms.counts[Count.CLIPPINGS] += 1
+            written[0].record.norms.begin_clipping()
     result = _call_plain(func, name, like, (args, kwargs))
     if _takes_part(result) and not like.record.is_cut and not written:
         try:
             return _differentiable(func, name, args, kwargs)
-        except ShardedTensorError as error:
-            # a copy may be kept; the frames of an error would keep the model alive
-            result.register_hook(partial(_raise, type(error), str(error)))
+        except ShardedTensorError:
+            result = _number(result, like, name)  # a copy may be kept
     if isinstance(result, _LISTS):
         sources = next(
             (x for x in operands if isinstance(x, _LISTS) and _find_shard(x) is not None), None
@@ -607,14 +608,25 @@ def _reduce(func: Any, name: str, like: Any, args: Any, kwargs: dict[str, Any]) 
 
 
 def _number(value: torch.Tensor, like: Any, name: str) -> torch.Tensor:
-    """A plain number for logging; a backward through it raises an error."""
+    """A plain tensor for logging; a backward through it raises an error."""
     value = value.detach()
     if not (torch.is_grad_enabled() and like.requires_grad and value.is_floating_point()):
         return value
-    error = refusal(name, like, Rule.AUTOGRAD)
-    number = value.requires_grad_().clone()
-    number.register_hook(partial(_raise, type(error), str(error)))
-    return number
+    text = str(refusal(name, like, Rule.AUTOGRAD))  # an error's frames would keep the model alive
+    return _Refusal.apply(torch.empty(0, requires_grad=True), (value,), text)
+
+
+class _Refusal(torch.autograd.Function):
+    """Raises an error in backward; a tuple hides the tensor from autograd, so nothing is copied."""
+
+    @staticmethod
+    def forward(ctx: Any, _needs_grad: torch.Tensor, value: Any, text: str) -> torch.Tensor:
+        ctx.text = text
+        return value[0]
+
+    @staticmethod
+    def backward(ctx: Any, *_grads: Any) -> Any:
+        raise ShardedTensorError(ctx.text)
 
 
 _SPECIAL = {

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fullshard.config.values import DType
 from fullshard.engine._torch_compat import is_distributed, no_guard, plain
 from fullshard.engine.cuts import Cut
 from fullshard.engine.homes import DeviceHomes
@@ -15,7 +16,7 @@ from fullshard.engine.parameter import PlacedParameter, ShardedParameter
 from fullshard.engine.unit import GradientShard, Group, Member, address_of
 from fullshard.errors import UnsupportedModelError
 from fullshard.planner.layout import Slice
-from fullshard.planner.slots import Ring
+from fullshard.planner.slots import Ring, cast_ring
 from fullshard.planner.units import GroupPlan, SlotRef, UnitPlan
 from fullshard.transport.base import Home, Weights, torch_dtype
 
@@ -185,6 +186,11 @@ class Rings:
     def view(self, ref: SlotRef, numel: int) -> torch.Tensor:
         """(numel,): a group's part of its slot."""
         return self._buffers[ref.ring][ref.index][ref.base : ref.base + numel]
+
+    def cast(self, master: DType, numel: int) -> torch.Tensor | None:
+        """(numel,): where parts of this dtype are cast; None if they are not offloaded."""
+        slots = self._buffers.get(cast_ring(master))
+        return None if slots is None else slots[0][:numel]
 
     def num_bytes(self, *, gradients: bool) -> int:
         """Bytes of the rings of gradients, or of all others."""

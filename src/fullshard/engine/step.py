@@ -72,7 +72,7 @@ from fullshard.engine.gradients import Gradients, follow_freezing
 from fullshard.engine.norms import Count
 from fullshard.engine.parameter import Guarded
 from fullshard.engine.unit import Member, Unit, alive, is_reached
-from fullshard.errors import EngineError, SlotError
+from fullshard.errors import EngineError, HangError, SlotError
 from fullshard.planner.events import Event, EventKind, Recorder, Sync
 from fullshard.planner.schedule import Scheduler
 
@@ -197,7 +197,12 @@ class Runtime:
             self._see_writes()
         use = Use(index, self._stack[-1] if self._stack else None, self._generation)
         self._begin_hooks[index] = _beginning(ref(self), use)
-        self._run(self.scheduler.enter_forward(index))
+        events = self.scheduler.enter_forward(index)
+        try:
+            self._run(events)
+        except (EngineError, HangError):
+            self.reset()  # the hooks of outer units must gather no more
+            raise
         self._stack.append(use)
         self._current[index] = use
         unit.swap_in()
@@ -502,6 +507,7 @@ class Actions:
         self.communication_s = 0.0
         self._units, self._poison, self._counts = units, poison, gradients.norms.counts
         self._mesh = gradients.transport.axes.mesh
+        self._titles = [*(f" {unit.plan.title}" for unit in units), ""]  # the last one for unit -1
         self._filling: dict[Any, Unit] = {}  # the unit whose gather was last issued into a slot
         self._of: dict[EventKind, Callable[[Event], None]] = {
             EventKind.PUBLISH: lambda _: gradients.transport.home.publish(),
@@ -548,9 +554,11 @@ class Actions:
 
     def _act_named(self, event: Event) -> None:
         """Carry out an event under a name for the profiler."""
-        unit = f" {self._units[event.unit].plan.title}" if event.unit >= 0 else ""
-        with torch.profiler.record_function(f"fullshard {event.kind}{unit}"):
+        with torch.profiler.record_function(self._name_of(event)):
             self._act(event)
+
+    def _name_of(self, event: Event) -> str:
+        return f"fullshard {event.kind}{self._titles[event.unit]}"
 
     def _gather(self, event: Event) -> None:
         unit = self._units[event.unit]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 from fullshard.engine._torch_compat import graph_task_id
+from fullshard.engine.gradients import Gradients
 from fullshard.engine.step import WAITS, Actions, Runtime, Use
 from fullshard.engine.unit import Member
 from fullshard.planner.events import Event
@@ -71,7 +72,7 @@ class StreamedRuntime(Runtime):
 
 
 class TimedActions(Actions):
-    """Measures waits for other ranks on the device.
+    """Measures waits for other ranks on the device, and names events for Nsight Systems.
 
     Args:
         streams: Streams of the device.
@@ -85,12 +86,15 @@ class TimedActions(Actions):
         self._times: deque[tuple[Any, Any]] = deque()  # the device may not have reached yet
 
     def _act(self, event: Event) -> None:
-        if event.kind not in WAITS:
+        streams = self._streams
+        streams.begin_range(self._name_of(event))
+        try:
+            start = streams.event(timed=True) if event.kind in WAITS else None
             self._of[event.kind](event)
-            return
-        start = self._streams.event(timed=True)
-        self._of[event.kind](event)
-        self._times.append((start, self._streams.event(timed=True)))
+            if start is not None:
+                self._times.append((start, streams.event(timed=True)))
+        finally:
+            streams.end_range()
 
     def seconds(self) -> float:
         while self._times and (took_s := self._streams.seconds(*self._times[0])) is not None:
@@ -100,27 +104,44 @@ class TimedActions(Actions):
 
 
 class OffloadedActions(TimedActions):
-    """Copies shards from the host on a separate stream; the host waits before it writes them."""
+    """Copies shards from the host, and gradients to it, on two separate streams.
 
-    def __init__(self, streams: Streams, *parts: Any, poison: bool) -> None:
-        super().__init__(streams, *parts, poison=poison)
-        self._copies = streams.make("copy")
-        self._done: Any = None  # recorded after the last read of a shard
+    The host waits for copies before it writes shards, and before it reads a backward's gradients.
+    """
+
+    def __init__(
+        self, streams: Streams, units: Any, gradients: Gradients, *parts: Any, poison: bool
+    ) -> None:
+        super().__init__(streams, units, gradients, *parts, poison=poison)
+        self._copies, self._returns = streams.make("copy"), streams.make("to host")
+        self._done: dict[Any, Any] = {}  # by stream: recorded after its last copy
+        gradients.to_host, gradients.await_host = self._to_host, self._await_copies
         for unit in self._units:
-            unit.transport.home.await_reads = self._await_reads
+            unit.transport.home.await_reads = self._await_copies
+
+    def _aside(self, stream: Any, copy: Callable[[], None]) -> Any:
+        """Queue a copy on another stream; returns the event of its end."""
+        streams = self._streams
+        streams.join(stream, streams.current())
+        with streams.on(stream):
+            copy()
+            done = self._done[stream] = streams.event()
+        return done
 
     def _gather(self, event: Event) -> None:
-        streams, unit = self._streams, self._units[event.unit]
-        streams.join(self._copies, streams.current())
-        with streams.on(self._copies):
-            super()._gather(event)
-            self._done = streams.event()
-        unit.fetch = _Copied(streams, self._done, unit.fetch)
+        unit = self._units[event.unit]
+        done = self._aside(self._copies, partial(super()._gather, event))
+        unit.fetch = _Copied(self._streams, done, unit.fetch)
 
-    def _await_reads(self) -> None:
-        if self._done is not None:
-            self._streams.finish(self._done)
-            self._done = None
+    def _to_host(self, copy: Callable[[], None]) -> Iterator[None]:
+        done = self._aside(self._returns, copy)
+        yield
+        self._streams.wait(done)
+
+    def _await_copies(self) -> None:
+        for done in self._done.values():
+            self._streams.finish(done)
+        self._done.clear()
 
 
 class _Copied:

@@ -171,20 +171,30 @@ class GradientShard:
         made.partial = self.partial
         return made
 
-    def take(self, total: torch.Tensor, divisor: float) -> None:
-        """Add a reduced sum to the shown gradients, or replace them.
+    def take(self, total: torch.Tensor) -> None:
+        """Add a sum over all ranks to the shown gradients, or replace them.
 
         Args:
-            total: (part_numel,), accumulate dtype: the sum over ranks; `sums` or another buffer.
-            divisor: Divisor of the sum.
+            total: (part_numel,), accumulate dtype, divided; `sums` or another buffer.
         """
-        total.div_(divisor)
         if self.accumulates:
             self._take_writes()
-            self.sums.add_(total.to(self.sums.device))
+            self.sums.add_(total)
         elif total is not self.sums:
-            self.sums.copy_(total)  # blocking, since the host reads it next
+            self.sums.copy_(total)
         self.show()
+
+    def take_to_host(self, total: torch.Tensor, *room: torch.Tensor) -> None:
+        """Queue what `take` does if the sums are in host memory; `show` follows after a wait.
+
+        Args:
+            total: (part_numel,), accumulate dtype, divided, on the device.
+            room: (part_numel,), on the device, if the sum is added to what is shown.
+        """
+        for before in room:  # one at most
+            self._take_writes()
+            total.add_(before.copy_(self.sums, non_blocking=True))
+        self.sums.copy_(total, non_blocking=True)
 
     def scale(self, factor: torch.Tensor) -> None:
         """Multiply all gradients."""
@@ -223,6 +233,8 @@ class Group:
         part: (part_numel,): this rank's part of the slot, compute dtype.
         members: The group's parameters, in the layout's order.
         reduce_dtype: Dtype in which gradients are reduced.
+        cast: (part_numel,), master dtype, on the device: where an offloaded master is cast on its
+            way to the slot; None if the slot has the master's dtype, or nothing is offloaded.
         grads: Reduced gradients; None if frozen.
         grad_slot: (numel,), reduce dtype: the group's gradient slot.
         gaps: Padding of the gradient slot.
@@ -239,6 +251,7 @@ class Group:
     members: list[Member]
     reduce_dtype: torch.dtype
     unit: Unit = field(init=False, repr=False)
+    cast: torch.Tensor | None = None
     grads: GradientShard | None = None
     grad_slot: torch.Tensor | None = None
     gaps: list[torch.Tensor] = field(default_factory=list)
@@ -262,6 +275,8 @@ class Group:
         if plan.slot is not None:
             self.full = rings.view(plan.slot, numel)
             self.part = self.full.chunk(plan.layout.num_parts)[part]
+            if self.full.dtype is not self.master.dtype:
+                self.cast = rings.cast(plan.dtypes.master, plan.layout.part_numel)
         if plan.grad_slot is not None:
             slot = self.grad_slot = rings.view(plan.grad_slot, numel)
             self.gaps = [slot[start:stop] for start, stop in _padding(plan)]
@@ -276,7 +291,7 @@ class Group:
         """Drop all views of slots."""
         if self.gathers:
             self.full = self.part = self.full.new_empty(0)
-        self.grad_slot, self.gaps = None, []
+        self.grad_slot, self.cast, self.gaps = None, None, []
         for member in self.members:
             member.compute, member.node, member.target = nn.Parameter(torch.empty(0)), None, None
 
@@ -335,6 +350,7 @@ class Unit:
         num_expected: Number of gradients still expected in this backward.
         waiting: Parameters with final gradients that are not moved yet.
         places: Table, name, shard and compute parameter of each swap.
+        divisor: Divisor of its gradients' sums; None for the model's.
     """
 
     def __init__(self, plan: UnitPlan, groups: list[Group], transport: Transport) -> None:
@@ -358,6 +374,7 @@ class Unit:
         self._bound: list[tuple[Member, torch.Tensor, int]] = []  # views of slots, and where
         self._spans: list[tuple[int, int]] = []  # addresses that this rank shares with others
         self.swapped = 0
+        self.divisor: float | None = None
         self.versions = Versions()
         self.num_expected = 0
         self.waiting: list[Member] = []
@@ -371,9 +388,13 @@ class Unit:
     def start_gather(self) -> None:
         """Copy this rank's part to the slot and start to fetch the other parts."""
         for group in self.gathered:
-            group.part.copy_(group.master, non_blocking=True)  # also casts
+            source = group.master
+            if group.cast is not None:
+                source = group.cast.copy_(source, non_blocking=True)
+            group.part.copy_(source, non_blocking=True)  # also casts
         if self.gathered:
-            self.fetch = self.transport.fetch([group.full for group in self.gathered])
+            fulls = [group.full for group in self.gathered]
+            self.fetch = self.transport.fetch(fulls, self.plan.title)
 
     def wait(self) -> None:
         """Wait until the slot contains the whole unit."""

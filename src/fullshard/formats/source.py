@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import shutil
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ import torch
 
 from fullshard.checkpoint.commit import Place, failure, put_in_place
 from fullshard.checkpoint.files import sync_folder
+from fullshard.checkpoint.format import SAVING
 from fullshard.errors import CheckpointError, untrusted
 
 CHECKPOINT = "a checkpoint"
@@ -141,7 +143,8 @@ def whole_or_nothing(folder: Path, token: str | None = None) -> Generator[Path]:
     """
     place = Place(folder, token or f"{os.getpid():x}")
     try:
-        shutil.rmtree(place.aside, ignore_errors=True)  # left by a kill
+        for left in {place.aside, *(() if token else _of_dead_processes(folder))}:
+            shutil.rmtree(left, ignore_errors=True)  # left by a kill
         place.aside.mkdir(parents=True)
         yield place.aside
         sync_folder(place.aside)
@@ -152,3 +155,16 @@ def whole_or_nothing(folder: Path, token: str | None = None) -> Generator[Path]:
         raise failure(folder, 0, error) from error
     finally:
         shutil.rmtree(place.aside, ignore_errors=True)
+
+
+def _of_dead_processes(folder: Path) -> Generator[Path]:
+    """Temporary folders beside `folder` whose processes have ended."""
+    pattern = re.compile(rf"\.{re.escape(folder.name)}\.{SAVING}-([0-9a-f]{{1,8}})")
+    for left in folder.parent.iterdir() if folder.parent.is_dir() else ():
+        if match := pattern.fullmatch(left.name):
+            try:
+                os.kill(int(match[1], 16), 0)
+            except (ProcessLookupError, OverflowError):
+                yield left
+            except PermissionError:
+                continue  # another user's process lives

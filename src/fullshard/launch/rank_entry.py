@@ -17,6 +17,7 @@ import runpy
 import signal
 import sys
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -26,7 +27,7 @@ from types import FrameType
 from typing import NoReturn
 
 from fullshard.config.environment import LaunchEnvironment, read_launch_environment
-from fullshard.errors import PreemptedError, write_anything
+from fullshard.errors import ConfigError, PreemptedError, write_anything
 from fullshard.launch.exit_codes import ExitCode
 from fullshard.launch.failure import LaunchFolder, RankFailure
 from fullshard.launch.signals import SAVE_SIGNALS, handled
@@ -189,7 +190,13 @@ def _run_module(module: str) -> None:
         sys.path[0] = str(Path(module).resolve().parent)
         runpy.run_path(module, run_name="__main__")
         return
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except ImportError as error:
+        where = traceback.extract_tb(error.__traceback__)[-1].filename
+        if where not in (runpy.__file__, "<frozen runpy>"):
+            raise  # of an import inside the module
+        raise ConfigError(f"-m: expected a module to run, got '{module}': {error}") from None
 
 
 if __name__ == "__main__":

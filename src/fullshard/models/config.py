@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import inspect
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -219,12 +220,19 @@ def _unmatched_glob(glob: str, names: list[str]) -> str:
     return f"freeze: expected globs of parameter names, got '{glob}', which matches none. {hint}"
 
 
+RANDOM = re.compile("dropout|pdrop|layerdrop|drop_rate")  # keys of shares that are dropped
+
+
 def _check_sizes(config: PretrainedConfig) -> None:
     """Raises ConfigError for impossible sizes: a model of 10M layers would take hours to build."""
     names = "num_attention_heads", "num_key_value_heads"
     heads, shared = (getattr(config.get_text_config(), name, None) for name in names)
     if isinstance(heads, int) and isinstance(shared, int) and shared and heads % shared:
         raise ConfigError(f"model.config.{names[1]}: expected a divisor of {heads}, got {shared}.")
+    for key, share in config.get_text_config().to_dict().items():
+        is_number = RANDOM.search(key) and isinstance(share, int | float)
+        if is_number and not 0 <= share <= 1:
+            raise ConfigError(f"model.config.{key}: expected a number from 0 to 1, got {share}.")
     for key in ("hidden_size", "vocab_size", "num_hidden_layers"):
         size = getattr(config.get_text_config(), key, None)
         most = MOST_LAYERS if key == "num_hidden_layers" else None

@@ -20,6 +20,7 @@ from torch import nn
 
 from fullshard.engine.hugging_face import build, build_on_meta
 from fullshard.errors import ConfigError
+from fullshard.models.config import RANDOM
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -211,9 +212,7 @@ def _without_randomness(section: Settings) -> Settings:
     return {
         key: 0.0
         for key, value in section.items()
-        if re.search("dropout|pdrop|layerdrop|drop_rate", key)
-        and isinstance(value, float)
-        and value > 0
+        if RANDOM.search(key) and isinstance(value, float) and value > 0
     }
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from fullshard.config.values import DType, GradSync, Transport
+from fullshard.config.values import DType, GradSync, Reduction, Transport
 from fullshard.planner.events import Event, EventKind
 from fullshard.planner.layout import ALIGNMENT, Bounds, owned_numels
 from fullshard.planner.optimizers import OptimizerStates, owned_tensors
@@ -168,6 +168,7 @@ def communication_bytes(
     units: Sequence[UnitPlan],
     events: Sequence[Event],
     transport: Transport,
+    reduction: Reduction,
     homes: Homes,
     *,
     accumulates: bool = False,
@@ -175,43 +176,73 @@ def communication_bytes(
     """Returns the bytes of a transport's receive buffers, by replaying the events of a step.
 
     A reduction uses its buffers from REDUCE to ACCUMULATE. Freed buffers are reused, the smallest
-    that fits first. The direct transport receives one part from every peer, c10d one part in all.
+    that fits first. The direct transport receives one part from every peer, c10d one from every
+    rank for ordered sums; it receives other sums in the gradient slots.
     Replicas exchange chunks of a part during the backward of the next units. Gradients are received
-    in a device buffer first if their home is the host, or if they are added to an earlier sum.
+    in a device buffer first if their home is the host, or if they are added to an earlier sum. A
+    copy to the host runs until the next unit's sum lands.
 
     Args:
         units: Units of the plan.
         events: Events of a step.
         transport: The transport.
+        reduction: Who sums over c10d.
         homes: Where state is stored.
         accumulates: Whether several micro-batches are reduced into one sum.
     """
     pool = _Pool()
     lent: dict[int, list[_Buffer]] = {}
-    outer: list[_ReplicaSum] = []
-    lands_aside = accumulates or homes.gradients is not Place.DEVICE
+    landing: list[Iterator[None]] = []
+    to_host = homes.gradients is not Place.DEVICE
     for event in events:
         if event.kind is EventKind.REDUCE:
-            wanted = _received(units[event.unit].groups, transport)
+            wanted = _received(units[event.unit].groups, transport, reduction)
             lent[event.unit] = [pool.take(dtype, numel) for dtype, numel in wanted]
         elif event.kind is EventKind.ACCUMULATE:
             trained = [group for group in units[event.unit].groups if group.trainable]
-            aside = trained if lands_aside else []
-            landed = [pool.take(g.dtypes.accumulate, g.layout.part_numel) for g in aside]
+            sizes = [(g.dtypes.accumulate, g.layout.part_numel) for g in trained]
+            aside = [pool.take(*size) for size in sizes if accumulates or to_host]
             pool.give(lent.pop(event.unit))
-            outer = [one for one in outer if one.advance(pool)]
-            if units[event.unit].mesh.replicate == 1:
-                pool.give(landed)
-                continue
+            landing = [steps for steps in landing if next(steps, _ENDED) is not _ENDED]
+            replicate = units[event.unit].mesh.replicate
             for at, group in enumerate(trained):
-                chunks = _outer_chunks(group, transport, units[event.unit].mesh.replicate)
-                received = [pool.take(dtype, numel) for dtype, numel in chunks[1:]]
-                outer.append(_ReplicaSum(received, chunks[:1], landed[at : at + 1]))
-    while outer:
-        outer = [one for one in outer if one.advance(pool)]
+                sent = _exchanged(group, transport, reduction, replicate)
+                room = sizes[at : at + 1] if accumulates else []
+                steps = _land(pool, sent, aside[at : at + 1], room if to_host else None)
+                landing += [steps] if next(steps, _ENDED) is not _ENDED else []
+    while landing:
+        landing = [steps for steps in landing if next(steps, _ENDED) is not _ENDED]
     return pool.num_bytes
 
 
+def _land(
+    pool: _Pool,
+    exchanged: Sequence[Sequence[_Buffer]] | None,
+    landed: Sequence[_Buffer],
+    room: Sequence[_Buffer] | None,
+) -> Iterator[None]:
+    """The buffers of a sum on its way to its shard, step by step, as in `Gradients._land`.
+
+    Args:
+        pool: Lends the buffers.
+        exchanged: What replicas receive, and what they then add it up in; None without replicas.
+        landed: The buffer of the sum, if it is not the gradient shard.
+        room: Buffers of earlier sums that are added on the device; None if the shard is there.
+    """
+    if exchanged is not None:
+        received = [pool.take(*buffer) for buffer in exchanged[0]]
+        yield
+        pool.give([*(pool.take(*buffer) for buffer in exchanged[1]), *received])
+        if exchanged[1]:
+            yield
+    if room is not None:
+        lent = [pool.take(*size) for size in room]
+        yield
+        pool.give(lent)
+    pool.give(landed)
+
+
+_ENDED = object()
 _Buffer = tuple[DType, int]
 
 
@@ -237,47 +268,33 @@ class _Pool:
         self._free.update(buffers)
 
 
-@dataclass
-class _ReplicaSum:
-    """A sum over replicas in flight.
-
-    Attributes:
-        received: Buffers for chunks of the other replicas.
-        own: Buffer for the sum of this replica's chunk; empty if the transport needs none.
-        landed: Buffer of the summed gradient, if it is not the gradient shard.
-    """
-
-    received: list[_Buffer]
-    own: list[_Buffer]
-    landed: list[_Buffer]
-
-    def advance(self, pool: _Pool) -> bool:
-        """Advances the sum by one step; returns whether it is still in flight."""
-        own, self.own = self.own, []
-        pool.give([*(pool.take(*buffer) for buffer in own), *self.received])
-        self.received = []
-        if not own:
-            pool.give(self.landed)
-        return bool(own)
-
-
-def _received(groups: Sequence[GroupPlan], transport: Transport) -> list[_Buffer]:
+def _received(
+    groups: Sequence[GroupPlan], transport: Transport, reduction: Reduction
+) -> list[_Buffer]:
     """The receive buffers of one unit's reduction."""
     found: list[_Buffer] = []
-    for group in groups:
-        peers = group.layout.num_parts - 1
-        # In a shared home peers' gradients are read in place.
-        few = {Transport.DIRECT: peers, Transport.SHARED: 0}
-        count = few.get(transport, min(peers, 1))
-        if group.trainable:
-            found += [(group.dtypes.reduce, group.layout.part_numel)] * count
+    for group in (group for group in groups if group.trainable and group.layout.num_parts > 1):
+        num_parts, dtype, numel = (
+            group.layout.num_parts,
+            group.dtypes.reduce,
+            group.layout.part_numel,
+        )
+        if transport is Transport.DIRECT:
+            found += [(dtype, numel)] * (num_parts - 1)
+        elif transport is not Transport.SHARED and reduction.is_ordered(ITEMSIZE[dtype], num_parts):
+            found.append((dtype, numel * num_parts))  # other sums are received in gradient slots
     return found
 
 
-def _outer_chunks(group: GroupPlan, transport: Transport, replicate: int) -> list[_Buffer]:
-    """The buffers of the largest replica's chunk: one for every replica."""
-    exchanges = transport in (Transport.DIRECT, Transport.SHARED)
-    if not group.trainable or replicate == 1 or not exchanges:
-        return []
-    blocks = group.layout.part_numel // ALIGNMENT
-    return [(group.dtypes.accumulate, ALIGNMENT * -(-blocks // replicate))] * replicate
+def _exchanged(
+    group: GroupPlan, transport: Transport, reduction: Reduction, replicate: int
+) -> tuple[list[_Buffer], list[_Buffer]] | None:
+    """What the largest replica's chunk is received from the others in, and added up in."""
+    if replicate == 1:
+        return None
+    dtype, numel = group.dtypes.accumulate, group.layout.part_numel
+    if transport in (Transport.DIRECT, Transport.SHARED):
+        chunk = dtype, ALIGNMENT * -(-(numel // ALIGNMENT) // replicate)
+        return [chunk] * (replicate - 1), [chunk]
+    ordered = reduction.is_ordered(ITEMSIZE[dtype], replicate)
+    return [(dtype, numel * replicate)] * ordered, []

@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from fullshard.config.schema import ShardConfig
-from fullshard.config.values import GradSync, Home, Strategy, Transport
+from fullshard.config.values import GradSync, Home, Reduction, Strategy, Transport
 from fullshard.errors import ConfigError, WrapError
 from fullshard.planner.events import Event
 from fullshard.planner.layout import Slice
@@ -72,6 +72,7 @@ class Plan(PlanDocument):
         recompute: Modules whose forward is recomputed in backward.
         homes: Where state is stored.
         optimizer: State sizes of the optimizer; AdamW if there is no run.
+        reduction: Who sums gradients over c10d.
     """
 
     model_kind: str
@@ -90,6 +91,7 @@ class Plan(PlanDocument):
     homes: Homes = DEFAULT_HOMES
     optimizer: OptimizerStates = ADAMW
     saved_buffer_bytes: int = 0
+    reduction: Reduction = field(default=Reduction.NATIVE, metadata={"omitted": Reduction.NATIVE})
 
     def trained_by(self, optimizer: OptimizerStates) -> Plan:
         """Returns the plan with another optimizer."""
@@ -250,6 +252,7 @@ def make_plan(
         recompute=recomputed_modules(spec, config.activation_checkpointing),
         homes=homes,
         saved_buffer_bytes=spec.saved_buffer_bytes,
+        reduction=config.reduction,
     )
     return _finish(unfinished)
 
@@ -360,6 +363,7 @@ def _finish(plan: Plan) -> Plan:
 
 
 def _memory_of(plan: Plan, events: Sequence[Event]) -> tuple[MemoryRow, ...]:
-    received = communication_bytes(plan.units, events, plan.transport, plan.homes)
+    how = plan.transport, plan.reduction, plan.homes
+    received = communication_bytes(plan.units, events, *how)
     beside = {"communication buffers": received, "buffers": plan.buffer_bytes}
     return state_rows(plan.units, plan.rings, beside, plan.homes, plan.grad_sync, plan.optimizer)

@@ -99,7 +99,22 @@ def assign_slots(
         for (ring, dtype), numel in sizes.items():
             taken = grad_turns if ring.endswith(".grad") else turns
             rings.append(Ring(ring, dtype, numel, count=len(set(taken.values()))))
-    return tuple(placed), tuple(rings)
+    return tuple(placed), (*rings, *_cast_rings(placed, rules))
+
+
+def cast_ring(master: DType) -> str:
+    """Name of the ring in which offloaded parts of this dtype are cast."""
+    return f"cast.{master}"
+
+
+def _cast_rings(units: Sequence[UnitPlan], rules: SlotRules) -> list[Ring]:
+    """One slot per master dtype: offloaded parts are copied to the device before they are cast."""
+    sizes: dict[DType, int] = defaultdict(int)
+    for group in (group for unit in units for group in unit.groups if rules.homes.offloads):
+        dtypes = group.dtypes
+        if group.slot is not None and dtypes.compute is not dtypes.master:
+            sizes[dtypes.master] = max(sizes[dtypes.master], group.layout.part_numel)
+    return [Ring(cast_ring(dtype), dtype, numel, count=1) for dtype, numel in sizes.items()]
 
 
 def _take_turns(

@@ -17,8 +17,9 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from fullshard.checkpoint.commit import ALONE
 from fullshard.checkpoint.format import STATE, natural
-from fullshard.checkpoint.read import read_tables
+from fullshard.checkpoint.read import choose, read_tables
 from fullshard.checkpoint.retain import checkpoints_in, newest_complete
 from fullshard.config.files import flatten, is_below
 from fullshard.config.load import Resolved, load_config
@@ -60,7 +61,7 @@ class Resume:
     def sentence(self, output_dir: Path) -> str:
         """What will happen, in words, to the new run and to an existing one."""
         if self.path is not None:
-            found = newest_complete(self.path)
+            found = choose(ALONE, self.path, whole=False)
             what = "the run there resumes" if self.in_place else "a new run begins"
             return f"{what} with the model and optimizer of step {found.step} in {found.path}"
         is_there = RunFolder(output_dir).record.is_file() and not self.in_place
@@ -184,7 +185,7 @@ def check_same(
 
 
 def _from_path(path: Path) -> Resume:
-    found = newest_complete(path)
+    found = choose(ALONE, path, whole=False)
     with untrusted(found.path / STATE, "the data position of a run"):
         position = read_tables(found)[1]["state"].get(POSITION) or {}
         batch = natural(position["global_batch"]) if "global_batch" in position else None

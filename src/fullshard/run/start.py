@@ -17,7 +17,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fullshard.checkpoint.retain import newest_complete
+from fullshard.checkpoint.commit import ALONE
+from fullshard.checkpoint.read import choose
 from fullshard.config.environment import LaunchEnvironment
 from fullshard.config.load import Resolved
 from fullshard.config.schema import RunConfig
@@ -166,7 +167,7 @@ def prepare_run(
         if resume.in_place and resume.path is not None:
             check_same(resolved, output_dir, resume.path, facts)
         if resume.path is not None:
-            found = newest_complete(resume.path)
+            found = choose(ALONE, resume.path, whole=False)
             resume.check_steps(found.step or 0, found.path, steps.num_steps)
             if isinstance(view, View):
                 model = model_on_meta(view.config, model_config)

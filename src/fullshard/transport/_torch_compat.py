@@ -5,11 +5,14 @@ Checked with torch 2.11 and 2.13; written for 2.8 and newer.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from fullshard.errors import ConfigError
 
 # torch 2.13 renamed the single-tensor collectives and warns about the old names.
 all_gather_single: Callable[..., Any] = (
@@ -47,6 +50,24 @@ def _coalesced(group: Any, new: str, old: str) -> Callable[..., Any]:
     return getattr(group, f"{new}_coalesced", None) or getattr(group, f"{old}_coalesced")
 
 
+def symmetric_memory() -> tuple[Any, Any, torch.device]:
+    """torch's module of symmetric memory, set to NCCL, this rank's device, and the pool on it.
+
+    Raises:
+        ConfigError: torch or NCCL lacks it, or a program uses it with another backend.
+    """
+    try:
+        memory = importlib.import_module("torch.distributed._symmetric_memory")
+        memory.set_backend("NCCL")
+        device = torch.device("cuda", torch.cuda.current_device())
+        return memory, memory.get_mem_pool(device), device
+    except (AssertionError, AttributeError, ImportError, RuntimeError) as error:
+        raise ConfigError(
+            "symmetric_memory: expected torch 2.11 or newer with symmetric memory of NCCL 2.27 or "
+            f"newer; got torch {torch.__version__}: {str(error).splitlines()[0]} Leave it out."
+        ) from error
+
+
 def group_timeout(group: Any) -> Any:
     """The time-out (a timedelta) of a process group; None if it has none."""
     backend = group._get_backend(group._device_types[0])
@@ -65,3 +86,8 @@ def urgent_options(timeout: Any) -> Any:
 def is_alive(group: Any) -> bool:
     """Whether a process group still exists; torch has no public function for it."""
     return dist.is_initialized() and group in dist.distributed_c10d._world.pg_map
+
+
+def is_gloo(group: Any) -> bool:
+    """Whether a process group sends over gloo alone."""
+    return group is not None and dist.get_backend(group) == "gloo"

@@ -90,12 +90,15 @@ class Works:
     Args:
         works: torch.distributed's work of each.
         place: The phase that they belong to, for errors.
+        compare: Called before the first wait; raises an error if ranks sent different things.
     """
 
-    __slots__ = ("_place", "_works")
+    __slots__ = ("_compare", "_place", "_works")
 
-    def __init__(self, works: Sequence[Any], place: str = "") -> None:
-        self._works, self._place = works, place
+    def __init__(
+        self, works: Sequence[Any], place: str = "", compare: Callable[[], None] | None = None
+    ) -> None:
+        self._works, self._place, self._compare = works, place, compare
 
     def wait(self) -> None:
         """Wait until all are complete.
@@ -104,12 +107,17 @@ class Works:
             EngineError: Another rank has ended.
             HangError: The process group's time-out has passed.
         """
+        if self._compare is not None:
+            self._compare()
         try:
             for work in self._works:
                 work.wait()
         except RuntimeError as error:
             raise _failure(error, self._place or "a message") from error
         self._works = ()
+
+
+_CLOSED = ("connection closed", "connection reset", "broken pipe", "connection refused", "abort")
 
 
 def _failure(error: RuntimeError, place: str) -> EngineError | HangError:
@@ -120,10 +128,12 @@ def _failure(error: RuntimeError, place: str) -> EngineError | HangError:
             "none came. Another rank is still computing, or waits for something else: all ranks "
             "must make the same calls."
         )
-    return EngineError(
-        f"{place}: expected every rank to take part; one has ended or closed its connection. "
-        "Its own output says why."
-    )
+    if any(sign in str(error).lower() for sign in _CLOSED):
+        return EngineError(
+            f"{place}: expected every rank to take part; one has ended or closed its connection. "
+            "Its own output says why."
+        )
+    return EngineError(f"{place}: expected a message from every rank; got: {error}")
 
 
 class Reduction:
@@ -323,9 +333,13 @@ class Transport(ABC):
         self.home = Home()
 
     @abstractmethod
-    def fetch(self, fulls: Sequence[torch.Tensor]) -> Fetch:
-        """Start to fill the other ranks' parts of (numel,) buffers that contain this rank's
-        part."""
+    def fetch(self, fulls: Sequence[torch.Tensor], unit: str = "") -> Fetch:
+        """Start to fill the other ranks' parts of (numel,) buffers that contain this rank's part.
+
+        Args:
+            fulls: The buffers.
+            unit: The title of their unit, which ranks compare where messages could be mixed up.
+        """
 
     @abstractmethod
     def reduce(self, fulls: Sequence[torch.Tensor]) -> Reduction:

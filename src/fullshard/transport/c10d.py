@@ -10,60 +10,85 @@ import torch
 import torch.distributed as dist
 
 from fullshard.config.values import Reduction as ReductionKind
+from fullshard.planner.slots import Ring, cast_ring
+from fullshard.planner.units import UnitPlan
 from fullshard.transport._torch_compat import (
     all_gather_many,
     all_gather_single,
     reduce_scatter_many,
+    symmetric_memory,
 )
-from fullshard.transport.base import Axes, Fetch, Reduction, Transport, Works, sum_in_order
+from fullshard.transport.base import (
+    Axes,
+    Fetch,
+    Home,
+    Reduction,
+    Slots,
+    Works,
+    sum_in_order,
+    torch_dtype,
+)
+from fullshard.transport.messages import MessageTransport
 
 
-class C10dTransport(Transport):
+class C10dTransport(MessageTransport):
     """In-place all-gather and reduce-scatter on the process groups' backend.
 
     Args:
         axes: This rank's place in the mesh.
-        kind: Whether the backend sums, or sums are computed in rank order.
+        kind: Who sums.
+        symmetric: Allocate slots in NCCL's symmetric memory.
     """
 
     name = "c10d"
 
-    def __init__(self, axes: Axes, kind: ReductionKind) -> None:
+    def __init__(self, axes: Axes, kind: ReductionKind, *, symmetric: bool = False) -> None:
         super().__init__(axes)
-        self._is_ordered = kind is ReductionKind.ORDERED
+        self._kind = kind
+        if symmetric:
+            self.home = SymmetricHome(axes)
 
-    def fetch(self, fulls: Sequence[torch.Tensor]) -> Fetch:
+    def fetch(self, fulls: Sequence[torch.Tensor], unit: str = "") -> Fetch:
         axes = self.axes
         if axes.mesh.shard == 1:
             return Works(())
+        self._compare_places(axes.shard_ranks)
+        self._compare_units(unit)()
         owns = [full.chunk(axes.mesh.shard)[axes.shard_index] for full in fulls]
         return self._works(all_gather_many(fulls, owns, axes.gather_group))
 
     def reduce(self, fulls: Sequence[torch.Tensor]) -> Reduction:
-        """A reduce-scatter, or for ordered sums an all-to-all and a local sum in rank order."""
+        """A reduce-scatter in place; for ordered sums an all-to-all, and a sum in rank order."""
         num_parts, group = self.axes.mesh.shard, self.axes.reduce_group
         if num_parts == 1:
             return Reduction(lambda: [[full] for full in fulls])
-        share = 1 if self._is_ordered else num_parts
-        received = [self.scratch.take(full, full.numel() // share) for full in fulls]
-        works: list[Any]
-        if self._is_ordered:
-            works = [
-                dist.all_to_all_single(parts, full, group=group, async_op=True)
-                for parts, full in zip(received, fulls, strict=True)
-            ]
-        else:
-            works = reduce_scatter_many(received, fulls, group)
+        self._compare_places(self.axes.shard_ranks)
+        works: list[Any] = []
+        lent: list[torch.Tensor] = []
+        received: list[Sequence[torch.Tensor]] = []
+        native: tuple[list[Any], list[Any]] = [], []
+        for full in fulls:
+            if self._is_ordered(full, num_parts):
+                parts = self.scratch.take(full, full.numel())
+                works.append(dist.all_to_all_single(parts, full, group=group, async_op=True))
+                lent.append(parts)
+                received.append(parts.chunk(num_parts))
+            else:
+                received.append([full.chunk(num_parts)[self.axes.shard_index]])
+                native[0].append(received[-1][0])
+                native[1].append(full)
+        works += reduce_scatter_many(*native, group)
 
         def receive() -> list[Sequence[torch.Tensor]]:
             self._works(*works).wait()
-            return [parts.chunk(num_parts // share) for parts in received]
+            return received
 
-        return Reduction(receive, partial(self.scratch.give, *received))
+        return Reduction(receive, partial(self.scratch.give, *lent))
 
     def sum_replicas(self, values: torch.Tensor) -> Iterator[None]:
         replicas, group = self.axes.mesh.replicate, self.axes.replicate_group
-        if not self._is_ordered:
+        self._compare_places(self.axes.replicate_ranks)
+        if not self._is_ordered(values, replicas):
             works = self._works(dist.all_reduce(values, group=group, async_op=True))
             yield
             works.wait()
@@ -77,9 +102,44 @@ class C10dTransport(Transport):
 
     def all_reduce(self, values: torch.Tensor, *, maximum: bool = False) -> None:
         if self.axes.world_group is not None:
+            self._compare_places(range(self.axes.mesh.world_size))
             op = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
             group = self.axes.world_group
             self._works(dist.all_reduce(values, op=op, group=group, async_op=True)).wait()
 
+    def _is_ordered(self, values: torch.Tensor, num_ranks: int) -> bool:
+        return self._kind.is_ordered(values.itemsize, num_ranks)
+
     def _works(self, *works: Any) -> Works:
-        return Works(works, self.home.place)
+        return Works(works, self._phase or self.home.place)
+
+
+class SymmetricHome(Home):
+    """A home whose slots NCCL may access on all ranks, so that it uses its copy engines or kernels.
+
+    NCCL knows such memory by its address, and expects the same slots on all ranks. All ranks
+    therefore allocate and register slots in the plan's order, each with the group of its
+    collectives. Slots stay allocated, since NCCL would take later memory at their addresses for
+    them; rings that are not alike are made anew when the order of units is learned.
+
+    Args:
+        axes: This rank's groups.
+    """
+
+    def __init__(self, axes: Axes) -> None:
+        super().__init__()
+        self._axes, self._made = axes, dict[Ring, list[torch.Tensor]]()
+
+    def open_slots(self, units: Sequence[UnitPlan], rings: Sequence[Ring]) -> Slots:  # noqa: ARG002
+        axes, (memory, pool, device) = self._axes, symmetric_memory()
+        for ring in rings:
+            group = axes.reduce_group if ring.name.endswith(".grad") else axes.gather_group
+            if ring in self._made or group is None or ring.name == cast_ring(ring.dtype):
+                continue
+            dist.barrier(group=group)  # makes its communicator
+            kind: dict[str, Any] = {"dtype": torch_dtype(ring.dtype), "device": device}
+            with torch.cuda.use_mem_pool(pool):
+                self._made[ring] = [torch.zeros(ring.numel, **kind) for _ in range(ring.count)]
+            for slot in self._made[ring]:
+                memory.rendezvous(slot, group.group_name)
+        return {ring.name: self._made[ring] for ring in rings if ring in self._made}

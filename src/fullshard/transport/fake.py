@@ -19,7 +19,7 @@ class FakeTransport(Transport):
 
     name = "fake"
 
-    def fetch(self, fulls: Sequence[torch.Tensor]) -> Fetch:
+    def fetch(self, fulls: Sequence[torch.Tensor], unit: str = "") -> Fetch:  # noqa: ARG002
         for full in fulls:
             for index, part in enumerate(full.chunk(self.axes.mesh.shard)):
                 if index != self.axes.shard_index:

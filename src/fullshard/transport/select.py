@@ -11,6 +11,7 @@ from fullshard.config.schema import ShardConfig
 from fullshard.config.values import Transport as TransportKind
 from fullshard.errors import ConfigError
 from fullshard.planner.mesh import Mesh
+from fullshard.transport._torch_compat import is_gloo
 from fullshard.transport.base import Axes, Transport
 from fullshard.transport.c10d import C10dTransport
 from fullshard.transport.direct import DirectTransport
@@ -85,6 +86,10 @@ def make_transport(config: ShardConfig, mesh: Mesh) -> Transport:
     A collective if the world is larger than 1; all ranks call it in the same order.
     """
     kind = config.transport
+    if config.symmetric_memory and kind is not TransportKind.C10D and mesh.world_size > 1:
+        raise ConfigError(
+            f"symmetric_memory: expected transport c10d on NCCL; got {kind}. Leave it out."
+        )
     if kind is TransportKind.FAKE:
         return FakeTransport(Axes.of(mesh, 0))
     if kind is TransportKind.DIRECT and mesh.world_size == 1:  # no communication, on any device
@@ -94,7 +99,9 @@ def make_transport(config: ShardConfig, mesh: Mesh) -> Transport:
         groups["gather_group"] = own_group("gather", mesh.shard_groups())
         groups["reduce_group"] = own_group("reduce", mesh.shard_groups())
         groups["replicate_group"] = own_group("replicate", mesh.replicate_groups())
-        return C10dTransport(Axes.of(mesh, dist.get_rank(), **groups), config.reduction)
+        groups["first_tag"] = first_tag() if is_gloo(groups["world_group"]) else 0
+        axes = Axes.of(mesh, dist.get_rank(), **groups)
+        return C10dTransport(axes, config.reduction, symmetric=config.symmetric_memory)
     # messages have tags, so one group serves both axes
     axes = Axes.of(mesh, dist.get_rank(), **groups, first_tag=first_tag())
     if kind is TransportKind.DIRECT or mesh.shard == 1:

@@ -10,6 +10,7 @@ transports.
     reduce       NCCL's reduce-scatters                      step, before their sums are read
     replicate    NCCL's sums over replicas                   step, when the next unit's sums land
     copy         copies of shards from the host into slots   gather, before it sends them
+    to host      copies of gradients to the host             step, when the next unit's sums land
 
 The step's stream is the one that was current when the outermost forward began. Autograd calls a
 hook on the stream of its node: the stream of its forward for a node of the graph, the stream on
@@ -22,11 +23,14 @@ What may touch a buffer, and when:
                       after waiting for the gather
     gradient slot     the step writes it; the reduction reads it; the step writes it again after
                       waiting for the reduction
-    receive buffer    the reduction writes it; the step reads it after waiting, and lends it again
+    receive buffer    the reduction writes it (in the gradient slot, or apart); the step reads it
+                      after waiting, and lends it again
     shard             the step
     sums              the step, after waiting for a sum over replicas that writes them
     shard on a host   the host writes it; a copy reads it; the host waits for copies before it
                       writes again
+    sums on a host    a copy writes them; the host waits for copies once, at the end of backward,
+                      before it reads or writes them
 """
 
 from __future__ import annotations
@@ -54,6 +58,14 @@ class Streams:
     def on(self, stream: Any) -> AbstractContextManager[Any]:
         """Context that makes a stream current."""
         return torch.cuda.stream(stream)
+
+    def begin_range(self, name: str) -> None:
+        """Begins a range of NVTX, which Nsight Systems shows."""
+        torch.cuda.nvtx.range_push(name)
+
+    def end_range(self) -> None:
+        """Ends the range that was begun last."""
+        torch.cuda.nvtx.range_pop()
 
     def join(self, waiting: Any, stream: Any) -> None:
         """Makes `waiting` wait for all work queued on `stream` so far."""

@@ -166,12 +166,12 @@ class _MissedGather(Injection):
         unit = _middle([unit for unit in engine_of(model).units if _gathers(unit)])
         real, missed = unit.transport, False
 
-        def fetch(fulls: Tensors) -> Any:
+        def fetch(fulls: Tensors, unit: str) -> Any:
             nonlocal missed
             if self.step == 1 and not missed:
                 missed = True
                 return SimpleNamespace(wait=lambda: None)
-            return real.fetch(fulls)
+            return real.fetch(fulls, unit)
 
         unit.transport = _Wrapped(real, fetch=fetch)
 

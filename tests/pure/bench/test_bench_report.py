@@ -1,14 +1,12 @@
 """Rows, the JSON object and the Markdown page, made from figures that are written here."""
 
-from __future__ import annotations
-
 import json
 import math
 
 import pytest
 
 from fullshard.bench.cases import CASES, PEERS, find_case, groups_of, installed_peers
-from fullshard.bench.page import CpuClock, Page, others_share
+from fullshard.bench.page import CpuClock, others_share
 from fullshard.bench.step import (
     COLUMNS,
     MEMORY_KEYS,
@@ -24,8 +22,8 @@ from fullshard.errors import ConfigError
 CONTRACT = {"name", "strategy", "step_time_s", "tokens_per_s", "memory_peak_bytes"}
 
 
-def result(others: float = 0.0, became_idle: bool = True, **differences: float) -> CaseResult:
-    def engine(name: str, step_s: float) -> EngineResult:
+def result(others=0.0, became_idle=True, **differences):
+    def engine(name, step_s):
         memory = dict(zip(MEMORY_KEYS, (3 * 2**20, 4 * 2**20, 5 * 2**20), strict=True))
         distance = 1 if name == "fsdp2" else None
         difference = None if name == "floor" else differences.get(name, 0.0)
@@ -40,7 +38,7 @@ def result(others: float = 0.0, became_idle: bool = True, **differences: float) 
     return CaseResult(CASES["tiny"], engines, others, became_idle)
 
 
-def page(found: CaseResult) -> Page:
+def page(found):
     return page_of([found], ("deepspeed",), "fullshard x")
 
 

@@ -1,7 +1,5 @@
 """The arithmetic behind the tables, on numbers whose answer is known."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Drawings of benchmarks show what was measured, to scale."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from xml.etree import ElementTree
@@ -14,11 +12,11 @@ RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def drawn(text: str) -> ElementTree.Element:
+def drawn(text):
     return ElementTree.fromstring(text)
 
 
-def words_of(tree: ElementTree.Element) -> list[str]:
+def words_of(tree):
     return [element.text or "" for element in tree.iter(f"{SVG}text")]
 
 
@@ -37,7 +35,7 @@ def test_a_trace_has_a_lane_a_rank_and_kind_and_a_bar_an_event():
     assert right == pytest.approx(950, abs=1), last["name"]
 
 
-def row(name: str, value: float) -> dict:
+def row(name, value):
     ratio = {"value": value, "low": value - 0.05, "high": value + 0.05}
     return {"case": "29M", "name": name, "ratio_to_fsdp2": ratio}
 

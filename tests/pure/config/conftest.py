@@ -1,7 +1,5 @@
 """What tests of the configuration share."""
 
-from __future__ import annotations
-
 import pytest
 
 from fullshard.config.load import load_config
@@ -12,7 +10,7 @@ from fullshard.errors import ConfigError
 def check_error(snapshot, tmp_path, monkeypatch):
     """Compares the error of a file with this text, word for word; its exit code is 2."""
 
-    def check(name: str, text: str, *, needs_model: bool) -> None:
+    def check(name, text, *, needs_model):
         monkeypatch.chdir(tmp_path)
         path = tmp_path / name
         path.write_text(text)

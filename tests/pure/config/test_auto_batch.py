@@ -1,7 +1,5 @@
 """`per_device_train_batch_size: auto` is read and written as that word until it is chosen."""
 
-from __future__ import annotations
-
 import pytest
 
 from fullshard.config.load import load_config

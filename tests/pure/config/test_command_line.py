@@ -1,7 +1,5 @@
 """Overrides of the command line: which key a name means, and that it wins over the file."""
 
-from __future__ import annotations
-
 import pytest
 
 from fullshard.config.load import load_config, overrides_from_args

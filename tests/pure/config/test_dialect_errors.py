@@ -1,7 +1,5 @@
 """What people read when a file of another tool is wrong, word for word."""
 
-from __future__ import annotations
-
 import pytest
 
 from fullshard.config.load import load_config

@@ -1,7 +1,5 @@
 """Files of other tools, in the form of their documentation, say in our keys what they said."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -36,7 +34,7 @@ def load(tmp_path, monkeypatch):
     return load
 
 
-def accelerate(*lines: str, top: str = "") -> str:
+def accelerate(*lines, top=""):
     return "\n".join(["distributed_type: FSDP", top, "fsdp_config:", *(f"  {x}" for x in lines)])
 
 

@@ -1,7 +1,5 @@
 """What people read when a configuration is wrong, word for word."""
 
-from __future__ import annotations
-
 import os
 import pickle
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """A stranger's configuration file is read, or refused by a typed error; nothing else comes out."""
 
-from __future__ import annotations
-
 import re
 from importlib.resources import files
 

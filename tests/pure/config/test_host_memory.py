@@ -1,7 +1,5 @@
 """The memory of a container is what its cgroups allow, of either version."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import psutil
@@ -50,7 +48,7 @@ def test_without_a_limit_it_is_the_hosts(tmp_path, monkeypatch, own):
     assert host_memory.limit().num_bytes == psutil.virtual_memory().total
 
 
-def tree(folder: Path, groups: dict[str, dict[str, str]]) -> None:
+def tree(folder, groups):
     """Writes groups with the files that the kernel gives them; "" is the root."""
     for name, files in groups.items():
         (folder / name).mkdir(parents=True, exist_ok=True)
@@ -58,7 +56,7 @@ def tree(folder: Path, groups: dict[str, dict[str, str]]) -> None:
             (folder / name / file).write_text(content)
 
 
-def version_2(limit: str, high: str, used: int, kills: int) -> dict[str, str]:
+def version_2(limit, high, used, kills):
     """Files of a group of version 2, as Linux writes them; the root group has no limits."""
     return {
         "memory.max": f"{limit}\n",
@@ -69,7 +67,7 @@ def version_2(limit: str, high: str, used: int, kills: int) -> dict[str, str]:
     }
 
 
-def version_1(limit: int, used: int, kills: int) -> dict[str, str]:
+def version_1(limit, used, kills):
     return {
         "memory.limit_in_bytes": f"{limit}\n",
         "memory.usage_in_bytes": f"{used}\n",

@@ -1,7 +1,5 @@
 """How a process was launched, read from the variables of each launcher."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The configuration of `fullshard train` without arguments, and what importing one costs."""
 
-from __future__ import annotations
-
 import json
 
 from fullshard.config.files import OriginKind

@@ -1,7 +1,5 @@
 """What is in the contract and not built is refused by name, before anything starts."""
 
-from __future__ import annotations
-
 import pytest
 
 from fullshard.config.environment import read_launch_environment

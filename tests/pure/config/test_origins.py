@@ -1,7 +1,5 @@
 """Every value of a resolved configuration says where it came from."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -37,6 +37,7 @@ CONTRACT = {
     "activation_checkpointing": "none",
     "grad_sync": "every_micro_batch",
     "transport": "auto",
+    "symmetric_memory": False,
     "poison": False,
 }
 

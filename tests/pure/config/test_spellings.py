@@ -1,7 +1,5 @@
 """Every word that other tools write for a choice is understood, and no other."""
 
-from __future__ import annotations
-
 import pytest
 
 from fullshard.config.schema import ShardConfig

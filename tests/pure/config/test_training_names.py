@@ -1,7 +1,5 @@
 """`training` understands the names of Hugging Face, three generations of them."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest
@@ -57,7 +55,7 @@ NAMES_OF_4_40 = [
 ]
 
 
-def is_known(name: str) -> bool:
+def is_known(name):
     return name in MOVED or name in TrainingConfig.known_names()
 
 

@@ -1,10 +1,5 @@
 """The guard's lists: what is on none of them is refused."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -58,7 +53,7 @@ def test_properties_and_functions_of_one_name_are_told_apart():
     assert rule_of(torch.Tensor.T.__get__)[0] is Rule.REFUSED
 
 
-def is_same(found: Any, wanted: list[torch.Tensor]) -> bool:
+def is_same(found, wanted):
     return list(map(id, found)) == list(map(id, wanted))
 
 
@@ -117,7 +112,7 @@ def test_elementwise_functions_give_what_they_give_on_parts():
     assert {"sqrt", "sqrt_", "tanh", "nan_to_num", "zeros_like"} <= tried
 
 
-def _one_tensor_functions() -> Iterator[Any]:
+def _one_tensor_functions():
     """Overridable functions of torch that the guard lets pass as elementwise."""
     seen = set()
     for functions in get_overridable_functions().values():

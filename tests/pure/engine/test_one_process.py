@@ -1,7 +1,5 @@
 """A sharded model without other ranks: the degenerate case, and what the environment may say."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
@@ -92,13 +90,13 @@ def test_a_frozen_model_can_be_sharded_and_evaluated():
 
 def test_empty_and_odd_parameters_are_sharded():
     class Odd(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.empty = nn.Parameter(torch.zeros(0, 5))
             self.number = nn.Parameter(torch.tensor(2.0))
             self.one = nn.Parameter(torch.ones(1, 1, 1))
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x):
             return self.number * self.one.sum() * x + self.empty.sum()
 
     model = fs.shard(Odd(), poison=True)

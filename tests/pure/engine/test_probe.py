@@ -1,9 +1,5 @@
 """The probe tells optimizers that treat elements one by one from those that do not."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 from torch import optim
@@ -15,11 +11,11 @@ from fullshard.errors import NotElementwiseError
 class SignDescent(optim.Optimizer):
     """Somebody's own, elementwise, with an argument that has no default."""
 
-    def __init__(self, params: Any, lr: float, *, momentum: float) -> None:
+    def __init__(self, params, lr, *, momentum):
         super().__init__(params, {"lr": lr, "momentum": momentum})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure=None):
         for group in self.param_groups:
             for param in group["params"]:
                 state = self.state[param]
@@ -31,7 +27,7 @@ class Normalized(SignDescent):
     """Divides by the norm of the whole gradient."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure=None):
         for group in self.param_groups:
             for param in group["params"]:
                 param.sub_(param.grad / param.grad.norm(), alpha=group["lr"])
@@ -41,7 +37,7 @@ class Late(SignDescent):
     """Mixes elements from the third step on."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure=None):
         for group in self.param_groups:
             for param in group["params"]:
                 state = self.state[param]
@@ -53,7 +49,7 @@ class Late(SignDescent):
 class Wrapped(optim.Optimizer):
     """Cannot be made from its groups alone."""
 
-    def __init__(self, inner: optim.Optimizer) -> None:
+    def __init__(self, inner):
         super().__init__(inner.param_groups, {})
 
 
@@ -73,11 +69,11 @@ ELEMENTWISE = [
 ]
 
 
-def settings_of(optimizer: optim.Optimizer) -> dict[str, Any]:
+def settings_of(optimizer):
     return {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
 
 
-def a_parameter() -> list[torch.nn.Parameter]:
+def a_parameter():
     return [torch.nn.Parameter(torch.ones(2, 2))]
 
 

@@ -1,7 +1,5 @@
 """Which error means which exit code, and which of several failures came first."""
 
-from __future__ import annotations
-
 import errno
 import inspect
 import os

@@ -1,7 +1,5 @@
 """Who is to blame when ranks stand still, judged from what they say of themselves."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from fullshard.observe.hang.judge import (

@@ -1,7 +1,5 @@
 """What a calibration's tables say between measured sizes, and what its file may hold."""
 
-from __future__ import annotations
-
 import json
 import re
 

@@ -1,7 +1,5 @@
 """The forecast reads what tables say, forgets what was measured, and obeys physics."""
 
-from __future__ import annotations
-
 import csv
 import itertools
 import math
@@ -26,11 +24,11 @@ def public():
         return list(csv.DictReader(file))
 
 
-def speed(**changes: object) -> float:
+def speed(**changes):
     return tokens_per_s(read_workload({**LLAMA_8B, **{k: str(v) for k, v in changes.items()}}))
 
 
-def memory(**changes: object) -> float:
+def memory(**changes):
     run = read_workload({**LLAMA_8B, **{k: str(v) for k, v in changes.items()}})
     return peak_memory(run).active / GIB
 
@@ -77,7 +75,7 @@ def test_a_number_that_is_none_is_said_in_its_row(column, odd):
 
 
 def test_what_nobody_knows_gets_a_guess_and_a_wide_interval():
-    def width(**changes: str) -> float:
+    def width(**changes):
         found = predict({**LLAMA_8B, **changes})
         ends = [float(found[f"pred_tokens_per_sec_per_gpu{end}"]) for end in ("_lo", "_hi")]
         return ends[1] / ends[0]
@@ -165,7 +163,7 @@ def test_a_block_with_experts_runs_slower_than_a_dense_one_of_the_same_work():
 
 
 def test_waiting_for_the_slowest_rank_grows_slower_than_their_number():
-    def waits(gpus: int) -> float:
+    def waits(gpus):
         row = {**LLAMA_8B, "gpus": str(gpus), "nodes": str(gpus // 8)}
         return traffic(read_workload(row), replace(FITTED, link_share=1e9, fabric_share=1e9))[0]
 
@@ -182,7 +180,7 @@ def test_matmuls_that_are_cut_hide_half_of_their_traffic():
 
 
 def test_a_pipelines_bubble_shrinks_with_the_micro_batches_of_a_step():
-    def share(accumulation: int) -> float:
+    def share(accumulation):
         row = {**LLAMA_8B, "strategy": "FSDP2=8 x PP=8", "grad_accum": str(accumulation)}
         times = step_times(read_workload({**row, "micro_batch_per_gpu": "8"}))
         return times.bubble / (times.step - times.bubble - times.update)

@@ -1,9 +1,6 @@
 """The forecast's constants come from the fit; who scores it sees no answer and splits no group."""
 
-from __future__ import annotations
-
 import importlib
-from types import ModuleType
 
 import numpy as np
 import pytest
@@ -13,12 +10,12 @@ from fullshard.outlook.published import DROPPED, read_workload
 
 
 @pytest.fixture
-def fitting() -> ModuleType:
+def fitting():
     return importlib.import_module("benchmarks.forecast_fit")
 
 
 @pytest.fixture
-def baselines(fitting: ModuleType) -> ModuleType:
+def baselines(fitting):
     return importlib.import_module("benchmarks.forecast_baselines")
 
 

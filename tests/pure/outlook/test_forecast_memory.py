@@ -1,14 +1,12 @@
 """What the forecast says of memory follows from what frameworks are known to hold."""
 
-from __future__ import annotations
-
 import csv
 from statistics import median
 
 import pytest
 
 from fullshard.outlook.constants import FITTED
-from fullshard.outlook.memory import GIB, PeakMemory, peak_memory
+from fullshard.outlook.memory import GIB, peak_memory
 from fullshard.outlook.published import read_workload
 from fullshard.outlook.workload import Metric
 from support import rows
@@ -18,7 +16,7 @@ LLAMA_8B = {**rows.LLAMA_8B, "gpus": "8", "nodes": "1"}
 TOKENS, LAYERS, WIDTH, KV, MLP, VOCAB = 8192, 32, 4096, 1024, 14336, 128256
 
 
-def held(**changes: str) -> PeakMemory:
+def held(**changes):
     return peak_memory(read_workload({**LLAMA_8B, **changes}))
 
 

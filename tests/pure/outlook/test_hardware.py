@@ -1,7 +1,5 @@
 """How people write down the GPUs of a machine."""
 
-from __future__ import annotations
-
 import pytest
 
 from fullshard.errors import ConfigError

@@ -1,7 +1,5 @@
 """What an allocator holds beyond what is asked of it, by its documented sizes."""
 
-from __future__ import annotations
-
 import pytest
 
 from fullshard.outlook.memory import BLOCK, MIB, segments

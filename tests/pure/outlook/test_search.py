@@ -1,7 +1,5 @@
 """What is advised fits, is faster, and trains the same model."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 
@@ -24,7 +22,7 @@ WIDTH, LAYERS, VOCAB = 2048, 24, 32000
 H100 = Machine(DEVICES["H100"], 80 * GIB)
 
 
-def decoder_spec() -> ModelSpec:
+def decoder_spec():
     """Blocks of two matrices between an embedding and a head."""
     modules = [
         ModuleSpec("", "Decoder"),
@@ -61,21 +59,21 @@ def _plan(strategy, offload, recompute):
     )
 
 
-def plan_of(config: ShardConfig):
+def plan_of(config):
     return _plan(config.strategy, config.offload is not None, config.activation_checkpointing)
 
 
-def job(micro_batch: int, seq_len: int = 2048) -> PlannedStep:
+def job(micro_batch, seq_len=2048):
     shapes = Shapes(SPEC.numel, LAYERS, WIDTH, 16, 16, 4 * WIDTH, VOCAB)
     return PlannedStep(decoder(shapes), Batch(seq_len, micro_batch, 1))
 
 
-def current(micro_batch: int, machine: Machine = H100, **changes):
+def current(micro_batch, machine=H100, **changes):
     config = ShardConfig(**{"strategy": "full_shard", "param_dtype": "bf16", **changes})
     return look(plan_of(config), config, job(micro_batch), machine)
 
 
-def samples(outlook) -> float:
+def samples(outlook):
     return outlook.job.batch.micro_batch * outlook.job.batch.accumulation
 
 

@@ -1,7 +1,5 @@
 """The step of a calibrated machine: units' work, messages' time, what of it is hidden."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, replace
 
 import pytest

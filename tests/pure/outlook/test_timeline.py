@@ -1,7 +1,5 @@
 """Events played in time: what waits for what, by hand."""
 
-from __future__ import annotations
-
 import pytest
 
 from fullshard.outlook.player import Bar, Cost, Lane, play

@@ -1,7 +1,5 @@
 """The fuller of two moments of a step on XLA, from shapes alone."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

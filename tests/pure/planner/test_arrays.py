@@ -1,7 +1,5 @@
 """Where arrays are cut."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

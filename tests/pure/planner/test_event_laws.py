@@ -1,7 +1,5 @@
 """The events of a plan, replayed by a checker that knows nothing of the scheduler."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from typing import Any
 
@@ -12,7 +10,6 @@ from torch import nn
 
 import fullshard as fs
 from fullshard.planner.events import EventKind
-from fullshard.planner.plan import Plan
 from fullshard.planner.schedule import nominal_trace
 
 STRATEGIES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard")
@@ -21,7 +18,7 @@ STRATEGIES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard")
 class Block(nn.Module):
     """A block with a unit inside it where asked."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width):
         super().__init__()
         self.own = nn.Linear(width, width)
         self.inner = Inner(width)
@@ -30,7 +27,7 @@ class Block(nn.Module):
 class Inner(nn.Module):
     """A nested unit."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width):
         super().__init__()
         self.weight = nn.Linear(width, width)
 
@@ -38,7 +35,7 @@ class Inner(nn.Module):
 class Model(nn.Module):
     """An embedding, blocks, a head."""
 
-    def __init__(self, num_blocks: int, frozen: int) -> None:
+    def __init__(self, num_blocks, frozen):
         super().__init__()
         self.embed = nn.Embedding(200, 8)
         self.blocks = nn.ModuleList([Block(8) for _ in range(num_blocks)])
@@ -50,46 +47,46 @@ class Model(nn.Module):
 class Checker:
     """Who holds each slot, and who fills each gradient slot."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan):
         self.plan = plan
         self.holder: dict[Any, int] = {}
         self.filling: dict[Any, int] = {}
         self.reduced: list[int] = []
 
-    def slots(self, unit: int) -> set[Any]:
+    def slots(self, unit):
         groups = self.plan.units[unit].groups
         return {(g.slot.ring, g.slot.index) for g in groups if g.slot}
 
-    def grad_slots(self, unit: int) -> set[Any]:
+    def grad_slots(self, unit):
         groups = self.plan.units[unit].groups
         return {(g.grad_slot.ring, g.grad_slot.index) for g in groups if g.grad_slot}
 
-    def gather(self, unit: int) -> None:
+    def gather(self, unit):
         assert all(self.holder.get(slot, unit) == unit for slot in self.slots(unit))
         self.holder.update(dict.fromkeys(self.slots(unit), unit))
 
-    def forward(self, unit: int) -> None:
+    def forward(self, unit):
         assert all(self.holder.get(slot) == unit for slot in self.slots(unit))
 
-    def backward(self, unit: int) -> None:
+    def backward(self, unit):
         if self.plan.units[unit].reads_weight_in_backward:
             self.forward(unit)
 
-    def release(self, unit: int) -> None:
+    def release(self, unit):
         for slot in self.slots(unit):
             assert self.holder.pop(slot) == unit
 
-    def reduce(self, unit: int) -> None:
+    def reduce(self, unit):
         assert all(self.filling.get(slot, unit) == unit for slot in self.grad_slots(unit))
         self.filling.update(dict.fromkeys(self.grad_slots(unit), unit))
         self.reduced.append(unit)
 
-    def accumulate(self, unit: int) -> None:
+    def accumulate(self, unit):
         for slot in self.grad_slots(unit):
             assert self.filling.pop(slot) == unit
 
 
-def replay(plan: Plan) -> None:
+def replay(plan):
     """Assert that slots and gradient slots are never used for two things at once."""
     checker = Checker(plan)
     for event in plan.events:
@@ -110,8 +107,8 @@ def replay(plan: Plan) -> None:
     nested=st.booleans(),
 )
 def test_no_event_uses_a_slot_that_holds_something_else(
-    num_blocks: int, frozen: int, depths: tuple[int, int], strategy: str, nested: bool
-) -> None:
+    num_blocks, frozen, depths, strategy, nested
+):
     plan = fs.plan(
         Model(num_blocks, min(frozen, num_blocks)),
         world_size=4,
@@ -124,7 +121,7 @@ def test_no_event_uses_a_slot_that_holds_something_else(
     replay(plan)
 
 
-def travels(plan: Plan, called: set[int], used: set[int]) -> list[tuple[EventKind, int]]:
+def travels(plan, called, used):
     """Gathers and reductions of a rank that calls some units, and of these uses some outputs."""
     scheduler, order = plan.scheduler(), plan.order
     events = scheduler.begin_forward()
@@ -152,12 +149,8 @@ def travels(plan: Plan, called: set[int], used: set[int]) -> list[tuple[EventKin
     dropped=st.sets(st.integers(1, 7)),
 )
 def test_gathers_and_reductions_alternate_alike_on_a_rank_that_leaves_out_blocks(
-    num_blocks: int,
-    depths: tuple[int, int],
-    strategy: str,
-    skipped: set[int],
-    dropped: set[int],
-) -> None:
+    num_blocks, depths, strategy, skipped, dropped
+):
     plan = fs.plan(
         Model(num_blocks, 0),
         world_size=4,
@@ -172,7 +165,7 @@ def test_gathers_and_reductions_alternate_alike_on_a_rank_that_leaves_out_blocks
     assert travels(plan, called, called - (dropped & blocks)) == travels(plan, every, every)
 
 
-def test_a_ring_has_one_slot_more_than_the_larger_depth() -> None:
+def test_a_ring_has_one_slot_more_than_the_larger_depth():
     for forward, backward in [(0, 0), (1, 0), (2, 1), (1, 3)]:
         plan = fs.plan(
             Model(7, 0), world_size=2, forward_prefetch=forward, backward_prefetch=backward
@@ -181,7 +174,7 @@ def test_a_ring_has_one_slot_more_than_the_larger_depth() -> None:
         assert counts["block0.0.float32"] == max(forward, backward) + 1
 
 
-def test_the_checker_finds_a_missing_gather() -> None:
+def test_the_checker_finds_a_missing_gather():
     from dataclasses import replace
 
     plan = fs.plan(Model(4, 0), world_size=2)
@@ -191,7 +184,7 @@ def test_the_checker_finds_a_missing_gather() -> None:
         replay(broken)
 
 
-def test_strategies_are_rows_not_other_plans() -> None:
+def test_strategies_are_rows_not_other_plans():
     """Sharded strategies differ in slots and gathers alone: the same units, the same reductions."""
     found = defaultdict(set)
     for strategy in STRATEGIES[:2]:

@@ -1,7 +1,5 @@
 """Plans of mixtures whose experts are cut over an axis of the mesh."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -53,7 +51,7 @@ def test_groups_that_do_not_divide_the_ranks_are_refused(dense, groups):
         dense.of_experts(groups)
 
 
-def spec(*, directly: bool = False) -> ModelSpec:
+def spec(*, directly=False):
     """Two blocks; the experts lie in a module below the one that reads them."""
     own = Mesh(1, 2, (), 2)
     modules, params = [ModuleSpec("", "Net"), ModuleSpec("layers", "ModuleList", True, False)], []

@@ -1,7 +1,5 @@
 """Flat layouts, for any shapes and world sizes."""
 
-from __future__ import annotations
-
 import math
 
 from hypothesis import given
@@ -13,14 +11,12 @@ SHAPES = st.lists(st.lists(st.integers(0, 40), max_size=3).map(tuple), min_size=
 NUM_PARTS = st.integers(1, 70)
 
 
-def _layout(shapes: list[tuple[int, ...]], num_parts: int) -> FlatLayout:
+def _layout(shapes, num_parts):
     return FlatLayout.build([(f"p{i}", shape) for i, shape in enumerate(shapes)], num_parts)
 
 
 @given(SHAPES, NUM_PARTS)
-def test_offsets_are_aligned_and_parameters_do_not_overlap(
-    shapes: list[tuple[int, ...]], num_parts: int
-) -> None:
+def test_offsets_are_aligned_and_parameters_do_not_overlap(shapes, num_parts):
     layout = _layout(shapes, num_parts)
     end = 0
     for placement, shape in zip(layout.placements, shapes, strict=True):
@@ -33,9 +29,7 @@ def test_offsets_are_aligned_and_parameters_do_not_overlap(
 
 
 @given(SHAPES, NUM_PARTS)
-def test_the_parts_hold_every_element_exactly_once_at_its_place(
-    shapes: list[tuple[int, ...]], num_parts: int
-) -> None:
+def test_the_parts_hold_every_element_exactly_once_at_its_place(shapes, num_parts):
     layout = _layout(shapes, num_parts)
     covered = {f"p{i}": 0 for i in range(len(shapes))}
     for part in range(num_parts):
@@ -50,9 +44,7 @@ def test_the_parts_hold_every_element_exactly_once_at_its_place(
 
 
 @given(SHAPES, NUM_PARTS)
-def test_padding_is_what_belongs_to_no_parameter_and_stays_small(
-    shapes: list[tuple[int, ...]], num_parts: int
-) -> None:
+def test_padding_is_what_belongs_to_no_parameter_and_stays_small(shapes, num_parts):
     layout = _layout(shapes, num_parts)
     assert layout.padding == layout.numel - sum(math.prod(shape) for shape in shapes)
     assert layout.padding < ALIGNMENT * (len(shapes) + num_parts)

@@ -1,7 +1,5 @@
 """Owners of whole tensors: chosen from sizes alone, the same on every rank."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,12 +1,9 @@
 """A plan is plain data: JSON and back, the same bytes in every process, every element somewhere."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 from torch import nn
@@ -32,7 +29,7 @@ LLAMA = {
 }
 
 
-def _plan_text(hash_seed: str) -> str:
+def _plan_text(hash_seed):
     environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=True
@@ -41,7 +38,7 @@ def _plan_text(hash_seed: str) -> str:
 
 
 @pytest.mark.long
-def test_the_json_is_the_same_in_every_process_and_reads_back() -> None:
+def test_the_json_is_the_same_in_every_process_and_reads_back():
     plan = fs.plan(LLAMA, world_size=8, param_dtype="bf16")
     text = plan.to_json().strip()
     # Hashes differ here and there.
@@ -58,9 +55,7 @@ def test_the_json_is_the_same_in_every_process_and_reads_back() -> None:
         ({"schema_version": 2}, "schema_version 2 instead of 1"),
     ],
 )
-def test_text_that_is_no_plan_of_this_version_is_refused_by_field(
-    field: dict[str, Any], says: str
-) -> None:
+def test_text_that_is_no_plan_of_this_version_is_refused_by_field(field, says):
     plan = json.loads(fs.plan(nn.Linear(4, 4), world_size=2).to_json())
     with pytest.raises(ConfigError, match=says):
         Plan.from_json(json.dumps(plan | field))
@@ -75,7 +70,7 @@ def test_text_that_is_no_plan_of_this_version_is_refused_by_field(
         ("no_shard", {}),
     ],
 )
-def test_the_ranks_hold_every_element_once_a_replica(strategy: str, sizes: dict[str, int]) -> None:
+def test_the_ranks_hold_every_element_once_a_replica(strategy, sizes):
     plan = fs.plan(LLAMA, world_size=6, strategy=strategy, **sizes)
     held = sum(piece.numel for rank in range(6) for piece in plan.view(rank).all_slices())
     assert held == plan.num_parameters * plan.mesh.replicate
@@ -84,7 +79,7 @@ def test_the_ranks_hold_every_element_once_a_replica(strategy: str, sizes: dict[
     assert whole <= shards <= whole + 4 * sum(unit.padding for unit in plan.units)
 
 
-def test_tied_weights_are_the_roots_and_counted_once() -> None:
+def test_tied_weights_are_the_roots_and_counted_once():
     tied = fs.plan({**LLAMA, "tie_word_embeddings": True}, world_size=2)
     untied = fs.plan({**LLAMA, "tie_word_embeddings": False}, world_size=2)
     assert untied.num_parameters - tied.num_parameters == 512 * 64
@@ -92,6 +87,6 @@ def test_tied_weights_are_the_roots_and_counted_once() -> None:
     assert ("model.embed_tokens.weight", "lm_head.weight") in names
 
 
-def test_sizes_that_do_not_multiply_to_the_ranks_are_refused() -> None:
+def test_sizes_that_do_not_multiply_to_the_ranks_are_refused():
     with pytest.raises(ConfigError, match=r"expected 8 .*got 3 x 2 = 6"):
         fs.plan(LLAMA, world_size=8, strategy="hybrid_shard", replicate=3, shard=2)

@@ -1,17 +1,14 @@
 """Schedules of three blocks, drawn by hand."""
 
-from __future__ import annotations
-
-from collections.abc import Iterable, Sequence
 from itertools import combinations
 
 import pytest
 
 from fullshard.config.schema import ShardConfig
 from fullshard.config.values import DType
-from fullshard.planner.events import Event, EventKind
+from fullshard.planner.events import EventKind
 from fullshard.planner.mesh import Topology
-from fullshard.planner.plan import Plan, make_plan
+from fullshard.planner.plan import make_plan
 from fullshard.planner.spec import ModelSpec, ModuleSpec, ParamSpec
 
 SIGNS = {
@@ -25,7 +22,7 @@ SIGNS = {
 }
 
 
-def plan_of(depth: int | tuple[int, int], frozen: tuple[int, ...] = (), **fields: object) -> Plan:
+def plan_of(depth, frozen=(), **fields):
     """A root (0) with a parameter of its own and three blocks (1, 2, 3) of one size, on 2 ranks."""
     names = ["", "blocks", "blocks.0", "blocks.1", "blocks.2"]
     kinds = ["Model", "ModuleList", "Block", "Block", "Block"]
@@ -44,7 +41,7 @@ def plan_of(depth: int | tuple[int, int], frozen: tuple[int, ...] = (), **fields
     return make_plan(ModelSpec("Model", modules, tuple(params)), config, Topology(2))
 
 
-def drawn(plan: Plan) -> str:
+def drawn(plan):
     return " ".join(f"{SIGNS[e.kind]}{e.unit if e.unit >= 0 else ''}" for e in plan.events)
 
 
@@ -63,12 +60,12 @@ EXAMPLES = {
 
 
 @pytest.mark.parametrize("depth", EXAMPLES)
-def test_full_shard_at_each_depth(depth: int) -> None:
+def test_full_shard_at_each_depth(depth):
     assert drawn(plan_of(depth)) == " ".join(EXAMPLES[depth].split())
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
-def test_shard_grad_op_gathers_once_and_frees_after_backward(depth: int) -> None:
+def test_shard_grad_op_gathers_once_and_frees_after_backward(depth):
     forward = {
         0: "G0 F0 G1 F1 G2 F2 G3 F3",
         1: "G0 G1 F0 G2 F1 G3 F2 F3",
@@ -78,20 +75,20 @@ def test_shard_grad_op_gathers_once_and_frees_after_backward(depth: int) -> None
     assert drawn(plan_of(depth, strategy="shard_grad_op")) == f"{forward} {backward}"
 
 
-def test_no_shard_gathers_nothing() -> None:
+def test_no_shard_gathers_nothing():
     assert drawn(plan_of(1, strategy="no_shard")) == (
         "F0 F1 F2 F3 B0 B3 +3 B2 +2 =3 B1 +1 =2 +0 =1 =0 *"
     )
 
 
-def test_no_shard_with_another_compute_dtype_fills_slots_and_moves_nothing() -> None:
+def test_no_shard_with_another_compute_dtype_fills_slots_and_moves_nothing():
     plan = plan_of(1, strategy="no_shard", param_dtype="bf16")
     gathers = [event for event in plan.events if event.kind is EventKind.GATHER]
     assert [event.unit for event in gathers] == [0, 1, 2, 3]
     assert {event.num_bytes for event in gathers} == {0}
 
 
-def test_depths_of_forward_and_backward_differ() -> None:
+def test_depths_of_forward_and_backward_differ():
     assert drawn(plan_of((0, 1))) == (
         "G0 F0 G1 F1 R1 G2 F2 G3 F3 B0 B3 +3 R3 G1 B2 +2 =3 R2 B1 +1 =2 +0 =1 =0 R0 R1 *"
     )
@@ -100,23 +97,23 @@ def test_depths_of_forward_and_backward_differ() -> None:
     )
 
 
-def test_a_frozen_block_is_gathered_for_backward_and_not_reduced() -> None:
+def test_a_frozen_block_is_gathered_for_backward_and_not_reduced():
     assert drawn(plan_of(0, frozen=(2,))) == (
         "G0 F0 G1 F1 R1 G2 F2 R2 G3 F3 B0 B3 +3 R3 G2 B2 R2 G1 B1 +1 =3 +0 =1 =0 R0 R1 *"
     )
 
 
-def test_blocks_before_the_first_trained_one_have_no_backward() -> None:
+def test_blocks_before_the_first_trained_one_have_no_backward():
     assert drawn(plan_of(0, frozen=(1, 2))) == (
         "G0 F0 G1 F1 R1 G2 F2 R2 G3 F3 B0 B3 +3 +0 =3 =0 R0 R3 *"
     )
 
 
-def test_a_frozen_model_has_no_backward() -> None:
+def test_a_frozen_model_has_no_backward():
     assert "B" not in drawn(plan_of(1, frozen=(0, 1, 2, 3)))
 
 
-def test_what_goes_over_the_wire_is_a_part_from_each_peer() -> None:
+def test_what_goes_over_the_wire_is_a_part_from_each_peer():
     plan = plan_of(1)
     part = plan.units[1].groups[0].layout.part_numel
     assert 4 * 600 <= 4 * part <= 4 * (600 + 64)  # half of 30 x 40
@@ -124,11 +121,11 @@ def test_what_goes_over_the_wire_is_a_part_from_each_peer() -> None:
         assert {e.num_bytes for e in plan.events if e.kind is kind and e.unit} == {4 * part}
 
 
-def collectives(events: Iterable[Event]) -> list[Event]:
+def collectives(events):
     return [event for event in events if event.kind in (EventKind.GATHER, EventKind.REDUCE)]
 
 
-def step_with(plan: Plan, used: Sequence[int]) -> list[Event]:
+def step_with(plan, used):
     """The collectives of a rank that uses only some blocks."""
     machine = plan.scheduler()
     events = [*machine.begin_forward(), *machine.enter_forward(0)]
@@ -144,7 +141,7 @@ def step_with(plan: Plan, used: Sequence[int]) -> list[Event]:
 
 @pytest.mark.parametrize("seen", [(3,), (2, 1), (1, 3), (3, 2, 1)])
 @pytest.mark.parametrize("depth", EXAMPLES)
-def test_ranks_issue_one_sequence_whichever_blocks_they_and_the_first_step_use(depth, seen) -> None:
+def test_ranks_issue_one_sequence_whichever_blocks_they_and_the_first_step_use(depth, seen):
     plan = plan_of(depth).reordered((0, *seen), (0, *reversed(seen)))
     blocks = list(dict.fromkeys([*plan.order.forward[1:], 1, 2, 3]))
     for number in range(4):

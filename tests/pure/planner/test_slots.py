@@ -1,7 +1,5 @@
 """Slots: who may share one, how many there are, and how large."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from itertools import pairwise
 
@@ -12,7 +10,7 @@ from hypothesis import strategies as st
 from fullshard.config.schema import ShardConfig
 from fullshard.config.values import DType
 from fullshard.planner.mesh import Topology
-from fullshard.planner.plan import Plan, make_plan
+from fullshard.planner.plan import make_plan
 from fullshard.planner.spec import ITEMSIZE, ModelSpec, ModuleSpec, ParamSpec
 from fullshard.planner.units import ancestors_of
 
@@ -23,7 +21,7 @@ DEPTHS = st.tuples(st.integers(0, 4), st.integers(0, 4))
 WORLDS = st.sampled_from([1, 2, 3, 8])
 
 
-def spec_of(numels: list[int], nests: list[int], trained: list[bool]) -> ModelSpec:
+def spec_of(numels, nests, trained):
     """Blocks of these sizes, some with smaller ones inside them, in a root that has a parameter."""
     modules = [ModuleSpec("", "Model"), ModuleSpec("blocks", "ModuleList", is_container=True)]
     params = [ParamSpec(("scale",), (7,), DType.FLOAT32, trainable=True)]
@@ -35,7 +33,7 @@ def spec_of(numels: list[int], nests: list[int], trained: list[bool]) -> ModelSp
     return ModelSpec("Model", tuple(modules), tuple(params))
 
 
-def plan_of(spec: ModelSpec, world_size: int, depths: tuple[int, int], **fields: object) -> Plan:
+def plan_of(spec, world_size, depths, **fields):
     config = ShardConfig.of(
         None,
         wrap=[kind for kind in ("Block", "Inner") if any(m.kind == kind for m in spec.modules)],
@@ -46,13 +44,13 @@ def plan_of(spec: ModelSpec, world_size: int, depths: tuple[int, int], **fields:
     return make_plan(spec, config, Topology(world_size))
 
 
-def slots_of(plan: Plan, unit: int, *, gradients: bool = False) -> set[tuple[str, int]]:
+def slots_of(plan, unit, *, gradients=False):
     groups = plan.units[unit].groups
     refs = (group.grad_slot if gradients else group.slot for group in groups)
     return {(ref.ring, ref.index) for ref in refs if ref is not None}
 
 
-def by_depth(plan: Plan) -> list[list[int]]:
+def by_depth(plan):
     """Units of like nesting, in forward order: these are neighbours."""
     found: dict[int, list[int]] = defaultdict(list)
     for unit in plan.units:
@@ -61,9 +59,7 @@ def by_depth(plan: Plan) -> list[list[int]]:
 
 
 @given(numels=NUMELS, nests=NESTS, trained=TRAINED, depths=DEPTHS)
-def test_neighbours_within_the_window_never_share_a_slot(
-    numels: list[int], nests: list[int], trained: list[bool], depths: tuple[int, int]
-) -> None:
+def test_neighbours_within_the_window_never_share_a_slot(numels, nests, trained, depths):
     plan = plan_of(spec_of(numels, nests, trained), 2, depths)
     window = max(depths) + 1
     for peers in by_depth(plan):
@@ -74,9 +70,7 @@ def test_neighbours_within_the_window_never_share_a_slot(
 
 
 @given(numels=NUMELS, nests=NESTS, trained=TRAINED, depths=DEPTHS)
-def test_a_unit_never_shares_a_slot_with_one_around_it(
-    numels: list[int], nests: list[int], trained: list[bool], depths: tuple[int, int]
-) -> None:
+def test_a_unit_never_shares_a_slot_with_one_around_it(numels, nests, trained, depths):
     plan = plan_of(spec_of(numels, nests, trained), 2, depths)
     for unit in plan.units:
         for above in ancestors_of(plan.units, unit):
@@ -88,9 +82,7 @@ def test_a_unit_never_shares_a_slot_with_one_around_it(
 
 
 @given(numels=NUMELS, nests=NESTS, trained=TRAINED, depths=DEPTHS)
-def test_gradient_slots_are_two_in_turn_and_none_for_frozen_units(
-    numels: list[int], nests: list[int], trained: list[bool], depths: tuple[int, int]
-) -> None:
+def test_gradient_slots_are_two_in_turn_and_none_for_frozen_units(numels, nests, trained, depths):
     plan = plan_of(spec_of(numels, nests, trained), 2, depths)
     for unit in plan.units:
         assert bool(slots_of(plan, unit.index, gradients=True)) is unit.trainable
@@ -111,13 +103,8 @@ def test_gradient_slots_are_two_in_turn_and_none_for_frozen_units(
     param_dtype=st.sampled_from([None, "bf16"]),
 )
 def test_every_ring_is_as_large_as_its_largest_unit_and_no_unit_is_half_of_it(
-    numels: list[int],
-    nests: list[int],
-    depths: tuple[int, int],
-    world_size: int,
-    strategy: str,
-    param_dtype: str | None,
-) -> None:
+    numels, nests, depths, world_size, strategy, param_dtype
+):
     spec = spec_of(numels, nests, [True] * 9)
     plan = plan_of(spec, world_size, depths, strategy=strategy, param_dtype=param_dtype)
     users: dict[str, list[tuple[int, int]]] = defaultdict(list)
@@ -138,9 +125,7 @@ def test_every_ring_is_as_large_as_its_largest_unit_and_no_unit_is_half_of_it(
 
 
 @given(numels=NUMELS, nests=NESTS, depths=DEPTHS)
-def test_without_resharding_every_unit_has_a_slot_of_its_own(
-    numels: list[int], nests: list[int], depths: tuple[int, int]
-) -> None:
+def test_without_resharding_every_unit_has_a_slot_of_its_own(numels, nests, depths):
     spec = spec_of(numels, nests, [True] * 9)
     plan = plan_of(spec, 2, depths, strategy="shard_grad_op")
     slots = [slot for unit in plan.units for slot in slots_of(plan, unit.index)]
@@ -152,9 +137,7 @@ def test_without_resharding_every_unit_has_a_slot_of_its_own(
     repeats=st.lists(st.integers(1, 3), min_size=6, max_size=6),
     depths=DEPTHS,
 )
-def test_units_that_are_called_again_are_resident(
-    numels: list[int], repeats: list[int], depths: tuple[int, int]
-) -> None:
+def test_units_that_are_called_again_are_resident(numels, repeats, depths):
     plan = plan_of(spec_of(numels, [0] * 9, [True] * 9), 2, depths)
     blocks = list(range(1, len(plan.units)))
     called = [block for block in blocks for _ in range(repeats[block - 1])]
@@ -182,7 +165,7 @@ def test_units_that_are_called_again_are_resident(
         ([8192, 2048, 512, 8192, 2048, 512], 3),
     ],
 )
-def test_units_of_like_size_share_a_ring(numels: list[int], classes: int) -> None:
+def test_units_of_like_size_share_a_ring(numels, classes):
     plan = plan_of(spec_of(numels, [0] * 9, [True] * 9), 2, (1, 1))
     rings = [
         ring for ring in plan.rings if ring.name.startswith("block") and "grad" not in ring.name
@@ -190,7 +173,7 @@ def test_units_of_like_size_share_a_ring(numels: list[int], classes: int) -> Non
     assert len(rings) == classes
 
 
-def test_turns_follow_the_order_of_forward_and_not_of_registration() -> None:
+def test_turns_follow_the_order_of_forward_and_not_of_registration():
     plan = plan_of(spec_of([500] * 4, [0] * 9, [True] * 9), 2, (1, 1))
     assert [index for u in (1, 2, 3, 4) for _, index in slots_of(plan, u)] == [0, 1, 0, 1]
     other = plan.reordered([0, 1, 3, 2, 4], [0, 4, 2, 3, 1])

@@ -1,9 +1,6 @@
 """The choice of units: structure, sizes, names, callables, and what is refused."""
 
-from __future__ import annotations
-
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -36,7 +33,7 @@ BLOCKS = {  # where the blocks of each architecture are, and how many
 llama = ARCHITECTURES["llama"].on_meta
 
 
-def units(model: nn.Module, **fields: Any) -> dict[str, str]:
+def units(model, **fields):
     """Role by module name."""
     plan = fs.plan(model, world_size=2, **fields)
     return {unit.name: unit.role.value for unit in plan.units}
@@ -46,7 +43,7 @@ def units(model: nn.Module, **fields: Any) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", BLOCKS)
-def test_auto_finds_the_blocks_without_knowing_a_class_name(name: str) -> None:
+def test_auto_finds_the_blocks_without_knowing_a_class_name(name):
     model = ARCHITECTURES[name].on_meta()
     wanted = {f"{path}.{at}" for path, count in BLOCKS[name].items() for at in range(count)}
     found = units(model)
@@ -56,14 +53,12 @@ def test_auto_finds_the_blocks_without_knowing_a_class_name(name: str) -> None:
     assert {type(model.get_submodule(block)).__name__ for block in wanted} <= indivisible
 
 
-def numel(module: nn.Module) -> int:
+def numel(module):
     return sum(p.numel() for p in module.parameters())
 
 
 @pytest.mark.parametrize("vocab_size", [64, 241, 242, 2000])  # 242 rows are as large as a block
-def test_embedding_and_head_are_units_where_each_is_at_least_as_large_as_a_block(
-    vocab_size: int,
-) -> None:
+def test_embedding_and_head_are_units_where_each_is_at_least_as_large_as_a_block(vocab_size):
     model = llama(vocab_size=vocab_size, tie_word_embeddings=False)
     found = units(model)
     block = numel(model.model.layers[0])
@@ -72,19 +67,19 @@ def test_embedding_and_head_are_units_where_each_is_at_least_as_large_as_a_block
         assert found.get(name) == (role if large else None)
 
 
-def test_tied_ends_are_the_roots_however_large() -> None:
+def test_tied_ends_are_the_roots_however_large():
     found = units(llama(vocab_size=2000, tie_word_embeddings=True))
     assert set(found.values()) == {Role.ROOT, Role.BLOCK}
 
 
 class Stage(nn.Module):
-    def __init__(self, width: int, count: int) -> None:
+    def __init__(self, width, count):
         super().__init__()
         self.down = nn.Conv2d(width // 2, width, 2, stride=2)
         self.layers = nn.ModuleList(nn.Conv2d(width, width, 3) for _ in range(count))
 
 
-def test_stages_that_widen_are_not_the_blocks_their_layers_are() -> None:
+def test_stages_that_widen_are_not_the_blocks_their_layers_are():
     model = nn.Module()
     model.stages = nn.ModuleList(Stage(8 * 2**k, 3) for k in range(3))
     found = units(model)
@@ -93,7 +88,7 @@ def test_stages_that_widen_are_not_the_blocks_their_layers_are() -> None:
     assert not any(name in found for name in ("stages.0", "stages.1", "stages.2"))
 
 
-def test_a_model_without_lists_is_one_unit_and_transformer_refuses_it() -> None:
+def test_a_model_without_lists_is_one_unit_and_transformer_refuses_it():
     model = nn.Sequential(nn.Conv1d(4, 9, 3), nn.Tanh(), nn.Linear(9, 2))
     assert units(model) == {"": Role.ROOT}
     with pytest.raises(WrapError, match="transformer expects a list of like blocks"):
@@ -106,12 +101,12 @@ def test_a_model_without_lists_is_one_unit_and_transformer_refuses_it() -> None:
 class Wrapped(nn.Module):
     """Stands where torch's policy wraps."""
 
-    def __init__(self, module: nn.Module, **_: Any) -> None:
+    def __init__(self, module, **_):
         super().__init__()
         self.inner = module
 
 
-def torchs_choice(model: nn.Module, minimum: int) -> set[str]:
+def torchs_choice(model, minimum):
     """The modules that torch's size_based_auto_wrap_policy wraps."""
     policy = partial(size_based_auto_wrap_policy, min_num_params=minimum)
     _recursive_wrap(
@@ -128,7 +123,7 @@ def torchs_choice(model: nn.Module, minimum: int) -> set[str]:
 
 @pytest.mark.parametrize("minimum", [1, 100, 1000, 2000, 3100, 5000, 20_000, 10**9])
 @pytest.mark.parametrize("name", ["llama", "bert", "bart", "vit", "qwen3_moe", "mamba"])
-def test_size_decides_as_torchs_policy_does(name: str, minimum: int) -> None:
+def test_size_decides_as_torchs_policy_does(name, minimum):
     fields = {"tie_word_embeddings": False} if name in ("llama", "qwen3_moe", "mamba") else {}
     make = partial(ARCHITECTURES[name].on_meta, **fields)
     found = set(units(make(), wrap="size", wrap_min_params=minimum)) - {""}
@@ -138,11 +133,11 @@ def test_size_decides_as_torchs_policy_does(name: str, minimum: int) -> None:
 # ---- none, names, callables ----------------------------------------------------------------------
 
 
-def test_none_is_one_unit() -> None:
+def test_none_is_one_unit():
     assert units(llama(), wrap="none") == {"": Role.ROOT}
 
 
-def test_named_classes_are_units_wherever_they_are() -> None:
+def test_named_classes_are_units_wherever_they_are():
     found = units(llama(), wrap=["LlamaMLP", "LlamaAttention"])
     wanted = {f"model.layers.{k}.{part}" for k in range(3) for part in ("mlp", "self_attn")}
     assert set(found) == {"", *wanted}
@@ -150,7 +145,7 @@ def test_named_classes_are_units_wherever_they_are() -> None:
     assert {"model.layers.0", "model.layers.0.mlp"} <= set(nested)
 
 
-def test_a_class_may_be_given_as_a_class() -> None:
+def test_a_class_may_be_given_as_a_class():
     model = llama()
     block = type(model.model.layers[0])
     assert units(model, wrap=block) == units(model, wrap=["LlamaDecoderLayer"])
@@ -160,9 +155,7 @@ def test_a_class_may_be_given_as_a_class() -> None:
     ("asked", "nearest"),
     [("LlamaDecodrLayer", "LlamaDecoderLayer"), ("LamaMLP", "LlamaMLP"), ("Lineer", "Linear")],
 )
-def test_a_class_that_is_missing_names_the_nearest_and_all_present(
-    asked: str, nearest: str
-) -> None:
+def test_a_class_that_is_missing_names_the_nearest_and_all_present(asked, nearest):
     with pytest.raises(WrapError, match=f"got '{asked}'. Did you mean '{nearest}'") as caught:
         units(llama(), wrap=["LlamaDecoderLayer", asked])
     present = str(caught.value).partition("Present: ")[2]
@@ -171,24 +164,24 @@ def test_a_class_that_is_missing_names_the_nearest_and_all_present(
     )
 
 
-def test_a_class_without_parameters_is_as_if_missing() -> None:
+def test_a_class_without_parameters_is_as_if_missing():
     with pytest.raises(WrapError, match="classes of modules with parameters"):
         units(llama(), wrap=["SiLU"])
 
 
-def test_a_callable_chooses_modules() -> None:
+def test_a_callable_chooses_modules():
     model = llama()
     found = units(model, wrap=lambda module: isinstance(module, nn.Linear | nn.Embedding))
     wanted = {n for n, m in model.named_modules() if isinstance(m, nn.Linear | nn.Embedding)}
     assert set(found) == {"", *wanted}
 
 
-def test_a_callable_that_chooses_what_is_not_called_is_refused() -> None:
+def test_a_callable_that_chooses_what_is_not_called_is_refused():
     with pytest.raises(WrapError, match=r"got 'model.layers' \(ModuleList\)"):
         units(llama(), wrap=lambda module: isinstance(module, nn.ModuleList))
 
 
-def test_multihead_attention_is_no_unit_nor_what_lies_in_it() -> None:
+def test_multihead_attention_is_no_unit_nor_what_lies_in_it():
     """Its forward reads its members' weights without calling them."""
     model = nn.TransformerEncoder(
         nn.TransformerEncoderLayer(16, 2, 32), 3, enable_nested_tensor=False
@@ -204,7 +197,7 @@ def test_multihead_attention_is_no_unit_nor_what_lies_in_it() -> None:
 
 
 @pytest.mark.parametrize("wrap", ["auto", "size", None])
-def test_one_unit_above_a_hundred_million_parameters_is_an_error(wrap: str | None) -> None:
+def test_one_unit_above_a_hundred_million_parameters_is_an_error(wrap):
     with torch.device("meta"):
         large, small = nn.Linear(10_001, 10_000), nn.Linear(9_999, 10_000)
     chosen = wrap or (lambda _: False)

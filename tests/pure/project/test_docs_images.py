@@ -1,7 +1,5 @@
 """Every image that a page shows is there."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,9 +1,6 @@
 """The scripts of `make lint` find what they are for."""
 
-from __future__ import annotations
-
 import textwrap
-from pathlib import Path
 
 import pytest
 
@@ -12,12 +9,12 @@ import check_docs
 import check_sizes
 
 
-def _function(num_lines: int, docstring_lines: int = 0) -> str:
+def _function(num_lines, docstring_lines=0):
     text = ['    """', *["    drawn"] * (docstring_lines - 2), '    """'] if docstring_lines else []
     return "\n".join(["def long():", *text, *["    a = 1"] * (num_lines - 1)]) + "\n"
 
 
-def _class(num_methods: int) -> str:
+def _class(num_methods):
     return "class Big:\n" + "".join(f"    def m{i}(self): ...\n" for i in range(num_methods))
 
 
@@ -49,7 +46,7 @@ def test_code_lines_leave_out_blank_lines_comments_and_docstrings_but_not_string
         "import torch.distributed as dist\nops = {'sum': dist.all_reduce}",
     ],
 )
-def test_a_collective_is_found_under_every_spelling(source: str):
+def test_a_collective_is_found_under_every_spelling(source):
     assert len(check_collectives.check_source(textwrap.dedent(source), "a.py")) == 1
 
 
@@ -62,7 +59,7 @@ def test_a_collective_is_found_under_every_spelling(source: str):
         "from fullshard.transport import all_reduce\nall_reduce(x)",
     ],
 )
-def test_what_is_no_collective_of_torch_is_left_alone(source: str):
+def test_what_is_no_collective_of_torch_is_left_alone(source):
     assert check_collectives.check_source(source, "a.py") == []
 
 
@@ -75,7 +72,7 @@ def test_code_above_a_budget_is_found_and_tests_do_not_count():
 CODE = "LIMIT = 3\n\nclass Unit:\n    plan: int\n\n    def gather(self):\n        self.fetch = 1\n"
 
 
-def _wrong_names(root: Path, page: str, text: str) -> list[str]:
+def _wrong_names(root, page, text):
     """What the script finds in a page of a repository whose package has one module."""
     module = root / check_docs.PACKAGE / "engine" / "unit.py"
     module.parent.mkdir(parents=True)
@@ -99,13 +96,13 @@ def _wrong_names(root: Path, page: str, text: str) -> list[str]:
         ("```python\nimport engine/nothing.py\n```", ""),
     ],
 )
-def test_what_a_page_names_must_be_in_the_code(tmp_path: Path, text: str, wrong: str):
+def test_what_a_page_names_must_be_in_the_code(tmp_path, text, wrong):
     found = _wrong_names(tmp_path, check_docs.ARCHITECTURE, text)
     assert bool(found) == bool(wrong), found
     assert not wrong or any(wrong in line for line in found)
 
 
-def test_a_docstring_that_names_a_file_that_has_gone_is_found(tmp_path: Path):
+def test_a_docstring_that_names_a_file_that_has_gone_is_found(tmp_path):
     page = f"{check_docs.PACKAGE}/engine/step.py"
     text = '"""See engine/slots.py."""\n\n# as in engine/unit.py\n'
     (line,) = _wrong_names(tmp_path, page, text)

@@ -1,7 +1,5 @@
 """What is declared and what is imported are the same; the make targets are those of the docs."""
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess
@@ -23,17 +21,17 @@ OPTIONAL = {"deepspeed", "megatron_fsdp"}
 EXTRAS = ("hf", "data", "jax", "lightning", "lora", "trainer")
 
 
-def _name(requirement: str) -> str:
+def _name(requirement):
     return re.split(r"[\[<>=!~; ]", requirement, maxsplit=1)[0].lower().replace("_", "-")
 
 
-def _declared(*groups: str) -> set[str]:
+def _declared(*groups):
     extras = PROJECT["optional-dependencies"]
     lists = [PROJECT["dependencies"], *(extras[group] for group in groups)]
     return {_name(requirement) for one in lists for requirement in one} - {"fullshard"}
 
 
-def _imported() -> set[str]:
+def _imported():
     found: set[str] = set()
     for file in (ROOT / "src").rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):

@@ -1,9 +1,6 @@
 """The README's benchmark table is made from a file of results."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import readme_table
 
@@ -27,19 +24,19 @@ RESULTS = {
 README = "Before.\n\n<!-- results: r.json -->\nold\n<!-- end of results -->\n\nAfter.\n"
 
 
-def _filled(folder: Path, results: dict | None) -> str:
+def _filled(folder, results):
     if results is not None:
         (folder / "r.json").write_text(json.dumps(results))
     return readme_table.filled(README, folder)
 
 
-def test_a_row_shows_time_ratio_with_interval_and_memory(tmp_path: Path):
+def test_a_row_shows_time_ratio_with_interval_and_memory(tmp_path):
     lines = _filled(tmp_path, RESULTS).splitlines()
     assert "| 29M, 2 ranks | 315 ms | 0.70 [0.69, 0.71] | 300 MiB, 0.75 |" in lines
     assert sum(line.startswith("| 29M") for line in lines) == 1
 
 
-def test_what_stood_in_the_table_is_replaced_and_the_rest_is_kept(tmp_path: Path):
+def test_what_stood_in_the_table_is_replaced_and_the_rest_is_kept(tmp_path):
     text = _filled(tmp_path, RESULTS)
     assert "old" not in text
     assert text.startswith("Before.\n")
@@ -47,17 +44,17 @@ def test_what_stood_in_the_table_is_replaced_and_the_rest_is_kept(tmp_path: Path
     assert readme_table.filled(text, tmp_path) == text
 
 
-def test_command_machine_and_versions_stand_under_the_table(tmp_path: Path):
+def test_command_machine_and_versions_stand_under_the_table(tmp_path):
     text = _filled(tmp_path, RESULTS)
     assert "`fullshard bench step`; machine: cores 2, vector flags avx2 avx512f" in text
     assert "versions: torch 2.13.0." in text
 
 
-def test_figures_of_a_machine_that_others_used_are_marked(tmp_path: Path):
+def test_figures_of_a_machine_that_others_used_are_marked(tmp_path):
     assert "loaded" not in _filled(tmp_path, RESULTS).lower()
     loaded = RESULTS | {"rows": [OURS | {"loaded": True}, PEER]}
     assert "| 315 ms (loaded) |" in _filled(tmp_path, loaded)
 
 
-def test_missing_results_are_said_to_be_missing(tmp_path: Path):
+def test_missing_results_are_said_to_be_missing(tmp_path):
     assert readme_table.NO_RESULTS in _filled(tmp_path, None)

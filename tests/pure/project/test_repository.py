@@ -1,7 +1,5 @@
 """What every file of the repository keeps to, whatever is in it."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from pathlib import Path
@@ -15,7 +13,7 @@ MACHINE_PATHS = re.compile(r"(?<![\w.~-])/(?:ho[m]e|ro[o]t|wo[r]k|fa[r]m|Use[r]s
 REGISTRY_HOSTS = re.compile(r"pyp[i]\.org|pythonhoste[d]|download\.pytorc[h]|index-ur[l]", re.I)
 
 
-def _tracked() -> list[Path]:
+def _tracked():
     if not (ROOT / ".git").exists():
         pytest.skip("not a git checkout: run `make test` in one")
     listed = subprocess.run(
@@ -24,7 +22,7 @@ def _tracked() -> list[Path]:
     return [ROOT / name for name in listed.split("\0") if name and (ROOT / name).is_file()]
 
 
-def _lines_with(pattern: re.Pattern[str]) -> list[str]:
+def _lines_with(pattern):
     return [
         f"{file.relative_to(ROOT)}:{number}: {line.strip()}"
         for file in _tracked()

@@ -1,7 +1,5 @@
 """The interpolated bigram against a computation token by token."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import Counter

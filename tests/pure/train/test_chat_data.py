@@ -1,7 +1,5 @@
 """Chat data: the forms it is kept in, what of it is learned, and how rows are made of it."""
 
-from __future__ import annotations
-
 import copy
 import json
 import signal
@@ -43,7 +41,7 @@ def tokenizer():
     return made
 
 
-def learned_text(example, tokenizer, **learned) -> str:
+def learned_text(example, tokenizer, **learned):
     found = encode(example, tokenizer, Learned(**learned))
     ids = [i for i, flag in zip(found.ids, found.learned, strict=True) if flag]
     return tokenizer.decode(ids)
@@ -158,7 +156,7 @@ def test_the_cache_is_used_until_a_file_changes(tokenizer, tmp_path, monkeypatch
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     file, settings, made = tmp_path / "a.jsonl", ChatSettings(32, 0.0, True, Learned(), 0), []
 
-    def prepared(answer: str):
+    def prepared(answer):
         if answer:
             file.write_text(json.dumps({"prompt": "two and two", "completion": answer}) + "\n")
         data = read_examples(file)

@@ -1,7 +1,5 @@
 """Packed rows give the loss and gradient of their examples alone, however ranks share them."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
@@ -38,7 +36,7 @@ def model():
     return AutoModelForCausalLM.from_config(config, dtype=torch.float64)
 
 
-def dataset(tokenizer, *, packing: bool):
+def dataset(tokenizer, *, packing):
     settings = ChatSettings(48, 0.0, packing, Learned(), 0)
     return make_chat_dataset(Examples(PAIRS, "a test", None), settings, tokenizer)
 
@@ -59,7 +57,7 @@ def reference(model, tokenizer):
     return total.item() / count, gradient_of(model)
 
 
-def gradient_of(model) -> torch.Tensor:
+def gradient_of(model):
     return torch.cat([param.grad.reshape(-1) for param in model.parameters()]).clone()
 
 

@@ -1,7 +1,5 @@
 """Going on from tokens: what is drawn, and what of the process it leaves alone."""
 
-from __future__ import annotations
-
 import logging
 from types import SimpleNamespace
 from typing import Any
@@ -21,15 +19,15 @@ class Letters:
 
     pad_token_id, bos_token_id = 0, 1
 
-    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+    def __call__(self, text, **_):
         return {"input_ids": [ord(letter) % 64 for letter in text]}
 
-    def decode(self, ids: list[int], **_: Any) -> str:
+    def decode(self, ids, **_):
         return str(ids)
 
 
 @pytest.fixture(scope="module")
-def model() -> Any:
+def model():
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
@@ -67,7 +65,7 @@ def test_prompts_of_a_file_end_where_lines_do(name, content, expected, tmp_path)
 
 
 def test_drawn_tokens_follow_from_the_seed(model):
-    def drawn(seed: int) -> list[int]:
+    def drawn(seed):
         settings = SamplingSettings(temperature=2.0, seed=seed)
         return Sampler(model, TOKENIZER, settings).continued([[1]], 8)[0]
 
@@ -75,7 +73,7 @@ def test_drawn_tokens_follow_from_the_seed(model):
 
 
 def test_processors_change_the_scores_of_every_token(model):
-    def only_seven(_: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    def only_seven(_, scores):
         return torch.where(torch.arange(64) == 7, scores, -torch.inf)
 
     sampler = Sampler(model, TOKENIZER, SamplingSettings(), [only_seven])
@@ -85,7 +83,7 @@ def test_processors_change_the_scores_of_every_token(model):
 def test_rows_of_a_batch_end_where_each_alone_would(model):
     """The row that ends first is padded behind its end, which is no part of it."""
 
-    def ends_row_one(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    def ends_row_one(ids, scores):
         wanted = torch.where(ids[:, :1] == 1, 9, 8)  # 9 ends a text
         return torch.where(torch.arange(64) == wanted, 0.0, -torch.inf)
 
@@ -100,7 +98,7 @@ def test_rows_of_a_batch_end_where_each_alone_would(model):
 def test_prompts_of_one_length_are_sampled_together_without_padding(model):
     seen: list[tuple[int, ...]] = []
 
-    def watched(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    def watched(ids, scores):
         seen.append(tuple(ids.shape))
         return scores
 

@@ -1,7 +1,5 @@
 """Learning rates against transformers' own schedulers."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import get_scheduler

@@ -1,7 +1,5 @@
 """Model configurations: every key is known, every fault is said before a rank starts."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -83,6 +81,7 @@ def test_vocabulary_left_out_is_the_tokenizers():
         ("num_hidden_layers", -1, r"num_hidden_layers: expected between 1 and 1,000, got -1"),
         ("hidden_size", -32, "hidden_size: expected at least 1, got -32"),
         ("num_key_value_heads", 7, "num_key_value_heads: expected a divisor of 2, got 7"),
+        ("attention_dropout", 2, "attention_dropout: expected a number from 0 to 1, got 2"),
         ("num_attention_heads", 0, "refuses these values: integer division"),
         ("intermediate_size", -4, r"cannot build a model \(RuntimeError: .* with negative"),
         ("head_dim", -4, r"cannot build a model \(RuntimeError: .* with negative"),

@@ -1,9 +1,6 @@
 """Hold-out, joining and cutting into sequences."""
 
-from __future__ import annotations
-
 import itertools
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -29,7 +26,7 @@ texts = st.text(alphabet="ab\n", min_size=1, max_size=40)
 FIXTURES = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
-def held_out(folder: Path, kind: Kind, fraction: float, *contents: str) -> list[list[str]]:
+def held_out(folder, kind, fraction, *contents):
     """What is trained on and what is held out of files, file by file."""
     files = []
     for number, content in enumerate(contents):

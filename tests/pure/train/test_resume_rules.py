@@ -1,11 +1,8 @@
 """What a run goes on from, by what lies in its folder; how a kept batch is divided anew."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,7 +20,7 @@ from fullshard.run.folder import RunFolder
 from fullshard.run.resume import Resume, find_resume, goes_on, own_resume
 
 
-def run_folder(path: Path, **record: object) -> RunFolder:
+def run_folder(path, **record):
     path.mkdir()
     (path / "run.json").write_text(json.dumps({"status": "failed", **record}))
     return RunFolder(path)
@@ -32,7 +29,7 @@ def run_folder(path: Path, **record: object) -> RunFolder:
 POSITION = {"global_batch": 6}
 
 
-def checkpoint(path: Path, position: dict[str, int] | None = POSITION) -> None:
+def checkpoint(path, position=POSITION):
     """A real one, without tensors."""
     place = claim(path)
     join(place, 0)

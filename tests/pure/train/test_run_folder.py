@@ -1,7 +1,5 @@
 """A run's folder: never overwritten, never shared, always with a reason for its end."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json
@@ -25,17 +23,17 @@ from fullshard.run import start as run_start
 from fullshard.run.folder import RunFolder, RunStatus, begin, check_output_dir, write_whole
 
 
-def finish(folder: RunFolder) -> None:
+def finish(folder):
     folder.update_record(status=RunStatus.FINISHED, exit_code=0)
 
 
-def make(place, **how) -> tuple[RunFolder, object]:
+def make(place, **how):
     """A run that has begun and whose process has ended."""
     with begin(place, "train", **how) as made:
         return made
 
 
-def in_another_process(code: str, *args: object) -> subprocess.Popen[str]:
+def in_another_process(code, *args):
     """Python that holds or takes a folder; it prints a line when it has got that far."""
     words = [sys.executable, "-c", code, *map(str, args)]
     return subprocess.Popen(words, stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True)

@@ -1,7 +1,5 @@
 """Every sample is seen once an epoch, by one rank, whatever the world size."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

@@ -1,7 +1,5 @@
 """A student cut out of a mixture of experts has the teacher's own weights, and says which."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

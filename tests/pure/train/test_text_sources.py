@@ -1,7 +1,5 @@
 """Reading text: embedded, text files, JSONL, JSON, parquet; and what is said when it fails."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os
@@ -15,7 +13,7 @@ from fullshard.errors import DataError
 from support.text import seeded_text
 
 
-def write(path: Path, content: str | bytes) -> Path:
+def write(path, content):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content.encode() if isinstance(content, str) else content)
     return path
@@ -26,7 +24,7 @@ def own_cache(tmp_path_factory, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
 
 
-def write_parquet(folder: Path, row_group_size: int | None = None, **columns: list) -> Path:
+def write_parquet(folder, row_group_size=None, **columns):
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     path = folder / "a.parquet"
@@ -34,7 +32,7 @@ def write_parquet(folder: Path, row_group_size: int | None = None, **columns: li
     return path
 
 
-def documents(path: Path | None, text_column: str = "text") -> tuple[str, ...]:
+def documents(path, text_column="text"):
     source, found = Source.at(path, text_column=text_column), [""]
     for shard in shards(source.files.spans(), {}):
         for text in pieces(shard, text_column):
@@ -43,7 +41,7 @@ def documents(path: Path | None, text_column: str = "text") -> tuple[str, ...]:
     return tuple(found[:-1])
 
 
-def message(path: Path, **options: str) -> str:
+def message(path, **options):
     with pytest.raises(DataError) as caught:
         make_dataset([Source.at(path, **options)], DatasetSettings(1, 0.0, 300), None)
     return str(caught.value)
@@ -194,3 +192,12 @@ def test_nothing_of_a_folder_is_left_out_in_silence(tmp_path, monkeypatch, what)
     assert f"got '{place}'" in said
     words = {"link": "a link to nothing", "linked": "a link to a folder", "pipe": "a pipe"}
     assert words.get(what, "Permission denied") in said
+
+
+@pytest.mark.parametrize(("name", "has_effect"), [("a.txt", False), ("a.jsonl", True)])
+def test_a_column_beside_plain_text_is_said_to_have_no_effect(tmp_path, name, has_effect):
+    text = seeded_text(2000)
+    path = write(tmp_path / name, json.dumps({"body": text}) if has_effect else text)
+    made = make_dataset([Source.at(path, text_column="body")], DatasetSettings(8, 0.0, 300), None)
+    said = [note for note in made.facts.notes if "text_column has no effect on" in note]
+    assert bool(said) is not has_effect

@@ -1,7 +1,5 @@
 """What `verify` makes of a configuration: small, of the same class, with its ratios."""
 
-from __future__ import annotations
-
 import pytest
 
 from fullshard.models.config import config_from_settings

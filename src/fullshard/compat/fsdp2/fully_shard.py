@@ -149,8 +149,9 @@ class FSDPModule(HoldsShards, nn.Module, TorchFSDPModule):
         """No effect: each backward is complete."""
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Sets the divisor of gradient sums, in place of the number of ranks."""
-        self._set("divide_factor", factor, recurse=True)
+        """Sets the divisor of this unit's gradient sums, in place of the number of ranks."""
+        record_of(self).extra["shared"]["divisor"] = factor
+        self._apply_setters()
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The old name of `set_gradient_divide_factor`."""
@@ -160,6 +161,9 @@ class FSDPModule(HoldsShards, nn.Module, TorchFSDPModule):
         for module, wrapped in marked(self):
             if recurse or module is self:
                 wrapped.extra[key] = value
+        self._apply_setters()
+
+    def _apply_setters(self) -> None:
         engine = record_of(self).engine_ref()
         if engine is not None:
             _apply_settings(outermost(self), engine)
@@ -199,11 +203,14 @@ class FSDPModule(HoldsShards, nn.Module, TorchFSDPModule):
 
     def _look_ahead(self, key: str, modules: list[Any]) -> None:
         _check_all(modules)
+        depth = max(len(modules), record_of(outermost(self)).options.get(key) or 1)
+        self._plan_with(key, depth, instead_of=1)
+
+    def _plan_with(self, key: str, value: int, *, instead_of: int) -> None:
+        """Sets an option of the whole model, from the next step on."""
         root = record_of(outermost(self))
-        depth = max(len(modules), root.options.get(key) or 1)
-        if depth != root.options.get(key, 1):
-            root.options[key] = depth
-            root.stale = True
+        if root.options.get(key, instead_of) != value:
+            root.options[key], root.stale = value, True
 
     def set_post_optim_event(self, event: Any) -> None:
         """Makes the next forward wait for an event, for an optimizer on another stream."""
@@ -226,7 +233,10 @@ class FSDPModule(HoldsShards, nn.Module, TorchFSDPModule):
         """No effect: buffers are the plan's."""
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        """No effect: buffers are the plan's."""
+        """Allocates the slots of the whole model in NCCL's symmetric memory."""
+        if backend != "NCCL":
+            raise MisuseValueError(f"set_symm_mem_for_comm: expected backend NCCL; got {backend}.")
+        self._plan_with("symmetric_memory", True, instead_of=False)
 
     def set_reduce_scatter_unused_params(self, *_: Any, **__: Any) -> None:
         """No effect: parameters without a gradient on a rank always contribute zero."""
@@ -343,10 +353,11 @@ def fully_shard(  # noqa: PLR0913
     for one in modules:
         _check_module(one, ignored)
         _check_placements(one, ignored, shard_placement_fn)
+    shared: dict[str, Any] = {}
     for one in modules:
         mark_unit(one, _strategy(reshard_after_forward, sizes), sizes, mp_policy, ignored)
         wrapped = record_of(one)
-        wrapped.extra["mesh"] = mesh
+        wrapped.extra.update(mesh=mesh, shared=shared)
         if isinstance(offload_policy, CPUOffloadPolicy):
             wrapped.options["offload"] = "cpu"
         _show_placements(one)
@@ -377,7 +388,7 @@ def mark_unit(
         casts=Casts(
             inputs=compute if policy.cast_forward_inputs else None, outputs=policy.output_dtype
         ),
-        extra={"mesh": None},
+        extra={"mesh": None, "shared": {}},
         check=_check_values,
     )
     root = weakref.ref(module)
@@ -533,9 +544,10 @@ def _apply_settings(root: nn.Module, engine: Engine) -> None:
         engine.gradients.sync = Sync.INNER if has_replicas else Sync.ALL
     else:
         engine.gradients.sync = Sync.ALL
-    factor = record_of(root).extra.get("divide_factor")
-    if factor is not None:
-        engine.gradients.divisor = factor
+    for module, wrapped in marked(root):
+        if id(module) in engine.index_of:
+            unit = engine.units[engine.index_of[id(module)]]
+            unit.divisor = wrapped.extra["shared"].get("divisor")
 
 
 def _close_open(module: nn.Module) -> None:

@@ -1,0 +1,109 @@
+"""Messages between two ranks over gloo, and comparisons of what ranks are about to exchange.
+
+[Note: places]
+gloo aborts the process if a message is longer than its receiver expects, and confuses messages of
+equal length. A rank that skips a backward would send messages of its forward to ranks in backward.
+Ranks therefore compare their phases (a forward, a backward, a sum) before the first message of
+each, and the unit of every gather. NCCL neither aborts nor needs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fullshard.errors import EngineError
+from fullshard.transport.base import TAGS_A_MODEL, Axes, Transport, Works
+
+PLACE_TAG = 0  # over all models, since ranks may run different ones
+UNIT_TAG = 5  # relative to the model's first tag
+PLACE_BYTES = 96
+_CURE = (
+    "One of them left out or added a forward, a backward, a unit's call or a question that spans "
+    "all ranks (p.norm(), p.grad.mean()), or raised an error that it caught: all ranks must make "
+    "the same calls. Where a rank has no loss, multiply one by zero; let ranks agree on a branch "
+    "(dist.broadcast)."
+)
+
+
+class MessageTransport(Transport):
+    """A transport that compares places. See [Note: places].
+
+    Without a first tag it sends no messages and compares nothing.
+    """
+
+    def __init__(self, axes: Axes) -> None:
+        super().__init__(axes)
+        number = axes.first_tag // TAGS_A_MODEL
+        self._model = f" (sharded model {number})" if number > 1 else ""
+        self._apart = ""  # the error that ranks in different phases raised
+        self._phase = ""  # the phase of the running messages
+        self._compares = axes.first_tag > 0
+
+    def _exchange(
+        self,
+        sends: Sequence[torch.Tensor],
+        receives: Sequence[torch.Tensor],
+        ranks: Sequence[int],
+        tag: int,
+    ) -> list[Any]:
+        """Exchange a tensor with each of the other ranks."""
+        group, works = self.axes.world_group, []
+        tag = tag + self.axes.first_tag if tag != PLACE_TAG else tag
+        for rank, send, receive in zip(ranks, sends, receives, strict=True):
+            if rank != self.rank and send.numel():
+                works.append(dist.isend(_as_bytes(send), rank, group=group, tag=tag))
+            if rank != self.rank and receive.numel():
+                works.append(dist.irecv(_as_bytes(receive), rank, group=group, tag=tag))
+        return works
+
+    def _compare_places(self, ranks: Sequence[int]) -> None:
+        """Check that all ranks are in the same phase. See [Note: places].
+
+        Raises:
+            EngineError: Ranks are, or were, in different phases.
+        """
+        if len(ranks) == 1 or not (self.home.place or self._apart) or not self._compares:
+            return
+        own = self._phase = f"{self.home.place}{self._model}"
+        self.home.place = ""
+        self._start_comparison(own, range(self.axes.mesh.world_size), PLACE_TAG)()
+
+    def _compare_units(self, unit: str) -> Callable[[], None]:
+        """Start to compare the unit of a gather; returns the end, which raises an error."""
+        if not unit or not self._compares:
+            return lambda: None
+        place = f"{self._phase}, a gather of {unit}"
+        return self._start_comparison(place, self.axes.shard_ranks, UNIT_TAG)
+
+    def _start_comparison(self, own: str, ranks: Sequence[int], tag: int) -> Callable[[], None]:
+        if self._apart:
+            raise EngineError(self._apart)
+        size = len(ranks)
+        text = bytearray(own.encode()[-PLACE_BYTES:].ljust(PLACE_BYTES) * size)
+        texts = torch.frombuffer(text, dtype=torch.uint8).view(size, PLACE_BYTES)
+        mine = texts[ranks.index(self.rank)].clone()
+        works = self._exchange([mine] * size, list(texts), ranks, tag)
+
+        def compare() -> None:
+            Works(works, own).wait()
+            places = [bytes(place).decode(errors="replace").strip() for place in texts.tolist()]
+            here = bytes(mine.tolist()).decode(errors="replace").strip()
+            found = [
+                f"rank {r} is at {it}" for r, it in zip(ranks, places, strict=True) if it != here
+            ]
+            if found:
+                self._apart = (
+                    f"{here}: expected every rank to come here; {', '.join(found)}. {_CURE}"
+                )
+                raise EngineError(self._apart)
+
+        return compare
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Views memory as bytes, so that gloo need not support the dtype."""
+    return tensor.view(torch.uint8)

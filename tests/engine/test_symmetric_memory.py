@@ -1,0 +1,160 @@
+"""Slots in symmetric memory: all ranks register the same slots in one order, each once."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fullshard as fs
+from fullshard.compat.fsdp2 import fully_shard
+from fullshard.compat.wrapping import record_of
+from fullshard.engine.engine import engine_of
+from fullshard.errors import ConfigError
+from fullshard.transport import c10d
+from support.models import Chain, chain, mean_square, perturbed, vectors
+
+
+class Memory:
+    """torch's module of symmetric memory, whose pool is the CPU's memory; notes what is shared."""
+
+    def __init__(self):
+        self.is_inside, self.made, self.registered = False, set(), []
+
+    @contextmanager
+    def pool(self, _):
+        self.is_inside = True
+        yield
+        self.is_inside = False
+
+    def zeros(self, *args, **kwargs):
+        made = torch.empty(*args, **kwargs).zero_()
+        if self.is_inside:
+            self.made.add(made.data_ptr())
+        return made
+
+    def rendezvous(self, slot, group_name):
+        assert slot.data_ptr() in self.made
+        self.registered.append((slot.data_ptr(), slot.numel(), str(slot.dtype), group_name))
+
+    @contextmanager
+    def in_place(self):
+        """Inside, slots are shared over it."""
+        found = (self, self, torch.device("cpu"))
+        with (
+            patch.object(c10d, "symmetric_memory", lambda: found),
+            patch.object(torch.cuda, "use_mem_pool", self.pool),
+            patch.object(torch, "zeros", self.zeros),
+        ):
+            yield
+
+
+def slots_of(model):
+    return {
+        name: [slot.data_ptr() for slot in slots]
+        for name, slots in engine_of(model).rings._buffers.items()
+    }
+
+
+class Reversed(Chain):
+    """Blocks that run in another order than they are registered in."""
+
+    def forward(self, x):
+        for block in reversed(self.blocks):
+            x = block(x)
+        return x
+
+
+def registered(settings):
+    """What a rank registers when it shards, and after the order was learned."""
+    memory, settings = Memory(), {"transport": "c10d", "symmetric_memory": True, **settings}
+    with memory.in_place():
+        model = fs.shard(perturbed(Reversed(4)).float(), wrap=["Block"], **settings)
+        transport, first = engine_of(model).transport, slots_of(model)
+        begun = list(memory.registered)
+        for step in range(3):
+            mean_square(model(vectors(step, dist.get_rank())["x"].float())).backward()
+            model.zero_grad()
+    names = [
+        transport.axes.reduce_group if name.endswith(".grad") else transport.axes.gather_group
+        for name in first
+        for _ in first[name]
+    ]
+    slots = [slot for name in first for slot in first[name]]
+    expected = [(slot, group.group_name) for slot, group in zip(slots, names, strict=True) if group]
+    assert [(slot, group) for slot, _, _, group in begun] == expected
+    assert engine_of(model)._agreed
+    again = [slot for slot, *_ in memory.registered]
+    assert len(set(again)) == len(again)  # equal rings serve again
+    assert {slot for slots in slots_of(model).values() for slot in slots} <= set(again)
+    return [found[1:] for found in memory.registered]
+
+
+@pytest.mark.parametrize("settings", [{}, {"param_dtype": "bf16", "forward_prefetch": 2}], ids=str)
+def test_each_slot_is_registered_once_and_in_one_order(ranks, settings):
+    one, two = ranks(2)(registered, settings)
+    assert one == two
+    assert len(one) >= 5
+
+
+def differing_bits():
+    memory = Memory()
+    trained = []
+    for is_symmetric in (False, True):
+        with memory.in_place():
+            model = fs.shard(chain().float(), transport="c10d", symmetric_memory=is_symmetric)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for step in range(3):
+                mean_square(model(vectors(step, dist.get_rank())["x"].float())).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        trained.append([param.to_local().clone() for param in model.parameters()])
+    assert memory.registered
+    return [at for at, (a, b) in enumerate(zip(*trained, strict=True)) if not torch.equal(a, b)]
+
+
+def test_symmetric_slots_change_no_bit(ranks):
+    assert ranks(2)(differing_bits) == [[], []]
+
+
+def as_fully_shard_does():
+    memory = Memory()
+    with memory.in_place():
+        model = perturbed(Chain(3)).float()
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
+        for module in (model, *model.blocks):
+            module.set_symm_mem_for_comm()
+        record_of(model).options["transport"] = "c10d"  # as on NCCL
+        mean_square(model(vectors(0, dist.get_rank())["x"].float())).backward()
+    return len(memory.registered)
+
+
+def test_set_symm_mem_for_comm_registers_the_slots(ranks):
+    one, two = ranks(2)(as_fully_shard_does)
+    assert one == two > 0
+
+
+def refused(settings):
+    with pytest.raises(ConfigError) as caught:
+        fs.shard(chain().float(), symmetric_memory=True, **settings)
+    return str(caught.value)
+
+
+def test_what_cannot_be_symmetric_is_refused(ranks):
+    for said in ranks(2)(refused, {"transport": "direct"}):
+        assert said == (
+            "symmetric_memory: expected transport c10d on NCCL; got direct. Leave it out."
+        )
+    for said in ranks(2)(refused, {"transport": "c10d"}):
+        assert said.startswith("symmetric_memory: expected torch 2.11 or newer with symmetric")
+
+
+def test_another_backend_of_symmetric_memory_is_refused():
+    model = fully_shard(perturbed(Chain(2)).float())
+    with pytest.raises(ValueError, match="expected backend NCCL; got CUDA"):
+        model.set_symm_mem_for_comm("CUDA")

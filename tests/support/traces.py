@@ -1,0 +1,32 @@
+"""Traces of models that tests share: commands of one process plan the same few models."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from fullshard.run.tracing import Tracer
+
+_KNOWN: dict[Any, Any] = {}
+
+
+@contextlib.contextmanager
+def traced_once() -> Iterator[None]:
+    """A model without a teacher is traced once a process, with each setting that a tracer knows."""
+    trace = Tracer._trace
+
+    def once(self: Any, plan: Any, config: Any, key: Any, samples: int) -> Any:
+        if self._taught is not None:
+            return trace(self, plan, config, key, samples)
+        model = type(self._model), str(self._model.config), self._spec
+        known = (*model, self._length, self._chunk_size, key, samples)
+        if known not in _KNOWN:
+            _KNOWN[known] = trace(self, plan, config, key, samples)
+        return _KNOWN[known]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Tracer, "_trace", once)
+        yield
