@@ -13,12 +13,12 @@ import torch
 import typer
 
 from benchmarks.command import JsonFlag, run_script
+from benchmarks.svg_lines import Axes, svg_lines
 from fullshard.bench.cases import Case
 from fullshard.bench.ranks import run_ranks
 from fullshard.cli.bench import OutFlag
 from fullshard.cli.outcome import Outcome
 from fullshard.data.text import DatasetSettings, Source, make_dataset
-from fullshard.observe.chart import Axes, Series, line_chart
 
 NAME = "benchmarks.long_parity"
 MEASURE = "benchmarks.long_parity_rank:measure"
@@ -87,12 +87,7 @@ def differences(losses: Mapping[str, Sequence[float]]) -> dict[str, float]:
 
 def plot(losses: Mapping[str, Sequence[float]]) -> str:
     """All curves over the steps, as an SVG file of its own."""
-    series = [
-        Series(name, range(1, len(curve) + 1), curve, color)
-        for color, (name, curve) in enumerate(losses.items(), start=1)
-    ]
-    label = f"{CASE.num_ranks} ranks, loss in nats a token"
-    return line_chart(series, Axes("step", label, width=900.0, style=STYLE))
+    return svg_lines(losses, Axes(f"{CASE.num_ranks} ranks, loss in nats per token", STYLE))
 
 
 def main(

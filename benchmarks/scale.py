@@ -12,13 +12,13 @@ import typer
 
 from benchmarks.command import JsonFlag, command_line, run_script
 from benchmarks.host import PLAIN, Block, Stack, one_thread, overheads_us, shard_ours
+from benchmarks.svg_lines import Axes, svg_lines
 from fullshard.bench.page import Neighbours, Page, Say, bootstrap, median_of
 from fullshard.cli.bench import OutFlag, WaitFlag, say, show
 from fullshard.cli.outcome import Outcome
 from fullshard.config.schema import ShardConfig
 from fullshard.engine.model_spec import meta_model, spec_of
 from fullshard.errors import ConfigError
-from fullshard.observe.chart import Axes, Series, line_chart
 from fullshard.planner.mesh import Topology
 from fullshard.planner.plan import make_plan
 
@@ -38,7 +38,7 @@ LLAMA_8B = {
 NUM_UNITS, NUM_LINEARS, WIDTH = 8, 4, 256
 LARGEST = NUM_LINEARS * WIDTH**2 // 64
 PLANNING, BOOKKEEPING = "planning", "bookkeeping"
-ROOM = 1.6  # an unseen point, so that the legend lies above the lines
+ROOM = 1.6  # top of the plot, so that the legend lies above the lines
 COLUMNS = ("ranks", "planning, ms", "to the first", "bookkeeping, us a unit", "to the first")
 METHOD = (
     "Planning: processor time of make_plan and of one rank's view of it, for a Llama of 8B "
@@ -52,7 +52,6 @@ STYLE = """\
 svg { font-family: system-ui, sans-serif; background: #fff; }
 .grid { stroke: #e4e7ec; fill: none; } .axis { stroke: #667085; fill: none; }
 .tick { fill: #667085; font-size: 11px; } .series { fill: none; stroke-width: 2; }
-.c0 { stroke: none; }
 .c1 { stroke: #2563eb; } .c2 { stroke: #d97706; } .dot { fill: #fff; stroke-width: 2; }
 """
 
@@ -140,16 +139,21 @@ def rows_of(name: str, times: dict[int, list[float]]) -> list[dict[str, object]]
 
 def plot(rows: Sequence[dict]) -> str:
     """Both over the world size, as an SVG file of its own."""
-    series = []
-    for color, name in enumerate((PLANNING, BOOKKEEPING), start=1):
-        own = [row for row in rows if row["name"] == name]
-        exponents = [row["world_size"].bit_length() - 1 for row in own]
-        ratios = [row["ratio_to_first"]["value"] for row in own]
-        series.append(Series(name, exponents, ratios, color, "dots"))
-    series.append(Series("", series[0].xs[:1], [ROOM], 0))
-    label = "cost of one rank, beside the first"
-    axes = Axes("ranks, as a power of two", label, from_zero=True, width=720.0, style=STYLE)
-    return line_chart(series, axes)
+    ratios: dict[str, list[float]] = {PLANNING: [], BOOKKEEPING: []}
+    for row in rows:
+        ratios[row["name"]].append(row["ratio_to_first"]["value"])
+    exponents = [row["world_size"].bit_length() - 1 for row in rows if row["name"] == PLANNING]
+    top = max(ROOM, *(1.06 * value for values in ratios.values() for value in values))
+    axes = Axes(
+        "cost of one rank, relative to the first",
+        STYLE,
+        x_label="ranks, as a power of two",
+        xs=exponents,
+        y_range=(0.0, top),
+        width=720.0,
+        has_dots=True,
+    )
+    return svg_lines(ratios, axes)
 
 
 def page_of(found: dict, command: str) -> Page:

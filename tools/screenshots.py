@@ -1,5 +1,7 @@
 """Pictures of the plan's and the report's page, for the docs: `make screenshots RUN=runs/train`.
 
+The README's picture is the loss chart of that run, in the light scheme.
+
 Chromium prints each page onto one sheet of its size, in light and dark; pdftocairo (poppler-utils)
 makes the sheet an SVG, text as outlines, so that it looks the same everywhere.
 """
@@ -16,15 +18,18 @@ from pathlib import Path
 
 from fullshard.cli.app import invoke
 from fullshard.observe.chart import render
-from fullshard.observe.report import gather
+from fullshard.observe.report import Run, gather
 
 ROOT = Path(__file__).resolve().parent.parent
 IMAGES = ROOT / "docs" / "images"
 PLAN = ("examples/plan_llama_8b.yaml", "--gpus", "8xH100-80GB", "--nodes", "4")
 WIDTH = 1160
-MAX_BYTES = 400_000
+MAX_BYTES = 700_000
 DARK = "@media (prefers-color-scheme: dark)"  # a printer asks for the light scheme
 NEEDS = {"chromium": "chromium", "pdftocairo": "poppler-utils"}  # program: package of Debian
+LOSS_ALONE = """
+[data-part], .tools, #charts > :not(:first-child) { display: none; } main { padding: 0; }
+"""
 MEASURE = """<script>onload = () => {
   document.body.innerHTML = `<pre>${document.querySelector("main").offsetHeight}</pre>`;
 };</script>"""
@@ -42,14 +47,20 @@ def main(run: Path) -> int:
         page = folder / "plan.html"
         invoke(["plan", str(ROOT / PLAN[0]), *PLAN[1:], "--out", str(page)])
         pages = {"plan": page.read_text(encoding="utf-8")}
-        facts = gather(run) | {"sample": ""}  # a long text
-        facts["record"].pop("environment", None)  # whose machine
+        shown = Run.read(run)
+        shown.samples.clear()  # long texts and tables
+        shown.settings.clear()
+        shown.machine.clear()
+        for whose in ("environment", "process", "started_by"):
+            shown.record.pop(whose, None)
+        facts = gather(shown) | {"sample": "", "live": False}
         pages["report"] = render("report.html.j2", **facts)
+        pages["train"] = pages["report"].replace("</style>", f"{LOSS_ALONE}</style>")
         for title, text in pages.items():
             height = measured_height(text, folder)
-            for scheme in ("light", "dark"):
+            for scheme in ("light", "dark") if title != "train" else ("light",):
                 picture = compact(drawn(text, scheme, height, folder))
-                target = IMAGES / f"{title}_{scheme}.svg"
+                target = IMAGES / (f"{title}_{scheme}.svg" if title != "train" else "train.svg")
                 assert len(picture) < MAX_BYTES, f"{target}: {len(picture):,} bytes"
                 target.write_text(picture, encoding="utf-8")
                 print(f"{target}: {len(picture):,} bytes")
@@ -84,7 +95,13 @@ def drawn(page: str, scheme: str, height: int, folder: Path) -> str:
         page = page.replace(DARK, "@media all")
     sheet = f"@page {{ size: {WIDTH}px {height + 1}px; margin: 0; }}</style>"
     pdf, svg = folder / "page.pdf", folder / "page.svg"
-    printing = ("--no-pdf-header-footer", f"--print-to-pdf={pdf}")
+    # A window of the sheet's width: the charts, which are drawn for it, then print as lines.
+    printing = (
+        f"--window-size={WIDTH},900",
+        "--hide-scrollbars",
+        "--no-pdf-header-footer",
+        f"--print-to-pdf={pdf}",
+    )
     chromium(page.replace("</style>", sheet, 1), folder, *printing)
     subprocess.run(["pdftocairo", "-svg", "-f", "1", "-l", "1", pdf, svg], check=True)
     return svg.read_text(encoding="utf-8")

@@ -1,20 +1,24 @@
-"""The pages in a real browser: nothing runs out of them, all text stands out and is large enough.
+"""The pages in a real browser: they fit, can be read, answer mouse and keyboard, and stay live.
 
 Needs chromium (Debian: apt-get install chromium); skipped by that name where there is none.
 """
+
+from __future__ import annotations
 
 import html
 import json
 import re
 import shutil
 import subprocess
+import threading
 from pathlib import Path
 
 import pytest
 
 from fullshard.cli.app import invoke
-from fullshard.observe.metrics import EvalRow, MetricsWriter, StepRow
-from fullshard.observe.report import write_report
+from fullshard.observe.metrics import EvalRow, MetricsWriter, SampleRow, StepRow
+from fullshard.observe.report import page_of, write_report
+from fullshard.observe.serve import page_server
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 ROOT = Path(__file__).parents[2]
@@ -30,7 +34,7 @@ function ground(win, node) {
   }
   return [255, 255, 255];
 }
-window.onload = () => {
+window.onload = () => setTimeout(() => {
   const out = {};
   for (const frame of document.querySelectorAll("iframe")) {
     const win = frame.contentWindow, doc = frame.contentDocument, root = doc.documentElement;
@@ -55,8 +59,57 @@ window.onload = () => {
       dark: light(ground(win, doc.body)) < .2};
   }
   document.body.innerHTML = "<pre>" + JSON.stringify(out).replaceAll("<", "&lt;") + "</pre>";
-};
+}, 500);
 """
+# What a person does with the first chart, and what the page then says.
+PROBE = """
+<script>
+const wait = () => new Promise((done) => setTimeout(done, 100));
+const first = (selector) => document.querySelector(selector);
+function mouse(kind, share) {
+  const over = first("#charts .drawing"), box = over.getBoundingClientRect();
+  const at = { clientX: box.left + share * box.width, clientY: box.top + 50 };
+  over.dispatchEvent(new PointerEvent(kind, { bubbles: true, button: 0, ...at }));
+}
+function key(name) {
+  first(".plot").dispatchEvent(new KeyboardEvent("keydown", { key: name, cancelable: true }));
+}
+const legend = () => [...first("#charts .legend").children]
+  .map((one) => one.innerText.trim()).join(" ");
+const zoomed = () => [...document.querySelectorAll("#charts header")]
+  .filter((one) => !one.querySelector("button").hidden).length;
+addEventListener("load", async () => {
+  const said = {};
+  await wait();
+  said.idle = legend();
+  said.note = first(".note").textContent;
+  said.label = first(".plot").getAttribute("aria-label");
+  mouse("pointermove", 0.5); await wait();
+  said.hovered = legend();
+  mouse("pointerdown", 0.25); mouse("pointermove", 0.75); mouse("pointerup", 0.75); await wait();
+  said.zoomed = zoomed();
+  mouse("pointermove", 0.001); await wait();
+  said.left = legend();
+  mouse("dblclick", 0.5); await wait();
+  said.reset = zoomed();
+  key("+"); await wait();
+  said.key_zoomed = zoomed();
+  key("Escape"); await wait();
+  key("ArrowRight"); key("ArrowLeft"); await wait();
+  said.key = first("#said").textContent;
+  first("#outliers").click(); await wait();
+  said.all = first(".note").textContent;
+  const log = [...document.querySelectorAll("#charts header button")]
+    .find((one) => one.textContent === "log");
+  log.click(); await wait();
+  said.log = log.getAttribute("aria-pressed");
+  first("#smoothing").value = 0.9;
+  first("#smoothing").dispatchEvent(new Event("input")); await wait();
+  said.smoothed = legend();
+  document.body.innerHTML = "<pre></pre>";
+  first("pre").textContent = JSON.stringify(said);
+});
+</script></body>"""
 
 pytestmark = [
     pytest.mark.slow,
@@ -64,7 +117,7 @@ pytestmark = [
 ]
 
 
-def plan_page(folder):
+def plan_page(folder: Path) -> Path:
     page = folder / "plan.html"
     small = ("model.config.num_hidden_layers=4", "per_device_train_batch_size=4")
     words = ("plan", str(ROOT / "examples/plan_llama_405b.yaml"), *small)
@@ -72,7 +125,7 @@ def plan_page(folder):
     return page
 
 
-def report_page(folder):
+def report_page(folder: Path, num_steps: int = 20) -> Path:
     record = {
         "command": "train",
         "status": "failed",
@@ -86,17 +139,58 @@ def report_page(folder):
     sizes = dict.fromkeys(("memory_bytes", "memory_peak_bytes"), 300 << 20)
     shares = {"data_s": 0.1, "compute_s": 0.3, "comm_s": 0.1, "step_time_s": 0.5}
     rates = {"tokens_per_s": 1000.0, "samples_per_s": 10.0, "learning_rate": 1e-3}
-    for step in range(1, 21):
-        loss = {"loss": 6 - step / 10, "grad_norm": 1.5}
+    for step in range(1, num_steps + 1):
+        loss = {"loss": 1e6 if step == 15 else 6 - step / num_steps, "grad_norm": 1.5}
         writer.write(StepRow(step=step, epoch=step / 10, **loss, **rates, **shares, **sizes))
-    writer.write(EvalRow(20, 4.5))
+    if num_steps:
+        writer.write(EvalRow(num_steps, 4.5))
+        writer.write(SampleRow(num_steps, "Once <b>", "upon a time " * 30))
     writer.close()
-    write_report(folder)
-    return folder / "report.html"
+    seconds = {"time": 1e9, "cpu_percent": 50.0, "memory_bytes": 2**31, "gpu0_percent": 80.0}
+    rows = (json.dumps({**seconds, "time": 1e9 + i}) for i in range(num_steps))
+    (folder / "machine-0.jsonl").write_text("\n".join(rows))
+    config = "training:\n  run_name: <b>tiny</b> and long  # command line\nseed: 0  # default\n"
+    (folder / "config.yaml").write_text(config)
+    return write_report(folder)
+
+
+def comparison_page(folder: Path) -> Path:
+    runs = [folder / name for name in ("a", "b" * 50)]
+    for run, num_steps in zip(runs, (20, 7), strict=True):
+        run.mkdir()
+        report_page(run, num_steps)
+    return write_report(*runs, target=folder / "comparison.html")
+
+
+def opened(address: str | Path, scheme: str = "light", budget_ms: int = 5000) -> str:
+    """The page's elements after its scripts have run; the console must stay empty."""
+    assert CHROMIUM is not None
+    options = ("--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr")
+    done = subprocess.run(
+        [
+            CHROMIUM,
+            *options,
+            f"--virtual-time-budget={budget_ms}",
+            f"--blink-settings=preferredColorScheme={SCHEMES[scheme]}",
+            "--dump-dom",
+            address if isinstance(address, str) else f"file://{address}",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert [line for line in done.stderr.splitlines() if "CONSOLE" in line] == []
+    return done.stdout
+
+
+def told(dom: str) -> dict:
+    """What a script of ours has written."""
+    return json.loads(html.unescape(re.search(r"<pre>(.*)</pre>", dom, re.DOTALL)[1]))
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("make", [plan_page, report_page])
+@pytest.mark.parametrize("make", [plan_page, report_page, comparison_page])
 def test_nothing_runs_out_and_all_text_can_be_read(tmp_path, make, scheme):
     text = html.escape(make(tmp_path).read_text(encoding="utf-8"))
     frames = "".join(
@@ -104,17 +198,7 @@ def test_nothing_runs_out_and_all_text_can_be_read(tmp_path, make, scheme):
     )
     sheet = tmp_path / "sheet.html"
     sheet.write_text(f"<!doctype html><meta charset=utf-8><body>{frames}<script>{MEASURE}</script>")
-    options = ("--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=5000")
-    colours = f"--blink-settings=preferredColorScheme={SCHEMES[scheme]}"
-    assert CHROMIUM is not None
-    done = subprocess.run(
-        [CHROMIUM, *options, colours, "--dump-dom", f"file://{sheet}"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-    found = json.loads(html.unescape(re.search(r"<pre>(.*)</pre>", done.stdout, re.DOTALL)[1]))
+    found = told(opened(sheet, scheme))
     assert set(found) == {"390", "1400"}
     for width, page in found.items():
         assert page["dark"] is (scheme == "dark")
@@ -122,3 +206,53 @@ def test_nothing_runs_out_and_all_text_can_be_read(tmp_path, make, scheme):
         assert page["weakest"][0] >= 4.5, (width, page["weakest"])
         assert page["smallest"][0] >= 9, (width, page["smallest"])
     assert found["1400"]["scrolled"] == 0
+
+
+def test_charts_answer_mouse_keyboard_and_options(tmp_path):
+    page = report_page(tmp_path)
+    page.write_text(page.read_text().replace("</body>", PROBE))
+    said = told(opened(page, budget_ms=20_000))
+    assert said["idle"].startswith("step: last training: 5 nats per token held out: 4.5 nats")
+    assert said["note"] == "1 outlier outside of the axis (up to 1,000,000)"
+    assert "Loss over step: last training 5 nats per token" in said["label"]
+    assert re.match(r"step: 1[01] training: 5\.\d+ nats per token", said["hovered"])
+    assert said["zoomed"] >= 6  # all charts over steps
+    assert re.match(r"step: [56] training", said["left"])
+    assert said["reset"] == 0
+    assert said["key_zoomed"] >= 6
+    assert said["key"] == (
+        "step 19: training 5.05 nats per token, held out \u2013, "
+        "interpolated bigram, held out 3 nats per token"
+    )
+    assert said["all"] == ""
+    assert said["log"] == "true"
+    assert "training, every point: 5.05 nats" in said["smoothed"]
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 12_000])
+def test_pages_of_any_length_draw_without_a_word_on_the_console(tmp_path, num_steps):
+    dom = opened(report_page(tmp_path, num_steps))
+    assert dom.count('class="drawing"') == (9 if num_steps else 0)
+    assert "OutOfMemoryError" in dom
+    assert "<b>tiny" not in dom
+
+
+def test_a_page_that_is_served_follows_the_run_without_loading_again(tmp_path):
+    report_page(tmp_path, 3)
+    asked = []
+
+    def render() -> str:
+        asked.append(1)
+        if len(asked) > 1:
+            report_page(tmp_path, 3)  # appends its rows once more
+        return page_of([tmp_path], live=True)
+
+    with page_server(render) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        dom = opened(f"http://127.0.0.1:{server.server_port}/", budget_ms=9000)
+        server.shutdown()
+        thread.join()
+    assert len(asked) >= 2
+    assert re.search(r'id="live">live, read at', dom)  # of the first page, which was not replaced
+    assert dom.count("<h3>step 3</h3>") >= 2  # the text of a later answer

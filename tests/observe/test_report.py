@@ -1,8 +1,10 @@
 """The report: one page from a run's files, whatever of them there is."""
 
+from __future__ import annotations
+
 import json
+import re
 from html.parser import HTMLParser
-from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -10,19 +12,20 @@ from torch import nn
 
 import fullshard as fs
 from fullshard.errors import ConfigError
-from fullshard.observe.chart import (
-    Axes,
-    Series,
-    area_chart,
-    line_chart,
-    mean_of_windows,
-    ticks,
+from fullshard.observe.chart import Chart, Line, drawn, duration, table_of, thinned
+from fullshard.observe.metrics import (
+    EvalRow,
+    MetricsWriter,
+    SampleRow,
+    SaveRow,
+    StepRow,
+    keep_rows,
+    read_rows,
 )
-from fullshard.observe.metrics import EvalRow, MetricsWriter, SaveRow, StepRow, keep_rows, read_rows
-from fullshard.observe.report import write_report
+from fullshard.observe.report import page_of, settings_of, write_report
 
 
-def step_row(step, **changes):
+def step_row(step: int, **changes) -> StepRow:
     fields = {
         "step": step,
         "epoch": step / 10,
@@ -70,13 +73,13 @@ def run(tmp_path):
 class Checker(HTMLParser):
     """Notes what a browser would load, and tags that are left open."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.loads, self.open = [], []
 
     def handle_starttag(self, tag, attrs):
-        self.loads += [value for name, value in attrs if name in ("src", "href", "data")]
-        if tag not in ("meta", "br"):
+        self.loads += [v for name, v in attrs if name in ("src", "href") and v != "data:,"]
+        if tag not in ("meta", "br", "input", "link"):
             self.open.append(tag)
 
     def handle_startendtag(self, tag, attrs):
@@ -86,23 +89,38 @@ class Checker(HTMLParser):
         assert self.open.pop() == tag
 
 
-def page_of(run):
-    page = write_report(run).read_text()
+def written(*runs, target=None) -> str:
+    """The page of runs, without the scripts: they need nothing else."""
+    page = write_report(*runs, target=target).read_text()
     checker = Checker()
     checker.feed(page)
     assert checker.open == []
     assert checker.loads == []
-    assert "url(" not in page
-    assert "@import" not in page
-    return page
+    assert "default-src 'none'" in page  # the browser keeps it from the network
+    html = re.sub(r"<script>.*?</script>", "", page, flags=re.DOTALL)
+    assert "url(" not in html
+    assert "@import" not in html
+    return html
+
+
+def data_of(page: str) -> dict:
+    """The data of the page's charts."""
+    return json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1])
+
+
+def lines_of(page: str) -> dict[str, list[str]]:
+    """Names of lines by the titles of their charts."""
+    return {one["title"]: [i["name"] for i in one["lines"]] for one in data_of(page)["charts"]}
 
 
 def test_report_shows_loss_baseline_plan_environment_and_sample(run):
-    page = page_of(run)
+    page = written(run)
     for text in ("3.2500", "interpolated bigram: 3.5000", "3.11.7", "12 s", "200.0 MiB"):
         assert text in page
     assert 'class="good"' in page
-    assert page.count("<svg") == 7
+    assert len(lines_of(page)) == 7
+    assert lines_of(page)["Loss"] == ["training", "held out", "interpolated bigram, held out"]
+    assert data_of(page)["tables"]["steps"]["loss"][:2] == [5.9, 5.8]
     assert "Linear" in page or "Sequential" in page
     assert "prefers-color-scheme: dark" in page
 
@@ -112,33 +130,123 @@ def test_what_was_planned_stands_beside_what_was_measured(run):
     expected = {"expected_peak_bytes": 150 << 20, "expected_tokens_per_s": 1250.0}
     record["planned"] = expected | {"expected_step_time_s": 0.4, "expected_wait_s": 0.05}
     (run / "run.json").write_text(json.dumps(record))
-    before = page_of(run)
-    for what, planned, measured in (
-        ("memory per rank", "150.0 MiB", "200.0 MiB"),
-        ("step time", "400 ms", "500 ms"),
-        ("tokens per second", "1,250", "1,000"),
-        ("exposed communication", "50 ms", "100 ms"),
+    before = written(run)
+    for what, *values in (
+        ("peak memory per rank", "150.0 MiB", "200.0 MiB", "1.33"),
+        ("step time", "400 ms", "500 ms", "1.25"),
+        ("tokens per second", "1,250", "1,000", "0.80"),
+        ("exposed communication", "50 ms", "100 ms", "2.00"),
     ):
-        cells = "".join(f'<td class="num">{value}</td>' for value in (planned, measured))
+        cells = "".join(f'<td class="num">{value}</td>' for value in values)
         assert f"<td>{what}</td>{cells}" in before
-    assert before.count("</i>planned</span>") == 2  # throughput and communication
-    assert "Pause of training" not in before
+    lines = lines_of(before)
+    assert "Pause of training per checkpoint" not in lines
+    for title in ("Time per step", "Throughput of all ranks", "Exposed communication per step"):
+        assert lines[title][-1] == "planned"
+    assert lines["Memory of the largest rank"][-1] == "planned peak"
     writer = MetricsWriter(run / "metrics.jsonl")
     writer.write(SaveRow(10, 0.25))
     writer.close()
-    page = page_of(run)
-    assert page.count("<svg") == before.count("<svg") + 1
-    assert "<title>checkpoint: 250 at 10</title>" in page
+    page = written(run)
+    assert lines_of(page)["Pause of training per checkpoint"] == ["checkpoint"]
+    assert data_of(page)["tables"]["saves"] == {"step": [10], "save_s": [0.25]}
+
+
+def test_memory_of_a_process_is_planned_in_the_same_terms(run):
+    """On a CPU the process is measured, so that what it took before the model is planned too."""
+    record = json.loads((run / "run.json").read_text())
+    record["planned"] = {
+        "expected_peak_bytes": 150 << 20,
+        "measures_process": True,
+        "process_bytes": 40 << 20,
+    }
+    (run / "run.json").write_text(json.dumps(record))
+    page = written(run)
+    assert 'peak memory per rank, libraries included</td><td class="num">190.0 MiB' in page
+    (chart,) = (one for one in data_of(page)["charts"] if one["title"].startswith("Memory"))
+    assert chart["lines"][-1]["level"] == 190
 
 
 def test_text_of_the_run_is_escaped(run):
-    page = page_of(run)
+    writer = MetricsWriter(run / "metrics.jsonl")
+    writer.write(SampleRow(10, "<i>once", "upon</pre><script>alert(1)</script>"))
+    writer.close()
+    (run / "config.yaml").write_text(
+        "training:\n  run_name: '</script><b>x'  # command line\nseed: 3  # <origin>\n"
+    )
+    page = written(run)
     assert "if a &lt; b &amp; c:" in page
     assert "&lt;origin&gt;" in page
+    assert "<b>&lt;i&gt;once</b>upon&lt;/pre&gt;&lt;script&gt;" in page
+    other = run / "other"
+    other.mkdir()
+    (other / "run.json").write_text((run / "run.json").read_text())
+    both = written(run, other, target=run / "both.html")
+    assert "</script><b>x" not in both
+    assert "&lt;/script&gt;&lt;b&gt;x" in both
+    assert data_of(both)["charts"][0]["lines"][0]["name"] == "</script><b>x"
 
 
 def test_report_can_be_drawn_again(run):
-    assert page_of(run) == page_of(run)
+    assert written(run) == written(run)
+
+
+def test_settings_that_were_set_come_before_defaults(run):
+    text = "model:\n  config: {a: [1, 2]}   # a.yaml:3\ndata:\n  path: null  # default\n"
+    text += 'training:\n  learning_rate: 1e-4   # command line\n  project: "a # b"  # default\n'
+    assert settings_of(text) == [
+        ("model.config", "{a: [1, 2]}", "a.yaml:3"),
+        ("data.path", "null", "default"),
+        ("training.learning_rate", "1e-4", "command line"),
+        ("training.project", '"a # b"', "default"),
+    ]
+    (run / "config.yaml").write_text(text)
+    page = written(run)
+    assert page.index("training.learning_rate") < page.index("data.path")
+    for broken in ("a: [", "- 1", "", "a: b: c"):
+        assert settings_of(broken) == []
+
+
+def test_started_by_and_use_of_the_machine_are_shown(run):
+    record = json.loads((run / "run.json").read_text())
+    record["started_by"] = {
+        "command_line": "fullshard train a.yaml max_steps=5",
+        "folder": "/somewhere",
+        "git commit": "0123456789abcdef, with changes",
+    }
+    (run / "run.json").write_text(json.dumps(record))
+    row = {"time": 1000.0, "cpu_percent": 50.0, "memory_bytes": 2**31, "gpu0_watts": 300.0}
+    row |= {f"gpu{i}_{what}": 70.0 for i in (0, 1) for what in ("percent", "watts")}
+    (run / "machine-0.jsonl").write_text(json.dumps(row) + '\n{"time": 10')
+    page = written(run)
+    for text in ("fullshard train a.yaml max_steps=5", "/somewhere", "0123456789abcdef, with"):
+        assert text in page
+    lines = lines_of(page)
+    assert lines["Processors of the machine"] == ["in use"]
+    assert lines["GPU use"] == ["GPU 0", "GPU 1"]
+    (run / "machine-1.jsonl").write_text(json.dumps({"time": 1001.0, "cpu_percent": 1.0}))
+    lines = lines_of(written(run))
+    assert lines["Processors of the machine"] == ["node 0, in use", "node 1, in use"]
+    assert lines["GPU use"] == ["node 0, GPU 0", "node 0, GPU 1"]
+
+
+def test_runs_are_compared_by_curves_results_and_settings(run, tmp_path_factory):
+    other = tmp_path_factory.mktemp("other")
+    for name in ("run.json", "config.yaml"):
+        (other / name).write_text((run / name).read_text())
+    (other / "config.yaml").write_text("seed: 4  # default\n")
+    writer = MetricsWriter(other / "metrics.jsonl")
+    writer.write(step_row(1, loss=7.5))
+    writer.write(step_row(2, loss=None, grad_norm=None))
+    writer.close()
+    page = written(run, other, target=other / "both.html")
+    assert lines_of(page)["Loss: training"] == [run.name, other.name]
+    assert lines_of(page)["Loss: held out"] == [run.name]
+    assert data_of(page)["tables"]["1 steps"]["loss"] == [7.5, None]
+    row = '<th scope="row">training loss, nats per token</th><td class="num">4.0000</td>'
+    assert row + '<td class="num">7.5000</td>' in page
+    assert re.search(r'seed</th><td class="value">3</td><td class="value">4</td>', page)
+    assert lines_of(page_of([run, run]))["Loss: training"] == [f"{run.name} ({run})"] * 2
 
 
 def test_failed_run_without_steps_has_a_report_with_the_reason(run):
@@ -148,17 +256,17 @@ def test_failed_run_without_steps_has_a_report_with_the_reason(run):
     (run / "run.json").write_text(json.dumps(record))
     for name in ("metrics.jsonl", "plan.json", "sample.txt", "config.yaml"):
         (run / name).unlink()
-    page = page_of(run)
+    page = written(run)
     assert "DataError" in page
     assert "no &lt;text&gt;" in page
-    assert "<svg" not in page
+    assert data_of(page)["charts"] == []
 
 
 def test_baseline_that_was_not_beaten_is_shown_as_such(run):
-    record = json.loads((run / "run.json").read_text())
-    record["measured"]["eval_loss"] = 3.75
-    (run / "run.json").write_text(json.dumps(record))
-    assert 'class="bad"' in page_of(run)
+    writer = MetricsWriter(run / "metrics.jsonl")
+    writer.write(EvalRow(20, 3.75))
+    writer.close()
+    assert 'class="bad"' in written(run)
 
 
 def test_folder_without_a_run_is_refused(tmp_path):
@@ -172,7 +280,7 @@ def test_metrics_that_were_cut_off_by_a_crash_are_read_up_to_there(run):
     rows = list(read_rows(run / "metrics.jsonl"))
     assert len(rows) == 21
     assert rows[-1] == {"step": 20, "eval_loss": 3.25}
-    page_of(run)
+    written(run)
 
 
 def test_torn_rows_are_left_out_and_said_when_a_run_goes_on(run, caplog):
@@ -184,7 +292,7 @@ def test_torn_rows_are_left_out_and_said_when_a_run_goes_on(run, caplog):
     assert (step.step, evaluation.step) == (20, 20)
     assert len(list(read_rows(path))) == 21
     assert f"{path}: left out 5 torn line(s)" in caplog.text
-    page_of(run)
+    written(run)
 
 
 def test_row_that_is_not_finite_is_refused(tmp_path):
@@ -194,54 +302,51 @@ def test_row_that_is_not_finite_is_refused(tmp_path):
     writer.close()
 
 
-def points(svg, tag):
-    root = ElementTree.fromstring(svg.partition("</svg>")[0] + "</svg>")
-    return [
-        [tuple(map(float, pair.split(","))) for pair in element.attrib["points"].split()]
-        for element in root.iter(tag)
-    ]
-
-
-def test_line_goes_through_its_points_on_common_scales():
-    axes = Axes("x", "y", from_zero=True)
-    first, second = Series("a", [0, 1, 2], [0, 1, 2], 1), Series("b", [0, 2], [2, 0], 2)
-    (a, b) = points(line_chart([first, second], axes), "polyline")
-    assert a[0] == pytest.approx((b[0][0], b[1][1]), abs=0.1)
-    assert a[2] == pytest.approx((b[1][0], b[0][1]), abs=0.1)
-    assert a[1][1] == pytest.approx((a[0][1] + a[2][1]) / 2, abs=0.1)
-    assert a[0][1] > a[2][1]  # y grows downwards on a page
-
-
-def test_areas_are_stacked():
-    axes = Axes("x", "y", from_zero=True)
-    series = [Series("a", [0, 1], [1, 1], 1), Series("b", [0, 1], [1, 3], 2)]
-    lower, upper = points(area_chart(series, axes), "polygon")
-    assert upper[2:] == lower[1::-1]  # the floor of one is the ceiling of the other
-    heights = [lower[2][1] - lower[1][1], upper[2][1] - upper[1][1]]
-    assert heights[1] == pytest.approx(3 * heights[0], abs=0.3)
-
-
-@pytest.mark.parametrize("values", [[5.0], [0.0, 0.0, 0.0], [-3.0, 2.0]])
-def test_flat_and_single_points_can_be_drawn(values):
-    svg = line_chart([Series("a", list(range(len(values))), values, 1)], Axes("x", "y"))
-    assert "nan" not in svg
-
-
-def test_nothing_is_drawn_of_nothing():
-    assert line_chart([Series("a", [], [], 1)], Axes("x", "y")) == ""
+def test_skipped_steps_are_gaps_that_the_page_names(run):
+    writer = MetricsWriter(run / "metrics.jsonl")
+    writer.write(step_row(21, loss=None, grad_norm=None))
+    writer.write(step_row(22))
+    writer.close()
+    page = written(run)
+    assert "1 update(s) were skipped because numbers were not finite: step 21" in page
+    assert data_of(page)["tables"]["steps"]["loss"][-2:] == [None, 3.8]
+    assert "4.7000" not in page
+    assert "3.8000" in page
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "expected"),
-    [(0, 10, [0, 2, 4, 6, 8, 10]), (2.9, 6.3, [3, 4, 5, 6]), (0, 0.003, None)],
+    ("num_rows", "kept"), [(0, 0), (1, 1), (10_000, 10_000), (10_001, 10_001 // 4)]
 )
-def test_ticks_are_round_numbers_inside_the_range(low, high, expected):
-    found = ticks(low, high)
-    assert expected is None or found == pytest.approx(expected)
-    assert all(low <= tick <= high for tick in found)
-    assert 3 <= len(found) <= 7
+def test_a_chart_has_all_of_ten_thousand_points_and_the_extremes_of_more(num_rows, kept):
+    values = [float(step % 7) for step in range(num_rows)]
+    if num_rows > 5000:
+        values[5000] = 1e9
+    table = thinned({"step": list(range(num_rows)), "loss": values})
+    assert kept <= len(table["step"]) <= 10_000
+    assert num_rows <= 5000 or 1e9 in table["loss"]
+    assert table["step"] == sorted(set(table["step"]))
+    assert not num_rows or table["step"][-1] == num_rows - 1
 
 
-def test_long_series_become_means_of_windows():
-    assert mean_of_windows(list(range(10)), 5) == [0.5, 2.5, 4.5, 6.5, 8.5]
-    assert len(mean_of_windows([1.0] * 1001, 600)) <= 600
+def test_numbers_that_are_not_finite_become_gaps():
+    rows = [{"x": 1, "y": float("nan")}, {"x": 2, "y": float("inf")}, {"y": 1 / 3, "z": "text"}]
+    table = table_of(rows)
+    assert table_of([{"time": 1795644184.675}]) == {"time": [1795644184.675]}
+    assert table == {"x": [1, 2, None], "y": [None, None, 0.333333], "z": [None] * 3}
+
+
+def test_charts_without_a_point_are_left_out():
+    tables = {"steps": {"step": [1, 2], "loss": [None, None], "rate": [1.0, 2.0]}}
+    loss = Chart("loss", "", [Line("loss", "steps", "loss"), Line("level", level=1.0)])
+    lines = [Line("rate", "steps", "rate"), Line("none", "other", "rate"), Line("level", level=2.0)]
+    assert drawn(tables, [loss])["charts"] == []
+    (found,) = drawn(tables, [Chart("rate", "", lines)])["charts"]
+    assert [line["name"] for line in found["lines"]] == ["rate", "level"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.4, "0 s"), (59.6, "1 min 00 s"), (725, "12 min 05 s"), (11220, "3 h 07 min")],
+)
+def test_durations_have_units(seconds, text):
+    assert duration(seconds) == text

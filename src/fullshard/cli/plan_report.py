@@ -100,7 +100,7 @@ def show(config: RunConfig, view: View, hardware: Gpus | None, out: Path | None)
     if leaves_something(config):
         print_choice(study.outlook)
     if out is not None:
-        from fullshard.observe.report import write_plan_page
+        from fullshard.observe.plan_page import write_plan_page
 
         strategies = compare(study.outlook, view.plan_of, hosts=view.topology.num_hosts)
         print(f"Figures: {write_plan_page(study, strategies, out)}")

@@ -1,4 +1,4 @@
-"""`fullshard report RUN_DIR`: writes a run's page again, with measured and planned values."""
+"""`fullshard report RUN_DIR...`: the page of a run, or of several side by side."""
 
 from __future__ import annotations
 
@@ -16,16 +16,65 @@ app = typer.Typer()
 
 @app.command()
 def report(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run's folder.")],
+    run_dirs: Annotated[list[Path], typer.Argument(metavar="RUN_DIR...", help="Folders of runs.")],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            dir_okay=False,
+            help="File to write.",
+            show_default="RUN_DIR/report.html; comparison.html for several runs",
+        ),
+    ] = None,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Serve the page on 127.0.0.1 while runs go on.")
+    ] = False,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port of --watch; 0: a free one.")
+    ] = 0,
 ) -> Outcome:
-    """Write report.html for a run, finished or not, from the files in its folder."""
-    from fullshard.launch.run_lock import RunLock
-    from fullshard.observe.report import write_report
-    from fullshard.run.folder import RunFolder
+    """Write the page of a run, finished or not, from the files in its folder; compare several.
 
-    page = write_report(run_dir)
-    with contextlib.suppress(ConfigError, OSError), RunLock(run_dir):  # no live run has it
-        if RunFolder(run_dir).end_killed():
-            write_report(run_dir)
+    With --watch nothing is written: the page is served and follows the runs until Ctrl-C.
+    """
+    from fullshard.observe.report import page_of, write_report
+
+    if watch:
+        return _serve(run_dirs, port)
+    page_of(run_dirs)  # before anything is written
+    for run_dir in run_dirs:
+        _end_killed(run_dir)
+    several = Path("comparison.html") if len(run_dirs) > 1 else None
+    page = write_report(*run_dirs, target=out or several)
     print(page)
     return Outcome({"report": str(page)})
+
+
+def _serve(run_dirs: list[Path], port: int) -> Outcome:
+    """Serves the page until Ctrl-C."""
+    from fullshard.observe.report import page_of
+    from fullshard.observe.serve import LOOPBACK, page_server
+
+    def render() -> str:
+        for run_dir in run_dirs:
+            _end_killed(run_dir)
+        return page_of(run_dirs, live=True)
+
+    render()  # a folder without a run is an error of the command
+    with page_server(render, port) as server:
+        url = f"http://{LOOPBACK}:{server.server_port}/"
+        print(f"{url}  (Ctrl-C ends)", flush=True)
+        with contextlib.suppress(KeyboardInterrupt):
+            server.serve_forever()
+        return Outcome({"url": url})
+
+
+def _end_killed(run_dir: Path) -> None:
+    """Records the end of a run that was killed: its record says running, and no process has it."""
+    from fullshard.launch.run_lock import RunLock, is_held
+    from fullshard.run.folder import RunFolder
+
+    folder = RunFolder(run_dir)
+    with contextlib.suppress(ConfigError, OSError):
+        if folder.is_going_on() and not is_held(run_dir):
+            with RunLock(run_dir):
+                folder.end_killed()

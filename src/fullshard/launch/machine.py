@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
+import shlex
+import subprocess
+import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -48,6 +52,20 @@ def describe_versions(packages: tuple[str, ...]) -> dict[str, str]:
         except PackageNotFoundError:
             if name == "fullshard":  # run from a source tree
                 found[name] = "source tree"
+    return found
+
+
+def describe_command() -> dict[str, str]:
+    """Command line, working directory, and the commit of its git repository, if it is in one."""
+    program = Path(sys.argv[0] or "python")
+    name = (
+        "fullshard" if program.parent.name == "fullshard" else program.name
+    )  # python -m fullshard
+    found = {"command_line": shlex.join([name, *sys.argv[1:]]), "folder": str(Path.cwd())}
+    git = ("git", "describe", "--always", "--dirty=, with changes", "--abbrev=40", "--match=")
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        done = subprocess.run(git, capture_output=True, text=True, timeout=10, check=True)
+        found["git commit"] = done.stdout.strip()
     return found
 
 

@@ -1,21 +1,18 @@
-"""Line and area charts as inline SVG, and the templates of pages.
+"""Pages with charts: what a chart shows, as data for the page's script, and the templates.
 
-Colours are CSS variables of the page (`--series-1` ...), so one drawing serves a light and a dark
-background. The page needs no network and no further file.
+A page is one file without a network. templates/plot.js draws axes and lines as SVG and reports what
+the pointer does; charts.js adds values, zoom, log axes, smoothing and axes that ignore outliers.
+Colours are CSS variables (`--series-1` ...), so that one page serves light and dark backgrounds.
 
-    +--------------------------------------+
-    | top label                            |
-    |  y |  ....                           |     margins LEFT, RIGHT, TOP, BOTTOM
-    |    |      .......                    |
-    |    +--------------------  x label    |
-    +--------------------------------------+
+    tables   {"steps": {"step": [1, 2], "loss": [6.5, 6.1]}, ...}    every number once
+    charts   Chart("Loss", "nats per token", [Line("training", "steps", "loss"), ...])
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -24,62 +21,143 @@ from fullshard.planner.text import human_bytes
 if TYPE_CHECKING:
     from jinja2 import Environment
 
-HEIGHT = 260.0
-NARROW, WIDE = 600.0, 1200.0  # half of the page's width, and the full width
-LEFT, RIGHT, TOP, BOTTOM = 58.0, 14.0, 12.0, 34.0
-MAX_POINTS = 600  # more are not visible at these widths
-MAX_AREA_POINTS = 150  # finer layers flicker
-NUM_TICKS = 5
+MAX_ROWS = 10_000  # a longer table keeps the extremes of windows
 
-Points = list[tuple[float, float]]
+_SIZES = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+
+Column = list[float | None]
+Table = dict[str, Column]
 
 
 @dataclass(frozen=True)
-class Series:
-    """One line.
+class Line:
+    """One line of a chart.
 
     Attributes:
         name: Label in the legend.
-        xs, ys: Points, x ascending.
+        table: Table with its points; "" for a level.
+        y: Column of the table.
         color: Number of the page's series colour, from 1.
-        style: `line`, `faint` (thin, behind others), `dots` (line with points) or `dashed`.
+        style: `line`, `dots` (a line with points) or `dashed`.
+        scale: Factor from the column to the chart's unit.
+        level: Value of a horizontal line, in the chart's unit.
     """
 
     name: str
-    xs: Sequence[float]
-    ys: Sequence[float]
-    color: int
+    table: str = ""
+    y: str = ""
+    color: int = 1
     style: str = "line"
+    scale: float = 1
+    level: float | None = None
 
 
 @dataclass(frozen=True)
-class Axes:
-    """Labels, number formats and width of a chart.
+class Chart:
+    """One chart: lines over a common x column.
 
     Attributes:
-        style: CSS of a chart that is a file of its own, with its legend inside; "": the page's CSS.
+        title: Heading, unique on the page.
+        unit: Unit of y, shown beside the heading and behind values.
+        lines: Lines; those without a point are left out.
+        x: Column of x in every table; "time" is in seconds since 1970.
+        is_wide: The chart takes the page's full width.
+        is_stacked: Lines are stacked on each other.
+        from_zero: The y axis includes zero.
+        log2_x: The x axis is logarithmic.
+        is_compared: A comparison of runs has this chart.
     """
 
-    x_label: str
-    y_label: str
-    y_format: Callable[[float], str] = lambda value: f"{value:g}"
-    from_zero: bool = False
-    width: float = NARROW
-    x_format: Callable[[float], str] = lambda value: f"{value:g}"
-    style: str = ""
+    title: str
+    unit: str
+    lines: Sequence[Line]
+    x: str = "step"
+    is_wide: bool = False
+    is_stacked: bool = False
+    from_zero: bool = True
+    log2_x: bool = False
+    is_compared: bool = True
 
 
-@dataclass(frozen=True)
-class Scale:
-    """A linear map from [low, high] to [begin, end]."""
+def drawn(tables: Mapping[str, Table], charts: Iterable[Chart]) -> dict[str, Any]:
+    """The data of a page's script: charts with at least one point, and their tables."""
+    shown = list[dict[str, Any]]()
+    for chart in charts:
+        lines = [line for line in chart.lines if _has_points(tables, line)]
+        if any(line.level is None for line in lines):
+            scale, unit = _readable(chart.unit, tables, lines)
+            told = [asdict(line) for line in lines]
+            for line in told:
+                line["scale"] *= scale
+                line["level"] = None if line["level"] is None else line["level"] * scale
+            shown.append({**asdict(chart), "unit": unit, "lines": told})
+    return {"tables": {name: thinned(table) for name, table in tables.items()}, "charts": shown}
 
-    low: float
-    high: float
-    begin: float
-    end: float
 
-    def __call__(self, value: float) -> float:
-        return self.begin + (value - self.low) / (self.high - self.low) * (self.end - self.begin)
+def _readable(unit: str, tables: Mapping[str, Table], lines: Sequence[Line]) -> tuple[float, str]:
+    """A factor and the unit after it: bytes become KiB, MiB or GiB, which suits the largest."""
+    if not unit.startswith("bytes"):
+        return 1, unit
+    drawn = (tables[line.table][line.y] for line in lines if line.table)
+    largest = max(value for column in drawn for value in column if value is not None)
+    size, name = next(one for one in _SIZES if largest >= 2 * one[0] or one is _SIZES[-1])
+    return 1 / size, unit.replace("bytes", name)
+
+
+def _has_points(tables: Mapping[str, Table], line: Line) -> bool:
+    if line.level is not None:
+        return math.isfinite(line.level)
+    values = tables.get(line.table, {}).get(line.y, ())
+    # Communication of one rank, or inside of XLA's program, is zero: it was not measured.
+    return any(values) if line.y == "comm_s" else any(value is not None for value in values)
+
+
+def table_of(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Columns of the numbers of some rows, to six digits; None where there is no finite one."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: [_number(row.get(name)) for row in rows] for name in names}
+
+
+def _number(value: Any) -> float | None:
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    is_exact = isinstance(value, int) or abs(value) >= 1e8  # bytes, and seconds since 1970
+    return value if is_exact else float(f"{value:.6g}")
+
+
+def thinned(table: Table, max_rows: int = MAX_ROWS) -> Table:
+    """The rows of a table that hold the extremes of a column in windows of consecutive rows."""
+    num_rows = max(map(len, table.values()), default=0)
+    if num_rows <= max_rows:
+        return table
+    size = math.ceil(2 * len(table) * num_rows / max_rows)
+    kept = set[int]()
+    for start in range(0, num_rows, size):
+        for column in table.values():
+            window = column[start : start + size]
+            found = [(value, start + at) for at, value in enumerate(window) if value is not None]
+            if found:
+                kept |= {min(found)[1], max(found)[1]}
+    return {name: [column[at] for at in sorted(kept)] for name, column in table.items()}
+
+
+def duration(seconds: float) -> str:
+    """`42 s`, `12 min 05 s`, `3 h 07 min`."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    minutes, hours = whole // 60, whole // 3600
+    return f"{minutes} min {whole % 60:02} s" if hours == 0 else f"{hours} h {minutes % 60:02} min"
+
+
+@cache
+def layout() -> list[dict[str, Any]]:
+    """The charts of a run's page, as charts.yaml has them."""
+    import yaml
+
+    loader = _environment().loader
+    assert loader is not None, "see _environment"
+    return yaml.safe_load(loader.get_source(_environment(), "charts.yaml")[0])
 
 
 def render(template: str, **facts: Any) -> str:
@@ -103,81 +181,6 @@ def _environment() -> Environment:
         "number": "{:g}".format,
         "place": "{:.1f}".format,
         "count": "{:,.0f}".format,
+        "duration": duration,
     }
     return environment
-
-
-def line_chart(series: Sequence[Series], axes: Axes) -> str:
-    """Draws lines over common axes; empty if there is no point."""
-    drawn = [one for one in series if len(one.xs)]
-    lines = [
-        (one, list(zip(mean_of_windows(one.xs), mean_of_windows(one.ys), strict=True)))
-        for one in sorted(drawn, key=lambda one: one.style != "faint")
-    ]
-    return _draw([one.ys for one in drawn], drawn, axes, lines=lines)
-
-
-def area_chart(series: Sequence[Series], axes: Axes) -> str:
-    """Draws series stacked on each other; all have the same xs."""
-    drawn = [one for one in series if len(one.xs)]
-    lower = [0.0] * len(drawn[0].xs) if drawn else []
-    areas: list[tuple[Series, Points]] = []
-    for one in drawn:
-        upper = [low + y for low, y in zip(lower, one.ys, strict=True)]
-        xs, low, high = (mean_of_windows(v, MAX_AREA_POINTS) for v in (one.xs, lower, upper))
-        there, back = zip(xs, high, strict=True), zip(xs[::-1], low[::-1], strict=True)
-        areas.append((one, [*there, *back]))
-        lower = upper
-    return _draw([lower], drawn, axes, areas=areas)
-
-
-def mean_of_windows(values: Sequence[float], max_points: int = MAX_POINTS) -> list[float]:
-    """Means of consecutive windows, so that at most `max_points` are left."""
-    size = max(1, math.ceil(len(values) / max_points))
-    windows = (values[i : i + size] for i in range(0, len(values), size))
-    return [sum(window) / len(window) for window in windows]
-
-
-def ticks(low: float, high: float, count: int = NUM_TICKS) -> list[float]:
-    """Round numbers in [low, high], about `count` of them."""
-    rough = (high - low) / count
-    magnitude = 10.0 ** math.floor(math.log10(rough))
-    step = next(m * magnitude for m in (1, 2, 2.5, 5, 10) if m * magnitude >= rough * 0.999)
-    first = math.ceil(low / step - 1e-9)
-    return [i * step for i in range(first, math.floor(high / step + 1e-9) + 1)]
-
-
-def _draw(
-    columns: Sequence[Sequence[float]],
-    series: Sequence[Series],
-    axes: Axes,
-    *,
-    lines: Sequence[tuple[Series, Points]] = (),
-    areas: Sequence[tuple[Series, Points]] = (),
-) -> str:
-    """Scales the axes to `columns` of y values and draws lines or areas over them."""
-    if not series:
-        return ""
-    xs = [x for one in series for x in one.xs]
-    ys = [y for column in columns for y in column]
-    low, high = (0.0 if axes.from_zero else min(ys)), max(ys)
-    room = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
-    low = low if axes.from_zero else low - room
-    x_low, x_high = min(xs), max(xs)
-    if x_low == x_high:
-        x_low, x_high = x_low - 0.5, x_high + 0.5
-    right, bottom = axes.width - RIGHT, HEIGHT - BOTTOM
-    return render(
-        "chart.svg.j2",
-        axes=axes,
-        height=HEIGHT,
-        left=LEFT,
-        right=right,
-        bottom=bottom,
-        x=Scale(x_low, x_high, LEFT, right),
-        y=Scale(low, high + room, bottom, TOP),
-        x_ticks=ticks(x_low, x_high, int(axes.width / 85)),
-        y_ticks=ticks(low, high + room),
-        lines=lines,
-        areas=areas,
-    )

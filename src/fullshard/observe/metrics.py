@@ -1,6 +1,6 @@
 """`metrics.jsonl`: an object a step and one an evaluation; `metrics.csv`: the same as a table.
 
-Checkpoints have `saves.jsonl` beside it: who reads steps takes a row without a loss for a step.
+`saves.jsonl` has an object per checkpoint, and `samples.jsonl` one per text of the model.
 """
 
 from __future__ import annotations
@@ -86,10 +86,21 @@ class SaveRow:
     save_s: float
 
 
+@dataclass(frozen=True)
+class SampleRow:
+    """What the model wrote after `step` updates: the prompt, and the text that follows it."""
+
+    step: int
+    prompt: str
+    text: str
+
+
+AnyRow = StepRow | EvalRow | SaveRow | SampleRow
 # By a column that no other kind of row has.
-KINDS = {"loss": StepRow, "eval_loss": EvalRow, "save_s": SaveRow}
+KINDS = {"loss": StepRow, "eval_loss": EvalRow, "save_s": SaveRow, "text": SampleRow}
 COLUMNS = [*(field.name for field in fields(StepRow)), "eval_loss"]
-SAVES = "saves.jsonl"
+SAVES, SAMPLES = "saves.jsonl", "samples.jsonl"
+ASIDE = {SaveRow: SAVES, SampleRow: SAMPLES}  # files of their own
 
 
 class MetricsWriter:
@@ -100,7 +111,7 @@ class MetricsWriter:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path, self._saves = path, path.with_name(SAVES)
+        self._path = path
         self._file: TextIO = path.open("a", encoding="utf-8")
         self._table_file = path.with_suffix(".csv").open("w", encoding="utf-8", newline="")
         self._table = csv.DictWriter(self._table_file, COLUMNS)
@@ -108,11 +119,11 @@ class MetricsWriter:
         self._table.writerows(read_rows(path))
         self._table_file.flush()
 
-    def write(self, row: StepRow | EvalRow | SaveRow) -> None:
+    def write(self, row: AnyRow) -> None:
         values = asdict(row)
-        if isinstance(row, SaveRow):
+        if (name := ASIDE.get(type(row))) is not None:
             self._check_place()
-            with self._saves.open("a", encoding="utf-8") as file:
+            with self._path.with_name(name).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(values, allow_nan=False) + "\n")
             return
         self._file.write(json.dumps(values, allow_nan=False) + "\n")
@@ -155,7 +166,8 @@ def keep_rows(path: Path, done: int) -> tuple[StepRow | None, EvalRow | None]:
     Steps after the checkpoint that a run goes on from are taken again, and written again.
     """
     rows = _keep(path, done)
-    _keep(path.with_name(SAVES), done)
+    for name in ASIDE.values():
+        _keep(path.with_name(name), done)
     steps = [row for row in rows if "loss" in row]
     evaluations = [row for row in rows if "eval_loss" in row]
     return (

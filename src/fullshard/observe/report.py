@@ -1,71 +1,173 @@
-"""Pages that need no network: `report.html` about a run, and the page of a plan.
+"""Pages that need no network: `report.html` about a run, and a comparison of runs.
 
 The report is drawn from the files in the run's folder: run.json, metrics.jsonl, saves.jsonl,
-plan.json, config.yaml and sample.txt. Missing files are left out, so a failed run has a report too,
-and it can be drawn again at any time. The page of a plan is written before anything has run.
+machine.jsonl, samples.jsonl, plan.json, config.yaml and sample.txt. Missing files are left out, so
+a failed run has a report too, and it can be drawn again at any time, also while the run goes.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
-from dataclasses import replace
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import yaml
+
 from fullshard.config.regular_files import did_you_mean_path
 from fullshard.errors import ConfigError
-from fullshard.observe.chart import WIDE, Axes, Scale, Series, area_chart, line_chart, render
-from fullshard.observe.metrics import SAVES, read_rows
-from fullshard.outlook.memory import checkpoint_bytes
-from fullshard.outlook.player import Bar, Lane, held_over_time
-from fullshard.outlook.predict import Outlook
-from fullshard.outlook.search import Study
+from fullshard.observe.chart import Chart, Line, Table, drawn, duration, layout, render, table_of
+from fullshard.observe.machine import read_machine
+from fullshard.observe.metrics import SAMPLES, SAVES, read_rows
 from fullshard.planner.arrays import ArraysPlan
 from fullshard.planner.plan import Plan
 from fullshard.planner.text import human_bytes, like_neighbours
-from fullshard.planner.tracing import TensorKind
 
 logger = logging.getLogger(__name__)
 
 Row = dict[str, Any]
-SMOOTHING = 0.8  # weight of the past in the smoothed loss
 
 
-def write_report(run: Path) -> Path:
-    """Draws the report of a run's folder into it.
+@dataclass(frozen=True)
+class Run:
+    """The files of one run's folder, as the page shows them."""
 
-    Returns:
-        The file.
+    folder: Path
+    record: Row
+    steps: list[Row]
+    evaluations: list[Row]
+    saves: list[Row]
+    samples: list[Row]
+    machine: dict[str, list[Row]]
+    settings: list[tuple[str, str, str]]
+
+    @classmethod
+    def read(cls, folder: Path) -> Run:
+        """Reads a run's folder.
+
+        Raises:
+            ConfigError: The folder holds no run.
+        """
+        record = _read_record(folder)
+        rows = list(read_rows(folder / "metrics.jsonl"))
+        return cls(
+            folder,
+            record,
+            [row for row in rows if "loss" in row],
+            [row for row in rows if "eval_loss" in row],
+            list(read_rows(folder / SAVES)),
+            list(read_rows(folder / SAMPLES)),
+            read_machine(folder),
+            settings_of(_text(folder / "config.yaml")),
+        )
+
+    @property
+    def name(self) -> str:
+        """training.run_name, or the folder's name."""
+        named = {key: value for key, value, _ in self.settings}.get("training.run_name", "null")
+        return self.folder.resolve().name if named == "null" else named.strip("'\"")
+
+    @property
+    def skipped(self) -> list[int]:
+        """Steps whose update was skipped because the loss or its gradients were not finite."""
+        return [
+            row["step"] for row in self.steps if row["loss"] is None or row["grad_norm"] is None
+        ]
+
+    @property
+    def late(self) -> list[Row]:
+        """The second half of the steps, when caches are warm."""
+        return self.steps[len(self.steps) // 2 :]
+
+    @property
+    def planned(self) -> Row:
+        """The forecast, in the terms of what is measured: on a CPU, the memory of the process."""
+        planned = dict(self.record.get("planned", {}))
+        process = planned.get("process_bytes") if planned.get("measures_process") else 0
+        if planned.get("expected_peak_bytes") is not None:
+            planned["expected_peak_bytes"] += process or 0
+        return planned
+
+    @property
+    def progress(self) -> tuple[int, int | None, float | None]:
+        """Finished steps, steps of the run, and seconds left while it goes."""
+        done = self.steps[-1]["step"] if self.steps else 0
+        every = self.planned.get("num_steps")
+        if every is None or self.record["status"] != "running" or not self.late:
+            return done, every, None
+        return done, every, (every - done) * median(row["step_time_s"] for row in self.late)
+
+    def facts(self) -> list[tuple[str, Any]]:
+        """How the run was started, and on what."""
+        process, resume = (self.record.get(name) or {} for name in ("process", "resume"))
+        started = dict(self.record.get("started_by") or {})
+        found = {
+            "name": self.name,
+            "command line": started.pop("command_line", None),
+            "in": started.pop("folder", None),
+            **started,
+            "host": process.get("host"),
+            "ranks": self.planned.get("world_size"),
+            "parameters": f"{self.planned.get('num_parameters', 0):,}",
+            "resumed from": resume.get("path"),
+        }
+        return [(name, value) for name, value in found.items() if value not in (None, "0")]
+
+    def tables(self, prefix: str = "") -> dict[str, Table]:
+        """The numbers of the charts."""
+        parts = {"steps": self.steps, "evaluations": self.evaluations, "saves": self.saves}
+        parts |= {f"machine {node}": rows for node, rows in self.machine.items()}
+        return {prefix + name: table_of(rows) for name, rows in parts.items()}
+
+
+def write_report(*folders: Path, target: Path | None = None) -> Path:
+    """Writes the page of a run into its folder, or a page that compares several runs.
+
+    Args:
+        *folders: Folders of runs.
+        target: File to write; None: report.html in the folder of the only run.
 
     Raises:
-        ConfigError: The folder holds no run.
+        ConfigError: A folder holds no run, or the file cannot be written.
     """
-    target = run / "report.html"
-    target.write_text(render("report.html.j2", **gather(run)), encoding="utf-8")
+    target, page = target or folders[0] / "report.html", page_of(folders)
+    try:
+        target.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--out: expected a file to write, got '{target}' ({error}).") from error
     return target
 
 
-def gather(run: Path) -> dict[str, Any]:
-    """Reads everything that the page shows."""
-    record = _read_record(run)
-    rows = list(read_rows(run / "metrics.jsonl"))
-    steps = [row for row in rows if "loss" in row]
-    plan, saves = _plan(run / "plan.json"), list(read_rows(run / SAVES))
-    planned = record.get("planned", {})
+def page_of(folders: Sequence[Path], *, live: bool = False) -> str:
+    """The page of a run, or the comparison of several.
+
+    Args:
+        folders: Folders of runs.
+        live: The page asks its server for itself again and again.
+    """
+    runs = [Run.read(folder) for folder in folders]
+    if len(runs) > 1:
+        return render("compare.html.j2", **compared(runs), live=live)
+    return render("report.html.j2", **gather(runs[0]), live=live)
+
+
+def gather(run: Run) -> dict[str, Any]:
+    """Everything that the page of a run shows."""
+    plan = _plan(run.folder / "plan.json")
     units = plan.units if isinstance(plan, Plan) else ()
     return {
-        "record": record,
-        "steps": steps,
-        "charts": _charts(steps, rows, saves, {**record, "planned": planned}),
-        "compared": _compared(steps, planned),
+        "run": run,
+        "record": run.record,
+        "data": drawn(run.tables(), _charts(run)),
+        "compared": _compared(run),
         "plan": plan,
         "arrays": plan.arrays if isinstance(plan, ArraysPlan) else (),
         "runs": like_neighbours(units),
-        "sample": _text(run / "sample.txt"),
-        "config": _text(run / "config.yaml"),
+        "sample": _text(run.folder / "sample.txt"),
     }
 
 
@@ -90,147 +192,178 @@ def _text(path: Path) -> str:
     return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
 
 
+def settings_of(text: str) -> list[tuple[str, str, str]]:
+    """Key, value and origin of every line of a run's config.yaml; nothing if it cannot be read."""
+    lines = text.splitlines()
+
+    def walk(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, str, str]]:
+        if not isinstance(node, yaml.MappingNode):
+            return
+        for key, value in node.value:
+            name = f"{prefix}{key.value}"
+            if isinstance(value, yaml.MappingNode) and not value.flow_style:
+                yield from walk(value, f"{name}.")
+                continue
+            start, end = value.start_mark, value.end_mark
+            yield name, text[start.index : end.index], lines[end.line].partition("  # ")[2]
+
+    try:
+        return list(walk(yaml.compose(text), ""))
+    except (yaml.YAMLError, RecursionError, IndexError):
+        return []
+
+
 # ---- charts --------------------------------------------------------------------------------------
 
 
-def _charts(
-    steps: list[Row], rows: list[Row], saves: list[Row], record: Row
-) -> list[tuple[str, str, bool]]:
-    """Title and drawing of each chart, and whether it takes the page's full width."""
-    planned = record["planned"]
-    evaluations = [row for row in rows if "eval_loss" in row]
-    loss = loss_chart(steps, evaluations, record["measured"].get("baseline_loss"))
-    speed = _planned_chart(steps, ("tokens_per_s", "", 1), planned.get("expected_tokens_per_s"))
-    waits = _planned_chart(steps, ("comm_s", " ms", 1000), planned.get("expected_wait_s"))
-    saved = Series("checkpoint", _column(saves, "step"), _column(saves, "save_s", 1000), 2, "dots")
-    norm = _curve(steps, "grad_norm", 4, Axes("step", "norm"))
-    return [
-        ("Loss", loss, True),
-        ("Time per step", _time_chart(steps), True),
-        ("Memory of the largest rank", _memory_chart(steps, planned), False),
-        ("Tokens per second, all ranks", speed, False),
-        ("Exposed communication per step", waits, False),
-        ("Pause of training per checkpoint", line_chart([saved], _from_zero("ms", " ms")), False),
-        ("Gradient norm before clipping", norm, False),
-        ("Learning rate", _curve(steps, "learning_rate", 1, _from_zero("rate")), False),
+def _charts(run: Run) -> Iterator[Chart]:
+    values = {**run.planned, **run.record["measured"]}
+    for chart in layout():
+        lines = [one for line in chart["lines"] for one in _expanded(line, run.machine)]
+        yield Chart(**{**chart, "lines": [_with_level(line, values) for line in lines]})
+
+
+def _with_level(line: Row, values: Row) -> Line:
+    """A line; a level becomes its value in the chart's unit, or NaN if it is not known."""
+    if "level" not in line:
+        return Line(**line)
+    value = values.get(line["level"])
+    level = math.nan if value is None else value * line.get("scale", 1)
+    return Line(**{**line, "level": level, "style": "dashed"})
+
+
+def _expanded(line: Row, machine: dict[str, list[Row]]) -> Iterator[Row]:
+    """A line of a machine, for each node and GPU; other lines as they are."""
+    if "{node}" not in line.get("table", ""):
+        yield line
+        return
+    for at, (node, rows) in enumerate(machine.items()):
+        num_gpus = sum(name.endswith("_watts") for name in (rows[-1] if rows else ()))
+        for gpu in range(num_gpus if "{gpu}" in line["y"] else 1):
+            name = f"node {node}, {line['name']}" if len(machine) > 1 else line["name"]
+            color = line.get("color", 1) + gpu + at * max(2, num_gpus)
+            texts = {"name": name, "table": line["table"], "y": line["y"]}
+            told = {key: text.format(node=node, gpu=gpu) for key, text in texts.items()}
+            yield {**line, **told, "color": color}
+
+
+def _column(rows: list[Row], name: str) -> list[float]:
+    return [row[name] for row in rows]
+
+
+# ---- comparison ----------------------------------------------------------------------------------
+
+
+def compared(runs: Sequence[Run]) -> dict[str, Any]:
+    """Everything that the comparison of several runs shows."""
+    names = [run.name for run in runs]
+    names = [
+        name if names.count(name) == 1 else f"{name} ({run.folder})"
+        for name, run in zip(names, runs, strict=True)
     ]
-
-
-def _from_zero(label: str, unit: str = "", width: float | None = None) -> Axes:
-    axes = Axes("step", label, lambda value: f"{value:g}{unit}", from_zero=True)
-    return axes if width is None else replace(axes, width=width)
-
-
-def _column(rows: list[Row], name: str, scale: float = 1) -> list[float]:
-    return [scale * row[name] for row in rows]
-
-
-def _level(name: str, xs: list[float], value: float, color: int = 3) -> Series:
-    """A dashed horizontal line."""
-    return Series(name, [xs[0], xs[-1]], [value] * 2, color, "dashed")
-
-
-def loss_chart(
-    steps: list[Row], evaluations: list[Row], baseline: float | None, style: str = ""
-) -> str:
-    """Training loss, raw and smoothed, held-out loss and baseline over steps."""
-    steps = [row for row in steps if row["loss"] is not None]  # None: the step was skipped
-    xs, losses = _column(steps, "step"), _column(steps, "loss")
-    held_out = _column(evaluations, "step"), _column(evaluations, "eval_loss")
-    series = [
-        Series("training, every step", xs, losses, 1, "faint"),
-        Series("training, smoothed", xs, _smoothed(losses), 1),
-        Series("held out", *held_out, 2, "dots"),
+    charts = [
+        Chart(
+            chart["title"] if len(lines) == 1 else f"{chart['title']}: {line['name']}",
+            chart["unit"],
+            [
+                Line(name, f"{at} {line['table']}", line["y"], 1 + at, scale=line.get("scale", 1))
+                for at, name in enumerate(names)
+            ],
+            is_wide=line["y"] == "loss",
+            from_zero=chart.get("from_zero", True),
+        )
+        for chart in layout()
+        for lines in [[line for line in chart["lines"] if "table" in line]]
+        for line in lines
+        if "x" not in chart and chart.get("is_compared", True)
     ]
-    if baseline is not None and xs:
-        series.append(_level("interpolated bigram, held out", xs, baseline))
-    return line_chart(series, Axes("step", "loss in nats per token", width=WIDE, style=style))
+    tables = {
+        name: table for at, run in enumerate(runs) for name, table in run.tables(f"{at} ").items()
+    }
+    values = [{key: value for key, value, _ in run.settings} for run in runs]
+    keys = dict.fromkeys(key for one in values for key in one)
+    return {
+        "runs": list(zip(names, runs, strict=True)),
+        "results": _results(runs),
+        "differ": [
+            (key, found)
+            for key in keys
+            if len(set(found := [one.get(key, "-") for one in values])) > 1
+        ],
+        "data": drawn(tables, charts),
+    }
 
 
-def _smoothed(values: list[float]) -> list[float]:
-    """Exponential mean, corrected for its start."""
-    out: list[float] = []
-    total, weight = 0.0, 0.0
-    for value in values:
-        total = SMOOTHING * total + (1 - SMOOTHING) * value
-        weight = SMOOTHING * weight + (1 - SMOOTHING)
-        out.append(total / weight)
-    return out
+def _results(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
+    """One row per result, with the value of each run."""
 
+    def each(value: Callable[[Run], Any]) -> list[str]:
+        found = list[str]()
+        for run in runs:
+            try:
+                found.append(str(value(run)))
+            except (LookupError, TypeError, ValueError):  # the run has no such number
+                found.append("-")
+        return found
 
-def _time_chart(steps: list[Row]) -> str:
-    xs = _column(steps, "step")
-    series = [
-        Series("compute", xs, _column(steps, "compute_s", 1000), 1),
-        Series("communication", xs, _column(steps, "comm_s", 1000), 2),
-        Series("data", xs, _column(steps, "data_s", 1000), 3),
-    ]
-    return area_chart(series, _from_zero("milliseconds", " ms", WIDE))
-
-
-def _memory_chart(steps: list[Row], planned: Row) -> str:
-    xs, peaks = _column(steps, "step"), _column(steps, "memory_peak_bytes")
-    size, name = (2**30, "GiB") if max(peaks, default=0) >= 2**31 else (2**20, "MiB")
-    series = [
-        Series("in use", xs, _column(steps, "memory_bytes", 1 / size), 1),
-        Series("peak", xs, _column(steps, "memory_peak_bytes", 1 / size), 2, "dashed"),
-    ]
-    expected = planned.get("expected_peak_bytes")
-    if expected and xs:
-        series.append(_level("planned, tensors only", xs, expected / size))
-    return line_chart(series, _from_zero(name, f" {name}"))
-
-
-def _planned_chart(steps: list[Row], what: tuple[str, str, float], planned: float | None) -> str:
-    """A measured column and its planned value.
-
-    Args:
-        steps: Rows of metrics.jsonl.
-        what: Name of the column, unit of the axis, scale from the column to that unit.
-        planned: Planned value in the unit of the column; None: unknown.
-    """
-    name, unit, scale = what
-    xs, values = _column(steps, "step"), _column(steps, name, scale)
-    if not any(values):  # one rank, or inside of XLA's program
-        return ""
-    series = [Series("measured", xs, values, 1)]
-    if planned is not None:
-        series.append(_level("planned", xs, scale * planned))
-    return line_chart(series, _from_zero(name, unit))
-
-
-def _curve(steps: list[Row], field: str, color: int, axes: Axes) -> str:
-    steps = [row for row in steps if row.get(field) is not None]
-    series = Series(axes.y_label, _column(steps, "step"), _column(steps, field), color)
-    return line_chart([series], axes)
+    losses = each(lambda run: f"{[r['loss'] for r in run.steps if r['loss'] is not None][-1]:.4f}")
+    rows = {
+        "status": each(lambda run: run.record["status"]),
+        "steps": each(lambda run: f"{run.progress[0]:,}"),
+        "training loss, nats per token": losses,
+        "held-out loss, nats per token": each(
+            lambda run: f"{run.evaluations[-1]['eval_loss']:.4f}"
+        ),
+        "lowest held-out loss": each(
+            lambda run: f"{min(_column(run.evaluations, 'eval_loss')):.4f}"
+        ),
+        "tokens per second": each(lambda run: f"{median(_column(run.late, 'tokens_per_s')):,.0f}"),
+        "step time": each(lambda run: _milliseconds(median(_column(run.late, "step_time_s")))),
+        "peak memory of the largest rank": each(
+            lambda run: human_bytes(max(_column(run.steps, "memory_peak_bytes")))
+        ),
+        "wall time": each(lambda run: duration(run.record["measured"]["wall_s"])),
+        "ranks": each(lambda run: run.planned["world_size"]),
+        "git commit": each(lambda run: run.record["started_by"]["git commit"][:12]),
+    }
+    return [(name, values) for name, values in rows.items() if set(values) != {"-"}]
 
 
 # ---- plan ----------------------------------------------------------------------------------------
 
 
-def _compared(steps: list[Row], planned: Row) -> list[tuple[str, str, str]]:
-    """Name, planned value and measured value: the median of the second half of the steps."""
-    late = steps[len(steps) // 2 :]
+def _compared(run: Run) -> list[tuple[str, str, str, str]]:
+    """Name, planned, measured, ratio; speeds are medians of the second half of the steps."""
+    planned, late = run.planned, run.late
     if not late:
         return []
-    memory, expected = "memory per rank", dict(planned)
+    peak = max(_column(run.steps, "memory_peak_bytes"))
+    memory = "peak memory per rank"
     if planned.get("measures_process"):
         memory += ", libraries included"
-        if planned.get("process_bytes") and planned.get("expected_peak_bytes") is not None:
-            expected["expected_peak_bytes"] += planned["process_bytes"]
+
+    def typical(name: str) -> float:
+        return median(_column(late, name))
+
     rows = (
-        (memory, "expected_peak_bytes", "memory_peak_bytes", human_bytes),
-        ("step time", "expected_step_time_s", "step_time_s", _milliseconds),
-        ("tokens per second", "expected_tokens_per_s", "tokens_per_s", "{:,.0f}".format),
-        ("exposed communication", "expected_wait_s", "comm_s", _milliseconds),
+        (memory, planned.get("expected_peak_bytes"), peak, human_bytes),
+        ("step time", planned.get("expected_step_time_s"), typical("step_time_s"), _milliseconds),
+        (
+            "tokens per second",
+            planned.get("expected_tokens_per_s"),
+            typical("tokens_per_s"),
+            "{:,.0f}".format,
+        ),
+        ("exposed communication", planned.get("expected_wait_s"), typical("comm_s"), _milliseconds),
     )
     return [
         (
             what,
-            "-" if expected.get(key) is None else show(expected[key]),
-            show(median(_column(late, name))),
+            "-" if expected is None else show(expected),
+            show(measured),
+            f"{measured / expected:.2f}" if expected else "-",
         )
-        for what, key, name, show in rows
+        for what, expected, measured, show in rows
     ]
 
 
@@ -247,110 +380,3 @@ def _plan(path: Path) -> Plan | ArraysPlan | None:
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         logger.warning("%s is left out: %s", path, error)
         return None
-
-
-# ---- the page of a plan --------------------------------------------------------------------------
-
-
-ROW_HEIGHT, TOP, LEFT, RIGHT = 34.0, 10.0, 80.0, 14.0
-
-
-def write_plan_page(study: Study, strategies: Sequence[Outlook], target: Path) -> Path:
-    """Writes the page of a configuration.
-
-    Args:
-        study: Plan, forecast, advice and scaling of the configuration.
-        strategies: Forecasts of the other strategies.
-        target: File to write.
-
-    Raises:
-        ConfigError: The file cannot be written.
-    """
-    outlook = study.outlook
-    bars, phases = outlook.bars(), outlook.phases(study.storage)
-    page = render(
-        "plan.html.j2",
-        study=study,
-        outlook=outlook,
-        plan=outlook.plan,
-        phases=phases,
-        places=[n for n in ("device", "host", "disk") if any(getattr(p, n) for p in phases)],
-        checkpoint_bytes=checkpoint_bytes(outlook.plan),
-        strategies=strategies,
-        charts=(
-            ("Memory during a micro-batch", _planned_memory_chart(outlook, bars), True),
-            ("Schedule of a micro-batch", _schedule(outlook, bars), True),
-            ("Efficiency over ranks, at constant work per rank", _scaling_chart(study), True),
-        ),
-    )
-    try:
-        target.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--out: expected a file to write, got '{target}' ({error}).") from error
-    return target
-
-
-def _planned_memory_chart(outlook: Outlook, bars: Sequence[Bar]) -> str:
-    """Allocated memory during a micro-batch, stacked by kind."""
-    moments = held_over_time(outlook.rows, bars)
-    if not moments:
-        return ""
-    unit, scale = _time_unit(moments[-1].time_s)
-    xs = [scale * moment.time_s for moment in moments]
-    state = [row for row in outlook.rows if row.name not in list(TensorKind)]
-    largest = sorted(state, key=lambda row: -row.num_bytes)[:3]
-    rest = sum(row.num_bytes for row in state if row not in largest)
-    layers = [(row.name, [float(row.num_bytes)] * len(xs)) for row in largest]
-    layers.append(("other state", [float(rest)] * len(xs)))
-    layers += [(kind, [moment.held[kind] for moment in moments]) for kind in TensorKind]
-    layers = [(name, values) for name, values in layers if any(values)]
-    series = [
-        Series(name, xs, [value / 2**30 for value in values], color)
-        for color, (name, values) in enumerate(layers, start=1)
-    ]
-    axes = Axes(unit, "GiB", lambda v: f"{v:g} GiB", from_zero=True, width=WIDE)
-    return area_chart(series, axes)
-
-
-def _schedule(outlook: Outlook, bars: Sequence[Bar]) -> str:
-    """One lane for each stream of work, with one bar for each unit."""
-    end_s = max((bar.end_s for bar in bars), default=0.0)
-    if not end_s:
-        return ""
-    lanes = {lane: [bar for bar in bars if bar.lane is lane] for lane in Lane}
-    unit, scale = _time_unit(end_s)
-    return render(
-        "schedule.svg.j2",
-        lanes=[
-            (lane, [bar for bar in own if bar.end_s > bar.start_s])
-            for lane, own in lanes.items()
-            if own
-        ],
-        units=outlook.plan.units,
-        x=Scale(0.0, end_s, LEFT, WIDE - RIGHT),
-        top=TOP,
-        row_height=ROW_HEIGHT,
-        width=WIDE,
-        end_s=end_s,
-        unit=unit,
-        scale=scale,
-    )
-
-
-def _time_unit(end_s: float) -> tuple[str, float]:
-    """Unit of a time axis of this length, and units per second."""
-    return ("seconds", 1.0) if end_s >= 2 else ("milliseconds", 1000.0)
-
-
-def _scaling_chart(study: Study) -> str:
-    xs = [float(power) for power in range(len(study.scaling))]
-    ys = [100 * point.efficiency for point in study.scaling]
-    axes = Axes(
-        "ranks",
-        "per cent",
-        lambda v: f"{v:g} %",
-        from_zero=True,
-        width=WIDE,
-        x_format=lambda v: f"{2**v:,.0f}" if v == int(v) else "",
-    )
-    return line_chart([Series("efficiency", xs, ys, 1, "dots")], axes)

@@ -26,7 +26,7 @@ from fullshard.config.schema import RunConfig
 from fullshard.data.dataset import DatasetFacts
 from fullshard.errors import printable
 from fullshard.models.build import weights_folder
-from fullshard.observe.metrics import EvalRow, StepRow
+from fullshard.observe.metrics import EvalRow, SampleRow, StepRow
 from fullshard.planner.plan import Plan
 from fullshard.planner.text import axes_of, contracts, human_bytes, padding
 from fullshard.run.schedule import StepPlan
@@ -100,12 +100,12 @@ class RunConsole:
             self._head(row.step).append(f"held-out loss {row.eval_loss:.4f}", style="yellow")
         )
 
-    def print_sample(self, step: int, prompt: str, answer: str) -> None:
+    def print_sample(self, row: SampleRow) -> None:
         """Prints the end of a prompt and the model's answer, on one line each."""
-        for label, text in (("asked", prompt), ("answers", answer)):
+        for label, text in (("asked", row.prompt), ("answers", row.text)):
             line = " ".join(printable(text).split())
             shown = line if len(line) <= SAMPLE_WIDTH else f"... {line[-SAMPLE_WIDTH:]}"
-            self._console.print(self._head(step).append(f"{label:<8}{shown}", style="green"))
+            self._console.print(self._head(row.step).append(f"{label:<8}{shown}", style="green"))
 
     def print_facts(self, facts: Sequence[tuple[str, str, str]]) -> None:
         """Prints labelled lines with a style each."""

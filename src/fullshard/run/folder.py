@@ -118,9 +118,13 @@ class RunFolder:
         except (OSError, ConfigError) as error:
             logger.warning("run.json could not be written: %s", error)
 
+    def is_going_on(self) -> bool:
+        """Whether run.json says that the run has not ended."""
+        return self.record.is_file() and self.read_record().get("status") in _GOING_ON
+
     def end_killed(self) -> bool:
         """Records that a run was killed, if run.json still says running; needs its lock."""
-        if not self.record.is_file() or self.read_record().get("status") not in _GOING_ON:
+        if not self.is_going_on():
             return False
         message = (
             "the run ended without recording why: its launcher was killed, or the machine stopped. "

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fullshard.errors import DivergedError
-from fullshard.observe.metrics import EvalRow, SaveRow, StepRow
+from fullshard.observe.metrics import EvalRow, SampleRow, SaveRow, StepRow
 from fullshard.recipes.base import Batch, Recipe, Team
 from fullshard.run.schedule import Schedule
 from fullshard.saving import SaveSettings
@@ -34,6 +34,8 @@ class Watcher:
     def evaluated(self, row: EvalRow) -> None: ...
 
     def saved(self, row: SaveRow) -> None: ...
+
+    def sampled(self, row: SampleRow) -> None: ...
 
     def misses_evaluation(self, step: int) -> bool:  # noqa: ARG002
         """Whether the held-out loss after a step is due on this rank but was not recorded."""
@@ -96,7 +98,7 @@ class Trainee(Protocol):
         """Summed loss and number of label tokens of this rank. A collective."""
         ...
 
-    def evaluated(self, step: int) -> None:
+    def evaluated(self, step: int, loop: Loop) -> None:
         """After an evaluation. A collective."""
         ...
 
@@ -245,7 +247,7 @@ class Loop:
             self.settings.patience.see(loss, step)
             self.watcher.evaluated(EvalRow(step, loss))
         if not self._stopping:
-            self.trainee.evaluated(step)
+            self.trainee.evaluated(step, self)
 
     def held_out_loss(self, step: int) -> float | None:
         """Held-out loss in nats per token, the same on all ranks; None if nothing is held out."""

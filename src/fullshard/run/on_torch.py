@@ -25,7 +25,7 @@ from fullshard.models.build import model_on_meta, weights_folder
 from fullshard.models.export import Adapters, save_model
 from fullshard.models.generate import Sample, Sampler, SamplingSettings
 from fullshard.observe.hang import watchdog
-from fullshard.observe.metrics import memory_bytes
+from fullshard.observe.metrics import SampleRow, memory_bytes
 from fullshard.planner.optimizers import states_of
 from fullshard.planner.plan import Plan
 from fullshard.recipes.base import (
@@ -38,7 +38,7 @@ from fullshard.recipes.base import (
     predicted_of,
 )
 from fullshard.run.checkpoints import SCALER
-from fullshard.run.console import RunConsole, plan_lines
+from fullshard.run.console import plan_lines
 from fullshard.run.generation import sampling
 from fullshard.run.loop import Loop, Update, diverged
 from fullshard.run.optim import Average, LossScaler, build_optimizer
@@ -60,7 +60,7 @@ class TorchTrainee:
     memory_bytes: Callable[[], tuple[int, int]]
     scaler: LossScaler
     average: Average | None = None
-    answers: Callable[[int], None] | None = None  # called with the step after an evaluation
+    answers: Callable[[int, Loop], None] | None = None  # called with the step of an evaluation
     texts: Mapping[str, str] = field(default_factory=dict[str, str])  # more files of checkpoints
     _num_skipped: int = field(default=0, init=False)  # in this session
     _last: Batch | None = field(default=None, init=False)  # repeated if other ranks have more
@@ -104,10 +104,10 @@ class TorchTrainee:
             self.model.train()
         return total, count
 
-    def evaluated(self, step: int) -> None:
-        """Answers held-out prompts, if there are any."""
+    def evaluated(self, step: int, loop: Loop) -> None:
+        """Answers held-out prompts."""
         if self.answers is not None:
-            self.answers(step)
+            self.answers(step, loop)
 
     def _skip(self, step: int, found: tuple[float, int, float], loop: Loop) -> None:
         """Counts a skipped update.
@@ -217,7 +217,7 @@ class TorchSide:
         why = run.folder.read_record()["planned"].get("whole_logits")
         return lines if why is None else [*lines, ("loss", f"from the logits of all tokens: {why}")]
 
-    def build(self, data: RowBatches, console: RunConsole | None) -> tuple[TorchTrainee, Team]:
+    def build(self, data: RowBatches) -> tuple[TorchTrainee, Team]:
         """Builds the sharded model and its optimizer, and the team of ranks."""
         run, training = self._session, self._session.config.training
         config, seat, folder = run.config, run.seat, run.folder.path
@@ -236,7 +236,7 @@ class TorchSide:
             partial(memory_bytes, seat.device),
             LossScaler(optimizer, seat.device, enabled=fp16),
             self._average,
-            partial(self._answer_prompts, console),
+            self._answer_prompts,
         )
         return trainee, RankTeam(engine_of(self._model).transport, seat)
 
@@ -275,24 +275,25 @@ class TorchSide:
         why = f", transport {found.transport}" if found.transport is not shown.transport else ""
         logger.warning("the engine's plan differs from the one above%s; see plan.json", why)
 
-    def _answer_prompts(self, console: RunConsole | None, step: int) -> None:
-        """Answers held-out prompts and prints the answers."""
-        data = self._session.dataset
-        if not data.prompts:
+    def _answer_prompts(self, step: int, loop: Loop) -> None:
+        """Answers held-out prompts; plain text is continued, except after the last step."""
+        data, prompts = self._session.dataset, self._session.dataset.prompts
+        is_last = step == self._session.steps.num_steps
+        if not prompts and not is_last and not self._shown_plan.homes.offloads:
+            ids: list[int] = data.tokenizer(data.facts.prompt)["input_ids"]
+            prompts = [ids] if ids else []
+        if not prompts:
             return
         most = (self._session.config.sft or SftConfig()).sample_tokens
         watchdog.phase("sampling", step)
         likely = SamplingSettings(temperature=0)
         with sampling(self._model) as same:
             sampler = Sampler(self._model, data.tokenizer, likely, [same])
-            for prompt in data.prompts:
+            for prompt in prompts:
                 room = min(most, data.facts.sequence_length - len(prompt))
-                ids: list[int] = []
-                if room > 0:
-                    (ids,) = sampler.continued([list(prompt)], room)
-                if console is not None:
-                    decode = partial(data.tokenizer.decode, skip_special_tokens=True)
-                    console.print_sample(step, str(decode(prompt)), str(decode(ids)))
+                found = sampler.continued([list(prompt)], room)[0] if room > 0 else []
+                decode = partial(data.tokenizer.decode, skip_special_tokens=True)
+                loop.watcher.sampled(SampleRow(step, str(decode(prompt)), str(decode(found))))
 
     def sample(self, prompt: str) -> Sample:
         """Text sampled from the sharded model. A collective."""

@@ -33,7 +33,7 @@ from fullshard.planner.text import human_bytes
 from fullshard.recipes.base import IGNORED, Batch, RowBatches, Team
 from fullshard.recipes.distill.loss import TOP_IDS, TOP_VALUES
 from fullshard.run.checkpoints import SCALER
-from fullshard.run.console import RunConsole, weights_line
+from fullshard.run.console import weights_line
 from fullshard.run.generation import Request, generate
 from fullshard.run.loop import Loop, Update, diverged
 from fullshard.run.optim import build_optimizer
@@ -118,10 +118,10 @@ class XlaSide:
             lines += self._teaching.lines(num_micro_batches)
         return lines
 
-    def build(self, data: RowBatches, console: RunConsole | None) -> tuple[XlaSide, Team]:
+    def build(self, data: RowBatches) -> tuple[XlaSide, Team]:
         """Builds the state and its programs, and the team of ranks."""
         run, teaching, training = self._session, self._teaching, self._session.config.training
-        if console is not None and run.dataset.prompts:
+        if run.seat.is_first and run.dataset.prompts:
             logger.info("held-out prompts are not answered with backend: jax")
         self._row_length = data.data.row_length
         groups, self._tx = self._optimizer()
@@ -167,7 +167,7 @@ class XlaSide:
             return 0.0, 0.0
         return sum(float(total) for total, _ in sums), sum(float(count) for _, count in sums)
 
-    def evaluated(self, step: int) -> None:
+    def evaluated(self, step: int, loop: Loop) -> None:
         """Does nothing: prompts are not answered on XLA."""
 
     # ---- for checkpoints

@@ -10,7 +10,7 @@ An engine implements `Side`: on_torch.py and on_xla.py.
 from __future__ import annotations
 
 import time
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -30,6 +30,7 @@ from fullshard.models.build import model_config_of
 from fullshard.models.config import quiet_libraries
 from fullshard.models.generate import Sample
 from fullshard.observe.hang import watchdog
+from fullshard.observe.machine import sampled
 from fullshard.observe.metrics import memory_bytes
 from fullshard.recipes.base import RowBatches, Seat, Team
 from fullshard.recipes.batches import load_data
@@ -58,7 +59,7 @@ class Side(Protocol):
         """Labelled lines of the banner about the model and its plan, on rank 0."""
         ...
 
-    def build(self, data: RowBatches, console: RunConsole | None) -> tuple[Trainee, Team]:
+    def build(self, data: RowBatches) -> tuple[Trainee, Team]:
         """Builds what is trained, and the team of ranks. A collective."""
         ...
 
@@ -173,13 +174,16 @@ def _carry_out(session: Session, side: Side, began: float) -> None:
             folder.update_record(status=RunStatus.FINISHED, exit_code=0, ended=now())
         return
     console = _announced(session, side) if session.seat.is_first else None
-    trainee, team = side.build(data, console)
+    trainee, team = side.build(data)
     settings, limit = session.settings(), config.training.save_total_limit
     with caught_stop_signals(SAVE_SIGNALS, _is_ending) as caught:
         keeper = RunCheckpoints(folder, trainee, steps, limit, caught, settings.patience)
         done = keeper.resume(session.resume)
         utilization = side.utilization() if console else None
-        with RunWatcher(console, folder, done, config, utilization) as watcher:
+        with (
+            RunWatcher(console, folder, done, config, utilization) as watcher,
+            _measured_machine(folder),
+        ):
             loop = Loop(trainee, data, settings, team, watcher, keeper)
             loop.run(done)
     watchdog.phase("saving", steps.num_steps)
@@ -190,6 +194,14 @@ def _carry_out(session: Session, side: Side, began: float) -> None:
     watchdog.phase("")
     if console and drawn:
         conclude(folder, watcher, facts, drawn, wall_s, average_loss)
+
+
+def _measured_machine(folder: RunFolder) -> AbstractContextManager[None]:
+    """Measures the use of this machine, on its first rank."""
+    launch = read_launch_environment()
+    if launch is None or launch.local_rank == 0:
+        return sampled(folder.path, launch.rank // launch.local_world_size if launch else 0)
+    return nullcontext()
 
 
 def _announced(session: Session, side: Side) -> RunConsole:

@@ -26,7 +26,11 @@ from fullshard.config.values import DType
 from fullshard.data.dataset import PreparedData
 from fullshard.errors import CheckpointError, ConfigError, DataError, WillNotFitError
 from fullshard.launch.exit_codes import ExitCode
-from fullshard.launch.machine import configured_topology, existing_folder
+from fullshard.launch.machine import (
+    configured_topology,
+    describe_command,
+    existing_folder,
+)
 from fullshard.launch.spawn import LocalLaunch, launch_local_ranks
 from fullshard.launch.supervise import LaunchResult
 from fullshard.loading import check_loads
@@ -188,7 +192,8 @@ def made_folder(checked: CheckedRun, command: Command) -> Iterator[tuple[RunFold
 
     def fields(moved: Path | None) -> dict[str, Any]:
         resume = checked.resume.moved(checked.output_dir, moved)
-        return {"resume": resume.as_json(), "planned": planned(checked.view, checked.steps)}
+        told = {"resume": resume.as_json(), "planned": planned(checked.view, checked.steps)}
+        return {**told, "started_by": describe_command()}
 
     goes_on = checked.resume.in_place
     with begin(checked.output_dir, command, goes_on=goes_on, fields=fields) as (folder, moved):

@@ -8,7 +8,14 @@ from typing import Self
 
 from fullshard.config.schema import RunConfig
 from fullshard.observe.hang import watchdog
-from fullshard.observe.metrics import EvalRow, MetricsWriter, SaveRow, StepRow, keep_rows
+from fullshard.observe.metrics import (
+    EvalRow,
+    MetricsWriter,
+    SampleRow,
+    SaveRow,
+    StepRow,
+    keep_rows,
+)
 from fullshard.observe.trackers import Names, Trackers
 from fullshard.run.console import RunConsole
 from fullshard.run.folder import RunFolder
@@ -97,6 +104,11 @@ class RunWatcher(Watcher):
     def saved(self, row: SaveRow) -> None:
         if self.console is not None:
             self._write(row)
+
+    def sampled(self, row: SampleRow) -> None:
+        if self.console is not None and self._metrics is not None:
+            self._metrics.write(row)
+            self.console.print_sample(row)
 
     def _write(self, row: StepRow | EvalRow | SaveRow) -> None:
         if self._metrics is not None and self._trackers is not None:
