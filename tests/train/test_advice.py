@@ -13,6 +13,7 @@ from fullshard.outlook.predict import Machine, look
 from fullshard.outlook.search import advise
 from fullshard.planner.mesh import Topology
 from fullshard.planner.units import Place
+from fullshard.recipes.distill.recipe import settings_of
 from fullshard.recipes.registry import Command
 from fullshard.run import outlook as train_outlook
 from fullshard.run import start
@@ -35,7 +36,8 @@ def told(words, memory_bytes):
         return fs.plan(model, sharding, world_size=world_size)
 
     machine = Machine(None, memory_bytes)
-    job = job_of(model, config.training, world_size)
+    chunk_size = settings_of(config).tokens_at_once  # as in a run
+    job = job_of(model, config.training, world_size, chunk_size=chunk_size)
     outlook = look(plan_of(config.sharding), config.sharding, job, machine)
     return outlook, advise(outlook, plan_of)
 
