@@ -20,10 +20,14 @@ def named(case):
     return "-".join(map(str, astuple(case)))
 
 
+def _mark_of(case):
+    return () if case == QUICK[0] else pytest.mark.long if case in QUICK else pytest.mark.slow
+
+
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, id=named(case), marks=() if case in QUICK else pytest.mark.slow)
+        pytest.param(case, id=named(case), marks=_mark_of(case))
         for case in dict.fromkeys([*QUICK, *all_cases()])
     ],
 )

@@ -233,6 +233,7 @@ sys.exit(run(sys.argv[1:]))
 """
 
 
+@pytest.mark.long
 def test_memory_that_runs_out_under_a_limit_is_no_damage(tmp_path, fullshard):
     """Code 7 would make a scheduler give up a checkpoint that is whole."""
     big, whole = tmp_path / "big", tmp_path / "whole"

@@ -95,18 +95,15 @@ def write_all(root, layouts, offload="none"):
 
 
 def read_some(root, layouts):
-    """Loads two checkpoints under each mesh: the bits that were saved, then one process's steps.
-
-    The second next and the third next of all: in other ranks, and in other axes of as many.
-    """
+    """Each mesh loads another's checkpoint: the bits that were saved, then one process's steps."""
     every = [axes for some in layouts.values() for axes in some]
     alone = mixture_net() if len(every[0]) == 2 else net()
     optimizer = optimizer_of(alone)
     train(alone, optimizer, range(2 * NUM_STEPS))
     wanted = {name: value.detach() for name, value in alone.state_dict().items()}
-    pairs = [(axes, at) for axes in layouts[dist.get_world_size()] for at in (2, 3)]
-    for axes, at in pairs:
-        place = Path(root) / "-".join(map(str, every[(every.index(axes) + at) % len(every)]))
+    for axes in layouts[dist.get_world_size()]:
+        other = every[(every.index(axes) + 2) % len(every)]  # which has other axes, or other ranks
+        place = Path(root) / "-".join(map(str, other))
         model, optimizer = sharded(axes)
         with torch.no_grad():
             for param in model.parameters():

@@ -119,7 +119,7 @@ def fails_at_every_call(root, wait):
     return failures
 
 
-@pytest.mark.parametrize("wait", [True, False])
+@pytest.mark.parametrize("wait", [pytest.param(True, marks=pytest.mark.long), False])
 def test_a_full_disk_at_any_call_is_one_error_on_all_ranks(ranks, tmp_path, wait):
     found = ranks(2)(fails_at_every_call, str(tmp_path), wait)
     assert found[0] == found[1]

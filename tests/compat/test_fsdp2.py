@@ -174,7 +174,8 @@ def test_gradient_sync_setters():
     assert_same_state(whole(model), reference.state_dict())
 
 
-def divisors() -> None:
+@on_ranks(2)
+def test_a_divisor_is_that_of_its_own_unit():
     """A factor is that of one call of fully_shard, as with torch's own; layers 1 and 2 are one."""
     found = []
     warnings.simplefilter("ignore")  # torch's, of a view that the model returns
@@ -189,10 +190,6 @@ def divisors() -> None:
         loss_of(model, 6, rank()).backward()
         found.append({n: p.grad.full_tensor() for n, p in model.named_parameters()})
     assert_same_state(*found)
-
-
-def test_a_divisor_is_that_of_its_own_unit(ranks):
-    ranks(2)(divisors)
 
 
 @on_ranks(2)

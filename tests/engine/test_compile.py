@@ -71,9 +71,15 @@ def check_quietly(how, early, strategy, backend):
         assert_planned_events(model, NUM_STEPS - 1)
 
 
-@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
-@pytest.mark.parametrize("early", [True, False], ids=["before", "after"])
-@pytest.mark.parametrize("how", ["in place", "wrapped"])
+@pytest.mark.parametrize(
+    ("how", "early", "strategy"),
+    [
+        ("in place", True, "full_shard"),
+        ("in place", False, "no_shard"),
+        ("wrapped", True, "no_shard"),
+        ("wrapped", False, "full_shard"),
+    ],
+)
 def test_compiled_blocks_train_as_in_one_process(ranks, how, early, strategy):
     ranks(2)(check, how, early, strategy, "aot_eager", timeout=100)
 

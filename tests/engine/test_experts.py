@@ -37,9 +37,9 @@ def check_transformers(build, kind, sizes, settings=None, work=train_llama):
     ("num_ranks", "build", "kind", "sizes"),
     [
         (2, qwen, "sgd", (2, 1)),
-        (2, mixtral, "adamw", (2, 1)),
+        pytest.param(2, mixtral, "adamw", (2, 1), marks=pytest.mark.long),
         (4, qwen, "adamw", (2, 1)),  # experts on a mesh of their own
-        (4, mixtral, "sgd", (2, 1)),
+        pytest.param(4, mixtral, "sgd", (2, 1), marks=pytest.mark.long),
         (4, qwen, "sgd", (2, 2)),  # beside a tensor axis
         (4, mixtral, "adamw", (4, 2)),
         (4, qwen, "adamw", (4, 1)),

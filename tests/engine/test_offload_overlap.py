@@ -1,7 +1,5 @@
 """Copies of offloaded state run beside compute: streams played on a CPU, with given times."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
@@ -16,21 +14,21 @@ COMPUTE_PER_COPY = 1.1  # of a block's forward
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.up = nn.Linear(WIDTH, WIDTH, bias=False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return x + torch.relu(self.up(x))
 
 
 class Times:
     """What operations take: products a constant, copies between host and device their bytes."""
 
-    def __init__(self, *, moves: bool) -> None:
+    def __init__(self, *, moves):
         self._moves, self.moved = moves, 0
 
-    def __call__(self, name: str, tensors: list[torch.Tensor], crosses: bool) -> int:
+    def __call__(self, name, tensors, crosses):
         if name in ("mm", "addmm"):
             return int(COMPUTE_PER_COPY * 4 * WIDTH * WIDTH // NUM_RANKS)
         if not crosses:
@@ -40,7 +38,7 @@ class Times:
         return tensors[0].nbytes if self._moves else 0
 
 
-def step_time(*, moves: bool, num_batches: int, **settings) -> tuple[int, int]:
+def step_time(*, moves, num_batches, **settings):
     """When a step of the steady state is done, and how long its copies take."""
     times, start, moved = Times(moves=moves), 0, 0
     with Played(times).device() as played:

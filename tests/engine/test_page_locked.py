@@ -1,7 +1,5 @@
 """Host memory of offloaded state is page-locked to the byte, and unlocked before it is unmapped."""
 
-from __future__ import annotations
-
 import gc
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,22 +17,22 @@ NUMEL = (5 << 20) + 3  # just above a power of two
 class Cuda:
     """Notes what CUDA is asked to lock; `answer` is an error code."""
 
-    def __init__(self, answer: int = 0) -> None:
+    def __init__(self, answer=0):
         self.answer, self.locked, self.is_idle = answer, {}, False
 
-    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+    def cudaHostRegister(self, address, nbytes, flags):
         assert is_mapped(address)
         self.locked[address] = nbytes
         return self.answer
 
-    def cudaHostUnregister(self, address: int) -> int:
+    def cudaHostUnregister(self, address):
         assert is_mapped(address)  # CUDA would still write to pages that are someone else's
         assert self.is_idle  # a copy may still read them
         del self.locked[address]
         return 0
 
 
-def is_mapped(address: int) -> bool:
+def is_mapped(address):
     spans = (
         line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines()
     )

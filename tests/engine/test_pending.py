@@ -302,7 +302,7 @@ PUTS = (own_tensors, every_other, kept_and_scaled, aliases, some_aliases)
     ),
 )
 def test_what_the_user_put_into_a_gradient_is_added_to(ranks, put, zeroes):
-    for settings in SETTINGS:
+    for settings in SETTINGS[(PUTS.index(put) + zeroes) % 2 :: 2]:
         ranks(2)(check_puts, settings, put, zeroes)
 
 

@@ -18,6 +18,7 @@ import fullshard as fs
 from fullshard.engine import unit
 from fullshard.engine.engine import is_sharded
 from fullshard.errors import EngineError, ShardedTensorError
+from support.grid import chequered
 from support.models import perturbed
 from support.parity import unlike_gradients
 from support.ranks import on_ranks
@@ -488,9 +489,12 @@ def forward_mode(model, x):
     return (values * tangents).mean()
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_a_program_computes_what_one_process_computes(ranks, name):
-    for wrong in ranks(2)(off, name):
+HALVES = [dict(list(SETTINGS.items())[at::2]) for at in (0, 1)]
+
+
+@pytest.mark.parametrize(("name", "settings"), chequered(PROGRAMS, HALVES))
+def test_a_program_computes_what_one_process_computes(ranks, name, settings):
+    for wrong in ranks(2)(off, name, settings):
         assert wrong == []
 
 

@@ -4,8 +4,6 @@ Where ranks exchange messages (`direct`, `c10d`), gloo would end a process whose
 where they share memory, each would wait for the other.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from datetime import timedelta
@@ -21,6 +19,7 @@ from fullshard.errors import EngineError
 from fullshard.planner.mesh import Mesh
 from fullshard.transport.base import Axes
 from fullshard.transport.c10d import C10dTransport
+from support.ranks import on_ranks
 from support.scripts import Run, error_of
 
 TRANSPORTS = ("direct", "shared", "c10d")
@@ -137,7 +136,7 @@ ELSEWHERE: list[Callable[..., None]] = [
 ]
 
 
-def one_rank_differs(name: str, transport: str, strategy: str = "full_shard") -> list[str]:
+def one_rank_differs(name, transport, strategy="full_shard"):
     """What is said at once, and by the next call of a script that goes on."""
     rank = torch.distributed.get_rank()
     run = Run(2, rank)
@@ -145,7 +144,7 @@ def one_rank_differs(name: str, transport: str, strategy: str = "full_shard") ->
     optimizer = optim.SGD(model.parameters(), lr=0.1)
     does = next(odd for odd in ELSEWHERE if odd.__name__ == name)
 
-    def steps() -> None:
+    def steps():
         for step in range(5):
             if (step, rank) == ODD:
                 does(run, model, step)
@@ -179,32 +178,29 @@ def test_ranks_that_keep_whole_weights_or_gather_once_are_told_too(ranks):
             assert texts[0].startswith("EngineError: "), texts
 
 
-def unequal_parts(transport: str) -> str:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@on_ranks(2)
+def test_ranks_that_ask_for_other_parameters_get_none(transport):
     """Each rank asks for the whole of another parameter."""
     run = Run(2, torch.distributed.get_rank())
     model = run.shard(run.model(), transport=transport)
     params = [block.norm.weight for block in model.blocks]
-    return error_of(params[run.rank].full_tensor)
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_ranks_that_ask_for_other_parameters_get_none(ranks, transport):
-    for text in ranks(2)(unequal_parts, transport):
-        assert text.startswith("EngineError: "), text
-        assert "the whole of 'blocks.0.norm.weight'" in text or "'blocks.1.norm" in text, text
+    text = error_of(params[run.rank].full_tensor)
+    assert text.startswith("EngineError: "), text
+    assert "the whole of 'blocks.0.norm.weight'" in text or "'blocks.1.norm" in text, text
 
 
 # ---- what no message shows: counted, and compared in the next backward ---------------------------
 
 
-def leaves_out(what: str, transport: str) -> str:
+def leaves_out(what, transport):
     rank = torch.distributed.get_rank()
     run = Run(2, rank)
     model = run.shard(run.model(), transport=transport)
     optimizer = optim.SGD(model.parameters(), lr=0.1)
     whole = fs.full_state_dict(model, rank0_only=False)
 
-    def steps() -> None:
+    def steps():
         for step in range(5):
             skips = what if (step, rank) == ODD else ""
             if skips == "load":
@@ -246,7 +242,7 @@ def test_a_rank_that_clips_alone_or_not_is_found_before_it_gets_a_norm(ranks, wh
         assert transport == "shared" or "a sum (a clipping)" in text, text
 
 
-def writes_alone(clip: Callable[[nn.Module], torch.Tensor], transport: str) -> str | bool:
+def writes_alone(clip, transport):
     """Rank 0 halves its parts of the gradients. Whether the norm is right, or the error."""
     run = Run(2, torch.distributed.get_rank())
     model = run.shard(run.model(), transport=transport)
@@ -265,11 +261,11 @@ def writes_alone(clip: Callable[[nn.Module], torch.Tensor], transport: str) -> s
     return torch.allclose(found[0], total.sqrt())
 
 
-def clips_nothing(model: nn.Module) -> torch.Tensor:
+def clips_nothing(model):
     return fs.clip_grad_norm_(model, 1e9)
 
 
-def clips_nothing_by_torch(model: nn.Module) -> torch.Tensor:
+def clips_nothing_by_torch(model):
     return nn.utils.clip_grad_norm_(model.parameters(), 1e9)
 
 
@@ -296,7 +292,7 @@ class Repeating(nn.Module):
         return self.head(x)
 
 
-def repeats(transport: str, times, *, evaluates=False, width=6, prefetch=0, mesh=None) -> str:
+def repeats(transport, times, *, evaluates=False, width=6, prefetch=0, mesh=None):
     """Ranks call units as often as `times` says. `native` compares late, as c10d over NCCL."""
     torch.manual_seed(0)
     model = Repeating(width).double()
@@ -308,7 +304,7 @@ def repeats(transport: str, times, *, evaluates=False, width=6, prefetch=0, mesh
     x = torch.ones(2, 6, dtype=torch.float64)
     mine = times[torch.distributed.get_rank()]
 
-    def steps() -> None:
+    def steps():
         for step in range(3):
             with torch.set_grad_enabled(not evaluates or step < 2):
                 loss = model(x, mine if step == 2 else (1, 1, 1, 1)).square().mean()
@@ -318,22 +314,22 @@ def repeats(transport: str, times, *, evaluates=False, width=6, prefetch=0, mesh
     return error_of(steps)
 
 
-def repeats_ahead(transport: str, times) -> str:
+def repeats_ahead(transport, times):
     return repeats(transport, times, prefetch=1)
 
 
-def repeats_evaluating(transport: str, times, width: int = 6) -> str:
+def repeats_evaluating(transport, times, width=6):
     return repeats(transport, times, evaluates=True, width=width)
 
 
-def repeats_unequal(transport: str, times) -> str:
+def repeats_unequal(transport, times):
     return repeats(transport, times, width=300)
 
 
 REPLICAS = {"strategy": "hybrid_shard", "replicate": 2, "shard": 2}
 
 
-def repeats_in_replicas(transport: str, times, evaluates: bool = False) -> str:
+def repeats_in_replicas(transport, times, evaluates=False):
     return repeats(transport, times, evaluates=evaluates, mesh=REPLICAS)
 
 
@@ -386,7 +382,7 @@ def test_ranks_of_one_replica_get_no_numbers_of_an_evaluation_apart(ranks, trans
         assert AT_ONCE in text, text
 
 
-def waits_alone() -> str:
+def waits_alone():
     group = torch.distributed.new_group(timeout=timedelta(seconds=1))
     axes = Axes.of(Mesh(1, 2), torch.distributed.get_rank(), gather_group=group)
     transport = C10dTransport(axes, Reduction.NATIVE)
@@ -404,7 +400,10 @@ def test_a_rank_that_waits_alone_over_c10d_gets_a_typed_error(ranks):
 # ---- all ranks raise, at different units ---------------------------------------------------------
 
 
-def staggered(transport: str, strategy: str) -> tuple[torch.Tensor, torch.Tensor]:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
+@on_ranks(2)
+def test_ranks_may_raise_in_different_units_of_one_backward(transport, strategy):
     """Weights after steps of which two raised in another block on each rank; without these."""
     rank = torch.distributed.get_rank()
     results = []
@@ -427,11 +426,5 @@ def staggered(transport: str, strategy: str) -> tuple[torch.Tensor, torch.Tensor
         results.append(
             nn.utils.parameters_to_vector(fs.full_state_dict(model, rank0_only=False).values())
         )
-    return results[0], results[1]
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
-def test_ranks_may_raise_in_different_units_of_one_backward(ranks, strategy, transport):
-    for found, wanted in ranks(2)(staggered, transport, strategy):
-        assert torch.equal(found, wanted)
+    found, wanted = results[0], results[1]
+    assert torch.equal(found, wanted)

@@ -69,8 +69,8 @@ def held_bytes(strategy, sizes):
 @pytest.mark.parametrize(
     "strategy",
     [
-        "full_shard",
-        *[pytest.param(name, marks=pytest.mark.slow) for name in list(STRATEGIES)[1:]],
+        pytest.param(name, marks=pytest.mark.long if name == "full_shard" else pytest.mark.slow)
+        for name in STRATEGIES
     ],
 )
 def test_planned_and_measured_state_bytes_agree(ranks, strategy):

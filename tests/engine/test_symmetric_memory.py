@@ -1,7 +1,5 @@
 """Slots in symmetric memory: all ranks register the same slots in one order, each once."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 from unittest.mock import patch
 

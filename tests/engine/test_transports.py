@@ -1,7 +1,5 @@
 """Transports move the same bits: sums have an order, and it is the ranks'."""
 
-from __future__ import annotations
-
 import importlib.util
 import itertools
 import math

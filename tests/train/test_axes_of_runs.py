@@ -3,12 +3,8 @@
 All runs are in float64, with the same number of sequences in an update.
 """
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -53,12 +49,12 @@ TRAINING = {
 class Runs:
     """Runs of one model; those of one process are made once."""
 
-    def __init__(self, fullshard: Callable[..., Any], folder: Path) -> None:
+    def __init__(self, fullshard, folder):
         self.fullshard, self.folder = fullshard, folder
         (folder / "text.txt").write_text(seeded_text(500))
         self._alone: dict[str, Path] = {}
 
-    def config(self, model: dict[str, Any]) -> Path:
+    def config(self, model):
         path = self.folder / f"{model['model_type']}.yaml"
         data = {"path": f"{self.folder}/text.txt", "vocab_size": 300, "validation_fraction": 0.1}
         sharding, settings = {"master_dtype": "float64"}, {"config": SIZES | model}
@@ -66,7 +62,7 @@ class Runs:
         path.write_text(json.dumps(whole))
         return path
 
-    def run(self, model: dict[str, Any], name: str, num_ranks: int, *words: str) -> Path:
+    def run(self, model, name, num_ranks, *words):
         folder = self.folder / f"{model['model_type']}-{name}"
         ranks = f"launch.num_processes={num_ranks}"
         done = self.fullshard("train", self.config(model), f"output_dir={folder}", ranks, *words)
@@ -74,7 +70,7 @@ class Runs:
         assert "differs from the one above" not in done.err
         return folder
 
-    def alone(self, model: dict[str, Any]) -> Path:
+    def alone(self, model):
         kind = model["model_type"]
         if kind not in self._alone:
             self._alone[kind] = self.run(model, "alone", 1)
@@ -82,17 +78,17 @@ class Runs:
 
 
 @pytest.fixture(scope="module")
-def runs(fullshard, tmp_path_factory) -> Runs:
+def runs(fullshard, tmp_path_factory):
     return Runs(fullshard, tmp_path_factory.mktemp("axes"))
 
 
-def numbers(folder: Path) -> list[float]:
+def numbers(folder):
     """Losses, norms of gradients and held-out losses, step by step."""
     rows = list(read_rows(folder / "metrics.jsonl"))
     return [row[key] for row in rows for key in ("loss", "grad_norm", "eval_loss") if key in row]
 
 
-def assert_same(found: Path, wanted: Path) -> None:
+def assert_same(found, wanted):
     assert numbers(found) == pytest.approx(numbers(wanted), rel=1e-10)
     models = [AutoModelForCausalLM.from_pretrained(f / "model") for f in (found, wanted)]
     states = [model.state_dict() for model in models]

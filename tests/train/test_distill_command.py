@@ -75,6 +75,7 @@ def test_every_job_of_ours_can_be_resumed_when_it_is_stopped(package, name):
     assert training.saves is not IntervalStrategy.NO
 
 
+@pytest.mark.long
 def test_logits_that_were_kept_train_without_the_teacher(fullshard, files):
     config = files / "distill.yaml"
     cache = files / "logits"

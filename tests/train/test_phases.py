@@ -89,7 +89,11 @@ def stored_bytes(checkpoint):
 
 
 @pytest.mark.parametrize(
-    ("recompute", "source"), [("none", WeightsSource.INITIAL), ("block", WeightsSource.FOLDER)]
+    ("recompute", "source"),
+    [
+        pytest.param("none", WeightsSource.INITIAL, marks=pytest.mark.long),
+        ("block", WeightsSource.FOLDER),
+    ],
 )
 def test_each_phase_takes_what_the_plan_says(ranks, tmp_path, recompute, source):
     folder = None

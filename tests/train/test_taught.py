@@ -80,7 +80,11 @@ def planned_and_measured(folder, strategy, words):
     ("strategy", "words"),
     [
         ("full_shard", []),
-        ("full_shard", ["distill.chunk_size=100", "distill.teacher_strategy=no_shard"]),
+        pytest.param(
+            "full_shard",
+            ["distill.chunk_size=100", "distill.teacher_strategy=no_shard"],
+            marks=pytest.mark.long,
+        ),
         ("no_shard", ["distill.loss=hidden", "distill.teacher_offload=cpu"]),
     ],
     ids=["as the student", "small chunks, copied", "hidden states, on the host"],

@@ -86,7 +86,9 @@ def through_jax(source, target, config_folder, meshes):
     return str(source)
 
 
-@pytest.mark.parametrize(("num_ranks", "tensor"), [(2, 1), (4, 2)])
+@pytest.mark.parametrize(
+    ("num_ranks", "tensor"), [pytest.param(2, 1, marks=pytest.mark.long), (4, 2)]
+)
 def test_no_bit_changes_from_torch_to_jax_to_torch(ranks, devices, tmp_path, num_ranks, tensor):
     config = tmp_path / "config"
     ranks(num_ranks)(train_in_torch, tmp_path / "torch", config, tensor)

@@ -35,7 +35,9 @@ def trained(shard, tied, chunk_size):
     return float(found["loss"]), float(found["grad_norm"]), whole
 
 
-@pytest.mark.parametrize(("shard", "tied"), [(1, False), (2, True), (3, False)])
+@pytest.mark.parametrize(
+    ("shard", "tied"), [pytest.param(1, False, marks=pytest.mark.long), (2, True), (3, False)]
+)
 def test_chunks_learn_what_whole_logits_learn(devices, shard, tied):
     loss, norm, weights = devices(trained, shard, tied, 0)
     for chunk_size in (5, 1024):  # the last chunk is filled up; one chunk

@@ -142,6 +142,7 @@ def tutorial():
     return together, alone
 
 
+@pytest.mark.long
 def test_the_tutorials_step_takes_each_processs_own_samples(two):
     (first, alone), (second, _) = two(tutorial)
     assert first == second == pytest.approx(alone, rel=1e-5)

@@ -69,11 +69,11 @@ def optimizer(name):
         return (getattr(optax, name, None) or getattr(contrib, name))(learning_rate=rate)
 
 
-FAST = ["multi_steps", "two traces", "muon", "adafactor", "noise", "momo"]
+FAST = ["multi_steps", "muon", "adafactor", "noise"]
 LONG = [
     *("masked", "multi_transform", "partition", "block_rms", "plateau", "apply_every", "ema"),
     *("apply_if_finite", "injected", "scheduled", "low_precision", "lookahead_like", "freeze"),
-    *("schedule_free",),
+    *("schedule_free", "two traces", "momo"),
 ]
 # Every function of optax that makes an optimizer from a learning rate
 ALONE = [

@@ -1,7 +1,5 @@
 """ShardConfig: defaults of the contract, frozen, merged, checked."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
