@@ -94,7 +94,7 @@ def test_jax_never_trains_over_checkpoints_that_it_cannot_read(runs, config, ful
 @pytest.mark.long
 def test_a_run_leaves_the_files_that_every_run_leaves(runs):
     names = [{path.name for path in (runs / name).iterdir()} for name in ("torch", "jax")]
-    assert names[0] == names[1]
+    assert names[0] - {"samples.jsonl"} == names[1]  # XLA samples no text between steps
     record = json.loads((runs / "jax" / "run.json").read_text())
     assert record["status"] == "finished"
     assert record["environment"]["jax"] == metadata.version("jax")

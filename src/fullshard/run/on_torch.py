@@ -20,7 +20,7 @@ from fullshard import loading, saving
 from fullshard.config.schema import SftConfig
 from fullshard.config.values import DType, GradSync
 from fullshard.engine.engine import engine_of
-from fullshard.errors import DataError, DivergedError
+from fullshard.errors import ConfigError, DataError, DivergedError
 from fullshard.models.build import model_on_meta, weights_folder
 from fullshard.models.export import Adapters, save_model
 from fullshard.models.generate import Sample, Sampler, SamplingSettings
@@ -106,8 +106,12 @@ class TorchTrainee:
 
     def evaluated(self, step: int, loop: Loop) -> None:
         """Answers held-out prompts."""
-        if self.answers is not None:
+        if self.answers is None:
+            return
+        try:
             self.answers(step, loop)
+        except ConfigError as error:  # the model cannot generate, but it can be trained
+            logger.warning("no text is sampled after step %d: %s", step, error)
 
     def _skip(self, step: int, found: tuple[float, int, float], loop: Loop) -> None:
         """Counts a skipped update.
