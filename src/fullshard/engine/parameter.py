@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from fullshard.engine._torch_compat import no_guard, storage_use_count
+from fullshard.engine._torch_compat import call_outside_compile, no_guard, storage_use_count
 from fullshard.engine.guard import Rule, is_alias, misfit, norm_order, refusal, rule_of, written_by
 from fullshard.engine.norms import TOLD_BY_SQUARES, by_model, norms_of
 from fullshard.engine.record import ShardRecord
@@ -349,7 +349,7 @@ def _elementwise(func: Any, name: str, like: Any, args: Any, kwargs: dict[str, A
     if written:
         _note_writes(written)
         if name.startswith(_CLIPS) and isinstance(written[0], ShardedGradient):
-            written[0].record.norms.begin_clipping()
+            call_outside_compile(written[0].record.norms.begin_clipping)
     result = _call_plain(func, name, like, (args, kwargs))
     if _takes_part(result) and not like.record.is_cut and not written:
         try:
