@@ -21,7 +21,7 @@ def found_by(tmp_path, name, *arguments):
     """The rows of a command, which must be those that it keeps."""
     done = run(name, "--rounds", "3", "--json", "--out", str(tmp_path), *arguments)
     assert done.returncode == 0, done.stderr
-    assert ("bench comm: about 1 minute" in done.stderr) is (name == "comm")
+    assert ("bench comm: about " in done.stderr) is (name == "comm")
     found = json.loads(done.stdout)
     assert json.loads((tmp_path / f"{name}.json").read_text()) == found
     page = (tmp_path / f"{name}.md").read_text()

@@ -84,6 +84,13 @@ addEventListener("load", async () => {
   said.idle = legend();
   said.note = first(".note").textContent;
   said.label = first(".plot").getAttribute("aria-label");
+  const ticks = () => [...first(".drawing").querySelectorAll(".tick")]
+    .map((one) => one.textContent);
+  const hide = [...document.querySelectorAll(".legend button")]
+    .find((one) => one.innerText.startsWith("interpolated"));
+  said.ticks = ticks();
+  hide.click(); said.hidden = ticks();
+  hide.click(); said.back = ticks();
   mouse("pointermove", 0.5); await wait();
   said.hovered = legend();
   mouse("pointerdown", 0.25); mouse("pointermove", 0.75); mouse("pointerup", 0.75); await wait();
@@ -215,6 +222,10 @@ def test_charts_answer_mouse_keyboard_and_options(tmp_path):
     assert said["idle"].startswith("step: last training: 5 nats per token held out: 4.5 nats")
     assert said["note"] == "1 outlier outside of the axis (up to 1,000,000)"
     assert "Loss over step: last training 5 nats per token" in said["label"]
+    # The level at 3 is on the axis unless its line is hidden.
+    assert "3" in said["ticks"]
+    assert "3" not in said["hidden"]
+    assert said["back"] == said["ticks"]
     assert re.match(r"step: 1[01] training: 5\.\d+ nats per token", said["hovered"])
     assert said["zoomed"] >= 6  # all charts over steps
     assert re.match(r"step: [56] training", said["left"])
