@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+import fullshard as fs
 from fullshard.observe.metrics import read_rows
 from fullshard.planner.plan import Plan
 from support.model_folder import small_config, write_chats, write_model
@@ -176,3 +177,19 @@ def test_what_does_not_fit_is_refused_before_ranks_start(runs, model, num_ranks,
     assert done.exit_code == 2
     assert said in done.err
     assert not (runs.folder / "refused").exists()
+
+
+def test_a_plan_follows_freezing_and_casts_of_its_model():
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(small_config(**SIZES))
+
+    def trained(tensor: int) -> set[str]:
+        plan = fs.plan(model, tensor=tensor, world_size=2)
+        groups = [group for group in plan.groups if group.trainable]
+        return {f"{p.name} {g.dtypes.master}" for g in groups for p in g.layout.placements}
+
+    assert trained(2) == trained(1)
+    model.model.layers.requires_grad_(False)
+    assert trained(2) == trained(1)
+    model.to(torch.bfloat16)
+    assert trained(2) == trained(1)
