@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import fullshard as fs
+from fullshard.errors import ConfigError, EngineError
 from fullshard.observe.metrics import read_rows
 from fullshard.planner.plan import Plan
 from support.model_folder import small_config, write_chats, write_model
@@ -193,3 +194,12 @@ def test_a_plan_follows_freezing_and_casts_of_its_model():
     assert trained(2) == trained(1)
     model.to(torch.bfloat16)
     assert trained(2) == trained(1)
+
+
+def test_what_a_cut_model_does_not_support_is_refused_before_it_is_cut():
+    model = AutoModelForCausalLM.from_config(small_config(**SIZES))
+    with pytest.raises(ConfigError, match=r"^sample: expected"):
+        fs.shard(model, tensor=2, sample={"input_ids": torch.zeros(1, 4, dtype=torch.int64)})
+    fs.shard(model)
+    with pytest.raises(EngineError, match="expected a model that was not sharded"):
+        fs.shard(model, tensor=2)
