@@ -111,10 +111,9 @@ def shard(
     is_path = isinstance(weights, str | PathLike)
     checkpoint = Path(weights) if is_path and loading.is_checkpoint(weights) else None
     given = engine_shard.Given(sample, None if checkpoint else weights)
-    num_others = settings.tensor * settings.expert
-    if mesh is None and num_others > 1:
+    if mesh is None and settings.tensor * settings.expert > 1:
         engine_shard.refuse_nested_engine(model)  # before parameters are replaced
-        engine_shard.refuse_sample(sample, num_others)
+        engine_shard.refuse_sample(sample, settings.tensor * settings.expert)
         mesh = cut_over_axes(model, settings, _topology(settings, None))
         settings = settings.model_copy(update=AXES)
     settings = _with_mesh(settings, mesh)
