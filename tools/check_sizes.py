@@ -33,7 +33,7 @@ BUDGETS = {
     "engine + transport": 7_446,
     "planner + outlook": 4_411,
     "data + models + recipes + run + verify": 8_284,
-    "observe + launch": 3_273,
+    "observe + launch": 3_274,
     "compat + integrations": 2_786,
     "xla + jax + xla_state": 2_490,
     "checkpoint + formats": 2_404,
