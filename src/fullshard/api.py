@@ -108,14 +108,16 @@ def shard(
         )
     settings = ShardConfig.of(config, **overrides)
     check_supported(settings)
+    is_path = isinstance(weights, str | PathLike)
+    checkpoint = Path(weights) if is_path and loading.is_checkpoint(weights) else None
+    given = engine_shard.Given(sample, None if checkpoint else weights)
     if mesh is None and settings.tensor * settings.expert > 1:
+        engine_shard.refuse_nested_engine(model)  # before parameters are replaced
+        engine_shard.refuse_sample(sample, settings.tensor * settings.expert)
         mesh = cut_over_axes(model, settings, _topology(settings, None))
         settings = settings.model_copy(update=AXES)
     settings = _with_mesh(settings, mesh)
     ring = EventRing()
-    is_path = isinstance(weights, str | PathLike)
-    checkpoint = Path(weights) if is_path and loading.is_checkpoint(weights) else None
-    given = engine_shard.Given(sample, None if checkpoint else weights)
     topology = _topology(settings, mesh)
     engine = engine_shard.shard_model(model, settings, topology, ring, given)
     watchdog.watch(ring, [unit.title for unit in engine.plan.units])

@@ -13,8 +13,9 @@ import fullshard as fs
 from fullshard.config import values
 from fullshard.config.values import Transport
 from fullshard.engine.engine import engine_of
+from fullshard.errors import EngineError
 from fullshard.transport import _torch_compat
-from fullshard.transport.base import sum_in_order
+from fullshard.transport.base import Works, sum_in_order
 from fullshard.transport.groups import _MADE
 from support.grid import STRATEGIES
 from support.models import CASES, Case, chain, mean_square, vectors
@@ -325,3 +326,21 @@ def time_outs():
 
 def test_groups_wait_as_long_as_the_one_that_the_user_made(ranks):
     assert ranks(2)(time_outs)[0] == {COLLECTIVE_TIMEOUT}
+
+
+def test_messages_that_failed_are_not_awaited_again():
+    waits = []
+
+    class Work:
+        def wait(self):
+            waits.append("work")
+
+    def compare():
+        waits.append("compare")
+        raise EngineError("ranks differ")
+
+    works = Works([Work()], "a forward", compare)
+    with pytest.raises(EngineError, match="ranks differ"):
+        works.wait()
+    works.wait()  # gloo would wait for another message until the time-out
+    assert waits == ["compare"]

@@ -57,6 +57,16 @@ def test_colours_of_text_stand_out_from_their_background_in_both_schemes(page):
             assert contrast(soft, back) >= 4.5
 
 
+def test_it_shows_all_axes_of_the_mesh(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    target = tmp_path / "plan.html"
+    small = [f"model.config.{key}={value}" for key, value in SMALL.items()]
+    small.append("model.config.num_hidden_layers=2")
+    axes = ["sharding.tensor=2", "--gpus", "8xH100-80GB", "--out", str(target)]
+    assert invoke(["plan", EXAMPLE, *small, *axes]).exit_code == 0
+    assert "8 rank(s) (replicate 1 x shard 4 x tensor 2)" in target.read_text(encoding="utf-8")
+
+
 def test_a_page_that_cannot_be_written_is_a_typed_error(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     target = tmp_path / "nowhere" / "plan.html"

@@ -10,6 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+import fullshard as fs
+from fullshard.errors import ConfigError, EngineError
 from fullshard.observe.metrics import read_rows
 from fullshard.planner.plan import Plan
 from support.model_folder import small_config, write_chats, write_model
@@ -176,3 +178,28 @@ def test_what_does_not_fit_is_refused_before_ranks_start(runs, model, num_ranks,
     assert done.exit_code == 2
     assert said in done.err
     assert not (runs.folder / "refused").exists()
+
+
+def test_a_plan_follows_freezing_and_casts_of_its_model():
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(small_config(**SIZES))
+
+    def trained(tensor: int) -> set[str]:
+        plan = fs.plan(model, tensor=tensor, world_size=2)
+        groups = [group for group in plan.groups if group.trainable]
+        return {f"{p.name} {g.dtypes.master}" for g in groups for p in g.layout.placements}
+
+    assert trained(2) == trained(1)
+    model.model.layers.requires_grad_(False)
+    assert trained(2) == trained(1)
+    model.to(torch.bfloat16)
+    assert trained(2) == trained(1)
+
+
+def test_what_a_cut_model_does_not_support_is_refused_before_it_is_cut():
+    model = AutoModelForCausalLM.from_config(small_config(**SIZES))
+    with pytest.raises(ConfigError, match=r"^sample: expected"):
+        fs.shard(model, tensor=2, sample={"input_ids": torch.zeros(1, 4, dtype=torch.int64)})
+    fs.shard(model)
+    with pytest.raises(EngineError, match="expected a model that was not sharded"):
+        fs.shard(model, tensor=2)

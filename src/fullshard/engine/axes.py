@@ -57,7 +57,7 @@ class Place:
         return dict.fromkeys(self.experts, mesh.of_experts(groups_of_experts(config, mesh)))
 
 
-_PLACES: WeakKeyDictionary[nn.Module, dict[tuple[int, int], Place]] = WeakKeyDictionary()
+_PLACES: WeakKeyDictionary[nn.Module, dict[Any, Place]] = WeakKeyDictionary()
 
 
 def cut_over_axes(model: nn.Module, config: ShardConfig, topology: Topology) -> Any:
@@ -97,7 +97,8 @@ def one_place(model: nn.Module, config: ShardConfig) -> Place:
     if config.tensor * config.expert == 1:
         return Place(model)
     made = _PLACES.setdefault(model, {})
-    key = (config.tensor, config.expert)
+    # users freeze and cast between plans
+    key = config.tensor, config.expert, *((p.dtype, p.requires_grad) for p in model.parameters())
     if key not in made:
         made[key] = _one_place(model, config)
     return made[key]

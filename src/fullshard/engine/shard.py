@@ -93,7 +93,7 @@ def shard_model(
         ConfigError: Mesh, units or process group do not fit.
         UnsupportedModelError: A part of the model cannot be sharded.
     """
-    _refuse_nested_engine(model)
+    refuse_nested_engine(model)
     _refuse_shared_buffers(model)
     if given.recut is None:
         _refuse_parts(model)
@@ -103,12 +103,7 @@ def shard_model(
     mesh = mesh_of(config, topology)
     experts = _meshes_of_experts(model, config, mesh)
     widest = max((mesh, *experts.values()), key=attrgetter("inner"))
-    if given.sample is not None and widest.inner > 1:
-        raise ConfigError(
-            f"sample: expected a mesh of the axes replicate and shard alone; got {widest.inner} "
-            "ranks along others, for which this is not yet supported. Leave it out: the order of "
-            "units is learned in the first step."
-        )
+    refuse_sample(given.sample, widest.inner)
     config = ShardConfig.of(config, transport=resolve_transport(config, widest, device))
     plan = plan_model(model, config, topology, given.settings, experts)
     if given.sample is not None:
@@ -140,7 +135,7 @@ def shard_model(
 
 @contextmanager
 def _parts_of_no_model(model: nn.Module) -> Iterator[None]:
-    """Removes records of shards if sharding fails, for `_refuse_nested_engine`."""
+    """Removes records of shards if sharding fails, for `refuse_nested_engine`."""
     try:
         yield
     except BaseException:
@@ -198,6 +193,16 @@ def _meshes_of_experts(model: nn.Module, config: ShardConfig, mesh: Mesh) -> dic
     return {name: meshes[ranks] for name, ranks in experts.items()}
 
 
+def refuse_sample(sample: Any, num_ranks: int) -> None:
+    """Refuses a sample for a model that other axes of so many ranks cut."""
+    if sample is not None and num_ranks > 1:
+        raise ConfigError(
+            f"sample: expected a mesh of the axes replicate and shard alone; got {num_ranks} "
+            "ranks along others, for which this is not yet supported. Leave it out: the order of "
+            "units is learned in the first step."
+        )
+
+
 def _values(
     model: nn.Module, plan: Plan, transports: dict[Mesh, Transport], masters: Masters, weights: Any
 ) -> InitialValues | None:
@@ -232,7 +237,7 @@ def plan_of(model: nn.Module) -> Plan:
     return engine_of(model).plan
 
 
-def _refuse_nested_engine(model: nn.Module) -> None:
+def refuse_nested_engine(model: nn.Module) -> None:
     if hasattr(model, ATTRIBUTE):
         raise EngineError(
             f"fs.shard: expected a model that was not sharded; {type(model).__name__} is. "

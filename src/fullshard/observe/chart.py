@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from fullshard.planner.text import human_bytes
+from fullshard.planner.text import axes_of, human_bytes
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -182,5 +182,6 @@ def _environment() -> Environment:
         "place": "{:.1f}".format,
         "count": "{:,.0f}".format,
         "duration": duration,
+        "axes": lambda plan: axes_of(plan.mesh, getattr(plan, "units", ())),  # XLA's has no units
     }
     return environment

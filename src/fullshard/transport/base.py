@@ -101,20 +101,21 @@ class Works:
         self._works, self._place, self._compare = works, place, compare
 
     def wait(self) -> None:
-        """Wait until all are complete.
+        """Wait until all are complete. After an error, a further call returns at once.
 
         Raises:
             EngineError: Another rank has ended.
             HangError: The process group's time-out has passed.
         """
-        if self._compare is not None:
-            self._compare()
+        works, compare = self._works, self._compare
+        self._works, self._compare = (), None  # gloo waits forever for what has arrived already
+        if compare is not None:
+            compare()
         try:
-            for work in self._works:
+            for work in works:
                 work.wait()
         except RuntimeError as error:
             raise _failure(error, self._place or "a message") from error
-        self._works = ()
 
 
 _CLOSED = ("connection closed", "connection reset", "broken pipe", "connection refused", "abort")
@@ -275,7 +276,7 @@ class Home:
     Attributes:
         wrote: Whether this rank has written shared weights since `publish`.
         num_writes: Number of announced writes to weights.
-        place: The phase of the next messages. See [Note: places] in transport/direct.py.
+        place: The phase of the next messages. See [Note: places] in transport/messages.py.
         await_reads: Waits until a device has read the shards in host memory.
     """
 

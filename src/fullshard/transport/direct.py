@@ -15,12 +15,7 @@ from typing import Any
 import torch
 
 from fullshard.transport._torch_compat import all_gather_single
-from fullshard.transport.base import (
-    Fetch,
-    Reduction,
-    Works,
-    combine_in_order,
-)
+from fullshard.transport.base import Fetch, Reduction, Works, combine_in_order
 from fullshard.transport.messages import MessageTransport
 
 FETCH_TAG, REDUCE_TAG, OUTER_TAG, SPREAD_TAG = 1, 2, 3, 4  # relative to the model's first tag
