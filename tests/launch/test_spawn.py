@@ -211,5 +211,5 @@ def test_a_launch_of_no_process_or_of_too_many_is_refused(number, tmp_path):
 
 def test_a_module_that_does_not_exist_is_one_error(tmp_path, capfd):
     code = run_local_ranks("no_such_module", [], num_processes=2, log_dir=tmp_path / "logs")
-    assert code == 1
-    assert capfd.readouterr().err.count("No module named no_such_module") == 1
+    assert code == ExitCode.CONFIG
+    assert capfd.readouterr().err.count("no_such_module") == 1

@@ -115,13 +115,13 @@ class Works:
             for work in works:
                 work.wait()
         except RuntimeError as error:
-            raise _failure(error, self._place or "a message") from error
+            raise failed_message(error, self._place or "a message") from error
 
 
 _CLOSED = ("connection closed", "connection reset", "broken pipe", "connection refused", "abort")
 
 
-def _failure(error: RuntimeError, place: str) -> EngineError | HangError:
+def failed_message(error: RuntimeError, place: str) -> EngineError | HangError:
     """Returns the typed error for a message that does not arrive."""
     if "imed out" in str(error) or "timeout" in str(error):
         return HangError(

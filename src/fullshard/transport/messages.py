@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard.errors import EngineError
-from fullshard.transport.base import TAGS_A_MODEL, Axes, Transport, Works
+from fullshard.transport.base import TAGS_A_MODEL, Axes, Transport, Works, failed_message
 
 PLACE_TAG = 0  # over all models, since ranks may run different ones
 UNIT_TAG = 5  # relative to the model's first tag
@@ -53,11 +53,14 @@ class MessageTransport(Transport):
         """Exchange a tensor with each of the other ranks."""
         group, works = self.axes.world_group, []
         tag = tag + self.axes.first_tag if tag != PLACE_TAG else tag
-        for rank, send, receive in zip(ranks, sends, receives, strict=True):
-            if rank != self.rank and send.numel():
-                works.append(dist.isend(_as_bytes(send), rank, group=group, tag=tag))
-            if rank != self.rank and receive.numel():
-                works.append(dist.irecv(_as_bytes(receive), rank, group=group, tag=tag))
+        try:
+            for rank, send, receive in zip(ranks, sends, receives, strict=True):
+                if rank != self.rank and send.numel():
+                    works.append(dist.isend(_as_bytes(send), rank, group=group, tag=tag))
+                if rank != self.rank and receive.numel():
+                    works.append(dist.irecv(_as_bytes(receive), rank, group=group, tag=tag))
+        except RuntimeError as error:  # gloo knows already that a rank has ended
+            raise failed_message(error, self._phase or "a message") from error
         return works
 
     def _compare_places(self, ranks: Sequence[int]) -> None:
