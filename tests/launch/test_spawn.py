@@ -207,9 +207,3 @@ def test_a_launch_of_no_process_or_of_too_many_is_refused(number, tmp_path):
     words = rf"launch.num_processes: expected an integer >= 1 and <= \S+, .*, got {number:,}"
     with pytest.raises(ConfigError, match=words):
         launch_local_ranks(launch)
-
-
-def test_a_module_that_does_not_exist_is_one_error(tmp_path, capfd):
-    code = run_local_ranks("no_such_module", [], num_processes=2, log_dir=tmp_path / "logs")
-    assert code == ExitCode.CONFIG
-    assert capfd.readouterr().err.count("no_such_module") == 1
