@@ -12,7 +12,6 @@ import sys
 import threading
 import urllib.error
 import urllib.request
-from functools import partial
 
 import pytest
 
@@ -60,10 +59,10 @@ def test_nothing_changes_if_one_of_the_folders_has_no_run(run, tmp_path):
 
 
 def test_watched_page_is_served_on_loopback_until_it_is_interrupted(run):
-    words = [sys.executable, "-m", "fullshard", "report", str(run), "--watch", "--json"]
+    words = ["env", "--default-signal=INT"]  # a shell's `&` ignores it
+    words += [sys.executable, "-m", "fullshard", "report", str(run), "--watch", "--json"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell's `&` ignores it
-    with RunLock(run), subprocess.Popen(words, preexec_fn=heard, **pipes) as process:
+    with RunLock(run), subprocess.Popen(words, **pipes) as process:
         assert process.stderr is not None
         said = process.stderr.readline()
         found = re.match(r"http://127\.0\.0\.1:\d+/", said)
