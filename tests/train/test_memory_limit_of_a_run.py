@@ -25,7 +25,11 @@ SIZES = {
     "num_key_value_heads": 8,
     "vocab_size": 4096,
 }
-FILL = "import sys; held = bytearray(1 << 30); held[::4096] = b'x' * len(held[::4096])"
+FILL = """
+open("/proc/self/oom_score_adj", "w").write("900")  # the kernel kills this, not its launcher
+held = bytearray(1 << 30)
+held[::4096] = b"x" * len(held[::4096])
+"""
 
 
 def words_of(folder):
