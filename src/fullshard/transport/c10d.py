@@ -123,7 +123,7 @@ class SymmetricHome(Home):
     them; rings that are not alike are made anew when the order of units is learned.
 
     Args:
-        axes: This rank's groups.
+        axes: The process groups of this rank.
     """
 
     def __init__(self, axes: Axes) -> None:
