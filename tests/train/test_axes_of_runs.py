@@ -106,12 +106,18 @@ def assert_same(found, wanted):
         (LLAMA, 4, ("tensor=2", "strategy=no_shard"), "replicate 2 x shard 1 x tensor 2"),
         (MIXTURE, 2, ("expert=2",), "replicate 1 x shard 1 x expert 2"),
         (MIXTURE, 4, ("expert=2", "tensor=2"), "replicate 1 x shard 1 x expert 2 x tensor 2"),
+        (LLAMA, 2, ("context=2", "loss_chunk_size=0"), "replicate 1 x shard 2"),
+        (LLAMA, 4, ("context=4", "activation_checkpointing=block"), "replicate 1 x shard 4"),
+        (LLAMA, 4, ("context=2", "replicate=1", "shard=2"), "replicate 1 x shard 4"),
+        (LLAMA, 4, ("context=2", "strategy=no_shard"), "replicate 4 x shard 1"),
+        (LLAMA, 4, ("context=2", "tensor=2"), "replicate 1 x shard 2 x tensor 2"),
+        (MIXTURE, 4, ("context=2", "expert=2"), "replicate 1 x shard 2 x expert 2"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
 def test_a_run_with_other_axes_is_the_run_of_one_process(runs, model, num_ranks, axes, mesh):
     name = "-".join(axes)
-    found = runs.run(model, name, num_ranks, *(f"sharding.{axis}" for axis in axes))
+    found = runs.run(model, name, num_ranks, *axes)
     assert_same(found, runs.alone(model))
     plan = Plan.from_json((found / "plan.json").read_text())
     assert f"{num_ranks} ranks ({mesh})" in plan.tree()

@@ -214,7 +214,7 @@ def build_sharded(
 
 def sharding_for(config: RunConfig, model: nn.Module) -> ShardConfig:
     """The sharding of a run's model or teacher, only one of which must have experts."""
-    return config.sharding.for_model(has_experts=config.teacher is None or has_experts(model))
+    return config.sharding.of_parameters(has_experts=config.teacher is None or has_experts(model))
 
 
 def weights_source(config: RunConfig, bare: Callable[[], nn.Module]) -> WeightsSource:
