@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Annotated, Any, ClassVar, Self, cast
+from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
 from pydantic import (
     BeforeValidator,
@@ -289,17 +289,14 @@ class ShardConfig(Section):
     """Fill every slot with NaN when it is released, so that a missed gather shows. For tests and
     `verify`; costs one write of every gathered parameter."""
 
-    def of_parameters(self, *, has_experts: bool = True) -> ShardConfig:
-        """Returns the sharding of a model's parameters.
+    def without(self, other: Literal["context", "expert"]) -> ShardConfig:
+        """Returns the same mesh for parameters that an axis does not cut.
 
-        They are sharded, or replicated, over the ranks of the context axis, and of the expert axis
-        if the model has no experts.
+        They are sharded, or replicated, over its ranks.
         """
         axis = "replicate" if self.strategy is Strategy.NO_SHARD else "shard"
         size: int | None = getattr(self, axis)
-        folded = {"context": 1} if has_experts else {"context": 1, "expert": 1}
-        more = self.context if has_experts else self.context * self.expert
-        return self.model_copy(update={**folded, axis: size and size * more})
+        return self.model_copy(update={other: 1, axis: size and size * getattr(self, other)})
 
     def num_batches(self, world_size: int) -> int:
         """Number of batches at a time; ranks of the context and tensor axes share one."""

@@ -224,7 +224,7 @@ def mesh_of(config: ShardConfig, topology: Topology) -> Mesh:
     if config.context > 1:
         groups = topology.world_size // topology.inner // (expert * tensor)
         _check_divides("context", config.context, groups, "ranks / expert / tensor")
-        config = config.of_parameters()
+        config = config.without("context")
     if tensor * expert == 1:
         return resolve_mesh(row, topology, config.replicate, config.shard)
     world, local = topology.world_size, topology.ranks_per_host
