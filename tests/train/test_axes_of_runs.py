@@ -28,6 +28,7 @@ MIXTURE = {
     "moe_intermediate_size": 32,
     "experts_implementation": "eager",  # the grouped matmul has no float64
 }
+ROOT = Path(__file__).parents[2]
 MISTRAL = {"model_type": "mistral", "num_key_value_heads": 2, "sliding_window": 8}
 GPT_NEO = {"model_type": "gpt_neo", "num_layers": 2, "attention_types": [[["global"], 2]]}
 SIZES = {
@@ -125,6 +126,18 @@ def test_a_run_with_other_axes_is_the_run_of_one_process(runs, model, num_ranks,
     assert f"{num_ranks} ranks ({mesh})" in plan.tree()
     record = json.loads((runs.alone(model) / "run.json").read_text())
     assert plan.num_parameters == record["planned"]["num_parameters"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "examples" / "mesh").glob("*.yaml")), ids=lambda p: p.stem
+)
+def test_an_example_of_an_axis_learns(fullshard, tmp_path, path):
+    words = [f"output_dir={tmp_path}/run", "max_steps=20", "eval_steps=20", "logging_steps=1"]
+    done = fullshard("train", path, *words)
+    assert done.exit_code == 0, done.err
+    losses = [row["loss"] for row in read_rows(tmp_path / "run" / "metrics.jsonl") if "loss" in row]
+    assert losses[-1] < 0.9 * losses[0]
 
 
 def test_a_run_goes_on_over_another_mesh(runs):
