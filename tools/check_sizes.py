@@ -28,7 +28,7 @@ EXEMPT = ("src/fullshard/compat/",)
 # Packages that share a budget are joined by " + ".
 BUDGETS = {
     "bench": 1_826,
-    "config": 3_820,
+    "config": 3_767,
     "cli": 1_947,
     "engine + transport": 7_447,
     "planner + outlook": 4_411,
@@ -37,7 +37,7 @@ BUDGETS = {
     "compat + integrations": 2_786,
     "xla + jax + xla_state": 2_490,
     "checkpoint + formats": 2_404,
-    "in all": 39_823,
+    "in all": 39_770,
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

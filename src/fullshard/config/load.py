@@ -24,6 +24,7 @@ from fullshard.config.dialects.translate import (
 )
 from fullshard.config.environment import LaunchEnvironment
 from fullshard.config.explain import write_yaml
+from fullshard.config.fields import Rejected, to_flag
 from fullshard.config.files import (
     DEFAULT,
     File,
@@ -49,7 +50,8 @@ from fullshard.config.keys import (
     rivals_of,
     training_or_bare,
 )
-from fullshard.config.problems import ConfigProblems, Problem
+from fullshard.config.names import MOVES, Move
+from fullshard.config.problems import ConfigProblems, Problem, show
 from fullshard.config.schema import RunConfig
 from fullshard.config.supported import check_supported
 from fullshard.config.values import did_you_mean
@@ -242,12 +244,14 @@ def _load(
         written = {key: origin for file in files for key, origin in file.origins.items()}
         raise error.map(Index(written, name).locate) from None
     index = Index(origins, name)
-    names = ("model", "student", "teacher")  # another name of the student, which may be initialised
-    # from its teacher
-    is_without_model = not needs_model and all(merged.get(name) is None for name in names)
-    if is_without_model:
-        merged["model"] = {"name_or_path": "MODEL"}
     problems += [problem for layer in layers for problem in layer.problems]
+    problems += map(index.locate, _set_implied(merged))
+    is_without_model = False
+    if merged.get("model") is None and merged.get("student") is None:
+        if merged.get("teacher"):  # a student starts as its teacher, or as part of it
+            merged["model"] = merged["teacher"]
+        elif not needs_model:
+            is_without_model, merged["model"] = True, {"name_or_path": "MODEL"}
     try:
         config = RunConfig(**merged)
     except ConfigProblems as error:
@@ -389,6 +393,35 @@ def _merge(files: Sequence[File]) -> tuple[dict[str, Origin], dict[str, Any]]:
             put(merged, key, value)
             origins[key] = origin
     return origins, interpolated(merged)
+
+
+def _set_implied(values: dict[str, Any]) -> Iterator[Problem]:
+    """Sets the keys that other keys imply; yields the contradictions between the two."""
+    for move in MOVES:
+        said, other = find(values, move.source), find(values, move.target)
+        if not move.stays:
+            drop(values, move.source)
+        section = move.target.partition(".")[0]
+        held = values.get(section)
+        if said is None or not (held is None or isinstance(held, dict) or section in PLAIN_KEYS):
+            continue  # the schema rejects a section that is not a mapping
+        try:
+            if other is not None and not _agrees(move, said, other):
+                expected = f"what {move.target} says, {show(other)}"
+                yield Problem(move.source, expected, show(said), "Give one of the two")
+            elif other is None and (implied := move.implied(said)) is not None:
+                put(values, move.target, implied)
+        except Rejected:
+            continue  # its own field rejects it
+
+
+def _agrees(move: Move, said: object, other: object) -> bool:
+    """Whether a value of a move's source and one of its target have the same meaning."""
+    if not move.stays:
+        return agree(move.target, said, other)
+    is_on = agree(move.target, other, move.on)
+    is_off = agree(move.target, other, move.off) if move.off else not is_on
+    return to_flag(said) != is_off
 
 
 def _full_key(key: str, values: Mapping[str, Any]) -> str:
