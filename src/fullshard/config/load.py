@@ -52,7 +52,7 @@ from fullshard.config.keys import (
 )
 from fullshard.config.names import MOVES, Move
 from fullshard.config.problems import ConfigProblems, Problem, show
-from fullshard.config.schema import RunConfig
+from fullshard.config.schema import ModelConfig, RunConfig, ShardConfig
 from fullshard.config.supported import check_supported
 from fullshard.config.values import did_you_mean
 from fullshard.errors import FullshardError
@@ -131,7 +131,6 @@ class Resolved:
         index: finds the place of any written key.
         notes: the result of every key of another tool.
         dialects: the dialects of the files, in order; "fullshard" is ours.
-        is_without_model: whether no model was given; the configuration then has a placeholder.
         job: the configuration of ours that was read if no file was given.
     """
 
@@ -140,8 +139,12 @@ class Resolved:
     index: Index = dataclasses.field(repr=False)
     notes: tuple[Note, ...] = ()
     dialects: tuple[str, ...] = ()
-    is_without_model: bool = False
     job: str = ""
+
+    @property
+    def is_without_model(self) -> bool:
+        """Whether no model was given; both fields of the configuration's model are then None."""
+        return self.origins["model.name_or_path"].kind is OriginKind.MISSING
 
     def to_yaml(self, *, with_defaults: bool = True) -> str:
         """The configuration as YAML with every origin as a comment; loads to an equal one."""
@@ -189,14 +192,15 @@ class Resolved:
         if self.config.model == self.config.teacher:  # a student initialised from its teacher
             text = re.sub(r"\bmodel\.(name_or_path|trust_remote_code)", r"teacher.\1", text)
         key, colon, said = text.partition(": ")
-        for full in (key, f"sharding.{key}"):  # the planner knows only ShardConfig's names
+        # The planner knows ShardConfig's names without `sharding.`.
+        for full in (key, f"sharding.{key}"):
             at = re.sub(r"\.\d+\..*", "", full)  # items of a list have the place of its key
             origin = self.origins.get(at) or self.index.origin_of(at, is_default=True)
             if colon and origin.place:
                 is_theirs = origin.kind is OriginKind.DERIVED  # the file has the other tool's key
                 name = origin.written if is_theirs else full
                 return type(error)(f"{origin.place}: {name}: {said}")
-        return error
+        return type(error)(f"sharding.{text}") if key in ShardConfig.field_names() else error
 
 
 def load_config(
@@ -251,7 +255,7 @@ def _load(
         if merged.get("teacher"):  # a student starts as its teacher, or as part of it
             merged["model"] = merged["teacher"]
         elif not needs_model:
-            is_without_model, merged["model"] = True, {"name_or_path": "MODEL"}
+            is_without_model, merged["model"] = True, "MODEL"
     try:
         config = RunConfig(**merged)
     except ConfigProblems as error:
@@ -263,7 +267,10 @@ def _load(
     dialects = tuple(layer.dialect or "fullshard" for layer in layers[:-1])
     job = name if files[-2].is_ours else ""
     values_from = _origins(config, index)
-    return Resolved(config, values_from, index, tuple(notes), dialects, is_without_model, job)
+    if is_without_model:
+        config = config.model_copy(update={"model": ModelConfig.model_construct()})
+        values_from["model.name_or_path"] = Origin(OriginKind.MISSING)
+    return Resolved(config, values_from, index, tuple(notes), dialects, job)
 
 
 def _replaced_names(given: Iterable[str]) -> list[str]:
