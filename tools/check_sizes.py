@@ -27,7 +27,7 @@ EXEMPT = ("src/fullshard/compat/",)
 # number when code goes, never raise one without a line in docs/log.md that says what it bought.
 # Packages that share a budget are joined by " + ".
 BUDGETS = {
-    "bench": 1_826,
+    "bench": 1_792,
     "config": 3_764,
     "cli": 1_940,
     "engine + transport": 7_447,
@@ -37,7 +37,7 @@ BUDGETS = {
     "compat + integrations": 2_786,
     "xla + jax + xla_state": 2_490,
     "checkpoint + formats": 2_404,
-    "in all": 39_760,
+    "in all": 39_726,
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
