@@ -27,9 +27,9 @@ EXEMPT = ("src/fullshard/compat/",)
 # number when code goes, never raise one without a line in docs/log.md that says what it bought.
 # Packages that share a budget are joined by " + ".
 BUDGETS = {
-    "bench": 1_826,
-    "config": 3_826,
-    "cli": 1_947,
+    "bench": 1_792,
+    "config": 3_770,
+    "cli": 1_940,
     "engine + transport": 7_460,
     "planner + outlook": 4_419,
     "data + models + recipes + run + verify": 8_475,
@@ -37,7 +37,7 @@ BUDGETS = {
     "compat + integrations": 2_786,
     "xla + jax + xla_state": 2_490,
     "checkpoint + formats": 2_404,
-    "in all": 40_030,
+    "in all": 39_933,
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

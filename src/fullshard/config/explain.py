@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import yaml
 
 from fullshard.config.dialects.translate import Dialect
-from fullshard.config.files import Origin, OriginKind, flatten
+from fullshard.config.files import DEFAULT, Origin, OriginKind, flatten
 from fullshard.config.names import MOVED, NAMES
 from fullshard.config.problems import join_key
 from fullshard.config.schema import RunConfig
@@ -88,12 +88,9 @@ def _text(text: str) -> str:
 
 def explain(resolved: Resolved) -> dict[str, Any]:
     """Sections by name, each value as `{value, origin}`, and `notes`."""
-    values = resolved.config.to_dict()
-    if resolved.is_without_model:
-        values["model"] = {"name_or_path": None, "config": None}
     return {
         "dialects": list(resolved.dialects),
-        **_with_origins(values, "", resolved),
+        **_with_origins(resolved.config.to_dict(), "", resolved.origins),
         "notes": [
             {"key": note.key, "status": note.status, "why": note.why, "place": note.place}
             for note in resolved.notes
@@ -104,13 +101,6 @@ def explain(resolved: Resolved) -> dict[str, Any]:
 def text_of(resolved: Resolved, *, with_defaults: bool) -> str:
     """The explanation as text: YAML with origins as comments, then one line per note."""
     lines = resolved.to_yaml(with_defaults=with_defaults).splitlines()
-    if resolved.is_without_model:
-        missing = f"{'  name_or_path: null':<48}  # missing: give model=FOLDER"
-        if with_defaults:
-            at = next(i for i, line in enumerate(lines) if line.strip().startswith("name_or_path:"))
-            lines[at] = missing
-        else:
-            lines[1:1] = ["model:", missing]
     return "\n".join([*lines, *([""] if resolved.notes else []), *map(str, resolved.notes)])
 
 
@@ -157,14 +147,14 @@ def _keys_of(table: Mapping[str, object]) -> dict[str, Any]:
     return found
 
 
-def _with_origins(values: Mapping[str, Any], prefix: str, resolved: Resolved) -> dict[str, Any]:
+def _with_origins(
+    values: Mapping[str, Any], prefix: str, origins: Mapping[str, Origin]
+) -> dict[str, Any]:
     shown: dict[str, Any] = {}
     for name, value in values.items():
         key = join_key(prefix, str(name))
         if isinstance(value, dict) and value:
-            shown[str(name)] = _with_origins(cast("dict[str, Any]", value), key, resolved)
+            shown[str(name)] = _with_origins(cast("dict[str, Any]", value), key, origins)
         else:
-            missing = resolved.is_without_model and key == "model.name_or_path"
-            origin = "missing" if missing else str(resolved.origins.get(key, "default"))
-            shown[str(name)] = {"value": value, "origin": origin}
+            shown[str(name)] = {"value": value, "origin": str(origins.get(key, DEFAULT))}
     return shown

@@ -49,6 +49,7 @@ class OriginKind(StrEnum):
     COMMAND_LINE = "command line"
     DEFAULT = "default"
     DERIVED = "derived"  # from another key, named in `written`
+    MISSING = "missing: give model=FOLDER"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,10 +70,11 @@ class Origin:
 
     @property
     def place(self) -> str:
-        """`train.yaml:12`, `command line`, or nothing for a default."""
+        """`train.yaml:12`, `command line`, or nothing for a default or a missing value."""
         if self.file:
             return f"{self.file}:{self.line}"
-        return "" if self.kind is OriginKind.DEFAULT else str(OriginKind.COMMAND_LINE)
+        is_typed = self.kind in (OriginKind.COMMAND_LINE, OriginKind.DERIVED)
+        return str(OriginKind.COMMAND_LINE) if is_typed else ""
 
     def __str__(self) -> str:
         """`train.yaml:12`, `command line`, `default`, `from training.bf16 (train.yaml:12)`."""

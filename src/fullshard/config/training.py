@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, ClassVar, Self
 
 from pydantic import BeforeValidator, model_validator
 
@@ -296,17 +296,6 @@ class TrainingConfig(Section):
     def saves(self) -> IntervalStrategy:
         """When checkpoints are saved, after defaults are applied."""
         return IntervalStrategy.STEPS if self.save_strategy is None else self.save_strategy
-
-    @classmethod
-    def unknown(cls, key: str, value: Any) -> Problem | None:
-        """The problem of an unsupported value of a Hugging Face name."""
-        if key not in NAMES:
-            return super().unknown(key, value)
-        try:
-            NAMES[key](value, {})
-        except ConfigProblems as error:
-            return error.problems[0].below(key)
-        return None
 
     @classmethod
     def known_names(cls) -> list[str]:
