@@ -41,6 +41,7 @@ from fullshard.checkpoint.format import (
 )
 from fullshard.checkpoint.read import remove, superfluous
 from fullshard.checkpoint.retain import tidy
+from fullshard.checkpoint.storage import StorePath, storage_path
 from fullshard.checkpoint.values import encode
 from fullshard.engine.engine import Engine, engine_of
 from fullshard.engine.homes import Residence
@@ -204,6 +205,7 @@ def write(
         documents: Step, further files and tied names.
         settings: Whether to wait, and how many checkpoints to keep.
     """
+    target = storage_path(target)
     place = _open_place(ranks, target.resolve(), settings)  # links stay, and so may the caller
     work = partial(_write_files, ranks, place, pieces, documents, settings.keep)
     if settings.wait:
@@ -505,11 +507,13 @@ class Saves:
             raise error
 
     def claim_folder(self, folder: Path) -> None:
-        """Locks a folder of steps for this process until it ends.
+        """Locks a folder of steps for this process until it ends; a store has no locks.
 
         Raises:
             CheckpointError: Another process has locked it, or the folder cannot be created.
         """
+        if isinstance(folder, StorePath):
+            return
         try:
             folder.mkdir(parents=True, exist_ok=True)
             key = folder.resolve()
