@@ -56,7 +56,15 @@ from fullshard.run.folder import RunFolder, RunStatus, begin, check_output_dir, 
 from fullshard.run.optim import KINDS, check_optimizer
 from fullshard.run.outlook import View, foresee, leaves_something, topology_of
 from fullshard.run.result import planned
-from fullshard.run.resume import Resume, check_same, find_resume, goes_on, own_resume
+from fullshard.run.resume import (
+    Resume,
+    check_data,
+    check_same,
+    find_resume,
+    goes_on,
+    own_resume,
+    position_of,
+)
 from fullshard.run.schedule import StepPlan, plan_steps
 
 if TYPE_CHECKING:
@@ -169,10 +177,11 @@ def prepare_run(
         if resume.in_place and not goes_on(resume, output_dir, steps.num_steps):
             resume, steps = Resume(), plan_steps(training, facts, num_batches)
         if resume.in_place and resume.path is not None:
-            check_same(resolved, output_dir, resume.path, facts)
+            check_same(resolved, output_dir, resume.path)
         if resume.path is not None:
             found = choose(ALONE, resume.path, whole=False)
             resume.check_steps(found.step or 0, found.path, steps.num_steps)
+            check_data(resume, position_of(found), steps)
             if isinstance(view, View):
                 model = model_on_meta(view.config, model_config)
                 check_loads(found, model, KINDS[training.optim])
