@@ -28,16 +28,16 @@ EXEMPT = ("src/fullshard/compat/",)
 # Packages that share a budget are joined by " + ".
 BUDGETS = {
     "bench": 1_792,
-    "config": 3_770,
-    "cli": 1_940,
+    "config": 3_772,
+    "cli": 1_945,
     "engine + transport": 7_460,
     "planner + outlook": 4_419,
-    "data + models + recipes + run + verify": 8_475,
-    "observe + launch": 3_267,
+    "data + models + recipes + run + verify": 8_527,
+    "observe + launch": 3_273,
     "compat + integrations": 2_786,
     "xla + jax + xla_state": 2_490,
-    "checkpoint + formats": 2_404,
-    "in all": 39_933,
+    "checkpoint + formats": 2_644,
+    "in all": 40_243,
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

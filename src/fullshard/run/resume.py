@@ -20,14 +20,14 @@ from pydantic import TypeAdapter
 from fullshard.checkpoint.commit import ALONE
 from fullshard.checkpoint.format import STATE, natural
 from fullshard.checkpoint.read import choose, read_tables
-from fullshard.checkpoint.retain import checkpoints_in, newest_complete
+from fullshard.checkpoint.retain import Found, checkpoints_in, newest_complete
 from fullshard.checkpoint.storage import storage_path
 from fullshard.config.files import flatten, is_below
 from fullshard.config.load import Resolved, load_config
 from fullshard.config.values import nearest
-from fullshard.data.dataset import FACTS, DatasetFacts, read_facts
 from fullshard.errors import CheckpointError, ConfigError, untrusted
 from fullshard.run.folder import RunFolder, RunStatus
+from fullshard.run.schedule import StepPlan
 
 POSITION = "position"  # key of [Note: data position] in a checkpoint's state
 # Sections and keys that must not change when a run resumes.
@@ -172,10 +172,8 @@ def _readable(folder: RunFolder) -> AbstractContextManager[None]:
     return untrusted(folder.record, "the record of a run", ConfigError, advice)
 
 
-def check_same(
-    resolved: Resolved, output_dir: Path, checkpoints: Path, facts: DatasetFacts
-) -> None:
-    """Checks that a resumed run has a complete checkpoint, and its old data and model.
+def check_same(resolved: Resolved, output_dir: Path, checkpoints: Path) -> None:
+    """Checks that a resumed run has a complete checkpoint, and its old settings of data and model.
 
     Raises:
         CheckpointError: There are checkpoints, but none is complete; the run does not start over.
@@ -194,23 +192,43 @@ def check_same(
                 f"({before.get(key)}); got {now.get(key)}. Use --resume never, or "
                 "another output_dir."
             )
-    if not (folder.data / FACTS).is_file():
+
+
+def check_data(resume: Resume, position: Any, steps: StepPlan) -> None:
+    """Checks that a run which resumes in its folder has the data and order of its checkpoint.
+
+    Args:
+        resume: What the run resumes from.
+        position: The checkpoint's data position.
+        steps: Steps of the run, and the checksum of its tokens.
+
+    Raises:
+        ConfigError: The tokens or their order differ; names the key.
+    """
+    if not resume.in_place or resume.required:  # another run's checkpoint may have had other data
         return
-    with untrusted(folder.data / FACTS, "facts of the run's data", ConfigError, "Remove it."):
-        trained = read_facts(folder.data)[1]
-    if trained.fingerprint and trained.fingerprint != facts.fingerprint:
-        raise ConfigError(
-            f"data.path: expected the tokens of the run that resumes in '{output_dir}' "
-            f"({trained.num_train_tokens:,} from {trained.origin}); got other ones "
-            f"({facts.num_train_tokens:,} from {facts.origin}), or the order of another version. "
-            "Bring the old data and tokenizer (or fullshard) back, use --resume never, or --resume "
-            "PATH with another output_dir."
-        )
+    with untrusted(f"a checkpoint in '{resume.path}'", "the data position of a run"):
+        trained = dict(position or {})
+    own = {"data": ("data.path", "tokens", steps.data)}
+    own["seed"] = ("training.seed", "seed", steps.order.seed)
+    for name, (key, what, now) in own.items():
+        if trained.get(name, now) != now:
+            raise ConfigError(
+                f"{key}: expected the {what} of the run that resumes from '{resume.path}' "
+                f"({trained[name]}); got other ones ({now}), or the order of another version. "
+                "Bring the old data and tokenizer (or fullshard) back, use --resume never, or "
+                "--resume PATH with another output_dir."
+            )
+
+
+def position_of(found: Found) -> dict[str, Any]:
+    """The data position in a complete checkpoint; empty if it has none."""
+    return read_tables(found)[1]["state"].get(POSITION) or {}
 
 
 def _from_path(path: Path) -> Resume:
     found = choose(ALONE, path, whole=False)
     with untrusted(found.path / STATE, "the data position of a run"):
-        position = read_tables(found)[1]["state"].get(POSITION) or {}
+        position = position_of(found)
         batch = natural(position["global_batch"]) if "global_batch" in position else None
     return Resume(path.resolve(), batch, required=True)

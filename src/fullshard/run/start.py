@@ -61,10 +61,12 @@ from fullshard.run.result import planned
 from fullshard.run.resume import (
     Resume,
     check_checkpoint_dir,
+    check_data,
     check_same,
     find_resume,
     goes_on,
     own_resume,
+    position_of,
 )
 from fullshard.run.schedule import StepPlan, plan_steps
 
@@ -180,10 +182,11 @@ def prepare_run(
             resume, steps = Resume(), plan_steps(training, facts, num_batches)
         check_checkpoint_dir(checkpoint_dir, resume)
         if resume.in_place and resume.path is not None:
-            check_same(resolved, output_dir, resume.path, facts)
+            check_same(resolved, output_dir, resume.path)
         if resume.path is not None:
             found = choose(ALONE, resume.path, whole=False)
             resume.check_steps(found.step or 0, found.path, steps.num_steps)
+            check_data(resume, position_of(found), steps)
             if isinstance(view, View):
                 model = model_on_meta(view.config, model_config)
                 check_loads(found, model, KINDS[training.optim])
