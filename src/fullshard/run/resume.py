@@ -209,8 +209,10 @@ def check_data(resume: Resume, position: Any, steps: StepPlan) -> None:
         return
     with untrusted(f"a checkpoint in '{resume.path}'", "the data position of a run"):
         trained = dict(position or {})
-    own = {"data": ("data.path", "tokens", steps.data)}
-    own["seed"] = ("training.seed", "seed", steps.order.seed)
+    own: dict[str, tuple[str, str, object]] = {
+        "data": ("data.path", "tokens", steps.data),
+        "seed": ("training.seed", "seed", steps.order.seed),
+    }
     for name, (key, what, now) in own.items():
         if trained.get(name, now) != now:
             raise ConfigError(
