@@ -39,7 +39,7 @@ RUFF_PATHS = $(wildcard src tests tools benchmarks examples docs)
 # Not the tests: they misspell on purpose.
 SPELLED = $(wildcard src tools benchmarks examples docs *.md) Makefile
 
-.PHONY: help setup train test test-long test-all test-tutorials test-slow test-torch test-wheel lint format bench bench-calibrate bench-comm bench-compile bench-copies bench-exact bench-gpu bench-host bench-io bench-jax bench-limits bench-memory bench-scale bench-overlap bench-planner bench-time chaos distill-study long-parity gpu gpu-wheels docs screenshots clean
+.PHONY: help setup train test test-long test-all test-tutorials test-slow test-torch test-wheel lint format bench bench-calibrate bench-comm bench-compile bench-copies bench-exact bench-gpu bench-host bench-io bench-jax bench-limits bench-memory bench-mesh bench-scale bench-overlap bench-planner bench-time chaos distill-study long-parity gpu gpu-wheels docs screenshots clean
 
 help:
 	@echo "make setup      a virtual environment in $(VENV) with all that tests and lint need"
@@ -168,7 +168,7 @@ bench: $(VENV)/.stamp-setup
 bench-calibrate bench-comm bench-io: bench-%: $(VENV)/.stamp-setup
 	$(BIN)/fullshard bench $* $(ARGS)
 
-bench-compile bench-copies bench-exact bench-head-loss bench-host bench-jax bench-limits bench-memory bench-overlap bench-planner bench-scale bench-time: bench-%: $(VENV)/.stamp-setup
+bench-compile bench-copies bench-exact bench-head-loss bench-host bench-jax bench-limits bench-memory bench-mesh bench-overlap bench-planner bench-scale bench-time: bench-%: $(VENV)/.stamp-setup
 	$(BIN)/python -m benchmarks.$(patsubst jax,xla,$(patsubst time,times,$(subst -,_,$*))) $(ARGS)
 
 bench-gpu:
