@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import copy
-import math
-import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 import yaml
 
 from fullshard.config.dialects.translate import Dialect
-from fullshard.config.files import DEFAULT, Origin, OriginKind, flatten
+from fullshard.config.files import DEFAULT, EXPONENT, Origin, OriginKind, flatten
 from fullshard.config.names import MOVED, NAMES
 from fullshard.config.problems import join_key
 from fullshard.config.schema import RunConfig
@@ -23,8 +21,22 @@ _DRAFT = "https://json-schema.org/draft/2020-12/schema"
 _COMMENT_COLUMN = 48
 _INDENT = 2
 
-# Text that needs no quotes in any YAML version (checked below).
-_PLAIN = re.compile(r"(?:[A-Za-z_]|\.{0,2}/)[\w./-]*", re.ASCII)
+
+class _Dumper(yaml.SafeDumper):
+    """Puts text into quotes that `files` would read as a number (`1e-4`) or a reference (`${`)."""
+
+
+cast("Any", _Dumper).add_implicit_resolver(
+    "tag:yaml.org,2002:float", EXPONENT, list("-+0123456789")
+)
+
+
+def _represented(dumper: Any, text: str) -> yaml.ScalarNode:
+    style = None if text.splitlines() == [text] else '"'  # escapes line ends
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text.replace("${", "\\${"), style=style)
+
+
+_Dumper.add_representer(str, _represented)
 
 
 def write_yaml(
@@ -59,31 +71,9 @@ def _lines(
 
 
 def _flow(value: object) -> str:
-    """A value on one line, in a spelling that is read back as the same value."""
-    match value:
-        case None:
-            return "null"
-        case bool():
-            return str(value).lower()
-        case float() if not math.isfinite(value):
-            return {"inf": ".inf", "-inf": "-.inf"}.get(repr(value), ".nan")
-        case int() | float():
-            return repr(value)
-        case list():
-            members = cast("list[object]", value)
-            return "[" + ", ".join(_flow(member) for member in members) + "]"
-        case dict():
-            items = cast("dict[object, object]", value).items()
-            return "{" + ", ".join(f"{_flow(k)}: {_flow(v)}" for k, v in items) + "}"
-        case _:
-            return _text(str(value))
-
-
-def _text(text: str) -> str:
-    if _PLAIN.fullmatch(text) and yaml.safe_load(text) == text:
-        return text
-    quoted = yaml.safe_dump(text.replace("${", "\\${"), default_style='"', width=float("inf"))
-    return quoted.rstrip("\n")
+    """A value on one line."""
+    text: str = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, width=float("inf"))
+    return text.removesuffix("...\n").rstrip("\n")
 
 
 def explain(resolved: Resolved) -> dict[str, Any]:
