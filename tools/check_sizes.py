@@ -28,16 +28,16 @@ EXEMPT = ("src/fullshard/compat/",)
 # Packages that share a budget are joined by " + ".
 BUDGETS = {
     "bench": 1_826,
-    "config": 3_820,
+    "config": 3_830,
     "cli": 1_947,
     "engine + transport": 7_447,
     "planner + outlook": 4_411,
-    "data + models + recipes + run + verify": 8_288,
+    "data + models + recipes + run + verify": 8_563,
     "observe + launch": 3_274,
     "compat + integrations": 2_786,
     "xla + jax + xla_state": 2_490,
     "checkpoint + formats": 2_404,
-    "in all": 39_823,
+    "in all": 40_108,
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

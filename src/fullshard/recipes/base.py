@@ -19,21 +19,20 @@ tokens weigh too much.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from fullshard.config.schema import RunConfig
 from fullshard.config.values import GradReduction
-from fullshard.data.dataset import IGNORED, DatasetFacts, PreparedData
+from fullshard.data.dataset import IGNORED, PREDICTED, BatchMaker, DatasetFacts, PreparedData
 from fullshard.data.order import Indices, SampleOrder, evaluation_samples
+from fullshard.data.worker import Request, Worker
 from fullshard.transport.base import Transport
 
 if TYPE_CHECKING:
@@ -167,11 +166,11 @@ class RowBatches:
         self.data = data
         self.objective: Objective = whole_logits_loss
         self._order, self._seat = order, seat
-        self._evaluation = evaluation_samples(
+        evaluation = evaluation_samples(
             data.facts.num_held_out_sequences, per_device_eval, order.shape.world_size
         )
-        self._thread = ThreadPoolExecutor(1, "fullshard batches")
-        self._ahead: dict[int, Future[list[Batch]]] = {}
+        self._num_evaluated = len(evaluation)
+        self._worker = Worker(BatchMaker(data.without_tokenizer(), order, evaluation, seat.batch))
 
     @property
     def samples_per_step(self) -> int:
@@ -187,39 +186,29 @@ class RowBatches:
         return None if per_row is None else self.samples_per_step * per_row
 
     def micro_batches(self, step: int) -> list[Batch]:
-        """This rank's batches, prepared by a thread during the step before."""
-        made = self._ahead.pop(step, None)
-        batches = self._made(step) if made is None else made.result()
-        self._ahead = {step + 1: self._thread.submit(self._made, step + 1)}
-        return [self._placed(batch) for batch in batches]
-
-    def _made(self, step: int) -> list[Batch]:
-        chosen = self.data.dealt(self._order.of_step(step))[:, self._seat.batch]
-        return [self._batch(rows, held_out=False) for rows in chosen]
+        """This rank's batches, which its worker made during the step before."""
+        return self._made((False, step), (False, step + 1))
 
     def held_out(self) -> Iterable[Batch]:
-        for chosen in self._evaluation[:, self._seat.batch]:
-            yield self._placed(self._batch(chosen, held_out=True))
+        for number in range(self._num_evaluated):
+            follows = number + 1 < self._num_evaluated
+            yield from self._made((True, number), (True, number + 1) if follows else None)
 
     def train_rows(self, chosen: Indices) -> Batch:
         """Some training rows as a batch; -1 is an empty place."""
-        return self._placed(self._batch(chosen, held_out=False))
+        return self._placed(self.data.batch(chosen, held_out=False))
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, int]:
         return self.objective(model, batch)
 
-    def _batch(self, chosen: Indices, *, held_out: bool) -> Batch:
-        arrays = {**self.data.arrays(chosen, held_out=held_out), "rows": chosen.copy()}
-        counts = np.zeros(arrays["labels"].shape, dtype=bool)
-        counts[:, :-1] = arrays["labels"][:, 1:] != IGNORED
-        arrays[PREDICTED] = np.flatnonzero(counts)  # on the CPU, so that no GPU waits
-        batch = {name: torch.from_numpy(array) for name, array in arrays.items()}
-        if self._seat.device.type == "cuda":
-            batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
-        return batch
+    def _made(self, request: Request, ahead: Request | None) -> list[Batch]:
+        return [self._placed(arrays) for arrays in self._worker.take(request, ahead)]
 
-    def _placed(self, batch: Batch) -> Batch:
+    def _placed(self, arrays: Mapping[str, Any]) -> Batch:
         device = self._seat.device
+        batch = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        if device.type == "cuda":
+            batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
         return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
 
 
@@ -245,9 +234,6 @@ class RecipeKind:
     check_data: Callable[[RunConfig, DatasetFacts], None] = lambda *_: None
     write: Callable[[RunConfig, RowBatches, Seat], None] | None = None
     xla: str | None = None
-
-
-PREDICTED = "predicted"  # key of a batch: flat positions whose next token is a label
 
 
 def inputs_of(batch: Batch) -> Batch:
