@@ -76,13 +76,20 @@ class StorePath(PosixPath):
         return os.stat_result((mode, 0, 0, 1, 0, 0, facts["size"] or 0, 0, 0, 0))
 
     def exists(self, **_: Any) -> bool:
-        return bool(self.ask("exists"))
+        return self._kind() is not None
 
     def is_file(self, **_: Any) -> bool:
-        return bool(self.ask("isfile"))
+        return self._kind() == "file"
 
     def is_dir(self, **_: Any) -> bool:
-        return bool(self.ask("isdir"))
+        return self._kind() == "directory"
+
+    def _kind(self) -> str | None:
+        """None if there is no such name; fsspec's own questions take any failure for that."""
+        try:
+            return self.ask("info")["type"]
+        except FileNotFoundError:
+            return None
 
     def is_symlink(self) -> bool:
         return False
@@ -150,7 +157,10 @@ def _missing(protocol: str, package: str) -> CheckpointError:
 def _as_os_error(path: Path) -> Generator[None]:
     try:
         yield
-    except (OSError, CheckpointError):
+    except CheckpointError:
+        raise
+    except OSError as error:
+        error.filename = error.filename or str(path)
         raise
     except Exception as error:
         raise OSError(errno.EIO, f"{type(error).__name__}: {error}", str(path)) from error
