@@ -71,7 +71,7 @@ help:
 	@echo "make bench-jax     the JAX engine on two processes beside one, and beside XLA's partitioner"
 	@echo "make bench-limits  runs under memory limits beside their plans (needs cgroups: root)"
 	@echo "make bench-memory  the memory that the plan says beside what runs take, ten architectures"
-	@echo "make bench-scale   planning and bookkeeping of one rank over the world size"
+	@echo "make bench-scale   planning, bookkeeping, groups and saves over the world size"
 	@echo "make bench-overlap   how much of a slow wire's time hides behind compute, and a trace"
 	@echo "make bench-planner   the forecast beside published runs that it was not fitted to, and"
 	@echo "                     steps on a calibrated machine beside ten runs"
