@@ -79,7 +79,7 @@ def test_a_complete_save_of_a_later_version_is_no_leftover(tmp_path, model, step
     saving = tmp_path / f".step-{step:08d}.saving-3f2a"
     (tmp_path / "step-00000002").rename(saving)
     before = content(saving)
-    with pytest.raises(CheckpointError, match="expected version 1 or older; got 7"):
+    with pytest.raises(CheckpointError, match="expected version 2 or older; got 7"):
         newest_complete(tmp_path)
     fs.save(tmp_path, model, step=4)
     tidy(tmp_path / "step-00000005")
