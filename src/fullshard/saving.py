@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from os.path import realpath
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -204,7 +205,7 @@ def write(
         documents: Step, further files and tied names.
         settings: Whether to wait, and how many checkpoints to keep.
     """
-    place = _open_place(ranks, target.resolve(), settings)  # links stay, and so may the caller
+    place = _open_place(ranks, Path(realpath(target)), settings)  # links stay
     work = partial(_write_files, ranks, place, pieces, documents, settings.keep)
     if settings.wait:
         work()

@@ -284,7 +284,7 @@ def test_a_run_that_goes_on_keeps_its_tokens_and_reads_its_record(calm, tmp_path
     shutil.rmtree(tmp_path / "run" / "data")  # as a kill leaves it while its parts are replaced
     changed = fullshard(*words)
     assert changed.exit_code == 2
-    assert "data.path: expected the tokens of the run that resumes" in changed.err
+    assert "data.path: expected the data of the run that resumes" in changed.err
     for wrong in ({"planned": "x"}, {"planned": {"samples_per_step": -4}}, {"measured": None}):
         record = json.loads((calm.parent / "run" / "run.json").read_text())
         (tmp_path / "run" / "run.json").write_text(json.dumps({**record, **wrong}))

@@ -31,6 +31,7 @@ from fullshard.launch.machine import (
     describe_command,
     existing_folder,
 )
+from fullshard.launch.run_lock import held_elsewhere, is_held
 from fullshard.launch.spawn import LocalLaunch, launch_local_ranks
 from fullshard.launch.supervise import LaunchResult
 from fullshard.loading import check_loads
@@ -187,7 +188,9 @@ def prepare_run(
                 check_loads(found, model, KINDS[training.optim])
         _check_disk(view, steps, RunFolder(output_dir), resume)
         return CheckedRun(resolved, dataset, steps, view, output_dir, resume)
-    except (CheckpointError, ConfigError, DataError) as error:
+    except (CheckpointError, ConfigError, DataError):
+        if is_held(output_dir):  # by a start that has moved the older run meanwhile
+            error = held_elsewhere(output_dir)
         raise resolved.located(error) from error
 
 
