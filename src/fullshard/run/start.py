@@ -188,10 +188,10 @@ def prepare_run(
                 check_loads(found, model, KINDS[training.optim])
         _check_disk(view, steps, RunFolder(output_dir), resume)
         return CheckedRun(resolved, dataset, steps, view, output_dir, resume)
-    except (CheckpointError, ConfigError, DataError):
-        if is_held(output_dir):  # by a start that has moved the older run meanwhile
-            error = held_elsewhere(output_dir)
-        raise resolved.located(error) from error
+    except (CheckpointError, ConfigError, DataError) as error:
+        # Another start may have moved the older run meanwhile.
+        cause = held_elsewhere(output_dir) if is_held(output_dir) else error
+        raise resolved.located(cause) from error
 
 
 @contextmanager
