@@ -1,6 +1,7 @@
 """Saves and resumes of many ranks: no cost grows with the square of their number."""
 
 import json
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -50,7 +51,7 @@ def test_parts_of_many_ranks_are_joined_in_their_order(tmp_path, monkeypatch):
 def test_a_tensor_is_asked_once_whether_it_is_opaque_however_many_slices_it_has(monkeypatch):
     """The answer looks at every slice."""
     asked = []
-    is_opaque = StoredTensor.opaque.fget
+    is_opaque: Any = StoredTensor.opaque.fget
     opaque = property(lambda tensor: asked.append(1) or is_opaque(tensor))
     monkeypatch.setattr(StoredTensor, "opaque", opaque)
     pieces = [piece for rank in range(NUM_RANKS) for piece in part_of(rank).tensors.values()]

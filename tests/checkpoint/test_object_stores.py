@@ -206,7 +206,7 @@ def _each_request_once(url):
     rank, size = dist.get_rank(), dist.get_world_size()
     model, optimizer = model_and_optimizer()
     fs.save(url, model, optimizer, step=1)
-    good, failed = weights(model), 0
+    good, failed, number = weights(model), 0, 0
     for whose in range(size):
         for number in range(1, MANY):
             wanted = changed(model)

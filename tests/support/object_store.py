@@ -86,7 +86,6 @@ class ObjectStore(AbstractFileSystem):
     """See the module."""
 
     protocol = "objects"
-    cachable = False
 
     @classmethod
     def _strip_protocol(cls, path: Any) -> Any:
@@ -127,7 +126,7 @@ class ObjectStore(AbstractFileSystem):
         for name in self.find(path):
             self.rm_file(name)
 
-    def _open(self, path: str, mode: str = "rb", **_: Any) -> Any:
+    def _open(self, path: str, mode: str = "rb", *_: Any, **__: Any) -> Any:
         if mode != "wb":
             raise NotImplementedError(f"object stores have no {mode!r}")
         return _Upload(path)
@@ -147,7 +146,7 @@ class ObjectStore(AbstractFileSystem):
     def cp_file(self, path1: str, path2: str, **_: Any) -> None:
         raise NotImplementedError("this store copies nothing")
 
-    def mv(self, path1: str, path2: str, **_: Any) -> None:
+    def mv(self, path1: str, path2: str, *_: Any, **__: Any) -> None:
         raise NotImplementedError("object stores rename nothing")
 
     rename = move = mv
