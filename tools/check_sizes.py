@@ -28,16 +28,16 @@ EXEMPT = ("src/fullshard/compat/",)
 # Packages that share a budget are joined by " + ".
 BUDGETS = {
     "bench": 1_792,
-    "config": 3_749,
-    "cli": 1_932,
-    "engine + transport": 7_447,
-    "planner + outlook": 4_411,
-    "data + models + recipes + run + verify": 8_288,
-    "observe + launch": 3_274,
-    "compat + integrations": 2_786,
+    "config": 3_767,
+    "cli": 1_937,
+    "engine + transport": 7_460,
+    "planner + outlook": 4_398,
+    "data + models + recipes + run + verify": 8_818,
+    "observe + launch": 3_286,
+    "compat + integrations": 2_849,
     "xla + jax + xla_state": 2_490,
-    "checkpoint + formats": 2_404,
-    "in all": 39_703,
+    "checkpoint + formats": 2_644,
+    "in all": 40_576,
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -66,6 +66,34 @@ def launch(tmp_path, monkeypatch):
     return launch
 
 
+SHARDS = """
+import torch, torch.distributed as dist
+import fullshard as fs
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+fs.shard(torch.nn.Linear(4, 4))
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "file", "says"),
+    [
+        ("print(1)", "{distributed_type: FSDP, num_processes: 2}", True),
+        (SHARDS, "{distributed_type: FSDP, num_processes: 2}", False),
+        ("print(1)", "{distributed_type: MULTI_CPU, num_processes: 2}", False),
+    ],
+    ids=["plain", "sharded", "ddp"],
+)
+def test_a_script_that_shards_nothing_is_told(launch, tmp_path, text, file, says):
+    (tmp_path / "fsdp.yaml").write_text(file)
+    process = launch(text, "--config_file", "fsdp.yaml")
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    wanted = "--config_file fsdp.yaml: asks for full_shard, but the script sharded no model"
+    assert (wanted in out + err) == says, out + err
+
+
 def test_a_plain_script_meets_with_its_own_arguments(launch, tmp_path):
     process = launch(MEETS, "--json", arguments=["--json", "x"])
     out, err = process.communicate(timeout=60)

@@ -10,6 +10,7 @@ import time
 import psutil
 import pytest
 
+from fullshard.data.text import Dataset
 from fullshard.observe.metrics import read_rows
 from support import forked as subprocess
 
@@ -183,6 +184,23 @@ def test_a_run_begins_from_another_runs_checkpoint(calm, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_stop_while_the_data_is_written_is_recorded(tmp_path, monkeypatch, fullshard, number):
+    saved = Dataset.save
+
+    def stop(self, folder):
+        os.kill(os.getpid(), number)
+        saved(self, folder)
+
+    monkeypatch.setattr(Dataset, "save", stop)
+    config = write(tmp_path)
+    done = fullshard("train", config)
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert (done.exit_code, record["status"], record["exit_code"]) == (75, "interrupted", 75)
+    assert f"got {number.name}. Start it again" in done.err
+    assert record["error"]["message"] in done.err
+
+
 def test_a_finished_run_is_moved_and_a_changed_model_is_refused(calm, tmp_path):
     config = write(tmp_path)
     finish(config, "max_steps=4")
@@ -263,6 +281,7 @@ def test_a_run_that_goes_on_keeps_its_tokens_and_reads_its_record(calm, tmp_path
     assert fullshard(*words).exit_code == 0
     text = tmp_path / "text.txt"
     text.write_text(text.read_text().replace("1 and 1 is 2", "1 and 1 is 3", 1))  # as many tokens
+    shutil.rmtree(tmp_path / "run" / "data")  # as a kill leaves it while its parts are replaced
     changed = fullshard(*words)
     assert changed.exit_code == 2
     assert "data.path: expected the tokens of the run that resumes" in changed.err

@@ -193,6 +193,9 @@ class TrainingConfig(Section):
     save_total_limit: Count | None = None
     """Number of complete checkpoints to keep. None: all."""
 
+    checkpoint_dir: Text | None = None
+    """Folder or URL (`s3://bucket/run`) of the checkpoints. None: checkpoints/ in output_dir."""
+
     resume_from_checkpoint: Annotated[Text | None, BeforeValidator(_read_resume)] = None
     """A checkpoint, or a folder of them, to start from; `auto`: the run's own (--resume)."""
 

@@ -33,6 +33,9 @@ class OutOfMemoryError(RuntimeError):
         (KeyboardInterrupt(), 130),
         (SystemExit(), 0),
         (SystemExit(9), 9),
+        (SystemExit(-1), 255),  # a process has eight bits for its exit code
+        (SystemExit(256), 0),
+        (SystemExit(2**64 + 3), 3),
         (SystemExit("words"), 1),
         (MemoryError(), 4),
         (OutOfMemoryError("CUDA out of memory"), 4),
