@@ -27,17 +27,17 @@ EXEMPT = ("src/fullshard/compat/",)
 # number when code goes, never raise one without a line in docs/log.md that says what it bought.
 # Packages that share a budget are joined by " + ".
 BUDGETS = {
-    "bench": 1_792,
+    "bench": 1_783,
     "config": 3_767,
     "cli": 1_937,
     "engine + transport": 7_460,
-    "planner + outlook": 4_398,
+    "planner + outlook": 4_388,
     "data + models + recipes + run + verify": 8_818,
     "observe + launch": 3_286,
     "compat + integrations": 2_849,
     "xla + jax + xla_state": 2_490,
     "checkpoint + formats": 2_644,
-    "in all": 40_576,
+    "in all": 40_557,
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
