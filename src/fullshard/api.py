@@ -115,6 +115,7 @@ def shard(
     if mesh is None and settings.tensor * settings.expert > 1:
         engine_shard.refuse_nested_engine(model)  # before parameters are replaced
         engine_shard.refuse_sample(sample, settings.tensor * settings.expert)
+        engine_shard.check_units(model, settings)
         mesh = cut_over_axes(model, settings, _topology(settings, None))
         settings = settings.model_copy(update=AXES)
     settings = _with_mesh(settings, mesh)

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from os.path import realpath
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -206,7 +207,9 @@ def write(
         settings: Whether to wait, and how many checkpoints to keep.
     """
     target = storage_path(target)
-    place = _open_place(ranks, target.resolve(), settings)  # links stay, and so may the caller
+    if not isinstance(target, StorePath):
+        target = Path(realpath(target))  # links stay, and so may the caller
+    place = _open_place(ranks, target, settings)
     work = partial(_write_files, ranks, place, pieces, documents, settings.keep)
     if settings.wait:
         work()

@@ -230,6 +230,10 @@ def test_what_a_cut_model_does_not_support_is_refused_before_it_is_cut():
     model = AutoModelForCausalLM.from_config(small_config(**SIZES))
     with pytest.raises(ConfigError, match=r"^sample: expected"):
         fs.shard(model, tensor=2, sample={"input_ids": torch.zeros(1, 4, dtype=torch.int64)})
+    names = {"wrap": ["LlamaDecoderlayer"], "ignore": ["*.lm_haed"], "fp32_modules": ["*.nrom"]}
+    for key, value in names.items():
+        with pytest.raises(ConfigError, match=f"^{key}: "):
+            fs.shard(model, tensor=2, **{key: value})
     fs.shard(model)
     with pytest.raises(EngineError, match="expected a model that was not sharded"):
         fs.shard(model, tensor=2)

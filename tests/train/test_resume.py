@@ -11,7 +11,9 @@ import psutil
 import pytest
 
 from fullshard.data.text import Dataset
+from fullshard.launch.run_lock import RunLock
 from fullshard.observe.metrics import read_rows
+from fullshard.run import start as run_start
 from support import forked as subprocess
 
 pytestmark = pytest.mark.timeout(300)  # a test is up to three runs, each with a limit of its own
@@ -184,6 +186,23 @@ def test_a_run_begins_from_another_runs_checkpoint(calm, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_start_that_another_one_overtakes_names_it(calm, tmp_path, monkeypatch, fullshard):
+    run = shutil.copytree(calm.parent / "run", tmp_path / "run")
+    decided, held = run_start.goes_on, []
+
+    def overtaken(*words):
+        found = decided(*words)
+        run.rename(tmp_path / "run.1")
+        run.mkdir()
+        held.append(RunLock(run))
+        return found
+
+    monkeypatch.setattr(run_start, "goes_on", overtaken)
+    done = fullshard("train", calm, f"output_dir={run}", "max_steps=26", "--dry-run")
+    assert done.exit_code == 2
+    assert "training.output_dir: expected a folder that no run uses" in done.err
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_stop_while_the_data_is_written_is_recorded(tmp_path, monkeypatch, fullshard, number):
     saved = Dataset.save
@@ -284,7 +303,7 @@ def test_a_run_that_goes_on_keeps_its_tokens_and_reads_its_record(calm, tmp_path
     shutil.rmtree(tmp_path / "run" / "data")  # as a kill leaves it while its parts are replaced
     changed = fullshard(*words)
     assert changed.exit_code == 2
-    assert "data.path: expected the tokens of the run that resumes" in changed.err
+    assert "data.path: expected the data of the run that resumes" in changed.err
     for wrong in ({"planned": "x"}, {"planned": {"samples_per_step": -4}}, {"measured": None}):
         record = json.loads((calm.parent / "run" / "run.json").read_text())
         (tmp_path / "run" / "run.json").write_text(json.dumps({**record, **wrong}))

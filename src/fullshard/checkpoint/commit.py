@@ -49,7 +49,7 @@ from fullshard.checkpoint.format import (
 )
 from fullshard.checkpoint.retain import look_at, remove_superseded
 from fullshard.checkpoint.storage import StorePath, remove_tree, sizes_in
-from fullshard.errors import CheckpointError, PreemptedError
+from fullshard.errors import CheckpointError, PreemptedError, cure_of
 
 NOTE_BYTES = 4096
 PATIENCE_S = 1800.0  # for slow ranks; the launcher handles dead ones
@@ -262,12 +262,13 @@ def failure(target: Path, rank: int, error: BaseException) -> CheckpointError:
     """Converts an error of a rank into a CheckpointError."""
     if isinstance(error, CheckpointError):
         return error
-    what = f"{type(error).__name__}: {error}"
+    what, cure = f"{type(error).__name__}: {error}", "Make room"
     if isinstance(error, OSError):
+        cure = cure_of(error, cure)
         what = f"{error.strerror or error} ({error.filename or target})"
     return CheckpointError(
         f"checkpoint '{target}': expected to write it; rank {rank} could not: {what}. Checkpoints "
-        "that were complete before are untouched. Make room, or name another folder."
+        f"that were complete before are untouched. {cure}, or name another folder."
     )
 
 
@@ -365,7 +366,8 @@ def _read_note(path: Path, target: Path, least_s: float = 0.0) -> str:
             text = path.read_bytes().strip()
         except FileNotFoundError:
             return (
-                f"checkpoint '{target}': expected all ranks to save; another save ended this one."
+                f"checkpoint '{target}': expected all ranks to save; the temporary files of this "
+                "save were removed, by another save or by hand."
             )
         if text:
             with suppress(ValueError):  # half a note: look again

@@ -161,7 +161,7 @@ def checkpoints_in(folder: Path) -> list[Found]:
     for path in sorted(places, key=lambda p: (p.name.startswith("."), p.is_symlink(), p.name)):
         left = _LEFT.fullmatch(path.name)
         is_left = left is not None and _are_steps(left[1]) and left[2] != NOTES
-        is_step = bool(_STEP.fullmatch(path.name)) and path.is_dir()
+        is_step = bool(_STEP.fullmatch(path.name))  # also a link that leads to nothing
         if not (is_left or is_step) or (place := realpath(path)) in real:
             continue
         real.add(place)

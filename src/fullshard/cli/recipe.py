@@ -146,7 +146,10 @@ def _lead_ranks(command: Command, resolved: Resolved, world_size: int, how: How)
         if moved is not None:
             print(f"the older run in {folder.path} is now in {moved}")
         if checked.resume.in_place:
-            print(f"going on with the run in {folder.path} (--resume never begins a new one)")
+            where = "" if checked.resume.path else " from step 0: it has no checkpoint"
+            print(
+                f"going on with the run in {folder.path}{where} (--resume never begins a new one)"
+            )
         stuck_s = resolved.config.launch.timeout
         local, result = start.start_ranks(folder, world_size, stuck_s, how.max_restarts)
     after_stop = "" if result.failure or not result.exit_code else _how_to_resume(folder)

@@ -247,9 +247,11 @@ def check_output_dir(output_dir: Path) -> None:
 
 
 def _cannot_be_made(output_dir: Path, why: object) -> ConfigError:
+    place, reason = getattr(why, "filename", None), getattr(why, "strerror", None) or why
+    inside = f": '{place}'" if str(place).startswith(f"{output_dir}/") else ""
     return ConfigError(
         f"training.output_dir: expected a folder that can be made, got {str(output_dir)[:80]!r} "
-        f"({getattr(why, 'strerror', None) or why}). Name another."
+        f"({reason}{inside}). Name another."
     )
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from os.path import lexists
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,12 @@ def own_resume(folder: RunFolder) -> Resume:
         first = Resume.of_record(record)
         batch = record.get("planned", {}).get("samples_per_step") or first.global_batch
         batch = batch and natural(batch)
+    if lexists(folder.checkpoints) and not folder.checkpoints.is_dir():
+        raise CheckpointError(
+            f"checkpoint: expected the folder of the run's checkpoints at '{folder.checkpoints}', "
+            "got a file, or a link that leads to nothing. Bring the checkpoints back, or remove it "
+            "to start again."
+        )
     if holds_checkpoints(folder.checkpoints):
         return Resume(folder.checkpoints, batch, in_place=True)
     return replace(first, in_place=True) if first.required else Resume(None, batch, in_place=True)
@@ -209,14 +216,11 @@ def check_data(resume: Resume, position: Any, steps: StepPlan) -> None:
         return
     with untrusted(f"a checkpoint in '{resume.path}'", "the data position of a run"):
         trained = dict(position or {})
-    own: dict[str, tuple[str, str, object]] = {
-        "data": ("data.path", "tokens", steps.data),
-        "seed": ("training.seed", "seed", steps.order.seed),
-    }
-    for name, (key, what, now) in own.items():
+    own = ("data", "data.path", steps.data), ("seed", "training.seed", steps.order.seed)
+    for name, key, now in own:
         if trained.get(name, now) != now:
             raise ConfigError(
-                f"{key}: expected the {what} of the run that resumes from '{resume.path}' "
+                f"{key}: expected the {name} of the run that resumes from '{resume.path}' "
                 f"({trained[name]}); got other ones ({now}), or the order of another version. "
                 "Bring the old data and tokenizer (or fullshard) back, use --resume never, or "
                 "--resume PATH with another output_dir."

@@ -33,6 +33,7 @@ from fullshard.launch.machine import (
     describe_command,
     existing_folder,
 )
+from fullshard.launch.run_lock import held_elsewhere, is_held
 from fullshard.launch.spawn import LocalLaunch, launch_local_ranks
 from fullshard.launch.supervise import LaunchResult
 from fullshard.loading import check_loads
@@ -193,7 +194,9 @@ def prepare_run(
         _check_disk(view, steps, RunFolder(output_dir), resume)
         return CheckedRun(resolved, dataset, steps, view, output_dir, resume)
     except (CheckpointError, ConfigError, DataError) as error:
-        raise resolved.located(error) from error
+        # Another start may have moved the older run meanwhile.
+        cause = held_elsewhere(output_dir) if is_held(output_dir) else error
+        raise resolved.located(cause) from error
 
 
 @contextmanager

@@ -55,6 +55,15 @@ def test_whatever_allows_no_more_bytes_is_a_disk_without_room(number):
     assert exit_code_of(as_ours(OSError(number, os.strerror(number), "a.json"))) == 3
 
 
+@pytest.mark.parametrize(("number", "flag"), [(errno.EMFILE, "n"), (errno.EFBIG, "f")])
+def test_a_limit_that_stops_all_ranks_is_named(number, flag):
+    def fail():
+        raise OSError(number, os.strerror(number), "checkpoints")
+
+    with pytest.raises(errors.CheckpointError, match=f"Raise the limit that `ulimit -{flag}` sho"):
+        errors.raise_together(lambda value: [value], 0, fail)
+
+
 def test_a_limit_on_open_files_is_named():
     error = as_ours(OSError(errno.EMFILE, os.strerror(errno.EMFILE), "/proc/meminfo"))
     assert str(error).startswith("ulimit -n: expected to open more files than the ")

@@ -69,6 +69,19 @@ def test_a_path_tells_its_batch_and_one_without_a_checkpoint_is_an_error(tmp_pat
         find_resume(str(tmp_path / "nothing"), tmp_path / "run")
 
 
+@pytest.mark.parametrize("status", ["failed", "finished"])
+@pytest.mark.parametrize("there", ["a link to a disk that is away", "a file"])
+def test_a_run_whose_checkpoints_are_not_reached_does_not_start_again(tmp_path, there, status):
+    folder = run_folder(tmp_path / "run", status=status)
+    if there == "a file":
+        folder.checkpoints.touch()
+    else:
+        folder.checkpoints.symlink_to(tmp_path / "away" / "checkpoints")
+    with pytest.raises(CheckpointError, match="expected the folder of the run's checkpoints at"):
+        find_resume("auto", folder.path)
+    assert find_resume("never", folder.path) == Resume()
+
+
 @pytest.mark.parametrize("position", [None, {}, {"step": 3}])
 def test_a_path_whose_checkpoint_tells_no_batch_takes_that_of_the_configuration(tmp_path, position):
     checkpoint(tmp_path / "step-00000003", position)
