@@ -23,7 +23,6 @@ from fullshard.bench.cases import (
     unfit_of,
 )
 from fullshard.bench.page import (
-    CpuClock,
     Estimate,
     Neighbours,
     Page,
@@ -32,7 +31,6 @@ from fullshard.bench.page import (
     busy_sentence,
     is_loaded,
     largest_difference,
-    others_share,
     paired_ratio,
     removed_share,
 )
@@ -113,7 +111,7 @@ class CaseResult:
 
     Attributes:
         rows: The row of each engine by name, in the order of the table.
-        others_share: Share of all cores that other processes used during the timed rounds.
+        others_share: Share of all cores that other processes used while engines were timed.
         became_idle: False if --wait gave up.
         pilot_s: FSDP2's best step by prefetch distance.
         unfit: Engines that cannot run this case, with the reason.
@@ -185,16 +183,16 @@ def run_case(case: Case, peers: Sequence[Peer], options: StepOptions, say: Say) 
 
     unfit = unfit_of(case, peers)
     peers = [peer for peer in peers if peer.name not in unfit]
-    neighbours = Neighbours(wait=options.wait, say=say)
     memory = dict[str, dict[str, int]]()
     measured: list[tuple[tuple[Peer, ...], list[dict]]] = []
     prefetch = None
-    for group in _groups(case, peers):
-        names = tuple(peer.name for peer in group)
-        say(f"{case.describe()}: {options.num_rounds} rounds of {', '.join(names)}")
-        job = StepJob(case, names, "time", options.num_rounds, prefetch=prefetch)
-        measured.append((group, on_ranks(job)))
-        prefetch = measured[-1][1][0]["prefetch"]
+    with Neighbours(wait=options.wait, say=say) as neighbours:
+        for group in _groups(case, peers):
+            names = tuple(peer.name for peer in group)
+            say(f"{case.describe()}: {options.num_rounds} rounds of {', '.join(names)}")
+            job = StepJob(case, names, "time", options.num_rounds, prefetch=prefetch)
+            measured.append((group, on_ranks(job)))
+            prefetch = measured[-1][1][0]["prefetch"]
     for peer in peers if options.measure_memory else ():
         say(f"{case.name}: memory of {peer.name}, alone")
         ranks = on_ranks(StepJob(case, (peer.name,), "memory", 0, prefetch=prefetch))
@@ -205,16 +203,11 @@ def run_case(case: Case, peers: Sequence[Peer], options: StepOptions, say: Say) 
     return CaseResult(
         case,
         {peer.name: rows[peer.name] for peer in peers},
-        max((_others_share(ranks) for _, ranks in measured), default=0.0),
+        neighbours.share,
         neighbours.became_idle,
         next((ranks[0]["pilot_s"] for _, ranks in measured if ranks[0]["pilot_s"]), {}),
         unfit,
     )
-
-
-def _others_share(ranks: list[dict]) -> float:
-    start, end = (CpuClock(**reading) for reading in ranks[0]["clock"])
-    return others_share(start, end, sum(rank["own_cpu_s"] for rank in ranks))
 
 
 def _rows(

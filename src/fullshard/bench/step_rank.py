@@ -9,14 +9,13 @@ import gc
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
 from fullshard.bench.cases import CASES, Case
 from fullshard.bench.engines import BUILDERS, Setup, Step, make_batches
-from fullshard.bench.page import CpuClock
 from fullshard.bench.ranks import (
     PeakSampler,
     proportional_bytes,
@@ -105,7 +104,6 @@ def measure_time(job: StepJob) -> dict[str, object]:
     gc.collect()
     times: dict[str, list[float]] = {engine: [] for engine in job.engines}
     cpu_times: dict[str, list[float]] = {engine: [] for engine in job.engines}
-    clock, cpu_s = CpuClock.now(), time.process_time()
     for i in range(job.num_rounds):
         # The order turns with every round: what an engine leaves in the caches meets each other.
         turn = i % len(job.engines)
@@ -119,8 +117,6 @@ def measure_time(job: StepJob) -> dict[str, object]:
         "losses": losses,
         "prefetch": job.prefetch,
         "pilot_s": pilot,
-        "own_cpu_s": time.process_time() - cpu_s,
-        "clock": [asdict(clock), asdict(CpuClock.now())],
     }
 
 

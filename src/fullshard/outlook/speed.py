@@ -48,33 +48,18 @@ class Times:
     bubble: float
 
 
-@dataclass(frozen=True, slots=True)
-class _Work:
-    """Seconds of one forward or backward through all blocks."""
-
-    matmul: float
-    attention: float
-    passes: float
-
-    @property
-    def total(self) -> float:
-        return self.matmul + self.attention + self.passes
-
-
 def step_times(run: Workload, k: Constants = FITTED) -> Times:
     """Returns the times of one optimizer step."""
     mesh = run.mesh
-    blocks, launch = _forward(run, k), _launch(run, k)
+    (matmul, attention, passes), launch = _forward(run, k), _launch(run, k)
     head, logits = _ends(run, k)
     again = run.kernels.recompute
     weights = 1.0 if run.tuning is Tuning.FULL else 0.02  # frozen weights need no gradient
-    back = _Work(
-        blocks.matmul * (1 + weights + again),
-        blocks.attention * (ATTENTION_BACKWARD + again),
-        blocks.passes * (BACKWARD + again),
-    )
-    fwd_s = max(blocks.total, launch) + (head + logits) / 3
-    bwd_s = max(back.total, (BACKWARD + again) * launch) + (head + logits) * 2 / 3
+    blocks_s = matmul + attention + passes
+    back_s = matmul * (1 + weights + again) + attention * (ATTENTION_BACKWARD + again)
+    back_s += passes * (BACKWARD + again)
+    fwd_s = max(blocks_s, launch) + (head + logits) / 3
+    bwd_s = max(back_s, (BACKWARD + again) * launch) + (head + logits) * 2 / 3
     gather, regather, reduce, once = traffic(run, k)
     forward = _beside(fwd_s, gather, k.overlap)
     backward = _beside(bwd_s, regather + reduce, k.overlap)
@@ -89,7 +74,7 @@ def step_times(run: Workload, k: Constants = FITTED) -> Times:
     last = _beside(bwd_s, once, k.overlap) - bwd_s if once else 0.0
     update = _update(run)
     busy = count * micro + last + bubble + update
-    work = count * (blocks.total + back.total + head + logits)
+    work = count * (blocks_s + back_s + head + logits)
     return Times(
         step=busy,
         work=work,
@@ -126,8 +111,8 @@ def _rate(run: Workload, k: Constants) -> float:
     return device.matmul * share * width / (width + k.narrow_width)
 
 
-def _forward(run: Workload, k: Constants) -> _Work:
-    """Seconds of a forward through the blocks of this device."""
+def _forward(run: Workload, k: Constants) -> tuple[float, float, float]:
+    """Seconds of matmuls, attention and passes in a forward through this device's blocks."""
     model, mesh, device = run.model, run.mesh, run.device
     tokens = run.tokens_per_micro_batch / mesh.context
     layers = model.layers / mesh.pipeline
@@ -147,7 +132,7 @@ def _forward(run: Workload, k: Constants) -> _Work:
     passes = k.elementwise_passes * fused * 2 * width * tokens / mesh.tensor / device.bandwidth
     if run.tuning is Tuning.QLORA:
         passes += 6 * model.block_params / device.bandwidth  # 4-bit weights are dequantized
-    return _Work(layers * matmul, layers * scores / (device.matmul * share), layers * passes)
+    return layers * matmul, layers * scores / (device.matmul * share), layers * passes
 
 
 def _fused(run: Workload, k: Constants) -> float:

@@ -124,37 +124,26 @@ class Sides:
         norm = self.facts[rank]["norm"][step]
         return found.double() / min(1.0, self.job.max_grad_norm / (norm + 1e-6))
 
-    def places(self, step: int, rank: int) -> dict[str, dict[str, Any]]:
-        """The elements of each parameter on a rank: {name: {start, stop, unit}}. Of one that other
-        axes cut, spans [[start, stop], ...] stand for start and stop; on XLA a box, one range per
-        dimension.
-        """
-        models = self.facts[rank]["pieces"]
-        return _at(models, int(step == self.job.num_steps), {})
+    def at(self, step: int, rank: int, name: str) -> torch.Tensor | None:
+        """Positions of a rank's elements in the flat parameter, in the order of its pieces."""
+        model = int(step == self.job.num_steps)  # the loaded one
+        return self.pieces[rank].get(f"{model}/at/{name}")
 
     def part(self, step: int, what: str, rank: int, name: str) -> torch.Tensor | None:
         """The reference's values for the elements that a rank has."""
         whole = self.whole.get(f"{step}/{what}/{name}")
-        place = self.places(step, rank).get(name)
-        if whole is None or place is None:
-            return None
-        return torch.cat([part.reshape(-1) for part in _elements(whole, place)])
+        at = self.at(step, rank, name)
+        return None if whole is None or at is None else whole.reshape(-1)[at]
 
     def joined(self, step: int, kind: str, name: str) -> torch.Tensor | None:
         """A full parameter or gradient, flat, joined from the ranks' pieces."""
-        found: list[tuple[torch.Tensor, dict[str, Any]]] = []
+        whole = torch.zeros(self.whole[f"0/parameter/{self._first(name)}"].numel()).double()
         for rank in range(self.job.world_size):
-            piece = self.piece(step, kind, rank, name)
-            if piece is None:
+            piece, at = self.piece(step, kind, rank, name), self.at(step, rank, name)
+            if piece is None or at is None:
                 return None
-            found.append((piece, self.places(step, rank)[name]))
-        whole = torch.zeros(self.whole[f"0/parameter/{self._first(name)}"].shape).double()
-        for piece, place in found:
-            at = 0
-            for part in _elements(whole, place):
-                part.copy_(piece[at : at + part.numel()].reshape(part.shape))
-                at += part.numel()
-        return whole.reshape(-1)
+            whole[at] = piece.double()
+        return whole
 
     def _first(self, name: str) -> str:
         """The name under which the reference has a parameter, which may be tied there."""
@@ -196,18 +185,17 @@ class Sides:
         floor = self._floor(step) if what == "gradient" else 1e-3
         for name in self.names:
             key = f"{step}/{what}/{name}"
-            covered = torch.zeros(self.whole[f"0/parameter/{name}"].shape, dtype=torch.bool)
+            covered = torch.zeros(self.whole[f"0/parameter/{name}"].numel(), dtype=torch.bool)
             for rank in range(self.job.world_size):
-                place = self.places(step, rank).get(name)
-                if place is None:
+                at = self.at(step, rank, name)
+                if at is None:
                     yield Difference(kind, step, rank, name, math.inf)
                     continue
                 found = self.piece(step, what, rank, name)
                 wanted = self.part(step, what, rank, name)
                 error = self._error(found, wanted, self._scale(key, floor))
                 yield Difference(kind, step, rank, name, error)
-                for part in _elements(covered, place):
-                    part.fill_(True)
+                covered[at] = True
             if not covered.all():
                 yield Difference(kind, step, None, name, math.inf)
 
@@ -253,14 +241,6 @@ def rows_of(sides: Sides, differences: list[Difference]) -> list[Row]:
         choice = sides.choice
         rows.append(Row(kind, choice.name, worst.error, choice.tolerance, worst.where()))
     return rows
-
-
-def _elements(whole: torch.Tensor, place: dict[str, Any]) -> list[torch.Tensor]:
-    """Views of a piece's elements, in order, in a full, contiguous tensor."""
-    if "box" in place:
-        return [whole[tuple(slice(start, stop) for start, stop in place["box"])]]
-    spans = place.get("spans", [(place.get("start"), place.get("stop"))])
-    return [whole.view(-1)[start:stop] for start, stop in spans or [(0, 0)]]
 
 
 def _at(values: list[Any], index: int, default: Any) -> Any:
@@ -320,7 +300,7 @@ def diagnose(sides: Sides, wrong: Sequence[Difference]) -> Diagnosis | None:
 def _look_at_ties(sides: Sides, step: int, _: Sequence[Difference]) -> Diagnosis | None:
     """Checks whether names that share a weight in the reference have separate weights here."""
     for tied in sides.numbers["ties"]:
-        own = [name for name in tied if name in sides.places(step, 0)]
+        own = [name for name in tied if sides.at(step, 0, name) is not None]
         if len(own) < 2:
             continue
         found = [sides.joined(step, "gradient", name) for name in own]
@@ -337,7 +317,7 @@ def _look_at_ties(sides: Sides, step: int, _: Sequence[Difference]) -> Diagnosis
 
 def _look_for_nan(sides: Sides, step: int, _: Sequence[Difference]) -> Diagnosis | None:
     for rank, facts in enumerate(sides.facts):
-        seen = facts["first_nan"]
+        seen = facts.get("first_nan")  # of ranks; XLA's step has no modules
         if seen is not None and seen["step"] <= step:
             return Diagnosis(
                 Fault.MISSED_GATHER,
@@ -390,7 +370,7 @@ def _look_at_gradients(sides: Sides, step: int, first: Sequence[Difference]) -> 
     names = sorted(name for name in wrong if f"{step}/gradient/{name}" in sides.whole)
     if not names:
         return None
-    units = sorted({sides.places(step, 0)[n]["unit"] for n in names})
+    units = sorted({sides.facts[0]["units"][name] for name in names})
     at = f"of {', '.join(units[:3])}{' ...' if len(units) > 3 else ''} in step {step + 1}"
     num_batches = sides.job.num_batches
     if all(_is_own(sides, step, name) for name in names):

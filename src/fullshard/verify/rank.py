@@ -44,7 +44,8 @@ class RankResults(Watcher):
     """What one rank computed, recorded as the loop's watcher.
 
     Attributes:
-        tensors: This rank's pieces: `STEP/gradient/NAME` (clipped) and `STEP/parameter/NAME`.
+        tensors: This rank's pieces: `STEP/gradient/NAME` (clipped), `STEP/parameter/NAME`, and
+            `MODEL/at/NAME`, the positions of its elements in the trained (0) or loaded (1) model.
         facts: Everything else, as JSON values.
     """
 
@@ -52,7 +53,7 @@ class RankResults(Watcher):
         self.step = 0  # counts the step after loading too
         self.tensors: dict[str, torch.Tensor] = {}
         self.facts: dict[str, Any] = {
-            "pieces": [],  # of the trained model, then of the loaded one
+            "units": {},
             "losses": [],
             "loss": [],
             "norm": [],
@@ -67,7 +68,9 @@ class RankResults(Watcher):
     def watch(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Records the pieces at every update, and the first module that returns a NaN."""
         params = dict(model.named_parameters())
-        self.facts["pieces"].append({name: _piece(param) for name, param in params.items()})
+        which = int(self.step > 0)  # the loaded model
+        for name, param in params.items():
+            self.tensors[f"{which}/at/{name}"], self.facts["units"][name] = _place(param)
 
         def before(*_: Any) -> None:
             for name, param in params.items():
@@ -208,21 +211,15 @@ def run_pass(folder: Path, job: Job, choice: Pass, rank: int) -> None:
     training.record.write(results, rank)
 
 
-def _piece(param: torch.Tensor) -> dict[str, Any]:
-    """The elements of a parameter that this rank has."""
+def _place(param: torch.Tensor) -> tuple[torch.Tensor, str]:
+    """Positions of this rank's elements in a flat parameter, and the parameter's unit."""
     if not isinstance(param, ShardedParameter):
-        return {"start": 0, "stop": param.numel(), "unit": ""}
+        return torch.arange(param.numel()), ""
     place, cut = fs.sharding(param), Cut.of(param)
     if cut is None:
-        return {"start": place.start, "stop": place.stop, "unit": place.unit}
+        return torch.arange(place.start, place.stop), place.unit
     at = cut.local_of(torch.arange(math.prod(cut.shape)).view(cut.shape))
-    return {"spans": _spans(at.reshape(-1)[place.start : place.stop]), "unit": place.unit}
-
-
-def _spans(at: torch.Tensor) -> list[list[int]]:
-    """Ranges of neighbouring elements, from ascending positions."""
-    breaks = (at.diff() != 1).nonzero().reshape(-1) + 1
-    return [[int(run[0]), int(run[-1]) + 1] for run in at.tensor_split(breaks) if run.numel()]
+    return at.reshape(-1)[place.start : place.stop].clone(), place.unit
 
 
 def run_passes(folder: Path, rank: int) -> None:

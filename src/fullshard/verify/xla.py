@@ -13,6 +13,7 @@ state is gathered, because there the gather itself is checked.
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -160,7 +161,6 @@ class DeviceResults:
         self._rank_of = {device: rank for rank, device in enumerate(placed.mesh.devices.flat)}
         ranks = range(job.world_size)
         self.tensors: list[dict[str, torch.Tensor]] = [{} for _ in ranks]
-        self.boxes: list[dict[str, Any]] = [{} for _ in ranks]
         self.numbers: dict[str, list[float]] = {"loss": [], "norm": []}
 
     def keep(self, step: int, state: State, metrics: dict[str, Any]) -> None:
@@ -178,29 +178,33 @@ class DeviceResults:
         for array, leaf in zip(arrays, jax.tree.leaves(tree), strict=True):
             for shard in leaf.addressable_shards:
                 rank = self._rank_of[shard.device]
-                for name, box, values in _layers_of(array, shard):
+                for name, at, values in _layers_of(array, shard):
                     self.tensors[rank][f"{prefix}/{name}"] = torch.from_numpy(values).reshape(-1)
-                    self.boxes[rank][name] = {"box": box, "unit": name.rpartition(".")[0]}
+                    for model in (0, 1):  # the trained one and the loaded one
+                        self.tensors[rank][f"{model}/at/{name}"] = at.clone()
 
     def write(self, folder: Path) -> None:
         """Writes everything for the comparison, with one rank per device."""
         folder.mkdir(exist_ok=True)
+        names = (name for array in self._plan.table.arrays for name in array.names())
+        facts = {**self.numbers, "units": {n: n.rpartition(".")[0] for n in names}}
         for rank, tensors in enumerate(self.tensors):
-            pieces = [self.boxes[rank]] * 2  # of the trained model, then of the loaded one
-            facts = {**self.numbers, "pieces": pieces, "first_nan": None}
             save_file(tensors, folder / f"rank_{rank}.safetensors")
             (folder / f"rank_{rank}.json").write_text(json.dumps(facts))
 
 
-def _layers_of(array: ArrayPlan, shard: Any) -> Iterator[tuple[str, list[list[int]], np.ndarray]]:
-    """Name, box and values of each tensor in a device's shard, without padding."""
+def _layers_of(array: ArrayPlan, shard: Any) -> Iterator[tuple[str, torch.Tensor, np.ndarray]]:
+    """Name, flat positions and values of each tensor in a device's shard, without padding."""
     index, data = shard.index, np.asarray(shard.data)
     index, layers = (index[1:], data) if array.block else (index, data[None])
     spans = [s.indices(size) for s, size in zip(index, array.padded_shape, strict=True)]
-    box = [[min(a, n), min(b, n)] for (a, b, _), n in zip(spans, array.shape, strict=True)]
-    inside = tuple(slice(0, stop - start) for start, stop in box)
+    box = tuple(
+        slice(min(a, n), min(b, n)) for (a, b, _), n in zip(spans, array.shape, strict=True)
+    )
+    inside = tuple(slice(0, one.stop - one.start) for one in box)
+    at = torch.arange(math.prod(array.shape)).view(array.shape)[box].reshape(-1)
     for name, values in zip(array.names(), layers, strict=True):
-        yield name, box, np.array(values[inside], copy=True)
+        yield name, at, np.array(values[inside], copy=True)
 
 
 def run_pass(folder: Path, job: Job, choice: Pass) -> None:

@@ -32,11 +32,7 @@ def result(monkeypatch):
             if job.mode == "memory":
                 return [dict.fromkeys(step.MEMORY_KEYS, size * 2**20) for size in (3, 2)]
             same = {"cpu_times_s": {name: [0.4] for name in speeds}, "prefetch": {"fsdp2": 1}}
-            same |= {"own_cpu_s": 0.0, "pilot_s": {}}
-            same["clock"] = [
-                {"wall_s": 0.0, "busy_s": 0.0},
-                {"wall_s": 1.0, "busy_s": 1e9 * others},
-            ]
+            same["pilot_s"] = {}
             same["losses"] = {name: losses.get(name, [8.0, 7.5]) for name in speeds}
             times = {name: [s * x for x in (1.0, 1.5, 0.9)] for name, s in speeds.items()}
             return [same | {"times_s": times}] * num_ranks
@@ -44,7 +40,7 @@ def result(monkeypatch):
         monkeypatch.setattr(step, "run_ranks", run_ranks)
         peers, _ = installed_peers(tuple(speeds))
         found = run_case(CASES["tiny"], peers, StepOptions(), lambda _: None)
-        return replace(found, became_idle=became_idle)
+        return replace(found, others_share=others, became_idle=became_idle)
 
     return measure
 
