@@ -2,6 +2,7 @@
 
 import itertools
 import pickle
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -98,11 +99,14 @@ def test_a_pass_has_the_tokens_of_data_that_is_tokenized_first(tmp_path, tokeniz
     count = len(parts.shards)
     assert count > 3
     in_text = [file.count for file in whole.train.sources[0]]
+    passes = []
     for turn in range(2):
         numbers = range(turn * count, (turn + 1) * count)
         taken = [data.train.tokens(0, number) for number in numbers]
         assert sorted(one.count for one in taken) == sorted(in_text)
         assert len({one.file for one in taken}) == count
+        passes.append([Path(one.file).stem for one in taken])
+    assert list(parts.names) != passes[0] != passes[1]
     total = sum(in_text) // LENGTH
     rows = data.train.take(np.arange(total)).ravel()
     assert sorted(rows.tolist())[:50] == sorted(whole.train.take(np.arange(total)).ravel())[:50]

@@ -50,6 +50,7 @@ from fullshard.data.records import (
 )
 from fullshard.data.stream import Parts, Sources, Stream
 from fullshard.data.tokenize import (
+    SHARD_BYTES,
     Progress,
     Shard,
     TokenSettings,
@@ -464,7 +465,8 @@ def _trained(found: Sequence[tuple[Source, Shard]], vocab_size: int) -> PreTrain
 
 def _texts(found: Sequence[tuple[Source, Shard]]) -> Iterator[str]:
     size = sum(shard.num_bytes for _, shard in found)
-    logger.info("data: a tokenizer is trained on %s MiB", f"{size / 2**20:,.0f}")
+    if size > SHARD_BYTES:
+        logger.info("data: a tokenizer is trained on %s MiB", f"{size / 2**20:,.0f}")
     progress = Progress(size)
     for source, shard in found:
         with under(source.key):
