@@ -50,6 +50,7 @@ logger = logging.getLogger(__name__)
 
 SHARD_BYTES = 16 << 20
 PIECE_CHARACTERS = 250_000  # text to tokenize at a time on a core
+LEFT_S = 86_400.0  # age of a file that a kill left
 SAY_S = 5.0  # seconds between lines of progress
 BAR = 24  # characters
 
@@ -164,6 +165,10 @@ def tokenize(
         DataError: Something cannot be read.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    for left in folder.glob(".*"):
+        with suppress(OSError):  # a kill left it; the processes of other hosts are not known
+            if time.time() - left.stat().st_mtime > LEFT_S:
+                left.unlink()
     files = [folder / shard.name for shard in found]
     todo, said = dict[Path, Shard](), time.monotonic()
     for number, (file, shard) in enumerate(zip(files, found, strict=True)):

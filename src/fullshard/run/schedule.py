@@ -81,6 +81,7 @@ class StepPlan:
         eval_every: Steps between evaluations; 0: only at the end.
         save_every: Steps between checkpoints; None: no checkpoints.
         order: Samples of each step.
+        data: Checksum of the tokens of these samples; empty if it is not known.
     """
 
     num_steps: int
@@ -89,6 +90,7 @@ class StepPlan:
     eval_every: int
     save_every: int | None
     order: SampleOrder
+    data: str = ""
 
     @property
     def num_epochs(self) -> float:
@@ -130,6 +132,7 @@ def plan_steps(
         eval_every or 0,
         save_every,
         order,
+        facts.fingerprint,
     )
 
 
