@@ -203,13 +203,13 @@ def test_documents_of_a_sequence_are_learned_as_if_each_were_alone(tmp_path, tok
         name: torch.from_numpy(arrays[name][:3]) for name in ("input_ids", "labels", "position_ids")
     }
     logits = model(**inputs_of(batch), use_cache=False).logits
-    total, count = causal_lm_loss(logits, batch["labels"])
+    total, count = causal_lm_loss(logits, batch)
     expected, num_alone, num_documents = 0.0, 0, 0
     for row in batch["input_ids"]:
         ends = (np.flatnonzero(row == tokenizer.eos_token_id) + 1).tolist()
         for start, stop in itertools.pairwise(sorted({0, *ends, len(row)})):
             alone = row[None, start:stop]
-            loss, number = causal_lm_loss(model(input_ids=alone).logits, alone)
+            loss, number = causal_lm_loss(model(input_ids=alone).logits, {"labels": alone})
             expected, num_alone, num_documents = (
                 expected + loss,
                 num_alone + number,
