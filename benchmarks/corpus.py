@@ -36,7 +36,7 @@ FILE_MIB = 250
 SAMPLE_S = 0.1
 RANK = "fullshard.launch.rank_entry"
 WORDS = ("data.validation_fraction=0.001", "max_steps=50")
-KINDS = ("command", "rank", "worker")
+KINDS: tuple[str, ...] = ("command", "rank", "worker")
 COLUMNS = (
     *("text, MiB", "case", "prepared after, s", "CPU until then, s", "CPU, s a GB"),
     *(f"peak of a {kind}, MiB" for kind in KINDS),
@@ -47,7 +47,8 @@ METHOD = (
     "on two ranks, 50 steps and an evaluation of 0.1 % of the text, with a cache of its own.",
     "A peak is the largest anonymous and shared memory (RssAnon + RssShmem) of one process, "
     "modules included, sampled every 0.1 s. The command trains the tokenizer and tokenizes; ranks "
-    "train; a worker makes a rank's batches. The row of 1 MiB shows what processes take without data.",
+    "train; a worker makes a rank's batches, and tokenizes in a stream. The row of 1 MiB shows "
+    "what processes take without data.",
     "Prepared: when the first rank starts. CPU: of the command until then, all threads. Parts are "
     "16 MiB of text each. data_s: the sum over steps divided by the sum of step times.",
 )

@@ -10,7 +10,9 @@ from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig
 
 import fullshard as fs
 from fullshard.config.load import load_config
+from fullshard.config.schema import LoraConfig
 from fullshard.errors import ConfigError
+from fullshard.models.lora import add_adapters
 from fullshard.recipes.base import IGNORED, whole_logits_loss
 from fullshard.recipes.head import Head, next_token, whole_logits
 from support.grid import marked
@@ -25,12 +27,15 @@ SIZES = {
 }
 
 
-def llama(*, tied, frozen=False):
+def llama(*, tied, frozen=False, adapters=False):
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=16, intermediate_size=24, tie_word_embeddings=tied, use_cache=False, **SIZES
     )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
+    if adapters:
+        add_adapters(model, LoraConfig(target_modules=("q_proj", "down_proj"), r=2))
+        model.double()
     with torch.no_grad():
         for param in model.parameters():
             param += 0.3 * torch.randn_like(param)
@@ -91,6 +96,7 @@ KINDS = {
     "own": ({"tied": False}, {"strategy": "full_shard"}),
     "tied": ({"tied": True}, {"strategy": "shard_grad_op", "transport": "c10d"}),
     "frozen": ({"tied": False, "frozen": True}, {"transport": "direct"}),
+    "adapters": ({"tied": False, "adapters": True}, {"transport": "direct"}),
     "recomputed": ({"tied": True}, {"strategy": "no_shard", "activation_checkpointing": "block"}),
 }
 

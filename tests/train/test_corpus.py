@@ -331,3 +331,24 @@ def test_datasets_and_row_groups_are_read_in_parts(tmp_path, tokenizer, monkeypa
     ]
     assert tokens(found[0]) == tokens(found[1]) == tokens(found[2])
     assert min(len(one.train.sources[0]) for one in found) > 3
+
+
+def test_a_tokenizer_is_trained_once_for_the_same_text(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text(seeded_text(200))
+    trained = []
+
+    def counted(*given):
+        trained.append(given)
+        return train_tokenizer(*given)
+
+    monkeypatch.setattr("fullshard.data.text.train_tokenizer", counted)
+    made = [make_dataset([Source.at(tmp_path / "a.txt")], NO_HOLD_OUT, None) for _ in range(2)]
+    assert len(trained) == 1
+    assert made[0].facts == made[1].facts
+    assert len(list((tmp_path / "cache").rglob("*.npy"))) == 1  # its tokens were found again
+    (file,) = (tmp_path / "cache").rglob("tokenizer.json")
+    file.write_text("{")
+    assert make_dataset([Source.at(tmp_path / "a.txt")], NO_HOLD_OUT, None).facts == made[0].facts
+    (tmp_path / "a.txt").write_text(seeded_text(201))
+    make_dataset([Source.at(tmp_path / "a.txt")], NO_HOLD_OUT, None)
+    assert len(trained) == 3

@@ -2,6 +2,7 @@
 
 import itertools
 import pickle
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -98,11 +99,14 @@ def test_a_pass_has_the_tokens_of_data_that_is_tokenized_first(tmp_path, tokeniz
     count = len(parts.shards)
     assert count > 3
     in_text = [file.count for file in whole.train.sources[0]]
+    passes = []
     for turn in range(2):
         numbers = range(turn * count, (turn + 1) * count)
         taken = [data.train.tokens(0, number) for number in numbers]
         assert sorted(one.count for one in taken) == sorted(in_text)
         assert len({one.file for one in taken}) == count
+        passes.append([Path(one.file).stem for one in taken])
+    assert list(parts.names) != passes[0] != passes[1]
     total = sum(in_text) // LENGTH
     rows = data.train.take(np.arange(total)).ravel()
     assert sorted(rows.tolist())[:50] == sorted(whole.train.take(np.arange(total)).ravel())[:50]
@@ -199,13 +203,13 @@ def test_documents_of_a_sequence_are_learned_as_if_each_were_alone(tmp_path, tok
         name: torch.from_numpy(arrays[name][:3]) for name in ("input_ids", "labels", "position_ids")
     }
     logits = model(**inputs_of(batch), use_cache=False).logits
-    total, count = causal_lm_loss(logits, batch["labels"])
+    total, count = causal_lm_loss(logits, batch)
     expected, num_alone, num_documents = 0.0, 0, 0
     for row in batch["input_ids"]:
         ends = (np.flatnonzero(row == tokenizer.eos_token_id) + 1).tolist()
         for start, stop in itertools.pairwise(sorted({0, *ends, len(row)})):
             alone = row[None, start:stop]
-            loss, number = causal_lm_loss(model(input_ids=alone).logits, alone)
+            loss, number = causal_lm_loss(model(input_ids=alone).logits, {"labels": alone})
             expected, num_alone, num_documents = (
                 expected + loss,
                 num_alone + number,

@@ -20,9 +20,11 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -48,6 +50,8 @@ from fullshard.data.records import (
 )
 from fullshard.data.stream import Parts, Sources, Stream
 from fullshard.data.tokenize import (
+    SHARD_BYTES,
+    Progress,
     Shard,
     TokenSettings,
     digest,
@@ -63,6 +67,7 @@ from fullshard.data.tokenizer import (
     train_tokenizer,
     words_of,
 )
+from fullshard.engine.hugging_face import read_tokenizer
 from fullshard.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -435,13 +440,38 @@ def _new_tokenizer(
     every = max(1, math.ceil(sum(shard.num_bytes for _, shard in found) / TRAINING_BYTES))
     if every > 1:
         notes.append(f"the tokenizer was trained on one part of the text in {every}")
-    return train_tokenizer(_texts(found[::every]), settings.vocab_size)
+    return _trained(found[::every], settings.vocab_size)
 
 
-def _texts(found: Iterable[tuple[Source, Shard]]) -> Iterator[str]:
+def _trained(found: Sequence[tuple[Source, Shard]], vocab_size: int) -> PreTrainedTokenizerBase:
+    """A tokenizer trained on some parts, from the cache or now; read from its files in both cases.
+
+    Both must be the same, because tokens are cached under the checksum of the tokenizer.
+    """
+    told = [(source.text_column, shard.name) for source, shard in found]
+    folder = cache_root() / f"tokenizer-{digest([VERSION, vocab_size, told])}"
+    with suppress(ConfigError):
+        return read_tokenizer(folder, "data")
+    shutil.rmtree(folder, ignore_errors=True)  # damaged
+    aside = folder.with_name(f".{folder.name}.{os.getpid()}")
+    try:
+        train_tokenizer(_texts(found), vocab_size).save_pretrained(aside)
+        with suppress(OSError):  # another start was first
+            aside.rename(folder)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return read_tokenizer(folder, "data")
+
+
+def _texts(found: Sequence[tuple[Source, Shard]]) -> Iterator[str]:
+    size = sum(shard.num_bytes for _, shard in found)
+    if size > SHARD_BYTES:
+        logger.info("data: a tokenizer is trained on %s MiB", f"{size / 2**20:,.0f}")
+    progress = Progress(size)
     for source, shard in found:
         with under(source.key):
             yield from filter(None, pieces(shard, source.text_column))
+        progress.add(shard.num_bytes)
 
 
 # ---- facts ---------------------------------------------------------------------------------------
