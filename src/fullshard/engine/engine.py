@@ -87,6 +87,8 @@ class Engine:
         masters: Masters,
     ) -> None:
         transport = transports[plan.mesh]
+        for other in transports.values():
+            other.phase = transport.phase
         self.plan = plan
         self.config = config
         self.transport = transport
@@ -123,17 +125,12 @@ class Engine:
         self._inventory = Inventory(model, [p[:2] for unit in self.units for p in unit.places])
         self.on_change: Callable[[nn.Module], Engine | None] | None = None
 
-    def __deepcopy__(self, memo: Any) -> Any:
-        raise ShardedTensorError(
-            "deepcopy of a sharded model: expected whole parameters; the copy would share this "
-            "model's slots and hooks. Copy the model before fs.shard and shard both, or average "
-            "its shards: {name: p.detach().clone() for name, p in model.named_parameters()}."
-        )
-
     def __reduce__(self) -> Any:
         raise ShardedTensorError(
-            "pickling of a sharded model: expected whole parameters. Save "
-            "fs.full_state_dict(model) instead."
+            "deepcopy or pickling of a sharded model: expected whole parameters; a copy would "
+            "share this model's slots and hooks. Save fs.full_state_dict(model); copy the model "
+            "before fs.shard and shard both; or average its shards: {name: p.detach().clone() for "
+            "name, p in model.named_parameters()}."
         )
 
     # ---- building
@@ -204,7 +201,7 @@ class Engine:
             self.handles += [first, last]
         for unit in self.units:
             for swap in unit.swaps:
-                vars(swap.module)["__deepcopy__"] = self.__deepcopy__  # hooks cannot be copied
+                vars(swap.module)["__reduce_ex__"] = self.__reduce_ex__  # hooks cannot be copied
 
     # ---- hooks, with torch's signatures
 

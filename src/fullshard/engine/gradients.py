@@ -127,7 +127,7 @@ class Gradients:
                 nothing.append(unit.plan.index)
         self.expects_any = total > 0
         kind = _KINDS[self.sync] if total else " without parameters"
-        self.transport.home.place = f"a backward{kind}"
+        self.transport.phase.following = f"a backward{kind}"
         return nothing
 
     def collect(self, unit: Unit, member: Member) -> bool:

@@ -161,11 +161,24 @@ class GradientNorms:
         """Count a clipping, and drop the cache if a rank wrote into its gradients since then.
 
         A collective where the host can read its result without waiting for a device.
+
+        Raises:
+            EngineError: Only some of the replicas of a shard were written.
         """
         self.counts[Count.CLIPPINGS] += 1
-        wrote = torch.full((1,), float(self._known() is None), device=self._device)
-        if is_at_hand(wrote) and self.all_reduce(wrote, "a clipping").tolist() != [0.0]:
+        mesh = self.transport.axes.mesh
+        wrote = torch.zeros(mesh.shard * mesh.inner, device=self._device)  # by shard
+        if not is_at_hand(wrote):
+            return
+        wrote[mesh.place(self.transport.rank) % len(wrote)] = self._known() is None
+        wrote = self.all_reduce(wrote, "a clipping")
+        if wrote.any():
             self.mark_changed()
+        if (wrote % mesh.replicate).any():
+            raise EngineError(
+                "clipping: expected the same gradients on all replicas; ranks wrote into theirs "
+                "after backward (p.grad.mul_). Write on every rank or on none."
+            )
 
     def scale(self, factor: torch.Tensor) -> None:
         """Note that all gradients were multiplied by a factor."""
@@ -183,10 +196,9 @@ class GradientNorms:
         """
         local, record = shard.to_local(), shard.record
         count, asked = math.prod(record.shape), f"{name} of {clean_name(record.piece.name)!r}"
-        if name in ("max", "amax"):
-            return self._largest(local, asked)
-        if name in ("min", "amin"):
-            return -self._largest(-local, asked)
+        if name.endswith(("max", "min")):
+            sign = 1 if name.endswith("max") else -1
+            return sign * self._largest(sign * local, asked)
         if name in ("any", "all", "count_nonzero"):
             found = self._sum((local != 0).double(), shard, asked)
             return found if name == "count_nonzero" else found > (0 if name == "any" else count - 1)
@@ -246,7 +258,7 @@ class GradientNorms:
             pairs[list(said).index(Count.REPLICAS)] = (weight * said[Count.REPLICAS], 0)
         head = from_host([1.0, *(x for pair in pairs for x in pair)], values.device)
         vector = torch.cat([head, values.double()])
-        self.transport.home.place = f"a sum ({asked})"
+        self.transport.phase.following = f"a sum ({asked})"
         self.transport.all_reduce(vector, maximum=maximum)
         head, values = vector[: len(head)], vector[len(head) :]
         if is_at_hand(vector):
