@@ -227,7 +227,11 @@ class Engine:
 
     def _pre_forward(self, index: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if self.unsharded:
-            _refuse_training_unsharded()
+            if torch.is_grad_enabled():
+                raise EngineError(
+                    "forward inside fs.unsharded: expected torch.no_grad(); gradients of whole "
+                    "parameters have no place at rest. Train outside of the block."
+                )
             return None
         is_outermost = self.runtime.is_outermost(is_root=index == 0 and not self._part)
         if is_outermost:
@@ -482,14 +486,6 @@ def _taken_hooks(param: Any) -> OrderedDict[int, Any]:
         return param.record.post_accumulate
     hooks = param._post_accumulate_grad_hooks
     return OrderedDict() if hooks is None else hooks
-
-
-def _refuse_training_unsharded() -> None:
-    if torch.is_grad_enabled():
-        raise EngineError(
-            "forward inside fs.unsharded: expected torch.no_grad(); gradients of whole parameters "
-            "have no place at rest. Train outside of the block."
-        )
 
 
 # ---- modules and parameters that are added after sharding

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fullshard.engine._torch_compat import foreach_norm, no_guard
+from fullshard.engine._torch_compat import foreach_norm, graph_task_id, no_guard
 from fullshard.errors import EngineError
 from fullshard.planner.layout import clean_name
 from fullshard.transport import streams
@@ -98,6 +98,7 @@ class GradientNorms:
         self._device = device
         self.counts: dict[str, int] = dict.fromkeys(Count, 0)
         self.waits = False  # there are unreduced gradients of no_sync
+        self.task = -2  # the backward that will set gradients
         self._earlier: tuple[torch.Tensor, str, dict[str, int], Any] | None = None
         self._squares: torch.Tensor | None = None
         self._shown: dict[int, Any] = {}  # ids of the cached gradients
@@ -152,6 +153,15 @@ class GradientNorms:
     def meet(self, asked: str, said: Mapping[str, int] | None = None) -> None:
         """Check that all ranks request the same quantity here, with these counts. A collective."""
         self.all_reduce(torch.zeros(1, device=self._device), asked, said)
+
+    def check_read(self, name: str) -> None:
+        """Check that no running backward will set a parameter's gradient, which is read."""
+        if self.task == graph_task_id():
+            raise EngineError(
+                f"{clean_name(name)}.grad inside a backward: expected a read after it, when ranks "
+                "have summed gradients. Read, step and call zero_grad() after backward(), or in "
+                "register_post_accumulate_grad_hook, not in hooks on modules and tensors."
+            )
 
     def mark_changed(self) -> None:
         """Drop the cache, after a gradient was modified in place or a backward began."""

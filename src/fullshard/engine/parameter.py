@@ -47,6 +47,8 @@ class Guarded:
         rule, name = rule_of(func)
         kwargs = kwargs or {}
         if rule is Rule.PLAIN:
+            if name == "grad":
+                args[0].record.norms.check_read(args[0].record.piece.name)
             with no_guard():
                 return func(*args, **kwargs)
         operands = (*args, *kwargs.values()) if kwargs else args

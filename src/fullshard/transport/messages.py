@@ -48,15 +48,15 @@ class MessageTransport(Transport):
         ranks: Sequence[int],
         tag: int,
     ) -> list[Any]:
-        """Exchange a tensor with each of the other ranks."""
+        """Exchange a tensor with each of the other ranks, as bytes, since gloo lacks dtypes."""
         group, works = self.axes.world_group, []
         tag = tag + self.axes.first_tag if tag != PLACE_TAG else tag
         try:
             for rank, send, receive in zip(ranks, sends, receives, strict=True):
                 if rank != self.rank and send.numel():
-                    works.append(dist.isend(_as_bytes(send), rank, group=group, tag=tag))
+                    works.append(dist.isend(send.view(torch.uint8), rank, group=group, tag=tag))
                 if rank != self.rank and receive.numel():
-                    works.append(dist.irecv(_as_bytes(receive), rank, group=group, tag=tag))
+                    works.append(dist.irecv(receive.view(torch.uint8), rank, group=group, tag=tag))
         except RuntimeError as error:  # gloo knows already that a rank has ended
             raise failed_message(error, self.phase.running or "a message") from error
         return works
@@ -104,8 +104,3 @@ class MessageTransport(Transport):
                 raise EngineError(self.phase.apart)
 
         return compare
-
-
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Views memory as bytes, so that gloo need not support the dtype."""
-    return tensor.view(torch.uint8)
