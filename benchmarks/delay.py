@@ -158,7 +158,7 @@ class DelayTransport:
         self.gathers, self.reductions, self.outer = wires
         self.outer_waited_s = 0.0
         self.name, self.rank, self.scratch = inner.name, inner.rank, inner.scratch
-        self.axes, self.home, self._mesh = inner.axes, inner.home, mesh
+        self.axes, self.home, self.phase, self._mesh = inner.axes, inner.home, inner.phase, mesh
 
     def fetch(self, fulls: Sequence[torch.Tensor], unit: str = "") -> Fetch:
         under_way = self.inner.fetch(fulls, unit)

@@ -10,6 +10,7 @@ from torch import optim
 
 import fullshard as fs
 from fullshard.engine import optimizers
+from fullshard.errors import EngineError
 from support.models import chain, mean_square, vectors
 from support.ranks import on_ranks
 from support.scripts import Run, compare, differences, error_of, train
@@ -448,3 +449,14 @@ def test_foreach_adamw_is_one_call_an_operation(ranks):
     names = ("_fused_adamw_", "_foreach_lerp_", "_foreach_addcdiv_")
     for calls in ranks(2)(count_calls, names, {"foreach": True}):
         assert calls == {"_fused_adamw_": 0, "_foreach_lerp_": 1, "_foreach_addcdiv_": 1}
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+@on_ranks(2)
+def test_an_optimizer_in_a_hook_on_a_module_is_refused(strategy):
+    """Gradients are summed at the end of backward; such a step would find none."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    optimizer = torch.optim.SGD(fs.shard(model, strategy=strategy).parameters())
+    model[1].register_full_backward_hook(lambda *_: optimizer.step())
+    with pytest.raises(EngineError, match=r"0.weight.grad inside a backward"):
+        model(torch.ones(2, 3)).sum().backward()

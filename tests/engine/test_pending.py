@@ -379,3 +379,24 @@ def check_frozen_while_the_order_is_learned(settings):
 def test_what_is_frozen_gets_no_gradient_when_the_order_is_learned(ranks, settings, checkpointing):
     settings = {**settings, "activation_checkpointing": checkpointing}
     ranks(2)(check_frozen_while_the_order_is_learned, settings)
+
+
+class Scaled(torch.nn.Linear):
+    """A layer with a parameter of no dimension."""
+
+    def __init__(self):
+        super().__init__(3, 2)
+        self.scale = torch.nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x):
+        return self.scale * super().forward(x)
+
+
+@on_ranks(2)
+def test_a_parameter_of_no_dimension_waits_whole_too():
+    model, x = Scaled(), torch.ones(1, 3)
+    fs.shard(model, strategy="no_shard")
+    with fs.no_sync(model):
+        (dist.get_rank() * model(x).sum()).backward()
+    (0 * model(x).sum()).backward()
+    assert torch.allclose(model.scale.grad, 0.5 * (model(x) / model.scale).sum())

@@ -192,6 +192,14 @@ def whole_backward_in_a_hook_on_the_loss(model, x):
     return loss
 
 
+@program(Chain)
+def clean_and_adversarial_batch_in_one_backward(model, x):
+    x = x.clone().requires_grad_()
+    clean = square(model, x)
+    (gradient,) = torch.autograd.grad(clean, x, retain_graph=True)
+    return clean + square(model, (x + 0.1 * gradient.sign()).detach())
+
+
 class Forces(Chain):
     """Returns a gradient with respect to what comes in, as energy models and guidance do."""
 

@@ -10,6 +10,7 @@ from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn, optim
 
 import fullshard as fs
@@ -24,6 +25,8 @@ from support.scripts import Run, error_of
 
 TRANSPORTS = ("direct", "shared", "c10d")
 ODD = (2, 1)  # the step and the rank that differ
+REPLICAS = {"strategy": "hybrid_shard", "replicate": 2, "shard": 2}
+NO_ERROR = "NO ERROR: NoneType"
 
 
 class Mine(Exception):
@@ -276,8 +279,33 @@ def test_a_norm_is_right_or_refused_after_one_rank_wrote_into_its_gradients(rank
         assert str(text).startswith("EngineError: "), text
 
 
+def replicas_written(written, clip, settings):
+    """The error of clipping after these ranks halved their gradients."""
+    run = Run(dist.get_world_size(), dist.get_rank())
+    model = run.shard(run.model(), **settings)
+    run.loss(model, 0).backward()
+    for param in model.parameters():
+        if run.rank in written and param.grad is not None:
+            param.grad.mul_(0.5)
+    return error_of(lambda: clip(model) is None or None)
+
+
+@pytest.mark.parametrize("clip", [clips_nothing, clips_nothing_by_torch])
+def test_replicas_that_wrote_other_gradients_are_refused_when_they_clip(ranks, clip):
+    for size, settings in ((2, {"strategy": "no_shard"}), (4, REPLICAS)):
+        for text in ranks(size)(replicas_written, (0,), clip, settings):
+            assert text.startswith("EngineError: "), text
+            assert clip is clips_nothing_by_torch or "same gradients on all replicas" in text
+    for written in (range(4), (0, 2)):  # both replicas of a part
+        assert set(ranks(4)(replicas_written, written, clips_nothing, REPLICAS)) == {NO_ERROR}
+    assert set(ranks(2)(replicas_written, (0, 1), clip, {"strategy": "no_shard"})) == {NO_ERROR}
+
+
 class Repeating(nn.Module):
-    """Blocks that are called as often as a batch says; the last one may be larger."""
+    """Blocks that are called as often as a batch says, and the first once more after the others.
+
+    The last one may be larger.
+    """
 
     def __init__(self, width=6):
         super().__init__()
@@ -286,7 +314,7 @@ class Repeating(nn.Module):
         self.head = nn.Linear(6, 6)
 
     def forward(self, x, times):
-        for block, number in zip(self.blocks, times, strict=True):
+        for block, number in zip([*self.blocks, self.blocks[0]], times, strict=False):
             for _ in range(number):
                 x = x + block(x)
         return self.head(x)
@@ -326,9 +354,6 @@ def repeats_unequal(transport, times):
     return repeats(transport, times, width=300)
 
 
-REPLICAS = {"strategy": "hybrid_shard", "replicate": 2, "shard": 2}
-
-
 def repeats_in_replicas(transport, times, evaluates=False):
     return repeats(transport, times, evaluates=evaluates, mesh=REPLICAS)
 
@@ -344,9 +369,9 @@ def test_ranks_that_call_different_units_learn_it_before_they_update(ranks, tran
         assert text.startswith("EngineError: "), text
         assert said in text
     for text in ranks(2)(repeats, "shared", [(2, 1, 1, 1), (1, 1, 2, 1)]):
-        assert text == "NO ERROR: NoneType"
+        assert text == NO_ERROR
     for text in ranks(2)(repeats_ahead, transport, [(1, 2, 1, 1), (1, 2, 1, 1)]):
-        assert text == "NO ERROR: NoneType"
+        assert text == NO_ERROR
 
 
 @pytest.mark.parametrize("transport", ["c10d", "direct"])
@@ -355,6 +380,16 @@ def test_units_of_other_sizes_end_no_process(ranks, transport):
         texts = ranks(2)(repeats_unequal, transport, times)
         for text in texts + ranks(2)(repeats_evaluating, transport, times, 300):
             assert AT_ONCE in text, text
+
+
+@pytest.mark.parametrize("transport", ["c10d", "direct"])
+def test_a_rank_that_gathers_once_more_meets_one_that_is_in_backward(ranks, transport):
+    texts = ranks(2)(repeats, transport, [(1, 1, 1, 1, 1), (1, 1, 1, 1)], timeout=20)
+    assert (
+        "a gather of blocks.0: expected every rank to come here; rank 1 is at a backw" in texts[0]
+    )
+    assert texts[1].startswith("EngineError: a backward")
+    assert "expected every rank to come here; rank 0 is at a forward" in texts[1]
 
 
 @pytest.mark.parametrize(("transport", "said"), SAID)
@@ -372,7 +407,7 @@ def test_ranks_of_one_replica_must_call_the_same_units(ranks, transport, said):
             assert text.startswith("EngineError: "), text
             assert said in text
     for text in ranks(4)(repeats_in_replicas, transport, [one, one, other, other]):
-        assert text == "NO ERROR: NoneType"
+        assert text == NO_ERROR
 
 
 @pytest.mark.parametrize("transport", ["c10d", "direct"])
@@ -386,7 +421,7 @@ def waits_alone():
     group = torch.distributed.new_group(timeout=timedelta(seconds=1))
     axes = Axes.of(Mesh(1, 2), torch.distributed.get_rank(), gather_group=group)
     transport = C10dTransport(axes, Reduction.NATIVE)
-    transport.home.place = "a forward of the model"
+    transport.phase.following = "a forward of the model"
     text = error_of(transport.fetch([torch.zeros(128)]).wait) if axes.rank == 0 else ""
     torch.distributed.barrier()
     return text

@@ -2,6 +2,7 @@
 
 import copy
 import os
+import pickle
 from functools import partial
 
 import pytest
@@ -186,8 +187,6 @@ def test_state_dict_may_be_called_on_one_rank_alone(ranks):
 
 
 def saved_anyway(folder):
-    import pickle
-
     import safetensors.torch
 
     run, model, _ = sharded()
@@ -409,10 +408,12 @@ def copies():
     weight.data.add_(1)
     assert (copied.full_tensor() + 1 - weight.full_tensor()).abs().max() == 0
     swa = torch.optim.swa_utils.AveragedModel
+    _, uncut, _ = sharded(strategy="no_shard")
     return {
         "copy.deepcopy(model)": error_of(lambda: copy.deepcopy(model)),
         "copy.deepcopy(block)": error_of(lambda: copy.deepcopy(model.blocks[0])),
         "copy.deepcopy(linear)": error_of(lambda: copy.deepcopy(model.blocks[0].up)),
+        "pickle.dumps(linear)": error_of(lambda: pickle.dumps(uncut.blocks[0].up)),
         "AveragedModel(model)": error_of(lambda: swa(model)),
         "sum of a copy along a dimension": error_of(lambda: copied.sum(0)),
     }

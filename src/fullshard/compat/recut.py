@@ -252,6 +252,6 @@ def _close(module: nn.Module) -> Engine:
     for handle in engine.handles:
         handle.remove()
     for inner in module.modules():
-        vars(inner).pop("__deepcopy__", None)
+        vars(inner).pop("__reduce_ex__", None)
     delattr(module, ATTRIBUTE)
     return engine

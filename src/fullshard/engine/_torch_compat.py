@@ -144,6 +144,9 @@ def storage_key(tensor: torch.Tensor) -> int:
 # hence no function of our own around it (the same holds for the next two).
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 
+# Whether the running backward keeps its graph (retain_graph=True).
+keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph  # type: ignore[attr-defined]
+
 # Whether the running backward will reach an autograd node; a RuntimeError where the node is a leaf
 # that `torch.autograd.grad` was asked for.
 will_execute: Callable[[Any], bool] = torch._C._will_engine_execute_node

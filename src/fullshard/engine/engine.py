@@ -87,6 +87,8 @@ class Engine:
         masters: Masters,
     ) -> None:
         transport = transports[plan.mesh]
+        for other in transports.values():
+            other.phase = transport.phase
         self.plan = plan
         self.config = config
         self.transport = transport
@@ -123,17 +125,12 @@ class Engine:
         self._inventory = Inventory(model, [p[:2] for unit in self.units for p in unit.places])
         self.on_change: Callable[[nn.Module], Engine | None] | None = None
 
-    def __deepcopy__(self, memo: Any) -> Any:
-        raise ShardedTensorError(
-            "deepcopy of a sharded model: expected whole parameters; the copy would share this "
-            "model's slots and hooks. Copy the model before fs.shard and shard both, or average "
-            "its shards: {name: p.detach().clone() for name, p in model.named_parameters()}."
-        )
-
     def __reduce__(self) -> Any:
         raise ShardedTensorError(
-            "pickling of a sharded model: expected whole parameters. Save "
-            "fs.full_state_dict(model) instead."
+            "deepcopy or pickling of a sharded model: expected whole parameters; a copy would "
+            "share this model's slots and hooks. Save fs.full_state_dict(model); copy the model "
+            "before fs.shard and shard both; or average its shards: {name: p.detach().clone() for "
+            "name, p in model.named_parameters()}."
         )
 
     # ---- building
@@ -204,7 +201,7 @@ class Engine:
             self.handles += [first, last]
         for unit in self.units:
             for swap in unit.swaps:
-                vars(swap.module)["__deepcopy__"] = self.__deepcopy__  # hooks cannot be copied
+                vars(swap.module)["__reduce_ex__"] = self.__reduce_ex__  # hooks cannot be copied
 
     # ---- hooks, with torch's signatures
 
@@ -230,7 +227,11 @@ class Engine:
 
     def _pre_forward(self, index: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if self.unsharded:
-            _refuse_training_unsharded()
+            if torch.is_grad_enabled():
+                raise EngineError(
+                    "forward inside fs.unsharded: expected torch.no_grad(); gradients of whole "
+                    "parameters have no place at rest. Train outside of the block."
+                )
             return None
         is_outermost = self.runtime.is_outermost(is_root=index == 0 and not self._part)
         if is_outermost:
@@ -494,14 +495,6 @@ def _taken_hooks(param: Any) -> OrderedDict[int, Any]:
         return param.record.post_accumulate
     hooks = param._post_accumulate_grad_hooks
     return OrderedDict() if hooks is None else hooks
-
-
-def _refuse_training_unsharded() -> None:
-    if torch.is_grad_enabled():
-        raise EngineError(
-            "forward inside fs.unsharded: expected torch.no_grad(); gradients of whole parameters "
-            "have no place at rest. Train outside of the block."
-        )
 
 
 # ---- modules and parameters that are added after sharding

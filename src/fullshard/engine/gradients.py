@@ -42,6 +42,7 @@ from fullshard.engine._torch_compat import (
     foreach_add,
     foreach_copy,
     foreach_zero,
+    graph_task_id,
     no_guard,
     storage_use_count,
 )
@@ -126,8 +127,9 @@ class Gradients:
             if unit.num_expected == 0:
                 nothing.append(unit.plan.index)
         self.expects_any = total > 0
+        self.norms.task = graph_task_id() if total else -2
         kind = _KINDS[self.sync] if total else " without parameters"
-        self.transport.home.place = f"a backward{kind}"
+        self.transport.phase.following = f"a backward{kind}"
         return nothing
 
     def collect(self, unit: Unit, member: Member) -> bool:
@@ -321,6 +323,7 @@ class Gradients:
     def settle(self, units: Sequence[Unit]) -> None:
         """Agree on the touched parameters, set `p.grad`, and cache norms."""
         self._finish_landing()
+        self.norms.task = -2
         if self._shown is None or self._is_stale:
             self._shown, self._is_stale = Shown.of(units), False
         members = self._shown.members

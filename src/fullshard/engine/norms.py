@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fullshard.engine._torch_compat import foreach_norm, no_guard
+from fullshard.engine._torch_compat import foreach_norm, graph_task_id, no_guard
 from fullshard.errors import EngineError
 from fullshard.planner.layout import clean_name
 from fullshard.transport import streams
@@ -98,6 +98,7 @@ class GradientNorms:
         self._device = device
         self.counts: dict[str, int] = dict.fromkeys(Count, 0)
         self.waits = False  # there are unreduced gradients of no_sync
+        self.task = -2  # the backward that will set gradients
         self._earlier: tuple[torch.Tensor, str, dict[str, int], Any] | None = None
         self._squares: torch.Tensor | None = None
         self._shown: dict[int, Any] = {}  # ids of the cached gradients
@@ -153,6 +154,15 @@ class GradientNorms:
         """Check that all ranks request the same quantity here, with these counts. A collective."""
         self.all_reduce(torch.zeros(1, device=self._device), asked, said)
 
+    def check_read(self, name: str) -> None:
+        """Check that no running backward will set a parameter's gradient, which is read."""
+        if self.task == graph_task_id():
+            raise EngineError(
+                f"{clean_name(name)}.grad inside a backward: expected a read after it, when ranks "
+                "have summed gradients. Read, step and call zero_grad() after backward(), or in "
+                "register_post_accumulate_grad_hook, not in hooks on modules and tensors."
+            )
+
     def mark_changed(self) -> None:
         """Drop the cache, after a gradient was modified in place or a backward began."""
         self._squares, self._shown = None, {}
@@ -161,11 +171,24 @@ class GradientNorms:
         """Count a clipping, and drop the cache if a rank wrote into its gradients since then.
 
         A collective where the host can read its result without waiting for a device.
+
+        Raises:
+            EngineError: Only some of the replicas of a shard were written.
         """
         self.counts[Count.CLIPPINGS] += 1
-        wrote = torch.full((1,), float(self._known() is None), device=self._device)
-        if is_at_hand(wrote) and self.all_reduce(wrote, "a clipping").tolist() != [0.0]:
+        mesh = self.transport.axes.mesh
+        wrote = torch.zeros(mesh.shard * mesh.inner, device=self._device)  # by shard
+        if not is_at_hand(wrote):
+            return
+        wrote[mesh.place(self.transport.rank) % len(wrote)] = self._known() is None
+        wrote = self.all_reduce(wrote, "a clipping")
+        if wrote.any():
             self.mark_changed()
+        if (wrote % mesh.replicate).any():
+            raise EngineError(
+                "clipping: expected the same gradients on all replicas; ranks wrote into theirs "
+                "after backward (p.grad.mul_). Write on every rank or on none."
+            )
 
     def scale(self, factor: torch.Tensor) -> None:
         """Note that all gradients were multiplied by a factor."""
@@ -183,10 +206,9 @@ class GradientNorms:
         """
         local, record = shard.to_local(), shard.record
         count, asked = math.prod(record.shape), f"{name} of {clean_name(record.piece.name)!r}"
-        if name in ("max", "amax"):
-            return self._largest(local, asked)
-        if name in ("min", "amin"):
-            return -self._largest(-local, asked)
+        if name.endswith(("max", "min")):
+            sign = 1 if name.endswith("max") else -1
+            return sign * self._largest(sign * local, asked)
         if name in ("any", "all", "count_nonzero"):
             found = self._sum((local != 0).double(), shard, asked)
             return found if name == "count_nonzero" else found > (0 if name == "any" else count - 1)
@@ -246,7 +268,7 @@ class GradientNorms:
             pairs[list(said).index(Count.REPLICAS)] = (weight * said[Count.REPLICAS], 0)
         head = from_host([1.0, *(x for pair in pairs for x in pair)], values.device)
         vector = torch.cat([head, values.double()])
-        self.transport.home.place = f"a sum ({asked})"
+        self.transport.phase.following = f"a sum ({asked})"
         self.transport.all_reduce(vector, maximum=maximum)
         head, values = vector[: len(head)], vector[len(head) :]
         if is_at_hand(vector):

@@ -115,13 +115,8 @@ class OwnedOptimizer(torch.optim.Optimizer):
         self._exchange = Exchange.over(engine.plan.mesh, engine.rank)
         like = next((owned.whole for owned in self._owned.values()), torch.zeros(0))
         engine.agree(lambda: check_by_itself(factory, groups, like))
-        mine = [
-            {
-                **group,
-                "params": [self._owned[id(p)].whole for p in group["params"] if self.owns(p)],
-            }
-            for group in groups
-        ]
+        wholes = [[self._owned[id(p)].whole for p in g["params"] if self.owns(p)] for g in groups]
+        mine = [{**g, "params": found} for g, found in zip(groups, wholes, strict=True)]
         self._inner = engine.agree(lambda: factory(mine))
         settings = [
             {**theirs, "params": ours["params"]}
@@ -350,8 +345,7 @@ def owned_optimizer(
 def _rounds_of(engine: Engine, params: list[nn.Parameter]) -> list[list[_Owned]]:
     """Trained parameters, grouped into rounds: sharded ones first, then the rest."""
     wanted = {id(param) for param in params}
-    cut: list[_Owned] = []
-    rest: list[_Owned] = []
+    cut, rest = list[_Owned](), list[_Owned]()
     for member in engine.members:
         if id(member.param) in wanted and member.grad is not None:
             record = member.param.record

@@ -47,6 +47,8 @@ class Guarded:
         rule, name = rule_of(func)
         kwargs = kwargs or {}
         if rule is Rule.PLAIN:
+            if name == "grad":
+                args[0].record.norms.check_read(args[0].record.piece.name)
             with no_guard():
                 return func(*args, **kwargs)
         operands = (*args, *kwargs.values()) if kwargs else args
@@ -147,7 +149,7 @@ class PendingGradient(ShardedGradient):
     def of(cls, param: ShardedParameter, drop: Callable[[], ShardedGradient]) -> PendingGradient:
         """Create the pending gradient of a parameter."""
         with no_guard():
-            found: Any = param.new_empty(1).expand(param.shape).as_subclass(cls)
+            found: Any = param.new_empty(()).expand(param.shape).as_subclass(cls)
         found.record, found.before, found.drop = replace(param.record), None, drop
         return found
 
@@ -347,9 +349,9 @@ def _elementwise(func: Any, name: str, like: Any, args: Any, kwargs: dict[str, A
         return _differentiable(func, name, args, kwargs)
     written = written_by(name, args, kwargs)
     if written:
-        _note_writes(written)
         if name.startswith(_CLIPS) and isinstance(written[0], ShardedGradient):
             call_outside_compile(written[0].record.norms.begin_clipping)
+        _note_writes(written)
     result = _call_plain(func, name, like, (args, kwargs))
     if _takes_part(result) and not like.record.is_cut and not written:
         try:

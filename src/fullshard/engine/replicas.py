@@ -110,7 +110,7 @@ def check_replicas(units: Sequence[Unit], transport: Transport) -> None:
     hashes = [torch.stack([bits_hash(g.master) for g in unit.groups]).sum() for unit in copied]
     seats = [mesh.place(transport.rank) % (mesh.shard * mesh.inner) for mesh in meshes]
     num_seats = max(mesh.shard * mesh.inner for mesh in meshes)
-    transport.home.place = "a comparison of replicas"
+    transport.phase.following = "a comparison of replicas"
     values = torch.stack(hashes).to(copied[0].groups[0].full.device)
     wrong = [copied[i].plan.title for i in _unequal(values, transport, seats, num_seats)]
     if wrong:
@@ -134,10 +134,8 @@ def _unequal(
     """Which int64 values differ between ranks with the same seat; `seats` has one per value."""
     if transport.name == "fake":
         return []
-    at = torch.tensor([*seats] or [0] * len(values), device=values.device).unsqueeze(0)
-    highest = values.new_full((num_seats, len(values)), _NONE)
-    lowest = highest.clone().scatter_(0, at, -values.unsqueeze(0))
-    highest.scatter_(0, at, values.unsqueeze(0))
-    transport.all_reduce(highest, maximum=True)
-    transport.all_reduce(lowest, maximum=True)
-    return (highest != -lowest).any(dim=0).nonzero().flatten().tolist()
+    at = torch.tensor([*seats] or [0] * len(values), device=values.device).expand(2, 1, -1)
+    bounds = values.new_full((2, num_seats, len(values)), _NONE)
+    bounds.scatter_(1, at, torch.stack([values, -values]).unsqueeze(1))
+    transport.all_reduce(bounds, maximum=True)
+    return (bounds[0] != -bounds[1]).any(dim=0).nonzero().flatten().tolist()

@@ -64,10 +64,7 @@ def full_state_dict(
         )
     engine.check_params()
     keep = not rank0_only or engine.rank == 0
-    whole: dict[str, torch.Tensor] = {}
-    for name, tensor in whole_params(engine):
-        if keep:
-            whole[name] = _to_cpu(tensor, dtype)
+    whole = {name: _to_cpu(tensor, dtype) for name, tensor in whole_params(engine) if keep}
     if not keep:
         return {}
     result = {}
@@ -394,11 +391,8 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 
 def extra_states(model: nn.Module) -> dict[str, Any]:
     """Results of `get_extra_state`, by key of the state dict."""
-    return {
-        name: value
-        for name, value in model.state_dict().items()
-        if not isinstance(value, torch.Tensor)
-    }
+    items = model.state_dict().items()
+    return {name: value for name, value in items if not isinstance(value, torch.Tensor)}
 
 
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> OptimizerState:

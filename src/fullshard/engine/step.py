@@ -61,6 +61,7 @@ from fullshard.engine._torch_compat import (
     has_modes,
     is_profiling,
     is_transforming,
+    keeps_graph,
     next_sequence_number,
     no_guard,
     outside_modes,
@@ -196,7 +197,8 @@ class Runtime:
             self._num_writes = home.num_writes
             self._see_writes()
         use = Use(index, self._stack[-1] if self._stack else None, self._generation)
-        self._begin_hooks[index] = _beginning(ref(self), use)
+        weak = ref(self)  # see `alive`
+        self._begin_hooks[index] = lambda _: alive(weak, "backward")._enter_backward(use)
         events = self.scheduler.enter_forward(index)
         try:
             self._run(events)
@@ -313,7 +315,7 @@ class Runtime:
             self._check_copies()
         self.before_step()
         of = self.units[index].plan.name or "the model"
-        self.gradients.transport.home.place = f"a forward of {of}"
+        self.gradients.transport.phase.following = f"a forward of {of}"
         self._run(self.scheduler.begin_forward(index, stale=stale))
         if index != 0:
             return
@@ -400,7 +402,7 @@ class Runtime:
         if self.gradients.transport.home.wrote:
             self._run(self.scheduler.publish())
         nothing = self.gradients.begin_backward(self.units)
-        self.scheduler.begin_backward(nothing, sync=self.gradients.sync)
+        self.scheduler.begin_backward(nothing, sync=self.gradients.sync, retains=keeps_graph())
         end = partial(self._end_backward)
         self._end = ref(end, self._close_backward)
         queue_callback(end)
@@ -474,12 +476,6 @@ class Runtime:
 
 def _nothing() -> None:
     """A dead weak reference: no backward is running."""
-
-
-def _beginning(weak: ref[Runtime], use: Use) -> Callable[[Any], None]:
-    """The pre-hook of an output's autograd node. It holds the runtime weakly: see `alive`."""
-
-    return lambda _: alive(weak, "backward")._enter_backward(use)
 
 
 # ---- the action of each event

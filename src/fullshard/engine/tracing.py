@@ -73,11 +73,7 @@ Work = Callable[..., torch.Tensor]
 
 
 def trace_step(
-    model: nn.Module,
-    plan: Plan,
-    config: ShardConfig,
-    work: Work,
-    beside: Sequence[nn.Module] = (),
+    model: nn.Module, plan: Plan, config: ShardConfig, work: Work, beside: Sequence[nn.Module] = ()
 ) -> list[Moment]:
     """Bytes of temporary tensors after each operation that allocated some. Runs on the CPU.
 

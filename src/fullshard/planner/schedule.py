@@ -121,8 +121,7 @@ class Scheduler:
         self._outstanding: deque[int] = deque()
         self._issued = self._position = self._reduced = 0
         self._in_forward = 0, 0  # the forward's issued and position while a backward runs
-        self._stepped = False
-        self._sync = Sync.ALL
+        self._retains, self._sync = False, Sync.ALL
 
     # ---- forward
 
@@ -136,9 +135,6 @@ class Scheduler:
         if stale or unit == ROOT:
             self._table.clear()
         self._issued = self._position = self._first_forward.get(unit, len(self.order.forward))
-        if self._stepped:
-            self._table.pending_uses.clear()
-            self._stepped = False
         return self.publish(unit)
 
     def publish(self, unit: int = ROOT) -> list[Event]:
@@ -186,14 +182,17 @@ class Scheduler:
 
     # ---- backward
 
-    def begin_backward(self, nothing_expected: Collection[int], *, sync: Sync = Sync.ALL) -> None:
+    def begin_backward(
+        self, nothing_expected: Collection[int], *, sync: Sync = Sync.ALL, retains: bool = False
+    ) -> None:
         """Begins a backward.
 
         Args:
             nothing_expected: Units that get no gradient from it on this rank.
             sync: How its gradients are reduced.
+            retains: Whether its graph stays for another backward.
         """
-        self._sync = sync
+        self._sync, self._retains = sync, retains
         self._in_forward = self._issued, self._position
         self._table.begun.clear()
         self._table.complete = set(nothing_expected)
@@ -205,7 +204,7 @@ class Scheduler:
     def enter_backward(self, unit: int) -> list[Event]:
         """Begins the unit's backward: a gradient of one of its outputs has arrived."""
         events: list[Event] = []
-        self._table.pending_uses[unit] -= 1
+        self._table.pending_uses[unit] -= not self._retains
         self._retire(unit, events)
         self._table.begun.add(unit)
         self._walk(unit, events, backward=True)
@@ -240,7 +239,6 @@ class Scheduler:
             self._accumulate(events)
         events += self._table.release_all()
         self._issued, self._position = self._in_forward  # a forward may be in progress
-        self._stepped = True
         if reduce and self._sync is Sync.ALL:
             events.append(event_of(EventKind.SETTLE, -1))
         return events

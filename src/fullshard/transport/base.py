@@ -276,7 +276,6 @@ class Home:
     Attributes:
         wrote: Whether this rank has written shared weights since `publish`.
         num_writes: Number of announced writes to weights.
-        place: The phase of the next messages. See [Note: places] in transport/messages.py.
         await_reads: Waits until a device has read the shards in host memory.
     """
 
@@ -284,7 +283,6 @@ class Home:
 
     def __init__(self) -> None:
         self.num_writes = 0
-        self.place = ""
         self.await_reads: Callable[[], None] | None = None
 
     def open_weights(self, units: Sequence[UnitPlan]) -> None:
@@ -314,6 +312,21 @@ class Home:
         """Wait until a gradient slot may be overwritten."""
 
 
+@dataclass
+class Phase:
+    """What a model's ranks compare. See [Note: places] in transport/messages.py.
+
+    Attributes:
+        following: The phase of the next messages, until ranks have compared it.
+        running: The phase of the running messages.
+        apart: The error that ranks in different phases raised.
+    """
+
+    following: str = ""
+    running: str = ""
+    apart: str = ""
+
+
 class Transport(ABC):
     """Communicates the parts of flat buffers.
 
@@ -324,6 +337,7 @@ class Transport(ABC):
         rank: Global rank.
         scratch: Receive buffers.
         home: The memory of weights and gradient slots.
+        phase: The same for all transports of a model.
     """
 
     name: str
@@ -332,6 +346,7 @@ class Transport(ABC):
         self.axes, self.rank = axes, axes.rank
         self.scratch = Scratch()
         self.home = Home()
+        self.phase = Phase()
 
     @abstractmethod
     def fetch(self, fulls: Sequence[torch.Tensor], unit: str = "") -> Fetch:

@@ -49,13 +49,11 @@ class C10dTransport(MessageTransport):
             self.home = SymmetricHome(axes)
 
     def fetch(self, fulls: Sequence[torch.Tensor], unit: str = "") -> Fetch:
-        axes = self.axes
-        if axes.mesh.shard == 1:
+        if self.axes.mesh.shard == 1:
             return Works(())
-        self._compare_places(axes.shard_ranks)
         self._compare_units(unit)()
-        owns = [full.chunk(axes.mesh.shard)[axes.shard_index] for full in fulls]
-        return self._works(all_gather_many(fulls, owns, axes.gather_group))
+        owns = [full.chunk(self.axes.mesh.shard)[self.axes.shard_index] for full in fulls]
+        return self._works(all_gather_many(fulls, owns, self.axes.gather_group))
 
     def reduce(self, fulls: Sequence[torch.Tensor]) -> Reduction:
         """A reduce-scatter in place; for ordered sums an all-to-all, and a sum in rank order."""
@@ -111,7 +109,7 @@ class C10dTransport(MessageTransport):
         return self._kind.is_ordered(values.itemsize, num_ranks)
 
     def _works(self, *works: Any) -> Works:
-        return Works(works, self._phase or self.home.place)
+        return Works(works, self.phase.running or self.phase.following)
 
 
 class SymmetricHome(Home):

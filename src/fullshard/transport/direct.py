@@ -31,14 +31,13 @@ class DirectTransport(MessageTransport):
 
     def fetch(self, fulls: Sequence[torch.Tensor], unit: str = "") -> Fetch:
         ranks, index = self.axes.shard_ranks, self.axes.shard_index
-        self._compare_places(ranks)
         compare = self._compare_units(unit)
         works: list[Any] = []
         for full in fulls:
             parts = full.chunk(len(ranks))
             tag = FETCH_TAG + _tag_of(parts[index])
             works += self._exchange([parts[index]] * len(ranks), parts, ranks, tag)
-        return Works(works, self._phase, compare)
+        return Works(works, self.phase.running, compare)
 
     def reduce(self, fulls: Sequence[torch.Tensor]) -> Reduction:
         ranks = self.axes.shard_ranks
@@ -58,7 +57,7 @@ class DirectTransport(MessageTransport):
         chunks[index].copy_(own)
         self.scratch.give(own)
         spread = self._exchange([chunks[index]] * len(ranks), chunks, ranks, SPREAD_TAG)
-        works = Works(spread, self._phase)
+        works = Works(spread, self.phase.running)
         yield
         works.wait()
 
@@ -70,7 +69,7 @@ class DirectTransport(MessageTransport):
         flat = values.view(-1)
         everyone = flat.new_empty(size * flat.numel())
         work = all_gather_single(everyone, flat, group=self.axes.world_group, async_op=True)
-        Works([work], self._phase).wait()
+        Works([work], self.phase.running).wait()
         combine_in_order(everyone.chunk(size), flat, maximum=maximum)
 
     def _sum_chunks(
@@ -98,7 +97,7 @@ class DirectTransport(MessageTransport):
             lent += [part for part in room if part is not own]
 
         def receive() -> list[Tensors]:
-            Works(works, self._phase).wait()
+            Works(works, self.phase.running).wait()
             return received
 
         return Reduction(receive, partial(self.scratch.give, *lent))

@@ -4,7 +4,8 @@
 gloo aborts the process if a message is longer than its receiver expects, and confuses messages of
 equal length. A rank that skips a backward would send messages of its forward to ranks in backward.
 Ranks therefore compare their phases (a forward, a backward, a sum) before the first message of
-each, and the unit of every gather. NCCL neither aborts nor needs it.
+each, and the unit of every gather. Both have one tag: a rank that gathers once more than another
+compares its unit with the other's phase. NCCL neither aborts nor needs it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from fullshard.errors import EngineError
 from fullshard.transport.base import TAGS_A_MODEL, Axes, Transport, Works, failed_message
 
 PLACE_TAG = 0  # over all models, since ranks may run different ones
-UNIT_TAG = 5  # relative to the model's first tag
 PLACE_BYTES = 96
 _CURE = (
     "One of them left out or added a forward, a backward, a unit's call or a question that spans "
@@ -39,8 +39,6 @@ class MessageTransport(Transport):
         super().__init__(axes)
         number = axes.first_tag // TAGS_A_MODEL
         self._model = f" (sharded model {number})" if number > 1 else ""
-        self._apart = ""  # the error that ranks in different phases raised
-        self._phase = ""  # the phase of the running messages
         self._compares = axes.first_tag > 0
 
     def _exchange(
@@ -50,17 +48,17 @@ class MessageTransport(Transport):
         ranks: Sequence[int],
         tag: int,
     ) -> list[Any]:
-        """Exchange a tensor with each of the other ranks."""
+        """Exchange a tensor with each of the other ranks, as bytes, since gloo lacks dtypes."""
         group, works = self.axes.world_group, []
         tag = tag + self.axes.first_tag if tag != PLACE_TAG else tag
         try:
             for rank, send, receive in zip(ranks, sends, receives, strict=True):
                 if rank != self.rank and send.numel():
-                    works.append(dist.isend(_as_bytes(send), rank, group=group, tag=tag))
+                    works.append(dist.isend(send.view(torch.uint8), rank, group=group, tag=tag))
                 if rank != self.rank and receive.numel():
-                    works.append(dist.irecv(_as_bytes(receive), rank, group=group, tag=tag))
+                    works.append(dist.irecv(receive.view(torch.uint8), rank, group=group, tag=tag))
         except RuntimeError as error:  # gloo knows already that a rank has ended
-            raise failed_message(error, self._phase or "a message") from error
+            raise failed_message(error, self.phase.running or "a message") from error
         return works
 
     def _compare_places(self, ranks: Sequence[int]) -> None:
@@ -69,27 +67,28 @@ class MessageTransport(Transport):
         Raises:
             EngineError: Ranks are, or were, in different phases.
         """
-        if len(ranks) == 1 or not (self.home.place or self._apart) or not self._compares:
+        phase = self.phase
+        if len(ranks) == 1 or not (phase.following or phase.apart) or not self._compares:
             return
-        own = self._phase = f"{self.home.place}{self._model}"
-        self.home.place = ""
-        self._start_comparison(own, range(self.axes.mesh.world_size), PLACE_TAG)()
+        phase.running, phase.following = f"{phase.following}{self._model}", ""
+        self._start_comparison(phase.running, range(self.axes.mesh.world_size))()
 
     def _compare_units(self, unit: str) -> Callable[[], None]:
-        """Start to compare the unit of a gather; returns the end, which raises an error."""
+        """Compare places, and start to compare the unit of a gather; the result raises an error."""
+        self._compare_places(self.axes.shard_ranks)
         if not unit or not self._compares:
             return lambda: None
-        place = f"{self._phase}, a gather of {unit}"
-        return self._start_comparison(place, self.axes.shard_ranks, UNIT_TAG)
+        place = f"{self.phase.running}, a gather of {unit}"
+        return self._start_comparison(place, self.axes.shard_ranks)
 
-    def _start_comparison(self, own: str, ranks: Sequence[int], tag: int) -> Callable[[], None]:
-        if self._apart:
-            raise EngineError(self._apart)
+    def _start_comparison(self, own: str, ranks: Sequence[int]) -> Callable[[], None]:
+        if self.phase.apart:
+            raise EngineError(self.phase.apart)
         size = len(ranks)
         text = bytearray(own.encode()[-PLACE_BYTES:].ljust(PLACE_BYTES) * size)
         texts = torch.frombuffer(text, dtype=torch.uint8).view(size, PLACE_BYTES)
         mine = texts[ranks.index(self.rank)].clone()
-        works = self._exchange([mine] * size, list(texts), ranks, tag)
+        works = self._exchange([mine] * size, list(texts), ranks, PLACE_TAG)
 
         def compare() -> None:
             Works(works, own).wait()
@@ -99,14 +98,9 @@ class MessageTransport(Transport):
                 f"rank {r} is at {it}" for r, it in zip(ranks, places, strict=True) if it != here
             ]
             if found:
-                self._apart = (
+                self.phase.apart = (
                     f"{here}: expected every rank to come here; {', '.join(found)}. {_CURE}"
                 )
-                raise EngineError(self._apart)
+                raise EngineError(self.phase.apart)
 
         return compare
-
-
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Views memory as bytes, so that gloo need not support the dtype."""
-    return tensor.view(torch.uint8)

@@ -68,7 +68,7 @@ class Peers:
 
     def __init__(self, ranks: Sequence[int], pids: Sequence[int], part: int) -> None:
         self.ranks = tuple(ranks)
-        self._pids = tuple(pids)
+        self.pids = tuple(pids)
         self._poll = select.poll()
         self._parts: dict[int, int] = {}  # by process descriptor
         for index, pid in enumerate(pids):
@@ -80,13 +80,6 @@ class Peers:
     def ended(self) -> list[int]:
         """The parts whose processes have ended."""
         return [self._parts[descriptor] for descriptor, _ in self._poll.poll(0)]
-
-    def refuse(self, part: int, doing: str) -> EngineError:
-        """Returns the error for a part that will never arrive."""
-        return EngineError(
-            f"{doing}: expected rank {self.ranks[part]} (process {self._pids[part]}) to take "
-            "part; it has ended. Its own output says why."
-        )
 
     def __del__(self) -> None:
         for descriptor in self._parts:
@@ -152,7 +145,10 @@ class Board:
 
         for part in self.peers.ended():
             if is_late(part):  # a part that arrived and then ended is fine
-                raise self.peers.refuse(part, doing)
+                raise EngineError(
+                    f"{doing}: expected rank {self.peers.ranks[part]} (process "
+                    f"{self.peers.pids[part]}) to take part; it has ended. Its own output says why."
+                )
         for part, other in product(self._others, _PLACES):
             is_further = self._counters[part][other].value > self.value(other)
             if other is not mark and is_further and is_late(part):
