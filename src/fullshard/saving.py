@@ -42,6 +42,7 @@ from fullshard.checkpoint.format import (
 )
 from fullshard.checkpoint.read import remove, superfluous
 from fullshard.checkpoint.retain import tidy
+from fullshard.checkpoint.storage import StorePath, storage_path
 from fullshard.checkpoint.values import encode
 from fullshard.engine.engine import Engine, engine_of
 from fullshard.engine.homes import Residence
@@ -205,7 +206,9 @@ def write(
         documents: Step, further files and tied names.
         settings: Whether to wait, and how many checkpoints to keep.
     """
-    place = _open_place(ranks, Path(realpath(target)), settings)  # links stay
+    target = storage_path(target)
+    real = target.resolve() if isinstance(target, StorePath) else Path(realpath(target))
+    place = _open_place(ranks, real, settings)  # links stay
     work = partial(_write_files, ranks, place, pieces, documents, settings.keep)
     if settings.wait:
         work()
@@ -506,11 +509,13 @@ class Saves:
             raise error
 
     def claim_folder(self, folder: Path) -> None:
-        """Locks a folder of steps for this process until it ends.
+        """Locks a folder of steps for this process until it ends; a store has no locks.
 
         Raises:
             CheckpointError: Another process has locked it, or the folder cannot be created.
         """
+        if isinstance(folder, StorePath):
+            return
         try:
             folder.mkdir(parents=True, exist_ok=True)
             key = folder.resolve()

@@ -19,7 +19,6 @@ from fullshard.config.fields import (
     Text,
     as_json,
 )
-from fullshard.config.names import apply_moves
 from fullshard.config.problems import ConfigProblems, Problem, show
 from fullshard.config.section import Section
 from fullshard.config.sharding import ShardConfig
@@ -355,18 +354,9 @@ class RunConfig(Section):
         return [*super().known_names(), "strategy"]
 
     @classmethod
-    def unknown(cls, key: str, value: Any) -> Problem | None:
+    def unknown(cls, key: str) -> Problem:
         """The problem of a section's key at the top level; names the section."""
         for name, section in (("sharding", ShardConfig), ("training", TrainingConfig)):
             if key in section.field_names() or key in section.ALIASES:
                 return Problem(key, "", "unknown key", f"Write {name}.{key}")
-        return super().unknown(key, value)
-
-    @classmethod
-    def prepare(cls, values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
-        """Sets keys that other keys imply, then reads like every section."""
-        moved, contradictions = apply_moves(cls, values)
-        if moved.get("model") is None and moved.get("student") is None and moved.get("teacher"):
-            moved["model"] = moved["teacher"]  # a student starts as its teacher, or as part of it
-        prepared, problems = super().prepare(moved)
-        return prepared, contradictions + problems
+        return super().unknown(key)

@@ -27,6 +27,7 @@ from types import FrameType
 from typing import NoReturn
 
 from fullshard.config.environment import LaunchEnvironment, read_launch_environment
+from fullshard.config.values import Strategy
 from fullshard.errors import ConfigError, write_anything
 from fullshard.launch.exit_codes import ExitCode
 from fullshard.launch.failure import LaunchFolder, RankFailure
@@ -158,6 +159,20 @@ def _main() -> None:
         _watch(launch, folder)
     sys.argv = [module, *arguments]
     run_rank(lambda: _run_module(module))
+    if launch is not None and launch.rank == 0 and launch.config_file and not watchdog.WATCHED:
+        _say_unsharded(launch.config_file)
+
+
+def _say_unsharded(file: Path) -> None:
+    """Says that the launcher's file had no effect."""
+    from fullshard.config.load import load_config
+
+    strategy = load_config(file, needs_model=False).config.sharding.strategy
+    if strategy is not Strategy.NO_SHARD:
+        logging.getLogger("fullshard").warning(
+            f"--config_file {file.name}: asks for {strategy}, but the script sharded no model. "
+            "Call fs.shard, or import the Trainer or Accelerator of fullshard.integrations."
+        )
 
 
 def _watch(launch: LaunchEnvironment, folder: LaunchFolder) -> None:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fullshard.config.schema import RunConfig
+from fullshard.config.schema import RunConfig, ShardConfig
 from fullshard.config.values import GradReduction
 from fullshard.data.dataset import IGNORED, DatasetFacts, PreparedData
 from fullshard.data.order import Indices, SampleOrder, evaluation_samples
@@ -79,11 +79,11 @@ class Team(Protocol):
 
     @property
     def num_batches(self) -> int:
-        """Number of batches that the ranks see at a time."""
+        """Number of batches, or parts of their sequences, that the ranks see at a time."""
         ...
 
     def exchange(self, values: Sequence[float]) -> list[list[float]]:
-        """The values of each batch's rank, in order; all ranks call it together."""
+        """The values of each such batch's rank, in order; all ranks call it together."""
         ...
 
 
@@ -92,23 +92,30 @@ class Seat:
     """A rank, the number of ranks, and the rank's device.
 
     Attributes:
-        tensor: Number of neighbouring ranks that share a batch (`sharding.tensor`).
+        sharding: Sizes of the axes; ranks are numbered as in `planner.mesh.mesh_of`.
     """
 
     rank: int
     world_size: int
     device: torch.device
-    tensor: int = 1
+    sharding: ShardConfig = field(default_factory=ShardConfig)
 
     @property
     def batch(self) -> int:
-        """Which of the batches of a micro-batch this rank sees."""
-        return self.rank // self.tensor
+        """Which of the batches of a micro-batch this rank sees, or a part of."""
+        expert, tensor = self.sharding.expert, self.sharding.tensor
+        outer, inner = divmod(self.rank, self.sharding.context * expert * tensor)
+        return outer * expert + inner // tensor % expert
+
+    @property
+    def part(self) -> int:
+        """Which part of the sequences this rank sees."""
+        return self.rank // (self.sharding.expert * self.sharding.tensor) % self.sharding.context
 
     @property
     def num_batches(self) -> int:
         """Number of batches that the ranks see at a time."""
-        return self.world_size // self.tensor
+        return self.sharding.num_batches(self.world_size)
 
     @property
     def is_first(self) -> bool:
@@ -125,7 +132,7 @@ class RankTeam:
 
     def __init__(self, transport: Transport, seat: Seat) -> None:
         self._transport, self._seat = transport, seat
-        self.num_batches = seat.num_batches
+        self.num_batches = seat.num_batches * seat.sharding.context
 
     def exchange(self, values: Sequence[float]) -> list[list[float]]:
         """The values of each batch's rank, in order; all ranks call it together.
@@ -138,7 +145,7 @@ class RankTeam:
         table[seat.rank] = torch.tensor(list(values), dtype=torch.float64)
         flat = table.reshape(-1).to(seat.device)
         self._transport.all_reduce(flat)
-        found = flat.cpu().reshape(seat.num_batches, seat.tensor, len(values))
+        found = flat.cpu().reshape(self.num_batches, seat.sharding.tensor, len(values))
         return found.amax(1).tolist()
 
 
@@ -148,7 +155,7 @@ Objective = Callable[[nn.Module, Batch], tuple[torch.Tensor, int]]
 
 def whole_logits_loss(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, int]:
     """The cross-entropy of the next tokens, from the logits of all tokens at once."""
-    return causal_lm_loss(model(**inputs_of(batch), use_cache=False).logits, batch["labels"])
+    return causal_lm_loss(model(**inputs_of(batch), use_cache=False).logits, batch)
 
 
 class RowBatches:
@@ -210,13 +217,36 @@ class RowBatches:
 
     def _batch(self, chosen: Indices, *, held_out: bool) -> Batch:
         arrays = {**self.data.arrays(chosen, held_out=held_out), "rows": chosen.copy()}
-        counts = np.zeros(arrays["labels"].shape, dtype=bool)
-        counts[:, :-1] = arrays["labels"][:, 1:] != IGNORED
-        arrays[PREDICTED] = np.flatnonzero(counts)  # on the CPU, so that no GPU waits
+        shifted = np.full_like(arrays["labels"], IGNORED)
+        shifted[:, :-1] = arrays["labels"][:, 1:]
+        if self._seat.sharding.context > 1:
+            arrays = self._divided({**arrays, SHIFTED: shifted})
+            shifted = arrays[SHIFTED]
+        arrays[PREDICTED] = np.flatnonzero(shifted != IGNORED)  # on the CPU, so that no GPU waits
         batch = {name: torch.from_numpy(array) for name, array in arrays.items()}
         if self._seat.device.type == "cuda":
             batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
         return batch
+
+    def _divided(self, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """This rank's part of every sequence, and the documents of the whole ones.
+
+        Sequences are padded to a multiple of the parts; the padding is a document without labels.
+        """
+        num_parts, part = self._seat.sharding.context, self._seat.part
+        rows, length = arrays["labels"].shape
+        places, more = np.arange(length), -length % num_parts
+        positions = arrays.get("position_ids", np.broadcast_to(places, (rows, length)))
+        fill = {"position_ids": np.arange(more), "labels": IGNORED, SHIFTED: IGNORED}
+        found: dict[str, np.ndarray] = {}
+        for name, array in {**arrays, "position_ids": positions}.items():
+            if array.ndim == 2:
+                end = np.broadcast_to(np.asarray(fill.get(name, 0)), (rows, more))
+                whole = np.concatenate([array, end], 1)
+                found[name] = np.ascontiguousarray(np.split(whole, num_parts, 1)[part])
+                if name == "position_ids" and name in arrays:
+                    found[DOCUMENTS] = np.cumsum(whole == 0, 1)
+        return arrays | found
 
     def _placed(self, batch: Batch) -> Batch:
         device = self._seat.device
@@ -248,6 +278,8 @@ class RecipeKind:
 
 
 PREDICTED = "predicted"  # key of a batch: flat positions whose next token is a label
+SHIFTED = "shift_labels"  # labels of the next tokens, of parts of sequences alone
+DOCUMENTS = "documents"  # (rows, whole length) numbers of documents, beside parts of sequences
 
 
 def inputs_of(batch: Batch) -> Batch:
@@ -255,18 +287,18 @@ def inputs_of(batch: Batch) -> Batch:
     return {name: batch[name] for name in ("input_ids", "position_ids") if name in batch}
 
 
-def causal_lm_loss(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, int]:
+def causal_lm_loss(logits: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, int]:
     """Summed next-token cross-entropy, and the number of label tokens.
 
     Args:
         logits: (batch, length, vocabulary), any float dtype; position t predicts token t + 1.
-        labels: (batch, length) token ids; -100 marks tokens that are not predicted.
+        batch: `labels`, (batch, length) token ids; -100 marks tokens that are not predicted.
 
     Returns:
         The sum in float32 (float64 logits: float64) and the count.
     """
-    targets = labels[:, 1:].reshape(-1)
-    total = cross_entropy(logits[:, :-1].reshape(-1, logits.shape[-1]), targets)
+    targets = shifted_of(batch).reshape(-1)
+    total = cross_entropy(logits.reshape(-1, logits.shape[-1]), targets)
     return total, int((targets != IGNORED).sum())
 
 
@@ -280,9 +312,14 @@ def predicted_of(batch: Batch) -> torch.Tensor:
     """Flat positions of a batch whose next token is a label, within their row."""
     if PREDICTED in batch:
         return batch[PREDICTED]
-    counts = batch["labels"].roll(-1, 1) != IGNORED
-    counts[:, -1] = False
-    return counts.reshape(-1).nonzero().reshape(-1)
+    return (shifted_of(batch) != IGNORED).reshape(-1).nonzero().reshape(-1)
+
+
+def shifted_of(batch: Batch) -> torch.Tensor:
+    """(batch, length) the label of every position's next token."""
+    if SHIFTED in batch:
+        return batch[SHIFTED]
+    return F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
 
 
 def blank(batch: Batch) -> Batch:

@@ -22,6 +22,7 @@ from fullshard.checkpoint.commit import ALONE
 from fullshard.checkpoint.format import STATE, natural
 from fullshard.checkpoint.read import choose, read_tables
 from fullshard.checkpoint.retain import Found, checkpoints_in, newest_complete
+from fullshard.checkpoint.storage import storage_path
 from fullshard.config.files import flatten, is_below
 from fullshard.config.load import Resolved, load_config
 from fullshard.config.values import nearest
@@ -86,13 +87,17 @@ class Resume:
 _JSON = TypeAdapter(Resume)
 
 
-def find_resume(asked: str, output_dir: Path, key: str = "--resume") -> Resume:
+def find_resume(
+    asked: str, output_dir: Path, key: str = "--resume", checkpoint_dir: str | None = None
+) -> Resume:
     """What `--resume` means for a folder, before the number of steps is known.
 
     Args:
         asked: auto, never or a path.
         output_dir: Folder of the run.
         key: Where the user wrote it, for errors.
+        checkpoint_dir: Other place of the run's checkpoints. A run whose folder was lost resumes
+            from there.
 
     Raises:
         CheckpointError: PATH has no checkpoint.
@@ -108,11 +113,40 @@ def find_resume(asked: str, output_dir: Path, key: str = "--resume") -> Resume:
                 f"Did you mean '{meant}'?"
             )
         try:
-            return _from_path(Path(asked).expanduser())
+            return _from_path(storage_path(Path(asked).expanduser()))
         except CheckpointError as error:
             raise CheckpointError(f"{key}: {str(error).removeprefix('checkpoint: ')}") from error
     folder = RunFolder(output_dir)
-    return own_resume(folder) if folder.record.is_file() else Resume()
+    if folder.record.is_file():
+        return own_resume(folder)
+    root = checkpoint_dir and storage_path(checkpoint_dir)
+    return _from_path(root) if root and holds_checkpoints(root) else Resume()
+
+
+def holds_checkpoints(folder: Path) -> bool:
+    """Whether a folder has checkpoints, complete or not; interrupted saves do not count.
+
+    Raises:
+        CheckpointError: A file is in its place, or a link that leads to nothing.
+    """
+    if lexists(folder) and not folder.is_dir():
+        raise CheckpointError(
+            f"checkpoint: expected the folder of the run's checkpoints at '{folder}', got a file, "
+            "or a link that leads to nothing. Bring the checkpoints back, or remove it to start "
+            "again."
+        )
+    return any(not found.is_leftover for found in checkpoints_in(folder))
+
+
+def check_checkpoint_dir(checkpoint_dir: str | None, resume: Resume) -> None:
+    """Raises ConfigError if the checkpoints of another run are where this one would save."""
+    root = storage_path(checkpoint_dir).resolve() if checkpoint_dir else None
+    if root and root != (resume.path and resume.path.resolve()) and holds_checkpoints(root):
+        raise ConfigError(
+            f"training.checkpoint_dir: expected a place without checkpoints for a run that "
+            f"does not resume from there; '{root}' has some. Name another place, or "
+            f"--resume {root}."
+        )
 
 
 def own_resume(folder: RunFolder) -> Resume:
@@ -125,13 +159,7 @@ def own_resume(folder: RunFolder) -> Resume:
         first = Resume.of_record(record)
         batch = record.get("planned", {}).get("samples_per_step") or first.global_batch
         batch = batch and natural(batch)
-    if lexists(folder.checkpoints) and not folder.checkpoints.is_dir():
-        raise CheckpointError(
-            f"checkpoint: expected the folder of the run's checkpoints at '{folder.checkpoints}', "
-            "got a file, or a link that leads to nothing. Bring the checkpoints back, or remove it "
-            "to start again."
-        )
-    if any(not found.is_leftover for found in checkpoints_in(folder.checkpoints)):
+    if holds_checkpoints(folder.checkpoints):
         return Resume(folder.checkpoints, batch, in_place=True)
     return replace(first, in_place=True) if first.required else Resume(None, batch, in_place=True)
 
@@ -192,7 +220,10 @@ def check_data(resume: Resume, position: Any, steps: StepPlan) -> None:
         return
     with untrusted(f"a checkpoint in '{resume.path}'", "the data position of a run"):
         trained = dict(position or {})
-    own = ("data", "data.path", steps.data), ("seed", "training.seed", steps.order.seed)
+    own: tuple[tuple[str, str, object], ...] = (
+        ("data", "data.path", steps.data),
+        ("seed", "training.seed", steps.order.seed),
+    )
     for name, key, now in own:
         if trained.get(name, now) != now:
             raise ConfigError(
