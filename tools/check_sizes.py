@@ -28,16 +28,16 @@ EXEMPT = ("src/fullshard/compat/",)
 # Packages that share a budget are joined by " + ".
 BUDGETS = {
     "bench": 1_792,
-    "config": 3_757,
+    "config": 3_767,
     "cli": 1_950,
-    "engine + transport": 7_465,
+    "engine + transport": 7_473,
     "planner + outlook": 4_402,
-    "data + models + recipes + run + verify": 8_549,
+    "data + models + recipes + run + verify": 8_838,
     "observe + launch": 3_305,
     "compat + integrations": 2_849,
-    "xla + jax + xla_state": 2_490,
-    "checkpoint + formats": 2_651,
-    "in all": 40_354,
+    "xla + jax + xla_state": 2_493,
+    "checkpoint + formats": 2_685,
+    "in all": 40_696,
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

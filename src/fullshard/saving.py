@@ -187,7 +187,7 @@ def _range_of(held: Held, member: Member, whole: torch.Tensor) -> Held:
 def ranks_of(engine: Engine) -> Ranks:
     """The processes of an engine."""
     world_size = engine.plan.mesh.world_size
-    return Ranks(engine.rank, world_size, engine.tell, engine.agree)
+    return Ranks(engine.rank, world_size, engine.lead, engine.agree)
 
 
 def write(
@@ -393,15 +393,13 @@ def _piece(kind: Kind, held: Held, stage: Stage) -> Piece:
 def _open_place(ranks: Ranks, target: Path, settings: SaveSettings) -> commit.Place:
     """Makes the temporary folder, which all ranks see. A collective."""
 
-    def claim() -> str | None:
-        if ranks.rank != 0:
-            return None
+    def claim() -> str:
         if settings.step is not None:
             SAVES.claim_folder(target.parent)
         tidy(target)
         return commit.claim(target).token
 
-    place = commit.Place(target, ranks.tell(ranks.agree(claim))[0])
+    place = commit.Place(target, ranks.lead(claim))
     try:
         ranks.agree(partial(commit.join, place, ranks.rank))
     except CheckpointError:
@@ -436,7 +434,7 @@ def _write_files(
     commit.report(place, rank, outcome)
     try:
         if rank != 0:
-            commit.await_verdict(place, rank)
+            commit.await_verdict(place, rank, ranks.world_size)
             return
         commit.conclude(place, ranks.world_size, documents)
     except CheckpointError as error:

@@ -27,6 +27,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,6 +55,8 @@ NOTE_BYTES = 4096
 PATIENCE_S = 1800.0  # for slow ranks; the launcher handles dead ones
 FAREWELL_S = 10.0
 POLL_S = (0.002, 0.1)
+POLLS_PER_S = 4000  # of all ranks together: a store answers some thousand requests per second
+READERS = 32  # threads that read notes: a store takes tens of milliseconds for each
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,18 +101,19 @@ class Ranks:
     Attributes:
         rank: This process.
         world_size: Number of processes.
-        tell: Collective that returns the values of all ranks, in rank order.
+        lead: Collective that returns on all ranks what a function returns on the first one, which
+            alone calls it; an error there is raised on all.
         agree: Collective that returns what a function returns; if it fails on one rank, it raises
             on all.
     """
 
     rank: int
     world_size: int
-    tell: Callable[[Any], list[Any]]
+    lead: Callable[[Callable[[], Any]], Any]
     agree: Callable[[Callable[[], Any]], Any]
 
 
-ALONE = Ranks(0, 1, lambda value: [value], lambda do: do())
+ALONE = Ranks(0, 1, lambda do: do(), lambda do: do())
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +200,7 @@ def conclude(place: Place, world_size: int, documents: Documents) -> None:
         CheckpointError: A rank could not write; the save is removed.
     """
     try:
-        said = [_read_note(place.note(rank), place.target) for rank in range(world_size)]
+        said = _at_once(lambda rank: _read_note(place.note(rank), place.target), world_size)
         wrong = next((text for text in said if text), None)
         if wrong is not None:
             raise CheckpointError(wrong)
@@ -216,7 +220,7 @@ def conclude(place: Place, world_size: int, documents: Documents) -> None:
         place.note(0).unlink(missing_ok=True)
 
 
-def await_verdict(place: Place, rank: int) -> None:
+def await_verdict(place: Place, rank: int, world_size: int = 1) -> None:
     """Waits until the first rank has completed the checkpoint.
 
     A rank that was stopped for longer than the first rank waits for farewells still finds the
@@ -226,7 +230,7 @@ def await_verdict(place: Place, rank: int) -> None:
         CheckpointError: The first rank could not complete it.
     """
     try:
-        text = _read_note(place.verdict, place.target)
+        text = _read_note(place.verdict, place.target, world_size / POLLS_PER_S)
     finally:
         place.note(rank).unlink(missing_ok=True)
         if not place.note(0).exists():
@@ -271,8 +275,8 @@ def failure(target: Path, rank: int, error: BaseException) -> CheckpointError:
 def _complete(place: Place, world_size: int, documents: Documents) -> None:
     files: dict[str, FileFacts] = {}
     tensors: list[tuple[str, StoredTensor]] = []
-    for rank in range(world_size):
-        record: Any = json.loads(place.record(rank).read_text())
+    for text in _at_once(lambda rank: place.record(rank).read_text(), world_size):
+        record: Any = json.loads(text)
         files |= {name: FileFacts(*facts) for name, facts in record["files"].items()}
         tensors += Index.from_json(record["index"], "a rank's record", whole=False).tensors.items()
     index = join_slices(tensors, documents.tied, world_size)
@@ -301,6 +305,15 @@ def _commit_in_store(place: Place, manifest: Manifest) -> None:
         )
     write_text(place.target / COMPLETE, manifest.to_json())
     remove_superseded(place.target, place.aside.name, place.notes.name)
+
+
+def _at_once(read: Callable[[int], str], world_size: int) -> list[str]:
+    """What is read of each rank; after an error here, readers that still wait find no notes."""
+    pool = ThreadPoolExecutor(min(READERS, world_size), "fullshard-notes")
+    try:
+        return list(pool.map(read, range(world_size)))
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def put_in_place(place: Place) -> None:
@@ -339,8 +352,14 @@ def _fill_note(path: Path, error: str) -> None:
         file.write(text.ljust(NOTE_BYTES))
 
 
-def _read_note(path: Path, target: Path) -> str:
-    """Waits until a note is written; returns its error, or an empty text."""
+def _read_note(path: Path, target: Path, least_s: float = 0.0) -> str:
+    """Waits until a note is written; returns its error, or an empty text.
+
+    Args:
+        path: The note.
+        target: The checkpoint, for errors.
+        least_s: Pause between two looks, once it has grown.
+    """
     deadline, pause = time.monotonic() + PATIENCE_S, POLL_S[0]
     while time.monotonic() < deadline:
         try:
@@ -354,7 +373,7 @@ def _read_note(path: Path, target: Path) -> str:
             with suppress(ValueError):  # half a note: look again
                 return json.loads(text)["error"]
         time.sleep(pause)
-        pause = min(2 * pause, POLL_S[1])
+        pause = min(2 * pause, max(POLL_S[1], least_s))
     return (
         f"checkpoint '{target}': expected every rank to write within {PATIENCE_S:g} s; "
         f"{path.name} did not. The checkpoint before this one stands."

@@ -170,11 +170,12 @@ class Index:
                 "dtype": tensor.dtype,
                 "shape": list(tensor.shape),
                 "slices": [
-                    [number[p.file], p.start, p.stop, p.checksum, *([p.rank] * tensor.opaque)]
+                    [number[p.file], p.start, p.stop, p.checksum, *([p.rank] * opaque)]
                     for p in tensor.slices
                 ],
             }
             for key, tensor in self.tensors.items()
+            for opaque in (tensor.opaque,)  # it looks at every slice
         }
         return json.dumps(
             {

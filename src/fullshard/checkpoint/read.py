@@ -13,6 +13,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -206,22 +207,31 @@ def choose(ranks: Ranks, path: Path, *, whole: bool = True) -> Found:
         CheckpointError: There is none; names what was skipped and why.
     """
     skipped: list[str] = []
-    found: list[Found] = ranks.tell(
-        ranks.agree(lambda: candidates(path) if ranks.rank == 0 else [])
-    )[0]
-    for entry in found:
-        why = entry.why
-        if entry.manifest is not None:
-            reasons: list[str] = ranks.tell(why_not(entry, ranks.rank, ranks.world_size * whole))
-            why = next((text for text in reasons if text), "")
-            if not why:
-                check_passed(found, entry)
-                return entry
-        skipped.append(f"{entry.path.name}: {why}")
-        if ranks.rank == 0 and len(found) > 1:
-            logger.warning("skipped checkpoint %s: %s", entry.path, why)
-    check_passed(found, None)
+    found: list[Found] = []  # of the first rank; one is told at a time, since a manifest is large
+
+    def look() -> int:
+        found.extend(candidates(path))
+        return len(found)
+
+    num_found = ranks.lead(look)
+    for at in range(num_found):
+        entry: Found = ranks.lead(partial(found.__getitem__, at))
+        check_passed([entry], None)
+        try:
+            ranks.agree(partial(_check, entry, ranks, whole=whole))
+            return entry
+        except CheckpointError as error:
+            skipped.append(f"{entry.path.name}: {error}")
+            if ranks.rank == 0 and num_found > 1:
+                logger.warning("skipped checkpoint %s: %s", entry.path, error)
     raise unusable(path, skipped)
+
+
+def _check(entry: Found, ranks: Ranks, *, whole: bool) -> None:
+    """Raises CheckpointError if a checkpoint cannot be read; each rank reads a share of it."""
+    why = entry.why or why_not(entry, ranks.rank, ranks.world_size * whole)
+    if why:
+        raise CheckpointError(why)
 
 
 def why_not(found: Found, rank: int = 0, num_ranks: int = 1) -> str:

@@ -14,6 +14,7 @@ import errno
 import os
 import re
 import shutil
+import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
@@ -24,8 +25,11 @@ from stat import S_IFDIR, S_IFREG
 from typing import Any, Self
 
 from fullshard.config.regular_files import open_regular, read_regular
+from fullshard.config.values import nearest
 from fullshard.errors import CheckpointError
 
+PAUSES_S = (0.1, 0.4, 1.6)  # before a failed request is made again
+FINAL = (FileNotFoundError, PermissionError, FileExistsError, IsADirectoryError, NotADirectoryError)
 _URL = re.compile(r"([a-z][a-z0-9+.-]+):/+(.*)", re.DOTALL)  # pathlib joins the slashes
 
 
@@ -42,7 +46,9 @@ def storage_path(path: str | PathLike[str]) -> Path:
 class StorePath(PosixPath):
     """A name in an object store.
 
-    Errors of its library that are no OSError become one.
+    Requests that fail are made again a few times: ranks learn from notes in the store what others
+    did, so one lost answer must not leave them waiting. Errors of the store's library that are no
+    OSError become one.
     """
 
     def __str__(self) -> str:
@@ -50,9 +56,16 @@ class StorePath(PosixPath):
 
     def ask(self, method: str, *args: Any, **settings: Any) -> Any:
         """Calls a method of the store with this name."""
-        store = _store(self.parts[0].rstrip(":"))
-        with _as_os_error(self):
-            return getattr(store, method)(str(self), *args, **settings)
+        call = getattr(_store(self.parts[0].rstrip(":")), method)
+        for pause in (*PAUSES_S, None):
+            try:
+                with _as_os_error(self):
+                    return call(str(self), *args, **settings)
+            except OSError as error:
+                if pause is None or isinstance(error, FINAL):
+                    raise
+                time.sleep(pause)
+        raise AssertionError
 
     def resolve(self, strict: bool = False) -> Self:  # noqa: ARG002, FBT001, FBT002
         return self
@@ -63,13 +76,20 @@ class StorePath(PosixPath):
         return os.stat_result((mode, 0, 0, 1, 0, 0, facts["size"] or 0, 0, 0, 0))
 
     def exists(self, **_: Any) -> bool:
-        return bool(self.ask("exists"))
+        return self._kind() is not None
 
     def is_file(self, **_: Any) -> bool:
-        return bool(self.ask("isfile"))
+        return self._kind() == "file"
 
     def is_dir(self, **_: Any) -> bool:
-        return bool(self.ask("isdir"))
+        return self._kind() == "directory"
+
+    def _kind(self) -> str | None:
+        """None if there is no such name; fsspec's own questions take any failure for that."""
+        try:
+            return self.ask("info")["type"]
+        except FileNotFoundError:
+            return None
 
     def is_symlink(self) -> bool:
         return False
@@ -119,10 +139,10 @@ def _store(protocol: str) -> Any:
         azure = dict.fromkeys(("az", "abfs", "adl"), "adlfs")
         raise _missing(protocol, (packages | azure).get(protocol, str(error))) from error
     except ValueError as error:
-        known = ", ".join(sorted(fsspec.available_protocols()))
+        close = nearest(protocol, fsspec.available_protocols())
         raise CheckpointError(
-            f"{protocol}://: expected a protocol that fsspec knows, got {protocol!r}. Name a "
-            f"folder, or one of {known}."
+            f"{protocol}://: expected a protocol that fsspec knows, got {protocol!r}. "
+            f"{f'Did you mean {close}?' if close else 'Name a folder.'}"
         ) from error
 
 
@@ -137,7 +157,10 @@ def _missing(protocol: str, package: str) -> CheckpointError:
 def _as_os_error(path: Path) -> Generator[None]:
     try:
         yield
-    except (OSError, CheckpointError):
+    except CheckpointError:
+        raise
+    except OSError as error:
+        error.filename = error.filename or str(path)
         raise
     except Exception as error:
         raise OSError(errno.EIO, f"{type(error).__name__}: {error}", str(path)) from error

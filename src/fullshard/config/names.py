@@ -105,7 +105,7 @@ NAMES: Mapping[str, Rule] = {
     # ---- data and saving ----
     "save_safetensors": lost("weights are always safetensors", True),
     **each(
-        no_effect("batches are cut from an array of tokens, which leaves no work for workers"),
+        no_effect("one process per rank makes batches ahead, pinned on GPUs"),
         "dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers",
         "dataloader_prefetch_factor",
     ),

@@ -106,6 +106,16 @@ class DataConfig(Section):
     validation_fraction: Share = 0.05
     """Share of each source that is held out for evaluation."""
 
+    separate_documents: Flag = False
+    """true: documents that share a sequence do not attend to each other (text; for conversations,
+    sft.packing does so)."""
+
+    streaming: Flag = False
+    """true: tokenize text while training, a few parts ahead, instead of before it."""
+
+    shuffle_buffer: Count = 4096
+    """Sequences that are shuffled together with data.streaming."""
+
     bigram_baseline: Flag | None = None
     """true: fit a bigram model to compare the loss with (about 50 bytes of memory per token). None:
     only for the embedded text."""
@@ -113,13 +123,16 @@ class DataConfig(Section):
     @property
     def uses_baseline(self) -> bool:
         if self.bigram_baseline is None:
-            return self.path is None and not self.mixture
+            return self.path is None and not self.mixture and not self.streaming
         return self.bigram_baseline
 
     @model_validator(mode="after")
     def _path_or_mixture(self) -> Self:
         if self.path is not None and self.mixture:
             raise ConfigProblems([Problem("mixture", "one of path and mixture", "both")])
+        if self.bigram_baseline and self.streaming:
+            got = "true with data.streaming", "The baseline counts all pairs first"
+            raise ConfigProblems([Problem("bigram_baseline", "false", *got)])
         if not self.mixture and self.model_fields_set & {"path", "mixture"} == {"mixture"}:
             got = "an empty list", "Leave the key out to train on the embedded text"
             raise ConfigProblems([Problem("mixture", "at least one source", *got)])

@@ -19,6 +19,7 @@ The tokenizers library encodes a batch of texts on all cores.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
@@ -119,7 +120,7 @@ def shards(spans: Iterable[Span], arrays: Mapping[Path, TokenFile]) -> list[Shar
             continue
         held.append(part)
         size += part.size
-        if size >= SHARD_BYTES:
+        if size >= SHARD_BYTES // 2:  # parts are cut at lines, so most are a little smaller
             found.append(Shard(tuple(held)))
             held, size = [], 0
     return [*found, Shard(tuple(held))] if held else found
@@ -183,9 +184,21 @@ def tokenize(
         )
     progress = Progress(size)
     for file, shard in todo.items():
-        make(file, shard, how, encoder)
+        ensure(file, shard, how, lambda: encoder)
         progress.add(shard.num_bytes)
     return [_read(file) for file in files]
+
+
+def ensure(
+    file: Path, shard: Shard, how: TokenSettings, encoder: Callable[[], Encoder]
+) -> TokenFile:
+    """The tokens of a shard, from the cache or made now; other processes wait meanwhile."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with (file.parent / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not _is_made(file):
+            make(file, shard, how, encoder())
+    return _read(file)
 
 
 def fast_encoder(tokenizer: str) -> Encoder:

@@ -19,21 +19,27 @@ tokens weigh too much.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from fullshard.config.schema import RunConfig, ShardConfig
 from fullshard.config.values import GradReduction
-from fullshard.data.dataset import IGNORED, DatasetFacts, PreparedData
+from fullshard.data.dataset import (
+    IGNORED,
+    PREDICTED,
+    SHIFTED,
+    BatchMaker,
+    DatasetFacts,
+    PreparedData,
+)
 from fullshard.data.order import Indices, SampleOrder, evaluation_samples
+from fullshard.data.worker import Request, Worker
 from fullshard.transport.base import Transport
 
 if TYPE_CHECKING:
@@ -174,11 +180,13 @@ class RowBatches:
         self.data = data
         self.objective: Objective = whole_logits_loss
         self._order, self._seat = order, seat
-        self._evaluation = evaluation_samples(
+        evaluation = evaluation_samples(
             data.facts.num_held_out_sequences, per_device_eval, order.shape.world_size
         )
-        self._thread = ThreadPoolExecutor(1, "fullshard batches")
-        self._ahead: dict[int, Future[list[Batch]]] = {}
+        self._num_evaluated = len(evaluation)
+        parts = (seat.part, seat.sharding.context)
+        maker = BatchMaker(data.without_tokenizer(), order, evaluation, seat.batch, parts)
+        self._worker = Worker(maker)
 
     @property
     def samples_per_step(self) -> int:
@@ -194,62 +202,29 @@ class RowBatches:
         return None if per_row is None else self.samples_per_step * per_row
 
     def micro_batches(self, step: int) -> list[Batch]:
-        """This rank's batches, prepared by a thread during the step before."""
-        made = self._ahead.pop(step, None)
-        batches = self._made(step) if made is None else made.result()
-        self._ahead = {step + 1: self._thread.submit(self._made, step + 1)}
-        return [self._placed(batch) for batch in batches]
-
-    def _made(self, step: int) -> list[Batch]:
-        chosen = self.data.dealt(self._order.of_step(step))[:, self._seat.batch]
-        return [self._batch(rows, held_out=False) for rows in chosen]
+        """This rank's batches, which its worker made during the step before."""
+        return self._made((False, step), (False, step + 1))
 
     def held_out(self) -> Iterable[Batch]:
-        for chosen in self._evaluation[:, self._seat.batch]:
-            yield self._placed(self._batch(chosen, held_out=True))
+        for number in range(self._num_evaluated):
+            follows = number + 1 < self._num_evaluated
+            yield from self._made((True, number), (True, number + 1) if follows else None)
 
     def train_rows(self, chosen: Indices) -> Batch:
         """Some training rows as a batch; -1 is an empty place."""
-        return self._placed(self._batch(chosen, held_out=False))
+        return self._placed(self.data.batch(chosen, held_out=False))
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, int]:
         return self.objective(model, batch)
 
-    def _batch(self, chosen: Indices, *, held_out: bool) -> Batch:
-        arrays = {**self.data.arrays(chosen, held_out=held_out), "rows": chosen.copy()}
-        shifted = np.full_like(arrays["labels"], IGNORED)
-        shifted[:, :-1] = arrays["labels"][:, 1:]
-        if self._seat.sharding.context > 1:
-            arrays = self._divided({**arrays, SHIFTED: shifted})
-            shifted = arrays[SHIFTED]
-        arrays[PREDICTED] = np.flatnonzero(shifted != IGNORED)  # on the CPU, so that no GPU waits
-        batch = {name: torch.from_numpy(array) for name, array in arrays.items()}
-        if self._seat.device.type == "cuda":
-            batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
-        return batch
+    def _made(self, request: Request, ahead: Request | None) -> list[Batch]:
+        return [self._placed(arrays) for arrays in self._worker.take(request, ahead)]
 
-    def _divided(self, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """This rank's part of every sequence, and the documents of the whole ones.
-
-        Sequences are padded to a multiple of the parts; the padding is a document without labels.
-        """
-        num_parts, part = self._seat.sharding.context, self._seat.part
-        rows, length = arrays["labels"].shape
-        places, more = np.arange(length), -length % num_parts
-        positions = arrays.get("position_ids", np.broadcast_to(places, (rows, length)))
-        fill = {"position_ids": np.arange(more), "labels": IGNORED, SHIFTED: IGNORED}
-        found: dict[str, np.ndarray] = {}
-        for name, array in {**arrays, "position_ids": positions}.items():
-            if array.ndim == 2:
-                end = np.broadcast_to(np.asarray(fill.get(name, 0)), (rows, more))
-                whole = np.concatenate([array, end], 1)
-                found[name] = np.ascontiguousarray(np.split(whole, num_parts, 1)[part])
-                if name == "position_ids" and name in arrays:
-                    found[DOCUMENTS] = np.cumsum(whole == 0, 1)
-        return arrays | found
-
-    def _placed(self, batch: Batch) -> Batch:
+    def _placed(self, arrays: Mapping[str, Any]) -> Batch:
         device = self._seat.device
+        batch = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        if device.type == "cuda":
+            batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
         return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
 
 
@@ -275,11 +250,6 @@ class RecipeKind:
     check_data: Callable[[RunConfig, DatasetFacts], None] = lambda *_: None
     write: Callable[[RunConfig, RowBatches, Seat], None] | None = None
     xla: str | None = None
-
-
-PREDICTED = "predicted"  # key of a batch: flat positions whose next token is a label
-SHIFTED = "shift_labels"  # labels of the next tokens, of parts of sequences alone
-DOCUMENTS = "documents"  # (rows, whole length) numbers of documents, beside parts of sequences
 
 
 def inputs_of(batch: Batch) -> Batch:

@@ -21,8 +21,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from fullshard.config.schema import RunConfig
+from fullshard.data.dataset import DOCUMENTS
 from fullshard.errors import ConfigError
-from fullshard.recipes.base import DOCUMENTS, Batch, Objective, Seat
+from fullshard.recipes.base import Batch, Objective, Seat
 from fullshard.transport.groups import exchanged_parts, own_group
 
 # Arguments of attention that change it; None in models that do not use them.

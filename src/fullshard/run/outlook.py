@@ -29,7 +29,15 @@ from fullshard.models.build import (
 from fullshard.models.config import quiet_libraries, require_transformers
 from fullshard.outlook.calibration import FILE_NAME, Calibration, read_calibration
 from fullshard.outlook.devices import Device, Gpus, find_device
-from fullshard.outlook.memory import GIB, LAUNCHER_PROCESS, LOAD, RANK_PROCESS, Fit, Storage
+from fullshard.outlook.memory import (
+    GIB,
+    LAUNCHER_PROCESS,
+    LOAD,
+    RANK_PROCESS,
+    WORKER_PROCESS,
+    Fit,
+    Storage,
+)
 from fullshard.outlook.predict import Machine, Outlook, PlannedStep, look
 from fullshard.outlook.search import MICRO_BATCH, PlanAt, Study, choose, study
 from fullshard.outlook.workload import Batch, Shapes, decoder
@@ -166,7 +174,8 @@ def transport_here(config: ShardConfig, topology: Topology) -> ShardConfig:
 
 def this_machine(num_ranks: int) -> Machine:
     """The machine of a rank on this host: its GPU, or its part of the host's memory."""
-    limit, process = host_memory.limit(), RANK_PROCESS + LAUNCHER_PROCESS // num_ranks
+    limit, each = host_memory.limit(), RANK_PROCESS + WORKER_PROCESS
+    process = each + LAUNCHER_PROCESS // num_ranks
     left = limit.num_bytes // num_ranks - process
     if torch.cuda.is_available():
         facts = torch.cuda.get_device_properties(0)

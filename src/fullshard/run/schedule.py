@@ -116,6 +116,8 @@ def plan_steps(
     if global_batch is not None:
         shape = BatchShape.of_batch(global_batch, per_device, num_batches)
     order = SampleOrder(facts.num_train_sequences, shape, training.seed, facts.mixture)
+    if facts.shuffle_buffer:
+        order = order.streamed(facts.shuffle_buffer)
     num_steps = training.max_steps
     if num_steps <= 0:
         num_steps = max(1, math.ceil(training.num_train_epochs * order.steps_per_epoch))

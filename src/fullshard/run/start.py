@@ -245,6 +245,8 @@ def _read_data(config: RunConfig, command: Command) -> tuple[PreparedData, Pretr
     kind.check_data(config, dataset.facts)
     if config.sft is not None and config.sft.packing and kind.uses_chats(config):
         check_documents(model_config)
+    if dataset.facts.separator is not None:
+        check_documents(model_config, "data.separate_documents")
     return dataset, model_config
 
 

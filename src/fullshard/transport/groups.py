@@ -177,6 +177,17 @@ def tell_everyone(value: Any, group: Any) -> list[Any]:
     return said
 
 
+def tell_from_first(value: Any, group: Any) -> Any:
+    """Returns the value of a group's first rank; None is a group of this rank alone. A collective.
+
+    `tell_everyone` would take as many bytes of each rank for every other rank.
+    """
+    said = [value]
+    if group is not None:
+        dist.broadcast_object_list(said, group=group, group_src=0)
+    return said[0]
+
+
 def copy_from_first(tensors: Sequence[torch.Tensor], layout: Sequence[Sequence[int]]) -> None:
     """Overwrite tensors with those of the first rank of the group. A collective of all ranks.
 
