@@ -207,9 +207,8 @@ def write(
         settings: Whether to wait, and how many checkpoints to keep.
     """
     target = storage_path(target)
-    if not isinstance(target, StorePath):
-        target = Path(realpath(target))  # links stay, and so may the caller
-    place = _open_place(ranks, target, settings)
+    real = target.resolve() if isinstance(target, StorePath) else Path(realpath(target))
+    place = _open_place(ranks, real, settings)  # links stay
     work = partial(_write_files, ranks, place, pieces, documents, settings.keep)
     if settings.wait:
         work()

@@ -94,10 +94,12 @@ def test_what_a_kill_left_in_the_cache_a_day_ago_is_removed(tmp_path, tokenizer)
     left, live = part.with_name(".left.7"), part.with_name(".live.8")
     for file in (left, live):
         file.write_bytes(b"half of it")
-    os.utime(left, (0, 0))
+    for file in (left, lock := part.with_name(".lock")):
+        os.utime(file, (0, 0))
     make_dataset([Source.at(text)], NO_HOLD_OUT, tokenizer)
     assert not left.exists()
     assert live.exists()  # it may be another host's
+    assert lock.exists()
 
 
 def test_a_truncated_part_of_the_cache_is_made_anew(tmp_path, tokenizer):

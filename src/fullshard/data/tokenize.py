@@ -165,7 +165,7 @@ def tokenize(
         DataError: Something cannot be read.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    for left in folder.glob(".*"):
+    for left in folder.glob(".*.*"):  # not .lock
         with suppress(OSError):  # a kill left it; the processes of other hosts are not known
             if time.time() - left.stat().st_mtime > LEFT_S:
                 left.unlink()

@@ -124,7 +124,17 @@ def find_resume(
 
 
 def holds_checkpoints(folder: Path) -> bool:
-    """Whether a folder has checkpoints, complete or not; interrupted saves do not count."""
+    """Whether a folder has checkpoints, complete or not; interrupted saves do not count.
+
+    Raises:
+        CheckpointError: A file is in its place, or a link that leads to nothing.
+    """
+    if lexists(folder) and not folder.is_dir():
+        raise CheckpointError(
+            f"checkpoint: expected the folder of the run's checkpoints at '{folder}', got a file, "
+            "or a link that leads to nothing. Bring the checkpoints back, or remove it to start "
+            "again."
+        )
     return any(not found.is_leftover for found in checkpoints_in(folder))
 
 
@@ -149,12 +159,6 @@ def own_resume(folder: RunFolder) -> Resume:
         first = Resume.of_record(record)
         batch = record.get("planned", {}).get("samples_per_step") or first.global_batch
         batch = batch and natural(batch)
-    if lexists(folder.checkpoints) and not folder.checkpoints.is_dir():
-        raise CheckpointError(
-            f"checkpoint: expected the folder of the run's checkpoints at '{folder.checkpoints}', "
-            "got a file, or a link that leads to nothing. Bring the checkpoints back, or remove it "
-            "to start again."
-        )
     if holds_checkpoints(folder.checkpoints):
         return Resume(folder.checkpoints, batch, in_place=True)
     return replace(first, in_place=True) if first.required else Resume(None, batch, in_place=True)
@@ -216,7 +220,10 @@ def check_data(resume: Resume, position: Any, steps: StepPlan) -> None:
         return
     with untrusted(f"a checkpoint in '{resume.path}'", "the data position of a run"):
         trained = dict(position or {})
-    own = ("data", "data.path", steps.data), ("seed", "training.seed", steps.order.seed)
+    own: tuple[tuple[str, str, object], ...] = (
+        ("data", "data.path", steps.data),
+        ("seed", "training.seed", steps.order.seed),
+    )
     for name, key, now in own:
         if trained.get(name, now) != now:
             raise ConfigError(
