@@ -1,7 +1,10 @@
 """FSDP1 under torch.distributed.checkpoint.state_dict, as PyTorch's checkpoint recipes have it."""
 
+import copy
+import pickle
 import warnings
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -18,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
+from fullshard.compat.errors import MisuseError
 from fullshard.compat.fsdp1 import FullyShardedDataParallel as FSDP
 from fullshard.compat.fsdp1 import always_wrap_policy
 from fullshard.compat.fsdp2 import fully_shard
@@ -157,3 +161,66 @@ def whole():
 
 def test_full_state_dicts_of_an_fsdp1_model(ranks):
     ranks(2)(whole)
+
+
+# ---- state dicts that are kept
+
+
+def kept_run():
+    """A model of FSDP2 that has stepped after its state dict was taken."""
+    torch.manual_seed(0)
+    model = ToyModel()
+    fully_shard(model.net1)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=True)
+    state = model.state_dict()
+    step(model, optimizer)
+    return model, optimizer, state
+
+
+def kept_state_follows(folder):
+    model, optimizer, state = kept_run()
+    before = {name: value.full_tensor() for name, value in state.items()}
+    step(model, optimizer)
+    pickled, copied = pickle.loads(pickle.dumps(state)), copy.deepcopy(state)
+    dcp.save({"model": state}, checkpoint_id=folder / "kept")
+    wanted = {name: param.full_tensor() for name, param in model.named_parameters()}
+    step(model, optimizer)
+    dcp.async_save({"model": state}, checkpoint_id=folder / "async").result()
+    later = {name: param.full_tensor() for name, param in model.named_parameters()}
+    for name, value in wanted.items():
+        assert not torch.equal(before[name], value)
+        assert torch.equal(pickled[name].full_tensor(), value)
+        assert torch.equal(copied[name].full_tensor(), value)
+        assert type(pickled[name]) is type(copied[name]) is DTensor
+    for saved, values in (("kept", wanted), ("async", later)):
+        read = {name: torch.zeros_like(value) for name, value in before.items()}
+        dcp.load({"model": read}, checkpoint_id=folder / saved)
+        for name, value in values.items():
+            assert torch.equal(read[name], value), (saved, name)
+
+    # a checkpoint is read into the state dict, loaded, and saved from it after one more step
+    dcp.load({"model": state}, checkpoint_id=folder / "kept")
+    model.load_state_dict(state)
+    for name, param in model.named_parameters():
+        assert torch.equal(param.full_tensor(), wanted[name]), name
+    step(model, optimizer)
+    for name, param in model.named_parameters():
+        assert torch.equal(state[name].full_tensor(), param.full_tensor()), name
+
+
+def test_a_kept_state_dict_follows_the_weights_as_torchs_do(ranks, tmp_path):
+    ranks(2)(kept_state_follows, tmp_path)
+
+
+def written_and_not_loaded():
+    model, optimizer, state = kept_run()
+    for value in state.values():
+        value.zero_()
+    step(model, optimizer)
+    with pytest.raises(MisuseError, match="it was not called before the weights changed"):
+        state["net1.weight"].full_tensor()
+
+
+def test_a_state_dict_that_was_written_and_not_loaded_is_an_error(ranks):
+    ranks(2)(written_and_not_loaded)

@@ -318,6 +318,56 @@ def test_what_a_step_needs_of_whole_tensors_is_refused_by_the_optimizers_name():
     assert "no_shard" in text
 
 
+class Container(optim.Optimizer):
+    """As torchtitan's: an optimizer of the model's parameters that steps others."""
+
+    def __init__(self, params, kinds, sweeps=None):
+        params = list(params)
+        half = len(params) // 2
+        self.inner = [kind(params[: half or 1], lr=1e-2) for kind in kinds[:1]]
+        self.inner += [kind(params[half:], lr=1e-2) for kind in kinds[1:]]
+        self.sweeps = sweeps
+        super().__init__(params, {"lr": 1e-2})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for one in self.inner:
+            one.step()
+        for param in self.param_groups[0]["params"]:
+            if self.sweeps is not None:
+                self.sweeps(param)
+
+
+def contained(run, kinds):
+    model = run.shard(run.model())
+    train(run, model, Container(model.parameters(), kinds))
+    return run.result(model)
+
+
+@on_ranks(2)
+def test_optimizers_that_another_one_steps_are_tried_and_the_outer_one_is_not():
+    compare(partial(contained, kinds=(optim.AdamW, optim.SGD)))
+
+
+@on_ranks(2)
+def test_an_outer_optimizer_is_tried_unless_others_have_all_its_parameters():
+    run = Run(2, torch.distributed.get_rank())
+    found = {}
+    for name, kinds, sweeps in (
+        ("an inner one mixes", (optim.SGD, optim.Adafactor), None),
+        ("half has none", (optim.SGD,), None),
+        ("the outer one mixes", (optim.SGD, optim.SGD), lambda p: p.flatten()),
+        ("out of sight", (optim.SGD, optim.SGD), lambda p: p.data.flatten()),
+    ):
+        model = run.shard(run.model())
+        run.loss(model, 0).backward()
+        found[name] = error_of(Container(model.parameters(), kinds, sweeps).step)
+    assert "Adafactor: expected an elementwise optimizer" in found["an inner one mixes"]
+    assert "Container: expected an optimizer that can be tried" in found["half has none"]
+    assert "Container.step calls flatten: expected" in found["the outer one mixes"]
+    assert "Container.step calls flatten: expected" in found["out of sight"]
+
+
 # ---- ranks that leave something out ----
 
 

@@ -66,6 +66,34 @@ def launch(tmp_path, monkeypatch):
     return launch
 
 
+SHARDS = """
+import torch, torch.distributed as dist
+import fullshard as fs
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+fs.shard(torch.nn.Linear(4, 4))
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "file", "says"),
+    [
+        ("print(1)", "{distributed_type: FSDP, num_processes: 2}", True),
+        (SHARDS, "{distributed_type: FSDP, num_processes: 2}", False),
+        ("print(1)", "{distributed_type: MULTI_CPU, num_processes: 2}", False),
+    ],
+    ids=["plain", "sharded", "ddp"],
+)
+def test_a_script_that_shards_nothing_is_told(launch, tmp_path, text, file, says):
+    (tmp_path / "fsdp.yaml").write_text(file)
+    process = launch(text, "--config_file", "fsdp.yaml")
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    wanted = "--config_file fsdp.yaml: asks for full_shard, but the script sharded no model"
+    assert (wanted in out + err) == says, out + err
+
+
 def test_a_plain_script_meets_with_its_own_arguments(launch, tmp_path):
     process = launch(MEETS, "--json", arguments=["--json", "x"])
     out, err = process.communicate(timeout=60)
@@ -182,16 +210,16 @@ def test_a_hang_of_a_script_without_fullshard_is_named(launch, tmp_path):
         (["nothing.py"], "SCRIPT: expected a file, got 'nothing.py', which does not exist."),
         (["job"], "SCRIPT: expected a Python file, got 'job'. For a module: -m job."),
         (["/dev/null"], "SCRIPT: expected a Python file, got '/dev/null'.\n"),
-        (["--nnodes", "1:2", "-m", "x"], "--nnodes: expected an integer >= 1, got '1:2'."),
-        (["--node-rank", "1", "-m", "x"], "--node-rank: expected 0 to 0, got 1."),
+        (["--nnodes", "1:2", "-m", "x"], "--num-machines: expected an integer >= 1, got '1:2'\n"),
+        (["--node-rank", "1", "-m", "x"], "--machine-rank: expected an integer < 1, because"),
         (["--nnodes", "2", "-m", "x"], "--master-addr, --master-port: expected both"),
         (["--nproc-per-node", "two", "-m", "x"], "--nproc-per-node: expected a number"),
         (["--nproc-per-node", "gpu", "-m", "x"], "--nproc-per-node: expected a GPU on this"),
-        (["--timeout", "-1", "-m", "x"], "--timeout: expected a number > 0, got -1.0."),
-        (["--num_processes", "0", "-m", "x"], "--num-processes: expected a multiple of the 1"),
+        (["--timeout", "-1", "-m", "x"], "--timeout: expected a number > 0, got -1.0\n"),
+        (["--num_processes", "0", "-m", "x"], "--num-processes: expected an integer >= 1, got 0"),
         (
             ["--num_processes", "2", "--nproc-per-node", "3", "-m", "x"],
-            "--num-processes: expected what --nproc-per-node 3 says",
+            "--nproc-per-node: expected a number that gives num_processes (2)",
         ),
     ],
 )

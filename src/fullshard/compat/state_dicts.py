@@ -10,19 +10,22 @@ A state dict is converted once, by the outermost marked module of the call.
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils.weak import WeakIdKeyDictionary
 
+from fullshard.compat.errors import MisuseError
 from fullshard.compat.first_values import default_device
 from fullshard.compat.wrapping import (
     cut,
@@ -60,12 +63,14 @@ class Wanted:
         to_cpu: Whether to copy values to the CPU.
         rank0_only: Whether other ranks get an empty state dict.
         mesh: Device mesh of the DTensors; None: one is created for the engine's mesh.
+        follow: Whether the DTensors follow later changes of the weights.
     """
 
     kind: Kind = Kind.FULL
     to_cpu: bool = False
     rank0_only: bool = False
     mesh: Any = None
+    follow: bool = False
 
 
 def asked_by_torch() -> bool:
@@ -117,6 +122,8 @@ def state_dict(
     shards = {key: value for key, value in result.items() if isinstance(value, Guarded)}
     values = convert(engine, shards, wanted)
     result.update(values)
+    if wanted.follow:
+        _Source(module, wanted.mesh).add(shards, values)
     if wanted.rank0_only and own_rank() != 0:
         prefix = prefix_of(args, kwargs)
         for key in [key for key in result if key.startswith(prefix)]:
@@ -170,6 +177,95 @@ def _rows(whole: torch.Tensor, on: DeviceMesh, mesh: Mesh, rank: int) -> DTensor
         shape=whole.shape,
         stride=whole.stride(),
     )
+
+
+class Rows(DTensor):
+    """Rows that follow their weight. In torch's FSDP2 they share its memory, and savers rely on it.
+
+    The first read after a change gathers all rows of the state dict again: a collective.
+    """
+
+    @property
+    def _local_tensor(self) -> torch.Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+        if self in _SOURCES:
+            _SOURCES[self].update(self)
+        return _LOCAL.__get__(self)
+
+    def plain(self) -> DTensor:
+        """The same rows, as they are now, in torch's own class."""
+        return DTensor.from_local(
+            self._local_tensor, self.device_mesh, self.placements, run_check=False,
+            shape=self.shape, stride=self.stride(),
+        )  # fmt: skip
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.plain().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self.plain().clone()
+
+
+_LOCAL: Any = DTensor._local_tensor  # its slot
+_SOURCES: Any = WeakIdKeyDictionary()  # by rows; torch's stager copies their attributes
+
+
+class _Source:
+    """The weights that the rows of one state dict follow.
+
+    Attributes:
+        shards: The weights, by first name.
+        rows: Their rows, which own this object.
+        seen: Version counters of weights and of rows when the rows were last equal to the weights.
+    """
+
+    def __init__(self, module: nn.Module, mesh: Any) -> None:
+        self.module, self.mesh = weakref.ref(module), mesh
+        self.shards: dict[str, Any] = {}
+        self.rows: WeakValueDictionary[str, Any] = WeakValueDictionary()
+        self.seen: dict[str, tuple[int, int]] = {}
+
+    def add(self, shards: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+        for shard, row in ((shards[k], v) for k, v in values.items() if isinstance(v, DTensor)):
+            name = shard.record.piece.name
+            self.shards[name], self.rows[name], _SOURCES[row] = shard, row, self
+            row.__class__ = Rows
+            self.seen[name] = self._versions(name)
+
+    def _versions(self, name: str) -> tuple[int, int]:
+        row = self.rows[name]  # writes count at it, or at its local tensor
+        return self.shards[name]._version, row._version + _LOCAL.__get__(row)._version
+
+    def update(self, row: Rows) -> None:
+        """Reads all rows again if the weight of this one has changed."""
+        module = self.module()
+        name = next(name for name, one in self.rows.items() if one is row)
+        if module is None or self._versions(name)[0] == self.seen[name][0]:
+            return
+        for name in list(self.rows):
+            if self._versions(name)[1] != self.seen[name][1]:
+                raise MisuseError(
+                    f"{name}: expected load_state_dict() of a state dict that was written, since "
+                    "its tensors are copies here; it was not called before the weights changed. "
+                    "Call model.load_state_dict(state_dict) after reading a checkpoint into it."
+                )
+        engine = engine_for(module)
+        for name, whole in whole_params(engine, self.shards):
+            if name in self.rows:
+                _LOCAL.__get__(self.rows[name]).copy_(rows_of(engine, whole, self.mesh).to_local())
+                self.seen[name] = self._versions(name)
+
+    def loaded(self) -> None:
+        """Takes rows that were written as read into the model."""
+        self.seen = {n: (self.seen[n][0], self._versions(n)[1]) for n in list(self.rows)}
+
+
+def unfollowed(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state dict to load, of rows as they are before the first weight changes."""
+    rows = {key: value for key, value in state.items() if isinstance(value, Rows)}
+    plain = {key: value.plain() for key, value in rows.items()}
+    for source in {_SOURCES[value] for value in rows.values() if value in _SOURCES}:
+        source.loaded()
+    return {**state, **plain}
 
 
 def placements_of(mesh: Mesh, num_axes: int, num_dims: int) -> tuple[Any, ...]:

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from fullshard.engine._torch_compat import no_guard, register_guard_types
+from fullshard.engine._torch_compat import no_guard, register_guard_types, tree_leaves
 from fullshard.engine.norms import Count
 from fullshard.engine.parameter import (
     Guarded,
@@ -80,7 +80,6 @@ class _Watch:
             self._handle.remove()
             self._handle = None
             self._passed.clear()
-            self._sliced.clear()
             self._forget_types()
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -132,20 +131,29 @@ class _Watch:
         numbers = {k: v for k, v in settings.items() if k not in ("lr", "initial_lr")}
         dtype = torch.float64 if like.dtype is torch.float64 else torch.float32
         key = (kind, like.device.type, dtype, *((k, _structure(v)) for k, v in numbers.items()))
-        if key not in self._passed:
+        if key not in self._passed and not _steps_others(optimizer):
             rate = {"lr": PROBE_RATE} if settings.get("lr") is not None else {}
             like = torch.empty(0, dtype=dtype, device=like.device)
-            sliced = probe(kind, {**settings, **rate}, like)
-            self._sliced.setdefault(kind, set()).update(sliced)
+            self._sliced.setdefault(kind, set()).update(probe(kind, {**settings, **rate}, like))
             self._passed.add(key)
+
+
+def _steps_others(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether optimizers that it contains have all of its parameters, as in torchtitan.
+
+    Each of them is tried at its own step. The guard checks what the outer one does itself.
+    """
+    inner = [x for x in tree_leaves(vars(optimizer)) if isinstance(x, torch.optim.Optimizer)]
+    ids = {id(p) for one in inner for group in one.param_groups for p in group["params"]}
+    return all(id(p) in ids for group in optimizer.param_groups for p in group["params"])
 
 
 def _refuse_pending(optimizer: torch.optim.Optimizer) -> None:
     with no_guard():
         grads = [p.grad for group in optimizer.param_groups for p in group["params"]]
-    for grad in grads:
-        if isinstance(grad, PendingGradient):
-            raise grad.refusal(f"{type(optimizer).__name__}.step")
+    pending = [grad for grad in grads if isinstance(grad, PendingGradient)]
+    if pending:
+        raise pending[0].refusal(f"{type(optimizer).__name__}.step")
 
 
 def _structure(value: Any) -> Any:
@@ -211,11 +219,10 @@ def probe(
             "elementwise optimizer, or strategy no_shard, where nothing is cut."
         )
     drawn = _drawn([PROBE_SHAPE], like)
-    half = PROBE_SHAPE[0] // 2
     try:
         make = partial(_like, kind, settings)
         whole, optimizer = _stepped(make, drawn)
-        halves, _ = _stepped(make, [list(tensor.split(half)) for (tensor,) in drawn])
+        halves, _ = _stepped(make, [list(tensor.split(PROBE_SHAPE[0] // 2)) for (tensor,) in drawn])
         states = optimizer.state[optimizer.param_groups[0]["params"][0]].items()
     except Exception as error:
         raise NotElementwiseError(
@@ -314,7 +321,8 @@ def check_by_itself(
                 "fs.owned: expected an optimizer that can be tried on small matrices of "
                 f"{like.dtype}; it raised {type(error).__name__}: {error}."
             ) from error
-        if not all(map(_close, together, [*first, *second])):
+        close = partial(torch.allclose, rtol=1e-6, atol=1e-10)
+        if not all(map(close, together, [*first, *second])):
             raise EngineError(
                 "fs.owned: expected an optimizer that updates each tensor by itself; this one "
                 "updates it in another way where it has other tensors too, has its turn later, or "
@@ -330,10 +338,6 @@ def _drawn(shapes: Sequence[tuple[int, ...]], like: torch.Tensor) -> list[list[t
         [torch.randn(s, generator=generator, dtype=torch.float64).to(like) for s in shapes]
         for _ in range(1 + PROBE_STEPS)
     ]
-
-
-def _close(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.allclose(one, other, rtol=1e-6, atol=1e-10)
 
 
 def _made_by(

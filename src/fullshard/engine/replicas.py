@@ -68,7 +68,7 @@ def check_equal_start(model: nn.Module, plan: Plan, transport: Transport) -> Non
         raise ConfigError(
             f"{names[wrong[0]]}{others}: expected the same weights on every rank, of which each "
             "keeps its part; they differ. Seed all ranks alike (torch.manual_seed) before the "
-            "model is built, or load the same weights on all."
+            "model is built, or call torch.distributed.broadcast(x, 0) for each before fs.shard."
         )
 
 

@@ -27,10 +27,11 @@ from types import FrameType
 from typing import NoReturn
 
 from fullshard.config.environment import LaunchEnvironment, read_launch_environment
-from fullshard.errors import ConfigError, PreemptedError, write_anything
+from fullshard.config.values import Strategy
+from fullshard.errors import ConfigError, write_anything
 from fullshard.launch.exit_codes import ExitCode
 from fullshard.launch.failure import LaunchFolder, RankFailure
-from fullshard.launch.signals import SAVE_SIGNALS, handled
+from fullshard.launch.signals import SAVE_SIGNALS, handled, raise_preempted
 from fullshard.observe.hang import watchdog
 from fullshard.observe.hang.judge import Verdict
 from fullshard.observe.hang.watchdog import WatchdogSettings
@@ -105,15 +106,11 @@ def die_with_parent(parent: int) -> None:
 
 
 def _on_signal(
-    folder: LaunchFolder | None, _: Mapping[int, object], number: int, _frame: FrameType | None
+    folder: LaunchFolder | None, before: Mapping[int, object], number: int, frame: FrameType | None
 ) -> None:
-    """Raises a PreemptedError in the main thread, so that `finally` blocks run."""
     if folder is not None and folder.ending.exists():
         os._exit(128 + number)  # another rank failed; this one has nothing to report
-    raise PreemptedError(
-        f"run: expected to reach its end, got {signal.Signals(number).name}. Start it again; "
-        "it resumes from its last checkpoint, if it has saved one."
-    )
+    raise_preempted(before, number, frame)
 
 
 def _install_logging(launch: LaunchEnvironment | None) -> None:
@@ -162,6 +159,20 @@ def _main() -> None:
         _watch(launch, folder)
     sys.argv = [module, *arguments]
     run_rank(lambda: _run_module(module))
+    if launch is not None and launch.rank == 0 and launch.config_file and not watchdog.WATCHED:
+        _say_unsharded(launch.config_file)
+
+
+def _say_unsharded(file: Path) -> None:
+    """Says that the launcher's file had no effect."""
+    from fullshard.config.load import load_config
+
+    strategy = load_config(file, needs_model=False).config.sharding.strategy
+    if strategy is not Strategy.NO_SHARD:
+        logging.getLogger("fullshard").warning(
+            f"--config_file {file.name}: asks for {strategy}, but the script sharded no model. "
+            "Call fs.shard, or import the Trainer or Accelerator of fullshard.integrations."
+        )
 
 
 def _watch(launch: LaunchEnvironment, folder: LaunchFolder) -> None:

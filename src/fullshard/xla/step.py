@@ -400,7 +400,9 @@ def gradients(
     met, loss_fn = whole_but_blocks(plan, params), seeing(beside.given)
     arrays = [array for array in plan.table.arrays if array.trainable]
 
-    def summed(mine: Tree, batch: Any, variables: Tree, at: Any) -> tuple[jax.Array, Sums]:
+    def summed(
+        mine: Tree, met: Tree, batch: Any, variables: Tree, at: Any
+    ) -> tuple[jax.Array, Sums]:
         more = {} if variables is None else {"variables": variables}
         if beside.rng is not None:
             more["rng"] = _key(plan, beside.rng, at)
@@ -410,7 +412,8 @@ def gradients(
     def micro_batch(carry: Any, turn: Any) -> tuple[Any, Any]:
         (kept, variables), (at, batch) = carry, turn
         value_and_grad = jax.value_and_grad(summed, has_aux=True)
-        (_, sums), grads = value_and_grad(trained(plan, met), batch, variables, at)
+        here = met if num_micro_batches == 1 else plan.with_arrays(partial(_in_turn, at), met)
+        (_, sums), grads = value_and_grad(trained(plan, here), here, batch, variables, at)
         found = [
             grad if array.block else reduce(array, grad, plan.table.mesh)
             for array, grad in zip(arrays, jax.tree.leaves(grads), strict=True)
@@ -434,6 +437,11 @@ def gradients(
     metrics |= {"grad_norm": _norm(plan, grads), "num_tokens": count}
     structure = jax.tree.structure(trained(plan, params))
     return jax.tree.unflatten(structure, grads), metrics, _averaged(plan, variables)
+
+
+def _in_turn(at: Any, array: Any, leaf: jax.Array) -> jax.Array:
+    """Makes XLA gather the blocks in each micro-batch; it would keep gathered ones for all."""
+    return lax.optimization_barrier((leaf, at))[0] if array.block else leaf
 
 
 def _key(plan: XlaPlan, rng: Any, at: Any) -> Any:

@@ -276,7 +276,7 @@ class FSDPModule(HoldsShards, nn.Module, TorchFSDPModule):
         if has_meta(outermost(self)):
             return state_dicts.rows_on_meta(self, mesh, super().state_dict, args, kwargs)
         _close_open(self)
-        wanted = Wanted(Kind.SHARDED, mesh=mesh)
+        wanted = Wanted(Kind.SHARDED, mesh=mesh, follow=True)
         return state_dicts.state_dict(self, wanted, super().state_dict, args, kwargs)
 
     def load_state_dict(
@@ -290,7 +290,7 @@ class FSDPModule(HoldsShards, nn.Module, TorchFSDPModule):
         Only one unit is gathered at a time. A model with values copies, even with `assign`.
         """
         _close_open(self)
-        state = dict(state_dict)
+        state = state_dicts.unfollowed(state_dict)
         if assign and has_meta(self):
             state_dicts.take_values(self, state)
             _show_placements(self)

@@ -263,7 +263,7 @@ class Watchdog:
         if unequal and not self._asked:
             self._ask(unequal)  # decided once all ranks have published what they issued
             return
-        verdict = judge(seen, self.settings.timeout_s)
+        verdict = judge(seen, self.settings.timeout_s, self.settings.world_size)
         if verdict is not None:
             self._report(verdict, seen)
 
@@ -383,6 +383,7 @@ def read_positions(store: Any, attempt: str, world_size: int) -> dict[int, Seen]
 
 
 _current: list[Watchdog] = []
+WATCHED: list[Sequence[str]] = []  # units of each model of this process
 
 
 def start(settings: WatchdogSettings) -> Watchdog:
@@ -417,6 +418,7 @@ def watch(ring: EventRing, titles: Sequence[str]) -> None:
         ring: Event ring of the model's engine.
         titles: Titles of its units, in plan order.
     """
+    WATCHED.append(titles)
     dist = sys.modules.get("torch.distributed")
     launch = read_launch_environment() if dist is not None and dist.is_initialized() else None
     if not _current and launch is not None:

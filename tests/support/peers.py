@@ -1,0 +1,30 @@
+"""Packages that `make setup` does not install, fetched by the tests that need them."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "build" / "peers"
+
+
+def site_of(*requirements: str) -> Path:
+    """Returns a folder for PYTHONPATH with these packages, without what they depend on.
+
+    The test is skipped, with pip's error, where the package index does not offer them.
+    """
+    folder = FOLDER / hashlib.sha256(" ".join(requirements).encode()).hexdigest()[:12]
+    if not (folder / "complete").exists():
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--upgrade"]
+        done = subprocess.run(
+            [*command, "--disable-pip-version-check", "--target", str(folder), *requirements],
+            capture_output=True, text=True, timeout=600, check=False,
+        )  # fmt: skip
+        if done.returncode:
+            pytest.skip(f"cannot install {' '.join(requirements)}: {done.stderr[-500:]}")
+        (folder / "complete").touch()
+    return folder
