@@ -63,6 +63,42 @@ def bytes_in_bf16():
     return gathers, scatters, {kind: c.num_bytes for kind, c in moved.items()}
 
 
+def in_micro_batches():
+    """Collectives of steps without a loop over blocks, as compiled and as planned."""
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+
+    import fullshard.jax as fj
+
+    found = []
+    for num_layers, recompute in ((1, "none"), (1, "block"), (3, "every_2")):
+        tree = {"layers": {"w": jnp.ones((num_layers, 16, 16)), "b": jnp.ones((num_layers, 16))}}
+        config = {"activation_checkpointing": recompute}
+        plan = fj.plan(tree, config, fj.make_mesh(1, 8), blocks=["layers"])
+
+        def loss(params, batch, plan=plan):
+            def block(layer, x):
+                return x + jnp.tanh(x @ layer["w"] * layer["b"])
+
+            x = fj.scan_blocks(block, batch["x"], params["layers"], plan)
+            return jnp.square(x).sum(), len(x)
+
+        tx = optax.sgd(0.1)
+        step = fj.train_step(plan, loss, tx, num_micro_batches=3)
+        batch = step.place({"x": np.ones((3, 16, 16))})
+        census = fj.census(step.compile(fj.shard(plan, tree, tx), batch))
+        planned = {kind: c for kind, c in plan.table.collectives(3).items() if c.count}
+        found.append((census, planned))
+    return found
+
+
+def test_blocks_without_a_loop_are_gathered_in_each_micro_batch(devices):
+    for census, planned in devices(in_micro_batches):
+        assert census == planned
+        assert census["all-gather"].count >= 6
+
+
 def arguments(step, plan):
     _, state, batch, _ = compiled({"strategy": "full_shard", "param_dtype": "bf16"})
     return state, step.place(batch), {}

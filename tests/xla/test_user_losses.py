@@ -208,27 +208,45 @@ def test_tokens_are_counted_exactly_whatever_the_dtype_of_the_loss(devices, dtyp
     assert norm == pytest.approx(8**0.5 * 1e-2, rel=1e-2)
 
 
-def mistakes():
-    """What is said of each."""
+def said_by(attempts):
+    """The message of each attempt's error."""
+    from fullshard.errors import FullshardError
+
+    said = []
+    for do in attempts:
+        try:
+            do()
+            said.append("nothing")
+        except FullshardError as error:
+            said.append(str(error))
+    return said
+
+
+def unmatched(said, wanted):
+    pairs = zip(said, wanted, strict=True)
+    return [text for text, pattern in pairs if not re.search(pattern, text)]
+
+
+def wrong_losses():
+    """What is said of each loss."""
+    import jax
     import jax.numpy as jnp
     import numpy as np
     import optax
 
     import fullshard.jax as fj
-    from fullshard.errors import FullshardError
 
-    mesh = fj.make_mesh(1, 8)
     tree = {"layers": {"w": jnp.ones((4, 8, 8))}, "head": jnp.ones((8, 8))}
-    plan = fj.plan(tree, None, mesh, blocks=["layers"])
+    plan = fj.plan(tree, None, fj.make_mesh(1, 8), blocks=["layers"])
     batch = {"x": np.ones((16, 8))}
 
-    def step_of(make, tx=None, **extra):
-        def loss(params, batch):
-            x = fj.scan_blocks(lambda layer, x: x @ layer["w"], batch["x"], params["layers"], plan)
-            return make((x @ params["head"]).sum(), len(x))
+    def run(loss, tx=None, **more):
+        sgd = optax.sgd(1e-3)
+        return fj.train_step(plan, loss, tx or sgd, **more)(fj.shard(plan, tree, sgd), batch)
 
-        tx = tx or optax.sgd(1e-3)
-        return fj.train_step(plan, loss, tx)(fj.shard(plan, tree, tx), batch, **extra)
+    def scanned(params, batch):
+        x = fj.scan_blocks(lambda layer, x: x @ layer["w"], batch["x"], params["layers"], plan)
+        return (x @ params["head"]).sum()
 
     def forgets(params, batch):
         x = batch["x"]
@@ -236,50 +254,84 @@ def mistakes():
             x = x * params["layers"]["w"][at].sum()
         return x.sum() + params["head"].sum(), jnp.asarray(len(x))
 
-    def forgetful():
-        fresh = fj.plan(tree, None, mesh, blocks=["layers"])
-        return fj.train_step(fresh, forgets, optax.sgd(1e-3))(fj.shard(fresh, tree), batch)
+    def decays(params, batch):
+        norm = sum(jnp.square(leaf).sum() for leaf in jax.tree.leaves(params))
+        return scanned(params, batch) + len(batch["x"]) * norm, len(batch["x"])
 
-    scheduled = optax.inject_hyperparams(optax.sgd)(optax.constant_schedule(1e-3))
-    others = {"layers": {"v": tree["layers"]["w"]}, "head": tree["head"]}
-    said = []
-    for do in (
-        lambda: step_of(lambda total, count: total / count),
-        lambda: step_of(lambda total, count: (total / count, {"accuracy": total})),
-        lambda: step_of(lambda total, count: (total, jnp.ones(3))),
-        lambda: step_of(lambda total, count: (total, count, {"loss": total})),
-        lambda: step_of(lambda total, count: (total, count), optax.adam(1e-3), learning_rate=5.0),
-        lambda: step_of(lambda total, count: (total, count), scheduled, learning_rate=5.0),
-        forgetful,
-        lambda: fj.shard(plan, others),
-        lambda: fj.plan(tree, None, mesh, blocks=["lay*"]),
-        lambda: fj.plan({"a.b": tree["head"], "a": {"b": tree["head"]}}, None, mesh),
-        lambda: fj.pad_batch({"x": np.ones(3), "y": np.ones(3, int)}, 4),
-        lambda: fj.pad_batch({"x": np.ones(3), "label": np.ones(3)}, 4),
-        lambda: fj.pad_batch({"x": np.ones(2), "label": np.eye(2, dtype=int)}, 4),
-        lambda: fj.pad_batch({"x": np.ones(5), "label": np.ones(5, int)}, 4),
-    ):
-        try:
-            do()
-            said.append("nothing")
-        except FullshardError as error:
-            said.append(str(error))
-    injected = optax.inject_hyperparams(optax.sgd)(1e-3)
-    state, _ = step_of(lambda total, count: (total, count), injected, learning_rate=0.0)
-    unmoved = bool((fj.full_params(state)["head"] == 1).all())
-    return said, unmoved
+    linear = lambda params, batch: (batch["x"].sum() * params["head"].sum(), 1)  # noqa: E731
+    return said_by(
+        (
+            lambda: run(scanned),
+            lambda: run(lambda params, batch: (scanned(params, batch), {"accuracy": 1})),
+            lambda: run(lambda params, batch: (scanned(params, batch), jnp.ones(3))),
+            lambda: run(lambda params, batch: (scanned(params, batch), 1, {"loss": 1.0})),
+            lambda: run(lambda params, batch, rng: forgets(params, batch)),
+            lambda: run(forgets),
+            lambda: run(decays),
+            lambda: fj.eval_step(plan, decays)(fj.shard(plan, tree), batch),
+            lambda: run(linear, optax.adam(1e-3)),
+            lambda: run(linear, num_micro_batches=2),
+        )
+    )
 
 
-def test_mistakes_of_losses_trees_and_batches_are_named(devices):
-    said, unmoved = devices(mistakes)
+def test_mistakes_of_losses_are_named(devices):
     wanted = [
         "got .*Tracer",
         "a count that is a dict",
         r"a count of shape \(3,\)",
         "'loss', which the step's own",
+        r"^loss_fn: expected a function of \(params, batch\): missing .* 'rng'",
+        *["^loss_fn: expected layers.w to be gathered"] * 3,
+        "^state: expected the optimizer state of the step's tx",
+        r"^batch: expected 2 micro-batches, .*; got shape \(16, 8\)",
+    ]
+    assert unmatched(devices(wrong_losses), wanted) == []
+
+
+def mistakes():
+    """What is said of each."""
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+
+    import fullshard.jax as fj
+
+    mesh = fj.make_mesh(1, 8)
+    tree = {"layers": {"w": jnp.ones((4, 8, 8))}, "head": jnp.ones((8, 8))}
+    plan = fj.plan(tree, None, mesh)
+    batch = {"x": np.ones((16, 8))}
+
+    def told(tx):
+        def loss(params, batch):
+            return (batch["x"] @ params["head"]).sum(), len(batch["x"])
+
+        return fj.train_step(plan, loss, tx)(fj.shard(plan, tree, tx), batch, learning_rate=0.0)
+
+    injected = optax.inject_hyperparams(optax.sgd)
+    others = {"layers": {"v": tree["layers"]["w"]}, "head": tree["head"]}
+    said = said_by(
+        (
+            lambda: told(optax.adam(1e-3)),
+            lambda: told(injected(optax.constant_schedule(1e-3))),
+            lambda: fj.shard(plan, others),
+            lambda: fj.plan(tree, None, mesh, blocks=["lay*"]),
+            lambda: fj.plan({"a.b": tree["head"], "a": {"b": tree["head"]}}, None, mesh),
+            lambda: fj.pad_batch({"x": np.ones(3), "y": np.ones(3, int)}, 4),
+            lambda: fj.pad_batch({"x": np.ones(3), "label": np.ones(3)}, 4),
+            lambda: fj.pad_batch({"x": np.ones(2), "label": np.eye(2, dtype=int)}, 4),
+            lambda: fj.pad_batch({"x": np.ones(5), "label": np.ones(5, int)}, 4),
+        )
+    )
+    state, _ = told(injected(1e-3))
+    return said, bool((fj.full_params(state)["head"] == 1).all())
+
+
+def test_mistakes_of_trees_batches_and_optimizers_are_named(devices):
+    said, unmoved = devices(mistakes)
+    wanted = [
         "^learning_rate: expected a number that the optimizer reads",
         "^learning_rate: expected a number that the optimizer reads",
-        "^loss_fn: expected layers.w to be gathered",
         "which has layers.w where this one has layers.v",
         "^blocks: expected paths of subtrees; got 'lay\\*'",
         "^a.b: expected names that differ",
@@ -288,10 +340,47 @@ def test_mistakes_of_losses_trees_and_batches_are_named(devices):
         "got int64 of shape .2, 2. that sum to 1.*one-hot rows floating",
         "expected arrays of at most 4 samples",
     ]
-    assert [
-        text for text, pattern in zip(said, wanted, strict=True) if not re.search(pattern, text)
-    ] == []
+    assert unmatched(said, wanted) == []
     assert unmoved
+
+
+def doubled():
+    """Parameters after a step whose blocks have twice their weights, and after one by hand."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+
+    import fullshard.jax as fj
+
+    tree = {"layers": {"w": 0.1 * jax.random.normal(jax.random.key(0), (3, 8, 8))}}
+    plan, tx = fj.plan(tree, None, fj.make_mesh(2, 4), blocks=["layers"]), optax.sgd(1e-1)
+    batch = {"x": np.random.default_rng(0).normal(size=(16, 8))}
+
+    def block(layer, x):
+        return x + jnp.tanh(x @ layer["w"])
+
+    def twice(params):
+        return jax.tree.map(lambda leaf: (2 * leaf.T).T.astype(leaf.dtype), params["layers"])
+
+    @jax.jit  # a decorated loss
+    def loss(params, batch):
+        x = fj.scan_blocks(block, batch["x"], twice(params), plan)
+        return jnp.square(x).sum(), len(x)
+
+    def by_hand(params):
+        x = batch["x"]
+        for at in range(3):
+            x = block({"w": twice(params)["w"][at]}, x)
+        return jnp.square(x).mean(0).sum()
+
+    state, _ = fj.train_step(plan, loss, tx)(fj.shard(plan, tree, tx), batch)
+    wanted = tree["layers"]["w"] - 0.1 * jax.grad(by_hand)(tree)["layers"]["w"]
+    return np.abs(fj.full_params(state)["layers"]["w"] - wanted).max()
+
+
+def test_shards_may_be_changed_element_by_element_before_they_are_gathered(devices):
+    assert devices(doubled) < 1e-12
 
 
 def padded():

@@ -27,9 +27,13 @@ def optimizer(name):
     import optax
     from optax import contrib
 
-    if name == "adamw":  # a large epsilon: some gradients are zero but for rounding
-        return optax.adamw(1e-2, eps=1e-3)
-    return {"muon": contrib.muon, "adafactor": optax.adafactor}[name](1e-2)
+    match name:  # large epsilons: some gradients are zero but for rounding
+        case "adamw":
+            return optax.adamw(1e-2, eps=1e-3)
+        case "muon":
+            return contrib.muon(1e-2, eps=1e-3)
+        case _:
+            return optax.adafactor(1e-2, eps=1e-6)
 
 
 def apart(trees):

@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -30,10 +30,11 @@ from fullshard.errors import ConfigError, WillNotFitError
 from fullshard.outlook.devices import parse_gpus
 from fullshard.planner.arrays import ArraysPlan, Collectives
 from fullshard.xla import processes
-from fullshard.xla.census import census, traced_collectives
+from fullshard.xla.census import census
 from fullshard.xla.opt_state import abstract_opt_state, trained
 from fullshard.xla.plan import AXES, Tree, XlaPlan, batch_spec, spec_of
 from fullshard.xla.step import Beside, LossFn, State, gradients, train_step
+from fullshard.xla.traced import traced_collectives, within
 
 
 @dataclass(frozen=True)
@@ -190,7 +191,6 @@ def trace_step(plan: XlaPlan, loss_fn: LossFn, batch: Tree, num_micro_batches: i
         loss_fn: The step's loss function.
         batch: Shapes of the global batch, after an axis of micro-batches if there are several.
         num_micro_batches: Number of micro-batches.
-        on_cpu: Whether XLA will compile it for CPUs.
     """
     mapped = jax.shard_map(
         partial(gradients, plan, lambda _: loss_fn, num_micro_batches),
@@ -224,10 +224,8 @@ def _scans(program: Any, *, inside: bool) -> Iterator[Any]:
                 yield step
             continue
         below = inside and step.primitive.name != "scan"
-        for param in step.params.values():
-            inner = getattr(param, "jaxpr", param)
-            if hasattr(inner, "eqns"):
-                yield from _scans(inner, inside=below)
+        for inner in within(step):
+            yield from _scans(inner, inside=below)
 
 
 _KEY = "--topology"
@@ -236,38 +234,30 @@ _FORM = re.compile(r"(?:(?P<hosts>[1-9]\d*)x)?(?P<gpus>\d+x[A-Za-z]\S*)")
 
 @dataclass(frozen=True)
 class Capability:
-    """Properties of all chips of a compute capability.
+    """Properties of all chips of a compute capability, by XLA's names; memory in bytes."""
 
-    Attributes:
-        shared_bytes: Shared memory per multiprocessor, in bytes.
-        block_shared_bytes: Maximum shared memory per thread block, in bytes.
-        num_threads: Maximum number of resident threads per multiprocessor.
-        num_fpus: Float32 units per multiprocessor.
-    """
-
-    shared_bytes: int
-    block_shared_bytes: int
-    num_threads: int
-    num_fpus: int
+    shared_memory_per_core: int
+    shared_memory_per_block_optin: int
+    threads_per_core_limit: int
+    fpus_per_core: int
 
 
 @dataclass(frozen=True)
 class Chip:
-    """Properties of a chip other than its memory size.
+    """Properties of a chip other than its memory size, by XLA's names.
 
     Attributes:
         capability: (major, minor) compute capability.
-        num_cores: Number of multiprocessors.
-        clock_ghz: Maximum clock rate, in GHz.
-        bandwidth: Memory bandwidth, in bytes per second.
-        l2_bytes: Size of the L2 cache, in bytes.
+        core_count: Number of multiprocessors.
+        memory_bandwidth: In bytes per second.
+        l2_cache_size: In bytes.
     """
 
     capability: tuple[int, int]
-    num_cores: int
-    clock_ghz: float
-    bandwidth: int
-    l2_bytes: int
+    core_count: int
+    clock_rate_ghz: float
+    memory_bandwidth: int
+    l2_cache_size: int
 
 
 _KIB, _MIB, _GB_S = 1 << 10, 1 << 20, 10**9
@@ -329,27 +319,20 @@ def gpu_devices(topology: str) -> list[Any]:
 
 def target_config(name: str, memory_bytes: int) -> str:
     """Returns a chip as XLA's GpuTargetConfigProto in protobuf text format."""
-    chip = CHIPS[name]
-    capability = CAPABILITIES[chip.capability]
-    major, minor = chip.capability
+    of_chip = asdict(CHIPS[name])
+    major, minor = of_chip.pop("capability")
     numbers = {
         "threads_per_block_limit": 1024,
         "threads_per_warp": 32,
-        "threads_per_core_limit": capability.num_threads,
         "shared_memory_per_block": 48 * _KIB,
-        "shared_memory_per_block_optin": capability.block_shared_bytes,
-        "shared_memory_per_core": capability.shared_bytes,
         "registers_per_core_limit": 64 * _KIB,
         "registers_per_block_limit": 64 * _KIB,
         "block_dim_limit_x": (1 << 31) - 1,
         "block_dim_limit_y": (1 << 16) - 1,
         "block_dim_limit_z": (1 << 16) - 1,
-        "fpus_per_core": capability.num_fpus,
-        "core_count": chip.num_cores,
-        "clock_rate_ghz": chip.clock_ghz,
-        "memory_bandwidth": chip.bandwidth,
-        "l2_cache_size": chip.l2_bytes,
         "device_memory_size": memory_bytes,
+        **asdict(CAPABILITIES[major, minor]),
+        **of_chip,
     }
     fields = " ".join(f"{key}: {value}" for key, value in numbers.items())
     version = f"cuda_compute_capability {{ major: {major} minor: {minor} }}"

@@ -1,14 +1,8 @@
-"""Counts the collectives of a program: of a traced one for the plan, of a compiled one to check it.
+"""Counts the collectives of a compiled program, to check the plan.
 
 Counts in loops are multiplied by trip counts, and called computations are followed. A collective
 that XLA combined counts once per tensor. Bytes are those of the full tensor: the output of an
 all-gather, the input of a reduce-scatter, the operand of an all-reduce.
-
-[Note: traced collectives]
-Whether the backward of a block gathers an array again depends on what its gradients are computed
-from: not from a bias that is added, but from one that is multiplied. No name says this. The traced
-step does, after everything that its results do not need is removed. It also contains the
-collectives that the loss function calls itself, such as BatchNorm's means.
 """
 
 from __future__ import annotations
@@ -16,10 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
 from typing import Any
-
-from jax.interpreters.partial_eval import dce_jaxpr
 
 from fullshard.errors import ConfigError
 from fullshard.planner.arrays import GATHER, REDUCE, SCATTER, Collectives
@@ -69,48 +60,6 @@ def census(compiled: Any, *, num_trips: int | None = None) -> dict[str, Collecti
 
     walk(entry, 1)
     return {kind: found[kind] for kind in KINDS if kind in found}
-
-
-# Primitives of jax -> the collective that XLA compiles them to
-_PRIMITIVES = {"all_gather": GATHER, "reduce_scatter": SCATTER, "all_to_all": EXCHANGE}
-_PRIMITIVES |= {"psum": REDUCE, "pmax": REDUCE, "pmin": REDUCE, "ppermute": "collective-permute"}
-
-
-def traced_collectives(program: Any, *, on_cpu: bool) -> dict[str, Collectives]:
-    """Returns the collectives of a jaxpr that its results need; see [Note: traced collectives].
-
-    Args:
-        program: The jaxpr.
-        on_cpu: Whether XLA compiles it for CPUs, where it widens what is sent in bfloat16.
-    """
-    found: dict[str, Collectives] = {}
-    needed, _ = dce_jaxpr(program, [True] * len(program.outvars))
-    for kind, times, aval in _moved(needed, 1, {}):
-        itemsize = 4 if on_cpu and aval.dtype == "bfloat16" else aval.dtype.itemsize
-        found[kind] = found.get(kind, Collectives()).plus(times, aval.size * itemsize)
-    return found
-
-
-def _moved(program: Any, times: int, sizes: Mapping[str, int]) -> Iterator[tuple[str, int, Any]]:
-    """(kind, number, shape and dtype of the full tensor) of a program that runs `times` times."""
-    for step in program.eqns:
-        name, params = step.primitive.name, step.params
-        kind = _PRIMITIVES.get(name)
-        if kind is not None:
-            axes = params.get("axes", params.get("axis_name"))
-            axes = (axes,) if isinstance(axes, str) else axes
-            if math.prod(sizes.get(axis, 1) for axis in axes) > 1:
-                # not the inputs of a sum, which `vmap` may sum along an axis of the array first
-                for var in step.invars if kind == SCATTER else step.outvars:
-                    yield kind, times, var.aval
-            continue
-        more = dict(params["mesh"].shape) if name == "shard_map" else {}
-        turns = times * (params["length"] if name == "scan" else 1)
-        for param in params.values():
-            for inner in param if isinstance(param, tuple | list) else (param,):
-                inner = getattr(inner, "jaxpr", inner)
-                if hasattr(inner, "eqns"):
-                    yield from _moved(inner, turns, {**sizes, **more})
 
 
 def group_size(line: str) -> int:

@@ -34,6 +34,10 @@ BLOCKS = ("model.layers",)
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 IGNORED = -100  # the ignored label
 MODEL_TYPES = ("llama", "qwen2", "qwen3")
+_SAME = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "rms_norm_eps"),
+    *("num_attention_heads", "num_key_value_heads"),
+)
 ROPE_TYPES = ("default", "linear", "llama3")
 
 
@@ -83,16 +87,10 @@ class DecoderConfig:
         for layer in getattr(config, "layer_types", None) or ():
             expect("layer_types", layer, ("full_attention",))
         bias = bool(getattr(config, "attention_bias", False))
-        heads = config.num_attention_heads
         return cls(
-            vocab_size=config.vocab_size,
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            num_hidden_layers=config.num_hidden_layers,
-            num_attention_heads=heads,
-            num_key_value_heads=config.num_key_value_heads,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-            rms_norm_eps=config.rms_norm_eps,
+            **{name: getattr(config, name) for name in _SAME},
+            head_dim=getattr(config, "head_dim", None)
+            or config.hidden_size // config.num_attention_heads,
             tie_word_embeddings=bool(config.tie_word_embeddings),
             qkv_bias=bias or kind == "qwen2",
             o_bias=bias and kind != "qwen2",
@@ -227,11 +225,10 @@ def token_loss(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Arr
 
 
 def _block(config: DecoderConfig, places: Any, layer: Tree, x: jax.Array) -> jax.Array:
-    eps = config.rms_norm_eps
-    x = x + _attention(
-        config, places, layer["self_attn"], _norm_of(layer, "input_layernorm", x, eps)
-    )
-    h, mlp = _norm_of(layer, "post_attention_layernorm", x, eps), layer["mlp"]
+    mlp, eps = layer["mlp"], config.rms_norm_eps
+    h = _norm(x, layer["input_layernorm"]["weight"], eps)
+    x = x + _attention(config, places, layer["self_attn"], h)
+    h = _norm(x, layer["post_attention_layernorm"]["weight"], eps)
     inner = jax.nn.silu(_apply(mlp["gate_proj"], h)) * _apply(mlp["up_proj"], h)
     return x + _apply(mlp["down_proj"], inner)
 
@@ -257,10 +254,6 @@ def _attention(config: DecoderConfig, places: Any, attn: Tree, x: jax.Array) -> 
 def _apply(linear: Tree, x: jax.Array) -> jax.Array:
     out = x @ linear["weight"].T
     return out + linear["bias"] if "bias" in linear else out
-
-
-def _norm_of(layer: Tree, name: str, x: jax.Array, eps: float) -> jax.Array:
-    return _norm(x, layer[name]["weight"], eps)
 
 
 def _norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:

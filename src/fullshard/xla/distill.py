@@ -21,7 +21,7 @@ from fullshard.errors import ConfigError
 from fullshard.planner.arrays import ArraysPlan
 from fullshard.planner.mesh import Mesh, row_of
 from fullshard.xla.decoder import BLOCKS, IGNORED, head_of, hidden_of
-from fullshard.xla.head import ChunkLoss, Decoder, Rows, chunked, cross_entropy, predicting
+from fullshard.xla.head import ChunkLoss, Decoder, chunked, cross_entropy, labels_of, predicting
 from fullshard.xla.plan import Tree, table_of
 from fullshard.xla.step import LossFn
 
@@ -44,21 +44,20 @@ def distillation(student: Decoder, teacher: Decoder | None, settings: DistillCon
     def beside_teacher(params: Tree, batch: Any, given: Tree) -> tuple[jax.Array, jax.Array]:
         assert teacher is not None, "its arrays are given"
         seen = predicting(hidden_of(teacher.config, teacher.plan, given, batch))
-        own = hidden_of(student.config, student.plan, params, batch)
-        rows, head = Rows.of(own, batch), head_of(student.config, params)
+        own = predicting(hidden_of(student.config, student.plan, params, batch))
+        labels, head = labels_of(batch), head_of(student.config, params)
         if settings.loss is DistillLoss.HIDDEN:
-            labels = (1 - settings.alpha) * chunked(rows, head, None, cross_entropy, size)
-            apart = _hidden_loss(rows, seen, params.get(PROJECTION))
-            return settings.alpha * apart + labels, rows.count
-        rows = rows.beside({"hidden": seen})
-        total = chunked(rows, head, head_of(teacher.config, given), _against(settings), size)
-        return total, rows.count
+            told, count = chunked(own, labels, (head, None), cross_entropy, size)
+            apart = _hidden_loss(own, labels["labels"], seen, params.get(PROJECTION))
+            return settings.alpha * apart + (1 - settings.alpha) * told, count
+        heads = head, head_of(teacher.config, given)
+        return chunked(own, labels | {"hidden": seen}, heads, _against(settings), size)
 
     def beside_cache(params: Tree, batch: Any) -> tuple[jax.Array, jax.Array]:
-        own = hidden_of(student.config, student.plan, params, batch)
+        own = predicting(hidden_of(student.config, student.plan, params, batch))
         kept = {name: predicting(batch[name]) for name in (TOP_VALUES, TOP_IDS)}
-        rows, head = Rows.of(own, batch).beside(kept), head_of(student.config, params)
-        return chunked(rows, head, None, _against(settings), size), rows.count
+        heads = head_of(student.config, params), None
+        return chunked(own, labels_of(batch) | kept, heads, _against(settings), size)
 
     return beside_cache if teacher is None else beside_teacher
 
@@ -80,12 +79,14 @@ def _against(settings: DistillConfig) -> ChunkLoss:
     return loss
 
 
-def _hidden_loss(rows: Rows, teacher: jax.Array, projection: Tree | None) -> jax.Array:
+def _hidden_loss(
+    hidden: jax.Array, labels: jax.Array, teacher: jax.Array, projection: Tree | None
+) -> jax.Array:
     """Mean squared difference over the width, summed over tokens."""
-    seen = rows.hidden if projection is None else rows.hidden @ projection["weight"].T
+    seen = hidden if projection is None else hidden @ projection["weight"].T
     wide = jnp.promote_types(seen.dtype, jnp.float32)
     each = jnp.mean(jnp.square(seen.astype(wide) - teacher.astype(wide)), axis=-1)
-    return jnp.sum(jnp.where(rows.others["labels"] != IGNORED, each, 0.0))
+    return jnp.sum(jnp.where(labels != IGNORED, each, 0.0))
 
 
 def divergence(student: jax.Array, teacher: jax.Array, settings: DistillConfig) -> jax.Array:

@@ -39,16 +39,9 @@ from fullshard.errors import ConfigError
 from fullshard.planner.arrays import ArrayPlan
 from fullshard.planner.mesh import Mesh
 from fullshard.xla.plan import REPLICATE, SHARD, Tree, XlaPlan, pad, unpad
+from fullshard.xla.traced import MOVES, combined
 
 BLOCK_INPUT = "fullshard.block_input"
-# Recomputed, since they are cheap. If saved, they would keep a gathered weight alive.
-_MOVES = (
-    *("reshape", "slice", "dynamic_slice", "split", "pad", "transpose", "squeeze"),
-    *("expand_dims", "broadcast_in_dim", "copy", "convert_element_type", "concatenate"),
-    "bitcast_convert_type",
-)
-
-
 _GATHERS = ("all_gather", "all_to_all")  # see [Note: messages over gloo]
 
 
@@ -60,15 +53,16 @@ def gather(plan: XlaPlan, unit: str, shards: Tree) -> Tree:
         unit: Dotted path of the array or subtree.
         shards: This device's shards; for stacked arrays, those of one layer.
     """
-    arrays = plan.under(unit)
-    plan.gathered.update(array.name for array in arrays)
-    return gather_arrays(arrays, shards, plan.table.mesh)
+    return gather_arrays(plan.under(unit), shards, plan.table.mesh)
 
 
 def gather_arrays(arrays: Sequence[ArrayPlan], shards: Tree, mesh: Mesh) -> Tree:
     """Gathers arrays in the order of the tree's leaves. See [Note: gathers on XLA]."""
     leaves, structure = jax.tree.flatten(shards)
-    whole = jax.custom_vjp(lambda *shards: _collect(arrays, shards))
+
+    @jax.custom_vjp
+    def gathered_by_fullshard(*shards: jax.Array) -> list[jax.Array]:
+        return _collect(arrays, shards)
 
     def forward(*shards: jax.Array) -> tuple[list[jax.Array], None]:
         return _collect(arrays, shards), None
@@ -77,9 +71,29 @@ def gather_arrays(arrays: Sequence[ArrayPlan], shards: Tree, mesh: Mesh) -> Tree
         found = zip(_reduce(arrays, grads, mesh), leaves, strict=True)
         return tuple(grad.astype(shard.dtype) for grad, shard in found)
 
-    whole.defvjp(forward, backward)
-    pairs = zip(arrays, whole(*leaves), strict=True)
+    gathered_by_fullshard.defvjp(forward, backward)
+    pairs = zip(arrays, gathered_by_fullshard(*leaves), strict=True)
     return jax.tree.unflatten(structure, [unpad(array, leaf) for array, leaf in pairs])
+
+
+def check_shards(plan: XlaPlan, loss: Callable[[Tree], Any], params: Tree) -> None:
+    """Checks that a loss function reads the shards of stacked arrays through a gather only.
+
+    Raises:
+        ConfigError: It combines the elements of a shard; see [Note: shards of blocks].
+    """
+    if not plan.blocks:
+        return
+    program, found = jax.make_jaxpr(loss)(params).jaxpr, set[int]()
+    shards = [{at} if array.block else set[int]() for at, array in enumerate(plan.table.arrays)]
+    combined(program, "gathered_by_fullshard", shards, found)
+    for array in [plan.table.arrays[at] for at in sorted(found)]:
+        raise ConfigError(
+            f"loss_fn: expected {array.name} to be gathered, because the plan has "
+            f"blocks={[array.block]} and the loss receives a shard of it. Compute with it inside "
+            "fullshard.jax.scan_blocks (a block's regularizer too: outputs=True) or after gather, "
+            "or leave the path out of blocks."
+        )
 
 
 def collect(array: ArrayPlan, shard: jax.Array) -> jax.Array:
@@ -163,7 +177,6 @@ def scan_blocks(  # noqa: PLR0913  (settings by name)
         )
     arrays, mesh = plan.under(unit or plan.blocks[0]), plan.table.mesh
     every, num_layers = plan.table.recompute.every, arrays[0].num_layers
-    plan.gathered.update(array.name for array in arrays)
 
     def body(at: int, x: Any, group: Tree) -> tuple[Any, Any]:
         # Sliced here, so that the backward keeps the group itself and no copies.
@@ -255,7 +268,8 @@ def _is_gather(primitive: Any, params: dict[str, Any]) -> bool:
 
 
 def _all_but_gathered(primitive: Any, *_: Any, **params: Any) -> bool:
-    return primitive.name not in _MOVES and not _is_gather(primitive, params)
+    # Moves are recomputed, since they are cheap. If saved, they would keep a gathered weight alive.
+    return primitive.name not in MOVES and not _is_gather(primitive, params)
 
 
 Arrays = Sequence[jax.Array]

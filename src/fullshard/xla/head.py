@@ -46,8 +46,8 @@ def next_token(model: Decoder, chunk_size: int) -> LossFn:
 
     def loss(params: Tree, batch: Any) -> tuple[jax.Array, jax.Array]:
         hidden = hidden_of(model.config, model.plan, params, batch)
-        rows, head = Rows.of(hidden, batch), head_of(model.config, params)
-        return chunked(rows, head, None, cross_entropy, chunk_size), rows.count
+        heads = head_of(model.config, params), None
+        return chunked(predicting(hidden), labels_of(batch), heads, cross_entropy, chunk_size)
 
     return loss
 
@@ -57,31 +57,9 @@ def predicting(states: jax.Array) -> jax.Array:
     return states[:, :-1].reshape(-1, *states.shape[2:])
 
 
-@dataclass(frozen=True)
-class Rows:
-    """The flattened positions of a device's batch.
-
-    Attributes:
-        hidden: (rows, width) hidden states of the model.
-        others: (rows, ...) arrays that need no gradient, including `labels`.
-    """
-
-    hidden: jax.Array
-    others: dict[str, jax.Array]
-
-    @classmethod
-    def of(cls, hidden: jax.Array, batch: Any) -> Rows:
-        """Creates the rows, with the token that each position predicts as label."""
-        return cls(predicting(hidden), {"labels": batch["labels"][:, 1:].reshape(-1)})
-
-    def beside(self, others: dict[str, jax.Array]) -> Rows:
-        """Returns the rows with a teacher's arrays added."""
-        return Rows(self.hidden, self.others | others)
-
-    @property
-    def count(self) -> jax.Array:
-        """The number of positions that are not ignored."""
-        return jnp.sum(self.others["labels"] != IGNORED)
+def labels_of(batch: Any) -> dict[str, jax.Array]:
+    """The token that each of these positions predicts, as `labels`."""
+    return {"labels": batch["labels"][:, 1:].reshape(-1)}
 
 
 def cross_entropy(logits: jax.Array, others: Any, other_head: Any) -> jax.Array:
@@ -91,21 +69,25 @@ def cross_entropy(logits: jax.Array, others: Any, other_head: Any) -> jax.Array:
 
 
 def chunked(
-    rows: Rows, head: jax.Array, other_head: Any, loss: ChunkLoss, chunk_size: int
-) -> jax.Array:
-    """Returns the summed loss over all positions; see [Note: chunks on XLA].
+    hidden: jax.Array,
+    others: dict[str, jax.Array],
+    heads: tuple[jax.Array, Any],
+    loss: ChunkLoss,
+    chunk_size: int,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the summed loss and the number of labels; see [Note: chunks on XLA].
 
     Args:
-        rows: The positions.
-        head: (vocabulary, width) weight of the model's head.
-        other_head: Weight of a teacher's head, or None.
+        hidden: (positions, width) hidden states of the model, without ends of rows.
+        others: (positions, ...) arrays that need no gradient, including `labels`.
+        heads: (vocabulary, width) weights of the model's head and of a teacher's, or None.
         loss: Summed loss of a chunk's logits.
         chunk_size: Positions per chunk.
     """
-    num_rows = rows.hidden.shape[0]
+    num_rows, count = hidden.shape[0], jnp.sum(others["labels"] != IGNORED)
     num_chunks = -(-num_rows // chunk_size)
     size = -(-num_rows // num_chunks)
-    wide = jnp.promote_types(rows.hidden.dtype, jnp.float32)
+    wide = jnp.promote_types(hidden.dtype, jnp.float32)
 
     def part(leaf: jax.Array, fill: int = 0) -> jax.Array:
         more = [(0, num_chunks * size - num_rows), *[(0, 0)] * (leaf.ndim - 1)]
@@ -133,11 +115,11 @@ def chunked(
         return value, (here, weight)
 
     def backward(kept: Any, grad: jax.Array) -> Any:
-        here, weight = ((g.astype(wide) * grad).astype(head.dtype) for g in kept)
+        here, weight = ((g.astype(wide) * grad).astype(heads[0].dtype) for g in kept)
         return here, weight, None, None
 
     summed = jax.custom_vjp(total)
     summed.defvjp(forward, backward)
-    labels = {"labels": part(rows.others["labels"], IGNORED)}
-    others = {name: part(leaf) for name, leaf in rows.others.items()} | labels
-    return summed(part(rows.hidden), head, others, other_head)
+    labels = {"labels": part(others["labels"], IGNORED)}
+    others = {name: part(leaf) for name, leaf in others.items()} | labels
+    return summed(part(hidden), heads[0], others, heads[1]), count

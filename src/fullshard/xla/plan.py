@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -110,14 +110,12 @@ class XlaPlan:
         mesh: Devices over ('replicate', 'shard').
         structure: Tree structure of the parameters.
         platform: Platform of the devices: cpu, gpu, tpu; "" if it is not known.
-        gathered: Names of stacked arrays that the loss function has gathered so far.
     """
 
     table: ArraysPlan
     mesh: DeviceMesh
     structure: Any
     platform: str = ""
-    gathered: set[str] = field(default_factory=set[str])
 
     @cached_property
     def shardings(self) -> Tree:
@@ -180,20 +178,6 @@ class XlaPlan:
                 f"Names look like {names}."
             )
         return found
-
-    def check_gathered(self) -> None:
-        """Checks that the traced loss function gathered every stacked array.
-
-        Raises:
-            ConfigError: It has not gathered all stacked arrays.
-        """
-        for array in self.table.arrays:
-            if array.block and array.cut.dim is not None and array.name not in self.gathered:
-                raise ConfigError(
-                    f"loss_fn: expected {array.name} to be gathered, because the plan has "
-                    f"blocks={[array.block]} and the loss meets shards there. Run the layers with "
-                    "fullshard.jax.scan_blocks (or gather), or leave the path out of blocks."
-                )
 
     @property
     def blocks(self) -> tuple[str, ...]:

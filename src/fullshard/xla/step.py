@@ -38,7 +38,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, cast
+from inspect import signature
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -48,8 +49,9 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fullshard.errors import ConfigError, DataError
-from fullshard.xla.census import traced_collectives
-from fullshard.xla.gather import all_reduce, collect, reduce
+from fullshard.planner.arrays import Collectives
+from fullshard.xla.census import census
+from fullshard.xla.gather import all_reduce, check_shards, collect, reduce
 from fullshard.xla.opt_state import fresh, merged, opt_shardings, trained, updated
 from fullshard.xla.plan import (
     OVERLAP,
@@ -63,6 +65,7 @@ from fullshard.xla.plan import (
     pad,
     unpad,
 )
+from fullshard.xla.traced import is_local, traced_collectives
 
 _SPLIT = 4096  # splits a count into parts that float32 adds exactly
 NORM_EPSILON = 1e-6  # as in torch; optax has none
@@ -172,11 +175,12 @@ class Step:
     """
 
     def __init__(
-        self, plan: XlaPlan, run: Any, num_micro_batches: int, given: Given | None
+        self, plan: XlaPlan, runs: tuple[Any, Any], num_micro_batches: int, given: Given | None
     ) -> None:
         self.plan = plan
         self.num_micro_batches = num_micro_batches
-        self._run, self._is_traced = run, False
+        self._run, self._update = runs
+        self._is_traced = False
         self._given = None if given is None else given.params
 
     def __call__(
@@ -212,14 +216,29 @@ class Step:
     def compile(
         self, state: Any, batch: Any, compiler_options: Any = None, *, rng: Any = None, **extra: Any
     ) -> Any:
-        """Compiles the step; accepts shapes in place of arrays."""
-        traced = self._traced(state, batch, _arrays(extra), self._given, rng)
+        """Compiles the step; accepts shapes in place of arrays.
+
+        The plan then also contains the collectives that XLA's partitioner adds for an optimizer
+        that combines elements of an array. It compiles the optimizer alone to count them.
+        """
+        grads = self.plan.with_arrays(
+            lambda a, sharding: jax.ShapeDtypeStruct(
+                a.stored_shape, a.dtypes.accumulate, sharding=sharding
+            ),
+            self.plan.shardings,
+        )
+        loss = jax.ShapeDtypeStruct((), _wide(self.plan, jnp.zeros(())))
+        before = state.params, state.opt_state
+        update = self._update.trace(trained(self.plan, grads), before, loss, _arrays(extra))
+        local = is_local(update.jaxpr.jaxpr)
+        added = {} if local else census(update.lower().compile(compiler_options))
+        traced = self._traced(state, batch, _arrays(extra), self._given, rng, added=added)
         return traced.lower().compile(compiler_options)
 
-    def _traced(self, *arguments: Any) -> Any:
+    def _traced(self, *arguments: Any, added: Mapping[str, Collectives] | None = None) -> Any:
         """Traces the step, which jax keeps for the call, and reads its collectives."""
         traced, plan, self._is_traced = self._run.trace(*arguments), self.plan, True
-        moved = traced_collectives(traced.jaxpr.jaxpr, on_cpu=plan.platform == "cpu")
+        moved = traced_collectives(traced.jaxpr.jaxpr, added, on_cpu=plan.platform == "cpu")
         plan.table = plan.table.with_traced(self.num_micro_batches, moved)
         return traced
 
@@ -252,7 +271,7 @@ def train_step(  # noqa: PLR0913  (settings by name)
             parameters. They have no gradients.
         compiler_options: XLA options, added to those of `OVERLAP`.
     """
-    tx = optax.with_extra_args_support(tx)
+    update = partial(updated, plan, optax.with_extra_args_support(tx))
     mapped = jax.shard_map(
         partial(gradients, plan, _seeing(loss_fn, given), num_micro_batches),
         mesh=plan.mesh,
@@ -273,17 +292,20 @@ def train_step(  # noqa: PLR0913  (settings by name)
         if max_grad_norm is not None:
             factor = max_grad_norm / (metrics["grad_norm"] + NORM_EPSILON)
             grads = jax.tree.map(lambda g: g * jnp.minimum(factor, 1.0).astype(g.dtype), grads)
+        if jax.tree.structure(state.opt_state) != jax.tree.structure(stored[1]):
+            raise ConfigError(
+                "state: expected the optimizer state of the step's tx; got another, or none. Give "
+                "fullshard.jax.init, shard or load the same tx."
+            )
         before = state.params, state.opt_state
-        params, opt_state = updated(plan, tx, grads, before, metrics["loss"], extra)
+        params, opt_state = update(grads, before, metrics["loss"], extra)
         return State(params, opt_state, state.step + 1, plan, variables), metrics
 
-    whole = plan.replicated
-    shardings = State(plan.shardings, opt_shardings(plan, tx), whole, plan, whole)
-    options = {**OVERLAP.get(plan.platform, {}), **(compiler_options or {})}
-    compiled = jax.jit(
-        run, donate_argnums=0, out_shardings=(shardings, whole), compiler_options=options or None
-    )
-    return Step(plan, compiled, num_micro_batches, given)
+    whole, stored = plan.replicated, (plan.shardings, opt_shardings(plan, tx))
+    options = {**OVERLAP.get(plan.platform, {}), **(compiler_options or {})} or None
+    compiled = partial(jax.jit, compiler_options=options)
+    ran = compiled(run, donate_argnums=0, out_shardings=(State(*stored, whole, plan, whole), whole))
+    return Step(plan, (ran, compiled(update, out_shardings=stored)), num_micro_batches, given)
 
 
 def _seeing(loss_fn: LossFn, given: Given | None) -> Callable[[Tree], LossFn]:
@@ -311,11 +333,9 @@ def eval_step(plan: XlaPlan, loss_fn: LossFn) -> Callable[[State, Any], tuple[An
 
     def totals(params: Tree, batch: Any, variables: Tree) -> tuple[Any, ...]:
         given = {} if variables is None else {"variables": variables}
-        found = loss_fn(whole_but_blocks(plan, params), batch, **given)
-        sums = sums_of(found, variables, new=False)
-        plan.check_gathered()
-        total, count, metrics = _over_devices(plan, (sums.total, sums.count, sums.metrics))
-        return (total, count, metrics) if len(found) > 2 else (total, count)
+        met = whole_but_blocks(plan, params)
+        found = _over_devices(plan, sums_of(plan, loss_fn, met, batch, given, new=False)[:3])
+        return found if found[2] is not None else found[:2]
 
     mapped = jax.shard_map(
         totals,
@@ -345,10 +365,12 @@ def place_batch(plan: XlaPlan, batch: Any, num_micro_batches: int = 1) -> Any:
     def place(leaf: Any) -> Any:
         if is_on_mesh(leaf):
             return leaf
-        if leaf.ndim <= axis or leaf.shape[axis] % world:
+        shape = jnp.shape(leaf)
+        if shape[:axis] != (num_micro_batches,)[:axis] or not shape[axis:] or shape[axis] % world:
             raise DataError(
-                f"batch: expected a multiple of {world} samples (the process's devices) on axis "
-                f"{axis}; got shape {tuple(leaf.shape)}. Fill it up with fullshard.jax.pad_batch."
+                f"batch: expected {f'{num_micro_batches} micro-batches, then ' * axis}a multiple "
+                f"of {world} samples (the process's devices); got shape {shape}. Fill it up with "
+                "fullshard.jax.pad_batch; repeat a scalar for each sample."
             )
         return jax.make_array_from_process_local_data(sharding, leaf)
 
@@ -378,17 +400,20 @@ def gradients(
     met, loss_fn = whole_but_blocks(plan, params), seeing(beside.given)
     arrays = [array for array in plan.table.arrays if array.trainable]
 
-    def summed(mine: Tree, batch: Any, variables: Tree, at: Any) -> tuple[jax.Array, Sums]:
+    def summed(
+        mine: Tree, met: Tree, batch: Any, variables: Tree, at: Any
+    ) -> tuple[jax.Array, Sums]:
         more = {} if variables is None else {"variables": variables}
         if beside.rng is not None:
             more["rng"] = _key(plan, beside.rng, at)
-        sums = sums_of(loss_fn(merged(plan, met, mine), batch, **more), variables)
-        return sums.total, sums
+        found = sums_of(plan, loss_fn, merged(plan, met, mine), batch, more)
+        return found.total, found
 
     def micro_batch(carry: Any, turn: Any) -> tuple[Any, Any]:
         (kept, variables), (at, batch) = carry, turn
         value_and_grad = jax.value_and_grad(summed, has_aux=True)
-        (_, sums), grads = value_and_grad(trained(plan, met), batch, variables, at)
+        here = met if num_micro_batches == 1 else plan.with_arrays(partial(_in_turn, at), met)
+        (_, sums), grads = value_and_grad(trained(plan, here), here, batch, variables, at)
         found = [
             grad if array.block else reduce(array, grad, plan.table.mesh)
             for array, grad in zip(arrays, jax.tree.leaves(grads), strict=True)
@@ -405,14 +430,18 @@ def gradients(
         turns = (jnp.arange(num_micro_batches), batch)
         (grads, variables), sums = lax.scan(micro_batch, carry, turns)
         sums = jax.tree.map(lambda x: x.astype(_wide(plan, x)).sum(0), sums)
-    plan.check_gathered()
     total, count, metrics = _over_devices(plan, sums)
     divisor = jnp.where(count == 0, 1, count)
     grads = [grad / divisor.astype(grad.dtype) for grad in grads]
-    metrics = {name: value / divisor for name, value in {**metrics, "loss": total}.items()}
+    metrics = {name: value / divisor for name, value in {**(metrics or {}), "loss": total}.items()}
     metrics |= {"grad_norm": _norm(plan, grads), "num_tokens": count}
     structure = jax.tree.structure(trained(plan, params))
     return jax.tree.unflatten(structure, grads), metrics, _averaged(plan, variables)
+
+
+def _in_turn(at: Any, array: Any, leaf: jax.Array) -> jax.Array:
+    """Makes XLA gather the blocks in each micro-batch; it would keep gathered ones for all."""
+    return lax.optimization_barrier((leaf, at))[0] if array.block else leaf
 
 
 def _key(plan: XlaPlan, rng: Any, at: Any) -> Any:
@@ -505,41 +534,62 @@ class Sums(NamedTuple):
 
     total: jax.Array
     count: jax.Array  # pyright: ignore[reportIncompatibleMethodOverride]
-    metrics: dict[str, jax.Array]
+    metrics: dict[str, jax.Array] | None
     variables: Any
 
 
-def sums_of(found: Any, variables: Any, *, new: bool = True) -> Sums:
-    """Checks the results of a loss function.
+def sums_of(
+    plan: XlaPlan, loss_fn: LossFn, params: Tree, batch: Any, more: Any, *, new: bool = True
+) -> Sums:
+    """Calls a loss function and checks its results and its use of shards.
 
     Args:
-        found: What it returned.
-        variables: What it was given as variables; None: it was given none.
-        new: Whether it has to return such ones.
+        plan: The model's plan.
+        loss_fn: The loss function.
+        params: The parameters as it receives them.
+        batch: One device's samples.
+        more: Its further arguments by name.
+        new: Whether it has to return variables if it receives some.
 
     Raises:
-        ConfigError: It has another form.
+        ConfigError: The results have another form, or it combines elements of a shard.
     """
+
+    def sums(params: Tree) -> Sums:
+        return _checked(loss_fn(params, batch, **more), more.get("variables"), new=new)
+
+    try:
+        signature(loss_fn).bind(params, batch, **more)
+    except TypeError as error:
+        raise ConfigError(
+            f"loss_fn: expected a function of (params, batch{''.join(f', {n}' for n in more)}): "
+            f"{error}. step(..., rng=key) passes rng, init(..., variables=...) passes variables; "
+            "eval_step passes no rng, which needs a default there."
+        ) from error
+    check_shards(plan, sums, params)
+    return sums(params)
+
+
+def _checked(found: Any, variables: Any, *, new: bool) -> Sums:
     if not isinstance(found, tuple) or not 2 <= len(found) <= 4:
         size = f" of {len(found)}" if isinstance(found, tuple) else ""
         raise _wrong(type(found).__name__ + size)
-    total, count, metrics, changed = (*found, *({}, None)[len(found) - 2 :])
+    total, count, metrics, changed = (*found, None, None)[:4]
     for what, value in (("total", total), ("count", count)):
         if not isinstance(value, int | float | np.generic | np.ndarray | jax.Array):
             raise _wrong(f"a {what} that is a {type(value).__name__}")
         if jnp.ndim(value):
             raise _wrong(f"a {what} of shape {jnp.shape(value)}")
-    if not isinstance(metrics, Mapping):
+    if not isinstance(metrics, Mapping | None):
         raise _wrong(f"metrics that are a {type(metrics).__name__}")
-    if taken := [name for name in RESERVED if name in metrics]:
+    if taken := [name for name in RESERVED if name in (metrics or ())]:
         raise _wrong(f"metrics with the name {taken[0]!r}, which the step's own have")
     total = jnp.asarray(total)
     if not jnp.issubdtype(total.dtype, jnp.floating):
         raise _wrong(f"a total of {total.dtype}")
-    table = cast("Mapping[str, Any]", metrics)
-    values = {name: jnp.asarray(value) for name, value in table.items()}
+    metrics = None if metrics is None else jax.tree.map(jnp.asarray, dict(metrics))
     changed = _like(variables, changed) if new else None
-    return Sums(total, jnp.asarray(count), values, changed)
+    return Sums(total, jnp.asarray(count), metrics, changed)
 
 
 def _like(old: Any, new: Any) -> Any:

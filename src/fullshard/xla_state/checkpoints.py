@@ -271,8 +271,7 @@ def load(
         state = with_optimizer(plan, params, tx, step, variables)
         state = replace(state, variables=_saved_variables(state, source))
         groups: Sequence[Mapping[str, Any]] = ()
-        saved = checkpoint.state["state"]
-        values = {n: checkpoint.value(n, coded, get_tensor) for n, coded in saved.items()}
+        values = _values(checkpoint, get_tensor)
         if tx is not None:
             state = _with_saved_optimizer(state, source)
             saved = checkpoint.state["optimizer"]["groups"]
@@ -283,10 +282,13 @@ def load(
 def load_values(path: Path) -> dict[str, Any]:
     """Returns the caller's values of a checkpoint, and its step. A collective."""
     with _opened(path) as checkpoint:
-        get_tensor = partial(state_tensor, checkpoint, 0)
-        saved = checkpoint.state["state"]
-        found = {n: checkpoint.value(n, coded, get_tensor) for n, coded in saved.items()}
+        found = _values(checkpoint, partial(state_tensor, checkpoint, 0))
         return {**found, "step": checkpoint.state["step"]}
+
+
+def _values(checkpoint: Checkpoint, get_tensor: Callable[[str], Any]) -> dict[str, Any]:
+    saved = checkpoint.state["state"]
+    return {name: checkpoint.value(name, coded, get_tensor) for name, coded in saved.items()}
 
 
 def _opened(path: Path) -> AbstractContextManager[Checkpoint]:

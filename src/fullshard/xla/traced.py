@@ -1,0 +1,134 @@
+"""Reads programs that jax has traced: their collectives, and what they do with shards.
+
+[Note: traced collectives]
+Whether the backward of a block gathers an array again depends on what its gradients are computed
+from: not from a bias that is added, but from one that is multiplied. No name says this. The traced
+step does, after everything that its results do not need is removed. It also contains the
+collectives that the loss function calls itself, such as BatchNorm's means.
+
+[Note: shards of blocks]
+A loss function receives shards of stacked arrays, which `scan_blocks` and `gather` make whole. A
+shard that it combines itself, such as a norm over all parameters, would count one device's part,
+and no other device would receive its gradient. A shard may therefore be moved, or changed element
+by element, on its way to a gather, and nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
+from typing import Any
+
+from jax.interpreters.partial_eval import dce_jaxpr
+
+from fullshard.planner.arrays import GATHER, REDUCE, SCATTER, Collectives
+from fullshard.xla.census import EXCHANGE
+
+# Primitives of jax -> the collective that XLA compiles them to
+_PRIMITIVES = {"all_gather": GATHER, "reduce_scatter": SCATTER, "all_to_all": EXCHANGE}
+_PRIMITIVES |= {"psum": REDUCE, "pmax": REDUCE, "pmin": REDUCE, "ppermute": "collective-permute"}
+
+
+def traced_collectives(
+    program: Any, others: Mapping[str, Collectives] | None = None, *, on_cpu: bool
+) -> dict[str, Collectives]:
+    """Returns the collectives of a jaxpr that its results need; see [Note: traced collectives].
+
+    Args:
+        program: The jaxpr.
+        others: Further collectives, which are added.
+        on_cpu: Whether XLA compiles it for CPUs, where it widens what is sent in bfloat16.
+    """
+    found = dict(others or {})
+    needed, _ = dce_jaxpr(program, [True] * len(program.outvars))
+    for kind, times, aval in _moved(needed, 1, {}):
+        itemsize = 4 if on_cpu and aval.dtype == "bfloat16" else aval.dtype.itemsize
+        found[kind] = found.get(kind, Collectives()).plus(times, aval.size * itemsize)
+    return found
+
+
+def _moved(program: Any, times: int, sizes: Mapping[str, int]) -> Iterator[tuple[str, int, Any]]:
+    """(kind, number, shape and dtype of the full tensor) of a program that runs `times` times."""
+    for step in program.eqns:
+        name, params = step.primitive.name, step.params
+        kind = _PRIMITIVES.get(name)
+        if kind is not None:
+            axes = params.get("axes", params.get("axis_name"))
+            axes = (axes,) if isinstance(axes, str) else axes
+            if math.prod(sizes.get(axis, 1) for axis in axes) > 1:
+                # not the inputs of a sum, which `vmap` may sum along an axis of the array first
+                for var in step.invars if kind == SCATTER else step.outvars:
+                    yield kind, times, var.aval
+            continue
+        more = dict(params["mesh"].shape) if name == "shard_map" else {}
+        turns = times * (params["length"] if name == "scan" else 1)
+        for inner in within(step):
+            yield from _moved(inner, turns, {**sizes, **more})
+
+
+def within(step: Any) -> Iterator[Any]:
+    """The programs that a step of a program calls."""
+    for param in step.params.values():
+        for inner in param if isinstance(param, tuple | list) else (param,):
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns"):
+                yield inner
+
+
+# Primitives that move elements without computing with them
+MOVES = (
+    *("reshape", "slice", "dynamic_slice", "split", "pad", "transpose", "squeeze"),
+    *("expand_dims", "broadcast_in_dim", "copy", "convert_element_type", "concatenate"),
+    "bitcast_convert_type",
+)
+# Primitives that combine elements although their operands and results may have one shape
+_COMBINE = (
+    *("dot_general", "conv_general_dilated", "sort", "cumsum", "cumprod", "cummax", "cummin"),
+    *("cumlogsumexp", "cholesky", "triangular_solve", *_PRIMITIVES),
+)
+
+
+def is_elementwise(step: Any) -> bool:
+    """Whether each element of the results is computed from one element of each operand."""
+    shapes = {var.aval.shape for var in step.outvars}
+    given = {var.aval.shape for var in step.invars} - {()}
+    return step.primitive.name not in _COMBINE and len(shapes) == 1 and given <= shapes
+
+
+def is_local(program: Any) -> bool:
+    """Whether a program computes element by element, so that shards need no collective."""
+    return all(
+        all(map(is_local, inner)) if (inner := list(within(step))) else is_elementwise(step)
+        for step in program.eqns
+    )
+
+
+def combined(program: Any, gather: str, sources: Sequence[set[int]], found: set[int]) -> list[Any]:
+    """Finds shards that a traced loss combines; see [Note: shards of blocks].
+
+    Args:
+        program: The jaxpr.
+        gather: Name of the function with a custom gradient that gathers.
+        sources: Indices of the shards that each input is made of.
+        found: Receives the indices of shards that are combined.
+
+    Returns:
+        Indices of the shards that each result is made of.
+    """
+    known = {id(var): made_of for var, made_of in zip(program.invars, sources, strict=False)}
+    for step in program.eqns:
+        given = [known.get(id(var), set[int]()) for var in step.invars]
+        read, inner = set[int]().union(*given), list(within(step))
+        if not read or any(one.debug_info.func_name == gather for one in inner):
+            continue
+        if inner:  # its inputs are the last of the step's
+            calls = [combined(one, gather, given[-len(one.invars) :], found) for one in inner]
+            outs = [set[int]().union(*one) for one in zip_longest(*calls, fillvalue=())]
+        elif step.primitive.name in (*MOVES, "gather", "rev") or is_elementwise(step):
+            outs = [read] * len(step.outvars)
+        else:
+            found |= read
+            continue
+        known |= {id(var): made_of for var, made_of in zip(step.outvars, outs, strict=False)}
+    return [known.get(id(var), ()) for var in program.outvars]
