@@ -1,44 +1,74 @@
-"""What a large corpus takes: makes text on the spot, trains on it, and measures anonymous memory.
+"""`python -m benchmarks.corpus`: much text: anonymous memory, time, and what a kill costs.
 
-python -m benchmarks.corpus text FOLDER --mib 2000      lines of Python's own documentation, drawn
-python -m benchmarks.corpus measure FOLDER              fullshard train beside a small corpus
+Each case is the `fullshard train` of docs/training.md ("a corpus of your own") on text that is made
+on the spot. The anonymous and shared memory of every process is sampled until the run ends. In the
+case `killed`, the command gets SIGKILL when half of the text is tokenized, and is typed again.
+`streamed` is the same command with `data.streaming=true` and an empty cache.
 """
 
 from __future__ import annotations
 
+import json
 import random
-import re
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import psutil
+import typer
 
-from benchmarks.command import JsonFlag, run_script
+from benchmarks.command import JsonFlag, command_line, run_script
+from fullshard.bench.page import Neighbours, Page
+from fullshard.cli.bench import OutFlag, say, show
 from fullshard.cli.outcome import Outcome
+from fullshard.config.environment import current_variables
+from fullshard.data.tokenize import SHARD_BYTES
+from fullshard.observe.metrics import process_bytes
 
+NAME = "benchmarks.corpus"
+MIB = 1 << 20
 FILE_MIB = 250
+SAMPLE_S = 0.1
 RANK = "fullshard.launch.rank_entry"
-WORDS = (
-    "data.validation_fraction=0.0005",
-    "max_steps=5",
-    "logging_steps=1",
-    "eval_strategy=no",
-    "save_strategy=no",
+WORDS = ("data.validation_fraction=0.001", "max_steps=50")
+KINDS = ("command", "rank", "worker")
+COLUMNS = (
+    *("text, MiB", "case", "prepared after, s", "CPU until then, s", "CPU, s a GB"),
+    *(f"peak of a {kind}, MiB" for kind in KINDS),
+    *("parts made", "data_s, % of a step"),
+)
+METHOD = (
+    "Lines of Python's documentation, drawn at random, in files of 250 MiB. The main job's model "
+    "on two ranks, 50 steps and an evaluation of 0.1 % of the text, with a cache of its own.",
+    "A peak is the largest anonymous and shared memory (RssAnon + RssShmem) of one process, "
+    "modules included, sampled every 0.1 s. The command trains the tokenizer and tokenizes; ranks train; a "
+    "worker makes a rank's batches. The row of 1 MiB shows what processes take without data.",
+    "Prepared: when the first rank starts. CPU: of the command until then, all threads. Parts are "
+    "16 MiB of text each. data_s: the sum over steps divided by the sum of step times.",
 )
 
 
-def main(folder: Path, mib: int = 2000, json: JsonFlag = False) -> Outcome:  # noqa: ARG001
-    """Trains on a large corpus and on a small one; the peaks of anonymous memory."""
-    if not folder.is_dir():
-        write_text(folder, mib)
-    with tempfile.TemporaryDirectory() as place:
-        small = Path(place, "small")
-        write_text(small, 1)
-        return Outcome({"rows": [_train(path, Path(place)) for path in (small, folder)]})
+def main(
+    sizes: Annotated[list[int] | None, typer.Option("--mib", help="MiB of text.")] = None,
+    out: OutFlag = None,
+    words: Annotated[list[str] | None, typer.Option("--set", help="More keys.")] = None,
+    as_json: JsonFlag = False,  # noqa: ARG001  read by run_script
+) -> Outcome:
+    """Train on text of several sizes; measure memory and time, and what a kill costs."""
+    rows: list[dict[str, Any]] = []
+    with Neighbours() as neighbours, tempfile.TemporaryDirectory() as place:
+        for mib in sizes or (1, 1000, 2000):
+            write_text(corpus := Path(place, f"text-{mib}"), mib)
+            rows += cases(corpus, Path(place), tuple(words or ()))
+    title = "A corpus larger than memory"
+    cells = [_cells(row) for row in rows]
+    told = (NAME.partition(".")[2], title, command_line(NAME), rows, COLUMNS, cells, METHOD)
+    return show(Page(*told, neighbours.share), out)
 
 
 def write_text(folder: Path, mib: int) -> None:
@@ -55,48 +85,79 @@ def write_text(folder: Path, mib: int) -> None:
                 file.write("\n".join(draw.choices(lines, k=10_000)) + "\n")
 
 
-def _train(corpus: Path, place: Path) -> dict[str, Any]:
-    """Peaks of anonymous memory of the command, which tokenizes, and of ranks."""
-    began = time.monotonic()
-    run = (f"data.path={corpus}", f"output_dir={place / 'run'}", *WORDS)
-    command = [sys.executable, "-m", "fullshard", "train", *run, "--resume", "never"]
-    peaks = dict.fromkeys(("command", "rank"), 0)
-    first_rank_s = None
-    with subprocess.Popen(command) as process:
-        while process.poll() is None:
-            for kind, size in _anonymous(process.pid):
-                peaks[kind] = max(peaks[kind], size)
-                if kind == "rank" and first_rank_s is None:
-                    first_rank_s = time.monotonic() - began
-            time.sleep(0.1)
+def cases(corpus: Path, place: Path, words: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """The run; where the text has several parts, killed half-way, typed again, and streamed."""
     size = sum(file.stat().st_size for file in corpus.iterdir())
-    row = {
-        "corpus_bytes": size,
-        "exit_code": process.returncode,
-        "prepared_s": first_rank_s,
+    half = size // SHARD_BYTES // 2
+    for case in ("killed", "typed again", "streamed") if half else ("whole",):
+        more = ("data.streaming=true",) if case == "streamed" else ()
+        row = _train(corpus, place, (*words, *more), half if case == "killed" else None, case)
+        row |= {"corpus_bytes": size, "case": case}
+        say(str(row))
+        yield row
+
+
+def _train(
+    corpus: Path, place: Path, words: Sequence[str], kill: int | None, case: str
+) -> dict[str, Any]:
+    """A run; with `kill`, the command is killed after that many parts."""
+    named = f"{corpus.name}-{'streamed' if case == 'streamed' else 'first'}"
+    cache, run = place / f"cache-{named}", place / f"run-{named}"
+    made = set(cache.rglob("*.npy"))
+    told = (f"data.path={corpus}", f"output_dir={run}", *WORDS, *words)
+    command = [sys.executable, "-m", "fullshard", "train", *told]
+    variables = {**current_variables(), "XDG_CACHE_HOME": str(cache)}
+    peaks, prepared = dict.fromkeys(KINDS, 0), dict[str, float]()
+    began = time.monotonic()
+    with subprocess.Popen(command, env=variables) as process:
+        while process.poll() is None:
+            for kind, size, cpu_s in _processes(process.pid):
+                peaks[kind] = max(peaks[kind], size)
+                if kind == "command" and not peaks["rank"]:
+                    prepared = {"prepared_s": time.monotonic() - began, "prepared_cpu_s": cpu_s}
+            if kill is not None and len(list(cache.rglob("*.npy"))) >= kill:
+                process.kill()
+            time.sleep(SAMPLE_S)
+    if process.returncode != (0 if kill is None else -9):
+        raise RuntimeError(f"{command}: exit code {process.returncode}")
+    steps = []
+    if kill is None:
+        lines = (run / "metrics.jsonl").read_text().splitlines()
+        steps = [row for row in map(json.loads, lines) if "step_time_s" in row]
+    shares = [sum(row[key] for row in steps[1:]) for key in ("data_s", "step_time_s")]
+    return {
+        **prepared,
         **{f"{kind}_anonymous_bytes": peak for kind, peak in peaks.items()},
+        "parts_made": len(set(cache.rglob("*.npy")) - made),
+        "data_share": shares[0] / shares[1] if steps else None,
     }
-    print(row, flush=True)
-    return row
 
 
-def _anonymous(pid: int) -> list[tuple[str, int]]:
-    found = []
-    try:
-        whole = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return []
-    for process in whole:
-        try:
-            words = " ".join(process.cmdline())
-            status = Path(f"/proc/{process.pid}/status").read_text(encoding="utf-8")
-        except (psutil.Error, OSError):
-            continue
-        kind = "rank" if RANK in words else "command"
-        size = re.search(r"^RssAnon:\s+(\d+) kB", status, re.MULTILINE)
-        found += [(kind, int(size[1]) << 10)] if size else []
-    return found
+def _processes(pid: int) -> Iterator[tuple[str, int, float]]:
+    """Kind, memory and processor time of the command and of every process below it."""
+    with suppress(psutil.Error):
+        for process in (root := psutil.Process(pid), *root.children(recursive=True)):
+            with suppress(psutil.Error, OSError):
+                kind = "rank" if RANK in " ".join(process.cmdline()) else "worker"
+                kind = "command" if process.pid == pid else kind
+                yield kind, process_bytes(process.pid), sum(process.cpu_times()[:2])
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    size, share = row["corpus_bytes"], row["data_share"]
+    mebibytes = [row[f"{kind}_anonymous_bytes"] / MIB for kind in KINDS]
+    made = row["parts_made"]
+    return (
+        f"{size / MIB:,.0f}",
+        row["case"],
+        f"{row['prepared_s']:,.0f}",
+        f"{row['prepared_cpu_s']:,.0f}",
+        f"{row['prepared_cpu_s'] / (made * SHARD_BYTES) * 1e9:,.0f}" if made else "",
+        *(f"{one:,.0f}" if one else "" for one in mebibytes),
+        f"{made:,}",
+        f"{share:.3%}" if share is not None else "",
+    )
 
 
 if __name__ == "__main__":
-    run_script("benchmarks.corpus")
+    run_script(NAME)

@@ -29,7 +29,7 @@ from fullshard.cli.outcome import Outcome
 from fullshard.config.load import load_config
 from fullshard.errors import ConfigError
 from fullshard.observe.metrics import process_bytes
-from fullshard.outlook.memory import LAUNCHER_PROCESS, MIB, RANK_PROCESS
+from fullshard.outlook.memory import LAUNCHER_PROCESS, MIB, RANK_PROCESS, WORKER_PROCESS
 from fullshard.planner.mesh import Topology
 from fullshard.run.outlook import foresee
 
@@ -69,8 +69,9 @@ METHOD = (
     f"{SAMPLE_S * 1000:.0f} ms; a page that ranks share counts in each of them, but "
     "once in the plan. Files: the peak of the group's page cache, which the kernel drops when "
     "memory is short; dirty is the part that it must write first.",
-    f"The limit is {SLACK} times ranks x (planned + base) + {LAUNCHER_PROCESS >> 20} MiB of the "
-    "launcher. No process was killed, else the command fails.",
+    f"The limit is {SLACK} times ranks x (planned + base + {WORKER_PROCESS >> 20} MiB of the "
+    f"process that makes batches) + {LAUNCHER_PROCESS >> 20} MiB of the launcher. No process was "
+    "killed, else the command fails.",
     "Losses: the largest difference between a loss of the run (steps and evaluation) and that of "
     "the same run without offload.",
 )
@@ -215,7 +216,7 @@ def measure(case: LimitCase, folder: Path) -> dict[str, Any]:
     outlook = foresee(config, Topology(case.num_ranks, case.num_ranks)).outlook  # type: ignore
     planned = outlook.peak_bytes["device"] + outlook.peak_bytes["host"]
     expected = planned + RANK_PROCESS
-    limit = round(SLACK * (case.num_ranks * expected + LAUNCHER_PROCESS))
+    limit = round(SLACK * (case.num_ranks * (expected + WORKER_PROCESS) + LAUNCHER_PROCESS))
     peaks = train(words, folder, limit)
     launcher, *ranks = peaks.processes.values()  # in the order in which they started
     if not (folder / "weights").exists():

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from math import log2
 from statistics import median
 from typing import Annotated
 
@@ -12,6 +13,15 @@ import typer
 
 from benchmarks.command import JsonFlag, command_line, run_script
 from benchmarks.host import PLAIN, Block, Stack, one_thread, overheads_us, shard_ours
+from benchmarks.scale_saves import (
+    GROUPS,
+    HYBRID,
+    MANIFEST,
+    RECORD,
+    RESUME,
+    groups_us,
+    saves_us,
+)
 from benchmarks.svg_lines import Axes, svg_lines
 from fullshard.bench.page import Neighbours, Page, Say, bootstrap, median_of
 from fullshard.cli.bench import OutFlag, WaitFlag, say, show
@@ -23,7 +33,7 @@ from fullshard.planner.mesh import Topology
 from fullshard.planner.plan import make_plan
 
 NAME = "benchmarks.scale"
-WORLDS = (8, 64, 512, 4096)
+WORLDS = (8, 64, 512, 4096, 16384)
 LOCAL_WORLD_SIZE = 8
 LLAMA_8B = {
     "model_type": "llama",
@@ -35,24 +45,38 @@ LLAMA_8B = {
     "vocab_size": 128256,
 }
 # Units whose flat buffers have the same length in every world up to LARGEST: none is padded.
-NUM_UNITS, NUM_LINEARS, WIDTH = 8, 4, 256
+NUM_UNITS, NUM_LINEARS, WIDTH = 8, 4, 512
 LARGEST = NUM_LINEARS * WIDTH**2 // 64
 PLANNING, BOOKKEEPING = "planning", "bookkeeping"
+ONCE = (GROUPS, HYBRID, RECORD, MANIFEST, RESUME)
 ROOM = 1.6  # top of the plot, so that the legend lies above the lines
-COLUMNS = ("ranks", "planning, ms", "to the first", "bookkeeping, us a unit", "to the first")
+COLUMNS = (
+    *("ranks", "planning, ms", "to the first", "bookkeeping, us a unit", "to the first"),
+    *("groups (hybrid)", "groups, ms (hybrid)", "a rank's record, KiB", "ms"),
+    *("manifest, MiB", "joined by rank 0, s", "resume decision, s"),
+)
 METHOD = (
     "Planning: processor time of make_plan and of one rank's view of it, for a Llama of 8B "
     "parameters on meta, full_shard over all ranks.",
     f"Bookkeeping: processor time of forward and backward above the plain model's, by units, of "
     f"rank 0 of a fake world ({NUM_UNITS} units of {NUM_LINEARS} weights whose buffers are equally "
     "long in every world; no message is sent and none is played).",
+    "Groups: process groups that rank 0 creates under full_shard and, in brackets, hybrid_shard "
+    f"over hosts of {LOCAL_WORLD_SIZE}, and its processor time, with a process group that sends "
+    "nothing. The order of units is agreed on with one all-reduce of 24 bytes in every world.",
+    "Saves: the same Llama with AdamW's states, sharded over all ranks, through the code of a real "
+    "save in a local folder, with empty files. Record: what a rank tells rank 0. Joined: rank 0's "
+    "processor time from the last note to the commit. Resume decision: the processor time of "
+    "finding, parsing and checking COMPLETE.json and index.json, which every rank that loads does. "
+    "Measured once.",
     "All worlds take one turn a round; medians over the rounds with a 95 % bootstrap interval.",
 )
 STYLE = """\
 svg { font-family: system-ui, sans-serif; background: #fff; }
 .grid { stroke: #e4e7ec; fill: none; } .axis { stroke: #667085; fill: none; }
 .tick { fill: #667085; font-size: 11px; } .series { fill: none; stroke-width: 2; }
-.c1 { stroke: #2563eb; } .c2 { stroke: #d97706; } .dot { fill: #fff; stroke-width: 2; }
+.c1 { stroke: #2563eb; } .c2 { stroke: #d97706; } .c3 { stroke: #059669; } .c4 { stroke: #7c3aed; }
+.dot { fill: #fff; stroke-width: 2; }
 """
 
 
@@ -110,11 +134,22 @@ def run(worlds: Sequence[int], num_rounds: int, *, wait: bool, say: Say) -> dict
         for name, measure in ((PLANNING, planning_us), (BOOKKEEPING, bookkeeping_us)):
             say(f"{name}: {num_rounds} rounds of {', '.join(map(str, worlds))} ranks")
             rows += rows_of(name, measure(worlds, num_rounds))
+        say(f"groups and saves of {', '.join(map(str, worlds))} ranks, once")
+        once = [*groups_us(worlds, LOCAL_WORLD_SIZE), *_saves(worlds)]
+        columns = ("name", "world_size", "cpu_us", "count")
+        rows += [dict(zip(columns, row, strict=True)) for row in once]
     return {
         "rows": rows,
         "others_share": neighbours.share,
         "became_idle": neighbours.became_idle,
     }
+
+
+def _saves(worlds: Sequence[int]) -> Iterator[tuple[str, int, float, int]]:
+    spec, config = spec_of(meta_model(LLAMA_8B)), ShardConfig.of(None)
+    for world in worlds:
+        plan = make_plan(spec, config, Topology(world, min(world, LOCAL_WORLD_SIZE)))
+        yield from saves_us(plan, world)
 
 
 def rows_of(name: str, times: dict[int, list[float]]) -> list[dict[str, object]]:
@@ -141,7 +176,8 @@ def plot(rows: Sequence[dict]) -> str:
     """Both over the world size, as an SVG file of its own."""
     ratios: dict[str, list[float]] = {PLANNING: [], BOOKKEEPING: []}
     for row in rows:
-        ratios[row["name"]].append(row["ratio_to_first"]["value"])
+        if row["name"] in ratios:
+            ratios[row["name"]].append(row["ratio_to_first"]["value"])
     exponents = [row["world_size"].bit_length() - 1 for row in rows if row["name"] == PLANNING]
     top = max(ROOM, *(1.06 * value for values in ratios.values() for value in values))
     axes = Axes(
@@ -156,14 +192,48 @@ def plot(rows: Sequence[dict]) -> str:
     return svg_lines(ratios, axes)
 
 
+def plot_saves(rows: Sequence[dict]) -> str:
+    """Growth of records, manifest and resume decision over the world, as an SVG file of its own."""
+    rows = [row for row in rows if row["name"] in (RECORD, MANIFEST, RESUME)]
+    lines = {
+        "a rank's record, bytes": [row["count"] for row in rows if row["name"] == RECORD],
+        "manifest, bytes": [row["count"] for row in rows if row["name"] == MANIFEST],
+        "joining it, time": [row["cpu_us"] for row in rows if row["name"] == MANIFEST],
+        "resume decision, time": [row["cpu_us"] for row in rows if row["name"] == RESUME],
+    }
+    axes = Axes(
+        "doublings since the first world",
+        STYLE,
+        x_label="ranks, as a power of two",
+        xs=[row["world_size"].bit_length() - 1 for row in rows if row["name"] == RECORD],
+        y_range=(-2.0, 15.0),
+        width=720.0,
+        has_dots=True,
+    )
+    logs = {name: [log2(one / line[0]) for one in line] for name, line in lines.items()}
+    return svg_lines(logs, axes)
+
+
 def page_of(found: dict, command: str) -> Page:
     """Returns the page of what `run` found, with the plot."""
     by_world: dict[int, list[str]] = {}
-    for row in found["rows"]:
+    once = {(row["name"], row["world_size"]): row for row in found["rows"] if "count" in row}
+    for row in (row for row in found["rows"] if "time_us" in row):
         scale, digits = (1e3, 1) if row["name"] == PLANNING else (1.0, 0)
         ratio = "{value:.2f} [{low:.2f}, {high:.2f}]".format(**row["ratio_to_first"])
         cells = by_world.setdefault(row["world_size"], [str(row["world_size"])])
         cells += [f"{row['time_us']['value'] / scale:.{digits}f}", ratio]
+    for world, cells in by_world.items():
+        groups, hybrid, record, manifest, resume = (once[name, world] for name in ONCE)
+        cells += [
+            f"{groups['count']} ({hybrid['count']:,})",
+            f"{groups['cpu_us'] / 1e3:.1f} ({hybrid['cpu_us'] / 1e3:.1f})",
+            f"{record['count'] / 1024:.0f}",
+            f"{record['cpu_us'] / 1e3:.1f}",
+            f"{manifest['count'] / 2**20:.1f}",
+            f"{manifest['cpu_us'] / 1e6:.2f}",
+            f"{resume['cpu_us'] / 1e6:.2f}",
+        ]
     return Page(
         "scale",
         "Cost of one rank over the world size",
@@ -171,14 +241,17 @@ def page_of(found: dict, command: str) -> Page:
         columns=COLUMNS,
         cells=list(by_world.values()),
         method=METHOD,
-        drawings={"scale.svg": plot(found["rows"])},
+        drawings={
+            "scale.svg": plot(found["rows"]),
+            "scale_saves.svg": plot_saves(found["rows"]),
+        },
         **found,
     )
 
 
 def main(
     world: Annotated[
-        list[int] | None, typer.Option(help="Ranks; may be given again. Default: 8 to 4096.")
+        list[int] | None, typer.Option(help="Ranks; may be given again. Default: 8 to 16,384.")
     ] = None,
     rounds: Annotated[int, typer.Option(min=3, help="Timed turns of each world.")] = 21,
     wait: WaitFlag = False,

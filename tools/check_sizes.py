@@ -27,17 +27,17 @@ EXEMPT = ("src/fullshard/compat/",)
 # number when code goes, never raise one without a line in docs/log.md that says what it bought.
 # Packages that share a budget are joined by " + ".
 BUDGETS = {
-    "bench": 1_826,
-    "config": 3_820,
-    "cli": 1_947,
-    "engine + transport": 7_447,
-    "planner + outlook": 4_411,
-    "data + models + recipes + run + verify": 8_288,
-    "observe + launch": 3_287,
+    "bench": 1_792,
+    "config": 3_767,
+    "cli": 1_950,
+    "engine + transport": 7_473,
+    "planner + outlook": 4_402,
+    "data + models + recipes + run + verify": 8_835,
+    "observe + launch": 3_305,
     "compat + integrations": 2_883,
-    "xla + jax + xla_state": 2_490,
-    "checkpoint + formats": 2_404,
-    "in all": 39_933,
+    "xla + jax + xla_state": 2_493,
+    "checkpoint + formats": 2_685,
+    "in all": 40_728,
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

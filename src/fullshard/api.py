@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from fullshard import loading, saving
+from fullshard.checkpoint.storage import storage_path
 from fullshard.config.environment import read_launch_environment
 from fullshard.config.schema import ShardConfig
 from fullshard.config.supported import check_supported
@@ -114,6 +115,7 @@ def shard(
     if mesh is None and settings.tensor * settings.expert > 1:
         engine_shard.refuse_nested_engine(model)  # before parameters are replaced
         engine_shard.refuse_sample(sample, settings.tensor * settings.expert)
+        engine_shard.check_units(model, settings)
         mesh = cut_over_axes(model, settings, _topology(settings, None))
         settings = settings.model_copy(update=AXES)
     settings = _with_mesh(settings, mesh)
@@ -279,7 +281,7 @@ def save(
     """Save a checkpoint that any number of ranks and any strategy can load. A collective.
 
     Args:
-        folder: On a file system that all ranks see.
+        folder: Folder that all ranks see, or a URL of an object store (`s3://bucket/run`).
         model: Sharded.
         optimizer: Optimizer of its parameters.
         step: With it the checkpoint is `folder/step-00000100`, without `folder` itself.
@@ -296,7 +298,7 @@ def save(
         CheckpointError: It could not be written; complete checkpoints of before are untouched.
     """
     return saving.save(
-        Path(folder), model, optimizer, state, saving.SaveSettings(step=step, wait=wait)
+        storage_path(folder), model, optimizer, state, saving.SaveSettings(step=step, wait=wait)
     )
 
 
@@ -327,7 +329,7 @@ def load(
     Raises:
         CheckpointError: There is none, or it is of another model; names the tensor.
     """
-    return loading.load(Path(path), model, optimizer)
+    return loading.load(storage_path(path), model, optimizer)
 
 
 def memory_stats(model: nn.Module) -> dict[str, dict[str, int]]:

@@ -23,6 +23,7 @@ Messages follow one grammar: what was expected, what came, what to do.
 
 from __future__ import annotations
 
+import errno
 import re
 import sys
 import unicodedata
@@ -191,6 +192,12 @@ def untrusted(
         raise error(f"{origin}: expected {expected}; got {got}. {advice}") from caught
 
 
+def cure_of(error: OSError, otherwise: str) -> str:
+    """What to do about an error of the system: raise the limit that caused it, or `otherwise`."""
+    flag = {errno.EMFILE: "n", errno.EFBIG: "f"}.get(error.errno or 0)
+    return f"Raise the limit that `ulimit -{flag}` shows" if flag else otherwise
+
+
 def raise_together(tell: Callable[[Any], list[Any]], rank: int, do: Callable[[], Any]) -> Any:
     """Returns what `do` returns; if it fails on one rank, it raises on all. A collective.
 
@@ -209,8 +216,10 @@ def raise_together(tell: Callable[[Any], list[Any]], rank: int, do: Callable[[],
         error = caught
         if isinstance(caught, OSError) and not ran_out_of_memory(caught):
             place, why = caught.filename or "files of the run", caught.strerror or caught
-            advice = "Make room, or correct the path or its permissions, and start again."
-            error = CheckpointError(f"{place}: expected to read or write, got {why}. {advice}")
+            advice = cure_of(caught, "Make room, or correct the path or its permissions")
+            error = CheckpointError(
+                f"{place}: expected to read or write, got {why}. {advice}, and start again."
+            )
             error.__cause__ = caught
     found = tell(None if error is None else _for_other_ranks(error, rank))
     if error is not None:

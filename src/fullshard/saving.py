@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from os.path import realpath
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -41,6 +42,7 @@ from fullshard.checkpoint.format import (
 )
 from fullshard.checkpoint.read import remove, superfluous
 from fullshard.checkpoint.retain import tidy
+from fullshard.checkpoint.storage import StorePath, storage_path
 from fullshard.checkpoint.values import encode
 from fullshard.engine.engine import Engine, engine_of
 from fullshard.engine.homes import Residence
@@ -185,7 +187,7 @@ def _range_of(held: Held, member: Member, whole: torch.Tensor) -> Held:
 def ranks_of(engine: Engine) -> Ranks:
     """The processes of an engine."""
     world_size = engine.plan.mesh.world_size
-    return Ranks(engine.rank, world_size, engine.tell, engine.agree)
+    return Ranks(engine.rank, world_size, engine.lead, engine.agree)
 
 
 def write(
@@ -204,7 +206,10 @@ def write(
         documents: Step, further files and tied names.
         settings: Whether to wait, and how many checkpoints to keep.
     """
-    place = _open_place(ranks, target.resolve(), settings)  # links stay, and so may the caller
+    target = storage_path(target)
+    if not isinstance(target, StorePath):
+        target = Path(realpath(target))  # links stay, and so may the caller
+    place = _open_place(ranks, target, settings)
     work = partial(_write_files, ranks, place, pieces, documents, settings.keep)
     if settings.wait:
         work()
@@ -389,15 +394,13 @@ def _piece(kind: Kind, held: Held, stage: Stage) -> Piece:
 def _open_place(ranks: Ranks, target: Path, settings: SaveSettings) -> commit.Place:
     """Makes the temporary folder, which all ranks see. A collective."""
 
-    def claim() -> str | None:
-        if ranks.rank != 0:
-            return None
+    def claim() -> str:
         if settings.step is not None:
             SAVES.claim_folder(target.parent)
         tidy(target)
         return commit.claim(target).token
 
-    place = commit.Place(target, ranks.tell(ranks.agree(claim))[0])
+    place = commit.Place(target, ranks.lead(claim))
     try:
         ranks.agree(partial(commit.join, place, ranks.rank))
     except CheckpointError:
@@ -432,7 +435,7 @@ def _write_files(
     commit.report(place, rank, outcome)
     try:
         if rank != 0:
-            commit.await_verdict(place, rank)
+            commit.await_verdict(place, rank, ranks.world_size)
             return
         commit.conclude(place, ranks.world_size, documents)
     except CheckpointError as error:
@@ -505,11 +508,13 @@ class Saves:
             raise error
 
     def claim_folder(self, folder: Path) -> None:
-        """Locks a folder of steps for this process until it ends.
+        """Locks a folder of steps for this process until it ends; a store has no locks.
 
         Raises:
             CheckpointError: Another process has locked it, or the folder cannot be created.
         """
+        if isinstance(folder, StorePath):
+            return
         try:
             folder.mkdir(parents=True, exist_ok=True)
             key = folder.resolve()

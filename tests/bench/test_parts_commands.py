@@ -63,14 +63,22 @@ def test_host_has_both_engines_both_ways_and_the_goal_of_each_unit(tmp_path):
 
 
 @pytest.mark.slow
-def test_scale_has_both_costs_of_each_world_and_a_plot(tmp_path):
-    rows = found_by(tmp_path, "scale", "--world", "8", "--world", "64")
+def test_scale_has_the_costs_of_each_world_and_plots(tmp_path):
+    every = found_by(tmp_path, "scale", "--world", "8", "--world", "64")
+    rows = [row for row in every if "time_us" in row]
     assert [(row["name"], row["world_size"]) for row in rows] == [
         (name, world) for name in ("planning", "bookkeeping") for world in (8, 64)
     ]
     assert rows[0]["ratio_to_first"]["value"] == rows[2]["ratio_to_first"]["value"] == 1.0
     drawing = ET.parse(tmp_path / "scale.svg").iter("{http://www.w3.org/2000/svg}circle")
     assert len(list(drawing)) == 4
+    counts = {(row["name"], row["world_size"]): row["count"] for row in every if "count" in row}
+    assert [counts["groups", 8], counts["groups", 64]] == [3, 3]
+    assert [counts["groups, hybrid", 8], counts["groups, hybrid", 64]] == [3, 25]
+    assert counts["record", 64] < counts["record", 8] < counts["manifest", 8]
+    assert counts["manifest", 64] == counts["resume", 64] > counts["manifest", 8]
+    drawing = ET.parse(tmp_path / "scale_saves.svg").iter("{http://www.w3.org/2000/svg}circle")
+    assert len(list(drawing)) == 8
 
 
 def test_the_buffers_of_scale_are_equally_long_in_every_world():

@@ -209,6 +209,17 @@ def test_nothing_is_written_where_checkpoints_are_pruned(fullshard, run_dir, com
     assert not (folder / place).exists()
 
 
+def test_a_step_whose_link_leads_nowhere_is_skipped_and_said(fullshard, run_dir, tmp_path, caplog):
+    newest, loop = run_dir / "checkpoints" / "step-00000009", tmp_path / "loop"
+    newest.symlink_to("nowhere")
+    done = fullshard("ckpt", "ls", run_dir, "--json")
+    assert [row["complete"] for row in done.json["checkpoints"]] == [False, True, True, True]
+    assert fullshard("ckpt", "verify", run_dir).exit_code == 7
+    assert f"skipped {newest}" in caplog.text
+    loop.symlink_to("loop")
+    assert fullshard("ckpt", "import", run_dir, loop).exit_code == 7
+
+
 @pytest.mark.parametrize("command", ["ls", "inspect", "verify", "prune"])
 def test_a_folder_without_checkpoints_is_a_checkpoint_error(fullshard, tmp_path, command):
     done = fullshard("ckpt", command, tmp_path / "nothing")

@@ -127,9 +127,23 @@ def test_what_cannot_be_exported_says_so_and_leaves_nothing(fullshard, written, 
     assert done.exit_code == 7
     assert "as the model of config.json has it" in done.err
     assert fullshard(*words, "--dtype", "int3").exit_code == 2
-    assert fullshard(*words, "--max-shard-size", "5 apples").exit_code == 2
+    for size in ("5 apples", "1.2.3GB", "9" * 400):
+        assert fullshard(*words, "--max-shard-size", size).exit_code == 2
+    assert fullshard("ckpt", "export", written / "llama", "x" * 5000).exit_code == 7
     assert fullshard(*words, "--dry-run").exit_code == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config", "full"]
+
+
+@pytest.mark.parametrize("there", ["an empty folder", "nothing"])
+def test_an_export_through_a_link_goes_where_it_leads(fullshard, written, tmp_path, there):
+    if there == "an empty folder":
+        (tmp_path / "disk").mkdir()
+    (tmp_path / "out").symlink_to("disk")
+    done = fullshard("ckpt", "export", written / MODELS[0], tmp_path / "out")
+    assert done.exit_code == 0, done.err
+    assert (tmp_path / "out").is_symlink()
+    assert (tmp_path / "disk" / "model.safetensors").is_file()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["disk", "out"]
 
 
 def test_an_export_clears_what_a_killed_one_left(fullshard, written, tmp_path):

@@ -115,6 +115,15 @@ def test_a_home_folder_behind_an_equals_sign_is_found(fullshard, tmp_path, monke
     assert f"got '{tmp_path}/none/page.html' (No such file or directory)" in done.stderr
 
 
+def test_a_working_directory_that_was_removed_is_named(tmp_path, monkeypatch, capsys):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert run(["ckpt", "ls", str(tmp_path)]) == 2
+    assert "working directory: expected a folder that exists; it" in capsys.readouterr().err
+
+
 def test_no_command_at_all_shows_the_help(fullshard):
     done = fullshard()
     assert done.returncode == 2

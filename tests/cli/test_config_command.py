@@ -42,7 +42,10 @@ def test_explain_has_every_value_with_its_origin_and_a_note_a_key(folder):
     }
     assert result["training"]["max_steps"] == {"value": 5, "origin": "command line"}
     assert result["training"]["seed"] == {"value": 42, "origin": "default"}
-    assert result["model"]["name_or_path"] == {"value": None, "origin": "missing"}
+    assert result["model"]["name_or_path"] == {
+        "value": None,
+        "origin": "missing: give model=FOLDER",
+    }
     assert set(result["sharding"]) == set(RunConfig.model_fields["sharding"].default.to_dict())
     assert result["launch"].keys() >= {"num_processes", "timeout"}
     notes = {note["key"]: note for note in result["notes"]}

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import termios
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,16 @@ def test_a_stop_lets_the_ranks_leave_in_order_with_code_75(launch, tmp_path, num
     assert_all_end(pids)
     assert (tmp_path / "finally_0").exists()
     assert (tmp_path / "finally_1").exists()
+
+
+def test_a_hangup_that_nohup_ignores_does_not_stop_the_ranks(launch, tmp_path):
+    ignore = partial(signal.signal, signal.SIGHUP, signal.SIG_IGN)
+    launcher = launch("fork_and_sleep", str(tmp_path), preexec_fn=ignore)
+    pids = read_pids(tmp_path, 2)
+    launcher.send_signal(signal.SIGHUP)
+    launcher.send_signal(signal.SIGINT)
+    assert launcher.wait(timeout=60) == 130  # 75 if the hangup was the first to be caught
+    assert_all_end(pids)
 
 
 def test_a_second_ctrl_c_does_not_wait_for_ranks_that_ignored_the_first(

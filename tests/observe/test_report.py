@@ -13,6 +13,7 @@ from torch import nn
 import fullshard as fs
 from fullshard.errors import ConfigError
 from fullshard.observe.chart import Chart, Line, drawn, duration, table_of, thinned
+from fullshard.observe.machine import read_machine, sampled
 from fullshard.observe.metrics import (
     EvalRow,
     MetricsWriter,
@@ -228,6 +229,13 @@ def test_started_by_and_use_of_the_machine_are_shown(run):
     lines = lines_of(written(run))
     assert lines["Processors of the machine"] == ["node 0, in use", "node 1, in use"]
     assert lines["GPU use"] == ["node 0, GPU 0", "node 0, GPU 1"]
+
+
+def test_the_shortest_run_has_a_sample_of_its_machine(tmp_path):
+    with sampled(tmp_path, 3):
+        pass
+    [row] = read_machine(tmp_path)["3"]
+    assert 0 < row["memory_bytes"] < row["memory_total_bytes"]
 
 
 def test_runs_are_compared_by_curves_results_and_settings(run, tmp_path_factory):

@@ -28,6 +28,9 @@ MIXTURE = {
     "moe_intermediate_size": 32,
     "experts_implementation": "eager",  # the grouped matmul has no float64
 }
+ROOT = Path(__file__).parents[2]
+MISTRAL = {"model_type": "mistral", "num_key_value_heads": 2, "sliding_window": 8}
+GPT_NEO = {"model_type": "gpt_neo", "num_layers": 2, "attention_types": [[["global"], 2]]}
 SIZES = {
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -106,17 +109,35 @@ def assert_same(found, wanted):
         (LLAMA, 4, ("tensor=2", "strategy=no_shard"), "replicate 2 x shard 1 x tensor 2"),
         (MIXTURE, 2, ("expert=2",), "replicate 1 x shard 1 x expert 2"),
         (MIXTURE, 4, ("expert=2", "tensor=2"), "replicate 1 x shard 1 x expert 2 x tensor 2"),
+        (LLAMA, 2, ("context=2", "loss_chunk_size=0"), "replicate 1 x shard 2"),
+        (LLAMA, 4, ("context=4", "activation_checkpointing=block"), "replicate 1 x shard 4"),
+        (LLAMA, 4, ("context=2", "replicate=1", "shard=2"), "replicate 1 x shard 4"),
+        (LLAMA, 4, ("context=2", "strategy=no_shard"), "replicate 4 x shard 1"),
+        (LLAMA, 4, ("context=2", "tensor=2"), "replicate 1 x shard 2 x tensor 2"),
+        (MIXTURE, 4, ("context=2", "expert=2"), "replicate 1 x shard 2 x expert 2"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
 def test_a_run_with_other_axes_is_the_run_of_one_process(runs, model, num_ranks, axes, mesh):
     name = "-".join(axes)
-    found = runs.run(model, name, num_ranks, *(f"sharding.{axis}" for axis in axes))
+    found = runs.run(model, name, num_ranks, *axes)
     assert_same(found, runs.alone(model))
     plan = Plan.from_json((found / "plan.json").read_text())
     assert f"{num_ranks} ranks ({mesh})" in plan.tree()
     record = json.loads((runs.alone(model) / "run.json").read_text())
     assert plan.num_parameters == record["planned"]["num_parameters"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "examples" / "mesh").glob("*.yaml")), ids=lambda p: p.stem
+)
+def test_an_example_of_an_axis_learns(fullshard, tmp_path, path):
+    words = [f"output_dir={tmp_path}/run", "max_steps=20", "eval_steps=20", "logging_steps=1"]
+    done = fullshard("train", path, *words)
+    assert done.exit_code == 0, done.err
+    losses = [row["loss"] for row in read_rows(tmp_path / "run" / "metrics.jsonl") if "loss" in row]
+    assert losses[-1] < 0.9 * losses[0]
 
 
 def test_a_run_goes_on_over_another_mesh(runs):
@@ -130,13 +151,16 @@ def test_a_run_goes_on_over_another_mesh(runs):
     assert rows == pytest.approx(wanted, rel=1e-10)
 
 
-def test_conversations_of_different_lengths_train_as_in_one_process(runs, tmp_path):
+@pytest.mark.parametrize("axis", ["tensor=2", "context=2", "context=2 packing=true"])
+def test_conversations_of_different_lengths_train_as_in_one_process(runs, tmp_path, axis):
     text = write_chats(tmp_path / "chat.jsonl", 64)
     write_model(tmp_path / "base", small_config(num_key_value_heads=2, num_attention_heads=2), text)
     words = [f"model={tmp_path}/base", f"data.path={tmp_path}/chat.jsonl", "max_length=64"]
     words += ["master_dtype=float64", "train_batch_size=8", "max_steps=3", "learning_rate=1e-2"]
     folders = []
-    for name, more in (("one", ["num_processes=1"]), ("two", ["num_processes=2", "tensor=2"])):
+    axis, _, packing = axis.partition(" ")
+    words += [packing] if packing else []
+    for name, more in (("one", ["num_processes=1"]), ("two", ["num_processes=2", axis])):
         folders.append(tmp_path / name)
         done = runs.fullshard("sft", *words, f"output_dir={folders[-1]}", *more)
         assert done.exit_code == 0, done.err
@@ -162,6 +186,12 @@ def test_conversations_of_different_lengths_train_as_in_one_process(runs, tmp_pa
         (LLAMA, 2, ["tensor=2", "transport=shared"], "shared beside sharding.tensor: 2 is not yet"),
         (LLAMA, 2, ["tensor=2", "backend=jax"], "tensor: 2 is not yet supported. Use shard"),
         (LLAMA, 2, ["tensor=2", "lora.r=4"], "lora: beside sharding.tensor: 2 is not yet"),
+        (LLAMA, 6, ["context=4"], "context: expected a divisor of 6 (ranks / expert / tensor)"),
+        (LLAMA, 8, ["context=8"], "divisor of 4 (num_attention_heads / tensor); got 8. The"),
+        (LLAMA, 2, ["context=2", "max_seq_length=33"], "divisor of 33 (training.max_seq_length)"),
+        (MISTRAL, 2, ["context=2"], "MistralForCausalLM with sliding_window. Leave it out"),
+        (GPT_NEO, 2, ["context=2"], "GPTNeoForCausalLM with attention of its own. Leave it out"),
+        (LLAMA, 2, ["context=2", "backend=jax"], "context: 2 is not yet supported. Use shard"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -200,6 +230,10 @@ def test_what_a_cut_model_does_not_support_is_refused_before_it_is_cut():
     model = AutoModelForCausalLM.from_config(small_config(**SIZES))
     with pytest.raises(ConfigError, match=r"^sample: expected"):
         fs.shard(model, tensor=2, sample={"input_ids": torch.zeros(1, 4, dtype=torch.int64)})
+    names = {"wrap": ["LlamaDecoderlayer"], "ignore": ["*.lm_haed"], "fp32_modules": ["*.nrom"]}
+    for key, value in names.items():
+        with pytest.raises(ConfigError, match=f"^{key}: "):
+            fs.shard(model, tensor=2, **{key: value})
     fs.shard(model)
     with pytest.raises(EngineError, match="expected a model that was not sharded"):
         fs.shard(model, tensor=2)

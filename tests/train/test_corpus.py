@@ -86,6 +86,20 @@ def test_what_a_killed_start_has_tokenized_is_not_tokenized_again(tmp_path, toke
     assert len(made) == len(dataset.train.sources[0])
 
 
+def test_what_a_kill_left_in_the_cache_a_day_ago_is_removed(tmp_path, tokenizer):
+    text = tmp_path / "a.txt"
+    text.write_text(seeded_text(100))
+    make_dataset([Source.at(text)], NO_HOLD_OUT, tokenizer)
+    (part,) = (tmp_path / "cache").rglob("*.npy")
+    left, live = part.with_name(".left.7"), part.with_name(".live.8")
+    for file in (left, live):
+        file.write_bytes(b"half of it")
+    os.utime(left, (0, 0))
+    make_dataset([Source.at(text)], NO_HOLD_OUT, tokenizer)
+    assert not left.exists()
+    assert live.exists()  # it may be another host's
+
+
 def test_a_truncated_part_of_the_cache_is_made_anew(tmp_path, tokenizer):
     text = tmp_path / "a.txt"
     text.write_text(seeded_text(100))

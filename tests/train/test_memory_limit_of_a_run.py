@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fullshard.outlook.memory import LAUNCHER_PROCESS, RANK_PROCESS
+from fullshard.outlook.memory import LAUNCHER_PROCESS, RANK_PROCESS, WORKER_PROCESS
 from support.memory_groups import MIB, memory_group
 from support.text import seeded_text
 
@@ -68,7 +68,7 @@ def trained(group, folder, words):
 @pytest.mark.long
 def test_a_run_that_cannot_fit_is_refused_and_one_that_just_fits_ends(tmp_path):
     words = words_of(tmp_path)
-    least = tensor_bytes(tmp_path, words) + RANK_PROCESS + LAUNCHER_PROCESS
+    least = tensor_bytes(tmp_path, words) + RANK_PROCESS + WORKER_PROCESS + LAUNCHER_PROCESS
     with memory_group(least - 4 * MIB) as group:
         code, found, err = trained(group, tmp_path, words)
         assert (code, group.num_kills()) == (3, 0), err

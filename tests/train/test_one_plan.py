@@ -21,7 +21,7 @@ from fullshard.config.values import Backend
 from fullshard.data.tokenizer import train_tokenizer
 from fullshard.engine.engine import engine_of
 from fullshard.models.build import model_config_of, model_on_meta
-from fullshard.outlook.memory import LAUNCHER_PROCESS, RANK_PROCESS
+from fullshard.outlook.memory import LAUNCHER_PROCESS, RANK_PROCESS, WORKER_PROCESS
 from fullshard.planner.optimizers import states_of
 from fullshard.planner.text import human_bytes
 from support.text import seeded_text
@@ -155,7 +155,7 @@ def test_a_limit_must_leave_room_for_the_processes_beside_the_tensors(
     words = (*words, f"launch.num_processes={num_ranks}")
     phases = said("plan", *words)[0]["phases"]
     tensors = max(one["device"] + one["host"] * (one["name"] != "load") for one in phases)
-    least = num_ranks * (tensors + RANK_PROCESS) + LAUNCHER_PROCESS
+    least = num_ranks * (tensors + RANK_PROCESS + WORKER_PROCESS) + LAUNCHER_PROCESS
     file = Path("/sys/fs/cgroup/memory.max")
     for missing, expected in ((0, 0), (num_ranks, 3)):
         limit = host_memory.Limit(least - missing, file)
@@ -165,7 +165,7 @@ def test_a_limit_must_leave_room_for_the_processes_beside_the_tensors(
         assert said("plan", *words)[1] == expected
     message = found["error"]["message"]
     assert f"a rank of the container's memory limit of {least / 2**20:,.1f} MiB ({file})" in message
-    process = human_bytes(RANK_PROCESS + LAUNCHER_PROCESS // num_ranks)
+    process = human_bytes(RANK_PROCESS + WORKER_PROCESS + LAUNCHER_PROCESS // num_ranks)
     assert f"Tensors take {human_bytes(tensors)} a rank; its process" in message
     assert f"part of the launcher take {process}." in message
 

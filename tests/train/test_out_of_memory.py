@@ -20,7 +20,7 @@ SHAPE = small_config()
 
 
 def view():
-    config = RunConfig(model="x", strategy="full_shard")
+    config = RunConfig(model="x")
     return view_of(config, build_on_meta(SHAPE), Topology(2))
 
 
@@ -41,7 +41,7 @@ def test_an_allocation_that_fails_is_answered_with_the_plans_table_and_the_guilt
 
 
 def test_a_run_that_cannot_even_be_built_is_answered_too(monkeypatch):
-    config = RunConfig(model="x", strategy="full_shard")
+    config = RunConfig(model="x")
     found = SimpleNamespace(
         config=config,
         folder=SimpleNamespace(path=None),

@@ -10,7 +10,10 @@ import time
 import psutil
 import pytest
 
+from fullshard.data.text import Dataset
+from fullshard.launch.run_lock import RunLock
 from fullshard.observe.metrics import read_rows
+from fullshard.run import start as run_start
 from support import forked as subprocess
 
 pytestmark = pytest.mark.timeout(300)  # a test is up to three runs, each with a limit of its own
@@ -183,6 +186,40 @@ def test_a_run_begins_from_another_runs_checkpoint(calm, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_start_that_another_one_overtakes_names_it(calm, tmp_path, monkeypatch, fullshard):
+    run = shutil.copytree(calm.parent / "run", tmp_path / "run")
+    decided, held = run_start.goes_on, []
+
+    def overtaken(*words):
+        found = decided(*words)
+        run.rename(tmp_path / "run.1")
+        run.mkdir()
+        held.append(RunLock(run))
+        return found
+
+    monkeypatch.setattr(run_start, "goes_on", overtaken)
+    done = fullshard("train", calm, f"output_dir={run}", "max_steps=26", "--dry-run")
+    assert done.exit_code == 2
+    assert "training.output_dir: expected a folder that no run uses" in done.err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_stop_while_the_data_is_written_is_recorded(tmp_path, monkeypatch, fullshard, number):
+    saved = Dataset.save
+
+    def stop(self, folder):
+        os.kill(os.getpid(), number)
+        saved(self, folder)
+
+    monkeypatch.setattr(Dataset, "save", stop)
+    config = write(tmp_path)
+    done = fullshard("train", config)
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert (done.exit_code, record["status"], record["exit_code"]) == (75, "interrupted", 75)
+    assert f"got {number.name}. Start it again" in done.err
+    assert record["error"]["message"] in done.err
+
+
 def test_a_finished_run_is_moved_and_a_changed_model_is_refused(calm, tmp_path):
     config = write(tmp_path)
     finish(config, "max_steps=4")
@@ -263,9 +300,10 @@ def test_a_run_that_goes_on_keeps_its_tokens_and_reads_its_record(calm, tmp_path
     assert fullshard(*words).exit_code == 0
     text = tmp_path / "text.txt"
     text.write_text(text.read_text().replace("1 and 1 is 2", "1 and 1 is 3", 1))  # as many tokens
+    shutil.rmtree(tmp_path / "run" / "data")  # as a kill leaves it while its parts are replaced
     changed = fullshard(*words)
     assert changed.exit_code == 2
-    assert "data.path: expected the tokens of the run that resumes" in changed.err
+    assert "data.path: expected the data of the run that resumes" in changed.err
     for wrong in ({"planned": "x"}, {"planned": {"samples_per_step": -4}}, {"measured": None}):
         record = json.loads((calm.parent / "run" / "run.json").read_text())
         (tmp_path / "run" / "run.json").write_text(json.dumps({**record, **wrong}))

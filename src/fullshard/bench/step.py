@@ -5,16 +5,23 @@ This module starts the ranks (`bench/step_rank.py`) and makes the page of what t
 
 from __future__ import annotations
 
-import os
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from math import isfinite
 from statistics import fmean, median
+from typing import Any
 
-import numpy as np
-
-from fullshard.bench.cases import FLOOR, OURS, REFERENCE, Case, Compute, Peer, groups_of, unfit_of
+from fullshard.bench.cases import (
+    FLOOR,
+    OURS,
+    PEERS,
+    REFERENCE,
+    Case,
+    Compute,
+    Peer,
+    groups_of,
+    unfit_of,
+)
 from fullshard.bench.page import (
     CpuClock,
     Estimate,
@@ -40,7 +47,9 @@ LOSS_TOLERANCE: dict[Compute, float] = {"float32": 2e-5, "bfloat16": 5e-4}
 
 # For the estimate of the duration: start of a group, untimed steps, a step relative to its matmuls.
 START_S, FIRST_STEPS, OVERHEAD = 15.0, 5, 1.2
+FLOPS_PER_S = 1e11  # of matmuls, all ranks together
 
+RAW = ("losses", "times_s")  # members of a row that stand with its case in the JSON
 MEMORY_KEYS = ("memory_peak_bytes", "resident_peak_bytes", "build_peak_bytes")
 COLUMNS = (
     "case",
@@ -99,47 +108,11 @@ class StepJob:
 
 
 @dataclass(frozen=True)
-class EngineResult:
-    """What was measured of one engine.
-
-    Attributes:
-        times_s: One timed step per round; the steps of one round are paired.
-        paired_s: FSDP2's times in the same rounds; None without FSDP2.
-        cpu_s: Processor seconds per rank and step: the median round, averaged over the ranks.
-        losses: Mean over the ranks in the first steps.
-        loss_difference: Largest relative difference to FSDP2's losses; None for the floor.
-        prefetch: FSDP2's chosen prefetch distance; None for other engines.
-        tolerance: Largest difference that the case's dtype explains.
-        memory: Peak bytes of the rank with most, by MEMORY_KEYS; empty if not measured.
-    """
-
-    peer: Peer
-    times_s: tuple[float, ...]
-    paired_s: tuple[float, ...] | None
-    cpu_s: float
-    losses: tuple[float, ...]
-    loss_difference: float | None
-    prefetch: int | None = None
-    tolerance: float = LOSS_TOLERANCE["float32"]
-    memory: dict[str, int] = field(default_factory=dict[str, int])
-
-    @property
-    def has_equal_losses(self) -> bool:
-        """Whether it trains the same as the reference; False if a loss is NaN."""
-        return self.loss_difference is None or self.loss_difference <= self.tolerance
-
-    @property
-    def ratio(self) -> Estimate | None:
-        """Paired ratio of its step to FSDP2's; None without FSDP2."""
-        return None if self.paired_s is None else paired_ratio(self.times_s, self.paired_s)
-
-
-@dataclass(frozen=True)
 class CaseResult:
     """What was measured of one case.
 
     Attributes:
-        engines: Results by engine name, in the order of the table.
+        rows: The row of each engine by name, in the order of the table.
         others_share: Share of all cores that other processes used during the timed rounds.
         became_idle: False if --wait gave up.
         pilot_s: FSDP2's best step by prefetch distance.
@@ -147,11 +120,11 @@ class CaseResult:
     """
 
     case: Case
-    engines: Mapping[str, EngineResult]
+    rows: Mapping[str, dict[str, Any]]
     others_share: float
     became_idle: bool
-    pilot_s: dict[str, float] = field(default_factory=dict[str, float])
-    unfit: dict[str, str] = field(default_factory=dict[str, str])
+    pilot_s: dict[str, float]
+    unfit: dict[str, str]
 
     @property
     def loaded(self) -> bool:
@@ -161,9 +134,9 @@ class CaseResult:
     @property
     def removed(self) -> Estimate | None:
         """Share of FSDP2's overhead above the floor that ours removes; None if one is missing."""
-        if not {OURS, REFERENCE, FLOOR} <= self.engines.keys():
+        if not {OURS, REFERENCE, FLOOR} <= self.rows.keys():
             return None
-        return removed_share(*(self.engines[name].times_s for name in (OURS, REFERENCE, FLOOR)))
+        return removed_share(*(self.rows[name]["times_s"] for name in (OURS, REFERENCE, FLOOR)))
 
 
 @dataclass(frozen=True)
@@ -184,28 +157,15 @@ class StepOptions:
 
 
 def expected_s(cases: Sequence[Case], peers: Sequence[Peer], options: StepOptions) -> float:
-    """Estimates the duration: 6 FLOPs per parameter and token at the speed of a matmul here."""
-    flops_per_s = _flops_per_s()
+    """Estimates the duration: 6 FLOPs per parameter and token at the usual speed of a few cores."""
     total = 0.0
     for case in cases:
         num_engines = len(peers) - len(unfit_of(case, peers))
         num_groups = len(_groups(case, peers))
-        step_s = OVERHEAD * 6 * case.numel * case.tokens_per_step / flops_per_s
+        step_s = OVERHEAD * 6 * case.numel * case.tokens_per_step / FLOPS_PER_S
         total += num_groups * START_S + num_engines * (options.num_rounds + FIRST_STEPS) * step_s
         total += options.measure_memory * num_engines * (START_S + FIRST_STEPS * step_s)
     return total
-
-
-def _flops_per_s() -> float:
-    """Speed of a matmul on all cores, by processor time; the best of five."""
-    width = 1024
-    matrix = np.ones((width, width), np.float32)
-    times = []
-    for _ in range(5):
-        began = time.process_time()
-        np.matmul(matrix, matrix)
-        times.append(time.process_time() - began)
-    return len(os.sched_getaffinity(0)) * 2 * width**3 / min(times)
 
 
 def _groups(case: Case, peers: Sequence[Peer]) -> list[tuple[Peer, ...]]:
@@ -239,12 +199,12 @@ def run_case(case: Case, peers: Sequence[Peer], options: StepOptions, say: Say) 
         say(f"{case.name}: memory of {peer.name}, alone")
         ranks = on_ranks(StepJob(case, (peer.name,), "memory", 0, prefetch=prefetch))
         memory[peer.name] = {key: max(rank[key] for rank in ranks) for key in MEMORY_KEYS}
-    found: dict[str, EngineResult] = {}
+    rows: dict[str, dict[str, Any]] = {}
     for group, ranks in measured:
-        found = _engine_results(case, group, ranks, memory) | found  # keeps FSDP2's first row
+        rows = _rows(case, group, ranks, memory) | rows  # keeps FSDP2's first row
     return CaseResult(
         case,
-        {peer.name: found[peer.name] for peer in peers},
+        {peer.name: rows[peer.name] for peer in peers},
         max((_others_share(ranks) for _, ranks in measured), default=0.0),
         neighbours.became_idle,
         next((ranks[0]["pilot_s"] for _, ranks in measured if ranks[0]["pilot_s"]), {}),
@@ -257,26 +217,39 @@ def _others_share(ranks: list[dict]) -> float:
     return others_share(start, end, sum(rank["own_cpu_s"] for rank in ranks))
 
 
-def _engine_results(
+def _rows(
     case: Case, group: Sequence[Peer], ranks: list[dict], memory: Mapping[str, dict[str, int]]
-) -> dict[str, EngineResult]:
+) -> dict[str, dict[str, Any]]:
+    """The JSON rows of the engines of a group, with what stands apart in the JSON (RAW)."""
     first = ranks[0]
     differences = loss_differences({p.name: first["losses"][p.name] for p in group if p.trains})
     paired = first["times_s"].get(REFERENCE)
-    return {
-        peer.name: EngineResult(
-            peer=peer,
-            times_s=tuple(first["times_s"][peer.name]),
-            paired_s=paired and tuple(paired),
-            cpu_s=fmean(median(rank["cpu_times_s"][peer.name]) for rank in ranks),
-            losses=tuple(first["losses"][peer.name]),
-            loss_difference=differences.get(peer.name),
-            prefetch=first["prefetch"].get(peer.name),
-            tolerance=LOSS_TOLERANCE[case.compute],
-            memory=memory.get(peer.name, {}),
-        )
-        for peer in group
-    }
+    found: dict[str, dict[str, Any]] = {}
+    for peer in group:
+        times, difference = first["times_s"][peer.name], differences.get(peer.name)
+        found[peer.name] = {
+            "name": peer.name,
+            "strategy": peer.strategy,
+            "step_time_s": median(times),
+            "tokens_per_s": case.tokens_per_step / median(times),
+            **memory.get(peer.name, dict.fromkeys(MEMORY_KEYS)),
+            "case": case.name,
+            "num_ranks": case.num_ranks,
+            "cpu_step_s": fmean(median(rank["cpu_times_s"][peer.name]) for rank in ranks),
+            "num_rounds": len(times),
+            "ratio_to_fsdp2": paired_ratio(times, paired).to_dict() if paired else None,
+            "loss_difference": _finite(difference),
+            "prefetch": first["prefetch"].get(peer.name),
+            "equal_losses": difference is None or difference <= LOSS_TOLERANCE[case.compute],
+            "times_s": times,
+            "losses": [*map(_finite, first["losses"][peer.name])],
+        }
+    return found
+
+
+def _finite(value: float | None) -> float | None:
+    """The value for JSON, which has no NaN and no infinity."""
+    return value if value is not None and isfinite(value) else None
 
 
 def loss_differences(losses: Mapping[str, Sequence[float]]) -> dict[str, float]:
@@ -290,83 +263,47 @@ def loss_errors(result: CaseResult) -> list[str]:
     """Returns a sentence for every engine whose losses differ; its speed means nothing."""
     return [
         f"{result.case.name}: losses of {name}: expected those of the reference within "
-        f"{engine.tolerance:g}, got {list(engine.losses)}, which differ by "
-        f"{engine.loss_difference:.1e}. Do not compare its speed."
-        for name, engine in result.engines.items()
-        if not engine.has_equal_losses
+        f"{LOSS_TOLERANCE[result.case.compute]:g}, got {row['losses']}. Do not compare its speed."
+        for name, row in result.rows.items()
+        if not row["equal_losses"]
     ]
 
 
 # ---- the page ------------------------------------------------------------------------------------
 
 
-def rows_of(result: CaseResult) -> list[dict[str, object]]:
-    """Returns one JSON row for every engine of a case."""
-    return [
-        {
-            "name": name,
-            "strategy": engine.peer.strategy,
-            "step_time_s": median(engine.times_s),
-            "tokens_per_s": result.case.tokens_per_step / median(engine.times_s),
-            **(engine.memory or dict.fromkeys(MEMORY_KEYS)),
-            "case": result.case.name,
-            "num_ranks": result.case.num_ranks,
-            "cpu_step_s": engine.cpu_s,
-            "num_rounds": len(engine.times_s),
-            "ratio_to_fsdp2": engine.ratio.to_dict() if engine.ratio else None,
-            "loss_difference": _finite(engine.loss_difference),
-            "prefetch": engine.prefetch,
-            "equal_losses": engine.has_equal_losses,
-            "loaded": result.loaded,
-        }
-        for name, engine in result.engines.items()
-    ]
-
-
-def _finite(value: float | None) -> float | None:
-    """The value for JSON, which has no NaN and no infinity."""
-    return value if value is not None and isfinite(value) else None
-
-
 def _case_entry(result: CaseResult) -> dict[str, object]:
-    removed, engines = result.removed, result.engines.items()
+    removed = result.removed
     return {
         **asdict(result.case),
         "others_share": result.others_share,
         "loaded": result.loaded,
         "removed_share": removed.to_dict() if removed else None,
-        "losses": {name: [_finite(loss) for loss in e.losses] for name, e in engines},
-        "times_s": {name: list(engine.times_s) for name, engine in engines},
+        **{key: {name: row[key] for name, row in result.rows.items()} for key in RAW},
         "pilot_s": result.pilot_s,
         "unfit": result.unfit,
     }
 
 
-def _mib(engine: EngineResult, key: str) -> str:
-    return f"{engine.memory[key] / MIB:.0f}" if engine.memory else "-"
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    """An engine's row of the table, in the order of COLUMNS."""
 
+    def shown(key: str, form: Callable[[Any], str]) -> str:
+        return "-" if row[key] is None else form(row[key])
 
-def cells_of(result: CaseResult) -> list[tuple[str, ...]]:
-    """Returns a case's part of the table: one tuple per engine, in the order of COLUMNS."""
-    cells = []
-    for row, engine in zip(rows_of(result), result.engines.values(), strict=True):
-        difference = engine.loss_difference
-        prefetch = "" if engine.prefetch is None else f" (prefetch {engine.prefetch})"
-        cells.append(
-            (
-                result.case.name,
-                f"{engine.peer.name}{prefetch}",
-                engine.peer.strategy,
-                f"{median(engine.times_s) * 1e3:.1f}",
-                f"{engine.cpu_s * 1e3:.1f}",
-                f"{row['tokens_per_s']:.0f}",
-                str(engine.ratio or "-"),
-                _mib(engine, "memory_peak_bytes"),
-                _mib(engine, "resident_peak_bytes"),
-                "-" if difference is None else f"{difference:.1e}",
-            )
-        )
-    return cells
+    prefetch = "" if row["prefetch"] is None else f" (prefetch {row['prefetch']})"
+    return (
+        row["case"],
+        f"{row['name']}{prefetch}",
+        row["strategy"],
+        f"{row['step_time_s'] * 1e3:.1f}",
+        f"{row['cpu_step_s'] * 1e3:.1f}",
+        f"{row['tokens_per_s']:.0f}",
+        shown("ratio_to_fsdp2", lambda ratio: str(Estimate(**ratio))),
+        shown("memory_peak_bytes", lambda size: f"{size / MIB:.0f}"),
+        shown("resident_peak_bytes", lambda size: f"{size / MIB:.0f}"),
+        shown("loss_difference", "{:.1e}".format),
+    )
 
 
 def notes_of(result: CaseResult) -> list[str]:
@@ -386,15 +323,19 @@ def page_of(results: Sequence[CaseResult], absent: Sequence[str], command: str) 
         absent: Engines that are not installed.
         command: The command as typed.
     """
-    rows = [row for result in results for row in rows_of(result)]
-    packages = {engine.peer.package for result in results for engine in result.engines.values()}
+    rows: list[dict[str, Any]] = [
+        {key: value for key, value in row.items() if key not in RAW} | {"loaded": result.loaded}
+        for result in results
+        for row in result.rows.values()
+    ]
+    packages = {PEERS[row["name"]].package for row in rows}
     return Page(
         "step",
         "Training step, side by side",
         command,
         rows,
         COLUMNS,
-        [cells for result in results for cells in cells_of(result)],
+        [_cells(row) for row in rows],
         METHOD,
         max(result.others_share for result in results),
         all(result.became_idle for result in results),

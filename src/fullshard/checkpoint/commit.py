@@ -10,6 +10,11 @@
 All messages are files, so a background thread can save while the process groups are used by
 training. Notes are created with their full size, so that a full disk can still be reported.
 
+[Note: no rename]
+In an object store the files of a save are under the checkpoint's own name, in `files-TOKEN/`, and
+stay there: COMPLETE.json, which names that folder, is the commit. It replaces an older
+COMPLETE.json in one request. The files of the older one are removed afterwards.
+
 [Note: nothing half]
 Until its last file is written, a checkpoint is in `.NAME.saving-TOKEN`, which readers skip. An
 older checkpoint of the same name is renamed and removed only after the new one is complete. If a
@@ -20,9 +25,9 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +36,7 @@ from typing import Any
 from fullshard.checkpoint.files import Written, sync_folder, write_text
 from fullshard.checkpoint.format import (
     COMPLETE,
+    FILES,
     INDEX,
     NOTES,
     OLD,
@@ -41,13 +47,16 @@ from fullshard.checkpoint.format import (
     StoredTensor,
     join_slices,
 )
-from fullshard.checkpoint.retain import look_at
-from fullshard.errors import CheckpointError, PreemptedError
+from fullshard.checkpoint.retain import look_at, remove_superseded
+from fullshard.checkpoint.storage import StorePath, remove_tree, sizes_in
+from fullshard.errors import CheckpointError, PreemptedError, cure_of
 
 NOTE_BYTES = 4096
 PATIENCE_S = 1800.0  # for slow ranks; the launcher handles dead ones
 FAREWELL_S = 10.0
 POLL_S = (0.002, 0.1)
+POLLS_PER_S = 4000  # of all ranks together: a store answers some thousand requests per second
+READERS = 32  # threads that read notes: a store takes tens of milliseconds for each
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +73,14 @@ class Place:
 
     @property
     def aside(self) -> Path:
+        if isinstance(self.target, StorePath):
+            return self.target / f"{FILES}-{self.token}"
         return beside(self.target, SAVING, self.token)
 
     @property
     def notes(self) -> Path:
+        if isinstance(self.target, StorePath):
+            return self.target / f"{NOTES}-{self.token}"
         return beside(self.target, NOTES, self.token)
 
     @property
@@ -88,18 +101,19 @@ class Ranks:
     Attributes:
         rank: This process.
         world_size: Number of processes.
-        tell: Collective that returns the values of all ranks, in rank order.
+        lead: Collective that returns on all ranks what a function returns on the first one, which
+            alone calls it; an error there is raised on all.
         agree: Collective that returns what a function returns; if it fails on one rank, it raises
             on all.
     """
 
     rank: int
     world_size: int
-    tell: Callable[[Any], list[Any]]
+    lead: Callable[[Callable[[], Any]], Any]
     agree: Callable[[Callable[[], Any]], Any]
 
 
-ALONE = Ranks(0, 1, lambda value: [value], lambda do: do())
+ALONE = Ranks(0, 1, lambda do: do(), lambda do: do())
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +168,7 @@ def join(place: Place, rank: int) -> None:
         CheckpointError: This rank does not see the folder that the first rank made.
     """
     try:
-        if not _wait_for(place.notes.is_dir):  # network file systems show folders late
+        if not _wait_for(place.verdict.exists):  # network file systems show folders late
             raise CheckpointError(
                 f"checkpoint '{place.target}': expected a folder that all ranks share; rank {rank} "
                 "does not see what rank 0 made there. Name a folder on a shared file system."
@@ -186,14 +200,14 @@ def conclude(place: Place, world_size: int, documents: Documents) -> None:
         CheckpointError: A rank could not write; the save is removed.
     """
     try:
-        said = [_read_note(place.note(rank), place.target) for rank in range(world_size)]
+        said = _at_once(lambda rank: _read_note(place.note(rank), place.target), world_size)
         wrong = next((text for text in said if text), None)
         if wrong is not None:
             raise CheckpointError(wrong)
         _complete(place, world_size, documents)
     except Exception as error:
         known = failure(place.target, 0, error)
-        shutil.rmtree(place.aside, ignore_errors=True)
+        discard(place)
         _fill_note(place.verdict, str(known))
         if isinstance(error, PreemptedError):
             raise
@@ -201,69 +215,112 @@ def conclude(place: Place, world_size: int, documents: Documents) -> None:
     else:
         _fill_note(place.verdict, "")
     finally:
-        shutil.rmtree(place.aside, ignore_errors=True)  # of an interrupt
-        place.note(0).unlink(missing_ok=True)
+        discard(place)  # of an interrupt
         _wait_for(lambda: _is_over(place))
+        place.note(0).unlink(missing_ok=True)
 
 
-def await_verdict(place: Place, rank: int) -> None:
+def await_verdict(place: Place, rank: int, world_size: int = 1) -> None:
     """Waits until the first rank has completed the checkpoint.
 
     A rank that was stopped for longer than the first rank waits for farewells still finds the
-    verdict: the last rank to leave removes it.
+    verdict: after the first rank has left, the last one to leave removes it.
 
     Raises:
         CheckpointError: The first rank could not complete it.
     """
     try:
-        text = _read_note(place.verdict, place.target)
+        text = _read_note(place.verdict, place.target, world_size / POLLS_PER_S)
     finally:
         place.note(rank).unlink(missing_ok=True)
-        _is_over(place)
+        if not place.note(0).exists():
+            _is_over(place)
     if text:
         raise CheckpointError(text)
 
 
 def abandon(place: Place) -> None:
     """Removes the files of a save that will not be finished."""
-    for folder in (place.aside, place.notes):
-        shutil.rmtree(folder, ignore_errors=True)
+    discard(place)
+    remove_tree(place.notes)
+
+
+def discard(place: Place) -> None:
+    """Removes the files of a save that was not committed."""
+    if isinstance(place.target, StorePath):
+        try:  # a request that failed or was interrupted may have been carried out
+            if f'"{place.aside.name}"' in (place.target / COMPLETE).read_text():
+                return
+        except FileNotFoundError:
+            pass
+        except OSError:  # the next save there removes them
+            return
+    remove_tree(place.aside)
 
 
 def failure(target: Path, rank: int, error: BaseException) -> CheckpointError:
     """Converts an error of a rank into a CheckpointError."""
     if isinstance(error, CheckpointError):
         return error
-    what = f"{type(error).__name__}: {error}"
+    what, cure = f"{type(error).__name__}: {error}", "Make room"
     if isinstance(error, OSError):
+        cure = cure_of(error, cure)
         what = f"{error.strerror or error} ({error.filename or target})"
     return CheckpointError(
         f"checkpoint '{target}': expected to write it; rank {rank} could not: {what}. Checkpoints "
-        "that were complete before are untouched. Make room, or name another folder."
+        f"that were complete before are untouched. {cure}, or name another folder."
     )
 
 
 def _complete(place: Place, world_size: int, documents: Documents) -> None:
     files: dict[str, FileFacts] = {}
     tensors: list[tuple[str, StoredTensor]] = []
-    for rank in range(world_size):
-        record: Any = json.loads(place.record(rank).read_text())
+    for text in _at_once(lambda rank: place.record(rank).read_text(), world_size):
+        record: Any = json.loads(text)
         files |= {name: FileFacts(*facts) for name, facts in record["files"].items()}
         tensors += Index.from_json(record["index"], "a rank's record", whole=False).tensors.items()
     index = join_slices(tensors, documents.tied, world_size)
     for name, text in {**documents.texts, INDEX: index.to_json()}.items():
         files[name] = write_text(place.aside / name, text)
     sync_folder(place.aside)
+    if isinstance(place.target, StorePath):
+        _commit_in_store(place, Manifest(documents.step, files, place.aside.name))
+        return
     write_text(place.aside / COMPLETE, Manifest(documents.step, files).to_json())
     sync_folder(place.aside)
     put_in_place(place)
+
+
+def _commit_in_store(place: Place, manifest: Manifest) -> None:
+    """See [Note: no rename].
+
+    Raises:
+        CheckpointError: Objects are missing, which another save removed.
+    """
+    sizes = sizes_in(place.aside)
+    if any(sizes.get(name) != facts.size for name, facts in manifest.files.items()):
+        raise CheckpointError(
+            f"checkpoint '{place.target}': expected all files that its ranks wrote; another save "
+            "removed some. Let one run at a time save there."
+        )
+    write_text(place.target / COMPLETE, manifest.to_json())
+    remove_superseded(place.target, place.aside.name, place.notes.name)
+
+
+def _at_once(read: Callable[[int], str], world_size: int) -> list[str]:
+    """What is read of each rank; after an error here, readers that still wait find no notes."""
+    pool = ThreadPoolExecutor(min(READERS, world_size), "fullshard-notes")
+    try:
+        return list(pool.map(read, range(world_size)))
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def put_in_place(place: Place) -> None:
     """Renames the temporary folder; removes an older folder of that name afterwards."""
     old = beside(place.target, OLD, place.token)
     if place.target.exists():
-        shutil.rmtree(old, ignore_errors=True)  # a kill left it
+        remove_tree(old)  # a kill left it
         place.target.rename(old)
     try:
         place.aside.rename(place.target)
@@ -272,11 +329,14 @@ def put_in_place(place: Place) -> None:
             old.rename(place.target)
         raise
     sync_folder(place.target.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    remove_tree(old)
 
 
 def _make_note(path: Path) -> None:
     """Creates an empty note of full size."""
+    if isinstance(path, StorePath):
+        path.write_bytes(b" ")
+        return
     with path.open("xb") as file:
         file.write(b" " * NOTE_BYTES)
 
@@ -284,25 +344,36 @@ def _make_note(path: Path) -> None:
 def _fill_note(path: Path, error: str) -> None:
     """Writes a note; `error` is empty on success. Ignores a note that was removed."""
     text = json.dumps({"error": error[: NOTE_BYTES // 8]}).encode()
+    if isinstance(path, StorePath):
+        if path.exists():
+            path.write_bytes(text)
+        return
     with suppress(FileNotFoundError), path.open("r+b") as file:
         file.write(text.ljust(NOTE_BYTES))
 
 
-def _read_note(path: Path, target: Path) -> str:
-    """Waits until a note is written; returns its error, or an empty text."""
+def _read_note(path: Path, target: Path, least_s: float = 0.0) -> str:
+    """Waits until a note is written; returns its error, or an empty text.
+
+    Args:
+        path: The note.
+        target: The checkpoint, for errors.
+        least_s: Pause between two looks, once it has grown.
+    """
     deadline, pause = time.monotonic() + PATIENCE_S, POLL_S[0]
     while time.monotonic() < deadline:
         try:
             text = path.read_bytes().strip()
         except FileNotFoundError:
             return (
-                f"checkpoint '{target}': expected all ranks to save; another save ended this one."
+                f"checkpoint '{target}': expected all ranks to save; the temporary files of this "
+                "save were removed, by another save or by hand."
             )
         if text:
             with suppress(ValueError):  # half a note: look again
                 return json.loads(text)["error"]
         time.sleep(pause)
-        pause = min(2 * pause, POLL_S[1])
+        pause = min(2 * pause, max(POLL_S[1], least_s))
     return (
         f"checkpoint '{target}': expected every rank to write within {PATIENCE_S:g} s; "
         f"{path.name} did not. The checkpoint before this one stands."
@@ -310,17 +381,17 @@ def _read_note(path: Path, target: Path) -> str:
 
 
 def _is_over(place: Place) -> bool:
-    """Whether no rank needs the verdict any longer; it is removed then."""
-    with suppress(FileNotFoundError):  # another rank removes it at this moment
-        if any(place.notes.glob("rank-?????")):
-            return False
-        shutil.rmtree(place.notes, ignore_errors=True)
+    """Whether no rank but the first needs the verdict any longer; it is removed then."""
+    if any(note != place.note(0) for note in place.notes.glob("rank-?????")):
+        return False
+    remove_tree(place.notes)
     return not place.notes.exists()
 
 
 def _wait_for(condition: Callable[[], bool]) -> bool:
     """Waits a while for a condition; returns whether it is met."""
-    deadline = time.monotonic() + FAREWELL_S
+    deadline, pause = time.monotonic() + FAREWELL_S, POLL_S[0]
     while not (is_met := condition()) and time.monotonic() < deadline:
-        time.sleep(POLL_S[0])
+        time.sleep(pause)
+        pause = min(2 * pause, POLL_S[1])
     return is_met

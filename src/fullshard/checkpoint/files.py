@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,11 @@ from fullshard.checkpoint.format import (
     name_in_file,
     natural,
 )
-from fullshard.config.regular_files import open_regular
+from fullshard.checkpoint.storage import StorePath, new_object, open_for_reading
 from fullshard.errors import CheckpointError, untrusted
 
 HASHED = 1 << 19  # bytes read and hashed at a time: they fit in a core's own cache
+REQUESTED = 32 << 20  # bytes that are read from a store at a time: a request costs tens of ms
 CHUNK = 16 << 20  # bytes written, and hashed, at a time: small enough to still be in the cache
 SYNC_FILE_RANGE_WRITE = 2  # of <fcntl.h>: start, do not wait
 LARGEST_HEADER = 100_000_000  # bytes; the safetensors library's own limit
@@ -100,9 +101,8 @@ def write_tensors(path: Path, pieces: Sequence[Piece], rank: int) -> Written:
     header, size = _header(pieces)
     whole = xxhash.xxh3_128(header)
     tensors: dict[str, StoredTensor] = {}
-    with _new_file(path, size) as file:
-        _write_all(file, memoryview(header))
-        end = len(header)
+    with _new_file(path, size) as write:
+        write(memoryview(header))
         for piece in pieces:
             checksum = xxhash.xxh3_128()
             data = chunk = piece.data()
@@ -111,9 +111,7 @@ def write_tensors(path: Path, pieces: Sequence[Piece], rank: int) -> Written:
                 chunk = data[at : at + CHUNK]
                 checksum.update(chunk)
                 whole.update(chunk)
-                _write_all(file, chunk)
-                _begin_writeback(file, end, chunk.nbytes)
-                end += chunk.nbytes
+                write(chunk)
             stored = StoredSlice(
                 path.name,
                 piece.start,
@@ -127,17 +125,22 @@ def write_tensors(path: Path, pieces: Sequence[Piece], rank: int) -> Written:
 
 
 def write_text(path: Path, text: str) -> FileFacts:
-    """Writes a small file under another name, syncs it, then renames it."""
+    """Writes a small file whole: under another name, synced and renamed, or as one object."""
     data = text.encode()
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    with _new_file(aside, len(data)) as file:
-        _write_all(file, memoryview(data))
-    aside.replace(path)
+    if isinstance(path, StorePath):
+        path.write_bytes(data)
+    else:
+        aside = path.with_name(f".{path.name}.{os.getpid()}")
+        with _new_file(aside, len(data)) as write:
+            write(memoryview(data))
+        aside.replace(path)
     return FileFacts(len(data), xxhash.xxh3_128(data).hexdigest())
 
 
 def sync_folder(path: Path) -> None:
-    """Syncs the entries of a folder to disk."""
+    """Syncs the entries of a folder to disk; a store has none."""
+    if isinstance(path, StorePath):
+        return
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -148,12 +151,17 @@ def sync_folder(path: Path) -> None:
 def checksum_of(path: Path, on_bytes: Callable[[int], None] = lambda _count: None) -> str:
     """xxh3_128 of a file's bytes; `on_bytes` is called with the number of bytes read."""
     digest = xxhash.xxh3_128()
-    with os.fdopen(open_regular(path), "rb", buffering=0) as file:
-        buffer = memoryview(bytearray(HASHED))
-        while count := file.readinto(buffer):
+    offset, buffer = 0, memoryview(bytearray(_read_at_once(path)))
+    with open_for_reading(path) as (_, read):
+        while count := read(buffer, offset):
             digest.update(buffer[:count])
             on_bytes(count)
+            offset += count
     return digest.hexdigest()
+
+
+def _read_at_once(path: Path) -> int:
+    return REQUESTED if isinstance(path, StorePath) else HASHED
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,12 +170,12 @@ class TensorFile:
 
     Attributes:
         path: The file.
-        descriptor: Open for reading.
+        fill: Fills memory from an offset of the file; returns the number of bytes.
         entries: (dtype, shape, first byte, one past the last) by name, from the file's beginning.
     """
 
     path: Path
-    descriptor: int
+    fill: Callable[[memoryview, int], int]
     entries: dict[str, tuple[str, tuple[int, ...], int, int]]
 
     @classmethod
@@ -180,9 +188,8 @@ class TensorFile:
         """
         with ExitStack() as closing:
             with untrusted(path, "a whole safetensors file"):
-                descriptor = open_regular(path)
-                closing.callback(os.close, descriptor)
-                found = cls(path, descriptor, _read_header(descriptor))
+                size, read = closing.enter_context(open_for_reading(path))
+                found = cls(path, read, _read_header(size, read))
             yield found
 
     def read(self, name: str, first_byte: int, out: memoryview) -> None:
@@ -199,7 +206,7 @@ class TensorFile:
                 f"says {end - begin:,}. Take another checkpoint."
             )
         while out.nbytes:
-            count = os.preadv(self.descriptor, [out], offset)
+            count = self.fill(out, offset)
             if count == 0:
                 raise CheckpointError(
                     f"{self.path}: expected {end:,} bytes; the file is cut short. "
@@ -232,18 +239,23 @@ def _header(pieces: Sequence[Piece]) -> tuple[bytes, int]:
     return header, len(header) + end
 
 
-def _read_header(descriptor: int) -> dict[str, tuple[str, tuple[int, ...], int, int]]:
+def _read_header(
+    size: int, read: Callable[[memoryview, int], int]
+) -> dict[str, tuple[str, tuple[int, ...], int, int]]:
     """Raises ValueError where tensors overlap, leave bytes out, or are not of their shape."""
-    size = os.fstat(descriptor).st_size
-    length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
+    first = bytearray(8)
+    read(memoryview(first), 0)
+    length = int.from_bytes(first, "little")
     if not 2 <= length <= min(size - 8, LARGEST_HEADER):
         raise ValueError(f"a header of {length:,} bytes in a file of {size:,}")
-    table: dict[str, Any] = json.loads(os.pread(descriptor, length, 8))
+    text = bytearray(length)
+    read(memoryview(text), 8)
+    table: dict[str, Any] = json.loads(text)
     table.pop("__metadata__", None)
-    end = first = 8 + length
+    end = base = 8 + length
     found: dict[str, tuple[str, tuple[int, ...], int, int]] = {}
     for name, entry in table.items():
-        begin, stop = (first + natural(offset) for offset in entry["data_offsets"])
+        begin, stop = (base + natural(offset) for offset in entry["data_offsets"])
         found[name] = (str(entry["dtype"]), tuple(map(natural, entry["shape"])), begin, stop)
     for name, (dtype, shape, begin, stop) in sorted(found.items(), key=lambda f: f[1][2:]):
         wanted = math.prod(shape) * ITEMSIZE.get(dtype, 0)
@@ -256,13 +268,20 @@ def _read_header(descriptor: int) -> dict[str, tuple[str, tuple[int, ...], int, 
 
 
 @contextmanager
-def _new_file(path: Path, size: int) -> Generator[int]:
-    """Creates a file that is synced at the end of the block, or removed if the block fails."""
+def _new_file(path: Path, size: int) -> Generator[Callable[[memoryview], None]]:
+    """Creates a file; yields a function that appends to it.
+
+    The file is synced at the end of the block, or removed if the block fails.
+    """
+    if isinstance(path, StorePath):
+        with new_object(path) as write:
+            yield write
+        return
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:
         if size:
             os.posix_fallocate(descriptor, 0, size)
-        yield descriptor
+        yield partial(_append, descriptor)
         os.fsync(descriptor)
     except BaseException:
         path.unlink(missing_ok=True)
@@ -271,17 +290,15 @@ def _new_file(path: Path, size: int) -> Generator[int]:
         os.close(descriptor)
 
 
-def _begin_writeback(descriptor: int, offset: int, count: int) -> None:
-    """Starts writing these bytes to disk while the next ones are hashed and copied.
+def _append(descriptor: int, data: memoryview) -> None:
+    """Writes all bytes, and starts their way to the disk while the next ones are hashed and copied.
 
-    Without it the kernel starts at fsync, when all bytes are in the page cache. It is a hint: its
-    result is ignored, and systems without this call skip it.
+    Without the hint the kernel starts at fsync, when all bytes are in the page cache. Its result is
+    ignored, and systems without this call skip it.
     """
     start_writing = _sync_file_range()
-    if start_writing is not None:
-        start_writing(descriptor, offset, count, SYNC_FILE_RANGE_WRITE)
-
-
-def _write_all(descriptor: int, data: memoryview) -> None:
+    begin, count = os.lseek(descriptor, 0, os.SEEK_CUR), data.nbytes
     while data.nbytes:
         data = data[os.write(descriptor, data) :]
+    if start_writing is not None:
+        start_writing(descriptor, begin, count, SYNC_FILE_RANGE_WRITE)

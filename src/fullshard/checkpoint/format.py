@@ -2,6 +2,7 @@
 
     step-00000100/
       COMPLETE.json             step, every file's size and checksum; written last
+      files-3f2a.../            in an object store: all other files, which are never renamed
       index.json                every tensor: dtype, global shape, its slices and their files
       state.json                step and values that are not tensors of model or optimizer
       plan.json, config.json    plan and configuration of the run, if the writer knows them
@@ -30,7 +31,7 @@ import xxhash
 
 from fullshard.errors import CheckpointError, untrusted
 
-FORMAT, VERSION = "fullshard-checkpoint", 1
+FORMAT, VERSION = "fullshard-checkpoint", 2  # 2: in an object store
 COMPLETE, INDEX, STATE, PLAN, CONFIG = (
     "COMPLETE.json",
     "index.json",
@@ -40,6 +41,7 @@ COMPLETE, INDEX, STATE, PLAN, CONFIG = (
 )
 
 SAVING, OLD, NOTES = "saving", "old", "notes"  # hidden folders beside a checkpoint
+FILES = "files"  # folder in a checkpoint of a store
 AVERAGE = "ema"  # optimizer state of a parameter: the average of its values
 OWN = "$rank"  # marks values that differ between ranks
 
@@ -168,11 +170,12 @@ class Index:
                 "dtype": tensor.dtype,
                 "shape": list(tensor.shape),
                 "slices": [
-                    [number[p.file], p.start, p.stop, p.checksum, *([p.rank] * tensor.opaque)]
+                    [number[p.file], p.start, p.stop, p.checksum, *([p.rank] * opaque)]
                     for p in tensor.slices
                 ],
             }
             for key, tensor in self.tensors.items()
+            for opaque in (tensor.opaque,)  # it looks at every slice
         }
         return json.dumps(
             {
@@ -297,14 +300,18 @@ class Manifest:
     Attributes:
         step: Step of the checkpoint, or None.
         files: Size and checksum of each file by name.
+        folder: Folder of these files, in the one of COMPLETE.json; empty: the same folder.
     """
 
     step: int | None
     files: Mapping[str, FileFacts]
+    folder: str = ""
 
     def to_json(self) -> str:
         files = {name: [facts.size, facts.checksum] for name, facts in sorted(self.files.items())}
-        table = {"format": FORMAT, "version": VERSION, "step": self.step, "files": files}
+        table = {"format": FORMAT, "version": 1, "step": self.step, "files": files}
+        if self.folder:  # a reader of the first version would look for the files beside
+            table |= {"version": VERSION, "folder": self.folder}
         return json.dumps({**table, "checksum": _checksum(table)}, indent=1) + "\n"
 
     @classmethod
@@ -326,14 +333,15 @@ class Manifest:
                     "Read it with a newer fullshard."
                 )
             checksum = table.pop("checksum", None)
-            if checksum not in (None, _checksum(table)) or len(table) != 4:
+            folder = _file_name(table["folder"]) if "folder" in table else ""
+            if checksum not in (None, _checksum(table)) or len(table) != 4 + bool(folder):
                 raise ValueError("other values than were written")
             step = None if table["step"] is None else natural(table["step"])
             entries = table["files"].items()
             files = {_file_name(n): FileFacts(natural(size), str(x)) for n, (size, x) in entries}
             if not {INDEX, STATE} <= files.keys():
                 raise ValueError(f"no {INDEX} or no {STATE}")
-            return cls(step, files)
+            return cls(step, files, folder)
 
 
 def _checksum(table: Mapping[str, Any]) -> str:

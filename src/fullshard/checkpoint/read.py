@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
 from bisect import bisect_right
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +35,8 @@ from fullshard.checkpoint.format import (
     name_in_file,
 )
 from fullshard.checkpoint.retain import Found, candidates, check_passed, checkpoints_in, unusable
+from fullshard.checkpoint.storage import StorePath, read_file, remove_tree
 from fullshard.checkpoint.values import GetTensor, decode
-from fullshard.config.regular_files import read_regular
 from fullshard.errors import CheckpointError, untrusted
 
 logger = logging.getLogger(__name__)
@@ -182,7 +182,7 @@ class Checkpoint:
 
     def _file(self, name: str, key: str) -> TensorFile:
         if name not in self._files:
-            opened = TensorFile.open(self.path / name)
+            opened = TensorFile.open(self.path / self.manifest.folder / name)
             self._files[name] = self._closing.enter_context(opened)
         dtype = self.index.tensors[key].dtype
         if self._files[name].entries.get(name_in_file(key), ("",))[0] != dtype:
@@ -207,22 +207,31 @@ def choose(ranks: Ranks, path: Path, *, whole: bool = True) -> Found:
         CheckpointError: There is none; names what was skipped and why.
     """
     skipped: list[str] = []
-    found: list[Found] = ranks.tell(
-        ranks.agree(lambda: candidates(path) if ranks.rank == 0 else [])
-    )[0]
-    for entry in found:
-        why = entry.why
-        if entry.manifest is not None:
-            reasons: list[str] = ranks.tell(why_not(entry, ranks.rank, ranks.world_size * whole))
-            why = next((text for text in reasons if text), "")
-            if not why:
-                check_passed(found, entry)
-                return entry
-        skipped.append(f"{entry.path.name}: {why}")
-        if ranks.rank == 0 and len(found) > 1:
-            logger.warning("skipped checkpoint %s: %s", entry.path, why)
-    check_passed(found, None)
+    found: list[Found] = []  # of the first rank; one is told at a time, since a manifest is large
+
+    def look() -> int:
+        found.extend(candidates(path))
+        return len(found)
+
+    num_found = ranks.lead(look)
+    for at in range(num_found):
+        entry: Found = ranks.lead(partial(found.__getitem__, at))
+        check_passed([entry], None)
+        try:
+            ranks.agree(partial(_check, entry, ranks, whole=whole))
+            return entry
+        except CheckpointError as error:
+            skipped.append(f"{entry.path.name}: {error}")
+            if ranks.rank == 0 and num_found > 1:
+                logger.warning("skipped checkpoint %s: %s", entry.path, error)
     raise unusable(path, skipped)
+
+
+def _check(entry: Found, ranks: Ranks, *, whole: bool) -> None:
+    """Raises CheckpointError if a checkpoint cannot be read; each rank reads a share of it."""
+    why = entry.why or why_not(entry, ranks.rank, ranks.world_size * whole)
+    if why:
+        raise CheckpointError(why)
 
 
 def why_not(found: Found, rank: int = 0, num_ranks: int = 1) -> str:
@@ -238,7 +247,7 @@ def why_not(found: Found, rank: int = 0, num_ranks: int = 1) -> str:
         if rank == 0:
             read_tables(found)
         for name in sorted(found.manifest.files)[rank::num_ranks] if num_ranks else ():
-            if checksum_of(found.path / name) != found.manifest.files[name].checksum:
+            if checksum_of(found.files / name) != found.manifest.files[name].checksum:
                 return f"{name} has other bytes than were written"
     except (OSError, CheckpointError) as error:
         return str(error)
@@ -271,8 +280,9 @@ def read_tables(found: Found) -> tuple[Index, dict[str, Any]]:
 
 
 def _read_text(path: Path, name: str, manifest: Manifest) -> str:
+    path = path / manifest.folder
     with untrusted(path / name, "a file of a checkpoint"):
-        data = read_regular(path / name)
+        data = read_file(path / name)
         facts = manifest.files.get(name)
         if facts is None or xxhash.xxh3_128_hexdigest(data) != facts.checksum:
             raise CheckpointError(
@@ -308,7 +318,7 @@ def find_damage(found: Found, on_bytes: Callable[[int], None]) -> list[Damage]:
         for name, facts in sorted(checkpoint.manifest.files.items()):
             why, tensors = "its bytes are not those that were written", list[str]()
             try:
-                if checksum_of(found.path / name, on_bytes) == facts.checksum:
+                if checksum_of(found.files / name, on_bytes) == facts.checksum:
                     continue
                 tensors = checkpoint.damaged_tensors(name)
             except OSError as error:  # a sector that the disk cannot read
@@ -371,10 +381,13 @@ def remove(found: Sequence[Found]) -> list[Path]:
         with untrusted(entry.path, "to remove a checkpoint", advice="The others are untouched."):
             if entry.path.is_symlink():
                 entry.path.unlink()
-                continue
-            shutil.rmtree(going, ignore_errors=True)
-            entry.path.rename(going)
-            shutil.rmtree(going, ignore_errors=True)
+            elif isinstance(entry.path, StorePath):
+                (entry.path / COMPLETE).unlink(missing_ok=True)  # first, for the same reason
+                remove_tree(entry.path)
+            else:
+                remove_tree(going)
+                entry.path.rename(going)
+                remove_tree(going)
     return [entry.path for entry in found]
 
 

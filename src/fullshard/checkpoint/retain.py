@@ -4,13 +4,15 @@ checkpoints/
   step-00000050/     complete
   step-00000100/     complete                 <- a restart takes this one
   .step-00000150.saving-3f2a/                 a crash ended it: skipped
+  step-00000150/files-3f2a/                   the same in an object store: no COMPLETE.json
 """
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import re
-import shutil
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,10 +20,10 @@ from glob import escape
 from os.path import realpath
 from pathlib import Path
 from shlex import quote
-from stat import S_ISREG
 
 from fullshard.checkpoint.format import (
     COMPLETE,
+    FILES,
     INDEX,
     NOTES,
     OLD,
@@ -30,7 +32,14 @@ from fullshard.checkpoint.format import (
     ForeignError,
     Manifest,
 )
-from fullshard.config.regular_files import did_you_mean_path, read_regular
+from fullshard.checkpoint.storage import (
+    StorePath,
+    read_file,
+    remove_tree,
+    sizes_in,
+    storage_path,
+)
+from fullshard.config.regular_files import did_you_mean_path
 from fullshard.errors import CheckpointError, untrusted
 
 logger = logging.getLogger(__name__)
@@ -38,9 +47,11 @@ logger = logging.getLogger(__name__)
 _BEGIN_ANEW = "`fullshard train --resume never` starts again and moves this run aside."
 
 IN_RUN = "checkpoints"  # where a run's folder has them
+ELSEWHERE = "checkpoints.txt"  # names another place, where there is one (training.checkpoint_dir)
 
 _STEP = re.compile(r"step-(\d+)")
 _LEFT = re.compile(rf"\.(.+)\.({SAVING}|{OLD}|{NOTES})-[0-9a-f]+")
+_IN_STORE = re.compile(rf"{COMPLETE}|({FILES}|{NOTES})-[0-9a-f]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +65,7 @@ class Found:
         why: Why it is not complete.
         is_foreign: Whether a later version or another program wrote it: it is neither read,
             replaced nor removed.
+        is_unfinished: Whether it is a name in a store under which no save was completed.
     """
 
     path: Path
@@ -61,11 +73,17 @@ class Found:
     manifest: Manifest | None
     why: str = ""
     is_foreign: bool = False
+    is_unfinished: bool = False
+
+    @property
+    def files(self) -> Path:
+        """Folder of the checkpoint's files."""
+        return self.path / (self.manifest.folder if self.manifest else "")
 
     @property
     def is_leftover(self) -> bool:
         """Whether it is the leftover of an interrupted save."""
-        hidden = self.path.name.startswith(".")
+        hidden = self.path.name.startswith(".") or self.is_unfinished
         return self.manifest is None and not self.is_foreign and hidden
 
     @property
@@ -75,26 +93,28 @@ class Found:
 
 def look_at(path: Path) -> Found:
     """Examines one folder. Compares sizes, but not checksums."""
+    path = storage_path(path)
     match = _STEP.search(path.name)
     step = int(match[1]) if match else None
     last = path / COMPLETE
     try:
-        manifest = Manifest.from_json(read_regular(last), str(last))
+        manifest = Manifest.from_json(read_file(last), str(last))
     except ForeignError as error:
         return Found(path, step, None, str(error), is_foreign=True)
     except (OSError, CheckpointError) as error:
         missing = isinstance(error, FileNotFoundError)
         why = f"it has no {COMPLETE}: it was never finished" if missing else str(error)
         other = _files_of_others(path)
-        return Found(path, step, None, other or why, is_foreign=bool(other))
+        unfinished = missing and isinstance(path, StorePath)
+        return Found(path, step, None, other or why, bool(other), unfinished)
+    try:
+        sizes = sizes_in(path / manifest.folder)
+    except OSError as error:
+        return Found(path, step, None, f"{manifest.folder or path.name}: {error.strerror}")
     for name, facts in manifest.files.items():
-        try:
-            there = (path / name).stat()
-        except OSError as error:
-            return Found(path, step, None, f"{name}: {error.strerror}")
-        if there.st_size != facts.size or not S_ISREG(there.st_mode):
-            why = f"{name} has {there.st_size:,} bytes of {facts.size:,}"
-            return Found(path, step, None, why)
+        if sizes.get(name) != facts.size:
+            why = f"{name} has {sizes[name]:,} bytes of {facts.size:,}" if name in sizes else ""
+            return Found(path, step, None, why or f"{name}: {os.strerror(errno.ENOENT)}")
     return Found(path, step if manifest.step is None else manifest.step, manifest)
 
 
@@ -104,14 +124,26 @@ def _files_of_others(path: Path) -> str:
         return ""
     with suppress(OSError):  # what cannot be listed is not replaced either
         names = sorted(entry.name for entry in path.iterdir()) if path.is_dir() else [path.name]
+        if any(map(_IN_STORE.fullmatch, names)) and all(map(_IN_STORE.fullmatch, names)):
+            return ""
         if path.exists() and names:
             return f"it holds {names[0]}, and no {INDEX} and {STATE} of a checkpoint"
     return ""
 
 
 def steps_folder(path: Path) -> Path:
-    """The folder of step-* folders: this one, or a run's `checkpoints`."""
-    return path / IN_RUN if (path / IN_RUN).is_dir() else path
+    """The folder of step-* folders: this one, or that of a run."""
+    path = storage_path(path)
+    in_run = checkpoints_of(path)
+    return in_run if in_run.is_dir() else path
+
+
+def checkpoints_of(run: Path) -> Path:
+    """The folder of a run's checkpoints, which is elsewhere with training.checkpoint_dir."""
+    link = run / ELSEWHERE
+    if isinstance(run, StorePath) or not link.is_file():
+        return run / IN_RUN
+    return storage_path(read_file(link).decode().strip())
 
 
 def checkpoints_in(folder: Path) -> list[Found]:
@@ -129,7 +161,7 @@ def checkpoints_in(folder: Path) -> list[Found]:
     for path in sorted(places, key=lambda p: (p.name.startswith("."), p.is_symlink(), p.name)):
         left = _LEFT.fullmatch(path.name)
         is_left = left is not None and _are_steps(left[1]) and left[2] != NOTES
-        is_step = bool(_STEP.fullmatch(path.name)) and path.is_dir()
+        is_step = bool(_STEP.fullmatch(path.name))  # also a link that leads to nothing
         if not (is_left or is_step) or (place := realpath(path)) in real:
             continue
         real.add(place)
@@ -148,6 +180,7 @@ def candidates(path: Path) -> list[Found]:
     Raises:
         CheckpointError: There is no checkpoint.
     """
+    path = storage_path(path)
     with untrusted(f"checkpoint '{path}'", "a checkpoint or a folder of step-* folders"):
         if (path / COMPLETE).is_file():
             return [look_at(path)]
@@ -231,6 +264,9 @@ def tidy(target: Path) -> None:
     The caller must have the folder to itself. If a crash interrupted the two renames of
     [Note: nothing half], the leftover is the last good checkpoint, and gets its name back.
     """
+    if isinstance(target, StorePath):
+        _tidy_store(target)
+        return
     for left in sorted(target.parent.glob(".*.*-*")):
         match = _LEFT.fullmatch(left.name)
         if match is None or not (match[1] == target.name or _are_steps(match[1], target.name)):
@@ -242,7 +278,25 @@ def tidy(target: Path) -> None:
         if match[2] != NOTES and not place.exists() and there.manifest is not None:
             left.rename(place)
         elif not there.is_foreign:
-            shutil.rmtree(left, ignore_errors=True)
+            remove_tree(left)
+
+
+def _tidy_store(target: StorePath) -> None:
+    """Removes what COMPLETE.json of `target` does not name, and unfinished steps beside it."""
+    there = look_at(target)
+    if not there.is_foreign:
+        remove_superseded(target, there.files.name)
+    for found in checkpoints_in(target.parent) if _are_steps(target.name) else ():
+        if found.is_leftover:
+            remove_tree(found.path)
+
+
+def remove_superseded(target: Path, *kept: str) -> None:
+    """Removes what saves left in a checkpoint of a store, except COMPLETE.json and some folders."""
+    with suppress(FileNotFoundError):
+        for entry in target.iterdir():
+            if entry.name not in (COMPLETE, *kept):
+                remove_tree(entry)
 
 
 def _are_steps(*names: str) -> bool:

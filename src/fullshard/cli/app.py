@@ -17,6 +17,7 @@ import re
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -198,12 +199,23 @@ def invoke(words: Sequence[str]) -> Outcome:
     if words and words[0] in RECIPES:  # a launcher's flags stand behind --
         words = [word for word in words if word != "--"]
     try:
+        _check_working_directory()
         value = command.main(list(words), prog_name="fullshard", standalone_mode=False)
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  the outermost frame
         return error_outcome(error)
     if isinstance(value, Outcome):
         return value
     return Outcome(exit_code=value if isinstance(value, int) else 0)
+
+
+def _check_working_directory() -> None:
+    """In a folder that was removed, torch's libraries end the process with a false cause."""
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        raise ConfigError(
+            "working directory: expected a folder that exists; it was removed. Change to another."
+        ) from None
 
 
 class _Printable(logging.Formatter):

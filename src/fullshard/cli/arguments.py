@@ -108,19 +108,6 @@ def _say_lost(resolved: Resolved) -> None:
             print(note)
 
 
-def placed(resolved: Resolved, error: ConfigError) -> ConfigError:
-    """An error of a later check, with the key and the place in the configuration.
-
-    The planner names ShardConfig's fields without `sharding.`.
-    """
-    from fullshard.config.schema import ShardConfig
-
-    key = str(error).partition(": ")[0]
-    if key in ShardConfig.known_names():
-        error = type(error)(f"sharding.{error}")
-    return resolved.located(error)
-
-
 def split_config(words: Sequence[str], config: Path | None) -> tuple[Path | None, list[str]]:
     """CONFIG and what follows it. A first word that is no flag and no key=value is CONFIG.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Generator
 from dataclasses import replace
+from os.path import realpath
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -37,7 +38,7 @@ def _outside(ctx: typer.Context, folder: Path) -> Path:
     from fullshard.checkpoint.retain import checkpoints_in, look_at
     from fullshard.errors import CheckpointError
 
-    real = folder.resolve()
+    real = Path(realpath(folder))
     within = next((place for place in real.parents if look_at(place).manifest), None)
     if ctx.info_name == "export" and real.name.startswith("step-") and checkpoints_in(real.parent):
         within = real.parent

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -70,29 +72,28 @@ def launch(  # noqa: PLR0913  (one parameter an option)
         log_dir: Folder for each rank's output.
         dry_run: see `DryRunFlag`.
     """
+    from fullshard.launch.machine import num_visible_accelerators
     from fullshard.launch.spawn import LocalLaunch
 
     _check_script(script, module=module)
-    if timeout is not None and not 0 < timeout < float("inf"):
-        raise ConfigError(f"--timeout: expected a number > 0, got {timeout}.")
-    file = _launch_section(config_file)
-    machines = _machines(
-        nnodes or str(file.num_machines),
-        file.machine_rank if node_rank is None else node_rank,
-        master_addr or file.main_process_ip,
-        master_port or file.main_process_port or 0,
-    )
-    if num_processes is None and nproc_per_node == "auto":
-        num_processes = file.world_size
-    if num_processes is not None:
-        nproc_per_node = _share(num_processes, machines.count, nproc_per_node)
+    flags = {
+        "num_machines": nnodes,
+        "machine_rank": node_rank,
+        "main_process_ip": master_addr,
+        "main_process_port": master_port or None,
+        "num_processes": num_processes,
+        "nproc_per_node": _ranks_here(nproc_per_node),
+        "timeout": timeout,
+    }
+    place = _placed(config_file, {k: value for k, value in flags.items() if value is not None})
+    world = place.world_size or place.num_machines * (num_visible_accelerators() or 2)
     order = LocalLaunch(
         script,
         tuple(arguments or ()),
-        _ranks_here(nproc_per_node),
+        world // place.num_machines,
         log_dir,
-        stuck_s=file.timeout if timeout is None else timeout,
-        machines=machines,
+        stuck_s=place.timeout,
+        machines=_machines(place),
         config_file=config_file and config_file.absolute(),
     )
     if dry_run:
@@ -104,8 +105,6 @@ def launch(  # noqa: PLR0913  (one parameter an option)
 
 def _run(order: LocalLaunch, max_restarts: int) -> Outcome:
     """Launch, and restart after a failure up to `max_restarts` times."""
-    from dataclasses import replace
-
     from fullshard.launch.spawn import launch_local_ranks, print_failure
 
     for rank in order.ranks:
@@ -133,65 +132,56 @@ def _check_script(script: str, *, module: bool) -> None:
         )
 
 
-def _machines(count: str, index: int, address: str | None, port: int) -> Machines:
-    """The machines of torchrun's flags. Its `--nnodes 1:4` would change the ranks during a run."""
+def _placed(config_file: Path | None, flags: dict[str, object]) -> LaunchConfig:
+    """The file's launch section with the given flags in place of its values.
+
+    The whole file is checked before any process starts. torchrun's `--nnodes 1:4`, which would
+    change the ranks during a run, is refused.
+    """
+    from fullshard.config.load import load_config
+    from fullshard.config.problems import ConfigProblems
+    from fullshard.config.schema import LaunchConfig
+
+    kept = {}
+    if config_file is not None:
+        file = load_config(config_file, needs_model=False).config.launch
+        kept = {name: getattr(file, name) for name in file.model_fields_set}
+    if flags.keys() & {"num_processes", "nproc_per_node"}:
+        kept = kept | {"num_processes": None, "nproc_per_node": None}
+    try:
+        return LaunchConfig(**{**kept, **flags})
+    except ConfigProblems as error:
+        named = (replace(one, key=f"--{one.key.replace('_', '-')}") for one in error.problems)
+        raise ConfigProblems(named) from None
+
+
+def _machines(place: LaunchConfig) -> Machines:
     from fullshard.launch.spawn import Machines
 
-    if not count.isdecimal() or int(count) < 1:
-        raise ConfigError(f"--nnodes: expected an integer >= 1, got '{count}'.")
-    if not 0 <= index < int(count):
-        raise ConfigError(f"--node-rank: expected 0 to {int(count) - 1}, got {index}.")
-    if int(count) == 1:
-        return Machines(port=port)
-    if address is None or not port:
+    count, address, port = place.num_machines, place.main_process_ip, place.main_process_port
+    if count == 1:
+        return Machines(port=port or 0)
+    if address is None or port is None:
         raise ConfigError(
             f"--master-addr, --master-port: expected both with --nnodes {count}, got one or "
             "none. Name machine 0 and a free port there, the same on every machine (in a file: "
             "main_process_ip, main_process_port)."
         )
-    return Machines(int(count), index, address, port)
+    return Machines(count, place.machine_rank, address, port)
 
 
-def _share(num_processes: int, num_machines: int, per_node: str) -> str:
-    """Ranks per machine: Accelerate counts those of all machines, torchrun those of one."""
-    share, rest = divmod(num_processes, num_machines)
-    if share < 1 or rest:
-        raise ConfigError(
-            f"--num-processes: expected a multiple of the {num_machines} machines, at least one "
-            f"each; got {num_processes}."
-        )
-    if per_node not in ("auto", str(share)):
-        raise ConfigError(
-            f"--num-processes: expected what --nproc-per-node {per_node} says of {num_machines} "
-            f"machines, got {num_processes}. Give one of the two."
-        )
-    return str(share)
-
-
-def _launch_section(config_file: Path | None) -> LaunchConfig:
-    """The file's launch section; the whole file is checked before any process starts."""
-    from fullshard.config.load import load_config
-    from fullshard.config.schema import LaunchConfig
-
-    if config_file is None:
-        return LaunchConfig()
-    return load_config(config_file, needs_model=False).config.launch
-
-
-def _ranks_here(text: str) -> int:
-    """`4`, or torchrun's words."""
-    from fullshard.launch.machine import DEFAULT_PROCESSES, num_visible_accelerators
+def _ranks_here(text: str) -> int | None:
+    """`4`, or torchrun's words; None for auto."""
+    from fullshard.launch.machine import num_visible_accelerators
 
     match text:
         case "auto":
-            return num_visible_accelerators() or DEFAULT_PROCESSES
+            return None
         case "gpu" if count := num_visible_accelerators():
             return count
         case "gpu":
             raise ConfigError("--nproc-per-node: expected a GPU on this machine, got none.")
         case "cpu":
-            import os
-
             return os.cpu_count() or 1
     if not text.isdecimal():
         raise ConfigError(f"--nproc-per-node: expected a number, auto, gpu or cpu, got '{text}'.")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fullshard.cli.arguments import OPEN_WORDS, ConfigFileFlag, ConfigFlag, Words, load, placed
+from fullshard.cli.arguments import OPEN_WORDS, ConfigFileFlag, ConfigFlag, Words, load
 from fullshard.cli.outcome import Outcome, check_out
 from fullshard.config.regular_files import did_you_mean_path, read_regular
 from fullshard.errors import ConfigError
@@ -105,7 +105,7 @@ def plan(  # noqa: PLR0913  (one parameter an option)
         machine = report.calibrated(machine, hardware, world, calibration)
         view = report.view(fitted, world, machine, optimizer_bytes)
     except ConfigError as error:
-        raise placed(resolved, error) from error
+        raise resolved.located(error) from error
     return report.show(fitted, view, hardware, out)
 
 

@@ -124,6 +124,7 @@ def _check_first(
 def run_recipe(command: Command, resolved: Resolved, how: How) -> Outcome:
     """Run a recipe on local ranks, or as a rank where a launcher has started us."""
     launch = _check_first(command, resolved, how)
+    from fullshard.launch.signals import PREEMPTIONS, handled, raise_preempted
     from fullshard.run import start  # imports torch
 
     world_size = start.world_size_of(resolved, launch)
@@ -132,12 +133,23 @@ def run_recipe(command: Command, resolved: Resolved, how: How) -> Outcome:
         return _be_a_rank(command, resolved, launch, how.resume)
     if how.dry_run:
         return _show_plan(start.prepare_run(resolved, world_size, command, how.resume))
+    with handled(PREEMPTIONS, raise_preempted):
+        return _lead_ranks(command, resolved, world_size, how)
+
+
+def _lead_ranks(command: Command, resolved: Resolved, world_size: int, how: How) -> Outcome:
+    """Prepare a run and start its ranks on this machine."""
+    from fullshard.run import start
+
     checked = _checked(command, resolved, world_size, how.resume)
     with start.made_folder(checked, command) as (folder, moved):
         if moved is not None:
             print(f"the older run in {folder.path} is now in {moved}")
         if checked.resume.in_place:
-            print(f"going on with the run in {folder.path} (--resume never begins a new one)")
+            where = "" if checked.resume.path else " from step 0: it has no checkpoint"
+            print(
+                f"going on with the run in {folder.path}{where} (--resume never begins a new one)"
+            )
         stuck_s = resolved.config.launch.timeout
         local, result = start.start_ranks(folder, world_size, stuck_s, how.max_restarts)
     after_stop = "" if result.failure or not result.exit_code else _how_to_resume(folder)

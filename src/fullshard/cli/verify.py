@@ -16,7 +16,6 @@ from fullshard.cli.arguments import (
     DryRunFlag,
     Words,
     load,
-    placed,
 )
 from fullshard.cli.outcome import Outcome, launch_outcome, print_table
 from fullshard.errors import ConfigError
@@ -59,7 +58,7 @@ def verify(
     try:
         prepared = check.prepare(resolved.config, fault)
     except ConfigError as error:
-        raise placed(resolved, error) from error
+        raise resolved.located(error) from error
     _print_prepared(prepared)
     if dry_run:
         return Outcome(prepared.facts())

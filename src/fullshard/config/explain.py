@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import copy
-import math
-import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 import yaml
 
 from fullshard.config.dialects.translate import Dialect
-from fullshard.config.files import Origin, OriginKind, flatten
+from fullshard.config.files import DEFAULT, EXPONENT, Origin, OriginKind, flatten
 from fullshard.config.names import MOVED, NAMES
 from fullshard.config.problems import join_key
 from fullshard.config.schema import RunConfig
@@ -23,8 +21,22 @@ _DRAFT = "https://json-schema.org/draft/2020-12/schema"
 _COMMENT_COLUMN = 48
 _INDENT = 2
 
-# Text that needs no quotes in any YAML version (checked below).
-_PLAIN = re.compile(r"(?:[A-Za-z_]|\.{0,2}/)[\w./-]*", re.ASCII)
+
+class _Dumper(yaml.SafeDumper):
+    """Puts text into quotes that `files` would read as a number (`1e-4`) or a reference (`${`)."""
+
+
+cast("Any", _Dumper).add_implicit_resolver(
+    "tag:yaml.org,2002:float", EXPONENT, list("-+0123456789")
+)
+
+
+def _represented(dumper: Any, text: str) -> yaml.ScalarNode:
+    style = None if text.splitlines() == [text] else '"'  # escapes line ends
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text.replace("${", "\\${"), style=style)
+
+
+_Dumper.add_representer(str, _represented)
 
 
 def write_yaml(
@@ -59,41 +71,16 @@ def _lines(
 
 
 def _flow(value: object) -> str:
-    """A value on one line, in a spelling that is read back as the same value."""
-    match value:
-        case None:
-            return "null"
-        case bool():
-            return str(value).lower()
-        case float() if not math.isfinite(value):
-            return {"inf": ".inf", "-inf": "-.inf"}.get(repr(value), ".nan")
-        case int() | float():
-            return repr(value)
-        case list():
-            members = cast("list[object]", value)
-            return "[" + ", ".join(_flow(member) for member in members) + "]"
-        case dict():
-            items = cast("dict[object, object]", value).items()
-            return "{" + ", ".join(f"{_flow(k)}: {_flow(v)}" for k, v in items) + "}"
-        case _:
-            return _text(str(value))
-
-
-def _text(text: str) -> str:
-    if _PLAIN.fullmatch(text) and yaml.safe_load(text) == text:
-        return text
-    quoted = yaml.safe_dump(text.replace("${", "\\${"), default_style='"', width=float("inf"))
-    return quoted.rstrip("\n")
+    """A value on one line."""
+    text: str = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, width=float("inf"))
+    return text.removesuffix("...\n").rstrip("\n")
 
 
 def explain(resolved: Resolved) -> dict[str, Any]:
     """Sections by name, each value as `{value, origin}`, and `notes`."""
-    values = resolved.config.to_dict()
-    if resolved.is_without_model:
-        values["model"] = {"name_or_path": None, "config": None}
     return {
         "dialects": list(resolved.dialects),
-        **_with_origins(values, "", resolved),
+        **_with_origins(resolved.config.to_dict(), "", resolved.origins),
         "notes": [
             {"key": note.key, "status": note.status, "why": note.why, "place": note.place}
             for note in resolved.notes
@@ -104,13 +91,6 @@ def explain(resolved: Resolved) -> dict[str, Any]:
 def text_of(resolved: Resolved, *, with_defaults: bool) -> str:
     """The explanation as text: YAML with origins as comments, then one line per note."""
     lines = resolved.to_yaml(with_defaults=with_defaults).splitlines()
-    if resolved.is_without_model:
-        missing = f"{'  name_or_path: null':<48}  # missing: give model=FOLDER"
-        if with_defaults:
-            at = next(i for i, line in enumerate(lines) if line.strip().startswith("name_or_path:"))
-            lines[at] = missing
-        else:
-            lines[1:1] = ["model:", missing]
     return "\n".join([*lines, *([""] if resolved.notes else []), *map(str, resolved.notes)])
 
 
@@ -157,14 +137,14 @@ def _keys_of(table: Mapping[str, object]) -> dict[str, Any]:
     return found
 
 
-def _with_origins(values: Mapping[str, Any], prefix: str, resolved: Resolved) -> dict[str, Any]:
+def _with_origins(
+    values: Mapping[str, Any], prefix: str, origins: Mapping[str, Origin]
+) -> dict[str, Any]:
     shown: dict[str, Any] = {}
     for name, value in values.items():
         key = join_key(prefix, str(name))
         if isinstance(value, dict) and value:
-            shown[str(name)] = _with_origins(cast("dict[str, Any]", value), key, resolved)
+            shown[str(name)] = _with_origins(cast("dict[str, Any]", value), key, origins)
         else:
-            missing = resolved.is_without_model and key == "model.name_or_path"
-            origin = "missing" if missing else str(resolved.origins.get(key, "default"))
-            shown[str(name)] = {"value": value, "origin": origin}
+            shown[str(name)] = {"value": value, "origin": str(origins.get(key, DEFAULT))}
     return shown

@@ -26,7 +26,7 @@ MOST_BY_ALIASES = 10_000
 _MERGE = "tag:yaml.org,2002:merge"
 _NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 _NOT_DECIMAL = re.compile(r"[-+]?0[0-7_]+|.*:.*")
-_EXPONENT = re.compile(r"[-+]?[0-9]+(?:_[0-9]+)*[eE][-+]?[0-9]+")
+EXPONENT = re.compile(r"^[-+]?[0-9]+(?:_[0-9]+)*[eE][-+]?[0-9]+$")
 
 
 class _Loader(yaml.SafeLoader):
@@ -38,7 +38,7 @@ _Loader.yaml_implicit_resolvers = {
     for first, rows in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 cast("Any", _Loader).add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(f"^{_EXPONENT.pattern}$"), list("-+0123456789")
+    "tag:yaml.org,2002:float", EXPONENT, list("-+0123456789")
 )
 
 
@@ -49,6 +49,7 @@ class OriginKind(StrEnum):
     COMMAND_LINE = "command line"
     DEFAULT = "default"
     DERIVED = "derived"  # from another key, named in `written`
+    MISSING = "missing: give model=FOLDER"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,10 +70,11 @@ class Origin:
 
     @property
     def place(self) -> str:
-        """`train.yaml:12`, `command line`, or nothing for a default."""
+        """`train.yaml:12`, `command line`, or nothing for a default or a missing value."""
         if self.file:
             return f"{self.file}:{self.line}"
-        return "" if self.kind is OriginKind.DEFAULT else str(OriginKind.COMMAND_LINE)
+        is_typed = self.kind in (OriginKind.COMMAND_LINE, OriginKind.DERIVED)
+        return str(OriginKind.COMMAND_LINE) if is_typed else ""
 
     def __str__(self) -> str:
         """`train.yaml:12`, `command line`, `default`, `from training.bf16 (train.yaml:12)`."""

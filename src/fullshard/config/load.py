@@ -24,6 +24,7 @@ from fullshard.config.dialects.translate import (
 )
 from fullshard.config.environment import LaunchEnvironment
 from fullshard.config.explain import write_yaml
+from fullshard.config.fields import Rejected, to_flag
 from fullshard.config.files import (
     DEFAULT,
     File,
@@ -49,8 +50,9 @@ from fullshard.config.keys import (
     rivals_of,
     training_or_bare,
 )
-from fullshard.config.problems import ConfigProblems, Problem
-from fullshard.config.schema import RunConfig
+from fullshard.config.names import MOVES, Move
+from fullshard.config.problems import ConfigProblems, Problem, show
+from fullshard.config.schema import ModelConfig, RunConfig, ShardConfig
 from fullshard.config.supported import check_supported
 from fullshard.config.values import did_you_mean
 from fullshard.errors import FullshardError
@@ -129,7 +131,6 @@ class Resolved:
         index: finds the place of any written key.
         notes: the result of every key of another tool.
         dialects: the dialects of the files, in order; "fullshard" is ours.
-        is_without_model: whether no model was given; the configuration then has a placeholder.
         job: the configuration of ours that was read if no file was given.
     """
 
@@ -138,8 +139,12 @@ class Resolved:
     index: Index = dataclasses.field(repr=False)
     notes: tuple[Note, ...] = ()
     dialects: tuple[str, ...] = ()
-    is_without_model: bool = False
     job: str = ""
+
+    @property
+    def is_without_model(self) -> bool:
+        """Whether no model was given; both fields of the configuration's model are then None."""
+        return self.origins["model.name_or_path"].kind is OriginKind.MISSING
 
     def to_yaml(self, *, with_defaults: bool = True) -> str:
         """The configuration as YAML with every origin as a comment; loads to an equal one."""
@@ -187,14 +192,15 @@ class Resolved:
         if self.config.model == self.config.teacher:  # a student initialised from its teacher
             text = re.sub(r"\bmodel\.(name_or_path|trust_remote_code)", r"teacher.\1", text)
         key, colon, said = text.partition(": ")
-        for full in (key, f"sharding.{key}"):  # the planner knows only ShardConfig's names
+        # The planner knows ShardConfig's names without `sharding.`.
+        for full in (key, f"sharding.{key}"):
             at = re.sub(r"\.\d+\..*", "", full)  # items of a list have the place of its key
             origin = self.origins.get(at) or self.index.origin_of(at, is_default=True)
             if colon and origin.place:
                 is_theirs = origin.kind is OriginKind.DERIVED  # the file has the other tool's key
                 name = origin.written if is_theirs else full
                 return type(error)(f"{origin.place}: {name}: {said}")
-        return error
+        return type(error)(f"sharding.{text}") if key in ShardConfig.field_names() else error
 
 
 def load_config(
@@ -242,12 +248,14 @@ def _load(
         written = {key: origin for file in files for key, origin in file.origins.items()}
         raise error.map(Index(written, name).locate) from None
     index = Index(origins, name)
-    names = ("model", "student", "teacher")  # another name of the student, which may be initialised
-    # from its teacher
-    is_without_model = not needs_model and all(merged.get(name) is None for name in names)
-    if is_without_model:
-        merged["model"] = {"name_or_path": "MODEL"}
     problems += [problem for layer in layers for problem in layer.problems]
+    problems += map(index.locate, _set_implied(merged))
+    is_without_model = False
+    if merged.get("model") is None and merged.get("student") is None:
+        if merged.get("teacher"):  # a student starts as its teacher, or as part of it
+            merged["model"] = merged["teacher"]
+        elif not needs_model:
+            is_without_model, merged["model"] = True, "MODEL"
     try:
         config = RunConfig(**merged)
     except ConfigProblems as error:
@@ -259,7 +267,10 @@ def _load(
     dialects = tuple(layer.dialect or "fullshard" for layer in layers[:-1])
     job = name if files[-2].is_ours else ""
     values_from = _origins(config, index)
-    return Resolved(config, values_from, index, tuple(notes), dialects, is_without_model, job)
+    if is_without_model:
+        config = config.model_copy(update={"model": ModelConfig.model_construct()})
+        values_from["model.name_or_path"] = Origin(OriginKind.MISSING)
+    return Resolved(config, values_from, index, tuple(notes), dialects, job)
 
 
 def _replaced_names(given: Iterable[str]) -> list[str]:
@@ -389,6 +400,35 @@ def _merge(files: Sequence[File]) -> tuple[dict[str, Origin], dict[str, Any]]:
             put(merged, key, value)
             origins[key] = origin
     return origins, interpolated(merged)
+
+
+def _set_implied(values: dict[str, Any]) -> Iterator[Problem]:
+    """Sets the keys that other keys imply; yields the contradictions between the two."""
+    for move in MOVES:
+        said, other = find(values, move.source), find(values, move.target)
+        if not move.stays:
+            drop(values, move.source)
+        section = move.target.partition(".")[0]
+        held = values.get(section)
+        if said is None or not (held is None or isinstance(held, dict) or section in PLAIN_KEYS):
+            continue  # the schema rejects a section that is not a mapping
+        try:
+            if other is not None and not _agrees(move, said, other):
+                expected = f"what {move.target} says, {show(other)}"
+                yield Problem(move.source, expected, show(said), "Give one of the two")
+            elif other is None and (implied := move.implied(said)) is not None:
+                put(values, move.target, implied)
+        except Rejected:
+            continue  # its own field rejects it
+
+
+def _agrees(move: Move, said: object, other: object) -> bool:
+    """Whether a value of a move's source and one of its target have the same meaning."""
+    if not move.stays:
+        return agree(move.target, said, other)
+    is_on = agree(move.target, other, move.on)
+    is_off = agree(move.target, other, move.off) if move.off else not is_on
+    return to_flag(said) != is_off
 
 
 def _full_key(key: str, values: Mapping[str, Any]) -> str:

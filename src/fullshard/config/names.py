@@ -15,12 +15,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
 
 from fullshard.config.dialects.rules import Rule, each, lost, no_effect, not_yet
-from fullshard.config.fields import Rejected, to_flag
-from fullshard.config.problems import ConfigProblems, Problem, show
-from fullshard.config.section import Section
+from fullshard.config.fields import to_flag
 
 _COMPILE = "the model runs without torch.compile"
 _DEVICES = "CUDA_VISIBLE_DEVICES decides; an empty value hides all accelerators"
@@ -46,7 +43,7 @@ NAMES: Mapping[str, Rule] = {
         "metric_for_best_model greater_is_better generation_max_length generation_num_beams",
         "generation_config push_to_hub_model_id push_to_hub_organization push_to_hub_token",
         "hub_token hub_private_repo hub_model_id hub_revision dataloader_multiprocessing_context",
-        "dispatch_batches label_names pad_to_multiple_of pad_token eos_token parallelism_config",
+        "dispatch_batches label_names pad_to_multiple_of pad_token eos_token",
         "xpu_backend tpu_num_cores lr_scheduler_kwargs dataset_kwargs model_init_kwargs debug",
         "include_for_metrics sharded_ddp mp_parameters shuffle_dataset num_of_sequences",
         "chars_per_token",
@@ -74,12 +71,11 @@ NAMES: Mapping[str, Rule] = {
     "adafactor": not_yet("Write optim: adafactor", False),
     "per_gpu_train_batch_size": not_yet("Write per_device_train_batch_size", None),
     "per_gpu_eval_batch_size": not_yet("Write per_device_eval_batch_size", None),
-    "fsdp": not_yet("Write sharding.strategy", False),
-    "fsdp_config": not_yet("Write its keys under sharding", None),
-    "fsdp_min_num_params": not_yet("Write sharding.wrap: size and sharding.wrap_min_params", 0),
-    "fsdp_transformer_layer_cls_to_wrap": not_yet("Write sharding.wrap with the class names", None),
-    "deepspeed": not_yet(
-        "Write sharding.strategy: zero2 is shard_grad_op, zero3 is full_shard", None
+    # Known names whose meaning is in dialects/trainer.py.
+    **each(
+        _later(),
+        "fsdp fsdp_config fsdp_min_num_params fsdp_transformer_layer_cls_to_wrap deepspeed",
+        "parallelism_config",
     ),
     # No effect for any value.
     "overwrite_output_dir": no_effect(
@@ -109,7 +105,7 @@ NAMES: Mapping[str, Rule] = {
     # ---- data and saving ----
     "save_safetensors": lost("weights are always safetensors", True),
     **each(
-        no_effect("batches are cut from an array of tokens, which leaves no work for workers"),
+        no_effect("one process per rank makes batches ahead, pinned on GPUs"),
         "dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers",
         "dataloader_prefetch_factor",
     ),
@@ -158,17 +154,6 @@ class Move:
             return said
         return self.on if said is not None and to_flag(said) else None
 
-    def agrees(self, sections: type[Section], said: object, other: object) -> bool:
-        """Whether a value of the source and one of the target have the same meaning."""
-        if said is None:
-            return True
-        value = field_value(sections, self.target, other)
-        if not self.on:
-            return field_value(sections, self.target, said) == value
-        is_on = value == field_value(sections, self.target, self.on)
-        is_off = value == field_value(sections, self.target, self.off) if self.off else not is_on
-        return to_flag(said) != is_off
-
 
 SFT_NAMES = ("packing", "completion_only_loss", "assistant_only_loss", "chat_template_path")
 _RECOMPUTE = "sharding.activation_checkpointing"
@@ -203,81 +188,3 @@ RIVALS = (
     ("training.train_batch_size", "training.per_device_train_batch_size"),
     ("training.warmup_ratio", "training.warmup_steps"),
 )
-
-
-def field_value(sections: type[Section], key: str, value: object) -> object:
-    """The field's value for a written value.
-
-    Raises:
-        ConfigError: The value is invalid for the field.
-    """
-    section, _, name = key.partition(".")
-    cls = sections.section_of(section)
-    if cls is None or name not in cls.field_names():
-        return value
-    return getattr(cls(**{name: value}), name)
-
-
-def apply_moves(
-    sections_of: type[Section], values: Mapping[str, Any]
-) -> tuple[dict[str, Any], list[Problem]]:
-    """Sets the target of every source.
-
-    Args:
-        sections_of: the class whose fields are the sections.
-        values: sections by name, as mappings or Section objects; the schema rejects other types.
-
-    Returns:
-        The sections, and a problem for every source that contradicts its target.
-    """
-    sections = {name: _plain(name, value) for name, value in values.items()}
-    problems = [problem for move in MOVES if (problem := _apply(move, sections_of, sections))]
-    return sections, problems
-
-
-def _plain(name: str, value: object) -> object:
-    """A section as a mutable mapping; `data: FILE` becomes a mapping with its path."""
-    if isinstance(value, Section):
-        return {field: getattr(value, field) for field in value.model_fields_set}
-    if isinstance(value, Mapping):
-        return dict(cast("Mapping[str, object]", value))
-    return {"path": value} if name == "data" and isinstance(value, str) else value
-
-
-def _apply(move: Move, sections_of: type[Section], sections: dict[str, Any]) -> Problem | None:
-    source, source_key = _holder(move.source, sections)
-    if source is None or source_key not in source:
-        return None
-    target, target_key = _holder(move.target, sections, make=True)
-    if target is None:
-        return None  # not a mapping: rejected by the schema
-    said = source[source_key] if move.stays else source.pop(source_key)
-    other = target.get(target_key)
-    try:
-        if other is None:
-            implied = move.implied(said)
-            if implied is not None:
-                target[target_key] = implied
-            return None
-        if move.agrees(sections_of, said, other):
-            return None
-    except (Rejected, ConfigProblems):
-        if move.stays:
-            return None  # one of the two is invalid and is rejected by its field
-    got = show(said)
-    return Problem(
-        move.source, f"what {move.target} says, {show(other)}", got, "Give one of the two"
-    )
-
-
-def _holder(
-    key: str, sections: dict[str, Any], *, make: bool = False
-) -> tuple[dict[str, Any] | None, str]:
-    """The mapping that contains a dotted key, and the key's last part."""
-    section, _, name = key.rpartition(".")
-    if not section:
-        return sections, name
-    if make and sections.get(section) is None:
-        sections[section] = {}
-    held = sections.get(section)
-    return (cast("dict[str, Any]", held) if isinstance(held, dict) else None), name

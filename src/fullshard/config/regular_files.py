@@ -13,14 +13,14 @@ from fullshard.config.values import nearest
 LARGEST_TEXT = 1 << 30
 
 
-def open_regular(path: str | PathLike[str]) -> int:
-    """Opens a regular file for reading and returns its descriptor.
+def open_regular(path: str | PathLike[str], flags: int = os.O_RDONLY) -> int:
+    """Opens a regular file and returns its descriptor.
 
     Raises:
         OSError: The file is missing or not regular, or the name is impossible.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
     except ValueError as error:  # NUL, or characters that no file system supports
         raise OSError(errno.EINVAL, f"a name that no file can have ({error})", str(path)) from error
     mode = os.fstat(descriptor).st_mode

@@ -19,7 +19,6 @@ from fullshard.config.fields import (
     Text,
     as_json,
 )
-from fullshard.config.names import apply_moves
 from fullshard.config.problems import ConfigProblems, Problem, show
 from fullshard.config.section import Section
 from fullshard.config.sharding import ShardConfig
@@ -107,6 +106,16 @@ class DataConfig(Section):
     validation_fraction: Share = 0.05
     """Share of each source that is held out for evaluation."""
 
+    separate_documents: Flag = False
+    """true: documents that share a sequence do not attend to each other (text; for conversations,
+    sft.packing does so)."""
+
+    streaming: Flag = False
+    """true: tokenize text while training, a few parts ahead, instead of before it."""
+
+    shuffle_buffer: Count = 4096
+    """Sequences that are shuffled together with data.streaming."""
+
     bigram_baseline: Flag | None = None
     """true: fit a bigram model to compare the loss with (about 50 bytes of memory per token). None:
     only for the embedded text."""
@@ -114,13 +123,16 @@ class DataConfig(Section):
     @property
     def uses_baseline(self) -> bool:
         if self.bigram_baseline is None:
-            return self.path is None and not self.mixture
+            return self.path is None and not self.mixture and not self.streaming
         return self.bigram_baseline
 
     @model_validator(mode="after")
     def _path_or_mixture(self) -> Self:
         if self.path is not None and self.mixture:
             raise ConfigProblems([Problem("mixture", "one of path and mixture", "both")])
+        if self.bigram_baseline and self.streaming:
+            got = "true with data.streaming", "The baseline counts all pairs first"
+            raise ConfigProblems([Problem("bigram_baseline", "false", *got)])
         if not self.mixture and self.model_fields_set & {"path", "mixture"} == {"mixture"}:
             got = "an empty list", "Leave the key out to train on the embedded text"
             raise ConfigProblems([Problem("mixture", "at least one source", *got)])
@@ -355,18 +367,9 @@ class RunConfig(Section):
         return [*super().known_names(), "strategy"]
 
     @classmethod
-    def unknown(cls, key: str, value: Any) -> Problem | None:
+    def unknown(cls, key: str) -> Problem:
         """The problem of a section's key at the top level; names the section."""
         for name, section in (("sharding", ShardConfig), ("training", TrainingConfig)):
             if key in section.field_names() or key in section.ALIASES:
                 return Problem(key, "", "unknown key", f"Write {name}.{key}")
-        return super().unknown(key, value)
-
-    @classmethod
-    def prepare(cls, values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
-        """Sets keys that other keys imply, then reads like every section."""
-        moved, contradictions = apply_moves(cls, values)
-        if moved.get("model") is None and moved.get("student") is None and moved.get("teacher"):
-            moved["model"] = moved["teacher"]  # a student starts as its teacher, or as part of it
-        prepared, problems = super().prepare(moved)
-        return prepared, contradictions + problems
+        return super().unknown(key)

@@ -32,14 +32,14 @@ class Section(BaseModel):
     def __init__(self, /, **values: Any) -> None:
         """Reads and checks the values; raises a ConfigError with all problems."""
         prepared, problems = self.prepare(values)
-        others = {key: prepared.pop(key) for key in prepared.keys() - type(self).model_fields}
+        others = [key for key in prepared if key not in type(self).model_fields]
+        known = {key: value for key, value in prepared.items() if key not in others}
         try:
-            super().__init__(**prepared)
+            super().__init__(**known)
         except ValidationError as error:
             for details in error.errors(include_url=False):
                 problems += _translate(type(self), details)
-        found = (self.unknown(key, others[key]) for key in values if key in others)
-        problems += [problem for problem in found if problem is not None]
+        problems += map(self.unknown, others)
         if problems:
             raise ConfigProblems(problems)
 
@@ -100,12 +100,8 @@ class Section(BaseModel):
         return [*cls.field_names(), *cls.ALIASES]
 
     @classmethod
-    def unknown(cls, key: str, value: Any) -> Problem | None:
-        """The problem of an unknown key; names the nearest valid key.
-
-        None if the key's value has no effect.
-        """
-        del value
+    def unknown(cls, key: str) -> Problem:
+        """The problem of an unknown key; names the nearest valid key."""
         advice = did_you_mean(key, cls.known_names())
         if not advice and len(cls.field_names()) <= _SHORT_LIST:
             advice = f"Known keys: {', '.join(cls.field_names())}"

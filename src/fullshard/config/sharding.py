@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Annotated, Any, ClassVar, Self, cast
+from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
 from pydantic import (
     BeforeValidator,
@@ -201,7 +201,11 @@ class ShardConfig(Section):
 
     shard: Count | None = None
     """Ranks that share one copy. None: hybrid strategies shard inside a host, all others over
-    all ranks. replicate x shard x expert x tensor is the world size."""
+    all ranks. replicate x shard x context x expert x tensor is the world size."""
+
+    context: Count = 1
+    """Ranks that share a sample and divide its sequence; attention exchanges heads for tokens
+    (Ulysses). Parameters are sharded over them too."""
 
     tensor: Count = 1
     """Neighbouring ranks that share a batch and divide the layers' matrices by the model's own
@@ -285,17 +289,15 @@ class ShardConfig(Section):
     """Fill every slot with NaN when it is released, so that a missed gather shows. For tests and
     `verify`; costs one write of every gathered parameter."""
 
-    def for_model(self, *, has_experts: bool) -> ShardConfig:
-        """Returns the sharding of a model beside a mixture of experts on the same mesh.
+    def without(self, other: Literal["context", "expert"]) -> ShardConfig:
+        """Returns the same mesh for parameters that an axis does not cut.
 
-        A model without experts is sharded, or replicated, over the ranks of the expert axis.
+        They are sharded, or replicated, over its ranks.
         """
         axis = "replicate" if self.strategy is Strategy.NO_SHARD else "shard"
         size: int | None = getattr(self, axis)
-        if has_experts or self.expert == 1:
-            return self
-        return self.model_copy(update={"expert": 1, axis: size and size * self.expert})
+        return self.model_copy(update={other: 1, axis: size and size * getattr(self, other)})
 
     def num_batches(self, world_size: int) -> int:
-        """Number of batches that the ranks see at a time: those of a tensor axis share one."""
-        return max(1, world_size // self.tensor)
+        """Number of batches at a time; ranks of the context and tensor axes share one."""
+        return max(1, world_size // (self.context * self.tensor))

@@ -38,6 +38,7 @@ _DEEP = 4  # gathering more units ahead hides no more time
 
 _NAMED: Rows = {"strategy": ("Name the strategy", Strategy.AUTO)}
 _TORCH: Rows = {"activation_checkpointing": ("Use block", Recompute(RecomputeKind.OFFLOAD))}
+_OF_RUNS: Rows = {"context": ("Leave it out: `fullshard train` and `sft` divide sequences",)}
 _XLA: Rows = {
     **_NAMED,
     "strategies": ("Write one strategy",),
@@ -48,7 +49,9 @@ _XLA: Rows = {
     "grad_sync": (f"Use {GradSync.EVERY_MICRO_BATCH}",),
     "param_dtype": ("Use bfloat16", DType.FLOAT16),
     "transport": ("Use auto",),
-    **dict.fromkeys(("tensor", "expert"), ("Use shard for these ranks, or backend: torch",)),
+    **dict.fromkeys(
+        ("context", "tensor", "expert"), ("Use shard for these ranks, or backend: torch",)
+    ),
 }
 _XLA_TRAINING: Rows = {
     "optim": ("Use adamw_torch or sgd, or backend: torch", *BY_OWNER),
@@ -78,7 +81,7 @@ def check_supported(
         ConfigError: Lists every value that is not supported yet.
     """
     if isinstance(config, ShardConfig):
-        rows = _XLA if backend is Backend.JAX else {**_NAMED, **_TORCH}
+        rows = _XLA if backend is Backend.JAX else {**_NAMED, **_TORCH, **_OF_RUNS}
         problems = list(unsupported(config, rows))
     else:
         problems = list(_of_run(config))
@@ -121,8 +124,11 @@ def _of_run(config: RunConfig) -> Iterator[Problem]:
 
 
 def _beside_axes(config: RunConfig) -> Iterator[Problem]:
-    """Values that are not supported beside a tensor or expert axis."""
+    """Values that are not supported beside other axes."""
     sharding = config.sharding
+    if sharding.context > 1 and config.teacher is not None:
+        got = f"{sharding.context} beside teacher is not yet supported"
+        yield Problem("sharding.context", "", got, "Leave it out")
     axes = [name for name in ("tensor", "expert") if getattr(sharding, name) > 1]
     refused = {
         "lora": config.lora is not None,

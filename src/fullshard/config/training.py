@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, ClassVar, Self
 
 from pydantic import BeforeValidator, model_validator
 
@@ -193,6 +193,9 @@ class TrainingConfig(Section):
     save_total_limit: Count | None = None
     """Number of complete checkpoints to keep. None: all."""
 
+    checkpoint_dir: Text | None = None
+    """Folder or URL (`s3://bucket/run`) of the checkpoints. None: checkpoints/ in output_dir."""
+
     resume_from_checkpoint: Annotated[Text | None, BeforeValidator(_read_resume)] = None
     """A checkpoint, or a folder of them, to start from; `auto`: the run's own (--resume)."""
 
@@ -296,17 +299,6 @@ class TrainingConfig(Section):
     def saves(self) -> IntervalStrategy:
         """When checkpoints are saved, after defaults are applied."""
         return IntervalStrategy.STEPS if self.save_strategy is None else self.save_strategy
-
-    @classmethod
-    def unknown(cls, key: str, value: Any) -> Problem | None:
-        """The problem of an unsupported value of a Hugging Face name."""
-        if key not in NAMES:
-            return super().unknown(key, value)
-        try:
-            NAMES[key](value, {})
-        except ConfigProblems as error:
-            return error.problems[0].below(key)
-        return None
 
     @classmethod
     def known_names(cls) -> list[str]:

@@ -13,7 +13,9 @@ Nothing is copied. Rows of a fixed length are read from the files of a source, o
 
 from __future__ import annotations
 
+import itertools
 import struct
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -104,10 +106,11 @@ class Rows:
         length: Tokens per row.
     """
 
-    def __init__(self, sources: Sequence[Sequence[TokenFile]], length: int) -> None:
+    def __init__(self, sources: Sequence[list[TokenFile]], length: int) -> None:
         self.sources, self.length = sources, length
-        self._bounds = [np.cumsum([0, *(one.count for one in files)]) for files in sources]
-        self.sizes = [int(bounds[-1]) // length for bounds in self._bounds]
+        counts = ([one.count for one in files] for files in sources)
+        self._bounds = [[0, *itertools.accumulate(of_files)] for of_files in counts]
+        self.sizes = [bounds[-1] // length for bounds in self._bounds]
         self._first = np.cumsum([0, *self.sizes])
 
     def __len__(self) -> int:
@@ -116,7 +119,7 @@ class Rows:
     @property
     def num_dropped(self) -> int:
         """Tokens at the ends of sources that do not fill a row."""
-        return sum(int(bounds[-1]) % self.length for bounds in self._bounds)
+        return sum(bounds[-1] % self.length for bounds in self._bounds)
 
     def take(self, rows: Indices) -> Indices:
         """Tokens of some rows, shape (len(rows), length)."""
@@ -127,11 +130,15 @@ class Rows:
             self._read(source, place, found[at])
         return found
 
+    def _reach(self, source: int, stop: int) -> None:
+        """Makes sure that a source has `stop` tokens."""
+
     def _read(self, source: int, place: int, into: Indices) -> None:
+        self._reach(source, place + len(into))
         bounds, done = self._bounds[source], 0
-        number = int(np.searchsorted(bounds, place, "right")) - 1
+        number = bisect_right(bounds, place) - 1
         while done < len(into):
-            start = place + done - int(bounds[number])
+            start = place + done - bounds[number]
             piece = self.sources[source][number].mapped()[start : start + len(into) - done]
             into[done : done + len(piece)] = piece
             done, number = done + len(piece), number + 1

@@ -96,6 +96,12 @@ class ExampleRows:
     def __len__(self) -> int:
         return len(self.rows) - 1
 
+    def __reduce__(self) -> Any:
+        """Rows in files are mapped again by the process that unpickles them."""
+        if isinstance(self.tokens, np.memmap):
+            return ExampleRows.load, (Path(str(self.tokens.filename)).parent,)
+        return ExampleRows, tuple(vars(self).values())
+
     @cached_property
     def lengths(self) -> Indices:
         """Tokens of each row."""
@@ -177,8 +183,8 @@ class ChatDataset(PreparedData):
         rows = self.held_out if held_out else self.train
         members = [rows.examples_of(int(row)) if row >= 0 else [] for row in chosen]
         sizes = [sum(stop - start for start, stop in documents) for documents in members]
-        shape, pad = (len(members), max(2, *sizes)), self.tokenizer.pad_token_id
-        ids = np.full(shape, pad if isinstance(pad, int) else 0, dtype=np.int64)
+        shape = (len(members), max(2, *sizes))
+        ids = np.full(shape, self.facts.pad, dtype=np.int64)
         labels = np.full(shape, IGNORED, dtype=np.int64)
         places = np.tile(np.arange(shape[1]), (shape[0], 1))
         for at, documents in enumerate(members):
@@ -252,6 +258,7 @@ def make_chat_dataset(
         prompt=prompt_of(sampled[0], tokenizer)[0],
         notes=_notes(encoded, kept, rows[0], settings),
         fingerprint=_fingerprint(*rows),
+        pad=tokenizer.pad_token_id if isinstance(tokenizer.pad_token_id, int) else 0,
     )
     return ChatDataset(facts, tokenizer, rows[0], rows[1], tuple(ids))
 

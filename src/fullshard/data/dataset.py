@@ -6,14 +6,16 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
+import numpy as np
 from pydantic import TypeAdapter
 
 from fullshard.data.bigram import Baseline
-from fullshard.data.order import Indices
+from fullshard.data.order import Indices, SampleOrder
 from fullshard.engine.hugging_face import read_tokenizer
 from fullshard.errors import DataError
 
@@ -21,6 +23,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 IGNORED = -100  # a label that counts nothing, as everywhere in torch and transformers
+PREDICTED = "predicted"  # key of a batch: flat positions whose next token is a label
+SHIFTED = "shift_labels"  # labels of the next tokens, of parts of rows alone
+DOCUMENTS = "documents"  # (rows, whole length) numbers of documents, beside parts of rows
+WHOLE = (0, 1)  # the first of one part
 FACTS = "dataset.json"
 TOKENIZER = "tokenizer"
 
@@ -43,6 +49,10 @@ class DatasetFacts:
         notes: What else was done to the data, in words.
         fingerprint: Checksum of all tokens; empty if an older version wrote the facts.
         mixture: See `SampleOrder.mixture`.
+        pad: Token that fills rows up.
+        shuffle_buffer: Sequences of a stream that are shuffled together; numbers of training
+            sequences and tokens are estimates then. 0: there is no stream.
+        separator: Token between documents that do not attend to each other; None: they do.
     """
 
     origin: str
@@ -58,6 +68,9 @@ class DatasetFacts:
     notes: tuple[str, ...] = ()
     fingerprint: str = ""
     mixture: tuple[tuple[int, int], ...] = ()
+    pad: int = 0
+    shuffle_buffer: int = 0
+    separator: int | None = None
 
 
 @dataclass(frozen=True)
@@ -66,6 +79,10 @@ class PreparedData(ABC):
 
     facts: DatasetFacts
     tokenizer: PreTrainedTokenizerBase
+
+    def without_tokenizer(self) -> Self:
+        """For a process that must not import transformers; rows do not need it."""
+        return replace(self, tokenizer=None)  # type: ignore[arg-type]
 
     @property
     def labels_per_row(self) -> int | None:
@@ -91,6 +108,25 @@ class PreparedData(ABC):
         """The rows of a step, (accumulation, world_size, per_device), perhaps in another order."""
         return chosen
 
+    def batch(
+        self, chosen: Indices, *, held_out: bool, parts: tuple[int, int] = WHOLE
+    ) -> dict[str, Any]:
+        """A batch of some rows: `arrays`, the rows, and the flat positions that predict labels.
+
+        Args:
+            chosen: The rows.
+            held_out: Whether they are held-out rows.
+            parts: Which part of how many of every row.
+        """
+        arrays = self.arrays(chosen, held_out=held_out)
+        shifted = np.full_like(arrays["labels"], IGNORED)
+        shifted[:, :-1] = arrays["labels"][:, 1:]
+        if parts != WHOLE:
+            arrays = divided({**arrays, SHIFTED: shifted}, *parts)
+            shifted = arrays[SHIFTED]
+        # Found on the CPU, so that no GPU waits.
+        return {**arrays, "rows": chosen.copy(), PREDICTED: np.flatnonzero(shifted != IGNORED)}
+
     @abstractmethod
     def arrays(self, chosen: Indices, *, held_out: bool) -> dict[str, Any]:
         """`input_ids`, `labels` and other inputs of some rows; -1 is a row without labels."""
@@ -98,6 +134,54 @@ class PreparedData(ABC):
     @abstractmethod
     def save(self, folder: Path) -> None:
         """Writes everything into a folder."""
+
+
+@dataclass(frozen=True)
+class BatchMaker:
+    """The batches of one rank, a function of (is held out, number).
+
+    Attributes:
+        data: Prepared data of the run.
+        order: Rows of each step.
+        evaluation: (num_batches, world_size, per_device) held-out rows.
+        seat: Which of the batches of a micro-batch the rank sees.
+        parts: Which part of how many of every row.
+    """
+
+    data: PreparedData
+    order: SampleOrder
+    evaluation: Indices
+    seat: int
+    parts: tuple[int, int] = WHOLE
+
+    def __call__(self, request: tuple[bool, int]) -> list[dict[str, Any]]:
+        """The micro-batches of a step (from 0), or one batch of the evaluation."""
+        held_out, number = request
+        of_all = self.evaluation[None, number] if held_out else self._of_step(number)
+        batch = partial(self.data.batch, held_out=held_out, parts=self.parts)
+        return [batch(rows) for rows in of_all[:, self.seat]]
+
+    def _of_step(self, step: int) -> Indices:
+        return self.data.dealt(self.order.of_step(step))
+
+
+def divided(arrays: dict[str, Any], part: int, num_parts: int) -> dict[str, Any]:
+    """One part of every row, and the documents of the whole rows.
+
+    Rows are padded to a multiple of the parts; the padding is a document without labels.
+    """
+    rows, length = arrays["labels"].shape
+    places, more = np.arange(length), -length % num_parts
+    positions = arrays.get("position_ids", np.broadcast_to(places, (rows, length)))
+    fill = {"position_ids": np.arange(more), "labels": IGNORED, SHIFTED: IGNORED}
+    found: dict[str, Any] = {}
+    for name, array in {**arrays, "position_ids": positions}.items():
+        end = np.broadcast_to(np.asarray(fill.get(name, 0)), (rows, more))
+        whole = np.concatenate([array, end], 1)
+        found[name] = np.ascontiguousarray(np.split(whole, num_parts, 1)[part])
+        if name == "position_ids" and name in arrays:
+            found[DOCUMENTS] = np.cumsum(whole == 0, 1)
+    return found
 
 
 def save_facts(

@@ -12,6 +12,7 @@ the size of the data.
 
     mixture     an epoch has as many places as there are sequences, divided by weight; each source
                 has a permutation of its own, and a new one when all its sequences were used
+    stream      a block of sequences is permuted at a time; the blocks of a source follow each other
 
 References:
     Luby and Rackoff, How to construct pseudorandom permutations from pseudorandom functions, 1988.
@@ -21,7 +22,8 @@ References:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +31,7 @@ import numpy.typing as npt
 from fullshard.errors import DataError
 
 Indices = npt.NDArray[np.int64]
+ENDLESS = 1 << 48  # sequences of a source that is streamed
 ROUNDS = 8  # an even number; four are enough for an ideal round function
 _ONE = np.uint64(1)
 
@@ -70,17 +73,19 @@ class SampleOrder:
     """The order of samples over all steps.
 
     Attributes:
-        num_samples: Number of sequences in the data.
+        num_samples: Number of sequences in the data; of a stream, an estimate.
         shape: Division of a global batch.
         seed: Seed of the permutations.
         mixture: (sequences, places in an epoch) of each source, in the order in which their
-            sequences are numbered; empty: there is one source.
+            sequences are numbered; empty: there is one source. Of a stream, its share in a block.
+        block: Sequences of a stream that are permuted together; 0: there is no stream.
     """
 
     num_samples: int
     shape: BatchShape
     seed: int
     mixture: tuple[tuple[int, int], ...] = ()
+    block: int = 0
 
     def __post_init__(self) -> None:
         if self.num_samples < self.shape.global_batch:
@@ -99,18 +104,25 @@ class SampleOrder:
     @property
     def num_dropped(self) -> int:
         """Sequences at the end of each epoch that do not fill a global batch."""
-        return self.num_samples % self.shape.global_batch
+        return 0 if self.block else self.num_samples % self.shape.global_batch
+
+    def streamed(self, buffer: int) -> SampleOrder:
+        """The order of a stream with blocks of at least `buffer` samples, in whole steps."""
+        block = -(-buffer // self.shape.global_batch) * self.shape.global_batch
+        places = apportioned(block, [places for _, places in self.mixture])
+        mixture = tuple((ENDLESS, place) for place in places)
+        return replace(self, mixture=mixture, block=block)
 
     def of_step(self, step: int) -> Indices:
         """Samples of an update, shape (accumulation, world_size, per_device); step from 0.
 
         Empty places hold -1.
         """
-        shape = self.shape
-        epoch, place = divmod(step, self.steps_per_epoch)
+        shape, size = self.shape, self.block or self.num_samples
+        epoch, place = divmod(step, size // shape.global_batch)
         begin = place * shape.global_batch
         drawn = np.arange(begin, begin + shape.global_batch)
-        drawn = permuted(drawn, self.num_samples, (self.seed, epoch))
+        drawn = permuted(drawn, size, (self.seed, epoch))
         chosen = np.full(shape.places, -1, dtype=np.int64)
         chosen[: shape.global_batch] = self._of_sources(drawn, epoch) if self.mixture else drawn
         return chosen.reshape(shape.accumulation, shape.world_size, shape.per_device)
@@ -121,12 +133,23 @@ class SampleOrder:
         for number, (size, places) in enumerate(self.mixture):
             here = (drawn >= first_place) & (drawn < first_place + places)
             turns, rows = np.divmod(epoch * places + drawn[here] - first_place, size)
-            for turn in np.unique(turns):
+            for turn in np.unique(turns) if size < ENDLESS else ():
                 key = (self.seed, int(turn), number)
                 rows[turns == turn] = permuted(rows[turns == turn], size, key)
             chosen[here] = first_row + rows
             first_place, first_row = first_place + places, first_row + size
         return chosen
+
+
+def apportioned(total: int, weights: Sequence[float]) -> list[int]:
+    """Divides a count by weight; the largest remainders get the rest."""
+    exact = [total * weight / sum(weights) for weight in weights]
+    places = [int(one) for one in exact]
+    for at in sorted(range(len(exact)), key=lambda at: places[at] - exact[at])[
+        : total - sum(places)
+    ]:
+        places[at] += 1
+    return places
 
 
 def permuted(indices: Indices, size: int, key: tuple[int, ...]) -> Indices:

@@ -18,7 +18,6 @@ Everything is read and checked before any rank trains, so an error in the data i
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import shutil
@@ -30,12 +29,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from pydantic import TypeAdapter
 
 from fullshard.config.environment import cache_folder
 from fullshard.data.arrays import Rows, TokenFile, tokens_in
 from fullshard.data.bigram import Baseline, interpolated_bigram
 from fullshard.data.dataset import IGNORED, DatasetFacts, PreparedData, save_facts
-from fullshard.data.order import Indices
+from fullshard.data.order import ENDLESS, Indices, apportioned
 from fullshard.data.records import (
     Files,
     Kind,
@@ -46,6 +46,7 @@ from fullshard.data.records import (
     open_parquet,
     under,
 )
+from fullshard.data.stream import Parts, Sources, Stream
 from fullshard.data.tokenize import (
     Shard,
     TokenSettings,
@@ -62,7 +63,7 @@ from fullshard.data.tokenizer import (
     train_tokenizer,
     words_of,
 )
-from fullshard.errors import DataError
+from fullshard.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -123,6 +124,9 @@ class DatasetSettings:
         vocab_size: Largest vocabulary of a tokenizer that is trained on the text.
         dtype: Dtype of arrays without a header; None: uint16.
         baseline: Whether to fit the bigram, which counts pairs in memory.
+        shuffle_buffer: Sequences to shuffle together in a stream; 0: everything is tokenized first.
+        seed: Seed of a stream's order of parts.
+        separate_documents: Whether tokens attend to their own document only.
     """
 
     sequence_length: int
@@ -130,6 +134,13 @@ class DatasetSettings:
     vocab_size: int
     dtype: str | None = None
     baseline: bool = False
+    shuffle_buffer: int = 0
+    seed: int = 0
+    separate_documents: bool = False
+
+
+Kept = list[list[TokenFile]] | Sources
+_KEPT = TypeAdapter(dict[str, Kept])
 
 
 @dataclass(frozen=True)
@@ -140,9 +151,9 @@ class Dataset(PreparedData):
     held_out: Rows
 
     @property
-    def labels_per_row(self) -> int:
-        """A sequence predicts all its tokens but the first."""
-        return self.train.length - 1
+    def labels_per_row(self) -> int | None:
+        """A sequence predicts all its tokens but the first of each document."""
+        return self.train.length - 1 if self.facts.separator is None else None
 
     @property
     def lengths(self) -> Indices:
@@ -152,28 +163,39 @@ class Dataset(PreparedData):
     def arrays(self, chosen: Indices, *, held_out: bool) -> dict[str, Any]:
         """Input ids and labels of some rows."""
         ids = (self.held_out if held_out else self.train).take(np.maximum(chosen, 0))
-        return {"input_ids": ids, "labels": np.where(chosen[:, None] < 0, IGNORED, ids)}
+        arrays = {"input_ids": ids, "labels": np.where(chosen[:, None] < 0, IGNORED, ids)}
+        if (end := self.facts.separator) is None:
+            return arrays
+        places = np.arange(ids.shape[1])  # see [Note: documents]
+        begins = np.zeros_like(ids)
+        begins[:, 1:] = np.where(ids[:, :-1] == end, places[1:], 0)
+        arrays["labels"][begins > 0] = IGNORED  # nothing before it belongs to its document
+        return {**arrays, "position_ids": places - np.maximum.accumulate(begins, axis=1)}
 
     def save(self, folder: Path) -> None:
         """Writes what ranks need into a folder: links to prepared tokens, paths of other files."""
         save_facts(folder, KIND, self.facts, self.tokenizer)
-        own, kept, root = folder / "tokens", {}, cache_root()
+        own, kept, root = folder / "tokens", dict[str, Kept](), cache_root()
         own.mkdir(exist_ok=True)
         for part, rows in (("train", self.train), ("held_out", self.held_out)):
-            kept[part] = [
-                [asdict(_linked(f, own, root)) for f in source] for source in rows.sources
-            ]
-        (folder / "tokens.json").write_text(json.dumps(kept), encoding="utf-8")
+            linked = [[_linked(file, own, root) for file in source] for source in rows.sources]
+            kept[part] = rows.found if isinstance(rows, Stream) else linked
+        (folder / "tokens.json").write_bytes(_KEPT.dump_json(kept))
 
     @classmethod
     def load(cls, folder: Path, facts: DatasetFacts, tokenizer: PreTrainedTokenizerBase) -> Dataset:
         """Maps what `save` wrote; the tokens are read from disk when they are used."""
-        kept = json.loads((folder / "tokens.json").read_text(encoding="utf-8"))
+        kept, length = (
+            _KEPT.validate_json((folder / "tokens.json").read_bytes()),
+            facts.sequence_length,
+        )
 
         def rows(part: str) -> Rows:
-            files = [[TokenFile(**file) for file in source] for source in kept[part]]
-            placed = [[replace(f, file=str(folder / f.file)) for f in source] for source in files]
-            return Rows(placed, facts.sequence_length)
+            found = kept[part]
+            if isinstance(found, Sources):
+                return Stream(found, length, cache_root(), words_of(tokenizer))
+            placed = [[replace(f, file=str(folder / f.file)) for f in source] for source in found]
+            return Rows(placed, length)
 
         return cls(facts, tokenizer, rows("train"), rows("held_out"))
 
@@ -210,17 +232,20 @@ def make_dataset(
     tokenizer = tokenizer or _new_tokenizer(sources, [part[0] for part in parts], settings, notes)
     made = [_tokens(*one, settings, tokenizer) for one in zip(sources, parts, strict=True)]
     length = settings.sequence_length
-    train, held_out = (Rows([both[part] for both in made], length) for part in (0, 1))
+    held_out = Rows([rest for _, rest in made], length)
     if settings.held_out_fraction and not len(held_out):
         raise _too_few(None, held_out.num_dropped, length)
-    mixture = _mixture(sources, train.sizes)
-    sums = [[[one.checksum for one in part] for part in both] for both in made]
+    train, sizes, names = _training_rows(sources, [own for own, _ in made], settings, tokenizer)
+    mixture = _mixture(sources, sizes, settings.shuffle_buffer)
+    sums = [
+        [own, [one.checksum for one in rest]] for own, (_, rest) in zip(names, made, strict=True)
+    ]
     facts = DatasetFacts(
         origin=" + ".join(source.origin for source in sources),
         sequence_length=length,
-        num_train_sequences=len(train),
+        num_train_sequences=sum(sizes),
         num_held_out_sequences=len(held_out),
-        num_train_tokens=len(train) * length,
+        num_train_tokens=sum(sizes) * length,
         num_held_out_tokens=len(held_out) * length,
         num_dropped_tokens=train.num_dropped + held_out.num_dropped,
         vocab_size=len(tokenizer),
@@ -229,8 +254,51 @@ def make_dataset(
         notes=(*notes, *_said(sources, mixture)),
         fingerprint=digest([VERSION, length, mixture, sums]),
         mixture=mixture,
+        shuffle_buffer=settings.shuffle_buffer,
+        separator=_separator(tokenizer) if settings.separate_documents else None,
     )
     return Dataset(facts, tokenizer, train, held_out)
+
+
+def _separator(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The token that ends a document.
+
+    Raises:
+        ConfigError: The tokenizer has none.
+    """
+    if isinstance(end := tokenizer.eos_token_id, int):
+        return end
+    raise ConfigError(
+        "data.separate_documents: expected a tokenizer with an end-of-text token, got one "
+        "without. Set its eos_token, or data.separate_documents: false."
+    )
+
+
+def _training_rows(
+    sources: Sequence[Source],
+    made: Sequence[list[TokenFile] | Parts],
+    settings: DatasetSettings,
+    tokenizer: PreTrainedTokenizerBase,
+) -> tuple[Rows, list[int], list[list[str]]]:
+    """The rows, how many each source has, and checksums of what they are made of.
+
+    Raises:
+        DataError: A source has fewer tokens than one sequence.
+    """
+    length = settings.sequence_length
+    if not settings.shuffle_buffer:
+        files = [one for one in made if not isinstance(one, Parts)]
+        rows = Rows(files, length)
+        return rows, rows.sizes, [[file.checksum for file in of_source] for of_source in files]
+    parts = tuple(one for one in made if isinstance(one, Parts))
+    found, sizes = Sources(parts, settings.seed), list[int]()
+    stream = Stream(found, length, cache_root(), words_of(tokenizer))
+    for number, source in enumerate(sources):
+        with under(source.key):
+            sizes.append(stream.num_rows(number))
+            if not sizes[-1]:
+                raise _too_few(source.files, 0, length)
+    return stream, sizes, [list(one.names) for one in parts]
 
 
 # ---- held out -----------------------------------------------------------------------------------
@@ -303,8 +371,8 @@ def _tokens(
     parts: tuple[list[Span], list[Span]],
     settings: DatasetSettings,
     tokenizer: PreTrainedTokenizerBase,
-) -> tuple[list[TokenFile], list[TokenFile]]:
-    """Tokens of both parts of a source, from the cache or made now."""
+) -> tuple[list[TokenFile] | Parts, list[TokenFile]]:
+    """Tokens of both parts of a source, from the cache or made now; of a stream, the second."""
     end = (tokenizer.eos_token_id,) if isinstance(tokenizer.eos_token_id, int) else ()
     dtype = token_dtype(vocab_size := len(tokenizer))
     how = TokenSettings(end, source.text_column, vocab_size, dtype.name)
@@ -312,11 +380,25 @@ def _tokens(
     with under(source.key):
         arrays = _arrays(source.files, settings.dtype, vocab_size)
         found = [shards(part, arrays) for part in parts]
-        made = tokenize([*found[0], *found[1]], cache_root() / key, how, encoder_of(tokenizer))
+        folder, encoder = cache_root() / key, encoder_of(tokenizer)
+        if settings.shuffle_buffer:
+            names = tuple(shard.name for shard in found[0])
+            _check_is_fast(tokenizer)
+            return Parts(tuple(found[0]), names, key, how), tokenize(found[1], folder, how, encoder)
+        made = tokenize([*found[0], *found[1]], folder, how, encoder)
         train, rest = made[: len(found[0])], made[len(found[0]) :]
         if (count := sum(one.count for one in train)) < (length := settings.sequence_length):
             raise _too_few(source.files, count, length) if count else _nothing_found(source.files)
     return train, rest
+
+
+def _check_is_fast(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises ConfigError for a tokenizer that processes without transformers cannot use."""
+    if getattr(tokenizer, "backend_tokenizer", None) is None:
+        raise ConfigError(
+            "data.streaming: expected a tokenizer of the tokenizers library (tokenizer.json), got "
+            f"{type(tokenizer).__name__}. Leave data.streaming out."
+        )
 
 
 def _arrays(files: Files, dtype: str | None, vocab_size: int) -> dict[Path, TokenFile]:
@@ -365,22 +447,17 @@ def _texts(found: Iterable[tuple[Source, Shard]]) -> Iterator[str]:
 # ---- facts ---------------------------------------------------------------------------------------
 
 
-def _mixture(sources: Sequence[Source], sizes: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """(sequences, places in an epoch) of each source; empty for a single source.
+def _mixture(
+    sources: Sequence[Source], sizes: Sequence[int], buffer: int
+) -> tuple[tuple[int, int], ...]:
+    """(sequences, places in an epoch or in the buffer) of each source; see `SampleOrder.mixture`.
 
-    An epoch has as many places as there are sequences. They are divided by weight; the largest
-    remainders get the rest.
+    An epoch has as many places as there are sequences. They are divided by weight.
     """
-    if len(sources) == 1:
+    if len(sources) == 1 and not buffer:
         return ()
-    total, weights = sum(sizes), sum(source.weight for source in sources)
-    exact = [total * source.weight / weights for source in sources]
-    places = [int(one) for one in exact]
-    for at in sorted(range(len(exact)), key=lambda at: places[at] - exact[at])[
-        : total - sum(places)
-    ]:
-        places[at] += 1
-    return tuple(zip(sizes, places, strict=True))
+    places = apportioned(buffer or sum(sizes), [source.weight for source in sources])
+    return tuple(zip([ENDLESS] * len(sizes) if buffer else sizes, places, strict=True))
 
 
 def _said(sources: Sequence[Source], mixture: tuple[tuple[int, int], ...]) -> Iterator[str]:
@@ -388,10 +465,10 @@ def _said(sources: Sequence[Source], mixture: tuple[tuple[int, int], ...]) -> It
         if source.text_column != "text" and (kind := source.files.kind) in (Kind.TEXT, Kind.ARRAY):
             yield f"text_column has no effect on {source.origin}, which is {kind}, not records"
     for source, (size, places) in zip(sources, mixture, strict=False):
-        yield (
-            f"{source.origin}: {places:,} of an epoch's sequences, "
-            f"{places / size:.2f} passes over the source"
-        )
+        told = f"{places:,} of an epoch's sequences, {places / size:.2f} passes over the source"
+        if size == ENDLESS:
+            told = f"streamed (counts are estimates), {places:,} sequences shuffled at a time"
+        yield f"{source.origin}: {told}"
 
 
 def _baseline(train: Rows, held_out: Rows, vocab_size: int) -> Baseline | None:

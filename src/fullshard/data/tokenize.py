@@ -19,6 +19,7 @@ The tokenizers library encodes a batch of texts on all cores.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
@@ -49,6 +50,7 @@ logger = logging.getLogger(__name__)
 
 SHARD_BYTES = 16 << 20
 PIECE_CHARACTERS = 250_000  # text to tokenize at a time on a core
+LEFT_S = 86_400.0  # age of a file that a kill left
 SAY_S = 5.0  # seconds between lines of progress
 BAR = 24  # characters
 
@@ -118,7 +120,7 @@ def shards(spans: Iterable[Span], arrays: Mapping[Path, TokenFile]) -> list[Shar
             continue
         held.append(part)
         size += part.size
-        if size >= SHARD_BYTES:
+        if size >= SHARD_BYTES // 2:  # parts are cut at lines, so most are a little smaller
             found.append(Shard(tuple(held)))
             held, size = [], 0
     return [*found, Shard(tuple(held))] if held else found
@@ -163,6 +165,10 @@ def tokenize(
         DataError: Something cannot be read.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    for left in folder.glob(".*"):
+        with suppress(OSError):  # a kill left it; the processes of other hosts are not known
+            if time.time() - left.stat().st_mtime > LEFT_S:
+                left.unlink()
     files = [folder / shard.name for shard in found]
     todo, said = dict[Path, Shard](), time.monotonic()
     for number, (file, shard) in enumerate(zip(files, found, strict=True)):
@@ -178,9 +184,21 @@ def tokenize(
         )
     progress = Progress(size)
     for file, shard in todo.items():
-        make(file, shard, how, encoder)
+        ensure(file, shard, how, lambda: encoder)
         progress.add(shard.num_bytes)
     return [_read(file) for file in files]
+
+
+def ensure(
+    file: Path, shard: Shard, how: TokenSettings, encoder: Callable[[], Encoder]
+) -> TokenFile:
+    """The tokens of a shard, from the cache or made now; other processes wait meanwhile."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with (file.parent / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not _is_made(file):
+            make(file, shard, how, encoder())
+    return _read(file)
 
 
 def fast_encoder(tokenizer: str) -> Encoder:

@@ -36,18 +36,20 @@ _DISPATCH, _KEYS = "ep_dispatch_experts", ("k_proj", "qkv_proj", "query_key_valu
 
 
 @dataclass(frozen=True)
-class Place:
+class LocalModel:
     """A model as each rank holds it before sharding.
 
     Attributes:
         model: The model, on meta.
         parts: Number of different parts of each parameter that is cut.
         experts: Names of the parameters that the ranks of the expert axis divide.
+        num_sequence_parts: Number of ranks that divide a sequence.
     """
 
     model: nn.Module
     parts: Mapping[str, int] = field(default_factory=dict[str, int])
     experts: frozenset[str] = frozenset()
+    num_sequence_parts: int = 1
 
     def meshes(self, config: ShardConfig, topology: Topology) -> dict[str, Mesh]:
         """The meshes of experts, by name of the parameter."""
@@ -57,7 +59,7 @@ class Place:
         return dict.fromkeys(self.experts, mesh.of_experts(groups_of_experts(config, mesh)))
 
 
-_PLACES: WeakKeyDictionary[nn.Module, dict[Any, Place]] = WeakKeyDictionary()
+_PLACES: WeakKeyDictionary[nn.Module, dict[Any, LocalModel]] = WeakKeyDictionary()
 
 
 def cut_over_axes(model: nn.Module, config: ShardConfig, topology: Topology) -> Any:
@@ -88,14 +90,14 @@ def cut_over_axes(model: nn.Module, config: ShardConfig, topology: Topology) -> 
     return dense["replicate", "shard"]
 
 
-def one_place(model: nn.Module, config: ShardConfig) -> Place:
+def one_place(model: nn.Module, config: ShardConfig) -> LocalModel:
     """The model as each rank holds it; all ranks hold parts of the same shapes.
 
     Raises:
         ConfigError: The model has no plan for an axis, or its sizes do not divide.
     """
     if config.tensor * config.expert == 1:
-        return Place(model)
+        return LocalModel(model)
     made = _PLACES.setdefault(model, {})
     # users freeze and cast between plans
     key = config.tensor, config.expert, *((p.dtype, p.requires_grad) for p in model.parameters())
@@ -104,7 +106,7 @@ def one_place(model: nn.Module, config: ShardConfig) -> Place:
     return made[key]
 
 
-def _one_place(model: nn.Module, config: ShardConfig) -> Place:
+def _one_place(model: nn.Module, config: ShardConfig) -> LocalModel:
     tensor, expert = rules_of(model, config)
     from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 
@@ -131,7 +133,7 @@ def _one_place(model: nn.Module, config: ShardConfig) -> Place:
                 experts.update([name] if cut.spreads_experts else [])
                 part = nn.Parameter(param.to_local(), requires_grad=param.requires_grad)
                 module._parameters[leaf] = part
-    return Place(local, parts, frozenset(experts))
+    return LocalModel(local, parts, frozenset(experts))
 
 
 def _axes(config: ShardConfig, tensor: Rules, expert: Rules) -> list[tuple[str, int, Rules]]:

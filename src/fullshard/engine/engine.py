@@ -54,7 +54,7 @@ from fullshard.planner.plan import Plan
 from fullshard.planner.units import UnitPlan
 from fullshard.transport import streams
 from fullshard.transport.base import Hook, Transport, torch_dtype
-from fullshard.transport.groups import own_group, tell_everyone
+from fullshard.transport.groups import own_group, tell_everyone, tell_from_first
 
 T = TypeVar("T")
 ATTRIBUTE = "_fullshard"  # attribute of a sharded model that holds its engine
@@ -387,6 +387,15 @@ class Engine:
         if self._num_failed(error=None) is None:
             return [value]
         return tell_everyone(value, own_group("all", [range(self.plan.mesh.world_size)]))
+
+    def lead(self, do: Callable[[], T]) -> T:
+        """Returns rank 0's result of `do`, which it alone calls. A collective.
+
+        Raises:
+            FullshardError: Rank 0's error.
+        """
+        result: Any = self.agree(lambda: do() if self.rank == 0 else None)
+        return tell_from_first(result, own_group("all", [range(self.plan.mesh.world_size)]))
 
     def agree(self, do: Callable[[], T]) -> T:
         """Returns the result of `do`. If it fails on one rank, all raise. A collective.

@@ -174,6 +174,6 @@ def _refused(error: Exception, folder: Path, key: str, expected: str) -> ConfigE
             f"Read it, then allow it with {flag}."
         )
     return ConfigError(
-        f"{key}: expected {expected}, got one in '{folder}' that it refuses "
+        f"{key}: expected {expected}, got '{folder}', which transformers refuses "
         f"({type(error).__name__}: {last_line(error)}). Correct the folder's files."
     )

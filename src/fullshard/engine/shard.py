@@ -37,7 +37,7 @@ from fullshard.errors import ConfigError, EngineError, UnsupportedModelError
 from fullshard.planner.events import Recorder, Sync
 from fullshard.planner.layout import Slice
 from fullshard.planner.mesh import ROWS, Mesh, Topology, mesh_of
-from fullshard.planner.plan import Plan, make_plan
+from fullshard.planner.plan import Plan, make_plan, units_of
 from fullshard.planner.spec import matches
 from fullshard.planner.units import UnitSettings
 from fullshard.transport.base import Transport
@@ -166,12 +166,21 @@ def plan_model(
     Of a model that is not cut over the configured axes yet, it is the plan of one place on them.
     """
     place = one_place(model, config)
-    model, chosen = place.model, None
-    experts = {**experts, **place.meshes(config, topology)}
-    if not isinstance(config.wrap, WrapKind | tuple):
-        chosen = chosen_modules(model, cast("Callable[[nn.Module], bool]", config.wrap))
+    model, experts = place.model, {**experts, **place.meshes(config, topology)}
     spec = spec_of(model, config.ignore, experts, place.parts)
-    return make_plan(spec, config, topology, chosen, settings)
+    return make_plan(spec, config, topology, _chosen(model, config), settings)
+
+
+def check_units(model: nn.Module, config: ShardConfig) -> None:
+    """Raises what `plan_model` raises about units, before other axes cut the parameters."""
+    spec = spec_of(model, config.ignore).without(config.ignore)
+    units_of(spec, config, _chosen(model, config))
+
+
+def _chosen(model: nn.Module, config: ShardConfig) -> tuple[str, ...] | None:
+    if isinstance(config.wrap, WrapKind | tuple):
+        return None
+    return chosen_modules(model, cast("Callable[[nn.Module], bool]", config.wrap))
 
 
 def _meshes_of_experts(model: nn.Module, config: ShardConfig, mesh: Mesh) -> dict[str, Mesh]:

@@ -87,7 +87,7 @@ def parse_size(text: str) -> int:
     Raises:
         ConfigError: The text is not a size.
     """
-    match = re.fullmatch(r"\s*([\d.]+)\s*([A-Za-z]*)\s*", text)
+    match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d*)?)\s*([A-Za-z]*)\s*", text)
     unit = _UNITS.get(match.group(2).upper()) if match else None
     size = int(float(match.group(1)) * unit) if match and unit else 0
     if size <= 0:

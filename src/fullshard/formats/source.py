@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from os.path import realpath
 from pathlib import Path
 from typing import Any
 
@@ -123,10 +124,13 @@ class Source:
 
 def check_empty(folder: Path, what: str) -> None:
     """Raises CheckpointError if the folder exists and is not empty."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise CheckpointError(
-            f"{what}: expected a new or empty folder; '{folder}' holds something. Name another."
-        )
+    try:
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise CheckpointError(
+                f"{what}: expected a new or empty folder; '{folder}' holds something. Name another."
+            )
+    except OSError as error:  # the path is too long, or may not be read
+        raise failure(folder, 0, error) from error
 
 
 @contextmanager
@@ -141,6 +145,7 @@ def whole_or_nothing(folder: Path, token: str | None = None) -> Generator[Path]:
     Raises:
         CheckpointError: The file system refused.
     """
+    folder = Path(realpath(folder))  # links stay
     place = Place(folder, token or f"{os.getpid():x}")
     try:
         for left in {place.aside, *(() if token else _of_dead_processes(folder))}:

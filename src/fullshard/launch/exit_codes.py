@@ -84,10 +84,10 @@ def exit_code_of(error: BaseException) -> int:
 
 
 def _code_of_exit(error: SystemExit) -> int:
-    """Python's rule: None is success, an integer is itself, anything else is 1."""
+    """Python's rule: None is success, an integer is its lowest byte, anything else is 1."""
     if error.code is None:
         return ExitCode.OK
-    return error.code if isinstance(error.code, int) else ExitCode.UNEXPECTED
+    return error.code & 0xFF if isinstance(error.code, int) else ExitCode.UNEXPECTED
 
 
 def public_name(error: BaseException) -> str:

@@ -25,19 +25,12 @@ VECTOR_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 
 def describe_machine() -> dict[str, object]:
     """Returns the hardware class, without names that identify a host."""
-    flags: set[str] = set()
     cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        flags = {
-            flag
-            for line in cpuinfo.read_text().splitlines()
-            if line.startswith(("flags", "Features"))
-            for flag in line.split()
-        }
+    words = set(cpuinfo.read_text().split()) if cpuinfo.exists() else set()
     return {
         "architecture": platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
-        "vector_flags": [flag for flag in VECTOR_FLAGS if flag in flags],
+        "vector_flags": [flag for flag in VECTOR_FLAGS if flag in words],
         "memory_gib": round(psutil.virtual_memory().total / 2**30),
         "accelerators": "not used",
     }
@@ -58,9 +51,8 @@ def describe_versions(packages: tuple[str, ...]) -> dict[str, str]:
 def describe_command() -> dict[str, str]:
     """Command line, working directory, and the commit of its git repository, if it is in one."""
     program = Path(sys.argv[0] or "python")
-    name = (
-        "fullshard" if program.parent.name == "fullshard" else program.name
-    )  # python -m fullshard
+    # python -m fullshard has the path of __main__.py
+    name = "fullshard" if program.parent.name == "fullshard" else program.name
     found = {"command_line": shlex.join([name, *sys.argv[1:]]), "folder": str(Path.cwd())}
     git = ("git", "describe", "--always", "--dirty=, with changes", "--abbrev=40", "--match=")
     with contextlib.suppress(OSError, subprocess.SubprocessError):

@@ -28,10 +28,10 @@ from typing import NoReturn
 
 from fullshard.config.environment import LaunchEnvironment, read_launch_environment
 from fullshard.config.values import Strategy
-from fullshard.errors import ConfigError, PreemptedError, write_anything
+from fullshard.errors import ConfigError, write_anything
 from fullshard.launch.exit_codes import ExitCode
 from fullshard.launch.failure import LaunchFolder, RankFailure
-from fullshard.launch.signals import SAVE_SIGNALS, handled
+from fullshard.launch.signals import SAVE_SIGNALS, handled, raise_preempted
 from fullshard.observe.hang import watchdog
 from fullshard.observe.hang.judge import Verdict
 from fullshard.observe.hang.watchdog import WatchdogSettings
@@ -106,15 +106,11 @@ def die_with_parent(parent: int) -> None:
 
 
 def _on_signal(
-    folder: LaunchFolder | None, _: Mapping[int, object], number: int, _frame: FrameType | None
+    folder: LaunchFolder | None, before: Mapping[int, object], number: int, frame: FrameType | None
 ) -> None:
-    """Raises a PreemptedError in the main thread, so that `finally` blocks run."""
     if folder is not None and folder.ending.exists():
         os._exit(128 + number)  # another rank failed; this one has nothing to report
-    raise PreemptedError(
-        f"run: expected to reach its end, got {signal.Signals(number).name}. Start it again; "
-        "it resumes from its last checkpoint, if it has saved one."
-    )
+    raise_preempted(before, number, frame)
 
 
 def _install_logging(launch: LaunchEnvironment | None) -> None:

@@ -17,6 +17,7 @@ import threading
 import time
 from pathlib import Path
 
+from fullshard.config.regular_files import open_regular
 from fullshard.errors import ConfigError
 
 LOCK = ".lock"
@@ -36,7 +37,7 @@ class RunLock(contextlib.AbstractContextManager["RunLock"]):
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / LOCK
-        self._descriptor = os.open(self._file, os.O_RDWR | os.O_CREAT, 0o644)
+        self._descriptor = _open(self._file, os.O_RDWR | os.O_CREAT)
         self._released = threading.Event()
         try:
             if not self._is_free():
@@ -82,7 +83,7 @@ class RunLock(contextlib.AbstractContextManager["RunLock"]):
 def is_held(folder: Path) -> bool:
     """Whether a live process of this host, or of one that shares its locks, holds a folder."""
     try:
-        descriptor = os.open(folder / LOCK, os.O_RDONLY)
+        descriptor = _open(folder / LOCK, os.O_RDONLY)
     except OSError:
         return False
     try:
@@ -110,6 +111,11 @@ def held_elsewhere(folder: Path) -> ConfigError:
         f"training.output_dir: expected a folder that no run uses, got '{folder}', whose run is "
         f"still going on ({holder or 'it is just starting'}). Name another folder or stop that run."
     )
+
+
+def _open(file: Path, flags: int) -> int:
+    """Opens a lock; a link is an error, because it may lead to a file of the user."""
+    return open_regular(file, flags | os.O_NOFOLLOW)
 
 
 def _take(descriptor: int, tries: int = 5) -> bool:

@@ -10,9 +10,12 @@ from functools import partial
 from types import FrameType
 from typing import Any
 
+from fullshard.errors import PreemptedError
+
 # SIGHUP: the terminal is gone. SIGQUIT: Ctrl-\. SIGUSR1: schedulers send it as a warning.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 SAVE_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # a rank saves, then ends
+PREEMPTIONS = STOP_SIGNALS[1:]  # while a run is prepared; Ctrl-C is Python's own error
 
 Handler = Callable[[Mapping[int, Any], int, FrameType | None], None]
 
@@ -21,7 +24,8 @@ Handler = Callable[[Mapping[int, Any], int, FrameType | None], None]
 def handled(numbers: Sequence[signal.Signals], handler: Handler) -> Iterator[None]:
     """Installs a handler inside the block and restores the previous handlers after it.
 
-    Does nothing outside the main thread, where Python cannot install handlers.
+    Does nothing outside the main thread, where Python cannot install handlers. A SIGHUP that is
+    ignored stays ignored, so that `nohup` works.
 
     Args:
         numbers: Signals.
@@ -31,12 +35,22 @@ def handled(numbers: Sequence[signal.Signals], handler: Handler) -> Iterator[Non
         yield
         return
     before: dict[int, Any] = {}
-    before.update({n: signal.signal(n, partial(handler, before)) for n in numbers})
+    for n in numbers:
+        if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN:
+            before[n] = signal.signal(n, partial(handler, before))
     try:
         yield
     finally:
         for number, previous in before.items():
             signal.signal(number, previous)
+
+
+def raise_preempted(_: Mapping[int, Any], number: int, _frame: FrameType | None) -> None:
+    """A handler that raises an error in the main thread, so that `finally` blocks run."""
+    raise PreemptedError(
+        f"run: expected to reach its end, got {signal.Signals(number).name}. Start it again; "
+        "it resumes from its last checkpoint, if it has saved one."
+    )
 
 
 @contextlib.contextmanager

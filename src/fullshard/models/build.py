@@ -209,12 +209,13 @@ def build_sharded(
         weights = AdaptedWeights(folder, getattr(model, "base_model_prefix", ""), seed)
     torch.manual_seed(seed)
     before(trainable(model, config))
-    return fs.shard(model, sharding_for(config, model), weights=weights)
+    return fs.shard(model, sharding_for(config, model).without("context"), weights=weights)
 
 
 def sharding_for(config: RunConfig, model: nn.Module) -> ShardConfig:
     """The sharding of a run's model or teacher, only one of which must have experts."""
-    return config.sharding.for_model(has_experts=config.teacher is None or has_experts(model))
+    has_own = config.teacher is None or has_experts(model)
+    return config.sharding if has_own else config.sharding.without("expert")
 
 
 def weights_source(config: RunConfig, bare: Callable[[], nn.Module]) -> WeightsSource:

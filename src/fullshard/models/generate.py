@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.config.problems import show
-from fullshard.errors import ConfigError, printable
+from fullshard.errors import ConfigError, DivergedError, printable
 from fullshard.models.config import check_model_folder, num_positions
 
 logger = logging.getLogger(__name__)
@@ -98,6 +98,13 @@ def model_folder_of(folder: Path) -> Path:
     return folder
 
 
+def _checked(_ids: Any, scores: Any) -> Any:
+    """Refuses scores from which the first token, or none, would be taken."""
+    if scores.isnan().any():
+        raise DivergedError("expected weights that give scores for tokens, got NaN. Take others.")
+    return scores
+
+
 @dataclass(frozen=True)
 class Sampler:
     """Samples text; a collective if the model is sharded.
@@ -166,7 +173,7 @@ class Sampler:
                     attention_mask=torch.ones_like(inputs),
                     max_new_tokens=most,
                     pad_token_id=self.tokenizer.pad_token_id,
-                    logits_processor=list(self.processors),
+                    logits_processor=[*self.processors, _checked],
                     streamer=self.streamer,
                     **settings.arguments(),
                 )

@@ -378,8 +378,8 @@ LENGTHS = (5, 7)
 TOLERANCE = 1e-5  # some models return float32 logits
 
 
-def check_documents(config: PretrainedConfig) -> None:
-    """Refuses packing for a model that would mix documents.
+def check_documents(config: PretrainedConfig, key: str = "sft.packing") -> None:
+    """Refuses a key that packs documents, for a model that would mix them.
 
     Raises:
         ConfigError: The model mixes documents, or takes no `position_ids`.
@@ -388,9 +388,9 @@ def check_documents(config: PretrainedConfig) -> None:
         small, model = shrink(config, Limits(num_layers=2))
         difference = _difference(model.eval(), small.config)
     except (ConfigError, TypeError) as error:
-        raise _refused(config, f"which does not take positions ({error})") from error
+        raise _refused(config, key, f"which does not take positions ({error})") from error
     if not difference < TOLERANCE:
-        raise _refused(config, "whose tokens see the documents before their own")
+        raise _refused(config, key, "whose tokens see the documents before their own")
 
 
 @torch.no_grad()
@@ -403,8 +403,8 @@ def _difference(model: Any, config: PretrainedConfig) -> float:
     return float((together - torch.cat(parts, dim=1)).abs().max())
 
 
-def _refused(config: PretrainedConfig, why: str) -> ConfigError:
+def _refused(config: PretrainedConfig, key: str, why: str) -> ConfigError:
     return ConfigError(
-        f"sft.packing: expected a model that keeps documents apart, got {config.model_type}, {why}."
-        " Set sft.packing: false."
+        f"{key}: expected a model that keeps documents apart, got {config.model_type}, {why}."
+        f" Set {key}: false."
     )

@@ -10,12 +10,15 @@ Colours are CSS variables (`--series-1` ...), so that one page serves light and 
 
 from __future__ import annotations
 
+import errno
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fullshard.errors import ConfigError
 from fullshard.planner.text import axes_of, human_bytes
 
 if TYPE_CHECKING:
@@ -158,6 +161,25 @@ def layout() -> list[dict[str, Any]]:
     loader = _environment().loader
     assert loader is not None, "see _environment"
     return yaml.safe_load(loader.get_source(_environment(), "charts.yaml")[0])
+
+
+def write_page(target: Path, page: str) -> Path:
+    """Writes a page.
+
+    Raises:
+        ConfigError: There is no place for such a file.
+        OSError: The disk is full.
+    """
+    try:
+        target.write_text(page, encoding="utf-8")
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        raise ConfigError(
+            f"expected a file that can be written, got '{target}' ({error.strerror}). Remove what "
+            "is there, or name another with --out."
+        ) from error
+    return target
 
 
 def render(template: str, **facts: Any) -> str:

@@ -1,7 +1,8 @@
 """Use of a machine over time: `machine-N.jsonl`, with processors, memory, disk, network and GPUs.
 
 A thread of each node's first rank takes a sample every second at first, and then at every
-thousandth of the time that has passed, so that the file of a run of days stays small.
+thousandth of the time that has passed, so that the file of a run of days stays small. The last
+sample is taken at the run's end, so that the shortest run has one.
 """
 
 from __future__ import annotations
@@ -35,14 +36,16 @@ def sampled(folder: Path, node: int) -> Iterator[None]:
         yield
     finally:
         ended.set()
-        thread.join(SHORTEST_S)
+        thread.join(10)  # a file system that hangs must not hold the run's end
 
 
 def _sample(path: Path, ended: Event) -> None:
     began = last = time.monotonic()
     before, gpus = _counters(), _gpus()
     psutil.cpu_percent()  # the first call only begins an interval
-    while not ended.wait(max(SHORTEST_S, SHARE * (last - began))):
+    at_end = False
+    while not at_end:
+        at_end = ended.wait(max(SHORTEST_S, SHARE * (last - began)))
         now, counters = time.monotonic(), _counters()
         memory = psutil.virtual_memory()
         row = {

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fullshard.errors import ConfigError
-from fullshard.observe.chart import Chart, Line, drawn, render, table_of
+from fullshard.observe.chart import Chart, Line, drawn, render, table_of, write_page
 from fullshard.outlook.memory import checkpoint_bytes
 from fullshard.outlook.player import Bar, Lane, held_over_time
 from fullshard.outlook.predict import Outlook
@@ -43,11 +42,7 @@ def write_plan_page(study: Study, strategies: Sequence[Outlook], target: Path) -
         schedule=_schedule(outlook, bars),
         live=False,
     )
-    try:
-        target.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--out: expected a file to write, got '{target}' ({error}).") from error
-    return target
+    return write_page(target, page)
 
 
 def _plan_charts(study: Study, bars: Sequence[Bar]) -> dict[str, Any]:

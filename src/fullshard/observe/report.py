@@ -20,7 +20,17 @@ import yaml
 
 from fullshard.config.regular_files import did_you_mean_path
 from fullshard.errors import ConfigError
-from fullshard.observe.chart import Chart, Line, Table, drawn, duration, layout, render, table_of
+from fullshard.observe.chart import (
+    Chart,
+    Line,
+    Table,
+    drawn,
+    duration,
+    layout,
+    render,
+    table_of,
+    write_page,
+)
 from fullshard.observe.machine import read_machine
 from fullshard.observe.metrics import SAMPLES, SAVES, read_rows
 from fullshard.planner.arrays import ArraysPlan
@@ -135,11 +145,7 @@ def write_report(*folders: Path, target: Path | None = None) -> Path:
         ConfigError: A folder holds no run, or the file cannot be written.
     """
     target, page = target or folders[0] / "report.html", page_of(folders)
-    try:
-        target.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--out: expected a file to write, got '{target}' ({error}).") from error
-    return target
+    return write_page(target, page)
 
 
 def page_of(folders: Sequence[Path], *, live: bool = False) -> str:

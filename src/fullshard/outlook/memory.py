@@ -433,7 +433,8 @@ MEDIUM, MEDIUM_SEGMENT = 10 * MIB, 20 * MIB
 CONTEXT = COMMUNICATOR = GB // 2
 # Peaks of a run whose tensors take less than a MiB: anonymous memory and page tables of a rank, and
 # of the launcher, which prepares the data. Measured by `python -m benchmarks.limits --case base`.
-RANK_PROCESS, LAUNCHER_PROCESS = 300 * MIB, 320 * MIB
+# A worker makes the batches of a rank.
+RANK_PROCESS, LAUNCHER_PROCESS, WORKER_PROCESS = 300 * MIB, 320 * MIB, 28 * MIB
 
 
 @dataclass(frozen=True, slots=True)

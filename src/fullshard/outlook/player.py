@@ -32,7 +32,7 @@ from fullshard.planner.events import Event, EventKind
 from fullshard.planner.memory import MemoryRow
 from fullshard.planner.plan import Plan
 from fullshard.planner.spec import ITEMSIZE
-from fullshard.planner.tracing import ATTENTION, MATMUL, Operation, TensorKind, Work
+from fullshard.planner.tracing import Operation, TensorKind, Work
 from fullshard.planner.units import GroupPlan, UnitPlan
 
 
@@ -198,19 +198,9 @@ def step_time(
     update = costs.update_s()
     exposed = last.exposed_s + (accumulation - 1) * early.exposed_s
     step = last.end_s + (accumulation - 1) * early.end_s + update + ceilings.host.step_s
-    parts = {name: accumulation * seconds for name, seconds in costs.parts().items()}
-    found = Times(
-        step=step,
-        matmul=parts["matmul"],
-        attention=parts["attention"],
-        passes=step - sum(parts.values()) - exposed - update - ceilings.host.step_s,
-        logits=0.0,
-        exposed=exposed,
-        launch=parts["launch"] + ceilings.host.step_s,
-        update=update,
-        bubble=0.0,
-    )
-    return StepTime(found, last.bars)
+    launch = accumulation * costs.launch_s() + ceilings.host.step_s
+    kernels = step - exposed - launch - update
+    return StepTime(Times(step, kernels, exposed, launch, update, bubble=0.0), last.bars)
 
 
 class _Measured:
@@ -270,17 +260,13 @@ class _Measured:
         extra = host.backward_s if is_backward else host.forward_s
         return sum(count * (self._ceilings.seconds(one) + extra) for one, count in done.items())
 
-    def parts(self) -> dict[str, float]:
-        """Returns the seconds of a micro-batch in matmuls, attention and the host's overhead."""
-        host = self._ceilings.host
-        found = {"matmul": 0.0, "attention": 0.0, "launch": 2 * len(self._work) * host.unit_s}
+    def launch_s(self) -> float:
+        """Returns the seconds of the host's overhead in a micro-batch."""
+        host, found = self._ceilings.host, 0.0
         for work in self._work.values():
-            for done, extra in ((work.forward, host.forward_s), (work.backward, host.backward_s)):
-                for one, count in done.items():
-                    kind = one.kind.partition(" ")[0]
-                    if kind in (MATMUL, ATTENTION):
-                        found[kind] += count * self._ceilings.seconds(one)
-                    found["launch"] += count * extra
+            found += 2 * host.unit_s
+            found += host.forward_s * sum(work.forward.values())
+            found += host.backward_s * sum(work.backward.values())
         return found
 
     def _passes_s(self, kind: str, groups: Iterable[GroupPlan], *dtypes: str) -> float:
@@ -388,8 +374,7 @@ def divided_bars(plan: Plan, run: Workload, times: Times) -> tuple[Bar, ...]:
     total = sum(unit.numel for unit in plan.units) or 1
     share = [unit.numel / total for unit in plan.units]
     again = run.kernels.recompute / 3
-    work = times.matmul + times.attention + times.passes + times.logits + times.launch
-    work /= run.batch.accumulation * (1 + again)
+    work = (times.work + times.launch) / (run.batch.accumulation * (1 + again))
     forward_s, backward_s = work * (1 - BACKWARD_SHARE), work * (BACKWARD_SHARE + again)
 
     def cost_of(event: Event, is_backward: bool) -> Cost:  # noqa: FBT001

@@ -176,7 +176,7 @@ class Outlook:
             return None
         batch = self.job.batch
         tokens = batch.seq_len * batch.micro_batch * batch.accumulation
-        return tokens * self.plan.mesh.num_copies / self.times.step
+        return tokens * self.plan.mesh.num_copies / self.config.context / self.times.step
 
     def bars(self) -> tuple[Bar, ...]:
         """Returns the schedule of one micro-batch; empty if the device is unknown."""
@@ -274,7 +274,7 @@ def workload(plan: Plan, config: ShardConfig, job: PlannedStep, machine: Machine
     return Workload(
         model=job.model,
         device=device,
-        mesh=_parallelism(plan),
+        mesh=_parallelism(plan, config.context),
         sharding=Stage.PARAMETERS if row.shard_params else Stage.NOTHING,
         batch=job.batch,
         precision=sizes,
@@ -287,11 +287,14 @@ def workload(plan: Plan, config: ShardConfig, job: PlannedStep, machine: Machine
     )
 
 
-def _parallelism(plan: Plan) -> Parallelism:
+def _parallelism(plan: Plan, context: int) -> Parallelism:
     """The mesh of a plan, for formulas."""
     mesh = plan.mesh
     expert = max((unit.mesh.inner for unit in plan.units), default=1) // mesh.inner
-    sizes = Parallelism(mesh.shard, mesh.replicate, tensor=mesh.inner, expert=expert)
+    shard, replicate = mesh.shard // context, mesh.replicate
+    if mesh.shard % context:  # the context axis is a part of the replicate axis
+        shard, replicate = mesh.shard, max(1, mesh.replicate // context)
+    sizes = Parallelism(shard, replicate, tensor=mesh.inner, context=context, expert=expert)
     return replace(sizes, is_partial=mesh.inner > 1)
 
 
@@ -332,7 +335,7 @@ def _logits_bytes(run: Workload, chunk_size: int | None) -> float:
     A loss in chunks also accumulates the gradient of the head's weight, in float32.
     """
     element = 4 if run.precision.math is Math.FLOAT32 else 2
-    tokens, wide = run.tokens_per_micro_batch, 0.0
+    tokens, wide = run.tokens_per_micro_batch / run.mesh.context, 0.0
     if chunk_size is not None and chunk_size < tokens:
         tokens, wide = chunk_size, 4 * run.model.head_params
     return (2 * element + 8) * run.model.vocab * tokens + wide

@@ -85,7 +85,8 @@ class PlanAdvice:
 
 def _samples(one: Outlook) -> float:
     """Samples per update, on all ranks."""
-    return one.job.batch.micro_batch * one.job.batch.accumulation * one.plan.mesh.num_copies
+    batch, copies = one.job.batch, one.plan.mesh.num_copies // one.config.context
+    return batch.micro_batch * batch.accumulation * copies
 
 
 def advise(current: Outlook, plan_of: PlanOf, *, hosts: int = 1) -> list[PlanAdvice]:

@@ -30,13 +30,18 @@ ATTENTION_BACKWARD = 2.5  # the kernels recompute the scores
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Seconds of a step by cause; the other fields add up to `step`."""
+    """Seconds of a step by cause; the other fields add up to `step`.
+
+    Attributes:
+        work: Kernels of all passes.
+        exposed: Communication that nothing hides.
+        launch: Time of the host beyond that of the kernels.
+        update: The optimizer's update.
+        bubble: Idle stages of a pipeline.
+    """
 
     step: float
-    matmul: float
-    attention: float
-    passes: float
-    logits: float
+    work: float
     exposed: float
     launch: float
     update: float
@@ -87,10 +92,7 @@ def step_times(run: Workload, k: Constants = FITTED) -> Times:
     work = count * (blocks.total + back.total + head + logits)
     return Times(
         step=busy,
-        matmul=count * (blocks.matmul + back.matmul + head),
-        attention=count * (blocks.attention + back.attention),
-        passes=count * (blocks.passes + back.passes),
-        logits=count * logits,
+        work=work,
         exposed=count * (micro - fwd_s - bwd_s) + last,
         launch=count * (fwd_s + bwd_s) - work,
         update=update,

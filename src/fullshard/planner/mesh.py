@@ -213,14 +213,18 @@ def order_of(ranks: Sequence[int]) -> tuple[int, ...]:
 def mesh_of(config: ShardConfig, topology: Topology) -> Mesh:
     """Returns the mesh of a configuration, which is the only place that says where a rank is.
 
-    Ranks are numbered along (replicate, shard, expert, tensor), the last axis first: tensor ranks
-    are neighbours on a host. Dense parameters are sharded over the shard and expert axes together,
-    or replicated over both under no_shard.
+    Ranks are numbered along (replicate, shard, context, expert, tensor), the last axis first:
+    tensor ranks are neighbours on a host. Dense parameters are sharded over the shard, context and
+    expert axes together, or replicated over them under no_shard.
 
     Raises:
         ConfigError: The sizes do not multiply to the world size, or a tensor group spans hosts.
     """
     row, expert, tensor = row_of(config.strategy), config.expert, config.tensor
+    if config.context > 1:
+        groups = topology.world_size // topology.inner // (expert * tensor)
+        _check_divides("context", config.context, groups, "ranks / expert / tensor")
+        config = config.without("context")
     if tensor * expert == 1:
         return resolve_mesh(row, topology, config.replicate, config.shard)
     world, local = topology.world_size, topology.ranks_per_host

@@ -226,11 +226,7 @@ def make_plan(
     """
     mesh = mesh_of(config, topology)
     spec = spec.without(config.ignore)
-    modules = [module.name for module in spec.modules if module.name]
-    check_globs("fp32_modules", config.fp32_modules, modules, "modules")
-    named = [glob for glob, _ in config.strategies]
-    check_globs("strategies", named, modules, "modules")
-    choices = choose_units(spec, _wrap_of(config, chosen_modules), config.wrap_min_params, named)
+    choices = units_of(spec, config, chosen_modules)
     units = _bare_units(spec, config, choices, mesh, settings or {})
     depths = Depths(config.forward_prefetch, config.backward_prefetch)
     homes = _homes(config, trains=any(g.trainable for u in units for g in u.groups))
@@ -347,6 +343,17 @@ def _homes(config: ShardConfig, *, trains: bool) -> Homes:
         "supported. Write offload: cpu. (A model of which nothing trains may offload its "
         "parameters alone.)"
     )
+
+
+def units_of(
+    spec: ModelSpec, config: ShardConfig, chosen_modules: Sequence[str] | None = None
+) -> dict[str, Role]:
+    """Names and roles of the units; arguments and errors as for `make_plan`."""
+    modules = [module.name for module in spec.modules if module.name]
+    check_globs("fp32_modules", config.fp32_modules, modules, "modules")
+    named = [glob for glob, _ in config.strategies]
+    check_globs("strategies", named, modules, "modules")
+    return choose_units(spec, _wrap_of(config, chosen_modules), config.wrap_min_params, named)
 
 
 def _wrap_of(config: ShardConfig, chosen_modules: Sequence[str] | None) -> Wrap:

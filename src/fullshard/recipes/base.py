@@ -19,21 +19,27 @@ tokens weigh too much.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fullshard.config.schema import RunConfig
+from fullshard.config.schema import RunConfig, ShardConfig
 from fullshard.config.values import GradReduction
-from fullshard.data.dataset import IGNORED, DatasetFacts, PreparedData
+from fullshard.data.dataset import (
+    IGNORED,
+    PREDICTED,
+    SHIFTED,
+    BatchMaker,
+    DatasetFacts,
+    PreparedData,
+)
 from fullshard.data.order import Indices, SampleOrder, evaluation_samples
+from fullshard.data.worker import Request, Worker
 from fullshard.transport.base import Transport
 
 if TYPE_CHECKING:
@@ -79,11 +85,11 @@ class Team(Protocol):
 
     @property
     def num_batches(self) -> int:
-        """Number of batches that the ranks see at a time."""
+        """Number of batches, or parts of their sequences, that the ranks see at a time."""
         ...
 
     def exchange(self, values: Sequence[float]) -> list[list[float]]:
-        """The values of each batch's rank, in order; all ranks call it together."""
+        """The values of each such batch's rank, in order; all ranks call it together."""
         ...
 
 
@@ -92,23 +98,30 @@ class Seat:
     """A rank, the number of ranks, and the rank's device.
 
     Attributes:
-        tensor: Number of neighbouring ranks that share a batch (`sharding.tensor`).
+        sharding: Sizes of the axes; ranks are numbered as in `planner.mesh.mesh_of`.
     """
 
     rank: int
     world_size: int
     device: torch.device
-    tensor: int = 1
+    sharding: ShardConfig = field(default_factory=ShardConfig)
 
     @property
     def batch(self) -> int:
-        """Which of the batches of a micro-batch this rank sees."""
-        return self.rank // self.tensor
+        """Which of the batches of a micro-batch this rank sees, or a part of."""
+        expert, tensor = self.sharding.expert, self.sharding.tensor
+        outer, inner = divmod(self.rank, self.sharding.context * expert * tensor)
+        return outer * expert + inner // tensor % expert
+
+    @property
+    def part(self) -> int:
+        """Which part of the sequences this rank sees."""
+        return self.rank // (self.sharding.expert * self.sharding.tensor) % self.sharding.context
 
     @property
     def num_batches(self) -> int:
         """Number of batches that the ranks see at a time."""
-        return self.world_size // self.tensor
+        return self.sharding.num_batches(self.world_size)
 
     @property
     def is_first(self) -> bool:
@@ -125,7 +138,7 @@ class RankTeam:
 
     def __init__(self, transport: Transport, seat: Seat) -> None:
         self._transport, self._seat = transport, seat
-        self.num_batches = seat.num_batches
+        self.num_batches = seat.num_batches * seat.sharding.context
 
     def exchange(self, values: Sequence[float]) -> list[list[float]]:
         """The values of each batch's rank, in order; all ranks call it together.
@@ -138,7 +151,7 @@ class RankTeam:
         table[seat.rank] = torch.tensor(list(values), dtype=torch.float64)
         flat = table.reshape(-1).to(seat.device)
         self._transport.all_reduce(flat)
-        found = flat.cpu().reshape(seat.num_batches, seat.tensor, len(values))
+        found = flat.cpu().reshape(self.num_batches, seat.sharding.tensor, len(values))
         return found.amax(1).tolist()
 
 
@@ -148,7 +161,7 @@ Objective = Callable[[nn.Module, Batch], tuple[torch.Tensor, int]]
 
 def whole_logits_loss(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, int]:
     """The cross-entropy of the next tokens, from the logits of all tokens at once."""
-    return causal_lm_loss(model(**inputs_of(batch), use_cache=False).logits, batch["labels"])
+    return causal_lm_loss(model(**inputs_of(batch), use_cache=False).logits, batch)
 
 
 class RowBatches:
@@ -167,11 +180,13 @@ class RowBatches:
         self.data = data
         self.objective: Objective = whole_logits_loss
         self._order, self._seat = order, seat
-        self._evaluation = evaluation_samples(
+        evaluation = evaluation_samples(
             data.facts.num_held_out_sequences, per_device_eval, order.shape.world_size
         )
-        self._thread = ThreadPoolExecutor(1, "fullshard batches")
-        self._ahead: dict[int, Future[list[Batch]]] = {}
+        self._num_evaluated = len(evaluation)
+        parts = (seat.part, seat.sharding.context)
+        maker = BatchMaker(data.without_tokenizer(), order, evaluation, seat.batch, parts)
+        self._worker = Worker(maker)
 
     @property
     def samples_per_step(self) -> int:
@@ -187,39 +202,29 @@ class RowBatches:
         return None if per_row is None else self.samples_per_step * per_row
 
     def micro_batches(self, step: int) -> list[Batch]:
-        """This rank's batches, prepared by a thread during the step before."""
-        made = self._ahead.pop(step, None)
-        batches = self._made(step) if made is None else made.result()
-        self._ahead = {step + 1: self._thread.submit(self._made, step + 1)}
-        return [self._placed(batch) for batch in batches]
-
-    def _made(self, step: int) -> list[Batch]:
-        chosen = self.data.dealt(self._order.of_step(step))[:, self._seat.batch]
-        return [self._batch(rows, held_out=False) for rows in chosen]
+        """This rank's batches, which its worker made during the step before."""
+        return self._made((False, step), (False, step + 1))
 
     def held_out(self) -> Iterable[Batch]:
-        for chosen in self._evaluation[:, self._seat.batch]:
-            yield self._placed(self._batch(chosen, held_out=True))
+        for number in range(self._num_evaluated):
+            follows = number + 1 < self._num_evaluated
+            yield from self._made((True, number), (True, number + 1) if follows else None)
 
     def train_rows(self, chosen: Indices) -> Batch:
         """Some training rows as a batch; -1 is an empty place."""
-        return self._placed(self._batch(chosen, held_out=False))
+        return self._placed(self.data.batch(chosen, held_out=False))
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, int]:
         return self.objective(model, batch)
 
-    def _batch(self, chosen: Indices, *, held_out: bool) -> Batch:
-        arrays = {**self.data.arrays(chosen, held_out=held_out), "rows": chosen.copy()}
-        counts = np.zeros(arrays["labels"].shape, dtype=bool)
-        counts[:, :-1] = arrays["labels"][:, 1:] != IGNORED
-        arrays[PREDICTED] = np.flatnonzero(counts)  # on the CPU, so that no GPU waits
-        batch = {name: torch.from_numpy(array) for name, array in arrays.items()}
-        if self._seat.device.type == "cuda":
-            batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
-        return batch
+    def _made(self, request: Request, ahead: Request | None) -> list[Batch]:
+        return [self._placed(arrays) for arrays in self._worker.take(request, ahead)]
 
-    def _placed(self, batch: Batch) -> Batch:
+    def _placed(self, arrays: Mapping[str, Any]) -> Batch:
         device = self._seat.device
+        batch = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        if device.type == "cuda":
+            batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
         return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
 
 
@@ -247,26 +252,23 @@ class RecipeKind:
     xla: str | None = None
 
 
-PREDICTED = "predicted"  # key of a batch: flat positions whose next token is a label
-
-
 def inputs_of(batch: Batch) -> Batch:
     """The entries of a batch that are inputs of the model."""
     return {name: batch[name] for name in ("input_ids", "position_ids") if name in batch}
 
 
-def causal_lm_loss(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, int]:
+def causal_lm_loss(logits: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, int]:
     """Summed next-token cross-entropy, and the number of label tokens.
 
     Args:
         logits: (batch, length, vocabulary), any float dtype; position t predicts token t + 1.
-        labels: (batch, length) token ids; -100 marks tokens that are not predicted.
+        batch: `labels`, (batch, length) token ids; -100 marks tokens that are not predicted.
 
     Returns:
         The sum in float32 (float64 logits: float64) and the count.
     """
-    targets = labels[:, 1:].reshape(-1)
-    total = cross_entropy(logits[:, :-1].reshape(-1, logits.shape[-1]), targets)
+    targets = shifted_of(batch).reshape(-1)
+    total = cross_entropy(logits.reshape(-1, logits.shape[-1]), targets)
     return total, int((targets != IGNORED).sum())
 
 
@@ -280,9 +282,14 @@ def predicted_of(batch: Batch) -> torch.Tensor:
     """Flat positions of a batch whose next token is a label, within their row."""
     if PREDICTED in batch:
         return batch[PREDICTED]
-    counts = batch["labels"].roll(-1, 1) != IGNORED
-    counts[:, -1] = False
-    return counts.reshape(-1).nonzero().reshape(-1)
+    return (shifted_of(batch) != IGNORED).reshape(-1).nonzero().reshape(-1)
+
+
+def shifted_of(batch: Batch) -> torch.Tensor:
+    """(batch, length) the label of every position's next token."""
+    if SHIFTED in batch:
+        return batch[SHIFTED]
+    return F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
 
 
 def blank(batch: Batch) -> Batch:

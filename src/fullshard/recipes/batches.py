@@ -44,6 +44,7 @@ def make_data(
         DataError: The data cannot be used.
     """
     path = Path(config.data.path) if config.data.path else None
+    _check_streaming(config, command)
     if command.kind.uses_chats(config):
         return _make_chats(config, path, tokenizer, vocab_size)
     settings = DatasetSettings(
@@ -52,6 +53,9 @@ def make_data(
         vocab_size=vocab_size,
         dtype=config.data.dtype,
         baseline=config.data.uses_baseline,
+        shuffle_buffer=config.data.shuffle_buffer if config.data.streaming else 0,
+        seed=config.training.seed,
+        separate_documents=config.data.separate_documents,
     )
     column = config.data.text_column
     sources = [
@@ -59,6 +63,18 @@ def make_data(
         for number, one in enumerate(config.data.mixture)
     ]
     return make_dataset(sources or [Source.at(path, text_column=column)], settings, tokenizer)
+
+
+def _check_streaming(config: RunConfig, command: Command) -> None:
+    """Raises ConfigError where rows must be numbered before training."""
+    cached = command is Command.CACHE or (config.distill and config.distill.cache)
+    got = "a cache of the teacher's logits" if cached else ""
+    got = "conversations" if command.kind.uses_chats(config) else got
+    if config.data.streaming and got:
+        raise ConfigError(
+            f"data.streaming: expected a run on text or tokens, got {got}, which needs all rows "
+            "before training. Leave it out."
+        )
 
 
 def load_data(folder: Path, model: ModelConfig) -> PreparedData:

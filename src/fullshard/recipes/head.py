@@ -27,7 +27,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 from fullshard.config.schema import RunConfig
 from fullshard.config.values import DType
 from fullshard.errors import ConfigError
-from fullshard.recipes.base import Batch, Objective, cross_entropy, inputs_of, predicted_of
+from fullshard.recipes.base import (
+    Batch,
+    Objective,
+    cross_entropy,
+    inputs_of,
+    predicted_of,
+    shifted_of,
+)
 
 # Replaces the head's output: (hidden, weight, bias) -> any tensor.
 Answer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
@@ -161,7 +168,7 @@ class Tokens:
     def of(cls, batch: Batch) -> Tokens:
         """The tokens of a batch's labels."""
         positions = predicted_of(batch)
-        return cls(inputs_of(batch), positions, batch["labels"].reshape(-1)[positions + 1])
+        return cls(inputs_of(batch), positions, shifted_of(batch).reshape(-1)[positions])
 
     def rows(self, states: torch.Tensor) -> torch.Tensor:
         """(num_predicted, ...), selected from the states of all positions, (batch, length, ...)."""

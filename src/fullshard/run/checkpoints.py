@@ -1,9 +1,10 @@
 """A run's checkpoints: what is saved when, and how a run resumes.
 
 [Note: data position]
-state.json holds {global_batch, samples_seen, epoch, seed}. Which samples a step sees depends on
-the global batch, the seed and the step alone (see data/order.py), so "step" is the whole position:
-no sample is seen twice or left out, whatever number of ranks resumes.
+state.json holds {global_batch, samples_seen, epoch, seed, data}. Which samples a step sees depends
+on the global batch, the seed and the step alone (see data/order.py), so "step" is the whole
+position: no sample is seen twice or left out, whatever number of ranks resumes. `data` is the
+checksum of the tokens: a run does not resume from a checkpoint that was trained on others.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from fullshard.errors import PreemptedError
 from fullshard.observe.hang import watchdog
 from fullshard.run.folder import RunFolder
 from fullshard.run.loop import Keeper, Patience, Trainee
-from fullshard.run.resume import POSITION, Resume
+from fullshard.run.resume import POSITION, Resume, check_data
 from fullshard.run.schedule import StepPlan
 from fullshard.saving import SaveSettings
 
@@ -93,11 +94,12 @@ class RunCheckpoints(Keeper):
 
         Raises:
             CheckpointError: None can be read, or it is of another model or optimizer.
-            ConfigError: The run asks for no more steps than the checkpoint has.
+            ConfigError: The run asks for no more steps than the checkpoint has, or has other data.
         """
         if resume.path is None:
             return 0
         state, path = self._trainee.load(resume.path)
+        check_data(resume, state.get(POSITION), self._steps)
         # Losses of another run do not count: it may have had other data.
         self._patience.load_state_dict((resume.in_place and state.get(PATIENCE)) or {})
         launch = read_launch_environment()
@@ -122,4 +124,5 @@ class RunCheckpoints(Keeper):
             "samples_seen": step * order.shape.global_batch,
             "epoch": step / order.steps_per_epoch,
             "seed": order.seed,
+            "data": self._steps.data,
         }

@@ -154,8 +154,9 @@ def weights_line(config: RunConfig) -> str:
 def run_lines(config: RunConfig, data: DatasetFacts, steps: StepPlan) -> list[tuple[str, str]]:
     """Labelled lines of the banner that both engines share: data, batch, steps."""
     shape, training, limit = steps.order.shape, config.training, host_memory.limit()
-    tensor, dropped = config.sharding.tensor, ""
-    whose = "rank(s)" if tensor == 1 else f"groups of {tensor} tensor ranks"
+    sizes = {axis: getattr(config.sharding, axis) for axis in ("context", "tensor")}
+    shared, dropped = [f"{axis} {size}" for axis, size in sizes.items() if size > 1], ""
+    whose = f"groups of ranks ({' x '.join(shared)})" if shared else "rank(s)"
     if steps.order.num_dropped:
         dropped = f"; {steps.order.num_dropped} sequences an epoch fill no whole step: dropped"
     return [

@@ -9,6 +9,7 @@ runs/train/
   model_ema/         its average over the run (ema_decay)
   adapter/           the adapters alone (lora); adapter_ema/
   logs/rank_k.log    checkpoints/step-00000100/
+  checkpoints.txt    where the checkpoints are, if elsewhere (training.checkpoint_dir)
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from fullshard.checkpoint.retain import checkpoints_of
+from fullshard.checkpoint.storage import StorePath, storage_path
 from fullshard.config.regular_files import did_you_mean_path
 from fullshard.errors import ConfigError
 from fullshard.launch.exit_codes import ExitCode, as_ours, exit_code_of, public_name
@@ -65,8 +68,12 @@ class RunFolder:
         self.model, self.model_ema = path / "model", path / "model_ema"
         self.adapter, self.adapter_ema = path / "adapter", path / "adapter_ema"
         self.sample = path / "sample.txt"
-        self.checkpoints = path / "checkpoints"
         self.logs = path / "logs"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of the checkpoints, in the run's folder unless the run named another."""
+        return checkpoints_of(self.path)
 
     def read_record(self) -> dict[str, Any]:
         """Reads run.json; raises ConfigError if the folder has none, or another run's by now."""
@@ -212,6 +219,11 @@ def begin(
 def check_output_dir(output_dir: Path) -> None:
     """Raises ConfigError if `begin` cannot make a run there; changes nothing."""
     key, others = "training.output_dir", set[str]()
+    if isinstance(storage_path(output_dir), StorePath):
+        raise ConfigError(
+            f"{key}: expected a local folder, because logs and metrics are appended to; got "
+            f"'{storage_path(output_dir)}'. Name it as training.checkpoint_dir."
+        )
     try:
         places = output_dir.absolute(), *output_dir.absolute().parents
         with contextlib.suppress(FileNotFoundError):
@@ -235,9 +247,11 @@ def check_output_dir(output_dir: Path) -> None:
 
 
 def _cannot_be_made(output_dir: Path, why: object) -> ConfigError:
+    place, reason = getattr(why, "filename", None), getattr(why, "strerror", None) or why
+    inside = f": '{place}'" if str(place).startswith(f"{output_dir}/") else ""
     return ConfigError(
         f"training.output_dir: expected a folder that can be made, got {str(output_dir)[:80]!r} "
-        f"({getattr(why, 'strerror', None) or why}). Name another."
+        f"({reason}{inside}). Name another."
     )
 
 

@@ -21,6 +21,7 @@ from fullshard.launch import rendezvous
 from fullshard.models.build import build_sharded
 from fullshard.models.config import quiet_libraries, require_transformers
 from fullshard.models.generate import Sample, Sampler, SamplingSettings, ScoreProcessor
+from fullshard.recipes.context import DividedAttention
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -102,8 +103,10 @@ def sampling(model: nn.Module) -> Iterator[ScoreProcessor]:
         engine.transport.all_reduce(shared.view(-1))
         return shared.to(scores.dtype)
 
-    was_training = model.training
+    was_training, divided = model.training, DividedAttention.of(model)
     model.eval()
+    if divided is not None:
+        divided.stop()
     try:
         yield same
     finally:

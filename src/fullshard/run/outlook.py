@@ -15,7 +15,7 @@ from fullshard.config import host_memory
 from fullshard.config.environment import cache_folder, read_launch_environment
 from fullshard.config.schema import RunConfig, ShardConfig, TrainingConfig
 from fullshard.config.values import Backend, IntervalStrategy, Strategy, Transport
-from fullshard.engine.axes import has_experts, one_place, rules_of
+from fullshard.engine.axes import LocalModel, has_experts, one_place, rules_of
 from fullshard.engine.hugging_face import build_on_meta
 from fullshard.errors import ConfigError, OutOfMemoryError, ran_out_of_memory
 from fullshard.launch.machine import configured_topology, describe_machine
@@ -29,7 +29,15 @@ from fullshard.models.build import (
 from fullshard.models.config import quiet_libraries, require_transformers
 from fullshard.outlook.calibration import FILE_NAME, Calibration, read_calibration
 from fullshard.outlook.devices import Device, Gpus, find_device
-from fullshard.outlook.memory import GIB, LAUNCHER_PROCESS, LOAD, RANK_PROCESS, Fit, Storage
+from fullshard.outlook.memory import (
+    GIB,
+    LAUNCHER_PROCESS,
+    LOAD,
+    RANK_PROCESS,
+    WORKER_PROCESS,
+    Fit,
+    Storage,
+)
 from fullshard.outlook.predict import Machine, Outlook, PlannedStep, look
 from fullshard.outlook.search import MICRO_BATCH, PlanAt, Study, choose, study
 from fullshard.outlook.workload import Batch, Shapes, decoder
@@ -39,6 +47,7 @@ from fullshard.planner.optimizers import OptimizerStates, states_of
 from fullshard.planner.plan import Plan
 from fullshard.planner.text import human_bytes
 from fullshard.planner.units import Place
+from fullshard.recipes.context import check_context
 from fullshard.recipes.distill.recipe import Taught, settings_of
 from fullshard.recipes.head import whole_logits
 from fullshard.run.tracing import Tracer
@@ -54,7 +63,7 @@ def job_of(
     num_batches: int,
     taught: Taught | None = None,
     chunk_size: int | None = None,
-    place: nn.Module | None = None,
+    place: LocalModel | None = None,
 ) -> PlannedStep:
     """The work of a step on one rank.
 
@@ -86,8 +95,9 @@ def job_of(
         vocab=_number(config, "vocab_size"),
     )
     on_meta = all(param.is_meta for param in model.parameters())
-    traced = model if place is None else place
-    trace = Tracer(traced, training.max_seq_length, taught, chunk_size) if on_meta else None
+    place = place or LocalModel(model)
+    length = training.max_seq_length // place.num_sequence_parts
+    trace = Tracer(place.model, length, taught, chunk_size) if on_meta else None
     experts, chosen, active = _experts(model, config, numel)
     model_shapes = decoder(shapes, active)
     model_shapes = replace(model_shapes, expert_params=experts, chosen=chosen)
@@ -99,7 +109,8 @@ def job_of(
     if job.optimizer.owned is not None:  # nor that of an owned optimizer
         return replace(job, is_timed=False)
     # Calibrations have no exchange of activations between ranks.
-    return replace(job, work=trace.work if trace and traced is model else None)
+    is_alone = place.model is model and place.num_sequence_parts == 1
+    return replace(job, work=trace.work if trace and is_alone else None)
 
 
 def _number(config: Any, *names: str) -> int | None:
@@ -163,7 +174,8 @@ def transport_here(config: ShardConfig, topology: Topology) -> ShardConfig:
 
 def this_machine(num_ranks: int) -> Machine:
     """The machine of a rank on this host: its GPU, or its part of the host's memory."""
-    limit, process = host_memory.limit(), RANK_PROCESS + LAUNCHER_PROCESS // num_ranks
+    limit, each = host_memory.limit(), RANK_PROCESS + WORKER_PROCESS
+    process = each + LAUNCHER_PROCESS // num_ranks
     left = limit.num_bytes // num_ranks - process
     if torch.cuda.is_available():
         facts = torch.cuda.get_device_properties(0)
@@ -373,9 +385,11 @@ def view_of(
     on_gpu = machine.device is not None or torch.cuda.is_available()
     taught = Taught.of(config, topology.local_world_size, on_gpu=on_gpu, resolved=resolved)
     _check_experts(config, model, taught)
+    check_context(model, config)
     whole = whole_logits(model, config) if taught is None else None
     chunk_size = None if whole else settings_of(config).tokens_at_once
-    place = one_place(model, sharding_for(config, model)).model
+    place = one_place(model, sharding_for(config, model))
+    place = replace(place, num_sequence_parts=sharding.context)
     job = job_of(model, training, sharding.num_batches(world), taught, chunk_size, place)
     if optimizer is not None:
         job = replace(job, optimizer=optimizer)

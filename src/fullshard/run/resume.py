@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from os.path import lexists
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,14 @@ from pydantic import TypeAdapter
 from fullshard.checkpoint.commit import ALONE
 from fullshard.checkpoint.format import STATE, natural
 from fullshard.checkpoint.read import choose, read_tables
-from fullshard.checkpoint.retain import checkpoints_in, newest_complete
+from fullshard.checkpoint.retain import Found, checkpoints_in, newest_complete
+from fullshard.checkpoint.storage import storage_path
 from fullshard.config.files import flatten, is_below
 from fullshard.config.load import Resolved, load_config
 from fullshard.config.values import nearest
-from fullshard.data.dataset import FACTS, DatasetFacts, read_facts
 from fullshard.errors import CheckpointError, ConfigError, untrusted
 from fullshard.run.folder import RunFolder, RunStatus
+from fullshard.run.schedule import StepPlan
 
 POSITION = "position"  # key of [Note: data position] in a checkpoint's state
 # Sections and keys that must not change when a run resumes.
@@ -85,13 +87,17 @@ class Resume:
 _JSON = TypeAdapter(Resume)
 
 
-def find_resume(asked: str, output_dir: Path, key: str = "--resume") -> Resume:
+def find_resume(
+    asked: str, output_dir: Path, key: str = "--resume", checkpoint_dir: str | None = None
+) -> Resume:
     """What `--resume` means for a folder, before the number of steps is known.
 
     Args:
         asked: auto, never or a path.
         output_dir: Folder of the run.
         key: Where the user wrote it, for errors.
+        checkpoint_dir: Other place of the run's checkpoints. A run whose folder was lost resumes
+            from there.
 
     Raises:
         CheckpointError: PATH has no checkpoint.
@@ -107,11 +113,30 @@ def find_resume(asked: str, output_dir: Path, key: str = "--resume") -> Resume:
                 f"Did you mean '{meant}'?"
             )
         try:
-            return _from_path(Path(asked).expanduser())
+            return _from_path(storage_path(Path(asked).expanduser()))
         except CheckpointError as error:
             raise CheckpointError(f"{key}: {str(error).removeprefix('checkpoint: ')}") from error
     folder = RunFolder(output_dir)
-    return own_resume(folder) if folder.record.is_file() else Resume()
+    if folder.record.is_file():
+        return own_resume(folder)
+    root = checkpoint_dir and storage_path(checkpoint_dir)
+    return _from_path(root) if root and holds_checkpoints(root) else Resume()
+
+
+def holds_checkpoints(folder: Path) -> bool:
+    """Whether a folder has checkpoints, complete or not; interrupted saves do not count."""
+    return any(not found.is_leftover for found in checkpoints_in(folder))
+
+
+def check_checkpoint_dir(checkpoint_dir: str | None, resume: Resume) -> None:
+    """Raises ConfigError if the checkpoints of another run are where this one would save."""
+    root = storage_path(checkpoint_dir).resolve() if checkpoint_dir else None
+    if root and root != (resume.path and resume.path.resolve()) and holds_checkpoints(root):
+        raise ConfigError(
+            f"training.checkpoint_dir: expected a place without checkpoints for a run that "
+            f"does not resume from there; '{root}' has some. Name another place, or "
+            f"--resume {root}."
+        )
 
 
 def own_resume(folder: RunFolder) -> Resume:
@@ -124,7 +149,13 @@ def own_resume(folder: RunFolder) -> Resume:
         first = Resume.of_record(record)
         batch = record.get("planned", {}).get("samples_per_step") or first.global_batch
         batch = batch and natural(batch)
-    if any(not found.is_leftover for found in checkpoints_in(folder.checkpoints)):
+    if lexists(folder.checkpoints) and not folder.checkpoints.is_dir():
+        raise CheckpointError(
+            f"checkpoint: expected the folder of the run's checkpoints at '{folder.checkpoints}', "
+            "got a file, or a link that leads to nothing. Bring the checkpoints back, or remove it "
+            "to start again."
+        )
+    if holds_checkpoints(folder.checkpoints):
         return Resume(folder.checkpoints, batch, in_place=True)
     return replace(first, in_place=True) if first.required else Resume(None, batch, in_place=True)
 
@@ -148,10 +179,8 @@ def _readable(folder: RunFolder) -> AbstractContextManager[None]:
     return untrusted(folder.record, "the record of a run", ConfigError, advice)
 
 
-def check_same(
-    resolved: Resolved, output_dir: Path, checkpoints: Path, facts: DatasetFacts
-) -> None:
-    """Checks that a resumed run has a complete checkpoint, and its old data and model.
+def check_same(resolved: Resolved, output_dir: Path, checkpoints: Path) -> None:
+    """Checks that a resumed run has a complete checkpoint, and its old settings of data and model.
 
     Raises:
         CheckpointError: There are checkpoints, but none is complete; the run does not start over.
@@ -170,23 +199,42 @@ def check_same(
                 f"({before.get(key)}); got {now.get(key)}. Use --resume never, or "
                 "another output_dir."
             )
-    if not (folder.data / FACTS).is_file():
+
+
+def check_data(resume: Resume, position: Any, steps: StepPlan) -> None:
+    """Checks that a run which resumes in its folder has the data and order of its checkpoint.
+
+    Args:
+        resume: What the run resumes from.
+        position: The checkpoint's data position.
+        steps: Steps of the run, and the checksum of its tokens.
+
+    Raises:
+        ConfigError: The tokens or their order differ; names the key.
+    """
+    if not resume.in_place or resume.required:  # another run's checkpoint may have had other data
         return
-    with untrusted(folder.data / FACTS, "facts of the run's data", ConfigError, "Remove it."):
-        trained = read_facts(folder.data)[1]
-    if trained.fingerprint and trained.fingerprint != facts.fingerprint:
-        raise ConfigError(
-            f"data.path: expected the tokens of the run that resumes in '{output_dir}' "
-            f"({trained.num_train_tokens:,} from {trained.origin}); got other ones "
-            f"({facts.num_train_tokens:,} from {facts.origin}), or the order of another version. "
-            "Bring the old data and tokenizer (or fullshard) back, use --resume never, or --resume "
-            "PATH with another output_dir."
-        )
+    with untrusted(f"a checkpoint in '{resume.path}'", "the data position of a run"):
+        trained = dict(position or {})
+    own = ("data", "data.path", steps.data), ("seed", "training.seed", steps.order.seed)
+    for name, key, now in own:
+        if trained.get(name, now) != now:
+            raise ConfigError(
+                f"{key}: expected the {name} of the run that resumes from '{resume.path}' "
+                f"({trained[name]}); got other ones ({now}), or the order of another version. "
+                "Bring the old data and tokenizer (or fullshard) back, use --resume never, or "
+                "--resume PATH with another output_dir."
+            )
+
+
+def position_of(found: Found) -> dict[str, Any]:
+    """The data position in a complete checkpoint; empty if it has none."""
+    return read_tables(found)[1]["state"].get(POSITION) or {}
 
 
 def _from_path(path: Path) -> Resume:
     found = choose(ALONE, path, whole=False)
     with untrusted(found.path / STATE, "the data position of a run"):
-        position = read_tables(found)[1]["state"].get(POSITION) or {}
+        position = position_of(found)
         batch = natural(position["global_batch"]) if "global_batch" in position else None
     return Resume(path.resolve(), batch, required=True)

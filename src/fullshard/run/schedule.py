@@ -81,6 +81,7 @@ class StepPlan:
         eval_every: Steps between evaluations; 0: only at the end.
         save_every: Steps between checkpoints; None: no checkpoints.
         order: Samples of each step.
+        data: Checksum of the tokens of these samples; empty if it is not known.
     """
 
     num_steps: int
@@ -89,6 +90,7 @@ class StepPlan:
     eval_every: int
     save_every: int | None
     order: SampleOrder
+    data: str = ""
 
     @property
     def num_epochs(self) -> float:
@@ -114,6 +116,8 @@ def plan_steps(
     if global_batch is not None:
         shape = BatchShape.of_batch(global_batch, per_device, num_batches)
     order = SampleOrder(facts.num_train_sequences, shape, training.seed, facts.mixture)
+    if facts.shuffle_buffer:
+        order = order.streamed(facts.shuffle_buffer)
     num_steps = training.max_steps
     if num_steps <= 0:
         num_steps = max(1, math.ceil(training.num_train_epochs * order.steps_per_epoch))
@@ -128,6 +132,7 @@ def plan_steps(
         eval_every or 0,
         save_every,
         order,
+        facts.fingerprint,
     )
 
 

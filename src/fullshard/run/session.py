@@ -141,7 +141,7 @@ def run(config: RunConfig, run_dir: Path) -> None:
         uses_torch = config.backend is not Backend.JAX
         device = _device() if uses_torch else torch.device("cpu")  # measures the process
         world_size = launch.world_size if launch else 1
-        train(config, folder, Seat(rank, world_size, device, config.sharding.tensor))
+        train(config, folder, Seat(rank, world_size, device, config.sharding))
     rendezvous.shutdown()
 
 

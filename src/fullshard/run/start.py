@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from fullshard.checkpoint.commit import ALONE
 from fullshard.checkpoint.read import choose
+from fullshard.checkpoint.retain import ELSEWHERE, IN_RUN
+from fullshard.checkpoint.storage import storage_path
 from fullshard.config.environment import LaunchEnvironment
 from fullshard.config.load import Resolved
 from fullshard.config.schema import RunConfig
@@ -31,6 +33,7 @@ from fullshard.launch.machine import (
     describe_command,
     existing_folder,
 )
+from fullshard.launch.run_lock import held_elsewhere, is_held
 from fullshard.launch.spawn import LocalLaunch, launch_local_ranks
 from fullshard.launch.supervise import LaunchResult
 from fullshard.loading import check_loads
@@ -56,7 +59,16 @@ from fullshard.run.folder import RunFolder, RunStatus, begin, check_output_dir, 
 from fullshard.run.optim import KINDS, check_optimizer
 from fullshard.run.outlook import View, foresee, leaves_something, topology_of
 from fullshard.run.result import planned
-from fullshard.run.resume import Resume, check_same, find_resume, goes_on, own_resume
+from fullshard.run.resume import (
+    Resume,
+    check_checkpoint_dir,
+    check_data,
+    check_same,
+    find_resume,
+    goes_on,
+    own_resume,
+    position_of,
+)
 from fullshard.run.schedule import StepPlan, plan_steps
 
 if TYPE_CHECKING:
@@ -148,7 +160,8 @@ def prepare_run(
         resolved = with_fitting_length(resolved)
         key = "--resume" if asked else "training.resume_from_checkpoint"
         asked = asked or resolved.config.training.resume_from_checkpoint or "auto"
-        resume = find_resume(asked, output_dir, key)
+        checkpoint_dir = resolved.config.training.checkpoint_dir
+        resume = find_resume(asked, output_dir, key, checkpoint_dir)
         view = foresee(resolved.config, topology_of(resolved.config, world_size))
         training = view.config.training
         if leaves_something(resolved.config):
@@ -168,18 +181,22 @@ def prepare_run(
         steps = plan_steps(training, facts, num_batches, resume.global_batch)
         if resume.in_place and not goes_on(resume, output_dir, steps.num_steps):
             resume, steps = Resume(), plan_steps(training, facts, num_batches)
+        check_checkpoint_dir(checkpoint_dir, resume)
         if resume.in_place and resume.path is not None:
-            check_same(resolved, output_dir, resume.path, facts)
+            check_same(resolved, output_dir, resume.path)
         if resume.path is not None:
             found = choose(ALONE, resume.path, whole=False)
             resume.check_steps(found.step or 0, found.path, steps.num_steps)
+            check_data(resume, position_of(found), steps)
             if isinstance(view, View):
                 model = model_on_meta(view.config, model_config)
                 check_loads(found, model, KINDS[training.optim])
         _check_disk(view, steps, RunFolder(output_dir), resume)
         return CheckedRun(resolved, dataset, steps, view, output_dir, resume)
     except (CheckpointError, ConfigError, DataError) as error:
-        raise resolved.located(error) from error
+        # Another start may have moved the older run meanwhile.
+        cause = held_elsewhere(output_dir) if is_held(output_dir) else error
+        raise resolved.located(cause) from error
 
 
 @contextmanager
@@ -204,6 +221,10 @@ def made_folder(checked: CheckedRun, command: Command) -> Iterator[tuple[RunFold
         checked.dataset.save(aside)
         shutil.rmtree(folder.data, ignore_errors=True)
         aside.rename(folder.data)
+        place = checked.resolved.config.training.checkpoint_dir
+        (folder.path / ELSEWHERE).unlink(missing_ok=True)
+        if place is not None:
+            write_whole(folder.path / ELSEWHERE, f"{storage_path(place).resolve()}\n")
         yield folder, moved
 
 
@@ -224,6 +245,8 @@ def _read_data(config: RunConfig, command: Command) -> tuple[PreparedData, Pretr
     kind.check_data(config, dataset.facts)
     if config.sft is not None and config.sft.packing and kind.uses_chats(config):
         check_documents(model_config)
+    if dataset.facts.separator is not None:
+        check_documents(model_config, "data.separate_documents")
     return dataset, model_config
 
 
@@ -273,13 +296,15 @@ def _check_disk(
     plan, training = view.plan, view.config.training
     element = ITEMSIZE[view.config.sharding.master_dtype or DType.FLOAT32]
     exported = plan.num_parameters * element * (2 if training.ema_decay is not None else 1)
-    saves = -(-steps.num_steps // steps.save_every) if steps.save_every else 0
+    saves_here = steps.save_every if training.checkpoint_dir is None else None
+    saves = -(-steps.num_steps // saves_here) if saves_here else 0
     kept = min(saves, (training.save_total_limit or saves) + 1)  # during a save, one more exists
     size = checkpoint_bytes(plan) if isinstance(plan, Plan) else plan.checkpoint_bytes
     needed = exported + kept * size
     place = existing_folder(folder.path)
     disk = shutil.disk_usage(place)
-    replaced = (folder.checkpoints, folder.model, folder.model_ema) if resume.in_place else ()
+    own = folder.path / IN_RUN, folder.model, folder.model_ema
+    replaced = own if resume.in_place else ()
     old = sum(
         file.stat().st_size for part in replaced for file in part.rglob("*") if file.is_file()
     )

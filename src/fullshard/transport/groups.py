@@ -112,6 +112,29 @@ class Exchange:
         Works(dist.batch_isend_irecv(messages) if messages else ()).wait()
 
 
+def exchanged_parts(x: torch.Tensor, group: Any) -> torch.Tensor:
+    """Sends part r of (parts, ...) to rank r of a group; returns what the ranks sent, by rank.
+
+    Differentiable: gradients go back the same way. A collective in forward and in backward.
+    """
+    return _AllToAll.apply(x, group)  # type: ignore[no-any-return]
+
+
+class _AllToAll(torch.autograd.Function):
+    """An exchange of equal parts between all ranks, which is its own transpose."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        found = torch.empty_like(x, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(found, x.contiguous(), group=group)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _AllToAll.apply(gradient, ctx.group), None
+
+
 def first_tag() -> int:
     """Returns the first message tag of a new model; equal on all ranks."""
     return TAGS_A_MODEL * next(_made().serials)
@@ -152,6 +175,17 @@ def tell_everyone(value: Any, group: Any) -> list[Any]:
     said: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(said, value, group=group)
     return said
+
+
+def tell_from_first(value: Any, group: Any) -> Any:
+    """Returns the value of a group's first rank; None is a group of this rank alone. A collective.
+
+    `tell_everyone` would take as many bytes of each rank for every other rank.
+    """
+    said = [value]
+    if group is not None:
+        dist.broadcast_object_list(said, group=group, group_src=0)
+    return said[0]
 
 
 def copy_from_first(tensors: Sequence[torch.Tensor], layout: Sequence[Sequence[int]]) -> None:

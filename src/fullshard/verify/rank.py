@@ -125,7 +125,7 @@ class _Batches:
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, int]:
         logits = model(input_ids=batch["input_ids"], use_cache=False).logits
-        total, count = causal_lm_loss(logits, batch["labels"])
+        total, count = causal_lm_loss(logits, batch)
         self._training.record.facts["losses"][-1].append(float(total.detach()))
         return total, count
 
@@ -136,7 +136,7 @@ class _Training:
     def __init__(self, folder: Path, job: Job, choice: Pass, rank: int) -> None:
         device = torch.device("cuda", rank) if job.device == "cuda" else torch.device("cpu")
         self.folder, self.job, self.choice = folder, job, choice
-        self.seat = Seat(rank, job.world_size, device, job.tensor)
+        self.seat = Seat(rank, job.world_size, device, ShardConfig(tensor=job.tensor))
         self.batches = load_file(folder / "batches.safetensors")
         self.record = RankResults()
 

@@ -111,6 +111,12 @@ def tell(value: Any) -> list[Any]:
     return [pickle.loads(bytes(row[: int(size)])) for row, size in pairs]
 
 
+def lead(do: Callable[[], T]) -> T:
+    """Returns the first process's result of `do`, which it alone calls. A collective."""
+    result: Any = agree(lambda: do() if jax.process_index() == 0 else None)
+    return tell(result)[0]
+
+
 def agree(do: Callable[[], T]) -> T:
     """Returns the result of `do`. If it fails in one process, all raise. A collective."""
     return raise_together(tell, jax.process_index(), do)

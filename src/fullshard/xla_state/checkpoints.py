@@ -40,7 +40,7 @@ from fullshard.planner.arrays import ArrayPlan
 from fullshard.saving import GROUPS, SAVES, SCALARS, SaveSettings, Values, write
 from fullshard.xla.opt_state import Leaf, leaves_of
 from fullshard.xla.plan import SHARD, XlaPlan, named_leaves, unpad
-from fullshard.xla.processes import agree, tell
+from fullshard.xla.processes import agree, lead
 from fullshard.xla.step import State, scalar, with_optimizer
 
 
@@ -78,7 +78,7 @@ def save(folder: Path, state: State, settings: SaveSettings, extras: Extras | No
 
 def ranks() -> Ranks:
     """The processes of jax."""
-    return Ranks(jax.process_index(), jax.process_count(), tell, agree)
+    return Ranks(jax.process_index(), jax.process_count(), lead, agree)
 
 
 def _pieces(state: State) -> Iterator[Piece]:

@@ -2,48 +2,59 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
-from fullshard.bench.cases import CASES, PEERS, find_case, groups_of, installed_peers
+from fullshard.bench import step
+from fullshard.bench.cases import CASES, find_case, groups_of, installed_peers
 from fullshard.bench.page import CpuClock, others_share
 from fullshard.bench.step import (
     COLUMNS,
-    MEMORY_KEYS,
-    CaseResult,
-    EngineResult,
+    StepOptions,
     loss_differences,
     loss_errors,
     page_of,
-    rows_of,
+    run_case,
 )
 from fullshard.errors import ConfigError
 
 CONTRACT = {"name", "strategy", "step_time_s", "tokens_per_s", "memory_peak_bytes"}
 
 
-def result(others=0.0, became_idle=True, **differences):
-    def engine(name, step_s):
-        memory = dict(zip(MEMORY_KEYS, (3 * 2**20, 4 * 2**20, 5 * 2**20), strict=True))
-        distance = 1 if name == "fsdp2" else None
-        difference = None if name == "floor" else differences.get(name, 0.0)
-        times = tuple(step_s * x for x in (1.0, 1.5, 0.9))
-        return EngineResult(
-            *(PEERS[name], times, (1.0, 1.5, 0.9), 0.4, (8.0, 7.5), difference, distance),
-            memory=memory,
-        )
-
+@pytest.fixture
+def result(monkeypatch):
+    """A function that measures the tiny case; ranks answer with figures that are written here."""
     speeds = {"fullshard": 0.6, "fsdp2": 1.0, "floor": 0.5}
-    engines = {name: engine(name, step_s) for name, step_s in speeds.items()}
-    return CaseResult(CASES["tiny"], engines, others, became_idle)
+
+    def measure(others=0.0, became_idle=True, **losses):
+        def run_ranks(_, job, num_ranks, **__):
+            if job.mode == "memory":
+                return [dict.fromkeys(step.MEMORY_KEYS, size * 2**20) for size in (3, 2)]
+            same = {"cpu_times_s": {name: [0.4] for name in speeds}, "prefetch": {"fsdp2": 1}}
+            same |= {"own_cpu_s": 0.0, "pilot_s": {}}
+            same["clock"] = [
+                {"wall_s": 0.0, "busy_s": 0.0},
+                {"wall_s": 1.0, "busy_s": 1e9 * others},
+            ]
+            same["losses"] = {name: losses.get(name, [8.0, 7.5]) for name in speeds}
+            times = {name: [s * x for x in (1.0, 1.5, 0.9)] for name, s in speeds.items()}
+            return [same | {"times_s": times}] * num_ranks
+
+        monkeypatch.setattr(step, "run_ranks", run_ranks)
+        peers, _ = installed_peers(tuple(speeds))
+        found = run_case(CASES["tiny"], peers, StepOptions(), lambda _: None)
+        return replace(found, became_idle=became_idle)
+
+    return measure
 
 
 def page(found):
     return page_of([found], ("deepspeed",), "fullshard x")
 
 
-def test_every_row_has_the_contracts_keys_and_numbers():
-    rows = rows_of(result())
+def test_every_row_has_the_contracts_keys_and_numbers(result):
+    rows = page(result()).rows
     assert [row["name"] for row in rows] == ["fullshard", "fsdp2", "floor"]
     for row in rows:
         assert row.keys() >= CONTRACT
@@ -54,7 +65,7 @@ def test_every_row_has_the_contracts_keys_and_numbers():
     assert rows[2]["loss_difference"] is None
 
 
-def test_the_json_object_is_plain_and_lists_what_is_absent():
+def test_the_json_object_is_plain_and_lists_what_is_absent(result):
     found = json.loads(json.dumps(page(result()).to_dict()))
     assert found["absent"] == ["deepspeed"]
     assert {"machine", "versions", "command", "method", "schema_version"} <= found.keys()
@@ -62,34 +73,42 @@ def test_the_json_object_is_plain_and_lists_what_is_absent():
     assert found["cases"][0]["times_s"]["fsdp2"] == [1.0, 1.5, 0.9]
 
 
-def test_the_page_shows_every_engine_the_command_and_what_is_absent():
+def test_the_page_shows_every_engine_the_command_and_what_is_absent(result):
     found = page(result())
     text = found.to_markdown()
-    for words in ("fullshard x", "deepspeed", "fsdp2 (prefetch 1)", "| floor |", "0.600", "idle"):
+    for words in (
+        "fullshard x",
+        "deepspeed",
+        "fsdp2 (prefetch 1)",
+        "| floor |",
+        "| 3 |",
+        "0.600",
+        "idle",
+    ):
         assert words in text
     assert all(len(cells) == len(COLUMNS) for cells in found.cells)
 
 
 @pytest.mark.parametrize(("others", "became_idle"), [(0.5, True), (0.0, False)])
-def test_figures_of_a_busy_machine_are_marked(others, became_idle):
+def test_figures_of_a_busy_machine_are_marked(result, others, became_idle):
     busy = result(others, became_idle)
     assert all(row["loaded"] for row in page(busy).to_dict()["rows"])
     assert "LOADED" in page(busy).to_markdown()
-    assert not any(row["loaded"] for row in rows_of(result()))
+    assert not any(row["loaded"] for row in page(result()).rows)
 
 
 @pytest.mark.parametrize("wrong", [1e-3, math.nan])
-def test_an_engine_with_other_losses_is_named_and_marked(wrong):
-    found = result(fullshard=wrong)
+def test_an_engine_with_other_losses_is_named_and_marked(result, wrong):
+    found = result(fullshard=[8.0, 7.5 * (1 + wrong)])
     (error,) = loss_errors(found)
     assert error.startswith("tiny: losses of fullshard: expected")
-    assert [row["equal_losses"] for row in rows_of(found)] == [False, True, True]
+    assert [row["equal_losses"] for row in page(found).rows] == [False, True, True]
     json.dumps(page(found).to_dict(), allow_nan=False)
     assert "Do not compare its speed" in page(found).to_markdown()
 
 
-def test_rounding_in_the_losses_passes():
-    assert loss_errors(result(fullshard=1e-6)) == []
+def test_rounding_in_the_losses_passes(result):
+    assert loss_errors(result(fullshard=[8.0, 7.5 + 1e-6])) == []
 
 
 def test_losses_are_laid_beside_fsdp2s_wherever_it_stands():

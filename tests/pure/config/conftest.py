@@ -1,7 +1,10 @@
 """What tests of the configuration share."""
 
+import json
+
 import pytest
 
+from fullshard.config.files import parse_text
 from fullshard.config.load import load_config
 from fullshard.errors import ConfigError
 
@@ -20,3 +23,14 @@ def check_error(snapshot, tmp_path, monkeypatch):
         assert caught.value.exit_code == 2
 
     return check
+
+
+@pytest.fixture
+def configured():
+    """The configuration of a file with these keys; `model` may be left out."""
+
+    def load(**keys):
+        text = json.dumps({"model": "x", **keys})
+        return load_config(parse_text(text, "train.yaml")).config
+
+    return load

@@ -23,7 +23,7 @@ FILES = (
     "distributed_type: FSDP\nfsdp_config: {min_num_params: many}\n",
     "distributed_type: FSDP\nfsdp_config: {ignored_modules: 'a(b|c)[0-9]'}\n",
     "distributed_type: FSDP\nfsdp_config: [a]\n",
-    "distributed_type: FSDP\nparallelism_config: {cp_size: 2}\n",
+    "distributed_type: FSDP\nparallelism_config: {cp_size: two}\n",
     "distributed_type: FSDP\nnum_processes: two\n",
     "distributed_type: FSDP\ndeepspeed_config: {zero_stage: 3}\n",
     "model: x\ntraining:\n  fsdp: full_shard\n  deepspeed: zero3.json\n",

@@ -126,9 +126,9 @@ def test_options_in_python_are_refused_in_the_same_words():
     )
 
 
-def test_contradictions_come_together_with_all_other_problems():
+def test_contradictions_come_together_with_all_other_problems(configured):
     with pytest.raises(ConfigError) as caught:
-        RunConfig(
+        configured(
             model={"config": {}},
             strategy="zero2",
             sharding={"strategy": "ddp"},
@@ -137,14 +137,14 @@ def test_contradictions_come_together_with_all_other_problems():
         )
     assert str(caught.value) == (
         "5 problems:\n"
-        "  strategy: expected what sharding.strategy says, 'ddp'; got 'zero2'. "
+        "  train.yaml:1: strategy: expected what sharding.strategy says, 'ddp'; got 'zero2'. "
         "Give one of the two\n"
-        "  model.config.model_type: expected the name of an architecture, such as llama; "
-        "got nothing\n"
-        "  training.max_length: expected the same value as max_seq_length, which is its other "
-        "name and says 6; got 5. Give one of the two\n"
-        "  training.seed: expected an integer >= 0, got 'x'\n"
-        "  launch: expected a mapping of keys, got 7"
+        "  train.yaml:1: model.config.model_type: expected the name of an architecture, such as "
+        "llama; got nothing\n"
+        "  train.yaml:1: training.max_length: expected the same value as max_seq_length, which is "
+        "its other name and says 6; got 5. Give one of the two\n"
+        "  train.yaml:1: training.seed: expected an integer >= 0, got 'x'\n"
+        "  train.yaml:1: launch: expected a mapping of keys, got 7"
     )
 
 

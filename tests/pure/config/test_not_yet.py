@@ -129,15 +129,15 @@ def test_the_refusal_of_a_file_has_its_lines(tmp_path, monkeypatch):
         ("distill", {}, "teacher: expected the model that is learned from, got none."),
     ],
 )
-def test_what_another_recipe_would_read_is_refused(command, fields, said):
+def test_what_another_recipe_would_read_is_refused(configured, command, fields, said):
     with pytest.raises(ConfigError) as caught:
-        check_command(RunConfig(model="x", **fields), Command(command))
+        check_command(configured(**fields), Command(command))
     assert str(caught.value).startswith(said)
 
 
-def test_a_recipe_takes_its_own_sections_and_what_happens_anyway():
-    check_command(RunConfig(model="x", training={"packing": True}), Command.TRAIN)
-    check_command(RunConfig(model="x", training={"assistant_only_loss": False}), Command.TRAIN)
+def test_a_recipe_takes_its_own_sections_and_what_happens_anyway(configured):
+    check_command(configured(training={"packing": True}), Command.TRAIN)
+    check_command(configured(training={"assistant_only_loss": False}), Command.TRAIN)
     check_command(RunConfig(model="x", sft={"packing": True}, lora={"r": 4}), Command.SFT)
     check_command(RunConfig(student="x", teacher="t", distill={"kd_ratio": 1}), Command.DISTILL)
     check_command(RunConfig(student="x", distill={"cache": "c"}), Command.DISTILL)

@@ -98,8 +98,8 @@ def test_the_written_configuration_explains_itself(resolve):
         "param_dtype: bfloat16 # from training.bf16 (train.yaml:6)",
         "training:",
         "max_steps: 5 # command line",
-        "learning_rate: 5e-05 # train.yaml:7",
-        'eval_strategy: "no" # train.yaml:5',
+        "learning_rate: 5.0e-05 # train.yaml:7",
+        "eval_strategy: 'no' # train.yaml:5",
         "bf16: true # train.yaml:6",
         "launch:",
         "timeout: 30.0 # train.yaml:8",
@@ -147,7 +147,7 @@ def test_a_later_error_gets_the_place_of_its_key(resolve):
     assert located("training.eval_strategy: why") == "train.yaml:5: training.eval_strategy: why"
     assert located("data.vocab_size: too few") == "command line: data.vocab_size: too few"
     assert located("strategy: too few ranks") == "train.yaml:3: sharding.strategy: too few ranks"
-    assert located("shard: too many") == "shard: too many"
+    assert located("shard: too many") == "sharding.shard: too many"
     assert located("data.text_column: no such column") == "data.text_column: no such column"
     assert located("something else: entirely") == "something else: entirely"
     assert located("data.path: is empty", DataError) == "train.yaml:2: data.path: is empty"

@@ -16,6 +16,7 @@ CONTRACT = {
     "strategies": {},
     "replicate": None,
     "shard": None,
+    "context": 1,
     "tensor": 1,
     "expert": 1,
     "wrap": "auto",

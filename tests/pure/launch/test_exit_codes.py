@@ -33,6 +33,9 @@ class OutOfMemoryError(RuntimeError):
         (KeyboardInterrupt(), 130),
         (SystemExit(), 0),
         (SystemExit(9), 9),
+        (SystemExit(-1), 255),  # a process has eight bits for its exit code
+        (SystemExit(256), 0),
+        (SystemExit(2**64 + 3), 3),
         (SystemExit("words"), 1),
         (MemoryError(), 4),
         (OutOfMemoryError("CUDA out of memory"), 4),
@@ -50,6 +53,15 @@ def test_errors_mean_exit_codes(error, code):
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
 def test_whatever_allows_no_more_bytes_is_a_disk_without_room(number):
     assert exit_code_of(as_ours(OSError(number, os.strerror(number), "a.json"))) == 3
+
+
+@pytest.mark.parametrize(("number", "flag"), [(errno.EMFILE, "n"), (errno.EFBIG, "f")])
+def test_a_limit_that_stops_all_ranks_is_named(number, flag):
+    def fail():
+        raise OSError(number, os.strerror(number), "checkpoints")
+
+    with pytest.raises(errors.CheckpointError, match=f"Raise the limit that `ulimit -{flag}` sho"):
+        errors.raise_together(lambda value: [value], 0, fail)
 
 
 def test_a_limit_on_open_files_is_named():

@@ -58,6 +58,15 @@ def test_the_rank_that_others_wait_for_is_named():
     assert judge(seen(*others, busy), 62.0) is None
 
 
+def test_a_rank_that_stopped_before_its_first_message_is_named():
+    waits = replace(waiting(0, "gather of a", ["a"], 0), since_s=61.0)
+    verdict = judge(seen(waits), 60.0, 2)
+    assert verdict.rank == 1
+    told = "rank 1 is silent for 60 s, stopped or in C code (last seen in start); rank 0 waits in"
+    assert f"but {told} gather of a" in verdict.message
+    assert judge(seen(replace(waits, limited=False)), 60.0, 2) is None  # nobody waits for it
+
+
 def test_a_dead_rank_is_named_at_once():
     here = seen(waiting(0, "gather of a", ["a"], 0)) | {1: Seen(Position(1), gone=True)}
     assert judge(here, 600.0).rank == 1

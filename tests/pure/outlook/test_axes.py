@@ -48,10 +48,10 @@ def test_tokens_travel_to_their_experts_and_more_of_them_take_longer(run):
 
 
 def test_a_tensor_axis_divides_matmuls_and_leaves_norms_and_the_head_whole(run):
-    alone, cut = step_times(run), step_times(on(run, shard=4, tensor=2))
-    assert cut.matmul < alone.matmul
-    assert cut.logits == alone.logits
+    cut = on(run, shard=4, tensor=2)
+    assert step_times(cut).work < step_times(run).work
+    assert peak_memory(cut).block < peak_memory(run).block
+    assert peak_memory(cut).logits == peak_memory(run).logits
     whole = replace(run, mesh=Parallelism(4, tensor=2))
-    assert step_times(whole).passes < cut.passes
-    assert peak_memory(whole).kept < peak_memory(on(run, shard=4, tensor=2)).kept
-    assert peak_memory(on(run, shard=4, tensor=2)).block < peak_memory(run).block
+    assert step_times(whole).work < step_times(cut).work
+    assert peak_memory(whole).kept < peak_memory(cut).kept

@@ -158,8 +158,7 @@ def test_a_block_with_experts_runs_slower_than_a_dense_one_of_the_same_work():
     row = {**LLAMA_8B, "params_b": "46.7", "n_kv_heads": "8", "vocab": "32000"}
     sparse = read_workload({**row, "model_name": "Mixtral-8x7B"})
     dense = replace(sparse, model=replace(sparse.model, is_sparse=False))
-    assert step_times(sparse).matmul > step_times(dense).matmul
-    assert step_times(sparse).attention == step_times(dense).attention
+    assert step_times(sparse).work > step_times(dense).work
 
 
 def test_waiting_for_the_slowest_rank_grows_slower_than_their_number():
@@ -206,9 +205,9 @@ def test_states_of_full_sharding_are_sixteen_bytes_a_parameter_over_the_ranks():
 
 def test_times_add_up_to_the_step():
     times = step_times(read_workload(LLAMA_8B))
-    parts = times.matmul + times.attention + times.passes + times.logits
-    parts += times.exposed + times.launch + times.update + times.bubble
-    assert parts == pytest.approx(times.step)
+    parts = (times.work, times.exposed, times.launch, times.update, times.bubble)
+    assert min(parts) >= 0
+    assert sum(parts) == pytest.approx(times.step)
 
 
 def test_constants_are_few_and_within_physical_bounds():

@@ -1,5 +1,6 @@
 """Going on from tokens: what is drawn, and what of the process it leaves alone."""
 
+import copy
 import logging
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from fullshard.cli.generate import _read_prompts
+from fullshard.errors import DivergedError
 from fullshard.models.generate import Sampler, SamplingSettings
 
 TOKENIZER: Any = SimpleNamespace(pad_token_id=0)
@@ -42,6 +44,15 @@ def test_the_most_likely_tokens_leave_the_random_numbers_of_a_run_alone(model):
     (new,) = Sampler(model, TOKENIZER, SamplingSettings(temperature=0)).continued([[1, 2, 3]], 4)
     assert len(new) == 4
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("temperature", [0, 0.7])
+def test_weights_that_are_no_numbers_write_no_text(model, temperature):
+    broken = copy.deepcopy(model)
+    broken.lm_head.weight.data[3, 0] = float("nan")
+    sampler = Sampler(broken, TOKENIZER, SamplingSettings(temperature=temperature))
+    with pytest.raises(DivergedError, match="expected weights that give scores"):
+        sampler.continued([[1, 2, 3]], 4)
 
 
 def test_a_temperature_next_to_zero_takes_the_most_likely_tokens(model):

@@ -14,10 +14,11 @@ from fullshard.config.training import TrainingConfig
 from fullshard.data.arrays import checksum_of
 from fullshard.data.dataset import DatasetFacts
 from fullshard.data.order import BatchShape, SampleOrder
-from fullshard.errors import CheckpointError, DataError
+from fullshard.errors import CheckpointError, ConfigError, DataError
 from fullshard.recipes.distill.loss import TopK, check_facts, write_facts
 from fullshard.run.folder import RunFolder
-from fullshard.run.resume import Resume, find_resume, goes_on, own_resume
+from fullshard.run.resume import Resume, check_data, find_resume, goes_on, own_resume
+from fullshard.run.schedule import StepPlan
 
 
 def run_folder(path, **record):
@@ -68,6 +69,19 @@ def test_a_path_tells_its_batch_and_one_without_a_checkpoint_is_an_error(tmp_pat
         find_resume(str(tmp_path / "nothing"), tmp_path / "run")
 
 
+@pytest.mark.parametrize("status", ["failed", "finished"])
+@pytest.mark.parametrize("there", ["a link to a disk that is away", "a file"])
+def test_a_run_whose_checkpoints_are_not_reached_does_not_start_again(tmp_path, there, status):
+    folder = run_folder(tmp_path / "run", status=status)
+    if there == "a file":
+        folder.checkpoints.touch()
+    else:
+        folder.checkpoints.symlink_to(tmp_path / "away" / "checkpoints")
+    with pytest.raises(CheckpointError, match="expected the folder of the run's checkpoints at"):
+        find_resume("auto", folder.path)
+    assert find_resume("never", folder.path) == Resume()
+
+
 @pytest.mark.parametrize("position", [None, {}, {"step": 3}])
 def test_a_path_whose_checkpoint_tells_no_batch_takes_that_of_the_configuration(tmp_path, position):
     checkpoint(tmp_path / "step-00000003", position)
@@ -112,6 +126,21 @@ def test_a_finished_run_without_a_checkpoint_is_not_trained_over(tmp_path, statu
 )
 def test_resume_from_checkpoint_is_read_as_people_write_it(written, found):
     assert TrainingConfig(resume_from_checkpoint=written).resume_from_checkpoint == found
+
+
+@pytest.mark.parametrize(
+    ("trained", "key"), [({"data": "b"}, "data.path"), ({"data": "a", "seed": 2}, "training.seed")]
+)
+def test_a_checkpoint_of_another_run_is_not_resumed_in_place_of_the_own(tmp_path, trained, key):
+    order = SampleOrder(60, BatchShape(4, 1, 1), seed=1)
+    steps = StepPlan(9, 0, 1, 0, 3, order, data="a")
+    own = Resume(tmp_path, 4, in_place=True)
+    for position in (None, {}, {"data": "a", "seed": 1}):
+        check_data(own, position, steps)
+    for other in (Resume(tmp_path), replace(own, required=True)):  # it may have had other data
+        check_data(other, trained, steps)
+    with pytest.raises(ConfigError, match=f"^{key}: expected"):
+        check_data(own, trained, steps)
 
 
 @given(st.integers(1, 24), st.integers(1, 5), st.integers(1, 5), st.integers(0, 3))

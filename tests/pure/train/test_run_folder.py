@@ -131,6 +131,20 @@ def test_a_lock_that_cannot_be_opened_is_said(tmp_path):
         make(tmp_path / "train")
 
 
+@pytest.mark.parametrize("kind", ["a link", "a pipe"])
+def test_a_lock_that_is_no_file_is_refused_and_left_alone(tmp_path, kind):
+    folder, _ = make(tmp_path / "train")
+    finish(folder)
+    lock, notes = folder.path / run_lock.LOCK, tmp_path / "notes"
+    notes.write_text("work")
+    lock.unlink()
+    lock.symlink_to(notes) if kind == "a link" else os.mkfifo(lock)
+    assert not run_lock.is_held(folder.path)  # and a pipe without a writer does not block
+    with pytest.raises(ConfigError, match=f"output_dir: .*'{lock}'"):
+        make(tmp_path / "train")
+    assert notes.read_text() == "work"
+
+
 @pytest.mark.parametrize("after", [EvalRow(2, 2.0), SaveRow(2, 0.1)])
 @pytest.mark.parametrize("there", ["nothing", "another run", "a file"])
 def test_a_run_whose_folder_went_away_says_so(tmp_path, there, after):
@@ -288,6 +302,16 @@ def test_a_place_where_no_run_can_be_is_refused_and_left_alone(tmp_path, place, 
     with pytest.raises(ConfigError, match=said):
         start(tmp_path / place)
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_page_says_whether_the_disk_is_full_or_its_place_is_wrong(tmp_path, capsys):
+    folder, _ = make(tmp_path / "train")
+    finish(folder)
+    assert run(["report", str(folder.path), "--out", "/dev/full"]) == 3
+    assert "WillNotFitError: disk: expected room to write" in capsys.readouterr().err
+    folder.report.mkdir()
+    with pytest.raises(ConfigError, match=r"^expected a file .* got .*/report.html.*directory"):
+        write_report(folder.path)
 
 
 def test_report_that_fails_hides_no_other_failure(tmp_path, monkeypatch, caplog):

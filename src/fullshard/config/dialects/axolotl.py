@@ -132,7 +132,7 @@ AXOLOTL: Table = {
     "fsdp": FLAT["fsdp"],
     "deepspeed": FLAT["deepspeed"],
     **axes("dp_replicate_size", "dp_shard_size", "tensor_parallel_size", "expert_parallel_size"),
-    **each(not_yet("Leave it out", 1), "context_parallel_size sequence_parallel_degree"),
+    **each(to("sharding.context", "", 1), "context_parallel_size sequence_parallel_degree"),
     "sample_packing": _packing,
     "eval_sample_packing": no_effect("held-out data is packed as the rest is"),
     "pad_to_sequence_len": no_effect("every sequence has all its tokens"),

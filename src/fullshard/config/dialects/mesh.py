@@ -6,6 +6,8 @@
     torchtitan       data_parallel_...     data_parallel_.. tensor_par...    expert_parallel_degree
     DeepSpeed                                               autotp_size      autoep_size
 
+Accelerate's cp_size and sp_size, and torchtitan's context_parallel_degree, are our `context`.
+
 Other tools count the ranks that divide the experts among those of the shard and tensor axes. Here
 they are an axis of their own: of shard 4 x tensor 2 with ep_size 4, it is shard 2 x expert 2 x
 tensor 2.
@@ -75,16 +77,15 @@ def axes(replicate: str, shard: str, tensor: str, expert: str) -> dict[str, Rule
     return {replicate: to("sharding.replicate", "", -1, 0), **sizes}
 
 
-_CONTEXT = "Leave it out: a sequence is not divided"
+_SEQUENCE = "Leave it out: norms see whole sequences"
 _PIPELINE = "Leave it out: layers are not divided over ranks"
 
 # Accelerate's `parallelism_config`, also in axolotl's file.
 MESH: Table = {
     **axes("dp_replicate_size", "dp_shard_size", "tp_size", "ep_size"),
-    "cp_size": not_yet(_CONTEXT, 1),
-    "sp_size": not_yet(_CONTEXT, 1),
+    **each(to("sharding.context", "", 1), "cp_size sp_size"),
     **each(
-        no_effect("it concerns context or sequence parallelism"),
+        no_effect("ranks exchange heads for tokens (Ulysses)"),
         "cp_backend cp_comm_strategy sp_backend sp_seq_length sp_seq_length_is_variable",
         "sp_attn_implementation",
     ),
@@ -96,7 +97,7 @@ DISTRIBUTED: Table = {
     "pp_size": not_yet(_PIPELINE, 1),
     "tp_plan": not_yet("Leave it out: the model's own plan is used", "auto", {}),
     **each(not_yet("Leave it out: the model's own plan is used", {}), "ep_plan fsdp_plan"),
-    "enable_sequence_parallel": not_yet(_CONTEXT, False),
+    "enable_sequence_parallel": not_yet(_SEQUENCE, False),
     "enable_expert_parallel": not_yet("Write ep_size", False),
     "ep_implementation": not_yet("Use auto", "auto", "all_to_all"),
     "fsdp_cpu_offload": flag("sharding.offload", "cpu"),
@@ -117,7 +118,7 @@ TORCHTITAN: Table = {
         "expert_parallel_degree",
     ),
     "fsdp_reshard_after_forward": choice("sharding.strategy", _RESHARDS),
-    "context_parallel_degree": not_yet(_CONTEXT, 1),
+    "context_parallel_degree": to("sharding.context", "", 1),
     "pipeline_parallel_degree": not_yet(_PIPELINE, 1),
     "expert_tensor_parallel_degree": not_yet("Leave it out: experts are whole", 1),
     "enable_async_tensor_parallel": lost("exchanges of the tensor axis are not overlapped", False),

@@ -26,7 +26,6 @@ from fullshard.config.dialects.trainer import FLAT, FLAT_MARKS, TRAINING
 from fullshard.config.fields import Rejected
 from fullshard.config.files import File, Origin, OriginKind, find, interpolated, read_file
 from fullshard.config.keys import canonical
-from fullshard.config.names import field_value
 from fullshard.config.problems import ConfigProblems, Problem, join_key, show
 from fullshard.config.schema import RunConfig
 from fullshard.config.values import did_you_mean, words_of
@@ -307,7 +306,11 @@ def contradiction(target: str, one: tuple[object, Origin], other: tuple[object, 
 
 def agree(key: str, one: object, other: object) -> bool:
     """Whether two values of our key are equal."""
+    section, _, name = key.partition(".")
+    cls = RunConfig.section_of(section)
+    if cls is None or name not in cls.field_names():
+        return one == other
     try:
-        return field_value(RunConfig, key, one) == field_value(RunConfig, key, other)
+        return getattr(cls(**{name: one}), name) == getattr(cls(**{name: other}), name)
     except ConfigProblems:
         return one == other

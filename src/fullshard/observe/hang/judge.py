@@ -236,8 +236,12 @@ def _stream(model: int, step: int, kind: str) -> str:
 # ---- what is wrong
 
 
-def judge(seen: Mapping[int, Seen], timeout_s: float) -> Verdict | None:
-    """Returns the first problem that it finds, or None."""
+def judge(seen: Mapping[int, Seen], timeout_s: float, world_size: int = 0) -> Verdict | None:
+    """Returns the first problem that it finds, or None.
+
+    If a rank waits for longer than `timeout_s`, ranks that were never seen are named: they stopped
+    before their first message.
+    """
     here = [seen[rank] for rank in sorted(seen)]
     for one in here:
         if one.gone and not one.position.ended:
@@ -250,6 +254,7 @@ def judge(seen: Mapping[int, Seen], timeout_s: float) -> Verdict | None:
     over = [one for one in alive if one.position.limited and one.stands_s > timeout_s]
     if not silent and not over:
         return None
+    silent += [Seen(Position(rank), timeout_s) for rank in range(world_size) if rank not in seen]
     busy = [one for one in alive if not one.position.kind]
     expected = f"every rank to move on within {timeout_s:g} s"
     return _verdict(expected, silent or busy or over, here)

@@ -263,7 +263,7 @@ class Watchdog:
         if unequal and not self._asked:
             self._ask(unequal)  # decided once all ranks have published what they issued
             return
-        verdict = judge(seen, self.settings.timeout_s)
+        verdict = judge(seen, self.settings.timeout_s, self.settings.world_size)
         if verdict is not None:
             self._report(verdict, seen)
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
 from torch import nn
 
 from fullshard.config.schema import RunConfig
 from fullshard.models.build import build_sharded
 from fullshard.recipes.base import Objective, RecipeKind, RowBatches, Seat, whole_logits_loss
+from fullshard.recipes.context import DividedAttention
 from fullshard.recipes.head import Head, next_token, whole_logits
 
 if TYPE_CHECKING:
@@ -21,22 +21,26 @@ def build(
     config: RunConfig, model_config: PretrainedConfig, data: RowBatches, seat: Seat, _: Path
 ) -> nn.Module:
     """Builds the sharded model and sets the objective of the batches. A collective."""
-    model, data.objective = sharded(config, model_config, seat.device)
+    model, data.objective = sharded(config, model_config, seat)
     return model
 
 
 def sharded(
-    config: RunConfig, model_config: PretrainedConfig, device: torch.device
+    config: RunConfig, model_config: PretrainedConfig, seat: Seat
 ) -> tuple[nn.Module, Objective]:
     """The sharded model and its loss, which its head computes if it can. A collective."""
 
-    def before(model: nn.Module) -> object:
-        return whole_logits(model, config) or Head(model)
+    def before(model: nn.Module) -> None:
+        if config.sharding.context > 1:
+            DividedAttention(model, seat)
+        if not whole_logits(model, config):
+            Head(model)
 
-    model = build_sharded(config, model_config, device, before)
-    if whole_logits(model, config):
-        return model, whole_logits_loss
-    return model, next_token(Head.of(model), config.training.loss_chunk_size)
+    model = build_sharded(config, model_config, seat.device, before)
+    objective, attention = whole_logits_loss, DividedAttention.of(model)
+    if not whole_logits(model, config):
+        objective = next_token(Head.of(model), config.training.loss_chunk_size)
+    return model, objective if attention is None else attention.divide(objective)
 
 
 KINDS = {"train": RecipeKind(build)}

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from fullshard.config import host_memory
-from fullshard.errors import EngineError, OutOfMemoryError, raise_together
+from fullshard.errors import EngineError, OutOfMemoryError, cure_of, raise_together
 
 POPULATE_WRITE, REMOVE = 23, 9  # madvise, since Linux 5.14 and 2.6
 CONNECT_TIMEOUT_S = 60.0
@@ -153,8 +153,9 @@ def _typed(num_bytes: int, part: int, function: Callable[..., Any], *args: Any) 
         kind = OutOfMemoryError if lacks else EngineError
         raise kind(
             f"transport shared: expected {num_bytes / 2**30:.3f} GiB of memory for what the ranks "
-            f"of this host share; rank {part} of them got: {error}. Use fewer parameters or more "
-            "hosts, or transport=direct, which shares no memory."
+            f"of this host share; rank {part} of them got: {error}. "
+            f"{cure_of(error, 'Use fewer parameters or more hosts')}, or transport=direct, which "
+            "shares no memory."
         ) from error
 
 

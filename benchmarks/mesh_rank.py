@@ -1,0 +1,93 @@
+"""What one rank of `python -m benchmarks.mesh` measures."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fullshard as fs
+from benchmarks.mesh import OURS, THEIRS, WARM_UP, Job
+
+Step = Callable[[torch.Tensor], float]
+_WAITS = ("wait_tensor", "_wrap_tensor_autograd", "barrier")
+
+
+class CollectiveCounter(TorchDispatchMode):
+    """Operations of torch.distributed, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if func.namespace in ("c10d", "_c10d_functional") and name not in _WAITS:
+            self.found[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def measure(job: Job) -> dict[str, Any]:
+    """Trains both sides in turn; returns times, losses and collectives by engine."""
+    case, rank = job.case, dist.get_rank()
+    steps = {OURS: _step(_ours(job)), THEIRS: _step(_theirs(job))}
+    # Ranks of a tensor axis are neighbours and share a batch.
+    seed = rank // case.axes.get("tensor", 1)
+    draw = torch.Generator().manual_seed(seed)
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    losses: dict[str, list[float]] = {name: [] for name in steps}
+    found: dict[str, Counter[str]] = {}
+    for number in range(-WARM_UP, job.num_rounds):
+        batch = torch.randint(0, 2048, (case.batch, case.length), generator=draw)
+        gc.collect()
+        turn = number % 2
+        for name in [*steps][turn:] + [*steps][:turn]:
+            dist.barrier()
+            began = time.perf_counter()
+            if number == -1:
+                with CollectiveCounter() as counter:
+                    loss = steps[name](batch)
+                found[name] = counter.found
+            else:
+                loss = steps[name](batch)
+            if number >= 0:
+                times[name].append(time.perf_counter() - began)
+                losses[name].append(loss)
+    return {"times": times, "losses": losses, "collectives": found}
+
+
+def _ours(job: Job) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(job.folder, dtype=torch.float32)
+    return fs.shard(model, **job.case.axes)
+
+
+def _theirs(job: Job) -> Any:
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    config = DistributedConfig(**job.case.theirs)
+    loaded = AutoModelForCausalLM.from_pretrained
+    return loaded(job.folder, dtype=torch.float32, distributed_config=config)
+
+
+def _step(model: Any) -> Step:
+    """Forward, backward and update; returns the loss."""
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def step(batch: torch.Tensor) -> float:
+        loss = model(input_ids=batch, labels=batch, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    return step

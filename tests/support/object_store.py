@@ -1,0 +1,156 @@
+"""An object store for tests: `objects://tmp/x` keeps its objects below the folder /tmp/x.
+
+It does what object stores do and no more. An object appears whole when it is closed, replaces an
+older one at once, and is read by ranges. There are no folders: a name is one as long as an object
+is below it. Nothing can be renamed, moved, copied or appended to.
+
+Processes find it through the entry point in `support/plugins`, as they would find s3fs.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import fsspec
+from fsspec.spec import AbstractFileSystem
+
+PLUGINS = Path(__file__).with_name("plugins")
+ON_REQUEST: list[Callable[[str, str], None]] = []  # called with each request and its name
+
+
+@contextmanager
+def at_request(number: int, do: Callable[[str, str], None]) -> Iterator[list[str]]:
+    """Calls `do` at the `number`-th request, before it is carried out; lists the requests."""
+    made: list[str] = []
+
+    def count(request: str, name: str) -> None:
+        made.append(f"{request} {name}")
+        if len(made) == number:
+            do(request, name)
+
+    ON_REQUEST.append(count)
+    try:
+        yield made
+    finally:
+        ON_REQUEST.remove(count)
+
+
+def _ask(request: str, name: str) -> None:
+    for hear in ON_REQUEST:
+        hear(request, name)
+
+
+class _Upload:
+    """An object that is being sent."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._descriptor, self._aside = tempfile.mkstemp(prefix="objects-")
+        self.closed = False
+
+    def write(self, data: Any) -> int:
+        return os.write(self._descriptor, data)
+
+    def close(self) -> None:
+        _ask("put", self._path)
+        self._end()
+        Path(self._path).parent.mkdir(parents=True, exist_ok=True)
+        data = Path(self._aside).read_bytes()
+        aside = f"{self._path}.{os.getpid()}.upload"
+        Path(aside).write_bytes(data)
+        os.replace(aside, self._path)  # noqa: PTH105  how this double makes an object appear
+        Path(self._aside).unlink()
+
+    def discard(self) -> None:
+        self._end()
+        Path(self._aside).unlink()
+
+    def _end(self) -> None:
+        if not self.closed:
+            self.closed = True
+            os.close(self._descriptor)
+
+    def __enter__(self) -> _Upload:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class ObjectStore(AbstractFileSystem):
+    """See the module."""
+
+    protocol = "objects"
+    cachable = False
+
+    @classmethod
+    def _strip_protocol(cls, path: Any) -> Any:
+        if isinstance(path, list):
+            return [cls._strip_protocol(one) for one in path]
+        return "/" + str(path).removeprefix("objects:").strip("/")
+
+    def ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:
+        path = self._strip_protocol(path)
+        _ask("list", path)
+        rows = self._rows(path)
+        if not rows:
+            raise FileNotFoundError(path)
+        return rows if detail else [row["name"] for row in rows]
+
+    def info(self, path: str, **_: Any) -> dict[str, Any]:
+        path = self._strip_protocol(path)
+        _ask("head", path)
+        if Path(path).is_file():
+            return {"name": path, "size": Path(path).stat().st_size, "type": "file"}
+        if self._rows(path):
+            return {"name": path, "size": 0, "type": "directory"}
+        raise FileNotFoundError(path)
+
+    def cat_file(self, path: str, start: Any = None, end: Any = None, **_: Any) -> bytes:
+        path = self._strip_protocol(path)
+        _ask("get", path)
+        return Path(path).read_bytes()[start:end]
+
+    def rm_file(self, path: str) -> None:
+        path = self._strip_protocol(path)
+        _ask("delete", path)
+        Path(path).unlink(missing_ok=True)  # as in S3
+        with suppress(OSError):
+            os.removedirs(Path(path).parent)
+
+    def rm(self, path: Any, recursive: bool = False, maxdepth: int | None = None) -> None:
+        for name in self.find(path):
+            self.rm_file(name)
+
+    def _open(self, path: str, mode: str = "rb", **_: Any) -> Any:
+        if mode != "wb":
+            raise NotImplementedError(f"object stores have no {mode!r}")
+        return _Upload(path)
+
+    def _rows(self, path: str) -> list[dict[str, Any]]:
+        rows: list[dict[str, Any]] = []
+        with suppress(FileNotFoundError, NotADirectoryError):
+            for entry in os.scandir(path):
+                if entry.is_dir():
+                    rows.append({"name": entry.path, "size": 0, "type": "directory"})
+                elif not entry.name.endswith(".upload"):
+                    with suppress(FileNotFoundError):
+                        size = entry.stat().st_size
+                        rows.append({"name": entry.path, "size": size, "type": "file"})
+        return rows
+
+    def cp_file(self, path1: str, path2: str, **_: Any) -> None:
+        raise NotImplementedError("this store copies nothing")
+
+    def mv(self, path1: str, path2: str, **_: Any) -> None:
+        raise NotImplementedError("object stores rename nothing")
+
+    rename = move = mv
+
+
+fsspec.register_implementation("objects", ObjectStore, clobber=True)

@@ -1,0 +1,68 @@
+"""Runs whose checkpoints are in an object store; each command and rank is a process of its own."""
+
+import json
+import os
+import shutil
+import sys
+
+import pytest
+
+from fullshard.errors import ConfigError
+from fullshard.observe.metrics import read_rows
+from fullshard.run.folder import RunFolder, check_output_dir
+from support import forked as subprocess
+from support.object_store import PLUGINS
+from train.test_resume import write
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def fullshard(*words, code=0):
+    paths = os.pathsep.join([str(PLUGINS), os.environ["PYTHONPATH"]])
+    done = subprocess.run(
+        [sys.executable, "-m", "fullshard", *map(str, words)],
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout if code == 0 else done.stdout + done.stderr
+
+
+def losses(folder):
+    rows = read_rows(folder / "run" / "metrics.jsonl")
+    return {row["step"]: row["loss"] for row in rows if "loss" in row}
+
+
+@pytest.mark.long
+def test_a_run_whose_folder_is_lost_resumes_from_the_store(tmp_path):
+    store = f"objects:/{tmp_path}/bucket/run"
+    config = write(tmp_path)
+    words = ("train", config, "save_steps=2", "save_total_limit=2")
+    words += ("eval_strategy=no", "lr_scheduler_type=constant")
+    fullshard(*words, "max_steps=6", f"training.output_dir={tmp_path}/whole/run")
+    elsewhere = f"training.checkpoint_dir={store}"
+    fullshard(*words, "max_steps=4", elsewhere)
+    run = tmp_path / "run"
+    assert not (run / "checkpoints").exists()
+    assert str(RunFolder(run).checkpoints) == store
+    listed = json.loads(fullshard("ckpt", "ls", run, "--json"))
+    assert [one["step"] for one in listed["checkpoints"]] == [4, 2]
+
+    said = fullshard(*words, "max_steps=6", elsewhere, "--resume", "never", code=2)
+    assert "training.checkpoint_dir: expected a place without checkpoints" in said
+    shutil.rmtree(run)  # a pod's disk
+    fullshard(*words, "max_steps=6", elsewhere)
+    wanted = losses(tmp_path / "whole")
+    assert losses(tmp_path) == {step: wanted[step] for step in (5, 6)}
+    fullshard(*words, "max_steps=7", elsewhere)
+    assert sorted(losses(tmp_path)) == [5, 6, 7]
+    assert "WHOLE" in fullshard("ckpt", "verify", run)
+    assert fullshard("generate", run, "--prompt", "1 and", "--max-new-tokens", "2")
+
+
+def test_an_output_dir_in_a_store_is_refused_with_the_key_for_checkpoints(tmp_path):
+    with pytest.raises(ConfigError, match=r"s3://b/run'. Name it as training\.checkpoint_dir"):
+        check_output_dir(tmp_path.__class__("s3://b/run"))
