@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import DataParallelMeshDims
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Shard, distribute_module
 
 from fullshard.compat.fsdp2 import (
     CPUOffloadPolicy,
@@ -25,6 +25,7 @@ from fullshard.compat.fsdp2 import (
     register_fsdp_forward_method,
     share_comm_ctx,
 )
+from fullshard.engine.shard import plan_of
 from fullshard.engine.step import Runtime
 from fullshard.errors import EngineError
 from support.compat import (
@@ -77,6 +78,24 @@ def settings():
     ):
         model = assert_trains_as_one(lambda net, g=given: bottom_up(net, **g))
     assert model.state_dict()["head.weight"].to_local().shape == (7 - rank(), 16)
+
+
+def flattened_axes(sizes):
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp_replicate", "dp_shard", "cp", "tp"))
+    for dims, shape in (
+        ({"shard": ("dp_shard", "cp"), "replicate": "dp_replicate"}, (1, 4)),
+        ({"shard": "cp", "replicate": ("dp_replicate", "dp_shard")}, (2, 2)),
+        ({"replicate": ("dp_replicate", "dp_shard", "cp")}, (4, 1)),
+    ):
+        given = DataParallelMeshDims(**dims)
+        model = assert_trains_as_one(lambda net, g=given: bottom_up(net, mesh=mesh, dp_mesh_dims=g))
+        found = plan_of(model).mesh
+        assert (found.replicate, found.shard) == shape
+        assert model.state_dict()["head.weight"].full_tensor().shape == (13, 16)
+
+
+def test_several_data_parallel_axes_of_one_kind_are_flattened(ranks):
+    ranks(4)(flattened_axes, (1, 2, 2, 1))
 
 
 def test_fully_shard_bottom_up_with_every_setting(ranks):
@@ -281,6 +300,12 @@ def _axes(**dims):
     fully_shard(Net(), mesh=mesh, dp_mesh_dims=DataParallelMeshDims(**dims))
 
 
+def _distributed():
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp_shard", "tp"))
+    layer = distribute_module(nn.Linear(2, 2), mesh)
+    fully_shard(layer, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp_shard"))
+
+
 def _place(dim):
     fully_shard(nn.Linear(2, 2), shard_placement_fn=lambda _: Shard(dim))
 
@@ -316,7 +341,7 @@ def test_what_is_refused():
         (NotImplementedError, "set_custom", lambda: line.set_custom_all_gather(None)),
         (NotImplementedError, "set_custom", lambda: line.set_custom_reduce_scatter(None)),
         (NotImplementedError, "dp_mesh_dims: expected", lambda: _axes(shard="tp")),
-        (NotImplementedError, "dp_mesh_dims: expected", lambda: _axes(replicate="dp_shard")),
+        (NotImplementedError, "expected a plain parameter; got a DTensor", _distributed),
         (AssertionError, "Shard dim 1 is invalid for 1D", lambda: _place(1)),
         (ValueError, "should be a bool", lambda: line.set_reshard_after_forward(2)),
         (ValueError, "does not have a method", lambda: register_fsdp_forward_method(line, "no")),

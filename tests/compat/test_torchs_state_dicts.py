@@ -224,3 +224,46 @@ def written_and_not_loaded():
 
 def test_a_state_dict_that_was_written_and_not_loaded_is_an_error(ranks):
     ranks(2)(written_and_not_loaded)
+
+
+class Fused(nn.Module):
+    """As torchtitan's attention: one weight, saved and loaded as two."""
+
+    def __init__(self):
+        super().__init__()
+        self.both = nn.Linear(8, 8)
+        self.both.register_state_dict_post_hook(self.split)
+        self.both.register_load_state_dict_pre_hook(self.join)
+
+    def forward(self, x):
+        return self.both(x)
+
+    @staticmethod
+    def split(module, state, prefix, _):
+        weight = state.pop(f"{prefix}weight")
+        state[f"{prefix}a"], state[f"{prefix}b"] = weight.reshape(4, 2, 8).unbind(1)
+
+    @staticmethod
+    def join(module, state, prefix, *_):
+        parts = [state.pop(f"{prefix}{name}") for name in "ab"]
+        state[f"{prefix}weight"] = torch.stack(parts, 1).reshape(8, 8)
+
+
+def fused_weights():
+    torch.manual_seed(0)
+    model, whole = Fused(), Fused()
+    whole.load_state_dict(model.state_dict())
+    fully_shard(model)
+    state = model.state_dict()
+    assert state.keys() == whole.state_dict().keys()
+    for name, value in whole.state_dict().items():
+        assert isinstance(state[name], DTensor)
+        assert torch.equal(state[name].full_tensor(), value), name
+    assert isinstance(model.both.weight, nn.Parameter)
+    doubled = {name: value.full_tensor() * 2 for name, value in state.items()}
+    model.load_state_dict(doubled)
+    assert torch.equal(model.both.weight.full_tensor(), whole.both.weight * 2)
+
+
+def test_hooks_of_a_state_dict_see_the_values_that_torchs_see(ranks):
+    ranks(2)(fused_weights)

@@ -1,14 +1,14 @@
 """Lightning's Trainer with our fully_shard computes what it computes with torch's."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-pytest.importorskip("lightning", reason="needs lightning, which make setup does not install")
+from support.peers import LIGHTNING, with_site
+
 pytestmark = [pytest.mark.peers, pytest.mark.timeout(600)]
 
 SCRIPT = Path(__file__).with_name("lightning_job.py")
@@ -18,7 +18,7 @@ def run(folder, mode, form, *resume):
     command = [sys.executable, "-m", "fullshard", "launch", "--nproc-per-node", "2"]
     command += ["--log-dir", folder / "logs", SCRIPT, mode, folder, form, *resume]
     done = subprocess.run(
-        [*map(str, command)], capture_output=True, text=True, timeout=150, env=os.environ
+        [*map(str, command)], capture_output=True, text=True, timeout=150, env=with_site(*LIGHTNING)
     )
     assert done.returncode == 0, done.stdout + done.stderr
     name = "-".join([f"{mode}-{form}", *(path.parent.name for path in resume)])

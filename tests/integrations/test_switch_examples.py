@@ -11,14 +11,11 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from support.peers import LIGHTNING, with_site
+
 pytestmark = [pytest.mark.timeout(600)]
 
 SWITCH = Path(__file__).parents[2] / "examples" / "switch"
-
-
-def needs(package, how):
-    if importlib.util.find_spec(package) is None:
-        pytest.skip(f"needs {package}, which make setup does not install: {how}")
 
 
 def changed(script, sed, folder):
@@ -32,12 +29,12 @@ def changed(script, sed, folder):
     return found
 
 
-def run(script, folder, *words):
+def run(script, folder, *words, env=None):
     command = [sys.executable, "-m", "fullshard", "launch", "--nproc-per-node", "2"]
     command += ["--log-dir", folder / "logs", script, *words]
     done = subprocess.run(
-        [*map(str, command)], capture_output=True, text=True, timeout=280, env=os.environ,
-        check=False,
+        [*map(str, command)], capture_output=True, text=True, timeout=280,
+        env=env or os.environ, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -48,9 +45,9 @@ def losses(output):
     return [float(word) for word in line.partition("losses")[2].split()]
 
 
-def both(script, sed, tmp_path):
-    before = losses(run(script, tmp_path, tmp_path / "before"))
-    after = losses(run(changed(script, sed, tmp_path), tmp_path, tmp_path / "after"))
+def both(script, sed, tmp_path, env=None):
+    before = losses(run(script, tmp_path, tmp_path / "before", env=env))
+    after = losses(run(changed(script, sed, tmp_path), tmp_path, tmp_path / "after", env=env))
     assert len(before) >= 4
     assert len(set(before)) > 1
     assert after == pytest.approx(before, rel=1e-5)
@@ -67,8 +64,7 @@ def test_a_changed_script_has_the_losses_of_the_original(script, sed, tmp_path):
 
 @pytest.mark.peers
 def test_a_changed_lightning_script_has_the_losses_of_the_original(tmp_path):
-    needs("lightning", "pip install 'fullshard[lightning]'")
-    both(SWITCH / "lit.py", "lightning.sed", tmp_path)
+    both(SWITCH / "lit.py", "lightning.sed", tmp_path, with_site(*LIGHTNING))
 
 
 @pytest.mark.long

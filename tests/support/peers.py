@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+LIGHTNING = ("lightning==2.6.6", "lightning-utilities==0.15.3", "torchmetrics==1.9.0")
 FOLDER = Path(__file__).parents[2] / "build" / "peers"
+
+
+def with_site(*requirements: str) -> dict[str, str]:
+    """Returns an environment in which Python finds these packages."""
+    path = [str(site_of(*requirements)), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
 
 
 def site_of(*requirements: str) -> Path:

@@ -115,15 +115,14 @@ def state_dict(
     if _busy:
         return inner(*args, **kwargs)
     engine = engine_for(module)
-    with _outermost_call():
+    shards = {} if engine.unsharded else _shards_in(module)
+    values = convert(engine, shards, wanted)
+    if wanted.follow:
+        _Source(module, wanted.mesh).add(shards, values)
+    with _outermost_call(), _shown(module, {id(shards[key]): values[key] for key in values}):
         result = inner(*args, **kwargs)
     if engine.unsharded:
         return result
-    shards = {key: value for key, value in result.items() if isinstance(value, Guarded)}
-    values = convert(engine, shards, wanted)
-    result.update(values)
-    if wanted.follow:
-        _Source(module, wanted.mesh).add(shards, values)
     if wanted.rank0_only and own_rank() != 0:
         prefix = prefix_of(args, kwargs)
         for key in [key for key in result if key.startswith(prefix)]:
@@ -133,6 +132,25 @@ def state_dict(
             if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
                 result[key] = value.cpu()
     return result
+
+
+def _shards_in(module: nn.Module) -> dict[str, Any]:
+    found = nn.Module.named_parameters(module)
+    return {name: param for name, param in found if isinstance(param, Guarded)}
+
+
+@contextmanager
+def _shown(module: nn.Module, values: Mapping[int, Any]) -> Generator[None]:
+    """Shows values in the place of parameters, by their id, to hooks of `state_dict` too."""
+    places = [m._parameters for m in module.modules()]
+    shown = [(at, name, at[name]) for at in places for name in at if id(at[name]) in values]
+    for at, name, param in shown:
+        at[name] = values[id(param)]
+    try:
+        yield
+    finally:
+        for at, name, param in shown:
+            at[name] = param
 
 
 def prefix_of(args: Any, kwargs: Any) -> str:
@@ -190,6 +208,10 @@ class Rows(DTensor):
         if self in _SOURCES:
             _SOURCES[self].update(self)
         return _LOCAL.__get__(self)
+
+    def detach(self) -> DTensor:
+        """Itself, which is no part of a graph: modules detach what they save."""
+        return self
 
     def plain(self) -> DTensor:
         """The same rows, as they are now, in torch's own class."""

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -17,8 +18,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
+from torch.distributed.tensor import DTensor
 
 from fullshard.compat import optim_states, state_dicts
 from fullshard.compat.errors import (
@@ -339,8 +342,7 @@ def fully_shard(  # noqa: PLR0913
         mp_policy: Dtypes of this unit.
         offload_policy: Read from the outermost unit.
         ignored_params: Parameters that stay whole on every rank; their gradients are not reduced.
-        dp_mesh_dims: Names of the data-parallel axes: one shard axis and at most one replicate
-            axis of more than one rank. The other axes must have one rank.
+        dp_mesh_dims: Names of the data-parallel axes. The other axes must have one rank.
 
     Returns:
         The argument `module`.
@@ -399,18 +401,29 @@ def mark_unit(
 
 
 def _data_parallel(mesh: Any, dims: Any) -> Any:
-    """The data-parallel axes of a mesh, without those of one rank."""
+    """The data-parallel axes of a mesh as (shard,) or (replicate, shard); several are flattened."""
     given = [dims.replicate_names, dims.shard_names]
-    names = [name for part in given for name in part]
-    wide = [[name for name in part if mesh[name].size() > 1] for part in given]
-    found = mesh[(*wide[0], *wide[1]) or tuple(names[-1:])]
-    if found.size() != mesh.size() or [*map(len, wide)] not in ([0, 0], [0, 1], [1, 1]):
+    wide = [tuple(name for name in part if mesh[name].size() > 1) for part in given]
+    names = (*wide[0], *wide[1])
+    if math.prod(mesh[name].size() for name in names) != mesh.size():
         raise NotOfferedError(
-            "dp_mesh_dims: expected one shard axis, and at most one replicate axis, of more than "
-            f"one rank, which cover all ranks of the mesh; got {dims}, {mesh}. "
-            "Other axes are not supported here; use fullshard.shard beside tensor parallelism."
+            "dp_mesh_dims: expected axes that cover all ranks of the mesh; got "
+            f"{dims}, {mesh}. Other axes are not supported here; use fullshard.shard beside "
+            "tensor parallelism."
         )
-    return found
+    if [*map(len, wide)] in ([0, 1], [1, 1]):
+        return mesh[names]
+    made = vars(mesh).setdefault("_fullshard_axes", {})  # one for all units of a model
+    key = tuple(wide)
+    if key not in made:
+        sizes = [math.prod(mesh[name].size() for name in part) for part in wide]
+        others = [name for name in mesh.mesh_dim_names if name not in names]
+        order = [mesh.mesh_dim_names.index(name) for name in (*names, *others)]
+        ranks = mesh.mesh.permute(order).reshape(sizes if wide[0] else -1)
+        made[key] = DeviceMesh(
+            mesh.device_type, ranks, mesh_dim_names=("dp_replicate", "dp_shard")[-ranks.ndim :]
+        )
+    return made[key]
 
 
 def _sizes(mesh: Any) -> dict[str, Any]:
@@ -463,6 +476,11 @@ def _check_module(module: Any, ignored: set[int]) -> None:
     for name, param in module.named_parameters():
         if id(param) in ignored or isinstance(param, ShardedParameter):
             continue
+        if isinstance(param, DTensor):
+            raise NotOfferedError(
+                f"{name}: expected a plain parameter; got a DTensor of {param.device_mesh}. Use "
+                "fullshard.shard, which shards beside tensor parallelism."
+            )
         if param.dim() == 0:
             raise MisuseValueError(
                 "fully_shard doesn't support scalar parameters. "
