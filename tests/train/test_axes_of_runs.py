@@ -30,6 +30,7 @@ MIXTURE = {
 }
 ROOT = Path(__file__).parents[2]
 MISTRAL = {"model_type": "mistral", "num_key_value_heads": 2, "sliding_window": 8}
+FALCON_H1 = {"model_type": "falcon_h1", "num_key_value_heads": 2}  # attention beside a Mamba
 GPT_NEO = {"model_type": "gpt_neo", "num_layers": 2, "attention_types": [[["global"], 2]]}
 SIZES = {
     "hidden_size": 32,
@@ -191,6 +192,13 @@ def test_conversations_of_different_lengths_train_as_in_one_process(runs, tmp_pa
         (LLAMA, 2, ["context=2", "max_seq_length=33"], "divisor of 33 (training.max_seq_length)"),
         (MISTRAL, 2, ["context=2"], "MistralForCausalLM with sliding_window. Leave it out"),
         (GPT_NEO, 2, ["context=2"], "GPTNeoForCausalLM with attention of its own. Leave it out"),
+        pytest.param(
+            FALCON_H1,
+            2,
+            ["context=2"],
+            "other layers that read other tokens",
+            marks=pytest.mark.slow,
+        ),
         (LLAMA, 2, ["context=2", "backend=jax"], "context: 2 is not yet supported. Use shard"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

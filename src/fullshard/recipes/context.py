@@ -13,6 +13,7 @@ https://arxiv.org/abs/2309.14509. Names of transformers that concern attention a
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -23,6 +24,7 @@ from torch import nn
 from fullshard.config.schema import RunConfig
 from fullshard.data.dataset import DOCUMENTS
 from fullshard.errors import ConfigError
+from fullshard.models.small import Limits, shrink
 from fullshard.recipes.base import Batch, Objective, Seat
 from fullshard.transport.groups import exchanged_parts, own_group
 
@@ -46,6 +48,8 @@ def check_context(model: Any, config: RunConfig) -> None:
     takes = inspect.signature(model.forward).parameters
     if not (model._supports_sdpa and model._supports_attention_backend and "position_ids" in takes):
         others.append("attention of its own")
+    if not others and _mixes_tokens(settings):
+        others.append("other layers that read other tokens")
     if others:
         raise ConfigError(
             f"sharding.context: expected a model whose layers attend to all tokens before them by "
@@ -73,6 +77,44 @@ def check_context(model: Any, config: RunConfig) -> None:
         )
 
 
+def _mixes_tokens(config: Any) -> bool:
+    """Whether other layers than attention read other tokens, or ignore positions.
+
+    Without attention, a small copy must compute the same for a sequence as for its half.
+    """
+    with torch.random.fork_rng(), torch.no_grad():
+        with torch.enable_grad():
+            _, model = shrink(config, Limits())
+        _attend_with(model, _nothing, lambda *_, **__: None)
+        ids = torch.arange(8)[None]
+        whole, half = (
+            model(input_ids=part, position_ids=part, use_cache=False).logits  # type: ignore[operator]
+            for part in (ids, ids[:, 4:])
+        )
+    return not torch.allclose(whole[:, 4:], half, rtol=1e-9, atol=1e-12)
+
+
+def _nothing(
+    _: nn.Module, query: torch.Tensor, __: torch.Tensor, value: torch.Tensor, *___: Any, **____: Any
+) -> tuple[torch.Tensor, None]:
+    """In place of attention."""
+    rows, heads, tokens, _size = query.shape
+    return value.new_zeros(rows, tokens, heads, value.shape[-1]), None
+
+
+def _attend_with(model: nn.Module, attend: Callable[..., Any], mask: Callable[..., Any]) -> None:
+    """Replaces a model's attention and the mask that it gets."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    name = f"ulysses_{id(attend)}"
+    AttentionInterface.register(name, attend)
+    AttentionMaskInterface.register(name, mask)
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if config is not None:
+            config._attn_implementation = name
+
+
 class DividedAttention:
     """Attention of one model whose sequences are divided.
 
@@ -82,7 +124,6 @@ class DividedAttention:
     """
 
     def __init__(self, model: Any, seat: Seat) -> None:
-        from transformers import AttentionInterface, AttentionMaskInterface
         from transformers.masking_utils import sdpa_mask
 
         sharding = seat.sharding
@@ -96,12 +137,7 @@ class DividedAttention:
         self._group, self._size = own_group("context", layout), size
         self._is_on, self._calls, self._mask = False, 0, None
         self._plain_mask = sdpa_mask
-        name = f"ulysses_{id(self)}"
-        AttentionInterface.register(name, self._attend)
-        AttentionMaskInterface.register(name, self._mask_of)
-        for module in model.modules():
-            if hasattr(module, "config"):
-                module.config._attn_implementation = name
+        _attend_with(model, self._attend, self._mask_of)
         _DIVIDED[model] = self
 
     @staticmethod
