@@ -39,7 +39,7 @@ RUFF_PATHS = $(wildcard src tests tools benchmarks examples docs)
 # Not the tests: they misspell on purpose.
 SPELLED = $(wildcard src tools benchmarks examples docs *.md) Makefile
 
-.PHONY: help setup train test test-long test-all test-tutorials test-peers test-slow test-torch test-wheel lint format bench bench-calibrate bench-comm bench-compile bench-copies bench-corpus bench-exact bench-gpu bench-host bench-io bench-jax bench-limits bench-memory bench-mesh bench-scale bench-overlap bench-planner bench-time chaos distill-study long-parity gpu gpu-wheels docs screenshots clean
+.PHONY: help setup train test test-long test-all test-tutorials test-peers test-slow test-torch test-wheel lint format bench bench-calibrate bench-comm bench-compile bench-copies bench-corpus bench-exact bench-gpu bench-head-loss bench-host bench-io bench-jax bench-limits bench-memory bench-mesh bench-scale bench-overlap bench-planner bench-time chaos distill-study long-parity gpu gpu-wheels docs screenshots clean
 
 help:
 	@echo "make setup      a virtual environment in $(VENV) with all that tests and lint need"
@@ -71,6 +71,7 @@ help:
 	@echo "make bench-jax     the JAX engine on two processes beside one, and beside XLA's partitioner"
 	@echo "make bench-limits  runs under memory limits beside their plans (needs cgroups: root)"
 	@echo "make bench-memory  the memory that the plan says beside what runs take, ten architectures"
+	@echo "make bench-mesh    steps with a tensor or expert axis beside transformers' own"
 	@echo "make bench-scale   planning, bookkeeping, groups and saves over the world size"
 	@echo "make bench-overlap   how much of a slow wire's time hides behind compute, and a trace"
 	@echo "make bench-planner   the forecast beside published runs that it was not fitted to, and"

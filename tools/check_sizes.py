@@ -28,16 +28,16 @@ EXEMPT = ("src/fullshard/compat/",)
 # Packages that share a budget are joined by " + ".
 BUDGETS = {
     "bench": 1_783,
-    "config": 3_767,
-    "cli": 1_950,
+    "config": 3_768,
+    "cli": 1_956,
     "engine + transport": 7_472,
-    "planner + outlook": 4_389,
-    "data + models + recipes + run + verify": 8_874,
-    "observe + launch": 3_305,
-    "compat + integrations": 2_883,
-    "xla + jax + xla_state": 2_556,
-    "checkpoint + formats": 2_685,
-    "in all": 40_806,
+    "planner + outlook": 4_390,
+    "data + models + recipes + run + verify": 8_921,
+    "observe + launch": 3_308,
+    "compat + integrations": 2_891,
+    "xla + jax + xla_state": 2_581,
+    "checkpoint + formats": 2_716,
+    "in all": 40_929,
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

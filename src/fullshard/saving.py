@@ -6,7 +6,6 @@ the caller's values ---> JSON, once if they are equal on all ranks
 
 from __future__ import annotations
 
-import atexit
 import fcntl
 import json
 import logging
@@ -439,10 +438,12 @@ def _write_files(
         commit.conclude(place, ranks.world_size, documents)
     except CheckpointError as error:
         raise stopped or error from error
+    except OSError as error:
+        raise stopped or commit.failure(place.target, rank, error) from error
     if keep is not None and documents.step is not None:
         try:
             remove(superfluous(place.target.parent, keep, documents.step))
-        except CheckpointError as error:  # the new checkpoint is complete, so the run continues
+        except (CheckpointError, OSError) as error:  # the new checkpoint is complete
             logger.warning("older checkpoints stay: %s", error)
 
 
@@ -481,7 +482,9 @@ class Saves:
         self._thread = threading.Thread(target=run, name="fullshard-save", daemon=True)
         if not self._at_exit_set:
             self._at_exit_set = True
-            atexit.register(self._at_exit)
+            # Before the pools of concurrent.futures, which commits use, refuse work: earlier than
+            # atexit, and offered under a private name alone.
+            threading._register_atexit(self._at_exit)  # type: ignore[attr-defined]
         self._thread.start()
 
     def check(self) -> None:

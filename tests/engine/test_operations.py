@@ -105,9 +105,7 @@ def test_every_operation_of_a_real_step_is_in_the_trace():
 
     def work(module):
         ids = torch.zeros((BATCH, LENGTH), dtype=torch.long)
-        return (
-            causal_lm_loss(module(input_ids=ids, use_cache=False).logits, {"labels": ids})[0] * 1.0
-        )
+        return causal_lm_loss(module(input_ids=ids, use_cache=False).logits, ids)[0] * 1.0
 
     found = trace_work(model, plan, config, work)
     seen = Counter()

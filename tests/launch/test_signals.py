@@ -7,7 +7,6 @@ import subprocess
 import sys
 import termios
 import time
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -57,8 +56,11 @@ def test_a_stop_lets_the_ranks_leave_in_order_with_code_75(launch, tmp_path, num
 
 
 def test_a_hangup_that_nohup_ignores_does_not_stop_the_ranks(launch, tmp_path):
-    ignore = partial(signal.signal, signal.SIGHUP, signal.SIG_IGN)
-    launcher = launch("fork_and_sleep", str(tmp_path), preexec_fn=ignore)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the launcher inherits it
+    try:
+        launcher = launch("fork_and_sleep", str(tmp_path))
+    finally:
+        signal.signal(signal.SIGHUP, before)
     pids = read_pids(tmp_path, 2)
     launcher.send_signal(signal.SIGHUP)
     launcher.send_signal(signal.SIGINT)

@@ -196,7 +196,7 @@ def test_conversations_of_different_lengths_train_as_in_one_process(runs, tmp_pa
             FALCON_H1,
             2,
             ["context=2"],
-            "other layers that read other tokens",
+            "layers that read other tokens without",
             marks=pytest.mark.slow,
         ),
         (LLAMA, 2, ["context=2", "backend=jax"], "context: 2 is not yet supported. Use shard"),

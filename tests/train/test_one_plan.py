@@ -87,7 +87,9 @@ def digest_of_the_engine(path, words):
     machines = [word.partition("=")[2] for word in words if word.startswith("--config_file")]
     others = [word for word in words if not word.startswith("--")]
     config = load_config([*map(Path, machines), path], others).config
-    model = fs.shard(model_on_meta(config, model_config_of(config)), config.sharding)
+    model = fs.shard(
+        model_on_meta(config, model_config_of(config)), config.sharding.without("context")
+    )
     return engine_of(model).plan.trained_by(states_of(config.training)).digest()
 
 

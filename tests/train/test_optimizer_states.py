@@ -53,7 +53,7 @@ def kept(words):
     if hasattr(optimizer, "_inner") and config.sharding.strategy != "no_shard":
         watch_wholes(optimizer, seen)
     ids = torch.randint(100, (2, 16))
-    causal_lm_loss(model(input_ids=ids, use_cache=False).logits, {"labels": ids})[0].backward()
+    causal_lm_loss(model(input_ids=ids, use_cache=False).logits, ids)[0].backward()
     optimizer.step()
     if config.training.ema_decay is not None:
         Average(optimizer, config.training.ema_decay).update()

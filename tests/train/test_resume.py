@@ -213,7 +213,11 @@ def test_a_stop_while_the_data_is_written_is_recorded(tmp_path, monkeypatch, ful
 
     monkeypatch.setattr(Dataset, "save", stop)
     config = write(tmp_path)
-    done = fullshard("train", config)
+    before = signal.signal(number, signal.SIG_DFL)  # the tests may run under nohup
+    try:
+        done = fullshard("train", config)
+    finally:
+        signal.signal(number, before)
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     assert (done.exit_code, record["status"], record["exit_code"]) == (75, "interrupted", 75)
     assert f"got {number.name}. Start it again" in done.err

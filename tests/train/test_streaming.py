@@ -209,7 +209,7 @@ def test_documents_of_a_sequence_are_learned_as_if_each_were_alone(tmp_path, tok
         ends = (np.flatnonzero(row == tokenizer.eos_token_id) + 1).tolist()
         for start, stop in itertools.pairwise(sorted({0, *ends, len(row)})):
             alone = row[None, start:stop]
-            loss, number = causal_lm_loss(model(input_ids=alone).logits, {"labels": alone})
+            loss, number = causal_lm_loss(model(input_ids=alone).logits, alone)
             expected, num_alone, num_documents = (
                 expected + loss,
                 num_alone + number,

@@ -159,7 +159,7 @@ def _median_laps(step: Callable[[Callable[[], None]], None], count: int) -> list
 
 
 def _plain_step(model: nn.Module, ids: torch.Tensor, lap: Callable[[], None]) -> None:
-    loss, _ = causal_lm_loss(model(input_ids=ids, use_cache=False).logits, {"labels": ids})
+    loss, _ = causal_lm_loss(model(input_ids=ids, use_cache=False).logits, ids)
     lap()
     loss.backward()
     lap()
@@ -174,7 +174,7 @@ def _sharded_step(config: RunConfig, ids: torch.Tensor) -> Callable[[Callable[[]
     limit = config.training.max_grad_norm or math.inf
 
     def step(lap: Callable[[], None]) -> None:
-        loss, count = causal_lm_loss(model(input_ids=ids, use_cache=False).logits, {"labels": ids})
+        loss, count = causal_lm_loss(model(input_ids=ids, use_cache=False).logits, ids)
         (loss * (1 / count)).backward()
         fs.clip_grad_norm_(model, limit)
         optimizer.step()

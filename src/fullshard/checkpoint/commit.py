@@ -216,8 +216,9 @@ def conclude(place: Place, world_size: int, documents: Documents) -> None:
         _fill_note(place.verdict, "")
     finally:
         discard(place)  # of an interrupt
-        _wait_for(lambda: _is_over(place))
-        place.note(0).unlink(missing_ok=True)
+        with suppress(OSError):  # the verdict is known
+            _wait_for(lambda: _is_over(place))
+            place.note(0).unlink(missing_ok=True)
 
 
 def await_verdict(place: Place, rank: int, world_size: int = 1) -> None:
@@ -232,9 +233,10 @@ def await_verdict(place: Place, rank: int, world_size: int = 1) -> None:
     try:
         text = _read_note(place.verdict, place.target, world_size / POLLS_PER_S)
     finally:
-        place.note(rank).unlink(missing_ok=True)
-        if not place.note(0).exists():
-            _is_over(place)
+        with suppress(OSError):
+            place.note(rank).unlink(missing_ok=True)
+            if not place.note(0).exists():
+                _is_over(place)
     if text:
         raise CheckpointError(text)
 

@@ -35,9 +35,9 @@ from fullshard.checkpoint.format import (
     name_in_file,
 )
 from fullshard.checkpoint.retain import Found, candidates, check_passed, checkpoints_in, unusable
-from fullshard.checkpoint.storage import StorePath, read_file, remove_tree
+from fullshard.checkpoint.storage import StorePath, does_not_answer, read_file, remove_tree
 from fullshard.checkpoint.values import GetTensor, decode
-from fullshard.errors import CheckpointError, untrusted
+from fullshard.errors import CheckpointError, EngineError, untrusted
 
 logger = logging.getLogger(__name__)
 
@@ -250,6 +250,11 @@ def why_not(found: Found, rank: int = 0, num_ranks: int = 1) -> str:
             if checksum_of(found.files / name) != found.manifest.files[name].checksum:
                 return f"{name} has other bytes than were written"
     except (OSError, CheckpointError) as error:
+        if does_not_answer(found.path, error):
+            raise EngineError(
+                f"checkpoint: expected '{found.path}' to be read, got no answer of its store: "
+                f"{error}. It may be whole; start again."
+            ) from error
         return str(error)
     return ""
 

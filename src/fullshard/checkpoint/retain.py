@@ -34,6 +34,7 @@ from fullshard.checkpoint.format import (
 )
 from fullshard.checkpoint.storage import (
     StorePath,
+    does_not_answer,
     read_file,
     remove_tree,
     sizes_in,
@@ -51,7 +52,7 @@ ELSEWHERE = "checkpoints.txt"  # names another place, where there is one (traini
 
 _STEP = re.compile(r"step-(\d+)")
 _LEFT = re.compile(rf"\.(.+)\.({SAVING}|{OLD}|{NOTES})-[0-9a-f]+")
-_IN_STORE = re.compile(rf"{COMPLETE}|({FILES}|{NOTES})-[0-9a-f]+")
+_IN_STORE = re.compile(rf"{COMPLETE}|({FILES}|{NOTES})-[0-9a-f]{{12}}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +103,8 @@ def look_at(path: Path) -> Found:
     except ForeignError as error:
         return Found(path, step, None, str(error), is_foreign=True)
     except (OSError, CheckpointError) as error:
+        if does_not_answer(path, error):
+            raise  # nothing is known about what is there
         missing = isinstance(error, FileNotFoundError)
         why = f"it has no {COMPLETE}: it was never finished" if missing else str(error)
         other = _files_of_others(path)
@@ -124,7 +127,7 @@ def _files_of_others(path: Path) -> str:
         return ""
     with suppress(OSError):  # what cannot be listed is not replaced either
         names = sorted(entry.name for entry in path.iterdir()) if path.is_dir() else [path.name]
-        if any(map(_IN_STORE.fullmatch, names)) and all(map(_IN_STORE.fullmatch, names)):
+        if isinstance(path, StorePath) and names and all(map(_IN_STORE.fullmatch, names)):
             return ""
         if path.exists() and names:
             return f"it holds {names[0]}, and no {INDEX} and {STATE} of a checkpoint"
@@ -184,7 +187,8 @@ def candidates(path: Path) -> list[Found]:
     with untrusted(f"checkpoint '{path}'", "a checkpoint or a folder of step-* folders"):
         if (path / COMPLETE).is_file():
             return [look_at(path)]
-        for what in (SAVING, OLD):  # of a checkpoint without a step, see [Note: nothing half]
+        # Of a checkpoint without a step, see [Note: nothing half]; stores rename nothing.
+        for what in () if isinstance(path, StorePath) else (SAVING, OLD):
             for left in sorted(path.parent.glob(f".{escape(path.name)}.{what}-*")):
                 if not path.exists() and (left / COMPLETE).is_file():
                     return [look_at(left)]
@@ -284,8 +288,10 @@ def tidy(target: Path) -> None:
 def _tidy_store(target: StorePath) -> None:
     """Removes what COMPLETE.json of `target` does not name, and unfinished steps beside it."""
     there = look_at(target)
-    if not there.is_foreign:
-        remove_superseded(target, there.files.name)
+    if there.is_unfinished and not there.is_foreign:
+        remove_superseded(target)
+    elif there.manifest is not None and there.manifest.folder:  # not one that was copied there
+        remove_superseded(target, there.manifest.folder)
     for found in checkpoints_in(target.parent) if _are_steps(target.name) else ():
         if found.is_leftover:
             remove_tree(found.path)

@@ -19,6 +19,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 from functools import cache
+from glob import escape
 from os import PathLike
 from pathlib import Path, PosixPath
 from stat import S_IFDIR, S_IFREG
@@ -28,9 +29,9 @@ from fullshard.config.regular_files import open_regular, read_regular
 from fullshard.config.values import nearest
 from fullshard.errors import CheckpointError
 
-PAUSES_S = (0.1, 0.4, 1.6)  # before a failed request is made again
+PAUSES_S = (0.1, 0.4, 1.6, 6.4)  # before a failed request is made again
 FINAL = (FileNotFoundError, PermissionError, FileExistsError, IsADirectoryError, NotADirectoryError)
-_URL = re.compile(r"([a-z][a-z0-9+.-]+):/+(.*)", re.DOTALL)  # pathlib joins the slashes
+_URL = re.compile(r"([a-z][a-z0-9+.-]+):(/+)(.*)", re.DOTALL | re.IGNORECASE)  # pathlib: one slash
 
 
 def storage_path(path: str | PathLike[str]) -> Path:
@@ -38,9 +39,10 @@ def storage_path(path: str | PathLike[str]) -> Path:
     if isinstance(path, StorePath):
         return path
     match = _URL.fullmatch(os.fspath(path))
-    if match is None or Path(f"{match[1]}:").exists():
+    if match is None or (match[2] == "/" and Path(f"{match[1]}:").exists()):
         return Path(path)
-    return Path("/", match[2]) if match[1] == "file" else StorePath(f"{match[1]}:", match[2])
+    protocol = match[1].lower()
+    return Path("/", match[3]) if protocol == "file" else StorePath(f"{protocol}:", match[3])
 
 
 class StorePath(PosixPath):
@@ -54,13 +56,15 @@ class StorePath(PosixPath):
     def __str__(self) -> str:
         return super().__str__().replace(":/", "://", 1)
 
-    def ask(self, method: str, *args: Any, **settings: Any) -> Any:
-        """Calls a method of the store with this name."""
+    def ask(self, method: str, *args: Any, name: str | None = None, **settings: Any) -> Any:
+        """Calls a method of the store with this name, or with a pattern for it."""
+        if len(self.parts) == 1:  # a protocol alone names nothing
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self))
         call = getattr(_store(self.parts[0].rstrip(":")), method)
         for pause in (*PAUSES_S, None):
             try:
                 with _as_os_error(self):
-                    return call(str(self), *args, **settings)
+                    return call(name or str(self), *args, **settings)
             except OSError as error:
                 if pause is None or isinstance(error, FINAL):
                     raise
@@ -136,9 +140,16 @@ def _store(protocol: str) -> Any:
         return library.filesystem(protocol, use_listings_cache=False)
     except ImportError as error:
         packages = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs"}
-        azure = dict.fromkeys(("az", "abfs", "adl"), "adlfs")
-        raise _missing(protocol, (packages | azure).get(protocol, str(error))) from error
-    except ValueError as error:
+        packages |= dict.fromkeys(("az", "abfs", "adl"), "adlfs")
+        if protocol not in packages:
+            raise CheckpointError(f"{protocol}://: {error}. Or name a folder.") from error
+        raise _missing(protocol, packages[protocol]) from error
+    except Exception as error:
+        if protocol in fsspec.available_protocols():
+            raise CheckpointError(
+                f"{protocol}://: expected a store that opens; got {type(error).__name__}: {error}. "
+                "Give its account or host as fsspec reads them (~/.config/fsspec, environment)."
+            ) from error
         close = nearest(protocol, fsspec.available_protocols())
         raise CheckpointError(
             f"{protocol}://: expected a protocol that fsspec knows, got {protocol!r}. "
@@ -166,6 +177,13 @@ def _as_os_error(path: Path) -> Generator[None]:
         raise OSError(errno.EIO, f"{type(error).__name__}: {error}", str(path)) from error
 
 
+def does_not_answer(path: Path, error: Exception) -> bool:
+    """Whether a store failed to say what is there, which is no property of the checkpoint."""
+    asked: BaseException | None = error if isinstance(error, OSError) else error.__cause__
+    is_failure = isinstance(asked, OSError) and not isinstance(asked, FileNotFoundError)
+    return isinstance(path, StorePath) and is_failure
+
+
 def read_file(path: Path) -> bytes:
     """Content of a small file.
 
@@ -190,7 +208,7 @@ def remove_tree(path: Path) -> None:
     """Removes a folder and what it holds; what cannot be removed stays."""
     if isinstance(path, StorePath):
         with suppress(OSError):
-            path.ask("rm", recursive=True)
+            path.ask("rm", name=escape(str(path)), recursive=True)  # it expands patterns
     else:
         shutil.rmtree(path, ignore_errors=True)
 
@@ -202,13 +220,17 @@ def open_for_reading(path: Path) -> Generator[tuple[int, Callable[[memoryview, i
     The function returns the number of bytes, which is smaller at the end of the file.
     """
     if isinstance(path, StorePath):
+        whole = path.stat().st_size
 
         def read(out: memoryview, offset: int) -> int:
-            data = path.ask("cat_file", start=offset, end=offset + out.nbytes)
+            stop = min(whole, offset + out.nbytes)
+            if offset >= stop:
+                return 0  # stores refuse a range that begins at the end
+            data = path.ask("cat_file", start=offset, end=stop)
             out[: len(data)] = data
             return len(data)
 
-        yield path.stat().st_size, read
+        yield whole, read
         return
     descriptor = open_regular(path)
     try:

@@ -36,8 +36,14 @@ def _named(path: Path) -> Path:
 def _outside(ctx: typer.Context, folder: Path) -> Path:
     """The folder to write; one in a checkpoint would be pruned with it, or pass for one."""
     from fullshard.checkpoint.retain import checkpoints_in, look_at
+    from fullshard.checkpoint.storage import StorePath, storage_path
     from fullshard.errors import CheckpointError
 
+    if isinstance(storage_path(folder), StorePath):
+        raise CheckpointError(
+            f"FOLDER: expected a local folder, got '{storage_path(folder)}'. Write a folder, and "
+            "copy it there."
+        )
     real = Path(realpath(folder))
     within = next((place for place in real.parents if look_at(place).manifest), None)
     if ctx.info_name == "export" and real.name.startswith("step-") and checkpoints_in(real.parent):

@@ -103,6 +103,10 @@ class _EarlyNorms(GradientNorms):
         super().__init__(None, device)  # type: ignore[arg-type]
         self._mesh = mesh
 
+    def begin_clipping(self) -> None:
+        self.meet("a clipping of early shards")  # creates the transport
+        super().begin_clipping()
+
     def all_reduce(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         self.transport = make_transport(ShardConfig(transport=TransportKind.DIRECT), self._mesh)
         return super().all_reduce(*args, **kwargs)

@@ -116,7 +116,8 @@ def state_dict(
         return inner(*args, **kwargs)
     engine = engine_for(module)
     shards = {} if engine.unsharded else _shards_in(module)
-    values = convert(engine, shards, wanted)
+    with torch.inference_mode(mode=False), torch.no_grad():  # inference tensors have no version
+        values = convert(engine, shards, wanted)
     if wanted.follow:
         _Source(module, wanted.mesh).add(shards, values)
     with _outermost_call(), _shown(module, {id(shards[key]): values[key] for key in values}):
@@ -142,7 +143,8 @@ def _shards_in(module: nn.Module) -> dict[str, Any]:
 @contextmanager
 def _shown(module: nn.Module, values: Mapping[int, Any]) -> Generator[None]:
     """Shows values in the place of parameters, by their id, to hooks of `state_dict` too."""
-    places = [m._parameters for m in module.modules()]
+    modules = (m for m in module.modules() if not isinstance(m, torch.jit.ScriptModule))
+    places = [m._parameters for m in modules]
     shown = [(at, name, at[name]) for at in places for name in at if id(at[name]) in values]
     for at, name, param in shown:
         at[name] = values[id(param)]
@@ -244,7 +246,7 @@ class _Source:
         self.module, self.mesh = weakref.ref(module), mesh
         self.shards: dict[str, Any] = {}
         self.rows: WeakValueDictionary[str, Any] = WeakValueDictionary()
-        self.seen: dict[str, tuple[int, int]] = {}
+        self.seen: dict[str, tuple[Any, int]] = {}
 
     def add(self, shards: Mapping[str, Any], values: Mapping[str, Any]) -> None:
         for shard, row in ((shards[k], v) for k, v in values.items() if isinstance(v, DTensor)):
@@ -253,9 +255,12 @@ class _Source:
             row.__class__ = Rows
             self.seen[name] = self._versions(name)
 
-    def _versions(self, name: str) -> tuple[int, int]:
-        row = self.rows[name]  # writes count at it, or at its local tensor
-        return self.shards[name]._version, row._version + _LOCAL.__get__(row)._version
+    def _versions(self, name: str) -> tuple[Any, int]:
+        row, module = self.rows[name], self.module()  # writes count at it, or at its local tensor
+        engine = None if module is None else record_of(module).engine_ref()
+        home = None if engine is None else engine.home  # fused steps and `p.data.mul_` count here
+        known = id(home), getattr(home, "num_writes", 0), self.shards[name]._version
+        return known, row._version + _LOCAL.__get__(row)._version
 
     def update(self, row: Rows) -> None:
         """Reads all rows again if the weight of this one has changed."""

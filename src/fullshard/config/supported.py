@@ -126,8 +126,9 @@ def _of_run(config: RunConfig) -> Iterator[Problem]:
 def _beside_axes(config: RunConfig) -> Iterator[Problem]:
     """Values that are not supported beside other axes."""
     sharding = config.sharding
-    if sharding.context > 1 and config.teacher is not None:
-        got = f"{sharding.context} beside teacher is not yet supported"
+    is_distilled = config.teacher is not None or config.distill is not None
+    if sharding.context > 1 and is_distilled:
+        got = f"{sharding.context} beside distill or teacher is not yet supported"
         yield Problem("sharding.context", "", got, "Leave it out")
     axes = [name for name in ("tensor", "expert") if getattr(sharding, name) > 1]
     refused = {

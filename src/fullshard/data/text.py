@@ -303,7 +303,12 @@ def _training_rows(
             sizes.append(stream.num_rows(number))
             if not sizes[-1]:
                 raise _too_few(source.files, 0, length)
-    return stream, sizes, [list(one.names) for one in parts]
+    told = [
+        [stream.tokens(number, 0).checksum, *(f"{s.file.name}:{s.start}:{s.stop}" for s in spans)]
+        for number, one in enumerate(parts)
+        for spans in [[span for shard in one.shards for span in shard.spans]]
+    ]
+    return stream, sizes, told
 
 
 # ---- held out -----------------------------------------------------------------------------------
@@ -487,6 +492,12 @@ def _mixture(
     if len(sources) == 1 and not buffer:
         return ()
     places = apportioned(buffer or sum(sizes), [source.weight for source in sources])
+    if buffer and 0 in places:
+        raise ConfigError(
+            f"data.shuffle_buffer: expected enough sequences for a share of every source, got "
+            f"{buffer} and none for {sources[places.index(0)].origin}. Raise it, or the source's "
+            "weight."
+        )
     return tuple(zip([ENDLESS] * len(sizes) if buffer else sizes, places, strict=True))
 
 

@@ -25,7 +25,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -194,10 +194,14 @@ def ensure(
 ) -> TokenFile:
     """The tokens of a shard, from the cache or made now; other processes wait meanwhile."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    with (file.parent / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not _is_made(file):
-            make(file, shard, how, encoder())
+    if not _is_made(file):
+        with ExitStack() as held:
+            # Without it, processes only repeat each other's work: a file appears when it is whole.
+            with suppress(OSError):  # another user's, or a file system without locks
+                lock = held.enter_context((file.parent / ".lock").open("a"))
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            if not _is_made(file):
+                make(file, shard, how, encoder())
     return _read(file)
 
 

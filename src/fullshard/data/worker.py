@@ -25,6 +25,14 @@ from fullshard.launch.signals import STOP_SIGNALS
 
 Request = tuple[bool, int]
 
+# With the rank's path, in whatever folder it runs.
+_PROGRAM = """
+import sys
+sys.path[:] = sys.argv[1:]
+from fullshard.data.worker import serve
+serve()
+"""
+
 
 class Worker:
     """Calls a function in a process of its own, one call ahead.
@@ -36,7 +44,7 @@ class Worker:
     def __init__(self, function: Callable[[Request], Any]) -> None:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # the process inherits it
         try:
-            command = [sys.executable, "-m", "fullshard.data.worker"]
+            command = [sys.executable, "-P", "-c", _PROGRAM, *filter(None, sys.path)]
             self._process: Any = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE
             )
@@ -76,7 +84,7 @@ class Worker:
             self._send(ahead)
         try:
             return pickle.load(self._process.stdout)
-        except EOFError:
+        except (EOFError, pickle.UnpicklingError):  # the latter: killed while it sent an answer
             raise self._ended() from None
 
     def _ended(self) -> DataError:
@@ -94,7 +102,7 @@ def _end(process: Any) -> None:
             pipe.close()
 
 
-def _serve() -> None:
+def serve() -> None:
     """Answers requests until standard input ends."""
     source, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a library prints is no answer
@@ -110,7 +118,3 @@ def _serve() -> None:
             answers.flush()
     except (EOFError, BrokenPipeError):  # the rank has ended
         os._exit(0)
-
-
-if __name__ == "__main__":
-    _serve()

@@ -181,10 +181,10 @@ class GradientNorms:
         if not is_at_hand(wrote):
             return
         wrote[mesh.place(self.transport.rank) % len(wrote)] = self._known() is None
-        wrote = self.all_reduce(wrote, "a clipping")
-        if wrote.any():
+        found = self.all_reduce(wrote, "a clipping").tolist()
+        if any(found):
             self.mark_changed()
-        if (wrote % mesh.replicate).any():
+        if any(count % mesh.replicate for count in found):
             raise EngineError(
                 "clipping: expected the same gradients on all replicas; ranks wrote into theirs "
                 "after backward (p.grad.mul_). Write on every rank or on none."

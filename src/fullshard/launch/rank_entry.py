@@ -28,7 +28,7 @@ from typing import NoReturn
 
 from fullshard.config.environment import LaunchEnvironment, read_launch_environment
 from fullshard.config.values import Strategy
-from fullshard.errors import ConfigError, write_anything
+from fullshard.errors import ConfigError, FullshardError, write_anything
 from fullshard.launch.exit_codes import ExitCode
 from fullshard.launch.failure import LaunchFolder, RankFailure
 from fullshard.launch.signals import SAVE_SIGNALS, handled, raise_preempted
@@ -167,7 +167,10 @@ def _say_unsharded(file: Path) -> None:
     """Says that the launcher's file had no effect."""
     from fullshard.config.load import load_config
 
-    strategy = load_config(file, needs_model=False).config.sharding.strategy
+    try:
+        strategy = load_config(file, needs_model=False).config.sharding.strategy
+    except (FullshardError, OSError):  # it was changed or removed since the launcher read it
+        return
     if strategy is not Strategy.NO_SHARD:
         logging.getLogger("fullshard").warning(
             f"--config_file {file.name}: asks for {strategy}, but the script sharded no model. "

@@ -204,7 +204,8 @@ class Scheduler:
     def enter_backward(self, unit: int) -> list[Event]:
         """Begins the unit's backward: a gradient of one of its outputs has arrived."""
         events: list[Event] = []
-        self._table.pending_uses[unit] -= not self._retains
+        left = self._table.pending_uses[unit] - (not self._retains)
+        self._table.pending_uses[unit] = max(0, left)  # two backwards may enter one use
         self._retire(unit, events)
         self._table.begun.add(unit)
         self._walk(unit, events, backward=True)

@@ -161,7 +161,7 @@ Objective = Callable[[nn.Module, Batch], tuple[torch.Tensor, int]]
 
 def whole_logits_loss(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, int]:
     """The cross-entropy of the next tokens, from the logits of all tokens at once."""
-    return causal_lm_loss(model(**inputs_of(batch), use_cache=False).logits, batch)
+    return _next_token_loss(model(**inputs_of(batch), use_cache=False).logits, shifted_of(batch))
 
 
 class RowBatches:
@@ -257,18 +257,22 @@ def inputs_of(batch: Batch) -> Batch:
     return {name: batch[name] for name in ("input_ids", "position_ids") if name in batch}
 
 
-def causal_lm_loss(logits: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, int]:
+def causal_lm_loss(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, int]:
     """Summed next-token cross-entropy, and the number of label tokens.
 
     Args:
         logits: (batch, length, vocabulary), any float dtype; position t predicts token t + 1.
-        batch: `labels`, (batch, length) token ids; -100 marks tokens that are not predicted.
+        labels: (batch, length) token ids; -100 marks tokens that are not predicted.
 
     Returns:
         The sum in float32 (float64 logits: float64) and the count.
     """
-    targets = shifted_of(batch).reshape(-1)
-    total = cross_entropy(logits.reshape(-1, logits.shape[-1]), targets)
+    return _next_token_loss(logits, shifted_of({"labels": labels}))
+
+
+def _next_token_loss(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """The summed cross-entropy of the tokens that positions predict, and their number."""
+    total = cross_entropy(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1))
     return total, int((targets != IGNORED).sum())
 
 
@@ -295,7 +299,8 @@ def shifted_of(batch: Batch) -> torch.Tensor:
 def blank(batch: Batch) -> Batch:
     """The batch without labels."""
     nothing = torch.full_like(batch["labels"], IGNORED)
-    return {**batch, "labels": nothing, PREDICTED: predicted_of(batch)[:0]}
+    more = {SHIFTED: nothing} if SHIFTED in batch else {}
+    return {**batch, **more, "labels": nothing, PREDICTED: predicted_of(batch)[:0]}
 
 
 def backward_scale(num_tokens: int, num_batches: int, reduction: GradReduction) -> float:

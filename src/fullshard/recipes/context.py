@@ -45,11 +45,17 @@ def check_context(model: Any, config: RunConfig) -> None:
     text = settings.get_text_config()
     kinds = {*(getattr(text, "layer_types", None) or ["full_attention"])} - {"full_attention"}
     others = sorted(kinds) + ["sliding_window"] * bool(getattr(text, "sliding_window", None))
+    rope = getattr(text, "rope_parameters", None) or {}
+    tables = [table for table in (rope, *rope.values()) if isinstance(table, dict)]
+    by_length = {"dynamic", "longrope"} & {table.get("rope_type") for table in tables}
+    others += [f"rope_type {name}, which depends on the length" for name in sorted(by_length)]
     takes = inspect.signature(model.forward).parameters
     if not (model._supports_sdpa and model._supports_attention_backend and "position_ids" in takes):
         others.append("attention of its own")
     if not others and _mixes_tokens(settings):
-        others.append("other layers that read other tokens")
+        others.append(
+            "layers that read other tokens without attention, or with a mask of their own"
+        )
     if others:
         raise ConfigError(
             f"sharding.context: expected a model whose layers attend to all tokens before them by "
@@ -78,28 +84,31 @@ def check_context(model: Any, config: RunConfig) -> None:
 
 
 def _mixes_tokens(config: Any) -> bool:
-    """Whether other layers than attention read other tokens, or ignore positions.
+    """Whether other layers than attention read other tokens, or a layer makes its own mask.
 
     Without attention, a small copy must compute the same for a sequence as for its half.
     """
+    masks: list[Any] = []
+
+    def nothing(
+        _: nn.Module, query: torch.Tensor, __: Any, value: torch.Tensor, *mask: Any, **more: Any
+    ) -> tuple[torch.Tensor, None]:
+        """In place of attention."""
+        masks.extend([*mask[:1], more.get("attention_mask")])
+        rows, heads, tokens, _size = query.shape
+        return value.new_zeros(rows, tokens, heads, value.shape[-1]), None
+
     with torch.random.fork_rng(), torch.no_grad():
         with torch.enable_grad():
             _, model = shrink(config, Limits())
-        _attend_with(model, _nothing, lambda *_, **__: None)
+        _attend_with(model, nothing, lambda *_, **__: None)
         ids = torch.arange(8)[None]
         whole, half = (
             model(input_ids=part, position_ids=part, use_cache=False).logits  # type: ignore[operator]
             for part in (ids, ids[:, 4:])
         )
-    return not torch.allclose(whole[:, 4:], half, rtol=1e-9, atol=1e-12)
-
-
-def _nothing(
-    _: nn.Module, query: torch.Tensor, __: torch.Tensor, value: torch.Tensor, *___: Any, **____: Any
-) -> tuple[torch.Tensor, None]:
-    """In place of attention."""
-    rows, heads, tokens, _size = query.shape
-    return value.new_zeros(rows, tokens, heads, value.shape[-1]), None
+    has_own = any(mask is not None for mask in masks)
+    return has_own or not torch.allclose(whole[:, 4:], half, rtol=1e-9, atol=1e-12)
 
 
 def _attend_with(model: nn.Module, attend: Callable[..., Any], mask: Callable[..., Any]) -> None:
@@ -187,6 +196,11 @@ class DividedAttention:
             raise ConfigError(
                 f"sharding.context: expected plain attention; {type(module).__name__} has "
                 f"{given[0]}. Leave it out."
+            )
+        if self._is_on and attention_mask is not None:
+            raise ConfigError(
+                f"sharding.context: expected plain attention; {type(module).__name__} makes a mask "
+                "of its own. Leave it out."
             )
         if self._is_on:
             self._calls += 1

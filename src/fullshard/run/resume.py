@@ -161,7 +161,10 @@ def own_resume(folder: RunFolder) -> Resume:
         batch = batch and natural(batch)
     if holds_checkpoints(folder.checkpoints):
         return Resume(folder.checkpoints, batch, in_place=True)
-    return replace(first, in_place=True) if first.required else Resume(None, batch, in_place=True)
+    before = first.path and storage_path(first.path)  # elsewhere if checkpoint_dir has changed
+    if first.required or (before and holds_checkpoints(before)):
+        return replace(first, path=before, in_place=True)
+    return Resume(None, batch, in_place=True)
 
 
 def goes_on(resume: Resume, output_dir: Path, num_steps: int) -> bool:

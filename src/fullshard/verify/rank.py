@@ -128,7 +128,7 @@ class _Batches:
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, int]:
         logits = model(input_ids=batch["input_ids"], use_cache=False).logits
-        total, count = causal_lm_loss(logits, batch)
+        total, count = causal_lm_loss(logits, batch["labels"])
         self._training.record.facts["losses"][-1].append(float(total.detach()))
         return total, count
 

@@ -86,7 +86,7 @@ def check_shards(plan: XlaPlan, loss: Callable[[Tree], Any], params: Tree) -> No
         return
     program, found = jax.make_jaxpr(loss)(params).jaxpr, set[int]()
     shards = [{at} if array.block else set[int]() for at, array in enumerate(plan.table.arrays)]
-    combined(program, "gathered_by_fullshard", shards, found)
+    found.update(*combined(program, "gathered_by_fullshard", shards, found))
     for array in [plan.table.arrays[at] for at in sorted(found)]:
         raise ConfigError(
             f"loss_fn: expected {array.name} to be gathered, because the plan has "

@@ -231,7 +231,14 @@ class Step:
         before = state.params, state.opt_state
         update = self._update.trace(trained(self.plan, grads), before, loss, _arrays(extra))
         local = is_local(update.jaxpr.jaxpr)
-        added = {} if local else census(update.lower().compile(compiler_options))
+        added = (
+            {}
+            if local
+            else census(
+                update.lower().compile(compiler_options),
+                num_trips=1,  # of a loop until something has converged
+            )
+        )
         traced = self._traced(state, batch, _arrays(extra), self._given, rng, added=added)
         return traced.lower().compile(compiler_options)
 

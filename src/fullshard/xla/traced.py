@@ -80,7 +80,7 @@ def within(step: Any) -> Iterator[Any]:
 MOVES = (
     *("reshape", "slice", "dynamic_slice", "split", "pad", "transpose", "squeeze"),
     *("expand_dims", "broadcast_in_dim", "copy", "convert_element_type", "concatenate"),
-    "bitcast_convert_type",
+    *("bitcast_convert_type", "stack"),
 )
 # Primitives that combine elements although their operands and results may have one shape
 _COMBINE = (
@@ -92,8 +92,14 @@ _COMBINE = (
 def is_elementwise(step: Any) -> bool:
     """Whether each element of the results is computed from one element of each operand."""
     shapes = {var.aval.shape for var in step.outvars}
+    if step.primitive.name in _COMBINE or len(shapes) != 1:
+        return False
+    (out,) = shapes
     given = {var.aval.shape for var in step.invars} - {()}
-    return step.primitive.name not in _COMBINE and len(shapes) == 1 and given <= shapes
+    return all(
+        len(one) == len(out) and all(n in (1, m) for n, m in zip(one, out, strict=True))
+        for one in given
+    )
 
 
 def is_local(program: Any) -> bool:
@@ -102,6 +108,9 @@ def is_local(program: Any) -> bool:
         all(map(is_local, inner)) if (inner := list(within(step))) else is_elementwise(step)
         for step in program.eqns
     )
+
+
+_ALSO_MOVES = ("gather", "rev", "dynamic_update_slice", "scatter", "optimization_barrier")
 
 
 def combined(program: Any, gather: str, sources: Sequence[set[int]], found: set[int]) -> list[Any]:
@@ -123,12 +132,26 @@ def combined(program: Any, gather: str, sources: Sequence[set[int]], found: set[
         if not read or any(one.debug_info.func_name == gather for one in inner):
             continue
         if inner:  # its inputs are the last of the step's
-            calls = [combined(one, gather, given[-len(one.invars) :], found) for one in inner]
-            outs = [set[int]().union(*one) for one in zip_longest(*calls, fillvalue=())]
-        elif step.primitive.name in (*MOVES, "gather", "rev") or is_elementwise(step):
+            outs = _through(step, inner, given, (gather, found))
+        elif step.primitive.name in (*MOVES, *_ALSO_MOVES) or is_elementwise(step):
             outs = [read] * len(step.outvars)
         else:
             found |= read
             continue
         known |= {id(var): made_of for var, made_of in zip(step.outvars, outs, strict=False)}
     return [known.get(id(var), ()) for var in program.outvars]
+
+
+def _through(
+    step: Any, inner: Sequence[Any], given: list[set[int]], how: tuple[str, set[int]]
+) -> list[set[int]]:
+    """What the results of a step that calls programs are made of."""
+    first = step.params.get("num_consts", 0) if step.primitive.name == "scan" else 0
+    while True:
+        calls = [combined(one, how[0], given[-len(one.invars) :], how[1]) for one in inner]
+        outs = [set[int]().union(*one) for one in zip_longest(*calls, fillvalue=())]
+        before = [*given]
+        for at in range(step.params.get("num_carry", 0) if step.primitive.name == "scan" else 0):
+            given[first + at] = given[first + at] | outs[at]  # the next turn's
+        if given == before:
+            return outs

@@ -18,7 +18,7 @@ DISTRIBUTIONS = {
 }
 # Rivals: imported where they are installed, never required.
 OPTIONAL = {"deepspeed", "megatron_fsdp"}
-EXTRAS = ("hf", "data", "jax", "lightning", "lora", "trainer")
+EXTRAS = ("hf", "data", "jax", "lightning", "lora", "stores", "trainer")
 
 
 def _name(requirement):

@@ -69,7 +69,7 @@ def test_no_worker_outlives_a_rank_that_is_killed():
         [sys.executable, "-c", RANK], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as rank:
         worker = int(rank.stdout.readline())
-        assert state(worker) in ("S", "R")
+        assert state(worker) not in (None, "Z")
         rank.kill()
     while state(worker) not in (None, "Z"):  # the test's time-out is its limit
         pass

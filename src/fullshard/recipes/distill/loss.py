@@ -132,7 +132,13 @@ def check_facts(folder: Path, facts: DatasetFacts) -> None:
 
 
 def _told(facts: DatasetFacts) -> dict[str, Any]:
-    names = ("sequence_length", "num_train_sequences", "num_train_tokens", "vocab_size")
+    names = (
+        "sequence_length",
+        "num_train_sequences",
+        "num_train_tokens",
+        "vocab_size",
+        "separator",
+    )
     names = (*names, *(("fingerprint",) if facts.fingerprint else ()))
     return {name: getattr(facts, name) for name in names}
 

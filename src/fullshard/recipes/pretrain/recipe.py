@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 
 from fullshard.config.schema import RunConfig
@@ -21,22 +22,25 @@ def build(
     config: RunConfig, model_config: PretrainedConfig, data: RowBatches, seat: Seat, _: Path
 ) -> nn.Module:
     """Builds the sharded model and sets the objective of the batches. A collective."""
-    model, data.objective = sharded(config, model_config, seat)
+    model, data.objective = sharded(config, model_config, seat.device, seat)
     return model
 
 
 def sharded(
-    config: RunConfig, model_config: PretrainedConfig, seat: Seat
+    config: RunConfig,
+    model_config: PretrainedConfig,
+    device: torch.device,
+    seat: Seat | None = None,
 ) -> tuple[nn.Module, Objective]:
     """The sharded model and its loss, which its head computes if it can. A collective."""
 
     def before(model: nn.Module) -> None:
-        if config.sharding.context > 1:
+        if seat is not None and config.sharding.context > 1:
             DividedAttention(model, seat)
         if not whole_logits(model, config):
             Head(model)
 
-    model = build_sharded(config, model_config, seat.device, before)
+    model = build_sharded(config, model_config, device, before)
     objective, attention = whole_logits_loss, DividedAttention.of(model)
     if not whole_logits(model, config):
         objective = next_token(Head.of(model), config.training.loss_chunk_size)
