@@ -67,6 +67,23 @@ def test_the_path_of_a_store_is_its_url_also_after_pathlib_joined_its_slashes():
     assert type(storage_path("runs/a")) is type(Path())
 
 
+def test_names_with_brackets_remove_nothing_else(memory):
+    model, optimizer = model_and_optimizer()
+    for sweep in ("run1", "run[12]"):
+        fs.save(f"{memory}/{sweep}", model, optimizer, step=1)
+    storage.remove_tree(storage_path(f"{memory}/run[12]/step-00000001"))
+    assert [found.step for found in checkpoints_in(storage_path(f"{memory}/run1"))] == [1]
+    assert checkpoints_in(storage_path(f"{memory}/run[12]")) == []
+
+
+def test_an_export_into_a_store_is_refused(fullshard, memory, tmp_path):
+    model, optimizer = model_and_optimizer()
+    fs.save(tmp_path, model, optimizer, step=1)
+    done = fullshard("ckpt", "export", str(tmp_path), memory)
+    assert done.exit_code == 7
+    assert "FOLDER: expected a local folder, got 'memory://" in done.err
+
+
 def test_save_load_retain_and_the_commands_work_in_memory(fullshard, memory, tmp_path):
     model, optimizer = model_and_optimizer()
     for step in (1, 2, 3):
@@ -366,7 +383,7 @@ def test_an_unfinished_save_is_skipped_named_and_removed(fullshard, tmp_path):
     model, optimizer = model_and_optimizer()
     url = url_of(tmp_path)
     fs.save(url, model, optimizer, step=1)
-    left = tmp_path / "step-00000002" / "files-3f2a"
+    left = tmp_path / "step-00000002" / "files-3f2a3f2a3f2a"
     left.mkdir(parents=True)
     (left / "model-00000.safetensors").write_bytes(b"half")
     assert fs.load(url, model, optimizer)["step"] == 1

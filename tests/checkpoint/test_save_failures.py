@@ -437,3 +437,36 @@ def test_a_reader_whose_checkpoint_is_removed_by_the_run_says_so(tmp_path):
     found = newest_complete(tmp_path)
     with pytest.raises(CheckpointError, match="to stay while it is read; it was removed"):
         find_damage(found, lambda _: remove(checkpoints_in(tmp_path)))
+
+
+def test_folders_of_a_user_named_like_those_of_a_store_are_not_touched(tmp_path):
+    for name in ("files-2024", "notes-2024"):
+        (tmp_path / "mine" / name).mkdir(parents=True)
+        (tmp_path / "mine" / name / "thesis.txt").write_text("x")
+    model, optimizer = model_and_optimizer()
+    with pytest.raises(CheckpointError, match="it holds files-2024"):
+        fs.save(tmp_path / "mine", model, optimizer)
+    assert len(list((tmp_path / "mine").rglob("thesis.txt"))) == 2
+
+
+ENDS = """
+import sys, threading
+import torch
+import fullshard as fs
+from fullshard import saving
+real, main_ended = saving.write_tensors, threading.Event()
+def slow(*arguments):
+    main_ended.wait()
+    return real(*arguments)
+saving.write_tensors = slow
+model = fs.shard(torch.nn.Linear(4, 4))
+fs.save(sys.argv[1], model, step=1, wait=False)
+threading._register_atexit(main_ended.set)
+"""
+
+
+def test_a_background_save_is_completed_when_the_script_ends(tmp_path):
+    words = [sys.executable, "-c", ENDS, str(tmp_path)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    assert [found.step for found in checkpoints_in(tmp_path)] == [1]

@@ -166,20 +166,20 @@ def test_full_state_dicts_of_an_fsdp1_model(ranks):
 # ---- state dicts that are kept
 
 
-def kept_run():
+def kept_run(**settings):
     """A model of FSDP2 that has stepped after its state dict was taken."""
     torch.manual_seed(0)
     model = ToyModel()
     fully_shard(model.net1)
     fully_shard(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, **settings)
     state = model.state_dict()
     step(model, optimizer)
     return model, optimizer, state
 
 
-def kept_state_follows(folder):
-    model, optimizer, state = kept_run()
+def kept_state_follows(folder, kernel):
+    model, optimizer, state = kept_run(**{kernel: True})
     before = {name: value.full_tensor() for name, value in state.items()}
     step(model, optimizer)
     pickled, copied = pickle.loads(pickle.dumps(state)), copy.deepcopy(state)
@@ -209,8 +209,9 @@ def kept_state_follows(folder):
         assert torch.equal(state[name].full_tensor(), param.full_tensor()), name
 
 
-def test_a_kept_state_dict_follows_the_weights_as_torchs_do(ranks, tmp_path):
-    ranks(2)(kept_state_follows, tmp_path)
+@pytest.mark.parametrize("kernel", ["foreach", "fused"])  # a fused step counts no version
+def test_a_kept_state_dict_follows_the_weights_as_torchs_do(ranks, tmp_path, kernel):
+    ranks(2)(kept_state_follows, tmp_path, kernel)
 
 
 def written_and_not_loaded():

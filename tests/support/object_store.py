@@ -9,6 +9,7 @@ Processes find it through the entry point in `support/plugins`, as they would fi
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -113,7 +114,10 @@ class ObjectStore(AbstractFileSystem):
     def cat_file(self, path: str, start: Any = None, end: Any = None, **_: Any) -> bytes:
         path = self._strip_protocol(path)
         _ask("get", path)
-        return Path(path).read_bytes()[start:end]
+        data = Path(path).read_bytes()
+        if start is not None and start >= len(data):
+            raise OSError(errno.EINVAL, "The requested range is not satisfiable")  # as S3 answers
+        return data[start:end]
 
     def rm_file(self, path: str) -> None:
         path = self._strip_protocol(path)
