@@ -268,3 +268,42 @@ def fused_weights():
 
 def test_hooks_of_a_state_dict_see_the_values_that_torchs_see(ranks):
     ranks(2)(fused_weights)
+
+
+def pre_hooks_write_first(facade):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    params = dict(model.named_parameters()) if facade == "fsdp2" else {}
+    model = fully_shard(model) if facade == "fsdp2" else FSDP(model)
+    params = params or dict(model.named_parameters())
+
+    def swap(*_):
+        with torch.no_grad():
+            for param in model.parameters():
+                param.data.zero_()
+
+    model(torch.ones(1, 4)).sum().backward()
+    model.register_state_dict_pre_hook(swap)
+    with torch.inference_mode():  # an evaluation that saves
+        state = model.state_dict()
+    assert len(state) == len(params) == 4
+    for value in state.values():
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        assert not whole.any()
+
+
+@pytest.mark.parametrize("facade", ["fsdp1", "fsdp2"])
+def test_a_pre_hook_writes_before_the_values_are_taken(ranks, facade):
+    ranks(2)(pre_hooks_write_first, facade)
+
+
+def a_script_module_beside_layers():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.jit.script is deprecated
+        model = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.ReLU()))
+    state = fully_shard(model).state_dict()
+    assert list(state) == ["0.weight", "0.bias"]
+
+
+def test_a_script_module_is_no_obstacle(ranks):
+    ranks(2)(a_script_module_beside_layers)

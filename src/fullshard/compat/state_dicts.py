@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
@@ -115,13 +115,21 @@ def state_dict(
     if _busy:
         return inner(*args, **kwargs)
     engine = engine_for(module)
-    shards = {} if engine.unsharded else _shards_in(module)
-    with torch.inference_mode(mode=False), torch.no_grad():  # inference tensors have no version
-        values = convert(engine, shards, wanted)
-    if wanted.follow:
-        _Source(module, wanted.mesh).add(shards, values)
-    with _outermost_call(), _shown(module, {id(shards[key]): values[key] for key in values}):
-        result = inner(*args, **kwargs)
+    with _outermost_call(), ExitStack() as shown:
+
+        def take(*_: Any) -> None:
+            shards = {} if engine.unsharded else _shards_in(module)
+            with torch.inference_mode(mode=False), torch.no_grad():  # rows count their versions
+                values = convert(engine, shards, wanted)
+            if wanted.follow:
+                _Source(module, wanted.mesh).add(shards, values)
+            shown.enter_context(_shown(module, {id(shards[key]): values[key] for key in values}))
+
+        handle = module.register_state_dict_pre_hook(take)  # after the user's, which may write
+        try:
+            result = inner(*args, **kwargs)
+        finally:
+            handle.remove()
     if engine.unsharded:
         return result
     if wanted.rank0_only and own_rank() != 0:
