@@ -251,7 +251,8 @@ def _load(
     problems += [problem for layer in layers for problem in layer.problems]
     problems += map(index.locate, _set_implied(merged))
     is_without_model = False
-    if merged.get("model") is None and merged.get("student") is None:
+    if not any(_given(merged.get(name)) for name in ("model", "student")):
+        merged.pop("student", None)
         if merged.get("teacher"):  # a student starts as its teacher, or as part of it
             merged["model"] = merged["teacher"]
         elif not needs_model:
@@ -271,6 +272,12 @@ def _load(
         config = config.model_copy(update={"model": ModelConfig.model_construct()})
         values_from["model.name_or_path"] = Origin(OriginKind.MISSING)
     return Resolved(config, values_from, index, tuple(notes), dialects, job)
+
+
+def _given(section: object) -> bool:
+    """Whether a section has a value; one that was written for a missing model has defaults."""
+    is_section = isinstance(section, dict)
+    return any(dict[str, object](section).values()) if is_section else section is not None
 
 
 def _replaced_names(given: Iterable[str]) -> list[str]:

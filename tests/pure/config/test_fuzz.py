@@ -71,7 +71,19 @@ def test_any_file_is_read_or_refused_by_a_typed_error(tmp_path_factory, text):
     except ConfigError:
         return
     path.write_text(resolved.to_yaml(), encoding="utf-8")
-    assert load_config(path).config == resolved.config  # what was read survives being written
+    again = load_config(path, needs_model=not resolved.is_without_model)
+    assert again.config == resolved.config  # what was read survives being written
+
+
+@pytest.mark.parametrize("model", ["", "model:\n", "model: {name_or_path: null}\n", "student:\n"])
+def test_a_configuration_without_a_model_survives_being_written(tmp_path, model):
+    path = tmp_path / "train.yaml"
+    path.write_text(f"training: {{seed: 1}}\n{model}")
+    resolved = load_config(path, needs_model=False)
+    path.write_text(resolved.to_yaml())
+    assert load_config(path, needs_model=False).config == resolved.config
+    with pytest.raises(ConfigError, match="model: expected one of name_or_path and config"):
+        load_config(path)
 
 
 @pytest.mark.parametrize(
