@@ -28,7 +28,7 @@ EXEMPT = ("src/fullshard/compat/",)
 # Packages that share a budget are joined by " + ".
 BUDGETS = {
     "bench": 1_783,
-    "config": 3_772,
+    "config": 3_771,
     "cli": 1_956,
     "engine + transport": 7_472,
     "planner + outlook": 4_390,
@@ -37,7 +37,7 @@ BUDGETS = {
     "compat + integrations": 2_897,
     "xla + jax + xla_state": 2_581,
     "checkpoint + formats": 2_716,
-    "in all": 40_939,
+    "in all": 40_938,
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -274,10 +274,9 @@ def _load(
     return Resolved(config, values_from, index, tuple(notes), dialects, job)
 
 
-def _given(section: object) -> bool:
+def _given(section: Any) -> bool:
     """Whether a section has a value; one that was written for a missing model has defaults."""
-    is_section = isinstance(section, dict)
-    return any(dict[str, object](section).values()) if is_section else section is not None
+    return any(section.values()) if hasattr(section, "values") else section is not None
 
 
 def _replaced_names(given: Iterable[str]) -> list[str]:
