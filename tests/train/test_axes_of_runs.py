@@ -31,6 +31,11 @@ MIXTURE = {
 ROOT = Path(__file__).parents[2]
 MISTRAL = {"model_type": "mistral", "num_key_value_heads": 2, "sliding_window": 8}
 FALCON_H1 = {"model_type": "falcon_h1", "num_key_value_heads": 2}  # attention beside a Mamba
+DOGE = {"model_type": "doge", "num_key_value_heads": 2, "keep_window_size": 4}
+BY_LENGTH = {
+    **LLAMA,
+    "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
+}
 GPT_NEO = {"model_type": "gpt_neo", "num_layers": 2, "attention_types": [[["global"], 2]]}
 SIZES = {
     "hidden_size": 32,
@@ -199,6 +204,8 @@ def test_conversations_of_different_lengths_train_as_in_one_process(runs, tmp_pa
             "layers that read other tokens without",
             marks=pytest.mark.slow,
         ),
+        (BY_LENGTH, 2, ["context=2"], "LlamaForCausalLM with rope_type dynamic, which depends"),
+        (DOGE, 2, ["context=2"], "DogeForCausalLM with layers that read other tokens without"),
         (LLAMA, 2, ["context=2", "backend=jax"], "context: 2 is not yet supported. Use shard"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

@@ -44,7 +44,7 @@ class RankResults(Watcher):
     """What one rank computed, recorded as the loop's watcher.
 
     Attributes:
-        tensors: This rank's pieces: `STEP/gradient/NAME` (clipped), `STEP/parameter/NAME`, and
+        tensors: Pieces of this rank: `STEP/gradient/NAME` (clipped), `STEP/parameter/NAME`, and
             `MODEL/at/NAME`, the positions of its elements in the trained (0) or loaded (1) model.
         facts: Everything else, as JSON values.
     """
