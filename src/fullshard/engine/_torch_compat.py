@@ -26,6 +26,8 @@ foreach_add: Callable[..., Any] = torch._foreach_add_  # pyright: ignore[reportP
 # How many tensors and storage objects share a storage.
 storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count
 
+GRAD: Any = torch.Tensor.grad  # the slot of `.grad`, for tensors that show another one
+
 # Turns __torch_function__ of tensor subclasses off for a block (public as
 # torch._C.DisableTorchFunctionSubclass since 2.0; there is no name outside torch._C).
 no_guard = torch._C.DisableTorchFunctionSubclass
@@ -73,6 +75,11 @@ def is_tracing() -> bool:
     """Whether torch.jit.trace, make_fx or torch.export records what runs."""
     proxy = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
     return proxy is not None or torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
+
+
+def is_in_compiler() -> bool:
+    """Whether torch.compile makes code on this thread, which looks at all tensors' attributes."""
+    return torch._guards.TracingContext.try_get() is not None  # pyright: ignore
 
 
 def is_profiling() -> bool:

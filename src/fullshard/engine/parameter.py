@@ -24,7 +24,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from fullshard.engine._torch_compat import call_outside_compile, no_guard, storage_use_count
+from fullshard.engine._torch_compat import (
+    GRAD,
+    call_outside_compile,
+    is_in_compiler,
+    no_guard,
+    storage_use_count,
+)
 from fullshard.engine.guard import Rule, is_alias, misfit, norm_order, refusal, rule_of, written_by
 from fullshard.engine.norms import TOLD_BY_SQUARES, by_model, norms_of
 from fullshard.engine.record import ShardRecord
@@ -251,6 +257,21 @@ class PlacedParameter(Guarded, torch.Tensor):
     register_post_accumulate_grad_hook = ShardedParameter.register_post_accumulate_grad_hook
 
 
+class Computed(nn.Parameter):
+    """The full parameter that forward sees. Writes into its `.data` are detected.
+
+    torch's `.data` has a separate version counter, which `Unit.check_writes` would miss. Its
+    `.grad` is that of the shard, except in the compiler, which would compare their shapes.
+    """
+
+    __slots__ = ("member",)
+    data = property(torch.Tensor.detach, torch.Tensor.data.__set__)  # type: ignore[assignment]
+    grad = property(  # type: ignore[assignment]
+        lambda self: GRAD.__get__(self) if is_in_compiler() else self.member().param.grad,
+        lambda self, value: setattr(self.member().param, "grad", value),
+    )
+
+
 def _find_shard(values: Any) -> Any:
     return next(_shards(values), None)
 
@@ -428,6 +449,7 @@ def _make(func: Any, name: str, like: Any, args: Any, kwargs: dict[str, Any]) ->
 def _assign(_func: Any, _name: str, _like: Any, args: Any, _kwargs: dict[str, Any]) -> None:
     """p.grad = x: a plain tensor becomes a ShardedGradient with global norms."""
     param, value = args if len(args) > 1 else (*args, None)  # del p.grad
+    param.record.norms.check_read(param.record.piece.name)
     with no_guard():
         before = param.grad
         if isinstance(before, PendingGradient) and value is not before:

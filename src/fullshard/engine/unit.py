@@ -28,7 +28,7 @@ from torch.autograd.graph import get_gradient_edge
 from fullshard.engine._torch_compat import local_tensor, no_guard, plain, set_versions, will_execute
 from fullshard.engine.cuts import Cut
 from fullshard.engine.homes import DeviceHomes
-from fullshard.engine.parameter import Guarded, ShardedGradient, ShardedParameter
+from fullshard.engine.parameter import Computed, Guarded, ShardedGradient, ShardedParameter
 from fullshard.errors import EngineError
 from fullshard.planner.layout import FlatLayout, Slice
 from fullshard.planner.units import DtypeContract, GroupPlan, UnitPlan
@@ -40,15 +40,6 @@ if TYPE_CHECKING:
 LARGE_NUMEL = 16_384
 SENT_BYTES = 8 << 20  # size of the message buffer that gathers a parameter
 T = TypeVar("T")
-
-
-class Computed(nn.Parameter):
-    """The full parameter that forward sees. Writes into its `.data` are detected.
-
-    torch's `.data` has a separate version counter, which `Unit.check_writes` would miss.
-    """
-
-    data = property(torch.Tensor.detach, torch.Tensor.data.__set__)  # type: ignore[assignment]
 
 
 @dataclass(eq=False)
@@ -91,6 +82,8 @@ class Member:
         if self.cut is not None:
             compute = self.cut.show(view.new_empty(1).expand(view.shape))
         self.compute = Computed(compute, requires_grad=trainable)
+        if isinstance(self.compute, Computed):  # no DTensor
+            self.compute.member = weakref.ref(self)
         self.tensors()[-1].data = view
         if trainable:
             self.node = get_gradient_edge(self.compute).node
