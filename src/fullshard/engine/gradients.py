@@ -122,8 +122,9 @@ class Gradients:
         self.norms.mark_changed()
         nothing, total = [], 0
         for unit in units:
-            for member in unit.trained_members:
-                member.expected = is_reached(member)
+            with no_guard():
+                for member in unit.trained_members:
+                    member.expected = is_reached(member)
             unit.num_expected = sum(member.expected for member in unit.trained_members)
             total += unit.num_expected
             if unit.num_expected == 0:

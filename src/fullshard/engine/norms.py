@@ -284,7 +284,7 @@ class GradientNorms:
         if is_at_hand(vector):
             wrong = _differing(head, said, maximum=maximum)
             if wrong is not None:
-                found = wrong and _table(self.transport, said[wrong], int(head[0]))
+                found = wrong and _table(self.transport, said[wrong])
                 raise _refusal(asked, wrong, found)
         elif not maximum:
             self._compare_later(head, asked, said)
@@ -430,9 +430,9 @@ def _differing(head: torch.Tensor, said: Mapping[str, int], *, maximum: bool) ->
     return None
 
 
-def _table(transport: Transport, number: int, num_ranks: int) -> str:
+def _table(transport: Transport, number: int) -> str:
     """The ranks of each count. A collective, after all ranks have found a difference."""
-    table = torch.zeros(num_ranks, dtype=torch.float64)
+    table = torch.zeros(transport.axes.mesh.world_size, dtype=torch.float64)
     table[transport.rank] = number
     transport.all_reduce(table)
     counts = [int(count) for count in table.tolist()]

@@ -27,9 +27,11 @@ from torch import nn
 from fullshard.engine._torch_compat import (
     GRAD,
     call_outside_compile,
+    graph_task_id,
     is_in_compiler,
     no_guard,
     storage_use_count,
+    tree_leaves,
 )
 from fullshard.engine.guard import Rule, is_alias, misfit, norm_order, refusal, rule_of, written_by
 from fullshard.engine.norms import TOLD_BY_SQUARES, by_model, norms_of
@@ -260,16 +262,44 @@ class PlacedParameter(Guarded, torch.Tensor):
 class Computed(nn.Parameter):
     """The full parameter that forward sees. Writes into its `.data` are detected.
 
-    torch's `.data` has a separate version counter, which `Unit.check_writes` would miss. Its
-    `.grad` is that of the shard, except in the compiler, which would compare their shapes.
+    torch's `.data` has a separate version counter, which `Unit.check_writes` would miss. In a
+    forward `.grad` is that of the shard. Autograd and the compiler have their own.
     """
 
     __slots__ = ("member",)
     data = property(torch.Tensor.detach, torch.Tensor.data.__set__)  # type: ignore[assignment]
+
     grad = property(  # type: ignore[assignment]
-        lambda self: GRAD.__get__(self) if is_in_compiler() else self.member().param.grad,
+        lambda self: GRAD.__get__(self) if _is_own_gradient() else self.member().param.grad,
         lambda self, value: setattr(self.member().param, "grad", value),
     )
+
+
+def _is_own_gradient() -> bool:
+    return graph_task_id() != -1 or is_in_compiler()
+
+
+class Released(Computed):
+    """A compute parameter while its slot may contain another unit. It has no values to read.
+
+    Only a parameter that somebody kept is seen then: in a list that a hook fills, or in a cache.
+    """
+
+    __slots__ = ()
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        rule, name = rule_of(func)
+        if rule not in (Rule.PLAIN, Rule.ASSIGN) and name != "__repr__":
+            kept = next(x for x in tree_leaves((args, kwargs)) if isinstance(x, cls)).member()
+            raise ShardedTensorError(
+                f"{name} of {clean_name(kept.piece.name)!r}, kept from its unit's forward: "
+                f"expected a use inside {kept.group.unit.plan.title}, whose slot is reused "
+                "after it. Keep a copy (weight.clone()), compute penalties in the hook that "
+                "sees the weight, or read the model's own parameter (p.full_tensor())."
+            )
+        with no_guard():
+            return func(*args, **(kwargs or {}))
 
 
 def _find_shard(values: Any) -> Any:
