@@ -77,11 +77,6 @@ def is_tracing() -> bool:
     return proxy is not None or torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
 
 
-def is_in_compiler() -> bool:
-    """Whether torch.compile makes code on this thread, which looks at all tensors' attributes."""
-    return torch._guards.TracingContext.try_get() is not None  # pyright: ignore
-
-
 def is_profiling() -> bool:
     """Whether a profiler of torch's listens."""
     return torch._C._autograd._profiler_enabled()  # type: ignore[attr-defined]
@@ -150,6 +145,13 @@ def storage_key(tensor: torch.Tensor) -> int:
 # Identity of the backward that runs on this thread; -1 outside of one. Called in the hot path,
 # hence no function of our own around it (the same holds for the next two).
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
+
+
+def is_apart() -> bool:
+    """Whether a backward runs, or the compiler, which looks at all attributes of tensors."""
+    is_compiling = torch._guards.TracingContext.try_get() is not None  # pyright: ignore
+    return is_compiling or graph_task_id() != -1
+
 
 # Whether the running backward keeps its graph (retain_graph=True).
 keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph  # type: ignore[attr-defined]

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from fullshard.engine.record import ShardRecord
 
 
+Memory = Sequence[tuple[Mesh, torch.Tensor]]  # buffers, each with its mesh
 _FINITE = {"isnan": False, "isinf": False, "isfinite": True}  # their results for finite numbers
 _SQUARED = {"square": (), "pow": (2,), "__pow__": (2,)}  # with these further arguments
 TOLD_BY_SQUARES = {*_FINITE, *_SQUARED}  # functions of a gradient
@@ -103,15 +104,10 @@ class GradientNorms:
         self._earlier: tuple[torch.Tensor, str, dict[str, int], Any] | None = None
         self._squares: torch.Tensor | None = None
         self._shown: dict[int, Any] = {}  # ids of the cached gradients
-        self._memory: Sequence[tuple[Mesh, torch.Tensor]] = ()  # memory of these gradients
+        self._memory: Memory = ()  # of these gradients
         self._versions: list[int] = []  # of that memory, when the norms were computed
 
-    def keep(
-        self,
-        squares: torch.Tensor,
-        shown: dict[int, Any],
-        memory: Sequence[tuple[Mesh, torch.Tensor]],
-    ) -> None:
+    def keep(self, squares: torch.Tensor, shown: dict[int, Any], memory: Memory) -> None:
         """Cache the squared norms of this backward's gradients.
 
         Args:

@@ -27,8 +27,7 @@ from torch import nn
 from fullshard.engine._torch_compat import (
     GRAD,
     call_outside_compile,
-    graph_task_id,
-    is_in_compiler,
+    is_apart,
     no_guard,
     storage_use_count,
     tree_leaves,
@@ -270,13 +269,9 @@ class Computed(nn.Parameter):
     data = property(torch.Tensor.detach, torch.Tensor.data.__set__)  # type: ignore[assignment]
 
     grad = property(  # type: ignore[assignment]
-        lambda self: GRAD.__get__(self) if _is_own_gradient() else self.member().param.grad,
+        lambda self: GRAD.__get__(self) if is_apart() else self.member().param.grad,
         lambda self, value: setattr(self.member().param, "grad", value),
     )
-
-
-def _is_own_gradient() -> bool:
-    return graph_task_id() != -1 or is_in_compiler()
 
 
 class Released(Computed):

@@ -28,19 +28,14 @@ from torch.autograd.graph import get_gradient_edge
 from fullshard.engine._torch_compat import local_tensor, no_guard, plain, set_versions, will_execute
 from fullshard.engine.cuts import Cut
 from fullshard.engine.homes import DeviceHomes
-from fullshard.engine.parameter import (
-    Computed,
-    Guarded,
-    Released,
-    ShardedGradient,
-    ShardedParameter,
-)
+from fullshard.engine.parameter import Computed, Guarded, Released, ShardedGradient
 from fullshard.errors import EngineError
 from fullshard.planner.layout import FlatLayout, Slice
 from fullshard.planner.units import DtypeContract, GroupPlan, UnitPlan
 from fullshard.transport.base import Fetch, Reduction, Transport, torch_dtype
 
 if TYPE_CHECKING:
+    from fullshard.engine.parameter import ShardedParameter
     from fullshard.engine.placing import Rings
 
 LARGE_NUMEL = 16_384
