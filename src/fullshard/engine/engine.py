@@ -540,7 +540,8 @@ class Inventory:
             first = cast("ShardedParameter", param).record.piece.name
             raise EngineError(
                 f"{name}: expected the parameters where fs.shard found them; {first} was put in "
-                "here, too, where the forward would see a shard. Tie parameters before fs.shard."
+                "here, too, where forward would see a shard. Tie parameters before fs.shard. If "
+                "ignore names one, it must name all its places."
             )
         if id(param) in self._left_out or isinstance(param, ShardedParameter):
             return

@@ -285,7 +285,7 @@ class Released(Computed):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         rule, name = rule_of(func)
-        if rule not in (Rule.PLAIN, Rule.ASSIGN) and name != "__repr__":
+        if rule not in (Rule.PLAIN, Rule.ASSIGN) and name not in ("__repr__", "data_ptr"):
             kept = next(x for x in tree_leaves((args, kwargs)) if isinstance(x, cls)).member()
             raise ShardedTensorError(
                 f"{name} of {clean_name(kept.piece.name)!r}, kept from its unit's forward: "
