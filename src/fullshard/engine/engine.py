@@ -340,6 +340,7 @@ class Engine:
             unit.unbind()
         self.rings = self._bind(self.rings.give(plan.rings))
         self.runtime.scheduler = plan.scheduler()
+        self.runtime.actions.filling.clear()  # units may have other slots
 
     # ---- outside of training
 

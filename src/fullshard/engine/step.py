@@ -505,7 +505,7 @@ class Actions:
         self._units, self._poison, self._counts = units, poison, gradients.norms.counts
         self._mesh = gradients.transport.axes.mesh
         self._titles = [*(f" {unit.plan.title}" for unit in units), ""]  # the last one for unit -1
-        self._filling: dict[Any, Unit] = {}  # the unit whose gather was last issued into a slot
+        self.filling: dict[Any, Unit] = {}  # the unit whose gather was last issued into a slot
         self._of: dict[EventKind, Callable[[Event], None]] = {
             EventKind.PUBLISH: lambda _: gradients.transport.home.publish(),
             EventKind.GATHER: self._gather,
@@ -562,11 +562,11 @@ class Actions:
         for group in unit.groups:
             if group.plan.slot is not None:
                 key = (group.plan.slot.ring, group.plan.slot.index)
-                previous = self._filling.get(key)
+                previous = self.filling.get(key)
                 if previous is not None:
                     previous.wait()  # prefetched and never entered
                     previous.versions.mark(is_open=False)
-                self._filling[key] = unit
+                self.filling[key] = unit
         unit.start_gather()
         if unit.gathered and (unit.plan.mesh.replicate == 1 or unit.plan.mesh == self._mesh):
             kind = Count.GATHERS if unit.plan.mesh.replicate == 1 else Count.REPLICAS
