@@ -63,6 +63,21 @@ def test_an_order_is_not_learned_while_a_graph_waits_for_its_backward():
     assert_parity(BUILDS["backwards"], two_graphs, {"transport": "direct"}, kinds=("sgd",))
 
 
+@on_ranks(2)
+def test_units_that_get_other_slots_with_the_learned_order_stay_open_in_their_forward():
+    """The first step leaves a block out; later ones call them all."""
+
+    def work(model, step, rank):
+        order = (1, 3, 0) if step == 0 else (2, 3, 0, 1)
+        loss = mean_square(model(**vectors(step, rank), order=order))
+        loss.backward()
+        return loss.detach()
+
+    settings = {"strategy": "shard_grad_op", "transport": "direct", "wrap": ("Block", "Linear")}
+    settings |= {"forward_prefetch": 2, "backward_prefetch": 2}
+    assert_parity(chain, work, settings, kinds=("sgd",))
+
+
 # ---- another order in every step -----------------------------------------------------------------
 
 
