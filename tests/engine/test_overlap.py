@@ -1,4 +1,4 @@
-"""Copies of offloaded state run beside compute: streams played on a CPU, with given times."""
+"""Copies and collectives run beside compute: streams played on a CPU, with given times."""
 
 import pytest
 import torch
@@ -74,3 +74,60 @@ def test_copies_between_host_and_device_hide_behind_compute(settings, num_batche
     assert 0.95 * times * shard < copying < 1.05 * times * shard  # the last block is kept
     hidden = 1 - (with_copies - without) / copying
     assert hidden >= HIDDEN, f"{hidden:.3f} of {copying} bytes are hidden"
+
+
+# ---- collectives
+
+MESHES = {
+    "gather": ({"shard": 4}, 3 / 4),
+    "reduce": ({"shard": 4}, 5 / 4),  # reads all, writes a part
+    "replicate": ({"shard": 2, "replicate": 2, "strategy": "hybrid_shard"}, 1 / 2),
+    "replicate, no_shard": ({"replicate": 4, "strategy": "no_shard"}, 1),
+}
+
+
+class OnWire:
+    """What operations take: products a constant, collectives of one kind their bytes."""
+
+    def __init__(self, kind, compute):
+        self._kind, self._compute, self.on_wire = kind, compute, 0
+        self.played = Played(self)
+
+    def __call__(self, name, tensors, crosses):
+        if name in ("mm", "addmm"):
+            return self._compute
+        takes = tensors[0].nbytes if tensors and self.played.now == self._kind else 0
+        is_settled = self.played.place.startswith("settle")  # a small sum that hides behind nothing
+        self.on_wire += 0 if is_settled else takes
+        return 0 if is_settled else takes
+
+
+def step_on_wire(kind, settings, compute):
+    """How long a step takes, its collectives, and what the engine says that it waited."""
+    times = OnWire(kind, compute)
+    with times.played.device() as played:
+        model = nn.Sequential(*(Block() for _ in range(NUM_BLOCKS)))
+        fs.shard(model, transport="fake", wrap=["Block"], **settings)
+        played.watch(model)
+        engine = engine_of(model)
+        with played:
+            for _ in range(3):
+                found = played.time, times.on_wire, engine.communication_seconds()
+                model(torch.randn(3, WIDTH)).sum().backward()
+                model.zero_grad()
+        assert not played.races
+    after = played.time, times.on_wire, engine.communication_seconds()
+    return [now - before for now, before in zip(after, found, strict=True)]
+
+
+@pytest.mark.parametrize("what", MESHES)
+def test_collectives_hide_behind_compute_and_waits_for_them_are_measured(what):
+    settings, share = MESHES[what]
+    compute = int(1.1 * share * 4 * WIDTH * WIDTH)
+    without, *_ = step_on_wire("none", settings, compute)
+    step, on_wire, waited = step_on_wire(what.partition(",")[0], settings, compute)
+    passes = 2 if what == "gather" else 1
+    block = share * 4 * WIDTH * WIDTH
+    assert on_wire == pytest.approx(passes * NUM_BLOCKS * block, rel=0.1)  # a block is kept
+    assert waited == step - without > 0
+    assert 1 - waited / on_wire >= HIDDEN
