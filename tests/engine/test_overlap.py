@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import fullshard as fs
+from fullshard.engine import streamed
 from fullshard.engine.engine import engine_of
 from support.streams import Played
 
@@ -131,3 +132,16 @@ def test_collectives_hide_behind_compute_and_waits_for_them_are_measured(what):
     assert on_wire == pytest.approx(passes * NUM_BLOCKS * block, rel=0.1)  # a block is kept
     assert waited == step - without > 0
     assert 1 - waited / on_wire >= HIDDEN
+
+
+def test_events_are_not_kept_until_somebody_asks_for_times(monkeypatch):
+    monkeypatch.setattr(streamed, "MOST_TIMED", 10)
+    times = OnWire("gather", 0)
+    with times.played.device() as played:
+        model = nn.Sequential(*(Block() for _ in range(NUM_BLOCKS)))
+        fs.shard(model, transport="fake", shard=4, wrap=["Block"])
+        actions = engine_of(model).runtime.actions
+        with played:
+            model(torch.randn(3, WIDTH)).sum().backward()
+        assert len(actions._times) <= 10
+        assert actions.seconds() == played.time > 0

@@ -1,6 +1,7 @@
 """Why a run ends, or leaves a step out: a signal, losses that stay, infinite gradients."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -13,6 +14,7 @@ from fullshard.observe.metrics import EvalRow
 from fullshard.recipes.base import cross_entropy, shifted_of
 from fullshard.run.loop import Loop, Patience, diverged
 from fullshard.run.optim import LossScaler
+from fullshard.transport import streams
 from support.ragged import NUM_STEPS, RaggedRecipe, Rows, make_loop
 from support.ranks import RankError, on_ranks
 
@@ -220,6 +222,17 @@ def test_an_update_reads_its_loss_and_its_norm_at_once():
         with Reads() as reads, patch("fullshard.engine.clip.is_at_hand", lambda _: False):
             loop.trainee.update(step, batches, loop)
     assert reads.count == 0  # one `tolist`, which is no operation
+
+
+def test_a_step_on_a_device_is_over_when_its_update_is():
+    _, loop, recipe = make_loop(0, 1, 1, {}, Rows())
+    seen, trainee = [], loop.trainee
+    trainee.optimizer.register_step_post_hook(lambda *_: seen.append("update"))
+    trainee.memory_bytes = lambda: seen.append("measured") or (0, 0)
+    device = SimpleNamespace(event=lambda: "end", finish=seen.append)
+    with patch.object(streams, "of", lambda _: device):
+        trainee.update(1, recipe.micro_batches(0), loop)
+    assert seen == ["update", "end", "measured"]
 
 
 class AsksAlways:

@@ -45,6 +45,7 @@ from fullshard.run.optim import Average, LossScaler, build_optimizer
 from fullshard.run.outlook import View, answered, topology_of, view_of
 from fullshard.run.session import Session
 from fullshard.saving import SaveSettings
+from fullshard.transport import streams
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +89,8 @@ class TorchTrainee:
         if is_finite and self.average is not None:
             self.average.update()
         self.optimizer.zero_grad(set_to_none=True)
+        if (device := streams.of(engine.device)) is not None:
+            device.finish(device.event())  # the step's time includes the optimizer's
         comm_s = engine.communication_seconds() - comm_before
         return Update(total, num_tokens, grad_norm, self.memory_bytes(), comm_s, is_skipped)
 
