@@ -1,7 +1,7 @@
 """`make gpu`: what the engine must do on a GPU, in the order in which it is worth knowing.
 
-Each step prints one line, and is written at once. A step that hangs ends the process after a
-minute and a half, with the stack of every thread. It needs torch, numpy, psutil, safetensors and
+Each step prints one line, and is written at once. A step that hangs ends the process after
+two minutes, with the stack of every thread. It needs torch, numpy, psutil, safetensors and
 xxhash; where pydantic is missing, `stand_in/` takes its place. With `--device cpu` the same steps
 run on a CPU, which says that they can run, and nothing of a GPU.
 """
@@ -54,7 +54,7 @@ from support.streams import Groups, Played
 
 RESULTS = ROOT / "benchmarks" / "results" / "gpu_steps.json"
 SPUN = 2_000_000  # cycles, about a millisecond
-HANGS_S = 90
+HANGS_S = 120
 GROUP_TIMEOUT = timedelta(seconds=60)
 
 
@@ -355,7 +355,8 @@ def sanitize() -> None:
     if tool is None:
         raise Skipped("needs compute-sanitizer, a part of the CUDA toolkit")
     checked = [str(HERE / "run.py"), "--only", "events, float32, full_shard", "--out", os.devnull]
-    run_python(*checked, under=(tool, "--error-exitcode", "9"))
+    # libraries try calls of CUDA that may fail; accesses of memory are what is looked for
+    run_python(*checked, under=(tool, "--error-exitcode", "9", "--report-api-errors", "no"))
 
 
 def run_python(*words: str, under: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
