@@ -51,7 +51,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from fullshard.errors import ConfigError
 from fullshard.planner.arrays import Collectives
 from fullshard.xla.census import census
-from fullshard.xla.gather import all_reduce, check_shards, collect, reduce
+from fullshard.xla.gather import all_reduce, check_shards, reduce_whole, whole_but_blocks
 from fullshard.xla.opt_state import fresh, merged, opt_shardings, trained, updated
 from fullshard.xla.plan import (
     OVERLAP,
@@ -344,13 +344,6 @@ def eval_step(plan: XlaPlan, loss_fn: LossFn) -> Callable[[State, Any], tuple[An
     return evaluate
 
 
-def whole_but_blocks(plan: XlaPlan, params: Tree) -> Tree:
-    """The parameters as a loss function receives them: whole, but stacked ones as shards."""
-    return plan.with_arrays(
-        lambda array, leaf: leaf if array.block else collect(array, leaf), params
-    )
-
-
 def _on_devices(plan: XlaPlan, function: Any, in_specs: Any, out_specs: Any) -> Any:
     """The function of all devices, each with its part."""
     mesh = plan.mesh
@@ -408,10 +401,7 @@ def _gradients(
         value_and_grad = jax.value_and_grad(summed, has_aux=True)
         here = met if num_micro_batches == 1 else plan.with_arrays(partial(_in_turn, at), met)
         (_, sums), grads = value_and_grad(trained(plan, here), here, batch, variables, at)
-        found = [
-            grad if array.block else reduce(array, grad, plan.table.mesh)
-            for array, grad in zip(arrays, jax.tree.leaves(grads), strict=True)
-        ]
+        found = reduce_whole(plan, jax.tree.leaves(grads))
         kept = [old + new.astype(old.dtype) for old, new in zip(kept, found, strict=True)]
         return (kept, sums.variables), (sums.total, sums.count, sums.metrics)
 
