@@ -85,7 +85,7 @@ def registered(settings):
     slots = [slot for name in first for slot in first[name]]
     expected = [(slot, group.group_name) for slot, group in zip(slots, names, strict=True) if group]
     assert [(slot, group) for slot, _, _, group in begun] == expected
-    assert engine_of(model)._agreed
+    assert engine_of(model).runtime.agreed
     again = [slot for slot, *_ in memory.registered]
     assert len(set(again)) == len(again)  # equal rings serve again
     assert {slot for slots in slots_of(model).values() for slot in slots} <= set(again)

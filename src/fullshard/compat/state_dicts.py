@@ -223,6 +223,12 @@ class Rows(DTensor):
         """Itself, which is no part of a graph: modules detach what they save."""
         return self
 
+    def requires_grad_(self, *args: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """A copy that follows nothing: `load_state_dict(assign=True)` makes a parameter of it."""
+        copy: Any = self.plain().clone()
+        copy.__class__ = Rows
+        return DTensor.requires_grad_(copy, *args)
+
     def plain(self) -> DTensor:
         """The same rows, as they are now, in torch's own class."""
         return DTensor.from_local(
