@@ -107,6 +107,10 @@ def test_a_stopped_run_goes_on_with_the_same_losses(calm, tmp_path, whom):
         assert (record["status"], record["exit_code"]) == ("interrupted", 75)
         saved = max(int(path.name[-2:]) for path in (tmp_path / "run" / "checkpoints").iterdir())
         assert 6 <= saved < STEPS
+        assert record["last_saved_step"] == saved
+        (tmp_path / "run" / "checkpoints").rename(tmp_path / "away")
+        assert f"the run's own checkpoints, of steps up to {saved}" in finish(config, code=7)
+        (tmp_path / "away").rename(tmp_path / "run" / "checkpoints")
         assert f"resumed after step {saved}" in finish(config)
     elif whom == "rank 1":
         os.kill(psutil.Process(process.pid).children()[-1].pid, signal.SIGKILL)

@@ -27,7 +27,7 @@ from fullshard.config.files import flatten, is_below
 from fullshard.config.load import Resolved, load_config
 from fullshard.config.values import nearest
 from fullshard.errors import CheckpointError, ConfigError, untrusted
-from fullshard.run.folder import RunFolder, RunStatus
+from fullshard.run.folder import LAST_SAVED, RunFolder, RunStatus
 from fullshard.run.schedule import StepPlan
 
 POSITION = "position"  # key of [Note: data position] in a checkpoint's state
@@ -168,16 +168,33 @@ def own_resume(folder: RunFolder) -> Resume:
 
 
 def goes_on(resume: Resume, output_dir: Path, num_steps: int) -> bool:
-    """Whether the run in the folder continues, now that the number of steps is known."""
+    """Whether the run in the folder continues, now that the number of steps is known.
+
+    Raises:
+        CheckpointError: See `check_saved`.
+    """
     if not resume.in_place:
         return False
-    record = RunFolder(output_dir).read_record()
-    if record.get("status") != RunStatus.FINISHED:
-        return True
-    with _readable(RunFolder(output_dir)):
+    folder = RunFolder(output_dir)
+    record = folder.read_record()
+    with _readable(folder):
         measured = record.get("measured", {})
         more = num_steps > measured.get("num_steps", 0) and not measured.get("stopped_early")
-        return resume.path is not None and more
+    if record.get("status") == RunStatus.FINISHED and not more:
+        return False
+    check_saved(resume, folder)
+    return resume.path is not None or record.get("status") != RunStatus.FINISHED
+
+
+def check_saved(resume: Resume, folder: RunFolder) -> None:
+    """Raises CheckpointError if a run saved checkpoints, and none of its own is there."""
+    step = folder.read_record().get(LAST_SAVED)
+    if step is not None and (resume.path is None or resume.required):
+        raise CheckpointError(
+            f"checkpoint: expected the run's own checkpoints, of steps up to {step}, in "
+            f"'{folder.checkpoints}'; there are none. Bring them back (is a disk not mounted?), or "
+            "use --resume never to start again."
+        )
 
 
 def _readable(folder: RunFolder) -> AbstractContextManager[None]:

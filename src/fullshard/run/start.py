@@ -64,6 +64,7 @@ from fullshard.run.resume import (
     check_checkpoint_dir,
     check_data,
     check_same,
+    check_saved,
     find_resume,
     goes_on,
     own_resume,
@@ -338,8 +339,8 @@ def start_ranks(
         launch = replace(launch, attempt=launch.attempt + 1)
         logger.warning("restart %d of %d after: %s", launch.attempt, max_restarts, cause)
         cleared = dict.fromkeys(("exit_code", "error", "ended"))
-        resume = own_resume(folder).as_json()
-        folder.update_record(status=RunStatus.PREPARING, resume=resume, **cleared)
+        check_saved(resume := own_resume(folder), folder)
+        folder.update_record(status=RunStatus.PREPARING, resume=resume.as_json(), **cleared)
         result = launch_local_ranks(launch)
     return launch, result
 
