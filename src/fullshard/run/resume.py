@@ -10,6 +10,7 @@ A run that ended early (early_stopping_patience) counts as finished, whatever st
 
 from __future__ import annotations
 
+import logging
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from os.path import lexists
@@ -30,9 +31,11 @@ from fullshard.errors import CheckpointError, ConfigError, untrusted
 from fullshard.run.folder import LAST_SAVED, RunFolder, RunStatus
 from fullshard.run.schedule import StepPlan
 
+logger = logging.getLogger(__name__)
+
 POSITION = "position"  # key of [Note: data position] in a checkpoint's state
 # Sections and keys that must not change when a run resumes.
-SAME = ("data", "model", "freeze", "lora", "training.max_seq_length", "training.seed")
+SAME = ("data", "model", "teacher", "freeze", "lora", "training.max_seq_length", "training.seed")
 
 
 @dataclass(frozen=True)
@@ -107,10 +110,10 @@ def find_resume(
         return Resume()
     if asked != "auto":
         meant = None if Path(asked).exists() else nearest(asked, ("auto", "never"))
-        if meant is not None:
+        if meant is not None or not asked:  # such as an unset variable of a shell
             raise ConfigError(
                 f"{key}: expected auto, never or the path of a checkpoint, got '{asked}'. "
-                f"Did you mean '{meant}'?"
+                f"Did you mean '{meant or 'auto'}'?"
             )
         try:
             return _from_path(storage_path(Path(asked).expanduser()))
@@ -206,6 +209,8 @@ def _readable(folder: RunFolder) -> AbstractContextManager[None]:
 def check_same(resolved: Resolved, output_dir: Path, checkpoints: Path) -> None:
     """Checks that a resumed run has a complete checkpoint, and its old settings of data and model.
 
+    Other settings may change; the log names them.
+
     Raises:
         CheckpointError: There are checkpoints, but none is complete; the run does not start over.
         ConfigError: Data or model changed; names the key.
@@ -216,13 +221,17 @@ def check_same(resolved: Resolved, output_dir: Path, checkpoints: Path) -> None:
         return
     before = flatten(load_config(folder.config, []).config.to_dict())
     now = flatten(resolved.config.to_dict())
-    for key in {**before, **now}:
-        if is_below(key, SAME) and before.get(key) != now.get(key):
+    changed = [key for key in {**before, **now} if before.get(key) != now.get(key)]
+    for key in changed:
+        if is_below(key, SAME):
             raise ConfigError(
                 f"{key}: expected the value of the run that resumes in '{output_dir}' "
                 f"({before.get(key)}); got {now.get(key)}. Use --resume never, or "
                 "another output_dir."
             )
+    told = [f"{key} {before.get(key)} -> {now.get(key)}" for key in changed]
+    if told:
+        logger.info("changed since the run began: %s", ", ".join(told))
 
 
 def check_data(resume: Resume, position: Any, steps: StepPlan) -> None:
