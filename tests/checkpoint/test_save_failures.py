@@ -255,6 +255,7 @@ print(number, sorted(ends))
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_process_killed_at_any_call_leaves_a_checkpoint_that_loads(tmp_path, step):
     """One that saves a new step, and one that saves a step again."""

@@ -71,6 +71,7 @@ def check_quietly(how, early, strategy, backend):
         assert_planned_events(model, NUM_STEPS - 1)
 
 
+@pytest.mark.short(2)
 @pytest.mark.parametrize(
     ("how", "early", "strategy"),
     [
@@ -176,6 +177,7 @@ def stepped(*, compiled):
     return [param.to_local().clone() for param in model.parameters()]
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
 def test_a_compiled_step_of_an_optimizer_is_that_of_python():
     for part, wanted in zip(stepped(compiled=True), stepped(compiled=False), strict=True):

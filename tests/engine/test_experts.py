@@ -33,6 +33,7 @@ def check_transformers(build, kind, sizes, settings=None, work=train_llama):
     check_steps(build, cut, work, (kind,), sizes[1])
 
 
+@pytest.mark.short(2)
 @pytest.mark.parametrize(
     ("num_ranks", "build", "kind", "sizes"),
     [
@@ -66,6 +67,7 @@ def accumulate(model, step, seat):
     return train_llama(model, step, seat)
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [
@@ -105,6 +107,7 @@ def test_a_rank_whose_experts_get_no_token_trains_with_the_others(ranks, kind, s
     ranks(4)(check_net, kind, (2, 2), skips, timeout=300)
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize(
     ("kind", "sizes"), [("adamw", (2, 1, 2)), ("sgd", (4, 1)), ("sgd", (1, 4))]
 )

@@ -65,6 +65,7 @@ def made_before(run, kind, settings):
     return run.result(model)
 
 
+@pytest.mark.short(3)
 @pytest.mark.parametrize(
     ("name", "mode"),
     [(name, mode) for name in SETTINGS for mode in MODES if mode != "fused" or name in FUSED],
@@ -222,6 +223,7 @@ def compare_reloaded(name, strategy):
         compare(partial(unsharded_state_loaded, when="later", kind=kind, settings=settings))
 
 
+@pytest.mark.short(6)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_optimizers_go_on_from_their_own_state_dicts(ranks, name):
     ranks(2)(compare_reloaded, name, "full_shard")

@@ -34,6 +34,7 @@ ORDERS = {
 BUILDS = {name: partial(chain, 4, order) for name, order in ORDERS.items()}  # one object a name
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize(("strategy", "world_size"), PAIRED)
 @on_ranks("world_size", timeout=100)
 def test_the_order_is_learned_and_events_are_then_those_of_the_new_plan(strategy):
@@ -131,6 +132,7 @@ def skipping(model, step, rank, name, world_size):
     return loss.detach()
 
 
+@pytest.mark.short(6)
 @pytest.mark.parametrize(
     ("name", "strategy", "world_size"),
     marked(

@@ -82,6 +82,7 @@ def in_every_strategy(name):
     return {name_: check_bits(name, fields) for name_, fields in settings.items()}
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize(
     ("name", "world_size"),
     [

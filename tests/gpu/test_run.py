@@ -30,6 +30,7 @@ STEPS = (
 )
 
 
+@pytest.mark.long
 @pytest.mark.timeout(400)  # a second process imports torch, and its compiler
 def test_steps_of_make_gpu_run_on_a_cpu_without_pydantic(tmp_path):
     out = tmp_path / "gpu.json"

@@ -41,6 +41,7 @@ def traced(model, samples=2, **sharding):
     return found and found.whole
 
 
+@pytest.mark.short(3)
 @pytest.mark.parametrize(
     ("kind", "recompute", "fields"),
     [

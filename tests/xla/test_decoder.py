@@ -52,6 +52,7 @@ def differences(name, folder):
     return found
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
 def test_logits_are_those_of_transformers(devices, tmp_path, name):
     found = devices(differences, name, tmp_path)

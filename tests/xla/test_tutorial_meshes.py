@@ -77,6 +77,7 @@ def labels_of(kind):
     return labels
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["ignored", "soft"])
 def test_ignored_and_soft_labels_on_explicit_axes_and_beside_a_data_axis(devices, kind):
     labels = labels_of(kind)
