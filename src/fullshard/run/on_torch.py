@@ -180,10 +180,16 @@ class TorchTrainee:
         saving.save(folder, self.model, self.optimizer, state, settings)
 
     def load(self, path: Path) -> tuple[dict[str, Any], Path]:
-        """Loads the newest usable checkpoint; returns its values and its path. A collective."""
-        engine = engine_of(self.model)
+        """Loads the newest usable checkpoint; returns its values and its path. A collective.
+
+        The optimizer's settings stay those of the configuration, as on XLA.
+        """
+        engine, groups = engine_of(self.model), self.optimizer.param_groups
+        settings = [{k: value for k, value in group.items() if k != "params"} for group in groups]
         found = loading.choose(saving.ranks_of(engine), path)
         state = loading.load_found(found, self.model, self.optimizer)
+        for group, own in zip(self.optimizer.param_groups, settings, strict=True):
+            group.update(own)
         self.scaler.load_state_dict(state.get(SCALER) or {})
         if self.average is None and Average.forget(self.optimizer) and engine.rank == 0:
             logger.info("the checkpoint's average of the weights is dropped: ema_decay is not set")
