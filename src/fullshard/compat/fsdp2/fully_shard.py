@@ -300,8 +300,18 @@ class FSDPModule(HoldsShards, nn.Module, TorchFSDPModule):
         return super().load_state_dict(state, strict=strict, assign=has_meta(self) and assign)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """Keeps the objects of parameters on meta, so that ties and optimizers stay right."""
         _close_open(self)
-        return super()._apply(*args, **kwargs)
+        tables = [module._parameters for module in self.modules()]
+        places = [(at, name, at[name]) for at in tables for name in at]
+        result = super()._apply(*args, **kwargs)
+        for at, name, param in places:
+            new: Any = at[name]
+            if new is not param and param.is_meta:
+                torch.utils.swap_tensors(param, new)
+                vars(param).update(vars(new))
+            at[name] = param
+        return result
 
 
 _OPEN: weakref.WeakKeyDictionary[Engine, dict[int, ExitStack]] = weakref.WeakKeyDictionary()
