@@ -419,7 +419,7 @@ def take_local(engine: Engine, state: dict[str, Any], prefix: str, module: nn.Mo
 class HoldsShards:
     """Overrides of nn.Module's methods for shards. For classes before nn.Module in the MRO."""
 
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:  # noqa: FBT001, FBT002
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         """Converts a gradient together with its parameter; torch would convert it in place."""
         module: Any = self
         shards = [param for param in module.parameters() if isinstance(param, ShardedParameter)]
