@@ -122,7 +122,7 @@ def state_dict(
             with torch.inference_mode(mode=False), torch.no_grad():  # rows count their versions
                 values = convert(engine, shards, wanted)
             if wanted.follow:
-                _Source(module, wanted.mesh).add(shards, values)
+                values = _follow(module, wanted.mesh, shards, values)
             shown.enter_context(_shown(module, {id(shards[key]): values[key] for key in values}))
 
         handle = module.register_state_dict_pre_hook(take)  # after the user's, which may write
@@ -263,6 +263,20 @@ class _Source:
             row.__class__ = Rows
             self.seen[name] = self._versions(name)
 
+    def again(self, shards: Mapping[str, Any], values: Mapping[str, Any]) -> Any:
+        """Its rows with these values; None if the rows are others, or were written."""
+        found = {shards[key].record.piece.name: values[key] for key in values}
+        for name, shard in ((shard.record.piece.name, shard) for shard in shards.values()):
+            row = self.rows.get(name)
+            if row is None or self.shards[name] is not shard or row.dtype is not shard.dtype:
+                return None
+            if self._versions(name)[1] != self.seen[name][1]:
+                return None
+        for name, value in found.items():
+            _LOCAL.__get__(self.rows[name]).copy_(value.to_local())
+            self.seen[name] = self._versions(name)
+        return {key: self.rows[shards[key].record.piece.name] for key in values}
+
     def _versions(self, name: str) -> tuple[Any, int]:
         row, module = self.rows[name], self.module()  # writes count at it, or at its local tensor
         engine = None if module is None else record_of(module).engine_ref()
@@ -292,6 +306,22 @@ class _Source:
     def loaded(self) -> None:
         """Takes rows that were written as read into the model."""
         self.seen = {n: (self.seen[n][0], self._versions(n)[1]) for n in list(self.rows)}
+
+
+_LAST: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
+
+
+def _follow(
+    module: nn.Module, mesh: Any, shards: Mapping[str, Any], values: dict[str, Any]
+) -> dict[str, Any]:
+    """Rows that follow: those of the last state dict while it is kept, as torch's share memory."""
+    last = _LAST.get(module, lambda: None)()
+    rows = last.again(shards, values) if last is not None and last.mesh is mesh else None
+    if rows is None:
+        source = _Source(module, mesh)
+        source.add(shards, values)
+        _LAST[module] = weakref.ref(source)
+    return values if rows is None else rows
 
 
 def unfollowed(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -282,7 +282,9 @@ class FSDPModule(HoldsShards, nn.Module, TorchFSDPModule):
         """Keeps the objects of parameters on meta, so that ties and optimizers stay right."""
         _close_open(self)
         tables = [module._parameters for module in self.modules()]
-        places = [(at, name, at[name]) for at in tables for name in at]
+        places = [
+            (at, name, param) for at in tables for name, param in at.items() if param is not None
+        ]
         result = super()._apply(*args, **kwargs)
         for at, name, param in places:
             new: Any = at[name]
