@@ -198,12 +198,7 @@ def _rows(whole: torch.Tensor, on: DeviceMesh, mesh: Mesh, rank: int) -> DTensor
         at = mesh.coordinates(rank)[1]
         local = parts[at] if at < len(parts) else whole[:0]
     return DTensor.from_local(
-        local.clone(),
-        on,
-        placements,
-        run_check=False,
-        shape=whole.shape,
-        stride=whole.stride(),
+        local.clone(), on, placements, run_check=False, shape=whole.shape, stride=whole.stride()
     )
 
 
@@ -227,7 +222,7 @@ class Rows(DTensor):
         """The same rows, as they are now, in torch's own class."""
         return DTensor.from_local(
             self._local_tensor, self.device_mesh, self.placements, run_check=False,
-            shape=self.shape, stride=self.stride(),
+            shape=self.shape, stride=self.stride()
         )  # fmt: skip
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -265,17 +260,18 @@ class _Source:
 
     def again(self, shards: Mapping[str, Any], values: Mapping[str, Any]) -> Any:
         """Its rows with these values; None if the rows are others, or were written."""
-        found = {shards[key].record.piece.name: values[key] for key in values}
-        for name, shard in ((shard.record.piece.name, shard) for shard in shards.values()):
-            row = self.rows.get(name)
+        names = {key: shards[key].record.piece.name for key in values}
+        rows = {key: self.rows.get(name) for key, name in names.items()}
+        for key, row in rows.items():
+            name, shard = names[key], shards[key]
             if row is None or self.shards[name] is not shard or row.dtype is not shard.dtype:
                 return None
             if self._versions(name)[1] != self.seen[name][1]:
                 return None
-        for name, value in found.items():
-            _LOCAL.__get__(self.rows[name]).copy_(value.to_local())
-            self.seen[name] = self._versions(name)
-        return {key: self.rows[shards[key].record.piece.name] for key in values}
+        for key, row in rows.items():
+            _LOCAL.__get__(row).copy_(values[key].to_local())
+            self.seen[names[key]] = self._versions(names[key])
+        return rows
 
     def _versions(self, name: str) -> tuple[Any, int]:
         row, module = self.rows[name], self.module()  # writes count at it, or at its local tensor
@@ -317,11 +313,12 @@ def _follow(
     """Rows that follow: those of the last state dict while it is kept, as torch's share memory."""
     last = _LAST.get(module, lambda: None)()
     rows = last.again(shards, values) if last is not None and last.mesh is mesh else None
-    if rows is None:
-        source = _Source(module, mesh)
-        source.add(shards, values)
-        _LAST[module] = weakref.ref(source)
-    return values if rows is None else rows
+    if rows is not None:
+        return rows
+    source = _Source(module, mesh)
+    source.add(shards, values)
+    _LAST[module] = weakref.ref(source)
+    return values
 
 
 def unfollowed(state: Mapping[str, Any]) -> dict[str, Any]:
