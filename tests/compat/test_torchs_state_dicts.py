@@ -208,11 +208,14 @@ def kept_state_follows(folder, kernel):
     for name, param in model.named_parameters():
         assert torch.equal(state[name].full_tensor(), param.full_tensor()), name
 
-    # the next one shares its memory, as torch's do: torchtitan 0.3 compares addresses
+    # the next one shares its memory, as torch's do, also if a hook dropped an entry of the last:
+    # torchtitan 0.3 compares addresses
     step(model, optimizer)
+    state.pop("net1.bias")
     again = model.state_dict()
+    for name, value in state.items():
+        assert again[name].to_local().data_ptr() == value.to_local().data_ptr(), name
     for name, param in model.named_parameters():
-        assert again[name].to_local().data_ptr() == state[name].to_local().data_ptr(), name
         assert torch.equal(again[name].full_tensor(), param.full_tensor()), name
 
 

@@ -251,27 +251,30 @@ class _Source:
         self.rows: WeakValueDictionary[str, Any] = WeakValueDictionary()
         self.seen: dict[str, tuple[Any, int]] = {}
 
-    def add(self, shards: Mapping[str, Any], values: Mapping[str, Any]) -> None:
-        for shard, row in ((shards[k], v) for k, v in values.items() if isinstance(v, DTensor)):
-            name = shard.record.piece.name
-            self.shards[name], self.rows[name], _SOURCES[row] = shard, row, self
-            row.__class__ = Rows
-            self.seen[name] = self._versions(name)
+    def fits(self, shards: Mapping[str, Any]) -> bool:
+        """Whether its rows are of these shards, and were not written."""
+        own = {shard.record.piece.name: shard for shard in shards.values()}
+        return all(
+            own.get(name) is self.shards[name]
+            and own[name].dtype is row.dtype
+            and self._versions(name)[1] == self.seen[name][1]
+            for name, row in list(self.rows.items())
+        )
 
-    def again(self, shards: Mapping[str, Any], values: Mapping[str, Any]) -> Any:
-        """Its rows with these values; None if the rows are others, or were written."""
-        names = {key: shards[key].record.piece.name for key in values}
-        rows = {key: self.rows.get(name) for key, name in names.items()}
-        for key, row in rows.items():
-            name, shard = names[key], shards[key]
-            if row is None or self.shards[name] is not shard or row.dtype is not shard.dtype:
-                return None
-            if self._versions(name)[1] != self.seen[name][1]:
-                return None
-        for key, row in rows.items():
-            _LOCAL.__get__(row).copy_(values[key].to_local())
-            self.seen[names[key]] = self._versions(names[key])
-        return rows
+    def take(self, shards: Mapping[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+        """Rows with these values; hooks may have dropped some rows of the last state dict."""
+        for key, value in values.items():
+            name = shards[key].record.piece.name
+            row = self.rows.get(name)
+            if row is not None:
+                _LOCAL.__get__(row).copy_(value.to_local())
+                values[key] = row
+            elif isinstance(value, DTensor):
+                self.shards[name], self.rows[name], _SOURCES[value] = shards[key], value, self
+                value.__class__ = Rows
+            if isinstance(value, DTensor):
+                self.seen[name] = self._versions(name)
+        return values
 
     def _versions(self, name: str) -> tuple[Any, int]:
         row, module = self.rows[name], self.module()  # writes count at it, or at its local tensor
@@ -311,14 +314,11 @@ def _follow(
     module: nn.Module, mesh: Any, shards: Mapping[str, Any], values: dict[str, Any]
 ) -> dict[str, Any]:
     """Rows that follow: those of the last state dict while it is kept, as torch's share memory."""
-    last = _LAST.get(module, lambda: None)()
-    rows = last.again(shards, values) if last is not None and last.mesh is mesh else None
-    if rows is not None:
-        return rows
-    source = _Source(module, mesh)
-    source.add(shards, values)
-    _LAST[module] = weakref.ref(source)
-    return values
+    source = _LAST.get(module, lambda: None)()
+    if source is None or source.mesh is not mesh or not source.fits(shards):
+        source = _Source(module, mesh)
+        _LAST[module] = weakref.ref(source)
+    return source.take(shards, values)
 
 
 def unfollowed(state: Mapping[str, Any]) -> dict[str, Any]:
