@@ -174,7 +174,9 @@ class Engine:
 
     def _bind(self, given: dict[str, list[torch.Tensor]]) -> Rings:
         """Create the plan's rings, except given ones, and bind the units to them."""
-        given |= self.home.open_slots(self.plan.units, self.plan.rings)
+        for mesh, transport in self.transports.items():
+            units = [unit for unit in self.plan.units if unit.mesh == mesh]
+            given |= transport.home.open_slots(units, self.plan.rings)
         rings = Rings(self.plan.rings, given, self.device, poison=self.config.poison)
         for unit in self.units:
             unit.bind(rings, self.runtime.on_gradient)

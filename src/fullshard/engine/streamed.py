@@ -16,6 +16,8 @@ from fullshard.planner.units import Homes
 from fullshard.transport.base import Fetch
 from fullshard.transport.streams import Streams
 
+MOST_TIMED = 1024  # pairs of events that are kept, unless the device is further behind
+
 
 class StreamedRuntime(Runtime):
     """A runtime whose hooks may be called on any stream.
@@ -93,6 +95,8 @@ class TimedActions(Actions):
             self._of[event.kind](event)
             if start is not None:
                 self._times.append((start, streams.event(timed=True)))
+                if len(self._times) > MOST_TIMED:
+                    self.seconds()
         finally:
             streams.end_range()
 
