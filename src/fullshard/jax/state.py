@@ -246,12 +246,10 @@ def _split_pytree(model: Any) -> tuple[Tree, Callable[[Tree], Any]]:
     rest = jax.tree.map(lambda leaf: None if is_parameter(leaf) else leaf, model)
     params = jax.tree.map(lambda leaf: leaf if is_parameter(leaf) else None, model)
 
+    def either(array: Any, other: Any) -> Any:
+        return other if array is None else array
+
     def rebuild(arrays: Tree) -> Any:
-        return jax.tree.map(
-            lambda array, other: other if array is None else array,
-            arrays,
-            rest,
-            is_leaf=lambda leaf: leaf is None,
-        )
+        return jax.tree.map(either, arrays, rest, is_leaf=lambda leaf: leaf is None)
 
     return params, rebuild

@@ -94,7 +94,7 @@ def fresh(plan: XlaPlan, tx: optax.GradientTransformation, params: Tree) -> Tree
     """Returns the initial state of an optimizer."""
 
     def make(params: Tree) -> Tree:
-        return _with_padding(plan, tx.init(trained(plan, plan.with_arrays(unpad, params))))
+        return map_state(plan, pad, tx.init(trained(plan, plan.with_arrays(unpad, params))))
 
     return jax.jit(make, out_shardings=opt_shardings(plan, tx))(params)
 
@@ -125,11 +125,10 @@ def updated(
 
     def each(function: Callable[[ArrayPlan, Any], Any], tree: Tree) -> Tree:
         leaves, structure = jax.tree.flatten(tree)
-        found = [function(array, leaf) for array, leaf in zip(arrays, leaves, strict=True)]
-        return jax.tree.unflatten(structure, found)
+        return jax.tree.unflatten(structure, list(map(function, arrays, leaves)))
 
     mine, grads = each(unpad, trained(plan, params)), each(unpad, grads)
-    state = map_state(plan, lambda array, leaf: unpad(array, leaf) if array else leaf, opt_state)
+    state = map_state(plan, unpad, opt_state)
 
     def update(extra: dict[str, jax.Array]) -> tuple[Tree, Tree]:
         told = {"value": loss, **extra}
@@ -145,11 +144,7 @@ def updated(
     _check_read(update, extra)
     updates, state = update(extra)
     changed = each(pad, optax.apply_updates(mine, updates))
-    return merged(plan, params, changed), _with_padding(plan, state)
-
-
-def _with_padding(plan: XlaPlan, opt_state: Tree) -> Tree:
-    return map_state(plan, lambda array, leaf: pad(array, leaf) if array else leaf, opt_state)
+    return merged(plan, params, changed), map_state(plan, pad, state)
 
 
 def _with_hyperparams(opt_state: Tree, extra: dict[str, jax.Array]) -> Tree:

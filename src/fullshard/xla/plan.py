@@ -315,17 +315,17 @@ def own_shape(array: ArrayPlan) -> tuple[int, ...]:
     return ((array.num_layers,) if array.block else ()) + array.shape
 
 
-def pad(array: ArrayPlan, leaf: jax.Array) -> jax.Array:
-    """Pads the whole array with zeros so that it divides."""
-    if not array.cut.padding:
+def pad(array: ArrayPlan | None, leaf: jax.Array) -> jax.Array:
+    """Pads the whole array with zeros so that it divides; None: a leaf of no array."""
+    if array is None or not array.cut.padding:
         return leaf
     widths = [(0, there - here) for here, there in zip(leaf.shape, array.stored_shape, strict=True)]
     return jnp.pad(leaf, widths)
 
 
-def unpad(array: ArrayPlan, leaf: Any) -> Any:
-    """Removes the padding of the whole array or of one layer."""
-    if not array.cut.padding:
+def unpad(array: ArrayPlan | None, leaf: Any) -> Any:
+    """Removes the padding of the whole array or of one layer; None: a leaf of no array."""
+    if array is None or not array.cut.padding:
         return leaf
     own = array.shape
     lead = (slice(None),) * (leaf.ndim - len(own))
