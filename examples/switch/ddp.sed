@@ -6,4 +6,4 @@ s/\b\([A-Za-z_.]*model\)\.module\b/\1/
 s/^\( *\)model\.require_backward_grad_sync = .*/\1pass/
 s/^\( *\)if rank == 0:$/\1weights = fs.full_state_dict(model)\n\1states = fs.full_optimizer_state_dict(model, optimizer)\n&/
 s/raw_model\.state_dict()/weights/
-s/optimizer\.state_dict()/states/
+s/\b\(self\.\)\?optimizer\.state_dict()/states/

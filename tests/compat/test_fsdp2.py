@@ -145,7 +145,9 @@ def test_meta_init_and_state_dicts_as_torchtitan_has_them():
         model(torch.zeros(1, 2, dtype=torch.long))
     model.layers[0].set_modules_to_forward_prefetch([model.layers[1], model.layers[2]])
     model.layers[2].set_modules_to_backward_prefetch([model.layers[1]])
+    params = {id(param): param for param in model.parameters()}  # an optimizer may have them
     model.to_empty(device="cpu")
+    assert params.keys() == set(map(id, model.parameters()))
     torch.manual_seed(3 + rank())
     with torch.no_grad():
         for param in model.parameters():
@@ -166,6 +168,12 @@ def test_meta_init_and_state_dicts_as_torchtitan_has_them():
     other.load_state_dict(reference.state_dict(), assign=True)
     assert_same_state(whole(other), reference.state_dict())
     other.load_state_dict(model.state_dict())  # DTensors
+    with torch.device("meta"):
+        tied = Net()
+    tied.head.weight = tied.embed.weight
+    tied = bottom_up(tied).to_empty(device="cpu")
+    assert tied.head.weight is tied.embed.weight
+    assert tied.head.weight.placements == (Shard(0),)
 
 
 @on_ranks(2)

@@ -211,6 +211,25 @@ def test_an_infinity_in_one_expert_skips_the_step_of_all_ranks():
 
 
 @on_ranks(4, timeout=100)
+def test_one_rank_may_write_gradients_of_its_experts_before_all_clip():
+    """No other replica of the dense layers has these experts."""
+    model = mixture_net()
+    spread(model, init_device_mesh("cpu", (4,), mesh_dim_names=("expert",)))
+    fs.shard(model, strategy="hybrid_shard", replicate=2, shard=2)
+    train_net(model, 0, dist.get_rank())
+    if dist.get_rank() == 1:
+        for param in model.blocks[0][1].experts.parameters():
+            param.grad.mul_(3.0)
+    found = fs.clip_grad_norm_(model, 1e9)
+    want = fs.global_norm([p.grad for p in model.parameters() if p.grad is not None])
+    torch.testing.assert_close(found, want)
+    if dist.get_rank() < 2:
+        model.head.weight.grad.mul_(3.0)
+    with pytest.raises(EngineError, match="same gradients on all replicas"):
+        fs.clip_grad_norm_(model, 1e9)
+
+
+@on_ranks(4, timeout=100)
 def test_dense_matrices_of_a_mixture_may_have_owners():
     """Whole dense matrices have owners; experts are trained beside them, on their shards."""
     alone, model, rank = mixture_net(), mixture_net(), dist.get_rank()

@@ -321,7 +321,7 @@ def test_both_spellings_do_the_same(ranks):
 def time_outs():
     model = fs.shard(chain(), transport="c10d")
     model(torch.ones(1, 12, dtype=torch.float64))
-    groups = [g for made in _MADE.values() for layout in made.groups.values() for g in layout]
+    groups = [group for made in _MADE.values() for group in made.groups.values()]
     return {_torch_compat.group_timeout(group) for group in groups}
 
 

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import torch
+from accelerate.state import AcceleratorState
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -64,6 +65,9 @@ def main():
         rows.append(torch.cat(seen).tolist())
         if epoch == 0:
             accelerator.save_state(str(FOLDER / f"state-{MODE}"))
+    AcceleratorState._reset_state()
+    low = Accelerator(cpu=True, mixed_precision="bf16")
+    rows.append([low.prepare(Net())(x).dtype.itemsize])  # a loss outside of the model is float32
     assert isinstance(accelerator.unwrap_model(model), Net)
     accelerator.save_model(model, str(FOLDER / f"model-{MODE}"))
     if accelerator.is_main_process:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import types
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,11 @@ def on_cpu() -> None:
         self.set_force_sum_reduction_for_comms(True)  # gloo does not multiply before a sum
 
     FSDPModule.set_gradient_divide_factor = divide
+    if version("torchtitan") >= "0.3":  # FlexAttention has no backward on CPUs
+        from torchtitan.models import llama3
+        from torchtitan.models.common import ScaledDotProductAttention
+
+        llama3.get_attention_config = lambda _: ScaledDotProductAttention.Config()
 
 
 def main() -> None:
@@ -46,7 +52,7 @@ def main() -> None:
 
     torch.set_num_threads(1)
     config = ConfigManager().parse_args(sys.argv[2:])
-    trainer = Trainer(config)
+    trainer = config.build() if hasattr(config, "build") else Trainer(config)
     seen, log = [], trainer.metrics_processor.log
 
     def keep(step: int, loss: float, most: float, norm: float, **more: Any) -> None:

@@ -28,11 +28,11 @@ def site_of(*requirements: str) -> Path:
     folder = FOLDER / hashlib.sha256(" ".join(requirements).encode()).hexdigest()[:12]
     if not (folder / "complete").exists():
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--upgrade"]
-        done = subprocess.run(
-            [*command, "--disable-pip-version-check", "--target", str(folder), *requirements],
-            capture_output=True, text=True, timeout=600, check=False,
-        )  # fmt: skip
-        if done.returncode:
-            pytest.skip(f"cannot install {' '.join(requirements)}: {done.stderr[-500:]}")
+        command += ["--disable-pip-version-check", "--target", str(folder), *requirements]
+        try:
+            subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
+        except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+            reason = f"{type(error).__name__} {error.stderr}"[-500:]
+            pytest.skip(f"cannot install {' '.join(requirements)}: {reason}")
         (folder / "complete").touch()
     return folder

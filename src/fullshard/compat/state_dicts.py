@@ -26,7 +26,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fullshard.compat.errors import MisuseError
-from fullshard.compat.first_values import default_device
 from fullshard.compat.wrapping import (
     cut,
     engine_for,
@@ -39,6 +38,7 @@ from fullshard.compat.wrapping import (
 )
 from fullshard.engine._torch_compat import no_guard
 from fullshard.engine.engine import Engine
+from fullshard.engine.homes import default_device
 from fullshard.engine.model_spec import places_of
 from fullshard.engine.parameter import Guarded, ShardedParameter
 from fullshard.engine.state import whole_params
@@ -122,7 +122,7 @@ def state_dict(
             with torch.inference_mode(mode=False), torch.no_grad():  # rows count their versions
                 values = convert(engine, shards, wanted)
             if wanted.follow:
-                _Source(module, wanted.mesh).add(shards, values)
+                values = _follow(module, wanted.mesh, shards, values)
             shown.enter_context(_shown(module, {id(shards[key]): values[key] for key in values}))
 
         handle = module.register_state_dict_pre_hook(take)  # after the user's, which may write
@@ -198,12 +198,7 @@ def _rows(whole: torch.Tensor, on: DeviceMesh, mesh: Mesh, rank: int) -> DTensor
         at = mesh.coordinates(rank)[1]
         local = parts[at] if at < len(parts) else whole[:0]
     return DTensor.from_local(
-        local.clone(),
-        on,
-        placements,
-        run_check=False,
-        shape=whole.shape,
-        stride=whole.stride(),
+        local.clone(), on, placements, run_check=False, shape=whole.shape, stride=whole.stride()
     )
 
 
@@ -223,11 +218,17 @@ class Rows(DTensor):
         """Itself, which is no part of a graph: modules detach what they save."""
         return self
 
+    def requires_grad_(self, *args: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """A copy that follows nothing: `load_state_dict(assign=True)` makes a parameter of it."""
+        copy: Any = self.plain().clone()
+        copy.__class__ = Rows
+        return DTensor.requires_grad_(copy, *args)
+
     def plain(self) -> DTensor:
         """The same rows, as they are now, in torch's own class."""
         return DTensor.from_local(
             self._local_tensor, self.device_mesh, self.placements, run_check=False,
-            shape=self.shape, stride=self.stride(),
+            shape=self.shape, stride=self.stride()
         )  # fmt: skip
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -256,12 +257,30 @@ class _Source:
         self.rows: WeakValueDictionary[str, Any] = WeakValueDictionary()
         self.seen: dict[str, tuple[Any, int]] = {}
 
-    def add(self, shards: Mapping[str, Any], values: Mapping[str, Any]) -> None:
-        for shard, row in ((shards[k], v) for k, v in values.items() if isinstance(v, DTensor)):
-            name = shard.record.piece.name
-            self.shards[name], self.rows[name], _SOURCES[row] = shard, row, self
-            row.__class__ = Rows
-            self.seen[name] = self._versions(name)
+    def fits(self, shards: Mapping[str, Any]) -> bool:
+        """Whether its rows are of these shards, and were not written."""
+        own = {shard.record.piece.name: shard for shard in shards.values()}
+        return all(
+            own.get(name) is self.shards[name]
+            and own[name].dtype is row.dtype
+            and self._versions(name)[1] == self.seen[name][1]
+            for name, row in list(self.rows.items())
+        )
+
+    def take(self, shards: Mapping[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+        """Rows with these values; hooks may have dropped some rows of the last state dict."""
+        for key, value in values.items():
+            name = shards[key].record.piece.name
+            row = self.rows.get(name)
+            if row is not None:
+                _LOCAL.__get__(row).copy_(value.to_local())
+                values[key] = row
+            elif isinstance(value, DTensor):
+                self.shards[name], self.rows[name], _SOURCES[value] = shards[key], value, self
+                value.__class__ = Rows
+            if isinstance(value, DTensor):
+                self.seen[name] = self._versions(name)
+        return values
 
     def _versions(self, name: str) -> tuple[Any, int]:
         row, module = self.rows[name], self.module()  # writes count at it, or at its local tensor
@@ -292,6 +311,20 @@ class _Source:
     def loaded(self) -> None:
         """Takes rows that were written as read into the model."""
         self.seen = {n: (self.seen[n][0], self._versions(n)[1]) for n in list(self.rows)}
+
+
+_LAST: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
+
+
+def _follow(
+    module: nn.Module, mesh: Any, shards: Mapping[str, Any], values: dict[str, Any]
+) -> dict[str, Any]:
+    """Rows that follow: those of the last state dict while it is kept, as torch's share memory."""
+    source = _LAST.get(module, lambda: None)()
+    if source is None or source.mesh is not mesh or not source.fits(shards):
+        source = _Source(module, mesh)
+        _LAST[module] = weakref.ref(source)
+    return source.take(shards, values)
 
 
 def unfollowed(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -419,7 +452,7 @@ def take_local(engine: Engine, state: dict[str, Any], prefix: str, module: nn.Mo
 class HoldsShards:
     """Overrides of nn.Module's methods for shards. For classes before nn.Module in the MRO."""
 
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:  # noqa: FBT001, FBT002
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         """Converts a gradient together with its parameter; torch would convert it in place."""
         module: Any = self
         shards = [param for param in module.parameters() if isinstance(param, ShardedParameter)]

@@ -107,11 +107,7 @@ class Wrapped:
     def __deepcopy__(self, memo: Any) -> Wrapped:
         """Copies the record without its engine; a copied model creates its own when it runs."""
         return replace(
-            self,
-            extra=dict(self.extra),
-            around=lambda: None,
-            engine_ref=lambda: None,
-            on_engine=[],
+            self, extra=dict(self.extra), around=lambda: None, engine_ref=lambda: None, on_engine=[]
         )
 
     @property

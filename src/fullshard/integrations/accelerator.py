@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator, DistributedType
-from accelerate.utils import DynamoBackend
+from accelerate.utils import DynamoBackend, convert_to_fp32
 from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedModel
@@ -66,10 +66,7 @@ class ShardedAccelerator(Accelerator):
         return accelerator
 
     def prepare_model(
-        self,
-        model: nn.Module,
-        device_placement: bool | None = None,  # noqa: ARG002, FBT001  Accelerate's signature
-        evaluation_mode: bool = False,  # noqa: ARG002, FBT001, FBT002
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
         """Shards the model if necessary; the engine handles mixed precision."""
         if not is_sharded(model):
@@ -88,13 +85,13 @@ class ShardedAccelerator(Accelerator):
                 compile_regions_fsdp2(model, **plugin.to_kwargs())
         if not any(model is known for known in self._models):
             _show_as_whole(model)
+            if self.native_amp:  # Accelerate's models return float32 too
+                model.register_forward_hook(lambda _model, _args, made: convert_to_fp32(made))
             self._models.append(model)
         return model
 
     def prepare_optimizer(
-        self,
-        optimizer: torch.optim.Optimizer,
-        device_placement: bool | None = None,  # noqa: ARG002, FBT001
+        self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> Any:
         """Leaves states where they are: those of shards, or of the owners of whole tensors."""
         return super().prepare_optimizer(optimizer, device_placement=False)
@@ -105,7 +102,7 @@ class ShardedAccelerator(Accelerator):
         with fs.no_sync(model):
             yield
 
-    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:  # noqa: ARG002, FBT001, FBT002
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
         """The full state dict on rank 0, an empty one on other ranks. A collective."""
         return OrderedDict(fs.full_state_dict(model, rank0_only=True))  # for the detection of tied
         # weights
@@ -113,10 +110,7 @@ class ShardedAccelerator(Accelerator):
     # ---- Accelerate's own file format
 
     def save_state(
-        self,
-        output_dir: str | None = None,
-        safe_serialization: bool = True,  # noqa: FBT001, FBT002
-        **more: Any,
+        self, output_dir: str | None = None, safe_serialization: bool = True, **more: Any
     ) -> Path:
         """Writes Accelerate's folder with full states. A collective."""
         with ExitStack() as stack:
@@ -172,7 +166,7 @@ def _show_as_whole(model: nn.Module) -> None:
 
 
 def _counter_of(module: Callable[[], nn.Module | None]) -> Callable[..., int]:
-    def num_parameters(only_trainable: bool = False, exclude_embeddings: bool = False) -> int:  # noqa: FBT001, FBT002  theirs
+    def num_parameters(only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
         model: Any = module()
         embeddings = (m.weight for m in model.modules() if isinstance(m, nn.Embedding))
         skipped = set(map(id, embeddings)) if exclude_embeddings else set()

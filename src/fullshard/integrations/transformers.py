@@ -93,7 +93,7 @@ class ShardedTrainer(transformers.Trainer):
 
     # ---- saving ----
 
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:  # noqa: FBT001, FBT002  their signature
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Saves a Hugging Face folder, or an adapter's folder. A collective."""
         if is_sharded(self._the_model):
             self._save(output_dir or self.args.output_dir, state_dict=self._values())

@@ -51,6 +51,7 @@ from fullshard.models.build import (
 from fullshard.models.small import check_documents
 from fullshard.observe.report import write_report
 from fullshard.outlook.memory import checkpoint_bytes
+from fullshard.outlook.search import choice_of
 from fullshard.planner.plan import Plan
 from fullshard.planner.spec import ITEMSIZE
 from fullshard.planner.text import human_bytes
@@ -167,15 +168,9 @@ def prepare_run(
         resume = find_resume(asked, output_dir, key, checkpoint_dir)
         view = foresee(resolved.config, topology_of(resolved.config, world_size))
         training = view.config.training
-        if leaves_something(resolved.config):
+        if isinstance(view, View) and leaves_something(resolved.config):
             resolved = replace(resolved, config=view.config)
-            logger.info(
-                "auto is strategy %s, per_device_train_batch_size %d, "
-                "gradient_accumulation_steps %d here",
-                view.config.sharding.strategy,
-                training.per_device_train_batch_size,
-                training.gradient_accumulation_steps,
-            )
+            logger.info("auto is %s here", choice_of(view.outlook))
         _check_memory(view)
         check_weights(view.config)
         dataset, model_config = _read_data(view.config, command)

@@ -119,7 +119,7 @@ class FullyShardedDataParallel(HoldsShards, nn.Module):
         device_mesh: A mesh with one axis, or (replicate, shard).
     """
 
-    def __init__(  # noqa: PLR0913
+    def __init__(
         self,
         module: nn.Module,
         process_group: Any = None,
@@ -131,10 +131,10 @@ class FullyShardedDataParallel(HoldsShards, nn.Module):
         ignored_modules: Iterable[nn.Module] | None = None,
         param_init_fn: Callable[[nn.Module], None] | None = None,
         device_id: int | torch.device | None = None,
-        sync_module_states: bool = False,  # noqa: FBT001, FBT002
-        forward_prefetch: bool = False,  # noqa: FBT001, FBT002
-        limit_all_gathers: bool = True,  # noqa: FBT001, FBT002
-        use_orig_params: bool = False,  # noqa: FBT001, FBT002
+        sync_module_states: bool = False,
+        forward_prefetch: bool = False,
+        limit_all_gathers: bool = True,
+        use_orig_params: bool = False,
         ignored_states: Iterable[Any] | None = None,
         device_mesh: Any = None,
     ) -> None:
@@ -286,7 +286,7 @@ class FullyShardedDataParallel(HoldsShards, nn.Module):
         for name, buffer in super().named_buffers(*args, **kwargs):
             yield name.replace(FSDP_PREFIX, ""), buffer
 
-    def train(self, mode: bool = True) -> FullyShardedDataParallel:  # noqa: FBT001, FBT002
+    def train(self, mode: bool = True) -> FullyShardedDataParallel:
         """Switches the mode; FSDP_USE_FULL_PREC_IN_EVAL=1 evaluates in the stored dtype."""
         super().train(mode)
         wrapped = record_of(self)
@@ -313,10 +313,7 @@ class FullyShardedDataParallel(HoldsShards, nn.Module):
         return outermost(self) is self
 
     @staticmethod
-    def fsdp_modules(
-        module: nn.Module,
-        root_only: bool = False,  # noqa: FBT001, FBT002
-    ) -> list[FullyShardedDataParallel]:
+    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
         """The FSDP modules at or below a module."""
         found: list[Any] = [
             inner for inner in module.modules() if isinstance(inner, FullyShardedDataParallel)
@@ -392,11 +389,11 @@ class FullyShardedDataParallel(HoldsShards, nn.Module):
     @contextlib.contextmanager
     def summon_full_params(
         module: nn.Module,
-        recurse: bool = True,  # noqa: FBT001, FBT002
-        writeback: bool = True,  # noqa: FBT001, FBT002
-        rank0_only: bool = False,  # noqa: FBT001, FBT002
-        offload_to_cpu: bool = False,  # noqa: FBT001, FBT002
-        with_grads: bool = False,  # noqa: FBT001, FBT002
+        recurse: bool = True,
+        writeback: bool = True,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+        with_grads: bool = False,
     ) -> Generator[None, None, None]:
         """Context with full parameters. A collective on entry and exit."""
         if with_grads and offload_to_cpu:
@@ -556,7 +553,7 @@ class FullyShardedDataParallel(HoldsShards, nn.Module):
         model: nn.Module,
         optim: torch.optim.Optimizer,
         optim_state_dict: dict[str, Any] | None = None,
-        group: Any = None,  # noqa: ARG004
+        group: Any = None,
     ) -> dict[str, Any]:
         """The optimizer's states by parameter name, of the current type."""
         wanted = _optim_wanted(model)
@@ -567,8 +564,8 @@ class FullyShardedDataParallel(HoldsShards, nn.Module):
         model: nn.Module,
         optim: torch.optim.Optimizer,
         optim_state_dict: dict[str, Any],
-        is_named_optimizer: bool = False,  # noqa: FBT001, FBT002
-        load_directly: bool = False,  # noqa: FBT001, FBT002
+        is_named_optimizer: bool = False,
+        load_directly: bool = False,
         group: Any = None,
     ) -> dict[str, Any]:
         """Converts a state dict for `optim.load_state_dict`."""
@@ -585,8 +582,8 @@ class FullyShardedDataParallel(HoldsShards, nn.Module):
         model: nn.Module,
         optim: torch.optim.Optimizer,
         optim_input: Any = None,
-        rank0_only: bool = True,  # noqa: FBT001, FBT002
-        group: Any = None,  # noqa: ARG004
+        rank0_only: bool = True,
+        group: Any = None,
     ) -> dict[str, Any]:
         """Full states by parameter name, on the CPU."""
         _warn_optim_input(optim_input)
@@ -595,9 +592,7 @@ class FullyShardedDataParallel(HoldsShards, nn.Module):
 
     @staticmethod
     def sharded_optim_state_dict(
-        model: nn.Module,
-        optim: torch.optim.Optimizer,
-        group: Any = None,  # noqa: ARG004
+        model: nn.Module, optim: torch.optim.Optimizer, group: Any = None
     ) -> dict[str, Any]:
         """States by parameter name, as DTensors of rows."""
         return optim_states.optim_state_dict(model, optim, None, Wanted(Kind.SHARDED))
@@ -616,9 +611,7 @@ class FullyShardedDataParallel(HoldsShards, nn.Module):
 
     @staticmethod
     def flatten_sharded_optim_state_dict(
-        sharded_optim_state_dict: dict[str, Any],
-        model: nn.Module,
-        optim: torch.optim.Optimizer,
+        sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: torch.optim.Optimizer
     ) -> dict[str, Any]:
         """This rank's part of a result of `sharded_optim_state_dict`."""
         return optim_states.state_dict_to_load(model, optim, sharded_optim_state_dict)

@@ -30,7 +30,6 @@ from fullshard.compat.errors import (
     MisuseValueError,
     NotOfferedError,
 )
-from fullshard.compat.first_values import default_device
 from fullshard.compat.state_dicts import HoldsShards, Kind, Wanted
 from fullshard.compat.wrapping import (
     Casts,
@@ -53,6 +52,7 @@ from fullshard.compat.wrapping import (
 from fullshard.config.values import Strategy
 from fullshard.engine._torch_compat import call_outside_compile
 from fullshard.engine.engine import Engine
+from fullshard.engine.homes import default_device
 from fullshard.engine.model_spec import NEVER_CALLED
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.state import unsharded
@@ -96,8 +96,7 @@ class FSDPModule(HoldsShards, nn.Module, TorchFSDPModule):
     # ---- parameters
 
     def unshard(  # pyright: ignore[reportIncompatibleMethodOverride]  a handle of ours
-        self,
-        async_op: bool = False,  # noqa: FBT001, FBT002
+        self, async_op: bool = False
     ) -> UnshardHandle | None:
         """Shows full parameters until `reshard` or the next forward. A collective.
 
@@ -127,10 +126,7 @@ class FSDPModule(HoldsShards, nn.Module, TorchFSDPModule):
     # ---- gradients
 
     def set_requires_gradient_sync(
-        self,
-        requires_gradient_sync: bool,  # noqa: FBT001
-        *,
-        recurse: bool = True,
+        self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
         """Sets whether backwards reduce gradients or defer the reduction to a later backward.
 
@@ -139,16 +135,11 @@ class FSDPModule(HoldsShards, nn.Module, TorchFSDPModule):
         """
         self._set("sync", requires_gradient_sync, recurse=recurse)
 
-    def set_requires_all_reduce(
-        self,
-        requires_all_reduce: bool,  # noqa: FBT001
-        *,
-        recurse: bool = True,
-    ) -> None:
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Sets whether backwards also sum over replicas or defer that sum."""
         self._set("all_reduce", requires_all_reduce, recurse=recurse)
 
-    def set_is_last_backward(self, is_last_backward: bool) -> None:  # noqa: FBT001
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
         """No effect: each backward is complete."""
 
     def set_gradient_divide_factor(self, factor: float) -> None:
@@ -173,11 +164,7 @@ class FSDPModule(HoldsShards, nn.Module, TorchFSDPModule):
 
     # ---- the plan
 
-    def set_reshard_after_forward(
-        self,
-        reshard_after_forward: bool,  # noqa: FBT001
-        recurse: bool = True,  # noqa: FBT001, FBT002
-    ) -> None:
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Sets whether units reshard after forward, from the next step on."""
         if not isinstance(reshard_after_forward, bool):
             raise MisuseValueError(
@@ -189,10 +176,7 @@ class FSDPModule(HoldsShards, nn.Module, TorchFSDPModule):
         record_of(outermost(self)).stale = True
 
     def set_reshard_after_backward(
-        self,
-        reshard_after_backward: bool,  # noqa: FBT001
-        *,
-        recurse: bool = True,
+        self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
         """No effect: the plan's slots are empty between steps."""
 
@@ -226,13 +210,13 @@ class FSDPModule(HoldsShards, nn.Module, TorchFSDPModule):
 
     # ---- methods without a counterpart
 
-    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:  # noqa: FBT001
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """No effect: backward gathers only the units that it needs."""
 
-    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:  # noqa: FBT001
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """No effect: reductions are always sums, divided afterwards."""
 
-    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:  # noqa: FBT001
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """No effect: buffers are the plan's."""
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
@@ -250,7 +234,7 @@ class FSDPModule(HoldsShards, nn.Module, TorchFSDPModule):
     def set_separate_reduce_scatter_group(self, *_: Any, **__: Any) -> None:
         """No effect: gathers and reductions always have separate groups."""
 
-    def _set_unshard_async_op(self, async_op: bool) -> None:  # noqa: FBT001
+    def _set_unshard_async_op(self, async_op: bool) -> None:
         """No effect."""
 
     def reset_iter_state(self) -> None:
@@ -259,15 +243,15 @@ class FSDPModule(HoldsShards, nn.Module, TorchFSDPModule):
         if engine is not None:
             engine.runtime.reset()
 
-    def set_custom_all_gather(self, comm: Any) -> None:  # noqa: ARG002
+    def set_custom_all_gather(self, comm: Any) -> None:
         """Refused."""
         _refuse("set_custom_all_gather")
 
-    def set_custom_reduce_scatter(self, comm: Any) -> None:  # noqa: ARG002
+    def set_custom_reduce_scatter(self, comm: Any) -> None:
         """Refused."""
         _refuse("set_custom_reduce_scatter")
 
-    def set_all_reduce_hook(self, hook: Any, *, stream: Any = None) -> None:  # noqa: ARG002
+    def set_all_reduce_hook(self, hook: Any, *, stream: Any = None) -> None:
         """Refused."""
         _refuse("set_all_reduce_hook")
 
@@ -282,12 +266,7 @@ class FSDPModule(HoldsShards, nn.Module, TorchFSDPModule):
         wanted = Wanted(Kind.SHARDED, mesh=mesh, follow=True)
         return state_dicts.state_dict(self, wanted, super().state_dict, args, kwargs)
 
-    def load_state_dict(
-        self,
-        state_dict: Any,
-        strict: bool = True,  # noqa: FBT001, FBT002
-        assign: bool = False,  # noqa: FBT001, FBT002
-    ) -> Any:
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Loads DTensors or full tensors; a model on meta needs `assign=True`.
 
         Only one unit is gathered at a time. A model with values copies, even with `assign`.
@@ -300,8 +279,20 @@ class FSDPModule(HoldsShards, nn.Module, TorchFSDPModule):
         return super().load_state_dict(state, strict=strict, assign=has_meta(self) and assign)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """Keeps the objects of parameters on meta, so that ties and optimizers stay right."""
         _close_open(self)
-        return super()._apply(*args, **kwargs)
+        tables = [module._parameters for module in self.modules()]
+        places = [
+            (at, name, param) for at in tables for name, param in at.items() if param is not None
+        ]
+        result = super()._apply(*args, **kwargs)
+        for at, name, param in places:
+            new: Any = at[name]
+            if new is not param and param.is_meta:
+                torch.utils.swap_tensors(param, new)
+                vars(param).update(vars(new))
+            at[name] = param
+        return result
 
 
 _OPEN: weakref.WeakKeyDictionary[Engine, dict[int, ExitStack]] = weakref.WeakKeyDictionary()
@@ -320,14 +311,14 @@ def _check_all(modules: Iterable[Any]) -> None:
             raise MisuseValueError(f"Expects FSDPModule but got {type(module)}: {module}")
 
 
-def fully_shard(  # noqa: PLR0913
+def fully_shard(
     module: Any,
     *,
     mesh: Any = None,
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
-    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 torch's
-    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 torch's
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  torch's
+    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008  torch's
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
 ) -> Any:
