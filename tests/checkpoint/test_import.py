@@ -201,6 +201,18 @@ def test_a_tensor_that_two_files_hold_is_refused(fullshard, tmp_path, kind):
     done = fullshard("ckpt", "import", tmp_path, tmp_path / "ours")
     assert done.exit_code == 7
     assert "2.part': expected each tensor in one file; got b in another one too" in done.err
+    write({"c": torch.zeros(2)}, tmp_path / "2.part")  # of another save
+    listed = {"weight_map": {"a": "1.part", "d": "2.part"}}
+    (tmp_path / f"{one}.index.json").write_text(json.dumps(listed))
+    done = fullshard("ckpt", "import", tmp_path, tmp_path / "ours")
+    assert done.exit_code == 7
+    assert f"{one}.index.json': expected d in the files; it has none" in done.err
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    write({}, empty / one)
+    done = fullshard("ckpt", "import", empty, tmp_path / "ours")
+    assert done.exit_code == 7
+    assert "expected tensors in the files" in done.err or "got no tensor by name" in done.err
 
 
 def test_tied_weights_that_differ_are_not_exported_as_one(fullshard, tmp_path):

@@ -64,6 +64,7 @@ def open_source(path: Path) -> Generator[Source]:
                 found = (companions_of(folder) for folder in folders if folder.is_dir())
                 files = next((files for files in found if "config.json" in files), {})
                 source = replace(source, companions=files)
+            _check_whole(path, source)
             names = [next((n for n in format_ if any(path.glob(n))), "") for format_ in FORMATS]
             left = [f"{n}, of another format" for n in [n for n in names if n][1:]]
             left += [f"{n}, of the Trainer" for n in TRAINERS if any(path.glob(n))]
@@ -75,6 +76,20 @@ def open_source(path: Path) -> Generator[Source]:
                 natural(source.step)
         tensors = {n: replace(e, origin=f"'{path}': {n}") for n, e in source.tensors.items()}
         yield replace(source, tensors=tensors)
+
+
+def _check_whole(path: Path, source: Source) -> None:
+    """Raises CheckpointError without any tensor, or without one that the index in use lists."""
+    index = next((i for one, i in FORMATS[:2] if any((path / n).is_file() for n in (one, i))), "")
+    listed: list[str] = []
+    if (path / index).is_file() and not (path / index.removesuffix(".index.json")).is_file():
+        listed = list(json.loads(read_regular(path / index))["weight_map"])
+    lost = [name for name in listed if name not in source.tensors]
+    if lost or not source.tensors:
+        raise CheckpointError(
+            f"'{path / index}': expected {lost[0] if lost else 'tensors'} in the files; it has "
+            "none. Copy all files of one save."
+        )
 
 
 def _open_other(path: Path, closing: ExitStack) -> Source:

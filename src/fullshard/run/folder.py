@@ -300,6 +300,8 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
     try:
         write_whole(path, json.dumps(value, indent=2) + "\n")
     except OSError:
+        if not path.is_file():
+            raise
         _write_in_place(path, json.dumps(value) + "\n")
 
 

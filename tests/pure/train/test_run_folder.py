@@ -252,6 +252,15 @@ def test_full_disk_is_recorded_as_the_reason(tmp_path, monkeypatch):
     assert {entry.name for entry in folder.path.iterdir()} == {".lock", "logs", "run.json"}
 
 
+def test_a_disk_that_is_full_from_the_start_is_the_reason_that_is_told(tmp_path, monkeypatch):
+    def full(self, *_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self))
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match="No space left on device"):
+        make(tmp_path / "run")
+
+
 def test_empty_folder_is_used(tmp_path):
     folder, moved = make(tmp_path)
     assert moved is None
