@@ -19,7 +19,7 @@ TORCH ?=
 BACKEND ?= torch
 TORCH_VENV = .venv-torch-$(TORCH)
 # The Python of `make gpu`: one whose torch sees the GPU.
-GPU_PYTHON ?= $(BIN)/python
+GPU_PYTHON ?= $(or $(wildcard $(BIN)/python),python3)
 # The Python version and the folder of `make gpu-wheels`.
 GPU_PYTHON_VERSION ?= 3.12
 WHEELS ?= build/wheels

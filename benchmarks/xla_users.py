@@ -51,8 +51,8 @@ METHOD = (
     f"{SAMPLES} samples, blocks of width {WIDTH} and {LAYERS} layers, float32, AdamW. "
     "auto has the plan's shardings for parameters and optimizer state, samples "
     "over the devices, activations pinned to them between blocks, and `lax.scan` over the blocks.",
-    "fullshard's step also returns the norm of the gradients: one all-reduce of a number, which "
-    "auto does not have.",
+    "fullshard's step also returns the norm of the gradients, which auto does not have: one more "
+    "number in the all-reduce of loss and tokens.",
     "Dropout and noise differ between the engines, since keys are drawn per device; the losses of "
     f"the other models must agree within {LOSS_TOLERANCE:g}.",
     "Collectives are those of the compiled programs, one per tensor, with loops multiplied; bytes "

@@ -3,6 +3,7 @@
 import gc
 import os
 import sys
+from collections import Counter
 from pathlib import Path
 
 import hypothesis
@@ -31,6 +32,18 @@ from support.ranks import RankPools
 # A slow machine is no fault, and two runs of one commit shall try the same examples.
 hypothesis.settings.register_profile("fullshard", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("fullshard")
+
+
+def pytest_collection_modifyitems(items):
+    """`@pytest.mark.short(n)`: all cases of a test but the first n are marked long."""
+    seen = Counter()
+    for item in items:
+        mark = item.get_closest_marker("short")
+        if mark is not None and not {"long", "slow"} & {one.name for one in item.iter_markers()}:
+            name = item.nodeid.partition("[")[0]
+            seen[name] += 1
+            if seen[name] > mark.args[0]:
+                item.add_marker(pytest.mark.long)
 
 
 def pytest_collection_finish():

@@ -366,6 +366,7 @@ print(number, sorted(ends))
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("step", [1, 2])
 def test_a_process_killed_at_any_request_leaves_a_checkpoint_that_loads(tmp_path, step):
     """One that saves a step again, and one that saves a new step."""

@@ -117,8 +117,9 @@ def read_some(root, layouts):
         assert not problems, f"{place.name} -> {axes}: {problems[0]}"
 
 
+@pytest.mark.short(1)
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("layouts", [LAYOUTS, GROUPS], ids=["tensor", "expert"])
+@pytest.mark.parametrize("layouts", [GROUPS, LAYOUTS], ids=["expert", "tensor"])
 def test_any_mesh_reads_any_others_checkpoint(ranks, tmp_path, layouts):
     for body in (write_all, read_some):
         for number in layouts:
@@ -205,6 +206,7 @@ def masks_after(root, written, read):
     return [told.index(one) for one in told]
 
 
+@pytest.mark.short(2)
 @pytest.mark.parametrize(("written", "read"), RESTORED)
 def test_ranks_draw_the_same_numbers_only_if_they_share_a_batch(ranks, tmp_path, written, read):
     same = {0: [0, 1, 2, 3], 2: [0, 0, 2, 2], 4: [0, 0, 0, 0]}[read[2]]

@@ -333,7 +333,7 @@ def test_a_pipe_is_refused_rather_than_waited_for(tmp_path, monkeypatch, capfd, 
     assert "Traceback" not in said
 
 
-@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS])
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.EISDIR])
 def test_a_place_that_may_not_be_written_is_an_error_without_a_traceback(number, capsys):
     try:
         raise OSError(number, os.strerror(number), "runs/a/report.html")

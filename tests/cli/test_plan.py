@@ -109,6 +109,20 @@ def test_what_is_left_to_the_planner_is_chosen_and_said(plan, config, capfd):
     ) in capfd.readouterr().out
 
 
+def test_a_mixture_of_experts_is_divided_where_that_is_faster(plan, tmp_path, capfd):
+    sizes = {"hidden_size": 4096, "moe_intermediate_size": 2048, "num_hidden_layers": 4}
+    experts = {"num_experts": 32, "num_experts_per_tok": 2, "vocab_size": 1000}
+    (tmp_path / "moe.yaml").write_text(
+        f"model: {{config: {json.dumps({'model_type': 'qwen3_moe', **sizes, **experts})}}}"
+    )
+    words = (tmp_path / "moe.yaml", "max_seq_length=128", "--gpus", "2xH100", "--nodes", "2")
+    advised, _ = plan(*words)
+    assert any("sharding.expert" in one["changes"] for one in advised["advice"])
+    found, _ = plan(*words, "strategy=auto")
+    assert found["step_time_s"] < advised["step_time_s"]
+    assert "auto is strategy=full_shard sharding.expert=" in capfd.readouterr().out
+
+
 def test_the_world_is_the_files_unless_gpus_and_nodes_say_another(plan, config):
     meshes = [
         plan(config, *words)[0]["plan"]["mesh"]

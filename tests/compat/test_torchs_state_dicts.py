@@ -239,6 +239,25 @@ def test_a_state_dict_that_was_written_and_not_loaded_is_an_error(ranks):
     ranks(2)(written_and_not_loaded)
 
 
+def assigned_to_another_model():
+    model, optimizer, state = kept_run()
+    other = ToyModel()
+    other.load_state_dict(state, assign=True)
+    before = {name: param.full_tensor().detach() for name, param in other.named_parameters()}
+    step(model, optimizer)
+    with torch.no_grad():
+        other.net1.weight.mul_(2.0)
+    for name, param in other.named_parameters():
+        assert torch.equal(param.full_tensor(), before[name] * (1 + (name == "net1.weight"))), name
+    for name, param in model.named_parameters():
+        assert torch.equal(state[name].full_tensor(), param.full_tensor()), name
+        assert not state[name].requires_grad
+
+
+def test_another_model_does_not_follow_the_rows_that_it_was_given(ranks):
+    ranks(2)(assigned_to_another_model)
+
+
 class Fused(nn.Module):
     """As torchtitan's attention: one weight, saved and loaded as two."""
 

@@ -63,6 +63,7 @@ WORKS = {pattern: partial(accumulate, defers=pattern) for pattern in PATTERNS}
 ALONE = {n: partial(accumulate, defers=(False,) * n) for n in (2, 3, 4)}
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize(("strategy", "world_size"), RANKED)
 @on_ranks("world_size", timeout=100)
 def test_deferred_and_reduced_micro_batches_in_any_order_are_one_process(strategy):

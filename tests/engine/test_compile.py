@@ -71,6 +71,7 @@ def check_quietly(how, early, strategy, backend):
         assert_planned_events(model, NUM_STEPS - 1)
 
 
+@pytest.mark.short(2)
 @pytest.mark.parametrize(
     ("how", "early", "strategy"),
     [
@@ -176,7 +177,25 @@ def stepped(*, compiled):
     return [param.to_local().clone() for param in model.parameters()]
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
 def test_a_compiled_step_of_an_optimizer_is_that_of_python():
     for part, wanted in zip(stepped(compiled=True), stepped(compiled=False), strict=True):
         assert torch.equal(part, wanted)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
+def test_a_forward_sees_and_drops_the_gradients_of_the_last_backward():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[0].compile(backend="eager")  # looks at gradients, too
+    fs.shard(model, wrap="none", transport="fake", shard=2)
+    seen = []
+    model[1].register_forward_pre_hook(lambda layer, _: seen.append(layer.weight.grad))
+    model(torch.ones(2, 3)).sum().backward()
+    want = model[1].weight.grad.norm()
+    model(torch.ones(5, 3)).sum()  # compiled anew
+    model[1].register_forward_pre_hook(lambda layer, _: layer.zero_grad())
+    model(torch.ones(2, 3))
+    assert seen[0] is None
+    assert seen[1].norm() == want
+    assert [p.grad is None for p in model.parameters()] == [False, False, True, True]

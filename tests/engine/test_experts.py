@@ -33,6 +33,7 @@ def check_transformers(build, kind, sizes, settings=None, work=train_llama):
     check_steps(build, cut, work, (kind,), sizes[1])
 
 
+@pytest.mark.short(2)
 @pytest.mark.parametrize(
     ("num_ranks", "build", "kind", "sizes"),
     [
@@ -66,6 +67,7 @@ def accumulate(model, step, seat):
     return train_llama(model, step, seat)
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [
@@ -105,6 +107,7 @@ def test_a_rank_whose_experts_get_no_token_trains_with_the_others(ranks, kind, s
     ranks(4)(check_net, kind, (2, 2), skips, timeout=300)
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize(
     ("kind", "sizes"), [("adamw", (2, 1, 2)), ("sgd", (4, 1)), ("sgd", (1, 4))]
 )
@@ -205,6 +208,25 @@ def test_an_infinity_in_one_expert_skips_the_step_of_all_ranks():
     assert scaler.get_scale() == 2.0
     for name, param in model.named_parameters():
         assert torch.equal(param.full_tensor(), before[name]), name
+
+
+@on_ranks(4, timeout=100)
+def test_one_rank_may_write_gradients_of_its_experts_before_all_clip():
+    """No other replica of the dense layers has these experts."""
+    model = mixture_net()
+    spread(model, init_device_mesh("cpu", (4,), mesh_dim_names=("expert",)))
+    fs.shard(model, strategy="hybrid_shard", replicate=2, shard=2)
+    train_net(model, 0, dist.get_rank())
+    if dist.get_rank() == 1:
+        for param in model.blocks[0][1].experts.parameters():
+            param.grad.mul_(3.0)
+    found = fs.clip_grad_norm_(model, 1e9)
+    want = fs.global_norm([p.grad for p in model.parameters() if p.grad is not None])
+    torch.testing.assert_close(found, want)
+    if dist.get_rank() < 2:
+        model.head.weight.grad.mul_(3.0)
+    with pytest.raises(EngineError, match="same gradients on all replicas"):
+        fs.clip_grad_norm_(model, 1e9)
 
 
 @on_ranks(4, timeout=100)

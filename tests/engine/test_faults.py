@@ -298,6 +298,7 @@ def assert_caught(found, poison):
             assert is_nan is poison, (fault, everything[:5])
 
 
+@pytest.mark.short(2)
 @pytest.mark.parametrize(
     ("strategy", "world_size", "poison"),
     marked(

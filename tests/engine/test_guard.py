@@ -356,6 +356,7 @@ def numbers_of(run, **config):
     return found
 
 
+@pytest.mark.short(2)
 @pytest.mark.parametrize("transport", ["shared", "direct", "c10d", "no_shard", "replicas"])
 def test_numbers_of_parameters_and_gradients_are_those_of_the_whole(ranks, transport):
     strategies = {"no_shard": "no_shard", "replicas": "hybrid_shard"}

@@ -92,6 +92,7 @@ def never(tensor):
     return False
 
 
+@pytest.mark.short(8)
 @pytest.mark.parametrize("clip", CLIPS)
 @pytest.mark.parametrize(
     "settings",

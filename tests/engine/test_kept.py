@@ -9,7 +9,7 @@ from torch import nn
 
 import fullshard as fs
 from fullshard.engine.attributes import MAX_ITEMS, ModuleTensors, own_modules
-from fullshard.errors import SlotError
+from fullshard.errors import ShardedTensorError, SlotError
 from support.models import perturbed
 from support.parity import unlike_gradients
 
@@ -151,22 +151,64 @@ def test_weights_are_not_read_while_their_slot_is_anothers(ranks, transport, dep
         assert same
 
 
-def unchecked():
+class OfView(Unchecked):
+    @staticmethod
+    def forward(ctx, x, weight):
+        return Unchecked.forward(ctx, x, weight.detach())
+
+
+def unchecked(product):
     """What a backward of such losses alone says, where autograd checks nothing."""
     told: list[torch.Tensor] = []
-    model = nn.Sequential(*(Teller(told, Unchecked.apply) for _ in range(5)))
+    model = nn.Sequential(*(Teller(told, product.apply) for _ in range(5)))
     many = fs.shard(model, wrap=["Teller"], transport="direct")
     many(torch.randn(4, WIDTH))
     try:
         told[1].backward()
-    except SlotError as error:
+    except (SlotError, ShardedTensorError) as error:
         return str(error)
     return ""
 
 
-def test_a_gradient_that_comes_while_the_slot_is_anothers_is_an_error(ranks):
-    for said in ranks(2)(unchecked):
-        assert said.startswith("1.weight: its gradient came while the slot of 1 held another unit")
+@pytest.mark.parametrize(
+    ("product", "wanted"),
+    [
+        (Unchecked, "T of '1.weight', kept from its unit's forward: expected a use inside 1"),
+        (OfView, "1.weight: its gradient came while the slot of 1 held another unit"),
+    ],
+)
+def test_a_gradient_that_comes_while_the_slot_is_anothers_is_an_error(ranks, product, wanted):
+    for said in ranks(2)(unchecked, product):
+        assert said.startswith(wanted)
+
+
+def kept_by_hooks(transport):
+    """Which weights that hooks kept are others after the forward, and what reading them says."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(5)))
+    whole = [layer.weight.detach().clone() for layer in model]
+    kept = {}
+    for at, layer in enumerate(model):
+        layer.register_forward_hook(lambda layer, *_, at=at: kept.update({at: layer.weight}))
+    fs.shard(model, wrap=["Linear"], transport=transport)  # its hook comes after these
+    said, wrong = [], []
+    for grad in (False, True):
+        with torch.set_grad_enabled(grad):
+            loss = model(torch.ones(2, WIDTH)).sum()
+        for at, weight in kept.items():
+            try:
+                wrong += [] if torch.equal(weight.square().detach(), whole[at].square()) else [at]
+            except ShardedTensorError as error:
+                said.append(str(error).partition(",")[0])
+    loss.backward()
+    return wrong, said
+
+
+@pytest.mark.parametrize("transport", ["direct", "c10d", "shared"])
+def test_a_weight_that_a_hook_keeps_is_never_that_of_another_unit(ranks, transport):
+    for wrong, said in ranks(2)(kept_by_hooks, transport):
+        assert not wrong
+        assert ("square of '2.weight'" in said) is (transport != "shared")
 
 
 def test_what_may_hold_tensors_is_looked_at_and_nothing_else():

@@ -1,6 +1,7 @@
 """A DeviceMesh says which rank is where; ranks need not be numbered row by row."""
 
 from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,14 +11,17 @@ from torch.distributed.device_mesh import DeviceMesh
 import fullshard as fs
 from fullshard.compat import fsdp1, fsdp2
 from fullshard.errors import ConfigError
+from fullshard.transport import _torch_compat
+from fullshard.transport.groups import _MADE
 from support.compat import TransformerBlock, assert_trains_as_one, build
-from support.ranks import on_ranks
+from support.ranks import RankError, on_ranks
 
 ORDER = [[0, 2], [1, 3]]
+FALLING = [[3, 1], [0, 2]]  # torch sorts the ranks of a group unless it is told not to
 
 
-def device_mesh():
-    return DeviceMesh("cpu", torch.tensor(ORDER), mesh_dim_names=("replicate", "shard"))
+def device_mesh(order=ORDER):
+    return DeviceMesh("cpu", torch.tensor(order), mesh_dim_names=("replicate", "shard"))
 
 
 def first_half(model):
@@ -28,10 +32,11 @@ def first_half(model):
     return found
 
 
-def check(transport, folder):
-    wrap = partial(fs.shard, mesh=device_mesh(), strategy="hybrid_shard", wrap=["TransformerBlock"])
+def check(transport, order, folder):
+    mesh = device_mesh(order)
+    wrap = partial(fs.shard, mesh=mesh, strategy="hybrid_shard", wrap=["TransformerBlock"])
     model = assert_trains_as_one(lambda net: wrap(net, transport=transport, poison=True))
-    assert first_half(model) == [True, True, False, False]
+    assert first_half(model) == [any(rank == row[0] for row in order) for rank in range(4)]
     fs.save(folder, model)
     other = fs.shard(build(), strategy="full_shard", wrap=["TransformerBlock"], transport=transport)
     fs.load(folder, other)
@@ -39,9 +44,61 @@ def check(transport, folder):
         torch.testing.assert_close(one.full_tensor(), two.full_tensor(), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("order", [ORDER, FALLING], ids=str)
 @pytest.mark.parametrize("transport", ["c10d", "direct", "shared"])
-def test_shard_groups_are_those_of_the_mesh(ranks, tmp_path, transport):
-    ranks(4)(check, transport, str(tmp_path / "saved"))
+def test_shard_groups_are_those_of_the_mesh(ranks, tmp_path, transport, order):
+    ranks(4)(check, transport, order, str(tmp_path / "saved"))
+
+
+def refused_where_torch_sorts(order):
+    torchs = dist.new_group
+    with patch.object(dist, "new_group", lambda ranks, timeout, pg_options: torchs(ranks)):
+        _MADE.clear()
+        fs.shard(build(), mesh=device_mesh(order), strategy="hybrid_shard", transport="c10d")
+
+
+def test_an_older_torch_that_sorts_ranks_is_refused(ranks):
+    ranks(4)(refused_where_torch_sorts, ORDER)
+    with pytest.raises(
+        RankError, match=r"ConfigError: mesh: expected ascending.*\[\[3, 1\], \[0, 2"
+    ):
+        ranks(4)(refused_where_torch_sorts, FALLING)
+
+
+def collectives_that_make_groups(splits):
+    """The layouts of splits and the number of other groups, of two models."""
+    calls = []
+    torchs = dist.new_group
+
+    def split_group(split_ranks, timeout, pg_options):
+        calls.append(split_ranks)
+        groups = [torchs(ranks, timeout=timeout) for ranks in split_ranks]
+        return next(
+            made for made, row in zip(groups, split_ranks, strict=True) if dist.get_rank() in row
+        )
+
+    def new_group(ranks, **kwargs):
+        calls.append(ranks)
+        return torchs(ranks, **kwargs)
+
+    shard = partial(fs.shard, mesh=device_mesh(), strategy="hybrid_shard", transport="c10d")
+    with (
+        patch.object(_torch_compat, "splits_groups", lambda: splits),
+        patch.object(dist, "split_group", split_group),
+        patch.object(dist, "new_group", new_group),
+    ):
+        _MADE.clear()
+        for _ in range(2):
+            assert_trains_as_one(lambda net: shard(net, wrap=["TransformerBlock"]))
+    return calls
+
+
+def test_groups_of_one_layout_are_split_at_once_where_nccl_can(ranks):
+    shards, replicas = ORDER, [[0, 1], [2, 3]]
+    expected = [[[0, 1, 2, 3]], shards, shards, replicas]  # gathers and reductions apart
+    assert ranks(4)(collectives_that_make_groups, True) == [expected] * 4
+    one_by_one = [group for layout in expected for group in layout]
+    assert ranks(4)(collectives_that_make_groups, False) == [one_by_one] * 4
 
 
 @on_ranks(4)

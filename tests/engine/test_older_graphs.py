@@ -145,6 +145,7 @@ def test_what_one_process_refuses(size):
     assert outcomes(SIZES[size], None) == EXPECTED
 
 
+@pytest.mark.short(2)
 @pytest.mark.parametrize(
     ("size", "settings"),
     [

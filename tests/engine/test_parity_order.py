@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fullshard as fs
 from fullshard.engine.engine import engine_of
 from support.grid import PAIRED, STRATEGIES, in_turn, marked, prefetching
-from support.models import CASES, chain, mean_square, vectors
+from support.models import CASES, WIDTH, chain, mean_square, vectors
 from support.parity import assert_parity, assert_planned_events
 from support.ranks import on_ranks
 
@@ -34,6 +34,7 @@ ORDERS = {
 BUILDS = {name: partial(chain, 4, order) for name, order in ORDERS.items()}  # one object a name
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize(("strategy", "world_size"), PAIRED)
 @on_ranks("world_size", timeout=100)
 def test_the_order_is_learned_and_events_are_then_those_of_the_new_plan(strategy):
@@ -45,6 +46,21 @@ def test_the_order_is_learned_and_events_are_then_those_of_the_new_plan(strategy
         assert set(order.forward) == set(range(5))  # other ranks may need the others later
         for step in (1, 2):
             assert_planned_events(model, step)
+
+
+def two_graphs(model, step, rank):
+    """Two forwards come before two backwards, and the evaluation of a block between them."""
+    one, other = (mean_square(model(**vectors(at, rank))) for at in (step, step + 50))
+    with torch.no_grad():
+        model.blocks[2](torch.ones(1, WIDTH, dtype=torch.float64))
+    other.backward()
+    one.backward()
+    return one.detach()
+
+
+@on_ranks(2)
+def test_an_order_is_not_learned_while_a_graph_waits_for_its_backward():
+    assert_parity(BUILDS["backwards"], two_graphs, {"transport": "direct"}, kinds=("sgd",))
 
 
 # ---- another order in every step -----------------------------------------------------------------
@@ -131,6 +147,7 @@ def skipping(model, step, rank, name, world_size):
     return loss.detach()
 
 
+@pytest.mark.short(6)
 @pytest.mark.parametrize(
     ("name", "strategy", "world_size"),
     marked(

@@ -107,6 +107,7 @@ UNUSED = (
 )
 
 
+@pytest.mark.short(2)
 @pytest.mark.parametrize(("strategy", "world_size"), RANKED)
 @on_ranks("world_size", timeout=100)
 def test_unused_parameters_are_left_alone_as_in_one_process(strategy):

@@ -92,6 +92,7 @@ def fail_in_evaluation(model):
         failing_forward(model, "blocks.2", UserError)
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @on_ranks("world_size", timeout=100)
 def test_the_step_after_an_exception_is_right():

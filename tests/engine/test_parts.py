@@ -142,6 +142,7 @@ def made(work):
     return model
 
 
+@pytest.mark.short(3)
 @pytest.mark.parametrize("name", [work.__name__ for work in PROGRAMS])
 @on_ranks(2)
 def test_parts_used_outside_of_forward_are_those_of_one_process(name):

@@ -87,6 +87,7 @@ DROPS = (
 )
 
 
+@pytest.mark.short(2)
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @on_ranks(2)
 def test_dropping_gradients_between_micro_batches_is_as_in_one_process(settings):
@@ -181,6 +182,7 @@ def keep_local(model):
     return [p.grad.to_local() if is_sharded(model) else p.grad for p in model.parameters()]
 
 
+@pytest.mark.short(2)
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @on_ranks(2)
 def test_gradients_that_somebody_keeps_stay_as_they_are(settings):
@@ -294,6 +296,7 @@ def check_puts(settings, put, zeroes):
 PUTS = (own_tensors, every_other, kept_and_scaled, aliases, some_aliases)
 
 
+@pytest.mark.short(3)
 @pytest.mark.parametrize(
     ("put", "zeroes"),
     marked(

@@ -164,6 +164,7 @@ def differing(make, transport, keeps=False):
     return wrong
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_returned_function_computes_with_the_weights_of_its_forward(ranks, transport):
     # How functions are found does not depend on the transport; whether a slot is refilled does.
@@ -224,6 +225,7 @@ def refusal(make, transport):
     return ""
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_an_iterator_over_weights_is_refused_with_the_units_name(ranks, transport):
     for make in (generator, begun_generator, mapped, rows, caller):

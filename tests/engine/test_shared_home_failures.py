@@ -50,6 +50,7 @@ DIES = Path(__file__).parents[1] / "support" / "shared_home_job.py"
 POINTS = [mark.name for mark in Mark]
 
 
+@pytest.mark.short(2)
 @pytest.mark.parametrize("mark", POINTS)
 @pytest.mark.parametrize("when", ["before", pytest.param("after", marks=pytest.mark.slow)])
 def test_a_rank_that_is_killed_at_a_barrier_is_named_and_leaves_nothing(tmp_path, mark, when):

@@ -260,6 +260,23 @@ def reads_whole_tensors(trial, model, played):
         sum(p.sum() for p in model.parameters())
 
 
+def trains_beside_another_model(trial, model, played):
+    """A teacher, then another model in the same backward; both were sharded on another stream."""
+    with played.on(DEFAULT):
+        others = [
+            fs.shard(Chain().requires_grad_(is_trained), transport="fake", wrap=["Block"], **FULL)
+            for is_trained in (False, True)
+        ]
+    for other in others:
+        played.watch(other)
+        played.join(played.now, DEFAULT)
+        x = torch.randn(3, WIDTH)
+        with torch.no_grad() if other is others[0] else nullcontext():
+            wanted = other(x)
+        (model(x) - wanted).square().backward()
+        fs.clip_grad_norm_(model, 1.0)
+
+
 OTHERS = [
     Trial(FULL, do=on_other_streams),
     Trial(HYBRID, do=on_other_streams, stream=SIDE),
@@ -269,6 +286,7 @@ OTHERS = [
     Trial(FULL, do=raises_in_backward),
     Trial(FULL, do=differentiates_inside_backward),
     Trial(FULL, do=reads_whole_tensors),
+    Trial(FULL | {"offload": "cpu"}, do=trains_beside_another_model, stream=SIDE),
 ]
 
 

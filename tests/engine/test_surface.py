@@ -187,6 +187,7 @@ def memory(strategy, dtype):
     return {"whole": whole, "grown": grown, "stats": stats, "planned": planned}
 
 
+@pytest.mark.short(2)
 @pytest.mark.parametrize(
     ("strategy", "dtype"),
     marked(

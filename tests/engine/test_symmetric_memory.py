@@ -13,6 +13,7 @@ from fullshard.compat.wrapping import record_of
 from fullshard.engine.engine import engine_of
 from fullshard.errors import ConfigError
 from fullshard.transport import c10d
+from support.experts import cut_as_transformers, qwen
 from support.models import Chain, chain, mean_square, perturbed, vectors
 
 
@@ -84,7 +85,7 @@ def registered(settings):
     slots = [slot for name in first for slot in first[name]]
     expected = [(slot, group.group_name) for slot, group in zip(slots, names, strict=True) if group]
     assert [(slot, group) for slot, _, _, group in begun] == expected
-    assert engine_of(model)._agreed
+    assert engine_of(model).runtime.agreed
     again = [slot for slot, *_ in memory.registered]
     assert len(set(again)) == len(again)  # equal rings serve again
     assert {slot for slots in slots_of(model).values() for slot in slots} <= set(again)
@@ -96,6 +97,31 @@ def test_each_slot_is_registered_once_and_in_one_order(ranks, settings):
     one, two = ranks(2)(registered, settings)
     assert one == two
     assert len(one) >= 5
+
+
+def registered_experts():
+    """Rings and groups of the slots of a model whose experts have a mesh of their own."""
+    memory, model = Memory(), qwen()
+    with memory.in_place():
+        mesh = cut_as_transformers(model, 2)["fsdp"]
+        fs.shard(model, mesh=mesh, transport="c10d", symmetric_memory=True)
+    engine, found = engine_of(model), {slot: group for slot, *_, group in memory.registered}
+    for unit in engine.units:
+        axes = unit.transport.axes
+        for group in unit.groups:
+            for ref, own in (
+                (group.plan.slot, axes.gather_group),
+                (group.plan.grad_slot, axes.reduce_group),
+            ):
+                slot = slots_of(model)[ref.ring][ref.index]
+                assert found[slot] == own.group_name, (unit.plan.title, ref)
+    return len(found), len({unit.plan.mesh for unit in engine.units})
+
+
+def test_slots_of_experts_are_registered_with_the_groups_of_experts(ranks):
+    (count, num_meshes), *others = ranks(4)(registered_experts)
+    assert others == [(count, num_meshes)] * 3
+    assert num_meshes == 2
 
 
 def differing_bits():

@@ -82,6 +82,7 @@ def in_every_strategy(name):
     return {name_: check_bits(name, fields) for name_, fields in settings.items()}
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize(
     ("name", "world_size"),
     [
@@ -320,7 +321,7 @@ def test_both_spellings_do_the_same(ranks):
 def time_outs():
     model = fs.shard(chain(), transport="c10d")
     model(torch.ones(1, 12, dtype=torch.float64))
-    groups = [g for made in _MADE.values() for layout in made.groups.values() for g in layout]
+    groups = [group for made in _MADE.values() for group in made.groups.values()]
     return {_torch_compat.group_timeout(group) for group in groups}
 
 

@@ -1,8 +1,9 @@
 """`make gpu`: what the engine must do on a GPU, in the order in which it is worth knowing.
 
-Each step prints one line. It needs torch, numpy, psutil, safetensors and xxhash; where pydantic is
-missing, `stand_in/` takes its place. With `--device cpu` the same steps run on a CPU, which says
-that they can run, and nothing of a GPU.
+Each step prints one line, and is written at once. A step that hangs ends the process after
+two minutes, with the stack of every thread. It needs torch, numpy, psutil, safetensors and
+xxhash; where pydantic is missing, `stand_in/` takes its place. With `--device cpu` the same steps
+run on a CPU, which says that they can run, and nothing of a GPU.
 """
 
 # ruff: noqa: E402  where modules are is said before they are imported
@@ -10,6 +11,7 @@ that they can run, and nothing of a GPU.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import importlib.util
 import json
 import os
@@ -21,17 +23,21 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path[:0] = [str(HERE), str(HERE.parent), str(ROOT), str(ROOT / "src")]
-if importlib.util.find_spec("pydantic") is None:
+STANDS_IN = importlib.util.find_spec("pydantic") is None
+if STANDS_IN:
     sys.path.insert(0, str(HERE / "stand_in"))
 
 import gpu_checks
@@ -39,13 +45,17 @@ import torch
 import torch.distributed as dist
 from benchmarks.llama import LLAMA, TINY, LlamaBlock, Shape, build
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fullshard as fs
-from fullshard.transport import streams
+from fullshard.engine.engine import engine_of
+from fullshard.transport import _torch_compat, streams
 from support.streams import Groups, Played
 
 RESULTS = ROOT / "benchmarks" / "results" / "gpu_steps.json"
-SPUN = 5_000_000  # cycles, some milliseconds
+SPUN = 2_000_000  # cycles, about a millisecond
+HANGS_S = 120
+GROUP_TIMEOUT = timedelta(seconds=60)
 
 
 class Skipped(Exception):
@@ -54,8 +64,42 @@ class Skipped(Exception):
 
 def say_what_is_here() -> str:
     """Return torch, Python and the device."""
-    name = torch.cuda.get_device_name() if gpu_checks.DEVICE.type == "cuda" else "CPU"
-    return f"torch {torch.__version__}, Python {platform.python_version()}, {name}"
+    here = f"torch {torch.__version__}, Python {platform.python_version()}"
+    if not on_cuda():
+        return f"{here}, CPU"
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    return f"{here}, NCCL {nccl}, {torch.cuda.get_device_name()}"
+
+
+def call_collectives() -> str:
+    """The process group's collectives work in place, on a group that was split from the world's."""
+    group = _torch_compat.new_group_of([[0]])
+    assert _torch_compat.group_timeout(group) == GROUP_TIMEOUT
+    fulls = [torch.arange(64.0 * n, device=gpu_checks.DEVICE) for n in (1, 2)]
+    fulls += [fulls[0].bfloat16()]
+    wanted = [full.clone() for full in fulls]
+    works = [_torch_compat.all_gather_many(fulls, fulls, group)]
+    works += _torch_compat.reduce_scatter_many(fulls, fulls, group)
+    for full in fulls:
+        works += [dist.all_reduce(full, group=group, async_op=True)]
+        works += [dist.all_to_all_single(full.clone(), full, group=group, async_op=True)]
+    for work in works:
+        work.wait()
+    for full, before in zip(fulls, wanted, strict=True):
+        assert torch.equal(full, before)
+    return "split" if _torch_compat.splits_groups() else ""
+
+
+def register_symmetric_memory() -> None:
+    """A slot in symmetric memory is gathered as one in other memory."""
+    needs_cuda()
+    memory, pool, device = _torch_compat.symmetric_memory()
+    with torch.cuda.use_mem_pool(pool):
+        slot = torch.zeros(1 << 20, device=device)
+    memory.rendezvous(slot, dist.group.WORLD.group_name)  # pyright: ignore[reportOptionalMemberAccess]
+    slot.fill_(3.0)
+    _torch_compat.all_gather_many([slot], [slot], dist.group.WORLD).wait()
+    assert bool((slot == 3.0).all())
 
 
 def step(model: nn.Module, at: int = 0) -> None:
@@ -63,67 +107,137 @@ def step(model: nn.Module, at: int = 0) -> None:
     model(*gpu_checks.batch(at, 0)).backward()
 
 
-def train_over(groups: Groups | None, **settings: Any) -> list[torch.Tensor]:
-    """Three steps as one rank of four equal ones; the shards afterwards."""
-    assert groups is not None
-    with groups.in_place():
-        model = fs.shard(gpu_checks.build(), transport="fake", shard=4, wrap=["Block"], **settings)
+class Late(streams.Streams):
+    """Streams on which everything begins late, so that a missing wait shows."""
+
+    @contextmanager
+    def on(self, stream: Any) -> Iterator[None]:
+        with super().on(stream):
+            torch.cuda._sleep(SPUN)
+            yield
+
+
+def train_over(groups: Groups, several: Any, *, aside: bool, **settings: Any) -> list[torch.Tensor]:
+    """Three steps as one rank of four equal ones; the shards afterwards.
+
+    Args:
+        groups: The process groups.
+        several: The device's streams.
+        aside: Train on another stream than the model was sharded on.
+        settings: Keyword arguments of `fs.shard`.
+    """
+    with groups.in_place(), sdpa_kernel(SDPBackend.MATH):  # whose gradients have the same bits
+        sizes = {} if "replicate" in settings else {"shard": 4}
+        given = {**sizes, **settings, "transport": "fake", "wrap": ["Block"]}
+        model = fs.shard(gpu_checks.build(), **given)
         optimizer = gpu_checks.make_optimizer(model.parameters())
-        for at in range(3):
-            step(model, at)
-            fs.clip_grad_norm_(model, gpu_checks.MAX_NORM)
-            optimizer.step()
-            optimizer.zero_grad()
-    return [param.to_local().clone() for param in model.parameters()]
+        stream = several.make("side") if aside else several.current()
+        several.join(stream, several.current())
+        with several.on(stream):
+            for at in range(3):
+                step(model, at)
+                fs.clip_grad_norm_(model, gpu_checks.MAX_NORM)
+                optimizer.step()
+                optimizer.zero_grad()
+        several.join(several.current(), stream)
+        return [param.to_local().clone() for param in model.parameters()]
 
 
 def compare_streams(*, late: bool, aside: bool, **settings: Any) -> None:
     """Collectives on streams of their own give the bits of those on the step's stream."""
     real = streams.of(gpu_checks.DEVICE)
     several: Any = real or Played()
-    one = SimpleNamespace(
+    one: Any = SimpleNamespace(
         current=several.current,
         make=lambda name: several.current(),
         join=lambda *_: None,
-        on=several.on,
+        on=lambda _: nullcontext(),
         event=several.event,
         wait=several.wait,
     )
-    spin = partial(torch.cuda._sleep, SPUN) if late and real is not None else lambda: None
-    wanted = train_over(Groups(one), **settings)
-    stream = several.make("side") if aside else several.current()
-    several.join(stream, several.current())
-    with several.on(stream):
-        found = train_over(Groups(several, spin), **settings)
-    several.join(several.current(), stream)
+    wanted = train_over(Groups(one), several, aside=False, **settings)
+    around: Any = nullcontext()
+    if late and real is not None:
+        several = Late(gpu_checks.DEVICE)
+        around = patch.object(streams, "of", lambda _: several)
+    with around:
+        found = train_over(Groups(several), several, aside=aside, **settings)
     for one_shard, other in zip(found, wanted, strict=True):
         assert torch.equal(one_shard, other)
 
 
-def forbid_synchronisation() -> None:
+def forbid_synchronisation(**settings: Any) -> None:
     """A step in its steady state never waits for the device."""
     needs_cuda()
-    model = fs.shard(gpu_checks.build(), wrap=["Block"])
-    for at in range(3):
-        step(model, at)
-        model.zero_grad()
-    inputs = gpu_checks.batch(3, 0)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        model(*inputs).backward()
-        fs.clip_grad_norm_(model, gpu_checks.MAX_NORM)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    with Groups(streams.Streams(gpu_checks.DEVICE)).in_place():
+        model = fs.shard(gpu_checks.build(), transport="fake", shard=4, wrap=["Block"], **settings)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        for at in range(5):
+            inputs = gpu_checks.batch(at, 0)
+            # the order of units is learned in the first steps, and the optimizer is tried
+            torch.cuda.set_sync_debug_mode("error" if at >= 3 else "default")
+            try:
+                with fs.no_sync(model):
+                    model(*inputs).backward()
+                model(*inputs).backward()
+                fs.clip_grad_norm_(model, gpu_checks.MAX_NORM)
+                optimizer.step()
+                optimizer.zero_grad()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
 
 
 def count_threads() -> None:
-    """All hooks of a backward are called by one thread."""
-    model = fs.shard(gpu_checks.build(), wrap=["Block"])
+    """One thread carries out all events of a backward, and calls all hooks."""
+    model = fs.shard(gpu_checks.build(), wrap=["Block"], param_dtype="bfloat16")
     seen: set[int] = set()
     for param in model.parameters():
         param.register_post_accumulate_grad_hook(lambda _: seen.add(threading.get_ident()))
-    step(model)
+    actions = engine_of(model).runtime.actions
+    run_events = actions.run
+    loss = model(*gpu_checks.batch(0, 0))
+
+    def run_here(*arguments: Any) -> None:
+        seen.add(threading.get_ident())
+        run_events(*arguments)
+
+    with patch.object(actions, "run", run_here):
+        loss.backward()
     assert len(seen) == 1, seen
+
+
+def time_weight_gradients() -> str:
+    """A weight gradient in float32 of bfloat16 factors: cast from a product, or written by it.
+
+    Autograd casts. If writing saves much of a step, it is worth a layer of its own.
+    """
+    needs_cuda()
+    shape = replace(LLAMA, seq=8192)
+    kind: dict[str, Any] = {"device": gpu_checks.DEVICE, "dtype": torch.bfloat16}
+    out, x = (
+        torch.randn(shape.seq, shape.hidden, **kind),
+        torch.randn(shape.seq, shape.width, **kind),
+    )
+    slots = [torch.empty(shape.hidden, shape.width, device=gpu_checks.DEVICE) for _ in range(2)]
+    ways = (
+        lambda: slots[0].copy_(torch.mm(out.t(), x)),
+        lambda: torch.mm(out.t(), x, out_dtype=torch.float32, out=slots[1]),
+    )
+    cast, written = map(milliseconds, ways)
+    assert (slots[0] - slots[1]).norm() < 1e-2 * slots[1].norm()
+    return f"cast {cast:.3f} ms, written {written:.3f} ms"
+
+
+def milliseconds(work: Callable[[], object], num_times: int = 20) -> float:
+    """Time of one call on the device, after a warm-up."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for at in range(-3, num_times):
+        if at == 0:
+            start.record()
+        work()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / num_times
 
 
 def offload() -> None:
@@ -220,9 +334,11 @@ def losses_of(shape: Shape, shard: Callable[[Any], None]) -> torch.Tensor:
 
 def bench() -> str:
     """Steps of Llama 3 8B's blocks as rank 0 of 8 and 64, beside plain compute and FSDP2."""
-    if importlib.util.find_spec("typer") is None:
-        raise Skipped("needs typer, which make gpu-wheels collects")
-    size = ["--rounds", "10"] if on_cuda() else ["--tiny", "--rounds", "3"]
+    if STANDS_IN or importlib.util.find_spec("typer") is None:
+        raise Skipped("needs pydantic and typer, which make gpu-wheels collects")
+    size = ["--tiny", "--rounds", "3"]
+    if on_cuda():
+        size = ["--rounds", "10", "--out", str(RESULTS.parent)]  # gpu.json and gpu.md
     done = run_python("-m", "benchmarks.gpu", "--json", *size)
     rows = json.loads(done.stdout)["rows"]
     return "of plain: " + ", ".join(
@@ -239,7 +355,8 @@ def sanitize() -> None:
     if tool is None:
         raise Skipped("needs compute-sanitizer, a part of the CUDA toolkit")
     checked = [str(HERE / "run.py"), "--only", "events, float32, full_shard", "--out", os.devnull]
-    run_python(*checked, under=(tool, "--error-exitcode", "9"))
+    # libraries try calls of CUDA that may fail; accesses of memory are what is looked for
+    run_python(*checked, under=(tool, "--error-exitcode", "9", "--report-api-errors", "no"))
 
 
 def run_python(*words: str, under: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
@@ -252,6 +369,7 @@ def run_python(*words: str, under: tuple[str, ...] = ()) -> subprocess.Completed
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,
+        timeout=HANGS_S - 10 if on_cuda() else None,
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done
@@ -268,15 +386,17 @@ def needs_cuda() -> None:
         raise Skipped("needs CUDA")
 
 
-def check(name: str, dtype: str, strategy: str) -> None:
+def check(name: str, dtype: str, strategy: str) -> object:
     """One of gpu_checks."""
     if name == "memory":
         needs_cuda()
-    gpu_checks.CHECKS[name](dtype, strategy)
+    return gpu_checks.CHECKS[name](dtype, strategy)
 
 
 STEPS: dict[str, Callable[[], object]] = {
     "doctor": say_what_is_here,
+    "collectives of one rank": call_collectives,
+    "symmetric memory": register_symmetric_memory,
     **{
         f"{name}, {dtype}, {strategy}": partial(check, name, dtype, strategy)
         for name in ("parity", "events", "memory")
@@ -287,12 +407,23 @@ STEPS: dict[str, Callable[[], object]] = {
         f"streams, late={late}, aside={aside}, {settings or 'float32'}": partial(
             compare_streams, late=late, aside=aside, **settings
         )
-        for settings in ({}, {"param_dtype": "bfloat16", "activation_checkpointing": "block"})
+        for settings in (
+            {},
+            {"param_dtype": "bfloat16", "activation_checkpointing": "block"},
+            {"strategy": "hybrid_shard", "shard": 2, "replicate": 2, "reduction": "ordered"},
+            {"offload": "cpu"},
+        )
         for late in (False, True)
         for aside in (False, True)
     },
-    "no synchronisation in a step": forbid_synchronisation,
-    "one thread calls hooks": count_threads,
+    **{
+        f"no synchronisation in a step, {settings or 'float32'}": partial(
+            forbid_synchronisation, **settings
+        )
+        for settings in ({}, {"param_dtype": "bfloat16", "activation_checkpointing": "block"})
+    },
+    "one thread carries out a backward": count_threads,
+    "weight gradients in float32": time_weight_gradients,
     "offload": offload,
     "compile, default": partial(compile_blocks, "default"),
     "compile, reduce-overhead": partial(compile_blocks, "reduce-overhead"),
@@ -306,12 +437,16 @@ STEPS: dict[str, Callable[[], object]] = {
 def run(name: str, work: Callable[[], object]) -> dict[str, Any]:
     """Take one step, print its line, return its row."""
     start, status = time.perf_counter(), "ok"
+    if on_cuda():  # a CPU may be as slow as it likes
+        faulthandler.dump_traceback_later(HANGS_S, exit=True)
     try:
         why = str(work() or "")
     except Skipped as reason:
         status, why = "skipped", str(reason)
     except Exception:  # noqa: BLE001 the next steps say more
         status, why = "FAILED", traceback.format_exc()
+    finally:
+        faulthandler.cancel_dump_traceback_later()
     took_s = round(time.perf_counter() - start, 2)
     print(f"{status:8} {name} ({took_s} s) {why}".rstrip(), flush=True)
     return {"name": name, "status": status, "seconds": took_s, "why": why}
@@ -331,13 +466,21 @@ def main() -> int:
     gpu_checks.DEVICE = torch.device(args.device)
     if args.device == "cpu":
         gpu_checks.CASE = replace(gpu_checks.CASE, width=128, layers=3, seq=16)
-    backend = "nccl" if args.device == "cuda" else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    rows = [run(*named) for named in STEPS.items() if named[0].startswith(tuple(args.only))]
-    dist.destroy_process_group()
+    place: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    backend, device = "gloo", None
+    if args.device == "cuda":  # as the launcher does
+        backend, device = "cpu:gloo,cuda:nccl", torch.device("cuda", 0)
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend, timeout=GROUP_TIMEOUT, device_id=device, **place)
     out = args.out or (RESULTS if args.device == "cuda" else None)
-    if out is not None:
-        out.write_text(json.dumps({"what": say_what_is_here(), "steps": rows}, indent=1) + "\n")
+    rows: list[dict[str, Any]] = []
+    for name, work in STEPS.items():
+        if name.startswith(tuple(args.only)):
+            rows.append(run(name, work))
+            if out is not None:
+                text = json.dumps({"what": say_what_is_here(), "steps": rows}, indent=1)
+                out.write_text(text + "\n")
+    dist.destroy_process_group()
     return int(any(row["status"] == "FAILED" for row in rows))
 
 

@@ -210,8 +210,14 @@ def test_a_hang_of_a_script_without_fullshard_is_named(launch, tmp_path):
         (["nothing.py"], "SCRIPT: expected a file, got 'nothing.py', which does not exist."),
         (["job"], "SCRIPT: expected a Python file, got 'job'. For a module: -m job."),
         (["/dev/null"], "SCRIPT: expected a Python file, got '/dev/null'.\n"),
-        (["--nnodes", "1:2", "-m", "x"], "--num-machines: expected an integer >= 1, got '1:2'\n"),
-        (["--node-rank", "1", "-m", "x"], "--machine-rank: expected an integer < 1, because"),
+        (
+            ["--nnodes", "1:2", "-m", "x"],
+            "--nnodes (--num-machines): expected an integer >= 1, got '1:2'\n",
+        ),
+        (
+            ["--node-rank", "1", "-m", "x"],
+            "--node-rank (--machine-rank): expected an integer < 1, because",
+        ),
         (["--nnodes", "2", "-m", "x"], "--master-addr, --master-port: expected both"),
         (["--nproc-per-node", "two", "-m", "x"], "--nproc-per-node: expected a number"),
         (["--nproc-per-node", "gpu", "-m", "x"], "--nproc-per-node: expected a GPU on this"),

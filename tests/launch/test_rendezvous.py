@@ -195,6 +195,28 @@ def test_ranks_of_one_launcher_see_the_same_gpus(monkeypatch):
         rendezvous._cuda_device(launch)
 
 
+def test_ranks_that_share_a_gpu_are_told_so(monkeypatch):
+    import torch.distributed as dist
+
+    # As NCCL says it, which compares the GPUs of all ranks, however they are numbered.
+    said = "ncclInvalidUsage: Duplicate GPU detected : rank 1 and rank 0 both on CUDA device c1000"
+
+    def init_process_group(*_, **given):
+        assert str(given["device_id"]) == "cuda:0"
+        raise dist.DistBackendError(said)
+
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    for name, value in (place | ranks | {"TORCHELASTIC_RUN_ID": "x"}).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.cuda.set_device", lambda _: None)
+    monkeypatch.setattr(dist, "init_process_group", init_process_group)
+    with pytest.raises(ConfigError, match="a GPU for each rank; rank 0 shares cuda:0 of this mach"):
+        rendezvous.init_process_group(timeout_s=5.0)
+
+
 def test_a_process_that_nobody_launched_has_no_group():
     import torch.distributed as dist
 

@@ -164,6 +164,9 @@ def _leave_as_found(seat: Seat, body: Body) -> None:
     for group in list(groups):
         if group is not dist.group.WORLD and group in groups:
             dist.destroy_process_group(group)
+    if "fullshard.transport.groups" in sys.modules:
+        for made in sys.modules["fullshard.transport.groups"]._MADE.values():
+            made.groups.clear()
 
 
 def _find(body: Body) -> Any:

@@ -108,14 +108,15 @@ def assert_same(found, wanted):
         assert torch.allclose(value, states[1][name], rtol=1e-8, atol=1e-9), name
 
 
+@pytest.mark.short(3)
 @pytest.mark.parametrize(
     ("model", "num_ranks", "axes", "mesh"),
     [
         (LLAMA, 4, ("tensor=2",), "replicate 1 x shard 2 x tensor 2"),
-        (LLAMA, 4, ("tensor=2", "strategy=no_shard"), "replicate 2 x shard 1 x tensor 2"),
         (MIXTURE, 2, ("expert=2",), "replicate 1 x shard 1 x expert 2"),
-        (MIXTURE, 4, ("expert=2", "tensor=2"), "replicate 1 x shard 1 x expert 2 x tensor 2"),
         (LLAMA, 2, ("context=2", "loss_chunk_size=0"), "replicate 1 x shard 2"),
+        (LLAMA, 4, ("tensor=2", "strategy=no_shard"), "replicate 2 x shard 1 x tensor 2"),
+        (MIXTURE, 4, ("expert=2", "tensor=2"), "replicate 1 x shard 1 x expert 2 x tensor 2"),
         (LLAMA, 4, ("context=4", "activation_checkpointing=block"), "replicate 1 x shard 4"),
         (LLAMA, 4, ("context=2", "replicate=1", "shard=2"), "replicate 1 x shard 4"),
         (LLAMA, 4, ("context=2", "strategy=no_shard"), "replicate 4 x shard 1"),
@@ -146,6 +147,7 @@ def test_an_example_of_an_axis_learns(fullshard, tmp_path, path):
     assert losses[-1] < 0.9 * losses[0]
 
 
+@pytest.mark.long
 def test_a_run_goes_on_over_another_mesh(runs):
     first = runs.run(MIXTURE, "resumed", 2, "sharding.tensor=2", "max_steps=2")
     second = runs.run(MIXTURE, "resumed", 4, "sharding.expert=2")
@@ -157,7 +159,8 @@ def test_a_run_goes_on_over_another_mesh(runs):
     assert rows == pytest.approx(wanted, rel=1e-10)
 
 
-@pytest.mark.parametrize("axis", ["tensor=2", "context=2", "context=2 packing=true"])
+@pytest.mark.short(1)
+@pytest.mark.parametrize("axis", ["context=2 packing=true", "context=2", "tensor=2"])
 def test_conversations_of_different_lengths_train_as_in_one_process(runs, tmp_path, axis):
     text = write_chats(tmp_path / "chat.jsonl", 64)
     write_model(tmp_path / "base", small_config(num_key_value_heads=2, num_attention_heads=2), text)

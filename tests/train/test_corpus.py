@@ -94,10 +94,13 @@ def test_what_a_kill_left_in_the_cache_a_day_ago_is_removed(tmp_path, tokenizer)
     left, live = part.with_name(".left.7"), part.with_name(".live.8")
     for file in (left, live):
         file.write_bytes(b"half of it")
-    for file in (left, lock := part.with_name(".lock")):
+    of_tokenizer = part.parent.with_name(".tokenizer-a.7")
+    of_tokenizer.mkdir()
+    for file in (left, of_tokenizer, lock := part.with_name(".lock")):
         os.utime(file, (0, 0))
     make_dataset([Source.at(text)], NO_HOLD_OUT, tokenizer)
     assert not left.exists()
+    assert not of_tokenizer.exists()
     assert live.exists()  # it may be another host's
     assert lock.exists()
 

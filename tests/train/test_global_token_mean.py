@@ -3,14 +3,19 @@
 import itertools
 import math
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import fullshard as fs
 from fullshard.config.values import GradReduction, GradSync
+from fullshard.data.dataset import PREDICTED, ROWS
 from fullshard.errors import DataError, DivergedError
-from fullshard.recipes.base import IGNORED, causal_lm_loss, predicted_of
+from fullshard.recipes.base import IGNORED, causal_lm_loss, placed, predicted_of, whole_logits_loss
+from fullshard.recipes.distill.loss import TOP_VALUES, with_logits
 from fullshard.run.optim import LossScaler
 from support.ragged import (
     GLOBAL_BATCH,
@@ -235,3 +240,25 @@ def test_fp16_that_overflows_at_every_scale_ends_the_run():
     with pytest.raises(DivergedError, match="expected finite numbers at some loss scale"):
         overflow(scaler, parameter)
     assert torch.equal(parameter.detach(), torch.ones(2))
+
+
+class Logits(torch.nn.Module):
+    """Of a vocabulary of 5 tokens."""
+
+    def forward(self, input_ids, *, use_cache):
+        return SimpleNamespace(logits=input_ids.new_zeros(*input_ids.shape, 5, dtype=torch.float32))
+
+
+def test_losses_and_a_teachers_logits_do_not_wait_for_the_device():
+    """On meta there is nothing to read."""
+    ids, rows = np.arange(8).reshape(2, 4) % 5, np.array([1, -1])
+    arrays = {"input_ids": ids, "labels": ids, ROWS: rows, PREDICTED: np.arange(3)}
+    batch = placed(arrays, torch.device("meta"))
+    total, count = whole_logits_loss(Logits(), batch)
+    assert total.is_meta
+    assert count == 3
+    top = np.ones((9, 2))
+    kept: Any = SimpleNamespace(values=top, ids=top.astype(int), bounds=np.array([0, 4, 8]))
+    known = with_logits(batch, kept)
+    assert known[TOP_VALUES].shape == (2, 4, 2)
+    assert known[TOP_VALUES].is_meta

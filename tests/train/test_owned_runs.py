@@ -69,6 +69,7 @@ def has_the_bits(optim, words):
     assert dist.get_world_size() == 1 or optim != "muon" or "owned Muon" in optimizer.kind
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize("optim", ["muon", "adafactor", "adamw_bnb_8bit"])
 def test_an_update_has_the_librarys_own_bits_on_every_mesh(ranks, optim):
     if optim == "adamw_bnb_8bit":

@@ -88,6 +88,7 @@ def stored_bytes(checkpoint):
     return total
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize(
     ("recompute", "source"),
     [

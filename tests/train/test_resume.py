@@ -107,6 +107,10 @@ def test_a_stopped_run_goes_on_with_the_same_losses(calm, tmp_path, whom):
         assert (record["status"], record["exit_code"]) == ("interrupted", 75)
         saved = max(int(path.name[-2:]) for path in (tmp_path / "run" / "checkpoints").iterdir())
         assert 6 <= saved < STEPS
+        assert record["last_saved_step"] == saved
+        (tmp_path / "run" / "checkpoints").rename(tmp_path / "away")
+        assert f"the run's own checkpoints, of steps up to {saved}" in finish(config, code=7)
+        (tmp_path / "away").rename(tmp_path / "run" / "checkpoints")
         assert f"resumed after step {saved}" in finish(config)
     elif whom == "rank 1":
         os.kill(psutil.Process(process.pid).children()[-1].pid, signal.SIGKILL)
@@ -243,6 +247,9 @@ def test_a_finished_run_is_moved_and_a_changed_model_is_refused(calm, tmp_path):
             "the run there resumes with the model and optimizer",
         ),
         ((), 0, "begins at step 0; the run there is moved aside"),
+        (("max_steps=26", "adam_beta1=0.5"), 0, "training.adam_beta1 0.9 -> 0.5"),
+        (("max_steps=26", "train_batch_size=8"), 0, "6 samples a step are kept from the run"),
+        (("--resume", ""), 2, "--resume: expected auto, never or the path of a checkpoint, got ''"),
         (("max_steps=26", "optim=sgd"), 7, "expected the states of SGD; it has AdamW"),
         (
             ("model.config.num_hidden_layers=3", "max_steps=26"),
@@ -274,14 +281,14 @@ def test_a_finished_run_is_moved_and_a_changed_model_is_refused(calm, tmp_path):
     ],
 )
 def test_dry_run_says_what_a_resume_would_do_or_refuse(
-    calm, tmp_path, monkeypatch, fullshard, words, code, said
+    calm, tmp_path, monkeypatch, fullshard, caplog, words, code, said
 ):
     monkeypatch.chdir(tmp_path)
     run = str(calm.parent / "run")
     words = [word.replace("RUN", run).replace("NEW", "new") for word in words]
     done = fullshard("train", calm, *words, "--dry-run")
     assert done.exit_code == code
-    assert said in done.out + done.err
+    assert said in done.out + done.err + caplog.text
 
 
 def test_dry_run_names_the_checkpoint_that_a_restart_loads(calm, tmp_path, fullshard):

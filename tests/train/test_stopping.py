@@ -1,15 +1,20 @@
 """Why a run ends, or leaves a step out: a signal, losses that stay, infinite gradients."""
 
 from dataclasses import replace
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fullshard as fs
 from fullshard.errors import DivergedError, PreemptedError
 from fullshard.observe.metrics import EvalRow
+from fullshard.recipes.base import cross_entropy, shifted_of
 from fullshard.run.loop import Loop, Patience, diverged
 from fullshard.run.optim import LossScaler
+from fullshard.transport import streams
 from support.ragged import NUM_STEPS, RaggedRecipe, Rows, make_loop
 from support.ranks import RankError, on_ranks
 
@@ -186,6 +191,48 @@ def test_an_update_with_an_infinity_is_skipped_on_all_ranks(ranks):
 def test_one_infinity_more_than_allowed_ends_the_run(ranks):
     with pytest.raises(RankError, match=r"loss of step 2: expected a finite number, got (inf|nan)"):
         ranks(2)(train_past_an_infinity, 0)
+
+
+class Reads(TorchDispatchMode):
+    """Counts what the host reads of tensors."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func._schema.name == "aten::_local_scalar_dense"
+        return func(*args, **(kwargs or {}))
+
+
+class WithoutCounts(RaggedRecipe):
+    """Knows the number of label tokens beforehand, as a recipe of text does."""
+
+    tokens_per_step = 8
+
+    def loss(self, model, batch):
+        logits = model(batch["input_ids"])
+        return cross_entropy(logits.flatten(0, -2), shifted_of(batch).reshape(-1)), 8
+
+
+def test_an_update_reads_its_loss_and_its_norm_at_once():
+    _, loop, _ = make_loop(0, 1, 2, {}, Rows())
+    loop.recipe = recipe = WithoutCounts(0, 1, 2)
+    loop.settings = replace(loop.settings, max_grad_norm=1e-3)
+    for step in range(1, 5):
+        batches = recipe.micro_batches(step)
+        with Reads() as reads, patch("fullshard.engine.clip.is_at_hand", lambda _: False):
+            loop.trainee.update(step, batches, loop)
+    assert reads.count == 0  # one `tolist`, which is no operation
+
+
+def test_a_step_on_a_device_is_over_when_its_update_is():
+    _, loop, recipe = make_loop(0, 1, 1, {}, Rows())
+    seen, trainee = [], loop.trainee
+    trainee.optimizer.register_step_post_hook(lambda *_: seen.append("update"))
+    trainee.memory_bytes = lambda: seen.append("measured") or (0, 0)
+    device = SimpleNamespace(event=lambda: "end", finish=seen.append)
+    with patch.object(streams, "of", lambda _: device):
+        trainee.update(1, recipe.micro_batches(0), loop)
+    assert seen == ["update", "end", "measured"]
 
 
 class AsksAlways:

@@ -21,6 +21,13 @@ SIZES = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
 }
+# Its keys are wider than its values.
+DEEPSEEK = {
+    **{"num_key_value_heads": 4, "n_routed_experts": 8, "num_experts_per_tok": 2},
+    **{"n_group": 2, "topk_group": 1},
+    **{"moe_intermediate_size": 16, "first_k_dense_replace": 3, "kv_lora_rank": 16},
+    **{"q_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16},
+}
 
 
 @pytest.fixture(autouse=True)
@@ -41,12 +48,14 @@ def traced(model, samples=2, **sharding):
     return found and found.whole
 
 
+@pytest.mark.short(4)
 @pytest.mark.parametrize(
     ("kind", "recompute", "fields"),
     [
         ("llama", "none", {}),
         ("llama", "every_2", {}),
         ("llama", "every_3", {}),  # 14 is no multiple of 3
+        ("deepseek_v3", "none", DEEPSEEK),  # whose first three blocks are dense
         ("llama", "none", {"vocab_size": 2000}),  # whose ends are units
         ("gemma2", "block", {"head_dim": 8, "sliding_window": 8}),  # two kinds of blocks in turn
     ],
@@ -77,6 +86,14 @@ def test_a_large_batch_follows_from_two_smaller_ones(monkeypatch):
     assert followed == traced(model, samples=8)
 
 
+def test_a_gpus_attention_keeps_no_scores_where_keys_are_wider_than_values():
+    model, config = model_of("deepseek_v3", 1, **DEEPSEEK), ShardConfig()
+    plan = fs.plan(model, config, world_size=2)
+    here, there = (Tracer(model, 256, on_gpu=gpu)(plan, config, 2).whole for gpu in (False, True))
+    scores = 2 * 4 * 256 * 256 * 4  # of 2 samples with 4 heads, in float32
+    assert here.total - there.total > scores
+
+
 def test_every_strategy_asks_for_one_trace(monkeypatch):
     model, calls = model_of("llama", 2), []
 
@@ -105,12 +122,14 @@ def test_a_model_that_looks_at_numbers_is_counted_from_shapes():
 
 
 def test_a_model_that_loops_over_its_tokens_is_counted_from_shapes():
+    """Torch aborts if a dispatch mode raises inside attention."""
     model = model_of("llama", 2)
 
     def forward(input_ids, **_):
         states = model.model.embed_tokens(input_ids)
         for _ in range(MOST_OPERATIONS):
-            states = states + 1
+            wider = torch.cat((states, states), dim=-1)
+            states = torch.nn.functional.scaled_dot_product_attention(wider, wider, states)
         return model.lm_head(states)
 
     model.forward = forward

@@ -184,6 +184,7 @@ def divided(tmp_path_factory):
     return found
 
 
+@pytest.mark.short(2)
 @pytest.mark.parametrize(
     ("name", "fault"),
     [

@@ -86,6 +86,7 @@ def through_jax(source, target, config_folder, meshes):
     return str(source)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("num_ranks", "tensor"), [pytest.param(2, 1, marks=pytest.mark.long), (4, 2)]
 )

@@ -12,7 +12,6 @@ def differences(name, folder):
 
     import fullshard.jax as fj
     from fullshard.xla.decoder import BLOCKS, DecoderConfig, logits_of
-    from fullshard.xla.plan import batch_spec
     from fullshard.xla.step import whole_but_blocks
     from support import decoders
 
@@ -33,7 +32,7 @@ def differences(name, folder):
         def logits(params, batch, plan=plan):
             return logits_of(config, plan, whole_but_blocks(plan, params), batch)
 
-        spec = batch_spec(mesh, 1)
+        spec = plan.batch_sharding().spec
         run = jax.jit(
             jax.shard_map(
                 logits, mesh=mesh, in_specs=(plan.specs, spec), out_specs=spec, check_vma=False
@@ -52,6 +51,7 @@ def differences(name, folder):
     return found
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
 def test_logits_are_those_of_transformers(devices, tmp_path, name):
     found = devices(differences, name, tmp_path)

@@ -35,6 +35,7 @@ def trained(shard, tied, chunk_size):
     return float(found["loss"]), float(found["grad_norm"]), whole
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize(
     ("shard", "tied"), [pytest.param(1, False, marks=pytest.mark.long), (2, True), (3, False)]
 )

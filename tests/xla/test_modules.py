@@ -120,6 +120,7 @@ def of_equinox():
     return found, (wanted, float(abs(call(model, batches()[0][0])).sum()))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("library", [of_flax, of_equinox])
 def test_a_module_trains_as_under_its_own_library(devices, library):
     (found, output), (wanted, wanted_output) = devices(library)

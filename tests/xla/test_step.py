@@ -132,10 +132,11 @@ def test_arrays_that_are_asked_for_at_once_are_one_exchange(devices, mesh):
     assert found["weights"] < 1e-12
     assert found["padding"] == 0.0
     # A block is gathered for either pass and reduced, and its `odd` array is summed over each axis;
-    # three arrays outside of blocks; two small sums. What is scattered is summed over replicas.
+    # outside of blocks a large array, and small ones together; a small sum. What is scattered is
+    # summed over replicas.
     axes, again = (1, 0) if mesh[0] == 1 else (2, 2)
     blocks = xla.LAYERS * (3 + 2 * axes + again)
-    exchanges = blocks + 3 * (2 + again) + 2 * axes + 2
+    exchanges = blocks + 2 * 2 + again + 2 * axes
     assert set(found["census"]) == {"all-to-all"}
     assert found["census"] == found["planned"]
     assert found["census"]["all-to-all"][0] == exchanges

@@ -103,7 +103,7 @@ def refusals():
     from jax.sharding import Mesh
 
     import fullshard.jax as fj
-    from fullshard.errors import ConfigError
+    from fullshard.errors import FullshardError
 
     said = []
     mesh = Mesh(np.array(jax.devices()), ("fsdp",))
@@ -126,7 +126,7 @@ def refusals():
     ):
         try:
             do()
-        except ConfigError as error:
+        except FullshardError as error:
             said.append(str(error))
     return said
 
@@ -147,5 +147,5 @@ def test_mistakes_are_named_with_the_way_out(devices):
         "batch['input_ids']",
     ]
     assert "'label' or 'labels', got 'input_ids'. Add the missing one, or give" in said[-2]
-    assert "that 8 devices divide, got 15. Drop 7 of them (drop_last of your loader)" in said[-1]
+    assert "that 8 devices divide; got shape (15,). Drop some (drop_last of your" in said[-1]
     assert "nnx.ModelAndOptimizer(model, tx)" in said[1]

@@ -1,5 +1,6 @@
 """The tutorial's step on other meshes, with other labels and with annotated arrays."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -77,6 +78,7 @@ def labels_of(kind):
     return labels
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["ignored", "soft"])
 def test_ignored_and_soft_labels_on_explicit_axes_and_beside_a_data_axis(devices, kind):
     labels = labels_of(kind)
@@ -130,31 +132,53 @@ def test_annotations_of_logical_axes_say_how_arrays_lie(devices):
 
 
 def through_orbax(folder):
-    """A padded array out of eight devices and into three."""
+    """Whether padded and stacked arrays of orbax's folders are the same on another mesh."""
     import jax
     import numpy as np
+    import optax
     import orbax.checkpoint as ocp
 
     import fullshard.jax as fj
+    from fullshard.formats.detect import open_source
 
-    tree = {"w": np.arange(257 * 259, dtype=np.float32).reshape(257, 259), "b": np.ones(7)}
+    draw = np.random.default_rng(0)
+    tx = optax.GradientTransformation(lambda params: {"copy": params}, lambda *given: given[:2])
+    tree = {"b": draw.normal(size=7), "layers": {"w": draw.normal(size=(2, 257, 259))}}
+    tree["b"] = jax.numpy.asarray(tree["b"], "bfloat16")
 
     def plan_on(num_devices):
-        return fj.plan(
-            tree, None, fj.make_mesh(1, num_devices, devices=jax.devices()[:num_devices])
-        )
+        mesh = fj.make_mesh(1, num_devices, devices=jax.devices()[:num_devices])
+        return fj.plan(tree, {"master_dtype": "float64"}, mesh, blocks=["layers"])
 
-    state = fj.shard(plan_on(8), tree)
+    def is_tree(params):
+        pairs = zip(jax.tree.leaves(params), jax.tree.leaves(tree), strict=True)
+        return all((np.asarray(a, float) == np.asarray(b, float)).all() for a, b in pairs)
+
+    state, found = fj.shard(plan_on(8), tree, tx), []
     with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(folder / "saved", fj.full_params(state))
+        checkpointer.save(folder / "tree", tree)
+        checkpointer.save(folder / "whole", {"params": fj.full_params(state), "step": 3})
+        checkpointer.save(folder / "state", state)
         checkpointer.wait_until_finished()
-        restored = checkpointer.restore(folder / "saved", tree)
-    found = fj.full_params(fj.shard(plan_on(3), restored))
-    return all((found[name] == tree[name]).all() for name in tree)
+        for num_devices in (3, 8):
+            like = fj.shard(plan_on(num_devices), jax.tree.map(np.zeros_like, tree), tx)
+            restored = checkpointer.restore(folder / "state", like, strict=False)
+            found.append(restored)
+            found.append(dataclasses.replace(restored, params=restored.opt_state["copy"]))
+            found.append(fj.load(plan_on(num_devices), folder / "tree", tx))
+            found.append(fj.load(plan_on(num_devices), folder / "whole"))
+    with open_source(folder / "tree") as source:
+        read = {name: entry.read() for name, entry in source.tensors.items()}
+    same = [is_tree(fj.full_params(one)) for one in found]
+    same.append((read["layers.w"].numpy() == tree["layers"]["w"]).all())
+    return same, str(read["b"].dtype), read["b"].tolist() == tree["b"].tolist()
 
 
 def test_orbax_keeps_padded_arrays_from_one_mesh_to_another(devices, tmp_path):
-    assert devices(through_orbax, tmp_path)
+    same, dtype, equal = devices(through_orbax, tmp_path)
+    assert all(same), same
+    assert dtype == "torch.bfloat16"
+    assert equal
 
 
 def saved_and_loaded(folder):

@@ -78,6 +78,7 @@ def trained(name, strategy, replicate, shard):
     return np.abs(np.subtract(losses, wanted[0])).max(), apart, census, planned
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "mesh"),
     [

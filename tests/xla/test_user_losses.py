@@ -41,14 +41,27 @@ def loss_of(run_layers, params, batch, rng, variables):
     count = counts.sum()
     total = (error * counts).sum() + count * 0.1 * jnp.square(params["head"]).sum()
     right = (jnp.sign(x @ params["head"]) == batch["y"]) & counts
-    new = {"mean": 0.9 * variables["mean"] + 0.1 * x.mean(0), "seen": variables["seen"] + 1}
-    return total, count, {"accuracy": right.sum(), "sizes": sizes * count}, new
+    new = {"mean": 0.9 * variables["mean"] + 0.1 * x.mean(0), "seen": variables["seen"] + count}
+    new |= {"any": x[0, 0] > 0, "key": jax.random.fold_in(variables["key"], count)}
+    return total, count, {"sums": {"right": right.sum()}, "sizes": sizes * count}, new
 
 
 def variables():
+    """One per rule; each device changes those that are no floating-point ones in its own way."""
+    import jax
     import jax.numpy as jnp
 
-    return {"mean": jnp.zeros(WIDTH, jnp.float64), "seen": jnp.zeros((), jnp.int32)}
+    own = {"any": jnp.zeros((), bool), "key": jax.random.key(1), "seen": -jnp.ones((), jnp.int32)}
+    return {"mean": jnp.zeros(WIDTH, jnp.float64), **own}
+
+
+def read(variables):
+    """As numpy arrays, with the key's data."""
+    import jax
+    import numpy as np
+
+    found = {**variables, "key": jax.random.key_data(variables["key"])}
+    return {name: np.asarray(leaf) for name, leaf in found.items()}
 
 
 def on_devices(folder, recompute):
@@ -85,10 +98,12 @@ def on_devices(folder, recompute):
             state = fj.load(plan, folder, tx, variables())
         state, metrics = step(state, batch, rng=jax.random.key(7))
         fj.save(folder, state, step=step_number + 1, epoch=3, note="kept")
-        found.append([np.asarray(metrics[name]) for name in ("loss", "accuracy", "sizes")])
+        found.append([np.asarray(metrics[name]) for name in ("loss", "sizes")])
+        found[-1].append(np.asarray(metrics["sums"]["right"]))
     assert float(params["head"][0]) == float(odd["odd"][0]) == 1.0  # the caller's are still there
     assert fj.load_values(folder) == {"epoch": 3, "note": "kept", "step": NUM_STEPS}
-    last = {name: np.asarray(leaf) for name, leaf in state.variables.items()}
+    copies = {str(shard.data) for shard in state.variables["seen"].addressable_shards}
+    last = {**read(state.variables), "copies": len(copies)}
     return found, last, fj.full_params(state)["head"]
 
 
@@ -116,7 +131,7 @@ def on_one_device():
                 sums.append(found)
                 own[device] = jax.lax.stop_gradient(changed)
         mean = sum(each["mean"] for each in own) / NUM_PARTS
-        variables = {"mean": mean, "seen": own[0]["seen"]}
+        variables = {**own[0], "mean": mean}
         count = sum(each[1] for each in sums)
         add = lambda *values: sum(values) / count  # noqa: E731
         metrics = jax.tree.map(add, *(each[2] for each in sums))
@@ -128,8 +143,9 @@ def on_one_device():
         value_and_grad = jax.jit(jax.value_and_grad(one_step, has_aux=True))
         (loss, (metrics, now)), grads = value_and_grad(params, now, batch, key)
         params = jax.tree.map(lambda p, g: p - 1e-2 * g, params, grads)
-        found.append([np.asarray(v) for v in (loss, metrics["accuracy"], metrics["sizes"])])
-    return found, {n: np.asarray(v) for n, v in now.items()}, np.asarray(params["head"])
+        means = loss, metrics["sizes"], metrics["sums"]["right"]
+        found.append([np.asarray(value) for value in means])
+    return found, read(now), np.asarray(params["head"])
 
 
 @pytest.mark.parametrize("recompute", ["none", pytest.param("every_3", marks=pytest.mark.long)])
@@ -141,8 +157,11 @@ def test_keys_metrics_variables_and_regularizers_are_those_of_one_device(
     for step, wanted_step in zip(found, wanted, strict=True):
         for value, wanted_value in zip(step, wanted_step, strict=True):
             assert value == pytest.approx(wanted_value, rel=1e-10)
-    assert last["mean"] == pytest.approx(wanted_last["mean"], abs=1e-12)
-    assert last["seen"] == wanted_last["seen"] == NUM_STEPS * NUM_MICRO
+    assert last.pop("copies") == 1
+    assert last.pop("mean") == pytest.approx(wanted_last.pop("mean"), abs=1e-12)
+    assert {name: value.tolist() for name, value in last.items()} == {
+        name: value.tolist() for name, value in wanted_last.items()
+    }
     assert head == pytest.approx(wanted_head, rel=1e-10)
 
 
@@ -173,11 +192,12 @@ def counted(dtype, num_tokens):
 
 
 def with_metrics_alone():
-    """Metrics of a loss that changes no variables."""
+    """Metrics of a loss that changes no variables, whose batch has scalars; the tutorial's loss."""
     import jax
     import jax.numpy as jnp
     import numpy as np
     import optax
+    from flax.training.train_state import TrainState
 
     import fullshard.jax as fj
 
@@ -186,19 +206,35 @@ def with_metrics_alone():
 
     def loss(params, batch):
         count = jnp.asarray(len(batch["x"]))
-        return params["w"].sum() * batch["x"].sum(), count, {"seen": batch["x"].sum()}
+        x = batch["x"] * batch["scale"]
+        return params["w"].sum() * x.sum(), count, {"seen": x.sum()}
 
-    state = fj.shard(plan, {"w": jnp.ones(8)}, optax.sgd(0.1))
+    def made():
+        return fj.shard(plan, {"w": jnp.ones(8)}, optax.sgd(0.1))
+
     x = np.arange(12, dtype=np.float32)
-    found = fj.eval_step(plan, loss)(state, {"x": x})
-    _, metrics = fj.train_step(plan, loss, optax.sgd(0.1))(state, {"x": x})
-    return float(metrics["seen"]), [float(found[0]), int(found[1]), float(found[2]["seen"])]
+    found = fj.eval_step(plan, loss)(made(), {"x": x, "scale": 2})
+    means = []
+    for micro, batch in (
+        (1, {"x": x, "scale": 2}),
+        (3, {"x": np.stack([x] * 3), "scale": 2}),
+        (3, {"x": np.stack([x] * 3), "scale": np.array([1, 2, 3])}),  # one per micro-batch
+    ):
+        step = fj.train_step(plan, loss, optax.sgd(0.1), num_micro_batches=micro)
+        means.append(float(step(made(), batch)[1]["seen"]))
+    tree = TrainState.create(apply_fn=None, params={"w": jnp.ones(8)}, tx=optax.sgd(0.1))
+    fsdp = jax.make_mesh((8,), ("fsdp",))
+    step = fj.create_fsdp_train_step(fsdp, lambda p, b: loss(p, b)[0] / 8)
+    _, value, _ = step(tree, {"x": x[:8], "scale": 2})
+    found = [float(found[0]), int(found[1]), float(found[2]["seen"])]
+    return means, found, float(value)
 
 
-def test_a_loss_may_return_metrics_and_no_variables(devices):
-    mean, (total, count, seen) = devices(with_metrics_alone)
-    assert (total, count, seen) == (8 * 66.0, 12, 66.0)
-    assert mean == pytest.approx(66 / 12)
+def test_a_loss_may_return_metrics_and_no_variables_and_its_batch_have_scalars(devices):
+    means, found, tutorial = devices(with_metrics_alone)
+    assert found == [2 * 8 * 66.0, 12, 2 * 66.0]
+    assert means == pytest.approx([2 * 66 / 12] * 3)
+    assert tutorial == 2 * 28.0
 
 
 @pytest.mark.parametrize(("dtype", "num_tokens"), [("bfloat16", 2056), ("float16", 70_000)])
@@ -284,7 +320,7 @@ def test_mistakes_of_losses_are_named(devices):
         r"^loss_fn: expected a function of \(params, batch\): missing .* 'rng'",
         *["^loss_fn: expected layers.w to be gathered"] * 3,
         "^state: expected the optimizer state of the step's tx",
-        r"^batch: expected 2 micro-batches, .*; got shape \(16, 8\)",
+        r"^batch\['x'\]: expected 2 micro-batches, .*; got shape \(16, 8\)",
     ]
     assert unmatched(devices(wrong_losses), wanted) == []
 

@@ -103,6 +103,7 @@ def trained(name, tx_name, mesh_name, folder, recompute="none"):
     }, (census, planned)
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize(("name", "tx", "mesh"), GRID)
 def test_a_users_model_trains_as_on_one_device_and_resumes_elsewhere(
     devices, tmp_path, name, tx, mesh
@@ -115,6 +116,7 @@ def test_a_users_model_trains_as_on_one_device_and_resumes_elsewhere(
     assert census == planned
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "recompute"),
     [

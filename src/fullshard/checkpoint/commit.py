@@ -290,6 +290,8 @@ def _complete(place: Place, world_size: int, documents: Documents) -> None:
         return
     write_text(place.aside / COMPLETE, Manifest(documents.step, files).to_json())
     sync_folder(place.aside)
+    if world_size == 1:  # nobody waits for a verdict, and no later save may come to remove it
+        remove_tree(place.notes)
     put_in_place(place)
 
 

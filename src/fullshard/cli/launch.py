@@ -151,8 +151,16 @@ def _placed(config_file: Path | None, flags: dict[str, object]) -> LaunchConfig:
     try:
         return LaunchConfig(**{**kept, **flags})
     except ConfigProblems as error:
-        named = (replace(one, key=f"--{one.key.replace('_', '-')}") for one in error.problems)
+        named = (replace(one, key=_flag_of(one.key)) for one in error.problems)
         raise ConfigProblems(named) from None
+
+
+def _flag_of(key: str) -> str:
+    """The flag of a key: torchrun's, with Accelerate's name where that is another one."""
+    torchs = {"num_machines": "--nnodes", "machine_rank": "--node-rank"}
+    torchs |= {"main_process_ip": "--master-addr", "main_process_port": "--master-port"}
+    own = f"--{key.replace('_', '-')}"
+    return f"{torchs[key]} ({own})" if key in torchs else own
 
 
 def _machines(place: LaunchConfig) -> Machines:

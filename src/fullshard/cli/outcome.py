@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
 import json
 import os
 import re
@@ -26,7 +25,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import typer
 
 from fullshard.errors import ConfigError, FullshardError, WillNotFitError, printable
-from fullshard.launch.exit_codes import ExitCode, as_ours, exit_code_of, public_name
+from fullshard.launch.exit_codes import ExitCode, exit_code_of, of_place, public_name
 
 if TYPE_CHECKING:
     from fullshard.launch.failure import RankFailure
@@ -57,12 +56,7 @@ def error_outcome(error: BaseException) -> Outcome:
     A FullshardError and a command line that cannot be parsed are shown without a traceback, all
     other errors with it.
     """
-    error = as_ours(error)
-    if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        error = ConfigError(
-            f"'{error.filename}': expected a place that this user may use, got "
-            f"'{error.strerror}'. Change its permissions or name another."
-        )
+    error = of_place(error)
     if isinstance(error, KeyboardInterrupt | typer.Abort):
         _say("Interrupted.")
         return _error("KeyboardInterrupt", "interrupted", ExitCode.INTERRUPTED)

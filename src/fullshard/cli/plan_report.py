@@ -23,7 +23,7 @@ from fullshard.outlook.calibration import FILE_NAME, read_calibration
 from fullshard.outlook.devices import Gpus
 from fullshard.outlook.memory import Fit, checkpoint_bytes, judge_fit
 from fullshard.outlook.predict import Machine, Outlook
-from fullshard.outlook.search import Study, compare
+from fullshard.outlook.search import Study, choice_of, compare
 from fullshard.planner.mesh import Topology
 from fullshard.planner.optimizers import of_bytes
 from fullshard.planner.text import human_bytes
@@ -222,12 +222,7 @@ def _print_phases(study: Study) -> None:
 
 def print_choice(outlook: Outlook) -> None:
     """The values that `auto` stands for."""
-    batch = outlook.job.batch
-    print(
-        f"auto is strategy={outlook.config.strategy} "
-        f"per_device_train_batch_size={batch.micro_batch:.12g} "
-        f"gradient_accumulation_steps={batch.accumulation:.12g} here."
-    )
+    print(f"auto is {choice_of(outlook)} here.")
 
 
 # ---- XLA -----------------------------------------------------------------------------------------

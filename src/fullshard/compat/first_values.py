@@ -10,6 +10,7 @@ from torch import nn
 
 from fullshard.compat.errors import MisuseValueError
 from fullshard.compat.wrapping import own_rank, topology
+from fullshard.engine.homes import default_device
 from fullshard.transport.groups import copy_from_first
 
 
@@ -33,12 +34,6 @@ def place(root: nn.Module, modules: list[nn.Module], device_id: Any) -> torch.de
                 lambda tensor: tensor if tensor.is_meta else tensor.to(device), recurse=False
             )
     return device
-
-
-def default_device() -> torch.device:
-    """The default device: the accelerator if there is one."""
-    cuda = torch.cuda.is_available()
-    return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
 
 
 def _device_of(device_id: Any) -> torch.device | None:

@@ -26,7 +26,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fullshard.compat.errors import MisuseError
-from fullshard.compat.first_values import default_device
 from fullshard.compat.wrapping import (
     cut,
     engine_for,
@@ -39,6 +38,7 @@ from fullshard.compat.wrapping import (
 )
 from fullshard.engine._torch_compat import no_guard
 from fullshard.engine.engine import Engine
+from fullshard.engine.homes import default_device
 from fullshard.engine.model_spec import places_of
 from fullshard.engine.parameter import Guarded, ShardedParameter
 from fullshard.engine.state import whole_params
@@ -217,6 +217,12 @@ class Rows(DTensor):
     def detach(self) -> DTensor:
         """Itself, which is no part of a graph: modules detach what they save."""
         return self
+
+    def requires_grad_(self, *args: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """A copy that follows nothing: `load_state_dict(assign=True)` makes a parameter of it."""
+        copy: Any = self.plain().clone()
+        copy.__class__ = Rows
+        return DTensor.requires_grad_(copy, *args)
 
     def plain(self) -> DTensor:
         """The same rows, as they are now, in torch's own class."""

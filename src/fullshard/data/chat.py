@@ -43,12 +43,14 @@ class Turns:
         num_prompt: Number of messages at the start that are never learned.
         is_completion: Whether the record was a prompt and its completion.
         place: File and line of the record, for errors.
+        tools: Functions that may be called, for the template.
     """
 
     messages: tuple[Message, ...]
     num_prompt: int
     is_completion: bool
     place: str
+    tools: Any = None
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,7 @@ def _turns(record: Record, column: str, role: str, content: str) -> Turns:
     system = record.value.get("system")
     if isinstance(system, str) and system and messages[0]["role"] != "system":
         messages = ({"role": "system", "content": system}, *messages)
-    return Turns(messages, 0, is_completion=False, place=record.place)
+    return Turns(messages, 0, False, record.place, record.value.get("tools"))
 
 
 def _messages(value: object, role: str, content: str, place: str) -> tuple[Message, ...]:
@@ -159,17 +161,32 @@ def _messages(value: object, role: str, content: str, place: str) -> tuple[Messa
         raise DataError(f"data.path: expected a list of messages at {place}. Correct the record.")
     found: list[Message] = []
     for number, message in enumerate(cast("Sequence[Any]", value)):
-        if not isinstance(message, Mapping) or role not in message or content not in message:
+        has_both = isinstance(message, Mapping) and {role, content} <= message.keys()
+        if not has_both or not isinstance(message[role], str):
             raise DataError(
                 f"data.path: expected '{role}' and '{content}' in a message at {place}[{number}]. "
                 "Correct the record."
             )
         rest = {k: v for k, v in message.items() if k not in (role, content) and v is not None}
-        name = str(message[role]).lower()
+        name = message[role].lower()
+        name = _ROLES.get(name, name)
         said = message[content]
-        found.append({"role": _ROLES.get(name, name), "content": "" if said is None else said})
-        found[-1] = {**rest, **found[-1]}
+        if name != "tool" or said is None:  # what a tool returns may be any value
+            said = _said(said, f"'{content}' of a message at {place}[{number}]")
+        found.append({**rest, "role": name, "content": said})
     return tuple(found)
+
+
+def _said(value: object, place: str) -> str:
+    """The text of a message; templates would write other values as Python does."""
+    parts: list[Any] = value if isinstance(value, list) else ["" if value is None else value]
+    texts: list[Any] = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
+    if not all(isinstance(text, str) for text in texts):
+        raise DataError(
+            f"data.path: expected text, or parts with 'text', in {place}; got {str(value)[:80]!r}. "
+            "Correct the record."
+        )
+    return "".join(texts)
 
 
 def _prompt_completion(record: Record) -> Example:
@@ -178,7 +195,8 @@ def _prompt_completion(record: Record) -> Example:
         return Pair(prompt, completion, record.place)
     before = _messages(prompt, "role", "content", f"{record.place}, prompt")
     after = _messages(completion, "role", "content", f"{record.place}, completion")
-    return Turns((*before, *after), len(before), is_completion=True, place=record.place)
+    tools = record.value.get("tools")
+    return Turns((*before, *after), len(before), True, record.place, tools)
 
 
 def _alpaca(record: Record) -> Turns:

@@ -10,6 +10,7 @@ answer.
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import threading
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
 # For tokenizers without a template. Its only special token is the end of a text. The space before
 # an answer belongs to the answer, because byte-level tokenizers join it with the word.
 PLAIN = """\
+{% if tools or messages | selectattr('tool_calls', 'defined') | list %}\
+{{ raise_exception('the built-in template has no form for tools') }}\
+{% endif %}\
 {% for message in messages %}\
 {% if message['role'] == 'assistant' %}\
 Answer:{% generation %} {{ message['content'] }}{{ eos_token }}{% endgeneration %}
@@ -102,11 +106,11 @@ def encode(example: Example, tokenizer: PreTrainedTokenizerBase, learned: Learne
         return _encode_pair(example, tokenizer, learned)
     only = learned.completions_only if example.is_completion else learned.assistant_only
     if not only:
-        ids = _ids(_render(tokenizer, example.messages, example.place), tokenizer)
+        ids = _ids(_render(tokenizer, example), tokenizer)
         return Encoded(ids, [True] * len(ids))
     if _MARKS.search(_template(tokenizer)) and example.num_prompt <= 1:
         return _encode_marked(example, tokenizer)
-    text = _render(tokenizer, example.messages, example.place)
+    text = _render(tokenizer, example)
     return _encode_spans(text, list(_answers(example, tokenizer, text)), tokenizer)
 
 
@@ -115,8 +119,7 @@ def prompt_of(example: Example, tokenizer: PreTrainedTokenizerBase) -> tuple[str
     if isinstance(example, Pair):
         return example.prompt, example.completion
     last = max((i for i, m in enumerate(example.messages) if m["role"] == ASSISTANT), default=0)
-    before = example.messages[:last] or example.messages
-    prompt = _render(tokenizer, before, example.place, add_generation_prompt=True)
+    prompt = _render(tokenizer, example, last or None, add_generation_prompt=True)
     return prompt, str(example.messages[last]["content"])
 
 
@@ -145,7 +148,7 @@ def _encode_pair(pair: Pair, tokenizer: PreTrainedTokenizerBase, learned: Learne
 
 def _encode_marked(example: Turns, tokenizer: PreTrainedTokenizerBase) -> Encoded:
     marks = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
-    found = _applied(tokenizer, example.messages, example.place, marks)
+    found = _applied(tokenizer, example, example.messages, marks)
     return Encoded(list(found["input_ids"]), [bool(one) for one in found["assistant_masks"]])
 
 
@@ -158,22 +161,22 @@ def _answers(
         is_answer = example.is_completion or message["role"] == ASSISTANT
         if index < example.num_prompt or not is_answer:
             continue
-        before = _render(
-            tokenizer, example.messages[:index], example.place, add_generation_prompt=True
-        )
-        upto = _render(tokenizer, example.messages[: index + 1], example.place)
+        before = _render(tokenizer, example, index, add_generation_prompt=True)
+        upto = _render(tokenizer, example, index + 1)
         content = str(message["content"])
         if text.startswith(before) and text.startswith(upto) and len(upto) > len(before):
             span = len(before), len(upto)
         else:  # the template renders a turn differently when another one follows
             begin = text.find(content, cursor)
-            if begin < 0:
-                raise DataError(
-                    f"data.path: expected the answer of message {index} in what the chat template "
-                    f"makes of {example.place}; it is not there. Give a template with "
-                    "{% generation %} marks: sft.chat_template_path."
-                )
             span = begin, begin + len(content)
+        # A template may change case and leave out what was thought, but not the end of an answer.
+        end = "".join(content.split()[-1:]).casefold()
+        if span[0] < 0 or end not in text[slice(*span)].casefold():
+            raise DataError(
+                f"data.path: expected the answer of message {index} in what the chat template "
+                f"makes of {example.place}; it is not there. Give a template with "
+                "{% generation %} marks: sft.chat_template_path."
+            )
         cursor = span[1]
         yield span
 
@@ -195,35 +198,38 @@ def _encode_spans(
 
 def _render(
     tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Message],
-    place: str,
+    example: Turns,
+    stop: int | None = None,
     *,
     add_generation_prompt: bool = False,
 ) -> str:
     settings = {"tokenize": False, "add_generation_prompt": add_generation_prompt}
-    text = _applied(tokenizer, messages, place, settings)
+    text = _applied(tokenizer, example, example.messages[:stop], settings)
     assert isinstance(text, str), "one conversation is one text"
     return text
 
 
 def _applied(
     tokenizer: PreTrainedTokenizerBase,
+    example: Turns,
     messages: Sequence[Message],
-    place: str,
     settings: dict[str, Any],
 ) -> Any:
-    """What the chat template makes of a conversation.
+    """What the chat template makes of messages of a conversation.
 
     Raises:
         DataError: The template refuses the conversation, or takes too long.
     """
     try:
+        tools = json.loads(example.tools) if isinstance(example.tools, str) else example.tools
         with _time_limit():
-            return tokenizer.apply_chat_template(cast("Any", list(messages)), **settings)
+            chat = cast("Any", list(messages))
+            return tokenizer.apply_chat_template(chat, tools=tools or None, **settings)
     except Exception as error:  # templates raise what they like
         raise DataError(
-            f"data.path: expected a conversation that the chat template takes, got one at {place} "
-            f"that it refuses ({error}). Correct the record, or give sft.chat_template_path."
+            f"data.path: expected a conversation that the chat template takes, got one at "
+            f"{example.place} that it refuses ({error}). Correct the record, or give "
+            "sft.chat_template_path."
         ) from error
 
 

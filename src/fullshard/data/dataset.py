@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 IGNORED = -100  # a label that counts nothing, as everywhere in torch and transformers
+ROWS = "rows"  # key of a batch: numbers of its rows, -1 for empty places
 PREDICTED = "predicted"  # key of a batch: flat positions whose next token is a label
 SHIFTED = "shift_labels"  # labels of the next tokens, of parts of rows alone
 DOCUMENTS = "documents"  # (rows, whole length) numbers of documents, beside parts of rows
@@ -125,7 +126,7 @@ class PreparedData(ABC):
             arrays = divided({**arrays, SHIFTED: shifted}, *parts)
             shifted = arrays[SHIFTED]
         # Found on the CPU, so that no GPU waits.
-        return {**arrays, "rows": chosen.copy(), PREDICTED: np.flatnonzero(shifted != IGNORED)}
+        return {**arrays, ROWS: chosen.copy(), PREDICTED: np.flatnonzero(shifted != IGNORED)}
 
     @abstractmethod
     def arrays(self, chosen: Indices, *, held_out: bool) -> dict[str, Any]:

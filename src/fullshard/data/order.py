@@ -143,7 +143,8 @@ class SampleOrder:
 
 def apportioned(total: int, weights: Sequence[float]) -> list[int]:
     """Divides a count by weight; the largest remainders get the rest."""
-    exact = [total * weight / sum(weights) for weight in weights]
+    parts = [weight / max(weights) for weight in weights]  # whose sum is finite
+    exact = [total * part / sum(parts) for part in parts]
     places = [int(one) for one in exact]
     for at in sorted(range(len(exact)), key=lambda at: places[at] - exact[at])[
         : total - sum(places)

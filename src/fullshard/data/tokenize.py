@@ -23,6 +23,7 @@ import fcntl
 import json
 import logging
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -165,10 +166,10 @@ def tokenize(
         DataError: Something cannot be read.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    for left in folder.glob(".*.*"):  # not .lock
+    for left in (*folder.glob(".*.*"), *folder.parent.glob(".*.*")):  # not .lock
         with suppress(OSError):  # a kill left it; the processes of other hosts are not known
             if time.time() - left.stat().st_mtime > LEFT_S:
-                left.unlink()
+                shutil.rmtree(left) if left.is_dir() else left.unlink()
     files = [folder / shard.name for shard in found]
     todo, said = dict[Path, Shard](), time.monotonic()
     for number, (file, shard) in enumerate(zip(files, found, strict=True)):

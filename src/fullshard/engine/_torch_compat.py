@@ -26,6 +26,8 @@ foreach_add: Callable[..., Any] = torch._foreach_add_  # pyright: ignore[reportP
 # How many tensors and storage objects share a storage.
 storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count
 
+GRAD: Any = torch.Tensor.grad  # the slot of `.grad`, for tensors that show another one
+
 # Turns __torch_function__ of tensor subclasses off for a block (public as
 # torch._C.DisableTorchFunctionSubclass since 2.0; there is no name outside torch._C).
 no_guard = torch._C.DisableTorchFunctionSubclass
@@ -143,6 +145,13 @@ def storage_key(tensor: torch.Tensor) -> int:
 # Identity of the backward that runs on this thread; -1 outside of one. Called in the hot path,
 # hence no function of our own around it (the same holds for the next two).
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
+
+
+def is_apart() -> bool:
+    """Whether a backward runs, or the compiler, which looks at all attributes of tensors."""
+    is_compiling = torch._guards.TracingContext.try_get() is not None  # pyright: ignore
+    return is_compiling or graph_task_id() != -1
+
 
 # Whether the running backward keeps its graph (retain_graph=True).
 keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph  # type: ignore[attr-defined]

@@ -44,12 +44,14 @@ class LocalModel:
         parts: Number of different parts of each parameter that is cut.
         experts: Names of the parameters that the ranks of the expert axis divide.
         num_sequence_parts: Number of ranks that divide a sequence.
+        on_gpu: Whether the ranks compute on GPUs.
     """
 
     model: nn.Module
     parts: Mapping[str, int] = field(default_factory=dict[str, int])
     experts: frozenset[str] = frozenset()
     num_sequence_parts: int = 1
+    on_gpu: bool = False
 
     def meshes(self, config: ShardConfig, topology: Topology) -> dict[str, Mesh]:
         """The meshes of experts, by name of the parameter."""

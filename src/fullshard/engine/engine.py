@@ -115,7 +115,6 @@ class Engine:
         )
         self.runtime.before_step = self._before_step
         self.rings = self._bind({})
-        self._agreed = False
         self._looked = -1  # step of the last comparison of replicas
         self.handles: list[Any] = []  # of hooks, removed when the model is cut anew
         self.index_of: dict[int, int] = {}  # units by their module's id
@@ -175,7 +174,9 @@ class Engine:
 
     def _bind(self, given: dict[str, list[torch.Tensor]]) -> Rings:
         """Create the plan's rings, except given ones, and bind the units to them."""
-        given |= self.home.open_slots(self.plan.units, self.plan.rings)
+        for mesh, transport in self.transports.items():
+            units = [unit for unit in self.plan.units if unit.mesh == mesh]
+            given |= transport.home.open_slots(units, self.plan.rings)
         rings = Rings(self.plan.rings, given, self.device, poison=self.config.poison)
         for unit in self.units:
             unit.bind(rings, self.runtime.on_gradient)
@@ -243,7 +244,7 @@ class Engine:
                 return changed.begin_call(module, args, kwargs)
             if root.training and torch.is_grad_enabled():
                 self.norms.counts[Count.FORWARDS] += self.gradients.sync is Sync.ALL
-            if not self._agreed:
+            if not self.runtime.agreed:
                 convert_reentrant(root)  # checkpointing may have been enabled since fs.shard
         self.runtime.enter(index, is_outermost=is_outermost)
         if is_outermost and self.config.param_dtype is not None:
@@ -294,7 +295,7 @@ class Engine:
         if self.runtime.step % STEPS == 1 and self.runtime.step != self._looked:
             self._looked = self.runtime.step
             check_replicas(self.units, self.transport)
-        if self.runtime.observed.done and not self._agreed:
+        if self.runtime.observed.done and not self.runtime.agreed:
             with torch.inference_mode(mode=False):  # slots created now may outlive the block
                 self._agree_on_order()
 
@@ -319,7 +320,7 @@ class Engine:
         bounds = self.norms.all_reduce(bounds, "the order of units", maximum=True)
         if bounds[2]:  # a graph uses the current slots: retry at the next forward
             return
-        self._agreed = True
+        self.runtime.agreed = True
         plan = self.plan.reordered(observed.forward, observed.backward)  # also of unused units
         if bounds[0] != -bounds[1]:  # ranks run different parts, so all issue every planned event
             strange = set(observed.forward) - set(order.forward)

@@ -39,6 +39,7 @@ from typing import Any
 import torch
 
 from fullshard.engine._torch_compat import (
+    GRAD,
     foreach_add,
     foreach_copy,
     foreach_zero,
@@ -51,6 +52,7 @@ from fullshard.engine.parameter import PendingGradient, ShardedGradient
 from fullshard.engine.unit import Collects, GradientShard, Group, Member, Unit, alive, is_reached
 from fullshard.errors import EngineError, UnsupportedModelError
 from fullshard.planner.events import Sync
+from fullshard.planner.mesh import Mesh
 from fullshard.transport.base import Hook, Transport, reduce_by, torch_dtype
 
 logger = logging.getLogger(__name__)
@@ -120,8 +122,9 @@ class Gradients:
         self.norms.mark_changed()
         nothing, total = [], 0
         for unit in units:
-            for member in unit.trained_members:
-                member.expected = is_reached(member)
+            with no_guard():
+                for member in unit.trained_members:
+                    member.expected = is_reached(member)
             unit.num_expected = sum(member.expected for member in unit.trained_members)
             total += unit.num_expected
             if unit.num_expected == 0:
@@ -152,11 +155,11 @@ class Gradients:
         added: tuple[list[Any], list[Any]] = [], []
         for member in waiting:
             compute = member.compute
-            gradient = compute.grad
+            gradient = GRAD.__get__(compute)
             if gradient is None:
                 member.expected = False  # a custom function returned None
                 continue
-            compute.grad = None
+            GRAD.__set__(compute, None)
             if member.cut is not None:
                 gradient = member.cut.gradient(gradient)
             if gradient.layout is not torch.strided:
@@ -401,7 +404,7 @@ class Gradients:
                 group.reduced.partial = None
                 for member in group.members:
                     member.touched = member.expected = False
-                    member.compute.grad = None
+                    GRAD.__set__(member.compute, None)
                     with no_guard():
                         member.param.grad = _before(member.param.grad)
         self._theirs.clear()
@@ -459,14 +462,14 @@ class Shown:
 
     Attributes:
         plain: (n_local,) each: `grads` as plain tensors.
-        memory: The buffers that `grads` view, if they have a version counter.
+        memory: The buffers that `grads` view, if they have a version counter, with their meshes.
     """
 
     members: list[Member]
     grads: list[Any]
     by_id: dict[int, Any]
     plain: list[torch.Tensor]
-    memory: list[torch.Tensor]
+    memory: list[tuple[Mesh, torch.Tensor]]
     records: list[Any]
     hooks: list[Any]
 
@@ -480,8 +483,8 @@ class Shown:
         plain = [grad.to_local() for grad in grads]
         by_id = {id(grad): grad for grad in grads}
         groups = [group for unit in units for group in unit.trained_groups]
-        memory = [group.reduced.shown for group in groups]
-        memory = [flat for flat in memory if not flat.is_inference()]  # have no version
+        memory = [(group.unit.plan.mesh, group.reduced.shown) for group in groups]
+        memory = [(mesh, flat) for mesh, flat in memory if not flat.is_inference()]  # no version
         shown = cls(members, grads, by_id, plain, memory, records, hooks)
         for group in groups:
             group.reduced.holders = group.reduced.holders or num_holders(group)

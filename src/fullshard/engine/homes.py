@@ -181,8 +181,10 @@ def compute_device(model: nn.Module) -> torch.device:
             f"{next(iter(devices.values()))} is on {next(iter(devices))}. Give both a value, or "
             "build the whole model under torch.device('meta')."
         )
-    if devices:
-        return next(iter(devices))
-    if torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+    return next(iter(devices), default_device())
+
+
+def default_device() -> torch.device:
+    """The accelerator if there is one."""
+    cuda = torch.cuda.is_available()
+    return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")

@@ -31,6 +31,7 @@ import torch
 from fullshard.engine._torch_compat import foreach_norm, graph_task_id, no_guard
 from fullshard.errors import EngineError
 from fullshard.planner.layout import clean_name
+from fullshard.planner.mesh import Mesh
 from fullshard.transport import streams
 from fullshard.transport.base import Transport
 
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from fullshard.engine.record import ShardRecord
 
 
+Memory = Sequence[tuple[Mesh, torch.Tensor]]  # buffers, each with its mesh
 _FINITE = {"isnan": False, "isinf": False, "isfinite": True}  # their results for finite numbers
 _SQUARED = {"square": (), "pow": (2,), "__pow__": (2,)}  # with these further arguments
 TOLD_BY_SQUARES = {*_FINITE, *_SQUARED}  # functions of a gradient
@@ -102,25 +104,24 @@ class GradientNorms:
         self._earlier: tuple[torch.Tensor, str, dict[str, int], Any] | None = None
         self._squares: torch.Tensor | None = None
         self._shown: dict[int, Any] = {}  # ids of the cached gradients
-        self._memory: Sequence[torch.Tensor] = ()  # memory of these gradients
+        self._memory: Memory = ()  # of these gradients
         self._versions: list[int] = []  # of that memory, when the norms were computed
 
-    def keep(
-        self, squares: torch.Tensor, shown: dict[int, Any], memory: Sequence[torch.Tensor]
-    ) -> None:
+    def keep(self, squares: torch.Tensor, shown: dict[int, Any], memory: Memory) -> None:
         """Cache the squared norms of this backward's gradients.
 
         Args:
             squares: (num_params,), global sums of squares.
             shown: The gradient objects that they belong to, by id.
-            memory: The buffers that these are views of, whose versions count writes.
+            memory: The buffers that these are views of, whose versions count writes, each with its
+                mesh.
         """
         self._squares, self._shown, self._memory = squares, shown, memory
-        self._versions = [flat._version for flat in memory]
+        self._versions = [flat._version for _, flat in memory]
 
     def _known(self) -> torch.Tensor | None:
         """The cached squares, unless a gradient was written through `to_local()`."""
-        if self._squares is not None and [f._version for f in self._memory] != self._versions:
+        if self._squares is not None and [f._version for _, f in self._memory] != self._versions:
             self.mark_changed()
         return self._squares
 
@@ -158,8 +159,8 @@ class GradientNorms:
         """Check that no running backward will set a parameter's gradient, which is read."""
         if self.task == graph_task_id():
             raise EngineError(
-                f"{clean_name(name)}.grad inside a backward: expected a read after it, when ranks "
-                "have summed gradients. Read, step and call zero_grad() after backward(), or in "
+                f"{clean_name(name)}.grad inside a backward: expected its use after it, when ranks "
+                "have summed gradients. Read, write and step after backward(), or in "
                 "register_post_accumulate_grad_hook, not in hooks on modules and tensors."
             )
 
@@ -176,15 +177,20 @@ class GradientNorms:
             EngineError: Only some of the replicas of a shard were written.
         """
         self.counts[Count.CLIPPINGS] += 1
-        mesh = self.transport.axes.mesh
-        wrote = torch.zeros(mesh.shard * mesh.inner, device=self._device)  # by shard
-        if not is_at_hand(wrote):
+        if self._device.type != "cpu":
             return
-        wrote[mesh.place(self.transport.rank) % len(wrote)] = self._known() is None
-        found = self.all_reduce(wrote, "a clipping").tolist()
-        if any(found):
+        wrote, sizes = [float(self._known() is None)], [1]
+        both = zip(self._memory, self._versions, strict=True)
+        written = {mesh for (mesh, flat), version in both if flat._version != version}
+        for mesh in dict(self._memory):  # that of experts may have no replicas
+            by_shard = [0.0] * (mesh.shard * mesh.inner)
+            by_shard[mesh.place(self.transport.rank) % len(by_shard)] = mesh in written
+            wrote += by_shard
+            sizes += [mesh.replicate] * len(by_shard)
+        found = self.all_reduce(torch.tensor(wrote), "a clipping").tolist()
+        if found[0]:
             self.mark_changed()
-        if any(count % mesh.replicate for count in found):
+        if any(count % size for count, size in zip(found, sizes, strict=True)):
             raise EngineError(
                 "clipping: expected the same gradients on all replicas; ranks wrote into theirs "
                 "after backward (p.grad.mul_). Write on every rank or on none."
@@ -194,7 +200,7 @@ class GradientNorms:
         """Note that all gradients were multiplied by a factor."""
         if self._squares is not None:
             self._squares = self._squares * factor.to(self._squares) ** 2
-            self._versions = [flat._version for flat in self._memory]
+            self._versions = [flat._version for _, flat in self._memory]
 
     def reduce(self, shard: Any, name: str, correction: int = 1) -> torch.Tensor:
         """A reduction of the whole tensor to a plain scalar: float64 or int64. A collective.
@@ -274,7 +280,7 @@ class GradientNorms:
         if is_at_hand(vector):
             wrong = _differing(head, said, maximum=maximum)
             if wrong is not None:
-                found = wrong and _table(self.transport, said[wrong], int(head[0]))
+                found = wrong and _table(self.transport, said[wrong])
                 raise _refusal(asked, wrong, found)
         elif not maximum:
             self._compare_later(head, asked, said)
@@ -420,9 +426,9 @@ def _differing(head: torch.Tensor, said: Mapping[str, int], *, maximum: bool) ->
     return None
 
 
-def _table(transport: Transport, number: int, num_ranks: int) -> str:
+def _table(transport: Transport, number: int) -> str:
     """The ranks of each count. A collective, after all ranks have found a difference."""
-    table = torch.zeros(num_ranks, dtype=torch.float64)
+    table = torch.zeros(transport.axes.mesh.world_size, dtype=torch.float64)
     table[transport.rank] = number
     transport.all_reduce(table)
     counts = [int(count) for count in table.tolist()]

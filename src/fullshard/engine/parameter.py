@@ -24,7 +24,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from fullshard.engine._torch_compat import call_outside_compile, no_guard, storage_use_count
+from fullshard.engine._torch_compat import (
+    GRAD,
+    call_outside_compile,
+    is_apart,
+    no_guard,
+    storage_use_count,
+    tree_leaves,
+)
 from fullshard.engine.guard import Rule, is_alias, misfit, norm_order, refusal, rule_of, written_by
 from fullshard.engine.norms import TOLD_BY_SQUARES, by_model, norms_of
 from fullshard.engine.record import ShardRecord
@@ -251,6 +258,45 @@ class PlacedParameter(Guarded, torch.Tensor):
     register_post_accumulate_grad_hook = ShardedParameter.register_post_accumulate_grad_hook
 
 
+class Computed(nn.Parameter):
+    """The full parameter that forward sees. Writes into its `.data` are detected.
+
+    torch's `.data` has a separate version counter, which `Unit.check_writes` would miss. In a
+    forward `.grad` is that of the shard. Autograd and the compiler have their own.
+    """
+
+    __slots__ = ("member",)
+    data = property(torch.Tensor.detach, torch.Tensor.data.__set__)  # type: ignore[assignment]
+
+    grad = property(  # type: ignore[assignment]
+        lambda self: GRAD.__get__(self) if is_apart() else self.member().param.grad,
+        lambda self, value: setattr(self.member().param, "grad", value),
+    )
+
+
+class Released(Computed):
+    """A compute parameter while its slot may contain another unit. It has no values to read.
+
+    Only a parameter that somebody kept is seen then: in a list that a hook fills, or in a cache.
+    """
+
+    __slots__ = ()
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        rule, name = rule_of(func)
+        if rule not in (Rule.PLAIN, Rule.ASSIGN) and name != "__repr__":
+            kept = next(x for x in tree_leaves((args, kwargs)) if isinstance(x, cls)).member()
+            raise ShardedTensorError(
+                f"{name} of {clean_name(kept.piece.name)!r}, kept from its unit's forward: "
+                f"expected a use inside {kept.group.unit.plan.title}, whose slot is reused "
+                "after it. Keep a copy (weight.clone()), compute penalties in the hook that "
+                "sees the weight, or read the model's own parameter (p.full_tensor())."
+            )
+        with no_guard():
+            return func(*args, **(kwargs or {}))
+
+
 def _find_shard(values: Any) -> Any:
     return next(_shards(values), None)
 
@@ -428,6 +474,7 @@ def _make(func: Any, name: str, like: Any, args: Any, kwargs: dict[str, Any]) ->
 def _assign(_func: Any, _name: str, _like: Any, args: Any, _kwargs: dict[str, Any]) -> None:
     """p.grad = x: a plain tensor becomes a ShardedGradient with global norms."""
     param, value = args if len(args) > 1 else (*args, None)  # del p.grad
+    param.record.norms.check_read(param.record.piece.name)
     with no_guard():
         before = param.grad
         if isinstance(before, PendingGradient) and value is not before:

@@ -31,8 +31,10 @@ _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _NONE = torch.iinfo(torch.int64).min
 
 
-def check_equal_start(model: nn.Module, plan: Plan, transport: Transport) -> None:
-    """Check that all ranks have equal plans and weights. A collective.
+def check_equal_start(
+    model: nn.Module, plan: Plan, transport: Transport, device: torch.device
+) -> None:
+    """Check that all ranks have equal plans and weights. A collective on a device.
 
     Raises:
         ConfigError: They differ; names the first difference.
@@ -42,9 +44,6 @@ def check_equal_start(model: nn.Module, plan: Plan, transport: Transport) -> Non
         for name, param in model.named_parameters()
         if not param.is_meta and not isinstance(param, ShardedParameter)
     }
-    device = next((p.device for p in params.values()), torch.device("cpu"))
-    if device.type == "cpu" and not params and torch.cuda.is_available():
-        device = torch.device("cuda", torch.cuda.current_device())
     numbers = [int(plan.digest()[:15], 16), len(params), _schedule_hash(plan)]
     widest = max((plan.mesh, *(unit.mesh for unit in plan.units)), key=attrgetter("inner"))
     inner, seat = widest.inner, widest.place(transport.rank) % widest.inner

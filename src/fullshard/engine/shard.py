@@ -112,7 +112,7 @@ def shard_model(
     if ROWS[plan.strategy].hybrid and plan.mesh.replicate == 1 and config.replicate is None:
         _say_one_host(plan)
     transports = {mesh: make_transport(config, mesh) for mesh in meshes}
-    check_equal_start(model, plan, transports[plan.mesh])
+    check_equal_start(model, plan, transports[plan.mesh], device)
     homes = DeviceHomes.of(plan.homes, device, config.offload)
     masters = Masters(homes, transports[plan.mesh].home, plan.units)
     values = _values(model, plan, transports, masters, given.weights)

@@ -149,6 +149,7 @@ class Runtime:
         self.actions = (actions or Actions)(self.units, gradients, recorder, poison=poison)
         self.step = 0
         self.observed = Observed()
+        self.agreed = False  # whether ranks have agreed on the order
         self.before_step: Callable[[], None] = lambda: None
         self.attributes: Sequence[ModuleTensors] = ()  # by unit
         self._stack: list[Use] = []  # running forwards
@@ -164,7 +165,7 @@ class Runtime:
         self._num_writes = 0  # into shards, that were looked at
         self._replaced: dict[int, Undo] = {}  # kept views of weights, replaced by copies
         self._copies: list[tuple[torch.Tensor, int, str]] = []  # copies returned in the last step
-        self._uses: WeakSet[Use] = WeakSet()  # alive, until the order is observed
+        self._uses: WeakSet[Use] = WeakSet()  # alive, until `agreed`
 
     # ---- forward
 
@@ -208,10 +209,10 @@ class Runtime:
         self._stack.append(use)
         self._current[index] = use
         unit.swap_in()
-        if not self.observed.done:
+        if not self.agreed:  # a new order must not take the slots of a live graph
             self._uses.add(use)
-            if use.generation == self.observed.generation:
-                self.observed.forward.append(index)
+        if not self.observed.done and use.generation == self.observed.generation:
+            self.observed.forward.append(index)
 
     def leave(self, index: int, output: Any) -> Any:
         """Post-forward of a unit's module; also called when its forward raised.

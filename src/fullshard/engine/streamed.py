@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from fullshard.engine._torch_compat import graph_task_id
+from fullshard.engine._torch_compat import GRAD, graph_task_id
 from fullshard.engine.gradients import Gradients
 from fullshard.engine.step import WAITS, Actions, Runtime, Use
 from fullshard.engine.unit import Member
@@ -15,6 +15,8 @@ from fullshard.planner.events import Event
 from fullshard.planner.units import Homes
 from fullshard.transport.base import Fetch
 from fullshard.transport.streams import Streams
+
+MOST_TIMED = 1024  # pairs of events that are kept, unless the device is further behind
 
 
 class StreamedRuntime(Runtime):
@@ -62,7 +64,7 @@ class StreamedRuntime(Runtime):
         self._on_the_steps(super()._enter_backward, use)
 
     def on_gradient(self, member: Member) -> None:
-        gradient = member.compute.grad
+        gradient = GRAD.__get__(member.compute)
         if gradient is not None and self._streams.current() != self._stream:
             self._streams.keep(gradient, self._stream)
         self._on_the_steps(super().on_gradient, member)
@@ -93,6 +95,8 @@ class TimedActions(Actions):
             self._of[event.kind](event)
             if start is not None:
                 self._times.append((start, streams.event(timed=True)))
+                if len(self._times) > MOST_TIMED:
+                    self.seconds()
         finally:
             streams.end_range()
 

@@ -35,6 +35,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd.graph import get_gradient_edge
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullshard.config.schema import ShardConfig
@@ -73,7 +76,13 @@ Work = Callable[..., torch.Tensor]
 
 
 def trace_step(
-    model: nn.Module, plan: Plan, config: ShardConfig, work: Work, beside: Sequence[nn.Module] = ()
+    model: nn.Module,
+    plan: Plan,
+    config: ShardConfig,
+    work: Work,
+    beside: Sequence[nn.Module] = (),
+    *,
+    on_gpu: bool = False,
 ) -> list[Moment]:
     """Bytes of temporary tensors after each operation that allocated some. Runs on the CPU.
 
@@ -83,11 +92,12 @@ def trace_step(
         config: The configuration of the plan, which includes recompute.
         work: Creates inputs and computes the loss.
         beside: Other models on meta, in their own dtypes, of which `work` gets copies.
+        on_gpu: Whether the step will run on a GPU.
 
     Raises:
         Exception: The error of a model that reads values of fake tensors.
     """
-    return _traced(model, plan, config, work, beside).moments
+    return _traced(model, plan, config, work, beside, on_gpu=on_gpu).moments
 
 
 def trace_work(
@@ -97,7 +107,7 @@ def trace_work(
 
     Args, Raises: As of `trace_step`.
     """
-    ledger = _traced(model, plan, config, work, ())
+    ledger = _traced(model, plan, config, work)
     return {
         unit.name: UnitWork(ledger.forward[unit.index], ledger.backward[unit.index])
         for unit in plan.units
@@ -105,7 +115,13 @@ def trace_work(
 
 
 def _traced(
-    model: nn.Module, plan: Plan, config: ShardConfig, work: Work, beside: Sequence[nn.Module]
+    model: nn.Module,
+    plan: Plan,
+    config: ShardConfig,
+    work: Work,
+    beside: Sequence[nn.Module] = (),
+    *,
+    on_gpu: bool = False,
 ) -> Ledger:
     model, others = copy.deepcopy(model), copy.deepcopy(list(beside))
     groups = {
@@ -125,10 +141,11 @@ def _traced(
             _collect_gradients(model, unit, ledger)
             ledger.watch(model.get_submodule(unit.name), unit.index)
         _watch_edges(model, config, ledger)
-        with ledger:
+        with ledger, Calls(ledger, on_gpu=on_gpu):
             loss = work(model, *others)
             ledger.kind = TensorKind.GRADIENTS
-            loss.backward()
+            # With a tensor, backward would be a call that `Calls` runs outside of itself.
+            torch.autograd.backward(get_gradient_edge(loss), torch.ones_like(loss))
     return ledger
 
 
@@ -205,6 +222,7 @@ class Ledger(TorchDispatchMode):
         moments: Bytes by kind after each operation that allocated a storage.
         forward: Operations of each unit's forward.
         backward: Operations of each unit's backward.
+        num_operations: Operations so far.
     """
 
     def __init__(self, num_units: int) -> None:
@@ -215,7 +233,7 @@ class Ledger(TorchDispatchMode):
         self.backward: list[Counter[Operation]] = [Counter() for _ in range(num_units)]
         self._alive: dict[int, tuple[TensorKind, int]] = {}
         self._bytes = dict.fromkeys(TensorKind, 0)
-        self._num_operations = 0
+        self.num_operations = 0
         self._open: list[int] = [ROOT]  # units whose forwards run
         self._unit = ROOT  # whose backward runs
 
@@ -258,9 +276,7 @@ class Ledger(TorchDispatchMode):
         self._alive[key] = (self.kind, num_bytes)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._num_operations += 1
-        if self._num_operations > MOST_OPERATIONS:
-            raise RuntimeError(f"more than {MOST_OPERATIONS:,} operations")
+        self.num_operations += 1
         result = self._run(func, args, kwargs or {})
         made = [self._count(tensor) for tensor in _tensors(result)]
         if any(made):
@@ -300,6 +316,30 @@ class Ledger(TorchDispatchMode):
                 return shapes
         with outside_modes():
             return func(*args, **kwargs)
+
+
+class Calls(TorchFunctionMode):
+    """Calls of torch's functions from Python.
+
+    Ends a long trace, since torch's C++ code aborts on some errors of dispatch modes. On a GPU,
+    attention whose values are narrower than its keys (DeepSeek's) has kernels that store no scores;
+    on a CPU, the kernel that the trace runs needs equal widths.
+    """
+
+    def __init__(self, ledger: Ledger, *, on_gpu: bool) -> None:
+        super().__init__()
+        self._ledger = ledger
+        self._on_gpu = on_gpu
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._ledger.num_operations > MOST_OPERATIONS:
+            raise RuntimeError(f"more than {MOST_OPERATIONS:,} operations")
+        if func is F.scaled_dot_product_attention and self._on_gpu and len(args) > 2:
+            query, _, value = args[:3]
+            width = value.shape[-1]
+            wider = F.pad(value, (0, max(0, query.shape[-1] - width)))
+            return func(*args[:2], wider, *args[3:], **(kwargs or {}))[..., :width]
+        return func(*args, **(kwargs or {}))
 
 
 def _storage_key(tensor: torch.Tensor) -> int:

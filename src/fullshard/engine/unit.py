@@ -28,27 +28,19 @@ from torch.autograd.graph import get_gradient_edge
 from fullshard.engine._torch_compat import local_tensor, no_guard, plain, set_versions, will_execute
 from fullshard.engine.cuts import Cut
 from fullshard.engine.homes import DeviceHomes
-from fullshard.engine.parameter import Guarded, ShardedGradient, ShardedParameter
+from fullshard.engine.parameter import Computed, Guarded, Released, ShardedGradient
 from fullshard.errors import EngineError
 from fullshard.planner.layout import FlatLayout, Slice
 from fullshard.planner.units import DtypeContract, GroupPlan, UnitPlan
 from fullshard.transport.base import Fetch, Reduction, Transport, torch_dtype
 
 if TYPE_CHECKING:
+    from fullshard.engine.parameter import ShardedParameter
     from fullshard.engine.placing import Rings
 
 LARGE_NUMEL = 16_384
 SENT_BYTES = 8 << 20  # size of the message buffer that gathers a parameter
 T = TypeVar("T")
-
-
-class Computed(nn.Parameter):
-    """The full parameter that forward sees. Writes into its `.data` are detected.
-
-    torch's `.data` has a separate version counter, which `Unit.check_writes` would miss.
-    """
-
-    data = property(torch.Tensor.detach, torch.Tensor.data.__set__)  # type: ignore[assignment]
 
 
 @dataclass(eq=False)
@@ -91,6 +83,8 @@ class Member:
         if self.cut is not None:
             compute = self.cut.show(view.new_empty(1).expand(view.shape))
         self.compute = Computed(compute, requires_grad=trainable)
+        if isinstance(self.compute, Computed):  # no DTensor
+            self.compute.member = weakref.ref(self)
         self.tensors()[-1].data = view
         if trainable:
             self.node = get_gradient_edge(self.compute).node
@@ -425,8 +419,8 @@ class Unit:
 
     def shares_memory(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is a view of weights whose memory will be reused."""
-        if issubclass(type(tensor), Guarded):  # isinstance would call Python code
-            return False  # a shard: another unit's, or one kept in a list
+        if issubclass(type(tensor), (Guarded, Released)):  # isinstance would call Python code
+            return False  # another unit's, or one kept in a list
         try:
             at = plain(tensor).data_ptr()
         except RuntimeError:  # wrappers of torch.func have no memory
@@ -630,6 +624,7 @@ class Versions:
             self._written = [shard._version for shard in self._shards]
         self._slots = tuple(compute for _, compute in slots)
         self._own = tuple(compute for _, compute in own)
+        self._plain = [compute for compute in self._slots if type(compute) is Computed]
         self._checked = self._slots if may_write_own else (*self._slots, *self._own)
         self._is_open = True
         self._expect([tensor._version for tensor in (*self._slots, *self._own)])
@@ -639,6 +634,8 @@ class Versions:
         if self._is_open is not is_open:
             self._is_open = is_open
             set_versions(self._slots, self._marks[is_open])
+            for compute in self._plain:
+                compute.__class__ = Computed if is_open else Released
 
     def see_writes(self) -> None:
         """Refuse graphs from before the last writes into shards. Outside of the guard."""

@@ -6,6 +6,7 @@ pytorch_model.bin, its index              the same, older
 pytorch_model_fsdp_0/, optimizer_0/       Accelerate, sharded     (also inside a Trainer's folder)
 pytorch_model_fsdp.bin                    Accelerate, whole
 .metadata, *.distcp                       torch.distributed.checkpoint
+_METADATA                                 orbax
 model_world_size_N_rank_R.pt              sharded state dicts of ranks
 mp_rank_00_model_states.pt, latest        DeepSpeed
 """
@@ -23,6 +24,7 @@ from fullshard.checkpoint.retain import candidates, newest_complete
 from fullshard.config.regular_files import read_regular
 from fullshard.engine.folder import INDEX, ONE_FILE
 from fullshard.errors import CheckpointError, untrusted
+from fullshard.formats import orbax
 from fullshard.formats.deepspeed import open_deepspeed, steps_folder
 from fullshard.formats.hugging_face import companions_of, files_of, open_safetensors
 from fullshard.formats.ours import open_checkpoint
@@ -37,7 +39,7 @@ FSDP_FOLDER, FSDP_OPTIMIZER, FSDP_BIN = (
 )
 # Weights of each format, in the order in which `_open_other` looks for them.
 FORMATS = (ONE_FILE, INDEX), (BIN, BIN_INDEX), (FSDP_BIN,), ("model_world_size_*",), ("latest",)
-FORMATS += (".metadata",), (FSDP_FOLDER,)
+FORMATS += (".metadata",), (FSDP_FOLDER,), (orbax.METADATA,)
 # Files of a Trainer's checkpoint: its step, and what is not imported.
 TRAINER_STATE, TRAINERS = "trainer_state.json", ("optimizer.pt", "scheduler.pt", "rng_state*.pth")
 # Folders in which tools put config.json and the tokenizer.
@@ -89,6 +91,8 @@ def _open_other(path: Path, closing: ExitStack) -> Source:
         return open_pickled([path], "a state dict")
     if not path.is_dir():
         raise CheckpointError(f"'{path}': expected a checkpoint, got no file and no folder.")
+    if (path / orbax.METADATA).is_file():
+        return orbax.open_orbax(path)
     if any(RANK_FILE.fullmatch(entry.name) for entry in path.iterdir()):
         return open_rank_files(path)
     deepspeed = steps_folder(path)
@@ -111,8 +115,8 @@ def _open_dcp(path: Path) -> Source:
         return replace(source, optimizer=optimizer, left_out=source.left_out + left)
     raise CheckpointError(
         f"'{path}': expected a checkpoint, a Hugging Face folder, a folder of Accelerate, "
-        "torch.distributed.checkpoint, DeepSpeed (ZeRO) or of model_world_size_N_rank_R.pt; got "
-        "a folder with nothing of these. Name the folder that holds the weights."
+        "torch.distributed.checkpoint, orbax, DeepSpeed (ZeRO) or of model_world_size_N_rank_R.pt; "
+        "got a folder with nothing of these. Name the folder that holds the weights."
     )
 
 

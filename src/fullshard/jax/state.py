@@ -55,7 +55,8 @@ def load(
     Args:
         plan: Plan of the saved model; or a tree like the saved one, whose shardings and dtypes the
             returned tree has.
-        path: A checkpoint, a folder of step-* (the newest complete one), or a Hugging Face folder.
+        path: A checkpoint, a folder of step-* (the newest complete one), a Hugging Face folder, or
+            a tree of arrays that orbax wrote.
         tx: The optimizer whose state was saved; None: parameters only.
         variables: Arrays like the saved state's variables.
 

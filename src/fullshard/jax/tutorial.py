@@ -15,13 +15,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fullshard.errors import ConfigError
 from fullshard.planner.optimizers import ADAMW
 from fullshard.xla.decoder import IGNORED, token_loss
-from fullshard.xla.plan import is_on_mesh, named_leaves, path_name, with_auto_axes
+from fullshard.xla.plan import is_on_mesh, named_leaves, path_name, place_batch, with_auto_axes
 
 logger = logging.getLogger(__name__)
 
@@ -270,14 +269,16 @@ def create_fsdp_train_step(
             of which a row of zeros counts nothing.
 
     Returns:
-        A step of this process's samples; it raises ConfigError for a batch without labels, or one
-        that the devices do not divide. Its state is what `nnx.Optimizer(model, tx)` was, an
-        nnx.ModelAndOptimizer, which is changed in place and returned too; or parameters with an
-        optax state, as flax's TrainState has them, which is used up.
+        A step of this process's samples, and scalars; it raises ConfigError for a batch without
+        labels, and DataError for one that the devices do not divide. Its state is what
+        `nnx.Optimizer(model, tx)` was, an nnx.ModelAndOptimizer, which is changed in place and
+        returned too; or parameters with an optax state, as flax's TrainState has them, which is
+        used up.
     """
     from flax import nnx
 
     mesh = mesh_with_axis(mesh)
+    axes = tuple(axis for axis in mesh.axis_names if axis in BATCH_AXES)
 
     @partial(jax.jit, static_argnums=(0, 3), donate_argnums=1)
     def run(graph: Any, arrays: Any, batch: Any, shardings: Any) -> Found:
@@ -292,7 +293,9 @@ def create_fsdp_train_step(
         graph, arrays = nnx.split(state) if _holds_model(state) else (None, state)
         arrays = jax.tree.map(partial(_on_mesh, mesh), arrays)
         shardings = tuple(leaf.sharding for leaf in jax.tree.leaves(arrays))
-        batch = _place(batch, mesh, ("label", "labels") if loss_fn is None else ())
+        if loss_fn is None:
+            _check_keys(batch)
+        batch = place_batch(mesh, axes, batch)
         arrays, loss, metrics = run(graph, arrays, batch, shardings)
         if jax.default_backend() == "cpu":
             jax.block_until_ready(arrays)  # as in xla/step.py
@@ -304,46 +307,15 @@ def create_fsdp_train_step(
     return train_step
 
 
-def _place(batch: Any, mesh: Mesh, labels: tuple[str, ...]) -> Any:
-    """Shards a batch's samples over the devices; scalars are replicated.
-
-    Args:
-        batch: Arrays whose first dimension counts samples.
-        mesh: A mesh with the axis `fsdp`.
-        labels: Keys of which the batch needs one; () for a custom loss.
-
-    Raises:
-        ConfigError: A key is missing, or an array's samples are not divisible.
-    """
+def _check_keys(batch: Any) -> None:
+    """Raises ConfigError if the default loss lacks a key."""
     keys = list(batch) if isinstance(batch, Mapping) else []
-    if labels and not ("input_ids" in keys and any(name in keys for name in labels)):
+    if not ("input_ids" in keys and ("label" in keys or "labels" in keys)):
         raise ConfigError(
-            f"batch: expected the keys 'input_ids' and {' or '.join(map(repr, labels))}, got "
+            "batch: expected the keys 'input_ids' and 'label' or 'labels', got "
             f"{', '.join(map(repr, keys)) or type(batch).__name__}. Add the missing one, or give "
             "create_fsdp_train_step a loss_fn(model, batch) that reads your keys."
         )
-    axes = tuple(axis for axis in mesh.axis_names if axis in BATCH_AXES)
-    num_parts = math.prod(mesh.shape[axis] for axis in axes)
-    size = max(1, num_parts // jax.process_count())
-
-    def place(path: Any, leaf: Any) -> Any:
-        if is_on_mesh(leaf):
-            return leaf
-        spec = PartitionSpec(axes) if jnp.ndim(leaf) else PartitionSpec()
-        if jnp.ndim(leaf) and jnp.shape(leaf)[0] % size:
-            count = jnp.shape(leaf)[0]
-            fewer = count // size * size
-            raise ConfigError(
-                f"batch{jax.tree_util.keystr(path)}: expected a number of samples that {size} "
-                f"devices divide, got {count}. Drop {count - fewer} of them (drop_last of your "
-                f"loader), or pad to {fewer + size} and mask the padding in loss_fn."
-            )
-        sharding = NamedSharding(mesh, spec)
-        if jax.process_count() == 1:  # arrays on a device are copied to the others directly
-            return jax.device_put(leaf, sharding)
-        return jax.make_array_from_process_local_data(sharding, np.asarray(leaf))
-
-    return jax.tree.map_with_path(place, batch)
 
 
 def _holds_model(state: Any) -> bool:

@@ -26,13 +26,13 @@ def measure(ranks: int) -> dict[str, Any]:
 
     from fullshard.config.schema import ShardConfig
     from fullshard.config.values import DType
+    from fullshard.engine.homes import default_device
     from fullshard.errors import EngineError
     from fullshard.planner.mesh import Mesh
     from fullshard.planner.slots import Ring
     from fullshard.transport.select import make_transport, resolve_transport
 
-    gpu = torch.cuda.is_available()
-    device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
+    device = default_device()
     config, mesh = ShardConfig(), Mesh(1, ranks)
     kind = resolve_transport(config, mesh, device)
     transport = make_transport(ShardConfig.of(config, transport=kind), mesh)
@@ -52,7 +52,7 @@ def measure(ranks: int) -> dict[str, Any]:
             meet()
             start = time.perf_counter()
             action()
-            if gpu:
+            if device.type == "cuda":
                 torch.cuda.synchronize()
             times.append(time.perf_counter() - start)
         return sorted(times)[ROUNDS // 2]

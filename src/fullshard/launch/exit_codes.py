@@ -5,6 +5,7 @@ The codes are part of the contract: scripts and schedulers decide by them whethe
 
 from __future__ import annotations
 
+import errno
 import re
 import resource
 import signal
@@ -42,6 +43,10 @@ _DISK_IS_FULL = re.compile(
 )
 
 
+# Errors of the system about the place of a file, which no traceback explains.
+_PLACE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR, errno.ENOTDIR, errno.ELOOP)
+
+
 def as_ours(error: BaseException) -> BaseException:
     """Converts the errors of a full disk and of too many files; returns others unchanged."""
     if isinstance(error, FullshardError):
@@ -62,6 +67,17 @@ def as_ours(error: BaseException) -> BaseException:
         f"({error}). {way_out}, or choose another training.output_dir, TMPDIR or XDG_CACHE_HOME."
     )
     return typed.with_traceback(error.__traceback__)
+
+
+def of_place(error: BaseException) -> BaseException:
+    """Converts the errors of a path that cannot be used, and those of `as_ours`."""
+    error = as_ours(error)
+    if isinstance(error, OSError) and error.errno in _PLACE and error.filename is not None:
+        return ConfigError(
+            f"'{error.filename2 or error.filename}': expected a place that can be used, got "
+            f"'{error.strerror}'. Correct what is there or its permissions, or name another."
+        )
+    return error
 
 
 def exit_code_of(error: BaseException) -> int:

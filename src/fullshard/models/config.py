@@ -70,7 +70,7 @@ def config_from_settings(settings: Mapping[str, Any]) -> PretrainedConfig:
     _check_has_causal_lm(model_type, config_class, "model.config.model_type")
     accepted = accepted_keys(config_class)
     for key in settings:
-        if key not in accepted:
+        if key not in accepted and not _reads(config_class, key):
             guess = nearest(key, sorted(accepted))
             known = f"Known keys: {', '.join(sorted(accepted))}."
             hint = f"Did you mean '{guess}'?" if guess else known
@@ -95,6 +95,15 @@ def accepted_keys(config_class: type) -> set[str]:
         if "__init__" in vars(ancestor):
             keys.update(inspect.signature(ancestor.__init__).parameters)
     return keys - {"self", "args", "kwargs"}
+
+
+def _reads(config_class: Any, key: str) -> bool:
+    """Whether the code of a model reads a key that its configuration class does not declare."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    code = inspect.getsource(inspect.getmodule(MODEL_FOR_CAUSAL_LM_MAPPING[config_class]))  # type: ignore[arg-type]
+    found = re.search(rf'config(\.|, "){re.escape(key)}\b', code)
+    return found is not None and not hasattr(config_class, key)
 
 
 def config_from_folder(model: ModelConfig, section: str = "model") -> PretrainedConfig:

@@ -7,7 +7,7 @@ the machine (`outlook/player.py`) or from formulas for its device (`outlook/spee
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fullshard.config.sharding import ShardConfig
@@ -104,6 +104,8 @@ class PlannedStep:
         beside: Returns memory of auxiliary models, such as a teacher.
         is_timed: Whether the formulas for time cover everything that the step computes.
         chunk_size: Tokens whose logits exist at the same time; None: all tokens.
+        divided: Returns other ways to divide the model over ranks: sizes of axes, and the step of
+            the model that is cut by them, with the same number of samples.
     """
 
     model: Architecture
@@ -114,6 +116,7 @@ class PlannedStep:
     beside: RowsOf | None = None
     is_timed: bool = True
     chunk_size: int | None = None
+    divided: Callable[[], Sequence[tuple[Mapping[str, int], PlannedStep]]] = tuple
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """The search for configurations that fit or are faster: advice, `auto`, and scaling.
 
     candidates = strategies x recompute x ways to divide a rank's samples into micro-batches
+               + full_shard beside a tensor or an expert axis
                  (x gradients reduced in 16 bits, x offload, x everything computed in bf16 without
                  prefetch, only if nothing else fits; then more hosts)
 
@@ -28,6 +29,7 @@ from fullshard.planner.text import human_bytes
 from fullshard.planner.units import Place
 
 MICRO_BATCH = "per_device_train_batch_size"
+STEPS = "gradient_accumulation_steps"
 WORTHWHILE = 0.97  # of the step time: a smaller gain is within the forecast's error
 SHOWN = 3
 MAX_MICRO_BATCH = 256
@@ -185,8 +187,9 @@ def choose(current: Outlook, plan_of: PlanOf, free: Sequence[str], *, hosts: int
     fitting = [one for one in allowed if one.fit is not Fit.NO]
     if not fitting:
         least = min(allowed, key=lambda one: one.peak_bytes[Place.DEVICE])
+        asked = [key for key in free if not key.startswith("sharding.")]
         raise WillNotFitError(
-            f"auto: expected a choice of {' and '.join(free)} that fits "
+            f"auto: expected a choice of {' and '.join(asked)} that fits "
             f"{human_bytes(current.machine.memory_bytes or 0)}; the smallest takes "
             f"{human_bytes(least.peak_bytes[Place.DEVICE])}. Use more ranks, recompute or offload."
         )
@@ -204,15 +207,24 @@ def changes_between(before: Outlook, after: Outlook) -> dict[str, str]:
     changes = {key: value for key, value in new.items() if value != old[key]}
     if before.job.batch.accumulation != after.job.batch.accumulation:
         # One decision in two keys: written together, counted once.
-        steps = f"gradient_accumulation_steps={after.job.batch.accumulation:.12g}"
-        changes[MICRO_BATCH] = f"{changes.pop(MICRO_BATCH)} {steps}"
+        steps = f"{STEPS}={after.job.batch.accumulation:.12g}"
+        changes[MICRO_BATCH] = f"{new[MICRO_BATCH]} {steps}"
     return changes
+
+
+def choice_of(one: Outlook) -> str:
+    """The values that `auto` stands for, as words of a command line."""
+    values = _settings(one) | {STEPS: f"{one.job.batch.accumulation:.12g}"}
+    axes = [name for name in ("sharding.tensor", "sharding.expert") if values[name] != "1"]
+    return " ".join(f"{name}={values[name]}" for name in ("strategy", *axes, MICRO_BATCH, STEPS))
 
 
 def _settings(one: Outlook) -> dict[str, str]:
     config = one.config
     return {
         "strategy": str(config.strategy),
+        "sharding.tensor": str(config.tensor),
+        "sharding.expert": str(config.expert),
         "sharding.activation_checkpointing": str(config.activation_checkpointing),
         "sharding.param_dtype": str(config.param_dtype or DType.FLOAT32),
         "sharding.reduce_dtype": str(config.reduce_dtype or DType.FLOAT32),
@@ -234,13 +246,16 @@ def _candidates(current: Outlook, plan_of: PlanOf, *, hosts: int) -> Iterator[Ou
     strategies = (current.config.strategy,) if sized else (*FLAT, *(HYBRID if hosts > 1 else ()))
     recomputes = dict.fromkeys((current.config.activation_checkpointing, *RECOMPUTES))
     fits = False
+    ways: list[tuple[dict[str, Any], PlannedStep]]
+    ways = [({"strategy": strategy}, current.job) for strategy in strategies]
+    ways += [({"strategy": Strategy.FULL_SHARD, **axes}, j) for axes, j in current.job.divided()]
     for relief in _reliefs(current.config, current.job, machine):
-        for strategy in strategies:
-            if _is_hopeless(strategy, current.job, machine):
+        for way, step in ways:
+            if _is_hopeless(way["strategy"], current.job, machine):
                 continue
-            config = current.config.model_copy(update={"strategy": strategy, **relief})
+            config = current.config.model_copy(update={**way, **relief})
             plan = plan_of(config)
-            for recompute, job in product(recomputes, _splits(current.job)):
+            for recompute, job in product(recomputes, _splits(step)):
                 other = config.model_copy(update={"activation_checkpointing": recompute})
                 try:
                     outlook = look(plan, other, job, machine)

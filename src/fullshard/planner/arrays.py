@@ -168,9 +168,9 @@ class ArraysPlan(PlanDocument):
         """Returns the collectives of a training step.
 
         They are those of the traced step, or, before there is one, the most that the arrays need:
-        blocks are gathered again in backward if the strategy reshards. There is one per tensor. Two
-        small ones sum the loss and the label tokens (in two parts, which float32 adds exactly), and
-        the squared norm of the gradients.
+        blocks are gathered again in backward if the strategy reshards. There is one per tensor. A
+        small one sums the loss, the label tokens (in two parts, which float32 adds exactly) and the
+        squared norm of the gradients.
         """
         known = {
             row[1]: Collectives(*row[2:]) for row in self.traced if row[0] == num_micro_batches
@@ -186,9 +186,7 @@ class ArraysPlan(PlanDocument):
                 )
         scalar = max(ITEMSIZE[array.dtypes.accumulate] for array in self.arrays)
         if self.mesh.world_size > 1:
-            found[REDUCE] = found[REDUCE].plus(1, 3 * scalar)
-        if self.mesh.shard > 1:
-            found[REDUCE] = found[REDUCE].plus(1, scalar)
+            found[REDUCE] = found[REDUCE].plus(1, 4 * scalar)
         return found
 
     def forward_gathers(self, num_micro_batches: int = 1) -> Collectives:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -33,6 +34,7 @@ from fullshard.config.values import GradReduction
 from fullshard.data.dataset import (
     IGNORED,
     PREDICTED,
+    ROWS,
     SHIFTED,
     BatchMaker,
     DatasetFacts,
@@ -161,7 +163,9 @@ Objective = Callable[[nn.Module, Batch], tuple[torch.Tensor, int]]
 
 def whole_logits_loss(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, int]:
     """The cross-entropy of the next tokens, from the logits of all tokens at once."""
-    return _next_token_loss(model(**inputs_of(batch), use_cache=False).logits, shifted_of(batch))
+    logits = model(**inputs_of(batch), use_cache=False).logits
+    total = cross_entropy(logits.flatten(0, -2), shifted_of(batch).reshape(-1))
+    return total, len(predicted_of(batch))
 
 
 class RowBatches:
@@ -212,20 +216,22 @@ class RowBatches:
 
     def train_rows(self, chosen: Indices) -> Batch:
         """Some training rows as a batch; -1 is an empty place."""
-        return self._placed(self.data.batch(chosen, held_out=False))
+        return placed(self.data.batch(chosen, held_out=False), self._seat.device)
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, int]:
         return self.objective(model, batch)
 
     def _made(self, request: Request, ahead: Request | None) -> list[Batch]:
-        return [self._placed(arrays) for arrays in self._worker.take(request, ahead)]
+        return [placed(made, self._seat.device) for made in self._worker.take(request, ahead)]
 
-    def _placed(self, arrays: Mapping[str, Any]) -> Batch:
-        device = self._seat.device
-        batch = {name: torch.from_numpy(array) for name, array in arrays.items()}
-        if device.type == "cuda":
-            batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
-        return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+
+def placed(arrays: Mapping[str, Any], device: torch.device) -> Batch:
+    """Arrays on a device, which the host does not wait for; numbers of rows stay on the host."""
+    batch = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    if device.type == "cuda":
+        batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
+    to = partial(torch.Tensor.to, device=device, non_blocking=True)
+    return {name: tensor if name == ROWS else to(tensor) for name, tensor in batch.items()}
 
 
 @dataclass(frozen=True)
@@ -267,13 +273,8 @@ def causal_lm_loss(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Te
     Returns:
         The sum in float32 (float64 logits: float64) and the count.
     """
-    return _next_token_loss(logits, shifted_of({"labels": labels}))
-
-
-def _next_token_loss(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """The summed cross-entropy of the tokens that positions predict, and their number."""
-    total = cross_entropy(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1))
-    return total, int((targets != IGNORED).sum())
+    targets = shifted_of({"labels": labels}).reshape(-1)
+    return cross_entropy(logits.flatten(0, -2), targets), int((targets != IGNORED).sum())
 
 
 def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from fullshard.config.environment import read_launch_environment
 from fullshard.data.dataset import tokenizer_texts
 from fullshard.errors import PreemptedError
 from fullshard.observe.hang import watchdog
-from fullshard.run.folder import RunFolder
+from fullshard.run.folder import LAST_SAVED, RunFolder
 from fullshard.run.loop import Keeper, Patience, Trainee
 from fullshard.run.resume import POSITION, Resume, check_data
 from fullshard.run.schedule import StepPlan
@@ -56,6 +56,9 @@ class RunCheckpoints(Keeper):
         self._caught = caught
         self._patience = patience
         self._texts = {**tokenizer_texts(folder.data), **trainee.texts}
+        launch = read_launch_environment()
+        self._is_first = launch is None or launch.rank == 0
+        self._saving: int | None = None  # step of a save whose end is not recorded yet
 
     def asked_to_stop(self) -> bool:
         """Whether this rank was asked to save and stop."""
@@ -69,6 +72,7 @@ class RunCheckpoints(Keeper):
             PreemptedError: The run was asked to stop. It is saved, unless it never saves.
         """
         saving.SAVES.check()
+        self._record_saved()
         every = self._steps.save_every
         due = every is not None and (stopping or last or step % every == 0)
         if due:
@@ -102,8 +106,7 @@ class RunCheckpoints(Keeper):
         check_data(resume, state.get(POSITION), self._steps)
         # Losses of another run do not count: it may have had other data.
         self._patience.load_state_dict((resume.in_place and state.get(PATIENCE)) or {})
-        launch = read_launch_environment()
-        if launch is None or launch.rank == 0:
+        if self._is_first:
             logger.info("resumed after step %s from %s", state["step"], path)
         resume.check_steps(int(state["step"] or 0), path, self._steps.num_steps)
         return int(state["step"] or 0)
@@ -115,6 +118,15 @@ class RunCheckpoints(Keeper):
         values = {POSITION: self._position(step), PATIENCE: self._patience.state_dict()}
         settings = SaveSettings(step=step, wait=wait, keep=self._limit, texts=texts)
         self._trainee.save(self._folder.checkpoints, values, settings)
+        self._saving = step
+        self._record_saved()
+
+    def _record_saved(self) -> None:
+        """Records the step of a save that has ended, without which a start cannot be refused."""
+        if self._saving is not None and not saving.SAVES.under_way:
+            if self._is_first:
+                self._folder.update_record(**{LAST_SAVED: self._saving})
+            self._saving = None
 
     def _position(self, step: int) -> dict[str, Any]:
         """See [Note: data position]."""

@@ -31,12 +31,14 @@ from fullshard.checkpoint.retain import checkpoints_of
 from fullshard.checkpoint.storage import StorePath, storage_path
 from fullshard.config.regular_files import did_you_mean_path
 from fullshard.errors import ConfigError
-from fullshard.launch.exit_codes import ExitCode, as_ours, exit_code_of, public_name
+from fullshard.launch.exit_codes import ExitCode, exit_code_of, of_place, public_name
 from fullshard.launch.run_lock import LOCK, RunLock, held_elsewhere, is_held
 
 logger = logging.getLogger(__name__)
 
 SCHEMA_VERSION = 1
+LAST_SAVED = "last_saved_step"  # in run.json: the step of the last complete checkpoint
+KEPT = ("measured", LAST_SAVED)  # entries of run.json that stay when a run resumes
 Fields = Callable[[Path | None], dict[str, Any]]
 
 
@@ -147,9 +149,11 @@ class RunFolder:
         try:
             yield
         except BaseException as error:
-            ours = as_ours(error)
+            ours = of_place(error)
             message = str(ours) or "stopped by a signal"
             self.fail(public_name(ours), message, exit_code_of(ours), rank)
+            if isinstance(ours, ConfigError) and ours is not error:
+                raise ours from error
             raise
 
 
@@ -192,7 +196,8 @@ def begin(
             moved = _move_older_run(output_dir)
             stack.enter_context(RunLock(output_dir))
             lock.release()
-        before = folder.read_record() if goes_on else {}  # until a rank has replaced it
+        before = folder.read_record() if goes_on else {}
+        kept = {key: before[key] for key in KEPT if key in before}
         _write_json(
             folder.record,
             {
@@ -205,7 +210,8 @@ def begin(
                 "began": now(),
                 "ended": None,
                 "process": {"host": socket.gethostname(), "pid": os.getpid()},
-                "measured": before.get("measured", {}),
+                "measured": {},
+                **kept,
                 **fields(moved),
             },
         )

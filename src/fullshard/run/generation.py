@@ -15,6 +15,7 @@ from torch import nn
 
 from fullshard.config.schema import RunConfig
 from fullshard.engine.engine import engine_of
+from fullshard.engine.homes import default_device
 from fullshard.engine.hugging_face import read_config, read_model, read_tokenizer
 from fullshard.errors import ConfigError, printable, untrusted
 from fullshard.launch import rendezvous
@@ -133,8 +134,7 @@ def _load(request: Request, *, is_sharded: bool) -> tuple[Any, PreTrainedTokeniz
     if file.is_file():
         with untrusted(f"FOLDER: '{file}'", "settings of transformers", ConfigError, "Correct it."):
             settings = GenerationConfig.from_pretrained(folder, local_files_only=True)
-    on_gpu = torch.cuda.is_available()
-    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    device = default_device()
     wanted, another = "a model folder with weights and tokenizer", "Name another folder."
     with untrusted(f"FOLDER: '{folder}'", wanted, ConfigError, another):
         model: Any = _sharded(request, config, device) if is_sharded else read_model(folder, config)

@@ -45,6 +45,7 @@ from fullshard.run.optim import Average, LossScaler, build_optimizer
 from fullshard.run.outlook import View, answered, topology_of, view_of
 from fullshard.run.session import Session
 from fullshard.saving import SaveSettings
+from fullshard.transport import streams
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +78,8 @@ class TorchTrainee:
         total = self._accumulate(batches, num_tokens, loop)
         loop.watcher.entered("optimizer", step)
         self.scaler.unscale()
-        grad_norm = float(fs.clip_grad_norm_(self.model, settings.max_grad_norm or math.inf))
+        norm = fs.clip_grad_norm_(self.model, settings.max_grad_norm or math.inf)
+        total, grad_norm = torch.stack([total, norm.to(total)]).tolist()  # waits for the device
         is_finite = math.isfinite(grad_norm)
         is_skipped = not is_finite and not self.scaler.enabled  # no scale helps here
         if is_skipped:
@@ -87,9 +89,10 @@ class TorchTrainee:
         if is_finite and self.average is not None:
             self.average.update()
         self.optimizer.zero_grad(set_to_none=True)
+        if (device := streams.of(engine.device)) is not None:
+            device.finish(device.event())  # the step's time includes the optimizer's
         comm_s = engine.communication_seconds() - comm_before
-        memory = self.memory_bytes()
-        return Update(total, num_tokens, grad_norm, memory, comm_s, is_skipped)
+        return Update(total, num_tokens, grad_norm, self.memory_bytes(), comm_s, is_skipped)
 
     def totals(self, batches: Iterable[Batch], loop: Loop) -> tuple[float, float]:
         """Summed loss and label tokens of held-out batches on this rank."""
@@ -153,8 +156,8 @@ class TorchTrainee:
         missing = most - len(batches)
         return batches + [blank(self._last)] * missing, int(sum(part[0] for part in parts))
 
-    def _accumulate(self, batches: list[Batch], num_tokens: int, loop: Loop) -> float:
-        """Forward and backward of every micro-batch; returns this rank's summed loss."""
+    def _accumulate(self, batches: list[Batch], num_tokens: int, loop: Loop) -> torch.Tensor:
+        """Forward and backward of every micro-batch; returns this rank's summed loss, float64."""
         config = engine_of(self.model).config
         scale = backward_scale(num_tokens, loop.team.num_batches, config.grad_reduction)
         totals: list[torch.Tensor] = []
@@ -167,7 +170,7 @@ class TorchTrainee:
                 batch_total, _ = loop.recipe.loss(self.model, batch)
                 self.scaler.scale(batch_total * scale).backward()
             totals.append(batch_total.detach())
-        return torch.stack(totals).sum(dtype=torch.float64).item()
+        return torch.stack(totals).sum(dtype=torch.float64)
 
     # ---- for checkpoints
 
@@ -177,10 +180,16 @@ class TorchTrainee:
         saving.save(folder, self.model, self.optimizer, state, settings)
 
     def load(self, path: Path) -> tuple[dict[str, Any], Path]:
-        """Loads the newest usable checkpoint; returns its values and its path. A collective."""
-        engine = engine_of(self.model)
+        """Loads the newest usable checkpoint; returns its values and its path. A collective.
+
+        The optimizer's settings stay those of the configuration, as on XLA.
+        """
+        engine, groups = engine_of(self.model), self.optimizer.param_groups
+        settings = [{k: value for k, value in group.items() if k != "params"} for group in groups]
         found = loading.choose(saving.ranks_of(engine), path)
         state = loading.load_found(found, self.model, self.optimizer)
+        for group, own in zip(self.optimizer.param_groups, settings, strict=True):
+            group.update(own)
         self.scaler.load_state_dict(state.get(SCALER) or {})
         if self.average is None and Average.forget(self.optimizer) and engine.rank == 0:
             logger.info("the checkpoint's average of the weights is dropped: ema_decay is not set")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -97,7 +99,8 @@ def job_of(
     on_meta = all(param.is_meta for param in model.parameters())
     place = place or LocalModel(model)
     length = training.max_seq_length // place.num_sequence_parts
-    trace = Tracer(place.model, length, taught, chunk_size) if on_meta else None
+    traced = place.model, length, taught, chunk_size
+    trace = Tracer(*traced, on_gpu=place.on_gpu) if on_meta else None
     experts, chosen, active = _experts(model, config, numel)
     model_shapes = decoder(shapes, active)
     model_shapes = replace(model_shapes, expert_params=experts, chosen=chosen)
@@ -126,10 +129,14 @@ def _experts(model: nn.Module, config: Any, numel: int) -> tuple[int, int, float
     """
     experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
     chosen = _number(config, "num_experts_per_tok", "num_experts_per_token")
-    count = _number(config, "num_experts", "num_local_experts", "n_routed_experts")
+    count = _num_experts(config)
     if not experts or chosen is None or count is None:
         return 0, 0, None
     return experts, chosen, numel - experts * (1 - chosen / count)
+
+
+def _num_experts(config: Any) -> int | None:
+    return _number(config, "num_experts", "num_local_experts", "n_routed_experts")
 
 
 def machine_of(hardware: Gpus | None, own: Mapping[str, Device] | None = None) -> Machine:
@@ -189,6 +196,9 @@ def topology_of(config: RunConfig, world_size: int) -> Topology:
     """Number of ranks of a run, and of those on this machine."""
     told = read_launch_environment() or configured_topology(config.launch)
     return Topology(world_size, told.local_world_size or world_size)
+
+
+EXPERTS_OF_A_RANK = 4  # at least, on an expert axis that the search tries
 
 
 @dataclass(frozen=True)
@@ -375,29 +385,73 @@ def view_of(
         sharding = resolved(sharding, topology)
         return fs.plan(model, sharding, world_size=world, local_world_size=local)
 
-    sharding, training, free = config.sharding, config.training, list[str]()
-    if sharding.strategy is Strategy.AUTO:
-        sharding = sharding.model_copy(update={"strategy": Strategy.FULL_SHARD})
-        free.append("strategy")
-    if training.leaves_micro_batch:
-        training = training.undivided(sharding.num_batches(world))
-        free.append(MICRO_BATCH)
+    sharding, training, free = _left_open(config, world)
     on_gpu = machine.device is not None or torch.cuda.is_available()
     taught = Taught.of(config, topology.local_world_size, on_gpu=on_gpu, resolved=resolved)
     _check_experts(config, model, taught)
     check_context(model, config)
     whole = whole_logits(model, config) if taught is None else None
     chunk_size = None if whole else settings_of(config).tokens_at_once
-    place = one_place(model, sharding_for(config, model))
-    place = replace(place, num_sequence_parts=sharding.context)
-    job = job_of(model, training, sharding.num_batches(world), taught, chunk_size, place)
-    if optimizer is not None:
-        job = replace(job, optimizer=optimizer)
+
+    def job_at(sharding: ShardConfig) -> PlannedStep:
+        named = sharding_for(config.model_copy(update={"sharding": sharding}), model)
+        place = replace(one_place(model, named), num_sequence_parts=sharding.context, on_gpu=on_gpu)
+        num_batches = sharding.num_batches(world)
+        job = job_of(model, training, num_batches, taught, chunk_size, place)
+        return job if optimizer is None else replace(job, optimizer=optimizer)
+
+    job = job_at(sharding)
+    if taught is None and machine.device is not None and config.lora is None:
+        job = replace(job, divided=cache(partial(_ways, model, sharding, topology, job_at)))
     outlook = look(plan_at(sharding, topology), sharding, job, machine)
     if free:
         outlook = choose(outlook, lambda s: plan_at(s, topology), free, hosts=hosts)
         config = _with_choices(config, outlook, free)
     return View(config, outlook, plan_at, machine, topology, storage_of(config), whole)
+
+
+def _left_open(config: RunConfig, world_size: int) -> tuple[ShardConfig, TrainingConfig, list[str]]:
+    """The configuration with values where `auto` stands, and the keys that the planner chooses."""
+    sharding, training, free = config.sharding, config.training, list[str]()
+    if sharding.strategy is Strategy.AUTO:
+        sharding = sharding.model_copy(update={"strategy": Strategy.FULL_SHARD})
+        free += ["strategy", "sharding.expert"]
+    if training.leaves_micro_batch:
+        training = training.undivided(sharding.num_batches(world_size))
+        free += [MICRO_BATCH, "sharding.tensor"] if free else [MICRO_BATCH]
+    return sharding, training, free
+
+
+def _ways(
+    model: nn.Module,
+    sharding: ShardConfig,
+    topology: Topology,
+    job_at: Callable[[ShardConfig], PlannedStep],
+) -> list[tuple[dict[str, int], PlannedStep]]:
+    """Sizes of a tensor or an expert axis for a run that has none, and the step with each.
+
+    An expert axis leaves several experts to each rank: the rank with the most tokens is waited for.
+    """
+    job, local = job_at(sharding), topology.ranks_per_host
+    sizes = sharding.tensor, sharding.expert, sharding.context, sharding.shard, sharding.replicate
+    if sizes != (1, 1, 1, None, None) or job.optimizer.owned is not None:
+        return []
+    tried = [{"tensor": size} for size in (2, 8)]
+    if has_experts(model):
+        settings: Any = model.config
+        count = _num_experts(settings.get_text_config()) or 1
+        most = max(1, count // EXPERTS_OF_A_RANK)
+        expert = {math.gcd(min(local * hosts, most), count) for hosts in (1, 8)} - {1}
+        tried = [{"expert": size} for size in sorted(expert)]
+    found = list[tuple[dict[str, int], PlannedStep]]()
+    for axes in tried:
+        with contextlib.suppress(ConfigError):  # it does not divide the model or the ranks
+            divided = sharding.model_copy(update=axes)
+            mesh_of(divided, topology)
+            step, batch = job_at(divided), job.batch
+            batch = replace(batch, accumulation=batch.accumulation * divided.tensor)
+            found.append((axes, replace(step, batch=batch)))
+    return found
 
 
 def _check_experts(config: RunConfig, model: nn.Module, taught: Taught | None) -> None:

@@ -10,6 +10,7 @@ A run that ended early (early_stopping_patience) counts as finished, whatever st
 
 from __future__ import annotations
 
+import logging
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from os.path import lexists
@@ -27,12 +28,14 @@ from fullshard.config.files import flatten, is_below
 from fullshard.config.load import Resolved, load_config
 from fullshard.config.values import nearest
 from fullshard.errors import CheckpointError, ConfigError, untrusted
-from fullshard.run.folder import RunFolder, RunStatus
+from fullshard.run.folder import LAST_SAVED, RunFolder, RunStatus
 from fullshard.run.schedule import StepPlan
+
+logger = logging.getLogger(__name__)
 
 POSITION = "position"  # key of [Note: data position] in a checkpoint's state
 # Sections and keys that must not change when a run resumes.
-SAME = ("data", "model", "freeze", "lora", "training.max_seq_length", "training.seed")
+SAME = ("data", "model", "teacher", "freeze", "lora", "training.max_seq_length", "training.seed")
 
 
 @dataclass(frozen=True)
@@ -107,10 +110,10 @@ def find_resume(
         return Resume()
     if asked != "auto":
         meant = None if Path(asked).exists() else nearest(asked, ("auto", "never"))
-        if meant is not None:
+        if meant is not None or not asked:  # such as an unset variable of a shell
             raise ConfigError(
                 f"{key}: expected auto, never or the path of a checkpoint, got '{asked}'. "
-                f"Did you mean '{meant}'?"
+                f"Did you mean '{meant or 'auto'}'?"
             )
         try:
             return _from_path(storage_path(Path(asked).expanduser()))
@@ -168,16 +171,33 @@ def own_resume(folder: RunFolder) -> Resume:
 
 
 def goes_on(resume: Resume, output_dir: Path, num_steps: int) -> bool:
-    """Whether the run in the folder continues, now that the number of steps is known."""
+    """Whether the run in the folder continues, now that the number of steps is known.
+
+    Raises:
+        CheckpointError: See `check_saved`.
+    """
     if not resume.in_place:
         return False
-    record = RunFolder(output_dir).read_record()
-    if record.get("status") != RunStatus.FINISHED:
-        return True
-    with _readable(RunFolder(output_dir)):
+    folder = RunFolder(output_dir)
+    record = folder.read_record()
+    with _readable(folder):
         measured = record.get("measured", {})
         more = num_steps > measured.get("num_steps", 0) and not measured.get("stopped_early")
-        return resume.path is not None and more
+    if record.get("status") == RunStatus.FINISHED and not more:
+        return False
+    check_saved(resume, folder)
+    return resume.path is not None or record.get("status") != RunStatus.FINISHED
+
+
+def check_saved(resume: Resume, folder: RunFolder) -> None:
+    """Raises CheckpointError if a run saved checkpoints, and none of its own is there."""
+    step = folder.read_record().get(LAST_SAVED)
+    if step is not None and (resume.path is None or resume.required):
+        raise CheckpointError(
+            f"checkpoint: expected the run's own checkpoints, of steps up to {step}, in "
+            f"'{folder.checkpoints}'; there are none. Bring them back (is a disk not mounted?), or "
+            "use --resume never to start again."
+        )
 
 
 def _readable(folder: RunFolder) -> AbstractContextManager[None]:
@@ -189,6 +209,8 @@ def _readable(folder: RunFolder) -> AbstractContextManager[None]:
 def check_same(resolved: Resolved, output_dir: Path, checkpoints: Path) -> None:
     """Checks that a resumed run has a complete checkpoint, and its old settings of data and model.
 
+    Other settings may change; the log names them.
+
     Raises:
         CheckpointError: There are checkpoints, but none is complete; the run does not start over.
         ConfigError: Data or model changed; names the key.
@@ -199,13 +221,17 @@ def check_same(resolved: Resolved, output_dir: Path, checkpoints: Path) -> None:
         return
     before = flatten(load_config(folder.config, []).config.to_dict())
     now = flatten(resolved.config.to_dict())
-    for key in {**before, **now}:
-        if is_below(key, SAME) and before.get(key) != now.get(key):
+    changed = [key for key in {**before, **now} if before.get(key) != now.get(key)]
+    for key in changed:
+        if is_below(key, SAME):
             raise ConfigError(
                 f"{key}: expected the value of the run that resumes in '{output_dir}' "
                 f"({before.get(key)}); got {now.get(key)}. Use --resume never, or "
                 "another output_dir."
             )
+    told = [f"{key} {before.get(key)} -> {now.get(key)}" for key in changed]
+    if told:
+        logger.info("changed since the run began: %s", ", ".join(told))
 
 
 def check_data(resume: Resume, position: Any, steps: StepPlan) -> None:

@@ -22,6 +22,7 @@ from fullshard.config.load import load_config
 from fullshard.config.schema import RunConfig
 from fullshard.config.values import Backend
 from fullshard.data.dataset import PreparedData
+from fullshard.engine.homes import default_device
 from fullshard.launch import rendezvous
 from fullshard.launch.exit_codes import ExitCode
 from fullshard.launch.failure import LaunchFolder
@@ -139,7 +140,7 @@ def run(config: RunConfig, run_dir: Path) -> None:
             )
         )
         uses_torch = config.backend is not Backend.JAX
-        device = _device() if uses_torch else torch.device("cpu")  # measures the process
+        device = default_device() if uses_torch else torch.device("cpu")  # measures the process
         world_size = launch.world_size if launch else 1
         train(config, folder, Seat(rank, world_size, device, config.sharding))
     rendezvous.shutdown()
@@ -217,9 +218,3 @@ def _is_ending() -> bool:
     """Whether the launcher is stopping all ranks because one failed: there is nothing to save."""
     folder = LaunchFolder.of(read_launch_environment())
     return folder is not None and folder.ending.exists()
-
-
-def _device() -> torch.device:
-    if torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")

@@ -24,6 +24,7 @@ from fullshard.checkpoint.storage import storage_path
 from fullshard.config.environment import LaunchEnvironment
 from fullshard.config.load import Resolved
 from fullshard.config.schema import RunConfig
+from fullshard.config.training import TrainingConfig
 from fullshard.config.values import DType
 from fullshard.data.dataset import PreparedData
 from fullshard.errors import CheckpointError, ConfigError, DataError, WillNotFitError
@@ -50,6 +51,7 @@ from fullshard.models.build import (
 from fullshard.models.small import check_documents
 from fullshard.observe.report import write_report
 from fullshard.outlook.memory import checkpoint_bytes
+from fullshard.outlook.search import choice_of
 from fullshard.planner.plan import Plan
 from fullshard.planner.spec import ITEMSIZE
 from fullshard.planner.text import human_bytes
@@ -64,6 +66,7 @@ from fullshard.run.resume import (
     check_checkpoint_dir,
     check_data,
     check_same,
+    check_saved,
     find_resume,
     goes_on,
     own_resume,
@@ -158,21 +161,16 @@ def prepare_run(
     try:
         check_output_dir(output_dir)
         resolved = with_fitting_length(resolved)
-        key = "--resume" if asked else "training.resume_from_checkpoint"
-        asked = asked or resolved.config.training.resume_from_checkpoint or "auto"
+        key = "training.resume_from_checkpoint" if asked is None else "--resume"
+        if asked is None:
+            asked = resolved.config.training.resume_from_checkpoint or "auto"
         checkpoint_dir = resolved.config.training.checkpoint_dir
         resume = find_resume(asked, output_dir, key, checkpoint_dir)
         view = foresee(resolved.config, topology_of(resolved.config, world_size))
         training = view.config.training
-        if leaves_something(resolved.config):
+        if isinstance(view, View) and leaves_something(resolved.config):
             resolved = replace(resolved, config=view.config)
-            logger.info(
-                "auto is strategy %s, per_device_train_batch_size %d, "
-                "gradient_accumulation_steps %d here",
-                view.config.sharding.strategy,
-                training.per_device_train_batch_size,
-                training.gradient_accumulation_steps,
-            )
+            logger.info("auto is %s here", choice_of(view.outlook))
         _check_memory(view)
         check_weights(view.config)
         dataset, model_config = _read_data(view.config, command)
@@ -191,12 +189,24 @@ def prepare_run(
             if isinstance(view, View):
                 model = model_on_meta(view.config, model_config)
                 check_loads(found, model, KINDS[training.optim])
+            _say_kept_batch(training, num_batches, steps)
         _check_disk(view, steps, RunFolder(output_dir), resume)
         return CheckedRun(resolved, dataset, steps, view, output_dir, resume)
     except (CheckpointError, ConfigError, DataError) as error:
         # Another start may have moved the older run meanwhile.
         cause = held_elsewhere(output_dir) if is_held(output_dir) else error
         raise resolved.located(cause) from error
+
+
+def _say_kept_batch(training: TrainingConfig, num_batches: int, steps: StepPlan) -> None:
+    asked = training.per_device_train_batch_size * training.gradient_accumulation_steps
+    kept = steps.order.shape.global_batch
+    if asked * num_batches != kept:
+        logger.info(
+            "%d samples a step are kept from the run that resumes; the configuration has %d",
+            kept,
+            asked * num_batches,
+        )
 
 
 @contextmanager
@@ -338,8 +348,8 @@ def start_ranks(
         launch = replace(launch, attempt=launch.attempt + 1)
         logger.warning("restart %d of %d after: %s", launch.attempt, max_restarts, cause)
         cleared = dict.fromkeys(("exit_code", "error", "ended"))
-        resume = own_resume(folder).as_json()
-        folder.update_record(status=RunStatus.PREPARING, resume=resume, **cleared)
+        check_saved(resume := own_resume(folder), folder)
+        folder.update_record(status=RunStatus.PREPARING, resume=resume.as_json(), **cleared)
         result = launch_local_ranks(launch)
     return launch, result
 

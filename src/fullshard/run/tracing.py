@@ -3,7 +3,8 @@
 [Note: traced in part]
 Only some blocks of a deep model are traced. If blocks repeat with period p (1 if all are alike),
 the difference between a model of 2p blocks and one of p is what every further p blocks add. If the
-full depth is r more than a multiple of p, models of p + r and 2p + r blocks are traced.
+full depth is r more than a multiple of p, models of p + r and 2p + r blocks are traced. Blocks
+before the first period (the dense ones of a mixture of experts) are in both.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import groupby
+from itertools import groupby, product
 from typing import Any
 
 import torch
@@ -45,6 +46,7 @@ class Tracer:
         length: Tokens of a sample.
         taught: Teacher of the model, if any.
         chunk_size: Tokens whose logits are in memory at a time; None: all tokens.
+        on_gpu: Whether the steps will run on a GPU.
     """
 
     def __init__(
@@ -53,11 +55,14 @@ class Tracer:
         length: int,
         taught: Taught | None = None,
         chunk_size: int | None = None,
+        *,
+        on_gpu: bool = False,
     ) -> None:
         self._spec = spec_of(model)
         self._length = length
         self._taught = taught
         self._chunk_size = chunk_size
+        self._on_gpu = on_gpu
         self._model = model
         if taught is not None or chunk_size is not None:
             self._model = copy.deepcopy(model)
@@ -129,22 +134,24 @@ class Tracer:
 
     def _depth(self, blocks: Sequence[str], config: ShardConfig) -> tuple[int, int | None]:
         """Period of the blocks, and how many of them to trace; None: all."""
-        step = math.lcm(self._pattern(blocks) or 1, config.activation_checkpointing.every)
-        depth = 2 * step + len(blocks) % step
+        first, period = self._pattern(blocks)
+        step = math.lcm(period, config.activation_checkpointing.every)
+        depth = first + 2 * step + (len(blocks) - first) % step
         return step, None if len(blocks) <= max(MOST_BLOCKS, depth) else depth
 
-    def _pattern(self, blocks: Sequence[str]) -> int:
-        """Number of blocks after which they repeat; all of them if they are in several lists."""
-        if len(list(groupby(blocks, key=parent_name))) != 1:
-            return len(blocks)
+    def _pattern(self, blocks: Sequence[str]) -> tuple[int, int]:
+        """Number of first blocks, and after how many blocks the others repeat."""
+        if len(list(groupby(blocks, key=parent_name))) != 1:  # none, or in several lists
+            return 0, len(blocks) or 1
         settings: Any = self._model.config
         kinds = getattr(settings.get_text_config(), "layer_types", None) or [None] * len(blocks)
         signs = [
             (kind, *((n, p.shape, p.requires_grad) for n, p in _named(self._model, block)))
             for kind, block in zip(kinds, blocks, strict=True)
         ]
-        fitting = (p for p in range(1, len(signs)) if signs[p:] == signs[:-p])
-        return next(fitting, len(blocks))
+        patterns = product(range(len(signs)), range(1, len(signs) + 1))
+        fitting = (at for at in patterns if signs[at[0] + at[1] :] == signs[at[0] : -at[1]])
+        return min(fitting, key=lambda at: at[0] + 2 * at[1])
 
     def _peaks(self, plan: Plan, config: ShardConfig, key: Any, samples: int) -> Peaks:
         """Peaks of a model with all blocks, or with the first ones."""
@@ -163,7 +170,7 @@ class Tracer:
                 model, plan = _shallow(model, plan, repeated_blocks(self._spec)[depth:])
             beside = self._taught.beside if self._taught else ()
             work = self._work(samples)
-            self._traces[known] = trace_step(model, plan, config, work, beside=beside)
+            self._traces[known] = trace_step(model, plan, config, work, beside, on_gpu=self._on_gpu)
         return self._traces[known]
 
     def _work(self, samples: int, most_chunks: int | None = None) -> Any:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
+from inspect import signature
 from typing import Any
 
 import torch
@@ -74,18 +75,40 @@ def group_timeout(group: Any) -> Any:
     return getattr(getattr(backend, "options", None), "_timeout", None)
 
 
-def urgent_options(timeout: Any) -> Any:
-    """Options of a group with high-priority NCCL kernels; None without NCCL."""
-    if "nccl" not in dist.get_backend_config():
-        return None
-    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    options._timeout = timeout
-    return options
+def splits_groups() -> bool:
+    """Whether NCCL has connected all ranks, as `init_process_group(device_id=...)` makes it do."""
+    world: Any = dist.group.WORLD
+    return "nccl" in dist.get_backend_config() and world.bound_device_id is not None
 
 
-def is_alive(group: Any) -> bool:
-    """Whether a process group still exists; torch has no public function for it."""
-    return dist.is_initialized() and group in dist.distributed_c10d._world.pg_map
+def new_group_of(layout: Sequence[Sequence[int]]) -> Any:
+    """Creates the groups of a layout; returns the one with this rank. A collective of all ranks.
+
+    NCCL gets streams of high priority. If it has connected all ranks, one collective splits them,
+    as in torch's `init_device_mesh`; each `new_group` would be one. A split group has its ranks in
+    ascending order.
+
+    Raises:
+        ConfigError: A group has its ranks in another order, which torch before 2.13 cannot do.
+    """
+    wait = group_timeout(dist.group.WORLD)  # torch's default is half an hour
+    options, rows = None, [list(ranks) for ranks in layout]
+    is_sorted = all(ranks == sorted(ranks) for ranks in rows)
+    if "nccl" in dist.get_backend_config():
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        options._timeout = wait
+    if is_sorted and splits_groups():
+        made = dist.split_group(split_ranks=rows, timeout=wait, pg_options=options)
+        dist.distributed_c10d._set_pg_timeout(wait, made)  # gloo beside NCCL takes no options
+        return made
+    if not is_sorted and "sort_ranks" not in signature(dist.new_group).parameters:
+        raise ConfigError(
+            f"mesh: expected ascending ranks in each group, since torch {torch.__version__} sorts "
+            f"them (2.13 need not); got {rows}. Number the ranks row by row."
+        )
+    kept: dict[str, Any] = {} if is_sorted else {"sort_ranks": False}
+    groups = [dist.new_group(row, timeout=wait, pg_options=options, **kept) for row in rows]
+    return next(group for group, row in zip(groups, rows, strict=True) if dist.get_rank() in row)
 
 
 def is_gloo(group: Any) -> bool:

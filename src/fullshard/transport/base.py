@@ -293,7 +293,7 @@ class Home:
         return None
 
     def open_slots(self, units: Sequence[UnitPlan], rings: Sequence[Ring]) -> Slots:  # noqa: ARG002
-        """Allocate shared gradient slots, by ring. A collective."""
+        """Allocate slots that ranks share, by ring, for the units of one mesh. A collective."""
         return {}
 
     def publish(self) -> None:

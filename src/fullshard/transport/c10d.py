@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard.config.values import Reduction as ReductionKind
-from fullshard.planner.slots import Ring, cast_ring
+from fullshard.planner.slots import Ring
 from fullshard.planner.units import UnitPlan
 from fullshard.transport._torch_compat import (
     all_gather_many,
@@ -128,11 +128,13 @@ class SymmetricHome(Home):
         super().__init__()
         self._axes, self._made = axes, dict[Ring, list[torch.Tensor]]()
 
-    def open_slots(self, units: Sequence[UnitPlan], rings: Sequence[Ring]) -> Slots:  # noqa: ARG002
+    def open_slots(self, units: Sequence[UnitPlan], rings: Sequence[Ring]) -> Slots:
         axes, (memory, pool, device) = self._axes, symmetric_memory()
+        groups = [group for unit in units for group in unit.groups]
+        used = {slot.ring for group in groups for slot in (group.slot, group.grad_slot) if slot}
         for ring in rings:
             group = axes.reduce_group if ring.name.endswith(".grad") else axes.gather_group
-            if ring in self._made or group is None or ring.name == cast_ring(ring.dtype):
+            if ring in self._made or group is None or ring.name not in used:
                 continue
             dist.barrier(group=group)  # makes its communicator
             kind: dict[str, Any] = {"dtype": torch_dtype(ring.dtype), "device": device}

@@ -7,7 +7,7 @@ while another rank uses it would end that rank, so groups live as long as the de
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, count
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard.planner.mesh import Mesh, order_of
-from fullshard.transport._torch_compat import group_timeout, is_alive, urgent_options
+from fullshard.transport._torch_compat import new_group_of
 from fullshard.transport.base import TAGS_A_MODEL, Works
 from fullshard.transport.shared.segment import Host
 
@@ -34,7 +34,7 @@ class Process:
 class _Made:
     """The objects that belong to a default process group."""
 
-    groups: dict[Any, list[Any]] = field(default_factory=dict)
+    groups: dict[Any, Any] = field(default_factory=dict)
     serials: count[int] = field(default_factory=lambda: count(1))
     processes: list[Process] = field(default_factory=list)
 
@@ -42,33 +42,22 @@ class _Made:
 _MADE: WeakKeyDictionary[Any, _Made] = WeakKeyDictionary()  # by default process group
 
 
-def own_group(purpose: str, layout: Sequence[Sequence[int]]) -> Any:
+def own_group(purpose: str, layout: Iterable[Sequence[int]]) -> Any:
     """Returns this rank's group of a layout; None if the rank is alone in it.
 
     A collective on first use: every rank creates every group, in the same order.
 
     Args:
         purpose: Groups of different purposes are independent.
-        layout: The ranks of each group; every rank is in exactly one.
+        layout: The ranks of each group, in their order; every rank is in exactly one.
     """
-    if len(layout[0]) == 1:
+    rows = tuple(map(tuple, layout))
+    if len(rows[0]) == 1:
         return None
-    index = own_index(layout, dist.get_rank())
-    groups = _made().groups
-    key = (purpose, tuple(map(tuple, layout)))
-    found = groups.get(key)
-    if found is None or not is_alive(found[index]):
-        wait = group_timeout(dist.group.WORLD)  # torch's default is half an hour
-        options = urgent_options(wait)
-        found = groups[key] = [
-            dist.new_group(list(ranks), timeout=wait, pg_options=options) for ranks in layout
-        ]
-    return found[index]
-
-
-def own_index(layout: Sequence[Sequence[int]], rank: int) -> int:
-    """Returns the index of a rank's group in a layout."""
-    return next(index for index, ranks in enumerate(layout) if rank in ranks)
+    groups, key = _made().groups, (purpose, rows)
+    if key not in groups:
+        groups[key] = new_group_of(rows)
+    return groups[key]
 
 
 @dataclass(frozen=True)
@@ -89,8 +78,8 @@ class Exchange:
     def over(cls, mesh: Mesh, rank: int) -> Exchange:
         """Creates the exchange of this rank's shard axis. A collective on first use."""
         groups = mesh.shard_groups()
-        ranks = tuple(groups[own_index(groups, rank)])
-        return cls(ranks, mesh.coordinates(rank)[1], own_group("reduce", groups))
+        ranks = tuple(next(ranks for ranks in groups if rank in ranks))
+        return cls(ranks, mesh.coordinates(rank)[1], own_group("reduce", map(sorted, groups)))
 
     def run(
         self,
@@ -195,9 +184,9 @@ def copy_from_first(tensors: Sequence[torch.Tensor], layout: Sequence[Sequence[i
         tensors: Tensors with equal shapes and dtypes on all ranks of a group.
         layout: The ranks of each group.
     """
-    group = own_group("all", layout)
+    group = own_group("all", map(sorted, layout))
     if group is not None:
-        first = layout[own_index(layout, dist.get_rank())][0]
+        first = next(ranks[0] for ranks in layout if dist.get_rank() in ranks)
         for tensor in tensors:
             dist.broadcast(tensor, first, group=group)
 

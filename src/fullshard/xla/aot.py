@@ -17,22 +17,21 @@ import re
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
 import jax
 import optax
 from jax.experimental import topologies
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType
 
 from fullshard.errors import ConfigError, WillNotFitError
 from fullshard.outlook.devices import parse_gpus
 from fullshard.planner.arrays import ArraysPlan, Collectives
 from fullshard.xla import processes
 from fullshard.xla.census import census
-from fullshard.xla.opt_state import abstract_opt_state, trained
-from fullshard.xla.plan import AXES, Tree, XlaPlan, batch_spec, spec_of
+from fullshard.xla.opt_state import abstract_opt_state
+from fullshard.xla.plan import AXES, Tree, XlaPlan
 from fullshard.xla.step import Beside, LossFn, State, gradients, train_step
 from fullshard.xla.traced import traced_collectives, within
 
@@ -136,14 +135,8 @@ def compile_step(
 
 def abstract_state(plan: XlaPlan, tx: optax.GradientTransformation) -> State:
     """The shapes and shardings of a training state."""
-
-    stored = plan.map(
-        lambda a: jax.ShapeDtypeStruct(
-            a.stored_shape, str(a.dtypes.master), sharding=NamedSharding(plan.mesh, spec_of(a))
-        )
-    )
     step = jax.ShapeDtypeStruct((), "int32", sharding=plan.replicated)
-    return State(stored, abstract_opt_state(plan, tx), step, plan)
+    return State(plan.shapes(), abstract_opt_state(plan, tx), step, plan)
 
 
 def memory_of(compiled: Any, *, on_cpu: bool) -> dict[str, int]:
@@ -192,15 +185,8 @@ def trace_step(plan: XlaPlan, loss_fn: LossFn, batch: Tree, num_micro_batches: i
         batch: Shapes of the global batch, after an axis of micro-batches if there are several.
         num_micro_batches: Number of micro-batches.
     """
-    mapped = jax.shard_map(
-        partial(gradients, plan, lambda _: loss_fn, num_micro_batches),
-        mesh=plan.mesh,
-        in_specs=(plan.specs, batch_spec(plan.mesh, num_micro_batches), PartitionSpec()),
-        out_specs=(trained(plan, plan.specs), PartitionSpec(), PartitionSpec()),
-        check_vma=False,
-    )
-    params = plan.map(lambda a: jax.ShapeDtypeStruct(a.stored_shape, str(a.dtypes.master)))
-    program = jax.make_jaxpr(mapped)(params, batch, Beside())
+    mapped = gradients(plan, loss_fn, num_micro_batches, batch)
+    program = jax.make_jaxpr(mapped)(plan.shapes(), batch, Beside())
     # Matrix products save transposed weights.
     blocks = [array.shape for array in plan.table.arrays if array.block]
     weights = {shape for one in blocks for shape in (one, one[::-1])}

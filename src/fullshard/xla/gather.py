@@ -9,22 +9,23 @@ the replicate axis.
 
 `shard_map` without varying types lets a model scan from a constant, as on one device.
 
-[Note: messages over gloo]
-There is one XLA collective per array, except between CPU processes. There, XLA's gloo is fastest if
-each rank sends every other rank only the data that it needs, so all three collectives use this
-exchange:
+[Note: messages on CPUs]
+There is one XLA collective per array, except on CPUs, where small arrays that are asked for at once
+are one collective: devices wait for the slowest in each, and XLA's compiler for CPUs combines only
+all-reduces. Between CPU processes, XLA's gloo is fastest if each rank sends every other rank only
+the data that it needs, so all three collectives use this exchange:
 
     sum, 2 ranks      exchange     add up, in rank order    exchange
     a0 a1             a0 b0        s0                       s0 s1
     b0 b1             a1 b1        s1                       s0 s1
 
-The arrays of a block are sent as one message per dtype, because ranks wait for the slowest in each
-exchange and XLA does not combine collectives on CPUs. The number of bytes is the same; an
+All arrays of a block are then one message per dtype. The number of bytes is the same; an
 all-reduce is a reduce-scatter followed by an all-gather.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -42,7 +43,9 @@ from fullshard.xla.plan import REPLICATE, SHARD, Tree, XlaPlan, pad, unpad
 from fullshard.xla.traced import MOVES, combined
 
 BLOCK_INPUT = "fullshard.block_input"
-_GATHERS = ("all_gather", "all_to_all")  # see [Note: messages over gloo]
+SMALL = 65_536  # elements of a full array
+Arrays = Sequence[jax.Array]
+_GATHERS = ("all_gather", "all_to_all")  # see [Note: messages on CPUs]
 
 
 def gather(plan: XlaPlan, unit: str, shards: Tree) -> Tree:
@@ -53,22 +56,22 @@ def gather(plan: XlaPlan, unit: str, shards: Tree) -> Tree:
         unit: Dotted path of the array or subtree.
         shards: This device's shards; for stacked arrays, those of one layer.
     """
-    return gather_arrays(plan.under(unit), shards, plan.table.mesh)
+    return gather_arrays(plan, plan.under(unit), shards)
 
 
-def gather_arrays(arrays: Sequence[ArrayPlan], shards: Tree, mesh: Mesh) -> Tree:
+def gather_arrays(plan: XlaPlan, arrays: Sequence[ArrayPlan], shards: Tree) -> Tree:
     """Gathers arrays in the order of the tree's leaves. See [Note: gathers on XLA]."""
     leaves, structure = jax.tree.flatten(shards)
 
     @jax.custom_vjp
     def gathered_by_fullshard(*shards: jax.Array) -> list[jax.Array]:
-        return _collect(arrays, shards)
+        return _collect(plan, arrays, shards)
 
     def forward(*shards: jax.Array) -> tuple[list[jax.Array], None]:
-        return _collect(arrays, shards), None
+        return _collect(plan, arrays, shards), None
 
     def backward(_: None, grads: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-        found = zip(_reduce(arrays, grads, mesh), leaves, strict=True)
+        found = zip(_reduce(plan, arrays, grads), leaves, strict=True)
         return tuple(grad.astype(shard.dtype) for grad, shard in found)
 
     gathered_by_fullshard.defvjp(forward, backward)
@@ -96,43 +99,76 @@ def check_shards(plan: XlaPlan, loss: Callable[[Tree], Any], params: Tree) -> No
         )
 
 
-def collect(array: ArrayPlan, shard: jax.Array) -> jax.Array:
-    """Gathers an array that is not stacked; the caller reduces its gradient with `reduce`."""
-    return unpad(array, _collect([array], [shard])[0])
+def whole_but_blocks(plan: XlaPlan, params: Tree) -> Tree:
+    """The parameters as a loss function receives them: whole, but stacked ones as shards.
+
+    The caller reduces the gradients of whole ones with `reduce_whole`.
+    """
+    arrays = plan.table.arrays
+    own = [at for at, array in enumerate(arrays) if not array.block]
+
+    def whole(shards: Arrays) -> list[jax.Array]:
+        chosen = [arrays[at] for at in own]
+        return list(map(unpad, chosen, _collect(plan, chosen, shards)))
+
+    return jax.tree.unflatten(plan.structure, _at(own, jax.tree.leaves(params), whole))
 
 
-def reduce(array: ArrayPlan, grad: jax.Array, mesh: Mesh) -> jax.Array:
-    """Reduces a gradient: returns this device's shard of the sum, in the accumulate dtype."""
-    return _reduce([array], [pad(array, grad)], mesh)[0]
+def reduce_whole(plan: XlaPlan, grads: Arrays) -> list[jax.Array]:
+    """Reduces the gradients of trained arrays that are not stacked: returns this device's shards.
+
+    Args:
+        plan: The model's plan.
+        grads: Gradients of all trained arrays.
+    """
+    arrays = [array for array in plan.table.arrays if array.trainable]
+    own = [at for at, array in enumerate(arrays) if not array.block]
+    chosen = [arrays[at] for at in own]
+    return _at(own, grads, lambda wholes: _reduce(plan, chosen, list(map(pad, chosen, wholes))))
 
 
-def _collect(arrays: Sequence[ArrayPlan], shards: Sequence[jax.Array]) -> list[jax.Array]:
+def _at(places: Sequence[int], values: Arrays, function: Any) -> list[jax.Array]:
+    """Replaces the values at some places by the results of a function of them all."""
+    found = list(values)
+    for at, new in zip(places, function([values[at] for at in places]), strict=True):
+        found[at] = new
+    return found
+
+
+def _collect(plan: XlaPlan, arrays: Sequence[ArrayPlan], shards: Arrays) -> list[jax.Array]:
     met = [shard.astype(a.dtypes.compute) for a, shard in zip(arrays, shards, strict=True)]
     dims = {at: array.cut.dim for at, array in enumerate(arrays) if array.cut.dim is not None}
-    wholes = all_gather([met[at] for at in dims], SHARD, list(dims.values()))
-    for at, whole in zip(dims, wholes, strict=True):
-        met[at] = whole
-    return met
+    limit = _limit(plan, arrays)
+    return _at([*dims], met, lambda parts: all_gather(parts, SHARD, [*dims.values()], limit))
 
 
-def _reduce(arrays: Sequence[ArrayPlan], grads: Sequence[jax.Array], mesh: Mesh) -> list[jax.Array]:
+def _reduce(plan: XlaPlan, arrays: Sequence[ArrayPlan], grads: Arrays) -> list[jax.Array]:
+    mesh, limit = plan.table.mesh, _limit(plan, arrays)
     found = [
         grad.astype(a.dtypes.reduce) if a.trainable else _unread(a, grad, mesh)
         for a, grad in zip(arrays, grads, strict=True)
     ]
     trained = [at for at, array in enumerate(arrays) if array.trainable]
-    parted = {at: dim for at in trained if (dim := arrays[at].cut.dim) is not None}
-    parts = reduce_scatter([found[at] for at in parted], SHARD, list(parted.values()))
-    for at, part in zip(parted, parts, strict=True):
-        found[at] = part.astype(arrays[at].dtypes.accumulate)
-    whole = [at for at in trained if at not in parted]
+    dims = {at: dim for at in trained if (dim := arrays[at].cut.dim) is not None}
+
+    def scattered(wholes: Arrays) -> list[jax.Array]:
+        parts = reduce_scatter(wholes, SHARD, [*dims.values()], limit)
+        return [x.astype(arrays[at].dtypes.accumulate) for at, x in zip(dims, parts, strict=True)]
+
+    found = _at([*dims], found, scattered)
+    whole = [at for at in trained if at not in dims]
     sizes = {SHARD: mesh.shard, REPLICATE: mesh.replicate}
-    for chosen, axes in ((list(parted), (REPLICATE,)), (whole, (SHARD, REPLICATE))):
+    for chosen, axes in (([*dims], (REPLICATE,)), (whole, (SHARD, REPLICATE))):
         live = [axis for axis in axes if sizes[axis] > 1]
-        sums = all_reduce([found[at] for at in chosen], live)
-        for at, summed in zip(chosen, sums, strict=True):
-            found[at] = summed.astype(arrays[at].dtypes.accumulate)
-    return found
+        found = _at(chosen, found, partial(all_reduce, axes=live))
+    return [x.astype(a.dtypes.accumulate) for x, a in zip(found, arrays, strict=True)]
+
+
+def _limit(plan: XlaPlan, arrays: Sequence[ArrayPlan]) -> int:
+    """Arrays of fewer elements are sent together; see [Note: messages on CPUs]."""
+    if plan.platform != "cpu":
+        return 0
+    return sys.maxsize if over_gloo() and any(array.block for array in arrays) else SMALL
 
 
 def _unread(array: ArrayPlan, grad: jax.Array, mesh: Mesh) -> jax.Array:
@@ -175,13 +211,13 @@ def scan_blocks(  # noqa: PLR0913  (settings by name)
             f"scan_blocks: expected the unit, because the plan has {len(plan.blocks)} stacked "
             "subtrees. Name it, or give fullshard.jax.plan its path in `blocks`."
         )
-    arrays, mesh = plan.under(unit or plan.blocks[0]), plan.table.mesh
+    arrays = plan.under(unit or plan.blocks[0])
     every, num_layers = plan.table.recompute.every, arrays[0].num_layers
 
     def body(at: int, x: Any, group: Tree) -> tuple[Any, Any]:
         # Sliced here, so that the backward keeps the group itself and no copies.
         shards, given = group if every == 1 else jax.tree.map(lambda leaf: leaf[at], group)
-        met = gather_arrays(arrays, shards, mesh), checkpoint_name(x, BLOCK_INPUT)
+        met = gather_arrays(plan, arrays, shards), checkpoint_name(x, BLOCK_INPUT)
         found = block(*met) if inputs is None else block(*met, given)
         return found if outputs else (found, None)
 
@@ -272,27 +308,58 @@ def _all_but_gathered(primitive: Any, *_: Any, **params: Any) -> bool:
     return primitive.name not in MOVES and not _is_gather(primitive, params)
 
 
-Arrays = Sequence[jax.Array]
+def all_gather(
+    parts: Arrays, axis: str, dims: Sequence[int], limit: int = sys.maxsize
+) -> list[jax.Array]:
+    """Concatenates the shards of all devices of a mesh axis along each array's dimension.
 
-
-def all_gather(parts: Arrays, axis: str, dims: Sequence[int]) -> list[jax.Array]:
-    """Concatenates the shards of all devices of a mesh axis along each array's dimension."""
-    pairs = list(zip(parts, dims, strict=True))
-    if not over_gloo():
-        return [lax.all_gather(part, axis, axis=dim, tiled=True) for part, dim in pairs]
+    Arrays of fewer than `limit` elements are sent together.
+    """
     num = lax.axis_size(axis)
-    found = _exchange([jnp.broadcast_to(part, (num, *part.shape)) for part in parts], axis)
-    return [jnp.concatenate([*rows], dim) for rows, dim in zip(found, dims, strict=True)]
+
+    def gather(part: jax.Array, dim: int = 0) -> jax.Array:
+        return lax.all_gather(part, axis, axis=dim, tiled=True)
+
+    def together(chosen: Arrays, dims: Sequence[int]) -> list[jax.Array]:
+        if len(chosen) == 1 and not over_gloo():
+            return list(map(gather, chosen, dims))
+        times, send = (num, partial(_exchange, axis)) if over_gloo() else (1, gather)
+        found = _packed([jnp.broadcast_to(x, (times, *x.shape)) for x in chosen], send)
+        return [jnp.concatenate([*rows], dim) for rows, dim in zip(found, dims, strict=True)]
+
+    return _by_size(parts, dims, limit // num, together)
 
 
-def reduce_scatter(wholes: Arrays, axis: str, dims: Sequence[int]) -> list[jax.Array]:
+def reduce_scatter(
+    wholes: Arrays, axis: str, dims: Sequence[int], limit: int = sys.maxsize
+) -> list[jax.Array]:
     """Sums over a mesh axis and returns this device's shard along each array's dimension."""
-    pairs = list(zip(wholes, dims, strict=True))
-    if not over_gloo():
-        return [lax.psum_scatter(w, axis, scatter_dimension=dim, tiled=True) for w, dim in pairs]
     num = lax.axis_size(axis)
-    found = _exchange([jnp.stack(jnp.split(whole, num, dim)) for whole, dim in pairs], axis)
-    return [rows.sum(0, dtype=rows.dtype) for rows in found]
+
+    def scatter(whole: jax.Array, dim: int = 0) -> jax.Array:
+        return lax.psum_scatter(whole, axis, scatter_dimension=dim, tiled=True)
+
+    def together(chosen: Arrays, dims: Sequence[int]) -> list[jax.Array]:
+        if len(chosen) == 1 and not over_gloo():
+            return list(map(scatter, chosen, dims))
+        pairs = zip(chosen, dims, strict=True)
+        rows = [jnp.stack(jnp.split(whole, num, dim)) for whole, dim in pairs]
+        found = _packed(rows, partial(_exchange, axis) if over_gloo() else scatter)
+        return [rows.sum(0, dtype=rows.dtype) for rows in found]
+
+    return _by_size(wholes, dims, limit, together)
+
+
+def _by_size(
+    arrays: Arrays, dims: Sequence[int], limit: int, send: Callable[..., list[jax.Array]]
+) -> list[jax.Array]:
+    """Sends arrays below the limit together, and the others one by one."""
+    small = [at for at, array in enumerate(arrays) if array.size < limit]
+    found = list(arrays)
+    groups = [small] * bool(small) + [[at] for at in range(len(arrays)) if at not in small]
+    for group in groups:
+        found = _at(group, found, partial(send, dims=[dims[at] for at in group]))
+    return found
 
 
 def all_reduce(values: Arrays, axes: Sequence[str]) -> list[jax.Array]:
@@ -307,21 +374,25 @@ def all_reduce(values: Arrays, axes: Sequence[str]) -> list[jax.Array]:
     return summed
 
 
-def _exchange(rows: Arrays, axis: str) -> list[jax.Array]:
-    """Sends row i of each array to rank i; row i of the result comes from rank i."""
+def _packed(rows: Arrays, send: Callable[[jax.Array], jax.Array]) -> list[jax.Array]:
+    """Sends the rows of all arrays of a dtype at once."""
     found: list[jax.Array] = list(rows)
     for dtype in dict.fromkeys(array.dtype for array in rows):
         chosen = [at for at, array in enumerate(rows) if array.dtype == dtype]
         flat = [rows[at].reshape(rows[at].shape[0], -1) for at in chosen]
-        sent = jnp.concatenate(flat, 1)
-        if dtype == jnp.bfloat16:  # XLA would widen it for CPUs
-            sent = lax.bitcast_convert_type(sent, jnp.uint16)
-        came = lax.all_to_all(sent, axis, 0, 0, tiled=True)
-        came = came if came.dtype == dtype else lax.bitcast_convert_type(came, dtype)
+        came = send(jnp.concatenate(flat, 1))
         stops = [sum(part.shape[1] for part in flat[:count]) for count in range(1, len(flat))]
         for at, part in zip(chosen, jnp.split(came, stops, 1), strict=True):
-            found[at] = part.reshape(rows[at].shape)
+            found[at] = part.reshape(came.shape[0], *rows[at].shape[1:])
     return found
+
+
+def _exchange(axis: str, rows: jax.Array) -> jax.Array:
+    """Sends row i to rank i; row i of the result comes from rank i."""
+    if rows.dtype != jnp.bfloat16:
+        return lax.all_to_all(rows, axis, 0, 0, tiled=True)
+    words = lax.bitcast_convert_type(rows, jnp.uint16)  # XLA would widen it for CPUs
+    return lax.bitcast_convert_type(_exchange(axis, words), jnp.bfloat16)
 
 
 def over_gloo() -> bool:

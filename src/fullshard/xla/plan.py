@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,7 +19,7 @@ from jax.sharding import Mesh as DeviceMesh
 from fullshard.config.schema import ShardConfig
 from fullshard.config.supported import check_supported
 from fullshard.config.values import Backend, DType, Strategy, did_you_mean
-from fullshard.errors import ConfigError
+from fullshard.errors import ConfigError, DataError
 from fullshard.planner.arrays import ArrayPlan, ArraysPlan, cut_of
 from fullshard.planner.mesh import Mesh, Topology, resolve_mesh, row_of
 from fullshard.planner.spec import ParamSpec, check_globs, matches
@@ -134,11 +135,21 @@ class XlaPlan:
 
     def batch_sharding(self, num_micro_batches: int = 1) -> NamedSharding:
         """The sharding of a batch: samples over all devices, after the micro-batch axis."""
-        return NamedSharding(self.mesh, batch_spec(self.mesh, num_micro_batches))
+        return NamedSharding(self.mesh, batch_spec(live_axes(self.mesh), num_micro_batches))
 
     def map(self, function: Any) -> Tree:
         """Maps a function of an array's plan over the parameters' tree."""
         return jax.tree.unflatten(self.structure, [function(a) for a in self.table.arrays])
+
+    def shapes(self, use: str = "master") -> Tree:
+        """The stored arrays' shapes, in the dtype of a use that `DtypeContract` names."""
+
+        def shape(array: ArrayPlan) -> jax.ShapeDtypeStruct:
+            dtype = str(getattr(array.dtypes, use))
+            sharding = NamedSharding(self.mesh, spec_of(array))
+            return jax.ShapeDtypeStruct(array.stored_shape, dtype, sharding=sharding)
+
+        return self.map(shape)
 
     def with_arrays(self, function: Any, tree: Tree) -> Tree:
         """Maps a function of (array's plan, leaf) over a tree like the parameters'.
@@ -256,10 +267,47 @@ def spec_of(array: ArrayPlan) -> PartitionSpec:
     return PartitionSpec(*axes)
 
 
-def batch_spec(mesh: DeviceMesh, num_micro_batches: int) -> PartitionSpec:
-    """Returns the spec of a batch: samples over all devices, after the micro-batch axis if any."""
-    axes = live_axes(mesh) or None
-    return PartitionSpec(axes) if num_micro_batches == 1 else PartitionSpec(None, axes)
+def batch_spec(axes: tuple[str, ...], num_micro_batches: int = 1) -> PartitionSpec:
+    """Returns the spec of samples over mesh axes, after the micro-batch axis if any."""
+    return PartitionSpec(*[None] * (num_micro_batches > 1), axes or None)
+
+
+def batch_specs(axes: tuple[str, ...], batch: Tree, num_micro_batches: int = 1) -> Tree:
+    """Returns the spec of each array of a batch; scalars are replicated."""
+    samples, lead = batch_spec(axes, num_micro_batches), int(num_micro_batches > 1)
+    return jax.tree.map(lambda x: samples if jnp.ndim(x) > lead else PartitionSpec(), batch)
+
+
+def place_batch(
+    mesh: DeviceMesh, axes: tuple[str, ...], batch: Tree, num_micro_batches: int = 1
+) -> Tree:
+    """Places this process's samples over the devices along mesh axes; scalars are replicated.
+
+    Raises:
+        DataError: The devices do not divide the number of samples.
+    """
+    lead = (num_micro_batches,) if num_micro_batches > 1 else ()
+    size = max(1, math.prod(mesh.shape[axis] for axis in axes) // jax.process_count())
+
+    def place(path: Any, leaf: Any, spec: PartitionSpec) -> Any:
+        if is_on_mesh(leaf):
+            return leaf
+        if not jnp.ndim(leaf):
+            leaf = jnp.broadcast_to(leaf, lead)
+        parts, samples = jnp.shape(leaf)[: len(lead)], jnp.shape(leaf)[len(lead) :][:1]
+        if parts != lead or (samples and samples[0] % size):
+            raise DataError(
+                f"batch{jax.tree_util.keystr(path)}: expected "
+                f"{f'{num_micro_batches} micro-batches, then ' * len(lead)}a number of samples "
+                f"that {size} devices divide; got shape {jnp.shape(leaf)}. Drop some (drop_last of "
+                "your loader), or fill the batch up with fullshard.jax.pad_batch."
+            )
+        sharding = NamedSharding(mesh, spec)
+        if jax.process_count() == 1:  # arrays on a device are copied to the others directly
+            return jax.device_put(leaf, sharding)
+        return jax.make_array_from_process_local_data(sharding, np.asarray(leaf))
+
+    return jax.tree.map_with_path(place, batch, batch_specs(axes, batch, num_micro_batches))
 
 
 def own_shape(array: ArrayPlan) -> tuple[int, ...]:

@@ -48,21 +48,20 @@ import optax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from fullshard.errors import ConfigError, DataError
+from fullshard.errors import ConfigError
 from fullshard.planner.arrays import Collectives
 from fullshard.xla.census import census
-from fullshard.xla.gather import all_reduce, check_shards, collect, reduce
+from fullshard.xla.gather import all_reduce, check_shards, reduce_whole, whole_but_blocks
 from fullshard.xla.opt_state import fresh, merged, opt_shardings, trained, updated
 from fullshard.xla.plan import (
     OVERLAP,
-    SHARD,
     Tree,
     XlaPlan,
-    batch_spec,
-    is_on_mesh,
+    batch_specs,
     live_axes,
     own_shape,
     pad,
+    place_batch,
     unpad,
 )
 from fullshard.xla.traced import is_local, traced_collectives
@@ -191,7 +190,7 @@ class Step:
         Args:
             state: State from `init`, `load` or a step.
             batch: Arrays whose first axis counts this process's samples (after an axis of
-                micro-batches if there are several).
+                micro-batches if there are several), and scalars, which all devices receive.
             rng: A jax.random.key, which may be the same in every step; see [Note: keys].
             **extra: Scalars for the optimizer's update, such as learning_rate; they replace those
                 of `optax.inject_hyperparams`. Its `value` is the step's loss unless given.
@@ -211,7 +210,8 @@ class Step:
 
     def place(self, batch: Any) -> Any:
         """Places this process's part of a batch as arrays over all devices."""
-        return place_batch(self.plan, batch, self.num_micro_batches)
+        mesh = self.plan.mesh
+        return place_batch(mesh, live_axes(mesh), batch, self.num_micro_batches)
 
     def compile(
         self, state: Any, batch: Any, compiler_options: Any = None, *, rng: Any = None, **extra: Any
@@ -221,15 +221,10 @@ class Step:
         The plan then also contains the collectives that XLA's partitioner adds for an optimizer
         that combines elements of an array. It compiles the optimizer alone to count them.
         """
-        grads = self.plan.with_arrays(
-            lambda a, sharding: jax.ShapeDtypeStruct(
-                a.stored_shape, a.dtypes.accumulate, sharding=sharding
-            ),
-            self.plan.shardings,
-        )
+        grads = trained(self.plan, self.plan.shapes("accumulate"))
         loss = jax.ShapeDtypeStruct((), _wide(self.plan, jnp.zeros(())))
         before = state.params, state.opt_state
-        update = self._update.trace(trained(self.plan, grads), before, loss, _arrays(extra))
+        update = self._update.trace(grads, before, loss, _arrays(extra))
         local = is_local(update.jaxpr.jaxpr)
         added = (
             {}
@@ -279,22 +274,12 @@ def train_step(  # noqa: PLR0913  (settings by name)
         compiler_options: XLA options, added to those of `OVERLAP`.
     """
     update = partial(updated, plan, optax.with_extra_args_support(tx))
-    mapped = jax.shard_map(
-        partial(gradients, plan, _seeing(loss_fn, given), num_micro_batches),
-        mesh=plan.mesh,
-        in_specs=(
-            plan.specs,
-            batch_spec(plan.mesh, num_micro_batches),
-            Beside(PartitionSpec() if given is None else given.plan.specs, *[PartitionSpec()] * 2),
-        ),
-        out_specs=(trained(plan, plan.specs), PartitionSpec(), PartitionSpec()),
-        check_vma=False,  # see [Note: gathers on XLA]
-    )
 
     def run(
         state: State, batch: Any, extra: dict[str, Any], met: Tree = None, rng: Any = None
     ) -> tuple[State, dict[str, Any]]:
         rng = None if rng is None else jax.random.fold_in(rng, state.step)
+        mapped = gradients(plan, loss_fn, num_micro_batches, batch, given)
         grads, metrics, variables = mapped(state.params, batch, Beside(met, rng, state.variables))
         if max_grad_norm is not None:
             factor = max_grad_norm / (metrics["grad_norm"] + NORM_EPSILON)
@@ -341,57 +326,52 @@ def eval_step(plan: XlaPlan, loss_fn: LossFn) -> Callable[[State, Any], tuple[An
     def totals(params: Tree, batch: Any, variables: Tree) -> tuple[Any, ...]:
         given = {} if variables is None else {"variables": variables}
         met = whole_but_blocks(plan, params)
-        found = _over_devices(plan, sums_of(plan, loss_fn, met, batch, given, new=False)[:3])
-        return found if found[2] is not None else found[:2]
+        sums = sums_of(plan, loss_fn, met, batch, given, new=False)
+        found = _over_devices(plan, sums[:3])
+        return found[:2] if sums.metrics is None else found[:3]
 
-    mapped = jax.shard_map(
-        totals,
-        mesh=plan.mesh,
-        in_specs=(plan.specs, batch_spec(plan.mesh, 1), PartitionSpec()),
-        out_specs=PartitionSpec(),
-        check_vma=False,
-    )
-    run = jax.jit(mapped)
+    axes = live_axes(plan.mesh)
+
+    @jax.jit
+    def run(params: Tree, batch: Any, variables: Tree) -> tuple[Any, ...]:
+        specs = plan.specs, batch_specs(axes, batch), PartitionSpec()
+        return _on_devices(plan, totals, specs, PartitionSpec())(params, batch, variables)
 
     def evaluate(state: State, batch: Any) -> tuple[Any, ...]:
-        found = run(state.params, place_batch(plan, batch), state.variables)
+        found = run(state.params, place_batch(plan.mesh, axes, batch), state.variables)
         return jax.block_until_ready(found)
 
     return evaluate
 
 
-def place_batch(plan: XlaPlan, batch: Any, num_micro_batches: int = 1) -> Any:
-    """Places this process's samples as arrays over all devices.
-
-    Raises:
-        DataError: The number of samples is not divisible by the number of devices.
-    """
-    axis, sharding = int(num_micro_batches > 1), plan.batch_sharding(num_micro_batches)
-    world = plan.table.mesh.world_size // jax.process_count()
-
-    def place(leaf: Any) -> Any:
-        if is_on_mesh(leaf):
-            return leaf
-        shape = jnp.shape(leaf)
-        if shape[:axis] != (num_micro_batches,)[:axis] or not shape[axis:] or shape[axis] % world:
-            raise DataError(
-                f"batch: expected {f'{num_micro_batches} micro-batches, then ' * axis}a multiple "
-                f"of {world} samples (the process's devices); got shape {shape}. Fill it up with "
-                "fullshard.jax.pad_batch; repeat a scalar for each sample."
-            )
-        return jax.make_array_from_process_local_data(sharding, leaf)
-
-    return jax.tree.map(place, batch)
-
-
-def whole_but_blocks(plan: XlaPlan, params: Tree) -> Tree:
-    """The parameters as a loss function receives them: whole, but stacked ones as shards."""
-    return plan.with_arrays(
-        lambda array, leaf: leaf if array.block else collect(array, leaf), params
+def _on_devices(plan: XlaPlan, function: Any, in_specs: Any, out_specs: Any) -> Any:
+    """The function of all devices, each with its part."""
+    mesh = plan.mesh
+    return jax.shard_map(  # see [Note: gathers on XLA]
+        function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
     )
 
 
 def gradients(
+    plan: XlaPlan, loss_fn: LossFn, num_micro_batches: int, batch: Any, given: Given | None = None
+) -> Any:
+    """Makes (parameters, batch, Beside) -> gradients, metrics and variables, over all devices.
+
+    Args:
+        plan: Plan of the parameters; its mesh may be abstract.
+        loss_fn: Loss function, as in `train_step`.
+        num_micro_batches: Number of micro-batches.
+        batch: The batch, or its shapes.
+        given: Constant arrays, as in `train_step`.
+    """
+    whole = PartitionSpec()
+    beside = Beside(whole if given is None else given.plan.specs, whole, whole)
+    specs = plan.specs, batch_specs(live_axes(plan.mesh), batch, num_micro_batches), beside
+    function = partial(_gradients, plan, _seeing(loss_fn, given), num_micro_batches)
+    return _on_devices(plan, function, specs, (trained(plan, plan.specs), whole, whole))
+
+
+def _gradients(
     plan: XlaPlan,
     seeing: Callable[[Tree], LossFn],
     num_micro_batches: int,
@@ -421,10 +401,7 @@ def gradients(
         value_and_grad = jax.value_and_grad(summed, has_aux=True)
         here = met if num_micro_batches == 1 else plan.with_arrays(partial(_in_turn, at), met)
         (_, sums), grads = value_and_grad(trained(plan, here), here, batch, variables, at)
-        found = [
-            grad if array.block else reduce(array, grad, plan.table.mesh)
-            for array, grad in zip(arrays, jax.tree.leaves(grads), strict=True)
-        ]
+        found = reduce_whole(plan, jax.tree.leaves(grads))
         kept = [old + new.astype(old.dtype) for old, new in zip(kept, found, strict=True)]
         return (kept, sums.variables), (sums.total, sums.count, sums.metrics)
 
@@ -437,13 +414,14 @@ def gradients(
         turns = (jnp.arange(num_micro_batches), batch)
         (grads, variables), sums = lax.scan(micro_batch, carry, turns)
         sums = jax.tree.map(lambda x: x.astype(_wide(plan, x)).sum(0), sums)
-    total, count, metrics = _over_devices(plan, sums)
+    sums = *sums[:2], (sums[2], _squares(plan, grads))
+    total, count, (metrics, squares), variables = _over_devices(plan, sums, variables)
     divisor = jnp.where(count == 0, 1, count)
     grads = [grad / divisor.astype(grad.dtype) for grad in grads]
-    metrics = {name: value / divisor for name, value in {**(metrics or {}), "loss": total}.items()}
-    metrics |= {"grad_norm": _norm(plan, grads), "num_tokens": count}
+    means = {**(metrics or {}), "loss": total, "grad_norm": jnp.sqrt(squares)}
+    metrics = jax.tree.map(lambda x: x / divisor, means) | {"num_tokens": count}
     structure = jax.tree.structure(trained(plan, params))
-    return jax.tree.unflatten(structure, grads), metrics, _averaged(plan, variables)
+    return jax.tree.unflatten(structure, grads), metrics, variables
 
 
 def _in_turn(at: Any, array: Any, leaf: jax.Array) -> jax.Array:
@@ -458,17 +436,54 @@ def _key(plan: XlaPlan, rng: Any, at: Any) -> Any:
     return jax.random.fold_in(rng, part)
 
 
-def _over_devices(plan: XlaPlan, sums: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
-    """Sums loss, tokens and metrics over devices at once; float32 token counts stay exact."""
-    total, count, metrics = sums
-    structure, leaves = jax.tree.structure(metrics), jax.tree.leaves(metrics)
-    values = [total, count // _SPLIT, count % _SPLIT, *leaves]
-    flat = [jnp.ravel(value).astype(_wide(plan, total)) for value in values]
-    ends = np.cumsum([part.size for part in flat])[:-1].tolist()
-    parts = jnp.split(all_reduce([jnp.concatenate(flat)], live_axes(plan.mesh))[0], ends)
-    found = [part.reshape(jnp.shape(value)) for part, value in zip(parts, values, strict=True)]
+def _over_devices(
+    plan: XlaPlan, sums: tuple[Any, Any, Any], variables: Tree = None
+) -> tuple[Any, Any, Any, Tree]:
+    """Sums loss, tokens and other sums over devices, and averages variables, in one collective.
+
+    Tokens are added in two parts, and other variables than floating-point ones in words of 16 bits,
+    so that float32 keeps them exactly.
+    """
+    total, count, others = sums
+    (leaves, structure), (old, kept) = map(jax.tree.flatten, (others, variables))
+    values = [total, count // _SPLIT, count % _SPLIT, *leaves, *(_share(plan, x) for x in old)]
+    wide = jnp.result_type(*(x.dtype for x in values if x.dtype == "float64"), _wide(plan, total))
+    ends = np.cumsum([value.size for value in values])[:-1].tolist()
+    flat = jnp.concatenate([jnp.ravel(value).astype(wide) for value in values])
+    parts = jnp.split(all_reduce([flat], live_axes(plan.mesh))[0], ends)
+    found = [part.reshape(value.shape) for part, value in zip(parts, values, strict=True)]
     high, low = (part.astype(_wide(plan, count)) for part in found[1:3])
-    return found[0], high * _SPLIT + low, jax.tree.unflatten(structure, found[3:])
+    stop = 3 + len(leaves)
+    new = [_joined(x, part) for x, part in zip(old, found[stop:], strict=True)]
+    others = jax.tree.unflatten(structure, found[3:stop])
+    return found[0], high * _SPLIT + low, others, jax.tree.unflatten(kept, new)
+
+
+def _share(plan: XlaPlan, leaf: jax.Array) -> jax.Array:
+    """This device's part of a variable, as numbers to be added."""
+    if jnp.issubdtype(leaf.dtype, jnp.floating):
+        wide = leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
+        return wide / plan.table.mesh.world_size
+    axes = live_axes(plan.mesh)
+    words = lax.bitcast_convert_type(_integers(leaf), jnp.uint16)
+    return jnp.where(lax.axis_index(axes) == 0, words, 0) if axes else words
+
+
+def _integers(leaf: jax.Array) -> jax.Array:
+    """A key's data, or integers of at least 16 bits."""
+    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    found = jax.random.key_data(leaf) if is_key else leaf
+    return found if found.dtype.itemsize > 1 else found.astype(jnp.int16)
+
+
+def _joined(leaf: jax.Array, summed: jax.Array) -> jax.Array:
+    """The variable from the sum of its shares."""
+    if jnp.issubdtype(leaf.dtype, jnp.floating):
+        return summed.astype(leaf.dtype)
+    found = lax.bitcast_convert_type(summed.astype(jnp.uint16), _integers(leaf).dtype)
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(found, impl=jax.random.key_impl(leaf))
+    return found.astype(leaf.dtype)
 
 
 def _wide(plan: XlaPlan, value: Any) -> Any:
@@ -479,29 +494,14 @@ def _wide(plan: XlaPlan, value: Any) -> Any:
     return jnp.float64 if "float64" in dtypes else jnp.float32
 
 
-def _averaged(plan: XlaPlan, variables: Tree) -> Tree:
-    """Means of floating-point variables over devices; others are those of the first device."""
-    leaves, structure = jax.tree.flatten(variables)
-    at = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
-    wide = [leaves[i].astype(_wide(plan, leaves[i])) for i in at]
-    for i, total in zip(at, all_reduce(wide, live_axes(plan.mesh)), strict=True):
-        leaves[i] = (total / plan.table.mesh.world_size).astype(leaves[i].dtype)
-    return jax.tree.unflatten(structure, leaves)
-
-
-def _norm(plan: XlaPlan, grads: Sequence[jax.Array]) -> jax.Array:
-    """The global norm, summed over the shard axis; replicated arrays count once."""
+def _squares(plan: XlaPlan, grads: Sequence[jax.Array]) -> jax.Array:
+    """This device's share of the gradients' sum of squares: copies of an array share it equally."""
+    mesh, found = plan.table.mesh, jnp.zeros((), jnp.float32)
     arrays = [array for array in plan.table.arrays if array.trainable]
-    parted = whole = jnp.zeros((), jnp.float32)
     for array, grad in zip(arrays, grads, strict=True):
-        square = jnp.sum(jnp.square(grad))
-        if array.cut.dim is None:
-            whole = whole + square
-        else:
-            parted = parted + square
-    if plan.table.mesh.shard > 1:
-        (parted,) = all_reduce([parted], (SHARD,))
-    return jnp.sqrt(parted + whole)
+        copies = mesh.world_size if array.cut.dim is None else mesh.replicate
+        found = found + jnp.sum(jnp.square(grad)) / copies
+    return found
 
 
 def stored(array: Any, leaf: jax.Array) -> jax.Array:

@@ -35,11 +35,12 @@ from fullshard.checkpoint.read import Checkpoint, choose
 from fullshard.engine.folder import INDEX, ONE_FILE
 from fullshard.errors import CheckpointError
 from fullshard.formats.hugging_face import files_of
+from fullshard.formats.orbax import METADATA, open_arrays
 from fullshard.loading import is_checkpoint, state_tensor
 from fullshard.planner.arrays import ArrayPlan
 from fullshard.saving import GROUPS, SAVES, SCALARS, SaveSettings, Values, write
 from fullshard.xla.opt_state import Leaf, leaves_of
-from fullshard.xla.plan import SHARD, XlaPlan, named_leaves, unpad
+from fullshard.xla.plan import SHARD, XlaPlan, named_leaves, own_shape, unpad
 from fullshard.xla.processes import agree, lead
 from fullshard.xla.step import State, scalar, with_optimizer
 
@@ -248,13 +249,13 @@ def load(
     tx: optax.GradientTransformation | None = None,
     variables: Any = None,
 ) -> tuple[State, Extras]:
-    """Loads a state from a checkpoint, or from a Hugging Face folder as step 0. A collective.
+    """Loads a state from a checkpoint; or as step 0, from what others wrote. A collective.
 
     Args:
         plan: The model's plan.
-        path: A checkpoint, a folder of checkpoints or a Hugging Face folder.
+        path: A checkpoint, a folder of checkpoints, a Hugging Face folder, or a tree of orbax.
         tx: The optimizer whose state was saved; None: parameters only.
-        variables: Arrays like the saved ones; with a Hugging Face folder, their initial values.
+        variables: Arrays like the saved ones; for others' folders, their initial values.
 
     Raises:
         CheckpointError: There is no checkpoint, or it belongs to another model; names the tensor.
@@ -262,6 +263,10 @@ def load(
     if not is_checkpoint(path) and ((path / ONE_FILE).is_file() or (path / INDEX).is_file()):
         with _open_folder(path) as source:
             params = _read_arrays(plan, source, str)
+        return with_optimizer(plan, params, tx, variables=variables), Extras()
+    if (path / METADATA).is_file():
+        arrays = {n.removeprefix("params."): array for n, array in open_arrays(path)[0].items()}
+        params = _read_arrays(plan, _Orbax(path, arrays), str)
         return with_optimizer(plan, params, tx, variables=variables), Extras()
     with _opened(path) as checkpoint:
         source = _Saved(checkpoint)
@@ -416,7 +421,26 @@ class _Folder:
         return f"folder '{self.path}'"
 
 
-Source = _Saved | _Folder
+@dataclass(frozen=True)
+class _Orbax:
+    """A tree that orbax wrote as a source of boxes; stacked arrays are whole in it."""
+
+    path: Path
+    arrays: Mapping[str, Any]
+
+    def find(self, key: str) -> tuple[str, tuple[int, ...]] | None:
+        array = self.arrays.get(key)
+        return None if array is None else (DTYPES.get(array.dtype.name, ""), tuple(array.shape))
+
+    def box(self, key: str, spans: Sequence[range]) -> np.ndarray:
+        return self.arrays[key][tuple(slice(s.start, s.stop) for s in spans)].read().result()
+
+    @property
+    def where(self) -> str:
+        return f"folder '{self.path}'"
+
+
+Source = _Saved | _Folder | _Orbax
 
 
 @contextmanager
@@ -428,19 +452,18 @@ def _open_folder(path: Path) -> Generator[_Folder]:
 
 
 def _read_arrays(plan: XlaPlan, source: Source, key: Callable[[str], str]) -> Any:
-    shapes = plan.with_arrays(
-        lambda array, sharding: jax.ShapeDtypeStruct(
-            array.stored_shape, jnp.dtype(str(array.dtypes.master)), sharding=sharding
-        ),
-        plan.shardings,
+    return plan.with_arrays(
+        lambda array, shape: _read_array(array, shape, source, key), plan.shapes()
     )
-    return plan.with_arrays(lambda array, shape: _read_array(array, shape, source, key), shapes)
 
 
 def _read_array(
     array: ArrayPlan, like: Any, source: Source, key: Callable[[str], str]
 ) -> jax.Array:
     """Reads an array; each device reads its own slice."""
+    if isinstance(source, _Orbax) and array.block:
+        cut = replace(array.cut, dim=None if array.cut.dim is None else array.cut.dim + 1)
+        array = replace(array, shape=own_shape(array), cut=cut, block="", num_layers=0)
     for name in array.names():
         _check_there(array, source, key(name), name)
 
@@ -467,6 +490,8 @@ def _read_box(
     assert found is not None
     dtype = NUMPY[found[0]]
     inside = [range(s.start, min(s.stop, n)) for s, n in zip(spans, shape, strict=True)]
+    if isinstance(source, _Orbax):
+        return source.box(key, inside)
     box = np.empty([len(span) for span in inside], dtype)
     if box.size == 0:
         return box

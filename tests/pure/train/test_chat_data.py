@@ -65,6 +65,16 @@ def learned_text(example, tokenizer, **learned):
         ),
         ({"prompt": CHAT[:1], "completion": CHAT[1:2]}, ["user: two and two?", "assistant: four"]),
         ({"question": "q", "answer": "a"}, ["user: q", "assistant: a"]),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "text", "text": "a"}, "b"]},
+                    {"role": "tool", "content": {"x": 1}},
+                    {"role": "assistant", "content": None},
+                ]
+            },
+            ["user: ab", "tool: {'x': 1}", "assistant: "],
+        ),
     ],
 )
 def test_every_form_becomes_turns(tmp_path, record, messages):
@@ -95,6 +105,9 @@ def test_parquet_and_datasets_folders_are_read_as_jsonl_is(tmp_path):
         ('{"txt": "a"}', "expected columns among messages, "),
         ('{"messages": []}', "expected a list of messages at "),
         ('{"messages": [{"role": "user"}]}', "expected 'role' and 'content' in a message at "),
+        ('{"messages": [{"role": null, "content": "a"}]}', "expected 'role' and 'content' in a"),
+        ('{"messages": [{"role": "user", "content": {"a": 1}}]}', "got \"{'a': 1}\""),
+        ('{"messages": [{"role": "user", "content": [{"image": 1}]}]}', "or parts with 'text', in"),
         ('{"instruction": 3, "output": "a"}', "expected text in 'instruction', got int at "),
     ],
 )
@@ -115,6 +128,25 @@ def test_answers_alone_are_learned_with_marks_and_without(tokenizer):
     plain = train_tokenizer(["two and two is four"], 300)
     plain.chat_template = UNMARKED
     assert learned_text(turns, plain) == "four (now)yes</s>"
+    plain.chat_template = "{% for m in messages[:-1] %}{{ m.content }};{% endfor %}"
+    with pytest.raises(DataError, match="expected the answer of message 1 in what the chat temp"):
+        learned_text(turns, plain)  # otherwise the question would be learned
+
+
+def test_tools_reach_the_template_and_the_built_in_one_refuses_them(tokenizer, tmp_path):
+    path, call = tmp_path / "chat.jsonl", {"function": {"name": "f", "arguments": {}}}
+    turns = {"messages": [*CHAT[:1], {**CHAT[1], "tool_calls": [call]}]}
+    rows = [turns, {"messages": CHAT[:2], "tools": [{"name": "f"}]}]
+    rows.append({"messages": CHAT[:2], "tools": '[{"name": "g"}]'})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = read_examples(path).examples
+    for example in found:
+        with pytest.raises(DataError, match="the built-in template has no form for tools"):
+            learned_text(example, tokenizer)
+    own = train_tokenizer(["two and two is four"], 300)
+    own.chat_template = "{{ tools[0].name }}: " + UNMARKED
+    everything = learned_text(found[2], own, assistant_only=False)
+    assert everything.startswith("g: ")
 
 
 def test_a_completion_is_learned_and_its_prompt_is_not(tokenizer):

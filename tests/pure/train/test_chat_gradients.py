@@ -61,6 +61,7 @@ def gradient_of(model):
     return torch.cat([param.grad.reshape(-1) for param in model.parameters()]).clone()
 
 
+@pytest.mark.short(3)
 @pytest.mark.parametrize("packing", [True, False], ids=["packed", "unpacked"])
 @pytest.mark.parametrize("world_size", [1, 2, 8])
 def test_any_split_of_a_step_gives_the_gradient_of_its_examples_alone(

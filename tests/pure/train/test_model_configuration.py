@@ -66,6 +66,14 @@ def test_attribute_names_of_older_classes_are_known():
     assert config.n_embd == 16
 
 
+def test_keys_that_only_the_code_of_a_model_reads_are_known():
+    config = config_from_settings({"model_type": "qwen3_moe", "head_dim": 24})
+    assert config.head_dim == 24
+    for key in ("head_dimm", "to_dict"):
+        with pytest.raises(ConfigError, match=f"{key}: expected a key of Qwen3MoeConfig"):
+            config_from_settings({"model_type": "qwen3_moe", key: 24})
+
+
 def test_vocabulary_left_out_is_the_tokenizers():
     tokenizer = train_tokenizer(["some text"], 270)
     config = config_from_settings(SETTINGS)

@@ -104,6 +104,23 @@ def test_an_unfinished_run_goes_on_and_a_finished_one_for_more_steps(
     assert goes_on(find_resume("never", folder.path), folder.path, asked) is False
 
 
+@pytest.mark.parametrize("status", ["failed", "finished"])
+@pytest.mark.parametrize("began_from", [None, "another run"])
+def test_a_run_whose_saved_checkpoints_are_gone_does_not_start_again(tmp_path, status, began_from):
+    checkpoint(tmp_path / "other" / "step-00000003")
+    first = Resume(began_from and tmp_path / "other", required=bool(began_from))
+    record = {"status": status, "measured": {"num_steps": 5}, "resume": first.as_json()}
+    folder = run_folder(tmp_path / "run", **record, last_saved_step=5)
+    folder.checkpoints.mkdir()  # the mount point of a disk that is away
+    resume = find_resume("auto", folder.path)
+    with pytest.raises(CheckpointError, match="the run's own checkpoints, of steps up to 5, in"):
+        goes_on(resume, folder.path, 9)
+    if status == "finished":  # no more steps are asked for: it is moved aside
+        assert goes_on(resume, folder.path, 5) is False
+    checkpoint(folder.checkpoints / "step-00000004")
+    assert goes_on(find_resume("auto", folder.path), folder.path, 9)
+
+
 @pytest.mark.parametrize(("status", "expected"), [("failed", True), ("finished", False)])
 def test_a_finished_run_without_a_checkpoint_is_not_trained_over(tmp_path, status, expected):
     folder = run_folder(tmp_path / "run", status=status, measured={"num_steps": 5})

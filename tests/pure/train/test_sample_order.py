@@ -1,11 +1,19 @@
 """Every sample is seen once an epoch, by one rank, whatever the world size."""
 
+from fractions import Fraction
+
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from fullshard.data.order import BatchShape, SampleOrder, evaluation_samples, permuted
+from fullshard.data.order import (
+    BatchShape,
+    SampleOrder,
+    apportioned,
+    evaluation_samples,
+    permuted,
+)
 from fullshard.errors import DataError
 
 shapes = st.builds(BatchShape, st.integers(1, 3), st.integers(1, 3), st.integers(1, 4))
@@ -97,6 +105,18 @@ def test_a_mixture_gives_each_source_its_places_and_uses_all_of_it():
     assert set(order.of_step(3).ravel()) == set(
         SampleOrder(100, BatchShape(1, 10, 1), 3, order.mixture).of_step(3).ravel()
     )
+
+
+@given(
+    st.integers(1, 1000),
+    st.lists(st.floats(0, exclude_min=True, allow_infinity=False), min_size=1, max_size=5),
+)
+@example(308, [1e308] * 2)
+def test_a_count_is_divided_by_any_weights(total, weights):
+    places, whole = apportioned(total, weights), sum(map(Fraction, weights))
+    assert sum(places) == total
+    for place, weight in zip(places, weights, strict=True):
+        assert abs(place - float(total * Fraction(weight) / whole)) < 1 + 1e-9
 
 
 @given(st.integers(1, 30), st.integers(1, 4), st.integers(1, 4))

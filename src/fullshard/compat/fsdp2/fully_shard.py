@@ -30,7 +30,6 @@ from fullshard.compat.errors import (
     MisuseValueError,
     NotOfferedError,
 )
-from fullshard.compat.first_values import default_device
 from fullshard.compat.state_dicts import HoldsShards, Kind, Wanted
 from fullshard.compat.wrapping import (
     Casts,
@@ -53,6 +52,7 @@ from fullshard.compat.wrapping import (
 from fullshard.config.values import Strategy
 from fullshard.engine._torch_compat import call_outside_compile
 from fullshard.engine.engine import Engine
+from fullshard.engine.homes import default_device
 from fullshard.engine.model_spec import NEVER_CALLED
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.state import unsharded

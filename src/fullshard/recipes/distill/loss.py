@@ -45,15 +45,14 @@ from torch import nn
 
 from fullshard.config.schema import DistillConfig
 from fullshard.config.values import DistillLoss
-from fullshard.data.dataset import DatasetFacts
+from fullshard.data.dataset import ROWS, DatasetFacts
 from fullshard.errors import DataError
 from fullshard.models.lora import PROJECTION
-from fullshard.recipes.base import Batch, cross_entropy
+from fullshard.recipes.base import Batch, cross_entropy, placed
 from fullshard.recipes.head import ChunkLoss, Head, Tokens
 
 FACTS = "cache.json"
 TOP_VALUES, TOP_IDS = "teacher_values", "teacher_ids"  # keys of a batch with cached logits
-ROWS = "rows"  # key of a batch: numbers of its training rows, -1 for empty places
 
 
 @dataclass(frozen=True)
@@ -152,9 +151,7 @@ def with_logits(batch: Batch, kept: TopK) -> Batch:
             begin, end = kept.bounds[row : row + 2]
             values[at, : end - begin] = kept.values[begin:end]
             ids[at, : end - begin] = kept.ids[begin:end]
-    device = batch["input_ids"].device
-    arrays = {TOP_VALUES: values, TOP_IDS: ids}
-    return batch | {name: torch.from_numpy(a).to(device) for name, a in arrays.items()}
+    return batch | placed({TOP_VALUES: values, TOP_IDS: ids}, batch["input_ids"].device)
 
 
 # ---- the loss ------------------------------------------------------------------------------------
