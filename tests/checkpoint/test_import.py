@@ -289,6 +289,22 @@ def test_other_folders_and_damaged_files_are_refused(fullshard, tmp_path):
     assert "it names builtins.print" in done.err
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "dcp/__0_0.distcp"])
+def test_a_flipped_byte_of_a_weight_is_found(fullshard, tmp_path, name):
+    state = {"w": torch.full((64,), 3.0)}
+    torch.save(state, tmp_path / "pytorch_model.bin")
+    torch.distributed.checkpoint.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    place = (tmp_path / name).parent
+    assert fullshard("ckpt", "import", place, tmp_path / "whole").exit_code == 0
+    data = bytearray((tmp_path / name).read_bytes())
+    data[data.index(state["w"].numpy().tobytes())] ^= 1
+    (tmp_path / name).write_bytes(data)
+    done = fullshard("ckpt", "import", place, tmp_path / "o")
+    assert done.exit_code == 7
+    assert "expected entries that equal their checksums" in done.err
+
+
 def test_an_import_of_several_formats_says_which_it_leaves(fullshard, tmp_path):
     torch.save({"w": torch.ones(2)}, tmp_path / "pytorch_model.bin")
     torch.save({"w": torch.ones(2)}, tmp_path / "pytorch_model_fsdp.bin")

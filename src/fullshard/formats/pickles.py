@@ -11,6 +11,7 @@ import io
 import os
 import pickle
 import re
+import zipfile
 from collections.abc import Collection, Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -126,6 +127,8 @@ def read_pickle(file: Path | io.BytesIO, origin: str) -> Any:
                 f"{origin}: expected a file of torch.save, got one that begins with {begins!r}. "
                 "Name a checkpoint's folder, or a file of torch.save."
             )
+        if begins == _ZIP:
+            _check_sums(file, origin)
         try:
             with _stand_ins_alone():
                 # The only place that reads pickles; weights_only builds only listed classes.
@@ -142,6 +145,21 @@ def read_pickle(file: Path | io.BytesIO, origin: str) -> Any:
                 f"{named.group(1) if named else 'something else'}, and what could execute code is "
                 "not read. Save its state_dict() alone."
             ) from error
+
+
+def _check_sums(file: Path | io.BytesIO, origin: str) -> None:
+    """Compares the entries with their checksums, which torch.load does not do."""
+    with zipfile.ZipFile(file) as entries:
+        stored = all(entry.compress_type == zipfile.ZIP_STORED for entry in entries.infolist())
+        damaged = entries.testzip() if stored else "a compressed entry"
+    if damaged is not None:
+        raise CheckpointError(
+            f"{origin}: expected entries that equal their checksums, as torch.save writes them; "
+            f"{damaged} differs. Copy the file again; if it was saved with "
+            "torch.serialization.set_crc32_options(False), save it anew without."
+        )
+    if isinstance(file, io.BytesIO):
+        file.seek(0)
 
 
 def attributes_of(stand_in: Any) -> dict[str, Any]:
