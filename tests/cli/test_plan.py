@@ -120,7 +120,10 @@ def test_a_mixture_of_experts_is_divided_where_that_is_faster(plan, tmp_path, ca
     assert any("sharding.expert" in one["changes"] for one in advised["advice"])
     found, _ = plan(*words, "strategy=auto")
     assert found["step_time_s"] < advised["step_time_s"]
-    assert "auto is strategy=full_shard sharding.expert=" in capfd.readouterr().out
+    assert found["advice"] == []  # nothing is faster
+    assert "sharding.expert=" in capfd.readouterr().out
+    plan(*words, "strategy=auto", "sharding.expert=1")
+    assert "sharding.expert=" not in capfd.readouterr().out  # given sizes stay
 
 
 def test_the_world_is_the_files_unless_gpus_and_nodes_say_another(plan, config):

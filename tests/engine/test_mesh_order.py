@@ -11,7 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh
 import fullshard as fs
 from fullshard.compat import fsdp1, fsdp2
 from fullshard.errors import ConfigError
-from fullshard.transport import _torch_compat
 from fullshard.transport.groups import _MADE
 from support.compat import TransformerBlock, assert_trains_as_one, build
 from support.ranks import RankError, on_ranks
@@ -63,42 +62,6 @@ def test_an_older_torch_that_sorts_ranks_is_refused(ranks):
         RankError, match=r"ConfigError: mesh: expected ascending.*\[\[3, 1\], \[0, 2"
     ):
         ranks(4)(refused_where_torch_sorts, FALLING)
-
-
-def collectives_that_make_groups(splits):
-    """The layouts of splits and the number of other groups, of two models."""
-    calls = []
-    torchs = dist.new_group
-
-    def split_group(split_ranks, timeout, pg_options):
-        calls.append(split_ranks)
-        groups = [torchs(ranks, timeout=timeout) for ranks in split_ranks]
-        return next(
-            made for made, row in zip(groups, split_ranks, strict=True) if dist.get_rank() in row
-        )
-
-    def new_group(ranks, **kwargs):
-        calls.append(ranks)
-        return torchs(ranks, **kwargs)
-
-    shard = partial(fs.shard, mesh=device_mesh(), strategy="hybrid_shard", transport="c10d")
-    with (
-        patch.object(_torch_compat, "splits_groups", lambda: splits),
-        patch.object(dist, "split_group", split_group),
-        patch.object(dist, "new_group", new_group),
-    ):
-        _MADE.clear()
-        for _ in range(2):
-            assert_trains_as_one(lambda net: shard(net, wrap=["TransformerBlock"]))
-    return calls
-
-
-def test_groups_of_one_layout_are_split_at_once_where_nccl_can(ranks):
-    shards, replicas = ORDER, [[0, 1], [2, 3]]
-    expected = [[[0, 1, 2, 3]], shards, shards, replicas]  # gathers and reductions apart
-    assert ranks(4)(collectives_that_make_groups, True) == [expected] * 4
-    one_by_one = [group for layout in expected for group in layout]
-    assert ranks(4)(collectives_that_make_groups, False) == [one_by_one] * 4
 
 
 @on_ranks(4)

@@ -37,6 +37,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullshard.engine import step as stepping
 from fullshard.engine import unit as units
+from fullshard.engine._torch_compat import GRAD
 from fullshard.engine.engine import engine_of
 from fullshard.transport import c10d, streams
 from fullshard.transport.base import Axes
@@ -264,7 +265,7 @@ class Played(TorchDispatchMode, Ranges):
 
         def on_leaf(*args: Any) -> None:
             alive = member_of()
-            gradient = alive and alive.compute.grad
+            gradient = alive and GRAD.__get__(alive.compute)
             if gradient is not None:
                 self.join(stream, self.now)
                 self.keep(gradient, stream)

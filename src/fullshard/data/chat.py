@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 import random
 import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
@@ -153,7 +154,7 @@ def _turns(record: Record, column: str, role: str, content: str) -> Turns:
     system = record.value.get("system")
     if isinstance(system, str) and system and messages[0]["role"] != "system":
         messages = ({"role": "system", "content": system}, *messages)
-    return Turns(messages, 0, False, record.place, record.value.get("tools"))
+    return Turns(messages, 0, False, record.place, _tools(record))
 
 
 def _messages(value: object, role: str, content: str, place: str) -> tuple[Message, ...]:
@@ -164,7 +165,8 @@ def _messages(value: object, role: str, content: str, place: str) -> tuple[Messa
         has_both = isinstance(message, Mapping) and {role, content} <= message.keys()
         if not has_both or not isinstance(message[role], str):
             raise DataError(
-                f"data.path: expected '{role}' and '{content}' in a message at {place}[{number}]. "
+                f"data.path: expected '{role}', a word, and '{content}' in a message at "
+                f"{place}[{number}]. "
                 "Correct the record."
             )
         rest = {k: v for k, v in message.items() if k not in (role, content) and v is not None}
@@ -179,6 +181,8 @@ def _messages(value: object, role: str, content: str, place: str) -> tuple[Messa
 
 def _said(value: object, place: str) -> str:
     """The text of a message; templates would write other values as Python does."""
+    if isinstance(value, int | float):
+        return str(value)
     parts: list[Any] = value if isinstance(value, list) else ["" if value is None else value]
     texts: list[Any] = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
     if not all(isinstance(text, str) for text in texts):
@@ -195,8 +199,21 @@ def _prompt_completion(record: Record) -> Example:
         return Pair(prompt, completion, record.place)
     before = _messages(prompt, "role", "content", f"{record.place}, prompt")
     after = _messages(completion, "role", "content", f"{record.place}, completion")
-    tools = record.value.get("tools")
-    return Turns((*before, *after), len(before), True, record.place, tools)
+    return Turns((*before, *after), len(before), True, record.place, _tools(record))
+
+
+def _tools(record: Record) -> list[Any] | None:
+    """The functions of a record, a list or one, also as JSON; None if it has none."""
+    told = record.value.get("tools")
+    if isinstance(told, str):
+        try:
+            told = json.loads(told) if told.strip() else None
+        except ValueError as error:
+            raise DataError(
+                f"data.path: expected JSON in 'tools' at {record.place}; got {told[:80]!r}. "
+                "Correct the record, or rename the column."
+            ) from error
+    return ([told] if isinstance(told, Mapping) else told) or None
 
 
 def _alpaca(record: Record) -> Turns:

@@ -63,6 +63,7 @@ logger = logging.getLogger(__name__)
 
 
 KIND = "chat"
+VERSION = 2  # changes when the same conversations give other tokens
 
 
 @dataclass(frozen=True)
@@ -416,6 +417,7 @@ def _key(data: Examples, settings: ChatSettings, tokenizer: PreTrainedTokenizerB
     return digest(
         [
             __version__,
+            VERSION,
             repr(settings),
             words_of(tokenizer),
             repr(tokenizer.special_tokens_map),

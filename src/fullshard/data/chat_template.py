@@ -10,7 +10,6 @@ answer.
 
 from __future__ import annotations
 
-import json
 import re
 import signal
 import threading
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 # For tokenizers without a template. Its only special token is the end of a text. The space before
 # an answer belongs to the answer, because byte-level tokenizers join it with the word.
 PLAIN = """\
-{% if tools or messages | selectattr('tool_calls', 'defined') | list %}\
+{% if tools or messages | selectattr('tool_calls', 'defined') | selectattr('tool_calls') | list %}\
 {{ raise_exception('the built-in template has no form for tools') }}\
 {% endif %}\
 {% for message in messages %}\
@@ -106,9 +105,16 @@ def encode(example: Example, tokenizer: PreTrainedTokenizerBase, learned: Learne
         return _encode_pair(example, tokenizer, learned)
     only = learned.completions_only if example.is_completion else learned.assistant_only
     if not only:
-        ids = _ids(_render(tokenizer, example), tokenizer)
+        text = _render(tokenizer, example)
+        ends = ["".join(str(one["content"]).split()[-1:]).casefold() for one in example.messages]
+        if any(ends) and not any(end and end in text.casefold() for end in ends):
+            raise DataError(
+                f"data.path: expected the texts of {example.place} in what the chat template makes "
+                "of it; none is there. Give sft.chat_template_path."
+            )
+        ids = _ids(text, tokenizer)
         return Encoded(ids, [True] * len(ids))
-    if _MARKS.search(_template(tokenizer)) and example.num_prompt <= 1:
+    if _MARKS.search(_template(tokenizer, example)) and example.num_prompt <= 1:
         return _encode_marked(example, tokenizer)
     text = _render(tokenizer, example)
     return _encode_spans(text, list(_answers(example, tokenizer, text)), tokenizer)
@@ -131,9 +137,13 @@ def texts_of(example: Example) -> Iterator[str]:
         yield from (str(message["content"]) for message in example.messages)
 
 
-def _template(tokenizer: PreTrainedTokenizerBase) -> str:
+def _template(tokenizer: PreTrainedTokenizerBase, example: Turns) -> str:
+    """The template that transformers takes for an example."""
     template: Any = tokenizer.chat_template
-    return template.get("default", "") if isinstance(template, dict) else template or ""
+    if isinstance(template, dict):
+        use = "tool_use" if example.tools and "tool_use" in template else "default"
+        return template.get(use, "")
+    return template or ""
 
 
 def _encode_pair(pair: Pair, tokenizer: PreTrainedTokenizerBase, learned: Learned) -> Encoded:
@@ -171,7 +181,9 @@ def _answers(
             span = begin, begin + len(content)
         # A template may change case and leave out what was thought, but not the end of an answer.
         end = "".join(content.split()[-1:]).casefold()
-        if span[0] < 0 or end not in text[slice(*span)].casefold():
+        # A call of a tool may stand in place of the content.
+        is_there = "tool_calls" in message or end in text[slice(*span)].casefold()
+        if span[0] < 0 or not is_there:
             raise DataError(
                 f"data.path: expected the answer of message {index} in what the chat template "
                 f"makes of {example.place}; it is not there. Give a template with "
@@ -221,10 +233,9 @@ def _applied(
         DataError: The template refuses the conversation, or takes too long.
     """
     try:
-        tools = json.loads(example.tools) if isinstance(example.tools, str) else example.tools
         with _time_limit():
             chat = cast("Any", list(messages))
-            return tokenizer.apply_chat_template(chat, tools=tools or None, **settings)
+            return tokenizer.apply_chat_template(chat, tools=example.tools, **settings)
     except Exception as error:  # templates raise what they like
         raise DataError(
             f"data.path: expected a conversation that the chat template takes, got one at "

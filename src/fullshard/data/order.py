@@ -22,6 +22,7 @@ References:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -143,8 +144,9 @@ class SampleOrder:
 
 def apportioned(total: int, weights: Sequence[float]) -> list[int]:
     """Divides a count by weight; the largest remainders get the rest."""
-    parts = [weight / max(weights) for weight in weights]  # whose sum is finite
-    exact = [total * part / sum(parts) for part in parts]
+    if not math.isfinite(total * sum(weights)):  # other counts would change the order of runs
+        weights = [weight / max(weights) for weight in weights]
+    exact = [total * weight / sum(weights) for weight in weights]
     places = [int(one) for one in exact]
     for at in sorted(range(len(exact)), key=lambda at: places[at] - exact[at])[
         : total - sum(places)

@@ -147,10 +147,9 @@ def storage_key(tensor: torch.Tensor) -> int:
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 
 
-def is_apart() -> bool:
-    """Whether a backward runs, or the compiler, which looks at all attributes of tensors."""
-    is_compiling = torch._guards.TracingContext.try_get() is not None  # pyright: ignore
-    return is_compiling or graph_task_id() != -1
+def is_compiling() -> bool:
+    """Whether the compiler runs, which looks at all attributes of tensors."""
+    return torch._guards.TracingContext.try_get() is not None  # pyright: ignore
 
 
 # Whether the running backward keeps its graph (retain_graph=True).

@@ -181,7 +181,7 @@ def compute_device(model: nn.Module) -> torch.device:
             f"{next(iter(devices.values()))} is on {next(iter(devices))}. Give both a value, or "
             "build the whole model under torch.device('meta')."
         )
-    return next(iter(devices), default_device())
+    return next(iter(devices)) if devices else default_device()
 
 
 def default_device() -> torch.device:

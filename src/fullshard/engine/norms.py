@@ -187,7 +187,7 @@ class GradientNorms:
             by_shard[mesh.place(self.transport.rank) % len(by_shard)] = mesh in written
             wrote += by_shard
             sizes += [mesh.replicate] * len(by_shard)
-        found = self.all_reduce(torch.tensor(wrote), "a clipping").tolist()
+        found = self.all_reduce(from_host(wrote, self._device), "a clipping").tolist()
         if found[0]:
             self.mark_changed()
         if any(count % size for count, size in zip(found, sizes, strict=True)):

@@ -27,7 +27,8 @@ from torch import nn
 from fullshard.engine._torch_compat import (
     GRAD,
     call_outside_compile,
-    is_apart,
+    graph_task_id,
+    is_compiling,
     no_guard,
     storage_use_count,
     tree_leaves,
@@ -268,10 +269,36 @@ class Computed(nn.Parameter):
     __slots__ = ("member",)
     data = property(torch.Tensor.detach, torch.Tensor.data.__set__)  # type: ignore[assignment]
 
-    grad = property(  # type: ignore[assignment]
-        lambda self: GRAD.__get__(self) if is_apart() else self.member().param.grad,
-        lambda self, value: setattr(self.member().param, "grad", value),
-    )
+    def shard(self) -> Any:
+        """The shard; None of a copy, or if the model was deleted."""
+        member = getattr(self, "member", _nobody)()
+        return None if member is None else member.param
+
+    def _read_grad(self) -> Any:
+        shard = self.shard()
+        if shard is None or is_compiling():
+            return GRAD.__get__(self)
+        return None if graph_task_id() != -1 else shard.grad  # as yet of one rank
+
+    def _write_grad(self, value: Any) -> None:
+        shard = self.shard()
+        if shard is None:
+            GRAD.__set__(self, value)
+        else:
+            shard.grad = value
+
+    grad = property(_read_grad, _write_grad, lambda self: self._write_grad(None))  # type: ignore[assignment]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copy = memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
+        return copy
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
+
+
+def _nobody() -> None:
+    """What a weak reference to a deleted object returns."""
 
 
 class Released(Computed):
@@ -287,6 +314,11 @@ class Released(Computed):
         rule, name = rule_of(func)
         if rule not in (Rule.PLAIN, Rule.ASSIGN) and name not in ("__repr__", "data_ptr"):
             kept = next(x for x in tree_leaves((args, kwargs)) if isinstance(x, cls)).member()
+            if kept is None:
+                raise ShardedTensorError(
+                    f"{name} of a weight kept from a forward: its model was deleted. Keep a copy "
+                    "(weight.clone())."
+                )
             raise ShardedTensorError(
                 f"{name} of {clean_name(kept.piece.name)!r}, kept from its unit's forward: "
                 f"expected a use inside {kept.group.unit.plan.title}, whose slot is reused "

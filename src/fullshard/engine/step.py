@@ -71,7 +71,7 @@ from fullshard.engine._torch_compat import (
 from fullshard.engine.attributes import ModuleTensors, Undo, change_tensors, put_back, tensors_in
 from fullshard.engine.gradients import Gradients, follow_freezing
 from fullshard.engine.norms import Count
-from fullshard.engine.parameter import Guarded
+from fullshard.engine.parameter import Guarded, Released
 from fullshard.engine.unit import Member, Unit, alive, is_reached
 from fullshard.errors import EngineError, HangError, SlotError
 from fullshard.planner.events import Event, EventKind, Recorder, Sync
@@ -300,7 +300,7 @@ class Runtime:
             return False
         found = False
         for tensor in tensors if not is_transforming() else unwrapped(tensors):
-            if tensor.requires_grad and not isinstance(tensor, Guarded):
+            if tensor.requires_grad and not isinstance(tensor, (Guarded, Released)):
                 found = True
                 base = tensor._base  # of a modified view
                 for node in (tensor.grad_fn, None if base is None else base.grad_fn):
@@ -312,6 +312,9 @@ class Runtime:
         if self._task != -1 or self._stack or any(unit.swapped for unit in self.units):
             self.reset()  # open since an exception; KeyboardInterrupt calls no hook
         self._recomputed = -1
+        # No forward runs: from here on only graphs keep uses alive (`awaits_backward`).
+        self._current = [None] * len(self.units)
+        self._begin_hooks = [None] * len(self.units)
         if self._copies:
             self._check_copies()
         self.before_step()

@@ -334,10 +334,11 @@ class Calls(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._ledger.num_operations > MOST_OPERATIONS:
             raise RuntimeError(f"more than {MOST_OPERATIONS:,} operations")
-        if func is F.scaled_dot_product_attention and self._on_gpu and len(args) > 2:
+        is_attention = func is F.scaled_dot_product_attention and len(args) > 2
+        if is_attention and self._on_gpu and args[0].shape[-1] > args[2].shape[-1]:
             query, _, value = args[:3]
             width = value.shape[-1]
-            wider = F.pad(value, (0, max(0, query.shape[-1] - width)))
+            wider = F.pad(value, (0, query.shape[-1] - width))
             return func(*args[:2], wider, *args[3:], **(kwargs or {}))[..., :width]
         return func(*args, **(kwargs or {}))
 

@@ -40,10 +40,10 @@ def open_arrays(folder: Path) -> tuple[dict[str, Any], list[str]]:
                 others.append(name)
                 continue
             store = {"driver": "file", "path": f"{folder.resolve()}/{name}/"}
-            if facts["use_ocdbt"]:
+            if facts.get("use_ocdbt", (folder / "manifest.ocdbt").is_file()):
                 base = {"driver": "file", "path": f"{folder.resolve()}/"}
                 store = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
-            driver = "zarr3" if facts["use_zarr3"] else "zarr"
+            driver = "zarr3" if facts.get("use_zarr3") else "zarr"
             arrays[name] = tensorstore.open({"driver": driver, "kvstore": store}).result()
     return arrays, others
 

@@ -69,10 +69,16 @@ def as_ours(error: BaseException) -> BaseException:
     return typed.with_traceback(error.__traceback__)
 
 
-def of_place(error: BaseException) -> BaseException:
-    """Converts the errors of a path that cannot be used, and those of `as_ours`."""
+def of_place(error: BaseException, *, may_pass: bool = False) -> BaseException:
+    """Converts the errors of a path that cannot be used, and those of `as_ours`.
+
+    Args:
+        error: Any error.
+        may_pass: Whether rights may come back, as on a disk of a network.
+    """
     error = as_ours(error)
-    if isinstance(error, OSError) and error.errno in _PLACE and error.filename is not None:
+    codes = _PLACE[3:] if may_pass else _PLACE
+    if isinstance(error, OSError) and error.errno in codes and error.filename is not None:
         return ConfigError(
             f"'{error.filename2 or error.filename}': expected a place that can be used, got "
             f"'{error.strerror}'. Correct what is there or its permissions, or name another."

@@ -101,8 +101,14 @@ def _reads(config_class: Any, key: str) -> bool:
     """Whether the code of a model reads a key that its configuration class does not declare."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    code = inspect.getsource(inspect.getmodule(MODEL_FOR_CAUSAL_LM_MAPPING[config_class]))  # type: ignore[arg-type]
-    found = re.search(rf'config(\.|, "){re.escape(key)}\b', code)
+    module: Any = inspect.getmodule(MODEL_FOR_CAUSAL_LM_MAPPING[config_class])
+    code = ""
+    for part in vars(module).values():  # parts of other models may be in the same file
+        if inspect.isclass(part) and part.__module__ == module.__name__:
+            given = inspect.signature(part.__init__).parameters.get("config")
+            if given is not None and config_class.__name__ in str(given.annotation):
+                code += inspect.getsource(part)
+    found = re.search(rf'\bconfig(\.|, "){re.escape(key)}\b', code)
     return found is not None and not hasattr(config_class, key)
 
 

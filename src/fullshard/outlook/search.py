@@ -1,7 +1,7 @@
 """The search for configurations that fit or are faster: advice, `auto`, and scaling.
 
     candidates = strategies x recompute x ways to divide a rank's samples into micro-batches
-               + full_shard beside a tensor or an expert axis
+               + full_shard and shard_grad_op beside a tensor or an expert axis
                  (x gradients reduced in 16 bits, x offload, x everything computed in bf16 without
                  prefetch, only if nothing else fits; then more hosts)
 
@@ -11,7 +11,7 @@ everything that `fullshard plan` prints.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -32,6 +32,7 @@ MICRO_BATCH = "per_device_train_batch_size"
 STEPS = "gradient_accumulation_steps"
 WORTHWHILE = 0.97  # of the step time: a smaller gain is within the forecast's error
 SHOWN = 3
+AXES = ("tensor", "expert")
 MAX_MICRO_BATCH = 256
 MAX_WORLD = 1024  # the most ranks that advice names
 RECOMPUTES = (Recompute(RecomputeKind.NONE), Recompute(RecomputeKind.BLOCK))
@@ -162,7 +163,7 @@ def compare(current: Outlook, plan_of: PlanOf, *, hosts: int = 1) -> list[Outloo
     """Returns the forecasts of all strategies with everything else unchanged."""
     found = [
         other
-        for other in _candidates(current, plan_of, hosts=hosts)
+        for other in _candidates(current, plan_of, hosts=hosts, axes=frozenset())
         if not set(changes_between(current, other)) - {"strategy"}
     ]
     return found or [current]
@@ -182,7 +183,8 @@ def choose(current: Outlook, plan_of: PlanOf, free: Sequence[str], *, hosts: int
     Raises:
         WillNotFitError: No choice fits.
     """
-    options = [current, *_candidates(current, plan_of, hosts=hosts)]
+    axes = {axis for axis in AXES if f"sharding.{axis}" in free}
+    options = [current, *_candidates(current, plan_of, hosts=hosts, axes=axes)]
     allowed = [one for one in options if set(changes_between(current, one)) <= set(free)]
     fitting = [one for one in allowed if one.fit is not Fit.NO]
     if not fitting:
@@ -215,7 +217,7 @@ def changes_between(before: Outlook, after: Outlook) -> dict[str, str]:
 def choice_of(one: Outlook) -> str:
     """The values that `auto` stands for, as words of a command line."""
     values = _settings(one) | {STEPS: f"{one.job.batch.accumulation:.12g}"}
-    axes = [name for name in ("sharding.tensor", "sharding.expert") if values[name] != "1"]
+    axes = [f"sharding.{axis}" for axis in AXES if values[f"sharding.{axis}"] != "1"]
     return " ".join(f"{name}={values[name]}" for name in ("strategy", *axes, MICRO_BATCH, STEPS))
 
 
@@ -239,22 +241,30 @@ def _cost(one: PlanAdvice) -> float:
     return one.outlook.step_time_s or float(one.outlook.peak_bytes[Place.DEVICE])
 
 
-def _candidates(current: Outlook, plan_of: PlanOf, *, hosts: int) -> Iterator[Outlook]:
-    """Every other configuration; reliefs such as offload only if nothing else fits."""
+def _candidates(
+    current: Outlook, plan_of: PlanOf, *, hosts: int, axes: Set[str] = frozenset(AXES)
+) -> Iterator[Outlook]:
+    """Every other configuration, with the axes that may be tried.
+
+    Reliefs such as offload are tried only if nothing else fits.
+    """
     machine = current.machine
     sized = current.config.shard is not None or current.config.replicate is not None
     strategies = (current.config.strategy,) if sized else (*FLAT, *(HYBRID if hosts > 1 else ()))
     recomputes = dict.fromkeys((current.config.activation_checkpointing, *RECOMPUTES))
     fits = False
-    ways: list[tuple[dict[str, Any], PlannedStep]]
-    ways = [({"strategy": strategy}, current.job) for strategy in strategies]
-    ways += [({"strategy": Strategy.FULL_SHARD, **axes}, j) for axes, j in current.job.divided()]
+    ways = _ways(current.job, strategies, axes)
     for relief in _reliefs(current.config, current.job, machine):
         for way, step in ways:
             if _is_hopeless(way["strategy"], current.job, machine):
                 continue
             config = current.config.model_copy(update={**way, **relief})
-            plan = plan_of(config)
+            try:
+                plan = plan_of(config)
+            except ConfigError:
+                if len(way) == 1:
+                    raise
+                continue  # beside an axis that nobody asked for
             for recompute, job in product(recomputes, _splits(step)):
                 other = config.model_copy(update={"activation_checkpointing": recompute})
                 try:
@@ -265,6 +275,19 @@ def _candidates(current: Outlook, plan_of: PlanOf, *, hosts: int) -> Iterator[Ou
                 yield outlook
         if fits:
             return
+
+
+def _ways(
+    job: PlannedStep, strategies: Sequence[Strategy], axes: Set[str]
+) -> list[tuple[dict[str, Any], PlannedStep]]:
+    """Changes of strategy and axes, and the step with each."""
+    divided = job.divided() if axes else ()
+    return [({"strategy": strategy}, job) for strategy in strategies] + [
+        ({"strategy": strategy, **sizes}, step)
+        for sizes, step in divided
+        if axes >= set(sizes)
+        for strategy in FLAT[:2]
+    ]
 
 
 def _reliefs(config: ShardConfig, job: PlannedStep, machine: Machine) -> list[dict[str, Any]]:
@@ -354,9 +377,12 @@ def study(
 
 
 def scaling(outlook: Outlook, topology: Topology) -> list[ScalePoint]:
-    """Returns the efficiency for 1 to 1,024 ranks, with the work of a rank unchanged."""
-    machine, mesh = outlook.machine, outlook.plan.mesh
-    if machine.device is None or not outlook.job.is_timed:
+    """Returns the efficiency for 1 to 1,024 ranks, with the work of a rank unchanged.
+
+    None beside a tensor or an expert axis, whose size would have to change, too.
+    """
+    machine, mesh, axes = outlook.machine, outlook.plan.mesh, outlook.run.mesh
+    if machine.device is None or not outlook.job.is_timed or axes.tensor * axes.expert > 1:
         return []
     is_hybrid = mesh.replicate > 1 and mesh.shard > 1
     # Formulas give the difference to the plan's own peak.

@@ -124,6 +124,7 @@ class RunCheckpoints(Keeper):
     def _record_saved(self) -> None:
         """Records the step of a save that has ended, without which a start cannot be refused."""
         if self._saving is not None and not saving.SAVES.under_way:
+            saving.SAVES.wait()  # raises the error of a save that failed: nothing was saved
             if self._is_first:
                 self._folder.update_record(**{LAST_SAVED: self._saving})
             self._saving = None

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import json
 import logging
 import os
@@ -95,8 +96,23 @@ class RunFolder:
 
     def update_record(self, **fields: Any) -> None:
         """Replaces fields of run.json in one rename, so that readers never see a part of it."""
+        with self._alone():
+            self._update(fields)
+
+    def _update(self, fields: dict[str, Any]) -> None:
         record = self.read_record() if self.record.is_file() else {}
         _write_json(self.record, {**record, **fields})
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Other ranks wait with their changes, where the file system has locks."""
+        descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            with contextlib.suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
 
     def fail(
         self,
@@ -113,17 +129,17 @@ class RunFolder:
         """
         if not self.record.is_file():
             return
+        interrupted = exit_code in (ExitCode.INTERRUPTED, ExitCode.PREEMPTED)
+        fields = {
+            "status": RunStatus.INTERRUPTED if interrupted else RunStatus.FAILED,
+            "exit_code": exit_code,
+            "error": {"type": kind, "message": message, "rank": rank},
+            "ended": now(),
+        }
         try:
-            record = self.read_record()
-            if not final and record.get("status") not in _GOING_ON:
-                return
-            interrupted = exit_code in (ExitCode.INTERRUPTED, ExitCode.PREEMPTED)
-            self.update_record(
-                status=RunStatus.INTERRUPTED if interrupted else RunStatus.FAILED,
-                exit_code=exit_code,
-                error={"type": kind, "message": message, "rank": rank},
-                ended=now(),
-            )
+            with self._alone():
+                if final or self.read_record().get("status") in _GOING_ON:
+                    self._update(fields)
         except (OSError, ConfigError) as error:
             logger.warning("run.json could not be written: %s", error)
 
@@ -149,7 +165,7 @@ class RunFolder:
         try:
             yield
         except BaseException as error:
-            ours = of_place(error)
+            ours = of_place(error, may_pass=rank is not None)
             message = str(ours) or "stopped by a signal"
             self.fail(public_name(ours), message, exit_code_of(ours), rank)
             if isinstance(ours, ConfigError) and ours is not error:

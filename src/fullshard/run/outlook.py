@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -41,7 +40,7 @@ from fullshard.outlook.memory import (
     Storage,
 )
 from fullshard.outlook.predict import Machine, Outlook, PlannedStep, look
-from fullshard.outlook.search import MICRO_BATCH, PlanAt, Study, choose, study
+from fullshard.outlook.search import AXES, MICRO_BATCH, PlanAt, Study, choose, study
 from fullshard.outlook.workload import Batch, Shapes, decoder
 from fullshard.planner.memory import MemoryRow
 from fullshard.planner.mesh import Topology, mesh_of
@@ -402,7 +401,7 @@ def view_of(
 
     job = job_at(sharding)
     if taught is None and machine.device is not None and config.lora is None:
-        job = replace(job, divided=cache(partial(_ways, model, sharding, topology, job_at)))
+        job = replace(job, divided=cache(partial(_ways, model, sharding, topology, job_at, job)))
     outlook = look(plan_at(sharding, topology), sharding, job, machine)
     if free:
         outlook = choose(outlook, lambda s: plan_at(s, topology), free, hosts=hosts)
@@ -427,21 +426,25 @@ def _ways(
     sharding: ShardConfig,
     topology: Topology,
     job_at: Callable[[ShardConfig], PlannedStep],
+    job: PlannedStep,
 ) -> list[tuple[dict[str, int], PlannedStep]]:
     """Sizes of a tensor or an expert axis for a run that has none, and the step with each.
 
     An expert axis leaves several experts to each rank: the rank with the most tokens is waited for.
     """
-    job, local = job_at(sharding), topology.ranks_per_host
+    local, world = topology.ranks_per_host, topology.world_size
     sizes = sharding.tensor, sharding.expert, sharding.context, sharding.shard, sharding.replicate
-    if sizes != (1, 1, 1, None, None) or job.optimizer.owned is not None:
+    is_free = job.optimizer.owned is None and sharding.transport is not Transport.SHARED
+    is_given = not sharding.model_fields_set.isdisjoint(AXES)
+    if is_given or sizes != (1, 1, 1, None, None) or not is_free:
         return []
     tried = [{"tensor": size} for size in (2, 8)]
     if has_experts(model):
         settings: Any = model.config
         count = _num_experts(settings.get_text_config()) or 1
         most = max(1, count // EXPERTS_OF_A_RANK)
-        expert = {math.gcd(min(local * hosts, most), count) for hosts in (1, 8)} - {1}
+        fitting = [n for n in range(1, most + 1) if count % n == 0 and world % n == 0]
+        expert = {max(n for n in fitting if n <= local * hosts) for hosts in (1, 8)} - {1}
         tried = [{"expert": size} for size in sorted(expert)]
     found = list[tuple[dict[str, int], PlannedStep]]()
     for axes in tried:

@@ -192,7 +192,12 @@ def goes_on(resume: Resume, output_dir: Path, num_steps: int) -> bool:
 def check_saved(resume: Resume, folder: RunFolder) -> None:
     """Raises CheckpointError if a run saved checkpoints, and none of its own is there."""
     step = folder.read_record().get(LAST_SAVED)
-    if step is not None and (resume.path is None or resume.required):
+    if step is None:
+        return
+    lost = resume.path is None or resume.required
+    if resume.path is not None and not lost and resume.path != folder.checkpoints:
+        lost = (newest_complete(resume.path).step or 0) < step  # where the run began
+    if lost:
         raise CheckpointError(
             f"checkpoint: expected the run's own checkpoints, of steps up to {step}, in "
             f"'{folder.checkpoints}'; there are none. Bring them back (is a disk not mounted?), or "

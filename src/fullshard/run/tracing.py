@@ -149,9 +149,11 @@ class Tracer:
             (kind, *((n, p.shape, p.requires_grad) for n, p in _named(self._model, block)))
             for kind, block in zip(kinds, blocks, strict=True)
         ]
-        patterns = product(range(len(signs)), range(1, len(signs) + 1))
-        fitting = (at for at in patterns if signs[at[0] + at[1] :] == signs[at[0] : -at[1]])
-        return min(fitting, key=lambda at: at[0] + 2 * at[1])
+        known: dict[Any, int] = {}  # small numbers compare faster
+        marks = [known.setdefault(sign, len(known)) for sign in signs]
+        pairs = product(range(len(marks)), range(1, len(marks) + 1))
+        patterns = sorted(pairs, key=lambda at: at[0] + 2 * at[1])
+        return next(at for at in patterns if marks[sum(at) :] == marks[at[0] : -at[1]])
 
     def _peaks(self, plan: Plan, config: ShardConfig, key: Any, samples: int) -> Peaks:
         """Peaks of a model with all blocks, or with the first ones."""

@@ -75,18 +75,11 @@ def group_timeout(group: Any) -> Any:
     return getattr(getattr(backend, "options", None), "_timeout", None)
 
 
-def splits_groups() -> bool:
-    """Whether NCCL has connected all ranks, as `init_process_group(device_id=...)` makes it do."""
-    world: Any = dist.group.WORLD
-    return "nccl" in dist.get_backend_config() and world.bound_device_id is not None
-
-
 def new_group_of(layout: Sequence[Sequence[int]]) -> Any:
     """Creates the groups of a layout; returns the one with this rank. A collective of all ranks.
 
-    NCCL gets streams of high priority. If it has connected all ranks, one collective splits them,
-    as in torch's `init_device_mesh`; each `new_group` would be one. A split group has its ranks in
-    ascending order.
+    NCCL gets streams of high priority, and splits its communicator if `init_process_group` was
+    given a device. Not `dist.split_group`: see docs/log.md, 2026-11-26.
 
     Raises:
         ConfigError: A group has its ranks in another order, which torch before 2.13 cannot do.
@@ -97,10 +90,6 @@ def new_group_of(layout: Sequence[Sequence[int]]) -> Any:
     if "nccl" in dist.get_backend_config():
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options._timeout = wait
-    if is_sorted and splits_groups():
-        made = dist.split_group(split_ranks=rows, timeout=wait, pg_options=options)
-        dist.distributed_c10d._set_pg_timeout(wait, made)  # gloo beside NCCL takes no options
-        return made
     if not is_sorted and "sort_ranks" not in signature(dist.new_group).parameters:
         raise ConfigError(
             f"mesh: expected ascending ranks in each group, since torch {torch.__version__} sorts "

@@ -461,8 +461,10 @@ def _over_devices(
 
 def _share(plan: XlaPlan, leaf: jax.Array) -> jax.Array:
     """This device's part of a variable, as numbers to be added."""
+    if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+        return _share(plan, jnp.stack([leaf.real, leaf.imag]))
     if jnp.issubdtype(leaf.dtype, jnp.floating):
-        wide = leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
+        wide = leaf.astype(jnp.float64 if leaf.dtype == jnp.float64 else jnp.float32)
         return wide / plan.table.mesh.world_size
     axes = live_axes(plan.mesh)
     words = lax.bitcast_convert_type(_integers(leaf), jnp.uint16)
@@ -478,6 +480,8 @@ def _integers(leaf: jax.Array) -> jax.Array:
 
 def _joined(leaf: jax.Array, summed: jax.Array) -> jax.Array:
     """The variable from the sum of its shares."""
+    if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+        return lax.complex(summed[0], summed[1]).astype(leaf.dtype)
     if jnp.issubdtype(leaf.dtype, jnp.floating):
         return summed.astype(leaf.dtype)
     found = lax.bitcast_convert_type(summed.astype(jnp.uint16), _integers(leaf).dtype)

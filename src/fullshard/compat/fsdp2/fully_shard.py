@@ -283,7 +283,10 @@ class FSDPModule(HoldsShards, nn.Module, TorchFSDPModule):
         _close_open(self)
         tables = [module._parameters for module in self.modules()]
         places = [
-            (at, name, param) for at in tables for name, param in at.items() if param is not None
+            (at, name, param)
+            for at in tables
+            for name, param in at.items()
+            if param is not None and param.is_meta
         ]
         result = super()._apply(*args, **kwargs)
         for at, name, param in places:
