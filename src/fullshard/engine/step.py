@@ -69,9 +69,10 @@ from fullshard.engine._torch_compat import (
     unwrapped,
 )
 from fullshard.engine.attributes import ModuleTensors, Undo, change_tensors, put_back, tensors_in
+from fullshard.engine.computed import Released
 from fullshard.engine.gradients import Gradients, follow_freezing
 from fullshard.engine.norms import Count
-from fullshard.engine.parameter import Guarded, Released
+from fullshard.engine.parameter import Guarded
 from fullshard.engine.unit import Member, Unit, alive, is_reached
 from fullshard.errors import EngineError, HangError, SlotError
 from fullshard.planner.events import Event, EventKind, Recorder, Sync

@@ -26,9 +26,10 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from fullshard.engine._torch_compat import local_tensor, no_guard, plain, set_versions, will_execute
+from fullshard.engine.computed import Computed, Released
 from fullshard.engine.cuts import Cut
 from fullshard.engine.homes import DeviceHomes
-from fullshard.engine.parameter import Computed, Guarded, Released, ShardedGradient
+from fullshard.engine.parameter import Guarded, ShardedGradient
 from fullshard.errors import EngineError
 from fullshard.planner.layout import FlatLayout, Slice
 from fullshard.planner.units import DtypeContract, GroupPlan, UnitPlan
