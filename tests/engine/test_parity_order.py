@@ -63,6 +63,20 @@ def test_an_order_is_not_learned_while_a_graph_waits_for_its_backward():
     assert_parity(BUILDS["backwards"], two_graphs, {"transport": "direct"}, kinds=("sgd",))
 
 
+@pytest.mark.parametrize("part", ["none", "a frozen block", "an evaluation", "a block alone"])
+def test_an_order_is_learned_beside_units_without_a_backward(part):
+    model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(4)))
+    if part == "a frozen block":
+        model[0].requires_grad_(False)
+    fs.shard(model, wrap=["Linear"], transport="fake", shard=2)
+    for _ in range(3):
+        if part in ("an evaluation", "a block alone"):
+            with torch.no_grad():
+                (model if part == "an evaluation" else model[2])(torch.ones(2, 4))
+        model(torch.ones(2, 4)).sum().backward()
+    assert engine_of(model).runtime.agreed
+
+
 @on_ranks(2)
 def test_units_that_get_other_slots_with_the_learned_order_stay_open_in_their_forward():
     """The first step leaves a block out; later ones call them all."""

@@ -165,8 +165,8 @@ def _messages(value: object, role: str, content: str, place: str) -> tuple[Messa
         has_both = isinstance(message, Mapping) and {role, content} <= message.keys()
         if not has_both or not isinstance(message[role], str):
             raise DataError(
-                f"data.path: expected '{role}', a word, and '{content}' in a message at "
-                f"{place}[{number}]. "
+                f"data.path: expected '{role}' and '{content}' in a message at {place}[{number}], "
+                "the first as text. "
                 "Correct the record."
             )
         rest = {k: v for k, v in message.items() if k not in (role, content) and v is not None}

@@ -36,9 +36,10 @@ class Computed(nn.Parameter):
 
     def _read_grad(self) -> Any:
         shard = self.shard()
-        if shard is None or is_compiling():
+        # In a backward, hooks of tensor parallelism sum what autograd has put there.
+        if shard is None or is_compiling() or graph_task_id() != -1:
             return GRAD.__get__(self)
-        return None if graph_task_id() != -1 else shard.grad  # as yet of one rank
+        return shard.grad
 
     def _write_grad(self, value: Any) -> None:
         shard = self.shard()

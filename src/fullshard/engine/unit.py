@@ -351,6 +351,7 @@ class Unit:
     def __init__(self, plan: UnitPlan, groups: list[Group], transport: Transport) -> None:
         self.plan = plan
         self.index = plan.index
+        self._title = plan.title
         self.groups = groups
         self.members = [member for group in groups for member in group.members]
         self.trained_groups = [group for group in groups if group.grads is not None]
@@ -389,7 +390,7 @@ class Unit:
             group.part.copy_(source, non_blocking=True)  # also casts
         if self.gathered:
             fulls = [group.full for group in self.gathered]
-            self.fetch = self.transport.fetch(fulls, self.plan.title)
+            self.fetch = self.transport.fetch(fulls, self._title)
 
     def wait(self) -> None:
         """Wait until the slot contains the whole unit."""

@@ -45,6 +45,7 @@ class C10dTransport(MessageTransport):
     def __init__(self, axes: Axes, kind: ReductionKind, *, symmetric: bool = False) -> None:
         super().__init__(axes)
         self._kind = kind
+        self._everyone = range(axes.mesh.world_size)
         if symmetric:
             self.home = SymmetricHome(axes)
 
@@ -100,7 +101,7 @@ class C10dTransport(MessageTransport):
 
     def all_reduce(self, values: torch.Tensor, *, maximum: bool = False) -> None:
         if self.axes.world_group is not None:
-            self._compare_places(range(self.axes.mesh.world_size))
+            self._compare_places(self._everyone)
             op = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
             group = self.axes.world_group
             self._works(dist.all_reduce(values, op=op, group=group, async_op=True)).wait()

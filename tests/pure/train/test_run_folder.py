@@ -14,13 +14,22 @@ from pathlib import Path
 
 import pytest
 
+from fullshard import saving
 from fullshard.cli.app import run
-from fullshard.errors import ConfigError
+from fullshard.errors import CheckpointError, ConfigError
 from fullshard.launch import run_lock
 from fullshard.observe.metrics import EvalRow, MetricsWriter, SaveRow
 from fullshard.observe.report import write_report
 from fullshard.run import start as run_start
-from fullshard.run.folder import RunFolder, RunStatus, begin, check_output_dir, write_whole
+from fullshard.run.checkpoints import RunCheckpoints
+from fullshard.run.folder import (
+    LAST_SAVED,
+    RunFolder,
+    RunStatus,
+    begin,
+    check_output_dir,
+    write_whole,
+)
 
 
 def finish(folder):
@@ -33,6 +42,22 @@ def make(place, **how):
         return made
 
 
+def test_a_save_that_failed_is_no_saved_step(tmp_path):
+    folder = make(tmp_path / "run")[0]
+    keeper = RunCheckpoints.__new__(RunCheckpoints)
+    vars(keeper).update(_folder=folder, _is_first=True, _saving=5)
+
+    def fails():
+        raise CheckpointError("disk: it is full")
+
+    saving.SAVES.start(fails)
+    while saving.SAVES.under_way:
+        pass
+    with pytest.raises(CheckpointError, match="disk: it is full"):
+        keeper._record_saved()
+    assert LAST_SAVED not in folder.read_record()
+
+
 def in_another_process(code, *args):
     """Python that holds or takes a folder; it prints a line when it has got that far."""
     words = [sys.executable, "-c", code, *map(str, args)]
@@ -43,7 +68,7 @@ HOLD = """
 import sys
 from pathlib import Path
 from fullshard.run.folder import begin
-from fullshard.errors import ConfigError
+from fullshard.errors import CheckpointError, ConfigError
 sys.stdin.readline()
 try:
     with begin(Path(sys.argv[1]), "train", goes_on=len(sys.argv) > 2):

@@ -119,6 +119,12 @@ def test_a_count_is_divided_by_any_weights(total, weights):
         assert abs(place - float(total * Fraction(weight) / whole)) < 1 + 1e-9
 
 
+def test_counts_of_a_mixture_stay_those_of_older_runs():
+    """Runs resume with them; shares of the largest weight would round otherwise."""
+    assert apportioned(26, [0.3, 0.1]) == [20, 6]
+    assert apportioned(1056, [717, 205, 102]) == [740, 211, 105]
+
+
 @given(st.integers(1, 30), st.integers(1, 4), st.integers(1, 4))
 def test_evaluation_gives_ranks_equal_batches_and_each_sample_once(count, per_device, world_size):
     samples = evaluation_samples(count, per_device, world_size)
