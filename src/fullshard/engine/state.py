@@ -417,7 +417,9 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Optim
         name = names[id(param)]
         for key, value in states.items():
             here = None if isinstance(value, Guarded) else owns_states(optimizer, param)
-            _sort_in(found, held[name], (name, key), value, whole=here is not None)
+            cut = None if here is None else Cut.of(param)  # its owners all have the whole
+            of = replace(held[name], writes=False) if cut and cut.part else held[name]
+            _sort_in(found, of, (name, key), value, whole=here is not None)
     return found
 
 
