@@ -28,16 +28,16 @@ EXEMPT = ("src/fullshard/compat/",)
 # Packages that share a budget are joined by " + ".
 BUDGETS = {
     "bench": 1_783,
-    "config": 3_771,
+    "config": 3_767,
     "cli": 1_950,
-    "engine + transport": 7_583,
-    "planner + outlook": 4_417,
+    "engine + transport": 7_613,
+    "planner + outlook": 4_425,
     "data + models + recipes + run + verify": 9_093,
     "observe + launch": 3_319,
     "compat + integrations": 2_894,
     "xla + jax + xla_state": 2_625,
     "checkpoint + formats": 2_789,
-    "in all": 41_367,
+    "in all": 41_401,
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

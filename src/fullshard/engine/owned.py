@@ -380,8 +380,13 @@ def _rounds_of(engine: Engine, params: list[nn.Parameter]) -> list[list[_Owned]]
     meshes = dict.fromkeys([engine.plan.mesh, *(unit.plan.mesh for unit in engine.units)])
     exchanges = {mesh: Exchange.over(mesh, engine.rank) for mesh in meshes}
     members = {id(member.param): member for member in engine.members}
+    if not any(
+        member.cut for member in engine.members
+    ):  # else ranks may differ in the plan's order
+        turn = {of: at for at, of in enumerate(members)}
+        params = sorted(params, key=lambda param: turn.get(id(param), len(turn)))
     cut, rest = dict[Mesh, list[_Owned]](), list[_Owned]()
-    for param in params:  # in the caller's order, since layouts differ between parts on other axes
+    for param in params:
         member = members.get(id(param))
         if not param.requires_grad or (member is not None and member.grad is None):
             continue  # frozen
