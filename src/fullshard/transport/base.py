@@ -10,7 +10,8 @@ The buffers of a call differ in dtype or trained parameters; they share one coll
 [Note: sums have an order]
 Gradients are summed in promote(float32, master dtype) and in rank order, so that `direct`,
 `shared` and `fake` give the same bits as each other at any world size, and `c10d` too with
-`reduction: ordered`. The native reduction of c10d is equal at two ranks and within rounding above.
+`reduction: ordered`. The native reduction of c10d gives the same bits on two ranks, and differs by
+rounding on more.
 
 [Note: places]
 gloo aborts the process if a message is longer than its receiver expects, and confuses messages of
