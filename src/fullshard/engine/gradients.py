@@ -153,24 +153,29 @@ class Gradients:
         waiting, unit.waiting = unit.waiting, []
         copied: tuple[list[Any], list[Any]] = [], []
         added: tuple[list[Any], list[Any]] = [], []
+        get, put, strided = GRAD.__get__, GRAD.__set__, torch.strided
+        group: Group | None = None
+        buffer: Any = None
+        is_slot, (targets, gradients) = True, copied
         for member in waiting:
             compute = member.compute
-            gradient = GRAD.__get__(compute)
+            gradient = get(compute)
             if gradient is None:
                 member.expected = False  # a custom function returned None
                 continue
-            GRAD.__set__(compute, None)
+            put(compute, None)
             if member.cut is not None:
                 gradient = member.cut.gradient(gradient)
-            if gradient.layout is not torch.strided:
+            if gradient.layout is not strided:
                 raise UnsupportedModelError(
                     f"{member.piece.name}: expected a dense gradient; got {gradient.layout}. Use "
                     "sparse=False."
                 )
-            group = member.group
-            buffer = self._buffer(group)
-            targets, gradients = added if group.collects is Collects.DEFERRED else copied
-            is_slot = group.collects is Collects.SLOT  # the view is made already
+            if member.group is not group:
+                group = member.group
+                buffer = self._buffer(group)
+                targets, gradients = added if group.collects is Collects.DEFERRED else copied
+                is_slot = group.collects is Collects.SLOT  # the view is made already
             targets.append(member.target if is_slot else member.view(buffer))
             gradients.append(gradient)
             member.touched = True
