@@ -134,7 +134,7 @@ def kept_tensors(generations: Sequence[int]) -> Iterator[torch.Tensor]:
 # ---- version counters
 
 Pair = tuple[nn.Parameter, torch.Tensor]  # a shard, and what forward sees of it
-AWAY = 1 << 20  # writes that nobody made: the version of weights whose slot is another's
+AWAY = 1 << 20  # added to the version of weights whose slot holds another unit
 
 
 class Versions:

@@ -47,7 +47,7 @@ class Member:
         grad: What `param.grad` shows: a view of the gradient shard (None if frozen).
         node: The autograd node that accumulates into `compute`.
         expected: Whether the running backward will reach the parameter on this rank.
-        touched: Whether it got a gradient since the last reduction on this rank.
+        touched: Whether it has a gradient on this rank that is not settled yet.
         target: The parameter's place in the gradient slot (None if frozen).
     """
 
