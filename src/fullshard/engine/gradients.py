@@ -47,8 +47,9 @@ from fullshard.engine._torch_compat import (
     no_guard,
     storage_use_count,
 )
-from fullshard.engine.norms import Count, GradientNorms, from_host
+from fullshard.engine.norms import Count, GradientNorms, from_host, is_at_hand
 from fullshard.engine.parameter import PendingGradient, ShardedGradient
+from fullshard.engine.replicas import sample
 from fullshard.engine.unit import Collects, GradientShard, Group, Member, Unit, alive, is_reached
 from fullshard.errors import EngineError, UnsupportedModelError
 from fullshard.planner.events import Sync
@@ -340,7 +341,10 @@ class Gradients:
         bits = [member.touched for member in members]
         squares = self.norms.local_squares(self._shown.plain, self._shown.records)
         vector = torch.cat([from_host(bits, squares.device), squares])
-        vector = self.norms.all_reduce(vector, "backward", self.norms.counts)
+        counts = self.norms.counts
+        if is_at_hand(vector):
+            counts[Count.WEIGHTS] = sample(units, self.transport.axes.mesh, counts[Count.STEPS])
+        vector = self.norms.all_reduce(vector, "backward", counts)
         touched, squares = vector.chunk(2)
         squares = squares.clone()
         # the common case: this rank touched all, so some rank touched each
@@ -383,10 +387,12 @@ class Gradients:
     def drop(self, unit: Unit) -> None:
         """Receive and discard a reduction of a backward that raised."""
         assert unit.reduction is not None
-        unit.reduction.sum_into(
-            [g.grads.like.new_empty(g.grads.sums.numel()) for g in unit.trained_groups if g.grads]
-        )
+        outs = [g.reduced.like.new_empty(g.reduced.sums.numel()) for g in unit.trained_groups]
+        unit.reduction.sum_into(outs)
         unit.reduction = None
+        if unit.plan.mesh.replicate > 1 and self.hook is None and self.sync is Sync.ALL:
+            for out in outs:  # other replicas wait for this one, too
+                list(unit.transport.sum_replicas(out))
         for group in unit.trained_groups:
             self._forget(group)
 
