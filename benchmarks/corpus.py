@@ -1,9 +1,10 @@
-"""`python -m benchmarks.corpus`: much text: anonymous memory, time, and what a kill costs.
+"""`python -m benchmarks.corpus`: much data: anonymous memory, time, and what a kill costs.
 
 Each case is the `fullshard train` of docs/training.md ("a corpus of your own") on text that is made
 on the spot. The anonymous and shared memory of every process is sampled until the run ends. In the
 case `killed`, the command gets SIGKILL when half of the text is tokenized, and is typed again.
-`streamed` is the same command with `data.streaming=true` and an empty cache.
+`streamed` is the same command with `data.streaming=true` and an empty cache. With `--chats`, the
+data is conversations in one JSONL file, and the command is `fullshard sft`.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ RANK = "fullshard.launch.rank_entry"
 WORDS = ("data.validation_fraction=0.001", "max_steps=50")
 KINDS: tuple[str, ...] = ("command", "rank", "worker")
 COLUMNS = (
-    *("text, MiB", "case", "prepared after, s", "CPU until then, s", "CPU, s a GB"),
+    *("data, MiB", "case", "prepared after, s", "CPU until then, s", "CPU, s a GB"),
     *(f"peak of a {kind}, MiB" for kind in KINDS),
     *("parts made", "data_s, % of a step"),
 )
@@ -52,23 +53,39 @@ METHOD = (
     "Prepared: when the first rank starts. CPU: of the command until then, all threads. Parts are "
     "16 MiB of text each. data_s: the sum over steps divided by the sum of step times.",
 )
+CHATS = (
+    "Conversations of a question and up to 40 lines, drawn at random from Python's documentation, "
+    "in one file. The main job's model after two steps, `fullshard sft` on two ranks, 50 steps and "
+    "an evaluation of 0.1 % of the conversations, with a cache of its own.",
+    *METHOD[1:],
+    "Conversations are tokenized by a process per core, which are counted as workers.",
+)
 
 
 def main(
     sizes: Annotated[list[int] | None, typer.Option("--mib", help="MiB of text.")] = None,
     out: OutFlag = None,
     words: Annotated[list[str] | None, typer.Option("--set", help="More keys.")] = None,
+    chats: Annotated[bool, typer.Option("--chats", help="Conversations in place of text.")] = False,
     as_json: JsonFlag = False,  # noqa: ARG001  read by run_script
 ) -> Outcome:
     """Train on text of several sizes; measure memory and time, and what a kill costs."""
     rows: list[dict[str, Any]] = []
     with Neighbours() as neighbours, tempfile.TemporaryDirectory() as place:
-        for mib in sizes or (1, 1000, 2000):
-            write_text(corpus := Path(place, f"text-{mib}"), mib)
-            rows += cases(corpus, Path(place), tuple(words or ()))
-    title = "A corpus larger than memory"
+        recipe, keys = ["train"], tuple(words or ())
+        if chats:
+            write_text(corpus := Path(place, "text"), 1)
+            _train(["train"], corpus, Path(place), ("max_steps=2",), None, "whole")
+            recipe = ["sft", f"model={Path(place, 'run-text-first', 'model')}"]
+        for mib in sizes or ((1, 500) if chats else (1, 1000, 2000)):
+            corpus = Path(place, f"data-{mib}")
+            (write_chats if chats else write_text)(corpus, mib)
+            rows += cases(recipe, corpus, Path(place), keys)
+    name, title = NAME.partition(".")[2], "A corpus larger than memory"
+    if chats:
+        name, title = f"{name}_chats", "Conversations larger than memory"
     cells = [_cells(row) for row in rows]
-    told = (NAME.partition(".")[2], title, command_line(NAME), rows, COLUMNS, cells, METHOD)
+    told = (name, title, command_line(NAME), rows, COLUMNS, cells, CHATS if chats else METHOD)
     return show(Page(*told, neighbours.share), out)
 
 
@@ -86,27 +103,52 @@ def write_text(folder: Path, mib: int) -> None:
                 file.write("\n".join(draw.choices(lines, k=10_000)) + "\n")
 
 
-def cases(corpus: Path, place: Path, words: Sequence[str]) -> Iterator[dict[str, Any]]:
+def write_chats(folder: Path, mib: int) -> None:
+    """Writes a file of conversations of a question and up to 40 lines of answer into a folder."""
+    from pydoc_data.topics import topics
+
+    lines = [line for topic in sorted(topics) for line in topics[topic].splitlines() if line]
+    draw = random.Random(0)
+    folder.mkdir(parents=True)
+    with (folder / "chats.jsonl").open("w", encoding="utf-8") as file:
+        while file.tell() < mib << 20:
+            answer = "\n".join(draw.choices(lines, k=draw.randint(1, 40)))
+            said = (("user", draw.choice(lines)), ("assistant", answer))
+            file.write(json.dumps({"messages": [{"role": r, "content": c} for r, c in said]}))
+            file.write("\n")
+
+
+def cases(
+    recipe: Sequence[str], corpus: Path, place: Path, words: Sequence[str]
+) -> Iterator[dict[str, Any]]:
     """The run; where the text has several parts, killed half-way, typed again, and streamed."""
     size = sum(file.stat().st_size for file in corpus.iterdir())
     half = size // SHARD_BYTES // 2
-    for case in ("killed", "typed again", "streamed") if half else ("whole",):
+    several = ("killed", "typed again", *(("streamed",) if recipe[0] == "train" else ()))
+    for case in several if half else ("whole",):
         more = ("data.streaming=true",) if case == "streamed" else ()
-        row = _train(corpus, place, (*words, *more), half if case == "killed" else None, case)
+        row = _train(
+            recipe, corpus, place, (*words, *more), half if case == "killed" else None, case
+        )
         row |= {"corpus_bytes": size, "case": case}
         say(str(row))
         yield row
 
 
 def _train(
-    corpus: Path, place: Path, words: Sequence[str], kill: int | None, case: str
+    recipe: Sequence[str],
+    corpus: Path,
+    place: Path,
+    words: Sequence[str],
+    kill: int | None,
+    case: str,
 ) -> dict[str, Any]:
     """A run; with `kill`, the command is killed after that many parts."""
     named = f"{corpus.name}-{'streamed' if case == 'streamed' else 'first'}"
     cache, run = place / f"cache-{named}", place / f"run-{named}"
     made = set(cache.rglob("*.npy"))
     told = (f"data.path={corpus}", f"output_dir={run}", *WORDS, *words)
-    command = [sys.executable, "-m", "fullshard", "train", *told]
+    command = [sys.executable, "-m", "fullshard", *recipe, *told]
     variables = {**current_variables(), "XDG_CACHE_HOME": str(cache)}
     peaks, prepared = dict.fromkeys(KINDS, 0), dict[str, float]()
     began = time.monotonic()

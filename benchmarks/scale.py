@@ -27,6 +27,7 @@ from fullshard.bench.page import Neighbours, Page, Say, bootstrap, median_of
 from fullshard.cli.bench import OutFlag, WaitFlag, say, show
 from fullshard.cli.outcome import Outcome
 from fullshard.config.schema import ShardConfig
+from fullshard.engine.engine import engine_of
 from fullshard.engine.model_spec import meta_model, spec_of
 from fullshard.errors import ConfigError
 from fullshard.planner.mesh import Topology
@@ -48,11 +49,13 @@ LLAMA_8B = {
 NUM_UNITS, NUM_LINEARS, WIDTH = 8, 4, 512
 LARGEST = NUM_LINEARS * WIDTH**2 // 64
 PLANNING, BOOKKEEPING = "planning", "bookkeeping"
-ONCE = (GROUPS, HYBRID, RECORD, MANIFEST, RESUME)
+ORDER = "order agreement"
+ONCE = (GROUPS, HYBRID, ORDER, RECORD, MANIFEST, RESUME)
 ROOM = 1.6  # top of the plot, so that the legend lies above the lines
 COLUMNS = (
     *("ranks", "planning, ms", "to the first", "bookkeeping, us a unit", "to the first"),
-    *("groups (hybrid)", "groups, ms (hybrid)", "a rank's record, KiB", "ms"),
+    *("groups (hybrid)", "groups, ms (hybrid)", "order: messages, bytes", "us"),
+    *("a rank's record, KiB", "ms"),
     *("manifest, MiB", "joined by rank 0, s", "resume decision, s"),
 )
 METHOD = (
@@ -63,7 +66,8 @@ METHOD = (
     "long in every world; no message is sent and none is played).",
     "Groups: process groups that rank 0 creates under full_shard and, in brackets, hybrid_shard "
     f"over hosts of {LOCAL_WORLD_SIZE}, and its processor time, with a process group that sends "
-    "nothing. The order of units is agreed on with one all-reduce of 24 bytes in every world.",
+    "nothing. Order: the all-reduces in which ranks agree on the order of units, once after the "
+    "first step, their bytes and the processor time of a rank.",
     "Saves: the same Llama with AdamW's states, sharded over all ranks, through the code of a real "
     "save in a local folder, with empty files. Record: what a rank tells rank 0. Joined: rank 0's "
     "processor time from the last note to the commit. Resume decision: the processor time of "
@@ -123,6 +127,28 @@ def bookkeeping_us(worlds: Sequence[int], num_rounds: int) -> dict[int, list[flo
     }
 
 
+def order_us(worlds: Sequence[int]) -> Iterator[tuple[str, int, float, tuple[int, int]]]:
+    """Yields (name, world, us, (messages, bytes)) of the order agreement after the first step."""
+    x = torch.ones(1, WIDTH)
+    for world in worlds:
+        blocks = [Block(NUM_LINEARS, WIDTH, bias=False) for _ in range(NUM_UNITS)]
+        engine = engine_of(model := shard_ours(Stack(blocks), world))
+        sent: list[int] = []
+        send = engine.norms.transport.all_reduce
+
+        def counted(values: torch.Tensor, *, maximum: bool = False) -> None:
+            sent.append(values.nbytes)  # noqa: B023  (called at once)
+            send(values, maximum=maximum)  # noqa: B023
+
+        model(x).backward()
+        engine.norms.transport.all_reduce = counted  # type: ignore[method-assign]
+        start = time.thread_time_ns()
+        engine._agree_on_order()
+        spent = (time.thread_time_ns() - start) / 1e3
+        assert engine.runtime.agreed
+        yield ORDER, world, spent, (len(sent), sum(sent))
+
+
 def run(worlds: Sequence[int], num_rounds: int, *, wait: bool, say: Say) -> dict[str, object]:
     """Measures both; returns the rows and what else a Page takes.
 
@@ -135,7 +161,7 @@ def run(worlds: Sequence[int], num_rounds: int, *, wait: bool, say: Say) -> dict
             say(f"{name}: {num_rounds} rounds of {', '.join(map(str, worlds))} ranks")
             rows += rows_of(name, measure(worlds, num_rounds))
         say(f"groups and saves of {', '.join(map(str, worlds))} ranks, once")
-        once = [*groups_us(worlds, LOCAL_WORLD_SIZE), *_saves(worlds)]
+        once = [*groups_us(worlds, LOCAL_WORLD_SIZE), *order_us(worlds), *_saves(worlds)]
         columns = ("name", "world_size", "cpu_us", "count")
         rows += [dict(zip(columns, row, strict=True)) for row in once]
     return {
@@ -224,10 +250,12 @@ def page_of(found: dict, command: str) -> Page:
         cells = by_world.setdefault(row["world_size"], [str(row["world_size"])])
         cells += [f"{row['time_us']['value'] / scale:.{digits}f}", ratio]
     for world, cells in by_world.items():
-        groups, hybrid, record, manifest, resume = (once[name, world] for name in ONCE)
+        groups, hybrid, order, record, manifest, resume = (once[name, world] for name in ONCE)
         cells += [
             f"{groups['count']} ({hybrid['count']:,})",
             f"{groups['cpu_us'] / 1e3:.1f} ({hybrid['cpu_us'] / 1e3:.1f})",
+            "{} of {}".format(*order["count"]),
+            f"{order['cpu_us']:.0f}",
             f"{record['count'] / 1024:.0f}",
             f"{record['cpu_us'] / 1e3:.1f}",
             f"{manifest['count'] / 2**20:.1f}",

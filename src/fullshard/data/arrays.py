@@ -117,6 +117,11 @@ class Rows:
         return sum(self.sizes)
 
     @property
+    def checksums(self) -> list[list[str]]:
+        """Checksums of the files of each source."""
+        return [[file.checksum for file in files] for files in self.sources]
+
+    @property
     def num_dropped(self) -> int:
         """Tokens at the ends of sources that do not fill a row."""
         return sum(bounds[-1] % self.length for bounds in self._bounds)
@@ -127,13 +132,14 @@ class Rows:
         for at, row in enumerate(rows.tolist()):
             source = int(np.searchsorted(self._first, row, "right")) - 1
             place = (row - int(self._first[source])) * self.length
-            self._read(source, place, found[at])
+            self.read(source, place, found[at])
         return found
 
     def _reach(self, source: int, stop: int) -> None:
         """Makes sure that a source has `stop` tokens."""
 
-    def _read(self, source: int, place: int, into: Indices) -> None:
+    def read(self, source: int, place: int, into: Indices) -> None:
+        """Fills an array with the tokens of a source from a place on."""
         self._reach(source, place + len(into))
         bounds, done = self._bounds[source], 0
         number = bisect_right(bounds, place) - 1

@@ -16,12 +16,12 @@ import inspect
 import json
 import random
 import sysconfig
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from fullshard.data.records import Files, Kind, Record, files_at
+from fullshard.data.records import Kind, Record, Span, files_at, read_records
 from fullshard.errors import DataError
 
 Message = Mapping[str, Any]
@@ -43,14 +43,14 @@ class Turns:
         messages: Messages with `role`, `content` and further keys for the template.
         num_prompt: Number of messages at the start that are never learned.
         is_completion: Whether the record was a prompt and its completion.
-        place: File and line of the record, for errors.
+        place: Its record, whose text is file and line, for errors.
         tools: Functions that may be called, for the template.
     """
 
     messages: tuple[Message, ...]
     num_prompt: int
     is_completion: bool
-    place: str
+    place: object
     tools: Any = None
 
 
@@ -60,41 +60,10 @@ class Pair:
 
     prompt: str
     completion: str
-    place: str
+    place: object
 
 
 Example = Turns | Pair
-
-
-@dataclass(frozen=True)
-class Examples:
-    """All examples of a data set, and their files."""
-
-    examples: tuple[Example, ...]
-    origin: str
-    files: Files | None
-
-
-def read_examples(path: Path | None) -> Examples:
-    """Reads chat data; None: the docstrings of Python's library.
-
-    Raises:
-        DataError: There is no data, or a record has an unknown format; names its place.
-    """
-    if path is None:
-        pairs = question_answers()
-        found = tuple(_exchange(q, a, "docstrings", is_completion=False) for q, a in pairs)
-        return Examples(found, "docstrings of Python's library (ship with Python)", None)
-    files = files_at(path)
-    if files.kind is Kind.TEXT:
-        raise DataError(
-            f"data.path: expected chat data (JSONL, JSON, parquet, a datasets folder), got text in "
-            f"'{path}'. Use `fullshard train` for plain text."
-        )
-    found = tuple(_read_all(files))
-    if not found:
-        raise DataError(f"data.path: expected records, got none in '{path}'. Name another file.")
-    return Examples(found, files.origin, files)
 
 
 def is_chat(path: Path) -> bool:
@@ -102,22 +71,27 @@ def is_chat(path: Path) -> bool:
     files = files_at(path)
     if files.kind is Kind.TEXT:
         return False
-    first = next(files.records(), None)
+    first = next((one for span in files.spans() for one in read_records(span)), None)
     return first is not None and isinstance(first.value, dict) and _reader(first.value) is not None
 
 
-def _read_all(files: Files) -> Iterator[Example]:
-    for record in files.records():
+def read_examples(spans: Iterable[Span]) -> Iterator[Example]:
+    """The examples of parts of files.
+
+    Raises:
+        DataError: A record has an unknown format; names its place.
+    """
+    for record in (one for span in spans for one in read_records(span)):
         if not isinstance(record.value, dict):
             raise DataError(
                 f"data.path: expected a JSON object, got {type(record.value).__name__} at "
-                f'{record.place}. Write {{"messages": [...]}}.'
+                f'{record}. Write {{"messages": [...]}}.'
             )
         reader = _reader(record.value)
         if reader is None:
             columns = ", ".join(f"'{name}'" for name in record.value) or "none"
             raise DataError(
-                f"data.path: expected columns among {_FORMS}; got {columns} at {record.place}. "
+                f"data.path: expected columns among {_FORMS}; got {columns} at {record}. "
                 "Rename them; plain text is what `fullshard train` takes."
             )
         yield reader(record)
@@ -136,9 +110,7 @@ def _reader(value: Mapping[str, Any]) -> Any:
         return _alpaca
     for question, answer in _PAIRS:
         if {question, answer} <= there:
-            return lambda record: _exchange(
-                _text(record, question), _text(record, answer), record.place, is_completion=True
-            )
+            return lambda record: _exchange(record, _text(record, question), _text(record, answer))
     return None
 
 
@@ -150,36 +122,40 @@ def _share_gpt(record: Record) -> Turns:
 
 
 def _turns(record: Record, column: str, role: str, content: str) -> Turns:
-    messages = _messages(record.value[column], role, content, f"{record.place}, {column}")
+    messages = _messages(record, column, role, content)
     system = record.value.get("system")
     if isinstance(system, str) and system and messages[0]["role"] != "system":
         messages = ({"role": "system", "content": system}, *messages)
-    return Turns(messages, 0, False, record.place, _tools(record))
+    return Turns(messages, 0, False, record, _tools(record))
 
 
-def _messages(value: object, role: str, content: str, place: str) -> tuple[Message, ...]:
+def _messages(
+    record: Record, column: str, role: str = "role", content: str = "content"
+) -> tuple[Message, ...]:
+    value = record.value[column]
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
-        raise DataError(f"data.path: expected a list of messages at {place}. Correct the record.")
+        raise DataError(
+            f"data.path: expected a list of messages at {record}, {column}. Correct the record."
+        )
     found: list[Message] = []
     for number, message in enumerate(cast("Sequence[Any]", value)):
         has_both = isinstance(message, Mapping) and {role, content} <= message.keys()
         if not has_both or not isinstance(message[role], str):
             raise DataError(
-                f"data.path: expected '{role}' and '{content}' in a message at {place}[{number}], "
-                "the first as text. "
-                "Correct the record."
+                f"data.path: expected '{role}' and '{content}' in a message at {record}, "
+                f"{column}[{number}], the first as text. Correct the record."
             )
         rest = {k: v for k, v in message.items() if k not in (role, content) and v is not None}
         name = message[role].lower()
         name = _ROLES.get(name, name)
         said = message[content]
         if name != "tool" or said is None:  # what a tool returns may be any value
-            said = _said(said, f"'{content}' of a message at {place}[{number}]")
+            said = _said(said, record, column, number)
         found.append({**rest, "role": name, "content": said})
     return tuple(found)
 
 
-def _said(value: object, place: str) -> str:
+def _said(value: object, record: Record, column: str, number: int) -> str:
     """The text of a message; templates would write other values as Python does."""
     if isinstance(value, int | float):
         return str(value)
@@ -187,8 +163,8 @@ def _said(value: object, place: str) -> str:
     texts: list[Any] = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
     if not all(isinstance(text, str) for text in texts):
         raise DataError(
-            f"data.path: expected text, or parts with 'text', in {place}; got {str(value)[:80]!r}. "
-            "Correct the record."
+            f"data.path: expected text, or parts with 'text', in the message at {record}, "
+            f"{column}[{number}]; got {str(value)[:80]!r}. Correct the record."
         )
     return "".join(texts)
 
@@ -196,10 +172,9 @@ def _said(value: object, place: str) -> str:
 def _prompt_completion(record: Record) -> Example:
     prompt, completion = record.value["prompt"], record.value["completion"]
     if isinstance(prompt, str) and isinstance(completion, str):
-        return Pair(prompt, completion, record.place)
-    before = _messages(prompt, "role", "content", f"{record.place}, prompt")
-    after = _messages(completion, "role", "content", f"{record.place}, completion")
-    return Turns((*before, *after), len(before), True, record.place, _tools(record))
+        return Pair(prompt, completion, record)
+    before, after = _messages(record, "prompt"), _messages(record, "completion")
+    return Turns((*before, *after), len(before), True, record, _tools(record))
 
 
 def _tools(record: Record) -> list[Any] | None:
@@ -210,7 +185,7 @@ def _tools(record: Record) -> list[Any] | None:
             told = json.loads(told) if told.strip() else None
         except ValueError as error:
             raise DataError(
-                f"data.path: expected JSON in 'tools' at {record.place}; got {told[:80]!r}. "
+                f"data.path: expected JSON in 'tools' at {record}; got {told[:80]!r}. "
                 "Correct the record, or rename the column."
             ) from error
     return ([told] if isinstance(told, Mapping) else told) or None
@@ -222,12 +197,12 @@ def _alpaca(record: Record) -> Turns:
         for part in (_text(record, "instruction"), record.value.get("input") or "")
         if isinstance(part, str) and part
     )
-    return _exchange(asked, _text(record, "output"), record.place, is_completion=True)
+    return _exchange(record, asked, _text(record, "output"))
 
 
-def _exchange(asked: str, answer: str, place: str, *, is_completion: bool) -> Turns:
+def _exchange(record: Record, asked: str, answer: str) -> Turns:
     messages = ({"role": "user", "content": asked}, {"role": ASSISTANT, "content": answer})
-    return Turns(messages, 1, is_completion=is_completion, place=place)
+    return Turns(messages, 1, is_completion=True, place=record)
 
 
 def _text(record: Record, column: str) -> str:
@@ -235,19 +210,24 @@ def _text(record: Record, column: str) -> str:
     if not isinstance(value, str):
         raise DataError(
             f"data.path: expected text in '{column}', got {type(value).__name__} at "
-            f"{record.place}. Correct the record."
+            f"{record}. Correct the record."
         )
     return value
 
 
-def question_answers() -> list[tuple[str, str]]:
-    """Thousands of pairs ("What does textwrap.dedent do?", first sentence of its docstring),
-    shuffled, from Python's standard library. It is parsed and not imported, because importing
-    some modules has side effects.
+def question_answers() -> str:
+    """JSONL of thousands of conversations ("What does textwrap.dedent do?", first sentence of its
+    docstring), shuffled, from Python's standard library. It is parsed and not imported, because
+    importing some modules has side effects.
     """
     found = sorted(set(_questions()))
     random.Random(SEED).shuffle(found)
-    return found
+    roles = ("user", ASSISTANT)
+    lines = (
+        {"messages": [{"role": r, "content": c} for r, c in zip(roles, pair, strict=True)]}
+        for pair in found
+    )
+    return "".join(json.dumps(line) + "\n" for line in lines)
 
 
 def _questions() -> Iterator[tuple[str, str]]:

@@ -1,37 +1,32 @@
-"""Conversations packed into rows: made once, saved in the run's folder, mapped by every rank.
+"""Conversations packed into rows of the tokens in the cache, mapped by every rank.
 
+    parts    [ example 0 | example 1 | example 2 ][ example 3 | ... ]     in the data's order
+    value    id << 2 | whether the loss counts it << 1 | whether an example begins
     best fit, decreasing        longest first, each into the fullest row that has room for it
     row      [ example 4       ][ example 0 ][ ex. 7 ]..    the rest is padding
     places   0 1 2 3 4 5 6 7 8 9 0 1 2 3 4 5 0 1 2 3 4 0    restart with each example
 
-data/train/tokens.npy     (num_tokens,)         tokens of all examples, row after row
-data/train/learned.npy    (num_tokens,)         whether the loss counts a token
-data/train/examples.npy   (num_examples + 1,)   start of each example
-data/train/rows.npy       (num_rows + 1,)       first example of each row
-data/held_out/            the same
+data/tokens.json, tokens/     the parts; see [Note: prepared tokens]
+data/train/starts.npy         (num_examples,)   place of each example in the parts, row after row
+data/train/sizes.npy          (num_examples,)   tokens of each example in its row
+data/train/rows.npy           (num_rows + 1,)   first example of each row
+data/train/lengths.npy        (num_rows,)       tokens of each row
+data/held_out/                the same
 
-Without packing a row is one example.
-
-[Note: prepared chat data]
-The result is cached in ~/.cache/fullshard/chats/KEY/ (XDG_CACHE_HOME moves it). KEY is the checksum
-of all that the result depends on: the files' names, sizes and times of change, the tokenizer, the
-template, the settings and our version. The cache is read and written before the ranks start, and a
-folder appears by one rename, so nothing waits for it.
+Without packing a row is one example. Rows cut examples and leave some out; the parts have all of
+them, so they serve rows of any length.
 """
 
 from __future__ import annotations
 
 import itertools
-import logging
+import json
 import math
-import os
-import shutil
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,31 +34,24 @@ import numpy as np
 import numpy.typing as npt
 
 from fullshard import __version__
-from fullshard.config.environment import cache_folder
-from fullshard.data.arrays import checksum_of
-from fullshard.data.chat import ASSISTANT, Example, Examples, Turns
-from fullshard.data.chat_template import Encoded, Learned, encode, prompt_of
-from fullshard.data.dataset import (
-    IGNORED,
-    DatasetFacts,
-    PreparedData,
-    read_facts,
-    save_facts,
-)
+from fullshard.data.arrays import Rows
+from fullshard.data.chat import ASSISTANT, Example, Turns, question_answers, read_examples
+from fullshard.data.chat_template import Learned, encode, prompt_of, texts_of
+from fullshard.data.dataset import IGNORED, DatasetFacts, PreparedData, save_facts
 from fullshard.data.order import Indices
-from fullshard.data.records import identity
-from fullshard.data.tokenize import digest
-from fullshard.data.tokenizer import Tokens, token_dtype, words_of
+from fullshard.data.records import Files, Kind, Span, files_at
+from fullshard.data.text import Source, cache_root, load_tokens, save_tokens, written
+from fullshard.data.tokenize import Shard, TokenSettings, digest, shards, tokenize
+from fullshard.data.tokenizer import words_of
 from fullshard.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-logger = logging.getLogger(__name__)
-
-
 KIND = "chat"
-VERSION = 2  # changes when the same conversations give other tokens
+VERSION = 3  # changes when the same conversations give other tokens
+BEGINS, COUNTS, BITS = 1, 2, 2  # flags of a value, and how many there are
+ARRAYS = ("starts", "sizes", "rows", "lengths")
 
 
 @dataclass(frozen=True)
@@ -87,59 +75,52 @@ class ChatSettings:
 
 @dataclass(frozen=True)
 class ExampleRows:
-    """Rows of full examples; the module's docstring describes the arrays."""
+    """Rows of examples in the values of the parts; the module's docstring describes the arrays."""
 
-    tokens: Tokens
-    learned: npt.NDArray[np.bool_]
-    examples: Indices
+    values: Rows
+    starts: Indices
+    sizes: Indices
     rows: Indices
+    lengths: Indices
 
     def __len__(self) -> int:
-        return len(self.rows) - 1
+        return len(self.lengths)
 
     def __reduce__(self) -> Any:
-        """Rows in files are mapped again by the process that unpickles them."""
-        if isinstance(self.tokens, np.memmap):
-            return ExampleRows.load, (Path(str(self.tokens.filename)).parent,)
+        """Arrays in files are mapped again by the process that unpickles them."""
+        if isinstance(self.starts, np.memmap):
+            return ExampleRows.load, (Path(str(self.starts.filename)).parent, self.values)
         return ExampleRows, tuple(vars(self).values())
 
-    @cached_property
-    def lengths(self) -> Indices:
-        """Tokens of each row."""
-        return np.diff(self.examples[self.rows])
+    @property
+    def count(self) -> int:
+        """Tokens of all rows."""
+        return int(self.lengths.sum())
 
     def examples_of(self, row: int) -> list[tuple[int, int]]:
-        """Start and end of each example of a row."""
-        bounds = self.examples[self.rows[row] : self.rows[row + 1] + 1].tolist()
-        return list(itertools.pairwise(bounds))
+        """Place and size of each example of a row."""
+        here = slice(*self.rows[row : row + 2].tolist())
+        return list(zip(self.starts[here].tolist(), self.sizes[here].tolist(), strict=True))
 
     @classmethod
-    def of(
-        cls, found: Sequence[Encoded], members: Sequence[Sequence[int]], vocab: int
-    ) -> ExampleRows:
-        """Rows of encoded examples; `members` lists the examples of each row."""
-        ordered = [found[index] for row in members for index in row]
-        sizes = [len(one.ids) for one in ordered]
-        parts = [np.asarray(one.ids, token_dtype(vocab)) for one in ordered]
-        flags = [np.asarray(one.learned, bool) for one in ordered]
-        return cls(
-            np.concatenate(parts) if parts else np.empty(0, token_dtype(vocab)),
-            np.concatenate(flags) if flags else np.empty(0, bool),
-            np.cumsum([0, *sizes]),
-            np.cumsum([0, *map(len, members)]),
-        )
+    def of(cls, values: Rows, starts: Indices, sizes: Indices, capacity: int | None) -> ExampleRows:
+        """Rows of one example, or of several with up to `capacity` tokens."""
+        order, rows = np.arange(len(starts)), np.arange(len(starts) + 1)
+        if capacity is not None:
+            order, rows = best_fit(sizes, capacity)
+        sums = np.cumsum([0, *sizes[order]])
+        return cls(values, starts[order], sizes[order], rows, np.diff(sums[rows]))
 
     def save(self, folder: Path) -> None:
         """Writes the arrays."""
         folder.mkdir(parents=True, exist_ok=True)
-        for name, array in vars(self).items():
-            np.save(folder / f"{name}.npy", array)
+        for name in ARRAYS:
+            np.save(folder / f"{name}.npy", getattr(self, name))
 
     @classmethod
-    def load(cls, folder: Path) -> ExampleRows:
+    def load(cls, folder: Path, values: Rows) -> ExampleRows:
         """Maps what `save` wrote."""
-        names = ("tokens", "learned", "examples", "rows")
-        return cls(*(np.load(folder / f"{name}.npy", mmap_mode="r") for name in names))
+        return cls(values, *(np.load(folder / f"{name}.npy", mmap_mode="r") for name in ARRAYS))
 
 
 @dataclass(frozen=True)
@@ -183,105 +164,190 @@ class ChatDataset(PreparedData):
         """
         rows = self.held_out if held_out else self.train
         members = [rows.examples_of(int(row)) if row >= 0 else [] for row in chosen]
-        sizes = [sum(stop - start for start, stop in documents) for documents in members]
-        shape = (len(members), max(2, *sizes))
-        ids = np.full(shape, self.facts.pad, dtype=np.int64)
-        labels = np.full(shape, IGNORED, dtype=np.int64)
+        lengths = [sum(size for _, size in documents) for documents in members]
+        shape = (len(members), max(2, *lengths))
+        values = np.full(shape, self.facts.pad << BITS, dtype=np.int64)
         places = np.tile(np.arange(shape[1]), (shape[0], 1))
         for at, documents in enumerate(members):
             cursor = 0
-            for start, stop in documents:
-                here = slice(cursor, cursor + stop - start)
-                ids[at, here] = rows.tokens[start:stop]
-                labels[at, here] = np.where(rows.learned[start:stop], ids[at, here], IGNORED)
-                places[at, here] = np.arange(stop - start)
+            for start, size in documents:
+                here = slice(cursor, cursor + size)
+                rows.values.read(0, start, values[at, here])
+                places[at, here] = np.arange(size)
                 cursor = here.stop
             places[at, cursor:] = np.arange(shape[1] - cursor)
-        arrays = {"input_ids": ids, "labels": labels}
+        ids = values >> BITS
+        arrays = {"input_ids": ids, "labels": np.where(values & COUNTS, ids, IGNORED)}
         if any(len(documents) > 1 for documents in members):
             arrays["position_ids"] = places
         return arrays
 
     def save(self, folder: Path) -> None:
-        """Writes everything into a folder; the facts come last and mark it complete."""
+        """Writes everything into a folder; the tokens are links."""
+        save_facts(folder, KIND, self.facts, self.tokenizer)
+        save_tokens(folder, {KIND: self.train.values})
         self.train.save(folder / "train")
         self.held_out.save(folder / "held_out")
-        bounds = np.cumsum([0, *map(len, self.samples)])
-        flat = [token for sample in self.samples for token in sample]
-        np.savez(folder / "samples.npz", bounds=bounds, tokens=np.asarray(flat, np.int64))
-        save_facts(folder, KIND, self.facts, self.tokenizer)
+        (folder / "samples.json").write_text(json.dumps(self.samples))
 
     @classmethod
     def load(
         cls, folder: Path, facts: DatasetFacts, tokenizer: PreTrainedTokenizerBase
     ) -> ChatDataset:
         """Maps what `save` wrote."""
-        with np.load(folder / "samples.npz") as found:
-            cuts: list[Any] = np.split(found["tokens"], found["bounds"][1:-1])
-        samples = tuple(list(map(int, cut)) for cut in cuts if len(cut))
-        rows = [ExampleRows.load(folder / name) for name in ("train", "held_out")]
+        samples = tuple(json.loads((folder / "samples.json").read_text()))
+        values = load_tokens(folder, 1, tokenizer)[KIND]
+        rows = [ExampleRows.load(folder / name, values) for name in ("train", "held_out")]
         return cls(facts, tokenizer, rows[0], rows[1], samples)
 
 
+def chat_values(
+    tokenizer: PreTrainedTokenizerBase, learned: Learned, shard: Shard
+) -> Iterator[npt.NDArray[np.integer]]:
+    """Values of the tokens of a shard's examples; the first token of each is never learned."""
+    for example in read_examples(shard.spans):
+        found = encode(example, tokenizer, learned)
+        values = np.array(found.ids or [0], np.uint32) << BITS  # one that is empty is counted, too
+        values[1:] |= np.array(found.learned[1:], np.uint32) * COUNTS
+        values[0] |= BEGINS
+        yield values
+
+
+def chat_source(path: Path | None) -> Source:
+    """Files of conversations; None: questions about Python's library, and their docstrings.
+
+    Raises:
+        DataError: There are no files, or they have no records.
+    """
+    if path is None:
+        files = written("questions", ".jsonl", [question_answers()])
+        origin = "docstrings of Python's library (ship with Python)"
+        return Source(Files(files[0], files, Kind.JSONL), 1.0, "", origin, texts=_texts)
+    files = files_at(path)
+    if files.kind in (Kind.TEXT, Kind.ARRAY):
+        raise DataError(
+            f"data.path: expected chat data (JSONL, JSON, parquet, a datasets folder), got "
+            f"{files.kind} in '{path}'. Use `fullshard train` for plain text."
+        )
+    return Source(files, 1.0, "", files.origin, texts=_texts)
+
+
+def _texts(shard: Shard, _column: str) -> Iterator[str]:
+    return (text for example in read_examples(shard.spans) for text in texts_of(example))
+
+
 def make_chat_dataset(
-    data: Examples, settings: ChatSettings, tokenizer: PreTrainedTokenizerBase
+    source: Source,
+    settings: ChatSettings,
+    tokenizer: PreTrainedTokenizerBase,
+    notes: Sequence[str] = (),
 ) -> ChatDataset:
-    """Splits, encodes, truncates, filters and packs examples; the facts' notes describe it.
+    """Encodes, splits, truncates, filters and packs examples; the facts' notes describe it.
 
     Args:
-        data: All examples.
+        source: Files of all examples.
         settings: How examples become rows.
         tokenizer: Tokenizer with a chat template.
+        notes: What was done to the data before.
 
     Raises:
         DataError: No example has a token to learn.
     """
-    parts = hold_out(data.examples, settings.held_out_fraction)
-    encoded = [[encode(e, tokenizer, settings.learned) for e in part] for part in parts]
-    kept = [[cut for e in part if any((cut := _cut(e, settings)).learned)] for part in encoded]
-    rows = [_rows(part, settings, len(tokenizer)) for part in kept]
-    num_tokens = sum(len(e.ids) for part in encoded for e in part)
-    if len(rows[0]) == 0:
-        raise _nothing_to_learn(data, encoded[0], settings)
-    sampled = parts[1] or parts[0]
-    prompts = [prompt_of(example, tokenizer)[0] for example in sampled[: settings.num_samples]]
-    ids: Any = [tokenizer(prompt, add_special_tokens=False)["input_ids"] for prompt in prompts]
+    spans, limit = source.files.spans(), settings.sequence_length
+    found = shards(spans, {})
+    values = _encoded(found, settings, tokenizer)
+    starts, lengths, learned = _examples_in(values, limit)
+    if not len(starts):
+        path = source.files.path
+        raise DataError(f"data.path: expected records, got none in '{path}'. Name another file.")
+    border = max(1, len(starts) - math.ceil(len(starts) * settings.held_out_fraction))
+    cut, kept = np.minimum(lengths, limit), np.flatnonzero(learned)
+    parts = np.split(kept, np.searchsorted(kept, [border]))
+    capacity = limit if settings.packing else None
+    rows = [ExampleRows.of(values, starts[part], cut[part], capacity) for part in parts]
+    if not len(rows[0]):
+        raise _nothing_to_learn(values, starts, border, spans, limit)
+    num_cut, share = np.count_nonzero(lengths > limit), learned[parts[0]].sum() / rows[0].count
+    sampled = _examples_from(border % len(starts), values, starts, found)
+    prompts = [
+        prompt_of(example, tokenizer)[0]
+        for example in itertools.islice(sampled, max(1, settings.num_samples))
+    ]
+    ids: Any = [tokenizer(one, add_special_tokens=False)["input_ids"] for one in prompts]
     facts = DatasetFacts(
-        origin=data.origin,
-        sequence_length=settings.sequence_length,
+        origin=source.origin,
+        sequence_length=limit,
         num_train_sequences=len(rows[0]),
         num_held_out_sequences=len(rows[1]),
-        num_train_tokens=len(rows[0].tokens),
-        num_held_out_tokens=len(rows[1].tokens),
-        num_dropped_tokens=num_tokens - len(rows[0].tokens) - len(rows[1].tokens),
+        num_train_tokens=rows[0].count,
+        num_held_out_tokens=rows[1].count,
+        num_dropped_tokens=int(lengths.sum()) - rows[0].count - rows[1].count,
         vocab_size=len(tokenizer),
         baseline=None,
-        prompt=prompt_of(sampled[0], tokenizer)[0],
-        notes=_notes(encoded, kept, rows[0], settings),
-        fingerprint=_fingerprint(*rows),
+        prompt=prompts[0],
+        notes=(*notes, *_notes(len(starts), int(num_cut), share, rows, settings)),
+        fingerprint=digest([VERSION, limit, settings.packing, border, values.checksums]),
         pad=tokenizer.pad_token_id if isinstance(tokenizer.pad_token_id, int) else 0,
     )
-    return ChatDataset(facts, tokenizer, rows[0], rows[1], tuple(ids))
+    return ChatDataset(facts, tokenizer, rows[0], rows[1], tuple(ids[: settings.num_samples]))
 
 
-def _fingerprint(*parts: ExampleRows) -> str:
-    return checksum_of(*(array for rows in parts for array in vars(rows).values()))
+def _encoded(
+    found: Sequence[Shard], settings: ChatSettings, tokenizer: PreTrainedTokenizerBase
+) -> Rows:
+    """Values of all tokens, from the cache or made now on all cores."""
+    told = (words_of(tokenizer), repr(tokenizer.special_tokens_map), repr(tokenizer.chat_template))
+    key = digest([__version__, VERSION, *told, asdict(settings.learned)])
+    how = TokenSettings((), "", len(tokenizer) << BITS, "uint32")
+    read = partial(chat_values, tokenizer, settings.learned)
+    return Rows([tokenize(found, cache_root() / key, how, read, num_processes=None)], 1)
+
+
+def _examples_in(values: Rows, limit: int) -> Indices:
+    """(3, num_examples): start, length, and how many of the first `limit` tokens are learned."""
+    found = [np.empty((3, 0), np.int64)]
+    for place, part in _mapped(values):
+        starts = np.flatnonzero(part & BEGINS)
+        lengths = np.diff(starts, append=len(part))
+        counts = np.cumsum(part & COUNTS, dtype=np.int64) // COUNTS
+        learned = counts[starts + np.minimum(lengths, limit) - 1] - counts[starts]
+        found.append(np.stack([starts + place, lengths, learned]))
+    return np.concatenate(found, axis=1)
+
+
+def _mapped(values: Rows) -> Iterator[tuple[int, npt.NDArray[np.integer]]]:
+    """The place of the first value of each part, and its values."""
+    place = 0
+    for file in values.sources[0]:
+        yield place, file.mapped()
+        place += file.count
+
+
+def _examples_from(
+    number: int, values: Rows, starts: Indices, found: Sequence[Shard]
+) -> Iterator[Example]:
+    """The examples from one of them on."""
+    before = np.searchsorted(starts, [place for place, _ in _mapped(values)])
+    shard = int(np.searchsorted(before, number, "right")) - 1
+    spans = (span for one in found[shard:] for span in one.spans)
+    return itertools.islice(read_examples(spans), number - int(before[shard]), None)
 
 
 def _nothing_to_learn(
-    data: Examples, encoded: Sequence[Encoded], settings: ChatSettings
+    values: Rows, starts: Indices, border: int, spans: Sequence[Span], limit: int
 ) -> DataError:
-    """Why no training example has a token to learn: no answer, or none within a row."""
-    starts = [one.learned.index(True) for one in encoded if any(one.learned)]
-    many = f"{len(encoded):,} training examples"
-    if starts:
+    """Why none of the first `border` examples has a token to learn within `limit` tokens."""
+    many = f"{border:,} training examples"
+    found = np.concatenate([np.flatnonzero(part & COUNTS) + at for at, part in _mapped(values)])
+    number = np.searchsorted(starts, found, "right") - 1
+    if len(places := (found - starts[number])[number < border]):
         return DataError(
-            f"training.max_seq_length: expected more tokens than {min(starts)}, where the first "
-            f"answer of {many} begins, got {settings.sequence_length}. Raise it."
+            f"training.max_seq_length: expected more tokens than {places.min()}, where the first "
+            f"answer of {many} begins, got {limit}. Raise it."
         )
-    turns = [example for example in data.examples if isinstance(example, Turns)]
+    turns = (example for example in read_examples(spans) if isinstance(example, Turns))
     roles = Counter(str(message["role"]) for one in turns for message in one.messages)
-    if turns and ASSISTANT not in roles:
+    if roles and ASSISTANT not in roles:
         got = ", ".join(f"{role} ({count:,})" for role, count in roles.most_common(5))
         return DataError(
             f"data.path: expected messages with the role 'assistant', which are what is learned, "
@@ -294,74 +360,42 @@ def _nothing_to_learn(
     )
 
 
-def hold_out(
-    examples: Sequence[Example], fraction: float
-) -> tuple[Sequence[Example], Sequence[Example]]:
-    """Holds out the last `fraction` of the examples, at least one unless it is 0."""
-    num_held_out = min(math.ceil(len(examples) * fraction), len(examples) - 1)
-    border = len(examples) - num_held_out
-    return examples[:border], examples[border:]
-
-
-def _cut(example: Encoded, settings: ChatSettings) -> Encoded:
-    """An example cut to a row's length; its first token is never learned."""
-    stop = settings.sequence_length
-    return Encoded(example.ids[:stop], [False, *example.learned[1:stop]][: len(example.ids)])
-
-
-def _rows(found: Sequence[Encoded], settings: ChatSettings, vocab: int) -> ExampleRows:
-    lengths = [len(example.ids) for example in found]
-    if settings.packing:
-        members = best_fit(lengths, settings.sequence_length)
-    else:
-        members = [[index] for index in range(len(found))]
-    return ExampleRows.of(found, members, vocab)
-
-
 def _notes(
-    encoded: Sequence[Sequence[Encoded]],
-    kept: Sequence[Sequence[Encoded]],
-    train: ExampleRows,
-    settings: ChatSettings,
-) -> tuple[str, ...]:
-    num_examples, num_kept = (sum(map(len, parts)) for parts in (encoded, kept))
-    limit = settings.sequence_length
-    num_cut = sum(len(example.ids) > limit for part in encoded for example in part)
-    share = train.learned.mean()
-    notes = [f"{num_examples:,} examples; {share:.0%} of the training tokens are learned"]
+    num_examples: int, num_cut: int, share: float, rows: Sequence[ExampleRows], how: ChatSettings
+) -> Iterator[str]:
+    yield f"{num_examples:,} examples; {share:.0%} of the training tokens are learned"
     if num_cut:
-        notes.append(f"{num_cut:,} examples are cut to {limit:,} tokens (max_seq_length)")
-    if num_kept < num_examples:
-        notes.append(f"{num_examples - num_kept:,} examples have nothing to learn: left out")
-    if settings.packing:
-        filled = len(train.tokens) / (len(train) * limit)
-        notes.append(
-            f"{len(kept[0]):,} examples in {len(train):,} rows, which are {filled:.0%} full"
-        )
-    return tuple(notes)
+        yield f"{num_cut:,} examples are cut to {how.sequence_length:,} tokens (max_seq_length)"
+    if left_out := num_examples - sum(len(part.starts) for part in rows):
+        yield f"{left_out:,} examples have nothing to learn: left out"
+    if how.packing:
+        count, filled = len(rows[0]), rows[0].count / (len(rows[0]) * how.sequence_length)
+        yield f"{len(rows[0].starts):,} examples in {count:,} rows, which are {filled:.0%} full"
 
 
-def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Packs examples into rows; returns the examples of each row.
+def best_fit(lengths: Indices, capacity: int) -> tuple[Indices, Indices]:
+    """Packs examples into rows.
 
     Args:
         lengths: Tokens of each example, at most `capacity`.
         capacity: Tokens of a row.
+
+    Returns:
+        The examples, row after row, and the bounds of the rows among them.
     """
-    rows: list[list[int]] = []
-    room: list[tuple[int, int]] = []  # (tokens left, row), sorted
-    for example in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        length = lengths[example]
-        at = bisect_left(room, (length, 0))
+    order, room = np.argsort(-lengths, kind="stable"), list[tuple[int, int]]()
+    row_of, num_rows = np.empty(len(order), np.int64), 0
+    for place, length in enumerate(lengths[order].tolist()):
+        at = bisect_left(room, (length, 0))  # (tokens left, row), sorted
         if at == len(room):
-            left, row = capacity, len(rows)
-            rows.append([])
+            left, row, num_rows = capacity, num_rows, num_rows + 1
         else:
             left, row = room.pop(at)
-        rows[row].append(example)
+        row_of[place] = row
         if left > length:
             insort(room, (left - length, row))
-    return rows
+    by_row = np.argsort(row_of, kind="stable")
+    return order[by_row], np.searchsorted(row_of[by_row], np.arange(num_rows + 1))
 
 
 def dealt(chosen: Indices, lengths: Indices) -> Indices:
@@ -379,49 +413,3 @@ def dealt(chosen: Indices, lengths: Indices) -> Indices:
     sorted_rows = flat[np.argsort(-sizes, kind="stable")].reshape(chosen.shape)
     sorted_rows[1::2] = sorted_rows[1::2, ::-1]
     return sorted_rows
-
-
-def cached(
-    data: Examples,
-    settings: ChatSettings,
-    tokenizer: PreTrainedTokenizerBase,
-    make: Callable[[], ChatDataset],
-) -> ChatDataset:
-    """The cached data set, or the result of `make`, which is then cached.
-
-    See [Note: prepared chat data].
-    """
-    folder = cache_folder() / "chats" / _key(data, settings, tokenizer)
-    if folder.is_dir():
-        with suppress(Exception):  # whatever a damaged file makes its reader raise
-            _, facts = read_facts(folder)
-            found = ChatDataset.load(folder, facts, tokenizer)
-            if facts.fingerprint == _fingerprint(found.train, found.held_out):
-                logger.info("data: prepared before, taken from %s", folder)
-                return found
-        logger.warning("data: '%s' is damaged and is made again", folder)
-        shutil.rmtree(folder, ignore_errors=True)
-    made = make()
-    aside = folder.with_name(f".{folder.name}.{os.getpid()}")
-    with suppress(OSError):  # the cache is optional
-        try:
-            made.save(aside)
-            aside.rename(folder)
-        finally:
-            shutil.rmtree(aside, ignore_errors=True)
-    return made
-
-
-def _key(data: Examples, settings: ChatSettings, tokenizer: PreTrainedTokenizerBase) -> str:
-    files = {str(file): identity(file) for file in data.files.files} if data.files else None
-    return digest(
-        [
-            __version__,
-            VERSION,
-            repr(settings),
-            words_of(tokenizer),
-            repr(tokenizer.special_tokens_map),
-            repr(tokenizer.chat_template),
-            files or repr(data.examples),
-        ]
-    )

@@ -17,11 +17,10 @@ import itertools
 import json
 import mmap
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -100,10 +99,11 @@ class Record:
     span: Span
     number: int
 
-    @property
-    def place(self) -> str:
-        """For messages: `chat.jsonl:12`."""
-        return _place(self.span, self.number)
+    def __str__(self) -> str:
+        """Its place, for messages: `chat.jsonl:12`."""
+        if self.span.kind is not Kind.JSONL:
+            return f"{self.span.file}, record {self.number}"
+        return f"{self.span.file}:{_line(self.span.file, self.span.start) + self.number}"
 
 
 @dataclass(frozen=True)
@@ -128,11 +128,6 @@ class Files:
     def spans(self, dtype: str | None = None) -> list[Span]:
         """One span per file, without empty files; `dtype` is data.dtype."""
         return [span for file in self.files if (span := whole(file, self.kind, dtype)).stop]
-
-    def records(self) -> Iterator[Record]:
-        """The records of all files; see `read_records`."""
-        for span in self.spans():
-            yield from read_records(span)
 
 
 def files_at(path: Path) -> Files:
@@ -336,12 +331,6 @@ def _line(file: Path, offset: int) -> int:
     return number
 
 
-def _place(span: Span, number: int) -> str:
-    if span.kind is not Kind.JSONL:
-        return f"{span.file}, record {number}"
-    return f"{span.file}:{_line(span.file, span.start) + number}"
-
-
 def line_start(file: Path, place: int, *, within: int | None = None) -> int:
     """Start of the line that contains a byte.
 
@@ -394,17 +383,18 @@ def _read_jsonl(span: Span) -> Iterator[Record]:
             offset += len(line)
             if not text.strip():
                 continue
+            record = Record(None, span, number)
             try:
-                value = _parsed(text, partial(_place, span, number))
+                value = _parsed(text, record)
             except json.JSONDecodeError as error:
                 raise DataError(
                     f"data.path: expected one JSON object a line, got {error.msg}: "
-                    f"{_place(span, number)}, column {error.colno}. Correct the line."
+                    f"{record}, column {error.colno}. Correct the line."
                 ) from error
             yield Record(value, span, number)
 
 
-def _parsed(text: str, place: Callable[[], str]) -> Any:
+def _parsed(text: str, place: object) -> Any:
     """The value of a JSON text, checked to be valid for a tokenizer.
 
     Raises:
@@ -419,7 +409,7 @@ def _parsed(text: str, place: Callable[[], str]) -> Any:
         raise
     except (ValueError, RecursionError) as error:
         raise DataError(
-            f"data.path: expected JSON records, got one that cannot be read at {place()} "
+            f"data.path: expected JSON records, got one that cannot be read at {place} "
             f"({type(error).__name__}: {str(error)[:120]}). Correct or remove it."
         ) from error
     return value
@@ -444,7 +434,7 @@ def _begins_list(file: Path) -> bool:
 def _read_list(file: Path) -> list[Any]:
     content = "".join(read_text(whole(file, Kind.TEXT)))
     try:
-        return _parsed(content, lambda: str(file))
+        return _parsed(content, file)
     except json.JSONDecodeError as error:
         raise DataError(
             f"data.path: expected a JSON list of objects, got {error.msg}: "

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ import numpy as np
 
 from fullshard.data.arrays import Rows, TokenFile
 from fullshard.data.order import ENDLESS, permuted
-from fullshard.data.tokenize import Shard, TokenSettings, ensure, fast_encoder
+from fullshard.data.tokenize import Shard, TokenSettings, ensure, fast_encoder, text_tokens
 
 AHEAD = 3  # parts that are tokenized before they are needed
 
@@ -116,7 +116,8 @@ class Stream(Rows):
     def _made(self, source: int, index: int) -> TokenFile:
         (root, tokenizer), parts = self._how, self.found.parts[source]
         file = root / parts.key / parts.names[index]
-        return ensure(file, parts.shards[index], parts.how, lambda: _encoder(tokenizer))
+        read = partial(text_tokens, _encoder(tokenizer), parts.how)
+        return ensure(parts.how, read, (file, parts.shards[index]))
 
     def _index(self, source: int, number: int) -> int:
         count = len(self.found.parts[source].shards)

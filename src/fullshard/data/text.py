@@ -23,10 +23,10 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,6 +58,7 @@ from fullshard.data.tokenize import (
     missing_column,
     pieces,
     shards,
+    text_tokens,
     tokenize,
 )
 from fullshard.data.tokenizer import (
@@ -93,6 +94,7 @@ class Source:
         text_column: Column or key of the text in records.
         origin: Description of the files.
         key: Its key in the configuration: `data`, or `data.mixture.1`.
+        texts: The texts of a shard, given it and the column; None stands between documents.
     """
 
     files: Files
@@ -100,6 +102,7 @@ class Source:
     text_column: str
     origin: str
     key: str = "data"
+    texts: Callable[[Shard, str], Iterator[str | None]] = pieces
 
     @classmethod
     def at(
@@ -180,29 +183,35 @@ class Dataset(PreparedData):
     def save(self, folder: Path) -> None:
         """Writes what ranks need into a folder: links to prepared tokens, paths of other files."""
         save_facts(folder, KIND, self.facts, self.tokenizer)
-        own, kept, root = folder / "tokens", dict[str, Kept](), cache_root()
-        own.mkdir(exist_ok=True)
-        for part, rows in (("train", self.train), ("held_out", self.held_out)):
-            linked = [[_linked(file, own, root) for file in source] for source in rows.sources]
-            kept[part] = rows.found if isinstance(rows, Stream) else linked
-        (folder / "tokens.json").write_bytes(_KEPT.dump_json(kept))
+        save_tokens(folder, {"train": self.train, "held_out": self.held_out})
 
     @classmethod
     def load(cls, folder: Path, facts: DatasetFacts, tokenizer: PreTrainedTokenizerBase) -> Dataset:
         """Maps what `save` wrote; the tokens are read from disk when they are used."""
-        kept, length = (
-            _KEPT.validate_json((folder / "tokens.json").read_bytes()),
-            facts.sequence_length,
-        )
+        return cls(facts, tokenizer, **load_tokens(folder, facts.sequence_length, tokenizer))
 
-        def rows(part: str) -> Rows:
-            found = kept[part]
-            if isinstance(found, Sources):
-                return Stream(found, length, cache_root(), words_of(tokenizer))
-            placed = [[replace(f, file=str(folder / f.file)) for f in source] for source in found]
-            return Rows(placed, length)
 
-        return cls(facts, tokenizer, rows("train"), rows("held_out"))
+def save_tokens(folder: Path, parts: Mapping[str, Rows]) -> None:
+    """Writes links to prepared tokens, and the paths of other files, into a folder."""
+    own, root, kept = folder / "tokens", cache_root(), dict[str, Kept]()
+    own.mkdir(exist_ok=True)
+    for part, rows in parts.items():
+        linked = [[_linked(file, own, root) for file in source] for source in rows.sources]
+        kept[part] = rows.found if isinstance(rows, Stream) else linked
+    (folder / "tokens.json").write_bytes(_KEPT.dump_json(kept))
+
+
+def load_tokens(folder: Path, length: int, tokenizer: PreTrainedTokenizerBase) -> dict[str, Rows]:
+    """Rows of `length` tokens of what `save_tokens` wrote."""
+
+    def rows(found: Kept) -> Rows:
+        if isinstance(found, Sources):
+            return Stream(found, length, cache_root(), words_of(tokenizer))
+        placed = [[replace(f, file=str(folder / f.file)) for f in source] for source in found]
+        return Rows(placed, length)
+
+    kept = _KEPT.validate_json((folder / "tokens.json").read_bytes())
+    return {part: rows(found) for part, found in kept.items()}
 
 
 def _linked(tokens: TokenFile, folder: Path, root: Path) -> TokenFile:
@@ -234,7 +243,8 @@ def make_dataset(
     """
     parts = [_split(source, settings) for source in sources]
     notes: list[str] = []
-    tokenizer = tokenizer or _new_tokenizer(sources, [part[0] for part in parts], settings, notes)
+    trained_on, vocab_size = [part[0] for part in parts], settings.vocab_size
+    tokenizer = tokenizer or new_tokenizer(sources, trained_on, vocab_size, notes)
     made = [_tokens(*one, settings, tokenizer) for one in zip(sources, parts, strict=True)]
     length = settings.sequence_length
     held_out = Rows([rest for _, rest in made], length)
@@ -242,9 +252,7 @@ def make_dataset(
         raise _too_few(None, held_out.num_dropped, length)
     train, sizes, names = _training_rows(sources, [own for own, _ in made], settings, tokenizer)
     mixture = _mixture(sources, sizes, settings.shuffle_buffer)
-    sums = [
-        [own, [one.checksum for one in rest]] for own, (_, rest) in zip(names, made, strict=True)
-    ]
+    sums = list(zip(names, held_out.checksums, strict=True))
     facts = DatasetFacts(
         origin=" + ".join(source.origin for source in sources),
         sequence_length=length,
@@ -294,7 +302,7 @@ def _training_rows(
     if not settings.shuffle_buffer:
         files = [one for one in made if not isinstance(one, Parts)]
         rows = Rows(files, length)
-        return rows, rows.sizes, [[file.checksum for file in of_source] for of_source in files]
+        return rows, rows.sizes, rows.checksums
     parts = tuple(one for one in made if isinstance(one, Parts))
     found, sizes = Sources(parts, settings.seed), list[int]()
     stream = Stream(found, length, cache_root(), words_of(tokenizer))
@@ -390,12 +398,12 @@ def _tokens(
     with under(source.key):
         arrays = _arrays(source.files, settings.dtype, vocab_size)
         found = [shards(part, arrays) for part in parts]
-        folder, encoder = cache_root() / key, encoder_of(tokenizer)
+        folder, read = cache_root() / key, partial(text_tokens, encoder_of(tokenizer), how)
         if settings.shuffle_buffer:
             names = tuple(shard.name for shard in found[0])
             _check_is_fast(tokenizer)
-            return Parts(tuple(found[0]), names, key, how), tokenize(found[1], folder, how, encoder)
-        made = tokenize([*found[0], *found[1]], folder, how, encoder)
+            return Parts(tuple(found[0]), names, key, how), tokenize(found[1], folder, how, read)
+        made = tokenize([*found[0], *found[1]], folder, how, read)
         train, rest = made[: len(found[0])], made[len(found[0]) :]
         if (count := sum(one.count for one in train)) < (length := settings.sequence_length):
             raise _too_few(source.files, count, length) if count else _nothing_found(source.files)
@@ -424,16 +432,16 @@ def _arrays(files: Files, dtype: str | None, vocab_size: int) -> dict[Path, Toke
     return found
 
 
-def _new_tokenizer(
+def new_tokenizer(
     sources: Sequence[Source],
-    parts: Sequence[list[Span]],
-    settings: DatasetSettings,
+    parts: Sequence[Sequence[Span]],
+    vocab_size: int,
     notes: list[str],
 ) -> PreTrainedTokenizerBase:
     """Trains a tokenizer on at most `TRAINING_BYTES`; for arrays alone it shows numbers."""
     if all(source.files.kind is Kind.ARRAY for source in sources):
         notes.append("no tokenizer is named: tokens are shown as their numbers")
-        return numbers_tokenizer(settings.vocab_size)
+        return numbers_tokenizer(vocab_size)
     array = next((one for one in sources if one.files.kind is Kind.ARRAY), None)
     if array is not None:
         raise DataError(
@@ -445,7 +453,7 @@ def _new_tokenizer(
     every = max(1, math.ceil(sum(shard.num_bytes for _, shard in found) / TRAINING_BYTES))
     if every > 1:
         notes.append(f"the tokenizer was trained on one part of the text in {every}")
-    return _trained(found[::every], settings.vocab_size)
+    return _trained(found[::every], vocab_size)
 
 
 def _trained(found: Sequence[tuple[Source, Shard]], vocab_size: int) -> PreTrainedTokenizerBase:
@@ -475,7 +483,7 @@ def _texts(found: Sequence[tuple[Source, Shard]]) -> Iterator[str]:
     progress = Progress(size)
     for source, shard in found:
         with under(source.key):
-            yield from filter(None, pieces(shard, source.text_column))
+            yield from filter(None, source.texts(shard, source.text_column))
         progress.add(shard.num_bytes)
 
 
@@ -534,15 +542,20 @@ def _embedded() -> Files:
     """The language reference that ships with Python, one file per topic."""
     from pydoc_data.topics import topics
 
-    texts = [topics[name] for name in sorted(topics) if topics[name]]
-    folder = cache_root() / f"topics-{digest(texts)}"
-    files = tuple(folder / f"{number:03}.txt" for number in range(len(texts)))
+    files = written("topics", ".txt", [topics[name] for name in sorted(topics) if topics[name]])
+    return Files(files[0].parent, files, Kind.TEXT)
+
+
+def written(name: str, suffix: str, texts: Sequence[str]) -> tuple[Path, ...]:
+    """Files of texts in the cache, which stay as they are if they are there."""
+    folder = cache_root() / f"{name}-{digest(texts)}"
+    files = tuple(folder / f"{number:03}{suffix}" for number in range(len(texts)))
     folder.mkdir(exist_ok=True)
     for file, text in zip(files, texts, strict=True):
         content = text.encode()
         if not file.is_file() or file.stat().st_size != len(content):
             file.write_bytes(content)
-    return Files(folder, files, Kind.TEXT)
+    return files
 
 
 def _nothing_found(files: Files) -> DataError:

@@ -14,7 +14,8 @@ shards. A run's folder has links to the files (copies, on another disk), so the 
 at any time. A part is used if its tokens have the checksum in its .json; one that was damaged is
 made again.
 
-The tokenizers library encodes a batch of texts on all cores.
+The tokenizers library encodes a batch of texts on all cores. Conversations need Python for each of
+them, so their shards are shared out to a process per core.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -45,6 +48,7 @@ from fullshard.data.records import (
     read_text,
     row_groups,
 )
+from fullshard.data.worker import on_all_cores
 from fullshard.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -56,6 +60,7 @@ SAY_S = 5.0  # seconds between lines of progress
 BAR = 24  # characters
 
 Encoder = Callable[[list[str]], Iterable[Sequence[int]]]
+Reader = Callable[["Shard"], Iterable[Any]]  # arrays or lists of tokens, one after another
 
 
 @dataclass(frozen=True)
@@ -152,7 +157,11 @@ def _cuts(span: Span) -> Iterable[int]:
 
 
 def tokenize(
-    found: Sequence[Shard], folder: Path, how: TokenSettings, encoder: Encoder
+    found: Sequence[Shard],
+    folder: Path,
+    how: TokenSettings,
+    read: Reader,
+    num_processes: int | None = 1,
 ) -> list[TokenFile]:
     """Tokens of all shards in order; shards in the cache are not tokenized again.
 
@@ -160,7 +169,8 @@ def tokenize(
         found: All shards.
         folder: Cache folder of these settings.
         how: How data becomes tokens.
-        encoder: The tokenizer of this process.
+        read: Makes the tokens of a shard.
+        num_processes: Processes that share the shards; None: one per core.
 
     Raises:
         DataError: Something cannot be read.
@@ -184,25 +194,23 @@ def tokenize(
             "data: %d of %d parts are prepared, in %s", len(files) - len(todo), len(files), folder
         )
     progress = Progress(size)
-    for file, shard in todo.items():
-        ensure(file, shard, how, lambda: encoder)
+    for _, shard in on_all_cores(partial(ensure, how, read), list(todo.items()), num_processes):
         progress.add(shard.num_bytes)
     return [_read(file) for file in files]
 
 
-def ensure(
-    file: Path, shard: Shard, how: TokenSettings, encoder: Callable[[], Encoder]
-) -> TokenFile:
+def ensure(how: TokenSettings, read: Reader, part: tuple[Path, Shard]) -> TokenFile:
     """The tokens of a shard, from the cache or made now; other processes wait meanwhile."""
+    file, shard = part
     file.parent.mkdir(parents=True, exist_ok=True)
     if not _is_made(file):
         with ExitStack() as held:
             # Without it, processes only repeat each other's work: a file appears when it is whole.
             with suppress(OSError):  # another user's, or a file system without locks
                 lock = held.enter_context((file.parent / ".lock").open("a"))
-                fcntl.flock(lock, fcntl.LOCK_EX)
+                fcntl.lockf(lock, fcntl.LOCK_EX, 1, int(file.name[:15], 16))  # a byte per shard
             if not _is_made(file):
-                make(file, shard, how, encoder())
+                make(file, shard, how, read)
     return _read(file)
 
 
@@ -221,15 +229,12 @@ def fast_encoder(tokenizer: str) -> Encoder:
     return encode
 
 
-def make(file: Path, shard: Shard, how: TokenSettings, encoder: Encoder) -> None:
+def make(file: Path, shard: Shard, how: TokenSettings, read: Reader) -> None:
     """Tokenizes one shard into the cache: FILE.npy and FILE.json."""
     if shard.tokens is not None:
         tokens, array = shard.tokens, shard.tokens.mapped()
     else:
-        parts = [
-            np.asarray(ids, how.dtype)
-            for ids in encode(encoder, pieces(shard, how.text_column), how.end)
-        ]
+        parts = [np.asarray(ids, how.dtype) for ids in read(shard)]
         array = np.concatenate(parts) if parts else np.empty(0, how.dtype)
         if shard.name != file.name:
             raise DataError(
@@ -304,6 +309,11 @@ def cut(document: str) -> Iterator[str]:
     yield document[begin:]
 
 
+def text_tokens(encoder: Encoder, how: TokenSettings, shard: Shard) -> Iterator[Sequence[int]]:
+    """The tokens of a shard of text, piece by piece."""
+    return encode(encoder, pieces(shard, how.text_column), how.end)
+
+
 def encode(
     encoder: Encoder, texts: Iterable[str | None], end: Sequence[int]
 ) -> Iterator[Sequence[int]]:
@@ -334,16 +344,16 @@ def _text_of(found: Record, text_column: str) -> str:
     record = found.value
     if not isinstance(record, dict):
         raise DataError(
-            f"data.path: expected a JSON object, got {type(record).__name__} at {found.place}. "
+            f"data.path: expected a JSON object, got {type(record).__name__} at {found}. "
             f'Write {{"{text_column}": "..."}}.'
         )
     if text_column not in record:
-        raise DataError(missing_column(text_column, list(record), found.place))
+        raise DataError(missing_column(text_column, list(record), str(found)))
     value = record[text_column]
     if not isinstance(value, str):
         raise DataError(
             f"data.text_column: expected text in column '{text_column}', "
-            f"got {type(value).__name__} at {found.place}. Name a column that holds text."
+            f"got {type(value).__name__} at {found}. Name a column that holds text."
         )
     return value
 

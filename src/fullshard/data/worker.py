@@ -1,4 +1,4 @@
-"""A process that makes a rank's batches during the step before, beside the rank's own Python.
+"""Processes that make a rank's batches during the step before, or parts of the data on all cores.
 
     rank      | step 0           | step 1           | ...
     worker    | makes 1 |        | makes 2 |        | ...
@@ -16,14 +16,17 @@ import signal
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from typing import Any
 
+from fullshard.config.host_memory import available_bytes
 from fullshard.errors import DataError
 from fullshard.launch.signals import STOP_SIGNALS
 
-Request = tuple[bool, int]
+Request = tuple[bool, int]  # of a BatchMaker
+PROCESS_BYTES = 1 << 29  # of a process with transformers, a tokenizer and a part of the data
 
 # With the rank's path, in whatever folder it runs.
 _PROGRAM = """
@@ -41,7 +44,7 @@ class Worker:
         function: The function, which is pickled.
     """
 
-    def __init__(self, function: Callable[[Request], Any]) -> None:
+    def __init__(self, function: Callable[[Any], Any]) -> None:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # the process inherits it
         try:
             command = [sys.executable, "-P", "-c", _PROGRAM, *filter(None, sys.path)]
@@ -50,11 +53,11 @@ class Worker:
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        weakref.finalize(self, _end, self._process)
-        self._ahead: Request | None = None
+        self.end = weakref.finalize(self, _end, self._process)
+        self._ahead: Any = None
         self._send(function)
 
-    def take(self, request: Request, ahead: Request | None) -> Any:
+    def take(self, request: Any, ahead: Any) -> Any:
         """Returns the answer to a request, and begins the one that will probably follow.
 
         Raises:
@@ -78,7 +81,7 @@ class Worker:
         except BrokenPipeError:
             raise self._ended() from None
 
-    def _receive(self, ahead: Request | None = None) -> Any:
+    def _receive(self, ahead: Any = None) -> Any:
         """The next answer; the worker is told what comes after it before it is read."""
         if ahead is not None:
             self._send(ahead)
@@ -89,8 +92,8 @@ class Worker:
 
     def _ended(self) -> DataError:
         return DataError(
-            "data: expected batches from the process that makes them, got its end with exit code "
-            f"{self._process.wait()}. Its messages are in the rank's log; start the run again."
+            "data: expected data from the process that makes it, got its end with exit code "
+            f"{self._process.wait()}. Its messages are in the log; start the run again."
         )
 
 
@@ -100,6 +103,45 @@ def _end(process: Any) -> None:
     for pipe in (process.stdin, process.stdout):
         with suppress(BrokenPipeError):
             pipe.close()
+
+
+def on_all_cores(
+    function: Callable[[Any], Any], requests: Sequence[Any], num_processes: int | None = None
+) -> Iterator[Any]:
+    """Calls a function with every request, and yields each request when its call has ended.
+
+    Args:
+        function: The function, which is pickled if there are several processes.
+        requests: Its arguments.
+        num_processes: Largest number of processes; None: one per core, if they fit in memory.
+    """
+    most = min(len(os.sched_getaffinity(0)), available_bytes() // PROCESS_BYTES)
+    count = min(num_processes or most, len(requests))
+    if count <= 1:
+        for request in requests:
+            function(request)
+            yield request
+        return
+    workers = [Worker(function) for _ in range(count)]
+    idle = list(workers)  # one per thread
+
+    def ask(request: Any) -> None:
+        worker = idle.pop()
+        try:
+            worker.take(request, None)
+        finally:
+            idle.append(worker)
+
+    with ThreadPoolExecutor(count) as threads:
+        asked = {threads.submit(ask, request): request for request in requests}
+        try:
+            for one in as_completed(asked):
+                one.result()
+                yield asked[one]
+        finally:  # after an error, without the answers that are missing
+            threads.shutdown(wait=False, cancel_futures=True)
+            for worker in workers:
+                worker.end()
 
 
 def serve() -> None:

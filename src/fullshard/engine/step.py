@@ -5,8 +5,7 @@
     forward hook (always called)    leave_forward               swap out, release, watch outputs
     gradient of a watched output    enter_backward              gathers, swap in
     gradient of a compute param     complete (after the last)   reductions, in plan order
-    end of backward                 end_backward                remaining reductions, `p.grad`,
-    release
+    end of backward                 end_backward                the rest, `p.grad`, release
 
 [Note: watched outputs]
 A unit's backward begins when the gradient of a tensor that the unit computed arrives. The runtime

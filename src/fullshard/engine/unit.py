@@ -57,7 +57,7 @@ class Member:
         grad: What `param.grad` shows: a view of the gradient shard (None if frozen).
         node: The autograd node that accumulates into `compute`.
         expected: Whether the running backward will reach the parameter on this rank.
-        touched: Whether it got a gradient since the last reduction on this rank.
+        touched: Whether it has a gradient on this rank that is not settled yet.
         target: The parameter's place in the gradient slot (None if frozen).
     """
 
@@ -605,7 +605,7 @@ def _padding(plan: GroupPlan) -> list[tuple[int, int]]:
 # ---- version counters
 
 Pair = tuple[nn.Parameter, torch.Tensor]  # a shard, and what forward sees of it
-AWAY = 1 << 20  # writes that nobody made: the version of weights whose slot is another's
+AWAY = 1 << 20  # added to the version of weights whose slot holds another unit
 
 
 class Versions:

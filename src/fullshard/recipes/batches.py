@@ -12,13 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fullshard.config.schema import ModelConfig, RunConfig, SftConfig
-from fullshard.data.chat import read_examples
 from fullshard.data.chat_rows import KIND as CHAT
-from fullshard.data.chat_rows import ChatDataset, ChatSettings, cached, make_chat_dataset
-from fullshard.data.chat_template import Learned, set_template, texts_of
+from fullshard.data.chat_rows import ChatDataset, ChatSettings, chat_source, make_chat_dataset
+from fullshard.data.chat_template import Learned, set_template
 from fullshard.data.dataset import PreparedData, load_facts
-from fullshard.data.text import Dataset, DatasetSettings, Source, make_dataset
-from fullshard.data.tokenizer import train_tokenizer
+from fullshard.data.text import Dataset, DatasetSettings, Source, make_dataset, new_tokenizer
 from fullshard.errors import ConfigError
 from fullshard.recipes.registry import Command
 
@@ -113,11 +111,8 @@ def _make_chats(
         ),
         num_samples=sft.num_samples,
     )
-    data = read_examples(path)
-    if tokenizer is None:
-        texts = (text for example in data.examples for text in texts_of(example))
-        tokenizer = train_tokenizer(texts, vocab_size)
+    source, notes = chat_source(path), list[str]()
+    tokenizer = tokenizer or new_tokenizer([source], [source.files.spans()], vocab_size, notes)
     template = Path(sft.chat_template_path) if sft.chat_template_path else None
     set_template(tokenizer, template, config.model)
-    chosen = tokenizer
-    return cached(data, settings, chosen, lambda: make_chat_dataset(data, settings, chosen))
+    return make_chat_dataset(source, settings, tokenizer, notes)

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import pickle
 import resource
 import signal
 import time
@@ -12,11 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fullshard.config.schema import ModelConfig
-from fullshard.data import chat_template
-from fullshard.data.chat import Examples, Pair, Turns, read_examples
-from fullshard.data.chat_rows import ChatSettings, best_fit, cached, dealt, make_chat_dataset
+from fullshard.data import chat_rows, chat_template
+from fullshard.data.chat import Pair, Turns, read_examples
+from fullshard.data.chat_rows import ChatSettings, best_fit, chat_source, dealt, make_chat_dataset
 from fullshard.data.chat_template import Learned, encode, set_template
 from fullshard.data.order import BatchShape, SampleOrder
+from fullshard.data.records import files_at
 from fullshard.data.tokenizer import train_tokenizer
 from fullshard.errors import DataError
 from fullshard.recipes.batches import load_data
@@ -40,6 +42,24 @@ def tokenizer():
     made = train_tokenizer(["two and two is four, sure, yes. Question: Answer:"] * 3, 300)
     set_template(made, None, ModelConfig(name_or_path="MODEL"))
     return made
+
+
+@pytest.fixture(autouse=True)
+def _cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def examples(path):
+    return list(read_examples(files_at(path).spans()))
+
+
+def source(folder, rows):
+    (folder / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return chat_source(folder / "chat.jsonl")
+
+
+def pair(prompt, completion):
+    return {"prompt": prompt, "completion": completion}
 
 
 def learned_text(example, tokenizer, **learned):
@@ -81,7 +101,7 @@ def learned_text(example, tokenizer, **learned):
 def test_every_form_becomes_turns(tmp_path, record, messages):
     path = tmp_path / "chat.jsonl"
     path.write_text(json.dumps(record) + "\n")
-    (example,) = read_examples(path).examples
+    (example,) = examples(path)
     assert [f"{m['role']}: {m['content']}" for m in example.messages] == messages
 
 
@@ -94,7 +114,7 @@ def test_parquet_and_datasets_folders_are_read_as_jsonl_is(tmp_path):
     datasets.DatasetDict(train=made).save_to_disk(tmp_path / "saved")
     (tmp_path / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     texts = [
-        [e.messages for e in read_examples(tmp_path / name).examples]
+        [e.messages for e in examples(tmp_path / name)]
         for name in ("chat.jsonl", "chat.parquet", "saved")
     ]
     assert texts[0] == texts[1] == texts[2]
@@ -116,7 +136,7 @@ def test_a_wrong_record_is_named_with_its_line(tmp_path, line, said):
     path = tmp_path / "chat.jsonl"
     path.write_text(json.dumps({"messages": CHAT}) + "\n" + line + "\n")
     with pytest.raises(DataError) as caught:
-        read_examples(path)
+        examples(path)
     assert said in str(caught.value)
     assert f"{path}:2" in str(caught.value)
 
@@ -140,7 +160,7 @@ def test_tools_reach_the_template_and_the_built_in_one_refuses_them(tokenizer, t
     rows = [turns, {"messages": CHAT[:2], "tools": [{"name": "f"}]}]
     rows.append({"messages": CHAT[:2], "tools": '[{"name": "g"}]'})
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = read_examples(path).examples
+    found = examples(path)
     for example in found:
         with pytest.raises(DataError, match="the built-in template has no form for tools"):
             learned_text(example, tokenizer)
@@ -156,84 +176,120 @@ def test_a_completion_is_learned_and_its_prompt_is_not(tokenizer):
     assert learned_text(pair, tokenizer, completions_only=False) == "two and two<|endoftext|>"
 
 
-def test_what_is_cut_and_left_out_is_counted_and_said(tokenizer):
+def test_what_is_cut_and_left_out_is_counted_and_said(tokenizer, tmp_path):
     answers = ["four", "yes " * 40, "two"]
-    pairs = tuple(
-        Pair("two and two " * n, a, "x") for n, a in zip((1, 1, 60), answers, strict=True)
-    )
+    rows = [pair("two and two " * n, a) for n, a in zip((1, 1, 60), answers, strict=True)]
     settings = ChatSettings(40, 0.0, True, Learned(), 0)
-    made = make_chat_dataset(Examples(pairs, "a test", None), settings, tokenizer)
+    made = make_chat_dataset(source(tmp_path, rows), settings, tokenizer)
     assert made.facts.num_train_sequences == len(made.train) == 2
     assert made.train.lengths.max() == 40
     said = "; ".join(made.facts.notes)
     assert "2 examples are cut to 40 tokens" in said
     assert "1 examples have nothing to learn: left out" in said
-    total = sum(len(encode(pair, tokenizer, Learned()).ids) for pair in pairs)
+    total = sum(
+        len(encode(one, tokenizer, Learned()).ids) for one in examples(tmp_path / "chat.jsonl")
+    )
     assert made.facts.num_dropped_tokens == total - made.facts.num_train_tokens > 0
 
 
+def test_rows_are_the_examples_in_their_order_though_processes_share_the_parts(
+    tokenizer, tmp_path, monkeypatch
+):
+    """The end is held out, and its prompts are found, also behind parts without examples."""
+    monkeypatch.setattr("fullshard.data.tokenize.SHARD_BYTES", 256)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    rows = [pair("two " * n, "four " * (1 + n % 3)) for n in range(1, 25)]
+    data = source(tmp_path, rows)
+    (tmp_path / "chat.jsonl").write_text("\n" * 600 + (tmp_path / "chat.jsonl").read_text())
+    made = make_chat_dataset(data, ChatSettings(64, 0.25, False, Learned(), 2), tokenizer)
+    assert len(made.train.values.sources[0]) > 4
+    found = [encode(one, tokenizer, Learned()) for one in examples(tmp_path / "chat.jsonl")]
+    for part, held_out in ((found[:18], False), (found[18:], True)):
+        arrays = made.arrays(np.arange(len(part)), held_out=held_out)
+        for at, one in enumerate(part):
+            place = len(one.ids)
+            assert arrays["input_ids"][at, :place].tolist() == one.ids
+            learned = (arrays["labels"][at] != -100).tolist()
+            assert learned == [*one.learned, *[False] * (len(learned) - place)]
+    prompts = [tokenizer(row["prompt"])["input_ids"] for row in rows[18:20]]
+    assert list(made.samples) == prompts
+
+
 def test_a_saved_dataset_loads_as_it_was(tokenizer, tmp_path):
-    pairs = tuple(Pair("two " * n, "four", "x") for n in range(1, 9))
+    rows = [pair("two " * n, "four") for n in range(1, 9)]
     settings = ChatSettings(32, 0.25, True, Learned(), 2)
-    made = make_chat_dataset(Examples(pairs, "a test", None), settings, tokenizer)
-    made.save(tmp_path)
-    loaded = load_data(tmp_path, ModelConfig(name_or_path="MODEL"))
+    made = make_chat_dataset(source(tmp_path, rows), settings, tokenizer)
+    made.save(tmp_path / "data")
+    loaded = load_data(tmp_path / "data", ModelConfig(name_or_path="MODEL"))
+    again = pickle.loads(pickle.dumps(loaded.without_tokenizer()))
     assert (loaded.facts, loaded.samples) == (made.facts, made.samples)
     assert len(loaded.samples) == 2
-    for part in ("train", "held_out"):
-        for name, array in vars(getattr(made, part)).items():
-            np.testing.assert_array_equal(getattr(getattr(loaded, part), name), array)
+    for held_out, count in ((False, len(made.train)), (True, len(made.held_out))):
+        chosen = np.arange(-1, count)
+        batches = [one.arrays(chosen, held_out=held_out) for one in (made, loaded, again)]
+        for other in batches[1:]:
+            assert batches[0].keys() == other.keys()
+            for name, array in batches[0].items():
+                np.testing.assert_array_equal(other[name], array)
 
 
 def test_the_cache_is_used_until_a_file_changes(tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    file, settings, made = tmp_path / "a.jsonl", ChatSettings(32, 0.0, True, Learned(), 0), []
+    made, settings = [], ChatSettings(32, 0.0, True, Learned(), 0)
+    monkeypatch.setattr(chat_rows, "encode", lambda *a: made.append("made") or encode(*a))
 
-    def prepared(answer):
-        if answer:
-            file.write_text(json.dumps({"prompt": "two and two", "completion": answer}) + "\n")
-        data = read_examples(file)
+    def prepared(answer=None, settings=settings, other=tokenizer):
+        data = source(tmp_path, [pair("two and two", answer)]) if answer else None
+        return make_chat_dataset(data or chat_source(tmp_path / "chat.jsonl"), settings, other)
 
-        def make():
-            made.append("made")
-            return make_chat_dataset(data, settings, tokenizer)
-
-        return cached(data, settings, tokenizer, make)
-
-    first = prepared("four")
-    assert prepared("").facts == first.facts
-    assert made == ["made"]
+    first = prepared("four").facts
+    assert prepared().facts == first
+    shorter = ChatSettings(6, 0.0, False, Learned(), 1)
+    assert prepared(settings=shorter).facts.fingerprint != first.fingerprint
+    assert made == ["made"]  # parts serve rows of any length
     second = prepared("yes").facts
-    assert second.fingerprint != first.facts.fingerprint
-    assert made == ["made", "made"]
-    for name in ("tokens.npy", "dataset.json"):
-        for damaged in (tmp_path / "cache").rglob(name):
+    assert second.fingerprint != first.fingerprint
+    assert made == ["made"] * 2
+    for end in ("npy", "json"):
+        for damaged in (tmp_path / "cache" / "fullshard" / "tokens").glob(f"*/*.{end}"):
             data = bytearray(damaged.read_bytes())
-            data[-1 if name == "tokens.npy" else 0] ^= 1
+            data[-1 if end == "npy" else 0] ^= 1
             damaged.write_bytes(data)
-        assert prepared("").facts == second
+        assert prepared().facts == second
     assert made == ["made"] * 4
+    other = copy.deepcopy(tokenizer)
+    other.chat_template = UNMARKED
+    prepared(other=other)
+    prepared(settings=ChatSettings(32, 0.0, True, Learned(completions_only=False), 0))
+    assert made == ["made"] * 6
 
 
-NO_ANSWERS = (Turns(tuple(CHAT[::2]), 0, is_completion=False, place="x"),)
+NO_ANSWERS = [{"messages": CHAT[::2]}]
 ASKED = Turns(tuple(CHAT[:2]), 0, is_completion=False, place="x")
 
 
 @pytest.mark.parametrize(
-    ("examples", "template", "said"),
+    ("rows", "template", "said"),
     [
-        ((Pair("two and two " * 30, "four", "x"),), None, r"more tokens than \d{2,}.* Raise it"),
+        ([pair("two and two " * 30, "four")], None, r"more tokens than \d{2,}.* Raise it"),
         (NO_ANSWERS, None, r"role 'assistant'.* the roles are user \(2\)\. Rename"),
         (NO_ANSWERS, UNMARKED, r"role 'assistant'.* the roles are user \(2\)\. Rename"),
-        ((ASKED,), "two {% generation %}{% endgeneration %} two", "template does not mark them"),
+        (
+            [{"messages": CHAT[:2]}],
+            "two {% generation %}{% endgeneration %} two",
+            "template does not mark them",
+        ),
+        ([pair("", "")], None, "answers to learn, got none in 1 training examples: they are empty"),
+        ([], None, "expected records, got none in"),
     ],
 )
-def test_nothing_to_learn_is_an_error_that_names_the_cause(tokenizer, examples, template, said):
+def test_nothing_to_learn_is_an_error_that_names_the_cause(
+    tokenizer, tmp_path, rows, template, said
+):
     other = copy.deepcopy(tokenizer)
     other.chat_template = template or other.chat_template
     settings = ChatSettings(8, 0.0, False, Learned(), 0)
     with pytest.raises(DataError, match=said):
-        make_chat_dataset(Examples(examples, "a test", None), settings, other)
+        make_chat_dataset(source(tmp_path, rows), settings, other)
 
 
 @pytest.mark.parametrize("marks", ["", "{% generation %}{% endgeneration %}"])
@@ -270,9 +326,10 @@ def test_a_long_text_without_spaces_trains_a_tokenizer_in_little_time():
 
 @given(st.lists(st.integers(1, 40), max_size=60))
 def test_best_fit_holds_every_example_once_and_never_overfills(lengths):
-    rows = best_fit(lengths, 40)
-    assert sorted(example for row in rows for example in row) == list(range(len(lengths)))
-    sums = [sum(lengths[example] for example in row) for row in rows]
+    order, rows = best_fit(np.array(lengths, int), 40)
+    assert sorted(order) == list(range(len(lengths)))
+    sums = [sum(lengths[example] for example in row) for row in np.split(order, rows[1:-1])]
+    sums = sums if lengths else []
     assert all(0 < total <= 40 for total in sums)
     assert sum(total <= 20 for total in sums) <= 1  # two half-empty rows would be one
 

@@ -1,13 +1,15 @@
 """Packed rows give the loss and gradient of their examples alone, however ranks share them."""
 
 import itertools
+import json
+from dataclasses import asdict
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, BloomConfig, LlamaConfig, Qwen3MoeConfig
 
-from fullshard.data.chat import Examples, Pair
-from fullshard.data.chat_rows import ChatSettings, make_chat_dataset
+from fullshard.data.chat import Pair
+from fullshard.data.chat_rows import ChatSettings, chat_source, make_chat_dataset
 from fullshard.data.chat_template import Learned, encode
 from fullshard.data.order import BatchShape, SampleOrder
 from fullshard.data.tokenizer import train_tokenizer
@@ -36,9 +38,10 @@ def model():
     return AutoModelForCausalLM.from_config(config, dtype=torch.float64)
 
 
-def dataset(tokenizer, *, packing):
-    settings = ChatSettings(48, 0.0, packing, Learned(), 0)
-    return make_chat_dataset(Examples(PAIRS, "a test", None), settings, tokenizer)
+def dataset(tokenizer, folder, *, packing):
+    settings, file = ChatSettings(48, 0.0, packing, Learned(), 0), folder / "chat.jsonl"
+    file.write_text("".join(json.dumps(asdict(pair)) + "\n" for pair in PAIRS))
+    return make_chat_dataset(chat_source(file), settings, tokenizer)
 
 
 def reference(model, tokenizer):
@@ -65,10 +68,10 @@ def gradient_of(model):
 @pytest.mark.parametrize("packing", [True, False], ids=["packed", "unpacked"])
 @pytest.mark.parametrize("world_size", [1, 2, 8])
 def test_any_split_of_a_step_gives_the_gradient_of_its_examples_alone(
-    model, tokenizer, packing, world_size
+    model, tokenizer, packing, world_size, tmp_path
 ):
     loss, gradient = reference(model, tokenizer)
-    data = dataset(tokenizer, packing=packing)
+    data = dataset(tokenizer, tmp_path, packing=packing)
     shape = BatchShape.of_batch(len(data.train), 2, world_size)
     order = SampleOrder(len(data.train), shape, seed=1)
     seats = [Seat(rank, world_size, torch.device("cpu")) for rank in range(world_size)]

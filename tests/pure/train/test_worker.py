@@ -59,7 +59,7 @@ def test_a_killed_worker_is_a_typed_error():
     assert worker.take((False, 0), None) == 0
     worker._process.kill()
     worker._process.wait()
-    with pytest.raises(DataError, match=r"from the process that makes them, got .* exit code -9"):
+    with pytest.raises(DataError, match=r"from the process that makes it, got .* exit code -9"):
         worker.take((False, 1), None)
 
 
