@@ -171,6 +171,11 @@ def findings(config: RunConfig) -> Iterator[tuple[str, str]]:
             "launch.num_processes",
             "one rank has nothing to share its state with; use no_shard, or more processes",
         )
+    if config.launch.num_machines == 1 and config.launch.main_process_port is not None:
+        yield (
+            "launch.main_process_port",
+            "the ranks of one machine meet at a free port, so it has no effect; leave it out",
+        )
     yield from _of_training(config.training)
 
 
