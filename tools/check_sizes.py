@@ -28,16 +28,16 @@ EXEMPT = ("src/fullshard/compat/",)
 # Packages that share a budget are joined by " + ".
 BUDGETS = {
     "bench": 1_782,
-    "config": 3_767,
-    "cli": 1_943,
-    "engine + transport": 7_693,
+    "config": 3_788,
+    "cli": 1_947,
+    "engine + transport": 7_698,
     "planner + outlook": 4_425,
-    "data + models + recipes + run + verify": 9_100,
-    "observe + launch": 3_319,
+    "data + models + recipes + run + verify": 9_132,
+    "observe + launch": 3_343,
     "compat + integrations": 2_895,
     "xla + jax + xla_state": 2_625,
-    "checkpoint + formats": 2_789,
-    "in all": 41_481,
+    "checkpoint + formats": 2_848,
+    "in all": 41_626,
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
