@@ -67,6 +67,7 @@ def main(
     out: OutFlag = None,
     words: Annotated[list[str] | None, typer.Option("--set", help="More keys.")] = None,
     chats: Annotated[bool, typer.Option("--chats", help="Conversations in place of text.")] = False,
+    streamed: Annotated[bool, typer.Option("--streamed", help="This case alone.")] = False,
     as_json: JsonFlag = False,  # noqa: ARG001  read by run_script
 ) -> Outcome:
     """Train on text of several sizes; measure memory and time, and what a kill costs."""
@@ -80,8 +81,9 @@ def main(
         for mib in sizes or ((1, 500) if chats else (1, 1000, 2000)):
             corpus = Path(place, f"data-{mib}")
             (write_chats if chats else write_text)(corpus, mib)
-            rows += cases(recipe, corpus, Path(place), keys)
+            rows += cases(recipe, corpus, Path(place), keys, only_streamed=streamed)
     name, title = NAME.partition(".")[2], "A corpus larger than memory"
+    name += "_streamed" * streamed
     if chats:
         name, title = f"{name}_chats", "Conversations larger than memory"
     cells = [_cells(row) for row in rows]
@@ -119,12 +121,18 @@ def write_chats(folder: Path, mib: int) -> None:
 
 
 def cases(
-    recipe: Sequence[str], corpus: Path, place: Path, words: Sequence[str]
+    recipe: Sequence[str],
+    corpus: Path,
+    place: Path,
+    words: Sequence[str],
+    *,
+    only_streamed: bool = False,
 ) -> Iterator[dict[str, Any]]:
     """The run; where the text has several parts, killed half-way, typed again, and streamed."""
     size = sum(file.stat().st_size for file in corpus.iterdir())
     half = size // SHARD_BYTES // 2
-    several = ("killed", "typed again", *(("streamed",) if recipe[0] == "train" else ()))
+    streamed = ("streamed",) if recipe[0] == "train" else ()
+    several = streamed if only_streamed else ("killed", "typed again", *streamed)
     for case in several if half else ("whole",):
         more = ("data.streaming=true",) if case == "streamed" else ()
         row = _train(
