@@ -333,6 +333,17 @@ def test_a_pipe_is_refused_rather_than_waited_for(tmp_path, monkeypatch, capfd, 
     assert "Traceback" not in said
 
 
+def test_a_name_that_is_not_utf_8_is_an_error_without_a_traceback(capsys):
+    try:
+        os.fsdecode(b"runs/a\xff").encode()
+    except UnicodeEncodeError as error:
+        done = outcome.error_outcome(error)
+    said = capsys.readouterr().err
+    assert done.exit_code == 2
+    assert said.startswith(r"ConfigError: 'runs/a\udcff': expected names in UTF-8")
+    assert "Traceback" not in said
+
+
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.EISDIR])
 def test_a_place_that_may_not_be_written_is_an_error_without_a_traceback(number, capsys):
     try:

@@ -157,6 +157,15 @@ def test_an_address_that_nobody_answers_is_named_within_the_timeout(monkeypatch)
         assert time.monotonic() - began < 30
 
 
+def test_an_interface_that_is_not_there_is_named(monkeypatch):
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = {"RANK": "0", "WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": "no-such"}
+    for name, value in {**place, **ranks, "TORCHELASTIC_RUN_ID": "x"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=r"GLOO_SOCKET_IFNAME: .* got 'no-such'\. Unset"):
+        rendezvous.init_process_group(5.0)
+
+
 def test_rank_0_that_nobody_joins_names_the_variables(monkeypatch):
     """Such as a shell with RANK of an older launch: torch's error had a traceback."""
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}

@@ -22,7 +22,8 @@ from contextlib import suppress
 from typing import Any
 
 from fullshard.config.host_memory import available_bytes
-from fullshard.errors import DataError
+from fullshard.errors import HangError
+from fullshard.launch.exit_codes import describe_status
 from fullshard.launch.signals import STOP_SIGNALS
 
 Request = tuple[bool, int]  # of a BatchMaker
@@ -61,7 +62,7 @@ class Worker:
         """Returns the answer to a request, and begins the one that will probably follow.
 
         Raises:
-            DataError: The process was killed.
+            HangError: The process has ended.
             Exception: Whatever the function raised.
         """
         if self._ahead != request:
@@ -90,10 +91,11 @@ class Worker:
         except (EOFError, pickle.UnpicklingError):  # the latter: killed while it sent an answer
             raise self._ended() from None
 
-    def _ended(self) -> DataError:
-        return DataError(
-            "data: expected data from the process that makes it, got its end with exit code "
-            f"{self._process.wait()}. Its messages are in the log; start the run again."
+    def _ended(self) -> HangError:
+        return HangError(
+            "data: expected data from the process that makes it, but it "
+            f"{describe_status(self._process.wait())}. Its messages are in the log; start the run "
+            "again."
         )
 
 

@@ -19,6 +19,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import socket
 import tempfile
 import threading
@@ -83,20 +84,38 @@ def init_process_group(timeout_s: float = 600.0, run_dir: Path | None = None) ->
             store = _store(launch, timeout)
             place = {"store": store, "rank": launch.rank, "world_size": launch.world_size}
         dist.init_process_group(backend, timeout=timeout, device_id=device, **place)
-    except (dist.DistNetworkError, dist.DistStoreError) as error:
-        raise _unreachable(launch, str(error).partition("\n")[0]) from error
-    except dist.DistBackendError as error:
-        if "Duplicate GPU" not in str(error):
+    except RuntimeError as error:
+        ours = _named(launch, device, error)
+        if ours is None:
             raise
-        raise ConfigError(
-            f"launch: expected a GPU for each rank; rank {launch.rank} shares {device} of this "
-            "machine with another. Ask for one per task (srun --gpus-per-task=1), or start fewer."
-        ) from error
+        raise ours from error
     if launch.rank == 0 and _SERVED:
         _port_file(launch).unlink(missing_ok=True)  # all ranks have connected
     settings = WatchdogSettings.of(launch, timeout_s, run_dir)
     if settings is not None:
         watchdog.start(settings)
+
+
+def _named(
+    launch: LaunchEnvironment, device: object, error: RuntimeError
+) -> ConfigError | HangError | None:
+    """Our error for one of torch's; None if there is none."""
+    import torch.distributed as dist
+
+    said = str(error)
+    if isinstance(error, dist.DistNetworkError | dist.DistStoreError):
+        return _unreachable(launch, said.partition("\n")[0])
+    if "Duplicate GPU" in said:
+        return ConfigError(
+            f"launch: expected a GPU for each rank; rank {launch.rank} shares {device} of this "
+            "machine with another. Ask for one per task (srun --gpus-per-task=1), or start fewer."
+        )
+    if lacks := re.search(r"Unable to find address for: (\S+)", said):
+        return ConfigError(
+            f"GLOO_SOCKET_IFNAME: expected a network interface of this machine, got '{lacks[1]}'. "
+            "Unset it, or name one that `ip link` lists."
+        )
+    return None
 
 
 def published(name: str, make: Callable[[], str]) -> str:

@@ -17,6 +17,7 @@ from os.path import lexists
 from pathlib import Path
 from typing import Any
 
+import xxhash
 from pydantic import TypeAdapter
 
 from fullshard.checkpoint.commit import ALONE
@@ -26,6 +27,7 @@ from fullshard.checkpoint.retain import Found, checkpoints_in, newest_complete
 from fullshard.checkpoint.storage import storage_path
 from fullshard.config.files import flatten, is_below
 from fullshard.config.load import Resolved, load_config
+from fullshard.config.schema import RunConfig
 from fullshard.config.values import nearest
 from fullshard.errors import CheckpointError, ConfigError, untrusted
 from fullshard.run.folder import LAST_SAVED, RunFolder, RunStatus
@@ -33,6 +35,8 @@ from fullshard.run.schedule import StepPlan
 
 logger = logging.getLogger(__name__)
 
+TEACHER = "teacher"  # key of run.json: the sample of its weights
+SAMPLE_BYTES, WEIGHTS = 4096, ("*.safetensors", "*.bin")
 POSITION = "position"  # key of [Note: data position] in a checkpoint's state
 # Sections and keys that must not change when a run resumes.
 SAME = ("data", "model", "teacher", "freeze", "lora", "training.max_seq_length", "training.seed")
@@ -226,6 +230,11 @@ def check_same(resolved: Resolved, output_dir: Path, checkpoints: Path) -> None:
         return
     before = flatten(load_config(folder.config, []).config.to_dict())
     now = flatten(resolved.config.to_dict())
+    if folder.read_record().get(TEACHER) not in (None, sample_of_teacher(resolved.config)):
+        raise ConfigError(
+            f"teacher: expected the weights from which the run in '{output_dir}' learned so far; "
+            "got others in their place. Bring them back, use --resume never, or another output_dir."
+        )
     changed = [key for key in {**before, **now} if before.get(key) != now.get(key)]
     for key in changed:
         if is_below(key, SAME):
@@ -237,6 +246,20 @@ def check_same(resolved: Resolved, output_dir: Path, checkpoints: Path) -> None:
     told = [f"{key} {before.get(key)} -> {now.get(key)}" for key in changed]
     if told:
         logger.info("changed since the run began: %s", ", ".join(told))
+
+
+def sample_of_teacher(config: RunConfig) -> str:
+    """Checksum of a sample of the teacher's weights, or of the description of its cached logits."""
+    teacher, cache = config.teacher, config.distill and config.distill.cache
+    place, kinds = (teacher.name_or_path, WEIGHTS) if teacher else (cache, ("cache.json",))
+    found = xxhash.xxh3_128()
+    for file in sorted(file for kind in kinds for file in Path(place or "").glob(kind) if place):
+        size = file.stat().st_size
+        with file.open("rb") as opened:
+            for start in range(0, size, max(SAMPLE_BYTES, size // 64)):
+                opened.seek(start)
+                found.update(opened.read(SAMPLE_BYTES))
+    return found.hexdigest()
 
 
 def check_data(resume: Resume, position: Any, steps: StepPlan) -> None:

@@ -62,6 +62,7 @@ from fullshard.run.optim import KINDS, check_optimizer
 from fullshard.run.outlook import View, foresee, leaves_something, topology_of
 from fullshard.run.result import planned
 from fullshard.run.resume import (
+    TEACHER,
     Resume,
     check_checkpoint_dir,
     check_data,
@@ -71,6 +72,7 @@ from fullshard.run.resume import (
     goes_on,
     own_resume,
     position_of,
+    sample_of_teacher,
 )
 from fullshard.run.schedule import StepPlan, plan_steps
 
@@ -220,7 +222,8 @@ def made_folder(checked: CheckedRun, command: Command) -> Iterator[tuple[RunFold
     def fields(moved: Path | None) -> dict[str, Any]:
         resume = checked.resume.moved(checked.output_dir, moved)
         told = {"resume": resume.as_json(), "planned": planned(checked.view, checked.steps)}
-        return {**told, "started_by": describe_command()}
+        teacher = {TEACHER: sample_of_teacher(checked.resolved.config)}
+        return {**told, **teacher, "started_by": describe_command()}
 
     goes_on = checked.resume.in_place
     with begin(checked.output_dir, command, goes_on=goes_on, fields=fields) as (folder, moved):

@@ -185,3 +185,12 @@ def test_a_teachers_cache_of_other_tokens_is_refused_though_it_is_as_long(tmp_pa
     check_facts(tmp_path, made[0])
     with pytest.raises(DataError, match="expected logits of this run's data, with fingerprint"):
         check_facts(tmp_path, made[1])
+    TopK.load(tmp_path, "r+").values[1, 0] = 2.0
+    with pytest.raises(DataError, match="expected logits of this run's data, with checksum"):
+        check_facts(tmp_path, made[0])
+    (tmp_path / "ids.npy").write_bytes(b"x")
+    with pytest.raises(DataError, match=r"expected what `fullshard distill cache` wrote; got"):
+        check_facts(tmp_path, made[0])
+    TopK.create(tmp_path, [4, 4], 2)  # a second write, which may be killed
+    with pytest.raises(DataError, match=r"without cache\.json"):
+        check_facts(tmp_path, made[0])

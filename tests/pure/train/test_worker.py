@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fullshard.data.worker import Worker
-from fullshard.errors import DataError
+from fullshard.errors import HangError
 
 RANK = """
 import operator
@@ -59,7 +59,7 @@ def test_a_killed_worker_is_a_typed_error():
     assert worker.take((False, 0), None) == 0
     worker._process.kill()
     worker._process.wait()
-    with pytest.raises(DataError, match=r"from the process that makes it, got .* exit code -9"):
+    with pytest.raises(HangError, match=r"from the process that makes it, but .* by SIGKILL"):
         worker.take((False, 1), None)
 
 
