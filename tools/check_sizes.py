@@ -27,17 +27,17 @@ EXEMPT = ("src/fullshard/compat/",)
 # number when code goes, never raise one without a line in docs/log.md that says what it bought.
 # Packages that share a budget are joined by " + ".
 BUDGETS = {
-    "bench": 1_783,
-    "config": 3_771,
-    "cli": 1_950,
-    "engine + transport": 7_592,
-    "planner + outlook": 4_417,
-    "data + models + recipes + run + verify": 9_093,
-    "observe + launch": 3_319,
-    "compat + integrations": 2_894,
+    "bench": 1_782,
+    "config": 3_790,
+    "cli": 1_953,
+    "engine + transport": 7_698,
+    "planner + outlook": 4_425,
+    "data + models + recipes + run + verify": 9_140,
+    "observe + launch": 3_461,
+    "compat + integrations": 2_895,
     "xla + jax + xla_state": 2_625,
-    "checkpoint + formats": 2_789,
-    "in all": 41_376,
+    "checkpoint + formats": 2_848,
+    "in all": 41_760,
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -230,7 +230,7 @@ def full_state_dict(
     Raises:
         ConfigError: The dtype is not floating point.
     """
-    return state.full_state_dict(model, dtype=dtype, rank0_only=rank0_only)
+    return full_state.full_state_dict(model, dtype=dtype, rank0_only=rank0_only)
 
 
 def full_optimizer_state_dict(

@@ -70,6 +70,13 @@ def test_an_exported_folder_gives_the_logits_of_the_model(fullshard, written, tm
     whole(name).save_pretrained(tmp_path / "theirs")
     theirs = load_file(tmp_path / "theirs" / "model.safetensors")
     assert {k: v.shape for k, v in state.items()} == {k: v.shape for k, v in theirs.items()}
+    again = tmp_path / "again"
+    assert fullshard("ckpt", "diff", written / name, folder).exit_code == 0
+    assert fullshard("ckpt", "import", folder, again).exit_code == 0
+    rows = [fullshard("ckpt", "inspect", at, "--json").json for at in (written / name, again)]
+    ours, its = ({r["name"] for r in one["tensors"] if r["kind"] == "model"} for one in rows)
+    assert ours == its  # the model's names, so that a run can begin from it
+    assert fullshard("ckpt", "export", again, tmp_path / "exported again").exit_code == 0
 
 
 def test_an_export_in_bf16_is_the_rounded_model_in_one_file(fullshard, written, tmp_path):

@@ -1,6 +1,7 @@
 """Checkpoints beside tensor and expert parallelism: any mesh reads what any other wrote."""
 
 import errno
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,33 @@ def test_any_mesh_reads_any_others_checkpoint(ranks, tmp_path, layouts):
     for body in (write_all, read_some):
         for number in layouts:
             ranks(number)(body, str(tmp_path), layouts, timeout=200)
+
+
+def whole_matrices(root, written, read):
+    """One mesh saves after two steps, the other goes on; owners see whole tensors."""
+    build = mixture_net if len(written) == 2 else net
+    alone = build()
+    adafactor = partial(torch.optim.Adafactor, lr=1e-2)
+    train(alone, adafactor(alone.parameters()), range(2 * NUM_STEPS))
+    for axes, first in ((written, 0), (read, NUM_STEPS)):
+        model, _ = sharded(axes)
+        optimizer = fs.owned(model, adafactor)
+        if first:
+            fs.load(Path(root) / "owned", model, optimizer)
+        train(model, optimizer, range(first, first + NUM_STEPS), axes)
+        fs.save(Path(root) / ("owned" if not first else "again"), model, optimizer)
+    found = fs.full_state_dict(model, rank0_only=False)
+    problems = list(differences(found, dict(alone.state_dict()), 1e-12))
+    assert not problems, problems
+
+
+@pytest.mark.short(2)
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [((1, 2, 2), (2, 1, 2)), ((2, 2), (1, 4)), ((1, 4, 0), (1, 2, 2)), ((4, 0), (2, 2))],
+)
+def test_states_of_whole_matrices_go_to_any_mesh(ranks, tmp_path, written, read):
+    ranks(4)(whole_matrices, str(tmp_path), written, read, timeout=200)
 
 
 def test_offloaded_states_are_saved_and_resumed(ranks, tmp_path):

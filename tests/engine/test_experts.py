@@ -5,7 +5,6 @@ process in float64 is the reference.
 """
 
 from contextlib import nullcontext
-from functools import partial
 
 import pytest
 import torch
@@ -43,6 +42,8 @@ def check_transformers(build, kind, sizes, settings=None, work=train_llama):
         pytest.param(4, mixtral, "sgd", (2, 1), marks=pytest.mark.long),
         (4, qwen, "sgd", (2, 2)),  # beside a tensor axis
         (4, mixtral, "adamw", (4, 2)),
+        (4, qwen, "adafactor", (2, 2)),  # whole matrices over all axes
+        (4, mixtral, "adafactor", (2, 1)),
         (4, qwen, "adamw", (4, 1)),
     ],
 )
@@ -158,8 +159,6 @@ def test_axes_that_experts_cannot_have_are_refused_by_name():
     with pytest.raises(ConfigError, match=r"in the order .replicate, shard, expert.*got .expert"):
         fs.shard(nn.Linear(4, 4), mesh=swapped)
     fs.shard(model, mesh=mesh)  # nothing was changed
-    with pytest.raises(EngineError, match=r"fs.owned: .*or parameters beside experts; got 'blocks"):
-        fs.owned(model, torch.optim.SGD)
 
 
 # ---- numbers and whole tensors -------------------------------------------------------------------
@@ -227,31 +226,3 @@ def test_one_rank_may_write_gradients_of_its_experts_before_all_clip():
         model.head.weight.grad.mul_(3.0)
     with pytest.raises(EngineError, match="same gradients on all replicas"):
         fs.clip_grad_norm_(model, 1e9)
-
-
-@on_ranks(4, timeout=100)
-def test_dense_matrices_of_a_mixture_may_have_owners():
-    """Whole dense matrices have owners; experts are trained beside them, on their shards."""
-    alone, model, rank = mixture_net(), mixture_net(), dist.get_rank()
-    mesh = mesh_of_experts(2, 2)
-    spread(model, mesh["expert"])
-    fs.shard(model, mesh=mesh)
-    for one in (alone, model):
-        matrices = [param for param in one.parameters() if param.ndim == 2]
-        beside = torch.optim.AdamW([p for p in one.parameters() if p.ndim != 2], lr=1e-2, eps=1e-4)
-        whole = partial(torch.optim.Adafactor, lr=1e-2)
-        both = [whole(matrices), beside]
-        if one is model:
-            both = [fs.owned(model, whole, matrices, beside=beside)]
-        for step in range(2):
-            for seat in (rank,) if one is model else range(4):
-                train_net(one, step, seat)
-            if one is alone:
-                for param in one.parameters():
-                    param.grad /= 4
-            for optimizer in both:
-                optimizer.step()
-                optimizer.zero_grad()
-    found = fs.full_state_dict(model, rank0_only=False)
-    for name, param in alone.named_parameters():
-        torch.testing.assert_close(found[name], param.detach(), rtol=0, atol=1e-11, msg=name)

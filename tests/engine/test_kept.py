@@ -6,6 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import fullshard as fs
 from fullshard.engine.attributes import MAX_ITEMS, ModuleTensors, own_modules
@@ -157,6 +160,18 @@ class OfView(Unchecked):
         return Unchecked.forward(ctx, x, weight.detach())
 
 
+class OfArray(Unchecked):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.array = weight.detach().numpy()
+        return Unchecked.forward(ctx, x, weight)
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.weight = torch.from_numpy(ctx.array)
+        return Unchecked.backward(ctx, grad)
+
+
 def unchecked(product):
     """What a backward of such losses alone says, where autograd checks nothing."""
     told: list[torch.Tensor] = []
@@ -174,7 +189,8 @@ def unchecked(product):
     ("product", "wanted"),
     [
         (Unchecked, "T of '1.weight', kept from its unit's forward: expected a use inside 1"),
-        (OfView, "1.weight: its gradient came while the slot of 1 held another unit"),
+        (OfView, "T of '1.weight', kept from its unit's forward: expected a use inside 1"),
+        (OfArray, "1.weight: its gradient came while the slot of 1 held another unit"),
     ],
 )
 def test_a_gradient_that_comes_while_the_slot_is_anothers_is_an_error(ranks, product, wanted):
@@ -182,31 +198,53 @@ def test_a_gradient_that_comes_while_the_slot_is_anothers_is_an_error(ranks, pro
         assert said.startswith(wanted)
 
 
-def kept_by_hooks(transport):
+KEEPS = {
+    "itself": lambda w: w,
+    "transposed": lambda w: w.t().t(),
+    "detached": torch.Tensor.detach,
+    "placed": lambda w: w,  # a DTensor
+}
+
+
+def local(tensor):
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def kept_by_hooks(transport, how):
     """Which weights that hooks kept are others after the forward, and what reading them says."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(5)))
     whole = [layer.weight.detach().clone() for layer in model]
-    kept = {}
+    kept = dict.fromkeys(range(5))
     for at, layer in enumerate(model):
-        layer.register_forward_hook(lambda layer, *_, at=at: kept.update({at: layer.weight}))
-    fs.shard(model, wrap=["Linear"], transport=transport)  # its hook comes after these
+        layer.register_forward_hook(
+            lambda layer, *_, at=at: kept.update({at: KEEPS[how](layer.weight)})
+        )
+    settings = {}
+    if how == "placed":
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("shard", "tensor"))
+        parallelize_module(model, mesh["tensor"], {str(at): ColwiseParallel() for at in kept})
+        settings["mesh"] = mesh["shard"]
+    fs.shard(model, wrap=["Linear"], transport=transport, **settings)  # its hook comes after these
     said, wrong = [], []
     for grad in (False, True):
         with torch.set_grad_enabled(grad):
             loss = model(torch.ones(2, WIDTH)).sum()
         for at, weight in kept.items():
             try:
-                wrong += [] if torch.equal(weight.square().detach(), whole[at].square()) else [at]
+                wrong += (
+                    [] if torch.equal(local(weight.square().detach()), whole[at].square()) else [at]
+                )
             except ShardedTensorError as error:
                 said.append(str(error).partition(",")[0])
     loss.backward()
     return wrong, said
 
 
+@pytest.mark.parametrize("how", KEEPS)
 @pytest.mark.parametrize("transport", ["direct", "c10d", "shared"])
-def test_a_weight_that_a_hook_keeps_is_never_that_of_another_unit(ranks, transport):
-    for wrong, said in ranks(2)(kept_by_hooks, transport):
+def test_a_weight_that_a_hook_keeps_is_never_that_of_another_unit(ranks, transport, how):
+    for wrong, said in ranks(2)(kept_by_hooks, transport, how):
         assert not wrong
         assert ("square of '2.weight'" in said) is (transport != "shared")
 

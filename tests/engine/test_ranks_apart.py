@@ -139,11 +139,11 @@ ELSEWHERE: list[Callable[..., None]] = [
 ]
 
 
-def one_rank_differs(name, transport, strategy="full_shard"):
+def one_rank_differs(name, transport, strategy="full_shard", sizes=None):
     """What is said at once, and by the next call of a script that goes on."""
     rank = torch.distributed.get_rank()
-    run = Run(2, rank)
-    model = run.shard(run.model(), transport=transport, strategy=strategy)
+    run = Run(torch.distributed.get_world_size(), rank)
+    model = run.shard(run.model(), transport=transport, strategy=strategy, **(sizes or {}))
     optimizer = optim.SGD(model.parameters(), lr=0.1)
     does = next(odd for odd in ELSEWHERE if odd.__name__ == name)
 
@@ -175,9 +175,13 @@ def test_a_rank_that_is_elsewhere_is_a_typed_error_on_all(ranks, odd, transport)
             assert transport == "shared" or "expected every rank to come here; rank" in text, text
 
 
-def test_ranks_that_keep_whole_weights_or_gather_once_are_told_too(ranks):
+def test_ranks_that_keep_whole_weights_gather_once_or_have_replicas_are_told_too(ranks):
     for strategy in ("shard_grad_op", "no_shard"):
         for texts in ranks(2)(one_rank_differs, "skips_backward", "direct", strategy):
+            assert texts[0].startswith("EngineError: "), texts
+    for transport in ("direct", "c10d"):
+        settings = (transport, "hybrid_shard", {"replicate": 2, "shard": 2})
+        for texts in ranks(4)(one_rank_differs, "raises_in_backward", *settings):
             assert texts[0].startswith("EngineError: "), texts
 
 
@@ -196,10 +200,10 @@ def test_ranks_that_ask_for_other_parameters_get_none(transport):
 # ---- what no message shows: counted, and compared in the next backward ---------------------------
 
 
-def leaves_out(what, transport):
+def leaves_out(what, transport, settings=None):
     rank = torch.distributed.get_rank()
-    run = Run(2, rank)
-    model = run.shard(run.model(), transport=transport)
+    run = Run(torch.distributed.get_world_size(), rank)
+    model = run.shard(run.model(), transport=transport, **(settings or {}))
     optimizer = optim.SGD(model.parameters(), lr=0.1)
     whole = fs.full_state_dict(model, rank0_only=False)
 
@@ -210,8 +214,12 @@ def leaves_out(what, transport):
                 model.load_state_dict(whole)
             if skips == "freeze":
                 model.blocks[0].norm.weight.requires_grad_(False)
+            if skips == "write":
+                torch.no_grad()(model.blocks[0].norm.weight.mul_)(2)
             run.loss(model, step).backward()
-            if skips != "clipping":
+            if skips == "assign":
+                model.blocks[0].down.weight.grad = model.blocks[0].down.weight.grad * 3
+            if what != "assign" and skips != "clipping":
                 fs.clip_grad_norm_(model, 1e-3)
             if skips == "torch":
                 nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
@@ -229,12 +237,19 @@ def leaves_out(what, transport):
         ("zero_grad", "gradients that were there before a backward"),
         ("load", "tensors in load_state_dict"),
         ("freeze", "changes of requires_grad"),
+        ("write", "writes into parameters"),
     ],
 )
 def test_a_rank_that_leaves_out_what_needs_no_message_is_named(ranks, what, number, transport):
     for text in ranks(2)(leaves_out, what, transport):
         assert text.startswith(f"EngineError: backward: expected as many {number} on every rank")
         assert "rank 1 has made" in text
+
+
+def test_replicas_with_other_gradients_are_found_in_the_next_backward(ranks):
+    for size, settings in ((2, {"strategy": "no_shard"}), (4, REPLICAS)):
+        for text in ranks(size)(leaves_out, "assign", "direct", settings):
+            assert text.startswith("EngineError: backward: expected the same weights on all rep")
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

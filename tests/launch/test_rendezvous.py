@@ -157,6 +157,21 @@ def test_an_address_that_nobody_answers_is_named_within_the_timeout(monkeypatch)
         assert time.monotonic() - began < 30
 
 
+def test_rank_0_that_nobody_joins_names_the_variables(monkeypatch):
+    """Such as a shell with RANK of an older launch: torch's error had a traceback."""
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    for name, value in {
+        **place,
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "TORCHELASTIC_RUN_ID": "x",
+    }.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(rendezvous, "TIMEOUT_MARGIN_S", 0.0)
+    with pytest.raises(HangError, match=r"expected 2 ranks, got .* 1/2 clients joined\. Start all"):
+        rendezvous.init_process_group(1.0)
+
+
 @pytest.mark.parametrize(("rank", "error"), [("0", ConfigError), ("1", HangError)])
 def test_a_name_that_no_host_can_have_is_named(rank, error, monkeypatch):
     place = {"MASTER_ADDR": "a..b", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "x"}

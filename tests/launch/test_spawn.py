@@ -1,5 +1,6 @@
 """Local ranks: they meet, their output goes where it should, and a failure ends them all."""
 
+import errno
 import fcntl
 import os
 import signal
@@ -12,6 +13,7 @@ import pytest
 from fullshard.config.host_memory import Limit
 from fullshard.errors import ConfigError
 from fullshard.launch import supervise
+from fullshard.launch.rendezvous import LaunchStore
 from fullshard.launch.spawn import LocalLaunch, fork_server, launch_local_ranks
 from support import forked
 from support.launcher import run_local_ranks
@@ -153,6 +155,17 @@ def test_a_rank_killed_because_memory_ran_out_is_exit_code_4(run, tmp_path, monk
         "because memory ran out: the processes need more than the container's memory limit of "
         "900.0 MiB (/sys/fs/cgroup/job/memory.max). Lower what a rank needs"
     ) in err
+
+
+def test_a_store_that_cannot_be_served_ends_the_launch(run, tmp_path, monkeypatch):
+    """The ranks waited for it until launch.timeout: no descriptor was left (`ulimit -n 16`)."""
+
+    def serve(_store):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(LaunchStore, "serve", serve)
+    with pytest.raises(OSError, match="Too many open files"):
+        run("meet", tmp_path, timeout_s=20.0)
 
 
 def test_a_full_temporary_folder_does_not_hide_the_cause(run, monkeypatch, capfd):

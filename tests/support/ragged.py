@@ -10,7 +10,7 @@ from torch import nn
 import fullshard as fs
 from fullshard.config.values import LrSchedule
 from fullshard.engine.engine import engine_of
-from fullshard.recipes.base import IGNORED, Batch, RankTeam, Seat, causal_lm_loss
+from fullshard.recipes.base import IGNORED, Batch, RankTeam, Seat, causal_lm_loss, num_predicted
 from fullshard.run.loop import Loop, LoopSettings
 from fullshard.run.on_torch import TorchTrainee
 from fullshard.run.optim import LossScaler
@@ -75,6 +75,8 @@ class RaggedRecipe:
         if self._rank != 0:
             mine[:] = IGNORED
         return [{"input_ids": ids[4:6], "labels": mine}]
+
+    count = staticmethod(num_predicted)
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, int]:
         total, count = causal_lm_loss(model(batch["input_ids"]), batch["labels"])

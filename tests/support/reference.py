@@ -37,13 +37,15 @@ class Step:
 
 
 def make_optimizer(kind: str, params: object) -> torch.optim.Optimizer:
-    """SGD or AdamW with settings under which every gradient matters.
+    """SGD, AdamW or Adafactor with settings under which every gradient matters.
 
     AdamW's eps is large: an update is gradient over root of its square, so that with the usual
     1e-8 rounding noise in gradients that should be zero (a bias before a norm) moves weights.
     """
     if kind == "sgd":
         return torch.optim.SGD(params, lr=0.2, momentum=0.9, weight_decay=0.01)
+    if kind == "adafactor":
+        return torch.optim.Adafactor(params, lr=1e-2, weight_decay=0.1)
     return torch.optim.AdamW(params, lr=1e-2, eps=1e-4, weight_decay=0.1)
 
 
@@ -61,7 +63,7 @@ def train_alone(
         build: Makes the model.
         work: Forward and backward of one rank's batch in one step.
         world_size: Ranks to play.
-        kind: "sgd" or "adamw".
+        kind: "sgd", "adamw" or "adafactor".
         num_steps: Updates.
     """
     model = build()

@@ -97,11 +97,11 @@ def on_devices(folder, recompute):
         else:
             state = fj.load(plan, folder, tx, variables())
         state, metrics = step(state, batch, rng=jax.random.key(7))
-        fj.save(folder, state, step=step_number + 1, epoch=3, note="kept")
+        fj.save(folder, state, step=10 * (step_number + 1), epoch=3, note="kept")
         found.append([np.asarray(metrics[name]) for name in ("loss", "sizes")])
         found[-1].append(np.asarray(metrics["sums"]["right"]))
     assert float(params["head"][0]) == float(odd["odd"][0]) == 1.0  # the caller's are still there
-    assert fj.load_values(folder) == {"epoch": 3, "note": "kept", "step": NUM_STEPS}
+    assert fj.load_values(folder) == {"epoch": 3, "note": "kept", "step": 10 * NUM_STEPS}
     copies = {str(shard.data) for shard in state.variables["seen"].addressable_shards}
     last = {**read(state.variables), "copies": len(copies)}
     return found, last, fj.full_params(state)["head"]
@@ -330,13 +330,14 @@ def mistakes():
     import jax.numpy as jnp
     import numpy as np
     import optax
+    import torch
 
     import fullshard.jax as fj
 
     mesh = fj.make_mesh(1, 8)
     tree = {"layers": {"w": jnp.ones((4, 8, 8))}, "head": jnp.ones((8, 8))}
     plan = fj.plan(tree, None, mesh)
-    batch = {"x": np.ones((16, 8))}
+    batch = {"x": torch.ones(16, 8)}  # of a DataLoader
 
     def told(tx):
         def loss(params, batch):
@@ -345,11 +346,13 @@ def mistakes():
         return fj.train_step(plan, loss, tx)(fj.shard(plan, tree, tx), batch, learning_rate=0.0)
 
     injected = optax.inject_hyperparams(optax.sgd)
+    cast = optax.inject_hyperparams(optax.sgd, hyperparam_dtype=jnp.float32)
     others = {"layers": {"v": tree["layers"]["w"]}, "head": tree["head"]}
     said = said_by(
         (
             lambda: told(optax.adam(1e-3)),
             lambda: told(injected(optax.constant_schedule(1e-3))),
+            lambda: told(cast(optax.constant_schedule(1e-3))),
             lambda: fj.shard(plan, others),
             lambda: fj.plan(tree, None, mesh, blocks=["lay*"]),
             lambda: fj.plan({"a.b": tree["head"], "a": {"b": tree["head"]}}, None, mesh),
@@ -366,8 +369,7 @@ def mistakes():
 def test_mistakes_of_trees_batches_and_optimizers_are_named(devices):
     said, unmoved = devices(mistakes)
     wanted = [
-        "^learning_rate: expected a number that the optimizer reads",
-        "^learning_rate: expected a number that the optimizer reads",
+        *["^learning_rate: expected a number that the optimizer reads"] * 3,
         "which has layers.w where this one has layers.v",
         "^blocks: expected paths of subtrees; got 'lay\\*'",
         "^a.b: expected names that differ",

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fullshard.bench.page import Neighbours, Page, Say, available_bytes, paired_ratio, slowest
+from fullshard.bench.page import Neighbours, Page, Say, paired_ratio, slowest
 from fullshard.bench.ranks import run_ranks
+from fullshard.config.host_memory import available_bytes
 from fullshard.config.schema import ShardConfig
 from fullshard.config.supported import check_supported
 from fullshard.config.values import DType

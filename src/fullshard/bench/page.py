@@ -125,11 +125,6 @@ class Page:
 # ---- other processes -----------------------------------------------------------------------------
 
 
-def available_bytes() -> int:
-    """Returns the memory that can be used without swapping."""
-    return psutil.virtual_memory().available
-
-
 @dataclass(frozen=True)
 class CpuClock:
     """Processor seconds of the whole machine at one moment."""

@@ -27,7 +27,6 @@ from fullshard.bench.page import (
     Neighbours,
     Page,
     Say,
-    available_bytes,
     busy_sentence,
     is_loaded,
     largest_difference,
@@ -35,6 +34,7 @@ from fullshard.bench.page import (
     removed_share,
 )
 from fullshard.bench.ranks import run_ranks
+from fullshard.config.host_memory import available_bytes
 from fullshard.launch.machine import describe_versions
 
 MEASURE = "fullshard.bench.step_rank:measure"

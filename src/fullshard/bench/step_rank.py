@@ -105,7 +105,7 @@ def measure_time(job: StepJob) -> dict[str, object]:
     times: dict[str, list[float]] = {engine: [] for engine in job.engines}
     cpu_times: dict[str, list[float]] = {engine: [] for engine in job.engines}
     for i in range(job.num_rounds):
-        # The order turns with every round: what an engine leaves in the caches meets each other.
+        # The order turns with every round, so that no engine always follows the same other one.
         turn = i % len(job.engines)
         for engine in job.engines[turn:] + job.engines[:turn]:
             step_s, step_cpu_s = timed(feeders[engine].step)
@@ -121,7 +121,7 @@ def measure_time(job: StepJob) -> dict[str, object]:
 
 
 def warm_up_process(job: StepJob, engine: str) -> None:
-    """Runs the engine on a tiny model first: its imports and the group's buffers are no model."""
+    """Runs the engine on a tiny model first, so that the memory of imports does not count."""
     case = job.case
     like = replace(CASES["tiny"], num_ranks=case.num_ranks, kind=case.kind, compute=case.compute)
     tiny = replace(job, case=like)

@@ -1,8 +1,8 @@
 """`fullshard`: the table of commands, and the only place where a command becomes an exit code.
 
 A command is a module `fullshard.cli.<name>` with an `app: typer.Typer`; its function returns an
-Outcome (see outcome.py). Modules of commands import typer and standard library at their top, and
-everything else inside the function: `fullshard --help` loads all of them and must stay fast. The
+Outcome (see outcome.py). recipe.py makes the commands of all recipes. Modules of commands import
+what is slow (torch, pydantic) inside the function: `fullshard --help` loads all of them. The
 function's docstring is the command's help; its `Args:` are the help of the options.
 """
 

@@ -127,7 +127,7 @@ def split_config(words: Sequence[str], config: Path | None) -> tuple[Path | None
 
 
 def check_flags(words: Sequence[str], flags: Sequence[str]) -> None:
-    """Refuse `--dryrun`: it is no key, and close to one of the command's flags.
+    """Refuse a word such as `--dryrun`, which is no key but close to a flag.
 
     Raises:
         ConfigError: with the flag that was meant.

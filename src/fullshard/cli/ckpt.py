@@ -162,8 +162,11 @@ def diff(
     from fullshard.errors import VerifyError
     from fullshard.formats.compare import Verdict, compare
     from fullshard.formats.detect import open_source
+    from fullshard.formats.hugging_face import with_model_names
 
     with open_source(a) as one, open_source(b) as other:
+        if one.tensors.keys() != other.tensors.keys():  # a checkpoint, and the files of its model
+            one, other = with_model_names(one), with_model_names(other)
         with _progress("compare", len(one.tensors)) as advance:
             rows = compare(one, other, lambda _row: advance(1))
     differ = [row for row in rows if row.verdict is not Verdict.SAME]
@@ -249,6 +252,7 @@ def import_(
         dry_run: see `DryRunFlag`.
     """
     from fullshard.formats.export import opened
+    from fullshard.formats.hugging_face import with_model_names
     from fullshard.formats.ours import write_checkpoint
 
     with opened(source, config) as found:
@@ -268,7 +272,7 @@ def import_(
             show(f"left out: {note}")
         if not dry_run:
             with _progress("import", found.num_bytes) as advance:
-                write_checkpoint(found, folder, advance)
+                write_checkpoint(with_model_names(found), folder, advance)
             show(f"written: {folder}")
     return Outcome(facts)
 

@@ -222,7 +222,7 @@ def _say(text: str) -> None:
 
 
 def check_out(out: Path | None, *, is_folder: bool = False) -> None:
-    """Refuse a file, or a folder of files, that cannot be written, before any work."""
+    """Raise an error before any work if `--out` cannot be written."""
     if out is None:
         return
     try:

@@ -95,15 +95,19 @@ def plan(  # noqa: PLR0913  (one parameter an option)
         world = _topology(resolved.config, hardware, nodes)
         _say_planning(world)
         from fullshard.cli import plan_report as report  # imports torch
-        from fullshard.run.outlook import machine_of, this_machine
+        from fullshard.models.build import check_weights, with_fitting_length
+        from fullshard.planner.optimizers import of_bytes
+        from fullshard.run.outlook import machine_of, model_of, this_machine, view_of
 
-        fitted = report.fitted_config(resolved)
+        fitted = with_fitting_length(resolved).config
+        check_weights(fitted)
         is_here = hardware is None and nodes is None
         machine = this_machine(world.ranks_per_host) if is_here else machine_of(hardware, own)
         if for_xla:
             return report.plan_on_xla(fitted, world, machine, exact=exact, topology=topology)
         machine = report.calibrated(machine, hardware, world, calibration)
-        view = report.view(fitted, world, machine, optimizer_bytes)
+        optimizer = None if optimizer_bytes is None else of_bytes(optimizer_bytes)
+        view = view_of(fitted, model_of(fitted), world, machine, optimizer)
     except ConfigError as error:
         raise resolved.located(error) from error
     return report.show(fitted, view, hardware, out)

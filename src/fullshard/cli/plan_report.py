@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from fullshard.cli.outcome import Outcome, print_table
 from fullshard.config.environment import cache_folder
-from fullshard.config.load import Resolved
 from fullshard.config.schema import RunConfig
 from fullshard.errors import ConfigError
 from fullshard.launch.exit_codes import ExitCode
 from fullshard.launch.machine import describe_machine
-from fullshard.models.build import check_weights, model_config_of, with_fitting_length
+from fullshard.models.build import model_config_of
 from fullshard.models.config import quiet_libraries
 from fullshard.outlook.calibration import FILE_NAME, read_calibration
 from fullshard.outlook.devices import Gpus
@@ -25,20 +24,12 @@ from fullshard.outlook.memory import Fit, checkpoint_bytes, judge_fit
 from fullshard.outlook.predict import Machine, Outlook
 from fullshard.outlook.search import Study, choice_of, compare
 from fullshard.planner.mesh import Topology
-from fullshard.planner.optimizers import of_bytes
 from fullshard.planner.text import human_bytes
-from fullshard.run.outlook import Lack, View, leaves_something, model_of, view_of
+from fullshard.run.outlook import Lack, View, leaves_something
 
 if TYPE_CHECKING:
     from fullshard.run.xla_outlook import XlaOutlook
     from fullshard.xla.aot import Compiled
-
-
-def fitted_config(resolved: Resolved) -> RunConfig:
-    """The configuration with the sequence length of a run, after a check of the weights."""
-    config = with_fitting_length(resolved).config
-    check_weights(config)
-    return config
 
 
 def calibrated(
@@ -76,21 +67,6 @@ def calibrated(
             f"forecast. Run fullshard bench calibrate --ranks {world.world_size}."
         )
     return dataclasses.replace(machine, calibration=found)
-
-
-def view(
-    config: RunConfig, world: Topology, machine: Machine, optimizer_bytes: float | None
-) -> View:
-    """The plan of a run and its forecast.
-
-    Args:
-        config: The run's configuration.
-        world: The run's ranks.
-        machine: The machine of a rank.
-        optimizer_bytes: Bytes per parameter of the user's own optimizer.
-    """
-    optimizer = None if optimizer_bytes is None else of_bytes(optimizer_bytes)
-    return view_of(config, model_of(config), world, machine, optimizer)
 
 
 def show(config: RunConfig, view: View, hardware: Gpus | None, out: Path | None) -> Outcome:

@@ -38,10 +38,10 @@ from fullshard.compat.wrapping import (
 )
 from fullshard.engine._torch_compat import no_guard
 from fullshard.engine.engine import Engine
+from fullshard.engine.full_state import whole_params
 from fullshard.engine.homes import default_device
 from fullshard.engine.model_spec import places_of
 from fullshard.engine.parameter import Guarded, ShardedParameter
-from fullshard.engine.state import whole_params
 from fullshard.planner.layout import clean_name
 from fullshard.planner.mesh import Mesh
 

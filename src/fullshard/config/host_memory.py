@@ -57,7 +57,7 @@ def available_bytes() -> int:
 
 
 def _limits() -> Iterator[tuple[Limit, int]]:
-    """Every limit, and the use that the kernel cannot take back; none without cgroups."""
+    """Every limit, and the bytes in use that the kernel cannot reclaim; none without cgroups."""
     for folder, (limits, use, _) in _groups():
         for file in (folder / name for name in limits):
             with suppress(OSError, ValueError):  # "max": no limit

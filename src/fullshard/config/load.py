@@ -453,9 +453,13 @@ def _near(problem: Problem) -> Problem:
 
 def _judge(note: Note, index: Index) -> Note:
     """Updates the notes of keys that another key has replaced."""
-    if note.status is not Status.TRANSLATED or not note.targets:
+    deciding = [
+        index.origin_of(target, is_default=False, sources=derived_from(target))
+        for target in note.targets
+    ]
+    is_translated = note.status is Status.TRANSLATED
+    if not (deciding if is_translated else any(o.place for o in deciding)):
         return note
-    deciding = [index.origin_of(target, is_default=True) for target in note.targets]
     if any((o.place, o.written) == (note.place, note.key) for o in deciding):
         return note
     decides = next((f"{o.written} ({o.place})" for o in deciding if o.place), "another key")

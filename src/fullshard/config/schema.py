@@ -114,7 +114,7 @@ class DataConfig(Section):
     """true: tokenize text while training, a few parts ahead, instead of before it."""
 
     shuffle_buffer: Count = 4096
-    """Sequences that are shuffled together with data.streaming."""
+    """Sequences that are shuffled together with data.streaming, up to one pass over the data."""
 
     bigram_baseline: Flag | None = None
     """true: fit a bigram model to compare the loss with (about 50 bytes of memory per token). None:
@@ -262,9 +262,9 @@ class LaunchConfig(Section):
     """Host of rank 0, if there are several machines."""
 
     main_process_port: Annotated[int, Number(at_least=1, below=65536)] | None = None
-    """Port of the rendezvous on the host of rank 0."""
+    """Port of the rendezvous on the host of rank 0, if there are several machines."""
 
-    timeout: Positive = 600.0
+    timeout: Annotated[float, Number(at_least=1)] = 600.0
     """Seconds after which a waiting rank counts as stuck (alias ddp_timeout)."""
 
     @model_validator(mode="after")

@@ -131,17 +131,13 @@ def _beside_axes(config: RunConfig) -> Iterator[Problem]:
         got = f"{sharding.context} beside distill or teacher is not yet supported"
         yield Problem("sharding.context", "", got, "Leave it out")
     axes = [name for name in ("tensor", "expert") if getattr(sharding, name) > 1]
-    refused = {
-        "lora": config.lora is not None,
-        "training.optim": config.training.optim in BY_OWNER,
-        "sharding.transport": sharding.transport is Transport.SHARED,
-    }
-    instead = {"training.optim": "adamw_torch", "sharding.transport": "auto"}
-    values = {"training.optim": f"{config.training.optim} ", "sharding.transport": "shared "}
-    for key in (key for key, is_set in refused.items() if is_set and axes):
-        beside = f"beside sharding.{axes[0]}: {getattr(sharding, axes[0])} is not yet supported"
-        other = f", or use {instead[key]}" if key in instead else ""
-        yield Problem(key, "", values.get(key, "") + beside, f"Leave one of the two out{other}")
+    for axis in axes[:1]:
+        beside = f"beside sharding.{axis}: {getattr(sharding, axis)} is not yet supported"
+        if config.lora is not None:
+            yield Problem("lora", "", beside, "Leave one of the two out")
+        if sharding.transport is Transport.SHARED:
+            advice = "Leave one of the two out, or use auto"
+            yield Problem("sharding.transport", "", f"shared {beside}", advice)
 
 
 def _of_machine(config: RunConfig, launch: LaunchEnvironment | None) -> Iterator[Problem]:
@@ -174,6 +170,11 @@ def findings(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield (
             "launch.num_processes",
             "one rank has nothing to share its state with; use no_shard, or more processes",
+        )
+    if config.launch.num_machines == 1 and config.launch.main_process_port is not None:
+        yield (
+            "launch.main_process_port",
+            "the ranks of one machine meet at a free port, so it has no effect; leave it out",
         )
     yield from _of_training(config.training)
 

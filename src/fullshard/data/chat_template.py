@@ -11,6 +11,7 @@ answer.
 from __future__ import annotations
 
 import re
+import resource
 import signal
 import threading
 from collections.abc import Iterator, Sequence
@@ -42,6 +43,7 @@ Answer:{% generation %} {{ message['content'] }}{{ eos_token }}{% endgeneration 
 {% endfor %}\
 {% if add_generation_prompt %}Answer:{% endif %}"""
 TEMPLATE_LIMIT_S = 10.0  # per conversation; ordinary ones take milliseconds
+TEMPLATE_LIMIT_BYTES = 1 << 30
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -157,6 +159,7 @@ def _encode_pair(pair: Pair, tokenizer: PreTrainedTokenizerBase, learned: Learne
 
 
 def _encode_marked(example: Turns, tokenizer: PreTrainedTokenizerBase) -> Encoded:
+    _render(tokenizer, example)  # within the limit of memory
     marks = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
     found = _applied(tokenizer, example, example.messages, marks)
     return Encoded(list(found["input_ids"]), [bool(one) for one in found["assistant_masks"]])
@@ -230,10 +233,10 @@ def _applied(
     """What the chat template makes of messages of a conversation.
 
     Raises:
-        DataError: The template refuses the conversation, or takes too long.
+        DataError: The template refuses the conversation, or takes too much time or memory.
     """
     try:
-        with _time_limit():
+        with _limits(memory=not settings["tokenize"]):
             chat = cast("Any", list(messages))
             return tokenizer.apply_chat_template(chat, tools=example.tools, **settings)
     except Exception as error:  # templates raise what they like
@@ -245,11 +248,15 @@ def _applied(
 
 
 @contextmanager
-def _time_limit() -> Iterator[None]:
-    """Interrupts a template that runs too long; works only in the main thread.
+def _limits(*, memory: bool) -> Iterator[None]:
+    """Stops a template that takes too much time or memory; works only in the main thread.
+
+    Args:
+        memory: Whether to limit memory: a tokenizer would abort the process at the limit.
 
     Raises:
         TimeoutError: Inside the block, after TEMPLATE_LIMIT_S.
+        MemoryError: The process would grow by more than TEMPLATE_LIMIT_BYTES.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -258,11 +265,19 @@ def _time_limit() -> Iterator[None]:
     def on_alarm(_number: int, _frame: object) -> None:
         raise TimeoutError(f"it did not end within {TEMPLATE_LIMIT_S:.0f} s")
 
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     handler = signal.signal(signal.SIGALRM, on_alarm)
     timer = signal.setitimer(signal.ITIMER_REAL, TEMPLATE_LIMIT_S)
     try:
+        if memory and soft == resource.RLIM_INFINITY:  # a limit of the user stays
+            pages = int(Path("/proc/self/statm").read_text().split()[0])
+            most = pages * resource.getpagesize() + TEMPLATE_LIMIT_BYTES
+            resource.setrlimit(resource.RLIMIT_AS, (most, hard))
         yield
+    except MemoryError:
+        raise MemoryError(f"it needs more than {TEMPLATE_LIMIT_BYTES >> 20} MiB") from None
     finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
         signal.setitimer(signal.ITIMER_REAL, *timer)
         signal.signal(signal.SIGALRM, handler)
 

@@ -357,8 +357,15 @@ def next_line(file: Path, place: int) -> int:
 
 @contextmanager
 def _mapped(file: Path) -> Iterator[mmap.mmap]:
-    with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        yield data
+    with file.open("rb") as opened:
+        try:
+            data = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+        except OSError as error:  # of /sys
+            raise DataError(
+                f"data.path: expected a file on a disk, got '{file}' ({error.strerror}). Copy it."
+            ) from error
+        with data:
+            yield data
 
 
 def _read_jsonl(span: Span) -> Iterator[Record]:

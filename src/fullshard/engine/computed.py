@@ -1,8 +1,31 @@
-"""The full parameters that a forward sees, and what becomes of one that somebody keeps."""
+"""The full parameters that a forward sees, and what becomes of those that somebody keeps.
+
+[Note: versions]
+Autograd records the version of every tensor that it saves for backward, and raises an error if the
+version has changed when it reads the tensor. Slots and shards are written without autograd's
+knowledge. The engine therefore sets the version counters of compute parameters itself, so that
+every stale read is an error:
+
+    slot may contain another unit    a different value, until the unit is gathered again
+    shard was written                incremented: an older graph would read overwritten weights,
+                                     like a second backward after optimizer.step() in one process
+
+[Note: kept views]
+A forward may leave views of its weights in a list (`seen.append(module.weight.t())`). They read
+another unit's weights as soon as the slot is refilled. While it may be, their class is one that
+raises an error, like that of the unit's compute parameters. The garbage collector's list has all
+tensors that Python objects keep, and the address tells whose memory one has. Without a graph, the
+number of tensors that share the slot's memory tells whether there is anything to find. Graphs share
+it, too; in forwards that make one, the first few look at young objects.
+"""
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import nn
@@ -12,11 +35,12 @@ from fullshard.engine._torch_compat import (
     graph_task_id,
     is_compiling,
     no_guard,
+    set_versions,
+    storage_use_count,
     tree_leaves,
 )
 from fullshard.engine.guard import Rule, rule_of
 from fullshard.errors import ShardedTensorError
-from fullshard.planner.layout import clean_name
 
 
 class Computed(nn.Parameter):
@@ -62,29 +86,131 @@ def _nobody() -> None:
     """What a weak reference to a deleted object returns."""
 
 
-class Released(Computed):
-    """A compute parameter while its slot may contain another unit. It has no values to read.
+class Released:
+    """Weights of a unit, and views of them, while its slot may contain another unit.
 
-    Only a parameter that somebody kept is seen then: in a list that a hook fills, or in a cache.
+    They have no values to read. Only those that somebody kept are seen then: in a list that a hook
+    fills, or in a cache.
     """
 
     __slots__ = ()
 
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+
+def released(kind: type, unit: Any) -> type:
+    """The class that a unit's tensors of a class have while its slot may contain another unit."""
+    weak = ref(unit)
+
+    def refuse(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG001
         rule, name = rule_of(func)
         if rule not in (Rule.PLAIN, Rule.ASSIGN) and name not in ("__repr__", "data_ptr"):
-            kept = next(x for x in tree_leaves((args, kwargs)) if isinstance(x, cls)).member()
-            if kept is None:
-                raise ShardedTensorError(
-                    f"{name} of a weight kept from a forward: its model was deleted. Keep a copy "
-                    "(weight.clone())."
-                )
+            kept = next(x for x in tree_leaves((args, kwargs)) if isinstance(x, Released))
+            unit = weak()
+            of = "a weight" if unit is None else repr(unit.name_at(kept))
+            inside = "its unit; the model was deleted" if unit is None else unit.plan.title
             raise ShardedTensorError(
-                f"{name} of {clean_name(kept.piece.name)!r}, kept from its unit's forward: "
-                f"expected a use inside {kept.group.unit.plan.title}, whose slot is reused "
-                "after it. Keep a copy (weight.clone()), compute penalties in the hook that "
-                "sees the weight, or read the model's own parameter (p.full_tensor())."
+                f"{name} of {of}, kept from its unit's forward: expected a use inside {inside}, "
+                "whose slot is reused after it. Keep a copy (weight.clone()), compute penalties in "
+                "the hook that sees the weight, or read the model's own parameter "
+                "(p.full_tensor())."
             )
         with no_guard():
             return func(*args, **(kwargs or {}))
+
+    body = {"__slots__": (), "__torch_function__": classmethod(refuse)}
+    return type(kind)("Released", (Released, kind), body)
+
+
+def num_holders(memory: Iterable[int]) -> int:
+    """How many tensors share storages, with those that graphs saved."""
+    return sum(map(storage_use_count, memory))
+
+
+def kept_tensors(generations: Sequence[int]) -> Iterator[torch.Tensor]:
+    """Plain tensors that Python objects keep, by generation of the garbage collector."""
+    found = chain.from_iterable(map(gc.get_objects, generations))
+    return (each for each in found if type(each) in (torch.Tensor, nn.Parameter))
+
+
+# ---- version counters
+
+Pair = tuple[nn.Parameter, torch.Tensor]  # a shard, and what forward sees of it
+AWAY = 1 << 20  # added to the version of weights whose slot holds another unit
+
+
+class Versions:
+    """Versions of one unit's compute parameters.
+
+    Args:
+        slots: Shards and compute parameters that are views of slots.
+        own: Shards and compute parameters that are views of the shards.
+        may_write_own: Whether a forward may write into the latter.
+    """
+
+    def __init__(
+        self, slots: Sequence[Pair] = (), own: Sequence[Pair] = (), *, may_write_own: bool = False
+    ) -> None:
+        with no_guard():
+            shards = [shard for shard, _ in (*slots, *own)]
+            self._shards = shards if all(map(_counts, shards)) else []
+            self._written = [shard._version for shard in self._shards]
+        self._slots = tuple(compute for _, compute in slots)
+        self._own = tuple(compute for _, compute in own)
+        self._views: dict[ref[torch.Tensor], tuple[type, type]] = {}  # of slots, with their classes
+        self._checked = self._slots if may_write_own else (*self._slots, *self._own)
+        self._is_open = True
+        self._expect([tensor._version for tensor in (*self._slots, *self._own)])
+
+    def mark(self, *, is_open: bool) -> None:
+        """Let autograd read saved views of slots, or refuse: they may contain other units."""
+        if self._is_open is not is_open:
+            self._is_open = is_open
+            set_versions(self._slots, self._marks[is_open])
+            for weak, kinds in self._views.items():
+                tensor = weak()
+                if tensor is not None:
+                    tensor.__class__ = kinds[is_open]
+
+    def add(self, views: Sequence[torch.Tensor], unit: Any) -> None:
+        """Refuse reads of these views of the unit's slots, too. See [Note: kept views]."""
+        self._views = {weak: kinds for weak, kinds in self._views.items() if weak() is not None}
+        closed = {kind: released(kind, unit) for kind in set(map(type, views))}
+        self._views |= {ref(view): (closed[type(view)], type(view)) for view in views}
+
+    def see_writes(self) -> None:
+        """Refuse graphs from before the last writes into shards. Outside of the guard."""
+        written = [shard._version for shard in self._shards]
+        if written != self._written:
+            wrote = [new != old for new, old in zip(written, self._written, strict=True)]
+            self._written = written
+            self._expect([at + is_new for at, is_new in zip(self._expected, wrote, strict=True)])
+            self._restore()
+
+    def unexpected(self) -> set[int]:
+        """Ids of the compute parameters that a forward wrote into, each reported once."""
+        found = {
+            id(tensor)
+            for tensor, at in zip(self._checked, self._expected, strict=False)
+            if tensor._version != at
+        }
+        if found:
+            self._restore()
+        return found
+
+    def _expect(self, versions: list[int]) -> None:
+        """The versions of all tensors while autograd may read them."""
+        at = len(self._slots)
+        self._expected = versions
+        self._at_own = tuple(versions[at:])
+        self._marks = {True: tuple(versions[:at]), False: tuple(v + AWAY for v in versions[:at])}
+
+    def _restore(self) -> None:
+        set_versions(self._slots, self._marks[self._is_open])
+        set_versions(self._own, self._at_own)
+
+
+def _counts(shard: nn.Parameter) -> bool:
+    """Whether it has a version: what was made in inference_mode has none, and takes no gradient."""
+    try:
+        return shard._version >= 0
+    except RuntimeError:  # is_inference() does not tell once `.data` was set
+        return False

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from functools import reduce
 from operator import getitem
 from typing import Any
@@ -15,17 +15,82 @@ from typing import Any
 import torch
 from torch import nn
 
+from fullshard.config.values import DType, parse
 from fullshard.engine.engine import Engine, engine_of
 from fullshard.engine.optimizers import WATCHED, cut_state, states_made
 from fullshard.engine.owned import OwnedOptimizer
-from fullshard.engine.parameter import ShardedParameter
+from fullshard.engine.parameter import Guarded, ShardedParameter
 from fullshard.engine.state import param_names, tied_names
 from fullshard.errors import CheckpointError, EngineError, untrusted
+from fullshard.transport.base import torch_dtype
 from fullshard.transport.groups import copy_from_first
 
 SMALL = tuple(range(2, 10))  # shape of a tensor on which an optimizer is tried
 WHOLE = "Give model.state_dict() and optimizer.state_dict() of one process."
 States = dict[str, Any]
+
+
+def full_state_dict(
+    model: nn.Module, *, dtype: Any = None, rank0_only: bool = True
+) -> dict[str, torch.Tensor]:
+    """Returns the unsharded `state_dict()` with whole tensors on the CPU. A collective.
+
+    Units are gathered one after another. No rank holds more than one unit and the result, which
+    with `rank0_only` exists only on rank 0.
+
+    Args:
+        model: Sharded.
+        dtype: Dtype of floating point tensors, or its name; None keeps the master dtype.
+        rank0_only: Other ranks get {}.
+
+    Raises:
+        ConfigError: The dtype is not floating point.
+    """
+    engine = engine_of(model)
+    if dtype is not None and not getattr(dtype, "is_floating_point", False):
+        dtype = torch_dtype(parse(DType, dtype, "fs.full_state_dict: dtype"))
+    if engine.unsharded:
+        raise EngineError(
+            "fs.full_state_dict inside fs.unsharded: expected shards; the parameters are whole "
+            "here. Call model.state_dict()."
+        )
+    engine.check_params()
+    keep = not rank0_only or engine.rank == 0
+    whole = {name: _to_cpu(tensor, dtype) for name, tensor in whole_params(engine) if keep}
+    if not keep:
+        return {}
+    result = {}
+    for name, value in model.state_dict().items():
+        is_shard = isinstance(value, Guarded)
+        result[name] = whole[value.record.piece.name] if is_shard else _to_cpu(value, dtype)
+    return result
+
+
+def whole_params(
+    engine: Engine, wanted: Container[str] | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields each parameter's first name and whole value, a view that must be copied at once.
+
+    A collective: every rank must consume all. One flat buffer is gathered at a time.
+
+    Args:
+        engine: Engine of the model.
+        wanted: First names; None: all.
+    """
+    for group in engine.groups:
+        members = [m for m in group.members if wanted is None or m.piece.name in wanted]
+        full = group.gather_master() if members else None
+        for member in members:
+            assert full is not None
+            local = member.view(full)
+            yield member.piece.name, local if member.cut is None else member.cut.whole_of(local)
+
+
+def _to_cpu(tensor: Any, dtype: torch.dtype | None) -> Any:
+    if not isinstance(tensor, torch.Tensor):  # a module's get_extra_state
+        return tensor
+    wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+    return tensor.detach().to("cpu", wanted, copy=True)
 
 
 def full_optimizer_state_dict(

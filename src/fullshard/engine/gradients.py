@@ -47,8 +47,9 @@ from fullshard.engine._torch_compat import (
     no_guard,
     storage_use_count,
 )
-from fullshard.engine.norms import Count, GradientNorms, from_host
+from fullshard.engine.norms import Count, GradientNorms, from_host, is_at_hand
 from fullshard.engine.parameter import PendingGradient, ShardedGradient
+from fullshard.engine.replicas import sample
 from fullshard.engine.unit import Collects, GradientShard, Group, Member, Unit, alive, is_reached
 from fullshard.errors import EngineError, UnsupportedModelError
 from fullshard.planner.events import Sync
@@ -96,7 +97,7 @@ class Gradients:
         self._slots: set[Any] = set()  # gradient slots in use
         self._shown: Shown | None = None
         self._has_added = False  # adds to earlier gradients, in a running backward
-        self._is_stale = False  # there are gradients that it does not know
+        self._is_stale = False  # gradients were made since
         self._theirs: list[tuple[Member, Any]] = []  # the user's tensors in `p.grad`
         self._landing: list[Iterator[None]] = []  # sums that are not yet in their shards
         self._on_host: list[GradientShard] = []  # shards that the host may not read yet
@@ -153,24 +154,29 @@ class Gradients:
         waiting, unit.waiting = unit.waiting, []
         copied: tuple[list[Any], list[Any]] = [], []
         added: tuple[list[Any], list[Any]] = [], []
+        get, put, strided = GRAD.__get__, GRAD.__set__, torch.strided
+        group: Group | None = None
+        buffer: Any = None
+        is_slot, (targets, gradients) = True, copied
         for member in waiting:
             compute = member.compute
-            gradient = GRAD.__get__(compute)
+            gradient = get(compute)
             if gradient is None:
                 member.expected = False  # a custom function returned None
                 continue
-            GRAD.__set__(compute, None)
+            put(compute, None)
             if member.cut is not None:
                 gradient = member.cut.gradient(gradient)
-            if gradient.layout is not torch.strided:
+            if gradient.layout is not strided:
                 raise UnsupportedModelError(
                     f"{member.piece.name}: expected a dense gradient; got {gradient.layout}. Use "
                     "sparse=False."
                 )
-            group = member.group
-            buffer = self._buffer(group)
-            targets, gradients = added if group.collects is Collects.DEFERRED else copied
-            is_slot = group.collects is Collects.SLOT  # the view is made already
+            if member.group is not group:
+                group = member.group
+                buffer = self._buffer(group)
+                targets, gradients = added if group.collects is Collects.DEFERRED else copied
+                is_slot = group.collects is Collects.SLOT  # the view is made already
             targets.append(member.target if is_slot else member.view(buffer))
             gradients.append(gradient)
             member.touched = True
@@ -335,7 +341,10 @@ class Gradients:
         bits = [member.touched for member in members]
         squares = self.norms.local_squares(self._shown.plain, self._shown.records)
         vector = torch.cat([from_host(bits, squares.device), squares])
-        vector = self.norms.all_reduce(vector, "backward", self.norms.counts)
+        counts = self.norms.counts
+        if is_at_hand(vector):
+            counts[Count.WEIGHTS] = sample(units, self.transport.axes.mesh, counts[Count.STEPS])
+        vector = self.norms.all_reduce(vector, "backward", counts)
         touched, squares = vector.chunk(2)
         squares = squares.clone()
         # the common case: this rank touched all, so some rank touched each
@@ -378,10 +387,12 @@ class Gradients:
     def drop(self, unit: Unit) -> None:
         """Receive and discard a reduction of a backward that raised."""
         assert unit.reduction is not None
-        unit.reduction.sum_into(
-            [g.grads.like.new_empty(g.grads.sums.numel()) for g in unit.trained_groups if g.grads]
-        )
+        outs = [g.reduced.like.new_empty(g.reduced.sums.numel()) for g in unit.trained_groups]
+        unit.reduction.sum_into(outs)
         unit.reduction = None
+        if unit.plan.mesh.replicate > 1 and self.hook is None and self.sync is Sync.ALL:
+            for out in outs:  # other replicas wait for this one, too
+                list(unit.transport.sum_replicas(out))
         for group in unit.trained_groups:
             self._forget(group)
 

@@ -13,7 +13,8 @@ are equal exactly if n times the sum of their squares is the square of their sum
 
 Replicas of a hybrid mesh gather separately, so their hashes must be equal only among the ranks of
 each replica. The first of its n ranks counts n - 1 times, each other -1 times: the sum is 0. A
-factor for each replica keeps differences in two replicas from adding up to 0.
+factor for each replica keeps differences in two replicas from adding up to 0. Hashes of weights
+are added up alike among the ranks that have the same part.
 """
 
 from __future__ import annotations
@@ -85,6 +86,8 @@ class Count(StrEnum):
     FREEZINGS = "changes of requires_grad"
     GATHERS = "gathers"  # not a number but a hash: of which units, in which order
     REPLICAS = "gathers of each replica"  # of units on the model's hybrid mesh
+    WRITES = "writes into parameters"  # in place, by optimizers and users
+    WEIGHTS = "weights of replicas"  # a hash of some of them, other ones at each step
 
 
 class GradientNorms:
@@ -270,8 +273,11 @@ class GradientNorms:
         pairs = [(x, -x) if maximum else (x, x * x) for x in numbers]
         if Count.REPLICAS in said and self.transport.name != "fake":  # whose peers say the same
             axes = self.transport.axes
-            weight = (1 + axes.replicate_index) * (-1 if axes.shard_index else axes.mesh.shard - 1)
-            pairs[list(said).index(Count.REPLICAS)] = (weight * said[Count.REPLICAS], 0)
+            replica, part, mesh = axes.replicate_index, axes.shard_index, axes.mesh
+            within = (Count.REPLICAS, replica, part, mesh.shard)
+            for count, which, at, size in within, (Count.WEIGHTS, part, replica, mesh.replicate):
+                weight = (1 + which) * (-1 if at else size - 1)
+                pairs[list(said).index(count)] = (weight * said[count], 0)
         head = from_host([1.0, *(x for pair in pairs for x in pair)], values.device)
         vector = torch.cat([head, values.double()])
         self.transport.phase.following = f"a sum ({asked})"
@@ -402,6 +408,11 @@ def _root(powers: torch.Tensor, order: float) -> torch.Tensor:
 # ---- small sums over all ranks
 
 _MOST = 1 << 20  # sums of squares stay exact in float64
+UNEQUAL_REPLICAS = (
+    "expected the same weights on all replicas; they differ, so one rank updated its copy in "
+    "another way (another learning rate, a skipped step, a gradient of its own, its own random "
+    "numbers). All ranks must run the same optimizer steps."
+)
 
 
 def is_at_hand(tensor: torch.Tensor) -> bool:
@@ -444,6 +455,8 @@ def _refusal(asked: str, wrong: str, found: str) -> EngineError:
             "numbers would have met these. Call it on every rank, and let one of them log it; "
             "p.to_local() has this rank's elements."
         )
+    if wrong == Count.WEIGHTS:
+        return EngineError(f"{asked}: {UNEQUAL_REPLICAS}")
     if wrong in (Count.GATHERS, Count.REPLICAS):
         return EngineError(
             f"{asked}: expected every rank to call the same units in the same order; ranks have "

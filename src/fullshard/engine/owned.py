@@ -11,10 +11,15 @@ step runs in rounds (planner/optimizers.py):
 
 Replicas of the owner do the same with the same gradients. Every rank steps unsharded parameters in
 place. Between steps the full parameters take no memory.
+
+If a parameter is also cut over other axes (engine/cuts.py), each rank of these axes has an owner of
+its part. These owners gather the whole from each other and make the same update, so that each keeps
+its part of it, and whole states.
 """
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -29,8 +34,10 @@ from fullshard.engine.cuts import Cut
 from fullshard.engine.engine import Engine, engine_of
 from fullshard.engine.optimizers import WATCHED, check_by_itself
 from fullshard.engine.parameter import Guarded, ShardedParameter
+from fullshard.engine.unit import Member
 from fullshard.errors import CheckpointError, EngineError
 from fullshard.planner.layout import clean_name
+from fullshard.planner.mesh import Mesh
 from fullshard.planner.optimizers import Owners
 from fullshard.planner.units import Place
 from fullshard.transport.groups import Exchange
@@ -50,19 +57,36 @@ class _Owned:
     Attributes:
         param: The user's parameter, a shard.
         whole: The full parameter of the owner's optimizer; it has no memory between steps.
-        holders: (part, start, stop) of every rank with elements; empty if it is not sharded.
+        exchange: Exchanges slices of its unit's ranks.
+        shape: Shape without sharding, but cut over other axes.
+        cut: The cut over other axes.
+        holders: (part, start, stop) of every rank with elements; None if it is not sharded.
         owner: Part that owns the parameter; -1 if every rank does.
     """
 
     param: nn.Parameter
     whole: nn.Parameter
-    holders: Sequence[tuple[int, int, int]] = ()
+    exchange: Exchange
+    shape: tuple[int, ...]
+    cut: Cut | None = None
+    holders: Sequence[tuple[int, int, int]] | None = None
     owner: int = -1
 
     @classmethod
-    def of(cls, param: nn.Parameter, shape: tuple[int, ...], holders: Any = ()) -> _Owned:
+    def of(cls, param: nn.Parameter, exchange: Exchange, member: Member | None = None) -> _Owned:
+        shape = tuple(param.shape) if member is None else member.piece.shape
+        cut = None if member is None else member.cut
         with no_guard():
-            return cls(param, nn.Parameter(_without_memory(torch.Size(shape), param)), holders)
+            none = _without_memory(torch.Size(cut.shape if cut else shape), param)
+            made = cls(param, nn.Parameter(none), exchange, shape, cut)
+        if member is not None and member.param.record.is_cut:
+            made.holders = member.param.record.holders
+        return made
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this rank owns the parameter."""
+        return self.owner in (-1, self.exchange.part)
 
     def slices(self) -> list[torch.Tensor]:
         """(n_local,) plain elements of parameter and gradient; the tensors if it is ignored."""
@@ -74,13 +98,26 @@ class _Owned:
             return [x.as_subclass(torch.Tensor).reshape(-1) for x in both]
 
     def show(self, both: Sequence[torch.Tensor]) -> None:
-        """Set (numel,) elements as parameter and gradient of the optimizer."""
-        value, grad = (x.view(self.whole.shape) for x in both)
-        self.whole.data, self.whole.grad = value, grad
+        """Set (numel,) elements as parameter and gradient."""
+        self.whole.grad = None  # of another shape
+        self.whole.data, self.whole.grad = (x.view(self.shape) for x in both)
+
+    def join(self) -> None:
+        """Gather parameter and gradient over other axes. A collective of these."""
+        if self.cut is not None and self.whole.grad is not None:
+            value, grad = map(self.cut.whole_of, (self.whole.detach(), self.whole.grad))
+            self.whole.grad = None
+            self.whole.data, self.whole.grad = value, grad
+
+    def part(self) -> None:
+        """Leave this rank's part of the updated parameter on other axes."""
+        if self.cut is not None:
+            self.whole.grad, self.whole.data = None, self.cut.local_of(self.whole.detach())
 
     def hide(self) -> None:
         self.whole.grad = None
-        self.whole.data = _without_memory(self.whole.shape, self.whole)
+        shape = self.cut.shape if self.cut else self.shape
+        self.whole.data = _without_memory(torch.Size(shape), self.whole)
 
 
 def _without_memory(shape: torch.Size, like: torch.Tensor) -> torch.Tensor:
@@ -112,7 +149,6 @@ class OwnedOptimizer(torch.optim.Optimizer):
         _refuse_places(engine)
         self._rounds = _rounds_of(engine, [p for group in groups for p in group["params"]])
         self._owned = {id(o.param): o for members in self._rounds for o in members}
-        self._exchange = Exchange.over(engine.plan.mesh, engine.rank)
         like = next((owned.whole for owned in self._owned.values()), torch.zeros(0))
         engine.agree(lambda: check_by_itself(factory, groups, like))
         wholes = [[self._owned[id(p)].whole for p in g["params"] if self.owns(p)] for g in groups]
@@ -186,16 +222,20 @@ class OwnedOptimizer(torch.optim.Optimizer):
     def _step(self, members: list[_Owned]) -> None:
         """Run one round: slices to owners, their optimizer, slices back."""
         live = [owned for owned in members if owned.param.grad is not None]
-        mine = [owned for owned in live if owned.owner in (-1, self._exchange.part)]
+        mine = [owned for owned in live if owned.is_here]
         for owned in mine:
             both = owned.slices()
-            if owned.holders:
-                both = [own.new_empty(owned.whole.numel()) for own in both]
+            if owned.holders is not None:
+                both = [own.new_empty(math.prod(owned.shape)) for own in both]
             owned.show(both)
         self._give_states(mine)
         self._move(live, to_owners=True)
         try:
+            for owned in mine:
+                owned.join()
             self._engine.agree(partial(self._update, mine))
+            for owned in mine:
+                owned.part()
             self._move(live, to_owners=False)
         finally:
             for owned in mine:
@@ -204,28 +244,28 @@ class OwnedOptimizer(torch.optim.Optimizer):
 
     def _move(self, live: list[_Owned], *, to_owners: bool) -> None:
         """Copy slices of parameters and gradients to owners, or updated parameters back."""
-        part = self._exchange.part
         slices: list[tuple[int, torch.Tensor]] = []
         ranges: list[tuple[int, torch.Tensor]] = []  # full tensors that this rank owns
         for owned in live:
             own = owned.slices() if to_owners else owned.slices()[:1]
-            if owned.owner not in (-1, part):
+            if not owned.is_here:
                 slices += [(owned.owner, local) for local in own]
                 continue
             whole: Any = owned.whole
-            if not owned.holders:  # updated in place, unless the optimizer made a new tensor
+            if owned.holders is None:  # updated in place, unless the optimizer made a new tensor
                 if whole.data_ptr() != own[0].data_ptr():
                     own[0].copy_(whole.detach().view(own[0].shape))
                 continue
             flat = [x.detach().reshape(-1) for x in ([whole, whole.grad] if to_owners else [whole])]
             for holder, start, stop in owned.holders:
                 there = [x[start:stop] for x in flat]
-                if holder != part:
+                if holder != owned.exchange.part:
                     ranges += [(holder, x) for x in there]
                     continue
                 for x, local in zip(there, own, strict=True):
                     (x if to_owners else local).copy_(local if to_owners else x)
-        self._exchange.run(*((slices, ranges) if to_owners else (ranges, slices)))
+        if live:
+            live[0].exchange.run(*((slices, ranges) if to_owners else (ranges, slices)))
 
     def _update(self, mine: list[_Owned]) -> None:
         """Step the owners' optimizer on full tensors. Not a collective."""
@@ -249,7 +289,7 @@ class OwnedOptimizer(torch.optim.Optimizer):
             )
         engine.check_params()
         engine.agree(self._check_edits)
-        if engine.plan.mesh.shard == 1:
+        if engine.plan.mesh.shard * engine.plan.mesh.inner == 1:
             return
         there = bytes(owned.param.grad is not None for owned in self._owned.values())
         code = float(zlib.crc32(there))
@@ -287,7 +327,7 @@ class OwnedOptimizer(torch.optim.Optimizer):
     def owns(self, param: Any) -> bool | None:
         """Whether this rank has a parameter's full states; None if each rank has a slice."""
         owned = self._owned.get(id(param))
-        return None if owned is None else owned.owner in (-1, self._exchange.part)
+        return None if owned is None else owned.is_here
 
     def _give_states(self, members: Iterable[_Owned]) -> None:
         """Copy states, which may have been loaded or cleared, to the owner's optimizer."""
@@ -317,7 +357,6 @@ def owned_optimizer(
     beside: torch.optim.Optimizer | None,
 ) -> OwnedOptimizer:
     """See `fullshard.owned`."""
-    inner = engine_of(model).plan.mesh.inner
     if params is None:
         taken = {id(p) for g in (beside.param_groups if beside else ()) for p in g["params"]}
         params = [p for p in model.parameters() if p.requires_grad and id(p) not in taken]
@@ -328,12 +367,6 @@ def owned_optimizer(
     groups = [{**group, "params": list(group["params"])} for group in groups]
     known = {id(param) for param in model.parameters()}
     for param in (param for group in groups for param in group["params"]):
-        if inner > 1 or Cut.of(param) is not None:
-            raise EngineError(
-                "fs.owned: expected a model that no other axis of the mesh cuts, or parameters "
-                f"beside experts; got {name_of(param)}, for which this is not yet supported. Give "
-                "it to an elementwise optimizer (beside=...)."
-            )
         if id(param) not in known:
             raise EngineError(
                 f"fs.owned: expected parameters of the model; got {name_of(param)}, which is not "
@@ -343,21 +376,29 @@ def owned_optimizer(
 
 
 def _rounds_of(engine: Engine, params: list[nn.Parameter]) -> list[list[_Owned]]:
-    """Trained parameters, grouped into rounds: sharded ones first, then the rest."""
-    wanted = {id(param) for param in params}
-    cut, rest = list[_Owned](), list[_Owned]()
-    for member in engine.members:
-        if id(member.param) in wanted and member.grad is not None:
-            record = member.param.record
-            owned = _Owned.of(member.param, record.shape, record.holders if record.is_cut else ())
-            (cut if record.is_cut else rest).append(owned)
-    chosen = Owners.choose([owned.whole.numel() for owned in cut], engine.plan.mesh.shard)
-    for owned, owner in zip(cut, chosen.of, strict=True):
-        owned.owner = owner
+    """Trained parameters, grouped into rounds: sharded ones by mesh first, then the rest."""
+    meshes = dict.fromkeys([engine.plan.mesh, *(unit.plan.mesh for unit in engine.units)])
+    exchanges = {mesh: Exchange.over(mesh, engine.rank) for mesh in meshes}
+    members = {id(member.param): member for member in engine.members}
+    if not any(
+        member.cut for member in engine.members
+    ):  # else ranks may differ in the plan's order
+        turn = {of: at for at, of in enumerate(members)}
+        params = sorted(params, key=lambda param: turn.get(id(param), len(turn)))
+    cut, rest = dict[Mesh, list[_Owned]](), list[_Owned]()
     for param in params:
-        if not isinstance(param, ShardedParameter) and param.requires_grad:  # left out of sharding
-            rest.append(_Owned.of(param, tuple(param.shape)))
-    rounds = [[cut[index] for index in indices] for indices in chosen.rounds]
+        member = members.get(id(param))
+        if not param.requires_grad or (member is not None and member.grad is None):
+            continue  # frozen
+        mesh = engine.plan.mesh if member is None else member.group.unit.plan.mesh
+        owned = _Owned.of(param, exchanges[mesh], member)
+        (rest if owned.holders is None else cut.setdefault(mesh, [])).append(owned)
+    rounds: list[list[_Owned]] = []
+    for mesh, sharded in cut.items():
+        chosen = Owners.choose([owned.whole.numel() for owned in sharded], mesh.shard)
+        for owned, owner in zip(sharded, chosen.of, strict=True):
+            owned.owner = owner
+        rounds += [[sharded[index] for index in indices] for indices in chosen.rounds]
     return [*rounds, rest] if rest else rounds
 
 

@@ -30,7 +30,7 @@ from fullshard.engine._torch_compat import (
     storage_use_count,
 )
 from fullshard.engine.guard import Rule, is_alias, misfit, norm_order, refusal, rule_of, written_by
-from fullshard.engine.norms import TOLD_BY_SQUARES, by_model, norms_of
+from fullshard.engine.norms import TOLD_BY_SQUARES, Count, by_model, norms_of
 from fullshard.engine.record import ShardRecord
 from fullshard.errors import EngineError, ShardedTensorError
 from fullshard.planner.layout import clean_name
@@ -404,6 +404,7 @@ def _note_writes(written: Sequence[Any]) -> None:
             model = shard.record.norms  # one per model
             if model not in notified:
                 notified.add(model)
+                model.counts[Count.WRITES] += 1
                 shard.record.before_write()
 
 

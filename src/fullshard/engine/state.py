@@ -1,4 +1,4 @@
-"""The state of a sharded model: full state dicts, loading, unsharded blocks, contents of a save.
+"""The state of a sharded model: loading, unsharded blocks, contents of a save.
 
 A save writes this rank's part of the model and its optimizer, tensor by tensor:
 
@@ -16,7 +16,7 @@ Names of safetensors: https://huggingface.co/docs/safetensors
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -25,7 +25,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.config.values import DType, parse
 from fullshard.engine._torch_compat import no_guard
 from fullshard.engine.cuts import Cut
 from fullshard.engine.engine import Engine, engine_of
@@ -35,70 +34,6 @@ from fullshard.engine.parameter import Guarded, ShardedParameter
 from fullshard.engine.placing import shard_shape
 from fullshard.engine.unit import Member, Unit
 from fullshard.errors import CheckpointError, EngineError, ShardedTensorError
-from fullshard.transport.base import torch_dtype
-
-
-def full_state_dict(
-    model: nn.Module, *, dtype: Any = None, rank0_only: bool = True
-) -> dict[str, torch.Tensor]:
-    """Returns the unsharded `state_dict()` with whole tensors on the CPU. A collective.
-
-    Units are gathered one after another. No rank holds more than one unit and the result, which
-    with `rank0_only` exists only on rank 0.
-
-    Args:
-        model: Sharded.
-        dtype: Dtype of floating point tensors, or its name; None keeps the master dtype.
-        rank0_only: Other ranks get {}.
-
-    Raises:
-        ConfigError: The dtype is not floating point.
-    """
-    engine = engine_of(model)
-    if dtype is not None and not getattr(dtype, "is_floating_point", False):
-        dtype = torch_dtype(parse(DType, dtype, "fs.full_state_dict: dtype"))
-    if engine.unsharded:
-        raise EngineError(
-            "fs.full_state_dict inside fs.unsharded: expected shards; the parameters are whole "
-            "here. Call model.state_dict()."
-        )
-    engine.check_params()
-    keep = not rank0_only or engine.rank == 0
-    whole = {name: _to_cpu(tensor, dtype) for name, tensor in whole_params(engine) if keep}
-    if not keep:
-        return {}
-    result = {}
-    for name, value in model.state_dict().items():
-        is_shard = isinstance(value, Guarded)
-        result[name] = whole[value.record.piece.name] if is_shard else _to_cpu(value, dtype)
-    return result
-
-
-def whole_params(
-    engine: Engine, wanted: Container[str] | None = None
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields each parameter's first name and whole value, a view that must be copied at once.
-
-    A collective: every rank must consume all. One flat buffer is gathered at a time.
-
-    Args:
-        engine: Engine of the model.
-        wanted: First names; None: all.
-    """
-    for group in engine.groups:
-        members = [m for m in group.members if wanted is None or m.piece.name in wanted]
-        full = group.gather_master() if members else None
-        for member in members:
-            assert full is not None
-            local = member.view(full)
-            yield member.piece.name, local if member.cut is None else member.cut.whole_of(local)
-
-
-def _to_cpu(tensor: Any, dtype: torch.dtype | None) -> Any:
-    if not isinstance(tensor, torch.Tensor):  # a module's get_extra_state
-        return tensor
-    wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-    return tensor.detach().to("cpu", wanted, copy=True)
 
 
 def num_parameters(model: nn.Module) -> int:
@@ -417,7 +352,9 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Optim
         name = names[id(param)]
         for key, value in states.items():
             here = None if isinstance(value, Guarded) else owns_states(optimizer, param)
-            _sort_in(found, held[name], (name, key), value, whole=here is not None)
+            cut = None if here is None else Cut.of(param)  # its owners all have the whole
+            of = replace(held[name], writes=False) if cut and cut.part else held[name]
+            _sort_in(found, of, (name, key), value, whole=here is not None)
     return found
 
 

@@ -5,8 +5,7 @@
     forward hook (always called)    leave_forward               swap out, release, watch outputs
     gradient of a watched output    enter_backward              gathers, swap in
     gradient of a compute param     complete (after the last)   reductions, in plan order
-    end of backward                 end_backward                remaining reductions, `p.grad`,
-    release
+    end of backward                 end_backward                the rest, `p.grad`, release
 
 [Note: watched outputs]
 A unit's backward begins when the gradient of a tensor that the unit computed arrives. The runtime
@@ -69,7 +68,7 @@ from fullshard.engine._torch_compat import (
     unwrapped,
 )
 from fullshard.engine.attributes import ModuleTensors, Undo, change_tensors, put_back, tensors_in
-from fullshard.engine.computed import Released
+from fullshard.engine.computed import Released, num_holders
 from fullshard.engine.gradients import Gradients, follow_freezing
 from fullshard.engine.norms import Count
 from fullshard.engine.parameter import Guarded
@@ -96,9 +95,10 @@ class Use:
         generation: The forward of the whole model that the use belongs to.
         first_node: Number of the first autograd node created in the forward.
         task: Id of the backward that has entered the use; -1 before.
+        num_holders: Number of tensors in its slots before it; None if it makes a graph.
     """
 
-    __slots__ = ("__weakref__", "around", "first_node", "generation", "task", "unit")
+    __slots__ = ("__weakref__", "around", "first_node", "generation", "num_holders", "task", "unit")
 
     def __init__(self, unit: int, around: Use | None, generation: int) -> None:
         self.unit = unit
@@ -106,6 +106,7 @@ class Use:
         self.generation = generation
         self.first_node = next_sequence_number()
         self.task = -1
+        self.num_holders: int | None = None
 
 
 class Observed:
@@ -209,6 +210,7 @@ class Runtime:
             raise
         self._stack.append(use)
         self._current[index] = use
+        use.num_holders = None if torch.is_grad_enabled() else num_holders(unit.memory)
         unit.swap_in()
         if not self.agreed:  # a new order must not take the slots of a live graph
             self._uses.add(use)
@@ -241,6 +243,8 @@ class Runtime:
         if use is None or use not in self._stack:
             return output
         del self._stack[self._stack.index(use) :]
+        if unit.gathered and (use.num_holders is not None or unit.keeps or not self.agreed):
+            unit.find_views(self.units, use.num_holders)
         training = torch.is_grad_enabled() and self.watch(index, chain(tensors, in_attributes))
         try:
             unit.check_writes()
@@ -257,10 +261,12 @@ class Runtime:
 
         Not for replicas, which may evaluate alone.
         """
-        norms, gathers = self.gradients.norms, self.gradients.norms.counts[Count.GATHERS]
-        if gathers and norms.transport.axes.mesh.replicate == 1:
+        norms, counts = self.gradients.norms, self.gradients.norms.counts
+        if counts[Count.GATHERS] and norms.transport.axes.mesh.replicate == 1:
             with outside_modes():
-                norms.meet("an evaluation", {Count.GATHERS: gathers})
+                norms.meet(
+                    "an evaluation", {it: counts[it] for it in (Count.GATHERS, Count.WRITES)}
+                )
 
     def _copied(self, unit: Unit) -> Callable[[torch.Tensor], torch.Tensor]:
         """Copies tensors that share memory with the unit's weights. See [Note: copied outputs]."""
@@ -319,6 +325,7 @@ class Runtime:
         if self._copies:
             self._check_copies()
         self.before_step()
+        self._see_writes()  # those through `to_local`, too
         of = self.units[index].plan.name or "the model"
         self.gradients.transport.phase.following = f"a forward of {of}"
         self._run(self.scheduler.begin_forward(index, stale=stale))
@@ -329,7 +336,7 @@ class Runtime:
             self.observed = Observed(self._generation)
 
     def _see_writes(self) -> None:
-        """See [Note: versions] in engine/unit.py."""
+        """See [Note: versions] in engine/computed.py."""
         with no_guard():
             for unit in self.units:
                 unit.versions.see_writes()

@@ -1,15 +1,4 @@
-"""A unit on one rank: its shards, its slots, its two kinds of parameters.
-
-[Note: versions]
-Autograd records the version of every tensor that it saves for backward, and raises an error if the
-version has changed when it reads the tensor. Slots and shards are written without autograd's
-knowledge. The engine therefore sets the version counters of compute parameters itself, so that
-every stale read is an error:
-
-    slot may contain another unit    a different value, until the unit is gathered again
-    shard was written                incremented: an older graph would read overwritten weights,
-                                     like a second backward after optimizer.step() in one process
-"""
+"""A unit on one rank: its shards, its slots, its two kinds of parameters."""
 
 from __future__ import annotations
 
@@ -25,13 +14,13 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from fullshard.engine._torch_compat import local_tensor, no_guard, plain, set_versions, will_execute
-from fullshard.engine.computed import Computed, Released
+from fullshard.engine._torch_compat import local_tensor, no_guard, plain, will_execute
+from fullshard.engine.computed import Computed, Released, Versions, kept_tensors, num_holders
 from fullshard.engine.cuts import Cut
 from fullshard.engine.homes import DeviceHomes
 from fullshard.engine.parameter import Guarded, ShardedGradient
 from fullshard.errors import EngineError
-from fullshard.planner.layout import FlatLayout, Slice
+from fullshard.planner.layout import FlatLayout, Slice, clean_name
 from fullshard.planner.units import DtypeContract, GroupPlan, UnitPlan
 from fullshard.transport.base import Fetch, Reduction, Transport, torch_dtype
 
@@ -40,6 +29,7 @@ if TYPE_CHECKING:
     from fullshard.engine.placing import Rings
 
 LARGE_NUMEL = 16_384
+MAX_VAIN = 5  # searches for kept views that find none
 SENT_BYTES = 8 << 20  # size of the message buffer that gathers a parameter
 T = TypeVar("T")
 
@@ -57,7 +47,7 @@ class Member:
         grad: What `param.grad` shows: a view of the gradient shard (None if frozen).
         node: The autograd node that accumulates into `compute`.
         expected: Whether the running backward will reach the parameter on this rank.
-        touched: Whether it got a gradient since the last reduction on this rank.
+        touched: Whether it has a gradient on this rank that is not settled yet.
         target: The parameter's place in the gradient slot (None if frozen).
     """
 
@@ -344,6 +334,7 @@ class Unit:
         swapped: Number of forwards and backwards in which the modules show compute parameters.
         num_expected: Number of gradients still expected in this backward.
         waiting: Parameters with final gradients that are not moved yet.
+        memory: The storages of its slots.
         places: Table, name, shard and compute parameter of each swap.
         divisor: Divisor of its gradients' sums; None for the model's.
     """
@@ -366,9 +357,12 @@ class Unit:
         self.fetch: Fetch | None = None
         self.reduction: Reduction | None = None
         self.swaps: list[Swap] = []
+        self.memory: set[int] = set()
         self.places: list[tuple[dict[str, Any], str, Any, Any]] = []
         self._bound: list[tuple[Member, torch.Tensor, int]] = []  # views of slots, and where
         self._spans: list[tuple[int, int]] = []  # addresses that this rank shares with others
+        self.keeps = False  # whether somebody kept views
+        self._vain = 0  # searches for kept views that found none
         self.swapped = 0
         self.divisor: float | None = None
         self.versions = Versions()
@@ -431,6 +425,36 @@ class Unit:
             if start <= at < stop:
                 return True
         return False
+
+    def find_views(self, units: Sequence[Unit], num_before: int | None) -> None:
+        """Find views of the weights that somebody keeps. See [Note: kept views].
+
+        Args:
+            units: All units, whose own views of the slots are none.
+            num_before: Holders of the slots before the forward; None if it makes a graph.
+        """
+        if num_before is not None and (
+            self._vain > MAX_VAIN or num_holders(self.memory) <= num_before
+        ):
+            return
+        groups = [group for unit in units for group in unit.groups]
+        own = {id(t) for g in groups for t in (g.full, g.part, g.full._base)}
+        own |= {id(t) for g in groups for member in g.members for t in member.tensors()}
+        for generations in (0, 1), () if num_before is None else (2,):
+            tensors = kept_tensors(generations)
+            found = [t for t in tensors if self.shares_memory(t) and id(t) not in own]
+            if found:
+                self.keeps = True
+                self.versions.add(found, self)
+                return
+        self._vain += num_before is not None
+
+    def name_at(self, kept: Any) -> str:
+        """The name of the parameter whose memory a tensor shares."""
+        at = getattr(kept, "_local_tensor", kept).data_ptr()
+        views = ((m, start, start + view.nbytes) for m, view, start in self._bound)
+        names = (clean_name(m.piece.name) for m, start, stop in views if start <= at < stop)
+        return next(names, self.plan.title)
 
     def swap_in(self) -> None:
         """Show the compute parameters in the modules. Calls are counted, since they nest."""
@@ -501,6 +525,8 @@ class Unit:
             [(shard, tensor) for shard, tensor, gathers in pairs if not gathers],
             may_write_own=self.plan.mesh.world_size == 1,
         )
+        self.versions.add([tensor for _, tensor, gathers in pairs if gathers], self)
+        self.memory = {g.full.untyped_storage()._cdata for g in self.gathered}
         self._spans = [
             (group.full.data_ptr(), group.full.data_ptr() + group.full.nbytes)
             for group in self.groups
@@ -600,80 +626,3 @@ def _padding(plan: GroupPlan) -> list[tuple[int, int]]:
     if plan.layout.numel > end:
         gaps.append((end, plan.layout.numel))
     return gaps
-
-
-# ---- version counters
-
-Pair = tuple[nn.Parameter, torch.Tensor]  # a shard, and what forward sees of it
-AWAY = 1 << 20  # writes that nobody made: the version of weights whose slot is another's
-
-
-class Versions:
-    """Versions of one unit's compute parameters.
-
-    Args:
-        slots: Shards and compute parameters that are views of slots.
-        own: Shards and compute parameters that are views of the shards.
-        may_write_own: Whether a forward may write into the latter.
-    """
-
-    def __init__(
-        self, slots: Sequence[Pair] = (), own: Sequence[Pair] = (), *, may_write_own: bool = False
-    ) -> None:
-        with no_guard():
-            shards = [shard for shard, _ in (*slots, *own)]
-            self._shards = shards if all(map(_counts, shards)) else []
-            self._written = [shard._version for shard in self._shards]
-        self._slots = tuple(compute for _, compute in slots)
-        self._own = tuple(compute for _, compute in own)
-        self._plain = [compute for compute in self._slots if type(compute) is Computed]
-        self._checked = self._slots if may_write_own else (*self._slots, *self._own)
-        self._is_open = True
-        self._expect([tensor._version for tensor in (*self._slots, *self._own)])
-
-    def mark(self, *, is_open: bool) -> None:
-        """Let autograd read saved views of slots, or refuse: they may contain other units."""
-        if self._is_open is not is_open:
-            self._is_open = is_open
-            set_versions(self._slots, self._marks[is_open])
-            for compute in self._plain:
-                compute.__class__ = Computed if is_open else Released
-
-    def see_writes(self) -> None:
-        """Refuse graphs from before the last writes into shards. Outside of the guard."""
-        written = [shard._version for shard in self._shards]
-        if written != self._written:
-            wrote = [new != old for new, old in zip(written, self._written, strict=True)]
-            self._written = written
-            self._expect([at + is_new for at, is_new in zip(self._expected, wrote, strict=True)])
-            self._restore()
-
-    def unexpected(self) -> set[int]:
-        """Ids of the compute parameters that a forward wrote into, each reported once."""
-        found = {
-            id(tensor)
-            for tensor, at in zip(self._checked, self._expected, strict=False)
-            if tensor._version != at
-        }
-        if found:
-            self._restore()
-        return found
-
-    def _expect(self, versions: list[int]) -> None:
-        """The versions of all tensors while autograd may read them."""
-        at = len(self._slots)
-        self._expected = versions
-        self._at_own = tuple(versions[at:])
-        self._marks = {True: tuple(versions[:at]), False: tuple(v + AWAY for v in versions[:at])}
-
-    def _restore(self) -> None:
-        set_versions(self._slots, self._marks[self._is_open])
-        set_versions(self._own, self._at_own)
-
-
-def _counts(shard: nn.Parameter) -> bool:
-    """Whether it has a version: what was made in inference_mode has none, and takes no gradient."""
-    try:
-        return shard._version >= 0
-    except RuntimeError:  # is_inference() does not tell once `.data` was set
-        return False

@@ -9,7 +9,6 @@ a time, in a temporary folder that is renamed once it is complete.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 from collections.abc import Callable, Generator, Iterable, Mapping
@@ -27,17 +26,22 @@ from fullshard.checkpoint.files import sync_folder, write_tensors, write_text
 from fullshard.config.values import DType, nearest, parse
 from fullshard.engine.engine import Engine
 from fullshard.engine.folder import INDEX, ONE_FILE
-from fullshard.engine.hugging_face import build_on_meta, read_config
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.state import tied_names
 from fullshard.errors import CheckpointError, ConfigError, untrusted
 from fullshard.formats.detect import open_source
-from fullshard.formats.hugging_face import companions_of
+from fullshard.formats.hugging_face import (
+    CONFIG,
+    by_file_names,
+    by_model_names,
+    companions_of,
+    model_of,
+)
 from fullshard.formats.ours import piece_of
 from fullshard.formats.source import Entry, Source, check_empty, whole_or_nothing
 from fullshard.transport.base import torch_dtype
 
-CONFIG, GENERATION = "config.json", "generation_config.json"
+GENERATION = "generation_config.json"
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
@@ -140,70 +144,9 @@ def as_files_have(source: Source, shell: nn.Module) -> tuple[dict[str, Entry], l
     Raises:
         CheckpointError: A tensor is missing, or has another shape.
     """
+    source = replace(source, tensors=by_model_names(shell, source.tensors))
     named, left = _as_the_model_has(source, shell)
-    return converted(shell, named), left
-
-
-def model_of(folder: Path) -> nn.Module | None:
-    """Builds the model of a config.json without storage; None if transformers does not know it."""
-    if importlib.util.find_spec("transformers") is None:
-        return None
-    import transformers
-
-    transformers.utils.logging.set_verbosity_error()
-    try:
-        config = read_config(folder, CONFIG)
-        names = getattr(config, "architectures", None) or [""]
-        kind: Any = getattr(transformers, str(names[0]), None)
-        if isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel):
-            with torch.device("meta"):
-                return kind(config)
-        return build_on_meta(config)
-    except ConfigError:
-        return None
-
-
-def converted(shell: nn.Module, entries: Mapping[str, Entry]) -> dict[str, Entry]:
-    """Renames entries to the names in files of such a model: transformers 5 joins experts.
-
-    Each entry is converted by itself. If a conversion needs several at once, the model's own names
-    are kept, which `from_pretrained` reads too.
-    """
-    try:
-        from transformers.core_model_loading import revert_weight_conversion
-    except ImportError:  # transformers 4: files have the model's names
-        return dict(entries)
-    shapes = {
-        name: torch.empty(entry.shape, dtype=entry.dtype, device="meta")
-        for name, entry in entries.items()
-    }
-    model: Any = shell
-    together = revert_weight_conversion(model, dict(shapes))
-    if together.keys() == entries.keys():
-        return dict(entries)
-    found: dict[str, Entry] = {}
-    for name, shape in shapes.items():
-        parts = revert_weight_conversion(model, {name: shape})
-        once = _Once(
-            lambda name=name: revert_weight_conversion(model, {name: entries[name].read()})
-        )
-        for part, value in parts.items():
-            found[part] = Entry(value.dtype, tuple(value.shape), partial(once.read, part))
-    return found if found.keys() == together.keys() else dict(entries)
-
-
-class _Once:
-    """The parts of one converted tensor, kept until all of them were read."""
-
-    def __init__(self, convert: Callable[[], dict[str, torch.Tensor]]) -> None:
-        self._convert = convert
-        self._parts: dict[str, torch.Tensor] = {}
-
-    def read(self, part: str) -> torch.Tensor:
-        """Reads one of the parts; reading it a second time converts again."""
-        if part not in self._parts:
-            self._parts = self._convert()
-        return self._parts.pop(part)
+    return by_file_names(shell, named), left
 
 
 def write_weights(

@@ -70,13 +70,19 @@ def as_ours(error: BaseException) -> BaseException:
 
 
 def of_place(error: BaseException, *, may_pass: bool = False) -> BaseException:
-    """Converts the errors of a path that cannot be used, and those of `as_ours`.
+    """Converts the errors of a path that cannot be used or written down, and those of `as_ours`.
 
     Args:
         error: Any error.
         may_pass: Whether rights may come back, as on a disk of a network.
     """
     error = as_ours(error)
+    if isinstance(error, UnicodeEncodeError) and not may_pass:
+        shown = error.object[max(0, error.start - 40) : error.end + 20]
+        return ConfigError(
+            f"{shown!a}: expected names in UTF-8, got one that is not, which no file of a run can "
+            "record. Rename the file or folder."
+        )
     codes = _PLACE[3:] if may_pass else _PLACE
     if isinstance(error, OSError) and error.errno in codes and error.filename is not None:
         return ConfigError(

@@ -47,7 +47,7 @@ class RankFailure:
         message: Message of the exception.
         exit_code: Typed exit code (see exit_codes).
         traceback: Python's traceback; empty if the message alone says what to change.
-        time_s: Time of the failure in seconds since the epoch, by this machine's clock.
+        time_s: Time of the failure, by the monotonic clock, which this machine's processes share.
     """
 
     rank: int
@@ -64,7 +64,7 @@ class RankFailure:
         text = "" if _speaks_for_itself(ours) else _traceback_of(error)
         notes = getattr(error, "__notes__", [])
         message = "\n".join([str(ours), *notes])
-        return cls(rank, public_name(ours), message, exit_code_of(ours), text, time.time())
+        return cls(rank, public_name(ours), message, exit_code_of(ours), text, time.monotonic())
 
     @property
     def text(self) -> str:

@@ -185,7 +185,7 @@ def _watch(launch: LaunchEnvironment, folder: LaunchFolder) -> None:
 
     def report(verdict: Verdict) -> None:
         text = f"{verdict.message}\nThe stacks of all ranks: {settings.hang_file}"
-        failure = RankFailure(verdict.rank, "HangError", text, ExitCode.HANG, "", time.time())
+        failure = RankFailure(verdict.rank, "HangError", text, ExitCode.HANG, "", time.monotonic())
         with contextlib.suppress(OSError):
             failure.write(folder.hang)
 

@@ -83,7 +83,7 @@ def init_process_group(timeout_s: float = 600.0, run_dir: Path | None = None) ->
             store = _store(launch, timeout)
             place = {"store": store, "rank": launch.rank, "world_size": launch.world_size}
         dist.init_process_group(backend, timeout=timeout, device_id=device, **place)
-    except dist.DistNetworkError as error:
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
         raise _unreachable(launch, str(error).partition("\n")[0]) from error
     except dist.DistBackendError as error:
         if "Duplicate GPU" not in str(error):
@@ -135,7 +135,7 @@ def first_prepares(prepare: Callable[[], Made], timeout_s: float) -> Made | None
 
     def beat() -> None:
         while not ended.is_set():
-            store.set("now", json.dumps([time.time(), last_line.line]))
+            store.set("now", json.dumps([time.monotonic(), last_line.line]))
             ended.wait(1.0)
 
     thread = threading.Thread(target=beat, name="fullshard preparing", daemon=True)
@@ -256,6 +256,11 @@ def _unreachable(launch: LaunchEnvironment, got: str) -> ConfigError | HangError
         return ConfigError(
             f"MASTER_PORT: expected a free port, got {launch.master_port}, which another process "
             "uses. Choose another, the same for every rank."
+        )
+    if "clients joined" in got:
+        return HangError(
+            f"WORLD_SIZE: expected {launch.world_size} ranks, got {got} Start all of them, with "
+            "one MASTER_ADDR and MASTER_PORT; or unset RANK, which an older launch may have left."
         )
     return HangError(
         f"MASTER_ADDR, MASTER_PORT: expected rank 0's store at {launch.master_addr}:"
@@ -380,6 +385,7 @@ class LaunchStore:
         self.port = port
         self.store: Any = None
         self._serving: threading.Thread | None = None
+        self._failed: BaseException | None = None
         self._socket: socket.socket | None = None
         if served_here:
             self._socket = self._bind(host, port)
@@ -403,8 +409,20 @@ class LaunchStore:
 
     def serve_soon(self) -> None:
         """Serves from a thread: importing torch takes seconds, and ranks are watched meanwhile."""
-        self._serving = threading.Thread(target=self.serve, name="store of the launch")
+
+        def serve() -> None:
+            try:
+                self.serve()
+            except BaseException as error:  # noqa: BLE001  raised by `check`
+                self._failed = error
+
+        self._serving = threading.Thread(target=serve, name="store of the launch")
         self._serving.start()
+
+    def check(self) -> None:
+        """Raises the error that kept the store from being served: ranks would wait for it."""
+        if self._failed is not None:
+            raise self._failed
 
     def serve(self) -> None:
         """Starts torch's store on the port."""

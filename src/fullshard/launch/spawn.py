@@ -137,6 +137,7 @@ def launch_local_ranks(launch: LocalLaunch) -> LaunchResult:
             timeout_s=launch.timeout_s,
             on_failure=relay.muted.set,
             positions=partial(_positions, launch, store, run_id),
+            check=store.check,
         )
         with contextlib.ExitStack() as closing:  # all of them are called, even if one fails
             for close in (store.close, relay.close, supervisor.end_all):

@@ -75,7 +75,7 @@ class RankProcess:
             if info is not None:
                 killed = info.si_code != os.CLD_EXITED
                 self.status = -info.si_status if killed else info.si_status
-                self.ended_s = time.time()
+                self.ended_s = time.monotonic()
         return self.status
 
 
@@ -103,6 +103,7 @@ class Supervisor:
         timeout_s: Maximum duration of the launch; None: unlimited.
         on_failure: Called once, as soon as a rank has failed.
         positions: Returns the last known position of each rank, one line per rank.
+        check: Raises the error that ranks would wait for without end, if there is one.
     """
 
     def __init__(
@@ -113,12 +114,14 @@ class Supervisor:
         timeout_s: float | None,
         on_failure: Callable[[], None],
         positions: Callable[[], list[str]],
+        check: Callable[[], None],
     ) -> None:
         self._ranks = ranks
         self._folder = folder
         self._timeout_s = timeout_s
         self._on_failure = on_failure
         self._positions = positions
+        self._check = check
         self._memory = MemoryWatch()
 
     def watch(self, caught: list[int]) -> LaunchResult:
@@ -126,6 +129,7 @@ class Supervisor:
         started = time.monotonic()
         while True:
             self._memory.look()
+            self._check()
             statuses = [rank.poll() for rank in self._ranks]
             if caught:
                 return self._stop(caught)
@@ -240,7 +244,7 @@ class Supervisor:
             stacks = file.read_text() if file.exists() else "(none: it was still starting)\n"
             message += f"\n---- rank {rank.rank} ----\n{stacks.rstrip()}"
         code = int(ExitCode.HANG)
-        failure = RankFailure(running[0].rank, "HangError", message, code, "", time.time())
+        failure = RankFailure(running[0].rank, "HangError", message, code, "", time.monotonic())
         return LaunchResult(code, failure)
 
     def _wait(self, timeout_s: float, unless: Callable[[], bool] = lambda: False) -> None:

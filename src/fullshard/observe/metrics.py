@@ -104,7 +104,7 @@ ASIDE = {SaveRow: SAVES, SampleRow: SAMPLES}  # files of their own
 
 
 class MetricsWriter:
-    """Appends rows to a file, and to the table beside it; they are on disk when `write` returns.
+    """Appends rows to a file and to the table beside it; `write` returns when they are in the file.
 
     Raises:
         ConfigError: The file is no longer at its path: what is written would be lost.

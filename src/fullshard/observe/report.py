@@ -1,8 +1,8 @@
 """Pages that need no network: `report.html` about a run, and a comparison of runs.
 
 The report is drawn from the files in the run's folder: run.json, metrics.jsonl, saves.jsonl,
-machine.jsonl, samples.jsonl, plan.json, config.yaml and sample.txt. Missing files are left out, so
-a failed run has a report too, and it can be drawn again at any time, also while the run goes.
+machine-N.jsonl, samples.jsonl, plan.json, config.yaml and sample.txt. Missing files are left out,
+so a failed run has a report too, and it can be drawn again at any time, also while the run goes.
 """
 
 from __future__ import annotations

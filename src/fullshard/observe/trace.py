@@ -72,9 +72,10 @@ class EventRing:
         return tuple(event for event, at, _ in self.copy() if step is None or at == step)
 
     def copy(self) -> list[tuple[Event, int, float]]:
-        """What is kept, oldest first; beside a thread that records, the oldest may be new ones.
+        """What is kept, oldest first.
 
-        The watchdog asks twice a second, beside the training: slices cost a tenth of a loop.
+        If another thread records meanwhile, newer events may have replaced the oldest. The watchdog
+        asks twice a second during training; slices take a tenth of the time of a loop.
         """
         count, capacity = self.count, self._capacity
         begin, end = max(self._first, count - capacity), count

@@ -378,10 +378,10 @@ def checkpoint_bytes(plan: Plan) -> int:
     for group in plan.groups:
         itemsize = ITEMSIZE[group.dtypes.master]
         for placement in group.layout.placements:
-            size = float(itemsize * placement.numel)
+            shape = placement.whole_shape
+            total += itemsize * math.prod(shape)
             if group.trainable:
-                size += plan.optimizer.saved_bytes(placement.name, placement.shape, itemsize)
-            total += placement.parts * size
+                total += plan.optimizer.saved_bytes(placement.name, shape, itemsize)
     return math.ceil(total)
 
 

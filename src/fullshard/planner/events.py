@@ -14,10 +14,11 @@ class EventKind(StrEnum):
     PUBLISH: A forward of the whole model begins; every rank's part of a shared home is written.
     GATHER: The all-gather of the unit into its slot is issued; on one rank the slot is filled.
     FORWARD: The unit's forward begins; its slot holds the weights.
-    RELEASE: The slot no longer holds the unit; under poison it is filled with NaN.
+    RELEASE: The slot may take another unit; under poison it is filled with NaN.
     BACKWARD: The unit's backward begins; its slot holds the weights.
     REDUCE: All gradients of the unit are in its gradient slot; the reduction is issued.
-    ACCUMULATE: The reduction has been added to the gradient shard; the gradient slot is free.
+    ACCUMULATE: The reduction is complete and the gradient slot free; its part is added to the
+        gradient shard, later if replicas or a copy to the host are awaited.
     DEFER: The unit's gradients stay on this rank, unreduced (`no_sync`).
     SPILL: Gradients came out of order and use a buffer that the plan does not list.
     SETTLE: Backward ends; touched bits and squared norms are summed over ranks.

@@ -73,6 +73,11 @@ class Placement:
         return math.prod(self.shape)
 
     @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """Shape over all axes, if its parts are equal rows; else one with as many elements."""
+        return self.shape if self.parts == 1 else (self.parts * self.shape[0], *self.shape[1:])
+
+    @property
     def stop(self) -> int:
         return self.offset + self.numel
 

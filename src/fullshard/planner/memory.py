@@ -177,7 +177,7 @@ def communication_bytes(
 
     A reduction uses its buffers from REDUCE to ACCUMULATE. Freed buffers are reused, the smallest
     that fits first. The direct transport receives one part from every peer, c10d one from every
-    rank for ordered sums; it receives other sums in the gradient slots.
+    rank for ordered sums, and all other sums in the gradient slots.
     Replicas exchange chunks of a part during the backward of the next units. Gradients are received
     in a device buffer first if their home is the host, or if they are added to an earlier sum. A
     copy to the host runs until the next unit's sum lands.

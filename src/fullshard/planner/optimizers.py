@@ -187,13 +187,18 @@ def owned_tensors(
     if optimizer.owned is None:
         return
     found = [
-        (placement.shape, ITEMSIZE[group.dtypes.master], group.layout.num_parts)
+        (placement.whole_shape, ITEMSIZE[group.dtypes.master], group.layout.num_parts)
         for group in trained
         for placement in group.layout.placements
         if optimizer.owns(placement.name, placement.shape)
     ]
-    cut = [entry for entry in found if entry[2] > 1]
-    yield from (OwnedTensor(*entry, 0, 0) for entry in found if entry[2] == 1)
-    owners = Owners.choose([math.prod(shape) for shape, _, _ in cut], cut[0][2] if cut else 1)
-    for turn, indices in enumerate(owners.rounds):
-        yield from (OwnedTensor(*cut[index], owners.of[index], turn) for index in indices)
+    turn = 0
+    for num_parts in dict.fromkeys(parts for _, _, parts in found):  # experts have others
+        cut = [entry for entry in found if entry[2] == num_parts]
+        if num_parts == 1:
+            yield from (OwnedTensor(*entry, 0, 0) for entry in cut)
+            continue
+        owners = Owners.choose([math.prod(shape) for shape, _, _ in cut], num_parts)
+        for indices in owners.rounds:
+            turn += 1
+            yield from (OwnedTensor(*cut[index], owners.of[index], turn) for index in indices)

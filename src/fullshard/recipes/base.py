@@ -77,8 +77,12 @@ class Recipe(Protocol):
         """This rank's evaluation batches; every rank has the same number."""
         ...
 
+    def count(self, batch: Batch) -> int:
+        """Number of items that the loss of a batch is summed over: label tokens."""
+        ...
+
     def loss(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, int]:
-        """Loss summed over the label tokens of a batch, and their number."""
+        """Loss summed over the items of a batch, and their number."""
         ...
 
 
@@ -110,7 +114,7 @@ class Seat:
 
     @property
     def batch(self) -> int:
-        """Which of the batches of a micro-batch this rank sees, or a part of."""
+        """Index of the batch that this rank sees, whole or in part."""
         expert, tensor = self.sharding.expert, self.sharding.tensor
         outer, inner = divmod(self.rank, self.sharding.context * expert * tensor)
         return outer * expert + inner // tensor % expert
@@ -165,7 +169,7 @@ def whole_logits_loss(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, int
     """The cross-entropy of the next tokens, from the logits of all tokens at once."""
     logits = model(**inputs_of(batch), use_cache=False).logits
     total = cross_entropy(logits.flatten(0, -2), shifted_of(batch).reshape(-1))
-    return total, len(predicted_of(batch))
+    return total, num_predicted(batch)
 
 
 class RowBatches:
@@ -176,6 +180,11 @@ class RowBatches:
         per_device_eval: Held-out rows that a rank takes at a time.
         order: Rows of each step.
         seat: This rank, and the device that its batches go to.
+
+    Attributes:
+        objective: The loss.
+        counted: Number of items that the loss of a batch is summed over. A recipe whose loss is a
+            mean over something else than label tokens replaces both.
     """
 
     def __init__(
@@ -183,6 +192,7 @@ class RowBatches:
     ) -> None:
         self.data = data
         self.objective: Objective = whole_logits_loss
+        self.counted: Callable[[Batch], int] = num_predicted
         self._order, self._seat = order, seat
         evaluation = evaluation_samples(
             data.facts.num_held_out_sequences, per_device_eval, order.shape.world_size
@@ -217,6 +227,9 @@ class RowBatches:
     def train_rows(self, chosen: Indices) -> Batch:
         """Some training rows as a batch; -1 is an empty place."""
         return placed(self.data.batch(chosen, held_out=False), self._seat.device)
+
+    def count(self, batch: Batch) -> int:
+        return self.counted(batch)
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, int]:
         return self.objective(model, batch)
@@ -281,6 +294,11 @@ def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """The sum over (num_tokens, vocabulary) logits, in float32 at least."""
     dtype = torch.promote_types(logits.dtype, torch.float32)
     return F.cross_entropy(logits.to(dtype), targets, ignore_index=IGNORED, reduction="sum")
+
+
+def num_predicted(batch: Batch) -> int:
+    """Number of label tokens of a batch."""
+    return len(predicted_of(batch))
 
 
 def predicted_of(batch: Batch) -> torch.Tensor:

@@ -35,7 +35,6 @@ from fullshard.recipes.base import (
     Team,
     backward_scale,
     blank,
-    predicted_of,
 )
 from fullshard.run.checkpoints import SCALER
 from fullshard.run.console import plan_lines
@@ -134,16 +133,16 @@ class TorchTrainee:
         """The same number of micro-batches on every rank, and N of [Note: global token mean].
 
         [Note: uneven batches]
-        A rank with fewer micro-batches than another would leave it waiting in a collective. If the
-        recipe does not know the counts, the ranks exchange them once per step with their numbers of
-        label tokens. A rank with fewer repeats its last batch without labels.
+        A rank with fewer micro-batches than another would leave the other waiting in a collective.
+        If the recipe does not know the counts, the ranks exchange them once per step with their
+        numbers of label tokens. A rank with fewer repeats its last batch without labels.
 
         Raises:
             DataError: No rank has a batch, or this rank never had one.
         """
         if loop.recipe.tokens_per_step is not None:
             return batches, loop.recipe.tokens_per_step
-        here = sum(len(predicted_of(batch)) for batch in batches)
+        here = sum(map(loop.recipe.count, batches))
         parts = loop.team.exchange([here, len(batches)])
         most = int(max(part[1] for part in parts))
         self._last = batches[-1] if batches else self._last

@@ -188,7 +188,7 @@ class XlaSide:
     def load(self, path: Path) -> tuple[dict[str, Any], Path]:
         """Loads the newest usable checkpoint. A collective."""
         self._state, beside = checkpoints.load(self._plan, path, self._tx)
-        return {**beside.values, "step": int(self._state.step)}, path
+        return dict(beside.values), path
 
     # ---- at the end
 

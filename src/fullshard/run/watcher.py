@@ -1,4 +1,4 @@
-"""The destination of the loop's rows: every rank keeps the last; rank 0 prints and writes all."""
+"""Receives the loop's rows: every rank keeps the last ones; rank 0 also prints and writes them."""
 
 from __future__ import annotations
 

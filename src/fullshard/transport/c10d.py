@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -22,13 +22,13 @@ from fullshard.transport.base import (
     Axes,
     Fetch,
     Home,
+    MessageTransport,
     Reduction,
     Slots,
     Works,
     sum_in_order,
     torch_dtype,
 )
-from fullshard.transport.messages import MessageTransport
 
 
 class C10dTransport(MessageTransport):
@@ -44,8 +44,7 @@ class C10dTransport(MessageTransport):
 
     def __init__(self, axes: Axes, kind: ReductionKind, *, symmetric: bool = False) -> None:
         super().__init__(axes)
-        self._kind = kind
-        self._everyone = range(axes.mesh.world_size)
+        self._is_ordered = cache(kind.is_ordered)  # asked for every buffer of a step
         if symmetric:
             self.home = SymmetricHome(axes)
 
@@ -67,7 +66,7 @@ class C10dTransport(MessageTransport):
         received: list[Sequence[torch.Tensor]] = []
         native: tuple[list[Any], list[Any]] = [], []
         for full in fulls:
-            if self._is_ordered(full, num_parts):
+            if self._is_ordered(full.itemsize, num_parts):
                 parts = self.scratch.take(full, full.numel())
                 works.append(dist.all_to_all_single(parts, full, group=group, async_op=True))
                 lent.append(parts)
@@ -87,7 +86,7 @@ class C10dTransport(MessageTransport):
     def sum_replicas(self, values: torch.Tensor) -> Iterator[None]:
         replicas, group = self.axes.mesh.replicate, self.axes.replicate_group
         self._compare_places(self.axes.replicate_ranks)
-        if not self._is_ordered(values, replicas):
+        if not self._is_ordered(values.itemsize, replicas):
             works = self._works(dist.all_reduce(values, group=group, async_op=True))
             yield
             works.wait()
@@ -105,9 +104,6 @@ class C10dTransport(MessageTransport):
             op = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
             group = self.axes.world_group
             self._works(dist.all_reduce(values, op=op, group=group, async_op=True)).wait()
-
-    def _is_ordered(self, values: torch.Tensor, num_ranks: int) -> bool:
-        return self._kind.is_ordered(values.itemsize, num_ranks)
 
     def _works(self, *works: Any) -> Works:
         return Works(works, self.phase.running or self.phase.following)

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 from fullshard.transport._torch_compat import all_gather_single
-from fullshard.transport.base import Fetch, Reduction, Works, combine_in_order
-from fullshard.transport.messages import MessageTransport
+from fullshard.transport.base import Fetch, MessageTransport, Reduction, Works, combine_in_order
 
 FETCH_TAG, REDUCE_TAG, OUTER_TAG, SPREAD_TAG = 1, 2, 3, 4  # relative to the model's first tag
 SIZES, SIZE_SHIFT = 1021, 20  # tags have 31 bits
@@ -65,7 +64,7 @@ class DirectTransport(MessageTransport):
         size = self.axes.mesh.world_size
         if size == 1:
             return
-        self._compare_places(range(size))
+        self._compare_places(self._everyone)
         flat = values.view(-1)
         everyone = flat.new_empty(size * flat.numel())
         work = all_gather_single(everyone, flat, group=self.axes.world_group, async_op=True)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from fullshard.planner.mesh import Mesh, order_of
 from fullshard.transport._torch_compat import new_group_of
-from fullshard.transport.base import TAGS_A_MODEL, Works
+from fullshard.transport.base import TAGS_A_MODEL, Works, failed_message
 from fullshard.transport.shared.segment import Host
 
 
@@ -162,7 +162,10 @@ def places_of_meshes(ranks: Sequence[int], world_size: int) -> tuple[tuple[int, 
 def tell_everyone(value: Any, group: Any) -> list[Any]:
     """Returns the values of all ranks of a group. A collective."""
     said: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(said, value, group=group)
+    try:
+        dist.all_gather_object(said, value, group=group)
+    except RuntimeError as error:
+        raise failed_message(error, "a message of fs.shard, fs.save or fs.load") from error
     return said
 
 

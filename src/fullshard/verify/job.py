@@ -77,7 +77,7 @@ class Pass:
 class Job:
     """Numbers that both sides read; the module's docstring lists the files next to them.
 
-    `tensor` neighbouring ranks share a batch: see `Seat`.
+    `tensor` is the number of neighbouring ranks that share a batch: see `Seat`.
     """
 
     passes: tuple[Pass, ...]

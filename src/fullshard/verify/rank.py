@@ -31,7 +31,7 @@ from fullshard.errors import CheckpointError, DivergedError
 from fullshard.launch.rank_entry import run_rank
 from fullshard.models.config import quiet_libraries
 from fullshard.observe.metrics import StepRow
-from fullshard.recipes.base import Batch, RankTeam, Seat, causal_lm_loss
+from fullshard.recipes.base import Batch, RankTeam, Seat, causal_lm_loss, num_predicted
 from fullshard.run.loop import Loop, LoopSettings, Watcher
 from fullshard.run.on_torch import TorchTrainee
 from fullshard.run.optim import LossScaler
@@ -110,6 +110,7 @@ class _Batches:
     samples_per_step = 1
     steps_per_epoch = 1
     tokens_per_step = None
+    count = staticmethod(num_predicted)
 
     def __init__(self, training: _Training, source: int, first: int, injection: Injection) -> None:
         self._training, self._source, self._first = training, source, first

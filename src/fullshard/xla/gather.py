@@ -38,12 +38,10 @@ from jax.ad_checkpoint import checkpoint_name
 from fullshard.config.values import RecomputeKind
 from fullshard.errors import ConfigError
 from fullshard.planner.arrays import ArrayPlan
-from fullshard.planner.mesh import Mesh
-from fullshard.xla.plan import REPLICATE, SHARD, Tree, XlaPlan, pad, unpad
+from fullshard.xla.plan import REPLICATE, SHARD, SMALL, Tree, XlaPlan, pad, unpad
 from fullshard.xla.traced import MOVES, combined
 
 BLOCK_INPUT = "fullshard.block_input"
-SMALL = 65_536  # elements of a full array
 Arrays = Sequence[jax.Array]
 _GATHERS = ("all_gather", "all_to_all")  # see [Note: messages on CPUs]
 
@@ -71,8 +69,11 @@ def gather_arrays(plan: XlaPlan, arrays: Sequence[ArrayPlan], shards: Tree) -> T
         return _collect(plan, arrays, shards), None
 
     def backward(_: None, grads: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-        found = zip(_reduce(plan, arrays, grads), leaves, strict=True)
-        return tuple(grad.astype(shard.dtype) for grad, shard in found)
+        own = [at for at, array in enumerate(arrays) if array.trainable]
+        found = _reduce(plan, [arrays[at] for at in own], [grads[at] for at in own])
+        unread = [jnp.zeros(shard.shape, shard.dtype) for shard in leaves]  # of frozen arrays
+        reduced = _at(own, unread, lambda _: found)
+        return tuple(x.astype(shard.dtype) for x, shard in zip(reduced, leaves, strict=True))
 
     gathered_by_fullshard.defvjp(forward, backward)
     pairs = zip(arrays, gathered_by_fullshard(*leaves), strict=True)
@@ -117,13 +118,15 @@ def whole_but_blocks(plan: XlaPlan, params: Tree) -> Tree:
 def reduce_whole(plan: XlaPlan, grads: Arrays) -> list[jax.Array]:
     """Reduces the gradients of trained arrays that are not stacked: returns this device's shards.
 
+    Those of arrays that join the step's sums are returned as they are.
+
     Args:
         plan: The model's plan.
         grads: Gradients of all trained arrays.
     """
-    arrays = [array for array in plan.table.arrays if array.trainable]
-    own = [at for at, array in enumerate(arrays) if not array.block]
-    chosen = [arrays[at] for at in own]
+    arrays = enumerate(plan.trained_arrays)
+    own = [at for at, array in arrays if not array.block and at not in plan.joined]
+    chosen = [plan.trained_arrays[at] for at in own]
     return _at(own, grads, lambda wholes: _reduce(plan, chosen, list(map(pad, chosen, wholes))))
 
 
@@ -144,19 +147,15 @@ def _collect(plan: XlaPlan, arrays: Sequence[ArrayPlan], shards: Arrays) -> list
 
 def _reduce(plan: XlaPlan, arrays: Sequence[ArrayPlan], grads: Arrays) -> list[jax.Array]:
     mesh, limit = plan.table.mesh, _limit(plan, arrays)
-    found = [
-        grad.astype(a.dtypes.reduce) if a.trainable else _unread(a, grad, mesh)
-        for a, grad in zip(arrays, grads, strict=True)
-    ]
-    trained = [at for at, array in enumerate(arrays) if array.trainable]
-    dims = {at: dim for at in trained if (dim := arrays[at].cut.dim) is not None}
+    found = [grad.astype(a.dtypes.reduce) for a, grad in zip(arrays, grads, strict=True)]
+    dims = {at: array.cut.dim for at, array in enumerate(arrays) if array.cut.dim is not None}
 
     def scattered(wholes: Arrays) -> list[jax.Array]:
         parts = reduce_scatter(wholes, SHARD, [*dims.values()], limit)
         return [x.astype(arrays[at].dtypes.accumulate) for at, x in zip(dims, parts, strict=True)]
 
     found = _at([*dims], found, scattered)
-    whole = [at for at in trained if at not in dims]
+    whole = [at for at in range(len(arrays)) if at not in dims]
     sizes = {SHARD: mesh.shard, REPLICATE: mesh.replicate}
     for chosen, axes in (([*dims], (REPLICATE,)), (whole, (SHARD, REPLICATE))):
         live = [axis for axis in axes if sizes[axis] > 1]
@@ -169,13 +168,6 @@ def _limit(plan: XlaPlan, arrays: Sequence[ArrayPlan]) -> int:
     if plan.platform != "cpu":
         return 0
     return sys.maxsize if over_gloo() and any(array.block for array in arrays) else SMALL
-
-
-def _unread(array: ArrayPlan, grad: jax.Array, mesh: Mesh) -> jax.Array:
-    """Zeros as the unused gradient of a frozen array."""
-    parts = [mesh.shard if at == array.cut.dim else 1 for at in range(grad.ndim)]
-    sizes = [size // part for size, part in zip(grad.shape, parts, strict=True)]
-    return jnp.zeros(sizes, array.dtypes.accumulate)
 
 
 def scan_blocks(  # noqa: PLR0913  (settings by name)

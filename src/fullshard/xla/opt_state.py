@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import optax
+from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import NamedSharding
 
 from fullshard.errors import ConfigError
@@ -121,11 +122,10 @@ def updated(
         ConfigError: The optimizer does not use a scalar of that name, or needs something else.
     """
     params, opt_state = before
-    arrays = [array for array in plan.table.arrays if array.trainable]
 
     def each(function: Callable[[ArrayPlan, Any], Any], tree: Tree) -> Tree:
         leaves, structure = jax.tree.flatten(tree)
-        return jax.tree.unflatten(structure, list(map(function, arrays, leaves)))
+        return jax.tree.unflatten(structure, list(map(function, plan.trained_arrays, leaves)))
 
     mine, grads = each(unpad, trained(plan, params)), each(unpad, grads)
     state = map_state(plan, unpad, opt_state)
@@ -166,10 +166,9 @@ def _check_read(update: Callable[[Any], Any], extra: dict[str, jax.Array]) -> No
     if not extra:
         return
     program = jax.make_jaxpr(update)(extra).jaxpr
-    read = {id(var) for step in program.eqns for var in step.invars}
-    read |= {id(var) for var in program.outvars}
-    for name, var in zip(sorted(extra), program.invars, strict=True):
-        if id(var) not in read:
+    _, read = dce_jaxpr(program, [True] * len(program.outvars))
+    for name, is_read in zip(sorted(extra), read, strict=True):
+        if not is_read:
             raise ConfigError(
                 f"{name}: expected a number that the optimizer reads; this one does not read it. "
                 f"Make it with optax.inject_hyperparams(...)({name}=...), or leave {name} out."

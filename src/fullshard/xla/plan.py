@@ -20,7 +20,7 @@ from fullshard.config.schema import ShardConfig
 from fullshard.config.supported import check_supported
 from fullshard.config.values import Backend, DType, Strategy, did_you_mean
 from fullshard.errors import ConfigError, DataError
-from fullshard.planner.arrays import ArrayPlan, ArraysPlan, cut_of
+from fullshard.planner.arrays import PADDED_ABOVE, ArrayPlan, ArraysPlan, cut_of
 from fullshard.planner.mesh import Mesh, Topology, resolve_mesh, row_of
 from fullshard.planner.spec import ParamSpec, check_globs, matches
 from fullshard.planner.units import ContractRule
@@ -28,6 +28,7 @@ from fullshard.planner.units import ContractRule
 Tree = Any  # any pytree
 REPLICATE, SHARD = "replicate", "shard"
 AXES = (REPLICATE, SHARD)
+SMALL = PADDED_ABOVE  # elements of a full array that travels with others
 # Per platform: the latency-hiding scheduler and asynchronous collectives.
 OVERLAP: dict[str, dict[str, Any]] = {
     "gpu": {
@@ -170,6 +171,17 @@ class XlaPlan:
         return jax.tree.unflatten(self.structure, leaves)
 
     @cached_property
+    def trained_arrays(self) -> list[ArrayPlan]:
+        """The plans of the arrays that have gradients."""
+        return [array for array in self.table.arrays if array.trainable]
+
+    @cached_property
+    def joined(self) -> list[int]:
+        """Trained arrays whose gradients are summed once a step, in the loss's collective."""
+        arrays = enumerate(self.trained_arrays)
+        return [at for at, a in arrays if a.cut.dim is None and not a.block and a.numel < SMALL]
+
+    @cached_property
     def index_of_path(self) -> dict[tuple[Any, ...], int]:
         """The index of each array in the plan, by its path in the tree."""
         paths = jax.tree.leaves_with_path(self.map(lambda array: array))
@@ -275,7 +287,7 @@ def batch_spec(axes: tuple[str, ...], num_micro_batches: int = 1) -> PartitionSp
 def batch_specs(axes: tuple[str, ...], batch: Tree, num_micro_batches: int = 1) -> Tree:
     """Returns the spec of each array of a batch; scalars are replicated."""
     samples, lead = batch_spec(axes, num_micro_batches), int(num_micro_batches > 1)
-    return jax.tree.map(lambda x: samples if jnp.ndim(x) > lead else PartitionSpec(), batch)
+    return jax.tree.map(lambda x: samples if np.ndim(x) > lead else PartitionSpec(), batch)
 
 
 def place_batch(
@@ -292,19 +304,20 @@ def place_batch(
     def place(path: Any, leaf: Any, spec: PartitionSpec) -> Any:
         if is_on_mesh(leaf):
             return leaf
-        if not jnp.ndim(leaf):
+        if not np.ndim(leaf):
             leaf = jnp.broadcast_to(leaf, lead)
-        parts, samples = jnp.shape(leaf)[: len(lead)], jnp.shape(leaf)[len(lead) :][:1]
+        parts, samples = np.shape(leaf)[: len(lead)], np.shape(leaf)[len(lead) :][:1]
         if parts != lead or (samples and samples[0] % size):
             raise DataError(
                 f"batch{jax.tree_util.keystr(path)}: expected "
                 f"{f'{num_micro_batches} micro-batches, then ' * len(lead)}a number of samples "
-                f"that {size} devices divide; got shape {jnp.shape(leaf)}. Drop some (drop_last of "
+                f"that {size} devices divide; got shape {np.shape(leaf)}. Drop some (drop_last of "
                 "your loader), or fill the batch up with fullshard.jax.pad_batch."
             )
         sharding = NamedSharding(mesh, spec)
         if jax.process_count() == 1:  # arrays on a device are copied to the others directly
-            return jax.device_put(leaf, sharding)
+            is_array = isinstance(leaf, jax.Array)  # not numpy's or torch's
+            return jax.device_put(leaf if is_array else np.asarray(leaf), sharding)
         return jax.make_array_from_process_local_data(sharding, np.asarray(leaf))
 
     return jax.tree.map_with_path(place, batch, batch_specs(axes, batch, num_micro_batches))

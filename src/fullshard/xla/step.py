@@ -346,9 +346,8 @@ def eval_step(plan: XlaPlan, loss_fn: LossFn) -> Callable[[State, Any], tuple[An
 
 def _on_devices(plan: XlaPlan, function: Any, in_specs: Any, out_specs: Any) -> Any:
     """The function of all devices, each with its part."""
-    mesh = plan.mesh
     return jax.shard_map(  # see [Note: gathers on XLA]
-        function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+        function, mesh=plan.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
     )
 
 
@@ -385,7 +384,6 @@ def _gradients(
     move such a gather out of the loop.
     """
     met, loss_fn = whole_but_blocks(plan, params), seeing(beside.given)
-    arrays = [array for array in plan.table.arrays if array.trainable]
 
     def summed(
         mine: Tree, met: Tree, batch: Any, variables: Tree, at: Any
@@ -406,7 +404,8 @@ def _gradients(
         return (kept, sums.variables), (sums.total, sums.count, sums.metrics)
 
     mine = jax.tree.leaves(trained(plan, params))
-    zeros = [jnp.zeros(x.shape, a.dtypes.accumulate) for a, x in zip(arrays, mine, strict=True)]
+    pairs = zip(plan.trained_arrays, mine, strict=True)
+    zeros = [jnp.zeros(x.shape, array.dtypes.accumulate) for array, x in pairs]
     carry = (zeros, beside.variables)
     if num_micro_batches == 1:
         (grads, variables), sums = micro_batch(carry, (0, batch))
@@ -414,8 +413,11 @@ def _gradients(
         turns = (jnp.arange(num_micro_batches), batch)
         (grads, variables), sums = lax.scan(micro_batch, carry, turns)
         sums = jax.tree.map(lambda x: x.astype(_wide(plan, x)).sum(0), sums)
-    sums = *sums[:2], (sums[2], _squares(plan, grads))
-    total, count, (metrics, squares), variables = _over_devices(plan, sums, variables)
+    sums = *sums[:2], (sums[2], _squares(plan, grads), [grads[at] for at in plan.joined])
+    total, count, (metrics, squares, added), variables = _over_devices(plan, sums, variables)
+    for at, grad in zip(plan.joined, added, strict=True):
+        grads[at] = grad.astype(grads[at].dtype)
+        squares += jnp.sum(jnp.square(grads[at]))
     divisor = jnp.where(count == 0, 1, count)
     grads = [grad / divisor.astype(grad.dtype) for grad in grads]
     means = {**(metrics or {}), "loss": total, "grad_norm": jnp.sqrt(squares)}
@@ -499,12 +501,11 @@ def _wide(plan: XlaPlan, value: Any) -> Any:
 
 
 def _squares(plan: XlaPlan, grads: Sequence[jax.Array]) -> jax.Array:
-    """This device's share of the gradients' sum of squares: copies of an array share it equally."""
+    """This device's share of the sum of squares of reduced gradients: copies share it equally."""
     mesh, found = plan.table.mesh, jnp.zeros((), jnp.float32)
-    arrays = [array for array in plan.table.arrays if array.trainable]
-    for array, grad in zip(arrays, grads, strict=True):
+    for at, array in enumerate(plan.trained_arrays):
         copies = mesh.world_size if array.cut.dim is None else mesh.replicate
-        found = found + jnp.sum(jnp.square(grad)) / copies
+        found += 0 if at in plan.joined else jnp.sum(jnp.square(grads[at])) / copies
     return found
 
 

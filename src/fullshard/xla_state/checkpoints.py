@@ -51,7 +51,7 @@ class Extras:
 
     Attributes:
         groups: torch's parameter groups, with parameter names under "params".
-        values: The caller's values.
+        values: The caller's values; loaded ones with the checkpoint's step.
         tied: Names of tied parameters: second name -> first name.
     """
 
@@ -160,7 +160,7 @@ def _facts(state: State, step: int | None, extras: Extras) -> tuple[dict[str, An
             if leaf.at is not None:
                 dtype_name(leaf.name, leaf.value)
         count = torch.tensor(float(state.step))
-        scalars = {name: {"step": count} for name in names} if words else {}
+        scalars = {name: {"step": count} for name in names}
         others = [(leaf.name, leaf.value) for leaf in leaves if leaf.at is None]
         table, own = leaf_pieces(OTHERS, others)
         pieces.extend(own)
@@ -272,8 +272,7 @@ def load(
         source = _Saved(checkpoint)
         params = _read_arrays(plan, source, partial(key_of, Kind.MODEL))
         get_tensor = partial(state_tensor, checkpoint, 0)
-        step = _num_updates(checkpoint, get_tensor)
-        state = with_optimizer(plan, params, tx, step, variables)
+        state = with_optimizer(plan, params, tx, _num_updates(checkpoint, get_tensor), variables)
         state = replace(state, variables=_saved_variables(state, source))
         groups: Sequence[Mapping[str, Any]] = ()
         values = _values(checkpoint, get_tensor)
@@ -287,13 +286,13 @@ def load(
 def load_values(path: Path) -> dict[str, Any]:
     """Returns the caller's values of a checkpoint, and its step. A collective."""
     with _opened(path) as checkpoint:
-        found = _values(checkpoint, partial(state_tensor, checkpoint, 0))
-        return {**found, "step": checkpoint.state["step"]}
+        return _values(checkpoint, partial(state_tensor, checkpoint, 0))
 
 
 def _values(checkpoint: Checkpoint, get_tensor: Callable[[str], Any]) -> dict[str, Any]:
-    saved = checkpoint.state["state"]
-    return {name: checkpoint.value(name, coded, get_tensor) for name, coded in saved.items()}
+    saved = checkpoint.state["state"].items()
+    found = {name: checkpoint.value(name, coded, get_tensor) for name, coded in saved}
+    return {**found, "step": checkpoint.state["step"]}
 
 
 def _opened(path: Path) -> AbstractContextManager[Checkpoint]:
@@ -302,12 +301,11 @@ def _opened(path: Path) -> AbstractContextManager[Checkpoint]:
 
 
 def _num_updates(checkpoint: Checkpoint, get_tensor: Callable[[str], Any]) -> int:
-    """The checkpoint's step, or its optimizer's if it was saved without one."""
-    step, optimizer = checkpoint.state["step"], checkpoint.state.get("optimizer")
-    if step is None and optimizer is not None:
-        scalars = checkpoint.value("scalars", optimizer["scalars"], get_tensor)
-        step = max((int(found.get("step", 0)) for found in scalars.values()), default=0)
-    return int(step or 0)
+    """The updates of its optimizer, since the checkpoint's step may count something else."""
+    optimizer = checkpoint.state.get("optimizer") or {"scalars": {}}
+    scalars = checkpoint.value("scalars", optimizer["scalars"], get_tensor)
+    counts = [int(found["step"]) for found in scalars.values() if "step" in found]
+    return max(counts, default=int(checkpoint.state["step"] or 0))
 
 
 def _with_saved_optimizer(state: State, source: _Saved) -> State:

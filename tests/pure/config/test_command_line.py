@@ -57,7 +57,7 @@ def load(tmp_path):
 )
 def test_a_name_means_its_key_and_replaces_the_file(load, override, section, key, value):
     if value is None and key == "timeout":
-        with pytest.raises(ConfigError, match=r"timeout: expected a number > 0, got '1:30'"):
+        with pytest.raises(ConfigError, match=r"timeout: expected a number >= 1, got '1:30'"):
             load(override)
     else:
         assert getattr(getattr(load(override), section), key) == value

@@ -198,13 +198,46 @@ def test_what_is_on_nvme_is_there_and_the_rest_on_the_host(load, written, homes,
         assert offload.folder == folder
 
 
-def test_two_folders_of_nvme_are_refused_with_their_lines(load):
-    text = (
-        '{"zero_optimization": {"stage": 3,\n"offload_optimizer": {"device": "nvme", '
-        '"nvme_path": "/a"},\n"offload_param": {"device": "nvme", "nvme_path": "/b"}}}'
-    )
-    with pytest.raises(ConfigError, match=r"a.yaml:3: .*nvme_path.*a.yaml:2.*Give one of the two"):
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            '{"zero_optimization": {"stage": 3,\n"offload_optimizer": {"device": "nvme", '
+            '"nvme_path": "/a"},\n"offload_param": {"device": "nvme", "nvme_path": "/b"}}}',
+            r"a.yaml:3: .*nvme_path.*a.yaml:2.*Give one of the two",
+        ),
+        (
+            "distributed_type: FSDP\nfsdp_config:\n  fsdp_offload_params: true\n"
+            "  offload_params: false\n",
+            r"a.yaml:4: .*offload_params: expected what .*a.yaml:3\) says, true; got false",
+        ),
+    ],
+)
+def test_two_values_of_one_meaning_are_refused_with_their_lines(load, text, said):
+    with pytest.raises(ConfigError, match=said):
         load(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "override", "key", "why"),
+    [
+        (
+            "learning_rate: 1e-4\nfsdp: full_shard offload\nfsdp_config: {offload_params: false}\n",
+            "max_steps=2",
+            "fsdp_config.offload_params",
+            "fsdp (a.yaml:2) decides",
+        ),
+        (
+            "distributed_type: FSDP\nmixed_precision: 'no'\n",
+            "bf16=true",
+            "mixed_precision",
+            "bf16 (command line) decides",
+        ),
+    ],
+)
+def test_a_value_that_another_key_outvotes_does_not_happen_anyway(load, text, override, key, why):
+    (note,) = (note for note in load(text, override).notes if note.key == key)
+    assert (note.status, note.why) == (Status.NO_EFFECT, why)
 
 
 def test_the_batch_of_all_ranks_is_divided(load):

@@ -3,6 +3,7 @@
 import copy
 import json
 import pickle
+import resource
 import signal
 import time
 
@@ -292,17 +293,26 @@ def test_nothing_to_learn_is_an_error_that_names_the_cause(
 
 
 @pytest.mark.parametrize("marks", ["", "{% generation %}{% endgeneration %}"])
-def test_a_template_that_never_ends_is_refused_and_timers_stay_as_they_were(
-    tokenizer, marks, monkeypatch
+@pytest.mark.parametrize(
+    ("bomb", "said"),
+    [
+        (
+            "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+            "did not end within",
+        ),
+        ("{{ 'x' * 2000000000 }}", "needs more than 1024 MiB"),
+    ],
+)
+def test_a_template_without_end_is_refused_and_limits_stay_as_they_were(
+    tokenizer, bomb, said, marks, monkeypatch
 ):
     monkeypatch.setattr(chat_template, "TEMPLATE_LIMIT_S", 0.2)
     other = copy.deepcopy(tokenizer)
-    loops = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
-    other.chat_template = loops + marks
-    before = signal.getsignal(signal.SIGALRM)
-    with pytest.raises(DataError, match=r"x that it refuses \(it did not end within"):
+    other.chat_template = bomb + marks
+    before = signal.getsignal(signal.SIGALRM), resource.getrlimit(resource.RLIMIT_AS)
+    with pytest.raises(DataError, match=rf"x that it refuses \(it {said}"):
         encode(ASKED, other, Learned())
-    assert signal.getsignal(signal.SIGALRM) is before
+    assert (signal.getsignal(signal.SIGALRM), resource.getrlimit(resource.RLIMIT_AS)) == before
 
 
 def test_a_long_text_without_spaces_trains_a_tokenizer_in_little_time():

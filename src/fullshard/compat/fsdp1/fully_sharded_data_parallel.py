@@ -65,8 +65,9 @@ from fullshard.config.environment import current_variables
 from fullshard.engine import clip
 from fullshard.engine._torch_compat import graph_task_id
 from fullshard.engine.engine import Engine
+from fullshard.engine.full_state import whole_params
 from fullshard.engine.model_spec import places_of
-from fullshard.engine.state import unsharded, whole_params
+from fullshard.engine.state import unsharded
 from fullshard.planner.events import Sync
 from fullshard.planner.layout import clean_name
 from fullshard.planner.mesh import row_of

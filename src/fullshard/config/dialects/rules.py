@@ -59,12 +59,14 @@ class Meaning:
         why: in words.
         values: dotted keys of ours.
         file: a file to read in place of the value.
+        about: our key that the value would leave as it is.
     """
 
     status: Status
     why: str
     values: Mapping[str, object] = field(default_factory=dict[str, object])
     file: str = ""
+    about: str = ""
 
 
 # A rule receives a value, and the other values of its mapping under names without a prefix.
@@ -79,7 +81,14 @@ def each(rule: Rule, *names: str) -> dict[str, Rule]:
 
 
 NOTHING = Meaning(Status.NO_EFFECT, "no value is given")
-HAPPENS = Meaning(Status.NO_EFFECT, "this happens anyway")
+
+
+def happens(key: str = "") -> Meaning:
+    """The meaning of a value that asks for the default of our key, which another key may change."""
+    return Meaning(Status.NO_EFFECT, "this happens anyway", about=key)
+
+
+HAPPENS = happens()
 
 
 def translated(values: Mapping[str, object], why: str = "") -> Meaning:
@@ -135,13 +144,13 @@ def word_among(value: object, words: Collection[str]) -> str:
 # ---- rules ---------------------------------------------------------------------------------------
 
 
-def unless(*neutral: object) -> Callable[[Rule], Rule]:
-    """Makes a rule that skips empty and neutral values."""
+def unless(*neutral: object, key: str = "") -> Callable[[Rule], Rule]:
+    """Makes a rule, about our `key`, that skips empty and neutral values."""
 
     def limited(rule: Rule) -> Rule:
         def checked(value: object, said: Said) -> Meaning:
             if is_neutral(value, neutral):
-                return NOTHING if is_empty(value) else HAPPENS
+                return NOTHING if is_empty(value) else happens(key)
             return rule(value, said)
 
         return checked
@@ -165,9 +174,9 @@ def to(
         if is_auto(value):
             return Meaning(Status.NO_EFFECT, f"auto: {key} decides")
         meant = read(value)
-        return HAPPENS if meant is None else translated({key: meant}, why)
+        return happens(key) if meant is None else translated({key: meant}, why)
 
-    return unless(*neutral)(rule)
+    return unless(*neutral, key=key)(rule)
 
 
 def choice(key: str, words: Mapping[str, object], why: str = "") -> Rule:
@@ -175,7 +184,7 @@ def choice(key: str, words: Mapping[str, object], why: str = "") -> Rule:
 
     def rule(value: object, _: Said) -> Meaning:
         meant = words[word_among(value, words)]
-        return HAPPENS if meant is None else translated({key: meant}, why)
+        return happens(key) if meant is None else translated({key: meant}, why)
 
     return unless()(rule)
 

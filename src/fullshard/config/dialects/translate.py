@@ -144,9 +144,14 @@ class Translation:
         """
         own = {_name_in(str(key), table) or str(key): value for key, value in values.items()}
         said = {**(around or {}), **own}
+        seen = dict[str, tuple[str, object]]()
         for name, value in values.items():
             key = join_key(prefix, str(name))
             plain = _name_in(str(name), table)
+            other, before = seen.setdefault(plain or key, (key, value))
+            if before != value:
+                one, two = (value, self._origin(key)), (before, self._origin(other))
+                self.problems.append(contradiction(two[1].written, one, two))
             if plain is None:
                 if not is_whole or not _is_ours(str(name), table):
                     self._unknown(key, str(name), table, is_whole=is_whole)
@@ -239,7 +244,11 @@ class Translation:
     def _note(self, key: str, meaning: Meaning) -> None:
         origin = self._origin(key)
         note = Note(
-            origin.written, meaning.status, meaning.why, origin.place, tuple(meaning.values)
+            origin.written,
+            meaning.status,
+            meaning.why,
+            origin.place,
+            tuple(meaning.values) or tuple(filter(None, [meaning.about])),
         )
         self.notes.append(note)
 

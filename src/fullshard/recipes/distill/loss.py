@@ -25,14 +25,17 @@ The k largest logits of every training token, for runs without the teacher:
     CACHE/values.npy   (num_tokens, k) float16     row after row of the training data
     CACHE/ids.npy      (num_tokens, k) int32
     CACHE/bounds.npy   (num_rows + 1,)             where each row begins
-    CACHE/cache.json   facts of the data: a run with other data or another tokenizer is refused
+    CACHE/cache.json   facts of the data, and a checksum: a run with other data or another tokenizer
+                       is refused, as are arrays that were not written to their end
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -45,13 +48,14 @@ from torch import nn
 
 from fullshard.config.schema import DistillConfig
 from fullshard.config.values import DistillLoss
+from fullshard.data.arrays import checksum_of
 from fullshard.data.dataset import ROWS, DatasetFacts
-from fullshard.errors import DataError
+from fullshard.errors import DataError, untrusted
 from fullshard.models.lora import PROJECTION
 from fullshard.recipes.base import Batch, cross_entropy, placed
 from fullshard.recipes.head import ChunkLoss, Head, Tokens
 
-FACTS = "cache.json"
+FACTS, CHECKSUM = "cache.json", "checksum"
 TOP_VALUES, TOP_IDS = "teacher_values", "teacher_ids"  # keys of a batch with cached logits
 
 
@@ -76,19 +80,21 @@ class TopK:
                 f"without {FACTS}. Write it first, or name its folder."
             )
         names = ("values", "ids", "bounds")
-        return cls(*(np.load(folder / f"{name}.npy", mmap_mode=mode) for name in names))
+        with _readable(folder):
+            return cls(*(np.load(folder / f"{name}.npy", mmap_mode=mode) for name in names))
 
     @classmethod
     def create(cls, folder: Path, lengths: Any, top_k: int) -> None:
         """Creates empty arrays of the right size, to be written by all ranks."""
         folder.mkdir(parents=True, exist_ok=True)
+        (folder / FACTS).unlink(missing_ok=True)  # those of an older cache here
         bounds = np.concatenate([[0], np.cumsum(lengths)])
         np.save(folder / "bounds.npy", bounds)
         for name, dtype in (("values", np.float16), ("ids", np.int32)):
-            made = np.lib.format.open_memmap(
-                folder / f"{name}.npy", "w+", dtype=dtype, shape=(int(bounds[-1]), top_k)
-            )
-            made.flush()
+            file = folder / f"{name}.npy"
+            np.lib.format.open_memmap(file, "w+", dtype=dtype, shape=(int(bounds[-1]), top_k))
+            with file.open("r+b") as opened:  # a full disk would kill a rank that writes to the map
+                os.posix_fallocate(opened.fileno(), 0, file.stat().st_size)
 
     def put(
         self,
@@ -105,6 +111,10 @@ class TopK:
             self.values[start:stop] = top.values.float().cpu().numpy()
             self.ids[start:stop] = top.indices.cpu().numpy()
 
+    def checksum(self) -> str:
+        """Checksum of all arrays."""
+        return checksum_of(self.values, self.ids, self.bounds)
+
     def flush(self) -> None:
         """Writes everything to disk."""
         self.values.flush()
@@ -113,21 +123,29 @@ class TopK:
 
 def write_facts(folder: Path, facts: DatasetFacts) -> None:
     """Writes the facts of the data; a cache with them is complete."""
-    text = json.dumps(_told(facts), indent=2) + "\n"
+    told = _told(facts) | {CHECKSUM: TopK.load(folder, "r+").checksum()}
+    text = json.dumps(told, indent=2) + "\n"
     (folder / FACTS).write_text(text, encoding="utf-8")
 
 
 def check_facts(folder: Path, facts: DatasetFacts) -> None:
-    """Raises DataError if a cache was made from other data than the run's."""
-    TopK.load(folder)
-    found = json.loads((folder / FACTS).read_text(encoding="utf-8"))
-    for key, value in _told(facts).items():
+    """Raises DataError if a cache was made from other data than the run's, or is damaged."""
+    wanted = _told(facts) | {CHECKSUM: TopK.load(folder).checksum()}
+    with _readable(folder):
+        found: dict[str, Any] = dict(json.loads((folder / FACTS).read_text(encoding="utf-8")))
+    for key, value in wanted.items():
         if found.get(key) != value:
             raise DataError(
                 f"distill.cache: expected logits of this run's data, with {key} {value}; got some "
                 f"with {found.get(key)} in '{folder}'. Write the cache again (fullshard distill "
                 "cache), from the same data and seed."
             )
+
+
+def _readable(folder: Path) -> AbstractContextManager[None]:
+    """A context for reading the files of a cache."""
+    wanted = "what `fullshard distill cache` wrote"
+    return untrusted(f"distill.cache: '{folder}'", wanted, DataError, "Write the cache again.")
 
 
 def _told(facts: DatasetFacts) -> dict[str, Any]:
