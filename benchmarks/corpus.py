@@ -164,7 +164,7 @@ def _train(
         while process.poll() is None:
             for kind, size, cpu_s in _processes(process.pid):
                 peaks[kind] = max(peaks[kind], size)
-                if kind == "command" and not peaks["rank"]:
+                if kind == "command" and not (run / "logs").exists():
                     prepared = {"prepared_s": time.monotonic() - began, "prepared_cpu_s": cpu_s}
             if kill is not None and len(list(cache.rglob("*.npy"))) >= kill:
                 process.kill()

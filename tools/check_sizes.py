@@ -28,16 +28,16 @@ EXEMPT = ("src/fullshard/compat/",)
 # Packages that share a budget are joined by " + ".
 BUDGETS = {
     "bench": 1_782,
-    "config": 3_788,
-    "cli": 1_947,
+    "config": 3_790,
+    "cli": 1_953,
     "engine + transport": 7_698,
     "planner + outlook": 4_425,
-    "data + models + recipes + run + verify": 9_157,
-    "observe + launch": 3_358,
+    "data + models + recipes + run + verify": 9_165,
+    "observe + launch": 3_476,
     "compat + integrations": 2_895,
     "xla + jax + xla_state": 2_625,
     "checkpoint + formats": 2_848,
-    "in all": 41_666,
+    "in all": 41_800,
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

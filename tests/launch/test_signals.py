@@ -34,7 +34,10 @@ def launch(tmp_path, monkeypatch):
         process.wait()
 
 
-def test_ctrl_c_ends_all_ranks_in_order_with_code_130(launch, tmp_path):
+@pytest.mark.parametrize("how", ["started", "forked"])
+def test_ctrl_c_ends_all_ranks_in_order_with_code_130(launch, tmp_path, monkeypatch, how):
+    if how == "forked":
+        monkeypatch.setenv("FORKS", "")
     launcher = launch("fork_and_sleep", str(tmp_path))
     pids = read_pids(tmp_path, 2)
     launcher.send_signal(signal.SIGINT)
@@ -98,7 +101,10 @@ def test_a_typed_failure_on_the_way_out_is_not_hidden_by_the_interrupt(
     assert "CheckpointError: checkpoint: expected a writable folder" in err
 
 
-def test_ranks_die_with_a_launcher_that_was_killed(launch, tmp_path):
+@pytest.mark.parametrize("how", ["started", "forked"])
+def test_ranks_die_with_a_launcher_that_was_killed(launch, tmp_path, monkeypatch, how):
+    if how == "forked":
+        monkeypatch.setenv("FORKS", "")
     launcher = launch("fork_and_sleep", str(tmp_path))
     ranks = read_pids(tmp_path, 2)[::2]
     launcher.kill()

@@ -14,7 +14,7 @@ from fullshard.config.host_memory import Limit
 from fullshard.errors import ConfigError
 from fullshard.launch import supervise
 from fullshard.launch.rendezvous import LaunchStore
-from fullshard.launch.spawn import LocalLaunch, launch_local_ranks
+from fullshard.launch.spawn import LocalLaunch, fork_server, launch_local_ranks
 from support import forked
 from support.launcher import run_local_ranks
 from support.processes import assert_all_end, read_pids
@@ -27,7 +27,7 @@ def run(tmp_path, monkeypatch):
     """`run(what, *args, ranks=2)` launches a job of support/launch_job.py."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
 
-    def run(what, *args, ranks=2, timeout_s=60.0):
+    def run(what, *args, ranks=2, timeout_s=60.0, server=None):
         with forked.launching():
             return run_local_ranks(
                 "support.launch_job",
@@ -35,6 +35,7 @@ def run(tmp_path, monkeypatch):
                 num_processes=ranks,
                 log_dir=tmp_path / "logs",
                 timeout_s=timeout_s,
+                server=server,
             )
 
     return run
@@ -73,6 +74,16 @@ def test_rank_zero_speaks_to_the_terminal_and_every_rank_to_its_log(run, tmp_pat
             f"stderr of rank {rank}",
             f"stdout of rank {rank}",
         ]
+
+
+@pytest.mark.parametrize("how", ["forked", "the server has ended", "the server has two threads"])
+def test_ranks_are_forked_or_else_started(run, tmp_path, how):
+    with fork_server(["tabnanny", *(["support.thread"] if "two" in how else [])]) as server:
+        if "ended" in how:
+            server.close()
+        assert run("imported", "tabnanny", server=server) == 0
+    for rank in range(2):
+        assert log(tmp_path, rank) == f"rank {rank}: {how == 'forked'}\n"
 
 
 def test_one_failing_rank_ends_the_others_within_seconds(run, tmp_path, capfd):

@@ -126,12 +126,12 @@ def module(*words: object, timeout: float = 110.0) -> CompletedProcess[str]:
 @contextlib.contextmanager
 def launching() -> Iterator[None]:
     """Ranks and references that fullshard starts are forked, and torchrun's workers."""
-    from fullshard.launch import spawn
+    from fullshard.launch import fork_server, spawn
     from fullshard.verify import check as verify
 
     names = types.SimpleNamespace(**{**vars(subprocess), "Popen": Popen})
     with pytest.MonkeyPatch.context() as patch:
-        for module in (spawn, verify):
+        for module in (spawn, fork_server, verify):
             patch.setattr(module, "subprocess", names)
         if (torchrun := sys.modules.get(TORCHRUN)) is not None:
             patch.setattr(torchrun, "Popen", Popen)

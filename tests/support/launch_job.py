@@ -86,6 +86,11 @@ def speak():
     print(f"stderr of rank {RANK}", file=sys.stderr)
 
 
+def imported(module):
+    """Say whether a module was imported before this job."""
+    print(f"rank {RANK}: {module in sys.modules}")
+
+
 def draw():
     """Draw what a progress bar draws, and say what terminal there is."""
     print(f"terminal {sys.stdout.isatty()} {shutil.get_terminal_size((1, 1)).columns}")

@@ -1,21 +1,23 @@
 """A launcher as a process of its own: `python -m support.launcher LOG_DIR WHAT [ARGUMENT ...]`.
 
-INTERRUPT_S in its environment is its patience with ranks that do not hear Ctrl-C.
+INTERRUPT_S in its environment is its patience with ranks that do not hear Ctrl-C; with FORKS, its
+ranks are forked.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 from fullshard.launch import supervise
-from fullshard.launch.spawn import LocalLaunch, launch_local_ranks, print_failure
+from fullshard.launch.spawn import LocalLaunch, fork_server, launch_local_ranks, print_failure
 
 
-def run_local_ranks(module, args=(), *, num_processes, log_dir, timeout_s=None) -> int:
+def run_local_ranks(module, args=(), *, num_processes, log_dir, timeout_s=None, server=None) -> int:
     """Runs a module on local ranks, prints the first failure, and returns the exit code."""
-    launch = LocalLaunch(module, tuple(args), num_processes, log_dir, timeout_s)
+    launch = LocalLaunch(module, tuple(args), num_processes, log_dir, timeout_s, server=server)
     result = launch_local_ranks(launch)
     print_failure(launch, result)
     return result.exit_code
@@ -24,4 +26,6 @@ def run_local_ranks(module, args=(), *, num_processes, log_dir, timeout_s=None) 
 if __name__ == "__main__":
     supervise.INTERRUPT_S = float(os.environ.get("INTERRUPT_S", supervise.INTERRUPT_S))
     log_dir, *words = sys.argv[1:]
-    sys.exit(run_local_ranks("support.launch_job", words, num_processes=2, log_dir=Path(log_dir)))
+    with fork_server([]) if "FORKS" in os.environ else nullcontext() as found:
+        job = ("support.launch_job", words)
+        sys.exit(run_local_ranks(*job, num_processes=2, log_dir=Path(log_dir), server=found))

@@ -20,6 +20,7 @@ from fullshard.cli.arguments import (
     split_config,
 )
 from fullshard.cli.outcome import Outcome, launch_outcome, rank_failed
+from fullshard.config.values import Backend
 from fullshard.errors import ConfigError, FullshardError, WillNotFitError
 from fullshard.recipes.registry import Command, check_command
 
@@ -139,10 +140,15 @@ def run_recipe(command: Command, resolved: Resolved, how: How) -> Outcome:
 
 def _lead_ranks(command: Command, resolved: Resolved, world_size: int, how: How) -> Outcome:
     """Prepare a run and start its ranks on this machine."""
+    from fullshard.launch.machine import num_visible_accelerators
+    from fullshard.launch.spawn import fork_server
     from fullshard.run import start
 
-    checked = _checked(command, resolved, world_size, how.resume)
-    with start.made_folder(checked, command) as (folder, moved):
+    forks = resolved.config.backend is Backend.TORCH and not num_visible_accelerators()
+    with ExitStack() as held:
+        server = held.enter_context(fork_server(start.RANK_IMPORTS)) if forks else None
+        checked = _checked(command, resolved, world_size, how.resume)
+        folder, moved = held.enter_context(start.made_folder(checked, command))
         if moved is not None:
             print(f"the older run in {folder.path} is now in {moved}")
         if checked.resume.in_place:
@@ -151,7 +157,7 @@ def _lead_ranks(command: Command, resolved: Resolved, world_size: int, how: How)
                 f"going on with the run in {folder.path}{where} (--resume never begins a new one)"
             )
         stuck_s = resolved.config.launch.timeout
-        local, result = start.start_ranks(folder, world_size, stuck_s, how.max_restarts)
+        local, result = start.start_ranks(folder, world_size, stuck_s, how.max_restarts, server)
     after_stop = "" if result.failure or not result.exit_code else _how_to_resume(folder)
     record = {} if result.exit_code else folder.read_record()
     return launch_outcome(local, result, after_stop=after_stop, run_dir=folder.path, **record)

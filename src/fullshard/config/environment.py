@@ -168,6 +168,11 @@ def current_variables() -> dict[str, str]:
     return dict(os.environ)
 
 
+def add_variables(variables: Mapping[str, str]) -> None:
+    """Adds variables to the environment of this process, which was forked with its parent's."""
+    os.environ.update(variables)
+
+
 class _Variables(UserDict[str, str]):
     """Variables with typed readers; an empty variable counts as unset."""
 

@@ -4,8 +4,7 @@
     worker    | makes 1 |        | makes 2 |        | ...
 
 It imports neither torch nor transformers and takes about 30 MiB. It ends with the rank, also if the
-rank is killed, because its standard input then ends; it ignores signals that stop a run, which the
-rank answers.
+rank is killed; it ignores signals that stop a run, which the rank answers.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from typing import Any
 from fullshard.config.host_memory import available_bytes
 from fullshard.errors import HangError
 from fullshard.launch.exit_codes import describe_status
-from fullshard.launch.signals import STOP_SIGNALS
+from fullshard.launch.signals import STOP_SIGNALS, die_with_parent
 
 Request = tuple[bool, int]  # of a BatchMaker
 PROCESS_BYTES = 1 << 29  # of a process with transformers, a tokenizer and a part of the data
@@ -32,9 +31,9 @@ PROCESS_BYTES = 1 << 29  # of a process with transformers, a tokenizer and a par
 # With the rank's path, in whatever folder it runs.
 _PROGRAM = """
 import sys
-sys.path[:] = sys.argv[1:]
+sys.path[:] = sys.argv[2:]
 from fullshard.data.worker import serve
-serve()
+serve(int(sys.argv[1]))
 """
 
 
@@ -48,7 +47,8 @@ class Worker:
     def __init__(self, function: Callable[[Any], Any]) -> None:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # the process inherits it
         try:
-            command = [sys.executable, "-P", "-c", _PROGRAM, *filter(None, sys.path)]
+            words = (str(os.getpid()), *filter(None, sys.path))
+            command = [sys.executable, "-P", "-c", _PROGRAM, *words]
             self._process: Any = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE
             )
@@ -146,8 +146,9 @@ def on_all_cores(
                 worker.end()
 
 
-def serve() -> None:
-    """Answers requests until standard input ends."""
+def serve(parent: int) -> None:
+    """Answers requests until standard input ends, or the process that makes them."""
+    die_with_parent(parent)
     source, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a library prints is no answer
     try:

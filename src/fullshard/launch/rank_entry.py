@@ -3,13 +3,13 @@
     python -m fullshard.launch.rank_entry PARENT_PID MODULE [ARGUMENT ...]
 
 starts a rank of our launcher: it runs MODULE as `python -m MODULE` does, or a script if the name
-ends in .py. `run_rank(main)` is the same frame for a module's own `if __name__ == "__main__"`.
+ends in .py; for `--forked` see fork_server. `run_rank(main)` is the same frame for a module's own
+`if __name__ == "__main__"`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import logging
 import os
@@ -29,15 +29,15 @@ from typing import NoReturn
 from fullshard.config.environment import LaunchEnvironment, read_launch_environment
 from fullshard.config.values import Strategy
 from fullshard.errors import ConfigError, FullshardError, write_anything
+from fullshard.launch import fork_server
 from fullshard.launch.exit_codes import ExitCode
 from fullshard.launch.failure import LaunchFolder, RankFailure
-from fullshard.launch.signals import SAVE_SIGNALS, handled, raise_preempted
+from fullshard.launch.signals import SAVE_SIGNALS, die_with_parent, handled, raise_preempted
 from fullshard.observe.hang import watchdog
 from fullshard.observe.hang.judge import Verdict
 from fullshard.observe.hang.watchdog import WatchdogSettings
 
 STACKS_SIGNAL = signal.SIGUSR2  # SIGUSR1 is what schedulers send as a warning
-_PR_SET_PDEATHSIG = 1
 
 
 def run_rank(
@@ -95,16 +95,6 @@ def _explained(
     return replace(found, rank=failure.rank)
 
 
-def die_with_parent(parent: int) -> None:
-    """Makes the kernel kill this process when its parent process dies (Linux only).
-
-    This also works for a rank that is stuck inside a C call.
-    """
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the call above
-        os._exit(1)
-
-
 def _on_signal(
     folder: LaunchFolder | None, before: Mapping[int, object], number: int, frame: FrameType | None
 ) -> None:
@@ -148,8 +138,11 @@ def _end_now(code: int) -> NoReturn:
 
 def _main() -> None:
     write_anything()
-    parent, module, arguments = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
+    parent, module, *arguments = int(sys.argv[1]), *sys.argv[2:]
     die_with_parent(parent)
+    if module == fork_server.WORD:
+        module, *arguments = fork_server.become_rank(arguments)
+        die_with_parent(parent)
     launch = read_launch_environment()
     folder = LaunchFolder.of(launch)
     if launch is not None and folder is not None:

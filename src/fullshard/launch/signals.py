@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +18,8 @@ from fullshard.errors import PreemptedError
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 SAVE_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # a rank saves, then ends
 PREEMPTIONS = STOP_SIGNALS[1:]  # while a run is prepared; Ctrl-C is Python's own error
+
+_PR_SET_PDEATHSIG = 1
 
 Handler = Callable[[Mapping[int, Any], int, FrameType | None], None]
 
@@ -74,3 +78,13 @@ def caught_stop_signals(
 
     with handled(numbers, note):
         yield caught
+
+
+def die_with_parent(parent: int) -> None:
+    """Makes the kernel kill this process when its parent process dies (Linux only).
+
+    This also works for a rank that is stuck in a C call.
+    """
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the call above
+        os._exit(1)

@@ -24,7 +24,7 @@ import tempfile
 import textwrap
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -33,6 +33,7 @@ from fullshard.config import host_memory
 from fullshard.config.environment import LaunchEnvironment, Launcher, current_variables
 from fullshard.errors import ConfigError
 from fullshard.launch.failure import LaunchFolder
+from fullshard.launch.fork_server import ForkServer
 from fullshard.launch.relay import Relay
 from fullshard.launch.rendezvous import LOOPBACK, LaunchStore
 from fullshard.launch.signals import caught_stop_signals
@@ -76,6 +77,7 @@ class LocalLaunch:
         machines: The machines of the launch.
         attempt: Number of earlier attempts of the same launch.
         config_file: Configuration for the script (`fullshard.integrations`), or None.
+        server: Forks the ranks, then ends; None: each rank is started by itself.
     """
 
     module: str
@@ -87,6 +89,7 @@ class LocalLaunch:
     machines: Machines = Machines()
     attempt: int = 0
     config_file: Path | None = None
+    server: ForkServer | None = None
 
     @property
     def world_size(self) -> int:
@@ -142,6 +145,8 @@ def launch_local_ranks(launch: LocalLaunch) -> LaunchResult:
             for rank in launch.ranks:
                 environment = _environment(launch, rank, folder, store, run_id)
                 ranks.append(_start(launch, environment, folder, relay))
+            if launch.server is not None:
+                launch.server.close()
             relay.start()
             store.serve_soon()
             return supervisor.watch(caught)
@@ -220,23 +225,39 @@ def _start(
     rank = environment.rank
     log = launch.log(rank).absolute()
     folder.log(rank).symlink_to(log)
-    command = [sys.executable, "-u", "-m", ENTRY, str(os.getpid()), launch.module, *launch.args]
-    # One thread per rank: more would compete for the cores of the other ranks.
-    # By default gloo binds to the address of the host's name, which may not resolve.
-    defaults = {"OMP_NUM_THREADS": "1"}
-    if launch.machines.count == 1:
-        defaults["GLOO_SOCKET_IFNAME"] = _loopback()
-    first = environment.local_rank == 0
+    words, variables = (launch.module, *launch.args), environment.to_variables()
     with log.open("ab") as file:
-        process = subprocess.Popen(
-            command,
+        out, err = (file.fileno(),) * 2
+        if environment.local_rank == 0:
+            out, err = relay.stdout_fd, relay.stderr_fd
+        forked = launch.server and launch.server.fork(words, variables, out, err)
+        process = forked or subprocess.Popen(
+            [sys.executable, "-u", "-m", ENTRY, str(os.getpid()), *words],
             stdin=subprocess.DEVNULL,
-            stdout=relay.stdout_fd if first else file,
-            stderr=relay.stderr_fd if first else file,
-            env=defaults | current_variables() | environment.to_variables(),
+            stdout=out,
+            stderr=err,
+            env=_defaults(launch.machines) | current_variables() | variables,
             process_group=0,
         )
     return RankProcess(rank, process, log)
+
+
+def _defaults(machines: Machines) -> dict[str, str]:
+    """Variables of ranks, where the environment has none."""
+    # One thread per rank: more would compete for the cores of the other ranks.
+    # By default gloo binds to the address of the host's name, which may not resolve.
+    loopback = {"GLOO_SOCKET_IFNAME": _loopback()} if machines.count == 1 else {}
+    return {"OMP_NUM_THREADS": "1", **loopback}
+
+
+@contextlib.contextmanager
+def fork_server(modules: Sequence[str]) -> Iterator[ForkServer]:
+    """A server of ranks of this machine, which imports modules while the block goes on."""
+    server = ForkServer(ENTRY, modules, _defaults(Machines()))
+    try:
+        yield server
+    finally:
+        server.close()
 
 
 def _positions(launch: LocalLaunch, store: LaunchStore, run_id: str) -> list[str]:

@@ -26,6 +26,7 @@ import psutil
 from fullshard.config.host_memory import kill_counters, limit
 from fullshard.launch.exit_codes import ExitCode, describe_status, exit_code_of_signal
 from fullshard.launch.failure import LaunchFolder, RankFailure, first_cause
+from fullshard.launch.fork_server import Adopted
 from fullshard.launch.rank_entry import STACKS_SIGNAL
 from fullshard.observe.trace import read_kept
 
@@ -45,7 +46,7 @@ class RankProcess:
     """A rank that runs or has run."""
 
     rank: int
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | Adopted
     log: Path
     status: int | None = field(default=None, init=False)  # as Popen.returncode
     ended_s: float = field(default=0.0, init=False)

@@ -29,6 +29,7 @@ from fullshard.config.values import DType
 from fullshard.data.dataset import PreparedData
 from fullshard.errors import CheckpointError, ConfigError, DataError, WillNotFitError
 from fullshard.launch.exit_codes import ExitCode
+from fullshard.launch.fork_server import ForkServer
 from fullshard.launch.machine import (
     configured_topology,
     describe_command,
@@ -84,6 +85,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RANK_MODULE = "fullshard.run.rank"
+# What every rank on torch imports, whatever its model.
+RANK_IMPORTS = ("fullshard.run.on_torch", "fullshard.engine.engine", "transformers.modeling_utils")
 # Exit codes without a restart: the error would repeat, or the user stopped the run.
 FINAL = (
     ExitCode.CONFIG,
@@ -334,7 +337,11 @@ def _check_disk(
 
 
 def start_ranks(
-    folder: RunFolder, world_size: int, stuck_s: float, max_restarts: int = 0
+    folder: RunFolder,
+    world_size: int,
+    stuck_s: float,
+    max_restarts: int = 0,
+    server: ForkServer | None = None,
 ) -> tuple[LocalLaunch, LaunchResult]:
     """Runs the ranks of a prepared run on this machine until they end.
 
@@ -342,7 +349,7 @@ def start_ranks(
     from the newest checkpoint.
     """
     launch = LocalLaunch(RANK_MODULE, (str(folder.path),), world_size, folder.logs, stuck_s=stuck_s)
-    result = launch_local_ranks(launch)
+    result = launch_local_ranks(replace(launch, server=server))
     while result.exit_code != ExitCode.OK:
         _record_failure(folder, result)
         if result.exit_code in FINAL or launch.attempt == max_restarts:

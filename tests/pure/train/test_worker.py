@@ -13,10 +13,10 @@ from fullshard.data.worker import Worker
 from fullshard.errors import HangError
 
 RANK = """
-import operator
+import time
 from fullshard.data.worker import Worker
-worker = Worker(operator.itemgetter(1))
-assert worker.take((False, 3), (False, 4)) == 3
+worker = Worker(time.sleep)
+worker.take(0, 3600)  # it is at work when the rank is killed
 print(worker._process.pid, flush=True)
 input()
 """
