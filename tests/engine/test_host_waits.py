@@ -117,7 +117,8 @@ def test_no_step_waits_for_its_device(settings, clip):
             optimizer.zero_grad()
             continue
         landed = patch.object(norms, "_differing", one_sum_later)
-        with landed, patch("fullshard.engine.clip.is_at_hand", never), watched() as mode:
+        reads = [patch(f"fullshard.engine.{it}.is_at_hand", never) for it in ("clip", "gradients")]
+        with landed, reads[0], reads[1], watched() as mode:
             with fs.no_sync(model):
                 case.loss(model(**batch)).backward()
             case.loss(model(**batch)).backward()
