@@ -243,7 +243,8 @@ class Runtime:
         if use is None or use not in self._stack:
             return output
         del self._stack[self._stack.index(use) :]
-        if unit.gathered and (use.num_holders is not None or unit.keeps or not self.agreed):
+        looks = use.num_holders is not None or unit.keeps or not self.agreed
+        if looks and unit.gathered and not has_modes():  # whose objects are no user's
             unit.find_views(self.units, use.num_holders)
         training = torch.is_grad_enabled() and self.watch(index, chain(tensors, in_attributes))
         try:
