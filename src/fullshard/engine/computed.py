@@ -16,14 +16,20 @@ another unit's weights as soon as the slot is refilled. While it may be, their c
 raises an error, like that of the unit's compute parameters. The garbage collector's list has all
 tensors that Python objects keep, and the address tells whose memory one has. Without a graph, the
 number of tensors that share the slot's memory tells whether there is anything to find. Graphs share
-it, too; in forwards that make one, the first few look at young objects.
+it, too. Forwards that make one look at young objects until ranks have agreed on the order, in the
+first step, and a unit goes on as long as its last search found something. A hook that starts to
+keep views later is not noticed before the next evaluation. The list also has what autograd alone
+keeps, `weight.t()` of `x @ weight.t()`, for which torch holds one reference; it is no kept view.
+torch before 2.10 counts otherwise, so there a unit may search in vain, or miss what autograd keeps
+as well.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
+from sys import getrefcount
 from typing import Any
 from weakref import ref
 
@@ -125,10 +131,16 @@ def num_holders(memory: Iterable[int]) -> int:
     return sum(map(storage_use_count, memory))
 
 
-def kept_tensors(generations: Sequence[int]) -> Iterator[torch.Tensor]:
+def kept_tensors(
+    generations: Sequence[int], wanted: Callable[[torch.Tensor], bool]
+) -> list[torch.Tensor]:
     """Plain tensors that Python objects keep, by generation of the garbage collector."""
-    found = chain.from_iterable(map(gc.get_objects, generations))
-    return (each for each in found if type(each) in (torch.Tensor, nn.Parameter))
+    each = chain.from_iterable(map(gc.get_objects, generations))
+    found = [t for t in each if type(t) in (torch.Tensor, nn.Parameter) and wanted(t)]
+    found.append(torch.empty(0))  # which only the list holds
+    # All that autograd holds, too, count as one reference.
+    numbers = [getrefcount(tensor) - (tensor._use_count() > 1) for tensor in found]
+    return [tensor for tensor, number in zip(found, numbers, strict=True) if number > numbers[-1]]
 
 
 # ---- version counters
@@ -156,6 +168,7 @@ class Versions:
         self._slots = tuple(compute for _, compute in slots)
         self._own = tuple(compute for _, compute in own)
         self._views: dict[ref[torch.Tensor], tuple[type, type]] = {}  # of slots, with their classes
+        self._closed: dict[type, type] = {}  # classes while the slots may hold other units
         self._checked = self._slots if may_write_own else (*self._slots, *self._own)
         self._is_open = True
         self._expect([tensor._version for tensor in (*self._slots, *self._own)])
@@ -173,8 +186,9 @@ class Versions:
     def add(self, views: Sequence[torch.Tensor], unit: Any) -> None:
         """Refuse reads of these views of the unit's slots, too. See [Note: kept views]."""
         self._views = {weak: kinds for weak, kinds in self._views.items() if weak() is not None}
-        closed = {kind: released(kind, unit) for kind in set(map(type, views))}
-        self._views |= {ref(view): (closed[type(view)], type(view)) for view in views}
+        for kind in set(map(type, views)) - set(self._closed):
+            self._closed[kind] = released(kind, unit)  # freed by the garbage collector alone
+        self._views |= {ref(view): (self._closed[type(view)], type(view)) for view in views}
 
     def see_writes(self) -> None:
         """Refuse graphs from before the last writes into shards. Outside of the guard."""

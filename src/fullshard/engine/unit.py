@@ -362,6 +362,7 @@ class Unit:
         self._bound: list[tuple[Member, torch.Tensor, int]] = []  # views of slots, and where
         self._spans: list[tuple[int, int]] = []  # addresses that this rank shares with others
         self.keeps = False  # whether somebody kept views
+        self.own: set[int] = set()  # ids of its plain views of slots
         self._vain = 0  # searches for kept views that found none
         self.swapped = 0
         self.divisor: float | None = None
@@ -437,14 +438,11 @@ class Unit:
             self._vain > MAX_VAIN or num_holders(self.memory) <= num_before
         ):
             return
-        groups = [group for unit in units for group in unit.groups]
-        own = {id(t) for g in groups for t in (g.full, g.part, g.full._base)}
-        own |= {id(t) for g in groups for member in g.members for t in member.tensors()}
         for generations in (0, 1), () if num_before is None else (2,):
-            tensors = kept_tensors(generations)
-            found = [t for t in tensors if self.shares_memory(t) and id(t) not in own]
+            found = kept_tensors(generations, self.shares_memory)
+            found = [t for t in found if not any(id(t) in unit.own for unit in units)]
+            self.keeps = bool(found)
             if found:
-                self.keeps = True
                 self.versions.add(found, self)
                 return
         self._vain += num_before is not None
@@ -526,6 +524,8 @@ class Unit:
             may_write_own=self.plan.mesh.world_size == 1,
         )
         self.versions.add([tensor for _, tensor, gathers in pairs if gathers], self)
+        self.own = {id(t) for g in self.groups for t in (g.full, g.part, g.full._base)}
+        self.own |= {id(m.tensors()[-1]) for m in self.members}
         self.memory = {g.full.untyped_storage()._cdata for g in self.gathered}
         self._spans = [
             (group.full.data_ptr(), group.full.data_ptr() + group.full.nbytes)
