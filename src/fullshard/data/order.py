@@ -33,7 +33,6 @@ from fullshard.errors import DataError
 
 Indices = npt.NDArray[np.int64]
 ENDLESS = 1 << 48  # sequences of a source that is streamed
-SMALL_BUFFER = 4096  # samples that are shuffled together even if they are several passes
 ROUNDS = 8  # an even number; four are enough for an ideal round function
 _ONE = np.uint64(1)
 
@@ -109,11 +108,7 @@ class SampleOrder:
         return 0 if self.block else self.num_samples % self.shape.global_batch
 
     def streamed(self, buffer: int) -> SampleOrder:
-        """The order of a stream with blocks of at least `buffer` samples, in whole steps.
-
-        A large buffer is one pass at most: the rows of a step could lie any number of passes ahead.
-        """
-        buffer = min(buffer, max(self.num_samples, SMALL_BUFFER))
+        """The order of a stream with blocks of at least `buffer` samples, in whole steps."""
         block = -(-buffer // self.shape.global_batch) * self.shape.global_batch
         places = apportioned(block, [places for _, places in self.mixture])
         mixture = tuple((ENDLESS, place) for place in places)

@@ -80,6 +80,7 @@ KIND = "text"
 VERSION = 1  # changes when the same data gives other tokens or another order
 PROMPT_ROWS, PROMPT_TOKENS, PROMPT_CHARACTERS = 64, 32, 60
 TRAINING_BYTES = 256 << 20  # most text that a tokenizer is trained on
+SMALL_BUFFER = 4096  # sequences that are shuffled together even if they are several passes
 LINE_BYTES = 1 << 20  # distance to search for the end of a line
 EMBEDDED = "the language reference in pydoc_data (ships with Python)"
 
@@ -251,7 +252,9 @@ def make_dataset(
     if settings.held_out_fraction and not len(held_out):
         raise _too_few(None, held_out.num_dropped, length)
     train, sizes, names = _training_rows(sources, [own for own, _ in made], settings, tokenizer)
-    mixture = _mixture(sources, sizes, settings.shuffle_buffer)
+    # Of more than a pass, the rows of a step could lie any number of passes ahead.
+    buffer = min(settings.shuffle_buffer, max(sum(sizes), SMALL_BUFFER))
+    mixture = _mixture(sources, sizes, buffer)
     sums = list(zip(names, held_out.checksums, strict=True))
     facts = DatasetFacts(
         origin=" + ".join(source.origin for source in sources),
@@ -267,7 +270,7 @@ def make_dataset(
         notes=(*notes, *_said(sources, mixture)),
         fingerprint=digest([VERSION, length, mixture, sums]),
         mixture=mixture,
-        shuffle_buffer=settings.shuffle_buffer,
+        shuffle_buffer=buffer,
         separator=_separator(tokenizer) if settings.separate_documents else None,
     )
     return Dataset(facts, tokenizer, train, held_out)
@@ -503,8 +506,8 @@ def _mixture(
     if buffer and 0 in places:
         raise ConfigError(
             f"data.shuffle_buffer: expected enough sequences for a share of every source, got "
-            f"{buffer} and none for {sources[places.index(0)].origin}. Raise it, or the source's "
-            "weight."
+            f"{buffer} (one pass at most) and none for {sources[places.index(0)].origin}. Raise it, "
+            "or the source's weight."
         )
     return tuple(zip([ENDLESS] * len(sizes) if buffer else sizes, places, strict=True))
 
