@@ -42,7 +42,7 @@ from fullshard.data.order import Indices
 from fullshard.data.records import Files, Kind, Span, files_at
 from fullshard.data.text import Source, cache_root, load_tokens, save_tokens, written
 from fullshard.data.tokenize import Shard, TokenSettings, digest, shards, tokenize
-from fullshard.data.tokenizer import words_of
+from fullshard.data.tokenizer import settings_of, words_of
 from fullshard.errors import DataError
 
 if TYPE_CHECKING:
@@ -296,8 +296,8 @@ def _encoded(
     found: Sequence[Shard], settings: ChatSettings, tokenizer: PreTrainedTokenizerBase
 ) -> Rows:
     """Values of all tokens, from the cache or made now on all cores."""
-    told = (words_of(tokenizer), repr(tokenizer.special_tokens_map), repr(tokenizer.chat_template))
-    key = digest([__version__, VERSION, *told, asdict(settings.learned)])
+    told = [__version__, VERSION, asdict(settings.learned), tokenizer.chat_template]
+    key = digest([*told, words_of(tokenizer), settings_of(tokenizer)])
     how = TokenSettings((), "", len(tokenizer) << BITS, "uint32")
     read = partial(chat_values, tokenizer, settings.learned)
     return Rows([tokenize(found, cache_root() / key, how, read, num_processes=None)], 1)

@@ -195,6 +195,5 @@ def evaluation_samples(num_samples: int, per_device: int, world_size: int) -> In
     """
     global_batch = per_device * world_size
     num_batches = -(-num_samples // global_batch)
-    samples = np.full(num_batches * global_batch, -1, dtype=np.int64)
-    samples[:num_samples] = np.arange(num_samples)
-    return samples.reshape(num_batches, world_size, per_device)
+    samples = np.arange(num_batches * global_batch).reshape(num_batches, world_size, per_device)
+    return np.where(samples < num_samples, samples, -1)

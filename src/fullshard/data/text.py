@@ -403,23 +403,18 @@ def _tokens(
         found = [shards(part, arrays) for part in parts]
         folder, read = cache_root() / key, partial(text_tokens, encoder_of(tokenizer), how)
         if settings.shuffle_buffer:
+            if getattr(tokenizer, "backend_tokenizer", None) is None:
+                raise ConfigError(
+                    "data.streaming: expected a tokenizer of the tokenizers library "
+                    f"(tokenizer.json), got {type(tokenizer).__name__}. Leave data.streaming out."
+                )
             names = tuple(shard.name for shard in found[0])
-            _check_is_fast(tokenizer)
             return Parts(tuple(found[0]), names, key, how), tokenize(found[1], folder, how, read)
         made = tokenize([*found[0], *found[1]], folder, how, read)
         train, rest = made[: len(found[0])], made[len(found[0]) :]
         if (count := sum(one.count for one in train)) < (length := settings.sequence_length):
             raise _too_few(source.files, count, length) if count else _nothing_found(source.files)
     return train, rest
-
-
-def _check_is_fast(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises ConfigError for a tokenizer that processes without transformers cannot use."""
-    if getattr(tokenizer, "backend_tokenizer", None) is None:
-        raise ConfigError(
-            "data.streaming: expected a tokenizer of the tokenizers library (tokenizer.json), got "
-            f"{type(tokenizer).__name__}. Leave data.streaming out."
-        )
 
 
 def _arrays(files: Files, dtype: str | None, vocab_size: int) -> dict[Path, TokenFile]:
@@ -506,8 +501,8 @@ def _mixture(
     if buffer and 0 in places:
         raise ConfigError(
             f"data.shuffle_buffer: expected enough sequences for a share of every source, got "
-            f"{buffer} (one pass at most) and none for {sources[places.index(0)].origin}. Raise it, "
-            "or the source's weight."
+            f"{buffer} (one pass at most) and none for {sources[places.index(0)].origin}. Raise "
+            "it, or the source's weight."
         )
     return tuple(zip([ENDLESS] * len(sizes) if buffer else sizes, places, strict=True))
 

@@ -188,12 +188,11 @@ def tokenize(
             logger.info("data: %d of %d parts of the cache are checked", number, len(files))
         if not _is_made(file):
             todo[file] = shard
-    size = sum(shard.num_bytes for shard in todo.values())
     if len(todo) < len(files):
         logger.info(
             "data: %d of %d parts are prepared, in %s", len(files) - len(todo), len(files), folder
         )
-    progress = Progress(size)
+    progress = Progress(sum(shard.num_bytes for shard in todo.values()))
     for _, shard in on_all_cores(partial(ensure, how, read), list(todo.items()), num_processes):
         progress.add(shard.num_bytes)
     return [_read(file) for file in files]

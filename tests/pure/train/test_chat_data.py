@@ -261,6 +261,15 @@ def test_the_cache_is_used_until_a_file_changes(tokenizer, tmp_path, monkeypatch
     prepared(other=other)
     prepared(settings=ChatSettings(32, 0.0, True, Learned(completions_only=False), 0))
     assert made == ["made"] * 6
+    other = copy.deepcopy(tokenizer)
+    other.split_special_tokens = True
+    prepared(other=other)
+    other = copy.deepcopy(tokenizer)
+    other.init_kwargs["add_bos_token"] = True
+    prepared(other=other)
+    other.init_kwargs["name_or_path"] = "elsewhere"
+    prepared(other=other)
+    assert made == ["made"] * 8
 
 
 NO_ANSWERS = [{"messages": CHAT[::2]}]
