@@ -70,8 +70,7 @@ class Worker:
                 self._receive()
             self._send(request)
         self._ahead = ahead
-        answer = self._receive(ahead)
-        if isinstance(answer, Exception):
+        if isinstance(answer := self._receive(ahead), Exception):
             raise answer
         return answer
 
