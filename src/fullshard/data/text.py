@@ -24,7 +24,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -303,8 +303,7 @@ def _training_rows(
     """
     length = settings.sequence_length
     if not settings.shuffle_buffer:
-        files = [one for one in made if not isinstance(one, Parts)]
-        rows = Rows(files, length)
+        rows = Rows([one for one in made if not isinstance(one, Parts)], length)
         return rows, rows.sizes, rows.checksums
     parts = tuple(one for one in made if isinstance(one, Parts))
     found, sizes = Sources(parts, settings.seed), list[int]()
@@ -461,17 +460,27 @@ def _trained(found: Sequence[tuple[Source, Shard]], vocab_size: int) -> PreTrain
     """
     told = [(source.text_column, shard.name) for source, shard in found]
     folder = cache_root() / f"tokenizer-{digest([VERSION, vocab_size, told])}"
+    was_there = folder.exists()
     with suppress(ConfigError):
         return read_tokenizer(folder, "data")
-    shutil.rmtree(folder, ignore_errors=True)  # damaged
-    aside = folder.with_name(f".{folder.name}.{os.getpid()}")
-    try:
+    with _placed(folder, damaged=was_there) as aside:
         train_tokenizer(_texts(found), vocab_size).save_pretrained(aside)
-        with suppress(OSError):  # another start was first
+    return read_tokenizer(folder, "data")
+
+
+@contextmanager
+def _placed(folder: Path, *, damaged: bool) -> Iterator[Path]:
+    """A folder to fill, which then takes its place whole, unless another start was first."""
+    aside = folder.with_name(f".{folder.name}.{os.getpid()}")
+    aside.mkdir(exist_ok=True)
+    try:
+        yield aside
+        if damaged:
+            shutil.rmtree(folder, ignore_errors=True)
+        with suppress(OSError):
             aside.rename(folder)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-    return read_tokenizer(folder, "data")
 
 
 def _texts(found: Sequence[tuple[Source, Shard]]) -> Iterator[str]:
@@ -547,13 +556,13 @@ def _embedded() -> Files:
 def written(name: str, suffix: str, texts: Sequence[str]) -> tuple[Path, ...]:
     """Files of texts in the cache, which stay as they are if they are there."""
     folder = cache_root() / f"{name}-{digest(texts)}"
-    files = tuple(folder / f"{number:03}{suffix}" for number in range(len(texts)))
-    folder.mkdir(exist_ok=True)
-    for file, text in zip(files, texts, strict=True):
-        content = text.encode()
-        if not file.is_file() or file.stat().st_size != len(content):
-            file.write_bytes(content)
-    return files
+    was_there = folder.exists()
+    files = {folder / f"{number:03}{suffix}": text.encode() for number, text in enumerate(texts)}
+    if not all(file.is_file() and file.stat().st_size == len(files[file]) for file in files):
+        with _placed(folder, damaged=was_there) as aside:
+            for file, content in files.items():
+                (aside / file.name).write_bytes(content)
+    return tuple(files)
 
 
 def _nothing_found(files: Files) -> DataError:

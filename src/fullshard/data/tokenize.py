@@ -30,6 +30,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -133,11 +134,8 @@ def shards(spans: Iterable[Span], arrays: Mapping[Path, TokenFile]) -> list[Shar
 
 
 def _parts(span: Span) -> Iterator[Span]:
-    begin = span.start
-    for place in [*_cuts(span), span.stop]:
-        if place > begin:
-            yield span.part(begin, place)
-            begin = place
+    cuts = {cut for cut in _cuts(span) if cut > span.start}
+    return (span.part(*ends) for ends in pairwise(sorted({span.start, span.stop, *cuts})))
 
 
 def _cuts(span: Span) -> Iterable[int]:
