@@ -327,8 +327,7 @@ class Gradients:
 
     def defer(self, unit: Unit) -> None:
         """Keep the unit's gradients unreduced."""
-        if unit.waiting:
-            self._move(unit)
+        self._move(unit)
 
     def settle(self, units: Sequence[Unit]) -> None:
         """Agree on the touched parameters, set `p.grad`, and cache norms."""

@@ -389,8 +389,7 @@ def _rounds_of(engine: Engine, params: list[nn.Parameter]) -> list[list[_Owned]]
             continue  # frozen
         mesh = engine.plan.mesh if member is None else member.group.unit.plan.mesh
         owned = _Owned.of(param, exchanges[mesh], member)
-        is_whole = owned.holders is None and owned.cut is None
-        (rest if is_whole else cut.setdefault(mesh, [])).append(owned)
+        (rest if owned.holders is owned.cut is None else cut.setdefault(mesh, [])).append(owned)
     rounds: list[list[_Owned]] = []
     for mesh, sharded in cut.items():
         chosen = Owners.choose([owned.whole.numel() for owned in sharded], mesh.shard)
