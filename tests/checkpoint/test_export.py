@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from transformers import AutoModelForCausalLM
 
@@ -172,11 +172,17 @@ def test_what_cannot_be_exported_says_so_and_leaves_nothing(fullshard, written, 
     assert done.exit_code == 7
     assert "expected a new or empty folder" in done.err
     other = whole("mixture of experts")
-    other.config.save_pretrained(tmp_path / "config")
+    other.save_pretrained(tmp_path / "config")
     words = ("ckpt", "export", written / "llama", tmp_path / "new")
     done = fullshard(*words, "--config", tmp_path / "config")
     assert done.exit_code == 7
     assert "as the model of config.json has it" in done.err
+    state = load_file(tmp_path / "config" / "model.safetensors")
+    del state["model.layers.0.mlp.experts.2.up_proj.weight"]
+    save_file(state, tmp_path / "config" / "model.safetensors")
+    done = fullshard("ckpt", "export", tmp_path / "config", tmp_path / "new")
+    assert done.exit_code == 7
+    assert "has none, but model.layers.0.mlp.experts." in done.err
     assert fullshard(*words, "--dtype", "int3").exit_code == 2
     for size in ("5 apples", "1.2.3GB", "9" * 400):
         assert fullshard(*words, "--max-shard-size", size).exit_code == 2

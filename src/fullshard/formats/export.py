@@ -213,12 +213,12 @@ def _as_the_model_has(source: Source, shell: nn.Module) -> tuple[dict[str, Entry
             continue
         entry = source.tensors.get(name) or source.tensors.get(source.tied.get(name, name))
         if entry is None or entry.shape != tuple(value.shape):
-            close = nearest(name, list(source.tensors))
+            close = nearest(name, sorted({*source.tensors} - {*shell.state_dict()}))
             got = entry.shape if entry else f"none{f', but {close}' if close else ''}"
             raise CheckpointError(
                 f"export: expected {name} of shape {tuple(value.shape)}, as the model of "
-                f"{CONFIG} has it; {source.what} has {got}. Name the folder with the right "
-                "configuration: --config FOLDER."
+                f"{CONFIG} has it; {source.what} has {got}. Copy all files of the model, or "
+                "name the folder with its configuration: --config FOLDER."
             )
         found[name] = entry
     every = set(found)
