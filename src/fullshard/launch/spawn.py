@@ -150,7 +150,8 @@ def launch_local_ranks(launch: LocalLaunch) -> LaunchResult:
             if launch.server is not None:
                 launch.server.close()
             relay.start()
-            store.serve_soon()
+            if ranks:
+                store.serve_soon()
             return supervisor.watch(caught)
 
 
