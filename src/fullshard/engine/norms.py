@@ -286,10 +286,9 @@ class GradientNorms:
                 weight = (1 + which) * (-1 if at else size - 1)
                 pairs[list(said).index(count)] = (weight * said[count], 0)
         if Count.WRITES in said:
-            size = self.transport.axes.mesh.world_size
-            wrote = any(copies * len(parts) == size for copies, parts in self.wrote.items())
-            said[Count.WRITES] = int(wrote)
-            pairs[list(said).index(Count.WRITES)] = (float(wrote), float(not self.wrote))
+            numbers = [copies * len(parts) for copies, parts in self.wrote.items()]
+            said[Count.WRITES] = wrote = self.transport.axes.mesh.world_size in numbers
+            pairs[list(said).index(Count.WRITES)] = (float(wrote), float(not numbers))
             self.wrote.clear()
         head = from_host([1.0, *(x for pair in pairs for x in pair)], values.device)
         vector = torch.cat([head, values.double()])
