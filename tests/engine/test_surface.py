@@ -257,7 +257,7 @@ def watched_optimizers():
     return alive, len({*pre_hooks, *post_hooks})
 
 
-def test_the_process_wide_hooks_go_with_the_last_model(ranks):
+def test_the_one_process_wide_hook_goes_with_the_last_model(ranks):
     assert ranks(2)(watched_optimizers) == [(2, 0), (2, 0)]
 
 
