@@ -107,7 +107,6 @@ class GradientNorms:
     def __init__(self, transport: Transport, device: torch.device) -> None:
         self.transport = transport
         self._device = device
-        self._num_ranks = transport.axes.mesh.world_size
         self.counts: dict[str, int] = dict.fromkeys(Count, 0)
         # Parts with elements of what this rank wrote, by the ranks that share a part.
         self.wrote: defaultdict[int, set[int]] = defaultdict(set)
@@ -288,8 +287,8 @@ class GradientNorms:
                 weight = (1 + which) * (-1 if at else size - 1)
                 pairs[list(said).index(count)] = (weight * said[count], 0)
         if Count.WRITES in said:
-            numbers = [copies * len(parts) for copies, parts in self.wrote.items()]
-            said[Count.WRITES] = wrote = self._num_ranks in numbers
+            axes, numbers = self.transport.axes, [n * len(at) for n, at in self.wrote.items()]
+            said[Count.WRITES] = wrote = any(n == axes.mesh.world_size for n in numbers)
             pairs[list(said).index(Count.WRITES)] = (float(wrote), float(not numbers))
             self.wrote.clear()
         head = from_host([1.0, *(x for pair in pairs for x in pair)], values.device)
