@@ -47,9 +47,8 @@ from fullshard.engine._torch_compat import (
     no_guard,
     storage_use_count,
 )
-from fullshard.engine.norms import Count, GradientNorms, from_host, is_at_hand
+from fullshard.engine.norms import Count, GradientNorms, from_host, is_at_hand, sample
 from fullshard.engine.parameter import PendingGradient, ShardedGradient
-from fullshard.engine.replicas import sample
 from fullshard.engine.unit import Collects, GradientShard, Group, Member, Unit, alive, is_reached
 from fullshard.errors import EngineError, UnsupportedModelError
 from fullshard.planner.events import Sync

@@ -43,6 +43,7 @@ from fullshard.transport.base import Transport
 
 if TYPE_CHECKING:
     from fullshard.engine.record import ShardRecord
+    from fullshard.engine.unit import Unit
 
 
 Memory = Sequence[tuple[Mesh, torch.Tensor]]  # buffers, each with its mesh
@@ -286,10 +287,9 @@ class GradientNorms:
                 weight = (1 + which) * (-1 if at else size - 1)
                 pairs[list(said).index(count)] = (weight * said[count], 0)
         if Count.WRITES in said:
-            size = self.transport.axes.mesh.world_size
-            wrote = any(copies * len(parts) == size for copies, parts in self.wrote.items())
-            said[Count.WRITES] = int(wrote)
-            pairs[list(said).index(Count.WRITES)] = (float(wrote), float(not self.wrote))
+            axes, numbers = self.transport.axes, [n * len(at) for n, at in self.wrote.items()]
+            said[Count.WRITES] = wrote = any(n == axes.mesh.world_size for n in numbers)
+            pairs[list(said).index(Count.WRITES)] = (float(wrote), float(not numbers))
             self.wrote.clear()
         head = from_host([1.0, *(x for pair in pairs for x in pair)], values.device)
         vector = torch.cat([head, values.double()])
@@ -421,6 +421,8 @@ def _root(powers: torch.Tensor, order: float) -> torch.Tensor:
 # ---- small sums over all ranks
 
 _HASHES = ("", Count.WEIGHTS, Count.GATHERS, Count.REPLICAS)
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+SAMPLED = 1 << 14  # elements of a group that are checked at each step
 _MOST = 1 << 20  # sums of squares stay exact in float64
 UNEQUAL_REPLICAS = (
     "expected the same weights on all replicas; they differ, so one rank updated its copy in "
@@ -440,6 +442,22 @@ def from_host(
     """(len(numbers),): copy numbers to a device without waiting for it."""
     held = torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda")
     return held.to(device, non_blocking=True)
+
+
+def sample(units: Sequence[Unit], mesh: Mesh, step: int) -> int:
+    """A hash of a piece of each group that has replicas on a mesh; other pieces at each step."""
+    copied = [unit for unit in units if unit.plan.mesh == mesh and mesh.replicate > 1]
+    total = 0
+    for master in (group.master for unit in copied for group in unit.trained_groups):
+        at = step % max(1, -(-len(master) // SAMPLED)) * SAMPLED
+        total += int(bits_hash(master[at : at + SAMPLED]))
+    return total % (1 << 32)
+
+
+def bits_hash(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns an int64 scalar. See [Note: a hash of bits] in engine/replicas.py."""
+    bits = tensor.contiguous().view(-1).view(_BITS[tensor.element_size()])
+    return bits.sum(dtype=torch.int64)
 
 
 def _differing(head: torch.Tensor, said: Mapping[str, int], *, maximum: bool) -> str | None:

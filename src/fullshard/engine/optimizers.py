@@ -23,10 +23,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import register_optimizer_step_post_hook as after_steps
+from torch.optim.optimizer import register_optimizer_step_pre_hook as before_steps
 
 from fullshard.engine._torch_compat import no_guard, register_guard_types, tree_leaves
 from fullshard.engine.norms import Count
@@ -47,7 +45,7 @@ PROBE_RATE = 1e-2  # and not the group's own, which a warm-up begins at zero
 
 
 class _Watch:
-    """Optimizers that step on shards: the engine's one process-wide hook.
+    """Optimizers that step on shards: the engine's process-wide hooks before and after a step.
 
     It is registered with the first model that has shards and removed with the last.
 
@@ -58,7 +56,7 @@ class _Watch:
 
     def __init__(self) -> None:
         self._owners: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._handle: Any = None
+        self._handles: list[Any] = []
         self._stepping: weakref.WeakSet[Any] = weakref.WeakSet()  # models of a running step
         self._forget_types: Callable[[], None] = lambda: None
         self._passed: set[Any] = set()
@@ -73,18 +71,16 @@ class _Watch:
             return
         self._owners.add(owner)
         weakref.finalize(owner, self._release).atexit = False
-        if self._handle is None:
-            self._handle = register_optimizer_step_pre_hook(self._before_step)
-            self._after = register_optimizer_step_post_hook(self._after_step)
+        if not self._handles:
+            self._handles = [before_steps(self._before_step), after_steps(self._after_step)]
             self._forget_types = register_guard_types(
                 ShardedParameter, PlacedParameter, ShardedGradient, ShardedTensor
             )
 
     def _release(self) -> None:
-        if next(iter(self._owners), None) is None and self._handle is not None:
-            self._handle.remove()
-            self._after.remove()
-            self._handle = None
+        if next(iter(self._owners), None) is None:
+            while self._handles:
+                self._handles.pop().remove()
             self._passed.clear()
             self._forget_types()
 

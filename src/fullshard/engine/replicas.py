@@ -18,7 +18,7 @@ from torch import nn
 
 from fullshard.engine._torch_compat import plain
 from fullshard.engine.cuts import Cut
-from fullshard.engine.norms import UNEQUAL_REPLICAS
+from fullshard.engine.norms import UNEQUAL_REPLICAS, bits_hash
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.errors import ConfigError, EngineError
 from fullshard.planner.plan import Plan
@@ -26,11 +26,8 @@ from fullshard.transport.base import Transport
 
 if TYPE_CHECKING:
     from fullshard.engine.unit import Unit
-    from fullshard.planner.mesh import Mesh
 
 STEPS = 100  # steps between two checks
-SAMPLED = 1 << 14  # elements of a group that are checked at each step
-_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _NONE = torch.iinfo(torch.int64).min
 
 
@@ -119,22 +116,6 @@ def check_replicas(units: Sequence[Unit], transport: Transport) -> None:
     if wrong:
         others = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
         raise EngineError(f"{wrong[0]}{others}: {UNEQUAL_REPLICAS}")
-
-
-def sample(units: Sequence[Unit], mesh: Mesh, step: int) -> int:
-    """A hash of a piece of each group that has replicas on a mesh; other pieces at each step."""
-    copied = [unit for unit in units if unit.plan.mesh == mesh and mesh.replicate > 1]
-    total = 0
-    for master in (group.master for unit in copied for group in unit.trained_groups):
-        at = step % max(1, -(-len(master) // SAMPLED)) * SAMPLED
-        total += int(bits_hash(master[at : at + SAMPLED]))
-    return total % (1 << 32)
-
-
-def bits_hash(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns an int64 scalar. See [Note: a hash of bits]."""
-    bits = tensor.contiguous().view(-1).view(_BITS[tensor.element_size()])
-    return bits.sum(dtype=torch.int64)
 
 
 def _unequal(
