@@ -2,6 +2,7 @@
 
 import itertools
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -167,15 +168,15 @@ def test_a_file_that_changes_during_a_run_is_refused(tmp_path, tokenizer):
         again.train.take(np.arange(1000))
 
 
-def test_two_processes_make_a_part_once(tmp_path, tokenizer, monkeypatch):
+def test_streams_at_once_make_a_part_once(tmp_path, tokenizer, monkeypatch):
     data = make_dataset(sources(tmp_path, 600), STREAMED, tokenizer)
     made, make = [], tokenize.make
     monkeypatch.setattr(
         tokenize, "make", lambda file, *rest: (made.append(file), make(file, *rest))
     )
     both = [pickle.loads(pickle.dumps(data.train)) for _ in range(2)]
-    for rows in both:
-        rows.take(np.arange(200))
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(lambda rows: rows.take(np.arange(200)), both))
     assert both[0]._thread.submit(len, made).result() == len(set(made)) > 3
 
 

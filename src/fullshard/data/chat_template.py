@@ -158,7 +158,8 @@ def _encode_pair(pair: Pair, tokenizer: PreTrainedTokenizerBase, learned: Learne
 
 
 def _encode_marked(example: Turns, tokenizer: PreTrainedTokenizerBase) -> Encoded:
-    _render(tokenizer, example)  # within the limit of memory
+    if tokenizer.chat_template != PLAIN:
+        _render(tokenizer, example)  # within the limit of memory
     marks = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
     found = _applied(tokenizer, example, example.messages, marks)
     return Encoded(list(found["input_ids"]), [bool(one) for one in found["assistant_masks"]])
@@ -272,7 +273,12 @@ def _limits(*, memory: bool) -> Iterator[None]:
             resource.setrlimit(resource.RLIMIT_AS, (most, hard))
         yield
     except MemoryError:
-        raise MemoryError(f"it needs more than {TEMPLATE_LIMIT_BYTES >> 20} MiB") from None
+        least = (
+            f"{TEMPLATE_LIMIT_BYTES >> 20} MiB"
+            if soft == resource.RLIM_INFINITY
+            else "ulimit -v leaves"
+        )
+        raise MemoryError(f"it needs more than {least}") from None
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
         signal.setitimer(signal.ITIMER_REAL, *timer)

@@ -438,16 +438,10 @@ def _read_list(file: Path) -> list[Any]:
         ) from error
 
 
-@contextmanager
-def _needing(name: str, file: Path) -> Iterator[None]:
+def _needing(name: str, file: Path) -> AbstractContextManager[None]:
     """Raises DataError if a library that reading a file needs is not installed."""
-    try:
-        yield
-    except ImportError as error:
-        raise DataError(
-            f"data.path: reading '{file}' needs {name}, which is not installed. "
-            "Run pip install 'fullshard[data]'."
-        ) from error
+    advice = "Run pip install 'fullshard[data]'."
+    return untrusted(f"data.path: '{file}'", f"{name}, which reads it", DataError, advice)
 
 
 @contextmanager

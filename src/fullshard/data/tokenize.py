@@ -25,6 +25,7 @@ import json
 import logging
 import os
 import shutil
+import struct
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -205,7 +206,9 @@ def ensure(how: TokenSettings, read: Reader, part: tuple[Path, Shard]) -> TokenF
             # Without it, processes only repeat each other's work: a file appears when it is whole.
             with suppress(OSError):  # another user's, or a file system without locks
                 lock = held.enter_context((file.parent / ".lock").open("a"))
-                fcntl.lockf(lock, fcntl.LOCK_EX, 1, int(file.name[:15], 16))  # a byte per shard
+                # A byte per shard; lockf would not keep the threads of a process apart.
+                told = struct.pack("hhqqi0q", fcntl.F_WRLCK, 0, int(file.name[:15], 16), 1, 0)
+                fcntl.fcntl(lock, fcntl.F_OFD_SETLKW, told)
             if not _is_made(file):
                 make(file, shard, how, read)
     return _read(file)

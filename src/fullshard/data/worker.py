@@ -3,7 +3,8 @@
     rank      | step 0           | step 1           | ...
     worker    | makes 1 |        | makes 2 |        | ...
 
-It imports neither torch nor transformers and takes about 30 MiB. It ends with the rank, also if the
+The worker of a rank imports neither torch nor transformers and takes about 30 MiB; one that makes
+conversations has transformers and a tokenizer, about 512 MiB. It ends with the rank, also if the
 rank is killed; it ignores signals that stop a run, which the rank answers.
 """
 
@@ -12,11 +13,11 @@ from __future__ import annotations
 import os
 import pickle
 import signal
-import subprocess
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from subprocess import PIPE, Popen
 from typing import Any
 
 from fullshard.config.host_memory import available_bytes
@@ -46,11 +47,8 @@ class Worker:
     def __init__(self, function: Callable[[Any], Any]) -> None:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # the process inherits it
         try:
-            words = (str(os.getpid()), *filter(None, sys.path))
-            command = [sys.executable, "-P", "-c", _PROGRAM, *words]
-            self._process: Any = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-            )
+            words = ("-P", "-c", _PROGRAM, str(os.getpid()), *filter(None, sys.path))
+            self._process: Any = Popen([sys.executable, *words], stdin=PIPE, stdout=PIPE)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self.end = weakref.finalize(self, _end, self._process)
@@ -90,10 +88,12 @@ class Worker:
             raise self._ended() from None
 
     def _ended(self) -> HangError:
+        advice = "Its messages stand before this one; start again."
+        if (status := self._process.wait()) == -signal.SIGKILL:
+            advice = "Perhaps memory ran out: free some or take fewer cores (taskset); start again."
         return HangError(
             "data: expected data from the process that makes it, but it "
-            f"{describe_status(self._process.wait())}. Its messages are in the log; start the run "
-            "again."
+            f"{describe_status(status)}. {advice}"
         )
 
 

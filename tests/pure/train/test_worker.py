@@ -59,7 +59,9 @@ def test_a_killed_worker_is_a_typed_error():
     assert worker.take((False, 0), None) == 0
     worker._process.kill()
     worker._process.wait()
-    with pytest.raises(HangError, match=r"from the process that makes it, but .* by SIGKILL"):
+    with pytest.raises(
+        HangError, match=r"from the process that makes it, but .* by SIGKILL. Perhaps memory"
+    ):
         worker.take((False, 1), None)
 
 
