@@ -337,4 +337,5 @@ def test_wholes_of_a_tensor_axis_alone_are_gathered_in_rounds_as_planned():
     optimizer.step()
     wholes = OptimizerStates("", 0, owned=Optimizer.ADAMW_BNB_8BIT)  # without temporaries
     assert seen == [2 * 4 * 8 * 8] * 3
-    assert whole_bytes(engine_of(model).plan.groups, wholes) == seen[0]
+    parts = seen[0] // 2  # allocated before, as the owner's part and its gradient
+    assert whole_bytes(engine_of(model).plan.groups, wholes) == seen[0] + parts

@@ -201,7 +201,7 @@ def owned_tensors(
             if not optimizer.owns(placement.name, placement.shape):
                 continue
             # the owner's part, and the whole that is gathered over other axes
-            times = (num_parts > 1) + placement.parts * (placement.parts > 1)
+            times = placement.parts + 1 if placement.parts > 1 else int(num_parts > 1)
             entry = placement.whole_shape, itemsize, 2 * itemsize * times * placement.numel
             if times:
                 cut.setdefault(num_parts, []).append(entry)  # experts have others
