@@ -7,8 +7,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn, optim
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 
 import fullshard as fs
+from fullshard.config.values import Optimizer
+from fullshard.engine.engine import engine_of
+from fullshard.planner.memory import whole_bytes
+from fullshard.planner.optimizers import OptimizerStates
+from support.ranks import on_ranks
 from support.scripts import Run, compare, differences, error_of, train
 
 MUON = {"lr": 0.02, "weight_decay": 0.1}
@@ -308,3 +316,26 @@ def test_what_owners_would_not_know_of_is_an_error_on_all_ranks(ranks, snapshot)
         assert "boom" in text.pop("fails on one rank")
     assert texts[0] == texts[1]
     assert texts[0] == snapshot
+
+
+@on_ranks(2)
+def test_wholes_of_a_tensor_axis_alone_are_gathered_in_rounds_as_planned():
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("shard", "tensor"))
+    model = nn.Sequential(*[nn.Linear(8, 8, bias=False) for _ in range(3)])
+    style = RowwiseParallel(input_layouts=Replicate())
+    parallelize_module(model, mesh["tensor"], {str(at): style for at in range(3)})
+    fs.shard(model, mesh=mesh["shard"], wrap="Linear")
+    optimizer = fs.owned(model, optim.Adafactor)
+    inner, seen = optimizer._inner, []
+
+    def held(*_):
+        params = [p for p in inner.param_groups[0]["params"] if p.grad is not None]
+        seen.append(sum(p.nbytes + p.grad.nbytes for p in params))
+
+    inner.register_step_pre_hook(held)
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    wholes = OptimizerStates("", 0, owned=Optimizer.ADAMW_BNB_8BIT)  # without temporaries
+    assert seen == [2 * 4 * 8 * 8] * 3
+    parts = seen[0] // 2  # allocated before, as the owner's part and its gradient
+    assert whole_bytes(engine_of(model).plan.groups, wholes) == seen[0] + parts

@@ -112,11 +112,10 @@ def optimizer_bytes(trained: Sequence[GroupPlan], optimizer: OptimizerStates) ->
 
 def whole_bytes(trained: Sequence[GroupPlan], optimizer: OptimizerStates) -> int:
     """Returns the most bytes of an owner in an update: whole tensors, gradients, temporaries."""
-    held: dict[tuple[int, int], int] = {}
+    held: dict[tuple[int, int, int], int] = {}
     for tensor in owned_tensors(trained, optimizer):
-        if tensor.num_parts > 1:
-            key = tensor.turn, tensor.owner
-            held[key] = held.get(key, 0) + 2 * math.prod(tensor.shape) * tensor.itemsize
+        key = tensor.num_parts, tensor.turn, tensor.owner
+        held[key] = held.get(key, 0) + tensor.held_bytes
     return int(max(held.values(), default=0) * (1 + optimizer.num_temporaries / 2))
 
 

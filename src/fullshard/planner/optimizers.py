@@ -73,7 +73,10 @@ class OptimizerStates:
         )
 
     def whole_bytes(self, shape: tuple[int, ...], itemsize: int) -> int:
-        """Returns the owner's bytes for a whole tensor, without shared tables."""
+        """Returns the owner's bytes for a whole tensor, without shared tables.
+
+        Adafactor's are approximate beside a tensor axis: `shape` assumes that rows are cut.
+        """
         numel = math.prod(shape)
         match self.owned:
             case Optimizer.ADAFACTOR:  # row and column means, and the RMS of the parameter
@@ -171,10 +174,15 @@ class Owners:
 
 @dataclass(frozen=True, slots=True)
 class OwnedTensor:
-    """A parameter, its owner among `num_parts` ranks, and its round."""
+    """A parameter, its owner among `num_parts` ranks, and its round among tensors of as many.
+
+    Attributes:
+        held_bytes: Bytes of the parameter and its gradient that an update allocates.
+    """
 
     shape: tuple[int, ...]
     itemsize: int
+    held_bytes: int
     num_parts: int
     owner: int
     turn: int
@@ -186,19 +194,20 @@ def owned_tensors(
     """Yields the owned tensors of a plan; every rank owns the tensors that are not sharded."""
     if optimizer.owned is None:
         return
-    found = [
-        (placement.whole_shape, ITEMSIZE[group.dtypes.master], group.layout.num_parts)
-        for group in trained
-        for placement in sorted(group.layout.placements, key=lambda placement: placement.name)
-        if optimizer.owns(placement.name, placement.shape)
-    ]
-    turn = 0
-    for num_parts in dict.fromkeys(parts for _, _, parts in found):  # experts have others
-        cut = [entry for entry in found if entry[2] == num_parts]
-        if num_parts == 1:
-            yield from (OwnedTensor(*entry, 0, 0) for entry in cut)
-            continue
-        owners = Owners.choose([math.prod(shape) for shape, _, _ in cut], num_parts)
-        for indices in owners.rounds:
-            turn += 1
-            yield from (OwnedTensor(*cut[index], owners.of[index], turn) for index in indices)
+    cut = dict[int, list[tuple[tuple[int, ...], int, int]]]()  # by number of parts
+    for group in trained:
+        itemsize, num_parts = ITEMSIZE[group.dtypes.master], group.layout.num_parts
+        for placement in sorted(group.layout.placements, key=lambda placement: placement.name):
+            if not optimizer.owns(placement.name, placement.shape):
+                continue
+            # the owner's part, and the whole that is gathered over other axes
+            times = placement.parts + 1 if placement.parts > 1 else int(num_parts > 1)
+            entry = placement.whole_shape, itemsize, 2 * itemsize * times * placement.numel
+            if times:
+                cut.setdefault(num_parts, []).append(entry)  # experts have others
+            else:
+                yield OwnedTensor(*entry, 1, 0, 0)
+    for num_parts, entries in cut.items():
+        owners = Owners.choose([math.prod(entry[0]) for entry in entries], num_parts)
+        for turn, indices in enumerate(owners.rounds):
+            yield from (OwnedTensor(*entries[i], num_parts, owners.of[i], turn) for i in indices)
