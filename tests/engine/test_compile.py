@@ -11,7 +11,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import fullshard as fs
-from fullshard.engine.computed import AWAY
+from fullshard.engine.unit import AWAY
 from support.models import CASES
 from support.parity import assert_planned_events, assert_same, finish_step
 from support.reference import make_optimizer, train_alone

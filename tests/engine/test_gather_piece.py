@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fullshard as fs
-from fullshard.engine import unit as unit_module
+from fullshard.engine import computed
 from fullshard.engine.engine import engine_of
 
 SIZES = ((7, 5), (300, 9), (3, 1), (64, 64))
@@ -33,7 +33,7 @@ def gathered(sent_bytes, transport):
         return fetch(fulls)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(unit_module, "SENT_BYTES", sent_bytes)
+        patch.setattr(computed, "SENT_BYTES", sent_bytes)
         patch.setattr(carrier, "fetch", spy)
         for name, param in ours.named_parameters():
             sizes.clear()

@@ -1,5 +1,6 @@
 """Losses that modules keep as attributes enter their units as outputs do."""
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 import fullshard as fs
 from fullshard.engine.attributes import MAX_ITEMS, ModuleTensors, own_modules
+from fullshard.engine.engine import engine_of
 from fullshard.errors import ShardedTensorError, SlotError
 from support.models import perturbed
 from support.parity import unlike_gradients
@@ -247,6 +249,46 @@ def test_a_weight_that_a_hook_keeps_is_never_that_of_another_unit(ranks, transpo
     for wrong, said in ranks(2)(kept_by_hooks, transport, how):
         assert not wrong
         assert ("square of '2.weight'" in said) is (transport != "shared")
+
+
+class Transposing(nn.Linear):
+    def forward(self, input):
+        return input @ self.weight.t()  # which autograd keeps for backward
+
+
+def kept_later(start):
+    """Per step: units that search for kept views, and kept weights that read as another unit's."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Transposing(WIDTH, WIDTH, bias=False) for _ in range(5)))
+    whole = [layer.weight.detach().clone() for layer in model]
+    kept, found = {}, []
+    for at, layer in enumerate(model):
+        layer.register_forward_hook(
+            lambda layer, *_, at=at: (
+                (len(found) >= start and kept.update({at: layer.weight.t()})) or None
+            )
+        )
+    fs.shard(model, wrap=["Transposing"], transport="direct")
+    for _ in range(6):
+        out, read = model(torch.ones(2, WIDTH)).sum(), []
+        for at, weight in kept.items():
+            with contextlib.suppress(ShardedTensorError):
+                read += [] if torch.equal(weight.detach().t(), whole[at]) else [at]
+        out.backward()
+        units = engine_of(model).units
+        found.append((sum(unit.keeps for unit in units), len(read)))
+        kept.clear()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("start", "wanted"),
+    [(0, [(5, 0)] * 6), (4, [(0, 0)] * 4 + [(0, 3)] * 2)],  # later ones are not noticed
+)
+def test_views_kept_from_the_first_step_on_are_refused_and_autograds_are_no_kept_views(
+    ranks, start, wanted
+):
+    assert ranks(2)(kept_later, start) == [wanted, wanted]
 
 
 def test_what_may_hold_tensors_is_looked_at_and_nothing_else():

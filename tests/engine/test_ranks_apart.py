@@ -215,7 +215,7 @@ def leaves_out(what, transport, settings=None):
             if skips == "freeze":
                 model.blocks[0].norm.weight.requires_grad_(False)
             if skips == "write":
-                torch.no_grad()(model.blocks[0].norm.weight.mul_)(2)
+                torch._foreach_mul_([p.detach() for p in model.parameters()], 2)
             run.loss(model, step).backward()
             if skips == "assign":
                 model.blocks[0].down.weight.grad = model.blocks[0].down.weight.grad * 3
@@ -244,6 +244,37 @@ def test_a_rank_that_leaves_out_what_needs_no_message_is_named(ranks, what, numb
     for text in ranks(2)(leaves_out, what, transport):
         assert text.startswith(f"EngineError: backward: expected as many {number} on every rank")
         assert "rank 1 has made" in text
+
+
+def reads_and_writes(strategy):
+    """The error of a right program whose ranks make other calls of functions of parameters."""
+    run = Run(2, torch.distributed.get_rank())
+    model = run.shard(run.model(), transport="direct", strategy=strategy)
+    weight = model.head.weight
+
+    def steps():
+        for step in range(3):
+            if run.rank == 0 and strategy == "no_shard":  # one rank logs
+                weight[0], weight.tolist(), torch.linalg.svdvals(weight), weight.detach().numpy()
+            for param in model.parameters():  # a rank may have no element of some, or of all
+                if param.numel():
+                    param.detach().mul_(0.9)
+            if model.blocks[0].norm.weight.numel():
+                model.blocks[0].norm.weight.detach().clamp_(0)
+            run.loss(model, step).backward()
+            if weight.numel():
+                weight.detach().clamp_(-1)
+            with torch.no_grad():
+                run.loss(model, step)
+
+    return error_of(steps)
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "full_shard"])
+def test_ranks_may_read_whole_weights_alone_and_write_only_where_they_have_elements(
+    ranks, strategy
+):
+    assert ranks(2)(reads_and_writes, strategy) == [NO_ERROR, NO_ERROR]
 
 
 def test_replicas_with_other_gradients_are_found_in_the_next_backward(ranks):

@@ -345,6 +345,10 @@ def mistakes():
 
         return fj.train_step(plan, loss, tx)(fj.shard(plan, tree, tx), batch, learning_rate=0.0)
 
+    def placed(batch):
+        step = fj.train_step(plan, lambda *_: (0.0, 1), optax.sgd(1e-3))
+        return step(fj.shard(plan, tree, optax.sgd(1e-3)), batch)
+
     injected = optax.inject_hyperparams(optax.sgd)
     cast = optax.inject_hyperparams(optax.sgd, hyperparam_dtype=jnp.float32)
     others = {"layers": {"v": tree["layers"]["w"]}, "head": tree["head"]}
@@ -356,6 +360,7 @@ def mistakes():
             lambda: fj.shard(plan, others),
             lambda: fj.plan(tree, None, mesh, blocks=["lay*"]),
             lambda: fj.plan({"a.b": tree["head"], "a": {"b": tree["head"]}}, None, mesh),
+            lambda: placed({"x": torch.ones(16, 8, dtype=torch.bfloat16)}),
             lambda: fj.pad_batch({"x": np.ones(3), "y": np.ones(3, int)}, 4),
             lambda: fj.pad_batch({"x": np.ones(3), "label": np.ones(3)}, 4),
             lambda: fj.pad_batch({"x": np.ones(2), "label": np.eye(2, dtype=int)}, 4),
@@ -373,6 +378,7 @@ def test_mistakes_of_trees_batches_and_optimizers_are_named(devices):
         "which has layers.w where this one has layers.v",
         "^blocks: expected paths of subtrees; got 'lay\\*'",
         "^a.b: expected names that differ",
+        r"^batch\['x'\]: expected an array that numpy reads; got Tensor .Got unsupported",
         "expected the name of the labels among x, y; got None",
         "expected integers or floating rows of probabilities as label; got float64",
         "got int64 of shape .2, 2. that sum to 1.*one-hot rows floating",

@@ -1,4 +1,4 @@
-"""The full parameters that a forward sees, and what becomes of those that somebody keeps.
+"""Full parameters: what a forward sees, what becomes of those that somebody keeps, single ones.
 
 [Note: versions]
 Autograd records the version of every tensor that it saves for backward, and raises an error if the
@@ -16,14 +16,20 @@ another unit's weights as soon as the slot is refilled. While it may be, their c
 raises an error, like that of the unit's compute parameters. The garbage collector's list has all
 tensors that Python objects keep, and the address tells whose memory one has. Without a graph, the
 number of tensors that share the slot's memory tells whether there is anything to find. Graphs share
-it, too; in forwards that make one, the first few look at young objects.
+it, too. Forwards that make one look at young objects until ranks have agreed on the order, in the
+first step, and a unit goes on as long as its last search found something. A hook that starts to
+keep views later is not noticed before the next evaluation. The list also has what autograd alone
+keeps, `weight.t()` of `x @ weight.t()`, for which torch holds one reference; it is no kept view.
+torch before 2.10 counts otherwise, so there a unit may search in vain, or miss what autograd keeps
+as well.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
+from sys import getrefcount
 from typing import Any
 from weakref import ref
 
@@ -35,12 +41,14 @@ from fullshard.engine._torch_compat import (
     graph_task_id,
     is_compiling,
     no_guard,
-    set_versions,
-    storage_use_count,
     tree_leaves,
 )
 from fullshard.engine.guard import Rule, rule_of
 from fullshard.errors import ShardedTensorError
+from fullshard.planner.layout import FlatLayout, Slice
+from fullshard.transport.base import Transport
+
+SENT_BYTES = 8 << 20  # size of the message buffer that gathers a parameter
 
 
 class Computed(nn.Parameter):
@@ -120,97 +128,42 @@ def released(kind: type, unit: Any) -> type:
     return type(kind)("Released", (Released, kind), body)
 
 
-def num_holders(memory: Iterable[int]) -> int:
-    """How many tensors share storages, with those that graphs saved."""
-    return sum(map(storage_use_count, memory))
-
-
-def kept_tensors(generations: Sequence[int]) -> Iterator[torch.Tensor]:
+def kept_tensors(
+    generations: Sequence[int], wanted: Callable[[torch.Tensor], bool]
+) -> list[torch.Tensor]:
     """Plain tensors that Python objects keep, by generation of the garbage collector."""
-    found = chain.from_iterable(map(gc.get_objects, generations))
-    return (each for each in found if type(each) in (torch.Tensor, nn.Parameter))
+    each = chain.from_iterable(map(gc.get_objects, generations))
+    found = [t for t in each if type(t) in (torch.Tensor, nn.Parameter) and wanted(t)]
+    found.append(torch.empty(0))  # which only the list holds
+    # All that autograd holds, too, count as one reference.
+    numbers = [getrefcount(tensor) - (tensor._use_count() > 1) for tensor in found]
+    return [tensor for tensor, number in zip(found, numbers, strict=True) if number > numbers[-1]]
 
 
-# ---- version counters
+def gather_piece(
+    transport: Transport, layout: FlatLayout, piece: Slice, local: torch.Tensor
+) -> torch.Tensor:
+    """Gathers one parameter of a flat buffer into new memory. A collective of the shard axis.
 
-Pair = tuple[nn.Parameter, torch.Tensor]  # a shard, and what forward sees of it
-AWAY = 1 << 20  # added to the version of weights whose slot holds another unit
-
-
-class Versions:
-    """Versions of one unit's compute parameters.
+    The message buffer has at most 8 MiB, or a sixteenth of a large parameter; larger parameters
+    need several messages.
 
     Args:
-        slots: Shards and compute parameters that are views of slots.
-        own: Shards and compute parameters that are views of the shards.
-        may_write_own: Whether a forward may write into the latter.
+        transport: Gathers over the shard axis.
+        layout: Layout of the buffer.
+        piece: Which elements of the parameter this rank has.
+        local: (n_local,), the elements of this range.
     """
-
-    def __init__(
-        self, slots: Sequence[Pair] = (), own: Sequence[Pair] = (), *, may_write_own: bool = False
-    ) -> None:
-        with no_guard():
-            shards = [shard for shard, _ in (*slots, *own)]
-            self._shards = shards if all(map(_counts, shards)) else []
-            self._written = [shard._version for shard in self._shards]
-        self._slots = tuple(compute for _, compute in slots)
-        self._own = tuple(compute for _, compute in own)
-        self._views: dict[ref[torch.Tensor], tuple[type, type]] = {}  # of slots, with their classes
-        self._checked = self._slots if may_write_own else (*self._slots, *self._own)
-        self._is_open = True
-        self._expect([tensor._version for tensor in (*self._slots, *self._own)])
-
-    def mark(self, *, is_open: bool) -> None:
-        """Let autograd read saved views of slots, or refuse: they may contain other units."""
-        if self._is_open is not is_open:
-            self._is_open = is_open
-            set_versions(self._slots, self._marks[is_open])
-            for weak, kinds in self._views.items():
-                tensor = weak()
-                if tensor is not None:
-                    tensor.__class__ = kinds[is_open]
-
-    def add(self, views: Sequence[torch.Tensor], unit: Any) -> None:
-        """Refuse reads of these views of the unit's slots, too. See [Note: kept views]."""
-        self._views = {weak: kinds for weak, kinds in self._views.items() if weak() is not None}
-        closed = {kind: released(kind, unit) for kind in set(map(type, views))}
-        self._views |= {ref(view): (closed[type(view)], type(view)) for view in views}
-
-    def see_writes(self) -> None:
-        """Refuse graphs from before the last writes into shards. Outside of the guard."""
-        written = [shard._version for shard in self._shards]
-        if written != self._written:
-            wrote = [new != old for new, old in zip(written, self._written, strict=True)]
-            self._written = written
-            self._expect([at + is_new for at, is_new in zip(self._expected, wrote, strict=True)])
-            self._restore()
-
-    def unexpected(self) -> set[int]:
-        """Ids of the compute parameters that a forward wrote into, each reported once."""
-        found = {
-            id(tensor)
-            for tensor, at in zip(self._checked, self._expected, strict=False)
-            if tensor._version != at
-        }
-        if found:
-            self._restore()
-        return found
-
-    def _expect(self, versions: list[int]) -> None:
-        """The versions of all tensors while autograd may read them."""
-        at = len(self._slots)
-        self._expected = versions
-        self._at_own = tuple(versions[at:])
-        self._marks = {True: tuple(versions[:at]), False: tuple(v + AWAY for v in versions[:at])}
-
-    def _restore(self) -> None:
-        set_versions(self._slots, self._marks[self._is_open])
-        set_versions(self._own, self._at_own)
-
-
-def _counts(shard: nn.Parameter) -> bool:
-    """Whether it has a version: what was made in inference_mode has none, and takes no gradient."""
-    try:
-        return shard._version >= 0
-    except RuntimeError:  # is_inference() does not tell once `.data` was set
-        return False
+    count, placement = layout.num_parts, next(p for p in layout.placements if p.name == piece.name)
+    holders = layout.holders(placement)
+    most = max((stop - start for _, start, stop in holders), default=0)
+    width = min(most, max(SENT_BYTES // local.itemsize, placement.numel // 16) // count + 1)
+    whole, parts = local.new_empty(placement.numel), local.new_zeros(count, width)
+    for at in range(0, most, max(1, width)):
+        mine = local[at : at + width]
+        parts[transport.axes.shard_index, : mine.numel()].copy_(mine)
+        transport.fetch([parts.view(-1)]).wait()
+        for part, start, stop in holders:
+            received = whole[start + at : min(start + at + width, stop)]
+            received.copy_(parts[part, : received.numel()])
+    return whole.view(placement.shape)

@@ -15,13 +15,18 @@ Replicas of a hybrid mesh gather separately, so their hashes must be equal only 
 each replica. The first of its n ranks counts n - 1 times, each other -1 times: the sum is 0. A
 factor for each replica keeps differences in two replicas from adding up to 0. Hashes of weights
 are added up alike among the ranks that have the same part.
+
+Ranks may rightly make other numbers of writes: an optimizer may skip an empty shard. A rank that
+wrote into parameters of which every rank has elements says so, and a rank that wrote into none.
+The sum has the numbers of both; one of them must be 0. Writes of optimizers are left out: ranks
+compare their steps.
 """
 
 from __future__ import annotations
 
 import math
 import zlib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -86,7 +91,7 @@ class Count(StrEnum):
     FREEZINGS = "changes of requires_grad"
     GATHERS = "gathers"  # not a number but a hash: of which units, in which order
     REPLICAS = "gathers of each replica"  # of units on the model's hybrid mesh
-    WRITES = "writes into parameters"  # in place, by optimizers and users
+    WRITES = "writes into parameters"  # in place, by users
     WEIGHTS = "weights of replicas"  # a hash of some of them, other ones at each step
 
 
@@ -102,6 +107,8 @@ class GradientNorms:
         self.transport = transport
         self._device = device
         self.counts: dict[str, int] = dict.fromkeys(Count, 0)
+        # Parts with elements of what this rank wrote, by the ranks that share a part.
+        self.wrote: defaultdict[int, set[int]] = defaultdict(set)
         self.waits = False  # there are unreduced gradients of no_sync
         self.task = -2  # the backward that will set gradients
         self._earlier: tuple[torch.Tensor, str, dict[str, int], Any] | None = None
@@ -278,6 +285,12 @@ class GradientNorms:
             for count, which, at, size in within, (Count.WEIGHTS, part, replica, mesh.replicate):
                 weight = (1 + which) * (-1 if at else size - 1)
                 pairs[list(said).index(count)] = (weight * said[count], 0)
+        if Count.WRITES in said:
+            size = self.transport.axes.mesh.world_size
+            wrote = any(copies * len(parts) == size for copies, parts in self.wrote.items())
+            said[Count.WRITES] = int(wrote)
+            pairs[list(said).index(Count.WRITES)] = (float(wrote), float(not self.wrote))
+            self.wrote.clear()
         head = from_host([1.0, *(x for pair in pairs for x in pair)], values.device)
         vector = torch.cat([head, values.double()])
         self.transport.phase.following = f"a sum ({asked})"
@@ -286,7 +299,7 @@ class GradientNorms:
         if is_at_hand(vector):
             wrong = _differing(head, said, maximum=maximum)
             if wrong is not None:
-                found = wrong and _table(self.transport, said[wrong])
+                found = "" if wrong in _HASHES else _table(self.transport, said[wrong])
                 raise _refusal(asked, wrong, found)
         elif not maximum:
             self._compare_later(head, asked, said)
@@ -407,6 +420,7 @@ def _root(powers: torch.Tensor, order: float) -> torch.Tensor:
 
 # ---- small sums over all ranks
 
+_HASHES = ("", Count.WEIGHTS, Count.GATHERS, Count.REPLICAS)
 _MOST = 1 << 20  # sums of squares stay exact in float64
 UNEQUAL_REPLICAS = (
     "expected the same weights on all replicas; they differ, so one rank updated its copy in "
@@ -432,7 +446,8 @@ def _differing(head: torch.Tensor, said: Mapping[str, int], *, maximum: bool) ->
     """Name of the first count that differs between ranks."""
     ranks, *sums = head.tolist()
     for what, total, other in zip(said, sums[::2], sums[1::2], strict=True):
-        if (total != -other) if maximum else (ranks * other != total * total):
+        differs = (total != -other) if maximum else (ranks * other != total * total)
+        if (total and other) if what == Count.WRITES else differs:
             return what
     return None
 

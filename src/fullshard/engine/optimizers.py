@@ -23,7 +23,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from fullshard.engine._torch_compat import no_guard, register_guard_types, tree_leaves
 from fullshard.engine.norms import Count
@@ -56,6 +59,7 @@ class _Watch:
     def __init__(self) -> None:
         self._owners: weakref.WeakSet[Any] = weakref.WeakSet()
         self._handle: Any = None
+        self._stepping: weakref.WeakSet[Any] = weakref.WeakSet()  # models of a running step
         self._forget_types: Callable[[], None] = lambda: None
         self._passed: set[Any] = set()
         self._sliced: dict[type, set[str]] = {}  # states with an element for each of a parameter's
@@ -71,6 +75,7 @@ class _Watch:
         weakref.finalize(owner, self._release).atexit = False
         if self._handle is None:
             self._handle = register_optimizer_step_pre_hook(self._before_step)
+            self._after = register_optimizer_step_post_hook(self._after_step)
             self._forget_types = register_guard_types(
                 ShardedParameter, PlacedParameter, ShardedGradient, ShardedTensor
             )
@@ -78,6 +83,7 @@ class _Watch:
     def _release(self) -> None:
         if next(iter(self._owners), None) is None and self._handle is not None:
             self._handle.remove()
+            self._after.remove()
             self._handle = None
             self._passed.clear()
             self._forget_types()
@@ -88,6 +94,11 @@ class _Watch:
             _refuse_pending(optimizer)
         for norms in models:
             norms.counts[Count.STEPS] += 1
+        self._stepping = weakref.WeakSet(models)
+
+    def _after_step(self, *_: Any) -> None:
+        for norms in self._stepping:
+            norms.wrote.clear()
 
     def look(self, optimizer: torch.optim.Optimizer) -> set[Any]:
         """Check an optimizer while its groups have all shards; returns the models they are of."""

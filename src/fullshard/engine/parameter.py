@@ -30,7 +30,7 @@ from fullshard.engine._torch_compat import (
     storage_use_count,
 )
 from fullshard.engine.guard import Rule, is_alias, misfit, norm_order, refusal, rule_of, written_by
-from fullshard.engine.norms import TOLD_BY_SQUARES, Count, by_model, norms_of
+from fullshard.engine.norms import TOLD_BY_SQUARES, by_model, norms_of
 from fullshard.engine.record import ShardRecord
 from fullshard.errors import EngineError, ShardedTensorError
 from fullshard.planner.layout import clean_name
@@ -68,7 +68,8 @@ class Guarded:
             like = next((shard for shard in shards if shard.record.is_cut), None)
             if like is None:
                 if rule is Rule.REFUSED:
-                    _note_writes(shards)  # it may write any of them, or return a view of one
+                    # it may write any of them, or return a view of one; mostly, it reads
+                    _note_writes(shards, counts=False)
                 return _call_on_whole(func, name, (args, kwargs), shards[0], rule)
         if rule is Rule.REFUSED:
             raise refusal(name, like)
@@ -385,14 +386,14 @@ def _call_plain(func: Any, name: str, like: Any, arguments: Any) -> Any:
         raise
 
 
-def _note_writes(written: Sequence[Any]) -> None:
+def _note_writes(written: Sequence[Any], *, counts: bool = True) -> None:
     """Tell the models of shards about writes."""
     if set(map(type, written)) == _STATES and all(map(is_, map(_ALIAS, written), repeat(None))):
         return  # the fast path for optimizer states
     notified: set[Any] = set()
     for shard in written:
         if isinstance(shard, _LISTS):
-            _note_writes(shard)
+            _note_writes(shard, counts=counts)
         elif isinstance(shard, ShardedGradient):
             shard.known = None
             if shard.alias_of is not None:
@@ -401,11 +402,12 @@ def _note_writes(written: Sequence[Any]) -> None:
         elif any(
             isinstance(x, ShardedParameter) for x in (shard, getattr(shard, "alias_of", None))
         ):
-            model = shard.record.norms  # one per model
+            record, model = shard.record, shard.record.norms  # one per model
+            if counts and record.cut is None:
+                model.wrote[record.copies].update(part for part, _, _ in record.holders)
             if model not in notified:
                 notified.add(model)
-                model.counts[Count.WRITES] += 1
-                shard.record.before_write()
+                record.before_write()
 
 
 def _unscale(func: Any, name: str, like: Any, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -68,7 +68,7 @@ from fullshard.engine._torch_compat import (
     unwrapped,
 )
 from fullshard.engine.attributes import ModuleTensors, Undo, change_tensors, put_back, tensors_in
-from fullshard.engine.computed import Released, num_holders
+from fullshard.engine.computed import Released
 from fullshard.engine.gradients import Gradients, follow_freezing
 from fullshard.engine.norms import Count
 from fullshard.engine.parameter import Guarded
@@ -193,12 +193,12 @@ class Runtime:
             unit.versions.mark(is_open=True)
             unit.swap_in()
             return
-        home = self.gradients.transport.home
+        num_writes = self.gradients.transport.home.num_writes
         if is_outermost:
-            self._begin_step(index, stale=home.num_writes != self._num_writes)
-        if home.num_writes != self._num_writes:
-            self._num_writes = home.num_writes
+            self._begin_step(index, stale=num_writes != self._num_writes)
+        elif num_writes != self._num_writes:
             self._see_writes()
+        self._num_writes = num_writes
         use = Use(index, self._stack[-1] if self._stack else None, self._generation)
         weak = ref(self)  # see `alive`
         self._begin_hooks[index] = lambda _: alive(weak, "backward")._enter_backward(use)
@@ -210,7 +210,7 @@ class Runtime:
             raise
         self._stack.append(use)
         self._current[index] = use
-        use.num_holders = None if torch.is_grad_enabled() else num_holders(unit.memory)
+        use.num_holders = None if torch.is_grad_enabled() else unit.num_holders()
         unit.swap_in()
         if not self.agreed:  # a new order must not take the slots of a live graph
             self._uses.add(use)
@@ -326,7 +326,7 @@ class Runtime:
         if self._copies:
             self._check_copies()
         self.before_step()
-        self._see_writes()  # those through `to_local`, too
+        self._see_writes()  # those through `to_local`, too, which a backward would see otherwise
         of = self.units[index].plan.name or "the model"
         self.gradients.transport.phase.following = f"a forward of {of}"
         self._run(self.scheduler.begin_forward(index, stale=stale))

@@ -14,13 +14,20 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from fullshard.engine._torch_compat import local_tensor, no_guard, plain, will_execute
-from fullshard.engine.computed import Computed, Released, Versions, kept_tensors, num_holders
+from fullshard.engine._torch_compat import (
+    local_tensor,
+    no_guard,
+    plain,
+    set_versions,
+    storage_use_count,
+    will_execute,
+)
+from fullshard.engine.computed import Computed, Released, gather_piece, kept_tensors, released
 from fullshard.engine.cuts import Cut
 from fullshard.engine.homes import DeviceHomes
 from fullshard.engine.parameter import Guarded, ShardedGradient
 from fullshard.errors import EngineError
-from fullshard.planner.layout import FlatLayout, Slice, clean_name
+from fullshard.planner.layout import Slice, clean_name
 from fullshard.planner.units import DtypeContract, GroupPlan, UnitPlan
 from fullshard.transport.base import Fetch, Reduction, Transport, torch_dtype
 
@@ -28,9 +35,10 @@ if TYPE_CHECKING:
     from fullshard.engine.parameter import ShardedParameter
     from fullshard.engine.placing import Rings
 
+AWAY = 1 << 20  # added to the version of weights whose slot holds another unit
 LARGE_NUMEL = 16_384
 MAX_VAIN = 5  # searches for kept views that find none
-SENT_BYTES = 8 << 20  # size of the message buffer that gathers a parameter
+Pair = tuple[nn.Parameter, torch.Tensor]  # a shard, and what forward sees of it
 T = TypeVar("T")
 
 
@@ -327,6 +335,81 @@ class Swap:
     member: Member
 
 
+class Versions:
+    """Versions of one unit's compute parameters.
+
+    Args:
+        slots: Shards and compute parameters that are views of slots.
+        own: Shards and compute parameters that are views of the shards.
+        may_write_own: Whether a forward may write into the latter.
+    """
+
+    def __init__(
+        self, slots: Sequence[Pair] = (), own: Sequence[Pair] = (), *, may_write_own: bool = False
+    ) -> None:
+        with no_guard():
+            shards = [shard for shard, _ in (*slots, *own)]
+            self._shards = shards if all(map(_counts, shards)) else []
+            self._written = [shard._version for shard in self._shards]
+        self._slots = tuple(compute for _, compute in slots)
+        self._own = tuple(compute for _, compute in own)
+        self._views: dict[
+            weakref.ref[torch.Tensor], tuple[type, type]
+        ] = {}  # of slots, with their classes
+        self._closed: dict[type, type] = {}  # classes while the slots may hold other units
+        self._checked = self._slots if may_write_own else (*self._slots, *self._own)
+        self._is_open = True
+        self._expect([tensor._version for tensor in (*self._slots, *self._own)])
+
+    def mark(self, *, is_open: bool) -> None:
+        """Let autograd read saved views of slots, or refuse: they may contain other units."""
+        if self._is_open is not is_open:
+            self._is_open = is_open
+            set_versions(self._slots, self._marks[is_open])
+            for weak, kinds in self._views.items():
+                tensor = weak()
+                if tensor is not None:
+                    tensor.__class__ = kinds[is_open]
+
+    def add(self, views: Sequence[torch.Tensor], unit: Any) -> None:
+        """Refuse reads of these views of the unit's slots, too. See [Note: kept views]."""
+        self._views = {weak: kinds for weak, kinds in self._views.items() if weak() is not None}
+        for kind in set(map(type, views)) - set(self._closed):
+            self._closed[kind] = released(kind, unit)  # freed by the garbage collector alone
+        self._views |= {weakref.ref(view): (self._closed[type(view)], type(view)) for view in views}
+
+    def see_writes(self) -> None:
+        """Refuse graphs from before the last writes into shards. Outside of the guard."""
+        written = [shard._version for shard in self._shards]
+        if written != self._written:
+            wrote = [new != old for new, old in zip(written, self._written, strict=True)]
+            self._written = written
+            self._expect([at + is_new for at, is_new in zip(self._expected, wrote, strict=True)])
+            self._restore()
+
+    def unexpected(self) -> set[int]:
+        """Ids of the compute parameters that a forward wrote into, each reported once."""
+        found = {
+            id(tensor)
+            for tensor, at in zip(self._checked, self._expected, strict=False)
+            if tensor._version != at
+        }
+        if found:
+            self._restore()
+        return found
+
+    def _expect(self, versions: list[int]) -> None:
+        """The versions of all tensors while autograd may read them."""
+        at = len(self._slots)
+        self._expected = versions
+        self._at_own = tuple(versions[at:])
+        self._marks = {True: tuple(versions[:at]), False: tuple(v + AWAY for v in versions[:at])}
+
+    def _restore(self) -> None:
+        set_versions(self._slots, self._marks[self._is_open])
+        set_versions(self._own, self._at_own)
+
+
 class Unit:
     """A unit on one rank.
 
@@ -362,6 +445,7 @@ class Unit:
         self._bound: list[tuple[Member, torch.Tensor, int]] = []  # views of slots, and where
         self._spans: list[tuple[int, int]] = []  # addresses that this rank shares with others
         self.keeps = False  # whether somebody kept views
+        self.own: set[int] = set()  # ids of its plain views of slots
         self._vain = 0  # searches for kept views that found none
         self.swapped = 0
         self.divisor: float | None = None
@@ -433,21 +517,20 @@ class Unit:
             units: All units, whose own views of the slots are none.
             num_before: Holders of the slots before the forward; None if it makes a graph.
         """
-        if num_before is not None and (
-            self._vain > MAX_VAIN or num_holders(self.memory) <= num_before
-        ):
+        if num_before is not None and (self._vain > MAX_VAIN or self.num_holders() <= num_before):
             return
-        groups = [group for unit in units for group in unit.groups]
-        own = {id(t) for g in groups for t in (g.full, g.part, g.full._base)}
-        own |= {id(t) for g in groups for member in g.members for t in member.tensors()}
         for generations in (0, 1), () if num_before is None else (2,):
-            tensors = kept_tensors(generations)
-            found = [t for t in tensors if self.shares_memory(t) and id(t) not in own]
+            found = kept_tensors(generations, self.shares_memory)
+            found = [t for t in found if not any(id(t) in unit.own for unit in units)]
+            self.keeps = bool(found)
             if found:
-                self.keeps = True
                 self.versions.add(found, self)
                 return
         self._vain += num_before is not None
+
+    def num_holders(self) -> int:
+        """How many tensors share its slots, with those that graphs saved."""
+        return sum(map(storage_use_count, self.memory))
 
     def name_at(self, kept: Any) -> str:
         """The name of the parameter whose memory a tensor shares."""
@@ -526,12 +609,22 @@ class Unit:
             may_write_own=self.plan.mesh.world_size == 1,
         )
         self.versions.add([tensor for _, tensor, gathers in pairs if gathers], self)
+        self.own = {id(t) for g in self.groups for t in (g.full, g.part, g.full._base)}
+        self.own |= {id(m.tensors()[-1]) for m in self.members}
         self.memory = {g.full.untyped_storage()._cdata for g in self.gathered}
         self._spans = [
             (group.full.data_ptr(), group.full.data_ptr() + group.full.nbytes)
             for group in self.groups
             if group.gathers or group.plan.shared
         ]
+
+
+def _counts(shard: nn.Parameter) -> bool:
+    """Whether it has a version: what was made in inference_mode has none, and takes no gradient."""
+    try:
+        return shard._version >= 0
+    except RuntimeError:  # is_inference() does not tell once `.data` was set
+        return False
 
 
 def is_reached(member: Member) -> bool:
@@ -585,35 +678,6 @@ def address_of(shard: torch.Tensor) -> int:
     All ranks therefore notice a moved parameter, even those without an element of it.
     """
     return shard.data_ptr() or shard.untyped_storage().data_ptr()
-
-
-def gather_piece(
-    transport: Transport, layout: FlatLayout, piece: Slice, local: torch.Tensor
-) -> torch.Tensor:
-    """Gathers one parameter of a flat buffer into new memory. A collective of the shard axis.
-
-    The message buffer has at most 8 MiB, or a sixteenth of a large parameter; larger parameters
-    need several messages.
-
-    Args:
-        transport: Gathers over the shard axis.
-        layout: Layout of the buffer.
-        piece: Which elements of the parameter this rank has.
-        local: (n_local,), the elements of this range.
-    """
-    count, placement = layout.num_parts, next(p for p in layout.placements if p.name == piece.name)
-    holders = layout.holders(placement)
-    most = max((stop - start for _, start, stop in holders), default=0)
-    width = min(most, max(SENT_BYTES // local.itemsize, placement.numel // 16) // count + 1)
-    whole, parts = local.new_empty(placement.numel), local.new_zeros(count, width)
-    for at in range(0, most, max(1, width)):
-        mine = local[at : at + width]
-        parts[transport.axes.shard_index, : mine.numel()].copy_(mine)
-        transport.fetch([parts.view(-1)]).wait()
-        for part, start, stop in holders:
-            received = whole[start + at : min(start + at + width, stop)]
-            received.copy_(parts[part, : received.numel()])
-    return whole.view(placement.shape)
 
 
 def _padding(plan: GroupPlan) -> list[tuple[int, int]]:

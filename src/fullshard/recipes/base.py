@@ -180,11 +180,6 @@ class RowBatches:
         per_device_eval: Held-out rows that a rank takes at a time.
         order: Rows of each step.
         seat: This rank, and the device that its batches go to.
-
-    Attributes:
-        objective: The loss.
-        counted: Number of items that the loss of a batch is summed over. A recipe whose loss is a
-            mean over something else than label tokens replaces both.
     """
 
     def __init__(
@@ -192,7 +187,6 @@ class RowBatches:
     ) -> None:
         self.data = data
         self.objective: Objective = whole_logits_loss
-        self.counted: Callable[[Batch], int] = num_predicted
         self._order, self._seat = order, seat
         evaluation = evaluation_samples(
             data.facts.num_held_out_sequences, per_device_eval, order.shape.world_size
@@ -229,7 +223,7 @@ class RowBatches:
         return placed(self.data.batch(chosen, held_out=False), self._seat.device)
 
     def count(self, batch: Batch) -> int:
-        return self.counted(batch)
+        return num_predicted(batch)
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, int]:
         return self.objective(model, batch)

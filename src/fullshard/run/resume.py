@@ -36,7 +36,7 @@ from fullshard.run.schedule import StepPlan
 logger = logging.getLogger(__name__)
 
 TEACHER = "teacher"  # key of run.json: the sample of its weights
-SAMPLE_BYTES, WEIGHTS = 4096, ("*.safetensors", "*.bin")
+SAMPLE_BYTES, WEIGHTS = 4096, ("*.safetensors", "pytorch_model*.bin")
 POSITION = "position"  # key of [Note: data position] in a checkpoint's state
 # Sections and keys that must not change when a run resumes.
 SAME = ("data", "model", "teacher", "freeze", "lora", "training.max_seq_length", "training.seed")
@@ -230,7 +230,8 @@ def check_same(resolved: Resolved, output_dir: Path, checkpoints: Path) -> None:
         return
     before = flatten(load_config(folder.config, []).config.to_dict())
     now = flatten(resolved.config.to_dict())
-    if folder.read_record().get(TEACHER) not in (None, sample_of_teacher(resolved.config)):
+    known = folder.read_record().get(TEACHER)
+    if known is not None and known != sample_of_teacher(resolved.config):
         raise ConfigError(
             f"teacher: expected the weights from which the run in '{output_dir}' learned so far; "
             "got others in their place. Bring them back, use --resume never, or another output_dir."
@@ -248,12 +249,19 @@ def check_same(resolved: Resolved, output_dir: Path, checkpoints: Path) -> None:
         logger.info("changed since the run began: %s", ", ".join(told))
 
 
-def sample_of_teacher(config: RunConfig) -> str:
-    """Checksum of a sample of the teacher's weights, or of the description of its cached logits."""
+def sample_of_teacher(config: RunConfig) -> str | None:
+    """Checksum of a sample of the teacher's weights, or of the description of its cached logits.
+
+    None without a teacher. A run that has both learns from the cache.
+    """
     teacher, cache = config.teacher, config.distill and config.distill.cache
-    place, kinds = (teacher.name_or_path, WEIGHTS) if teacher else (cache, ("cache.json",))
+    place, kinds = cache, ("cache.json",)
+    if not cache:
+        place, kinds = teacher and teacher.name_or_path, WEIGHTS
+    if place is None:
+        return None
     found = xxhash.xxh3_128()
-    for file in sorted(file for kind in kinds for file in Path(place or "").glob(kind) if place):
+    for file in sorted(file for kind in kinds for file in Path(place).glob(kind)):
         size = file.stat().st_size
         with file.open("rb") as opened:
             for start in range(0, size, max(SAMPLE_BYTES, size // 64)):

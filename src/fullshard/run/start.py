@@ -224,9 +224,13 @@ def made_folder(checked: CheckedRun, command: Command) -> Iterator[tuple[RunFold
 
     def fields(moved: Path | None) -> dict[str, Any]:
         resume = checked.resume.moved(checked.output_dir, moved)
-        told = {"resume": resume.as_json(), "planned": planned(checked.view, checked.steps)}
-        teacher = {TEACHER: sample_of_teacher(checked.resolved.config)}
-        return {**told, **teacher, "started_by": describe_command()}
+        told: dict[str, Any] = {
+            "resume": resume.as_json(),
+            "planned": planned(checked.view, checked.steps),
+        }
+        if (sample := sample_of_teacher(checked.resolved.config)) is not None:
+            told[TEACHER] = sample
+        return {**told, "started_by": describe_command()}
 
     goes_on = checked.resume.in_place
     with begin(checked.output_dir, command, goes_on=goes_on, fields=fields) as (folder, moved):

@@ -304,6 +304,14 @@ def place_batch(
     def place(path: Any, leaf: Any, spec: PartitionSpec) -> Any:
         if is_on_mesh(leaf):
             return leaf
+        if not isinstance(leaf, (jax.Array, int, float, complex)):
+            try:
+                leaf = np.array(np.asarray(leaf))  # a copy, which the caller cannot write
+            except (RuntimeError, TypeError, ValueError) as error:
+                raise DataError(
+                    f"batch{jax.tree_util.keystr(path)}: expected an array that numpy reads; got "
+                    f"{type(leaf).__name__} ({error}). Convert it before."
+                ) from error
         if not np.ndim(leaf):
             leaf = jnp.broadcast_to(leaf, lead)
         parts, samples = np.shape(leaf)[: len(lead)], np.shape(leaf)[len(lead) :][:1]
@@ -316,8 +324,7 @@ def place_batch(
             )
         sharding = NamedSharding(mesh, spec)
         if jax.process_count() == 1:  # arrays on a device are copied to the others directly
-            is_array = isinstance(leaf, jax.Array)  # not numpy's or torch's
-            return jax.device_put(leaf if is_array else np.asarray(leaf), sharding)
+            return jax.device_put(leaf, sharding)
         return jax.make_array_from_process_local_data(sharding, np.asarray(leaf))
 
     return jax.tree.map_with_path(place, batch, batch_specs(axes, batch, num_micro_batches))

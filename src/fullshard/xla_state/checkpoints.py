@@ -301,7 +301,7 @@ def _opened(path: Path) -> AbstractContextManager[Checkpoint]:
 
 
 def _num_updates(checkpoint: Checkpoint, get_tensor: Callable[[str], Any]) -> int:
-    """The updates of its optimizer, since the checkpoint's step may count something else."""
+    """Updates of its optimizer; if unknown, the checkpoint's step, which may count otherwise."""
     optimizer = checkpoint.state.get("optimizer") or {"scalars": {}}
     scalars = checkpoint.value("scalars", optimizer["scalars"], get_tensor)
     counts = [int(found["step"]) for found in scalars.values() if "step" in found]

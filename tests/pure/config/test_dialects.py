@@ -218,6 +218,22 @@ def test_two_values_of_one_meaning_are_refused_with_their_lines(load, text, said
         load(text)
 
 
+SPELT = "distributed_type: FSDP\nfsdp_config:"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"{SPELT} {{fsdp_sharding_strategy: 1, sharding_strategy: FULL_SHARD}}",
+        f"{SPELT} {{fsdp_offload_params: false, offload_params: 'false'}}",
+        f"{SPELT} {{fsdp_min_num_params: null, min_num_params: 7}}",
+        "zero_optimization: {stage: 3, stage3_prefetch_bucket_size: auto, prefetch_bucket_size: 5}",
+    ],
+)
+def test_two_spellings_of_one_meaning_agree(load, text):
+    load(text)
+
+
 @pytest.mark.parametrize(
     ("text", "override", "key", "why"),
     [
@@ -232,6 +248,13 @@ def test_two_values_of_one_meaning_are_refused_with_their_lines(load, text, said
             "bf16=true",
             "mixed_precision",
             "bf16 (command line) decides",
+        ),
+        (
+            '{"zero_optimization": {"stage": 3,\n"offload_param": {"device": "cpu"},\n'
+            '"offload_optimizer": {"device": "none"}}}',
+            "max_steps=2",
+            "zero_optimization.offload_optimizer.device",
+            "zero_optimization.offload_param.device (a.yaml:2) decides",
         ),
     ],
 )

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fullshard.checkpoint.commit import Documents, claim, conclude, join, report
+from fullshard.config.schema import RunConfig
 from fullshard.config.training import TrainingConfig
 from fullshard.data.arrays import checksum_of
 from fullshard.data.dataset import DatasetFacts
@@ -17,7 +18,14 @@ from fullshard.data.order import BatchShape, SampleOrder
 from fullshard.errors import CheckpointError, ConfigError, DataError
 from fullshard.recipes.distill.loss import TopK, check_facts, write_facts
 from fullshard.run.folder import RunFolder
-from fullshard.run.resume import Resume, check_data, find_resume, goes_on, own_resume
+from fullshard.run.resume import (
+    Resume,
+    check_data,
+    find_resume,
+    goes_on,
+    own_resume,
+    sample_of_teacher,
+)
 from fullshard.run.schedule import StepPlan
 
 
@@ -186,7 +194,7 @@ def test_a_teachers_cache_of_other_tokens_is_refused_though_it_is_as_long(tmp_pa
     with pytest.raises(DataError, match="expected logits of this run's data, with fingerprint"):
         check_facts(tmp_path, made[1])
     TopK.load(tmp_path, "r+").values[1, 0] = 2.0
-    with pytest.raises(DataError, match="expected logits of this run's data, with checksum"):
+    with pytest.raises(DataError, match="expected the arrays that were written, got others"):
         check_facts(tmp_path, made[0])
     (tmp_path / "ids.npy").write_bytes(b"x")
     with pytest.raises(DataError, match=r"expected what `fullshard distill cache` wrote; got"):
@@ -194,3 +202,25 @@ def test_a_teachers_cache_of_other_tokens_is_refused_though_it_is_as_long(tmp_pa
     TopK.create(tmp_path, [4, 4], 2)  # a second write, which may be killed
     with pytest.raises(DataError, match=r"without cache\.json"):
         check_facts(tmp_path, made[0])
+
+
+def test_a_sample_tells_a_teachers_weights_or_the_cache_that_is_learned_from(tmp_path):
+    teacher, cache = tmp_path / "teacher", tmp_path / "cache"
+    for file in (
+        teacher / "model.safetensors",
+        teacher / "training_args.bin",
+        cache / "cache.json",
+    ):
+        file.parent.mkdir(exist_ok=True)
+        file.write_bytes(b"0" * 9000)
+    learned = {"model": {"name_or_path": "x"}, "teacher": str(teacher)}
+    config, cached = RunConfig(**learned), RunConfig(**learned, distill={"cache": str(cache)})
+    before = sample_of_teacher(config), sample_of_teacher(cached)
+    (teacher / "training_args.bin").write_bytes(b"1")  # no weights
+    assert (sample_of_teacher(config), sample_of_teacher(cached)) == before
+    (teacher / "model.safetensors").write_bytes(b"0" * 8999 + b"1")
+    assert sample_of_teacher(config) != before[0]
+    assert sample_of_teacher(cached) == before[1]
+    (cache / "cache.json").write_bytes(b"1" * 9000)
+    assert sample_of_teacher(cached) != before[1]
+    assert sample_of_teacher(RunConfig(model={"name_or_path": "x"})) is None

@@ -7,7 +7,6 @@ from typing import cast
 
 from fullshard.config.dialects.mesh import AUTO_EP, AUTO_TP
 from fullshard.config.dialects.rules import (
-    HAPPENS,
     Meaning,
     Rule,
     Said,
@@ -15,6 +14,7 @@ from fullshard.config.dialects.rules import (
     Table,
     each,
     flag,
+    happens,
     is_auto,
     is_empty,
     lost,
@@ -64,7 +64,7 @@ def home(value: object, said: Said) -> Meaning:
     torch's optimizers update parameters in place, so here all state leaves the device.
     """
     if HOMES[word_among(value, HOMES)] is None:
-        return HAPPENS
+        return happens("sharding.offload")
     why = "parameters, gradients and optimizer state leave the device together"
     parameters, optimizer = _device(said, "offload_param"), _device(said, "offload_optimizer")
     if "nvme" not in (parameters, optimizer):

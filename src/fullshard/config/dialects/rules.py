@@ -88,9 +88,6 @@ def happens(key: str = "") -> Meaning:
     return Meaning(Status.NO_EFFECT, "this happens anyway", about=key)
 
 
-HAPPENS = happens()
-
-
 def translated(values: Mapping[str, object], why: str = "") -> Meaning:
     """A meaning with keys of ours."""
     named = f"is {' and '.join(values)} here"

@@ -13,7 +13,6 @@ from fullshard.config.dialects.accelerate import FSDP
 from fullshard.config.dialects.deepspeed import DEEPSPEED
 from fullshard.config.dialects.mesh import DISTRIBUTED, MESH
 from fullshard.config.dialects.rules import (
-    HAPPENS,
     NOTHING,
     Meaning,
     Rule,
@@ -22,6 +21,7 @@ from fullshard.config.dialects.rules import (
     Table,
     each,
     file_rule,
+    happens,
     is_empty,
     is_neutral,
     lost,
@@ -86,7 +86,7 @@ def _names_strategy(config: object) -> bool:
 
 def _min_params(value: object, said: Said) -> Meaning:
     if is_neutral(value, (0,)) or not is_empty(said.get("fsdp_transformer_layer_cls_to_wrap")):
-        return HAPPENS
+        return happens("sharding.wrap")
     return translated({"sharding.wrap": "size", "sharding.wrap_min_params": value})
 
 
@@ -105,7 +105,7 @@ def _decides(name: str, target: str) -> Rule:
 
 def _use_peft(value: object, said: Said) -> Meaning:
     if is_empty(value) or not to_flag(value):
-        return HAPPENS
+        return happens("lora.r")
     return translated({"lora.r": 16 if is_empty(said.get("lora_r")) else said["lora_r"]})
 
 
@@ -117,7 +117,7 @@ def lora_keys(is_on: Callable[[Said], bool], off: str) -> dict[str, Rule]:
             if is_empty(value) or not is_on(said):
                 return Meaning(Status.NO_EFFECT, off)
             if means_same(value, "all-linear"):
-                return HAPPENS
+                return happens("lora.target_modules")
             return translated({f"lora.{name}": value})
 
         return rule

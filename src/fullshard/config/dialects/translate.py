@@ -19,6 +19,7 @@ from fullshard.config.dialects.rules import (
     Said,
     Status,
     Table,
+    is_auto,
     is_empty,
     mapping_of,
 )
@@ -149,7 +150,7 @@ class Translation:
             key = join_key(prefix, str(name))
             plain = _name_in(str(name), table)
             other, before = seen.setdefault(plain or key, (key, value))
-            if before != value:
+            if not _is_same(table.get(plain or ""), value, before, said):
                 one, two = (value, self._origin(key)), (before, self._origin(other))
                 self.problems.append(contradiction(two[1].written, one, two))
             if plain is None:
@@ -273,6 +274,19 @@ class Translation:
         found = self._written.get(around) or Origin(OriginKind.FILE, self.file.name, 1)
         written = key.removeprefix(around).lstrip(".")
         return dataclasses.replace(found, written=join_key(found.written, written))
+
+
+def _is_same(rule: Rule | Table | None, one: object, other: object, said: Said) -> bool:
+    """Whether two values of one key have one meaning, or one of them is none."""
+    if one == other or any(is_empty(value) or is_auto(value) for value in (one, other)):
+        return True
+    if not callable(rule):
+        return words_of(one) == words_of(other)
+    try:
+        mine, theirs = rule(one, said).values, rule(other, said).values
+    except (Rejected, ConfigProblems):  # reported with the key
+        return True
+    return mine.keys() == theirs.keys() and all(agree(key, mine[key], theirs[key]) for key in mine)
 
 
 def _keys_below(value: object, key: str) -> Iterator[str]:

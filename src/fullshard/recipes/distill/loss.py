@@ -130,16 +130,21 @@ def write_facts(folder: Path, facts: DatasetFacts) -> None:
 
 def check_facts(folder: Path, facts: DatasetFacts) -> None:
     """Raises DataError if a cache was made from other data than the run's, or is damaged."""
-    wanted = _told(facts) | {CHECKSUM: TopK.load(folder).checksum()}
+    arrays = TopK.load(folder)
     with _readable(folder):
         found: dict[str, Any] = dict(json.loads((folder / FACTS).read_text(encoding="utf-8")))
-    for key, value in wanted.items():
+    for key, value in _told(facts).items():
         if found.get(key) != value:
             raise DataError(
                 f"distill.cache: expected logits of this run's data, with {key} {value}; got some "
                 f"with {found.get(key)} in '{folder}'. Write the cache again (fullshard distill "
                 "cache), from the same data and seed."
             )
+    if found.get(CHECKSUM) != arrays.checksum():  # reads all
+        raise DataError(
+            f"distill.cache: expected the arrays that were written, got others in '{folder}' "
+            f"(checksum {found.get(CHECKSUM)}; older versions wrote none). Write the cache again."
+        )
 
 
 def _readable(folder: Path) -> AbstractContextManager[None]:
