@@ -88,7 +88,7 @@ def speak():
 
 def imported(module):
     """Say whether a module was imported before this job, on a stream that knows its file."""
-    sys.stdout.reconfigure(encoding="utf-8")
+    sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]
     print(f"rank {RANK}: {module in sys.modules}")
 
 
