@@ -9,19 +9,25 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from transformers import AutoModelForCausalLM
 
 import fullshard as fs
-from support.models import CASES
+from support.models import CASES, hugging_face
 
-MODELS = ["tied llama", "llama", "mixture of experts"]
+MODELS = ["tied llama", "llama", "mixture of experts", "one tensor of several"]
 TOKENS = torch.arange(14).view(2, 7)
 
 
 def whole(name):
-    return CASES[name].build().float()
+    return (CASES[name].build() if name in CASES else one_of_several()).float()
+
+
+def one_of_several():
+    """Queries, keys and values are one tensor in its files."""
+    sizes = {"num_hidden_layers": 1, "num_key_value_heads": 4, "head_dim": 8}
+    return hugging_face("hrm_text", intermediate_size=48, **sizes)
 
 
 def write(root):
@@ -121,6 +127,44 @@ def test_torchs_own_dcp_load_reads_an_export_with_its_optimizer(fullshard, tmp_p
     assert [row["name"] for row in done.json["rows"]] == []
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("case", ["tied tensors", "an optimizer", "a damaged configuration"])
+def test_what_refers_to_the_names_of_files_is_renamed_or_left_out(fullshard, tmp_path, case):
+    model = whole("tied llama")
+    model.config.save_pretrained(tmp_path)
+    base = model.model  # its names begin after "model."
+    if case == "an optimizer":
+        optimizer = torch.optim.AdamW(base.parameters())
+        base(TOKENS).last_hidden_state.sum().backward()
+        optimizer.step()
+        state, states = get_state_dict(base, optimizer)
+        dcp.save({"model": state, "optimizer": states}, checkpoint_id=tmp_path, no_dist=True)
+    else:
+        head = {"lm_head.weight": model.lm_head.weight}
+        torch.save({**base.state_dict(), **head}, tmp_path / "pytorch_model.bin")
+    if case == "a damaged configuration":
+        config = json.loads((tmp_path / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps({**config, "hidden_size": "wide"}))
+    done = fullshard("ckpt", "import", tmp_path, tmp_path / "ours", "--json")
+    assert done.exit_code == 0, done.err
+    told = {
+        "tied tensors": [],
+        "an optimizer": ["the states of AdamW, under the names and shapes of files"],
+        "a damaged configuration": ["the names of the model of config.json, those of the files"],
+    }
+    assert [note.partition(" stay: ")[0] for note in done.json["left_out"]] == told[case]
+    facts = fullshard("ckpt", "inspect", tmp_path / "ours", "--json").json
+    tied = {"lm_head.weight": "model.embed_tokens.weight"}
+    if case == "a damaged configuration":
+        assert facts["tied"] == {"lm_head.weight": "embed_tokens.weight"}
+        return
+    assert facts["tied"] == (tied if case == "tied tensors" else {})
+    names = {row["name"] for row in facts["tensors"]}
+    assert names == {name for name, _ in model.named_parameters()}
+    exported = fullshard("ckpt", "export", tmp_path / "ours", tmp_path / "exported")
+    assert exported.exit_code == 0, exported.err
+
+
 def test_what_cannot_be_exported_says_so_and_leaves_nothing(fullshard, written, tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
@@ -128,11 +172,17 @@ def test_what_cannot_be_exported_says_so_and_leaves_nothing(fullshard, written, 
     assert done.exit_code == 7
     assert "expected a new or empty folder" in done.err
     other = whole("mixture of experts")
-    other.config.save_pretrained(tmp_path / "config")
+    other.save_pretrained(tmp_path / "config")
     words = ("ckpt", "export", written / "llama", tmp_path / "new")
     done = fullshard(*words, "--config", tmp_path / "config")
     assert done.exit_code == 7
     assert "as the model of config.json has it" in done.err
+    state = load_file(tmp_path / "config" / "model.safetensors")
+    del state["model.layers.0.mlp.experts.2.up_proj.weight"]
+    save_file(state, tmp_path / "config" / "model.safetensors")
+    done = fullshard("ckpt", "export", tmp_path / "config", tmp_path / "new")
+    assert done.exit_code == 7
+    assert "has none, but model.layers.0.mlp.experts." in done.err
     assert fullshard(*words, "--dtype", "int3").exit_code == 2
     for size in ("5 apples", "1.2.3GB", "9" * 400):
         assert fullshard(*words, "--max-shard-size", size).exit_code == 2

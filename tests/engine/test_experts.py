@@ -226,3 +226,16 @@ def test_one_rank_may_write_gradients_of_its_experts_before_all_clip():
         model.head.weight.grad.mul_(3.0)
     with pytest.raises(EngineError, match="same gradients on all replicas"):
         fs.clip_grad_norm_(model, 1e9)
+
+
+@on_ranks(4, timeout=100)
+def test_one_rank_without_a_gradient_is_an_error_where_only_experts_are_cut():
+    model = mixture_net()
+    spread(model, mesh_of_experts(2, 2)["expert"])
+    fs.shard(model, strategy="no_shard")
+    optimizer = fs.owned(model, torch.optim.Adafactor)
+    train_net(model, 0, dist.get_rank())
+    if dist.get_rank() == 1:
+        model.blocks[0][1].experts.up.grad = None
+    with pytest.raises(EngineError, match="gradients of the same parameters on every rank"):
+        optimizer.step()

@@ -47,6 +47,18 @@ def test_ctrl_c_ends_all_ranks_in_order_with_code_130(launch, tmp_path, monkeypa
     assert (tmp_path / "finally_1").exists()
 
 
+def test_ctrl_c_does_not_wait_for_the_imports_of_the_server(launch, tmp_path, monkeypatch):
+    os.mkfifo(tmp_path / "fifo")
+    monkeypatch.setenv("BLOCKED", str(tmp_path / "fifo"))
+    monkeypatch.setenv("FORKS", "support.blocked")
+    launcher = launch("fork_and_sleep", str(tmp_path))
+    with (tmp_path / "fifo").open("wb"):
+        # The launcher opens the log after it has begun to catch signals.
+        wait_until((tmp_path / "logs" / "rank_0.log").exists, 60, "the launcher waits")
+        launcher.send_signal(signal.SIGINT)
+        assert launcher.wait(timeout=30) == 130
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGQUIT])
 def test_a_stop_lets_the_ranks_leave_in_order_with_code_75(launch, tmp_path, number):
     launcher = launch("fork_and_sleep", str(tmp_path))

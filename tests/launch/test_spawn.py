@@ -76,14 +76,32 @@ def test_rank_zero_speaks_to_the_terminal_and_every_rank_to_its_log(run, tmp_pat
         ]
 
 
-@pytest.mark.parametrize("how", ["forked", "the server has ended", "the server has two threads"])
-def test_ranks_are_forked_or_else_started(run, tmp_path, how):
-    with fork_server(["tabnanny", *(["support.thread"] if "two" in how else [])]) as server:
-        if "ended" in how:
-            server.close()
-        assert run("imported", "tabnanny", server=server) == 0
+@pytest.mark.parametrize(
+    ("how", "module"),
+    [
+        ("forked", "tabnanny"),
+        ("the server has ended", "tabnanny"),
+        ("the server has two threads", "support.thread"),
+        ("the server cannot import", "support.missing"),
+        ("the launcher cannot adopt", "tabnanny"),
+    ],
+)
+def test_ranks_are_forked_or_else_started(run, tmp_path, monkeypatch, capfd, how, module):
+    if "adopt" in how:
+        monkeypatch.setattr("fullshard.launch.fork_server._PR_SET_CHILD_SUBREAPER", 9999)
+    with fork_server([module]) as server:
+        if "has ended" in how:
+            server._process.kill()
+        assert run("imported", module, server=server) == 0
     for rank in range(2):
         assert log(tmp_path, rank) == f"rank {rank}: {how == 'forked'}\n"
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_forked_ranks_draw_numbers_of_their_own(run, tmp_path):
+    with fork_server(["numpy.random"]) as server:
+        assert run("draw_a_number", server=server) == 0
+    assert log(tmp_path, 0) != log(tmp_path, 1)
 
 
 def test_one_failing_rank_ends_the_others_within_seconds(run, tmp_path, capfd):

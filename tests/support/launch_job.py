@@ -87,8 +87,16 @@ def speak():
 
 
 def imported(module):
-    """Say whether a module was imported before this job."""
+    """Say whether a module was imported before this job, on a stream that knows its file."""
+    sys.stdout.reconfigure(encoding="utf-8")
     print(f"rank {RANK}: {module in sys.modules}")
+
+
+def draw_a_number():
+    """Draw from numpy's global generator."""
+    import numpy as np
+
+    print(np.random.random())
 
 
 def draw():

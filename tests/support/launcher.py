@@ -1,7 +1,7 @@
 """A launcher as a process of its own: `python -m support.launcher LOG_DIR WHAT [ARGUMENT ...]`.
 
 INTERRUPT_S in its environment is its patience with ranks that do not hear Ctrl-C; with FORKS, its
-ranks are forked.
+ranks are forked from a server that imports the modules named there.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ def run_local_ranks(module, args=(), *, num_processes, log_dir, timeout_s=None, 
 if __name__ == "__main__":
     supervise.INTERRUPT_S = float(os.environ.get("INTERRUPT_S", supervise.INTERRUPT_S))
     log_dir, *words = sys.argv[1:]
-    with fork_server([]) if "FORKS" in os.environ else nullcontext() as found:
+    modules = os.environ.get("FORKS")
+    with nullcontext() if modules is None else fork_server(modules.split()) as found:
         job = ("support.launch_job", words)
         sys.exit(run_local_ranks(*job, num_processes=2, log_dir=Path(log_dir), server=found))

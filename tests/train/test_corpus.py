@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import struct
 from pathlib import Path
 
@@ -15,7 +16,8 @@ from fullshard.data import tokenize
 from fullshard.data.arrays import _map
 from fullshard.data.dataset import load_facts
 from fullshard.data.order import BatchShape, SampleOrder
-from fullshard.data.text import Dataset, DatasetSettings, Source, make_dataset
+from fullshard.data.records import identity
+from fullshard.data.text import Dataset, DatasetSettings, Source, make_dataset, written
 from fullshard.data.tokenizer import train_tokenizer
 from fullshard.errors import DataError
 from fullshard.recipes.batches import make_data
@@ -336,6 +338,35 @@ def test_datasets_and_row_groups_are_read_in_parts(tmp_path, tokenizer, monkeypa
     ]
     assert tokens(found[0]) == tokens(found[1]) == tokens(found[2])
     assert min(len(one.train.sources[0]) for one in found) > 3
+
+
+@pytest.mark.parametrize("left", [None, "abcd", "ab"])
+def test_files_of_the_cache_appear_whole_and_stay_as_the_first_start_wrote_them(
+    tmp_path, monkeypatch, left
+):
+    """Times of change decide the names of parts: a second writer would spoil the first's."""
+    (file,) = written("some", ".txt", ["abcd"])
+    if left is None:
+        shutil.rmtree(file.parent)
+    else:
+        file.write_text(left)
+    before, write, seen = identity(file) if left == "abcd" else None, Path.write_bytes, []
+
+    def at_once(path, content):
+        write(path, content)
+        monkeypatch.setattr(Path, "write_bytes", write)
+        monkeypatch.setattr(os, "getpid", lambda: 7)
+        seen.extend([file.exists() and file.read_text(), *written("some", ".txt", ["abcd"])])
+        seen.append(identity(file))
+
+    monkeypatch.setattr(Path, "write_bytes", at_once)
+    assert written("some", ".txt", ["abcd"]) == (file,)
+    assert file.read_text() == "abcd"
+    assert not list(file.parent.parent.glob(".some*"))
+    if left is None:
+        assert seen == [False, file, identity(file)]
+    if left == "abcd":
+        assert (identity(file), seen) == (before, [])
 
 
 def test_a_tokenizer_is_trained_once_for_the_same_text(tmp_path, monkeypatch):

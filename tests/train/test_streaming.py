@@ -2,6 +2,7 @@
 
 import itertools
 import pickle
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from fullshard.config.schema import DataConfig, RunConfig
-from fullshard.data import stream, tokenize
+from fullshard.data import stream, text, tokenize
 from fullshard.data.dataset import IGNORED, BatchMaker, load_facts
 from fullshard.data.text import Dataset, DatasetSettings, Source, make_dataset
 from fullshard.data.tokenizer import train_tokenizer
@@ -135,6 +136,25 @@ def test_sources_share_the_buffer_by_weight_and_each_is_read_in_its_order(tmp_pa
     assert sorted(second.tolist()) == list(range(32))
     assert first.tolist() != list(range(16))
     assert sorted(first[:8].tolist()) == list(range(8))  # block after block
+
+
+@pytest.mark.parametrize("weights", [(1, 2), (1, 1e6)])
+def test_a_buffer_above_the_data_is_one_pass_with_a_share_for_every_source(
+    tmp_path, tokenizer, monkeypatch, weights
+):
+    monkeypatch.setattr(text, "SMALL_BUFFER", BUFFER)
+    found = [
+        replace(s, weight=w) for s, w in zip(sources(tmp_path, 300, 200), weights, strict=True)
+    ]
+    large = replace(STREAMED, shuffle_buffer=10**7)
+    if weights[1] == 1e6:
+        with pytest.raises(ConfigError, match=r"got \d+ \(one pass at most\) and none for .*0.txt"):
+            make_dataset(found, large, tokenizer)
+        return
+    facts = make_dataset(found, large, tokenizer).facts
+    one_pass = replace(STREAMED, shuffle_buffer=facts.num_train_sequences)
+    assert facts == make_dataset(found, one_pass, tokenizer).facts  # the fingerprint, too
+    assert sum(places for _, places in facts.mixture) == facts.shuffle_buffer > BUFFER
 
 
 def test_a_file_that_changes_during_a_run_is_refused(tmp_path, tokenizer):

@@ -166,7 +166,7 @@ def diff(
 
     with open_source(a) as one, open_source(b) as other:
         if one.tensors.keys() != other.tensors.keys():  # a checkpoint, and the files of its model
-            one, other = with_model_names(one), with_model_names(other)
+            one, other = with_model_names(one, other), with_model_names(other, one)
         with _progress("compare", len(one.tensors)) as advance:
             rows = compare(one, other, lambda _row: advance(1))
     differ = [row for row in rows if row.verdict is not Verdict.SAME]
@@ -255,7 +255,8 @@ def import_(
     from fullshard.formats.hugging_face import with_model_names
     from fullshard.formats.ours import write_checkpoint
 
-    with opened(source, config) as found:
+    with opened(source, config) as files:
+        found = with_model_names(files)
         kind = None if found.optimizer is None else found.optimizer.kind
         facts = {
             "source": found.what,
@@ -266,13 +267,12 @@ def import_(
             "left_out": list(found.left_out),
         }
         optimizer = f", the states of {kind}" if kind else ""
-        size = _bytes(found.num_bytes)
-        show(f"{found.what}: {len(found.tensors)} tensors, {size}{optimizer}")
+        show(f"{found.what}: {len(found.tensors)} tensors, {_bytes(found.num_bytes)}{optimizer}")
         for note in found.left_out:
             show(f"left out: {note}")
         if not dry_run:
             with _progress("import", found.num_bytes) as advance:
-                write_checkpoint(with_model_names(found), folder, advance)
+                write_checkpoint(found, folder, advance)
             show(f"written: {folder}")
     return Outcome(facts)
 

@@ -178,8 +178,7 @@ def _npy(file: Path) -> tuple[TokenFile, str]:
         raise ValueError(
             f"it holds {array.dtype} of shape {array.shape}; one axis of integers is read"
         )
-    found = TokenFile(str(file.absolute()), array.dtype.str, array.offset, len(array))
-    return found, "the header"
+    return TokenFile(str(file.absolute()), array.dtype.str, array.offset, len(array)), "the header"
 
 
 def _bin(file: Path, dtype: str | None) -> tuple[TokenFile, str]:

@@ -34,7 +34,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fullshard import __version__
-from fullshard.data.arrays import Rows
+from fullshard.data.arrays import Rows, checksum_of
 from fullshard.data.chat import ASSISTANT, Example, Turns, question_answers, read_examples
 from fullshard.data.chat_template import Learned, encode, prompt_of, texts_of
 from fullshard.data.dataset import IGNORED, DatasetFacts, PreparedData, save_facts
@@ -42,7 +42,7 @@ from fullshard.data.order import Indices
 from fullshard.data.records import Files, Kind, Span, files_at
 from fullshard.data.text import Source, cache_root, load_tokens, save_tokens, written
 from fullshard.data.tokenize import Shard, TokenSettings, digest, shards, tokenize
-from fullshard.data.tokenizer import words_of
+from fullshard.data.tokenizer import settings_of, words_of
 from fullshard.errors import DataError
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class ExampleRows:
         order, rows = np.arange(len(starts)), np.arange(len(starts) + 1)
         if capacity is not None:
             order, rows = best_fit(sizes, capacity)
-        sums = np.cumsum([0, *sizes[order]])
+        sums = np.concatenate([[0], np.cumsum(sizes[order])])
         return cls(values, starts[order], sizes[order], rows, np.diff(sums[rows]))
 
     def save(self, folder: Path) -> None:
@@ -217,7 +217,7 @@ def chat_source(path: Path | None) -> Source:
     """Files of conversations; None: questions about Python's library, and their docstrings.
 
     Raises:
-        DataError: There are no files, or they have no records.
+        DataError: There are no files, or they are text or arrays.
     """
     if path is None:
         files = written("questions", ".jsonl", [question_answers()])
@@ -267,6 +267,8 @@ def make_chat_dataset(
     rows = [ExampleRows.of(values, starts[part], cut[part], capacity) for part in parts]
     if not len(rows[0]):
         raise _nothing_to_learn(values, starts, border, spans, limit)
+    arrays = [[getattr(part, name)] for part in rows for name in ARRAYS]
+    sums = [checksum_of(*one) for one in [(part for _, part in _mapped(values)), *arrays]]
     num_cut, share = np.count_nonzero(lengths > limit), learned[parts[0]].sum() / rows[0].count
     sampled = _examples_from(border % len(starts), values, starts, found)
     prompts = [
@@ -286,7 +288,7 @@ def make_chat_dataset(
         baseline=None,
         prompt=prompts[0],
         notes=(*notes, *_notes(len(starts), int(num_cut), share, rows, settings)),
-        fingerprint=digest([VERSION, limit, settings.packing, border, values.checksums]),
+        fingerprint=digest([VERSION, limit, *sums]),
         pad=tokenizer.pad_token_id if isinstance(tokenizer.pad_token_id, int) else 0,
     )
     return ChatDataset(facts, tokenizer, rows[0], rows[1], tuple(ids[: settings.num_samples]))
@@ -296,8 +298,8 @@ def _encoded(
     found: Sequence[Shard], settings: ChatSettings, tokenizer: PreTrainedTokenizerBase
 ) -> Rows:
     """Values of all tokens, from the cache or made now on all cores."""
-    told = (words_of(tokenizer), repr(tokenizer.special_tokens_map), repr(tokenizer.chat_template))
-    key = digest([__version__, VERSION, *told, asdict(settings.learned)])
+    told = [__version__, VERSION, asdict(settings.learned), tokenizer.chat_template]
+    key = digest([*told, words_of(tokenizer), settings_of(tokenizer)])
     how = TokenSettings((), "", len(tokenizer) << BITS, "uint32")
     read = partial(chat_values, tokenizer, settings.learned)
     return Rows([tokenize(found, cache_root() / key, how, read, num_processes=None)], 1)

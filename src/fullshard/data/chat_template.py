@@ -134,9 +134,8 @@ def prompt_of(example: Example, tokenizer: PreTrainedTokenizerBase) -> tuple[str
 def texts_of(example: Example) -> Iterator[str]:
     """All texts of an example, for training a tokenizer."""
     if isinstance(example, Pair):
-        yield from (example.prompt, example.completion)
-    else:
-        yield from (str(message["content"]) for message in example.messages)
+        return iter((example.prompt, example.completion))
+    return (str(message["content"]) for message in example.messages)
 
 
 def _template(tokenizer: PreTrainedTokenizerBase, example: Turns) -> str:
@@ -219,9 +218,7 @@ def _render(
     add_generation_prompt: bool = False,
 ) -> str:
     settings = {"tokenize": False, "add_generation_prompt": add_generation_prompt}
-    text = _applied(tokenizer, example, example.messages[:stop], settings)
-    assert isinstance(text, str), "one conversation is one text"
-    return text
+    return _applied(tokenizer, example, example.messages[:stop], settings)
 
 
 def _applied(

@@ -33,7 +33,6 @@ from fullshard.errors import DataError
 
 Indices = npt.NDArray[np.int64]
 ENDLESS = 1 << 48  # sequences of a source that is streamed
-SMALL_BUFFER = 4096  # samples that are shuffled together even if they are several passes
 ROUNDS = 8  # an even number; four are enough for an ideal round function
 _ONE = np.uint64(1)
 
@@ -109,11 +108,7 @@ class SampleOrder:
         return 0 if self.block else self.num_samples % self.shape.global_batch
 
     def streamed(self, buffer: int) -> SampleOrder:
-        """The order of a stream with blocks of at least `buffer` samples, in whole steps.
-
-        A large buffer is one pass at most: the rows of a step could lie any number of passes ahead.
-        """
-        buffer = min(buffer, max(self.num_samples, SMALL_BUFFER))
+        """The order of a stream with blocks of at least `buffer` samples, in whole steps."""
         block = -(-buffer // self.shape.global_batch) * self.shape.global_batch
         places = apportioned(block, [places for _, places in self.mixture])
         mixture = tuple((ENDLESS, place) for place in places)
@@ -200,6 +195,5 @@ def evaluation_samples(num_samples: int, per_device: int, world_size: int) -> In
     """
     global_batch = per_device * world_size
     num_batches = -(-num_samples // global_batch)
-    samples = np.full(num_batches * global_batch, -1, dtype=np.int64)
-    samples[:num_samples] = np.arange(num_samples)
-    return samples.reshape(num_batches, world_size, per_device)
+    samples = np.arange(num_batches * global_batch).reshape(num_batches, world_size, per_device)
+    return np.where(samples < num_samples, samples, -1)

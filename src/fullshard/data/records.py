@@ -225,7 +225,9 @@ def whole(file: Path, kind: Kind, dtype: str | None = None) -> Span:
     """The span of a full file; `dtype` is data.dtype, for arrays."""
     with _reading(file):
         if kind is Kind.JSON:
-            kind = Kind.JSON if _begins_list(file) else Kind.JSONL
+            with file.open("rb") as opened:
+                start = opened.read(PIECE).removeprefix(codecs.BOM_UTF8).lstrip()
+            kind = Kind.JSON if start.startswith(b"[") else Kind.JSONL
         size = sum(num_bytes for num_bytes, *_ in identity(file))
         match kind:
             case Kind.TEXT | Kind.JSONL:
@@ -423,12 +425,6 @@ def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(key for key in keys if keys.count(key) > 1)
         raise ValueError(f"the key {twice[:80]!r} comes twice in one object")
     return found
-
-
-def _begins_list(file: Path) -> bool:
-    """Whether a .json file is a list of records; otherwise it is read as JSONL."""
-    with file.open("rb") as opened:
-        return opened.read(PIECE).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
 
 
 def _read_list(file: Path) -> list[Any]:

@@ -24,7 +24,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -80,6 +80,7 @@ KIND = "text"
 VERSION = 1  # changes when the same data gives other tokens or another order
 PROMPT_ROWS, PROMPT_TOKENS, PROMPT_CHARACTERS = 64, 32, 60
 TRAINING_BYTES = 256 << 20  # most text that a tokenizer is trained on
+SMALL_BUFFER = 4096  # sequences that are shuffled together even if they are several passes
 LINE_BYTES = 1 << 20  # distance to search for the end of a line
 EMBEDDED = "the language reference in pydoc_data (ships with Python)"
 
@@ -251,7 +252,9 @@ def make_dataset(
     if settings.held_out_fraction and not len(held_out):
         raise _too_few(None, held_out.num_dropped, length)
     train, sizes, names = _training_rows(sources, [own for own, _ in made], settings, tokenizer)
-    mixture = _mixture(sources, sizes, settings.shuffle_buffer)
+    # Of more than a pass, the rows of a step could lie any number of passes ahead.
+    buffer = min(settings.shuffle_buffer, max(sum(sizes), SMALL_BUFFER))
+    mixture = _mixture(sources, sizes, buffer)
     sums = list(zip(names, held_out.checksums, strict=True))
     facts = DatasetFacts(
         origin=" + ".join(source.origin for source in sources),
@@ -267,7 +270,7 @@ def make_dataset(
         notes=(*notes, *_said(sources, mixture)),
         fingerprint=digest([VERSION, length, mixture, sums]),
         mixture=mixture,
-        shuffle_buffer=settings.shuffle_buffer,
+        shuffle_buffer=buffer,
         separator=_separator(tokenizer) if settings.separate_documents else None,
     )
     return Dataset(facts, tokenizer, train, held_out)
@@ -300,8 +303,7 @@ def _training_rows(
     """
     length = settings.sequence_length
     if not settings.shuffle_buffer:
-        files = [one for one in made if not isinstance(one, Parts)]
-        rows = Rows(files, length)
+        rows = Rows([one for one in made if not isinstance(one, Parts)], length)
         return rows, rows.sizes, rows.checksums
     parts = tuple(one for one in made if isinstance(one, Parts))
     found, sizes = Sources(parts, settings.seed), list[int]()
@@ -400,23 +402,18 @@ def _tokens(
         found = [shards(part, arrays) for part in parts]
         folder, read = cache_root() / key, partial(text_tokens, encoder_of(tokenizer), how)
         if settings.shuffle_buffer:
+            if getattr(tokenizer, "backend_tokenizer", None) is None:
+                raise ConfigError(
+                    "data.streaming: expected a tokenizer of the tokenizers library "
+                    f"(tokenizer.json), got {type(tokenizer).__name__}. Leave data.streaming out."
+                )
             names = tuple(shard.name for shard in found[0])
-            _check_is_fast(tokenizer)
             return Parts(tuple(found[0]), names, key, how), tokenize(found[1], folder, how, read)
         made = tokenize([*found[0], *found[1]], folder, how, read)
         train, rest = made[: len(found[0])], made[len(found[0]) :]
         if (count := sum(one.count for one in train)) < (length := settings.sequence_length):
             raise _too_few(source.files, count, length) if count else _nothing_found(source.files)
     return train, rest
-
-
-def _check_is_fast(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises ConfigError for a tokenizer that processes without transformers cannot use."""
-    if getattr(tokenizer, "backend_tokenizer", None) is None:
-        raise ConfigError(
-            "data.streaming: expected a tokenizer of the tokenizers library (tokenizer.json), got "
-            f"{type(tokenizer).__name__}. Leave data.streaming out."
-        )
 
 
 def _arrays(files: Files, dtype: str | None, vocab_size: int) -> dict[Path, TokenFile]:
@@ -463,17 +460,27 @@ def _trained(found: Sequence[tuple[Source, Shard]], vocab_size: int) -> PreTrain
     """
     told = [(source.text_column, shard.name) for source, shard in found]
     folder = cache_root() / f"tokenizer-{digest([VERSION, vocab_size, told])}"
+    was_there = folder.exists()
     with suppress(ConfigError):
         return read_tokenizer(folder, "data")
-    shutil.rmtree(folder, ignore_errors=True)  # damaged
-    aside = folder.with_name(f".{folder.name}.{os.getpid()}")
-    try:
+    with _placed(folder, damaged=was_there) as aside:
         train_tokenizer(_texts(found), vocab_size).save_pretrained(aside)
-        with suppress(OSError):  # another start was first
+    return read_tokenizer(folder, "data")
+
+
+@contextmanager
+def _placed(folder: Path, *, damaged: bool) -> Iterator[Path]:
+    """A folder to fill, which then takes its place whole, unless another start was first."""
+    aside = folder.with_name(f".{folder.name}.{os.getpid()}")
+    aside.mkdir(exist_ok=True)
+    try:
+        yield aside
+        if damaged:
+            shutil.rmtree(folder, ignore_errors=True)
+        with suppress(OSError):
             aside.rename(folder)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-    return read_tokenizer(folder, "data")
 
 
 def _texts(found: Sequence[tuple[Source, Shard]]) -> Iterator[str]:
@@ -503,8 +510,8 @@ def _mixture(
     if buffer and 0 in places:
         raise ConfigError(
             f"data.shuffle_buffer: expected enough sequences for a share of every source, got "
-            f"{buffer} and none for {sources[places.index(0)].origin}. Raise it, or the source's "
-            "weight."
+            f"{buffer} (one pass at most) and none for {sources[places.index(0)].origin}. Raise "
+            "it, or the source's weight."
         )
     return tuple(zip([ENDLESS] * len(sizes) if buffer else sizes, places, strict=True))
 
@@ -549,13 +556,13 @@ def _embedded() -> Files:
 def written(name: str, suffix: str, texts: Sequence[str]) -> tuple[Path, ...]:
     """Files of texts in the cache, which stay as they are if they are there."""
     folder = cache_root() / f"{name}-{digest(texts)}"
-    files = tuple(folder / f"{number:03}{suffix}" for number in range(len(texts)))
-    folder.mkdir(exist_ok=True)
-    for file, text in zip(files, texts, strict=True):
-        content = text.encode()
-        if not file.is_file() or file.stat().st_size != len(content):
-            file.write_bytes(content)
-    return files
+    was_there = folder.exists()
+    files = {folder / f"{number:03}{suffix}": text.encode() for number, text in enumerate(texts)}
+    if not all(file.is_file() and file.stat().st_size == len(files[file]) for file in files):
+        with _placed(folder, damaged=was_there) as aside:
+            for file, content in files.items():
+                (aside / file.name).write_bytes(content)
+    return tuple(files)
 
 
 def _nothing_found(files: Files) -> DataError:

@@ -30,6 +30,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -133,11 +134,8 @@ def shards(spans: Iterable[Span], arrays: Mapping[Path, TokenFile]) -> list[Shar
 
 
 def _parts(span: Span) -> Iterator[Span]:
-    begin = span.start
-    for place in [*_cuts(span), span.stop]:
-        if place > begin:
-            yield span.part(begin, place)
-            begin = place
+    cuts = {cut for cut in _cuts(span) if cut > span.start}
+    return (span.part(*ends) for ends in pairwise(sorted({span.start, span.stop, *cuts})))
 
 
 def _cuts(span: Span) -> Iterable[int]:
@@ -188,12 +186,11 @@ def tokenize(
             logger.info("data: %d of %d parts of the cache are checked", number, len(files))
         if not _is_made(file):
             todo[file] = shard
-    size = sum(shard.num_bytes for shard in todo.values())
     if len(todo) < len(files):
         logger.info(
             "data: %d of %d parts are prepared, in %s", len(files) - len(todo), len(files), folder
         )
-    progress = Progress(size)
+    progress = Progress(sum(shard.num_bytes for shard in todo.values()))
     for _, shard in on_all_cores(partial(ensure, how, read), list(todo.items()), num_processes):
         progress.add(shard.num_bytes)
     return [_read(file) for file in files]

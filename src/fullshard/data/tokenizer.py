@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -112,8 +113,16 @@ def encoder_of(tokenizer: PreTrainedTokenizerBase) -> Encoder:
 
 def words_of(tokenizer: PreTrainedTokenizerBase) -> str:
     """Text that is equal for tokenizers that make the same tokens."""
-    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
-    return repr(sorted(tokenizer.get_vocab().items())) if backend is None else backend.to_str()
+    if (backend := getattr(tokenizer, "backend_tokenizer", None)) is not None:
+        return backend.to_str()
+    return repr(sorted(tokenizer.get_vocab().items())) + settings_of(tokenizer)
+
+
+def settings_of(tokenizer: PreTrainedTokenizerBase) -> str:
+    """What else decides the tokens of a call, such as `do_lower_case` and `add_bos_token`."""
+    told = {k: v for k, v in tokenizer.init_kwargs.items() if not re.search("file|path|local", k)}
+    told |= {"special": tokenizer.special_tokens_map, "split": tokenizer.split_special_tokens}
+    return json.dumps(told, default=repr, sort_keys=True)
 
 
 def numbers_tokenizer(vocab_size: int) -> PreTrainedTokenizerBase:

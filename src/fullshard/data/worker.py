@@ -17,7 +17,6 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import suppress
 from typing import Any
 
 from fullshard.config.host_memory import available_bytes
@@ -70,8 +69,7 @@ class Worker:
                 self._receive()
             self._send(request)
         self._ahead = ahead
-        answer = self._receive(ahead)
-        if isinstance(answer, Exception):
+        if isinstance(answer := self._receive(ahead), Exception):
             raise answer
         return answer
 
@@ -101,10 +99,7 @@ class Worker:
 
 def _end(process: Any) -> None:
     process.kill()
-    process.wait()
-    for pipe in (process.stdin, process.stdout):
-        with suppress(BrokenPipeError):
-            pipe.close()
+    process.communicate()  # to the end of its pipes, which are closed then
 
 
 def on_all_cores(

@@ -89,6 +89,7 @@ class Gradients:
         self.transport = transport
         self.norms = norms
         self.sync = Sync.ALL
+        self._synced = Sync.ALL  # `sync` at the start of the last backward
         self.expects_any = False
         self.divisor = divisor
         self.hook: Hook | None = None  # the user's hook, which reduces instead
@@ -120,6 +121,7 @@ class Gradients:
     def begin_backward(self, units: Sequence[Unit]) -> list[int]:
         """Ask autograd which gradients will arrive; returns the units that get none."""
         self.norms.mark_changed()
+        self._synced = self.sync
         nothing, total = [], 0
         for unit in units:
             with no_guard():
@@ -131,7 +133,7 @@ class Gradients:
                 nothing.append(unit.plan.index)
         self.expects_any = total > 0
         self.norms.task = graph_task_id() if total else -2
-        kind = _KINDS[self.sync] if total else " without parameters"
+        kind = _KINDS[self._synced] if total else " without parameters"
         self.transport.phase.following = f"a backward{kind}"
         return nothing
 
@@ -188,7 +190,7 @@ class Gradients:
         """The buffer that collects the group's gradients, chosen at the first one."""
         if group.collected is not None:
             return group.collected
-        if self.sync is Sync.NONE:
+        if self._synced is Sync.NONE:
             dtype = torch_dtype(group.plan.dtypes.accumulate)
             group.collects = Collects.DEFERRED
             group.collected = group.full.new_zeros(group.plan.layout.numel, dtype=dtype)
@@ -228,7 +230,7 @@ class Gradients:
         """Receive the reduction in the gradient shards, which frees the gradient slots."""
         assert unit.reduction is not None
         scratch = unit.transport.scratch
-        waits = self.sync is Sync.INNER
+        waits = self._synced is Sync.INNER
         outs: list[torch.Tensor] = []
         for group in unit.trained_groups:
             accumulates = not waits and self._accumulates(group)
@@ -239,8 +241,7 @@ class Gradients:
             outs.append(scratch.take(grads.like, grads.sums.numel()) if apart else grads.sums)
         unit.reduction.sum_into(outs)
         unit.reduction = None
-        if self._landing:
-            self._advance()
+        self._advance()
         for group, out in zip(unit.trained_groups, outs, strict=True):
             self._start_to_land(unit, group.reduced, out, waits=waits)
             self._forget(group)
@@ -325,8 +326,7 @@ class Gradients:
 
     def defer(self, unit: Unit) -> None:
         """Keep the unit's gradients unreduced."""
-        if unit.waiting:
-            self._move(unit)
+        self._move(unit)
 
     def settle(self, units: Sequence[Unit]) -> None:
         """Agree on the touched parameters, set `p.grad`, and cache norms."""
@@ -389,9 +389,11 @@ class Gradients:
         outs = [g.reduced.like.new_empty(g.reduced.sums.numel()) for g in unit.trained_groups]
         unit.reduction.sum_into(outs)
         unit.reduction = None
-        if unit.plan.mesh.replicate > 1 and self.hook is None and self.sync is Sync.ALL:
-            for out in outs:  # other replicas wait for this one, too
-                list(unit.transport.sum_replicas(out))
+        self._advance()
+        if unit.plan.mesh.replicate > 1 and self.hook is None and self._synced is Sync.ALL:
+            # other replicas wait for these sums; as theirs, they end after the next one starts
+            sums = map(unit.transport.sum_replicas, outs)
+            self._landing += [steps for steps in sums if next(steps, _ENDED) is not _ENDED]
         for group in unit.trained_groups:
             self._forget(group)
 

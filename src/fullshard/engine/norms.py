@@ -449,7 +449,7 @@ def sample(units: Sequence[Unit], mesh: Mesh, step: int) -> int:
     copied = [unit for unit in units if unit.plan.mesh == mesh and mesh.replicate > 1]
     total = 0
     for master in (group.master for unit in copied for group in unit.trained_groups):
-        at = step % -(-len(master) // SAMPLED) * SAMPLED
+        at = step % max(1, -(-len(master) // SAMPLED)) * SAMPLED
         total += int(bits_hash(master[at : at + SAMPLED]))
     return total % (1 << 32)
 

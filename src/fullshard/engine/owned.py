@@ -104,8 +104,9 @@ class _Owned:
 
     def join(self) -> None:
         """Gather parameter and gradient over other axes. A collective of these."""
-        if self.cut is not None and self.whole.grad is not None:
-            value, grad = map(self.cut.whole_of, (self.whole.detach(), self.whole.grad))
+        if self.cut is not None:
+            both: Any = self.whole.detach(), self.whole.grad
+            value, grad = map(self.cut.whole_of, both)
             self.whole.grad = None
             self.whole.data, self.whole.grad = value, grad
 
@@ -223,14 +224,14 @@ class OwnedOptimizer(torch.optim.Optimizer):
         """Run one round: slices to owners, their optimizer, slices back."""
         live = [owned for owned in members if owned.param.grad is not None]
         mine = [owned for owned in live if owned.is_here]
-        for owned in mine:
-            both = owned.slices()
-            if owned.holders is not None:
-                both = [own.new_empty(math.prod(owned.shape)) for own in both]
-            owned.show(both)
-        self._give_states(mine)
-        self._move(live, to_owners=True)
         try:
+            for owned in mine:
+                both = owned.slices()
+                if owned.holders is not None:
+                    both = [own.new_empty(math.prod(owned.shape)) for own in both]
+                owned.show(both)
+            self._give_states(mine)
+            self._move(live, to_owners=True)
             for owned in mine:
                 owned.join()
             self._engine.agree(partial(self._update, mine))
@@ -289,8 +290,6 @@ class OwnedOptimizer(torch.optim.Optimizer):
             )
         engine.check_params()
         engine.agree(self._check_edits)
-        if engine.plan.mesh.shard * engine.plan.mesh.inner == 1:
-            return
         there = bytes(owned.param.grad is not None for owned in self._owned.values())
         code = float(zlib.crc32(there))
         bounds = torch.tensor([code, -code], dtype=torch.float64, device=engine.device)
@@ -376,15 +375,13 @@ def owned_optimizer(
 
 
 def _rounds_of(engine: Engine, params: list[nn.Parameter]) -> list[list[_Owned]]:
-    """Trained parameters, grouped into rounds: sharded ones by mesh first, then the rest."""
+    """Trained parameters, grouped into rounds: cut ones by mesh first, then the rest."""
     meshes = dict.fromkeys([engine.plan.mesh, *(unit.plan.mesh for unit in engine.units)])
     exchanges = {mesh: Exchange.over(mesh, engine.rank) for mesh in meshes}
     members = {id(member.param): member for member in engine.members}
-    if not any(
-        member.cut for member in engine.members
-    ):  # else ranks may differ in the plan's order
-        turn = {of: at for at, of in enumerate(members)}
-        params = sorted(params, key=lambda param: turn.get(id(param), len(turn)))
+    # not the order of elements: it depends on sizes, which ranks of other axes may have otherwise
+    turn = {of: (m.group.unit.plan.index, m.piece.name) for of, m in members.items()}
+    params = sorted(params, key=lambda param: turn.get(id(param), (len(engine.units), "")))
     cut, rest = dict[Mesh, list[_Owned]](), list[_Owned]()
     for param in params:
         member = members.get(id(param))
@@ -392,12 +389,12 @@ def _rounds_of(engine: Engine, params: list[nn.Parameter]) -> list[list[_Owned]]
             continue  # frozen
         mesh = engine.plan.mesh if member is None else member.group.unit.plan.mesh
         owned = _Owned.of(param, exchanges[mesh], member)
-        (rest if owned.holders is None else cut.setdefault(mesh, [])).append(owned)
+        (rest if owned.holders is owned.cut is None else cut.setdefault(mesh, [])).append(owned)
     rounds: list[list[_Owned]] = []
     for mesh, sharded in cut.items():
         chosen = Owners.choose([owned.whole.numel() for owned in sharded], mesh.shard)
         for owned, owner in zip(sharded, chosen.of, strict=True):
-            owned.owner = owner
+            owned.owner = -1 if owned.holders is None else owner
         rounds += [[sharded[index] for index in indices] for indices in chosen.rounds]
     return [*rounds, rest] if rest else rounds
 

@@ -6,11 +6,10 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
 
 import torch
 
-from fullshard.formats.source import CHECKPOINT, Entry, Source
+from fullshard.formats.source import CHECKPOINT, Entry, OptimizerSource, Source
 
 CHUNK = 1 << 22  # elements compared at a time, to bound the memory of wider copies
 
@@ -57,7 +56,6 @@ def _rows(a: Source, b: Source) -> Iterator[Row]:
     one, other = a.optimizer, b.optimizer
     if one is not None and other is not None:
         yield from _pairs(_states(one), _states(other), {})
-        yield from _scalars(one.scalars, other.scalars)
     elif (one is not None or other is not None) and a.what == b.what == CHECKPOINT:
         yield Row("optimizer", Verdict.ONLY_B if one is None else Verdict.ONLY_A)
 
@@ -97,18 +95,12 @@ def _max_abs(one: torch.Tensor, other: torch.Tensor) -> float:
     return worst
 
 
-def _states(optimizer: Any) -> dict[str, Entry]:
+def _states(optimizer: OptimizerSource) -> dict[str, Entry]:
+    """States by PARAMETER/STATE, numbers too."""
+    numbers = {
+        f"{param}/{state}": Entry.of(torch.tensor(float(value), dtype=torch.float64))
+        for param, values in optimizer.scalars.items()
+        for state, value in values.items()
+    }
     states = {"/".join(names): entry for names, entry in optimizer.tensors.items()}
-    return {**states, **optimizer.own}
-
-
-def _scalars(a: Mapping[str, Mapping[str, Any]], b: Mapping[str, Mapping[str, Any]]) -> Any:
-    one, other = ({f"{p}/{s}": v for p in t for s, v in t[p].items()} for t in (a, b))
-    for name in sorted(one.keys() | other.keys()):
-        if name not in other:
-            yield Row(name, Verdict.ONLY_A)
-        elif name not in one:
-            yield Row(name, Verdict.ONLY_B)
-        else:
-            gap = abs(float(one[name]) - float(other[name]))
-            yield Row(name, Verdict.DIFFERENT if gap else Verdict.SAME, gap)
+    return {**states, **optimizer.own, **numbers}

@@ -36,9 +36,7 @@ RECORDS = [
     *(f"{_HOME}.metadata.{name}" for name in _CLASSES),
     f"{_HOME}.filesystem._StorageInfo",
     "torch.serialization._get_layout",
-    "pathlib.Path",
-    "pathlib.PosixPath",
-    "pathlib._local.PosixPath",
+    *(f"pathlib.{name}" for name in ("Path", "PosixPath", "_local.PosixPath")),
 ]
 PLAIN = [
     "torch.Size",
@@ -187,13 +185,15 @@ def write_dcp(
     model = {name: entry.cast(dtype) for name, entry in source.tensors.items()}
     model |= {name: model[first] for name, first in source.tied.items()}
     entries = {f"model.{name}": entry for name, entry in model.items()}
-    state: dict[str, Any] = {"model": {name: _meta(entry) for name, entry in model.items()}}
+    state: dict[str, Any] = {
+        "model": {name: entry.without_storage() for name, entry in model.items()}
+    }
     left = list(source.left_out)
     optimizer = source.optimizer
     if optimizer is not None:
         states = {param: dict(values) for param, values in optimizer.scalars.items()}
         for (param, name), entry in optimizer.tensors.items():
-            states.setdefault(param, {})[name] = _meta(entry)
+            states.setdefault(param, {})[name] = entry.without_storage()
             entries[f"optimizer.state.{param}.{name}"] = entry
         state["optimizer"] = {"state": states, "param_groups": optimizer.groups}
         left += optimizer.own
@@ -207,7 +207,3 @@ def write_dcp(
             cause = next(iter(error.failures.values()))[0]
             raise cause from error
     return left
-
-
-def _meta(entry: Entry) -> torch.Tensor:
-    return torch.empty(entry.shape, dtype=entry.dtype, device="meta")

@@ -25,6 +25,7 @@ from fullshard.formats.pickles import read_pickle
 from fullshard.formats.source import Entry, Source
 from fullshard.formats.state_dicts import flat
 
+Tables = Sequence[Mapping[str, Any]]
 MODEL, OPTIMIZER = "model_states.pt", "optim_states.pt"
 _RANK = re.compile(r"(?:.*zero_pp_rank_(\d+)_)?mp_rank_(\d+)_\w+\.pt")
 
@@ -54,7 +55,7 @@ def open_deepspeed(folder: Path) -> Source:
     if not optimizers:  # without ZeRO the module is stored whole
         tensors = {n: Entry.of(v) for n, v in facts["module"].items() if torch.is_tensor(v)}
         return Source(what, tensors, step=step, left_out=left)
-    stage = _stage(optimizers[0])
+    stage = 3 if "fp32_flat_groups" in optimizers[0] else 2  # its own value is an enum
     ranks = optimizers[0]["partition_count"]
     ranks = max(ranks) if isinstance(ranks, list) else int(ranks)
     if len(optimizers) != ranks:
@@ -94,14 +95,7 @@ def _files(folder: Path, what: str) -> list[Path]:
     return [path for _, path in sorted(found)]
 
 
-def _stage(optimizer: Mapping[str, Any]) -> int:
-    """The ZeRO stage, from the name of the vectors; DeepSpeed's own value is an enum."""
-    return 3 if "fp32_flat_groups" in optimizer else 2
-
-
-def _zero2(
-    groups: Sequence[Mapping[str, Any]], optimizers: Sequence[Mapping[str, Any]]
-) -> Iterator[tuple[str, Entry]]:
+def _zero2(groups: Tables, optimizers: Tables) -> Iterator[tuple[str, Entry]]:
     paddings = optimizers[0].get("param_alignment_paddings")
     for at, shapes in enumerate(groups):
         parts = [states["single_partition_of_fp32_groups"][at] for states in optimizers]
@@ -111,9 +105,7 @@ def _zero2(
             start += math.prod(shape) + (paddings[at][number] if paddings else 0)
 
 
-def _zero3(
-    groups: Sequence[Mapping[str, Any]], optimizers: Sequence[Mapping[str, Any]]
-) -> Iterator[tuple[str, Entry]]:
+def _zero3(groups: Tables, optimizers: Tables) -> Iterator[tuple[str, Entry]]:
     shapes = {name: tuple(shape) for group in groups for name, shape in group.items()}
     flats = [list(states["fp32_flat_groups"]) for states in optimizers]
     start = 0
@@ -124,7 +116,7 @@ def _zero3(
         start += count
 
 
-def _frozen(models: Sequence[Mapping[str, Any]], stage: int) -> dict[str, Entry]:
+def _frozen(models: Tables, stage: int) -> dict[str, Entry]:
     """Frozen parameters, which are in the model states because they have no masters."""
     shapes: Mapping[str, Any] = models[0].get("frozen_param_shapes") or {}
     found: dict[str, Entry] = {}

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Generator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,11 +32,8 @@ from fullshard.formats.source import Source
 from fullshard.formats.state_dicts import RANK_FILE, open_pickled, open_rank_files
 
 BIN, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
-FSDP_FOLDER, FSDP_OPTIMIZER, FSDP_BIN = (
-    "pytorch_model_fsdp_0",
-    "optimizer_0",
-    "pytorch_model_fsdp.bin",
-)
+FSDP_FOLDER, FSDP_OPTIMIZER = "pytorch_model_fsdp_0", "optimizer_0"
+FSDP_BIN = "pytorch_model_fsdp.bin"
 # Weights of each format, in the order in which `_open_other` looks for them.
 FORMATS = (ONE_FILE, INDEX), (BIN, BIN_INDEX), (FSDP_BIN,), ("model_world_size_*",), ("latest",)
 FORMATS += (".metadata",), (FSDP_FOLDER,), (orbax.METADATA,)
@@ -136,7 +133,6 @@ def _open_dcp(path: Path) -> Source:
 
 
 def _is_ours(path: Path) -> bool:
-    try:
+    with suppress(CheckpointError):
         return bool(candidates(path))
-    except CheckpointError:
-        return False
+    return False

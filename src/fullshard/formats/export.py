@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -144,8 +145,7 @@ def as_files_have(source: Source, shell: nn.Module) -> tuple[dict[str, Entry], l
     Raises:
         CheckpointError: A tensor is missing, or has another shape.
     """
-    source = replace(source, tensors=by_model_names(shell, source.tensors))
-    named, left = _as_the_model_has(source, shell)
+    named, left = _as_the_model_has(by_model_names(shell, source), shell)
     return by_file_names(shell, named), left
 
 
@@ -161,10 +161,11 @@ def write_weights(
     written: list[str] = []
     problem: OSError | None = None
     for at, (file, names) in enumerate(files.items()):
-        unread = list(names)
+        reads = (entries[name].read() for name in names)  # files are written in order
         if settings.writes(at) and problem is None:
+            load = partial(next, reads)
             pieces = [
-                piece_of(f"model/{name}", _once_read(entries[name], unread), settings.on_bytes)
+                piece_of(f"model/{name}", replace(entries[name], load=load), settings.on_bytes)
                 for name in names
             ]
             try:
@@ -172,8 +173,7 @@ def write_weights(
                 written.append(file)
             except OSError as error:
                 problem = error
-        for name in unread:
-            entries[name].read()
+        deque(reads, maxlen=0)
     if problem is not None:
         raise problem
     if settings.writes(0) and list(files) != [ONE_FILE]:
@@ -184,20 +184,9 @@ def write_weights(
     return written
 
 
-def _once_read(entry: Entry, unread: list[str]) -> Entry:
-    """An entry that takes the first name off a list when it is read: files are written in order."""
-
-    def read() -> torch.Tensor:
-        unread.pop(0)
-        return entry.read()
-
-    return replace(entry, load=read)
-
-
 def split(entries: Mapping[str, Entry], max_bytes: int) -> dict[str, list[str]]:
     """Names of tensors by file, in their order."""
-    parts: list[list[str]] = [[]]
-    size = 0
+    parts, size = [list[str]()], 0
     for name, entry in entries.items():
         if parts[-1] and size + entry.num_bytes > max_bytes:
             parts.append([])
@@ -224,12 +213,12 @@ def _as_the_model_has(source: Source, shell: nn.Module) -> tuple[dict[str, Entry
             continue
         entry = source.tensors.get(name) or source.tensors.get(source.tied.get(name, name))
         if entry is None or entry.shape != tuple(value.shape):
-            close = nearest(name, list(source.tensors))
+            close = nearest(name, sorted({*source.tensors} - {*shell.state_dict()}))
             got = entry.shape if entry else f"none{f', but {close}' if close else ''}"
             raise CheckpointError(
                 f"export: expected {name} of shape {tuple(value.shape)}, as the model of "
-                f"{CONFIG} has it; {source.what} has {got}. Name the folder with the right "
-                "configuration: --config FOLDER."
+                f"{CONFIG} has it; {source.what} has {got}. Copy all files of the model, or "
+                "name the folder with its configuration: --config FOLDER."
             )
         found[name] = entry
     every = set(found)

@@ -33,7 +33,8 @@ from fullshard.errors import CheckpointError, ConfigError, untrusted
 from fullshard.formats.source import COMPANIONS, Entry, Source
 
 CONFIG = "config.json"
-Convert = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
+Tensors = dict[str, torch.Tensor]
+Convert = Callable[[Tensors], Tensors]
 
 
 def open_safetensors(folder: Path, closing: ExitStack) -> Source:
@@ -140,22 +141,31 @@ def model_of(folder: Path) -> nn.Module | None:
         return None
 
 
-def with_model_names(source: Source) -> Source:
-    """The source with tensors under the names of the model of its config.json, if it has one."""
-    with suppress(CheckpointError), untrusted(source.what, "the files of a known model"):
-        with TemporaryDirectory() as folder:
-            (Path(folder) / CONFIG).write_bytes(source.companions[CONFIG])
-            shell = model_of(Path(folder))
-        if shell is not None:
-            return replace(source, tensors=by_model_names(shell, source.tensors))
-    return source
+def with_model_names(source: Source, *others: Source) -> Source:
+    """The source under the names of the model of the first config.json, its own or another's.
+
+    If names of files stay although there is one, `left_out` says why.
+    """
+    configs = [one.companions[CONFIG] for one in (source, *others) if CONFIG in one.companions]
+    if not configs:
+        return source
+    why = "transformers builds no model from it"
+    try:
+        with untrusted(CONFIG, "that of a known model"), TemporaryDirectory() as folder:
+            (Path(folder) / CONFIG).write_bytes(configs[0])
+            if (shell := model_of(Path(folder))) is not None:
+                return by_model_names(shell, source)
+    except CheckpointError as error:
+        why = str(error)
+    note = f"the names of the model of {CONFIG}, those of the files stay: {why}"
+    return replace(source, left_out=(*source.left_out, note))
 
 
 def by_file_names(shell: nn.Module, entries: Mapping[str, Entry]) -> dict[str, Entry]:
-    """Renames a model's entries to the names in its files, and cuts joined ones.
+    """Renames a model's entries to the names in its files, cuts joined ones and joins cut ones.
 
-    Each entry is converted by itself. If a conversion needs several at once, the model's own names
-    are kept, which `from_pretrained` reads too.
+    Entries that share names in files are converted together, others alone. If that is not what the
+    model as a whole gives, its own names are kept, which `from_pretrained` reads too.
     """
     try:
         from transformers.core_model_loading import revert_weight_conversion
@@ -163,27 +173,47 @@ def by_file_names(shell: nn.Module, entries: Mapping[str, Entry]) -> dict[str, E
         return dict(entries)
     model: Any = shell
     convert: Convert = partial(revert_weight_conversion, model)
-    together = convert(_without_storage(entries, entries))
-    if together.keys() == entries.keys():
+    together = _shapes(convert(_without_storage(entries, entries)))
+    if together == _shapes(entries):
         return dict(entries)
-    found = dict[str, Entry]()
+    groups = dict[frozenset[str], list[str]]()
     for name in entries:
-        found |= _converted(convert, entries, [name])
-    return found if found.keys() == together.keys() else dict(entries)
+        groups.setdefault(frozenset(convert(_without_storage(entries, [name]))), []).append(name)
+    found, kept = dict[str, Entry](), Tensors()
+    for names in groups.values():
+        found |= _converted(convert, entries, names, kept)
+    return found if _shapes(found) == together else dict(entries)
 
 
-def by_model_names(shell: nn.Module, entries: Mapping[str, Entry]) -> dict[str, Entry]:
-    """Renames entries of files to the model's names, and joins the parts of a tensor.
+def by_model_names(shell: nn.Module, source: Source) -> Source:
+    """Renames tensors of files, tied ones too, to the model's names; joins and cuts them.
 
-    An entry that is no part of the model keeps its name, as do parts that do not form its tensor.
+    The optimizer's states, whose parameters then have other names or shapes, are left out.
     """
+    given = {**source.tensors, **{n: source.tensors[first] for n, first in source.tied.items()}}
+    found = _by_model_names(shell, given)
+    if found == given:
+        return source
+    first = dict[int, str]()
+    tied = {name: first.setdefault(id(entry), name) for name, entry in found.items()}
+    tied = {name: one for name, one in tied.items() if name != one}
+    tensors = {name: found[name] for name in first.values()}
+    left = source.left_out
+    if source.optimizer is not None:
+        left += (f"the states of {source.optimizer.kind}, under the names and shapes of files",)
+    return replace(source, tensors=tensors, tied=tied, optimizer=None, left_out=left)
+
+
+def _by_model_names(shell: nn.Module, entries: Mapping[str, Entry]) -> dict[str, Entry]:
+    """An entry that is no part of the model keeps its name, as do parts that form no tensor."""
     own = shell.state_dict()
+    shapes = _shapes(own)
     try:
         from transformers import conversion_mapping
         from transformers import core_model_loading as loading
     except ImportError:
         return dict(entries)
-    if entries.keys() <= own.keys():
+    if _shapes(entries).items() <= shapes.items():
         return dict(entries)
     model: Any = shell
     rules = conversion_mapping.get_model_conversion_mapping(model)
@@ -198,37 +228,37 @@ def by_model_names(shell: nn.Module, entries: Mapping[str, Entry]) -> dict[str, 
         )
         target, pattern = next((one for one in renamed if one[0] in own), (name, None))
         parts.setdefault(target, {})[name] = pattern
-    found = dict[str, Entry]()
+    found, kept = dict[str, Entry](), Tensors()
     for target, names in parts.items():
         rule = None if None in names.values() else of_pattern[next(iter(names.values()))]
-        join = partial(_join, model, rule, target, names)
-        joined = _converted(join, entries, names) if rule else {}
-        if joined and all(n in own and e.shape == tuple(own[n].shape) for n, e in joined.items()):
+        joined = dict[str, Entry]()
+        with suppress(CheckpointError), untrusted(target, "parts that form a tensor"):
+            join = partial(_join, model, rule, target, names)
+            joined = _converted(join, entries, names, kept) if rule else {}
+        if joined and _shapes(joined).items() <= shapes.items():
             found |= joined
         else:
             found |= {target if len(names) == 1 and not rule else n: entries[n] for n in names}
     return found
 
 
-def _join(
-    model: Any, rule: Any, target: str, names: Mapping[str, str], tensors: dict[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
+def _join(model: Any, rule: Any, target: str, names: dict[str, Any], parts: Tensors) -> Tensors:
     """Applies a rule of transformers to the tensors of files that form a tensor of the model."""
     rule = copy.deepcopy(rule)
     for name, pattern in names.items():
-        rule.add_tensor(target, name, pattern, tensors[name])
+        rule.add_tensor(target, name, pattern, parts[name])
     made = rule.convert(target, model=model, config=model.config)
     return {name: found[0] if isinstance(found, list) else found for name, found in made.items()}
 
 
 def _converted(
-    convert: Convert, entries: Mapping[str, Entry], names: Iterable[str]
+    convert: Convert, entries: Mapping[str, Entry], names: Iterable[str], kept: Tensors
 ) -> dict[str, Entry]:
-    """What becomes of some entries; all results are kept from the first read until theirs."""
-    kept = dict[str, torch.Tensor]()
+    """What becomes of some entries; results are kept until read, or until others are converted."""
 
     def read(part: str) -> torch.Tensor:
         if part not in kept:
+            kept.clear()
             kept.update(convert({name: entries[name].read() for name in names}))
         return kept.pop(part)
 
@@ -236,6 +266,9 @@ def _converted(
     return {n: Entry(v.dtype, tuple(v.shape), partial(read, n)) for n, v in made.items()}
 
 
-def _without_storage(entries: Mapping[str, Entry], names: Iterable[str]) -> dict[str, torch.Tensor]:
-    meta = partial(torch.empty, device="meta")
-    return {name: meta(entries[name].shape, dtype=entries[name].dtype) for name in names}
+def _shapes(tensors: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+def _without_storage(entries: Mapping[str, Entry], names: Iterable[str]) -> Tensors:
+    return {name: entries[name].without_storage() for name in names}

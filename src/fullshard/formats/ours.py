@@ -120,7 +120,10 @@ def _contents(
     source: Source, on_bytes: Callable[[int], None]
 ) -> tuple[list[Piece], dict[str, str], dict[str, str]]:
     """Tensors, further files by name, and tied names."""
-    tied = {**source.tied, **equal_tensors(source)}
+    equal = equal_tensors(source)
+    tied = {**{name: equal.get(first, first) for name, first in source.tied.items()}, **equal}
+    if lost := sorted({*tied.values()} - {*source.tensors}):
+        raise ValueError(f"names tied to {lost[0]}, which is not there")
     entries = {
         key_of(Kind.MODEL, name): entry
         for name, entry in source.tensors.items()
@@ -131,7 +134,8 @@ def _contents(
     if source.optimizer is not None:
         optimizer = source.optimizer
         groups = Values("$optimizer.groups", optimizer.groups)
-        scalars = Values("$optimizer.scalars", _without(tied, optimizer.scalars))
+        numbers = {n: dict(v) for n, v in optimizer.scalars.items() if n not in tied}
+        scalars = Values("$optimizer.scalars", numbers)
         names = {"groups": groups.coded, "scalars": scalars.coded}
         facts["optimizer"] = {"class": optimizer.kind, **names}
         pieces = groups.pieces + scalars.pieces
@@ -167,10 +171,6 @@ def equal_tensors(source: Source) -> dict[str, str]:
             first.setdefault(digest, name)
             del tensor  # freed before the next one is read
     return tied
-
-
-def _without(tied: dict[str, str], table: Any) -> dict[str, Any]:
-    return {name: dict(value) for name, value in table.items() if name not in tied}
 
 
 def piece_of(key: str, entry: Entry, on_bytes: Callable[[int], None]) -> Piece:

@@ -48,31 +48,24 @@ class PartOfTensor(torch.Tensor):
         raise CheckpointError(f"a part of a tensor: expected its local tensor to be read; {func}")
 
 
-# Other tools' classes whose content is read or skipped.
-_RECORDS = (
-    "torch.distributed.device_mesh.DeviceMesh",
-    "torch.distributed._mesh_layout._FlatLayout",
-    "torch.distributed._mesh_layout._MeshLayout",
-    "torch.distributed.tensor._dtensor_spec.DTensorSpec",
-    "torch.distributed.tensor._dtensor_spec.TensorMeta",
-    "torch.distributed.tensor._dtensor_spec.ShardOrderEntry",
-    "torch.distributed.tensor.placement_types.Shard",
-    "torch.distributed.tensor.placement_types.Replicate",
-    "torch.distributed.tensor.placement_types._StridedShard",
-    "torch.distributed._shard.sharded_tensor.metadata.ShardedTensorMetadata",
-    "torch.distributed._shard.sharded_tensor.metadata.TensorProperties",
-    "torch.distributed._shard.sharded_tensor.metadata.MEM_FORMAT_ENCODING",
-    "torch.distributed._shard.sharded_tensor.shard.Shard",
-    "torch.distributed._shard.metadata.ShardMetadata",
-    "torch.distributed._shard.sharding_spec.chunk_sharding_spec.ChunkShardingSpec",
-    "torch.distributed._shard.sharding_spec.api.EnumerableShardingSpec",
-    "torch.distributed.remote_device._remote_device",
-    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
-    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
-    "deepspeed.runtime.zero.config.ZeroStageEnum",
-    "deepspeed.utils.tensor_fragment.fragment_address",
-    "argparse.Namespace",
-)
+# Other tools' classes whose content is read or skipped, by module.
+_RECORDS = {
+    "torch.distributed.device_mesh": "DeviceMesh",
+    "torch.distributed._mesh_layout": "_FlatLayout _MeshLayout",
+    "torch.distributed.tensor._dtensor_spec": "DTensorSpec TensorMeta ShardOrderEntry",
+    "torch.distributed.tensor.placement_types": "Shard Replicate _StridedShard",
+    "torch.distributed._shard.sharded_tensor.metadata": "ShardedTensorMetadata TensorProperties"
+    " MEM_FORMAT_ENCODING",
+    "torch.distributed._shard.sharded_tensor.shard": "Shard",
+    "torch.distributed._shard.metadata": "ShardMetadata",
+    "torch.distributed._shard.sharding_spec.chunk_sharding_spec": "ChunkShardingSpec",
+    "torch.distributed._shard.sharding_spec.api": "EnumerableShardingSpec",
+    "torch.distributed.remote_device": "_remote_device",
+    "deepspeed.runtime.fp16.loss_scaler": "LossScaler DynamicLossScaler",
+    "deepspeed.runtime.zero.config": "ZeroStageEnum",
+    "deepspeed.utils.tensor_fragment": "fragment_address",
+    "argparse": "Namespace",
+}
 _ZIP = b"PK\x03\x04"
 _PARTS = (
     "torch.distributed.tensor.DTensor",
@@ -95,7 +88,11 @@ def _stand_in(name: str, base: type) -> tuple[Any, str]:
     return type(name.rpartition(".")[2], (base,), {}), name
 
 
-_ALLOWED: list[tuple[Any, str]] = [_stand_in(name, Record) for name in _RECORDS]
+_ALLOWED: list[tuple[Any, str]] = [
+    _stand_in(f"{module}.{name}", Record)
+    for module, names in _RECORDS.items()
+    for name in names.split()
+]
 _ALLOWED += [(_Attribute, "a nested class")]
 _ALLOWED += [(_get_attribute, f"{module}.getattr") for module in ("builtins", "__builtin__")]
 _ALLOWED += [_stand_in(name, PartOfTensor) for name in _PARTS]

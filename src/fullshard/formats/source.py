@@ -71,6 +71,10 @@ class Entry:
             return self
         return replace(self, dtype=dtype, load=lambda: self.read().to(dtype))
 
+    def without_storage(self) -> torch.Tensor:
+        """A tensor of this dtype and shape on the meta device."""
+        return torch.empty(self.shape, dtype=self.dtype, device="meta")
+
     @property
     def num_bytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize

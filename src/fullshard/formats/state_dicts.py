@@ -17,6 +17,7 @@ from fullshard.formats.hugging_face import check_once
 from fullshard.formats.pickles import PartOfTensor, attributes_of, read_pickle
 from fullshard.formats.source import Entry, OptimizerSource, Source
 
+States = Mapping[str, Mapping[str, Any]]  # parameter -> state -> value
 RANK_FILE = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
 WRAPPERS = ("model", "state_dict", "module", "model_state_dict")  # around the tensors, in places
 
@@ -80,7 +81,7 @@ def open_rank_files(folder: Path) -> Source:
 
 
 def optimizer_of(
-    states: Mapping[str, Mapping[str, Any]],
+    states: States,
     groups: Sequence[Mapping[str, Any]],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> OptimizerSource | None:
@@ -112,9 +113,7 @@ def optimizer_of(
     return OptimizerSource(kind, tensors, scalars, [dict(group) for group in groups])
 
 
-def _kind_of(
-    states: Mapping[str, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]
-) -> str | None:
+def _kind_of(states: States, groups: Sequence[Mapping[str, Any]]) -> str | None:
     """The optimizer class, guessed from its states, because state dicts do not name it."""
     names = {state for values in states.values() for state in values} - {AVERAGE}
     if names and names <= {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}:
@@ -205,9 +204,8 @@ def joined_ranks(name: str, parts: Sequence[Any]) -> Entry | None:
 def _block(shard: Any) -> Chunk:
     facts = attributes_of(shard)
     where = attributes_of(facts["metadata"])
-    return Chunk(
-        tuple(where["shard_offsets"]), tuple(where["shard_sizes"]), lambda: facts["tensor"]
-    )
+    begin, sizes = (tuple(where[part]) for part in ("shard_offsets", "shard_sizes"))
+    return Chunk(begin, sizes, lambda: facts["tensor"])
 
 
 def _rows(name: str, part: Any, spec: Any, before: Sequence[Chunk]) -> list[Chunk]:

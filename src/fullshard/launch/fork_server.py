@@ -4,23 +4,25 @@
        |             `------ between ----- rank
        `------ adopts -----------------------'     when the process between has ended
 
-A launcher that adopts ranks (as their subreaper) supervises them like those that it started. The
-server forks only while it has one thread; a launcher that gets no rank starts a process by itself.
+A launcher that adopts ranks (as their subreaper) supervises them like those that it started. A rank
+tells the launcher its id, and goes on once the launcher has answered. The server forks only while
+it has one thread; a launcher that gets no rank closes the server and starts processes by itself.
 Ranks on accelerators are not forked, because CUDA does not work in forked processes.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import gc
 import importlib
+import io
 import json
 import os
+import select
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,6 +67,17 @@ class ForkServer:
                 process_group=0,
             )
 
+    def wait(self, stop: Sequence[int]) -> None:
+        """Waits until the server has imported; closes it if that takes too long.
+
+        Args:
+            stop: Signals that were caught; the first ends the wait.
+        """
+        for _ in range(1200):  # a minute
+            if stop or select.select([self._socket], [], [], 0.05)[0]:
+                return
+        self.close()
+
     def fork(
         self, words: Sequence[str], variables: Mapping[str, str], *files: int
     ) -> Adopted | None:
@@ -75,72 +88,75 @@ class ForkServer:
             variables: Its environment, beside that of the launcher.
             files: Its standard output and error.
         """
-        with contextlib.suppress(OSError), _adopting():
-            job = json.dumps([*words, dict(variables)]).encode()
-            socket.send_fds(self._socket, [job], files)
-            if pid := int(self._socket.recv(64) or 0):
+        job = json.dumps([*words, dict(variables)]).encode()
+        ours, theirs = socket.socketpair()
+        prctl = ctypes.CDLL(None).prctl
+        prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        try:
+            with ours:
+                with theirs:
+                    socket.send_fds(self._socket, [job], [theirs.fileno(), *files])
+                ours.settimeout(10.0)
+                pid = int(ours.recv(64) or 0)
+                os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # fails if not ours
+                ours.send(b"1")
                 return Adopted(pid)
-        return None
+        except OSError:
+            return self.close()
+        finally:
+            prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
     def close(self) -> None:
         """Ends the server; its ranks stay."""
-        self._socket.close()
         self._process.kill()
         self._process.wait()
-
-
-@contextlib.contextmanager
-def _adopting() -> Iterator[None]:
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    try:
-        yield
-    finally:
-        libc.prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+        self._socket.close()
 
 
 def become_rank(modules: Sequence[str]) -> list[str]:
     """Imports modules, then serves jobs; returns in each rank that it forks, with its words."""
     jobs = socket.socket(fileno=os.dup(0))
+    sys.excepthook = lambda *_: None  # a rank that is started meets the error too, and says it
     for module in modules:
         importlib.import_module(module)
     gc.collect()
     gc.freeze()  # ranks share these objects, and need not go through them
+    jobs.send(b"1")
     while True:
-        job, files, *_ = socket.recv_fds(jobs, _JOB_BYTES, 2)
+        job, files, *_ = socket.recv_fds(jobs, _JOB_BYTES, 3)
         if not job:
             os._exit(0)
-        pid = _fork() if len(list(Path("/proc/self/task").iterdir())) == 1 else 0
-        if pid is None:
+        if len(list(Path("/proc/self/task").iterdir())) == 1 and _forked():
             break
         for file in files:
             os.close(file)
-        jobs.send(str(pid).encode())
     jobs.close()
-    *words, variables = json.loads(job)
-    add_variables(variables)
-    for number, file in enumerate((os.open(os.devnull, os.O_RDONLY), *files)):
+    for number, file in enumerate(files):
         os.dup2(file, number)
         os.close(file)
+    os.write(0, str(os.getpid()).encode())
+    if not os.read(0, 1):
+        os._exit(1)
+    sys.excepthook = sys.__excepthook__
+    for name, number in (("stdout", 1), ("stderr", 2)):  # the server's know if its files can seek
+        raw = io.FileIO(number, "w", closefd=False)
+        setattr(sys, name, io.TextIOWrapper(raw, sys.stdin.encoding, write_through=True))
+    if random := sys.modules.get("numpy.random"):
+        random.seed()  # else every rank would draw the same numbers
+    *words, variables = json.loads(job)
+    add_variables(variables)
     return words
 
 
-def _fork() -> int | None:
-    """Forks a process whose parent has ended; returns its id, or None in it."""
-    reader, writer = os.pipe()
+def _forked() -> bool:
+    """Forks a process whose parent has ended; whether this is that process."""
     if between := os.fork():
-        os.close(writer)
         os.waitpid(between, 0)
-        with os.fdopen(reader, "rb") as told:
-            return int(told.read() or 0)
-    os.close(reader)
+        return False
     parent = os.getpid()
-    if rank := os.fork():
-        with contextlib.suppress(BaseException):
-            os.setpgid(rank, rank)
-            os.write(writer, str(rank).encode())
+    if os.fork():
         os._exit(0)
-    os.close(writer)
     while os.getppid() == parent:
         os.sched_yield()
-    return None
+    os.setpgid(0, 0)
+    return True

@@ -137,12 +137,12 @@ def _end_now(code: int) -> NoReturn:
 
 
 def _main() -> None:
-    write_anything()
     parent, module, *arguments = int(sys.argv[1]), *sys.argv[2:]
     die_with_parent(parent)
     if module == fork_server.WORD:
         module, *arguments = fork_server.become_rank(arguments)
         die_with_parent(parent)
+    write_anything()
     launch = read_launch_environment()
     folder = LaunchFolder.of(launch)
     if launch is not None and folder is not None:

@@ -142,13 +142,16 @@ def launch_local_ranks(launch: LocalLaunch) -> LaunchResult:
         with contextlib.ExitStack() as closing:  # all of them are called, even if one fails
             for close in (store.close, relay.close, supervisor.end_all):
                 closing.callback(close)
-            for rank in launch.ranks:
+            if launch.server is not None:
+                launch.server.wait(caught)
+            for rank in () if caught else launch.ranks:
                 environment = _environment(launch, rank, folder, store, run_id)
                 ranks.append(_start(launch, environment, folder, relay))
             if launch.server is not None:
                 launch.server.close()
             relay.start()
-            store.serve_soon()
+            if ranks:
+                store.serve_soon()
             return supervisor.watch(caught)
 
 
@@ -253,7 +256,8 @@ def _defaults(machines: Machines) -> dict[str, str]:
 @contextlib.contextmanager
 def fork_server(modules: Sequence[str]) -> Iterator[ForkServer]:
     """A server of ranks of this machine, which imports modules while the block goes on."""
-    server = ForkServer(ENTRY, modules, _defaults(Machines()))
+    # OpenBLAS would start threads when it is imported; a process with threads cannot fork.
+    server = ForkServer(ENTRY, modules, _defaults(Machines()) | {"OPENBLAS_NUM_THREADS": "1"})
     try:
         yield server
     finally:

@@ -217,7 +217,7 @@ class Supervisor:
         self._wait(INTERRUPT_S if interrupted else PREEMPT_S, unless=lambda: len(caught) > 1)
         statuses = [rank.poll() for rank in self._ranks]
         self.end_all(0.0 if len(caught) > 1 else TERMINATE_S)
-        if not any(status != 0 for status in statuses):
+        if statuses and not any(status != 0 for status in statuses):
             return LaunchResult(ExitCode.OK)
         reports = [RankFailure.read(self._folder.failure(rank.rank)) for rank in self._ranks]
         stopping = (ExitCode.UNEXPECTED, ExitCode.HANG, ExitCode.PREEMPTED, ExitCode.INTERRUPTED)

@@ -189,7 +189,7 @@ def owned_tensors(
     found = [
         (placement.whole_shape, ITEMSIZE[group.dtypes.master], group.layout.num_parts)
         for group in trained
-        for placement in group.layout.placements
+        for placement in sorted(group.layout.placements, key=lambda placement: placement.name)
         if optimizer.owns(placement.name, placement.shape)
     ]
     turn = 0

@@ -7,7 +7,7 @@ while another rank uses it would end that rank, so groups live as long as the de
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, count
 from typing import Any
@@ -159,13 +159,17 @@ def places_of_meshes(ranks: Sequence[int], world_size: int) -> tuple[tuple[int, 
     return order_of(list(chain.from_iterable(zip(*meshes, strict=True)))), len(meshes)
 
 
+def _run(collective: Callable[..., None], *args: Any, **settings: Any) -> None:
+    try:
+        collective(*args, **settings)
+    except RuntimeError as error:
+        raise failed_message(error, "a message between ranks") from error
+
+
 def tell_everyone(value: Any, group: Any) -> list[Any]:
     """Returns the values of all ranks of a group. A collective."""
     said: list[Any] = [None] * dist.get_world_size(group)
-    try:
-        dist.all_gather_object(said, value, group=group)
-    except RuntimeError as error:
-        raise failed_message(error, "a message of fs.shard, fs.save or fs.load") from error
+    _run(dist.all_gather_object, said, value, group=group)
     return said
 
 
@@ -176,7 +180,7 @@ def tell_from_first(value: Any, group: Any) -> Any:
     """
     said = [value]
     if group is not None:
-        dist.broadcast_object_list(said, group=group, group_src=0)
+        _run(dist.broadcast_object_list, said, group=group, group_src=0)
     return said[0]
 
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from fullshard.config.schema import ModelConfig
 from fullshard.data import chat_rows, chat_template
+from fullshard.data.arrays import _map
 from fullshard.data.chat import Pair, Turns, read_examples
 from fullshard.data.chat_rows import ChatSettings, best_fit, chat_source, dealt, make_chat_dataset
 from fullshard.data.chat_template import Learned, encode, set_template
@@ -213,6 +214,10 @@ def test_rows_are_the_examples_in_their_order_though_processes_share_the_parts(
             assert learned == [*one.learned, *[False] * (len(learned) - place)]
     prompts = [tokenizer(row["prompt"])["input_ids"] for row in rows[18:20]]
     assert list(made.samples) == prompts
+    monkeypatch.setattr("fullshard.data.tokenize.SHARD_BYTES", 1 << 20)
+    again = make_chat_dataset(data, ChatSettings(64, 0.25, False, Learned(), 2), tokenizer)
+    assert len(again.train.values.sources[0]) == 1
+    assert again.facts == made.facts  # the fingerprint, too
 
 
 def test_a_saved_dataset_loads_as_it_was(tokenizer, tmp_path):
@@ -254,6 +259,7 @@ def test_the_cache_is_used_until_a_file_changes(tokenizer, tmp_path, monkeypatch
             data = bytearray(damaged.read_bytes())
             data[-1 if end == "npy" else 0] ^= 1
             damaged.write_bytes(data)
+        _map.cache_clear()
         assert prepared().facts == second
     assert made == ["made"] * 4
     other = copy.deepcopy(tokenizer)
@@ -261,6 +267,15 @@ def test_the_cache_is_used_until_a_file_changes(tokenizer, tmp_path, monkeypatch
     prepared(other=other)
     prepared(settings=ChatSettings(32, 0.0, True, Learned(completions_only=False), 0))
     assert made == ["made"] * 6
+    other = copy.deepcopy(tokenizer)
+    other.split_special_tokens = True
+    prepared(other=other)
+    other = copy.deepcopy(tokenizer)
+    other.init_kwargs["add_bos_token"] = True
+    prepared(other=other)
+    other.init_kwargs["name_or_path"] = "elsewhere"
+    prepared(other=other)
+    assert made == ["made"] * 8
 
 
 NO_ANSWERS = [{"messages": CHAT[::2]}]
