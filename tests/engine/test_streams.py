@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fullshard as fs
-from fullshard.engine import engine, gradients, norms, step, streamed, unit
+from fullshard.engine import computed, engine, gradients, norms, step, streamed, unit
 from fullshard.transport import c10d
 from support.mutants import Mutant, calls_of
 from support.streams import DEFAULT, SIDE, Played
@@ -297,7 +297,7 @@ def test_nothing_is_touched_too_early_either_where_a_model(trial):
 
 # ---- and each wait is needed
 
-MODULES = (engine, gradients, norms, step, streamed, unit, c10d)
+MODULES = (computed, engine, gradients, norms, step, streamed, unit, c10d)
 WAITS = [
     mutant
     for module in MODULES

@@ -125,7 +125,7 @@ def _check_first(
 def run_recipe(command: Command, resolved: Resolved, how: How) -> Outcome:
     """Run a recipe on local ranks, or as a rank where a launcher has started us."""
     launch = _check_first(command, resolved, how)
-    from fullshard.launch.signals import PREEMPTIONS, handled, raise_preempted
+    from fullshard.launch.signals import PREEMPTIONS, ended_by
     from fullshard.run import start  # imports torch
 
     world_size = start.world_size_of(resolved, launch)
@@ -134,7 +134,7 @@ def run_recipe(command: Command, resolved: Resolved, how: How) -> Outcome:
         return _be_a_rank(command, resolved, launch, how.resume)
     if how.dry_run:
         return _show_plan(start.prepare_run(resolved, world_size, command, how.resume))
-    with handled(PREEMPTIONS, raise_preempted):
+    with ended_by(PREEMPTIONS):
         return _lead_ranks(command, resolved, world_size, how)
 
 

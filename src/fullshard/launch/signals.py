@@ -57,6 +57,24 @@ def raise_preempted(_: Mapping[int, Any], number: int, _frame: FrameType | None)
     )
 
 
+class _Stopped(BaseException):
+    """A signal on its way through code that catches every Exception, as imports of libraries do."""
+
+
+@contextlib.contextmanager
+def ended_by(numbers: Sequence[signal.Signals]) -> Iterator[None]:
+    """Ends the block with a PreemptedError when one of these signals arrives."""
+
+    def stop(_: Mapping[int, Any], number: int, _frame: FrameType | None) -> None:
+        raise _Stopped(number)
+
+    try:
+        with handled(numbers, stop):
+            yield
+    except _Stopped as stopped:
+        raise_preempted({}, stopped.args[0], None)
+
+
 @contextlib.contextmanager
 def caught_stop_signals(
     numbers: Sequence[signal.Signals] = STOP_SIGNALS, obey: Callable[[], bool] = lambda: False
