@@ -192,8 +192,8 @@ def fork_and_sleep(folder):
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     partial = Path(folder) / f"partial_{RANK}"
     partial.write_text(f"{os.getpid()} {child.pid}")
-    partial.rename(Path(folder) / f"pids_{RANK}")
     try:
+        partial.rename(Path(folder) / f"pids_{RANK}")
         time.sleep(600)
     finally:
         (Path(folder) / f"finally_{RANK}").touch()
