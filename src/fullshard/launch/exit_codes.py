@@ -13,6 +13,7 @@ from enum import IntEnum
 
 from fullshard import errors
 from fullshard.errors import ConfigError, FullshardError, WillNotFitError, ran_out_of_memory
+from fullshard.launch.signals import Stopped
 
 
 class ExitCode(IntEnum):
@@ -51,6 +52,8 @@ def as_ours(error: BaseException) -> BaseException:
     """Converts the errors of a full disk and of too many files; returns others unchanged."""
     if isinstance(error, FullshardError):
         return error
+    if isinstance(error, Stopped):
+        return error.ours
     if "Too many open files" in str(error):
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return ConfigError(

@@ -19,6 +19,7 @@ import io
 import json
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -138,6 +139,7 @@ def become_rank(modules: Sequence[str]) -> list[str]:
     if not os.read(0, 1):
         os._exit(1)
     sys.excepthook = sys.__excepthook__
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # `nohup` leaves it to the launcher
     for name, number in (("stdout", 1), ("stderr", 2)):  # the server's know if its files can seek
         raw = io.FileIO(number, "w", closefd=False)
         setattr(sys, name, io.TextIOWrapper(raw, sys.stdin.encoding, write_through=True))

@@ -51,14 +51,26 @@ def handled(numbers: Sequence[signal.Signals], handler: Handler) -> Iterator[Non
 
 def raise_preempted(_: Mapping[int, Any], number: int, _frame: FrameType | None) -> None:
     """A handler that raises an error in the main thread, so that `finally` blocks run."""
-    raise PreemptedError(
+    raise _preempted(number)
+
+
+def _preempted(number: int) -> PreemptedError:
+    return PreemptedError(
         f"run: expected to reach its end, got {signal.Signals(number).name}. Start it again; "
         "it resumes from its last checkpoint, if it has saved one."
     )
 
 
-class _Stopped(BaseException):
-    """A signal on its way through code that catches every Exception, as imports of libraries do."""
+class Stopped(BaseException):
+    """Our error on its way through code that catches every Exception, as imports of libraries do.
+
+    Args:
+        ours: The error.
+    """
+
+    def __init__(self, ours: PreemptedError) -> None:
+        super().__init__(str(ours))
+        self.ours = ours
 
 
 @contextlib.contextmanager
@@ -66,13 +78,13 @@ def ended_by(numbers: Sequence[signal.Signals]) -> Iterator[None]:
     """Ends the block with a PreemptedError when one of these signals arrives."""
 
     def stop(_: Mapping[int, Any], number: int, _frame: FrameType | None) -> None:
-        raise _Stopped(number)
+        raise Stopped(_preempted(number))
 
     try:
         with handled(numbers, stop):
             yield
-    except _Stopped as stopped:
-        raise_preempted({}, stopped.args[0], None)
+    except Stopped as stopped:
+        raise stopped.ours from None
 
 
 @contextlib.contextmanager
