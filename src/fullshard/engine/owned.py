@@ -389,12 +389,12 @@ def _rounds_of(engine: Engine, params: list[nn.Parameter]) -> list[list[_Owned]]
             continue  # frozen
         mesh = engine.plan.mesh if member is None else member.group.unit.plan.mesh
         owned = _Owned.of(param, exchanges[mesh], member)
-        (rest if owned.holders is owned.cut is None else cut.setdefault(mesh, [])).append(owned)
+        (rest if owned.holders is None else cut.setdefault(mesh, [])).append(owned)
     rounds: list[list[_Owned]] = []
     for mesh, sharded in cut.items():
         chosen = Owners.choose([owned.whole.numel() for owned in sharded], mesh.shard)
         for owned, owner in zip(sharded, chosen.of, strict=True):
-            owned.owner = -1 if owned.holders is None else owner
+            owned.owner = owner
         rounds += [[sharded[index] for index in indices] for indices in chosen.rounds]
     return [*rounds, rest] if rest else rounds
 

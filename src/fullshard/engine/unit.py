@@ -353,9 +353,7 @@ class Versions:
             self._written = [shard._version for shard in self._shards]
         self._slots = tuple(compute for _, compute in slots)
         self._own = tuple(compute for _, compute in own)
-        self._views: dict[
-            weakref.ref[torch.Tensor], tuple[type, type]
-        ] = {}  # of slots, with their classes
+        self._views: dict[weakref.ref[Any], tuple[type, type]] = {}  # of slots, with their classes
         self._closed: dict[type, type] = {}  # classes while the slots may hold other units
         self._checked = self._slots if may_write_own else (*self._slots, *self._own)
         self._is_open = True
