@@ -27,17 +27,17 @@ EXEMPT = ("src/fullshard/compat/",)
 # number when code goes, never raise one without a line in docs/log.md that says what it bought.
 # Packages that share a budget are joined by " + ".
 BUDGETS = {
-    "bench": 1_782,
+    "bench": 1_944,
     "config": 3_800,
     "cli": 1_953,
     "engine + transport": 7_725,
     "planner + outlook": 4_425,
-    "data + models + recipes + run + verify": 9_177,
-    "observe + launch": 3_510,
+    "data + models + recipes + run + verify": 9_206,
+    "observe + launch": 3_564,
     "compat + integrations": 2_895,
     "xla + jax + xla_state": 2_632,
     "checkpoint + formats": 2_848,
-    "in all": 41_890,
+    "in all": 42_135,
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
