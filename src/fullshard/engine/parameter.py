@@ -375,6 +375,13 @@ def _elementwise(func: Any, name: str, like: Any, args: Any, kwargs: dict[str, A
     return result
 
 
+def _cast(func: Any, name: str, like: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    if isinstance(args[0], Guarded):
+        return _elementwise(func, name, like, args, kwargs)
+    with no_guard():
+        return func(*args, **kwargs)
+
+
 def _call_plain(func: Any, name: str, like: Any, arguments: Any) -> Any:
     args, kwargs = arguments
     try:
@@ -640,6 +647,7 @@ class _Refusal(torch.autograd.Function):
 
 
 _SPECIAL = {
+    Rule.CAST: _cast,
     Rule.MASK: _elementwise,
     Rule.COMPARE: _compare,
     Rule.UNSCALE: _unscale,
