@@ -10,6 +10,7 @@ import time
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -188,15 +189,16 @@ def test_a_full_disk_in_a_door_is_typed_and_leaves_nothing(tmp_path, door):
     assert all(name.isdecimal() for name in left_in(tmp_path / "out"))
 
 
-def interrupted(root):
-    """Rank 1 is interrupted from the keyboard while it writes."""
+def interrupted(root, whose, call):
+    """A rank is interrupted from the keyboard at its first call of a function of the system."""
     model, optimizer = model_and_optimizer()
     began = time.monotonic()
 
-    def interrupt(_name):
+    def interrupt(*_args):
         raise KeyboardInterrupt
 
-    with at_call(3 if dist.get_rank() == 1 else 0, interrupt):
+    here = patch.object(os, call, interrupt) if dist.get_rank() == whose else nullcontext()
+    with here:
         try:
             fs.save(Path(root) / "c", model, optimizer)
         except (CheckpointError, KeyboardInterrupt) as error:
@@ -204,9 +206,12 @@ def interrupted(root):
     return "", 0.0
 
 
-def test_an_interrupted_rank_ends_the_save_of_all(ranks, tmp_path):
-    (zero, waited), (one, _) = ranks(2)(interrupted, str(tmp_path))
-    assert (zero, one) == ("CheckpointError", "KeyboardInterrupt")
+@pytest.mark.parametrize(("whose", "call"), [(1, "write"), (0, "rename")])
+def test_an_interrupted_rank_ends_the_save_of_all(ranks, tmp_path, whose, call):
+    found = ranks(2)(interrupted, str(tmp_path), whose, call)
+    assert found[whose][0] == "KeyboardInterrupt"
+    other, waited = found[1 - whose]
+    assert other == "CheckpointError"
     assert waited < 60
     assert left_in(tmp_path) == []
 

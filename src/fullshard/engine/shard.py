@@ -19,6 +19,7 @@ from fullshard.config.schema import ShardConfig
 from fullshard.config.values import Transport as TransportKind
 from fullshard.config.values import WrapKind
 from fullshard.engine._torch_compat import plain, storage_key
+from fullshard.engine.attributes import ModuleTensors, tensors_in
 from fullshard.engine.axes import one_place
 from fullshard.engine.cuts import check_cuts
 from fullshard.engine.engine import ATTRIBUTE, Engine, engine_of
@@ -94,7 +95,7 @@ def shard_model(
         UnsupportedModelError: A part of the model cannot be sharded.
     """
     refuse_nested_engine(model)
-    _refuse_shared_buffers(model)
+    _refuse_shared_memory(model)
     if given.recut is None:
         _refuse_parts(model)
     device = compute_device(model)
@@ -272,16 +273,20 @@ def refuse_nested_engine(model: nn.Module) -> None:
             )
 
 
-def _refuse_shared_buffers(model: nn.Module) -> None:
-    """Refuses a buffer that is a view of a parameter, because it would keep stale values."""
+def _refuse_shared_memory(model: nn.Module) -> None:
+    """Refuses buffers and attributes that are views of a parameter: they would keep old values."""
     named = ((name, plain(param)) for name, param in model.named_parameters())
     params = {storage_key(p): name for name, p in named if _has_memory(p)}
-    for name, buffer in model.named_buffers():
-        owner = params.get(storage_key(plain(buffer))) if _has_memory(buffer) else None
-        if owner is not None:
+    kept = list(model.named_buffers())
+    for name, module in model.named_modules():
+        kept += [(name, x) for held in ModuleTensors([module]).values() for x in tensors_in(held)]
+    for name, tensor in kept:
+        if isinstance(tensor, nn.Parameter) or not _has_memory(tensor):
+            continue
+        if (owner := params.get(storage_key(plain(tensor)))) is not None:
             raise UnsupportedModelError(
-                f"{name}: expected a buffer of its own memory; it shares that of {owner!r}, which "
-                "fs.shard cuts. Register a copy, or compute it in forward."
+                f"{name}: expected a buffer or attribute of its own memory; it shares that of "
+                f"{owner!r}, which fs.shard cuts. Keep a copy, or compute it in forward."
             )
 
 

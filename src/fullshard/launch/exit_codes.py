@@ -53,7 +53,7 @@ def as_ours(error: BaseException) -> BaseException:
     if isinstance(error, FullshardError):
         return error
     if isinstance(error, Stopped):
-        return error.ours
+        return error.ours.with_traceback(error.__traceback__)
     if "Too many open files" in str(error):
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return ConfigError(
