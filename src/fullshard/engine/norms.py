@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fullshard.engine._torch_compat import foreach_norm, graph_task_id, no_guard
+from fullshard.engine._torch_compat import foreach_norm, graph_task_id, no_guard, tree_leaves
 from fullshard.errors import EngineError
 from fullshard.planner.layout import clean_name
 from fullshard.planner.mesh import Mesh
@@ -203,7 +203,7 @@ class GradientNorms:
             by_shard[mesh.place(self.transport.rank) % len(by_shard)] = mesh in written
             wrote += by_shard
             sizes += [mesh.replicate] * len(by_shard)
-        said = {Count.SETTINGS: self.counts[Count.SETTINGS]}
+        said: dict[str, int] = {Count.SETTINGS: self.counts[Count.SETTINGS]}
         found = self.all_reduce(from_host(wrote, self._device), "a clipping", said).tolist()
         if found[0]:
             self.mark_changed()
@@ -438,15 +438,14 @@ UNEQUAL_REPLICAS = (
 
 
 def hash_of(settings: Any) -> int:
-    """A hash of the numbers in settings, to six digits; tensors of a device count as equal."""
-    if isinstance(settings, torch.Tensor):
-        settings = settings.item() if settings.numel() == 1 and is_at_hand(settings) else None
-    if isinstance(settings, Mapping):
-        return sum(zlib.crc32(key.encode(), hash_of(x)) for key, x in settings.items())
-    if isinstance(settings, tuple | list):
-        return hash_of(dict(zip(map(str, range(len(settings))), settings, strict=False)))
-    is_number = isinstance(settings, int | float)
-    return zlib.crc32(f"{settings:.6g}".encode()) if is_number else 0
+    """A hash of the numbers in settings, to six digits, without tensors of a device."""
+    numbers = [x.item() if _is_number(x) else x for x in tree_leaves(settings)]
+    told = [f"{x:.6g}" for x in numbers if isinstance(x, int | float)]
+    return zlib.crc32(" ".join(told).encode())
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.numel() == 1 and is_at_hand(value)
 
 
 def is_at_hand(tensor: torch.Tensor) -> bool:

@@ -94,6 +94,11 @@ def shard_model(
         ConfigError: Mesh, units or process group do not fit.
         UnsupportedModelError: A part of the model cannot be sharded.
     """
+    if torch.is_inference_mode_enabled():
+        raise EngineError(
+            "fs.shard inside torch.inference_mode(): expected a place where tensors are made that "
+            "can train. Call it outside, and use inference_mode around evaluations."
+        )
     refuse_nested_engine(model)
     _refuse_shared_memory(model)
     if given.recut is None:
@@ -113,7 +118,7 @@ def shard_model(
     if ROWS[plan.strategy].hybrid and plan.mesh.replicate == 1 and config.replicate is None:
         _say_one_host(plan)
     transports = {mesh: make_transport(config, mesh) for mesh in meshes}
-    check_equal_start(model, plan, transports[plan.mesh], device)
+    check_equal_start(model, plan, config, transports[plan.mesh], device)
     homes = DeviceHomes.of(plan.homes, device, config.offload)
     masters = Masters(homes, transports[plan.mesh].home, plan.units)
     values = _values(model, plan, transports, masters, given.weights)

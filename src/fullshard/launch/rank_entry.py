@@ -193,10 +193,13 @@ def _watch(launch: LaunchEnvironment, folder: LaunchFolder) -> None:
 
 
 def _run_module(module: str) -> None:
+    # With -P Python does not import a `random.py` of the working folder in the place of its own.
     if module.endswith(".py"):
-        sys.path[0] = str(Path(module).resolve().parent)
+        sys.path.insert(0, str(Path(module).resolve().parent))
         runpy.run_path(module, run_name="__main__")
         return
+    if not module.startswith("fullshard."):
+        sys.path.insert(0, str(Path.cwd()))
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     except ImportError as error:
