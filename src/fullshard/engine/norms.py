@@ -445,7 +445,7 @@ def hash_of(settings: Any) -> int:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.numel() == 1 and is_at_hand(value)
+    return type(value) is torch.Tensor and value.numel() == 1 and is_at_hand(value)
 
 
 def is_at_hand(tensor: torch.Tensor) -> bool:

@@ -355,7 +355,7 @@ def _elementwise(func: Any, name: str, like: Any, args: Any, kwargs: dict[str, A
     written = written_by(name, args, kwargs)
     if written:
         if name.startswith(_CLIPS) and isinstance(written[0], ShardedGradient):
-            call_outside_compile(partial(written[0].record.norms.begin_clipping, args[1]))
+            call_outside_compile(written[0].record.norms.begin_clipping, (args[1:], kwargs))
         _note_writes(written)
     result = _call_plain(func, name, like, (args, kwargs))
     if _takes_part(result) and not like.record.is_cut and not written:
