@@ -20,6 +20,7 @@ from torch import nn
 import fullshard as fs
 from fullshard import saving
 from fullshard.checkpoint import commit
+from fullshard.checkpoint.files import sync_folder
 from fullshard.checkpoint.read import find_damage, remove
 from fullshard.checkpoint.retain import checkpoints_in, newest_complete
 from fullshard.errors import CheckpointError, OutOfMemoryError
@@ -204,6 +205,16 @@ def interrupted(root, whose, call):
         except (CheckpointError, KeyboardInterrupt) as error:
             return type(error).__name__, time.monotonic() - began
     return "", 0.0
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EBADF, errno.EIO])
+def test_a_file_system_need_not_sync_folders(tmp_path, monkeypatch, number):
+    def fail(_descriptor):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="output") if number == errno.EIO else nullcontext():
+        sync_folder(tmp_path)
 
 
 @pytest.mark.parametrize(("whose", "call"), [(1, "write"), (0, "rename")])
