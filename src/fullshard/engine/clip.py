@@ -43,7 +43,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     apart = _largest_norm(engine, others, order) if engine.config.ignore else None
     if not shown and not others:
         return torch.zeros((), device=engine.device)
-    engine.norms.begin_clipping()
+    engine.norms.begin_clipping(max_norm)
     norm = total_norm(shown, order)
     if apart is not None:
         norm = torch.linalg.vector_norm(torch.stack([norm, apart.to(norm)]), order)

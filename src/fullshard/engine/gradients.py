@@ -445,18 +445,15 @@ def _is_kept(group: Group, ours: Sequence[bool]) -> bool:
     )
 
 
-def _drop(weak: weakref.ref[Member]) -> Any:
-    """Drop a parameter's pending gradient; returns a gradient to be zeroed."""
+def _drop(weak: weakref.ref[Member], *, stays: bool = False) -> None:
+    """Drop a parameter's pending gradient; if it stays, it is one of zeros."""
     member = alive(weak, "zero_grad")
     group = member.group
     if group.collects is Collects.DEFERRED and group.collected is not None:
         member.view(group.collected).zero_()
     if group.reduced.partial is not None:
         member.local(group.reduced.partial).zero_()
-    member.touched = False
-    with no_guard():
-        ours = [_is_same(_before(m.param.grad), m.grad) for m in group.members]
-    return torch.zeros_like(member.grad) if _is_kept(group, ours) else member.grad  # type: ignore[arg-type]
+    member.touched = stays
 
 
 # ---- the gradients of a step

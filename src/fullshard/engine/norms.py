@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fullshard.engine._torch_compat import foreach_norm, graph_task_id, no_guard
+from fullshard.engine._torch_compat import foreach_norm, graph_task_id, no_guard, tree_leaves
 from fullshard.errors import EngineError
 from fullshard.planner.layout import clean_name
 from fullshard.planner.mesh import Mesh
@@ -93,6 +93,7 @@ class Count(StrEnum):
     GATHERS = "gathers"  # not a number but a hash: of which units, in which order
     REPLICAS = "gathers of each replica"  # of units on the model's hybrid mesh
     WRITES = "writes into parameters"  # in place, by users
+    SETTINGS = "settings"  # a hash of those of optimizers and clippings
     WEIGHTS = "weights of replicas"  # a hash of some of them, other ones at each step
 
 
@@ -179,15 +180,19 @@ class GradientNorms:
         """Drop the cache, after a gradient was modified in place or a backward began."""
         self._squares, self._shown = None, {}
 
-    def begin_clipping(self) -> None:
+    def begin_clipping(self, limit: Any) -> None:
         """Count a clipping, and drop the cache if a rank wrote into its gradients since then.
 
         A collective where the host can read its result without waiting for a device.
+
+        Args:
+            limit: What decides the result, and must be the same on every rank.
 
         Raises:
             EngineError: Only some of the replicas of a shard were written.
         """
         self.counts[Count.CLIPPINGS] += 1
+        self.counts[Count.SETTINGS] += hash_of(limit)
         if self._device.type != "cpu":
             return
         wrote, sizes = [float(self._known() is None)], [1]
@@ -198,7 +203,8 @@ class GradientNorms:
             by_shard[mesh.place(self.transport.rank) % len(by_shard)] = mesh in written
             wrote += by_shard
             sizes += [mesh.replicate] * len(by_shard)
-        found = self.all_reduce(from_host(wrote, self._device), "a clipping").tolist()
+        said: dict[str, int] = {Count.SETTINGS: self.counts[Count.SETTINGS]}
+        found = self.all_reduce(from_host(wrote, self._device), "a clipping", said).tolist()
         if found[0]:
             self.mark_changed()
         if any(count % size for count, size in zip(found, sizes, strict=True)):
@@ -420,7 +426,7 @@ def _root(powers: torch.Tensor, order: float) -> torch.Tensor:
 
 # ---- small sums over all ranks
 
-_HASHES = ("", Count.WEIGHTS, Count.GATHERS, Count.REPLICAS)
+_HASHES = ("", Count.WEIGHTS, Count.GATHERS, Count.REPLICAS, Count.SETTINGS)
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 SAMPLED = 1 << 14  # elements of a group that are checked at each step
 _MOST = 1 << 20  # sums of squares stay exact in float64
@@ -429,6 +435,17 @@ UNEQUAL_REPLICAS = (
     "another way (another learning rate, a skipped step, a gradient of its own, its own random "
     "numbers). All ranks must run the same optimizer steps."
 )
+
+
+def hash_of(settings: Any) -> int:
+    """A hash of the numbers in settings, to six digits, without tensors of a device."""
+    numbers = [x.item() if _is_number(x) else x for x in tree_leaves(settings)]
+    told = [f"{x:.6g}" for x in numbers if isinstance(x, int | float)]
+    return zlib.crc32(" ".join(told).encode())
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is torch.Tensor and value.numel() == 1 and is_at_hand(value)
 
 
 def is_at_hand(tensor: torch.Tensor) -> bool:
@@ -487,6 +504,13 @@ def _refusal(asked: str, wrong: str, found: str) -> EngineError:
             f"{asked}: expected the same call on every rank; another rank is elsewhere, and its "
             "numbers would have met these. Call it on every rank, and let one of them log it; "
             "p.to_local() has this rank's elements."
+        )
+    if wrong == Count.SETTINGS:
+        return EngineError(
+            f"{asked}: expected optimizers and clipping with the same numbers on every rank (lr, "
+            "weight_decay, betas, max_norm ...); a rank had others since the last backward, so "
+            "parts of the model were updated in different ways. Let all ranks decide alike: a "
+            "schedule that follows the loss needs the loss of all ranks (dist.all_reduce)."
         )
     if wrong == Count.WEIGHTS:
         return EngineError(f"{asked}: {UNEQUAL_REPLICAS}")

@@ -144,14 +144,14 @@ class PendingGradient(ShardedGradient):
 
     Attributes:
         before: The value of `p.grad` at the end of the first of these backwards.
-        drop: Drops the unreduced gradients, and returns the parameter's gradient.
+        drop: Drops the unreduced gradients.
     """
 
     before: Any
-    drop: Callable[[], ShardedGradient]
+    drop: Callable[..., None]
 
     @classmethod
-    def of(cls, param: ShardedParameter, drop: Callable[[], ShardedGradient]) -> PendingGradient:
+    def of(cls, param: ShardedParameter, drop: Callable[..., None]) -> PendingGradient:
         """Create the pending gradient of a parameter."""
         with no_guard():
             found: Any = param.new_empty(()).expand(param.shape).as_subclass(cls)
@@ -165,9 +165,9 @@ class PendingGradient(ShardedGradient):
             many = args[0] if isinstance(args[0], _LISTS) else args
             for grad in many:
                 if isinstance(grad, cls):
-                    ours = grad.drop()
-                    grad.before = ours if grad.before is None else grad.before
-                    grad.before.zero_()
+                    grad.drop(stays=grad.before is None)  # other ranks may have none to zero
+                    if grad.before is not None:
+                        grad.before.zero_()
                 else:
                     grad.zero_()
             return args[0]
@@ -355,7 +355,7 @@ def _elementwise(func: Any, name: str, like: Any, args: Any, kwargs: dict[str, A
     written = written_by(name, args, kwargs)
     if written:
         if name.startswith(_CLIPS) and isinstance(written[0], ShardedGradient):
-            call_outside_compile(written[0].record.norms.begin_clipping)
+            call_outside_compile(written[0].record.norms.begin_clipping, (args[1:], kwargs))
         _note_writes(written)
     result = _call_plain(func, name, like, (args, kwargs))
     if _takes_part(result) and not like.record.is_cut and not written:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from fullshard.config.schema import ShardConfig
 from fullshard.engine._torch_compat import plain
 from fullshard.engine.cuts import Cut
 from fullshard.engine.norms import UNEQUAL_REPLICAS, bits_hash
@@ -29,12 +30,13 @@ if TYPE_CHECKING:
 
 STEPS = 100  # steps between two checks
 _NONE = torch.iinfo(torch.int64).min
+_OF_A_RANK = {"wrap", "offload", "poison"}  # in the plan, but for a folder; for debugging
 
 
 def check_equal_start(
-    model: nn.Module, plan: Plan, transport: Transport, device: torch.device
+    model: nn.Module, plan: Plan, config: ShardConfig, transport: Transport, device: torch.device
 ) -> None:
-    """Check that all ranks have equal plans and weights. A collective on a device.
+    """Check that all ranks have equal plans, settings and weights. A collective on a device.
 
     Raises:
         ConfigError: They differ; names the first difference.
@@ -45,14 +47,17 @@ def check_equal_start(
         if not param.is_meta and not isinstance(param, ShardedParameter)
     }
     transport.phase.following = "fs.shard"
+    told = config.model_dump_json(exclude=_OF_A_RANK)
     numbers = [int(plan.digest()[:15], 16), len(params), _schedule_hash(plan)]
+    numbers.append(zlib.crc32(told.encode()))
     widest = max((plan.mesh, *(unit.mesh for unit in plan.units)), key=attrgetter("inner"))
     inner, seat = widest.inner, widest.place(transport.rank) % widest.inner
     # plans may differ along other axes, if sizes do not divide; schedules may not
-    if _unequal(torch.tensor(numbers, device=device), transport, [seat, seat, 0], inner):
+    if _unequal(torch.tensor(numbers, device=device), transport, [seat, seat, 0, 0], inner):
         raise ConfigError(
             "fs.shard: expected the same model and the same configuration on every rank; the "
-            "ranks' plans differ. Compare fs.plan(...).to_json() of the ranks. Other axes of the "
+            "ranks' plans or settings differ. Compare fs.plan(...).to_json() of the ranks, and the "
+            "arguments of fs.shard (grad_reduction, output_dtype ...). Other axes of the "
             "mesh may cut parameters unevenly if the units have the same slots on every rank."
         )
     cut = {n for unit in plan.units for g in unit.groups for names in g.names for n in names}
