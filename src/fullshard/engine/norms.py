@@ -27,9 +27,10 @@ from __future__ import annotations
 import math
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -108,11 +109,11 @@ class GradientNorms:
         self.transport = transport
         self._device = device
         self.counts: dict[str, int] = dict.fromkeys(Count, 0)
-        # Parts with elements of what this rank wrote, by the ranks that share a part.
-        self.wrote: defaultdict[int, set[int]] = defaultdict(set)
+        # Parts of each parameter that this rank wrote, by the number of ranks that share a part.
+        self.wrote: defaultdict[int, dict[int, Sequence[tuple[int, int, int]]]] = defaultdict(dict)
         self.waits = False  # there are unreduced gradients of no_sync
         self.task = -2  # the backward that will set gradients
-        self._earlier: tuple[torch.Tensor, str, dict[str, int], Any] | None = None
+        self._arriving: list[tuple[torch.Tensor, Callable[[torch.Tensor], None], Any]] = []
         self._squares: torch.Tensor | None = None
         self._shown: dict[int, Any] = {}  # ids of the cached gradients
         self._memory: Memory = ()  # of these gradients
@@ -188,7 +189,7 @@ class GradientNorms:
             EngineError: Only some of the replicas of a shard were written.
         """
         self.counts[Count.CLIPPINGS] += 1
-        if self._device.type != "cpu":
+        if not is_at_hand(self._device):
             return
         wrote, sizes = [float(self._known() is None)], [1]
         both = zip(self._memory, self._versions, strict=True)
@@ -287,37 +288,55 @@ class GradientNorms:
                 weight = (1 + which) * (-1 if at else size - 1)
                 pairs[list(said).index(count)] = (weight * said[count], 0)
         if Count.WRITES in said:
-            axes, numbers = self.transport.axes, [n * len(at) for n, at in self.wrote.items()]
-            said[Count.WRITES] = wrote = any(n == axes.mesh.world_size for n in numbers)
-            pairs[list(said).index(Count.WRITES)] = (float(wrote), float(not numbers))
+            parts = {
+                n: {part for holders in wrote.values() for part, *_ in holders}
+                for n, wrote in self.wrote.items()
+            }
+            everyone = self.transport.axes.mesh.world_size
+            said[Count.WRITES] = wrote = any(n * len(at) == everyone for n, at in parts.items())
+            pairs[list(said).index(Count.WRITES)] = (float(wrote), float(not parts))
             self.wrote.clear()
         head = from_host([1.0, *(x for pair in pairs for x in pair)], values.device)
         vector = torch.cat([head, values.double()])
         self.transport.phase.following = f"a sum ({asked})"
         self.transport.all_reduce(vector, maximum=maximum)
         head, values = vector[: len(head)], vector[len(head) :]
-        if is_at_hand(vector):
-            wrong = _differing(head, said, maximum=maximum)
-            if wrong is not None:
-                found = "" if wrong in _HASHES else _table(self.transport, said[wrong])
-                raise _refusal(asked, wrong, found)
-        elif not maximum:
-            self._compare_later(head, asked, said)
+        self.read(head, partial(self._compare, asked, said, maximum=maximum))
         return values
 
-    def _compare_later(self, head: torch.Tensor, asked: str, said: dict[str, int]) -> None:
-        """Check the previous sum, which has arrived by now, and keep this one."""
-        found = streams.of(head.device)
-        assert found is not None
-        if self._earlier is not None:
-            head_before, before, counts, done = self._earlier
+    def _compare(
+        self, asked: str, said: Mapping[str, int], head: torch.Tensor, *, maximum: bool
+    ) -> None:
+        wrong = _differing(head, said, maximum=maximum)
+        if wrong is not None:
+            found = f"here it is {said[wrong]}, elsewhere not"
+            if is_at_hand(self._device) and wrong not in _HASHES:
+                found = _table(self.transport, said[wrong])
+            raise _refusal(asked, wrong, found)
+
+    def read(self, values: torch.Tensor, check: Callable[[torch.Tensor], None]) -> None:
+        """Call `check` with values on the host; if it would wait for a device, one step later.
+
+        All ranks call it alike, so that they raise errors together.
+        """
+        found = streams.of(values.device)
+        if found is None:
+            check(values)
+            return
+        if len(self._arriving) == MOST_ARRIVING:
+            self.read_earlier()
+        copy = torch.empty_like(values, device="cpu", pin_memory=values.is_cuda)
+        copy.copy_(values, non_blocking=True)
+        self._arriving.append((copy, check, found.event()))
+
+    def read_earlier(self) -> None:
+        """Check what `read` left for later, at the end of a backward: it has arrived by now."""
+        arriving, self._arriving = self._arriving, []
+        found = streams.of(self._device)
+        for copy, check, done in arriving:
+            assert found is not None
             found.finish(done)
-            wrong = _differing(head_before, counts, maximum=False)
-            if wrong is not None:
-                raise _refusal(before, wrong, f"here it is {counts[wrong]}, elsewhere not")
-        copy = torch.empty_like(head, device="cpu", pin_memory=head.is_cuda)
-        copy.copy_(head, non_blocking=True)
-        self._earlier = copy, asked, said, found.event()
+            check(copy)
 
     def local_squares(
         self, tensors: Sequence[torch.Tensor], records: Sequence[ShardRecord]
@@ -422,6 +441,7 @@ def _root(powers: torch.Tensor, order: float) -> torch.Tensor:
 
 _HASHES = ("", Count.WEIGHTS, Count.GATHERS, Count.REPLICAS)
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+MOST_ARRIVING = 16  # values that the host reads later; evaluations add to them without a backward
 SAMPLED = 1 << 14  # elements of a group that are checked at each step
 _MOST = 1 << 20  # sums of squares stay exact in float64
 UNEQUAL_REPLICAS = (
@@ -431,9 +451,9 @@ UNEQUAL_REPLICAS = (
 )
 
 
-def is_at_hand(tensor: torch.Tensor) -> bool:
-    """Whether the host can read a tensor without waiting for a device."""
-    return tensor.device.type == "cpu"
+def is_at_hand(device: torch.device) -> bool:
+    """Whether the host can read a device's tensors without waiting."""
+    return streams.of(device) is None
 
 
 def from_host(
