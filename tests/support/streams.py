@@ -427,14 +427,16 @@ class Groups:
 class HostGroups(Groups):
     """Groups of gloo whose collectives take a device's tensors through the host.
 
-    They let ranks share a GPU, which NCCL refuses: the host waits for the collective's stream, which
-    waits for the caller's, and then copies back on it.
+    They let ranks share a GPU, which NCCL refuses. The host waits for the collective's stream,
+    which waits for the caller's, and then copies back on it.
     """
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Inside, `fs.shard(..., transport="c10d")` communicates over these groups."""
-        asked = patch("fullshard.engine.shard.resolve_transport", lambda config, *_: config.transport)
+        asked = patch(
+            "fullshard.engine.shard.resolve_transport", lambda config, *_: config.transport
+        )
         with asked, patch.multiple(c10d, **self.functions()):
             yield
 

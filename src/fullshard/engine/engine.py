@@ -339,7 +339,6 @@ class Engine:
             for group, group_plan in zip(unit.groups, unit_plan.groups, strict=True):
                 group.plan = group_plan
         for unit in self.units:
-            unit.wait()  # for a gather ahead of what no backward used
             unit.unbind()
         if (device := streams.of(self.device)) is not None:
             device.finish(device.event())  # which reads slots that are freed

@@ -373,8 +373,7 @@ class Gradients:
     def show_pending(self, units: Sequence[Unit]) -> None:
         """Set `p.grad` to pending gradients after an unreduced backward."""
         self.norms.waits = True
-        groups = [group for unit in units for group in unit.trained_groups]
-        deferred = sum(kept.nbytes for group in groups for kept in group.deferred)
+        deferred = sum(t.nbytes for u in units for g in u.trained_groups for t in g.deferred)
         self.peak_deferred_bytes = max(self.peak_deferred_bytes, deferred)
         with no_guard():
             for unit in units:

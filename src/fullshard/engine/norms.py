@@ -31,6 +31,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -113,7 +114,7 @@ class GradientNorms:
         self.wrote: defaultdict[int, dict[int, Sequence[tuple[int, int, int]]]] = defaultdict(dict)
         self.waits = False  # there are unreduced gradients of no_sync
         self.task = -2  # the backward that will set gradients
-        self._arriving: list[tuple[torch.Tensor, Callable[[torch.Tensor], None], Any]] = []
+        self._arriving: list[tuple[Any, ...]] = []  # see `read`
         self._squares: torch.Tensor | None = None
         self._shown: dict[int, Any] = {}  # ids of the cached gradients
         self._memory: Memory = ()  # of these gradients
@@ -274,8 +275,8 @@ class GradientNorms:
             maximum: Return the maximum instead of the sum.
 
         Raises:
-            EngineError: Ranks request different quantities, or their counts differ. On asynchronous
-                devices the next call raises it.
+            EngineError: Ranks request different quantities, or their counts differ. On a GPU, the
+                end of the next backward raises it.
         """
         said = {"": zlib.crc32(f"{asked} {len(values)}".encode()), **(said or {})}
         numbers = [float(number % _MOST) for number in said.values()]
@@ -288,10 +289,7 @@ class GradientNorms:
                 weight = (1 + which) * (-1 if at else size - 1)
                 pairs[list(said).index(count)] = (weight * said[count], 0)
         if Count.WRITES in said:
-            parts = {
-                n: {part for holders in wrote.values() for part, *_ in holders}
-                for n, wrote in self.wrote.items()
-            }
+            parts = {n: {at for at, *_ in chain(*them.values())} for n, them in self.wrote.items()}
             everyone = self.transport.axes.mesh.world_size
             said[Count.WRITES] = wrote = any(n * len(at) == everyone for n, at in parts.items())
             pairs[list(said).index(Count.WRITES)] = (float(wrote), float(not parts))
@@ -301,13 +299,12 @@ class GradientNorms:
         self.transport.phase.following = f"a sum ({asked})"
         self.transport.all_reduce(vector, maximum=maximum)
         head, values = vector[: len(head)], vector[len(head) :]
-        self.read(head, partial(self._compare, asked, said, maximum=maximum))
+        differing = partial(_differing, said=said, maximum=maximum)
+        self.read(head, lambda arrived: self._refuse(asked, said, differing(arrived)))
         return values
 
-    def _compare(
-        self, asked: str, said: Mapping[str, int], head: torch.Tensor, *, maximum: bool
-    ) -> None:
-        wrong = _differing(head, said, maximum=maximum)
+    def _refuse(self, asked: str, said: Mapping[str, int], wrong: str | None) -> None:
+        """Raise the error of a count that differs between ranks."""
         if wrong is not None:
             found = f"here it is {said[wrong]}, elsewhere not"
             if is_at_hand(self._device) and wrong not in _HASHES:
@@ -319,23 +316,21 @@ class GradientNorms:
 
         All ranks call it alike, so that they raise errors together.
         """
-        found = streams.of(values.device)
-        if found is None:
+        device = streams.of(values.device)
+        if device is None:
             check(values)
             return
         if len(self._arriving) == MOST_ARRIVING:
             self.read_earlier()
         copy = torch.empty_like(values, device="cpu", pin_memory=values.is_cuda)
         copy.copy_(values, non_blocking=True)
-        self._arriving.append((copy, check, found.event()))
+        self._arriving.append((device, device.event(), check, copy))
 
     def read_earlier(self) -> None:
         """Check what `read` left for later, at the end of a backward: it has arrived by now."""
         arriving, self._arriving = self._arriving, []
-        found = streams.of(self._device)
-        for copy, check, done in arriving:
-            assert found is not None
-            found.finish(done)
+        for device, copied, check, copy in arriving:
+            device.finish(copied)
             check(copy)
 
     def local_squares(

@@ -24,6 +24,7 @@ import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import call
 from typing import Any
 
 import torch
@@ -148,6 +149,8 @@ class OwnedOptimizer(torch.optim.Optimizer):
     ) -> None:
         self._model, self._engine, self._beside = model, engine_of(model), beside
         engine = self._engine
+        # All ranks raise an error of one, unless the host would wait for a device to know of it.
+        self._agree = engine.agree if is_at_hand(engine.device) else call
         _refuse_places(engine)
         self._rounds = _rounds_of(engine, [p for group in groups for p in group["params"]])
         self._owned = {id(o.param): o for members in self._rounds for o in members}
@@ -296,13 +299,6 @@ class OwnedOptimizer(torch.optim.Optimizer):
         bounds = from_host([code, -code], engine.device)
         bounds = engine.norms.all_reduce(bounds, "fs.owned step", maximum=True)
         engine.norms.read(bounds, _check_alike)
-
-    def _agree(self, do: Callable[[], None]) -> None:
-        """Call `do`. All ranks raise an error of one, unless the host would wait for a device."""
-        if is_at_hand(self._engine.device):
-            self._engine.agree(do)
-        else:
-            do()
 
     def _check_edits(self) -> None:
         """Check that groups and parameters are those for which owners were chosen."""

@@ -101,7 +101,7 @@ def check_replicas(units: Sequence[Unit], norms: GradientNorms) -> None:
     """Check that replicas of a part have equal bits. A collective.
 
     Raises:
-        EngineError: Replicas differ; names the units. On asynchronous devices a later sum raises it.
+        EngineError: Replicas differ; names the units. On a GPU, the end of a backward raises it.
     """
     transport = norms.transport
     copied = [unit for unit in units if unit.plan.mesh.replicate > 1 and unit.groups]

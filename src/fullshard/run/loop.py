@@ -310,10 +310,9 @@ class Loop:
     def _batches(self, step: int) -> list[Batch]:
         self.watcher.entered("data loading", step)
         began = time.perf_counter()
-        try:
-            return self.recipe.micro_batches(step - 1)
-        finally:
-            self._data_s += time.perf_counter() - began
+        batches = self.recipe.micro_batches(step - 1)
+        self._data_s += time.perf_counter() - began
+        return batches
 
     def _evaluates_after(self, step: int) -> bool:
         eval_every = self.settings.eval_every

@@ -85,8 +85,8 @@ class C10dTransport(MessageTransport):
             self._works(*works).wait()
             return received
 
-        divided = 1 if lent else self._divisor  # buffers of one width are ordered alike
-        return Reduction(receive, partial(self.scratch.give, *lent), divided)
+        # Buffers of one width are ordered alike: without loans, none in float16 is.
+        return Reduction(receive, partial(self.scratch.give, *lent), 1 if lent else self._divisor)
 
     def sum_replicas(self, values: torch.Tensor) -> Iterator[None]:
         replicas, group = self.axes.mesh.replicate, self.axes.replicate_group

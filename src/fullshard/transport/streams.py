@@ -10,8 +10,8 @@ transports.
     reduce       NCCL's reduce-scatters                      step, before their sums are read
                  slices of fs.owned, to owners and back      the optimizer's stream, at once
     replicate    NCCL's sums over replicas                   step, when the next unit's sums land
-    world        NCCL's sums of small vectors                step, at once; the host reads what ranks
-                                                             compare at the end of the next backward
+    world        NCCL's sums of small vectors                step, at once; the host at the end of
+                                                             the next backward, to compare ranks
     copy         copies of shards from the host into slots   gather, before it sends them
     to host      copies of gradients to the host             step, when the next unit's sums land
 
