@@ -261,9 +261,10 @@ class Engine:
             return cast_tensors(output, torch_dtype(self.config.output_dtype))
         return output
 
-    def _watch(self, index: int, *module_args_output: Any) -> None:
-        if not self.unsharded and torch.is_grad_enabled():
-            self.runtime.watch(index, tensors_in(module_args_output[-1]))
+    def _watch(self, index: int, _module: nn.Module, _args: Any, output: Any) -> None:
+        if torch.is_grad_enabled() and not self.unsharded:
+            tensors = (output,) if type(output) is torch.Tensor else tensors_in(output)
+            self.runtime.watch(index, tensors)
 
     def _on_spill(self, unit: Unit) -> None:
         spill = Event(EventKind.SPILL, unit.plan.index)

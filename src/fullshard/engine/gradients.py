@@ -522,6 +522,8 @@ def follow_freezing(group: Group) -> None:
     Raises:
         EngineError: A parameter that was frozen when it was sharded is now trained.
     """
+    if group.is_trained_as_before():
+        return
     for member in group.members:
         wanted = member.param.requires_grad
         if member.compute.requires_grad is not wanted:
