@@ -1,6 +1,7 @@
 """Why a run ends, or leaves a step out: a signal, losses that stay, infinite gradients."""
 
 from dataclasses import replace
+from itertools import groupby
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -258,7 +259,7 @@ def test_the_next_batches_are_made_before_the_host_waits_for_the_device():
     with Waits(loop.recipe.seen):
         loop.run()
     made = [it for step in range(1, NUM_STEPS) for it in (step, "waits")]
-    assert loop.recipe.seen == [0, *made, "waits"]
+    assert [it for it, _ in groupby(loop.recipe.seen)] == [0, *made]
     assert [row.data_s > 0 for row in rows.steps] == [True] * (NUM_STEPS - 1) + [False]
 
 
