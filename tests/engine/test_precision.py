@@ -145,7 +145,9 @@ def test_a_sum_in_float16_is_infinite_only_if_a_gradient_is(num_ranks):
         sums = [torch.zeros(64) for _ in KINDS]
         transport.reduce(gradients).sum_into(sums)
     for found in sums:
-        torch.testing.assert_close(found, torch.full((64,), 60_000.0 * num_ranks), rtol=3e-3, atol=0)
+        torch.testing.assert_close(
+            found, torch.full((64,), 60_000.0 * num_ranks), rtol=3e-3, atol=0
+        )
 
 
 @on_ranks(2)

@@ -59,6 +59,7 @@ def calls_of(module: ModuleType, names: Collection[str]) -> list[Mutant]:
                     outermost = function or ".".join(inner)
             is_named = isinstance(child, ast.Expr) and _called(child.value) in names
             if function and (is_named or _is_event(child)):
+                assert isinstance(child, ast.Expr | ast.Call)
                 text = ast.unparse(child)
                 found.append(Mutant(module.__name__, function, child.lineno, text))
             visit(child, inner, outermost)

@@ -277,7 +277,7 @@ class Played(TorchDispatchMode, Ranges):
 
     def watch(self, model: torch.nn.Module) -> None:
         """Name what the engine owns, and say with every access what the engine did."""
-        engine = engine_of(model)
+        engine: Any = engine_of(model)
         homes = engine.plan.homes
         named = {
             f"slot {ring}[{at}]": slot
