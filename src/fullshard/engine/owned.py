@@ -149,8 +149,6 @@ class OwnedOptimizer(torch.optim.Optimizer):
     ) -> None:
         self._model, self._engine, self._beside = model, engine_of(model), beside
         engine = self._engine
-        # All ranks raise an error of one, unless the host would wait for a device to know of it.
-        self._agree = engine.agree if is_at_hand(engine.device) else call
         _refuse_places(engine)
         self._rounds = _rounds_of(engine, [p for group in groups for p in group["params"]])
         self._owned = {id(o.param): o for members in self._rounds for o in members}
@@ -299,6 +297,11 @@ class OwnedOptimizer(torch.optim.Optimizer):
         bounds = from_host([code, -code], engine.device)
         bounds = engine.norms.all_reduce(bounds, "fs.owned step", maximum=True)
         engine.norms.read(bounds, _check_alike)
+
+    @property
+    def _agree(self) -> Callable[[Callable[[], None]], None]:
+        """Calls what all ranks raise an error of, unless the host would wait for a device."""
+        return self._engine.agree if is_at_hand(self._engine.device) else call
 
     def _check_edits(self) -> None:
         """Check that groups and parameters are those for which owners were chosen."""
