@@ -49,7 +49,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
         norm = torch.linalg.vector_norm(torch.stack([norm, apart.to(norm)]), order)
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     # Also applied if it is NaN, which then reaches every weight, as in torch.
-    if not is_at_hand(factor) or not factor >= 1.0:
+    if not is_at_hand(factor.device) or not factor >= 1.0:
         ours = {id(m.grad) for m in trained}
         for group in engine.groups:
             if group.grads is not None:

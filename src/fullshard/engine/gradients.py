@@ -341,7 +341,8 @@ class Gradients:
         squares = self.norms.local_squares(self._shown.plain, self._shown.records)
         vector = torch.cat([from_host(bits, squares.device), squares])
         counts = self.norms.counts
-        if is_at_hand(vector):
+        self.norms.read_earlier()
+        if is_at_hand(vector.device):
             counts[Count.WEIGHTS] = sample(units, self.transport.axes.mesh, counts[Count.STEPS])
         vector = self.norms.all_reduce(vector, "backward", counts)
         touched, squares = vector.chunk(2)
@@ -372,7 +373,7 @@ class Gradients:
     def show_pending(self, units: Sequence[Unit]) -> None:
         """Set `p.grad` to pending gradients after an unreduced backward."""
         self.norms.waits = True
-        deferred = sum(group.deferred_bytes for unit in units for group in unit.trained_groups)
+        deferred = sum(t.nbytes for u in units for g in u.trained_groups for t in g.deferred)
         self.peak_deferred_bytes = max(self.peak_deferred_bytes, deferred)
         with no_guard():
             for unit in units:

@@ -27,9 +27,11 @@ from __future__ import annotations
 import math
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -109,11 +111,11 @@ class GradientNorms:
         self.transport = transport
         self._device = device
         self.counts: dict[str, int] = dict.fromkeys(Count, 0)
-        # Parts with elements of what this rank wrote, by the ranks that share a part.
-        self.wrote: defaultdict[int, set[int]] = defaultdict(set)
+        # Parts of each parameter that this rank wrote, by the number of ranks that share a part.
+        self.wrote: defaultdict[int, dict[int, Sequence[tuple[int, int, int]]]] = defaultdict(dict)
         self.waits = False  # there are unreduced gradients of no_sync
         self.task = -2  # the backward that will set gradients
-        self._earlier: tuple[torch.Tensor, str, dict[str, int], Any] | None = None
+        self._arriving: list[tuple[Any, ...]] = []  # see `read`
         self._squares: torch.Tensor | None = None
         self._shown: dict[int, Any] = {}  # ids of the cached gradients
         self._memory: Memory = ()  # of these gradients
@@ -193,7 +195,7 @@ class GradientNorms:
         """
         self.counts[Count.CLIPPINGS] += 1
         self.counts[Count.SETTINGS] += hash_of(limit)
-        if self._device.type != "cpu":
+        if not is_at_hand(self._device):
             return
         wrote, sizes = [float(self._known() is None)], [1]
         both = zip(self._memory, self._versions, strict=True)
@@ -279,8 +281,8 @@ class GradientNorms:
             maximum: Return the maximum instead of the sum.
 
         Raises:
-            EngineError: Ranks request different quantities, or their counts differ. On asynchronous
-                devices the next call raises it.
+            EngineError: Ranks request different quantities, or their counts differ. On a GPU, the
+                end of the next backward raises it.
         """
         said = {"": zlib.crc32(f"{asked} {len(values)}".encode()), **(said or {})}
         numbers = [float(number % _MOST) for number in said.values()]
@@ -293,37 +295,49 @@ class GradientNorms:
                 weight = (1 + which) * (-1 if at else size - 1)
                 pairs[list(said).index(count)] = (weight * said[count], 0)
         if Count.WRITES in said:
-            axes, numbers = self.transport.axes, [n * len(at) for n, at in self.wrote.items()]
-            said[Count.WRITES] = wrote = any(n == axes.mesh.world_size for n in numbers)
-            pairs[list(said).index(Count.WRITES)] = (float(wrote), float(not numbers))
+            parts = {n: {at for at, *_ in chain(*them.values())} for n, them in self.wrote.items()}
+            everyone = self.transport.axes.mesh.world_size
+            said[Count.WRITES] = wrote = any(n * len(at) == everyone for n, at in parts.items())
+            pairs[list(said).index(Count.WRITES)] = (float(wrote), float(not parts))
             self.wrote.clear()
         head = from_host([1.0, *(x for pair in pairs for x in pair)], values.device)
         vector = torch.cat([head, values.double()])
         self.transport.phase.following = f"a sum ({asked})"
         self.transport.all_reduce(vector, maximum=maximum)
         head, values = vector[: len(head)], vector[len(head) :]
-        if is_at_hand(vector):
-            wrong = _differing(head, said, maximum=maximum)
-            if wrong is not None:
-                found = "" if wrong in _HASHES else _table(self.transport, said[wrong])
-                raise _refusal(asked, wrong, found)
-        elif not maximum:
-            self._compare_later(head, asked, said)
+        differing = partial(_differing, said=said, maximum=maximum)
+        self.read(head, lambda arrived: self._refuse(asked, said, differing(arrived)))
         return values
 
-    def _compare_later(self, head: torch.Tensor, asked: str, said: dict[str, int]) -> None:
-        """Check the previous sum, which has arrived by now, and keep this one."""
-        found = streams.of(head.device)
-        assert found is not None
-        if self._earlier is not None:
-            head_before, before, counts, done = self._earlier
-            found.finish(done)
-            wrong = _differing(head_before, counts, maximum=False)
-            if wrong is not None:
-                raise _refusal(before, wrong, f"here it is {counts[wrong]}, elsewhere not")
-        copy = torch.empty_like(head, device="cpu", pin_memory=head.is_cuda)
-        copy.copy_(head, non_blocking=True)
-        self._earlier = copy, asked, said, found.event()
+    def _refuse(self, asked: str, said: Mapping[str, int], wrong: str | None) -> None:
+        """Raise the error of a count that differs between ranks."""
+        if wrong is not None:
+            found = f"here it is {said[wrong]}, elsewhere not"
+            if is_at_hand(self._device) and wrong not in _HASHES:
+                found = _table(self.transport, said[wrong])
+            raise _refusal(asked, wrong, found)
+
+    def read(self, values: torch.Tensor, check: Callable[[torch.Tensor], None]) -> None:
+        """Call `check` with values on the host; if it would wait for a device, one step later.
+
+        All ranks call it alike, so that they raise errors together.
+        """
+        device = streams.of(values.device)
+        if device is None:
+            check(values)
+            return
+        if len(self._arriving) == MOST_ARRIVING:
+            self.read_earlier()
+        copy = torch.empty_like(values, device="cpu", pin_memory=values.is_cuda)
+        copy.copy_(values, non_blocking=True)
+        self._arriving.append((device, device.event(), check, copy))
+
+    def read_earlier(self) -> None:
+        """Check what `read` left for later, at the end of a backward: it has arrived by now."""
+        arriving, self._arriving = self._arriving, []
+        for device, copied, check, copy in arriving:
+            device.finish(copied)
+            check(copy)
 
     def local_squares(
         self, tensors: Sequence[torch.Tensor], records: Sequence[ShardRecord]
@@ -428,6 +442,7 @@ def _root(powers: torch.Tensor, order: float) -> torch.Tensor:
 
 _HASHES = ("", Count.WEIGHTS, Count.GATHERS, Count.REPLICAS, Count.SETTINGS)
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+MOST_ARRIVING = 16  # values that the host reads later; evaluations add to them without a backward
 SAMPLED = 1 << 14  # elements of a group that are checked at each step
 _MOST = 1 << 20  # sums of squares stay exact in float64
 UNEQUAL_REPLICAS = (
@@ -445,12 +460,12 @@ def hash_of(settings: Any) -> int:
 
 
 def _is_number(value: Any) -> bool:
-    return type(value) is torch.Tensor and value.numel() == 1 and is_at_hand(value)
+    return type(value) is torch.Tensor and value.numel() == 1 and is_at_hand(value.device)
 
 
-def is_at_hand(tensor: torch.Tensor) -> bool:
-    """Whether the host can read a tensor without waiting for a device."""
-    return tensor.device.type == "cpu"
+def is_at_hand(device: torch.device) -> bool:
+    """Whether the host can read a device's tensors without waiting."""
+    return streams.of(device) is None
 
 
 def from_host(

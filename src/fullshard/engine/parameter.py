@@ -411,7 +411,7 @@ def _note_writes(written: Sequence[Any], *, counts: bool = True) -> None:
         ):
             record, model = shard.record, shard.record.norms  # one per model
             if counts and record.cut is None:
-                model.wrote[record.copies].update(part for part, _, _ in record.holders)
+                model.wrote[record.copies][id(record)] = record.holders
             if model not in notified:
                 notified.add(model)
                 record.before_write()

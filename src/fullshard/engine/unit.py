@@ -315,11 +315,11 @@ class Group:
         return full
 
     @property
-    def deferred_bytes(self) -> int:
-        """Bytes of sums that wait for a later backward."""
+    def deferred(self) -> list[torch.Tensor]:
+        """Sums that wait for a later backward."""
         kept = [self.collected if self.collects is Collects.DEFERRED else None]
         kept += [self.grads.partial] if self.grads is not None else []
-        return sum(tensor.nbytes for tensor in kept if tensor is not None)
+        return [tensor for tensor in kept if tensor is not None]
 
     @property
     def reduced(self) -> GradientShard:
