@@ -88,7 +88,7 @@ class Engine:
     ) -> None:
         transport = transports[plan.mesh]
         for other in transports.values():
-            other.phase = transport.phase
+            other.phase, other.home.made = transport.phase, transport.home.made
         self.plan = plan
         self.config = config
         self.transport = transport
@@ -261,9 +261,10 @@ class Engine:
             return cast_tensors(output, torch_dtype(self.config.output_dtype))
         return output
 
-    def _watch(self, index: int, *module_args_output: Any) -> None:
-        if not self.unsharded and torch.is_grad_enabled():
-            self.runtime.watch(index, tensors_in(module_args_output[-1]))
+    def _watch(self, index: int, _module: nn.Module, _args: Any, output: Any) -> None:
+        if torch.is_grad_enabled() and not self.unsharded:
+            tensors = (output,) if type(output) is torch.Tensor else tensors_in(output)
+            self.runtime.watch(index, tensors)
 
     def _on_spill(self, unit: Unit) -> None:
         spill = Event(EventKind.SPILL, unit.plan.index)
@@ -294,7 +295,7 @@ class Engine:
             return  # without gathers a single rank may evaluate, so no collective here
         if self.runtime.step % STEPS == 1 and self.runtime.step != self._looked:
             self._looked = self.runtime.step
-            check_replicas(self.units, self.transport)
+            check_replicas(self.units, self.norms)
         if self.runtime.observed.done and not self.runtime.agreed:
             with torch.inference_mode(mode=False):  # slots created now may outlive the block
                 self._agree_on_order()
@@ -340,6 +341,8 @@ class Engine:
                 group.plan = group_plan
         for unit in self.units:
             unit.unbind()
+        if (device := streams.of(self.device)) is not None:
+            device.finish(device.event())  # which reads slots that are freed
         self.rings = self._bind(self.rings.give(plan.rings))
         self.runtime.scheduler = plan.scheduler()
         self.runtime.actions.filling.clear()  # units may have other slots
@@ -368,7 +371,7 @@ class Engine:
             "buffers": sum(buffer.nbytes for buffer in root.buffers()),
         }
         rows = {kind: {"now": size, "peak": size} for kind, size in fixed.items()}
-        deferred = sum(group.deferred_bytes for group in groups)
+        deferred = sum(kept.nbytes for group in groups for kept in group.deferred)
         peak = max(deferred, self.gradients.peak_deferred_bytes)
         rows["deferred_gradients"] = {"now": deferred, "peak": peak}
         rows["total"] = {when: sum(row[when] for row in rows.values()) for when in ("now", "peak")}

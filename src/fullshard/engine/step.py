@@ -56,13 +56,16 @@ from weakref import WeakSet, ref
 import torch
 
 from fullshard.engine._torch_compat import (
+    current_node,
     graph_task_id,
     has_modes,
+    hook_node,
     is_profiling,
     is_transforming,
     keeps_graph,
     next_sequence_number,
     no_guard,
+    node_hook,
     outside_modes,
     queue_callback,
     unwrapped,
@@ -96,9 +99,19 @@ class Use:
         first_node: Number of the first autograd node created in the forward.
         task: Id of the backward that has entered the use; -1 before.
         num_holders: Number of tensors in its slots before it; None if it makes a graph.
+        outputs: Numbers of the nodes of the unit's own outputs.
     """
 
-    __slots__ = ("__weakref__", "around", "first_node", "generation", "num_holders", "task", "unit")
+    __slots__ = (
+        "__weakref__",
+        "around",
+        "first_node",
+        "generation",
+        "num_holders",
+        "outputs",
+        "task",
+        "unit",
+    )
 
     def __init__(self, unit: int, around: Use | None, generation: int) -> None:
         self.unit = unit
@@ -107,6 +120,7 @@ class Use:
         self.first_node = next_sequence_number()
         self.task = -1
         self.num_holders: int | None = None
+        self.outputs: set[int] = set()
 
 
 class Observed:
@@ -201,7 +215,10 @@ class Runtime:
         self._num_writes = num_writes
         use = Use(index, self._stack[-1] if self._stack else None, self._generation)
         weak = ref(self)  # see `alive`
-        self._begin_hooks[index] = lambda _: alive(weak, "backward")._enter_backward(use)
+        self._begin_hooks[index] = (
+            lambda _: alive(weak, "backward")._enter_backward(use),
+            node_hook(lambda _: _enter_after_hooks(weak, use)),
+        )
         events = self.scheduler.enter_forward(index)
         try:
             self._run(events)
@@ -246,7 +263,8 @@ class Runtime:
         looks = use.num_holders is not None or unit.keeps or not self.agreed
         if looks and unit.gathered and not has_modes():  # whose objects are no user's
             unit.find_views(self.units, use.num_holders)
-        training = torch.is_grad_enabled() and self.watch(index, chain(tensors, in_attributes))
+        tensors = chain(tensors, in_attributes)
+        training = torch.is_grad_enabled() and self.watch(index, tensors, is_inner=False)
         try:
             unit.check_writes()
         finally:
@@ -258,12 +276,12 @@ class Runtime:
         return output
 
     def _compare_gathers(self) -> None:
-        """Check that ranks gathered the same units in an evaluation. A collective if any did.
+        """Check that ranks evaluate the same units and weights. A collective of sharded models.
 
         Not for replicas, which may evaluate alone.
         """
         norms, counts = self.gradients.norms, self.gradients.norms.counts
-        if counts[Count.GATHERS] and norms.transport.axes.mesh.replicate == 1:
+        if (mesh := norms.transport.axes.mesh).replicate == 1 and mesh.shard > 1:
             with outside_modes():
                 norms.meet(
                     "an evaluation", {it: counts[it] for it in (Count.GATHERS, Count.WRITES)}
@@ -297,22 +315,34 @@ class Runtime:
                     "into the parameter: with torch.no_grad(): p.copy_(...)."
                 )
 
-    def watch(self, index: int, tensors: Iterable[torch.Tensor]) -> bool:
+    def watch(self, index: int, tensors: Iterable[torch.Tensor], *, is_inner: bool = True) -> bool:
         """Begin the unit's backward when the gradient of any of these tensors arrives.
+
+        Args:
+            index: Index of the unit.
+            tensors: What it computed.
+            is_inner: Whether these are outputs of inner modules, of which there are many.
 
         Returns:
             Whether any of the tensors is part of an autograd graph.
         """
-        begin, use = self._begin_hooks[index], self._current[index]
+        use = self._current[index]
         if use is None or graph_task_id() != -1:  # outside the unit, or in a recomputation
             return False
+        begin, begin_after_hooks = self._begin_hooks[index]
         found = False
         for tensor in tensors if not is_transforming() else unwrapped(tensors):
-            if tensor.requires_grad and not isinstance(tensor, (Guarded, Released)):
+            if tensor.requires_grad and not issubclass(type(tensor), (Guarded, Released)):
                 found = True
                 base = tensor._base  # of a modified view
-                for node in (tensor.grad_fn, None if base is None else base.grad_fn):
-                    if node is not None and node._sequence_nr() >= use.first_node:
+                for of in (tensor,) if base is None else (tensor, base):
+                    node = of.grad_fn
+                    if node is None or (number := node._sequence_nr()) < use.first_node:
+                        continue
+                    if is_inner:
+                        hook_node(node, begin_after_hooks)
+                    else:
+                        use.outputs.add(number)
                         node.register_prehook(begin)
         return found
 
@@ -350,7 +380,7 @@ class Runtime:
 
     def _enter_backward(self, use: Use) -> None:
         task = graph_task_id()
-        if use.task == task:  # the common case
+        if use.task == task:
             return
         if self._task != task and not self._begin_backward(task):
             self._enter_inner(use)
@@ -485,6 +515,23 @@ class Runtime:
     def _run(self, events: Sequence[Event]) -> None:
         if events:
             self.actions.run(events, self.step)
+
+
+def _enter_after_hooks(weak: ref[Any], use: Use) -> None:
+    """Enter a unit's backward once the hooks of the tensor whose gradient arrived have run.
+
+    They may differentiate through other units. If the backward ends at the tensor, nothing follows.
+    """
+    if use.task == graph_task_id():  # the common case
+        return
+    node = current_node()
+    if node._sequence_nr() not in use.outputs:  # these have the hook already
+        handle = node.register_prehook(lambda _: _enter_once(weak, use, handle))
+
+
+def _enter_once(weak: ref[Any], use: Use, handle: Any) -> None:
+    handle.remove()
+    alive(weak, "backward")._enter_backward(use)
 
 
 def _nothing() -> None:

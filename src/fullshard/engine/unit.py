@@ -25,6 +25,7 @@ from fullshard.engine._torch_compat import (
 from fullshard.engine.computed import Computed, Released, gather_piece, kept_tensors, released
 from fullshard.engine.cuts import Cut
 from fullshard.engine.homes import DeviceHomes
+from fullshard.engine.norms import Count
 from fullshard.engine.parameter import Guarded, ShardedGradient
 from fullshard.errors import EngineError
 from fullshard.planner.layout import Slice, clean_name
@@ -255,12 +256,18 @@ class Group:
 
     def is_in_place(self) -> bool:
         """Whether all shards are in place and trained as when sharded. Outside the guard."""
-        members, dtype = self.members, self.master.dtype
+        dtype, shards = self.master.dtype, [member.param for member in self.members]
         return (
-            [address_of(m.param) for m in members] == self.addresses
-            and all(m.param.dtype is dtype for m in members)
-            and all(m.param.requires_grad is m.compute.requires_grad for m in members)
+            [shard.data_ptr() or address_of(shard) for shard in shards] == self.addresses
+            and [shard.dtype for shard in shards] == [dtype] * len(shards)
+            and self.is_trained_as_before()
         )
+
+    def is_trained_as_before(self) -> bool:
+        """Whether `requires_grad` of all shards is what the last forward saw. Outside the guard."""
+        members = self.members
+        trained = [member.param.requires_grad for member in members]
+        return trained == [member.compute.requires_grad for member in members]
 
     def bind(self, rings: Rings, part: int) -> None:
         """Point the compute parameters and gradients at the group's slots."""
@@ -308,11 +315,11 @@ class Group:
         return full
 
     @property
-    def deferred_bytes(self) -> int:
-        """Bytes of sums that wait for a later backward."""
+    def deferred(self) -> list[torch.Tensor]:
+        """Sums that wait for a later backward."""
         kept = [self.collected if self.collects is Collects.DEFERRED else None]
         kept += [self.grads.partial] if self.grads is not None else []
-        return sum(tensor.nbytes for tensor in kept if tensor is not None)
+        return [tensor for tensor in kept if tensor is not None]
 
     @property
     def reduced(self) -> GradientShard:
@@ -387,14 +394,12 @@ class Versions:
 
     def unexpected(self) -> set[int]:
         """Ids of the compute parameters that a forward wrote into, each reported once."""
-        found = {
-            id(tensor)
-            for tensor, at in zip(self._checked, self._expected, strict=False)
-            if tensor._version != at
-        }
-        if found:
-            self._restore()
-        return found
+        versions = [tensor._version for tensor in self._checked]
+        if versions == self._expected[: len(versions)]:
+            return set()
+        self._restore()
+        found = zip(self._checked, versions, self._expected, strict=False)
+        return {id(tensor) for tensor, version, expected in found if version != expected}
 
     def _expect(self, versions: list[int]) -> None:
         """The versions of all tensors while autograd may read them."""
@@ -441,6 +446,7 @@ class Unit:
         self.memory: set[int] = set()
         self.places: list[tuple[dict[str, Any], str, Any, Any]] = []
         self._bound: list[tuple[Member, torch.Tensor, int]] = []  # views of slots, and where
+        self._addresses: list[int] = []  # of these
         self._spans: list[tuple[int, int]] = []  # addresses that this rank shares with others
         self.keeps = False  # whether somebody kept views
         self.own: set[int] = set()  # ids of its plain views of slots
@@ -453,9 +459,9 @@ class Unit:
         self.on_gradient: Callable[[Member], None]  # set by `bind`
 
     def meet(self, param: ShardedParameter, what: str) -> None:
-        """Check that all ranks gather the same tensor here. A collective."""
+        """Check that all ranks gather the same tensor, which all or none wrote. A collective."""
         if self.plan.mesh.shard * self.plan.mesh.inner > 1:
-            param.record.norms.meet(f"the whole of {what}")
+            param.record.norms.meet(f"the whole of {what}", {Count.WRITES: 0})
 
     def start_gather(self) -> None:
         """Copy this rank's part to the slot and start to fetch the other parts."""
@@ -552,7 +558,7 @@ class Unit:
             EngineError: A parameter was written.
         """
         written = self.versions.unexpected()
-        if not written and all(view.data_ptr() == address for _, view, address in self._bound):
+        if not written and [view.data_ptr() for _, view, _ in self._bound] == self._addresses:
             return
         for member, view, address in self._bound:
             if view.data_ptr() != address or any(id(t) in written for t in member.tensors()):
@@ -600,6 +606,7 @@ class Unit:
         for member in self.members:
             vars(member.param).update(vars(member.compute))  # marks a DTensor as a parameter
         self._bound = [(m, m.tensors()[-1], m.tensors()[-1].data_ptr()) for m in self.members]
+        self._addresses = [address for _, _, address in self._bound]
         pairs = [(m.param, tensor, m.group.gathers) for m in self.members for tensor in m.tensors()]
         self.versions = Versions(
             [(shard, tensor) for shard, tensor, gathers in pairs if gathers],

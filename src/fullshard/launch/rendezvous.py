@@ -265,9 +265,9 @@ def _reach_store(launch: LaunchEnvironment, timeout_s: float) -> None:
 
 def _server(port: int) -> socket.socket:
     """Listens on a port, on the same interfaces as the store."""
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
-    return socket.create_server(("", port))
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    return socket.create_server(("", port), family=family, backlog=_BACKLOG, dualstack_ipv6=both)
 
 
 def _unreachable(launch: LaunchEnvironment, got: str) -> ConfigError | HangError:
@@ -414,17 +414,14 @@ class LaunchStore:
 
     @staticmethod
     def _bind(host: str, port: int) -> socket.socket:
-        bound = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            bound.bind((host if host == LOOPBACK else "", port))
+            if host != LOOPBACK:
+                return _server(port)
+            return socket.create_server((host, port), backlog=_BACKLOG)
         except OSError as error:
-            bound.close()
             raise ConfigError(
                 f"MASTER_PORT: expected a free port, got {port} ({error.strerror}). Take another."
             ) from error
-        bound.listen(_BACKLOG)
-        return bound
 
     def serve_soon(self) -> None:
         """Serves from a thread: importing torch takes seconds, and ranks are watched meanwhile."""
@@ -435,8 +432,9 @@ class LaunchStore:
             except BaseException as error:  # noqa: BLE001  raised by `check`
                 self._failed = error
 
-        self._serving = threading.Thread(target=serve, name="store of the launch")
-        self._serving.start()
+        serving = threading.Thread(target=serve, name="store of the launch")
+        serving.start()
+        self._serving = serving
 
     def check(self) -> None:
         """Raises the error that kept the store from being served: ranks would wait for it."""
