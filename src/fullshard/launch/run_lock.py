@@ -19,7 +19,6 @@ import threading
 import time
 from pathlib import Path
 
-from fullshard.checkpoint.storage import StorePath
 from fullshard.config.regular_files import open_regular
 from fullshard.errors import CheckpointError, ConfigError
 
@@ -96,7 +95,7 @@ class StoreLock(contextlib.AbstractContextManager["StoreLock"]):
         ConfigError: Another live process holds the place; names that process.
     """
 
-    def __init__(self, place: StorePath, token: str) -> None:
+    def __init__(self, place: Path, token: str) -> None:
         self._file = place / LOCK
         self._holder = f"process {os.getpid()} on host {socket.gethostname()}\n{token}\n"
         self._place, self._token, self._count = place, token, 0
