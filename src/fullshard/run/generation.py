@@ -6,6 +6,7 @@ import contextlib
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from operator import methodcaller
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -144,12 +145,13 @@ def _load(request: Request, *, is_sharded: bool) -> tuple[Any, PreTrainedTokeniz
 
 
 def _sharded(request: Request, config: PretrainedConfig, device: torch.device) -> nn.Module:
-    """The sharded model, in the dtype of its files."""
+    """The sharded model, in the dtype of its files, without room for gradients."""
     settings: dict[str, Any] = {
         "model": {"name_or_path": str(request.folder), "trust_remote_code": request.trust},
         "sharding": {"master_dtype": getattr(config, "dtype", None) or torch.float32},
     }
-    return build_sharded(RunConfig(**settings), config, device)
+    frozen = methodcaller("requires_grad_", requires_grad=False)
+    return build_sharded(RunConfig(**settings), config, device, frozen)
 
 
 def _shown(request: Request, prompt: str) -> str:
