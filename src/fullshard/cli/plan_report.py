@@ -74,7 +74,7 @@ def show(config: RunConfig, view: View, hardware: Gpus | None, out: Path | None)
     study, lack = view.study(), view.lack()
     print_plan(study, hardware, lack)
     if leaves_something(config):
-        print_choice(study.outlook)
+        print(f"auto is {choice_of(study.outlook)} here.")
     if out is not None:
         from fullshard.observe.plan_page import write_plan_page
 
@@ -194,11 +194,6 @@ def _print_phases(study: Study) -> None:
             f"{human_bytes((kept + 1) * size)} while one more is written"
         )
     print(f"{sentence}.")
-
-
-def print_choice(outlook: Outlook) -> None:
-    """The values that `auto` stands for."""
-    print(f"auto is {choice_of(outlook)} here.")
 
 
 # ---- XLA -----------------------------------------------------------------------------------------
