@@ -51,8 +51,7 @@ METHOD = (
     f"{SAMPLES} samples, blocks of width {WIDTH} and {LAYERS} layers, float32, AdamW. "
     "auto has the plan's shardings for parameters and optimizer state, samples "
     "over the devices, activations pinned to them between blocks, and `lax.scan` over the blocks.",
-    "fullshard's step also returns the norm of the gradients, which auto does not have: one more "
-    "number in the all-reduce of loss and tokens.",
+    "Both steps return the loss and the norm of the gradients.",
     "Dropout and noise differ between the engines, since keys are drawn per device; the losses of "
     f"the other models must agree within {LOSS_TOLERANCE:g}.",
     "Collectives are those of the compiled programs, one per tensor, with loops multiplied; bytes "
@@ -94,7 +93,8 @@ def auto_step(model: Any, plan: XlaPlan, tx: Any) -> Any:
         (value, variables), grads = found
         updates, opt_state = tx.update(grads, state.opt_state, mine)
         params = merged(plan, state.params, optax.apply_updates(mine, updates))
-        return State(params, opt_state, state.step + 1, plan, variables), {"loss": value}
+        metrics = {"loss": value, "grad_norm": optax.global_norm(grads)}
+        return State(params, opt_state, state.step + 1, plan, variables), metrics
 
     whole = plan.replicated
     lies = State(plan.shardings, opt_shardings(plan, tx), whole, plan, whole)

@@ -26,6 +26,7 @@ from fullshard.engine.model_spec import meta_model
 from fullshard.engine.owned import owned_optimizer
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.errors import ConfigError, ShardedTensorError
+from fullshard.formats import orbax
 from fullshard.observe.hang import watchdog
 from fullshard.observe.trace import EventRing
 from fullshard.planner.mesh import Topology
@@ -317,8 +318,8 @@ def load(
     """Load a checkpoint, each rank the bytes that it holds. A collective.
 
     Args:
-        path: A checkpoint, or a folder of step-*: its newest complete and undamaged one; what is
-            skipped is said.
+        path: A checkpoint; or a folder of step-*: its newest complete and undamaged one, and what
+            is skipped is logged; or a tree of arrays that orbax wrote, for a model alone.
         model: Sharded, of any strategy over any number of ranks.
         optimizer: Same class and groups as the saved one. With it the ranks' random generators
             go on where they were, if there are as many ranks.
@@ -329,7 +330,7 @@ def load(
     Raises:
         CheckpointError: There is none, or it is of another model; names the tensor.
     """
-    return loading.load(storage_path(path), model, optimizer)
+    return orbax.load(storage_path(path), model, optimizer)
 
 
 def memory_stats(model: nn.Module) -> dict[str, dict[str, int]]:

@@ -106,8 +106,18 @@ def check_loads(found: Found, model: nn.Module, kind: str) -> None:
 def _load_from(
     found: Found, engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> dict[str, Any]:
-    wanted = untrusted(f"checkpoint '{found.path}'", "what fs.save wrote")
-    with wanted, Checkpoint.open(found, checked=True) as checkpoint:
+    with Checkpoint.open(found, checked=True) as checkpoint:
+        return load_open(checkpoint, engine, model, optimizer)
+
+
+def load_open(
+    checkpoint: Checkpoint,
+    engine: Engine,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+) -> dict[str, Any]:
+    """As `load`, from an open checkpoint. All ranks call it inside `engine.agree`."""
+    with untrusted(f"checkpoint '{checkpoint.path}'", "what fs.save wrote"):
         states, others = _read_tensors(checkpoint, engine, model, optimizer)
         extra = _value(checkpoint, engine, EXTRA, checkpoint.state["extra"])
         others |= {} if extra is _LEFT_OUT else extra

@@ -63,7 +63,6 @@ from fullshard.errors import (
     CheckpointError,
     FullshardError,
     OutOfMemoryError,
-    PreemptedError,
     ran_out_of_memory,
 )
 from fullshard.planner.mesh import Mesh
@@ -427,8 +426,7 @@ def _write_files(
                 outcome.append(write_tensors(path, of_kind, rank))
     except BaseException as error:  # noqa: BLE001  the other ranks wait for what this one says
         outcome = commit.failure(place.target, rank, error)
-        is_exception = isinstance(error, Exception) and not isinstance(error, PreemptedError)
-        if not is_exception or ran_out_of_memory(error):
+        if not isinstance(error, Exception) or ran_out_of_memory(error):
             stopped = error  # no failure to write
     commit.report(place, rank, outcome)
     try:

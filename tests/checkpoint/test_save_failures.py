@@ -10,6 +10,7 @@ import time
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from torch import nn
 import fullshard as fs
 from fullshard import saving
 from fullshard.checkpoint import commit
+from fullshard.checkpoint.files import sync_folder
 from fullshard.checkpoint.read import find_damage, remove
 from fullshard.checkpoint.retain import checkpoints_in, newest_complete
 from fullshard.errors import CheckpointError, OutOfMemoryError
@@ -188,15 +190,16 @@ def test_a_full_disk_in_a_door_is_typed_and_leaves_nothing(tmp_path, door):
     assert all(name.isdecimal() for name in left_in(tmp_path / "out"))
 
 
-def interrupted(root):
-    """Rank 1 is interrupted from the keyboard while it writes."""
+def interrupted(root, whose, call):
+    """A rank is interrupted from the keyboard at its first call of a function of the system."""
     model, optimizer = model_and_optimizer()
     began = time.monotonic()
 
-    def interrupt(_name):
+    def interrupt(*_args):
         raise KeyboardInterrupt
 
-    with at_call(3 if dist.get_rank() == 1 else 0, interrupt):
+    here = patch.object(os, call, interrupt) if dist.get_rank() == whose else nullcontext()
+    with here:
         try:
             fs.save(Path(root) / "c", model, optimizer)
         except (CheckpointError, KeyboardInterrupt) as error:
@@ -204,9 +207,22 @@ def interrupted(root):
     return "", 0.0
 
 
-def test_an_interrupted_rank_ends_the_save_of_all(ranks, tmp_path):
-    (zero, waited), (one, _) = ranks(2)(interrupted, str(tmp_path))
-    assert (zero, one) == ("CheckpointError", "KeyboardInterrupt")
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EBADF, errno.EIO])
+def test_a_file_system_need_not_sync_folders(tmp_path, monkeypatch, number):
+    def fail(_descriptor):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="output") if number == errno.EIO else nullcontext():
+        sync_folder(tmp_path)
+
+
+@pytest.mark.parametrize(("whose", "call"), [(1, "write"), (0, "rename")])
+def test_an_interrupted_rank_ends_the_save_of_all(ranks, tmp_path, whose, call):
+    found = ranks(2)(interrupted, str(tmp_path), whose, call)
+    assert found[whose][0] == "KeyboardInterrupt"
+    other, waited = found[1 - whose]
+    assert other == "CheckpointError"
     assert waited < 60
     assert left_in(tmp_path) == []
 

@@ -111,6 +111,18 @@ def test_elementwise_functions_give_the_shard_of_the_result(ranks):
     ranks(2)(compare, elementwise)
 
 
+@on_ranks(2)
+def test_a_plain_tensor_takes_dtype_and_device_of_a_shard_alone():
+    _, model = trained()
+    plain = torch.ones(3, 2, dtype=torch.float32, requires_grad=True)
+    for tensor in (model.blocks[1].mid.weight, model.scale):
+        for found in (plain.to(tensor), plain.type_as(tensor)):
+            assert type(found) is torch.Tensor
+            assert (found.dtype, tuple(found.shape)) == (torch.float64, (3, 2))
+            assert found.requires_grad
+        assert type(tensor.detach().to(plain)) is type(tensor.detach().type_as(plain))
+
+
 # ---- the whole tensor -------------------------------------------------------------------------
 
 NEEDS_THE_WHOLE: dict[str, Function] = {

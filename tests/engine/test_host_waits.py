@@ -1,20 +1,25 @@
 """A step never waits for its device: what would on a GPU is found on a CPU, by its operations."""
 
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fullshard as fs
-from fullshard.engine import norms
+from fullshard.engine import engine, norms
 from fullshard.engine import step as stepping
+from fullshard.transport import base, streams
 from support.models import CASES
 from support.ranks import on_ranks
 
 WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "item", "is_nonzero"}
+READS = {"tolist", "numpy", "cpu", "__array__"}  # which are no operations on a CPU
 
 
 class HostWaits(TorchDispatchMode):
@@ -49,10 +54,26 @@ class HostWaits(TorchDispatchMode):
         return any(tensor is made for made in self.made)
 
 
+class HostReads(TorchFunctionMode):
+    """Notes what reads a tensor without an operation."""
+
+    def __init__(self, found):
+        super().__init__()
+        self.found = found
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if getattr(func, "__name__", "") in READS:
+            self.found.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
 @contextmanager
 def watched():
-    """Sees the engine's own operations too, which run outside of a user's modes."""
-    mode = HostWaits()
+    """Sees the engine's own operations too, which run outside of a user's modes.
+
+    To the engine, the CPU is a device with streams, and messages are compared as over NCCL.
+    """
+    mode, device = HostWaits(), SimpleNamespace(event=lambda: None, finish=lambda _: None)
 
     def crosses(numbers, device, dtype=torch.float64):
         before = len(mode.made)
@@ -60,18 +81,24 @@ def watched():
         del mode.made[before:]
         return tensor
 
-    from_host = norms.from_host
-    places = ("norms", "gradients")
-    with patch.object(stepping, "has_modes", lambda: False):
-        patches = [patch(f"fullshard.engine.{place}.from_host", crosses) for place in places]
-        for each in patches:
-            each.start()
-        try:
-            with mode:
-                yield mode
-        finally:
-            for each in patches:
-                each.stop()
+    def arrived(self):
+        before = len(mode.found)
+        read_earlier(self)
+        del mode.found[before:]
+
+    from_host, read_earlier = norms.from_host, norms.GradientNorms.read_earlier
+    patches = [
+        patch.object(stepping, "has_modes", lambda: False),
+        patch.object(streams, "of", lambda _: device),
+        patch.object(norms.GradientNorms, "read_earlier", arrived),
+        patch.object(base.MessageTransport, "_start_comparison", lambda *_: lambda: None),
+    ]
+    for place in ("norms", "gradients", "owned", "replicas"):
+        patches.append(patch(f"fullshard.engine.{place}.from_host", crosses))
+    with ExitStack() as stack:
+        for each in (*patches, HostReads(mode.found), mode):
+            stack.enter_context(each)
+        yield mode
 
 
 CLIPS = {
@@ -82,14 +109,6 @@ CLIPS = {
         [p.grad for p in list(model.parameters())[1:]]
     ),
 }
-
-
-def one_sum_later(head, said, *, maximum):
-    """On a GPU what ranks must say alike is looked at when it has landed."""
-
-
-def never(tensor):
-    return False
 
 
 @pytest.mark.short(8)
@@ -108,35 +127,36 @@ def never(tensor):
 def test_no_step_waits_for_its_device(settings, clip):
     case = CASES["chain"]
     model = fs.shard(case.build(), **settings)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
+    elementwise = partial(torch.optim.SGD, lr=1e-3, momentum=0.9, foreach=True)
+    optimizer = elementwise(model.parameters())
+    if clip == "ours":
+        optimizer = fs.owned(model, elementwise)
+    found = []
     for step in range(4):
         batch = case.batch(step, dist.get_rank())
-        if step < 2:  # order is learned, optimizers are probed
-            case.loss(model(**batch)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            continue
-        landed = patch.object(norms, "_differing", one_sum_later)
-        reads = [patch(f"fullshard.engine.{it}.is_at_hand", never) for it in ("clip", "gradients")]
-        with landed, reads[0], reads[1], watched() as mode:
+        around = watched() if step >= 2 else nullcontext()  # the order is learned until then
+        with around as mode, patch.object(engine, "STEPS", 2):  # replicas are compared, too
             with fs.no_sync(model):
                 case.loss(model(**batch)).backward()
             case.loss(model(**batch)).backward()
             CLIPS[clip](model)
+            optimizer.step()
             optimizer.zero_grad()
-        assert mode.found == []
+        found += [] if mode is None else mode.found
+    assert found == []
 
 
 def a_host_that_waits():
     x = torch.ones(3)
-    with HostWaits() as mode:
+    with HostWaits() as mode, HostReads(mode.found):
         x[[0, 2]]
         x.cpu()
         torch.cat([torch.tensor([1.0]), x])
         x.sum().item()
         x[x > 0]
+        x.tolist()
     return mode.found
 
 
 def test_what_waits_is_seen():
-    assert len(a_host_that_waits()) == 4
+    assert len(a_host_that_waits()) == 6

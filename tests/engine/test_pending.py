@@ -110,6 +110,22 @@ def test_dropping_gradients_between_micro_batches_is_as_in_one_process(settings)
         assert_same_gradients(model, alone, total)
 
 
+@on_ranks(2)
+def test_zeros_stay_where_ranks_have_reached_other_units():
+    """AdamW decays parameters with gradients of zeros."""
+    model, alone = fs.shard(chain(), transport="shared"), chain()
+    for which in (model, alone):
+        ranks = [dist.get_rank()] if which is model else range(2)
+        for defers in (True, False):
+            with fs.no_sync(model) if defers and which is model else nullcontext():
+                for rank in ranks:
+                    scores = which(**CHAIN.batch(0, rank), order=[rank if defers else 2])
+                    (CHAIN.loss(scores) / len(ranks)).backward()
+            if defers:
+                which.zero_grad(set_to_none=False)
+    assert_same_gradients(model, alone)
+
+
 @on_ranks(4)
 def test_what_waits_for_replicas_is_dropped_too():
     for outer_only in (True, False):

@@ -6,6 +6,7 @@ another, and sums their gradients in float32 in rank order. Nothing of fullshard
 
 import contextlib
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,16 +14,20 @@ import torch.distributed as dist
 from torch import nn
 
 import fullshard as fs
+from fullshard.config.values import Reduction
 from fullshard.engine.engine import engine_of
+from fullshard.planner.mesh import Mesh
 from support.grid import STRATEGIES
 from support.models import CASES, float32_batch, float32_model, mean_square
 from support.parity import assert_planned_events, whole_gradients, whole_params
 from support.ranks import on_ranks
+from support.streams import Groups, Played
 
 NAMES = ("chain", "llama", "tied llama", "mixture of experts")
 FAST = (("chain", 2), ("tied llama", 2))
 NUM_STEPS = 3
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+KINDS = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def make_optimizer(params):
@@ -128,6 +133,21 @@ def test_a_bfloat16_wire_is_summed_in_float32():
         settings = {"strategy": strategy, "param_dtype": "bf16", "reduce_dtype": "bf16"}
         _, found = train("llama", settings)
         assert_bits(found, wanted, str(settings))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 8])
+def test_a_sum_in_float16_is_infinite_only_if_a_gradient_is(num_ranks):
+    """NCCL sums in the dtype of the wire, as alike ranks here do."""
+    groups, config = Groups(Played()), SimpleNamespace(reduction=Reduction.NATIVE)
+    with groups.in_place():
+        transport = groups.make_transport(config, Mesh(1, num_ranks))
+        gradients = [torch.full((64 * num_ranks,), 60_000.0, dtype=dtype) for dtype in KINDS]
+        sums = [torch.zeros(64) for _ in KINDS]
+        transport.reduce(gradients).sum_into(sums)
+    for found in sums:
+        torch.testing.assert_close(
+            found, torch.full((64,), 60_000.0 * num_ranks), rtol=3e-3, atol=0
+        )
 
 
 @on_ranks(2)

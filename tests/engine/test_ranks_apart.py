@@ -246,6 +246,69 @@ def test_a_rank_that_leaves_out_what_needs_no_message_is_named(ranks, what, numb
         assert "rank 1 has made" in text
 
 
+def has_another(number, settings):
+    """Rank 1 has another number from the third step on."""
+    run = Run(dist.get_world_size(), dist.get_rank())
+    model = run.shard(run.model(), transport="direct", **settings)
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+
+    def steps():
+        for step in range(5):
+            odd = 2.0 if step >= ODD[0] and run.rank == ODD[1] else 1.0
+            run.loss(model, step).backward()
+            if number == "lr":
+                optimizer.param_groups[0]["lr"] = odd * 0.1
+            elif number == "max_norm":
+                fs.clip_grad_norm_(model, odd * 1e-3)
+            else:
+                nn.utils.clip_grad_norm_(model.parameters(), odd * 1e-3)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return error_of(steps)
+
+
+@pytest.mark.parametrize("number", ["lr", "max_norm", "max_norm of torch"])
+def test_a_rank_that_updates_with_another_number_is_found(ranks, number):
+    for size, settings in ((2, {}), (4, REPLICAS)):
+        for text in ranks(size)(has_another, number, settings):
+            assert text.startswith("EngineError: "), text
+            assert "with the same numbers on every rank (lr, " in text
+
+
+def has_another_setting(settings):
+    run = Run(2, dist.get_rank())
+    return error_of(lambda: run.shard(run.model(), **(settings if run.rank else {})) is None or 0)
+
+
+@pytest.mark.parametrize("settings", [{"grad_reduction": "sum"}, {"output_dtype": "bf16"}], ids=str)
+def test_a_rank_with_another_setting_is_refused(ranks, settings):
+    for text in ranks(2)(has_another_setting, settings):
+        assert text.startswith("ConfigError: fs.shard: expected the same model and the same conf")
+
+
+def averages_alone(asks, transport):
+    """Rank 0 alone updates a second model, as under DDP."""
+    run = Run(2, dist.get_rank())
+    average = run.shard(run.model(), transport=transport)
+    if run.rank == 0:
+        with torch.no_grad():
+            for param in average.parameters():
+                param.mul_(0.9)
+    if asks == "an evaluation":
+        with torch.no_grad():
+            return error_of(lambda: run.loss(average, 0))
+    return error_of(lambda: fs.full_state_dict(average))
+
+
+@pytest.mark.parametrize("asks", ["an evaluation", "the whole of"])
+def test_an_average_of_one_rank_is_found_when_it_is_used(ranks, asks):
+    for transport in TRANSPORTS:
+        for text in ranks(2)(averages_alone, asks, transport):
+            assert text.startswith(f"EngineError: {asks}"), text
+            assert "expected as many writes into parameters on every rank" in text
+
+
 def reads_and_writes(strategy):
     """The error of a right program whose ranks make other calls of functions of parameters."""
     run = Run(2, torch.distributed.get_rank())

@@ -48,6 +48,18 @@ def with_shared_storage():
     return model
 
 
+def with_overlapping_parameters():
+    model = Tiny()
+    model.rows = nn.Parameter(model.head.weight.data[1:])
+    return model
+
+
+def with_a_view_of_a_parameter():
+    model = Tiny()
+    model.blocks[0].kept = [{"transposed": model.head.weight.detach().t()}]
+    return model
+
+
 def with_a_gradient():
     model = Tiny()
     model(tokens_of(0, 0)).sum().backward()
@@ -116,6 +128,8 @@ MODELS: list[Part] = [
     with_int8,
     with_complex,
     with_shared_storage,
+    with_overlapping_parameters,
+    with_a_view_of_a_parameter,
     with_a_gradient,
     with_a_gradient_hook,
     with_a_parameter_subclass,

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
+import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +19,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fullshard as fs
-from fullshard.engine import computed, engine, gradients, norms, step, streamed, unit
-from fullshard.transport import c10d
+from fullshard import engine, transport
 from support.mutants import Mutant, calls_of
 from support.streams import DEFAULT, SIDE, Played
 
@@ -55,6 +59,15 @@ class Chain(nn.Module):
         for block in self.blocks[at : at + 2]:
             x = x if block in self.blocks[self.left_out :][:1] else block(x)
         return x
+
+
+class Twice(Chain):
+    """Each block runs twice, so that it has a slot of its own once the order is learned."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in (*self.blocks, *self.blocks):
+            x = block(x)
+        return x.square().mean()
 
 
 class Tower(nn.Module):
@@ -114,6 +127,8 @@ class Trial:
                 for _ in range(2):
                     self.step(model, optimizer)
                 self.do(self, model, played)
+            for stream in list(played.clocks):  # before the model is freed
+                played.join(DEFAULT, stream)
         return played
 
     def step(self, model: Any, optimizer: torch.optim.Optimizer) -> None:
@@ -260,6 +275,14 @@ def reads_whole_tensors(trial, model, played):
         sum(p.sum() for p in model.parameters())
 
 
+def updates_by_owner(trial, model, played):
+    optimizer = fs.owned(model, partial(torch.optim.SGD, lr=0.1, momentum=0.9), model.parameters())
+    for _ in range(2):
+        model(torch.randn(3, WIDTH)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def trains_beside_another_model(trial, model, played):
     """A teacher, then another model in the same backward; both were sharded on another stream."""
     with played.on(DEFAULT):
@@ -277,6 +300,54 @@ def trains_beside_another_model(trial, model, played):
         fs.clip_grad_norm_(model, 1.0)
 
 
+def learns_another_order(trial, model, played):
+    """Slots are freed that another stream has read than the one that they were made on."""
+    with played.on(DEFAULT):
+        other = fs.shard(Twice(), transport="fake", wrap=["Block"], **FULL)
+    played.watch(other)
+    played.join(played.now, DEFAULT)
+    for _ in range(2):
+        other(torch.randn(3, WIDTH)).backward()
+
+
+class Towers(Chain):
+    """Two towers of two blocks, the second on another stream."""
+
+    streams: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        left, right, here = x, x, self.streams.now
+        self.streams.join("aside", here)
+        for at in range(2):
+            left = self.blocks[at](left)
+            with self.streams.on("aside"):
+                right = self.blocks[2 + at](right)
+        self.streams.join(here, "aside")
+        self.streams.keep(right, here)
+        return (left + right).square().mean()
+
+
+def computes_on_two_streams(trial, model, played):
+    towers = Towers()
+    towers.streams = played
+    fs.shard(towers, transport="fake", wrap=["Block"], **trial.settings)
+    played.watch(towers)
+    with torch.no_grad():
+        for _ in range(2):
+            towers(torch.randn(3, WIDTH))
+
+
+def waits_on_another_stream(trial, model, played):
+    """Gradients that wait were made on one stream, and are reduced on another."""
+    for outer_only in (False, True):
+        with fs.no_sync(model, outer_only=outer_only):
+            model(torch.randn(3, WIDTH)).backward()
+        played.join(SIDE, played.now)
+        with played.on(SIDE):
+            model(torch.randn(3, WIDTH)).backward()
+        played.join(played.now, SIDE)
+
+
 OTHERS = [
     Trial(FULL, do=on_other_streams),
     Trial(HYBRID, do=on_other_streams, stream=SIDE),
@@ -286,6 +357,10 @@ OTHERS = [
     Trial(FULL, do=raises_in_backward),
     Trial(FULL, do=differentiates_inside_backward),
     Trial(FULL, do=reads_whole_tensors),
+    Trial(FULL, do=updates_by_owner, stream=SIDE),
+    Trial(FULL, do=learns_another_order, stream=SIDE),
+    Trial(HYBRID, do=waits_on_another_stream),
+    Trial(FULL | {"poison": True}, do=computes_on_two_streams),
     Trial(FULL | {"offload": "cpu"}, do=trains_beside_another_model, stream=SIDE),
 ]
 
@@ -297,12 +372,17 @@ def test_nothing_is_touched_too_early_either_where_a_model(trial):
 
 # ---- and each wait is needed
 
-MODULES = (computed, engine, gradients, norms, step, streamed, unit, c10d)
+# Waits for messages of CPU ranks, and methods that have the name of a wait.
+NO_WAITS = ("Works(works, own).wait", "norms.keep", "owned.join")
 WAITS = [
     mutant
-    for module in MODULES
-    for mutant in calls_of(module, ("wait", "join", "keep", "finish", "await_host"))
-    if "norms.keep" not in mutant.text
+    for package in (engine, transport)
+    for found in pkgutil.iter_modules(package.__path__, f"{package.__name__}.")
+    if not found.name.endswith(("transport.direct", "transport.streams"))
+    for mutant in calls_of(
+        importlib.import_module(found.name), ("wait", "join", "keep", "finish", "await_host")
+    )
+    if not any(other in mutant.text for other in NO_WAITS)
 ]
 SHORT = [
     Trial(FULL),
@@ -314,13 +394,27 @@ SHORT = [
 ]
 
 
+def test_one_file_calls_streams_and_events():
+    """What others called would be played by nobody. Unlocking pages waits for the device."""
+    calls = re.compile(
+        r"cuda\.(Stream|Event|stream|current_stream|synchronize)\b|_stream\(|_event\("
+    )
+    found = {
+        path.name: calls.findall(path.read_text(encoding="utf-8"))
+        for package in (engine, transport)
+        for path in Path(package.__path__[0]).rglob("*.py")
+    }
+    assert found.pop("streams.py")
+    assert {name: calls for name, calls in found.items() if calls} == {"homes.py": ["synchronize"]}
+
+
 def is_caught(mutant: Mutant) -> bool:
     with mutant.alive():
         return any(trial.run().races for trial in SHORT)
 
 
 def test_the_waits_are_these():
-    assert len(WAITS) == 23, WAITS
+    assert len(WAITS) == 30, WAITS
 
 
 @pytest.mark.parametrize("mutant", WAITS, ids=str)

@@ -99,13 +99,14 @@ def test_each_slot_is_registered_once_and_in_one_order(ranks, settings):
     assert len(one) >= 5
 
 
-def registered_experts():
-    """Rings and groups of the slots of a model whose experts have a mesh of their own."""
+def registered_experts(settings):
+    """Slots and meshes of a model whose experts have a mesh of their own, and slots of two."""
     memory, model = Memory(), qwen()
     with memory.in_place():
         mesh = cut_as_transformers(model, 2)["fsdp"]
-        fs.shard(model, mesh=mesh, transport="c10d", symmetric_memory=True)
-    engine, found = engine_of(model), {slot: group for slot, *_, group in memory.registered}
+        fs.shard(model, mesh=mesh, transport="c10d", symmetric_memory=True, **settings)
+    engine, found = engine_of(model), [(slot, group) for slot, *_, group in memory.registered]
+    assert len(set(found)) == len(found)
     for unit in engine.units:
         axes = unit.transport.axes
         for group in unit.groups:
@@ -114,14 +115,22 @@ def registered_experts():
                 (group.plan.grad_slot, axes.reduce_group),
             ):
                 slot = slots_of(model)[ref.ring][ref.index]
-                assert found[slot] == own.group_name, (unit.plan.title, ref)
-    return len(found), len({unit.plan.mesh for unit in engine.units})
+                assert (slot, own.group_name) in found, (unit.plan.title, ref)
+    assert memory.made == {slot for slot, _ in found}  # each is allocated once
+    shared = len(found) - len(memory.made)
+    return len(found), len({unit.plan.mesh for unit in engine.units}), shared
 
 
-def test_slots_of_experts_are_registered_with_the_groups_of_experts(ranks):
-    (count, num_meshes), *others = ranks(4)(registered_experts)
-    assert others == [(count, num_meshes)] * 3
+@pytest.mark.parametrize(
+    ("settings", "is_shared"),
+    [({}, False), ({"wrap": ["Qwen3MoeAttention", "Qwen3MoeExperts"]}, True)],
+    ids=str,
+)
+def test_slots_of_experts_are_registered_with_the_groups_of_experts(ranks, settings, is_shared):
+    (count, num_meshes, shared), *others = ranks(4)(registered_experts, settings)
+    assert others == [(count, num_meshes, shared)] * 3
     assert num_meshes == 2
+    assert bool(shared) is is_shared
 
 
 def differing_bits():

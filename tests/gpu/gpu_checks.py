@@ -87,12 +87,12 @@ def train_sharded(dtype: str, strategy: str, **more: object) -> dict[str, torch.
     return {name: param.full_tensor() for name, param in model.named_parameters()}
 
 
-def check_parity(dtype: str, strategy: str) -> None:
+def check_parity(dtype: str, strategy: str, **more: object) -> None:
     """Every parameter moved as it does in one process."""
     torch.backends.cuda.matmul.allow_tf32 = False
     start = dict(build().named_parameters())
     wanted = train_alone(DTYPES[dtype], dist.get_world_size())
-    found = train_sharded(dtype, strategy)
+    found = train_sharded(dtype, strategy, **more)
     assert found.keys() == wanted.keys()
     for name in wanted:
         moved = (wanted[name] - start[name]).norm()

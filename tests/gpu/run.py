@@ -50,7 +50,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import fullshard as fs
 from fullshard.engine.engine import engine_of
 from fullshard.transport import _torch_compat, streams
-from support.streams import Groups, Played
+from support.streams import Groups, HostGroups, Played
 
 RESULTS = ROOT / "benchmarks" / "results" / "gpu_steps.json"
 SPUN = 2_000_000  # cycles, about a millisecond
@@ -166,12 +166,14 @@ def compare_streams(*, late: bool, aside: bool, **settings: Any) -> None:
         assert torch.equal(one_shard, other)
 
 
-def forbid_synchronisation(**settings: Any) -> None:
+def forbid_synchronisation(*, by_owner: bool = False, **settings: Any) -> None:
     """A step in its steady state never waits for the device."""
     needs_cuda()
     with Groups(streams.Streams(gpu_checks.DEVICE)).in_place():
         model = fs.shard(gpu_checks.build(), transport="fake", shard=4, wrap=["Block"], **settings)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        if by_owner:
+            optimizer = fs.owned(model, partial(torch.optim.SGD, lr=1e-3))
         for at in range(5):
             inputs = gpu_checks.batch(at, 0)
             # the order of units is learned in the first steps, and the optimizer is tried
@@ -238,6 +240,33 @@ def milliseconds(work: Callable[[], object], num_times: int = 20) -> float:
     end.record()
     end.synchronize()
     return start.elapsed_time(end) / num_times
+
+
+def train_two_ranks() -> None:
+    """Two ranks that share the device, over gloo, move every parameter as one process does."""
+    words = [sys.executable, str(HERE / "run.py"), "--device", gpu_checks.DEVICE.type]
+    with tempfile.TemporaryDirectory() as folder:
+        words += ["--store", f"{folder}/store", "--rank"]
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        ranks = [subprocess.Popen([*words, str(at)], text=True, **pipes) for at in range(2)]
+        try:
+            limit = HANGS_S - 10 if on_cuda() else None
+            said = [rank.communicate(timeout=limit)[0] for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+    assert not any(rank.returncode for rank in ranks), "\n".join(said)
+
+
+def be_one_of_two(rank: int, store: str) -> None:
+    """What each of these ranks does."""
+    place: dict[str, Any] = {"store": dist.FileStore(store, 2), "rank": rank, "world_size": 2}
+    dist.init_process_group("gloo", timeout=GROUP_TIMEOUT, **place)
+    with HostGroups(streams.of(gpu_checks.DEVICE) or Played()).in_place():
+        for dtype in gpu_checks.DTYPES:
+            for strategy in gpu_checks.STRATEGIES:
+                gpu_checks.check_parity(dtype, strategy, transport="c10d")
+    dist.destroy_process_group()
 
 
 def offload() -> None:
@@ -420,8 +449,13 @@ STEPS: dict[str, Callable[[], object]] = {
         f"no synchronisation in a step, {settings or 'float32'}": partial(
             forbid_synchronisation, **settings
         )
-        for settings in ({}, {"param_dtype": "bfloat16", "activation_checkpointing": "block"})
+        for settings in (
+            {},
+            {"param_dtype": "bfloat16", "activation_checkpointing": "block"},
+            {"by_owner": True},
+        )
     },
+    "two ranks on one device": train_two_ranks,
     "one thread carries out a backward": count_threads,
     "weight gradients in float32": time_weight_gradients,
     "offload": offload,
@@ -457,6 +491,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--only", nargs="+", default=[""], help="steps whose names begin so")
+    parser.add_argument("--rank", type=int, default=0, help="of two on the device, with --store")
+    parser.add_argument("--store", help="a file in which the two meet")
     parser.add_argument("--out", type=Path, help=f"{RESULTS.relative_to(ROOT)} on a GPU")
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
@@ -466,6 +502,9 @@ def main() -> int:
     gpu_checks.DEVICE = torch.device(args.device)
     if args.device == "cpu":
         gpu_checks.CASE = replace(gpu_checks.CASE, width=128, layers=3, seq=16)
+    if args.store is not None:
+        be_one_of_two(args.rank, args.store)
+        return 0
     place: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     backend, device = "gloo", None
     if args.device == "cuda":  # as the launcher does

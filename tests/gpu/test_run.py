@@ -32,7 +32,7 @@ STEPS = (
         "events, float32",
         "streams, late=False, aside=True",
     ),
-    *("one", "offload", "save", "losses"),
+    *("two", "one", "offload", "save", "losses"),
 )
 
 
@@ -46,7 +46,7 @@ def test_steps_of_make_gpu_run_on_a_cpu_without_pydantic(tmp_path):
     done = subprocess.run(command, check=False, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads(out.read_text())["steps"]
-    assert len(rows) == 14
+    assert len(rows) == 15
     assert {row["status"] for row in rows} == {"ok"}
 
 

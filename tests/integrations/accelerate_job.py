@@ -9,6 +9,8 @@ from accelerate.state import AcceleratorState
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from fullshard.errors import EngineError
+
 MODE, FOLDER, RESUME = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
 if MODE == "ddp":
     from accelerate import Accelerator
@@ -73,6 +75,18 @@ def main():
     if accelerator.is_main_process:
         name = f"{MODE}-{Path(RESUME[0]).name}" if RESUME else MODE
         (FOLDER / f"{name}.json").write_text(json.dumps(rows))
+    if MODE == "sharded" and not RESUME:
+        ask_alone(accelerator, model)
+
+
+def ask_alone(accelerator, model):
+    """Writes what each rank is told if rank 0 alone asks for the state dict."""
+    try:
+        if accelerator.is_main_process:
+            accelerator.get_state_dict(model)
+        accelerator.wait_for_everyone()
+    except EngineError as error:
+        (FOLDER / f"alone-{accelerator.process_index}").write_text(str(error))
 
 
 if __name__ == "__main__":

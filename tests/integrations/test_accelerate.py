@@ -57,6 +57,13 @@ def test_norms_rates_metrics_and_weights_are_those_of_ddp(runs):
         assert_close(value, saved[1][name], rtol=1e-9, atol=1e-12)
 
 
+def test_a_state_dict_that_rank_0_asks_for_alone_is_an_error_on_all(runs):
+    folder, _, _ = runs
+    for rank in range(2):
+        text = (folder / f"alone-{rank}").read_text()
+        assert "expected the same call on every rank" in text
+
+
 @pytest.mark.parametrize(
     ("mode", "state"), [("sharded", "ddp"), ("sharded", "sharded"), ("ddp", "sharded")]
 )

@@ -104,9 +104,12 @@ def test_a_plain_script_meets_with_its_own_arguments(launch, tmp_path):
     assert log.read_text() == "sum 3.0 --json x of local rank 1\n"
 
 
-def test_launchers_of_two_machines_meet(launch, tmp_path):
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_launchers_of_two_machines_meet(launch, tmp_path, address):
+    if ":" in address and not Path("/proc/net/if_inet6").read_text():
+        pytest.skip("needs a machine with IPv6")
     port = free_port()
-    place = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(port)]
+    place = ["--nnodes", "2", "--master-addr", address, "--master-port", str(port)]
     nodes = [
         launch(MEETS, *place, "--node-rank", str(node), "--log-dir", f"logs_{node}")
         for node in (1, 0)

@@ -87,6 +87,8 @@ def test_rank_zero_speaks_to_the_terminal_and_every_rank_to_its_log(run, tmp_pat
     ],
 )
 def test_ranks_are_forked_or_else_started(run, tmp_path, monkeypatch, capfd, how, module):
+    monkeypatch.chdir(tmp_path)  # whose files are not imported in the place of Python's
+    (tmp_path / "tabnanny.py").write_text("raise SystemExit('of the working folder')")
     if "adopt" in how:
         monkeypatch.setattr("fullshard.launch.fork_server._PR_SET_CHILD_SUBREAPER", 9999)
     with fork_server([module]) as server:

@@ -221,13 +221,16 @@ def _run(words: list[str]) -> int:
 
 def _interpret(words: list[str]) -> None:
     warnings.resetwarnings()
+    first = [os.getcwd()]  # noqa: PTH109
     while words[0] in ("-u", "-P", "-W"):
-        if words.pop(0) == "-W":
+        flag = words.pop(0)
+        if flag == "-W":
             warnings.simplefilter(words.pop(0))  # type: ignore[arg-type]
+        first = [] if flag == "-P" else first
     # A fresh interpreter would import it a second time, too, only later.
     warnings.filterwarnings("ignore", ".*found in sys.modules after import", RuntimeWarning)
     path = os.environ.get("PYTHONPATH")
-    sys.path[:0] = [os.getcwd(), *(path.split(os.pathsep) if path else ())]  # noqa: PTH109
+    sys.path[:0] = [*first, *(path.split(os.pathsep) if path else ())]
     if words[0] == "-m":
         sys.argv = words[1:]
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)

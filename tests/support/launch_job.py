@@ -5,6 +5,7 @@ Only the jobs that need collectives import torch; the others start in a fraction
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -194,7 +195,9 @@ def fork_and_sleep(folder):
     partial.write_text(f"{os.getpid()} {child.pid}")
     try:
         partial.rename(Path(folder) / f"pids_{RANK}")
-        time.sleep(600)
+        while True:
+            with contextlib.suppress(Exception):  # as libraries do while they import
+                time.sleep(600)
     finally:
         (Path(folder) / f"finally_{RANK}").touch()
 

@@ -14,7 +14,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Mutant:
-    """A call that is a statement of its own, and is left out.
+    """A call that is left out: a statement of its own, or an event that then marks nothing.
 
     Attributes:
         module: Name of its module.
@@ -36,7 +36,7 @@ class Mutant:
         """Inside, the function does without the statement."""
         module = sys.modules[self.module]
         tree = ast.parse(_source(module))
-        _LeaveOut(self.line).visit(tree)
+        _LeaveOut(self.line, self.text).visit(tree)
         code = _code_of(compile(tree, str(module.__file__), "exec"), self.function)
         function = _function(module, self.function)
         before, function.__code__ = function.__code__, code
@@ -47,7 +47,7 @@ class Mutant:
 
 
 def calls_of(module: ModuleType, names: Collection[str]) -> list[Mutant]:
-    """Every statement of a module that calls a method of one of the names."""
+    """Every statement that calls a method of one of the names, and every event without a time."""
     found: list[Mutant] = []
 
     def visit(node: ast.AST, owners: tuple[str, ...], function: str) -> None:
@@ -57,7 +57,9 @@ def calls_of(module: ModuleType, names: Collection[str]) -> list[Mutant]:
                 inner = (*owners, child.name)
                 if isinstance(child, ast.FunctionDef):
                     outermost = function or ".".join(inner)
-            if function and isinstance(child, ast.Expr) and _called(child.value) in names:
+            is_named = isinstance(child, ast.Expr) and _called(child.value) in names
+            if function and (is_named or _is_event(child)):
+                assert isinstance(child, ast.Expr | ast.Call)
                 text = ast.unparse(child)
                 found.append(Mutant(module.__name__, function, child.lineno, text))
             visit(child, inner, outermost)
@@ -71,16 +73,32 @@ def _called(call: ast.expr) -> str:
     return function.attr if isinstance(function, ast.Attribute) else ""
 
 
-class _LeaveOut(ast.NodeTransformer):
-    """What the method is called on stays: `fetch(x).wait()` becomes `fetch(x)`."""
+def _is_event(node: ast.AST) -> bool:
+    """Whether it records an event, other than one of a time."""
+    return isinstance(node, ast.Call) and _called(node) == "event" and not node.keywords
 
-    def __init__(self, line: int) -> None:
-        self._line = line
+
+class _LeaveOut(ast.NodeTransformer):
+    """What the method is called on stays: `fetch(x).wait()` becomes `fetch(x)`.
+
+    In place of an event there is what marks no operation of a played stream.
+    """
+
+    def __init__(self, line: int, text: str) -> None:
+        self._line, self._text = line, text
+
+    def _is_here(self, node: ast.Expr | ast.Call) -> bool:
+        return node.lineno == self._line and ast.unparse(node) == self._text
 
     def visit_Expr(self, node: ast.Expr) -> Any:
-        if node.lineno == self._line:
+        if self._is_here(node):
             node.value = node.value.func.value  # type: ignore[attr-defined]
-        return node
+        return self.generic_visit(node)
+
+    def visit_Call(self, node: ast.Call) -> Any:
+        if _is_event(node) and self._is_here(node):
+            return ast.copy_location(ast.Dict([], []), node)
+        return self.generic_visit(node)
 
 
 def _source(module: ModuleType) -> str:

@@ -33,13 +33,14 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullshard.engine import step as stepping
 from fullshard.engine import unit as units
 from fullshard.engine._torch_compat import GRAD
 from fullshard.engine.engine import engine_of
-from fullshard.transport import c10d, streams
+from fullshard.transport import c10d, groups, streams
 from fullshard.transport.base import Axes
 
 DEFAULT, SIDE, HOST = "default", "side", "host"
@@ -90,7 +91,7 @@ class Played(TorchDispatchMode, Ranges):
         self.owners: dict[int, str] = {}  # of memory: the stream that took it
         self.names: dict[int, str] = {}
         self.hosts: set[int] = set()
-        self.kept: defaultdict[int, list[Clock]] = defaultdict(list)
+        self.kept: defaultdict[int, list[str]] = defaultdict(list)
         self.races: Counter[str] = Counter()
         self.num_accesses = 0
         self.leaves: set[str] = set()
@@ -112,7 +113,7 @@ class Played(TorchDispatchMode, Ranges):
         self.join_clock(waiting, self.clocks[stream])
 
     def keep(self, tensor: torch.Tensor, stream: str) -> None:
-        self.kept[key_of(tensor)].append(self.clocks[stream])  # as it will be when it is freed
+        self.kept[key_of(tensor)].append(stream)
 
     def make(self, name: str) -> str:
         return name
@@ -208,8 +209,8 @@ class Played(TorchDispatchMode, Ranges):
         """The allocator may give the memory to whatever its stream does next."""
         stream = self.owners.pop(key)
         before = dict(self.clocks[stream])
-        for clock in self.kept.pop(key, ()):
-            self.join_clock(stream, clock)
+        for other in self.kept.pop(key, ()):
+            self.join(stream, other)
         tick = self.tick(stream)
         self.touch(key, (0, 1 << 60), (True, stream, tick, f"{self.place} free"))
         self.clocks[stream] = before | {stream: tick}  # others that it waited for, it alone did
@@ -228,9 +229,7 @@ class Played(TorchDispatchMode, Ranges):
             patch.object(stepping, "queue_callback", self._queue_callback),
             patch.object(units, "_gradient_hook", self._gradient_hook),
             Groups(self).in_place(),
-            patch("fullshard.engine.norms.is_at_hand", lambda _: False),
             patch("fullshard.engine.norms._differing", self._read_on_host),
-            patch("fullshard.engine.clip.is_at_hand", lambda _: False),
         ]
         with ExitStack() as stack:
             for each in patches:
@@ -278,7 +277,7 @@ class Played(TorchDispatchMode, Ranges):
 
     def watch(self, model: torch.nn.Module) -> None:
         """Name what the engine owns, and say with every access what the engine did."""
-        engine = engine_of(model)
+        engine: Any = engine_of(model)
         homes = engine.plan.homes
         named = {
             f"slot {ring}[{at}]": slot
@@ -298,6 +297,7 @@ class Played(TorchDispatchMode, Ranges):
                         self.hosts |= {key_of(group.grads.sums), key_of(group.grads.shown)}
         for name, tensor in named.items():
             self.names[key_of(tensor)] = name
+            self.own(tensor, engine.runtime._stream)  # on which it was made
         act, actions = engine.runtime.actions._act, engine.runtime.actions
 
         def acting(event: Any) -> None:
@@ -322,10 +322,9 @@ class Groups:
         self._streams, self._delay = streams, delay
         self._made: dict[str, Any] = {}
 
-    @contextmanager
-    def in_place(self) -> Iterator[None]:
-        """Inside, `fs.shard(..., transport="fake")` communicates over these groups by c10d."""
-        functions = {
+    def functions(self) -> dict[str, Any]:
+        """What takes the place of names in `transport/c10d.py`."""
+        return {
             "all_gather_many": self.all_gather_many,
             "all_gather_single": self.all_gather_single,
             "reduce_scatter_many": self.reduce_scatter_many,
@@ -335,9 +334,23 @@ class Groups:
                 ReduceOp=SimpleNamespace(SUM="sum", MAX="max"),
             ),
         }
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Inside, `fs.shard(..., transport="fake")` communicates over these groups by c10d."""
         made = patch("fullshard.engine.shard.make_transport", self.make_transport)
         alike = patch("fullshard.engine.norms._differing", lambda *_, **__: None)
-        with made, alike, patch.multiple(c10d, **functions):
+        slices = {
+            "dist": SimpleNamespace(
+                P2POp=lambda *message: message,
+                isend=torch.clone,
+                irecv=torch.zero_,
+                batch_isend_irecv=self.batch_isend_irecv,
+            ),
+            "own_group": lambda purpose, ranks: (purpose, len(next(iter(ranks)))),
+        }
+        several = patch.multiple(c10d, **self.functions()), patch.multiple(groups, **slices)
+        with made, alike, several[0], several[1]:
             yield
 
     def make_transport(self, config: Any, mesh: Any) -> c10d.C10dTransport:
@@ -402,6 +415,65 @@ class Groups:
             received.copy_(full)
         assert async_op
         return works[0]
+
+    def batch_isend_irecv(self, messages: Any) -> list[Any]:
+        works: list[Any] = []
+        with self.carried(messages[0][-1], works, messages):
+            for call, tensor, *_ in messages:
+                call(tensor)
+        return works
+
+
+class HostGroups(Groups):
+    """Groups of gloo whose collectives take a device's tensors through the host.
+
+    They let ranks share a GPU, which NCCL refuses. The host waits for the collective's stream,
+    which waits for the caller's, and then copies back on it.
+    """
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Inside, `fs.shard(..., transport="c10d")` communicates over these groups."""
+        asked = patch(
+            "fullshard.engine.shard.resolve_transport", lambda config, *_: config.transport
+        )
+        with asked, patch.multiple(c10d, **self.functions()):
+            yield
+
+    def _move(self, group: Any, outs: Any, ins: Any, combine: Callable[[list[Any]], Any]) -> Any:
+        """Write what is combined of the tensors of all ranks."""
+        works: list[Any] = []
+        with self.carried((group.group_name, dist.get_world_size(group)), works, outs, ins):
+            for out, own in zip(outs, ins, strict=True):
+                here = own.detach().cpu()
+                all_here = [torch.empty_like(here) for _ in range(dist.get_world_size(group))]
+                sent = [tensor.view(torch.uint8) for tensor in (*all_here, here)]
+                dist.all_gather(sent[:-1], sent[-1], group=group)
+                out.copy_(combine(all_here))
+        return works[0]
+
+    def all_gather_many(self, fulls: Any, parts: Any, group: Any) -> Any:
+        return self._move(group, fulls, parts, torch.cat)
+
+    def reduce_scatter_many(self, parts: Any, fulls: Any, group: Any) -> list[Any]:
+        at, size = dist.get_rank(group), dist.get_world_size(group)
+
+        def combine(them: list[Any]) -> Any:
+            return torch.stack([full.chunk(size)[at] for full in them]).sum(0)
+
+        return [self._move(group, parts, fulls, combine)] if fulls else []
+
+    def all_reduce(
+        self, values: Any, op: Any = "sum", group: Any = None, async_op: bool = False
+    ) -> Any:
+        combine = torch.sum if op == "sum" else torch.amax
+        work = self._move(group, [values], [values], lambda them: combine(torch.stack(them), 0))
+        return work if async_op else work.wait()
+
+    def all_to_all_single(self, received: Any, full: Any, group: Any, async_op: bool) -> Any:
+        at, size = dist.get_rank(group), dist.get_world_size(group)
+        cat = lambda them: torch.cat([other.chunk(size)[at] for other in them])  # noqa: E731
+        return self._move(group, [received], [full], cat)
 
 
 class Work:

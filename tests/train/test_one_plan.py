@@ -116,13 +116,14 @@ def run_in(place, path, words):
         return digest_of_the_engine(path, words)
 
 
-def test_a_vocabulary_that_is_trained_later_is_planned_as_it_will_be(place, caplog):
+@pytest.mark.parametrize("backend", ["torch", pytest.param("jax", marks=pytest.mark.long)])
+def test_a_vocabulary_that_is_trained_later_is_planned_as_it_will_be(place, caplog, backend):
     caplog.set_level("INFO", "fullshard")
     file = place / "short.yaml"
     shape = {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 1}
     shape |= {"intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
     file.write_text(json.dumps({"model": {"config": shape}, "data": {"path": "text.txt"}}))
-    words = (file, "max_seq_length=32", "max_steps=2", "output_dir=out")
+    words = (file, "max_seq_length=32", "max_steps=2", "output_dir=out", f"backend={backend}")
     plan, dry = said("plan", *words)[0], said("train", *words, "--dry-run")[0]
     assert plan["plan"]["num_parameters"] == dry["planned"]["num_parameters"]
     assert plan["plan"]["num_parameters"] > 2 * 8192 * 32  # not the class's own vocabulary

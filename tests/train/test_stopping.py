@@ -1,15 +1,17 @@
 """Why a run ends, or leaves a step out: a signal, losses that stay, infinite gradients."""
 
 from dataclasses import replace
+from itertools import groupby
 from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fullshard as fs
-from fullshard.errors import DivergedError, PreemptedError
+from fullshard.errors import DataError, DivergedError, PreemptedError
 from fullshard.observe.metrics import EvalRow
 from fullshard.recipes.base import cross_entropy, shifted_of
 from fullshard.run.loop import Loop, Patience, diverged
@@ -222,6 +224,51 @@ def test_an_update_reads_its_loss_and_its_norm_at_once():
         with Reads() as reads, patch("fullshard.engine.clip.is_at_hand", lambda _: False):
             loop.trainee.update(step, batches, loop)
     assert reads.count == 0  # one `tolist`, which is no operation
+
+
+class Waits(TorchFunctionMode):
+    """Notes when the host reads the loss and the norm of a step, for which it waits on a GPU."""
+
+    def __init__(self, seen):
+        super().__init__()
+        self.seen = seen
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.tolist and args[0].numel() == 2:
+            self.seen.append("waits")
+        return func(*args, **(kwargs or {}))
+
+
+class NotedBatches(WithoutCounts):
+    """Notes which batches are made, and fails once those of a step are asked for."""
+
+    def __init__(self, seen, last):
+        super().__init__(0, 1, 1)
+        self.seen, self.last = seen, last
+
+    def micro_batches(self, step):
+        self.seen.append(step)
+        if step == self.last:
+            raise DataError("a file is gone")
+        return super().micro_batches(step)
+
+
+def test_the_next_batches_are_made_before_the_host_waits_for_the_device():
+    _, loop, _ = make_loop(0, 1, 1, {}, rows := Rows())
+    loop.recipe = NotedBatches([], last=-1)
+    with Waits(loop.recipe.seen):
+        loop.run()
+    made = [it for step in range(1, NUM_STEPS) for it in (step, "waits")]
+    assert [it for it, _ in groupby(loop.recipe.seen)] == [0, *made]
+    assert [row.data_s > 0 for row in rows.steps] == [True] * (NUM_STEPS - 1) + [False]
+
+
+def test_batches_that_cannot_be_made_end_the_run_after_the_step_before():
+    _, loop, _ = make_loop(0, 1, 1, {}, rows := Rows())
+    loop.recipe = NotedBatches([], last=2)
+    with pytest.raises(DataError, match="a file is gone"):
+        loop.run()
+    assert len(rows.steps) == 2
 
 
 def test_a_step_on_a_device_is_over_when_its_update_is():

@@ -104,6 +104,69 @@ def test_no_bit_changes_from_torch_to_jax_to_torch(ranks, devices, tmp_path, num
         assert all(found[name].tobytes() == wanted[name].tobytes() for name in wanted)
 
 
+NAMES = {"head.bias": (8,), "head.weight": (8, 24), "layers.0.weight": (24, 24), "scale": ()}
+
+
+def written_by_orbax(folder):
+    """The arrays of a tree, by dotted path, as orbax's folders `plain`, `whole` and `other`."""
+    import jax
+    import numpy as np
+    import orbax.checkpoint as ocp
+
+    draw = np.random.default_rng(0)
+    flat = {name: draw.normal(size=shape).astype(np.float32) for name, shape in NAMES.items()}
+    flat["head.weight"] = flat["head.weight"].astype(jax.numpy.bfloat16)
+    tree = {
+        "head": {},
+        "layers": {"0": {"weight": flat["layers.0.weight"]}},
+        "scale": flat["scale"],
+    }
+    tree["head"] = {"bias": flat["head.bias"], "weight": flat["head.weight"]}
+    whole = {"opt_state": {"count": np.int32(3)}, "params": tree, "step": 3}
+    with ocp.StandardCheckpointer() as checkpointer:
+        for name, written in (("plain", tree), ("whole", whole), ("other", {"head": tree["head"]})):
+            checkpointer.save(folder / name, jax.tree.map(jax.numpy.asarray, written))
+    return {name: value.astype(np.float32) for name, value in flat.items()}
+
+
+def loaded_of_orbax(folder, config):
+    """Whole weights of the two folders as fs.load reads them, and errors of mistakes."""
+    import torch
+
+    import fullshard as fs
+    from fullshard.errors import CheckpointError
+
+    model = torch.nn.Module()
+    model.layers = torch.nn.ModuleList([torch.nn.Linear(24, 24, bias=False)])
+    model.head, model.scale = torch.nn.Linear(24, 8), torch.nn.Parameter(torch.zeros(()))
+    fs.shard(model, fs.ShardConfig(wrap="none", **config))
+    optimizer = torch.optim.AdamW(model.parameters())
+    found, said = [], []
+    for name in ("plain", "whole"):
+        for param in model.parameters():
+            param.data.zero_()
+        assert fs.load(folder / name, model) == {"step": None}
+        state = fs.full_state_dict(model, rank0_only=False)
+        found.append({name: value.numpy() for name, value in state.items()})
+    for mistake in (("plain", optimizer), ("other",)):
+        try:
+            fs.load(folder / mistake[0], model, *mistake[1:])
+        except CheckpointError as error:
+            said.append(str(error).replace(str(folder), ""))
+    return found, said
+
+
+@pytest.mark.parametrize("config", [{}, {"strategy": "no_shard"}])
+def test_a_torch_model_takes_a_tree_that_orbax_wrote(ranks, devices, tmp_path, config):
+    wanted = devices(written_by_orbax, tmp_path)
+    for found, said in ranks(2)(loaded_of_orbax, tmp_path, config):
+        for state in found:
+            assert state.keys() == wanted.keys()
+            assert all((state[name] == wanted[name]).all() for name in wanted)
+        assert said[0].startswith("checkpoint '/plain': expected the states of AdamW")
+        assert said[1].startswith("checkpoint '/other': expected scale of shape (); it has no")
+
+
 def bytes_read(folder):
     """Bytes that one device of eight reads of a checkpoint, and all bytes."""
     import jax

@@ -388,6 +388,29 @@ def test_mistakes_of_trees_batches_and_optimizers_are_named(devices):
     assert unmoved
 
 
+def with_option(name):
+    """What XLA says of a step with this option."""
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+
+    import fullshard.jax as fj
+
+    plan, tx = fj.plan({"w": jnp.ones(8)}, None, fj.make_mesh(1, 8)), optax.sgd(0.1)
+    loss = lambda params, batch: (params["w"].sum() * batch.sum(), len(batch))  # noqa: E731
+    step = fj.train_step(plan, loss, tx, compiler_options={name: True})
+    try:
+        step(fj.shard(plan, {"w": jnp.ones(8)}, tx), np.ones(8))
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_compiler_options_reach_the_step_that_runs(devices):
+    assert devices(with_option, "xla_cpu_enable_fast_math") == ""
+    assert "xla_of_nobody" in devices(with_option, "xla_of_nobody")
+
+
 def doubled():
     """Parameters after a step whose blocks have twice their weights, and after one by hand."""
     import jax

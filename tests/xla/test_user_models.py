@@ -160,6 +160,26 @@ def exchanged(name, config):
     return census, {kind: c for kind, c in plan.table.collectives().items() if c.count}
 
 
+def normalized(num_samples):
+    """Collectives of a step of Equinox's BatchNorm, which normalizes over all devices."""
+    import optax
+
+    import fullshard.jax as fj
+    from support import user_models
+
+    model, tx = user_models.MODELS["equinox_batchnorm"](), optax.sgd(1e-2)
+    plan = fj.plan(model.params, None, fj.make_mesh(2, 4))
+    step = fj.train_step(plan, model.loss(None, user_models.AXES), tx)
+    state = fj.shard(plan, model.params, tx, model.variables)
+    draw = user_models.images(0)
+    batch = {name: draw[name].repeat(num_samples // 16, 0) for name in draw}
+    return fj.census(step.compile(state, step.place(batch)))
+
+
+def test_gradients_of_sums_over_samples_and_devices_have_no_row_per_sample(devices):
+    assert devices(normalized, 64) == devices(normalized, 16)
+
+
 NARROW = {"param_dtype": "bf16", "reduce_dtype": "bf16", "activation_checkpointing": "every_2"}
 
 

@@ -55,6 +55,7 @@ def optimizer(name):
         "amsgrad": lambda: optax.amsgrad(1e-2),
         "rprop": lambda: optax.rprop(1e-2),
         "novograd": lambda: optax.novograd(1e-2),
+        "sam": lambda: contrib.sam(adam, optax.chain(contrib.normalize(), optax.sgd(0.1))),
         "adadelta": lambda: optax.adadelta(1.0),
         "freeze": lambda: optax.chain(adam, optax.transforms.freeze(in_a)),
         # Its first step divides by epsilon.
@@ -73,7 +74,7 @@ FAST = ["multi_steps", "muon", "adafactor", "noise"]
 LONG = [
     *("masked", "multi_transform", "partition", "block_rms", "plateau", "apply_every", "ema"),
     *("apply_if_finite", "injected", "scheduled", "low_precision", "lookahead_like", "freeze"),
-    *("schedule_free", "two traces", "momo"),
+    *("schedule_free", "two traces", "momo", "sam"),
 ]
 # Every function of optax that makes an optimizer from a learning rate
 ALONE = [
@@ -124,12 +125,12 @@ def loss_of(params, x, batch):
     return jnp.square(error).sum(), jnp.asarray(len(x))
 
 
-def on_one_device(tx):
+def on_one_device(name):
     import jax
     import numpy as np
     import optax
 
-    tx = optax.with_extra_args_support(tx)
+    tx = optax.with_extra_args_support(optimizer(name))
 
     def loss(params, batch):
         x = batch["x"]
@@ -141,7 +142,8 @@ def on_one_device(tx):
     @jax.jit
     def step(params, state, batch):
         found, grads = jax.value_and_grad(loss)(params, batch)
-        updates, state = tx.update(grads, state, params, value=found)
+        told = {} if name == "sam" else {"value": found}
+        updates, state = tx.update(grads, state, params, **told)
         return optax.apply_updates(params, updates), state, found
 
     params = jax.jit(init_fn)(jax.random.key(0))
@@ -187,7 +189,7 @@ def resumed(name, folder, mesh):
     straight = run(step, state, batches()[SAVED_AFTER:])
     plan, step = setup(name, "full_shard", 1, 3)
     elsewhere = run(step, fj.load(plan, path, optimizer(name)), batches()[SAVED_AFTER:])
-    wanted = on_one_device(optimizer(name))
+    wanted = on_one_device(name)
     start = jax.tree.leaves(jax.jit(init_fn)(jax.random.key(0)))
 
     def apart(state):

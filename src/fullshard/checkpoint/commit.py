@@ -49,7 +49,7 @@ from fullshard.checkpoint.format import (
 )
 from fullshard.checkpoint.retain import look_at, remove_superseded
 from fullshard.checkpoint.storage import StorePath, remove_tree, sizes_in
-from fullshard.errors import CheckpointError, PreemptedError, cure_of
+from fullshard.errors import CheckpointError, cure_of
 
 NOTE_BYTES = 4096
 PATIENCE_S = 1800.0  # for slow ranks; the launcher handles dead ones
@@ -205,17 +205,16 @@ def conclude(place: Place, world_size: int, documents: Documents) -> None:
         if wrong is not None:
             raise CheckpointError(wrong)
         _complete(place, world_size, documents)
-    except Exception as error:
+    except BaseException as error:
         known = failure(place.target, 0, error)
         discard(place)
         _fill_note(place.verdict, str(known))
-        if isinstance(error, PreemptedError):
+        if not isinstance(error, Exception):
             raise
         raise known from error
     else:
         _fill_note(place.verdict, "")
     finally:
-        discard(place)  # of an interrupt
         with suppress(OSError):  # the verdict is known
             _wait_for(lambda: _is_over(place))
             place.note(0).unlink(missing_ok=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import json
 import math
 import os
@@ -138,12 +139,15 @@ def write_text(path: Path, text: str) -> FileFacts:
 
 
 def sync_folder(path: Path) -> None:
-    """Syncs the entries of a folder to disk; a store has none."""
+    """Syncs the entries of a folder to disk, if its file system can; a store has none."""
     if isinstance(path, StorePath):
         return
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EBADF):  # SMB's and some of FUSE cannot
+            raise
     finally:
         os.close(descriptor)
 

@@ -103,9 +103,9 @@ class _EarlyNorms(GradientNorms):
         super().__init__(None, device)  # type: ignore[arg-type]
         self._mesh = mesh
 
-    def begin_clipping(self) -> None:
+    def begin_clipping(self, limit: Any) -> None:
         self.meet("a clipping of early shards")  # creates the transport
-        super().begin_clipping()
+        super().begin_clipping(limit)
 
     def all_reduce(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         self.transport = make_transport(ShardConfig(transport=TransportKind.DIRECT), self._mesh)

@@ -398,11 +398,11 @@ def _merge(files: Sequence[File]) -> tuple[dict[str, Origin], dict[str, Any]]:
         gone = [key for key in origins if is_below(_full_key(key, merged), replaced)]
         for key in gone:
             del origins[key]
-            if key not in updates:  # an update keeps the key's position
+            if updates.get(key, (None,))[0] is None:  # an update keeps the key's position
                 drop(merged, key)
         for key, (value, origin) in updates.items():
             if value is None and key in RunConfig.field_names():
-                continue  # `training:` with nothing below it
+                continue  # `training:` with nothing below it, teacher=null
             put(merged, key, value)
             origins[key] = origin
     return origins, interpolated(merged)

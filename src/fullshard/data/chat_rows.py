@@ -43,6 +43,7 @@ from fullshard.data.records import Files, Kind, Span, files_at
 from fullshard.data.text import Source, cache_root, load_tokens, save_tokens, written
 from fullshard.data.tokenize import Shard, TokenSettings, digest, shards, tokenize
 from fullshard.data.tokenizer import settings_of, words_of
+from fullshard.engine.hugging_face import num_ids
 from fullshard.errors import DataError
 
 if TYPE_CHECKING:
@@ -284,7 +285,7 @@ def make_chat_dataset(
         num_train_tokens=rows[0].count,
         num_held_out_tokens=rows[1].count,
         num_dropped_tokens=int(lengths.sum()) - rows[0].count - rows[1].count,
-        vocab_size=len(tokenizer),
+        vocab_size=num_ids(tokenizer),
         baseline=None,
         prompt=prompts[0],
         notes=(*notes, *_notes(len(starts), int(num_cut), share, rows, settings)),
@@ -300,7 +301,7 @@ def _encoded(
     """Values of all tokens, from the cache or made now on all cores."""
     told = [__version__, VERSION, asdict(settings.learned), tokenizer.chat_template]
     key = digest([*told, words_of(tokenizer), settings_of(tokenizer)])
-    how = TokenSettings((), "", len(tokenizer) << BITS, "uint32")
+    how = TokenSettings((), "", num_ids(tokenizer) << BITS, "uint32")
     read = partial(chat_values, tokenizer, settings.learned)
     return Rows([tokenize(found, cache_root() / key, how, read, num_processes=None)], 1)
 

@@ -68,7 +68,7 @@ from fullshard.data.tokenizer import (
     train_tokenizer,
     words_of,
 )
-from fullshard.engine.hugging_face import read_tokenizer
+from fullshard.engine.hugging_face import num_ids, read_tokenizer
 from fullshard.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -264,8 +264,8 @@ def make_dataset(
         num_train_tokens=sum(sizes) * length,
         num_held_out_tokens=len(held_out) * length,
         num_dropped_tokens=train.num_dropped + held_out.num_dropped,
-        vocab_size=len(tokenizer),
-        baseline=_baseline(train, held_out, len(tokenizer)) if settings.baseline else None,
+        vocab_size=num_ids(tokenizer),
+        baseline=_baseline(train, held_out, num_ids(tokenizer)) if settings.baseline else None,
         prompt=_prompt(held_out if len(held_out) else train, tokenizer),
         notes=(*notes, *_said(sources, mixture)),
         fingerprint=digest([VERSION, length, mixture, sums]),
@@ -394,7 +394,7 @@ def _tokens(
 ) -> tuple[list[TokenFile] | Parts, list[TokenFile]]:
     """Tokens of both parts of a source, from the cache or made now; of a stream, the second."""
     end = (tokenizer.eos_token_id,) if isinstance(tokenizer.eos_token_id, int) else ()
-    dtype = token_dtype(vocab_size := len(tokenizer))
+    dtype = token_dtype(vocab_size := num_ids(tokenizer))
     how = TokenSettings(end, source.text_column, vocab_size, dtype.name)
     key = digest([VERSION, words_of(tokenizer), asdict(how)])
     with under(source.key):

@@ -43,13 +43,13 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     apart = _largest_norm(engine, others, order) if engine.config.ignore else None
     if not shown and not others:
         return torch.zeros((), device=engine.device)
-    engine.norms.begin_clipping()
+    engine.norms.begin_clipping(max_norm)
     norm = total_norm(shown, order)
     if apart is not None:
         norm = torch.linalg.vector_norm(torch.stack([norm, apart.to(norm)]), order)
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     # Also applied if it is NaN, which then reaches every weight, as in torch.
-    if not is_at_hand(factor) or not factor >= 1.0:
+    if not is_at_hand(factor.device) or not factor >= 1.0:
         ours = {id(m.grad) for m in trained}
         for group in engine.groups:
             if group.grads is not None:

@@ -88,7 +88,7 @@ class Engine:
     ) -> None:
         transport = transports[plan.mesh]
         for other in transports.values():
-            other.phase = transport.phase
+            other.phase, other.home.made = transport.phase, transport.home.made
         self.plan = plan
         self.config = config
         self.transport = transport
@@ -295,7 +295,7 @@ class Engine:
             return  # without gathers a single rank may evaluate, so no collective here
         if self.runtime.step % STEPS == 1 and self.runtime.step != self._looked:
             self._looked = self.runtime.step
-            check_replicas(self.units, self.transport)
+            check_replicas(self.units, self.norms)
         if self.runtime.observed.done and not self.runtime.agreed:
             with torch.inference_mode(mode=False):  # slots created now may outlive the block
                 self._agree_on_order()
@@ -341,6 +341,8 @@ class Engine:
                 group.plan = group_plan
         for unit in self.units:
             unit.unbind()
+        if (device := streams.of(self.device)) is not None:
+            device.finish(device.event())  # which reads slots that are freed
         self.rings = self._bind(self.rings.give(plan.rings))
         self.runtime.scheduler = plan.scheduler()
         self.runtime.actions.filling.clear()  # units may have other slots
@@ -369,7 +371,7 @@ class Engine:
             "buffers": sum(buffer.nbytes for buffer in root.buffers()),
         }
         rows = {kind: {"now": size, "peak": size} for kind, size in fixed.items()}
-        deferred = sum(group.deferred_bytes for group in groups)
+        deferred = sum(kept.nbytes for group in groups for kept in group.deferred)
         peak = max(deferred, self.gradients.peak_deferred_bytes)
         rows["deferred_gradients"] = {"now": deferred, "peak": peak}
         rows["total"] = {when: sum(row[when] for row in rows.values()) for when in ("now", "peak")}

@@ -341,7 +341,8 @@ class Gradients:
         squares = self.norms.local_squares(self._shown.plain, self._shown.records)
         vector = torch.cat([from_host(bits, squares.device), squares])
         counts = self.norms.counts
-        if is_at_hand(vector):
+        self.norms.read_earlier()
+        if is_at_hand(vector.device):
             counts[Count.WEIGHTS] = sample(units, self.transport.axes.mesh, counts[Count.STEPS])
         vector = self.norms.all_reduce(vector, "backward", counts)
         touched, squares = vector.chunk(2)
@@ -372,7 +373,7 @@ class Gradients:
     def show_pending(self, units: Sequence[Unit]) -> None:
         """Set `p.grad` to pending gradients after an unreduced backward."""
         self.norms.waits = True
-        deferred = sum(group.deferred_bytes for unit in units for group in unit.trained_groups)
+        deferred = sum(t.nbytes for u in units for g in u.trained_groups for t in g.deferred)
         self.peak_deferred_bytes = max(self.peak_deferred_bytes, deferred)
         with no_guard():
             for unit in units:
@@ -445,18 +446,15 @@ def _is_kept(group: Group, ours: Sequence[bool]) -> bool:
     )
 
 
-def _drop(weak: weakref.ref[Member]) -> Any:
-    """Drop a parameter's pending gradient; returns a gradient to be zeroed."""
+def _drop(weak: weakref.ref[Member], *, stays: bool = False) -> None:
+    """Drop a parameter's pending gradient; if it stays, it is one of zeros."""
     member = alive(weak, "zero_grad")
     group = member.group
     if group.collects is Collects.DEFERRED and group.collected is not None:
         member.view(group.collected).zero_()
     if group.reduced.partial is not None:
         member.local(group.reduced.partial).zero_()
-    member.touched = False
-    with no_guard():
-        ours = [_is_same(_before(m.param.grad), m.grad) for m in group.members]
-    return torch.zeros_like(member.grad) if _is_kept(group, ours) else member.grad  # type: ignore[arg-type]
+    member.touched = stays
 
 
 # ---- the gradients of a step

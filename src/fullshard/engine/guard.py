@@ -27,6 +27,7 @@ class Rule(Enum):
     PLAIN = auto()  # metadata, or a plain result independent of elements
     NORM = auto()  # of the whole tensor
     NUMBER = auto()  # reductions of the whole tensor: sum, mean, any, all ...
+    CAST = auto()  # elementwise of a shard; `x.to(p)` of a plain x takes p's dtype and device alone
     MASK = auto()  # x[mask] = number is elementwise, other indexing is not
     COMPARE = auto()  # elementwise, with a plain result, for torch.testing
     REPLACE = auto()  # p.data = x
@@ -48,7 +49,7 @@ _BINARY = """add sub subtract rsub mul multiply div divide true_divide floor_div
 pow addcmul addcdiv lerp maximum minimum fmax fmin where masked_fill eq ne lt le gt ge
 logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor copysign atan2 hypot xlogy
 heaviside nextafter ldexp"""
-_COPIES = """clone detach contiguous to float double half bfloat16 type type_as cpu cuda
+_COPIES = """clone detach contiguous float double half bfloat16 type cpu cuda
 zeros_like ones_like empty_like full_like zero fill constant copy data requires_grad __copy__"""
 _OPERATORS = """add sub mul truediv floordiv mod pow radd rsub rmul rtruediv rdiv div rpow iadd isub
 imul itruediv idiv ipow neg pos abs eq ne lt le gt ge and or xor invert iand ior ixor rand ror"""
@@ -78,18 +79,15 @@ def _table() -> dict[str, Rule]:
         for spelling in (name, name + "_", f"_foreach_{name}", f"_foreach_{name}_"):
             rules[spelling] = Rule.ELEMENTWISE
     rules.update((f"__{name}__", Rule.ELEMENTWISE) for name in _OPERATORS.split())
-    rules.update((name, Rule.ELEMENTWISE) for name in _FUSED.split())
-    rules.update((name, Rule.NORM) for name in _NORMS.split())
-    rules.update((name, Rule.NUMBER) for name in _NUMBERS.split())
-    rules.update((name, Rule.PLAIN) for name in _PLAIN.split())
-    rules.update((name, Rule.RANDOM) for name in _RANDOM.split())
+    lists = {_FUSED: Rule.ELEMENTWISE, _NORMS: Rule.NORM, _NUMBERS: Rule.NUMBER, _PLAIN: Rule.PLAIN}
+    for names, rule in (lists | {_RANDOM: Rule.RANDOM, "to type_as": Rule.CAST}).items():
+        rules.update(dict.fromkeys(names.split(), rule))
     rules["_amp_foreach_non_finite_check_and_unscale_"] = Rule.UNSCALE
     rules["__setitem__"], rules["isclose"] = Rule.MASK, Rule.COMPARE
     makers = ("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor")
     rules.update((name, Rule.MAKE) for name in makers)
     rules["grad_fn"], rules["detach_"], rules["backward"] = Rule.GRAPH, Rule.DETACH, Rule.AUTOGRAD
-    rules["data="] = Rule.REPLACE
-    rules["grad="] = Rule.ASSIGN
+    rules["data="], rules["grad="] = Rule.REPLACE, Rule.ASSIGN
     rules["requires_grad="] = rules["requires_grad_"] = Rule.PLAIN
     rules["view"] = rules["view_as"] = rules["reshape"] = Rule.ELEMENTWISE  # size is checked
     return rules

@@ -57,6 +57,11 @@ def read_tokenizer(folder: Path, key: str, *, trust: bool = False) -> PreTrained
         raise _refused(error, folder, key, "a tokenizer that loads") from error
 
 
+def num_ids(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Size of a vocabulary with all ids of a tokenizer, which may leave out numbers."""
+    return max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=-1))
+
+
 def read_model(folder: Path, config: PretrainedConfig, **settings: Any) -> nn.Module:
     """Loads a causal language model with the weights of a local folder.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -148,17 +149,19 @@ def param_spec(names: tuple[str, ...], param: nn.Parameter) -> ParamSpec:
 
 
 def _refuse_shared_storage(params: Iterable[nn.Parameter], names: Mapping[int, list[str]]) -> None:
-    seen: dict[tuple[int, int], str] = {}
+    ranges: list[tuple[int, int, int, str]] = []
     for param in params:
         if param.is_meta or isinstance(param, ShardedParameter) or not plain(param).numel():
             continue  # a DTensor may be empty on this rank
         local = plain(param)
-        key = (local.untyped_storage().data_ptr(), int(local.storage_offset()))
-        first = seen.setdefault(key, names[id(param)][0])
-        if first != names[id(param)][0]:
+        size = local.numel() if local.is_contiguous() else 1
+        start = local.untyped_storage().data_ptr() + int(local.storage_offset()) * local.itemsize
+        ranges.append((start, len(ranges), start + size * local.itemsize, names[id(param)][0]))
+    for (_, _, stop, first), (start, _, _, name) in pairwise(sorted(ranges)):
+        if start < stop:
             raise UnsupportedModelError(
-                f"{names[id(param)][0]}: expected a Parameter with its own memory; it shares that "
-                f"of {first} as another object. Tie them by assigning the Parameter itself."
+                f"{name}: expected a Parameter with its own memory; it shares that of {first} as "
+                "another object. Tie them by assigning the Parameter itself."
             )
 
 

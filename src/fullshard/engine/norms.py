@@ -27,14 +27,16 @@ from __future__ import annotations
 import math
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fullshard.engine._torch_compat import foreach_norm, graph_task_id, no_guard
+from fullshard.engine._torch_compat import foreach_norm, graph_task_id, no_guard, tree_leaves
 from fullshard.errors import EngineError
 from fullshard.planner.layout import clean_name
 from fullshard.planner.mesh import Mesh
@@ -93,6 +95,7 @@ class Count(StrEnum):
     GATHERS = "gathers"  # not a number but a hash: of which units, in which order
     REPLICAS = "gathers of each replica"  # of units on the model's hybrid mesh
     WRITES = "writes into parameters"  # in place, by users
+    SETTINGS = "settings"  # a hash of those of optimizers and clippings
     WEIGHTS = "weights of replicas"  # a hash of some of them, other ones at each step
 
 
@@ -108,11 +111,11 @@ class GradientNorms:
         self.transport = transport
         self._device = device
         self.counts: dict[str, int] = dict.fromkeys(Count, 0)
-        # Parts with elements of what this rank wrote, by the ranks that share a part.
-        self.wrote: defaultdict[int, set[int]] = defaultdict(set)
+        # Parts of each parameter that this rank wrote, by the number of ranks that share a part.
+        self.wrote: defaultdict[int, dict[int, Sequence[tuple[int, int, int]]]] = defaultdict(dict)
         self.waits = False  # there are unreduced gradients of no_sync
         self.task = -2  # the backward that will set gradients
-        self._earlier: tuple[torch.Tensor, str, dict[str, int], Any] | None = None
+        self._arriving: list[tuple[Any, ...]] = []  # see `read`
         self._squares: torch.Tensor | None = None
         self._shown: dict[int, Any] = {}  # ids of the cached gradients
         self._memory: Memory = ()  # of these gradients
@@ -179,16 +182,20 @@ class GradientNorms:
         """Drop the cache, after a gradient was modified in place or a backward began."""
         self._squares, self._shown = None, {}
 
-    def begin_clipping(self) -> None:
+    def begin_clipping(self, limit: Any) -> None:
         """Count a clipping, and drop the cache if a rank wrote into its gradients since then.
 
         A collective where the host can read its result without waiting for a device.
+
+        Args:
+            limit: What decides the result, and must be the same on every rank.
 
         Raises:
             EngineError: Only some of the replicas of a shard were written.
         """
         self.counts[Count.CLIPPINGS] += 1
-        if self._device.type != "cpu":
+        self.counts[Count.SETTINGS] += hash_of(limit)
+        if not is_at_hand(self._device):
             return
         wrote, sizes = [float(self._known() is None)], [1]
         both = zip(self._memory, self._versions, strict=True)
@@ -198,7 +205,8 @@ class GradientNorms:
             by_shard[mesh.place(self.transport.rank) % len(by_shard)] = mesh in written
             wrote += by_shard
             sizes += [mesh.replicate] * len(by_shard)
-        found = self.all_reduce(from_host(wrote, self._device), "a clipping").tolist()
+        said: dict[str, int] = {Count.SETTINGS: self.counts[Count.SETTINGS]}
+        found = self.all_reduce(from_host(wrote, self._device), "a clipping", said).tolist()
         if found[0]:
             self.mark_changed()
         if any(count % size for count, size in zip(found, sizes, strict=True)):
@@ -273,8 +281,8 @@ class GradientNorms:
             maximum: Return the maximum instead of the sum.
 
         Raises:
-            EngineError: Ranks request different quantities, or their counts differ. On asynchronous
-                devices the next call raises it.
+            EngineError: Ranks request different quantities, or their counts differ. On a GPU, the
+                end of the next backward raises it.
         """
         said = {"": zlib.crc32(f"{asked} {len(values)}".encode()), **(said or {})}
         numbers = [float(number % _MOST) for number in said.values()]
@@ -287,37 +295,49 @@ class GradientNorms:
                 weight = (1 + which) * (-1 if at else size - 1)
                 pairs[list(said).index(count)] = (weight * said[count], 0)
         if Count.WRITES in said:
-            axes, numbers = self.transport.axes, [n * len(at) for n, at in self.wrote.items()]
-            said[Count.WRITES] = wrote = any(n == axes.mesh.world_size for n in numbers)
-            pairs[list(said).index(Count.WRITES)] = (float(wrote), float(not numbers))
+            parts = {n: {at for at, *_ in chain(*them.values())} for n, them in self.wrote.items()}
+            everyone = self.transport.axes.mesh.world_size
+            said[Count.WRITES] = wrote = any(n * len(at) == everyone for n, at in parts.items())
+            pairs[list(said).index(Count.WRITES)] = (float(wrote), float(not parts))
             self.wrote.clear()
         head = from_host([1.0, *(x for pair in pairs for x in pair)], values.device)
         vector = torch.cat([head, values.double()])
         self.transport.phase.following = f"a sum ({asked})"
         self.transport.all_reduce(vector, maximum=maximum)
         head, values = vector[: len(head)], vector[len(head) :]
-        if is_at_hand(vector):
-            wrong = _differing(head, said, maximum=maximum)
-            if wrong is not None:
-                found = "" if wrong in _HASHES else _table(self.transport, said[wrong])
-                raise _refusal(asked, wrong, found)
-        elif not maximum:
-            self._compare_later(head, asked, said)
+        differing = partial(_differing, said=said, maximum=maximum)
+        self.read(head, lambda arrived: self._refuse(asked, said, differing(arrived)))
         return values
 
-    def _compare_later(self, head: torch.Tensor, asked: str, said: dict[str, int]) -> None:
-        """Check the previous sum, which has arrived by now, and keep this one."""
-        found = streams.of(head.device)
-        assert found is not None
-        if self._earlier is not None:
-            head_before, before, counts, done = self._earlier
-            found.finish(done)
-            wrong = _differing(head_before, counts, maximum=False)
-            if wrong is not None:
-                raise _refusal(before, wrong, f"here it is {counts[wrong]}, elsewhere not")
-        copy = torch.empty_like(head, device="cpu", pin_memory=head.is_cuda)
-        copy.copy_(head, non_blocking=True)
-        self._earlier = copy, asked, said, found.event()
+    def _refuse(self, asked: str, said: Mapping[str, int], wrong: str | None) -> None:
+        """Raise the error of a count that differs between ranks."""
+        if wrong is not None:
+            found = f"here it is {said[wrong]}, elsewhere not"
+            if is_at_hand(self._device) and wrong not in _HASHES:
+                found = _table(self.transport, said[wrong])
+            raise _refusal(asked, wrong, found)
+
+    def read(self, values: torch.Tensor, check: Callable[[torch.Tensor], None]) -> None:
+        """Call `check` with values on the host; if it would wait for a device, one step later.
+
+        All ranks call it alike, so that they raise errors together.
+        """
+        device = streams.of(values.device)
+        if device is None:
+            check(values)
+            return
+        if len(self._arriving) == MOST_ARRIVING:
+            self.read_earlier()
+        copy = torch.empty_like(values, device="cpu", pin_memory=values.is_cuda)
+        copy.copy_(values, non_blocking=True)
+        self._arriving.append((device, device.event(), check, copy))
+
+    def read_earlier(self) -> None:
+        """Check what `read` left for later, at the end of a backward: it has arrived by now."""
+        arriving, self._arriving = self._arriving, []
+        for device, copied, check, copy in arriving:
+            device.finish(copied)
+            check(copy)
 
     def local_squares(
         self, tensors: Sequence[torch.Tensor], records: Sequence[ShardRecord]
@@ -420,8 +440,9 @@ def _root(powers: torch.Tensor, order: float) -> torch.Tensor:
 
 # ---- small sums over all ranks
 
-_HASHES = ("", Count.WEIGHTS, Count.GATHERS, Count.REPLICAS)
+_HASHES = ("", Count.WEIGHTS, Count.GATHERS, Count.REPLICAS, Count.SETTINGS)
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+MOST_ARRIVING = 16  # values that the host reads later; evaluations add to them without a backward
 SAMPLED = 1 << 14  # elements of a group that are checked at each step
 _MOST = 1 << 20  # sums of squares stay exact in float64
 UNEQUAL_REPLICAS = (
@@ -431,9 +452,20 @@ UNEQUAL_REPLICAS = (
 )
 
 
-def is_at_hand(tensor: torch.Tensor) -> bool:
-    """Whether the host can read a tensor without waiting for a device."""
-    return tensor.device.type == "cpu"
+def hash_of(settings: Any) -> int:
+    """A hash of the numbers in settings, to six digits, without tensors of a device."""
+    numbers = [x.item() if _is_number(x) else x for x in tree_leaves(settings)]
+    told = [f"{x:.6g}" for x in numbers if isinstance(x, int | float)]
+    return zlib.crc32(" ".join(told).encode())
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is torch.Tensor and value.numel() == 1 and is_at_hand(value.device)
+
+
+def is_at_hand(device: torch.device) -> bool:
+    """Whether the host can read a device's tensors without waiting."""
+    return streams.of(device) is None
 
 
 def from_host(
@@ -487,6 +519,13 @@ def _refusal(asked: str, wrong: str, found: str) -> EngineError:
             f"{asked}: expected the same call on every rank; another rank is elsewhere, and its "
             "numbers would have met these. Call it on every rank, and let one of them log it; "
             "p.to_local() has this rank's elements."
+        )
+    if wrong == Count.SETTINGS:
+        return EngineError(
+            f"{asked}: expected optimizers and clipping with the same numbers on every rank (lr, "
+            "weight_decay, betas, max_norm ...); a rank had others since the last backward, so "
+            "parts of the model were updated in different ways. Let all ranks decide alike: a "
+            "schedule that follows the loss needs the loss of all ranks (dist.all_reduce)."
         )
     if wrong == Count.WEIGHTS:
         return EngineError(f"{asked}: {UNEQUAL_REPLICAS}")

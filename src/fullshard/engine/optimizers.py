@@ -27,7 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook as after_ste
 from torch.optim.optimizer import register_optimizer_step_pre_hook as before_steps
 
 from fullshard.engine._torch_compat import no_guard, register_guard_types, tree_leaves
-from fullshard.engine.norms import Count
+from fullshard.engine.norms import Count, hash_of
 from fullshard.engine.parameter import (
     Guarded,
     PendingGradient,
@@ -88,22 +88,28 @@ class _Watch:
         models = self.look(optimizer)
         if any(norms.waits for norms in models):
             _refuse_pending(optimizer)
-        for norms in models:
+        for norms, settings in models.items():
             norms.counts[Count.STEPS] += 1
+            norms.counts[Count.SETTINGS] += settings
         self._stepping = weakref.WeakSet(models)
 
     def _after_step(self, *_: Any) -> None:
         for norms in self._stepping:
             norms.wrote.clear()
 
-    def look(self, optimizer: torch.optim.Optimizer) -> set[Any]:
-        """Check an optimizer while its groups have all shards; returns the models they are of."""
-        models: set[Any] = set()
+    def look(self, optimizer: torch.optim.Optimizer) -> dict[Any, int]:
+        """Check an optimizer while its groups have all shards.
+
+        Returns:
+            The models they are of, and a hash of the settings of each.
+        """
+        models: dict[Any, int] = {}
         trusted = optimizer in self.trusted
         for group in optimizer.param_groups:
             _refuse_unsharded(optimizer, group["params"])
             shards = [p for p in group["params"] if isinstance(p, ShardedParameter)]
-            models.update(p.record.norms for p in shards)
+            for norms in {p.record.norms for p in shards}:
+                models[norms] = models.get(norms, 0) + _hash_of(group, shards, norms)
             first = None if trusted else next((p for p in shards if p.record.is_cut), None)
             if first is not None:
                 self._probe_once(optimizer, group, first)
@@ -143,6 +149,19 @@ class _Watch:
             like = torch.empty(0, dtype=dtype, device=like.device)
             self._sliced.setdefault(kind, set()).update(probe(kind, {**settings, **rate}, like))
             self._passed.add(key)
+
+
+def _hash_of(group: dict[str, Any], shards: Sequence[Any], norms: Any) -> int:
+    """A hash of a group's settings, if all ranks of a model have elements of one of its shards.
+
+    A rank may leave out other shards (`if p.numel()`), and with them the group.
+    """
+    if norms.transport is None:  # shards of compat, before their engine
+        return 0
+    world = norms.transport.axes.mesh.world_size
+    ours = (p.record for p in shards if p.record.norms is norms and p.record.cut is None)
+    is_everywhere = any(one.copies * len(one.holders) == world for one in ours)
+    return hash_of(settings_in(group)) if is_everywhere else 0
 
 
 def _steps_others(optimizer: torch.optim.Optimizer) -> bool:

@@ -24,6 +24,7 @@ import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import call
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from torch import nn
 from fullshard.engine._torch_compat import no_guard
 from fullshard.engine.cuts import Cut
 from fullshard.engine.engine import Engine, engine_of
+from fullshard.engine.norms import from_host, is_at_hand
 from fullshard.engine.optimizers import WATCHED, check_by_itself
 from fullshard.engine.parameter import Guarded, ShardedParameter
 from fullshard.engine.unit import Member
@@ -234,7 +236,7 @@ class OwnedOptimizer(torch.optim.Optimizer):
             self._move(live, to_owners=True)
             for owned in mine:
                 owned.join()
-            self._engine.agree(partial(self._update, mine))
+            self._agree(partial(self._update, mine))
             for owned in mine:
                 owned.part()
             self._move(live, to_owners=False)
@@ -289,16 +291,17 @@ class OwnedOptimizer(torch.optim.Optimizer):
                 "optimizer anew, and load its states from a checkpoint."
             )
         engine.check_params()
-        engine.agree(self._check_edits)
+        self._agree(self._check_edits)
         there = bytes(owned.param.grad is not None for owned in self._owned.values())
         code = float(zlib.crc32(there))
-        bounds = torch.tensor([code, -code], dtype=torch.float64, device=engine.device)
+        bounds = from_host([code, -code], engine.device)
         bounds = engine.norms.all_reduce(bounds, "fs.owned step", maximum=True)
-        if bounds[0] != -bounds[1]:
-            raise EngineError(
-                "fs.owned: expected gradients of the same parameters on every rank; they differ. "
-                "Set p.grad, or None, on all ranks alike."
-            )
+        engine.norms.read(bounds, _check_alike)
+
+    @property
+    def _agree(self) -> Callable[[Callable[[], None]], None]:
+        """Calls what all ranks raise an error of, unless the host would wait for a device."""
+        return self._engine.agree if is_at_hand(self._engine.device) else call
 
     def _check_edits(self) -> None:
         """Check that groups and parameters are those for which owners were chosen."""
@@ -342,6 +345,14 @@ class OwnedOptimizer(torch.optim.Optimizer):
         for owned in members:
             if owned.whole in self._inner.state:
                 self.state[owned.param].update(self._inner.state[owned.whole])
+
+
+def _check_alike(bounds: torch.Tensor) -> None:
+    if bounds[0] != -bounds[1]:
+        raise EngineError(
+            "fs.owned: expected gradients of the same parameters on every rank; they differ. Set "
+            "p.grad, or None, on all ranks alike."
+        )
 
 
 def owns_states(optimizer: torch.optim.Optimizer, param: Any) -> bool | None:

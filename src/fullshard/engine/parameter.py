@@ -144,14 +144,14 @@ class PendingGradient(ShardedGradient):
 
     Attributes:
         before: The value of `p.grad` at the end of the first of these backwards.
-        drop: Drops the unreduced gradients, and returns the parameter's gradient.
+        drop: Drops the unreduced gradients.
     """
 
     before: Any
-    drop: Callable[[], ShardedGradient]
+    drop: Callable[..., None]
 
     @classmethod
-    def of(cls, param: ShardedParameter, drop: Callable[[], ShardedGradient]) -> PendingGradient:
+    def of(cls, param: ShardedParameter, drop: Callable[..., None]) -> PendingGradient:
         """Create the pending gradient of a parameter."""
         with no_guard():
             found: Any = param.new_empty(()).expand(param.shape).as_subclass(cls)
@@ -165,9 +165,9 @@ class PendingGradient(ShardedGradient):
             many = args[0] if isinstance(args[0], _LISTS) else args
             for grad in many:
                 if isinstance(grad, cls):
-                    ours = grad.drop()
-                    grad.before = ours if grad.before is None else grad.before
-                    grad.before.zero_()
+                    grad.drop(stays=grad.before is None)  # other ranks may have none to zero
+                    if grad.before is not None:
+                        grad.before.zero_()
                 else:
                     grad.zero_()
             return args[0]
@@ -355,7 +355,7 @@ def _elementwise(func: Any, name: str, like: Any, args: Any, kwargs: dict[str, A
     written = written_by(name, args, kwargs)
     if written:
         if name.startswith(_CLIPS) and isinstance(written[0], ShardedGradient):
-            call_outside_compile(written[0].record.norms.begin_clipping)
+            call_outside_compile(written[0].record.norms.begin_clipping, (args[1:], kwargs))
         _note_writes(written)
     result = _call_plain(func, name, like, (args, kwargs))
     if _takes_part(result) and not like.record.is_cut and not written:
@@ -373,6 +373,13 @@ def _elementwise(func: Any, name: str, like: Any, args: Any, kwargs: dict[str, A
     if is_told and type(like) is ShardedGradient and not (written or kwargs):
         result.known = like.record.norms.known_of(like, name, args[1:])
     return result
+
+
+def _cast(func: Any, name: str, like: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    if isinstance(args[0], Guarded):
+        return _elementwise(func, name, like, args, kwargs)
+    with no_guard():
+        return func(*args, **kwargs)
 
 
 def _call_plain(func: Any, name: str, like: Any, arguments: Any) -> Any:
@@ -404,7 +411,7 @@ def _note_writes(written: Sequence[Any], *, counts: bool = True) -> None:
         ):
             record, model = shard.record, shard.record.norms  # one per model
             if counts and record.cut is None:
-                model.wrote[record.copies].update(part for part, _, _ in record.holders)
+                model.wrote[record.copies][id(record)] = record.holders
             if model not in notified:
                 notified.add(model)
                 record.before_write()
@@ -640,6 +647,7 @@ class _Refusal(torch.autograd.Function):
 
 
 _SPECIAL = {
+    Rule.CAST: _cast,
     Rule.MASK: _elementwise,
     Rule.COMPARE: _compare,
     Rule.UNSCALE: _unscale,

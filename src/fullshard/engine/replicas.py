@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from fullshard.config.schema import ShardConfig
 from fullshard.engine._torch_compat import plain
 from fullshard.engine.cuts import Cut
-from fullshard.engine.norms import UNEQUAL_REPLICAS, bits_hash
+from fullshard.engine.norms import UNEQUAL_REPLICAS, GradientNorms, bits_hash, from_host
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.errors import ConfigError, EngineError
 from fullshard.planner.plan import Plan
@@ -29,12 +30,13 @@ if TYPE_CHECKING:
 
 STEPS = 100  # steps between two checks
 _NONE = torch.iinfo(torch.int64).min
+_OF_A_RANK = {"wrap", "offload", "poison"}  # in the plan, but for a folder; for debugging
 
 
 def check_equal_start(
-    model: nn.Module, plan: Plan, transport: Transport, device: torch.device
+    model: nn.Module, plan: Plan, config: ShardConfig, transport: Transport, device: torch.device
 ) -> None:
-    """Check that all ranks have equal plans and weights. A collective on a device.
+    """Check that all ranks have equal plans, settings and weights. A collective on a device.
 
     Raises:
         ConfigError: They differ; names the first difference.
@@ -45,14 +47,18 @@ def check_equal_start(
         if not param.is_meta and not isinstance(param, ShardedParameter)
     }
     transport.phase.following = "fs.shard"
+    told = config.model_dump_json(exclude=_OF_A_RANK)
     numbers = [int(plan.digest()[:15], 16), len(params), _schedule_hash(plan)]
+    numbers.append(zlib.crc32(told.encode()))
     widest = max((plan.mesh, *(unit.mesh for unit in plan.units)), key=attrgetter("inner"))
     inner, seat = widest.inner, widest.place(transport.rank) % widest.inner
     # plans may differ along other axes, if sizes do not divide; schedules may not
-    if _unequal(torch.tensor(numbers, device=device), transport, [seat, seat, 0], inner):
+    found = _bounds(torch.tensor(numbers, device=device), transport, [seat, seat, 0, 0], inner)
+    if _unequal(found):
         raise ConfigError(
             "fs.shard: expected the same model and the same configuration on every rank; the "
-            "ranks' plans differ. Compare fs.plan(...).to_json() of the ranks. Other axes of the "
+            "ranks' plans or settings differ. Compare fs.plan(...).to_json() of the ranks, and the "
+            "arguments of fs.shard (grad_reduction, output_dtype ...). Other axes of the "
             "mesh may cut parameters unevenly if the units have the same slots on every rank."
         )
     cut = {n for unit in plan.units for g in unit.groups for names in g.names for n in names}
@@ -62,7 +68,7 @@ def check_equal_start(
         return
     cuts = [Cut.of(params[name]) for name in names]
     parts = [0 if cut is None else cut.part for cut in cuts]
-    wrong = _unequal(torch.stack(hashes), transport, parts, inner)
+    wrong = _unequal(_bounds(torch.stack(hashes), transport, parts, inner))
     if wrong:
         others = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
         raise ConfigError(
@@ -89,7 +95,7 @@ def check_equal_random(transport: Transport, device: torch.device) -> None:
     state = torch.get_rng_state()
     padded = torch.cat([state, state.new_zeros(-state.numel() % 8)]).view(torch.int64)
     places = torch.arange(1, padded.numel() + 1)
-    if _unequal((padded * places).sum().reshape(1).to(device), transport):
+    if _unequal(_bounds((padded * places).sum().reshape(1).to(device), transport)):
         raise ConfigError(
             "fs.shard of a model on meta: expected the same random state on every rank, because "
             "each keeps its part of one initialisation; the states differ. Call "
@@ -97,12 +103,13 @@ def check_equal_random(transport: Transport, device: torch.device) -> None:
         )
 
 
-def check_replicas(units: Sequence[Unit], transport: Transport) -> None:
+def check_replicas(units: Sequence[Unit], norms: GradientNorms) -> None:
     """Check that replicas of a part have equal bits. A collective.
 
     Raises:
-        EngineError: Replicas differ; names the units.
+        EngineError: Replicas differ; names the units. On a GPU, the end of a backward raises it.
     """
+    transport = norms.transport
     copied = [unit for unit in units if unit.plan.mesh.replicate > 1 and unit.groups]
     if not copied:
         return
@@ -112,20 +119,30 @@ def check_replicas(units: Sequence[Unit], transport: Transport) -> None:
     num_seats = max(mesh.shard * mesh.inner for mesh in meshes)
     transport.phase.following = "a comparison of replicas"
     values = torch.stack(hashes).to(copied[0].groups[0].full.device)
-    wrong = [copied[i].plan.title for i in _unequal(values, transport, seats, num_seats)]
-    if wrong:
-        others = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-        raise EngineError(f"{wrong[0]}{others}: {UNEQUAL_REPLICAS}")
+
+    def check(bounds: torch.Tensor) -> None:
+        wrong = [copied[i].plan.title for i in _unequal(bounds)]
+        if wrong:
+            others = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+            raise EngineError(f"{wrong[0]}{others}: {UNEQUAL_REPLICAS}")
+
+    norms.read(_bounds(values, transport, seats, num_seats), check)
 
 
-def _unequal(
+def _bounds(
     values: torch.Tensor, transport: Transport, seats: Sequence[int] = (), num_seats: int = 1
-) -> list[int]:
-    """Which int64 values differ between ranks with the same seat; `seats` has one per value."""
-    if transport.name == "fake":
-        return []
-    at = torch.tensor([*seats] or [0] * len(values), device=values.device).expand(2, 1, -1)
+) -> torch.Tensor:
+    """(2, seats, n): maxima of int64 values and their negatives over the ranks with each seat.
+
+    `seats` has one per value.
+    """
+    at = from_host([*seats] or [0] * len(values), values.device, torch.int64).expand(2, 1, -1)
     bounds = values.new_full((2, num_seats, len(values)), _NONE)
     bounds.scatter_(1, at, torch.stack([values, -values]).unsqueeze(1))
     transport.all_reduce(bounds, maximum=True)
+    return bounds
+
+
+def _unequal(bounds: torch.Tensor) -> list[int]:
+    """Which values differ between ranks with the same seat."""
     return (bounds[0] != -bounds[1]).any(dim=0).nonzero().flatten().tolist()

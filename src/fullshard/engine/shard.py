@@ -19,6 +19,7 @@ from fullshard.config.schema import ShardConfig
 from fullshard.config.values import Transport as TransportKind
 from fullshard.config.values import WrapKind
 from fullshard.engine._torch_compat import plain, storage_key
+from fullshard.engine.attributes import ModuleTensors, tensors_in
 from fullshard.engine.axes import one_place
 from fullshard.engine.cuts import check_cuts
 from fullshard.engine.engine import ATTRIBUTE, Engine, engine_of
@@ -93,8 +94,13 @@ def shard_model(
         ConfigError: Mesh, units or process group do not fit.
         UnsupportedModelError: A part of the model cannot be sharded.
     """
+    if torch.is_inference_mode_enabled():
+        raise EngineError(
+            "fs.shard inside torch.inference_mode(): expected a place where tensors are made that "
+            "can train. Call it outside, and use inference_mode around evaluations."
+        )
     refuse_nested_engine(model)
-    _refuse_shared_buffers(model)
+    _refuse_shared_memory(model)
     if given.recut is None:
         _refuse_parts(model)
     device = compute_device(model)
@@ -112,7 +118,7 @@ def shard_model(
     if ROWS[plan.strategy].hybrid and plan.mesh.replicate == 1 and config.replicate is None:
         _say_one_host(plan)
     transports = {mesh: make_transport(config, mesh) for mesh in meshes}
-    check_equal_start(model, plan, transports[plan.mesh], device)
+    check_equal_start(model, plan, config, transports[plan.mesh], device)
     homes = DeviceHomes.of(plan.homes, device, config.offload)
     masters = Masters(homes, transports[plan.mesh].home, plan.units)
     values = _values(model, plan, transports, masters, given.weights)
@@ -272,16 +278,20 @@ def refuse_nested_engine(model: nn.Module) -> None:
             )
 
 
-def _refuse_shared_buffers(model: nn.Module) -> None:
-    """Refuses a buffer that is a view of a parameter, because it would keep stale values."""
+def _refuse_shared_memory(model: nn.Module) -> None:
+    """Refuses buffers and attributes that are views of a parameter: they would keep old values."""
     named = ((name, plain(param)) for name, param in model.named_parameters())
     params = {storage_key(p): name for name, p in named if _has_memory(p)}
-    for name, buffer in model.named_buffers():
-        owner = params.get(storage_key(plain(buffer))) if _has_memory(buffer) else None
-        if owner is not None:
+    kept = list(model.named_buffers())
+    for name, module in model.named_modules():
+        kept += [(name, x) for held in ModuleTensors([module]).values() for x in tensors_in(held)]
+    for name, tensor in kept:
+        if isinstance(tensor, nn.Parameter) or not _has_memory(tensor):
+            continue
+        if (owner := params.get(storage_key(plain(tensor)))) is not None:
             raise UnsupportedModelError(
-                f"{name}: expected a buffer of its own memory; it shares that of {owner!r}, which "
-                "fs.shard cuts. Register a copy, or compute it in forward."
+                f"{name}: expected a buffer or attribute of its own memory; it shares that of "
+                f"{owner!r}, which fs.shard cuts. Keep a copy, or compute it in forward."
             )
 
 

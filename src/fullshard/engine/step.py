@@ -276,12 +276,12 @@ class Runtime:
         return output
 
     def _compare_gathers(self) -> None:
-        """Check that ranks gathered the same units in an evaluation. A collective if any did.
+        """Check that ranks evaluate the same units and weights. A collective of sharded models.
 
         Not for replicas, which may evaluate alone.
         """
         norms, counts = self.gradients.norms, self.gradients.norms.counts
-        if counts[Count.GATHERS] and norms.transport.axes.mesh.replicate == 1:
+        if (mesh := norms.transport.axes.mesh).replicate == 1 and mesh.shard > 1:
             with outside_modes():
                 norms.meet(
                     "an evaluation", {it: counts[it] for it in (Count.GATHERS, Count.WRITES)}

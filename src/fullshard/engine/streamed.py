@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -58,7 +58,13 @@ class StreamedRuntime(Runtime):
         before, self._stream = self._stream, self._streams.current()
         if before != self._stream:
             self._streams.join(self._stream, before)
+            for kept in (t for unit in self.units for g in unit.groups for t in g.deferred):
+                self._streams.keep(kept, self._stream)
         super()._begin_step(index, stale=stale)
+
+    def _run(self, events: Sequence[Event]) -> None:
+        if events:  # a forward may call units on several streams
+            self._on_the_steps(super()._run, events)
 
     def _enter_backward(self, use: Use) -> None:
         self._on_the_steps(super()._enter_backward, use)

@@ -25,6 +25,7 @@ from fullshard.engine._torch_compat import (
 from fullshard.engine.computed import Computed, Released, gather_piece, kept_tensors, released
 from fullshard.engine.cuts import Cut
 from fullshard.engine.homes import DeviceHomes
+from fullshard.engine.norms import Count
 from fullshard.engine.parameter import Guarded, ShardedGradient
 from fullshard.errors import EngineError
 from fullshard.planner.layout import Slice, clean_name
@@ -314,11 +315,11 @@ class Group:
         return full
 
     @property
-    def deferred_bytes(self) -> int:
-        """Bytes of sums that wait for a later backward."""
+    def deferred(self) -> list[torch.Tensor]:
+        """Sums that wait for a later backward."""
         kept = [self.collected if self.collects is Collects.DEFERRED else None]
         kept += [self.grads.partial] if self.grads is not None else []
-        return sum(tensor.nbytes for tensor in kept if tensor is not None)
+        return [tensor for tensor in kept if tensor is not None]
 
     @property
     def reduced(self) -> GradientShard:
@@ -458,9 +459,9 @@ class Unit:
         self.on_gradient: Callable[[Member], None]  # set by `bind`
 
     def meet(self, param: ShardedParameter, what: str) -> None:
-        """Check that all ranks gather the same tensor here. A collective."""
+        """Check that all ranks gather the same tensor, which all or none wrote. A collective."""
         if self.plan.mesh.shard * self.plan.mesh.inner > 1:
-            param.record.norms.meet(f"the whole of {what}")
+            param.record.norms.meet(f"the whole of {what}", {Count.WRITES: 0})
 
     def start_gather(self) -> None:
         """Copy this rank's part to the slot and start to fetch the other parts."""

@@ -6,14 +6,25 @@ _METADATA    the leaves' paths, and how arrays are stored: zarr or zarr3, in fil
 from __future__ import annotations
 
 import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
+from fullshard import loading
+from fullshard.checkpoint.format import Index, Kind, Manifest, StoredTensor, key_of
+from fullshard.checkpoint.read import Checkpoint
+from fullshard.checkpoint.storage import StorePath
 from fullshard.config.regular_files import read_regular
+from fullshard.engine.engine import engine_of
+from fullshard.engine.state import DTYPE_NAMES, as_bytes
 from fullshard.errors import untrusted
 from fullshard.formats.source import Entry, Source
 
@@ -63,3 +74,44 @@ def _entry(array: Any) -> Entry:
 def _read(array: Any, dtype: torch.dtype) -> torch.Tensor:
     values = np.array(array.read().result(), order="C")
     return torch.from_numpy(values.reshape(-1).view(np.uint8)).view(dtype).reshape(values.shape)
+
+
+def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+    """As `loading.load`, also from a tree, whose parameters are at the top or under `params`."""
+    engine = engine_of(model)
+    if isinstance(path, StorePath) or not engine.lead(lambda: os.path.isfile(path / METADATA)):  # noqa: PTH113  (False for names that no file can have)
+        return loading.load(path, model, optimizer)
+
+    def read() -> dict[str, Any]:
+        with untrusted(f"'{path}'", "a tree of arrays that orbax wrote"):
+            return loading.load_open(_Tree.at(path), engine, model, optimizer)
+
+    return engine.agree(read)
+
+
+@dataclass(frozen=True)
+class _Tree(Checkpoint):
+    """A tree as a checkpoint of a model alone."""
+
+    arrays: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    @classmethod
+    def at(cls, folder: Path) -> _Tree:
+        found = open_arrays(folder)[0]
+        own = {n.removeprefix("params."): a for n, a in found.items() if n.startswith("params.")}
+        arrays = {key_of(Kind.MODEL, name): array for name, array in (own or found).items()}
+        entries = {key: _entry(array) for key, array in arrays.items()}
+        tensors = {k: StoredTensor(DTYPE_NAMES[e.dtype], e.shape, ()) for k, e in entries.items()}
+        state: dict[str, Any] = {"state": {}, "extra": {}, "step": None}
+        return cls(folder, Manifest(None, {}), Index(1, tensors), state, arrays=arrays)
+
+    def read(self, key: str, start: int, stop: int, out: memoryview) -> None:
+        """Fills `out` with elements [start, stop) of an array, whose rows are read whole."""
+        if start == stop:
+            return
+        array, row, first = self.arrays[key], math.prod(self.arrays[key].shape[1:]), 0
+        if array.shape:
+            first = start // row
+            array = array[first : -(-stop // row)]
+        data, size = as_bytes(_entry(array).read()), array.dtype.numpy_dtype.itemsize
+        out[:] = data[(start - first * row) * size :][: out.nbytes]

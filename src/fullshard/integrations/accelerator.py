@@ -23,7 +23,7 @@ from fullshard.config.environment import read_launch_environment
 from fullshard.config.files import File, parse_text
 from fullshard.config.load import load_config
 from fullshard.config.sharding import ShardConfig
-from fullshard.engine.engine import is_sharded
+from fullshard.engine.engine import engine_of, is_sharded
 from fullshard.engine.full_state import whole_states
 from fullshard.engine.optimizers import WATCHED
 from fullshard.engine.parameter import ShardedParameter
@@ -106,6 +106,12 @@ class ShardedAccelerator(Accelerator):
         """The full state dict on rank 0, an empty one on other ranks. A collective."""
         return OrderedDict(fs.full_state_dict(model, rank0_only=True))  # for the detection of tied
         # weights
+
+    def wait_for_everyone(self) -> None:
+        """Waits for all ranks; raises on all if one is in a collective of a model instead."""
+        for model in self._models:
+            engine_of(model).norms.meet("wait_for_everyone()")
+        super().wait_for_everyone()
 
     # ---- Accelerate's own file format
 

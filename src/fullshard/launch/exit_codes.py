@@ -53,7 +53,12 @@ def as_ours(error: BaseException) -> BaseException:
     if isinstance(error, FullshardError):
         return error
     if isinstance(error, Stopped):
-        return error.ours
+        return error.ours.with_traceback(error.__traceback__)
+    if str(error).endswith(("can't start new thread", "Resource temporarily unavailable")):
+        return ConfigError(
+            f"ulimit -u: expected to start one more process or thread, got none ({error}). Raise "
+            "that limit, or pids.max of the container."
+        ).with_traceback(error.__traceback__)
     if "Too many open files" in str(error):
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return ConfigError(

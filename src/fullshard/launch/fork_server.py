@@ -62,7 +62,7 @@ class ForkServer:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process: subprocess.Popen[Any] = subprocess.Popen(
-                [sys.executable, "-u", "-m", entry, str(os.getpid()), WORD, *modules],
+                [sys.executable, "-u", "-P", "-m", entry, str(os.getpid()), WORD, *modules],
                 stdin=theirs.fileno(),
                 env={**defaults, **current_variables()},
                 process_group=0,

@@ -30,9 +30,9 @@ from fullshard.config.environment import LaunchEnvironment, read_launch_environm
 from fullshard.config.values import Strategy
 from fullshard.errors import ConfigError, FullshardError, write_anything
 from fullshard.launch import fork_server
-from fullshard.launch.exit_codes import ExitCode
+from fullshard.launch.exit_codes import ExitCode, as_ours
 from fullshard.launch.failure import LaunchFolder, RankFailure
-from fullshard.launch.signals import SAVE_SIGNALS, die_with_parent, handled, raise_preempted
+from fullshard.launch.signals import SAVE_SIGNALS, die_with_parent, handled, raise_stopped
 from fullshard.observe.hang import watchdog
 from fullshard.observe.hang.judge import Verdict
 from fullshard.observe.hang.watchdog import WatchdogSettings
@@ -73,7 +73,7 @@ def run_rank(
         if folder is not None:  # first: explaining it may take longer than the launcher waits
             with contextlib.suppress(OSError):
                 failure.write(folder.failure(rank))
-        failure = _explained(failure, error, folder)
+        failure = _explained(failure, as_ours(error), folder)
         _report(failure, folder)
         tell(failure)
         _end_now(failure.exit_code)
@@ -100,7 +100,7 @@ def _on_signal(
 ) -> None:
     if folder is not None and folder.ending.exists():
         os._exit(128 + number)  # another rank failed; this one has nothing to report
-    raise_preempted(before, number, frame)
+    raise_stopped(before, number, frame)
 
 
 def _install_logging(launch: LaunchEnvironment | None) -> None:
@@ -193,10 +193,13 @@ def _watch(launch: LaunchEnvironment, folder: LaunchFolder) -> None:
 
 
 def _run_module(module: str) -> None:
+    # With -P Python does not import a `random.py` of the working folder in the place of its own.
     if module.endswith(".py"):
-        sys.path[0] = str(Path(module).resolve().parent)
+        sys.path.insert(0, str(Path(module).resolve().parent))
         runpy.run_path(module, run_name="__main__")
         return
+    if not module.startswith("fullshard."):
+        sys.path.insert(0, str(Path.cwd()))
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     except ImportError as error:

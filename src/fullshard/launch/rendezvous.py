@@ -269,9 +269,9 @@ def _reach_store(launch: LaunchEnvironment, timeout_s: float) -> None:
 
 def _server(port: int) -> socket.socket:
     """Listens on a port, on the same interfaces as the store."""
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
-    return socket.create_server(("", port))
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    return socket.create_server(("", port), family=family, backlog=_BACKLOG, dualstack_ipv6=both)
 
 
 def _unreachable(launch: LaunchEnvironment, got: str) -> ConfigError | HangError:
@@ -409,9 +409,11 @@ class LaunchStore:
     @staticmethod
     def _bind(host: str, port: int) -> socket.socket:
         try:
-            return socket.create_server((host if host == LOOPBACK else "", port), backlog=_BACKLOG)
+            if host != LOOPBACK:
+                return _server(port)
+            return socket.create_server((host, port), backlog=_BACKLOG)
         except OSError as error:
-            why = os.strerror(error.errno or 0)
+            why = os.strerror(error.errno or 0)  # without create_server's words
             raise ConfigError(
                 f"MASTER_PORT: expected a free port, got {port} ({why}). Take another."
             ) from error
@@ -425,8 +427,9 @@ class LaunchStore:
             except BaseException as error:  # noqa: BLE001  raised by `check`
                 self._failed = error
 
-        self._serving = threading.Thread(target=serve, name="store of the launch")
-        self._serving.start()
+        serving = threading.Thread(target=serve, name="store of the launch")
+        serving.start()
+        self._serving = serving
 
     def check(self) -> None:
         """Raises the error that kept the store from being served: ranks would wait for it."""

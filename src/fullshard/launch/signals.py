@@ -49,18 +49,6 @@ def handled(numbers: Sequence[signal.Signals], handler: Handler) -> Iterator[Non
             signal.signal(number, previous)
 
 
-def raise_preempted(_: Mapping[int, Any], number: int, _frame: FrameType | None) -> None:
-    """A handler that raises an error in the main thread, so that `finally` blocks run."""
-    raise _preempted(number)
-
-
-def _preempted(number: int) -> PreemptedError:
-    return PreemptedError(
-        f"run: expected to reach its end, got {signal.Signals(number).name}. Start it again; "
-        "it resumes from its last checkpoint, if it has saved one."
-    )
-
-
 class Stopped(BaseException):
     """Our error on its way through code that catches every Exception, as imports of libraries do.
 
@@ -73,15 +61,21 @@ class Stopped(BaseException):
         self.ours = ours
 
 
+def raise_stopped(_: Mapping[int, Any], number: int, _frame: FrameType | None) -> None:
+    """A handler that raises an error in the main thread, so that `finally` blocks run."""
+    raise Stopped(
+        PreemptedError(
+            f"run: expected to reach its end, got {signal.Signals(number).name}. Start it again; "
+            "it resumes from its last checkpoint, if it has saved one."
+        )
+    )
+
+
 @contextlib.contextmanager
 def ended_by(numbers: Sequence[signal.Signals]) -> Iterator[None]:
     """Ends the block with a PreemptedError when one of these signals arrives."""
-
-    def stop(_: Mapping[int, Any], number: int, _frame: FrameType | None) -> None:
-        raise Stopped(_preempted(number))
-
     try:
-        with handled(numbers, stop):
+        with handled(numbers, raise_stopped):
             yield
     except Stopped as stopped:
         raise stopped.ours from None

@@ -235,7 +235,7 @@ def _start(
             out, err = relay.stdout_fd, relay.stderr_fd
         forked = launch.server and launch.server.fork(words, variables, out, err)
         process = forked or subprocess.Popen(
-            [sys.executable, "-u", "-m", ENTRY, str(os.getpid()), *words],
+            [sys.executable, "-u", "-P", "-m", ENTRY, str(os.getpid()), *words],
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=err,

@@ -16,7 +16,7 @@ from fullshard.config.schema import RunConfig, ShardConfig
 from fullshard.config.values import DistillLoss, DType
 from fullshard.data.tokenizer import load_tokenizer
 from fullshard.engine.axes import has_experts
-from fullshard.engine.hugging_face import build_on_meta
+from fullshard.engine.hugging_face import build_on_meta, num_ids
 from fullshard.engine.initial import check_weights_of, has_weights_of
 from fullshard.errors import ConfigError
 from fullshard.models.config import (
@@ -83,7 +83,7 @@ def model_config_of(
     elif own is not None:
         given = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
     if "vocab_size" not in given:
-        entries = vocab_size(config, model_config) if own is None else len(own)
+        entries = vocab_size(config, model_config) if own is None else num_ids(own)
         model_config.get_text_config().vocab_size = entries
     if tokenizer is not None:
         fit_to_tokenizer(model_config, tokenizer, (*given, "vocab_size"))

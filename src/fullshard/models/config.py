@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from fullshard.config.regular_files import did_you_mean_path
 from fullshard.config.schema import ModelConfig
 from fullshard.config.values import nearest
-from fullshard.engine.hugging_face import build, last_line, read_config, read_model
+from fullshard.engine.hugging_face import build, last_line, num_ids, read_config, read_model
 from fullshard.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ def fit_to_tokenizer(
     """
     text_config = config.get_text_config()
     if "vocab_size" not in given:
-        text_config.vocab_size = len(tokenizer)
+        text_config.vocab_size = num_ids(tokenizer)
     check_vocabulary("model", text_config.vocab_size, tokenizer)
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
         if key not in given:
@@ -171,11 +171,11 @@ def fit_to_tokenizer(
 
 def check_vocabulary(key: str, vocab_size: int, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raises ConfigError if a tokenizer has more entries than a model has embeddings."""
-    if vocab_size < len(tokenizer):
+    if vocab_size < (least := num_ids(tokenizer)):
         raise ConfigError(
-            f"{key}.config.vocab_size: expected at least {len(tokenizer)} (the tokenizer's "
-            f"entries), got {vocab_size}. Raise it or leave it out; for weights that are given use "
-            "their own tokenizer (data.tokenizer), or lower data.vocab_size."
+            f"{key}.config.vocab_size: expected at least {least} (the tokenizer's entries), got "
+            f"{vocab_size}. Raise it or leave it out; for weights that are given use their own "
+            "tokenizer (data.tokenizer), or lower data.vocab_size."
         )
 
 

@@ -1,7 +1,7 @@
 """The training loop, the same for every recipe and engine.
 
 for step in steps:
-    batches = recipe.micro_batches(step)           data_s
+    batches = recipe.micro_batches(step)           data_s; while the device computes the step before
     trainee.update(step, batches, loop)            forward, backward, clip, update: by the engine
     row = measurements of the step                 one small exchange between all ranks
     evaluate, save, if due
@@ -12,12 +12,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, Protocol
 
-from fullshard.errors import DivergedError
+from fullshard.errors import DivergedError, FullshardError
 from fullshard.observe.metrics import EvalRow, SampleRow, SaveRow, StepRow
 from fullshard.recipes.base import Batch, Recipe, Team
 from fullshard.run.schedule import Schedule
@@ -205,6 +206,8 @@ class Loop:
         self.watcher = watcher
         self.keeper = keeper or Keeper()
         self._stopping = False
+        self._ahead: list[Batch] | None = None  # batches of the next step
+        self._data_s = 0.0  # in the running step
 
     def run(self, done: int = 0) -> None:
         """Runs the steps after the first `done`, with the evaluations that are due.
@@ -261,16 +264,15 @@ class Loop:
 
     def _step(self, step: int) -> StepRow:
         """One update; returns its measurements."""
-        self.watcher.entered("data loading", step)
-        began = time.perf_counter()
-        batches = self.recipe.micro_batches(step - 1)
-        data_s = time.perf_counter() - began
+        began, self._data_s = time.perf_counter(), 0.0
+        batches = self._batches(step) if self._ahead is None else self._ahead
+        self._ahead = None
         num_inputs = sum(batch["input_ids"].numel() for batch in batches)
         self.watcher.entered("forward and backward", step)
         update = self.trainee.update(step, batches, self)
         elapsed_s = time.perf_counter() - began
         self.watcher.entered("end of step", step)
-        here = [update.total, elapsed_s, data_s, update.comm_s, *update.memory, num_inputs]
+        here = [update.total, elapsed_s, self._data_s, update.comm_s, *update.memory, num_inputs]
         parts = self.team.exchange([*here, self.keeper.asked_to_stop()])
         totals, elapsed, data, comm, memory, peak, inputs, asked = zip(*parts, strict=True)
         self._stopping = any(asked)
@@ -294,6 +296,23 @@ class Loop:
             memory_bytes=int(max(memory)),
             memory_peak_bytes=int(max(peak)),
         )
+
+    def look_ahead(self, step: int) -> None:
+        """Makes the batches of the following step, and starts their copies to the device.
+
+        A trainee calls it before it waits for the device, which still computes the step. An error
+        is raised where the following step begins.
+        """
+        if step < self.settings.num_steps:
+            with suppress(FullshardError):
+                self._ahead = self._batches(step + 1)
+
+    def _batches(self, step: int) -> list[Batch]:
+        self.watcher.entered("data loading", step)
+        began = time.perf_counter()
+        batches = self.recipe.micro_batches(step - 1)
+        self._data_s += time.perf_counter() - began
+        return batches
 
     def _evaluates_after(self, step: int) -> bool:
         eval_every = self.settings.eval_every

@@ -75,6 +75,7 @@ class TorchTrainee:
         for group in self.optimizer.param_groups:
             group["lr"] = settings.schedule.learning_rate(step - 1)
         total = self._accumulate(batches, num_tokens, loop)
+        loop.look_ahead(step)
         loop.watcher.entered("optimizer", step)
         self.scaler.unscale()
         norm = fs.clip_grad_norm_(self.model, settings.max_grad_norm or math.inf)

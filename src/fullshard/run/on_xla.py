@@ -152,6 +152,7 @@ class XlaSide:
             filled = [self._teaching.beside(batch) for batch in filled]
         rate = loop.settings.schedule.learning_rate(step - 1)
         self._state, found = self._step(self._state, _arrays(filled), learning_rate=rate)
+        loop.look_ahead(step)
         loss, norm = float(found["loss"]), float(found["grad_norm"])
         for what, value in (("loss", loss), ("gradient norm", norm)):
             if not math.isfinite(value):

@@ -161,16 +161,18 @@ class Reduction:
         receive: Waits for the ranks' contributions to this rank's part of each buffer and returns
             them in rank order, (part_numel,) each, reduce dtype. One contribution is the sum.
         release: Called after the contributions were read.
+        divided: What contributions in float16 were divided by, so that they do not overflow.
     """
 
-    __slots__ = ("_receive", "_release")
+    __slots__ = ("_divided", "_receive", "_release")
 
     def __init__(
         self,
         receive: Callable[[], Sequence[Sequence[torch.Tensor]]],
         release: Callable[[], object] = lambda: None,
+        divided: int = 1,
     ) -> None:
-        self._receive, self._release = receive, release
+        self._receive, self._release, self._divided = receive, release, divided
 
     def sum_into(self, outs: Sequence[torch.Tensor]) -> None:
         """Wait for the contributions and write their sums; the buffers may be overwritten then.
@@ -180,6 +182,8 @@ class Reduction:
         """
         for out, parts in zip(outs, self._receive(), strict=True):
             sum_in_order(parts, out)
+            if self._divided > 1 and parts[0].dtype is torch.float16:
+                out.mul_(self._divided)
         self._release()
 
 
@@ -294,6 +298,7 @@ class Home:
         wrote: Whether this rank has written shared weights since `publish`.
         num_writes: Number of announced writes to weights.
         await_reads: Waits until a device has read the shards in host memory.
+        made: Slots that a home keeps; the same for all homes of a model.
     """
 
     wrote = False
@@ -301,6 +306,7 @@ class Home:
     def __init__(self) -> None:
         self.num_writes = 0
         self.await_reads: Callable[[], None] | None = None
+        self.made: dict[Ring, list[torch.Tensor]] = {}
 
     def open_weights(self, units: Sequence[UnitPlan]) -> None:
         """Allocate shared weights. A collective."""

@@ -45,6 +45,8 @@ class C10dTransport(MessageTransport):
     def __init__(self, axes: Axes, kind: ReductionKind, *, symmetric: bool = False) -> None:
         super().__init__(axes)
         self._is_ordered = cache(kind.is_ordered)  # asked for every buffer of a step
+        # Mean and sum differ by this power of two at least: no sum of float16 overflows alone.
+        self._divisor = 1 << (axes.mesh.shard - 1).bit_length()
         if symmetric:
             self.home = SymmetricHome(axes)
 
@@ -72,6 +74,8 @@ class C10dTransport(MessageTransport):
                 lent.append(parts)
                 received.append(parts.chunk(num_parts))
             else:
+                if full.dtype is torch.float16:
+                    full.div_(self._divisor)
                 received.append([full.chunk(num_parts)[self.axes.shard_index]])
                 native[0].append(received[-1][0])
                 native[1].append(full)
@@ -81,7 +85,8 @@ class C10dTransport(MessageTransport):
             self._works(*works).wait()
             return received
 
-        return Reduction(receive, partial(self.scratch.give, *lent))
+        # Buffers of one width are ordered alike: without loans, none in float16 is.
+        return Reduction(receive, partial(self.scratch.give, *lent), 1 if lent else self._divisor)
 
     def sum_replicas(self, values: torch.Tensor) -> Iterator[None]:
         replicas, group = self.axes.mesh.replicate, self.axes.replicate_group
@@ -114,8 +119,9 @@ class SymmetricHome(Home):
 
     NCCL knows such memory by its address, and expects the same slots on all ranks. All ranks
     therefore allocate and register slots in the plan's order, each with the group of its
-    collectives. Slots stay allocated, since NCCL would take later memory at their addresses for
-    them; rings that are not alike are made anew when the order of units is learned.
+    collectives; a ring that units of two meshes use is registered with both groups. Slots stay
+    allocated, since NCCL would take later memory at their addresses for them; rings that are not
+    alike are made anew when the order of units is learned.
 
     Args:
         axes: The process groups of this rank.
@@ -123,7 +129,7 @@ class SymmetricHome(Home):
 
     def __init__(self, axes: Axes) -> None:
         super().__init__()
-        self._axes, self._made = axes, dict[Ring, list[torch.Tensor]]()
+        self._axes, self._registered = axes, set[Ring]()
 
     def open_slots(self, units: Sequence[UnitPlan], rings: Sequence[Ring]) -> Slots:
         axes, (memory, pool, device) = self._axes, symmetric_memory()
@@ -131,12 +137,14 @@ class SymmetricHome(Home):
         used = {slot.ring for group in groups for slot in (group.slot, group.grad_slot) if slot}
         for ring in rings:
             group = axes.reduce_group if ring.name.endswith(".grad") else axes.gather_group
-            if ring in self._made or group is None or ring.name not in used:
+            if ring in self._registered or group is None or ring.name not in used:
                 continue
             dist.barrier(group=group)  # makes its communicator
             kind: dict[str, Any] = {"dtype": torch_dtype(ring.dtype), "device": device}
-            with torch.cuda.use_mem_pool(pool):
-                self._made[ring] = [torch.zeros(ring.numel, **kind) for _ in range(ring.count)]
-            for slot in self._made[ring]:
+            if ring not in self.made:
+                with torch.cuda.use_mem_pool(pool):
+                    self.made[ring] = [torch.zeros(ring.numel, **kind) for _ in range(ring.count)]
+            for slot in self.made[ring]:
                 memory.rendezvous(slot, group.group_name)
-        return {ring.name: self._made[ring] for ring in rings if ring in self._made}
+            self._registered.add(ring)
+        return {ring.name: self.made[ring] for ring in rings if ring in self.made}

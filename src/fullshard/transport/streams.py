@@ -8,7 +8,10 @@ transports.
     step         forward, backward, casts, sums, norms       the caller, at the end of backward
     gather       NCCL's all-gathers                          step, before a unit is used
     reduce       NCCL's reduce-scatters                      step, before their sums are read
+                 slices of fs.owned, to owners and back      the optimizer's stream, at once
     replicate    NCCL's sums over replicas                   step, when the next unit's sums land
+    world        NCCL's sums of small vectors                step, at once; the host at the end of
+                                                             the next backward, to compare ranks
     copy         copies of shards from the host into slots   gather, before it sends them
     to host      copies of gradients to the host             step, when the next unit's sums land
 

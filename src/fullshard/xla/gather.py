@@ -28,21 +28,23 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import jaxpr_as_fun
 
 from fullshard.config.values import RecomputeKind
 from fullshard.errors import ConfigError
 from fullshard.planner.arrays import ArrayPlan
 from fullshard.xla.plan import REPLICATE, SHARD, SMALL, Tree, XlaPlan, pad, unpad
-from fullshard.xla.traced import MOVES, combined
+from fullshard.xla.traced import MOVES, combined, with_split_sums
 
 BLOCK_INPUT = "fullshard.block_input"
 Arrays = Sequence[jax.Array]
+T = TypeVar("T")
 _GATHERS = ("all_gather", "all_to_all")  # see [Note: messages on CPUs]
 
 
@@ -80,17 +82,16 @@ def gather_arrays(plan: XlaPlan, arrays: Sequence[ArrayPlan], shards: Tree) -> T
     return jax.tree.unflatten(structure, [unpad(array, leaf) for array, leaf in pairs])
 
 
-def check_shards(plan: XlaPlan, loss: Callable[[Tree], Any], params: Tree) -> None:
-    """Checks that a loss function reads the shards of stacked arrays through a gather only.
+def call_loss(plan: XlaPlan, loss: Callable[[Tree], T], params: Tree) -> T:
+    """Returns what a loss function returns. Its sums are split; see [Note: sums over samples].
 
     Raises:
         ConfigError: It combines the elements of a shard; see [Note: shards of blocks].
     """
-    if not plan.blocks:
-        return
-    program, found = jax.make_jaxpr(loss)(params).jaxpr, set[int]()
+    traced, shapes = jax.make_jaxpr(loss, return_shape=True)(params)
+    found = set[int]()
     shards = [{at} if array.block else set[int]() for at, array in enumerate(plan.table.arrays)]
-    found.update(*combined(program, "gathered_by_fullshard", shards, found))
+    found.update(*combined(traced.jaxpr, "gathered_by_fullshard", shards, found))
     for array in [plan.table.arrays[at] for at in sorted(found)]:
         raise ConfigError(
             f"loss_fn: expected {array.name} to be gathered, because the plan has "
@@ -98,6 +99,13 @@ def check_shards(plan: XlaPlan, loss: Callable[[Tree], Any], params: Tree) -> No
             "fullshard.jax.scan_blocks (a block's regularizer too: outputs=True) or after gather, "
             "or leave the path out of blocks."
         )
+    program = with_split_sums(traced.jaxpr)
+    if program is traced.jaxpr:
+        return loss(params)
+    results = jaxpr_as_fun(traced.replace(jaxpr=program))(*jax.tree.leaves(params))
+    pairs = zip(results, traced.out_avals, strict=True)
+    arrays = [jnp.asarray(x, aval.dtype) for x, aval in pairs]  # a constant is a number
+    return jax.tree.unflatten(jax.tree.structure(shapes), arrays)
 
 
 def whole_but_blocks(plan: XlaPlan, params: Tree) -> Tree:

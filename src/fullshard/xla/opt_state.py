@@ -131,14 +131,17 @@ def updated(
     state = map_state(plan, unpad, opt_state)
 
     def update(extra: dict[str, jax.Array]) -> tuple[Tree, Tree]:
-        told = {"value": loss, **extra}
+        told = grads, _with_hyperparams(state, extra), mine
         try:
-            return tx.update(grads, _with_hyperparams(state, extra), mine, **told)
+            try:
+                return tx.update(*told, **{"value": loss, **extra})
+            except TypeError:  # optax.contrib.sam takes no value
+                return tx.update(*told, **extra)
         except (TypeError, ValueError) as error:
             raise ConfigError(
                 "tx: expected an optimizer that updates from gradients, parameters, the loss (its "
-                f"`value`) and the step's scalars; its update says: {error}. Choose another, or "
-                "pass a scalar that it lacks as step(..., name=value)."
+                f"`value`) and the step's scalars; its update says: {error}. Choose another, pass "
+                "a scalar that it lacks as step(..., name=value), or none that it does not take."
             ) from error
 
     _check_read(update, extra)

@@ -51,7 +51,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from fullshard.errors import ConfigError
 from fullshard.planner.arrays import Collectives
 from fullshard.xla.census import census
-from fullshard.xla.gather import all_reduce, check_shards, reduce_whole, whole_but_blocks
+from fullshard.xla.gather import all_reduce, call_loss, reduce_whole, whole_but_blocks
 from fullshard.xla.opt_state import fresh, merged, opt_shardings, trained, updated
 from fullshard.xla.plan import (
     OVERLAP,
@@ -578,8 +578,7 @@ def sums_of(
             f"{error}. step(..., rng=key) passes rng, init(..., variables=...) passes variables; "
             "eval_step passes no rng, which needs a default there."
         ) from error
-    check_shards(plan, sums, params)
-    return sums(params)
+    return call_loss(plan, sums, params)
 
 
 def _checked(found: Any, variables: Any, *, new: bool) -> Sums:

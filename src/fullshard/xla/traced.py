@@ -11,15 +11,25 @@ A loss function receives shards of stacked arrays, which `scan_blocks` and `gath
 shard that it combines itself, such as a norm over all parameters, would count one device's part,
 and no other device would receive its gradient. A shard may therefore be moved, or changed element
 by element, on its way to a gather, and nothing else.
+
+[Note: sums over samples]
+`vmap` turns the sum of BatchNorm over samples and devices into one `psum` over a dimension of the
+array and over mesh axes. Its gradient in jax is broadcast over the samples before it is summed over
+the devices: one row per sample is sent. As two sums, first over the dimension and then over the
+devices, both directions send one row.
 """
 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
+import jax
+from jax import lax
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from fullshard.planner.arrays import GATHER, REDUCE, SCATTER, Collectives
@@ -74,6 +84,43 @@ def within(step: Any) -> Iterator[Any]:
             inner = getattr(inner, "jaxpr", inner)
             if hasattr(inner, "eqns"):
                 yield inner
+
+
+def with_split_sums(program: Any) -> Any:
+    """Splits sums over dimensions and mesh axes; see [Note: sums over samples].
+
+    Returns:
+        The jaxpr; the given one if it has no such sum.
+    """
+    steps = [part for step in program.eqns for part in _split(step)]
+    unchanged = len(steps) == len(program.eqns) and all(map(operator.is_, steps, program.eqns))
+    return program if unchanged else program.replace(eqns=steps)
+
+
+def _split(step: Any) -> list[Any]:
+    axes = step.params.get("axes", ())
+    dims = tuple(axis for axis in axes if isinstance(axis, int))
+    if step.primitive.name == "psum" and 0 < len(dims) < len(axes):
+        inner = jax.make_jaxpr(partial(lax.reduce_sum, axes=dims))(step.invars[0].aval).jaxpr
+        (first,), names = inner.eqns, tuple(axis for axis in axes if axis not in dims)
+        second = step.replace(invars=first.outvars, params={**step.params, "axes": names})
+        return [first.replace(invars=step.invars), second]
+    params = {name: _split_param(value) for name, value in step.params.items()}
+    changed = any(value is not step.params[name] for name, value in params.items())
+    return [step.replace(params=params) if changed else step]
+
+
+def _split_param(value: Any) -> Any:
+    if isinstance(value, tuple):
+        parts = tuple(map(_split_param, value))
+        return parts if any(map(operator.is_not, parts, value)) else value
+    program = getattr(value, "jaxpr", value)
+    if not hasattr(program, "eqns"):
+        return value
+    split = with_split_sums(program)
+    if split is program:
+        return value
+    return split if program is value else value.replace(jaxpr=split)
 
 
 # Primitives that move elements without computing with them

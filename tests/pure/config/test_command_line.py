@@ -51,6 +51,7 @@ def load(tmp_path):
         ("model.name_or_path=other", "model", "name_or_path", "other"),
         ("model_name_or_path=other", "model", "name_or_path", "other"),
         ("data=other.txt", "data", "path", "other.txt"),
+        ("data=null", "data", "path", None),
         ("data.vocab_size=7", "data", "vocab_size", 7),
         ("tokenizer=folder", "data", "tokenizer", "folder"),
     ],

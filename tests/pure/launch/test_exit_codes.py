@@ -50,6 +50,17 @@ def test_errors_mean_exit_codes(error, code):
     assert exit_code_of(error) == code
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("can't start new thread"),
+        BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN)),
+    ],
+)
+def test_a_limit_of_processes_is_named(error):
+    assert str(as_ours(error)).startswith("ulimit -u: expected to start one more process or thr")
+
+
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
 def test_whatever_allows_no_more_bytes_is_a_disk_without_room(number):
     assert exit_code_of(as_ours(OSError(number, os.strerror(number), "a.json"))) == 3

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from fullshard.config.schema import ModelConfig
 from fullshard.data import chat_rows, chat_template
@@ -67,6 +69,17 @@ def learned_text(example, tokenizer, **learned):
     found = encode(example, tokenizer, Learned(**learned))
     ids = [i for i, flag in zip(found.ids, found.learned, strict=True) if flag]
     return tokenizer.decode(ids)
+
+
+def test_ids_may_leave_out_numbers(tmp_path):
+    """A vocabulary has all ids of its tokenizer, and not only as many as it has entries."""
+    found = models.WordLevel({"two": 0, "four": 70_000, "<end>": 1}, unk_token="<end>")
+    sparse = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(found), eos_token="<end>")
+    settings = ChatSettings(8, 0.5, packing=False, learned=Learned(), num_samples=0)
+    rows = make_chat_dataset(source(tmp_path, [pair("two", "four")] * 2), settings, sparse)
+    assert rows.facts.vocab_size == 70_001
+    labels = rows.arrays(np.array([0]), held_out=False)["labels"]
+    assert labels.tolist() == [[-100, 70_000, 1]]
 
 
 @pytest.mark.parametrize(
