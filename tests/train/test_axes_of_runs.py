@@ -306,6 +306,7 @@ def test_sequences_that_cannot_be_divided_are_refused():
         (MIXTURE, 8, ["expert=4", "tensor=2", "shard=2"], "(8 ranks / expert 4 / tensor 2); got 2"),
         (LLAMA, 2, ["tensor=2", "transport=shared"], "shared beside sharding.tensor: 2 is not yet"),
         (LLAMA, 2, ["tensor=2", "backend=jax"], "tensor: 2 is not yet supported. Use shard"),
+        (MIXTURE, 2, ["expert=2", "lora.r=4"], "lora: beside sharding.expert: 2 is not yet"),
         (LLAMA, 6, ["context=4"], "context: expected a divisor of 6 (ranks / expert / tensor)"),
         (LLAMA, 8, ["context=8"], "divisor of 4 (num_attention_heads / tensor); got 8. The"),
         (LLAMA, 2, ["context=2", "max_seq_length=33"], "divisor of 33 (training.max_seq_length)"),

@@ -128,6 +128,9 @@ def _of_run(config: RunConfig) -> Iterator[Problem]:
 def _beside_axes(config: RunConfig) -> Iterator[Problem]:
     """Values that are not supported beside other axes."""
     sharding = config.sharding
+    if config.lora is not None and sharding.expert > 1:
+        got = f"beside sharding.expert: {sharding.expert} is not yet supported"
+        yield Problem("lora", "", got, "Leave one of the two out")
     axes = [name for name in ("tensor", "expert") if getattr(sharding, name) > 1]
     for axis in axes[:1]:
         beside = f"beside sharding.{axis}: {getattr(sharding, axis)} is not yet supported"
