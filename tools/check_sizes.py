@@ -28,16 +28,16 @@ EXEMPT = ("src/fullshard/compat/",)
 # Packages that share a budget are joined by " + ".
 BUDGETS = {
     "bench": 1_944,
-    "config": 3_800,
+    "config": 3_799,
     "cli": 1_953,
-    "engine + transport": 7_855,
-    "planner + outlook": 4_425,
-    "data + models + recipes + run + verify": 9_224,
-    "observe + launch": 3_566,
+    "engine + transport": 7_934,
+    "planner + outlook": 4_354,
+    "data + models + recipes + run + verify": 9_296,
+    "observe + launch": 3_554,
     "compat + integrations": 2_899,
     "xla + jax + xla_state": 2_672,
-    "checkpoint + formats": 2_891,
-    "in all": 42_378,
+    "checkpoint + formats": 2_885,
+    "in all": 42_441,
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -73,6 +73,7 @@ if TYPE_CHECKING:
     from fullshard.config.schema import ShardConfig as ShardConfig
     from fullshard.outlook.memory import estimate_fsdp_memory as estimate_fsdp_memory
     from fullshard.planner.plan import Plan as Plan
+    from fullshard.recipes.context import divide_sequences as divide_sequences
 
 __version__ = "0.1.0"
 
@@ -100,6 +101,7 @@ _HOMES = {
     "fullshard.config.schema": ("ShardConfig",),
     "fullshard.outlook.memory": ("estimate_fsdp_memory",),
     "fullshard.planner.plan": ("Plan",),
+    "fullshard.recipes.context": ("divide_sequences",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

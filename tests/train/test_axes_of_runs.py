@@ -8,12 +8,17 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 import fullshard as fs
-from fullshard.errors import ConfigError, EngineError
+from fullshard.config.schema import ShardConfig
+from fullshard.errors import ConfigError, DataError, EngineError
 from fullshard.observe.metrics import read_rows
 from fullshard.planner.plan import Plan
+from fullshard.recipes.base import Seat
+from fullshard.recipes.context import check_context, part_of
 from support.model_folder import small_config, write_chats, write_model
 from support.text import seeded_text
 
@@ -29,6 +34,8 @@ MIXTURE = {
     "experts_implementation": "eager",  # the grouped matmul has no float64
 }
 ROOT = Path(__file__).parents[2]
+TWO = ShardConfig(context=2)
+SEAT = Seat(0, 2, torch.device("cpu"), TWO)
 MISTRAL = {"model_type": "mistral", "num_key_value_heads": 2, "sliding_window": 8}
 FALCON_H1 = {"model_type": "falcon_h1", "num_key_value_heads": 2}  # attention beside a Mamba
 DOGE = {"model_type": "doge", "num_key_value_heads": 2, "keep_window_size": 4}
@@ -161,21 +168,125 @@ def test_a_run_goes_on_over_another_mesh(runs):
     assert rows == pytest.approx(wanted, rel=1e-10)
 
 
-@pytest.mark.short(1)
-@pytest.mark.parametrize("axis", ["context=2 packing=true", "context=2", "tensor=2"])
+@pytest.mark.short(2)
+@pytest.mark.parametrize(
+    "axis", ["context=2 packing=true", "tensor=2 lora.r=4", "context=2", "tensor=2"]
+)
 def test_conversations_of_different_lengths_train_as_in_one_process(runs, tmp_path, axis):
     text = write_chats(tmp_path / "chat.jsonl", 64)
     write_model(tmp_path / "base", small_config(num_key_value_heads=2, num_attention_heads=2), text)
     words = [f"model={tmp_path}/base", f"data.path={tmp_path}/chat.jsonl", "max_length=64"]
     words += ["master_dtype=float64", "train_batch_size=8", "max_steps=3", "learning_rate=1e-2"]
     folders = []
-    axis, _, packing = axis.partition(" ")
-    words += [packing] if packing else []
+    axis, *more_words = axis.split()
+    words += more_words
     for name, more in (("one", ["num_processes=1"]), ("two", ["num_processes=2", axis])):
         folders.append(tmp_path / name)
         done = runs.fullshard("sft", *words, f"output_dir={folders[-1]}", *more)
         assert done.exit_code == 0, done.err
     assert_same(folders[1], folders[0])
+
+
+@pytest.mark.short(1)
+@pytest.mark.parametrize("is_kept", [False, True], ids=["cut student", "kept logits"])
+def test_a_student_of_divided_sequences_learns_as_in_one_process(runs, tmp_path, is_kept):
+    text = write_chats(tmp_path / "chat.jsonl", 48)
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    config = small_config("qwen3_moe", num_key_value_heads=1, **experts)
+    write_model(tmp_path / "base", config, text, sure=20)
+    file = tmp_path / "base" / "config.json"  # the grouped matmul has no float64
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"experts_implementation": "eager"}))
+    words = [f"teacher={tmp_path}/base", f"data.path={tmp_path}/chat.jsonl", "max_length=64"]
+    words += ["master_dtype=float64", "teacher_dtype=float64", "train_batch_size=8", "max_steps=3"]
+    words += ["learning_rate=1e-2", "distill.alpha=0.7"]
+    cut = [] if is_kept else ["layers=1", "experts=2"]
+    found = []
+    for name, more in (("one", ["num_processes=1"]), ("two", ["num_processes=2", "context=2"])):
+        run = [*words, *more, f"output_dir={tmp_path}/{name}"]
+        if is_kept:
+            run += [f"distill.cache={tmp_path}/{name}-logits", f"model={tmp_path}/base"]
+            done = runs.fullshard("distill", "cache", *run)
+            assert done.exit_code == 0, done.err
+        done = runs.fullshard("distill", *run, *cut)
+        assert done.exit_code == 0, done.err
+        found.append(tmp_path / name)
+    assert_same(found[1], found[0])
+
+
+def batches_of(step):
+    """Two batches of four rows: one with padding on both sides, one of packed documents."""
+    draw = torch.Generator().manual_seed(step)
+    ids = torch.randint(0, 300, (2, 4, 16), generator=draw)
+    places, masks = torch.arange(16), torch.ones(4, 16, dtype=torch.long)
+    masks[1, :3], masks[2, 11:] = 0, 0
+    labels = [ids[0].masked_fill(masks == 0, -100), ids[1].masked_fill(places < step, -100)]
+    positions = torch.stack([torch.cat([places[:n], places[: 16 - n]]) for n in (16, 5, 8, 11)])
+    padded = {"input_ids": ids[0], "labels": labels[0], "attention_mask": masks}
+    return padded, {"input_ids": ids[1], "labels": labels[1], "position_ids": positions}
+
+
+def own_loop(place, size):
+    """Losses and weights of a user's loop, in which `size` ranks divide each sequence."""
+    torch.manual_seed(3)
+    config = small_config(num_attention_heads=4, num_key_value_heads=1)
+    model = AutoModelForCausalLM.from_config(config).double().train()
+    part = dict
+    if place is not None:
+        part = fs.divide_sequences(model, size)
+        fs.shard(model, activation_checkpointing="block")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for step in range(3):
+        loss = 0.0  # of two forwards, whose layers are computed again in one backward
+        for batch in batches_of(step):
+            rows = slice(None) if place is None else slice(place // size, None, 4 // size)
+            known = part({name: x[rows] for name, x in batch.items()})
+            labels = known.pop("shift_labels", F.pad(known["labels"][:, 1:], (0, 1), value=-100))
+            count = known.pop("num_items_in_batch", None)
+            given = {"use_cache": False} | {k: x for k, x in known.items() if k != "labels"}
+            logits = model(**given).logits
+            if count is None:  # the mean of each group's mean
+                groups = [
+                    (labels[at :: 4 // size], logits[at :: 4 // size]) for at in range(4 // size)
+                ]
+                means = [F.cross_entropy(x.flatten(0, 1), y.flatten()) for y, x in groups]
+                loss = loss + sum(means) / len(means)
+            else:
+                total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+                loss = loss + total / count
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    with torch.no_grad():  # a forward of whole rows
+        losses.append(model.eval()(input_ids=batches_of(0)[0]["input_ids"]).logits.sum().item())
+    return losses, model.state_dict() if place is None else fs.full_state_dict(model)
+
+
+def on_a_rank(size):
+    return own_loop(dist.get_rank(), size)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_loop_of_ones_own_divides_sequences(ranks, size):
+    wanted, weights = own_loop(None, size)
+    found = ranks(4)(on_a_rank, size)
+    losses = [sum(values) / 4 for values in zip(*(losses for losses, _ in found), strict=True)]
+    assert losses == pytest.approx(wanted, rel=1e-10)
+    for name, value in found[0][1].items():
+        assert torch.allclose(value, weights[name], rtol=1e-8, atol=1e-10), name
+
+
+def test_sequences_that_cannot_be_divided_are_refused():
+    model = AutoModelForCausalLM.from_config(small_config())
+    for call, error, said in (
+        (lambda: fs.divide_sequences(model, 2), ConfigError, "context: expected a divisor of 1"),
+        (lambda: fs.shard(model, context=2), ConfigError, "Call fs.divide_sequences"),
+        (lambda: check_context(torch.nn.Linear(2, 2), TWO), ConfigError, "got Linear"),
+        (lambda: part_of({"input_ids": torch.ones(1, 4)}, SEAT), DataError, "got input_ids"),
+    ):
+        with pytest.raises(error, match=said):
+            call()
 
 
 @pytest.mark.parametrize(
@@ -195,7 +306,7 @@ def test_conversations_of_different_lengths_train_as_in_one_process(runs, tmp_pa
         (MIXTURE, 8, ["expert=4", "tensor=2", "shard=2"], "(8 ranks / expert 4 / tensor 2); got 2"),
         (LLAMA, 2, ["tensor=2", "transport=shared"], "shared beside sharding.tensor: 2 is not yet"),
         (LLAMA, 2, ["tensor=2", "backend=jax"], "tensor: 2 is not yet supported. Use shard"),
-        (LLAMA, 2, ["tensor=2", "lora.r=4"], "lora: beside sharding.tensor: 2 is not yet"),
+        (MIXTURE, 2, ["expert=2", "lora.r=4"], "lora: beside sharding.expert: 2 is not yet"),
         (LLAMA, 6, ["context=4"], "context: expected a divisor of 6 (ranks / expert / tensor)"),
         (LLAMA, 8, ["context=8"], "divisor of 4 (num_attention_heads / tensor); got 8. The"),
         (LLAMA, 2, ["context=2", "max_seq_length=33"], "divisor of 33 (training.max_seq_length)"),
@@ -243,6 +354,24 @@ def test_a_plan_follows_freezing_and_casts_of_its_model():
     assert trained(2) == trained(1)
     model.to(torch.bfloat16)
     assert trained(2) == trained(1)
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft's call
+def test_a_plan_cuts_the_adapters_of_layers_that_are_cut():
+    peft = pytest.importorskip("peft")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(small_config(**SIZES))
+        model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear"))
+
+    plan = fs.plan(model, tensor=2, world_size=2)
+    parts = {p.name: p.parts for group in plan.groups for p in group.layout.placements}
+    layer = "base_model.model.model.layers.0.self_attn"
+    wanted = {
+        "q_proj": {"base_layer": 2, "lora_A.default": 1, "lora_B.default": 2},  # by rows
+        "o_proj": {"base_layer": 2, "lora_A.default": 2, "lora_B.default": 1},  # by columns
+    }
+    for name, sizes in wanted.items():
+        assert {one: parts[f"{layer}.{name}.{one}.weight"] for one in sizes} == sizes
 
 
 def test_what_a_cut_model_does_not_support_is_refused_before_it_is_cut():

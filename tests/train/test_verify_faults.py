@@ -170,6 +170,7 @@ AXES = {
         "num_experts_per_tok: 2}",
         ["sharding.tensor=2", "sharding.expert=4"],
     ),
+    "context": (f"{{model_type: llama, {DIVIDED}}}", ["sharding.context=2", "num_processes=4"]),
 }
 
 
@@ -184,12 +185,15 @@ def divided(tmp_path_factory):
     return found
 
 
-@pytest.mark.short(2)
+@pytest.mark.short(3)
 @pytest.mark.parametrize(
     ("name", "fault"),
     [
         ("tensor", None),
         ("experts", None),
+        ("context", None),
+        ("context", Fault.WRONG_DIVISOR),
+        ("context", Fault.REPEATED_DATA),
         ("tensor", Fault.SKIPPED_REDUCTION),
         ("tensor", Fault.WRONG_DIVISOR),
         ("tensor", Fault.REPEATED_DATA),

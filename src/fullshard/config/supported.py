@@ -38,7 +38,9 @@ _DEEP = 4  # gathering more units ahead hides no more time
 
 _NAMED: Rows = {"strategy": ("Name the strategy", Strategy.AUTO)}
 _TORCH: Rows = {"activation_checkpointing": ("Use block", Recompute(RecomputeKind.OFFLOAD))}
-_OF_RUNS: Rows = {"context": ("Leave it out: `fullshard train` and `sft` divide sequences",)}
+_OF_RUNS: Rows = {
+    "context": ("Call fs.divide_sequences(model, N) before fs.shard, and leave it out",)
+}
 _XLA: Rows = {
     **_NAMED,
     "strategies": ("Write one strategy",),
@@ -126,15 +128,12 @@ def _of_run(config: RunConfig) -> Iterator[Problem]:
 def _beside_axes(config: RunConfig) -> Iterator[Problem]:
     """Values that are not supported beside other axes."""
     sharding = config.sharding
-    is_distilled = config.teacher is not None or config.distill is not None
-    if sharding.context > 1 and is_distilled:
-        got = f"{sharding.context} beside distill or teacher is not yet supported"
-        yield Problem("sharding.context", "", got, "Leave it out")
+    if config.lora is not None and sharding.expert > 1:
+        got = f"beside sharding.expert: {sharding.expert} is not yet supported"
+        yield Problem("lora", "", got, "Leave one of the two out")
     axes = [name for name in ("tensor", "expert") if getattr(sharding, name) > 1]
     for axis in axes[:1]:
         beside = f"beside sharding.{axis}: {getattr(sharding, axis)} is not yet supported"
-        if config.lora is not None:
-            yield Problem("lora", "", beside, "Leave one of the two out")
         if sharding.transport is Transport.SHARED:
             advice = "Leave one of the two out, or use auto"
             yield Problem("sharding.transport", "", f"shared {beside}", advice)

@@ -26,7 +26,9 @@ IGNORED = -100  # a label that counts nothing, as everywhere in torch and transf
 ROWS = "rows"  # key of a batch: numbers of its rows, -1 for empty places
 PREDICTED = "predicted"  # key of a batch: flat positions whose next token is a label
 SHIFTED = "shift_labels"  # labels of the next tokens, of parts of rows alone
-DOCUMENTS = "documents"  # (rows, whole length) numbers of documents, beside parts of rows
+# Key of a batch of parts of rows: (rows, whole length) numbers of documents, ~number at padding; or
+# (rows, 0) if every row is one document.
+DOCUMENTS = "documents"
 WHOLE = (0, 1)  # the first of one part
 FACTS = "dataset.json"
 TOKENIZER = "tokenizer"
@@ -175,7 +177,7 @@ def divided(arrays: dict[str, Any], part: int, num_parts: int) -> dict[str, Any]
     places, more = np.arange(length), -length % num_parts
     positions = arrays.get("position_ids", np.broadcast_to(places, (rows, length)))
     fill = {"position_ids": np.arange(more), "labels": IGNORED, SHIFTED: IGNORED}
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {DOCUMENTS: np.zeros((rows, 0), np.int64)}
     for name, array in {**arrays, "position_ids": positions}.items():
         end = np.broadcast_to(np.asarray(fill.get(name, 0)), (rows, more))
         whole = np.concatenate([array, end], 1)

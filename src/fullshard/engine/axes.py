@@ -21,17 +21,21 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from fullshard.config.schema import ShardConfig
-from fullshard.engine._torch_compat import mesh_without_groups
+from fullshard.engine._torch_compat import is_distributed, mesh_without_groups
 from fullshard.engine.cuts import EXPERT_AXES, Cut
 from fullshard.engine.homes import compute_device
 from fullshard.errors import ConfigError
 from fullshard.planner.mesh import Mesh, Topology, groups_of_experts, mesh_of
+from fullshard.transport.groups import shared_by, summed
 
 Rules = Mapping[str, str]  # styles of transformers by names of modules and parameters
 
+_SHARED = "_fullshard_shared"  # attribute of an input of several layers
+_CUT_ADAPTER = {"colwise": "lora_B", "rowwise": "lora_A"}
 _DISPATCH, _KEYS = "ep_dispatch_experts", ("k_proj", "qkv_proj", "query_key_value")
 
 
@@ -84,12 +88,54 @@ def cut_over_axes(model: nn.Module, config: ShardConfig, topology: Topology) -> 
     sizes = (mesh.replicate, mesh.shard, mesh.inner)
     dense = init_device_mesh(device, sizes, mesh_dim_names=("replicate", "shard", "tensor"))
     apply_tensor_parallelism(model, dense["tensor"], dict(tensor))
+    _sum_once(model, tensor, dense["tensor"].get_group())
     if expert:
         groups = groups_of_experts(config, mesh)
         shape, names = (len(groups), len(groups[0])), ("others", EXPERT_AXES[0])
         experts = init_device_mesh(device, shape, mesh_dim_names=names)[EXPERT_AXES[0]]
         apply_expert_parallelism(model, experts, dense["tensor"], dict(expert))
     return dense["replicate", "shard"]
+
+
+def _sum_once(model: nn.Module, tensor: Rules, group: Any) -> None:
+    """Replaces transformers' forwards of linear layers by ones without DTensors.
+
+    Layers with one input, such as q, k and v, sum its gradient over the tensor axis once.
+    """
+    modules = dict(model.named_modules())
+    for name, style in tensor.items():
+        layer: Any = modules.get(name)
+        if type(layer) is nn.Linear and style in _CUT_ADAPTER:
+            how = layer, group, layer.forward
+            object.__setattr__(layer, "forward", partial(_linear, how, style == "colwise"))
+
+
+def _linear(how: tuple[Any, Any, Any], has_rows: bool, x: torch.Tensor) -> torch.Tensor:  # noqa: FBT001
+    """The outputs of this rank's rows, or the sum of all ranks' columns."""
+    layer, group, theirs = how
+    if is_distributed(x) or torch.compiler.is_compiling():
+        return theirs(x)
+    weight, bias = _local(layer.weight), _local(layer.bias)
+    if has_rows:
+        return F.linear(_shared(x, group), weight, bias)
+    found = summed(F.linear(x, weight), group)
+    return found if bias is None else found + bias
+
+
+def _local(param: Any) -> Any:
+    return param.to_local() if is_distributed(param) else param
+
+
+def _shared(x: torch.Tensor, group: Any) -> torch.Tensor:
+    """The same result for one tensor that several layers take: then its gradient is summed once."""
+    if not (x.requires_grad and torch.is_grad_enabled()):
+        return x
+    if x.is_leaf:  # autograd would hold it, and it the result
+        return shared_by(x, group)
+    known = vars(x)
+    if _SHARED not in known:
+        known[_SHARED] = shared_by(x, group)
+    return known[_SHARED]
 
 
 def one_place(model: nn.Module, config: ShardConfig) -> LocalModel:
@@ -176,7 +222,9 @@ def rules_of(model: Any, config: ShardConfig) -> tuple[Rules, Rules]:
         _require_plans()
     expert: dict[str, str] = dict(model.ep_plan) if config.expert > 1 else {}
     is_expert = re.compile(rf"(?:{'|'.join(map(re.escape, expert))})(?:\..+)?").fullmatch
-    whole = _whole_parts(model)
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # peft's
+    prefix = next(f"{name}." if name else "" for name, m in model.named_modules() if m is inner)
+    whole = _whole_parts(inner)
     tensor = {
         name: style
         for name, style in (tensor if config.tensor > 1 else {}).items()
@@ -184,8 +232,38 @@ def rules_of(model: Any, config: ShardConfig) -> tuple[Rules, Rules]:
     }
     if not (tensor or expert):
         return {}, {}
-    expand = model._expand_parallel_plan
-    return expand(tensor), expand(expert)
+    plans = map(inner._expand_parallel_plan, (tensor, expert))
+    tensor, expert = ({prefix + name: style for name, style in p.items()} for p in plans)
+    return _with_adapters(model, tensor), expert
+
+
+def _with_adapters(model: nn.Module, rules: Rules) -> Rules:
+    """The rules of a model whose layers may have adapters (peft).
+
+        colwise   x ---------> base_layer, rows of this rank       all of lora_A, rows of lora_B
+        rowwise   part of x -> base_layer, columns of this rank    columns of lora_A, all of lora_B
+
+    Raises:
+        ConfigError: An adapted layer is divided in another way.
+    """
+    modules, found = dict(model.named_modules()), dict(rules)
+    for name, style in rules.items():
+        layer: Any = modules.get(name)
+        if not hasattr(layer, "base_layer"):
+            continue
+        if style not in _CUT_ADAPTER:
+            raise ConfigError(
+                f"tensor: expected adapters of layers that are divided as "
+                f"{' or '.join(_CUT_ADAPTER)}; got {name} ({style}). Leave it out of the adapters' "
+                "target_modules, or leave tensor out."
+            )
+        side = _CUT_ADAPTER[style]
+        del found[name]
+        for inner in ("base_layer", *(f"{side}.{key}" for key in getattr(layer, side))):
+            params = dict(layer.get_submodule(inner).named_parameters(recurse=False))
+            found |= {f"{name}.{inner}.{leaf}": style for leaf in params}
+            found[f"{name}.{inner}"] = style
+    return found
 
 
 def _require_plans() -> None:

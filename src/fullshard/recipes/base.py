@@ -32,6 +32,7 @@ from torch import nn
 from fullshard.config.schema import RunConfig, ShardConfig
 from fullshard.config.values import GradReduction
 from fullshard.data.dataset import (
+    DOCUMENTS,
     IGNORED,
     PREDICTED,
     ROWS,
@@ -115,14 +116,19 @@ class Seat:
     @property
     def batch(self) -> int:
         """Index of the batch that this rank sees, whole or in part."""
-        expert, tensor = self.sharding.expert, self.sharding.tensor
-        outer, inner = divmod(self.rank, self.sharding.context * expert * tensor)
-        return outer * expert + inner // tensor % expert
+        outer, inner = divmod(self.rank, self.sharding.context * self.num_inner)
+        return outer * self.sharding.expert + inner // self.sharding.tensor % self.sharding.expert
 
     @property
-    def part(self) -> int:
-        """Which part of the sequences this rank sees."""
-        return self.rank // (self.sharding.expert * self.sharding.tensor) % self.sharding.context
+    def parts(self) -> tuple[int, int]:
+        """Which part of how many of every sequence this rank sees."""
+        size = self.sharding.context
+        return self.rank // self.num_inner % size, size
+
+    @property
+    def num_inner(self) -> int:
+        """Number of ranks with the same part of different batches, or of one batch, in a row."""
+        return self.sharding.expert * self.sharding.tensor
 
     @property
     def num_batches(self) -> int:
@@ -192,8 +198,7 @@ class RowBatches:
             data.facts.num_held_out_sequences, per_device_eval, order.shape.world_size
         )
         self._num_evaluated = len(evaluation)
-        parts = (seat.part, seat.sharding.context)
-        maker = BatchMaker(data.without_tokenizer(), order, evaluation, seat.batch, parts)
+        maker = BatchMaker(data.without_tokenizer(), order, evaluation, seat.batch, seat.parts)
         self._worker = Worker(maker)
 
     @property
@@ -220,7 +225,8 @@ class RowBatches:
 
     def train_rows(self, chosen: Indices) -> Batch:
         """Some training rows as a batch; -1 is an empty place."""
-        return placed(self.data.batch(chosen, held_out=False), self._seat.device)
+        found = self.data.batch(chosen, held_out=False, parts=self._seat.parts)
+        return placed(found, self._seat.device)
 
     def count(self, batch: Batch) -> int:
         return num_predicted(batch)
@@ -267,7 +273,8 @@ class RecipeKind:
 
 def inputs_of(batch: Batch) -> Batch:
     """The entries of a batch that are inputs of the model."""
-    return {name: batch[name] for name in ("input_ids", "position_ids") if name in batch}
+    names = ("input_ids", "position_ids", DOCUMENTS)
+    return {name: batch[name] for name in names if name in batch}
 
 
 def causal_lm_loss(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, int]:

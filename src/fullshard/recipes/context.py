@@ -8,40 +8,53 @@
 
 Attention is the only layer that reads other tokens, and it runs as it does in one process. From
 https://arxiv.org/abs/2309.14509. Names of transformers that concern attention are used here alone.
+
+[Note: parts of sequences]
+A batch says that it has parts of sequences: it has `documents`. A forward takes them from its
+arguments and makes the mask of the whole sequences, which transformers hands to every attention. So
+layers that are recomputed in backward get the mask of their own forward, and a forward without
+`documents` (in generation) attends to what it is given.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
-from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from fullshard.config.schema import RunConfig
-from fullshard.data.dataset import DOCUMENTS
-from fullshard.errors import ConfigError
+from fullshard.config.schema import ShardConfig
+from fullshard.data.dataset import DOCUMENTS, IGNORED, SHIFTED, divided
+from fullshard.errors import ConfigError, DataError
 from fullshard.models.small import Limits, shrink
-from fullshard.recipes.base import Batch, Objective, Seat
+from fullshard.planner.mesh import Topology, mesh_of
+from fullshard.recipes.base import Batch, Seat, placed, shifted_of
 from fullshard.transport.groups import exchanged_parts, own_group
 
 # Arguments of attention that change it; None in models that do not use them.
 _OTHERS = ("softcap", "s_aux", "position_bias", "sliding_window")
-_DIVIDED: WeakKeyDictionary[nn.Module, DividedAttention] = WeakKeyDictionary()
 
 
-def check_context(model: Any, config: RunConfig) -> None:
-    """Checks that a model's sequences can be divided.
+def check_context(model: Any, sharding: ShardConfig, length: int | None = None) -> None:
+    """Checks that a model's sequences can be divided, of `length` tokens if they have one length.
 
     Raises:
         ConfigError: Its attention cannot exchange heads, or sizes do not divide.
     """
-    size, training, settings = config.sharding.context, config.training, model.config
+    size: int = sharding.context
+    settings: Any = getattr(model, "config", None)
     if size == 1:
         return
+    if not hasattr(settings, "get_text_config"):
+        raise ConfigError(
+            f"sharding.context: expected a causal language model of transformers; got "
+            f"{type(model).__name__}. Leave it out: these ranks then shard all parameters."
+        )
     text = settings.get_text_config()
     kinds = {*(getattr(text, "layer_types", None) or ["full_attention"])} - {"full_attention"}
     others = sorted(kinds) + ["sliding_window"] * bool(getattr(text, "sliding_window", None))
@@ -62,11 +75,11 @@ def check_context(model: Any, config: RunConfig) -> None:
             f"transformers' attention interface; got {type(model).__name__} with {others[0]}. "
             "Leave it out: these ranks then shard all parameters."
         )
-    heads = text.num_attention_heads // config.sharding.tensor
+    heads = text.num_attention_heads // sharding.tensor
     kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    kv_heads //= config.sharding.tensor
+    kv_heads //= sharding.tensor
     for key, number in (
-        ("training.max_seq_length", training.max_seq_length),
+        ("training.max_seq_length", length or size),
         ("num_attention_heads / tensor", heads),
     ):
         if number % size:
@@ -124,12 +137,86 @@ def _attend_with(model: nn.Module, attend: Callable[..., Any], mask: Callable[..
             config._attn_implementation = name
 
 
-class DividedAttention:
-    """Attention of one model whose sequences are divided.
+def divide_sequences(
+    model: nn.Module, context: int, *, expert: int = 1, tensor: int = 1
+) -> Callable[[Mapping[str, torch.Tensor]], dict[str, Any]]:
+    """Let groups of `context` ranks divide every sequence of a training loop. A collective.
+
+    Ranks `r * context` to `r * context + context - 1` must see the same batch. `fs.shard(model)`,
+    called afterwards, shards parameters over all ranks (docs/mesh.md).
+
+        part = fs.divide_sequences(model, 2)
+        fs.shard(model)
+        loss = model(**part(batch)).loss
 
     Args:
-        model: The model; its layers use this attention from now on.
-        seat: This rank, which holds one part. A collective of all ranks.
+        model: A causal language model of transformers, not yet sharded.
+        context: Ranks that divide a sequence.
+        expert: Size of an expert axis, whose ranks have numbers between those of the context axis.
+        tensor: Size of a tensor axis, likewise.
+
+    Returns:
+        A function that takes a batch of whole rows (`input_ids`, `labels`, and `position_ids` of
+        packed rows or `attention_mask`) and returns the model's arguments for this rank's part.
+        The mean over the ranks of the loss that the model returns is the loss of whole rows.
+
+    Raises:
+        ConfigError: The model's attention cannot exchange heads, or sizes do not divide.
+    """
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    sharding = ShardConfig(context=context, expert=expert, tensor=tensor)
+    mesh_of(sharding, Topology(world_size))
+    check_context(model, sharding)
+    seat = Seat(rank, world_size, torch.device("cpu"), sharding)
+    divide(model, seat)
+
+    def part(batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        num_labels = int((shifted_of(dict(batch)) != IGNORED).sum())
+        # The divisor of the model's loss. A cache would grow again where layers are recomputed.
+        more = {"num_items_in_batch": num_labels / context, "use_cache": False}
+        return {**part_of(batch, seat), **more}
+
+    return part
+
+
+def part_of(batch: Mapping[str, torch.Tensor], seat: Seat) -> Batch:
+    """This rank's part of every row of a batch; see `divide_sequences`.
+
+    Raises:
+        DataError: The batch has something that cannot be divided.
+    """
+    if seat.sharding.context == 1:
+        return dict(batch)
+    known = ("input_ids", "labels", "position_ids", "attention_mask")
+    others = [name for name in batch if name not in known or batch[name].ndim != 2]
+    if others or not {*known[:2]} <= {*batch}:
+        raise DataError(
+            f"sharding.context: expected a batch of {', '.join(known)} of (rows, length), the first"
+            f" two at least; got {', '.join(batch)}. Leave the others out."
+        )
+    (part, num_parts), shifted = seat.parts, shifted_of(dict(batch))
+    arrays = {name: x.cpu().numpy() for name, x in {**batch, SHIFTED: shifted}.items()}
+    mask = arrays.pop("attention_mask", None)
+    found = divided(arrays, part, num_parts)
+    if mask is not None and not mask.all():
+        mask = np.pad(mask != 0, ((0, 0), (0, -mask.shape[1] % num_parts)))
+        numbers = found[DOCUMENTS] if found[DOCUMENTS].size else np.zeros(mask.shape, np.int64)
+        found[DOCUMENTS] = np.where(mask, numbers, ~numbers)
+    return placed(found, shifted.device)
+
+
+def divide(model: nn.Module, seat: Seat) -> None:
+    """Divides the model's sequences if this rank has a part; before it is sharded. A collective."""
+    if seat.sharding.context > 1:
+        DividedAttention(model, seat)
+
+
+class DividedAttention:
+    """Attention of one model whose sequences may be divided; see [Note: parts of sequences].
+
+    Args:
+        model: The model, not yet sharded; its layers use this attention from now on.
+        seat: This rank, which has one part. A collective of all ranks.
     """
 
     def __init__(self, model: Any, seat: Seat) -> None:
@@ -144,39 +231,28 @@ class DividedAttention:
             for at in range(stride)
         ]
         self._group, self._size = own_group("context", layout), size
-        self._is_on, self._calls, self._mask = False, 0, None
+        self._calls, self._mask = 0, None
         self._plain_mask = sdpa_mask
         _attend_with(model, self._attend, self._mask_of)
-        _DIVIDED[model] = self
+        model.register_forward_pre_hook(self._begin, with_kwargs=True)
+        model.register_forward_hook(self._end)
 
-    @staticmethod
-    def of(model: nn.Module) -> DividedAttention | None:
-        """The attention of a model, if its sequences are divided."""
-        return _DIVIDED.get(model)
+    def _begin(self, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        documents = kwargs.pop(DOCUMENTS, None)
+        self._calls, self._mask = 0, None if documents is None else mask_of(documents)
+        return args, kwargs
 
-    def divide(self, objective: Objective) -> Objective:
-        """The objective of parts of sequences."""
-
-        def of_parts(model: Any, batch: Batch) -> tuple[torch.Tensor, int]:
-            # Set until the next forward, because recomputed layers attend in backward.
-            self._is_on, self._calls, self._mask = True, 0, _mask_of(batch)
-            found = objective(model, batch)
-            wanted = model.config.get_text_config().num_hidden_layers
-            if self._calls != wanted:
-                raise ConfigError(
-                    f"sharding.context: expected one attention in each of {wanted} layers; got "
-                    f"{self._calls} calls of {type(model).__name__}. Leave it out."
-                )
-            return found
-
-        return of_parts
-
-    def stop(self) -> None:
-        """Attends to whole sequences again, as in generation."""
-        self._is_on = False
+    def _end(self, model: Any, *_: Any) -> None:
+        wanted = model.config.get_text_config().num_hidden_layers
+        if self._mask is not None and self._calls != wanted:
+            raise ConfigError(
+                f"sharding.context: expected one attention in each of {wanted} layers, with the "
+                f"mask of transformers; got {self._calls} of {type(model).__name__}. Leave it out."
+            )
+        self._mask = None
 
     def _mask_of(self, *args: Any, **kwargs: Any) -> Any:
-        return None if self._is_on else self._plain_mask(*args, **kwargs)
+        return self._plain_mask(*args, **kwargs) if self._mask is None else self._mask
 
     def _attend(
         self,
@@ -197,14 +273,11 @@ class DividedAttention:
                 f"sharding.context: expected plain attention; {type(module).__name__} has "
                 f"{given[0]}. Leave it out."
             )
-        if self._is_on and attention_mask is not None:
-            raise ConfigError(
-                f"sharding.context: expected plain attention; {type(module).__name__} makes a mask "
-                "of its own. Leave it out."
-            )
-        if self._is_on:
+        tokens = 0 if attention_mask is None else attention_mask.shape[-2]
+        is_part = attention_mask is not None and tokens in (0, self._size * query.shape[2])
+        if is_part:
             self._calls += 1
-            attention_mask = self._mask
+            attention_mask = attention_mask if tokens else None
             more = max(1, self._size // key.shape[1])
             key, value = (x.repeat_interleave(more, 1) for x in (key, value))
             query, key, value = self._whole((query, key, value))
@@ -218,7 +291,7 @@ class DividedAttention:
             is_causal=attention_mask is None and query.shape[2] > 1,
             enable_gqa=query.shape[1] != key.shape[1],
         )
-        return (self._part(found) if self._is_on else found.transpose(1, 2)), None
+        return (self._part(found) if is_part else found.transpose(1, 2)), None
 
     def _whole(self, parts: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
         """All tokens of this rank's heads, from (rows, heads, tokens of a part, size), at once."""
@@ -239,9 +312,13 @@ class DividedAttention:
         return exchanged_parts(sent, self._group).movedim(0, 1).flatten(1, 2).transpose(1, 2)
 
 
-def _mask_of(batch: Batch) -> torch.Tensor | None:
-    """(rows, 1, length, length) whether a token attends to another; None: to all before it."""
-    if DOCUMENTS not in batch:
-        return None
-    documents = batch[DOCUMENTS]
-    return (documents[:, :, None] == documents[:, None, :]).tril().unsqueeze(1)
+def mask_of(documents: torch.Tensor) -> torch.Tensor:
+    """(rows, 1, length, length) whether a token attends to another, from (rows, length) documents.
+
+    A document's number n is ~n at padding, to which no token attends. Length 0 stands for whole
+    rows of one document: a token attends to all before it.
+    """
+    is_real = documents >= 0
+    numbers = torch.where(is_real, documents, ~documents)
+    same = numbers[:, :, None] == numbers[:, None, :]
+    return (same & is_real[:, None, :]).tril().unsqueeze(1)

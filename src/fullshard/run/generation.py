@@ -23,7 +23,6 @@ from fullshard.launch import rendezvous
 from fullshard.models.build import build_sharded
 from fullshard.models.config import quiet_libraries, require_transformers
 from fullshard.models.generate import Sample, Sampler, SamplingSettings, ScoreProcessor
-from fullshard.recipes.context import DividedAttention
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -105,10 +104,8 @@ def sampling(model: nn.Module) -> Iterator[ScoreProcessor]:
         engine.transport.all_reduce(shared.view(-1))
         return shared.to(scores.dtype)
 
-    was_training, divided = model.training, DividedAttention.of(model)
+    was_training = model.training
     model.eval()
-    if divided is not None:
-        divided.stop()
     try:
         yield same
     finally:

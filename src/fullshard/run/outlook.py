@@ -388,7 +388,9 @@ def view_of(
     on_gpu = machine.device is not None or torch.cuda.is_available()
     taught = Taught.of(config, topology.local_world_size, on_gpu=on_gpu, resolved=resolved)
     _check_experts(config, model, taught)
-    check_context(model, config)
+    beside = () if taught is None or taught.teacher is None else (taught.teacher,)
+    for one in (model, *beside):
+        check_context(one, sharding, training.max_seq_length)
     whole = whole_logits(model, config) if taught is None else None
     chunk_size = None if whole else settings_of(config).tokens_at_once
 

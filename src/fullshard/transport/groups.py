@@ -124,6 +124,35 @@ class _AllToAll(torch.autograd.Function):
         return _AllToAll.apply(gradient, ctx.group), None
 
 
+def summed(x: torch.Tensor, group: Any) -> torch.Tensor:
+    """The sum of the ranks' tensors; its gradient is each rank's. A collective in forward."""
+    return _Sum.apply(x, group, True)  # type: ignore[no-any-return]
+
+
+def shared_by(x: torch.Tensor, group: Any) -> torch.Tensor:
+    """A tensor that is equal on all ranks; its gradients are summed. A collective in backward."""
+    return _Sum.apply(x, group, False)  # type: ignore[no-any-return]
+
+
+class _Sum(torch.autograd.Function):
+    """A sum over ranks in forward, or its transpose."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Any, in_forward: bool) -> torch.Tensor:  # noqa: FBT001
+        ctx.group, ctx.sums = group, not in_forward
+        return _sum_over(x, group) if in_forward else x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _sum_over(gradient, ctx.group) if ctx.sums else gradient, None, None
+
+
+def _sum_over(x: torch.Tensor, group: Any) -> torch.Tensor:
+    found = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(found, group=group)
+    return found
+
+
 def first_tag() -> int:
     """Returns the first message tag of a new model; equal on all ranks."""
     return TAGS_A_MODEL * next(_made().serials)

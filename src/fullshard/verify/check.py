@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import math
 import subprocess
 import sys
 import time
@@ -47,9 +48,19 @@ from fullshard.planner.mesh import row_of
 from fullshard.planner.plan import Plan
 from fullshard.planner.spec import matches
 from fullshard.planner.text import axes_of
+from fullshard.recipes.context import check_context
 from fullshard.verify.compare import Diagnosis, Row, Sides, diagnose, rows_of
 from fullshard.verify.faults import NEEDS_GATHERS, Fault
-from fullshard.verify.job import EXACT, LOW, SINGLE, Job, Pass, write_batches, write_weights
+from fullshard.verify.job import (
+    EXACT,
+    LOW,
+    NUM_TOKENS,
+    SINGLE,
+    Job,
+    Pass,
+    write_batches,
+    write_weights,
+)
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -60,6 +71,7 @@ RANK_MODULE = "fullshard.verify.rank"
 REFERENCE = Path(__file__).with_name("reference.py")
 MOST_RANKS = 4
 TIMEOUT_S = 600.0
+AXES = ("context", "expert", "tensor")
 DTYPE_KEYS = ("param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype", "fp32_modules")
 
 
@@ -137,8 +149,11 @@ def prepare(config: RunConfig, fault: Fault | None) -> PreparedCheck:
     _check_supported(config)
     notes: list[str] = []
     model_config = model_config_of(config, fault, notes)
+    if config.sharding.context > 1:
+        check_context(build_on_meta(model_config), config.sharding)
     sharding, world_size = _fit_ranks(config, notes)
     small, model = _shrink(model_config, sharding, world_size, notes)
+    check_context(model, ShardConfig.of(sharding), NUM_TOKENS)
     frozen = _freeze(config, model, model_config, len(small.layers), notes)
     sharding["ignore"] = ()
     exact = EXACT
@@ -153,7 +168,6 @@ def prepare(config: RunConfig, fault: Fault | None) -> PreparedCheck:
         frozen=frozen,
         model_arguments=model_arguments(small.config),
         device="cuda" if torch.cuda.device_count() >= world_size else "cpu",
-        tensor=sharding["tensor"],
         fault=fault,
     )
     plan = fs.plan(model, job.passes[0].sharding, world_size=world_size)
@@ -166,7 +180,7 @@ def _check_supported(config: RunConfig) -> None:
     """Checks the sharding; the rest of the configuration does not matter here."""
     if config.sharding.transport is Transport.FAKE:
         raise ConfigError("transport: expected a real one, got 'fake', which moves nothing.")
-    check_supported(config.sharding)
+    check_supported(config.sharding.without("context"))
 
 
 def model_config_of(config: RunConfig, fault: Fault | None, notes: list[str]) -> PretrainedConfig:
@@ -183,22 +197,22 @@ def _fit_ranks(config: RunConfig, notes: list[str]) -> tuple[dict[str, Any], int
     """The user's sharding on a few local ranks, and how many."""
     asked, sharding = config.launch.world_size, config.sharding
     row = row_of(sharding.strategy)
-    rest = max(1, (asked or 1) // (sharding.tensor * sharding.expert))
+    rest = max(1, (asked or 1) // math.prod(getattr(sharding, axis) for axis in AXES))
     copies = sharding.replicate or rest // (sharding.shard or rest)
     settings = {key: value for key, value in sharding if key != "poison"}
     settings["replicate"] = settings["shard"] = None
-    settings |= {axis: min(2, getattr(sharding, axis)) for axis in ("tensor", "expert")}
-    others = settings["tensor"] * settings["expert"]
+    settings |= {axis: min(2, getattr(sharding, axis)) for axis in AXES}
+    others = math.prod(settings[axis] for axis in AXES)
     if not row.shard_params or not (row.hybrid or copies > 1):
         fits = asked and 2 <= asked <= MOST_RANKS and asked % others == 0
-        world_size = asked if asked and fits else MOST_RANKS if others > 1 else 2
+        world_size = asked if asked and fits else max(MOST_RANKS, others) if others > 1 else 2
     else:
-        world_size, most = MOST_RANKS, MOST_RANKS // others
+        world_size, most = max(MOST_RANKS, others), max(1, MOST_RANKS // others)
         replicate = {sharding.replicate: 1, sharding.shard: most}.get(1, min(2, most))
         settings["replicate"], settings["shard"] = replicate, most // replicate
     notes += [
         f"{axis} {settings[axis]} instead of {getattr(sharding, axis)}."
-        for axis in ("tensor", "expert")
+        for axis in AXES
         if settings[axis] != getattr(sharding, axis)
     ]
     if asked not in (None, world_size):

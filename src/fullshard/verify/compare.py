@@ -109,6 +109,15 @@ class Sides:
         state = place / "state.safetensors"
         self.state = load_file(state) if state.is_file() else None
         self.size = _largest if choice.is_exact else _root_mean_square
+        self.seats = [job.seat(rank) for rank in ranks]
+
+    def losses(self, step: int, rank: int) -> list[float]:
+        """Summed losses of a rank's batches, over the ranks that have the other parts of them."""
+        part, stride = self.seats[rank].parts[0], self.seats[rank].num_inner
+        first = rank - part * stride
+        ranks = range(first, first + self.seats[rank].parts[1] * stride, stride)
+        of_parts = (_at(self.facts[one]["losses"], step, []) for one in ranks)
+        return [sum(micro) for micro in zip(*of_parts, strict=False)]
 
     @property
     def names(self) -> list[str]:
@@ -165,8 +174,8 @@ class Sides:
     def _loss_errors(self, step: int) -> Iterator[Difference]:
         for rank, facts in enumerate(self.facts):
             if "losses" in facts:  # losses per rank; XLA's step returns only the mean
-                own = self.numbers["losses"][step][rank // self.job.tensor]
-                found, wanted = _at(facts["losses"], step, []), own
+                wanted = self.numbers["losses"][step][self.seats[rank].batch]
+                found = self.losses(step, rank)
                 error = max(
                     (_number_error(_at(found, i, math.nan), loss) for i, loss in enumerate(wanted)),
                     default=0.0,
@@ -333,20 +342,16 @@ def _look_at_losses(sides: Sides, step: int, first: Sequence[Difference]) -> Dia
     wrong = sorted({d.rank for d in first if d.kind == LOSS and d.rank is not None})
     if not wrong:
         return None
-    wanted, tensor = sides.numbers["losses"][step], sides.job.tensor
+    wanted, batches = sides.numbers["losses"][step], [seat.batch for seat in sides.seats]
     for rank in wrong:
-        found = sides.facts[rank]["losses"][step] if step < len(sides.facts[rank]["losses"]) else []
+        found, own = sides.losses(step, rank), batches[rank]
         for other, losses in enumerate(wanted):
-            if (
-                other != rank // tensor
-                and found
-                and _near_list(found, losses, sides.choice.tolerance)
-            ):
+            if other != own and found and _near_list(found, losses, sides.choice.tolerance):
                 return Diagnosis(
                     Fault.REPEATED_DATA,
                     f"Data is repeated: the loss of rank {rank} in step {step + 1} is the one that "
-                    f"rank {other * tensor}'s batch gives ({sum(found):.6f}), not its own batch's "
-                    f"({sum(wanted[rank // tensor]):.6f}).",
+                    f"rank {batches.index(other)}'s batch gives ({sum(found):.6f}), not its own "
+                    f"batch's ({sum(wanted[own]):.6f}).",
                 )
     ranks = "rank " + ", ".join(map(str, wrong))
     if 0 < step < sides.job.num_steps:
@@ -395,7 +400,7 @@ def _is_own(sides: Sides, step: int, name: str) -> bool:
     near = []
     for rank in range(sides.job.world_size):
         found = sides.piece(step, "gradient", rank, name)
-        own = sides.part(step, f"own/{rank // sides.job.tensor}", rank, name)
+        own = sides.part(step, f"own/{sides.seats[rank].batch}", rank, name)
         if found is None or own is None:
             return False
         mean = own / sides.job.num_batches

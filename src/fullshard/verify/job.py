@@ -21,7 +21,8 @@ from pydantic import TypeAdapter
 from safetensors.torch import save_file
 from torch import nn
 
-from fullshard.recipes.base import IGNORED
+from fullshard.config.schema import ShardConfig
+from fullshard.recipes.base import IGNORED, Seat
 
 NUM_STEPS = 3  # one more follows after saving and loading
 NUM_SEQUENCES = 2
@@ -75,10 +76,7 @@ class Pass:
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """Numbers that both sides read; the module's docstring lists the files next to them.
-
-    `tensor` is the number of neighbouring ranks that share a batch: see `Seat`.
-    """
+    """Numbers that both sides read; the module's docstring lists the files next to them."""
 
     passes: tuple[Pass, ...]
     world_size: int
@@ -86,16 +84,20 @@ class Job:
     frozen: tuple[str, ...]
     model_arguments: dict[str, Any]
     device: str = "cpu"
-    tensor: int = 1
     fault: str | None = None
     num_steps: int = NUM_STEPS
     max_grad_norm: float = MAX_GRAD_NORM
     optimizer: dict[str, float] = dataclasses.field(default_factory=lambda: dict(OPTIMIZER))
 
+    def seat(self, rank: int, device: str = "cpu") -> Seat:
+        """A rank's place on the axes, which are those of every pass."""
+        sharding = ShardConfig.of(self.passes[0].sharding)
+        return Seat(rank, self.world_size, torch.device(device), sharding)
+
     @property
     def num_batches(self) -> int:
         """Batches of a micro-batch over all ranks."""
-        return self.world_size // self.tensor
+        return self.seat(0).num_batches
 
     @property
     def told_steps(self) -> tuple[int, ...]:

@@ -31,7 +31,8 @@ from fullshard.errors import CheckpointError, DivergedError, EngineError
 from fullshard.launch.rank_entry import run_rank
 from fullshard.models.config import quiet_libraries
 from fullshard.observe.metrics import StepRow
-from fullshard.recipes.base import Batch, RankTeam, Seat, causal_lm_loss, num_predicted
+from fullshard.recipes.base import Batch, RankTeam, num_predicted, whole_logits_loss
+from fullshard.recipes.context import divide, part_of
 from fullshard.run.loop import Loop, LoopSettings, Watcher
 from fullshard.run.on_torch import TorchTrainee
 from fullshard.run.optim import LossScaler
@@ -121,15 +122,15 @@ class _Batches:
         self._injection.begin_step(step)
         training.record.facts["losses"].append([])
         prefixes = [f"{step}.{self._source}.{n}" for n in range(training.job.num_micro_batches)]
-        found, device, kinds = training.batches, training.seat.device, ("input_ids", "labels")
-        return [{kind: found[f"{at}.{kind}"].to(device) for kind in kinds} for at in prefixes]
+        found, seat, kinds = training.batches, training.seat, ("input_ids", "labels")
+        batches = (part_of({k: found[f"{at}.{k}"] for k in kinds}, seat) for at in prefixes)
+        return [{k: v.to(seat.device) for k, v in batch.items()} for batch in batches]
 
     def held_out(self) -> Iterable[Batch]:
         return ()
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, int]:
-        logits = model(input_ids=batch["input_ids"], use_cache=False).logits
-        total, count = causal_lm_loss(logits, batch["labels"])
+        total, count = whole_logits_loss(model, batch)
         self._training.record.facts["losses"][-1].append(float(total.detach()))
         return total, count
 
@@ -138,9 +139,8 @@ class _Training:
     """One pass of the job on this rank."""
 
     def __init__(self, folder: Path, job: Job, choice: Pass, rank: int) -> None:
-        device = torch.device("cuda", rank) if job.device == "cuda" else torch.device("cpu")
         self.folder, self.job, self.choice = folder, job, choice
-        self.seat = Seat(rank, job.world_size, device, ShardConfig(tensor=job.tensor))
+        self.seat = job.seat(rank, f"cuda:{rank}" if job.device == "cuda" else "cpu")
         self.batches = load_file(folder / "batches.safetensors")
         self.record = RankResults()
 
@@ -161,7 +161,8 @@ class _Training:
         injection.loaded(model)
         device = self.seat.device
         sharding = injection.sharding(ShardConfig.of(self.choice.sharding), device)
-        fs.shard(model.to(device).train(), sharding, poison=True)
+        divide(model, self.seat)
+        fs.shard(model.to(device).train(), sharding.without("context"), poison=True)
         injection.attach(model)
         optimizer = torch.optim.AdamW(
             [param for param in model.parameters() if param.requires_grad],

@@ -29,12 +29,6 @@ def test_sharding_that_is_not_built_is_named(fields, said):
     assert refusal(in_a_run).startswith(f"sharding.{said} is not yet supported. ")
 
 
-@pytest.mark.parametrize("more", [{"teacher": "y"}, {"distill": {"cache": "logits"}}], ids=str)
-def test_divided_sequences_are_refused_in_distillation(more):
-    config = RunConfig(model="x", sharding={"context": 2}, **more)
-    assert refusal(config).startswith("sharding.context: 2 beside distill or teacher is not yet")
-
-
 @pytest.mark.parametrize(
     "fields",
     [

@@ -61,14 +61,18 @@ TOP_VALUES, TOP_IDS = "teacher_values", "teacher_ids"  # keys of a batch with ca
 
 @dataclass(frozen=True)
 class TopK:
-    """Cached logits, as memory-mapped arrays; see [Note: cached logits]."""
+    """Cached logits, as memory-mapped arrays; see [Note: cached logits].
+
+    `part` is the part of every row that the batches of this rank have.
+    """
 
     values: Any
     ids: Any
     bounds: Any
+    part: int = 0
 
     @classmethod
-    def load(cls, folder: Path, mode: Literal["r", "r+"] = "r") -> TopK:
+    def load(cls, folder: Path, mode: Literal["r", "r+"] = "r", part: int = 0) -> TopK:
         """Maps a cache, to be read or (`r+`) to be written.
 
         Raises:
@@ -81,7 +85,8 @@ class TopK:
             )
         names = ("values", "ids", "bounds")
         with _readable(folder):
-            return cls(*(np.load(folder / f"{name}.npy", mmap_mode=mode) for name in names))
+            arrays = [np.load(folder / f"{name}.npy", mmap_mode=mode) for name in names]
+        return cls(*arrays, part=part)
 
     @classmethod
     def create(cls, folder: Path, lengths: Any, top_k: int) -> None:
@@ -104,12 +109,18 @@ class TopK:
         chunk_size: int,
     ) -> None:
         """Writes the largest logits of a row, chunk by chunk."""
-        begin, end = (int(bound) for bound in self.bounds[row : row + 2])
+        begin, end = self.place(row, len(hidden))
         for start in range(begin, end, chunk_size):
             stop = min(start + chunk_size, end)
             top = head(hidden[start - begin : stop - begin]).topk(self.values.shape[1])
             self.values[start:stop] = top.values.float().cpu().numpy()
             self.ids[start:stop] = top.indices.cpu().numpy()
+
+    def place(self, row: int, width: int) -> tuple[int, int]:
+        """Where the tokens of a row's part begin and end; parts of a row are `width` long."""
+        begin, end = (int(bound) for bound in self.bounds[row : row + 2])
+        begin += self.part * width
+        return begin, min(begin + width, max(begin, end))
 
     def checksum(self) -> str:
         """Checksum of all arrays."""
@@ -171,7 +182,7 @@ def with_logits(batch: Batch, kept: TopK) -> Batch:
     values, ids = np.zeros(shape, np.float32), np.zeros(shape, np.int64)
     for at, row in enumerate(batch[ROWS].tolist()):
         if row >= 0:
-            begin, end = kept.bounds[row : row + 2]
+            begin, end = kept.place(row, shape[1])
             values[at, : end - begin] = kept.values[begin:end]
             ids[at, : end - begin] = kept.ids[begin:end]
     return batch | placed({TOP_VALUES: values, TOP_IDS: ids}, batch["input_ids"].device)

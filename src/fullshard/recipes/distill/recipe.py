@@ -38,6 +38,7 @@ from fullshard.outlook.memory import TEACHER
 from fullshard.planner.memory import MemoryRow
 from fullshard.planner.plan import Plan
 from fullshard.recipes.base import RankTeam, Recipe, RecipeKind, RowBatches, Seat, inputs_of
+from fullshard.recipes.context import divide
 from fullshard.recipes.distill.loss import (
     TOP_IDS,
     TOP_VALUES,
@@ -95,7 +96,12 @@ def build_student(
     config: RunConfig, teacher: nn.Module | TopK, model_config: PretrainedConfig, seat: Seat
 ) -> tuple[nn.Module, Distillation]:
     """The sharded student and its loss, which its head computes. A collective."""
-    model = build_sharded(config, model_config, seat.device, Head)
+
+    def before(model: nn.Module) -> None:
+        divide(model, seat)
+        Head(model)
+
+    model = build_sharded(config, model_config, seat.device, before)
     return model, Distillation(Head.of(model), teacher, settings_of(config))
 
 
@@ -117,6 +123,7 @@ def build_teacher(config: RunConfig, seat: Seat, run: Path) -> nn.Module:
     if not has_weights_of(model, folder):
         model, weights = build_model(model_config, folder, dtype, 0).to(seat.device), None
     model.requires_grad_(requires_grad=False)
+    divide(model, seat)
     Head(model)
     config = config.model_copy(update={"sharding": sharding_for(config, model)})
     return fs.shard(model.eval(), teacher_sharding(config, settings, dtype, run), weights=weights)
@@ -132,7 +139,8 @@ def teacher_sharding(
     config: RunConfig, settings: DistillConfig, dtype: torch.dtype, run: Path
 ) -> ShardConfig:
     """The sharding of the teacher: the student's, except for training and offload."""
-    own = ("transport", "forward_prefetch", "wrap", "replicate", "shard", "expert", "tensor")
+    axes = ("replicate", "shard", "context", "expert", "tensor")
+    own = ("transport", "forward_prefetch", "wrap", *axes)
     shared = {name: getattr(config.sharding, name) for name in own}
     if settings.teacher_offload is not None:
         if config.sharding.transport is Transport.SHARED:  # which keeps weights in memory
@@ -140,7 +148,8 @@ def teacher_sharding(
         folder = str(run) if settings.teacher_offload is Home.NVME else None
         shared["offload"] = Offload(parameters=settings.teacher_offload, folder=folder)
     strategy = settings.teacher_strategy or config.sharding.strategy
-    return ShardConfig.of(shared, strategy=strategy, master_dtype=str(dtype))
+    found = ShardConfig.of(shared, strategy=strategy, master_dtype=str(dtype))
+    return found.without("context")
 
 
 @torch.no_grad()
@@ -188,7 +197,7 @@ def write_cache(config: RunConfig, data: RowBatches, seat: Seat) -> None:
     if seat.is_first:
         TopK.create(folder, lengths, min(settings.top_k, facts.vocab_size))
     team.exchange([0.0])  # no rank opens it before it is created
-    kept = TopK.load(folder, "r+")
+    kept = TopK.load(folder, "r+", seat.parts[0])
     per_device = config.training.per_device_eval_batch_size
     for chosen in evaluation_samples(len(lengths), per_device, seat.num_batches)[:, seat.batch]:
         batch = data.train_rows(chosen)
@@ -235,7 +244,7 @@ def _build(
     """Builds the teacher, then the student, which may be cut out of the teacher."""
     settings = settings_of(config)
     if settings.cache is not None:
-        teacher = TopK.load(Path(settings.cache))
+        teacher = TopK.load(Path(settings.cache), part=seat.parts[0])
     else:
         teacher = build_teacher(config, seat, folder)
         if is_cut(settings):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,7 +13,7 @@ from torch import nn
 from fullshard.config.schema import RunConfig
 from fullshard.models.build import build_sharded
 from fullshard.recipes.base import Objective, RecipeKind, RowBatches, Seat, whole_logits_loss
-from fullshard.recipes.context import DividedAttention
+from fullshard.recipes.context import divide
 from fullshard.recipes.head import Head, next_token, whole_logits
 
 if TYPE_CHECKING:
@@ -22,7 +24,7 @@ def build(
     config: RunConfig, model_config: PretrainedConfig, data: RowBatches, seat: Seat, _: Path
 ) -> nn.Module:
     """Builds the sharded model and sets the objective of the batches. A collective."""
-    model, data.objective = sharded(config, model_config, seat.device, seat)
+    model, data.objective = sharded(config, model_config, seat.device, partial(divide, seat=seat))
     return model
 
 
@@ -30,21 +32,19 @@ def sharded(
     config: RunConfig,
     model_config: PretrainedConfig,
     device: torch.device,
-    seat: Seat | None = None,
+    before: Callable[[nn.Module], None] = lambda _: None,
 ) -> tuple[nn.Module, Objective]:
     """The sharded model and its loss, which its head computes if it can. A collective."""
 
-    def before(model: nn.Module) -> None:
-        if seat is not None and config.sharding.context > 1:
-            DividedAttention(model, seat)
+    def prepare(model: nn.Module) -> None:
+        before(model)
         if not whole_logits(model, config):
             Head(model)
 
-    model = build_sharded(config, model_config, device, before)
-    objective, attention = whole_logits_loss, DividedAttention.of(model)
-    if not whole_logits(model, config):
-        objective = next_token(Head.of(model), config.training.loss_chunk_size)
-    return model, objective if attention is None else attention.divide(objective)
+    model = build_sharded(config, model_config, device, prepare)
+    if whole_logits(model, config):
+        return model, whole_logits_loss
+    return model, next_token(Head.of(model), config.training.loss_chunk_size)
 
 
 KINDS = {"train": RecipeKind(build)}
