@@ -228,6 +228,7 @@ class Played(TorchDispatchMode, Ranges):
             patch.object(stepping, "has_modes", lambda: False),
             patch.object(stepping, "queue_callback", self._queue_callback),
             patch.object(units, "_gradient_hook", self._gradient_hook),
+            patch.object(units, "kept_tensors", lambda *_: []),  # which the mode's frames keep
             Groups(self).in_place(),
             patch("fullshard.engine.norms._differing", self._read_on_host),
         ]
