@@ -13,9 +13,8 @@ import subprocess
 import sys
 import tempfile
 import time
-import uuid
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,6 +22,7 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.command import JsonFlag, command_line, run_script
+from fullshard.bench.offload import memory_group
 from fullshard.bench.page import Neighbours, Page
 from fullshard.cli.bench import OutFlag, say, show
 from fullshard.cli.outcome import Outcome
@@ -37,7 +37,6 @@ NAME = "benchmarks.limits"
 ROOT = Path(__file__).parents[1]
 SLACK = 1.05
 SAMPLE_S = 0.02
-FIRST, SECOND = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
 SENTENCE = "the quick brown fox jumps over the lazy dog while {} cats sat on mats and ran. "
 LLAMA = {"model_type": "llama"}
 SIZES = {
@@ -125,27 +124,6 @@ def find_cases(names: Sequence[str]) -> list[LimitCase]:
         if name not in known:
             raise ConfigError(f"--case: expected one of {'; '.join(known)}; got {name!r}.")
     return [known[name] for name in names] or list(CASES)
-
-
-@contextmanager
-def memory_group(limit_bytes: int) -> Iterator[Path]:
-    """Makes a memory group with a limit.
-
-    Raises:
-        ConfigError: This process may not make one.
-    """
-    root, name = (FIRST, "memory.limit_in_bytes") if FIRST.is_dir() else (SECOND, "memory.max")
-    folder = root / f"fullshard-{uuid.uuid4().hex[:8]}"
-    try:
-        folder.mkdir()
-        (folder / name).write_text(str(limit_bytes))
-    except OSError as error:
-        raise ConfigError(f"a memory group: expected to make '{folder}'; {error}.") from error
-    try:
-        yield folder
-    finally:
-        time.sleep(0.5)  # the kernel still counts processes that have just ended
-        folder.rmdir()
 
 
 class Peaks:

@@ -27,17 +27,17 @@ EXEMPT = ("src/fullshard/compat/",)
 # number when code goes, never raise one without a line in docs/log.md that says what it bought.
 # Packages that share a budget are joined by " + ".
 BUDGETS = {
-    "bench": 1_782,
-    "config": 3_800,
+    "bench": 1_944,
+    "config": 3_799,
     "cli": 1_953,
-    "engine + transport": 7_925,
-    "planner + outlook": 4_425,
-    "data + models + recipes + run + verify": 9_267,
-    "observe + launch": 3_513,
+    "engine + transport": 7_934,
+    "planner + outlook": 4_354,
+    "data + models + recipes + run + verify": 9_294,
+    "observe + launch": 3_554,
     "compat + integrations": 2_899,
     "xla + jax + xla_state": 2_672,
-    "checkpoint + formats": 2_891,
-    "in all": 42_277,
+    "checkpoint + formats": 2_885,
+    "in all": 42_439,
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

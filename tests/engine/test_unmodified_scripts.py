@@ -117,6 +117,10 @@ def with_old_weight_norm(linear):
         nn.utils.weight_norm(linear)
 
 
+def with_old_spectral_norm(linear):
+    nn.utils.spectral_norm(linear, n_power_iterations=400)  # converges in the first forward
+
+
 def with_orthogonal_weights(linear):
     nn.utils.parametrizations.orthogonal(linear, use_trivialization=False)
 
@@ -211,6 +215,7 @@ SCRIPTS = [
         for change in (
             with_weight_norm,
             with_old_weight_norm,
+            with_old_spectral_norm,
             with_orthogonal_weights,
             with_own_parametrization,
         )

@@ -7,8 +7,12 @@ import sys
 
 import pytest
 
-from fullshard.errors import ConfigError
+from fullshard.checkpoint.storage import storage_path
+from fullshard.errors import CheckpointError, ConfigError
+from fullshard.launch import run_lock
+from fullshard.launch.run_lock import StoreLock, is_holder
 from fullshard.observe.metrics import read_rows
+from fullshard.run.checkpoints import check_lock
 from fullshard.run.folder import RunFolder, check_output_dir
 from support import forked as subprocess
 from support.object_store import PLUGINS
@@ -53,6 +57,9 @@ def test_a_run_whose_folder_is_lost_resumes_from_the_store(tmp_path):
 
     said = fullshard(*words, "max_steps=6", elsewhere, "--resume", "never", code=2)
     assert "training.checkpoint_dir: expected a place without checkpoints" in said
+    with StoreLock(storage_path(store), "another run"):
+        said = fullshard(*words, "max_steps=6", elsewhere, code=2)
+    assert f"whose run is still going on (process {os.getpid()} on host" in said
     shutil.rmtree(run)  # a pod's disk
     fullshard(*words, "max_steps=6", elsewhere)
     wanted = losses(tmp_path / "whole")
@@ -61,6 +68,29 @@ def test_a_run_whose_folder_is_lost_resumes_from_the_store(tmp_path):
     assert sorted(losses(tmp_path)) == [5, 6, 7]
     assert "WHOLE" in fullshard("ckpt", "verify", run)
     assert fullshard("generate", run, "--prompt", "1 and", "--max-new-tokens", "2")
+
+
+def test_a_store_is_held_by_one_run_until_it_no_longer_answers(tmp_path, monkeypatch):
+    for name, seconds in {"BEAT_S": 0.05, "TOGETHER_S": 0.0}.items():
+        monkeypatch.setattr(run_lock, name, seconds)
+    place = storage_path(f"objects:/{tmp_path}/bucket/run")
+    (tmp_path / "run").mkdir()
+    folder = RunFolder(tmp_path / "run")
+    folder.record.write_text('{"id": "x", "holds": "first"}')
+    (folder.path / "checkpoints.txt").write_text(f"{place}\n")
+    with StoreLock(place, "first") as first:
+        with pytest.raises(ConfigError, match="a place to which no run saves, got 'objects://"):
+            StoreLock(place, "second")
+        check_lock(folder)
+        first._released.set()  # as of a machine that is suspended
+        first._beats.join()
+        monkeypatch.setattr(run_lock, "WATCH_S", 0.1)
+        with StoreLock(place, "second"):
+            with pytest.raises(CheckpointError, match="another run began there"):
+                check_lock(folder)
+            first.__exit__()
+            assert is_holder(place, "second")
+    assert not (place / run_lock.LOCK).exists()
 
 
 def test_an_output_dir_in_a_store_is_refused_with_the_key_for_checkpoints(tmp_path):

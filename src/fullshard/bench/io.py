@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import shutil
 import time
@@ -22,14 +21,14 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_peer
 from torch.distributed.fsdp import fully_shard
 
 import fullshard as fs
+from fullshard.bench import offload
+from fullshard.bench.disk import MIB, Disk
 from fullshard.bench.page import Neighbours, Page, Say, paired_ratio, slowest
 from fullshard.bench.ranks import PeakSampler, proportional_bytes, return_free_memory, run_ranks
-from fullshard.errors import VerifyError
+from fullshard.errors import ConfigError, VerifyError
 
-MIB = 2**20
 WIDTH = 1024
 BYTES_PER_LAYER = 3 * 4 * WIDTH * WIDTH  # a parameter and AdamW's two moments
-CHUNK = 8 * MIB
 DISK_WRITE, DISK_READ = "disk write", "disk read"
 SAVE, STALL, LOAD = "fullshard save", "fullshard stall", "fullshard load"
 PEER_SAVE, PEER_LOAD = "torch DCP save", "torch DCP load"
@@ -47,6 +46,7 @@ METHOD = (
     "95 % bootstrap interval. Peak memory: the sampled growth of a rank's proportional set size, "
     "in a turn of its own.",
     "Loaded values are compared with the saved ones before anything is timed.",
+    *offload.METHOD,
 )
 
 
@@ -81,37 +81,6 @@ def updated(model: nn.Module) -> torch.optim.Optimizer:
     optimizer.step()
     optimizer.zero_grad()
     return optimizer
-
-
-class Disk:
-    """Plain files of a rank's share, which show the disk's own speed."""
-
-    def __init__(self, folder: Path, num_bytes: int, rank: int) -> None:
-        self.path = folder / f"plain-{rank}"
-        self._chunks = max(1, num_bytes // CHUNK)
-        self._buffer = mmap.mmap(-1, CHUNK)  # aligned to pages, as O_DIRECT requires
-        self._buffer.write(os.urandom(CHUNK))
-
-    def write(self) -> None:
-        """Writes all bytes, then syncs."""
-        descriptor = self._open(os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        for _ in range(self._chunks):
-            os.write(descriptor, self._buffer)
-        os.fsync(descriptor)
-        os.close(descriptor)
-
-    def read(self) -> None:
-        """Reads all bytes."""
-        descriptor = self._open(os.O_RDONLY)
-        while os.readv(descriptor, [self._buffer]):
-            pass
-        os.close(descriptor)
-
-    def _open(self, flags: int) -> int:
-        try:
-            return os.open(self.path, flags | os.O_DIRECT, 0o644)
-        except OSError:  # tmpfs and the like
-            return os.open(self.path, flags, 0o644)
 
 
 class TimedOperations:
@@ -217,11 +186,20 @@ def run(
     Raises:
         FullshardError: A rank failed; its own error has been shown.
     """
+    absent, steps = dict[str, str](), list[dict[str, Any]]()
+    limits: dict[str, Any] = {"what": "bench io", "timeout_s": timeout_s}
     with Neighbours(wait=wait, say=say) as neighbours:
         say(f"{num_ranks} ranks, {job.num_bytes / MIB:,.0f} MiB: {job.num_rounds} rounds")
-        what = "bench io"
-        found = run_ranks(f"{__name__}:measure", job, num_ranks, what=what, timeout_s=timeout_s)
-    rows = _rows(job, found)
+        found = run_ranks(f"{__name__}:measure", job, num_ranks, **limits)
+        try:
+            with offload.memory_group() as group:
+                stepped = offload.OffloadJob(job.num_bytes, job.num_rounds, job.place, group)
+                say(f"{num_ranks} ranks, state on disk: {job.num_rounds} steps")
+                measured = run_ranks(f"{offload.__name__}:measure", stepped, num_ranks, **limits)
+                steps = offload.rows(measured)
+        except ConfigError as error:
+            absent[offload.STEP] = str(error)
+    rows = [*_rows(job, found), *steps]
     return Page(
         "io",
         "Saving and loading beside the disk",
@@ -232,6 +210,7 @@ def run(
         METHOD,
         neighbours.share,
         neighbours.became_idle,
+        absent=absent,
     )
 
 

@@ -160,7 +160,7 @@ def diff(
         b: Another one.
     """
     from fullshard.errors import VerifyError
-    from fullshard.formats.compare import Verdict, compare
+    from fullshard.formats.compare import Row, Verdict, compare
     from fullshard.formats.detect import open_source
     from fullshard.formats.hugging_face import with_model_names
 
@@ -168,7 +168,10 @@ def diff(
         if one.tensors.keys() != other.tensors.keys():  # a checkpoint, and the files of its model
             one, other = with_model_names(one, other), with_model_names(other, one)
         with _progress("compare", len(one.tensors)) as advance:
-            rows = compare(one, other, lambda _row: advance(1))
+            rows = list[Row]()
+            for row in compare(one, other):
+                rows.append(row)
+                advance(1)
     differ = [row for row in rows if row.verdict is not Verdict.SAME]
     if differ:
         print_table(

@@ -74,7 +74,7 @@ def show(config: RunConfig, view: View, hardware: Gpus | None, out: Path | None)
     study, lack = view.study(), view.lack()
     print_plan(study, hardware, lack)
     if leaves_something(config):
-        print_choice(study.outlook)
+        print(f"auto is {choice_of(study.outlook)} here.")
     if out is not None:
         from fullshard.observe.plan_page import write_plan_page
 
@@ -86,13 +86,11 @@ def show(config: RunConfig, view: View, hardware: Gpus | None, out: Path | None)
 
 def to_dict(study: Study) -> dict[str, Any]:
     """What --json prints."""
-    reserve = study.outlook.overhead()
-    cached = sum(one.num_bytes for one in reserve if one.is_cached)
     outlook, made = study.outlook, study.outlook.plan
     return {
         "fits": outlook.fit,
         "peak_bytes": dict(outlook.peak_bytes),
-        "reserved_bytes": max(outlook.reserved_bytes, outlook.peak_bytes["device"] + cached),
+        "reserved_bytes": outlook.reserved_bytes,
         "step_time_s": outlook.step_time_s,
         "rows": [{"name": row.name, "bytes": row.num_bytes} for row in outlook.rows],
         "advice": [
@@ -105,7 +103,9 @@ def to_dict(study: Study) -> dict[str, Any]:
             }
             for one in study.advice
         ],
-        "reserve": [{"name": one.name, "bytes": one.num_bytes, "why": one.why} for one in reserve],
+        "reserve": [
+            {"name": one.name, "bytes": one.num_bytes, "why": one.why} for one in outlook.overhead()
+        ],
         "phases": [dataclasses.asdict(one) for one in outlook.phases(study.storage)],
         "checkpoint_bytes": checkpoint_bytes(made),
         "scaling": [dataclasses.asdict(point) for point in study.scaling],
@@ -194,11 +194,6 @@ def _print_phases(study: Study) -> None:
             f"{human_bytes((kept + 1) * size)} while one more is written"
         )
     print(f"{sentence}.")
-
-
-def print_choice(outlook: Outlook) -> None:
-    """The values that `auto` stands for."""
-    print(f"auto is {choice_of(outlook)} here.")
 
 
 # ---- XLA -----------------------------------------------------------------------------------------

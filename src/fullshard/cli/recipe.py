@@ -203,13 +203,11 @@ def _be_a_rank(
         init_process_group(timeout_s, folder.path)
         with ExitStack() as held:
             first_prepares(lambda: held.enter_context(prepared()), timeout_s)
-            if launch.rank != 0:
-                run(resolved.config, folder.path)
-                return
             try:
                 run(resolved.config, folder.path)
             except FullshardError:
-                start.write_report_of_failure(folder)
+                if launch.rank == 0:
+                    start.write_report_of_failure(folder)
                 raise
 
     run_rank(main, rank_failed)

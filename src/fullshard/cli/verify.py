@@ -18,6 +18,7 @@ from fullshard.cli.arguments import (
     load,
 )
 from fullshard.cli.outcome import Outcome, launch_outcome, print_table
+from fullshard.config.values import parse
 from fullshard.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -52,9 +53,9 @@ def verify(
     resolved = load(words, config, config_file)
     check_paths(resolved, data=False)
     from fullshard.verify import check
-    from fullshard.verify.faults import parse_fault
+    from fullshard.verify.faults import Fault
 
-    fault = parse_fault(inject)
+    fault = None if inject is None else parse(Fault, inject, "--inject")
     try:
         prepared = check.prepare(resolved.config, fault)
     except ConfigError as error:

@@ -56,6 +56,10 @@ class ModuleTensors:
         """Current attributes: tensors, and containers of at most MAX_ITEMS items."""
         return [table[name] for table, name in self._places()]
 
+    def named(self) -> dict[str, Any]:
+        """Current attributes of a single module, by name."""
+        return {name: table[name] for table, name in self._places()}
+
     def change(self, change: Callable[[torch.Tensor], torch.Tensor], of: str) -> Undo:
         """Replace the tensors in the attributes; returns what `put_back` needs to undo it."""
         walk = Walk(of)

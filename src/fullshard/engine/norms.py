@@ -27,7 +27,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fullshard.engine._torch_compat import foreach_norm, graph_task_id, no_guard, tree_leaves
+from fullshard.engine._torch_compat import foreach_norm, graph_task_id, no_guard
 from fullshard.errors import EngineError
 from fullshard.planner.layout import clean_name
 from fullshard.planner.mesh import Mesh
@@ -454,13 +454,17 @@ UNEQUAL_REPLICAS = (
 
 def hash_of(settings: Any) -> int:
     """A hash of the numbers in settings, to six digits, without tensors of a device."""
-    numbers = [x.item() if _is_number(x) else x for x in tree_leaves(settings)]
-    told = [f"{x:.6g}" for x in numbers if isinstance(x, int | float)]
-    return zlib.crc32(" ".join(told).encode())
+    return zlib.crc32(" ".join([f"{number:.6g}" for number in _numbers_in(settings)]).encode())
 
 
-def _is_number(value: Any) -> bool:
-    return type(value) is torch.Tensor and value.numel() == 1 and is_at_hand(value.device)
+def _numbers_in(value: Any) -> Iterator[float]:
+    if isinstance(value, int | float):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _numbers_in(item)
+    elif type(value) is torch.Tensor and value.numel() == 1 and is_at_hand(value.device):
+        yield value.item()
 
 
 def is_at_hand(device: torch.device) -> bool:

@@ -284,7 +284,11 @@ def _refuse_shared_memory(model: nn.Module) -> None:
     params = {storage_key(p): name for name, p in named if _has_memory(p)}
     kept = list(model.named_buffers())
     for name, module in model.named_modules():
-        kept += [(name, x) for held in ModuleTensors([module]).values() for x in tensors_in(held)]
+        # What a hook computes before each forward, such as spectral_norm's weight, is never old.
+        hooks = module._forward_pre_hooks.values()
+        computed = {getattr(hook, "name", None) for hook in hooks}
+        found = ModuleTensors([module]).named().items()
+        kept += [(name, x) for at, held in found if at not in computed for x in tensors_in(held)]
     for name, tensor in kept:
         if isinstance(tensor, nn.Parameter) or not _has_memory(tensor):
             continue

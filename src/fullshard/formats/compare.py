@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -42,16 +42,8 @@ class Row:
     about: str = ""
 
 
-def compare(a: Source, b: Source, on_row: Callable[[Row], None] = lambda _row: None) -> list[Row]:
-    """One row for each tensor of either source; `on_row` is called with each row."""
-    rows: list[Row] = []
-    for row in _rows(a, b):
-        rows.append(row)
-        on_row(row)
-    return rows
-
-
-def _rows(a: Source, b: Source) -> Iterator[Row]:
+def compare(a: Source, b: Source) -> Iterator[Row]:
+    """Yields one row for each tensor of either source."""
     yield from _pairs(a.tensors, b.tensors, {**a.tied, **b.tied})
     one, other = a.optimizer, b.optimizer
     if one is not None and other is not None:

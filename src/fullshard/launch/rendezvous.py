@@ -61,7 +61,7 @@ def init_process_group(timeout_s: float = 600.0, run_dir: Path | None = None) ->
         run_dir: Folder of the run, for the watchdog's report.
 
     Raises:
-        ConfigError: The launch is invalid, for example more local ranks than GPUs.
+        ConfigError: The launch is invalid: no address of rank 0, more local ranks than GPUs.
     """
     import torch
     import torch.distributed as dist
@@ -75,9 +75,13 @@ def init_process_group(timeout_s: float = 600.0, run_dir: Path | None = None) ->
         backend, device = "cpu:gloo,cuda:nccl", _cuda_device(launch)
     place: dict[str, Any] = {}
     is_ours = launch.launcher in (Launcher.FULLSHARD, Launcher.TORCHRUN)
-    _check_address(launch)
     if not is_ours:
         launch = _with_port(launch, timeout)
+    elif not (launch.master_addr and launch.master_port):
+        raise ConfigError(
+            "environment: MASTER_ADDR and MASTER_PORT: expected the address of rank 0, "
+            "because RANK is set; got none. Start with torchrun, or unset RANK and WORLD_SIZE."
+        )
     _reach_store(launch, timeout_s)
     try:
         if not is_ours:
@@ -337,16 +341,6 @@ def _store(launch: LaunchEnvironment, timeout: timedelta) -> Store:
     return TCPStore(launch.master_addr, launch.master_port, launch.world_size, serves, timeout)
 
 
-def _check_address(launch: LaunchEnvironment) -> None:
-    """Refuses ranks of torchrun without MASTER_ADDR and MASTER_PORT."""
-    is_torchruns = launch.launcher in (Launcher.FULLSHARD, Launcher.TORCHRUN)
-    if is_torchruns and not (launch.master_addr and launch.master_port):
-        raise ConfigError(
-            "environment: MASTER_ADDR and MASTER_PORT: expected the address of rank 0, "
-            "because RANK is set; got none. Start with torchrun, or unset RANK and WORLD_SIZE."
-        )
-
-
 def _cuda_device(launch: LaunchEnvironment) -> torch.device:
     import torch
 
@@ -419,8 +413,9 @@ class LaunchStore:
                 return _server(port)
             return socket.create_server((host, port), backlog=_BACKLOG)
         except OSError as error:
+            why = os.strerror(error.errno or 0)  # without create_server's words
             raise ConfigError(
-                f"MASTER_PORT: expected a free port, got {port} ({error.strerror}). Take another."
+                f"MASTER_PORT: expected a free port, got {port} ({why}). Take another."
             ) from error
 
     def serve_soon(self) -> None:

@@ -5,6 +5,8 @@
     beats: mtime of .lock     every BEAT_S; seen by hosts to which the file system carries no locks
 
 A folder that is moved keeps its lock: the process that moves it locks the new folder too.
+
+An object store has no locks. `StoreLock` is an object there that is written anew every BEAT_S.
 """
 
 from __future__ import annotations
@@ -18,11 +20,12 @@ import time
 from pathlib import Path
 
 from fullshard.config.regular_files import open_regular
-from fullshard.errors import ConfigError
+from fullshard.errors import CheckpointError, ConfigError
 
 LOCK = ".lock"
 BEAT_S = 5.0
 WATCH_S = 3 * BEAT_S
+TOGETHER_S = 1.0  # between the writes of two starts that saw no lock
 
 
 class RunLock(contextlib.AbstractContextManager["RunLock"]):
@@ -78,6 +81,81 @@ class RunLock(contextlib.AbstractContextManager["RunLock"]):
         while not self._released.wait(BEAT_S):
             with contextlib.suppress(OSError):
                 os.utime(self._descriptor)
+
+
+class StoreLock(contextlib.AbstractContextManager["StoreLock"]):
+    """Holds the checkpoints of a run in an object store for this process until the block ends.
+
+    Args:
+        place: The place of the checkpoints.
+        token: Identifies the holder.
+
+    Raises:
+        CheckpointError: The store cannot be written.
+        ConfigError: Another live process holds the place; names that process.
+    """
+
+    def __init__(self, place: Path, token: str) -> None:
+        self._file = place / LOCK
+        self._holder = f"process {os.getpid()} on host {socket.gethostname()}\n{token}\n"
+        self._place, self._token, self._count = place, token, 0
+        self._released = threading.Event()
+        try:
+            if not self._is_free():
+                raise ConfigError(
+                    f"training.checkpoint_dir: expected a place to which no run saves, got "
+                    f"'{place}', whose run is still going on ({_read(self._file)[0]}). Name "
+                    "another place or stop that run."
+                )
+        except OSError as error:
+            raise CheckpointError(
+                f"training.checkpoint_dir: expected a store that can be read and written, got "
+                f"'{place}': {error.strerror or error}. Name another place."
+            ) from error
+        self._beats = threading.Thread(target=self._beat, name="lock of the store", daemon=True)
+        self._beats.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._released.set()
+        self._beats.join()
+        with contextlib.suppress(OSError):
+            if is_holder(self._place, self._token):
+                self._file.unlink(missing_ok=True)
+
+    def _is_free(self) -> bool:
+        seen, deadline = {_read(self._file)}, time.monotonic() + WATCH_S
+        while len(seen) == 1 and any(*seen) and time.monotonic() < deadline:
+            time.sleep(BEAT_S / 5)
+            seen.add(_read(self._file))
+        if len(seen) > 1 and any(_read(self._file)):
+            return False
+        self._write()
+        time.sleep(TOGETHER_S)
+        return is_holder(self._place, self._token)
+
+    def _write(self) -> None:
+        self._count += 1
+        self._file.write_bytes(f"{self._holder}{self._count}".encode())
+
+    def _beat(self) -> None:
+        while not self._released.wait(BEAT_S):
+            with contextlib.suppress(OSError):
+                if not is_holder(self._place, self._token):
+                    return  # taken by a start that saw no beats, as of a suspended machine
+                self._write()
+
+
+def is_holder(place: Path, token: str) -> bool:
+    """Whether the lock of a place in a store is that of this holder."""
+    return _read(place / LOCK)[1:2] == (token,)
+
+
+def _read(file: Path) -> tuple[str, ...]:
+    """Lines of a store's lock; none if nobody holds it."""
+    try:
+        return tuple(file.read_bytes().decode(errors="replace").split("\n"))
+    except FileNotFoundError:
+        return ()
 
 
 def is_held(folder: Path) -> bool:

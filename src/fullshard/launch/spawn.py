@@ -132,8 +132,8 @@ def launch_local_ranks(launch: LocalLaunch) -> LaunchResult:
         ranks: list[RankProcess] = []
         run_id = uuid.uuid4().hex if machines.count == 1 else f"{store.host}:{store.port}"
         supervisor = Supervisor(
-            ranks,
-            folder,
+            ranks=ranks,
+            folder=folder,
             timeout_s=launch.timeout_s,
             on_failure=relay.muted.set,
             positions=partial(_positions, launch, store, run_id),

@@ -94,10 +94,11 @@ class LaunchResult:
     others: tuple[RankFailure, ...] = ()
 
 
+@dataclass(kw_only=True)
 class Supervisor:
     """Watches the ranks of one launch.
 
-    Args:
+    Attributes:
         ranks: Started processes, each the leader of its own process group.
         folder: Folder in which the ranks report failures.
         timeout_s: Maximum duration of the launch; None: unlimited.
@@ -106,22 +107,14 @@ class Supervisor:
         check: Raises the error that ranks would wait for without end, if there is one.
     """
 
-    def __init__(
-        self,
-        ranks: Sequence[RankProcess],
-        folder: LaunchFolder,
-        *,
-        timeout_s: float | None,
-        on_failure: Callable[[], None],
-        positions: Callable[[], list[str]],
-        check: Callable[[], None],
-    ) -> None:
-        self._ranks = ranks
-        self._folder = folder
-        self._timeout_s = timeout_s
-        self._on_failure = on_failure
-        self._positions = positions
-        self._check = check
+    ranks: Sequence[RankProcess]
+    folder: LaunchFolder
+    timeout_s: float | None
+    on_failure: Callable[[], None]
+    positions: Callable[[], list[str]]
+    check: Callable[[], None]
+
+    def __post_init__(self) -> None:
         self._memory = MemoryWatch()
 
     def watch(self, caught: list[int]) -> LaunchResult:
@@ -129,45 +122,43 @@ class Supervisor:
         started = time.monotonic()
         while True:
             self._memory.look()
-            self._check()
-            statuses = [rank.poll() for rank in self._ranks]
+            self.check()
+            statuses = [rank.poll() for rank in self.ranks]
             if caught:
                 return self._stop(caught)
             if any(statuses):
                 return self._fail()
             if None not in statuses:
                 return LaunchResult(ExitCode.OK)
-            if self._timeout_s is not None and time.monotonic() - started > self._timeout_s:
-                return self._hang(self._timeout_s)
+            if self.timeout_s is not None and time.monotonic() - started > self.timeout_s:
+                return self._hang(self.timeout_s)
             time.sleep(POLL_S)
 
     def end_all(self, patience_s: float = TERMINATE_S) -> None:
         """Sends SIGTERM, then SIGKILL; returns once no process of any rank is left."""
         with contextlib.suppress(OSError):  # TMPDIR was emptied, or its disk is full
-            self._folder.ending.touch()
-        for rank in self._ranks:
+            self.folder.ending.touch()
+        for rank in self.ranks:
             rank.send(signal.SIGTERM)
             rank.send(signal.SIGCONT)  # a stopped rank would not handle SIGTERM
         self._wait(patience_s)
-        for rank in self._ranks:
+        for rank in self.ranks:
             rank.reap()
 
     def _fail(self) -> LaunchResult:
-        self._on_failure()
+        self.on_failure()
         self._wait(REPORT_S)
         return self._explain()
 
     def _explain(self) -> LaunchResult:
         """Ends the ranks and finds the first failure."""
-        ended = {rank.rank for rank in self._ranks if rank.poll()}
+        ended = {rank.rank for rank in self.ranks if rank.poll()}
         self.end_all()
-        hang = RankFailure.read(self._folder.hang)
+        hang = RankFailure.read(self.folder.hang)
         if hang is not None:  # the watchdogs have ended all ranks
             return LaunchResult(hang.exit_code, hang)
         # A rank that was still looking for the cause has reported, but not ended.
-        failed = (
-            r for r in self._ranks if r.rank in ended or self._folder.failure(r.rank).exists()
-        )
+        failed = (r for r in self.ranks if r.rank in ended or self.folder.failure(r.rank).exists())
         failures = [self._failure_of(rank) for rank in failed]
         cause = first_cause(failures)
         others = tuple(failure for failure in failures if failure is not cause)
@@ -175,10 +166,10 @@ class Supervisor:
 
     def _with_positions(self, failure: RankFailure) -> RankFailure:
         """Adds the positions of all ranks to a death without a report; writes hang.txt too."""
-        lines = self._positions() if failure.type == "HangError" else []
+        lines = self.positions() if failure.type == "HangError" else []
         if not lines:
             return failure
-        file = self._ranks[0].log.with_name("hang.txt")
+        file = self.ranks[0].log.with_name("hang.txt")
         with contextlib.suppress(OSError):  # a full disk; the message has the places too
             file.write_text("\n".join([failure.message, "", *lines]) + "\n", encoding="utf-8")
         places = [line for line in lines if line.startswith("rank ")]
@@ -187,7 +178,7 @@ class Supervisor:
 
     def _failure_of(self, rank: RankProcess) -> RankFailure:
         """The rank's report, or else its exit status and the end of its log."""
-        report = RankFailure.read(self._folder.failure(rank.rank))
+        report = RankFailure.read(self.folder.failure(rank.rank))
         if report is not None:
             return report
         status = rank.status or 0
@@ -199,7 +190,7 @@ class Supervisor:
         tail = _last_lines(rank.log)
         if tail:
             message += "\nThe last lines of its log:\n  " + "\n  ".join(tail)
-        events = read_kept(self._folder.events(rank.rank))[-EVENTS:]
+        events = read_kept(self.folder.events(rank.rank))[-EVENTS:]
         if events:
             message += f"\nIts last events: {'; '.join(events)}"
         if no_memory:
@@ -212,14 +203,14 @@ class Supervisor:
     def _stop(self, caught: list[int]) -> LaunchResult:
         """Forwards the signal and waits for the ranks to end; a second signal ends the wait."""
         interrupted = caught[0] == signal.SIGINT
-        for rank in self._ranks:
+        for rank in self.ranks:
             rank.send(signal.SIGINT if interrupted else signal.SIGTERM)
         self._wait(INTERRUPT_S if interrupted else PREEMPT_S, unless=lambda: len(caught) > 1)
-        statuses = [rank.poll() for rank in self._ranks]
+        statuses = [rank.poll() for rank in self.ranks]
         self.end_all(0.0 if len(caught) > 1 else TERMINATE_S)
         if statuses and not any(status != 0 for status in statuses):
             return LaunchResult(ExitCode.OK)
-        reports = [RankFailure.read(self._folder.failure(rank.rank)) for rank in self._ranks]
+        reports = [RankFailure.read(self.folder.failure(rank.rank)) for rank in self.ranks]
         stopping = (ExitCode.UNEXPECTED, ExitCode.HANG, ExitCode.PREEMPTED, ExitCode.INTERRUPTED)
         failures = [report for report in reports if report and report.exit_code not in stopping]
         if failures:  # such as a checkpoint that could not be written
@@ -229,8 +220,8 @@ class Supervisor:
 
     def _hang(self, timeout_s: float) -> LaunchResult:
         """Reports the stacks of every rank as the failure."""
-        self._on_failure()
-        running = [rank for rank in self._ranks if rank.poll() is None]
+        self.on_failure()
+        running = [rank for rank in self.ranks if rank.poll() is None]
         for rank in running:
             rank.send(STACKS_SIGNAL)
         time.sleep(STACKS_S)
@@ -240,7 +231,7 @@ class Supervisor:
         )
         message += " did not. Their stacks:"
         for rank in running:
-            file = self._folder.stacks(rank.rank)
+            file = self.folder.stacks(rank.rank)
             stacks = file.read_text() if file.exists() else "(none: it was still starting)\n"
             message += f"\n---- rank {rank.rank} ----\n{stacks.rstrip()}"
         code = int(ExitCode.HANG)
@@ -250,7 +241,7 @@ class Supervisor:
     def _wait(self, timeout_s: float, unless: Callable[[], bool] = lambda: False) -> None:
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline and not unless():
-            if all(rank.poll() is not None for rank in self._ranks):
+            if all(rank.poll() is not None for rank in self.ranks):
                 return
             time.sleep(POLL_S)
 

@@ -11,7 +11,8 @@ estimate it; their constants were fitted to published runs.
     saving              weights + optimizer + the whole model, if a checkpoint is one file
 
 The allocator reserves more. The two moments of backward allocate blocks of different sizes, so the
-larger one cannot reuse most of the memory of the smaller one.
+larger one cannot reuse most of the memory of the smaller one. That share was fitted to the reserved
+bytes of published runs, which include the rounding to blocks of 512 bytes and segments of 2 MiB.
 
 [Note: phases of a run]
 
@@ -21,27 +22,11 @@ larger one cannot reuse most of the memory of the smaller one.
 Most buffers are allocated once and stay: parameter and gradient shards while weights are read,
 slots at the end of `fs.shard`, optimizer states and receive buffers in the first step, the copy for
 checkpoints at the first save. Only the tensors of a micro-batch come and go.
-
-[Note: blocks and segments]
-torch's caching allocator requests segments from the driver and divides them into blocks:
-
-    request          <= 1 MiB           <= 10 MiB          above
-    segment          2 MiB              20 MiB             the request, rounded up to 2 MiB
-    remainder        is reused          is reused if       is reused if
-                                        > 1 MiB            > 1 MiB
-
-A block is a multiple of 512 bytes, and a request gets the smallest block that fits. The engine
-allocates its buffers once, so their segments follow from the plan. Tensors that come and go leave
-holes between blocks; their share is known only from public runs.
-
-References:
-    c10/cuda/CUDACachingAllocator.cpp of PyTorch, whose sizes these are.
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -58,7 +43,6 @@ from fullshard.outlook.workload import (
 )
 from fullshard.planner.memory import AVERAGE, WHOLES, MemoryRow, sum_by_place
 from fullshard.planner.mesh import row_of
-from fullshard.planner.optimizers import owned_tensors
 from fullshard.planner.plan import Plan
 from fullshard.planner.spec import ITEMSIZE
 from fullshard.planner.tracing import TensorKind
@@ -403,13 +387,9 @@ def _reading(plan: Plan, source: WeightsSource) -> tuple[int, int]:
         case WeightsSource.INITIAL:  # one whole tensor
             tensors = [p.numel * itemsize for layout, itemsize in sizes for p in layout.placements]
             return 0, max(tensors, default=0)
-        case (
-            WeightsSource.FOLDER
-        ):  # this rank's part of one tensor, in the stored and the master dtype
-            return 0, max(
-                (n * (itemsize + (2 if itemsize == 4 else 4)) for n, itemsize in _parts(plan)),
-                default=0,
-            )
+        case WeightsSource.FOLDER:  # a rank's part of one tensor, in the stored and master dtype
+            both = (n * (itemsize + (2 if itemsize == 4 else 4)) for n, itemsize in _parts(plan))
+            return 0, max(both, default=0)
         case WeightsSource.WHOLE:
             whole = sum(layout.numel * itemsize for layout, itemsize in sizes)
             return whole, whole
@@ -425,9 +405,6 @@ def _parts(plan: Plan) -> Iterator[tuple[int, int]]:
 
 # ---- memory beyond tensors: estimates ------------------------------------------------------------
 
-BLOCK = 512
-SMALL, SMALL_SEGMENT = MIB, 2 * MIB
-MEDIUM, MEDIUM_SEGMENT = 10 * MIB, 20 * MIB
 # Outside of the allocator, from public reports. A CUDA context: 0.3 to 0.5 GB; an NCCL
 # communicator: about 0.5 GB (https://github.com/NVIDIA/nccl/issues/964: 544 to 688 MB on A100).
 CONTEXT = COMMUNICATOR = GB // 2
@@ -445,13 +422,11 @@ class Overhead:
         name: The user of the bytes.
         num_bytes: An estimate.
         why: How it was estimated.
-        is_cached: Whether torch counts the bytes as reserved.
     """
 
     name: str
     num_bytes: int
     why: str
-    is_cached: bool = False
 
 
 def overhead_of(plan: Plan, holes: int) -> tuple[Overhead, ...]:
@@ -461,80 +436,13 @@ def overhead_of(plan: Plan, holes: int) -> tuple[Overhead, ...]:
         plan: The plan.
         holes: Most bytes in holes between tensors.
     """
-    kept = list(_kept(plan))
     mesh = plan.mesh  # one group each for gathers, reductions, replicas and the whole world
     num_groups = 2 * (mesh.shard > 1) + (mesh.replicate > 1) + (mesh.world_size > 1)
-    blocks = "blocks of 512 B in segments"
-    share = "at most: a share of temporary tensors"
     return (
-        Overhead("allocator: rounding", segments(kept) - sum(kept), blocks, is_cached=True),
-        Overhead("allocator: holes", holes, share, is_cached=True),
+        Overhead("allocator: holes", holes, "at most: a share of temporary tensors"),
         Overhead("context", CONTEXT, "CUDA's, from reports"),
         Overhead("communicators", num_groups * COMMUNICATOR, f"{num_groups} of NCCL, from reports"),
     )
-
-
-def segments(sizes: list[int]) -> int:
-    """Returns the bytes that the allocator reserves for requests that are never freed.
-
-    Args:
-        sizes: Bytes of the requests, in their order.
-    """
-    total = 0
-    small: list[int] = []  # remainders of segments, sorted
-    large: list[int] = []
-    for size in sizes:
-        block = -(-max(size, 1) // BLOCK) * BLOCK
-        left, least = (small, BLOCK) if block <= SMALL else (large, SMALL + 1)
-        at = bisect_left(left, block)
-        if at < len(left):
-            rest = left.pop(at) - block
-        else:
-            segment = _segment(block)
-            total += segment
-            rest = segment - block
-        if rest >= least:
-            insort(left, rest)
-    return total
-
-
-def _segment(block: int) -> int:
-    if block <= SMALL:
-        return SMALL_SEGMENT
-    return MEDIUM_SEGMENT if block < MEDIUM else -(-block // (2 * MIB)) * 2 * MIB
-
-
-def _kept(plan: Plan) -> Iterator[int]:
-    """Sizes of the buffers of rank 0's engine and optimizer, in the order of allocation."""
-    homes = plan.homes
-    for group in plan.groups:
-        part, dtypes = group.layout.part_numel, group.dtypes
-        if homes.parameters is Place.DEVICE:
-            yield part * ITEMSIZE[dtypes.master]
-        if group.trainable and homes.gradients is Place.DEVICE:
-            yield part * ITEMSIZE[dtypes.accumulate]
-            if dtypes.master is not dtypes.accumulate:
-                yield part * ITEMSIZE[dtypes.master]
-    for ring in plan.rings:
-        yield from [ring.numel * ITEMSIZE[ring.dtype]] * ring.count
-    if homes.optimizer is Place.DEVICE:
-        yield from _kept_states(plan)
-
-
-def _kept_states(plan: Plan) -> Iterator[int]:
-    """Sizes of the optimizer's states, parameter by parameter."""
-    optimizer, groups = plan.optimizer, plan.groups
-    slices = [pieces for unit in plan.view(0).slices for pieces in unit]
-    for tensor in owned_tensors([group for group in groups if group.trainable], optimizer):
-        if tensor.owner == 0:
-            yield optimizer.whole_bytes(tensor.shape, tensor.itemsize)
-    for group, pieces in zip(groups, slices, strict=True):
-        itemsize = ITEMSIZE[group.dtypes.master]
-        for piece in pieces if group.trainable else ():
-            if optimizer.owns(piece.name, piece.shape):
-                continue
-            yield from [optimizer.count_bytes] * bool(optimizer.count_bytes)
-            yield from [piece.numel * itemsize] * optimizer.num_states
 
 
 # ---- from the number of parameters alone ---------------------------------------------------------

@@ -74,8 +74,6 @@ class Cost:
 # The cost of an event; the flag says whether it belongs to a backward.
 CostOf = Callable[[Event, bool], Cost]
 
-_LANES = {EventKind.FORWARD: Lane.FORWARD, EventKind.BACKWARD: Lane.BACKWARD}
-
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
@@ -132,8 +130,7 @@ class _Player:
                 self._wait(self._there.get(event.unit, 0.0))
                 self._begun = self.clock
                 self.clock += cost.own_s
-                lane = _LANES[event.kind]
-                self.bars.append(Bar(lane, event.unit, self._begun, self.clock))
+                self.bars.append(Bar(Lane(event.kind), event.unit, self._begun, self.clock))
             case EventKind.REDUCE:
                 self._landed[event.unit] = self._send(Lane.REDUCE, event, cost)
             case EventKind.ACCUMULATE:

@@ -273,15 +273,11 @@ def _received(
     """The receive buffers of one unit's reduction."""
     found: list[_Buffer] = []
     for group in (group for group in groups if group.trainable and group.layout.num_parts > 1):
-        num_parts, dtype, numel = (
-            group.layout.num_parts,
-            group.dtypes.reduce,
-            group.layout.part_numel,
-        )
+        parts, dtype = group.layout.num_parts, group.dtypes.reduce
         if transport is Transport.DIRECT:
-            found += [(dtype, numel)] * (num_parts - 1)
-        elif transport is not Transport.SHARED and reduction.is_ordered(ITEMSIZE[dtype], num_parts):
-            found.append((dtype, numel * num_parts))  # other sums are received in gradient slots
+            found += [(dtype, group.layout.part_numel)] * (parts - 1)
+        elif transport is not Transport.SHARED and reduction.is_ordered(ITEMSIZE[dtype], parts):
+            found.append((dtype, group.layout.numel))  # other sums are received in gradient slots
     return found
 
 

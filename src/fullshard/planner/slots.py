@@ -161,13 +161,10 @@ def _classes(
 
 def _family(units: Sequence[UnitPlan], unit: UnitPlan) -> str:
     kept = "" if unit.reshard_after_forward else "kept-"
-    match unit.role:
-        case Role.ROOT:
-            return f"{kept}root"
-        case Role.BLOCK:
-            return f"{kept}block{_depth(units, unit)}."
-        case Role.EMBEDDING | Role.HEAD:
-            return f"{kept}ends{_depth(units, unit)}."
+    if unit.role is Role.ROOT:
+        return f"{kept}root"
+    kind = "block" if unit.role is Role.BLOCK else "ends"
+    return f"{kept}{kind}{_depth(units, unit)}."
 
 
 def _depth(units: Sequence[UnitPlan], unit: UnitPlan) -> int:

@@ -10,14 +10,17 @@ checksum of the tokens: a run does not resume from a checkpoint that was trained
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from typing import Any
 
 from fullshard import saving
+from fullshard.checkpoint.storage import StorePath
 from fullshard.config.environment import read_launch_environment
 from fullshard.data.dataset import tokenizer_texts
-from fullshard.errors import PreemptedError
+from fullshard.errors import CheckpointError, PreemptedError
+from fullshard.launch.run_lock import is_holder
 from fullshard.observe.hang import watchdog
-from fullshard.run.folder import LAST_SAVED, RunFolder
+from fullshard.run.folder import HOLDS, LAST_SAVED, RunFolder
 from fullshard.run.loop import Keeper, Patience, Trainee
 from fullshard.run.resume import POSITION, Resume, check_data
 from fullshard.run.schedule import StepPlan
@@ -115,6 +118,8 @@ class RunCheckpoints(Keeper):
         texts = dict(self._texts)
         if self._folder.config.is_file():
             texts[self._folder.config.name] = self._folder.config.read_text(encoding="utf-8")
+        if self._is_first:
+            check_lock(self._folder)
         values = {POSITION: self._position(step), PATIENCE: self._patience.state_dict()}
         settings = SaveSettings(step=step, wait=wait, keep=self._limit, texts=texts)
         self._trainee.save(self._folder.checkpoints, values, settings)
@@ -139,3 +144,17 @@ class RunCheckpoints(Keeper):
             "seed": order.seed,
             "data": self._steps.data,
         }
+
+
+def check_lock(folder: RunFolder) -> None:
+    """Raises CheckpointError if another run has taken the store's place of the checkpoints."""
+    place = folder.checkpoints
+    if not isinstance(place, StorePath):
+        return
+    with suppress(OSError):  # no answer says nothing about the lock
+        if not is_holder(place, str(folder.read_record().get(HOLDS))):
+            raise CheckpointError(
+                f"training.checkpoint_dir: expected '{place}' to be this run's until its end; "
+                "another run began there while this one did not answer. This run saves nothing "
+                "more: end one of them."
+            )

@@ -41,6 +41,7 @@ logger = logging.getLogger(__name__)
 
 SCHEMA_VERSION = 1
 LAST_SAVED = "last_saved_step"  # in run.json: the step of the last complete checkpoint
+HOLDS = "holds"  # entry of run.json: the token of its lock of a store
 KEPT = ("measured", LAST_SAVED)  # entries of run.json that stay when a run resumes
 Fields = Callable[[Path | None], dict[str, Any]]
 

@@ -13,6 +13,7 @@ from fullshard.launch.machine import describe_versions
 from fullshard.models.generate import Sample
 from fullshard.observe.metrics import process_bytes
 from fullshard.observe.report import write_report
+from fullshard.outlook.memory import RANK_PROCESS
 from fullshard.planner.text import human_bytes
 from fullshard.run.console import RunConsole
 from fullshard.run.folder import RunFolder, RunStatus, now
@@ -61,10 +62,13 @@ def planned(view: View | XlaOutlook, steps: StepPlan | None = None) -> dict[str,
 
 
 def mark_running(folder: RunFolder, device: torch.device, model_config: PretrainedConfig) -> None:
-    """Records that the run is running, and the process's memory before the model is built."""
+    """Records that the run is running, and what its process takes beside the model's tensors.
+
+    It is more than the process has now: libraries allocate in the first step, too.
+    """
     import_code(model_config)  # its memory does not belong to the model's tensors
     record = folder.read_record()
-    before = process_bytes() if device.type == "cpu" else 0
+    before = max(process_bytes(), RANK_PROCESS) if device.type == "cpu" else 0
     folder.update_record(
         status=RunStatus.RUNNING,
         planned={**record["planned"], "process_bytes": before},
@@ -164,6 +168,6 @@ def _memory(folder: RunFolder, peak_bytes: int) -> str:
         return measured
     told = f"planned {human_bytes(expected)} of tensors"
     if before:
-        told += f" + {human_bytes(before)} that the process took before the model was built"
+        told += f" + {human_bytes(before)} of the process"
         told += f" = {human_bytes(expected + before)}"
     return f"{told}; {measured}"

@@ -10,9 +10,10 @@ fit: then its plan is recorded there.
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from fullshard.checkpoint.commit import ALONE
 from fullshard.checkpoint.read import choose
 from fullshard.checkpoint.retain import ELSEWHERE, IN_RUN
-from fullshard.checkpoint.storage import storage_path
+from fullshard.checkpoint.storage import StorePath, storage_path
 from fullshard.config.environment import LaunchEnvironment
 from fullshard.config.load import Resolved
 from fullshard.config.schema import RunConfig
@@ -35,7 +36,7 @@ from fullshard.launch.machine import (
     describe_command,
     existing_folder,
 )
-from fullshard.launch.run_lock import held_elsewhere, is_held
+from fullshard.launch.run_lock import StoreLock, held_elsewhere, is_held
 from fullshard.launch.spawn import LocalLaunch, launch_local_ranks
 from fullshard.launch.supervise import LaunchResult
 from fullshard.loading import check_loads
@@ -58,7 +59,14 @@ from fullshard.planner.spec import ITEMSIZE
 from fullshard.planner.text import human_bytes
 from fullshard.recipes.batches import make_data
 from fullshard.recipes.registry import Command
-from fullshard.run.folder import RunFolder, RunStatus, begin, check_output_dir, write_whole
+from fullshard.run.folder import (
+    HOLDS,
+    RunFolder,
+    RunStatus,
+    begin,
+    check_output_dir,
+    write_whole,
+)
 from fullshard.run.optim import KINDS, check_optimizer
 from fullshard.run.outlook import View, foresee, leaves_something, topology_of
 from fullshard.run.result import planned
@@ -218,6 +226,8 @@ def _say_kept_batch(training: TrainingConfig, num_batches: int, steps: StepPlan)
 def made_folder(checked: CheckedRun, command: Command) -> Iterator[tuple[RunFolder, Path | None]]:
     """Makes the run's folder with everything that ranks read; locks it inside the block.
 
+    Checkpoints that are elsewhere in a store are locked, too.
+
     Yields:
         The folder, and the place that an older run was moved to.
     """
@@ -230,10 +240,14 @@ def made_folder(checked: CheckedRun, command: Command) -> Iterator[tuple[RunFold
         }
         if (sample := sample_of_teacher(checked.resolved.config)) is not None:
             told[TEACHER] = sample
-        return {**told, "started_by": describe_command()}
+        return {**told, "started_by": describe_command(), HOLDS: token}
 
-    goes_on = checked.resume.in_place
-    with begin(checked.output_dir, command, goes_on=goes_on, fields=fields) as (folder, moved):
+    goes_on, token = checked.resume.in_place, os.urandom(8).hex()
+    place = storage_path(checked.resolved.config.training.checkpoint_dir or "")
+    with (
+        StoreLock(place, token) if isinstance(place, StorePath) else nullcontext(),
+        begin(checked.output_dir, command, goes_on=goes_on, fields=fields) as (folder, moved),
+    ):
         write_whole(folder.config, checked.resolved.to_yaml())
         write_whole(folder.plan, checked.view.plan.to_json())
         aside = folder.path / ".data.new"
@@ -241,10 +255,9 @@ def made_folder(checked: CheckedRun, command: Command) -> Iterator[tuple[RunFold
         checked.dataset.save(aside)
         shutil.rmtree(folder.data, ignore_errors=True)
         aside.rename(folder.data)
-        place = checked.resolved.config.training.checkpoint_dir
         (folder.path / ELSEWHERE).unlink(missing_ok=True)
-        if place is not None:
-            write_whole(folder.path / ELSEWHERE, f"{storage_path(place).resolve()}\n")
+        if checked.resolved.config.training.checkpoint_dir is not None:
+            write_whole(folder.path / ELSEWHERE, f"{place.resolve()}\n")
         yield folder, moved
 
 

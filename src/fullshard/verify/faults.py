@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from fullshard.config.schema import ShardConfig
-from fullshard.config.values import Choice, Transport, parse
+from fullshard.config.values import Choice, Transport
 from fullshard.engine.engine import engine_of
 from fullshard.engine.unit import Unit
 from fullshard.errors import ConfigError
@@ -40,15 +40,6 @@ class Fault(Choice):
 
 
 NEEDS_GATHERS = (Fault.STALE_SLOT, Fault.MISSED_GATHER)
-
-
-def parse_fault(name: str | None) -> Fault | None:
-    """The fault with this name; None for None.
-
-    Raises:
-        ConfigError: No fault has this name.
-    """
-    return None if name is None else parse(Fault, name, "--inject")
 
 
 class Injection:

@@ -1,0 +1,187 @@
+"""A step with all state on disk, in a memory group that the state does not fit into.
+
+    rank     | gathers: reads | gathers, gradients: reads, writes | update: reads, writes |
+    floor    | direct reads of as many bytes | direct reads and writes at once            |
+
+The ranks enter a memory group (cgroup). After a first step its limit is lowered to their anonymous
+memory, some slack, and a part of the state. The bytes that a step moves are the kernel's own count
+(`/proc/self/io`).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fullshard as fs
+from fullshard.bench.disk import CHUNK, MIB, Disk
+from fullshard.bench.page import paired_ratio, slowest
+from fullshard.errors import ConfigError
+
+WIDTH = 1024
+BYTES_PER_LAYER = 4 * 4 * WIDTH * WIDTH  # a parameter, its gradient, AdamW's two moments
+STEP, FLOOR = "fullshard step, nvme", "disk, the step's bytes"
+SLACK = 64 * MIB  # page tables, threads, the interpreter
+CACHED = 0.25  # of the state
+METHOD = (
+    f"{STEP}: forward, backward and AdamW's update of a stack of linear layers, each a unit, whose "
+    "parameters, gradients and moments are on disk, in a memory group (cgroup) whose limit is the "
+    f"ranks' anonymous memory, {SLACK // MIB} MiB, and {CACHED:.0%} of the state. {FLOOR}: as many "
+    "bytes as the kernel counted for a step (/proc/self/io), read and written directly in pieces "
+    f"of {CHUNK // MIB} MiB: what exceeds the written bytes is read alone, then as many bytes are "
+    "read and written at once, and synced. The share of the second is the floor's time over the "
+    "step's.",
+)
+GROUPS = Path("/sys/fs/cgroup/memory")
+LIMIT = "memory.limit_in_bytes" if GROUPS.is_dir() else "memory.max"
+GROUPS = GROUPS if GROUPS.is_dir() else GROUPS.parent
+
+
+@dataclass(frozen=True)
+class OffloadJob:
+    """What the ranks measure.
+
+    Attributes:
+        num_bytes: Bytes of the state of all ranks: parameters, gradients, two moments.
+        place: The folder whose disk is measured.
+        group: Folder of the memory group.
+    """
+
+    num_bytes: int
+    num_rounds: int
+    place: str
+    group: Path
+
+
+@contextmanager
+def memory_group(limit_bytes: int | None = None) -> Iterator[Path]:
+    """Makes a memory group, with a limit if one is given.
+
+    Raises:
+        ConfigError: This process may not make one.
+    """
+    folder = GROUPS / f"fullshard-{uuid.uuid4().hex[:8]}"
+    try:
+        folder.mkdir()
+        if limit_bytes is not None:
+            (folder / LIMIT).write_text(str(limit_bytes))
+    except OSError as error:
+        raise ConfigError(f"a memory group: expected to make '{folder}'; {error}.") from error
+    try:
+        yield folder
+    finally:
+        time.sleep(0.5)  # the kernel still counts processes that have just ended
+        folder.rmdir()
+
+
+def _moved() -> tuple[int, int]:
+    """Bytes that this process has read from disks, and written."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    found = {name: int(value) for name, value in (line.split(": ") for line in lines)}
+    return found["read_bytes"], found["write_bytes"]
+
+
+class OffloadedStep:
+    """A stack of linear layers, a unit each, whose state is on disk."""
+
+    def __init__(self, job: OffloadJob) -> None:
+        kinds = dict.fromkeys(("parameters", "gradients", "optimizer"), "nvme")
+        layers = max(2, job.num_bytes // BYTES_PER_LAYER)
+        with torch.device("meta"):
+            model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)))
+        torch.manual_seed(0)
+        self.state_bytes = layers * BYTES_PER_LAYER
+        offload = {**kinds, "folder": job.place}
+        self.model = fs.shard(model, wrap=["Linear"], offload=offload)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        self.batch = torch.ones(1, WIDTH)
+
+    def __call__(self) -> None:
+        self.model(self.batch).sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def limit(self, group: Path) -> None:
+        """Lowers the group's limit, from one rank."""
+        os.sync()
+        lines = (group / "memory.stat").read_text().splitlines()
+        stat = {name: int(value) for name, value in map(str.split, lines)}
+        held = stat.get("total_rss", stat.get("anon", 0)) + stat.get("kernel", 0)
+        (group / LIMIT).write_text(str(held + SLACK + int(CACHED * self.state_bytes)))
+
+
+def measure(job: OffloadJob) -> dict[str, Any]:
+    """Returns this rank's seconds of steps and of the disk, by round, and the bytes of a step."""
+    rank, group = dist.get_rank(), job.group
+    (group / "cgroup.procs").write_text("0")
+    step = OffloadedStep(job)
+    step()
+    dist.barrier()
+    if rank == 0:
+        step.limit(group)
+    disk = Disk(Path(job.place), step.state_bytes // dist.get_world_size(), rank)
+    disk.write()
+    moved: list[tuple[int, int]] = []
+
+    def counted() -> None:
+        before = _moved()
+        step()
+        after = _moved()
+        moved.append((after[0] - before[0], after[1] - before[1]))
+
+    def replayed() -> None:
+        read, written = (int(median(one)) for one in zip(*moved, strict=True))
+        disk.replay(max(0, read - written))
+        writes = threading.Thread(target=disk.rewrite, args=(written,))
+        writes.start()
+        disk.replay(min(read, written))
+        writes.join()
+
+    times: dict[str, list[float]] = {STEP: [], FLOOR: []}
+    for _ in range(2):
+        counted()
+    for _ in range(job.num_rounds):
+        for name, act in ((STEP, counted), (FLOOR, replayed)):
+            times[name].append(timed(act))
+    read, written = (median(one) for one in zip(*moved, strict=True))
+    return {"times": times, "read": read, "written": written, "state": step.state_bytes}
+
+
+def timed(act: Callable[[], object]) -> float:
+    """Seconds of an action that all ranks begin together."""
+    dist.barrier()
+    start = time.perf_counter()
+    act()
+    return time.perf_counter() - start
+
+
+def rows(ranks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row for the step and one for its floor."""
+    times = slowest([rank["times"] for rank in ranks])
+    num_bytes = sum(rank["read"] + rank["written"] for rank in ranks)
+    return [
+        {
+            "name": name,
+            "num_ranks": len(ranks),
+            "num_bytes": num_bytes,
+            "state_bytes": ranks[0]["state"],
+            "time_s": median(seconds),
+            "bytes_per_s": num_bytes / median(seconds),
+            "share_of_disk": paired_ratio(times[FLOOR], seconds).to_dict(),
+            "memory_peak_bytes": 0,
+            "num_rounds": len(seconds),
+        }
+        for name, seconds in times.items()
+    ]
