@@ -316,7 +316,7 @@ def test_sequences_that_cannot_be_divided_are_refused():
             FALCON_H1,
             2,
             ["context=2"],
-            "layers that read other tokens without",
+            "FalconH1ForCausalLM with hybrid",
             marks=pytest.mark.slow,
         ),
         (BY_LENGTH, 2, ["context=2"], "LlamaForCausalLM with rope_type dynamic, which depends"),
