@@ -9,8 +9,8 @@ from torch import nn
 
 import fullshard as fs
 from fullshard.engine.engine import engine_of
-from fullshard.errors import ConfigError, WrapError
-from support.models import CASES, Chain, perturbed
+from fullshard.errors import ConfigError, EngineError, WrapError
+from support.models import CASES, LLAMA, Chain, hugging_face, perturbed
 from support.parity import train_sharded
 from support.ranks import on_ranks
 
@@ -52,6 +52,33 @@ def test_recompute_gives_the_same_bits_with_any_units(ranks, wrap):
 @pytest.mark.slow
 def test_recompute_gives_the_same_bits_on_hybrid_meshes(ranks):
     ranks(4)(check_bits, "llama", {"strategy": "hybrid_shard", "replicate": 2}, timeout=100)
+
+
+CACHES = {  # of models whose blocks get the cache by name and by place
+    "llama": {**LLAMA, "use_cache": True},
+    "gpt2": {"n_layer": 3, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+}
+
+
+@pytest.mark.parametrize("model_type", CACHES)
+def test_blocks_that_recompute_get_no_cache_of_keys(model_type):
+    """Models of transformers make a cache in each forward unless they are told not to."""
+    ids = torch.arange(16).view(2, 8)
+    mask = torch.ones_like(ids)
+    mask[1, 5:] = 0
+    found = []
+    for kind in ("none", "block"):
+        model = hugging_face(model_type, **CACHES[model_type])
+        fs.shard(model, activation_checkpointing=kind)
+        model(input_ids=ids, attention_mask=mask, labels=ids).loss.backward()
+        found.append([param.grad.to_local().clone() for param in model.parameters()])
+    assert all(map(torch.equal, *found))
+    cache = model(input_ids=ids[:, :4], use_cache=True).past_key_values
+    assert cache.get_seq_length() == 0
+    with torch.no_grad():
+        cache = model(input_ids=ids[:, :4], use_cache=True).past_key_values
+    with pytest.raises(EngineError, match="expected a forward without earlier keys"):
+        model(input_ids=ids[:, 4:], past_key_values=cache)
 
 
 class Saved:
