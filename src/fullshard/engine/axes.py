@@ -119,7 +119,7 @@ def _linear(how: tuple[Any, Any, Any], has_rows: bool, x: torch.Tensor) -> torch
     if has_rows:
         return F.linear(_shared(x, group), weight, bias)
     found = summed(F.linear(x, weight), group)
-    return found if bias is None else found + bias
+    return found if bias is None else found + bias.to(found.dtype)  # autocast lowers `found`
 
 
 def _local(param: Any) -> Any:
@@ -132,10 +132,11 @@ def _shared(x: torch.Tensor, group: Any) -> torch.Tensor:
         return x
     if x.is_leaf:  # autograd would hold it, and it the result
         return shared_by(x, group)
-    known = vars(x)
-    if _SHARED not in known:
-        known[_SHARED] = shared_by(x, group)
-    return known[_SHARED]
+    version, found = vars(x).get(_SHARED, (-1, None))
+    if found is None or version != x._version:  # new, or written in place since
+        found = shared_by(x, group)
+        vars(x)[_SHARED] = x._version, found
+    return found
 
 
 def one_place(model: nn.Module, config: ShardConfig) -> LocalModel:

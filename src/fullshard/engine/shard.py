@@ -279,24 +279,34 @@ def refuse_nested_engine(model: nn.Module) -> None:
 
 
 def _refuse_shared_memory(model: nn.Module) -> None:
-    """Refuses buffers and attributes that are views of a parameter: they would keep old values."""
+    """Refuses buffers that are views of a parameter, and names such attributes.
+
+    They keep the values of now. An attribute may be made anew in each forward, or by a hook.
+    """
     named = ((name, plain(param)) for name, param in model.named_parameters())
     params = {storage_key(p): name for name, p in named if _has_memory(p)}
-    kept = list(model.named_buffers())
-    for name, module in model.named_modules():
-        # What a hook computes before each forward, such as spectral_norm's weight, is never old.
-        hooks = module._forward_pre_hooks.values()
-        computed = {getattr(hook, "name", None) for hook in hooks}
-        found = ModuleTensors([module]).named().items()
-        kept += [(name, x) for at, held in found if at not in computed for x in tensors_in(held)]
-    for name, tensor in kept:
+
+    def owner_of(tensor: torch.Tensor) -> str | None:
         if isinstance(tensor, nn.Parameter) or not _has_memory(tensor):
-            continue
-        if (owner := params.get(storage_key(plain(tensor)))) is not None:
+            return None
+        return params.get(storage_key(plain(tensor)))
+
+    for name, buffer in model.named_buffers():
+        if (owner := owner_of(buffer)) is not None:
             raise UnsupportedModelError(
-                f"{name}: expected a buffer or attribute of its own memory; it shares that of "
-                f"{owner!r}, which fs.shard cuts. Keep a copy, or compute it in forward."
+                f"{name}: expected a buffer of its own memory; it shares that of {owner!r}, which "
+                "fs.shard cuts. Register a copy, or compute it in forward."
             )
+    for path, module in model.named_modules():
+        found = {} if module._forward_pre_hooks else ModuleTensors([module]).named()
+        for name, held in found.items():
+            for owner in filter(None, map(owner_of, tensors_in(held))):
+                logger.warning(
+                    "fs.shard: %s shares the memory of %s, and keeps its values of now unless each "
+                    "forward computes it. Keep a copy (clone) if that is meant.",
+                    f"{path}.{name}".lstrip("."),
+                    owner,
+                )
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
