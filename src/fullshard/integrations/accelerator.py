@@ -6,8 +6,8 @@ import json
 import math
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Generator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -96,11 +96,9 @@ class ShardedAccelerator(Accelerator):
         """Leaves states where they are: those of shards, or of the owners of whole tensors."""
         return super().prepare_optimizer(optimizer, device_placement=False)
 
-    @contextmanager
-    def no_sync(self, model: nn.Module) -> Generator[None]:
+    def no_sync(self, model: nn.Module) -> Any:
         """Context in which backwards do not reduce gradients."""
-        with fs.no_sync(model):
-            yield
+        return fs.no_sync(model)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
         """The full state dict on rank 0, an empty one on other ranks. A collective."""
@@ -109,8 +107,9 @@ class ShardedAccelerator(Accelerator):
 
     def wait_for_everyone(self) -> None:
         """Waits for all ranks; raises on all if one is in a collective of a model instead."""
-        for model in self._models:
-            engine_of(model).norms.meet("wait_for_everyone()")
+        for norms in [engine_of(model).norms for model in self._models]:
+            norms.meet("wait_for_everyone()")
+            norms.read_earlier()  # on GPUs it would be read at the next backward
         super().wait_for_everyone()
 
     # ---- Accelerate's own file format
