@@ -136,17 +136,17 @@ def test_a_bfloat16_wire_is_summed_in_float32():
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 8])
-def test_a_sum_in_float16_is_infinite_only_if_a_gradient_is(num_ranks):
+def test_a_sum_may_exceed_the_range_of_float16(num_ranks):
     """NCCL sums in the dtype of the wire, as alike ranks here do."""
     groups, config = Groups(Played()), SimpleNamespace(reduction=Reduction.NATIVE)
     with groups.in_place():
         transport = groups.make_transport(config, Mesh(1, num_ranks))
-        gradients = [torch.full((64 * num_ranks,), 60_000.0, dtype=dtype) for dtype in KINDS]
+        gradients = [torch.full((64 * num_ranks,), 20_000.0, dtype=dtype) for dtype in KINDS]
         sums = [torch.zeros(64) for _ in KINDS]
         transport.reduce(gradients).sum_into(sums)
     for found in sums:
         torch.testing.assert_close(
-            found, torch.full((64,), 60_000.0 * num_ranks), rtol=3e-3, atol=0
+            found, torch.full((64,), 20_000.0 * num_ranks), rtol=3e-3, atol=0
         )
 
 

@@ -189,17 +189,28 @@ def ignore_sigterm(folder):
 
 
 def fork_and_sleep(folder):
-    """Leave process ids of this rank and of a child in a file, then sleep; `finally` says so."""
+    """Leave process ids of this rank and of a child in a file, then sleep; the end says so."""
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     partial = Path(folder) / f"partial_{RANK}"
     partial.write_text(f"{os.getpid()} {child.pid}")
-    try:
-        partial.rename(Path(folder) / f"pids_{RANK}")
-        while True:
-            with contextlib.suppress(Exception):  # as libraries do while they import
-                time.sleep(600)
-    finally:
-        (Path(folder) / f"finally_{RANK}").touch()
+
+    def sleep():
+        try:
+            partial.rename(Path(folder) / f"pids_{RANK}")
+            while RANK == 0:
+                with contextlib.suppress(Exception):  # as libraries do while they import
+                    time.sleep(600)
+            time.sleep(600)
+        except BaseException as error:
+            if RANK == 0 or isinstance(error, Exception | KeyboardInterrupt):  # a user's `except`
+                (Path(folder) / f"finally_{RANK}").touch()
+            raise
+
+    if RANK == 0:  # as our own modules do
+        from fullshard.launch.rank_entry import run_rank
+
+        run_rank(sleep)
+    sleep()
 
 
 def deaf(folder):

@@ -91,6 +91,8 @@ def test_a_store_is_held_by_one_run_until_it_no_longer_answers(tmp_path, monkeyp
             first.__exit__()
             assert is_holder(place, "second")
     assert not (place / run_lock.LOCK).exists()
+    (folder.path / "checkpoints.txt").write_text("memory://run\n")
+    check_lock(folder)  # of the launcher's process
 
 
 def test_an_output_dir_in_a_store_is_refused_with_the_key_for_checkpoints(tmp_path):

@@ -4,7 +4,6 @@ import itertools
 import math
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ from fullshard.config.values import GradReduction, GradSync
 from fullshard.data.dataset import PREDICTED, ROWS
 from fullshard.errors import DataError, DivergedError
 from fullshard.recipes.base import IGNORED, causal_lm_loss, placed, predicted_of, whole_logits_loss
-from fullshard.recipes.distill.loss import TOP_VALUES, with_logits
+from fullshard.recipes.distill.loss import TOP_VALUES, TopK, with_logits
 from fullshard.run.optim import LossScaler
 from support.ragged import (
     GLOBAL_BATCH,
@@ -261,7 +260,7 @@ def test_losses_and_a_teachers_logits_do_not_wait_for_the_device():
     assert total.is_meta
     assert count == 3
     top = np.ones((9, 2))
-    kept: Any = SimpleNamespace(values=top, ids=top.astype(int), bounds=np.array([0, 4, 8]))
+    kept = TopK(top, top.astype(int), np.array([0, 4, 8]))
     known = with_logits(batch, kept)
     assert known[TOP_VALUES].shape == (2, 4, 2)
     assert known[TOP_VALUES].is_meta

@@ -75,8 +75,8 @@ def memory_group(limit_bytes: int | None = None) -> Iterator[Path]:
     folder = GROUPS / f"fullshard-{uuid.uuid4().hex[:8]}"
     try:
         folder.mkdir()
-        if limit_bytes is not None:
-            (folder / LIMIT).write_text(str(limit_bytes))
+        limit = folder / LIMIT  # which is missing where groups do not count memory
+        limit.write_text(str(limit_bytes or limit.read_text()))
     except OSError as error:
         raise ConfigError(f"a memory group: expected to make '{folder}'; {error}.") from error
     try:

@@ -160,19 +160,22 @@ keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_kee
 will_execute: Callable[[Any], bool] = torch._C._will_engine_execute_node
 
 
-def node_hook(function: Callable[[Any], None]) -> torch.Tensor:
-    """A hook for `hook_node`: torch takes the hooks of a tensor."""
-    holder = torch.empty(0)
-    holder._backward_hooks = {0: function}
-    return holder
+class NodeHook:
+    """Calls a function before autograd nodes, like `Tensor.register_hook` of their first outputs.
 
-
-def hook_node(node: Any, hook: torch.Tensor) -> None:
-    """Call a hook before an autograd node, like `Tensor.register_hook` of its first output.
-
-    That and `register_prehook` create a dict and a handle each time (1.2 us).
+    That and `register_prehook` create a dict and a handle for each node (1.2 us).
     """
-    node._register_hook_dict(hook)
+
+    def __init__(self) -> None:
+        self._holder = torch.empty(0, device="cpu")  # torch takes the hooks of a tensor
+
+    def call(self, function: Callable[[Any], None] | None) -> None:
+        """Choose the function for nodes that are added from now on; None: hold none."""
+        self._holder._backward_hooks = None if function is None else {0: function}
+
+    def add(self, node: Any) -> None:
+        """Call the function before this node."""
+        node._register_hook_dict(self._holder)
 
 
 # The autograd node that this thread computes, also while its hooks are called.

@@ -24,7 +24,6 @@ import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from operator import call
 from typing import Any
 
 import torch
@@ -236,13 +235,15 @@ class OwnedOptimizer(torch.optim.Optimizer):
             self._move(live, to_owners=True)
             for owned in mine:
                 owned.join()
-            self._agree(partial(self._update, mine))
+            error = self._outcome(partial(self._update, mine))
             for owned in mine:
                 owned.part()
-            self._move(live, to_owners=False)
+            self._move(live, to_owners=False)  # also after an error: the other ranks wait there
         finally:
             for owned in mine:
                 owned.hide()
+        if error is not None:
+            raise error
         self._take_states(members)
 
     def _move(self, live: list[_Owned], *, to_owners: bool) -> None:
@@ -291,17 +292,24 @@ class OwnedOptimizer(torch.optim.Optimizer):
                 "optimizer anew, and load its states from a checkpoint."
             )
         engine.check_params()
-        self._agree(self._check_edits)
+        if (error := self._outcome(self._check_edits)) is not None:
+            raise error
         there = bytes(owned.param.grad is not None for owned in self._owned.values())
         code = float(zlib.crc32(there))
         bounds = from_host([code, -code], engine.device)
         bounds = engine.norms.all_reduce(bounds, "fs.owned step", maximum=True)
         engine.norms.read(bounds, _check_alike)
 
-    @property
-    def _agree(self) -> Callable[[Callable[[], None]], None]:
-        """Calls what all ranks raise an error of, unless the host would wait for a device."""
-        return self._engine.agree if is_at_hand(self._engine.device) else call
+    def _outcome(self, act: Callable[[], None]) -> Exception | None:
+        """Raises an error of any rank, or returns this rank's: a host may not wait for a device."""
+        if is_at_hand(self._engine.device):
+            self._engine.agree(act)
+            return None
+        try:
+            act()
+        except Exception as error:  # noqa: BLE001  the caller raises it
+            return error
+        return None
 
     def _check_edits(self) -> None:
         """Check that groups and parameters are those for which owners were chosen."""

@@ -56,16 +56,15 @@ from weakref import WeakSet, ref
 import torch
 
 from fullshard.engine._torch_compat import (
+    NodeHook,
     current_node,
     graph_task_id,
     has_modes,
-    hook_node,
     is_profiling,
     is_transforming,
     keeps_graph,
     next_sequence_number,
     no_guard,
-    node_hook,
     outside_modes,
     queue_callback,
     unwrapped,
@@ -99,7 +98,7 @@ class Use:
         first_node: Number of the first autograd node created in the forward.
         task: Id of the backward that has entered the use; -1 before.
         num_holders: Number of tensors in its slots before it; None if it makes a graph.
-        outputs: Numbers of the nodes of the unit's own outputs.
+        hooked: Numbers of the nodes that call `_enter_backward`.
     """
 
     __slots__ = (
@@ -107,8 +106,8 @@ class Use:
         "around",
         "first_node",
         "generation",
+        "hooked",
         "num_holders",
-        "outputs",
         "task",
         "unit",
     )
@@ -120,7 +119,7 @@ class Use:
         self.first_node = next_sequence_number()
         self.task = -1
         self.num_holders: int | None = None
-        self.outputs: set[int] = set()
+        self.hooked: set[int] = set()
 
 
 class Observed:
@@ -172,6 +171,7 @@ class Runtime:
         self._current: list[Use | None] = [None] * len(self.units)
         # Hooks of the outputs of each unit, on their autograd nodes.
         self._begin_hooks: list[Any] = [None] * len(self.units)
+        self._node_hooks = [NodeHook() for _ in self.units]  # of outputs of their inner modules
         self._opened: set[Unit] = set()  # units that the running backward has entered
         self._task = -1  # the running backward
         self._end: Callable[[], Any] = _nothing  # its callback, as long as it is alive
@@ -215,10 +215,8 @@ class Runtime:
         self._num_writes = num_writes
         use = Use(index, self._stack[-1] if self._stack else None, self._generation)
         weak = ref(self)  # see `alive`
-        self._begin_hooks[index] = (
-            lambda _: alive(weak, "backward")._enter_backward(use),
-            node_hook(lambda _: _enter_after_hooks(weak, use)),
-        )
+        begin = self._begin_hooks[index] = lambda _: alive(weak, "backward")._enter_backward(use)
+        self._node_hooks[index].call(lambda _: _enter_after_hooks(begin, use))
         events = self.scheduler.enter_forward(index)
         try:
             self._run(events)
@@ -329,7 +327,6 @@ class Runtime:
         use = self._current[index]
         if use is None or graph_task_id() != -1:  # outside the unit, or in a recomputation
             return False
-        begin, begin_after_hooks = self._begin_hooks[index]
         found = False
         for tensor in tensors if not is_transforming() else unwrapped(tensors):
             if tensor.requires_grad and not issubclass(type(tensor), (Guarded, Released)):
@@ -340,10 +337,10 @@ class Runtime:
                     if node is None or (number := node._sequence_nr()) < use.first_node:
                         continue
                     if is_inner:
-                        hook_node(node, begin_after_hooks)
+                        self._node_hooks[index].add(node)
                     else:
-                        use.outputs.add(number)
-                        node.register_prehook(begin)
+                        use.hooked.add(number)
+                        node.register_prehook(self._begin_hooks[index])
         return found
 
     def _begin_step(self, index: int, *, stale: bool) -> None:
@@ -353,6 +350,8 @@ class Runtime:
         # No forward runs: from here on only graphs keep uses alive (`awaits_backward`).
         self._current = [None] * len(self.units)
         self._begin_hooks = [None] * len(self.units)
+        for hook in self._node_hooks:
+            hook.call(None)
         if self._copies:
             self._check_copies()
         self.before_step()
@@ -517,7 +516,7 @@ class Runtime:
             self.actions.run(events, self.step)
 
 
-def _enter_after_hooks(weak: ref[Any], use: Use) -> None:
+def _enter_after_hooks(begin: Callable[[Any], None], use: Use) -> None:
     """Enter a unit's backward once the hooks of the tensor whose gradient arrived have run.
 
     They may differentiate through other units. If the backward ends at the tensor, nothing follows.
@@ -525,13 +524,10 @@ def _enter_after_hooks(weak: ref[Any], use: Use) -> None:
     if use.task == graph_task_id():  # the common case
         return
     node = current_node()
-    if node._sequence_nr() not in use.outputs:  # these have the hook already
-        handle = node.register_prehook(lambda _: _enter_once(weak, use, handle))
-
-
-def _enter_once(weak: ref[Any], use: Use, handle: Any) -> None:
-    handle.remove()
-    alive(weak, "backward")._enter_backward(use)
+    number = node._sequence_nr()
+    if number not in use.hooked:
+        use.hooked.add(number)
+        node.register_prehook(begin)
 
 
 def _nothing() -> None:

@@ -9,6 +9,7 @@ import errno
 import re
 import resource
 import signal
+import traceback
 from enum import IntEnum
 
 from fullshard import errors
@@ -54,7 +55,9 @@ def as_ours(error: BaseException) -> BaseException:
         return error
     if isinstance(error, Stopped):
         return error.ours.with_traceback(error.__traceback__)
-    if str(error).endswith(("can't start new thread", "Resource temporarily unavailable")):
+    last = traceback.extract_tb(error.__traceback__)[-1:]
+    starts = not isinstance(error, OSError) or any("fork" in (at.line or "") for at in last)
+    if starts and str(error).endswith(("start new thread", "Resource temporarily unavailable")):
         return ConfigError(
             f"ulimit -u: expected to start one more process or thread, got none ({error}). Raise "
             "that limit, or pids.max of the container."
@@ -70,11 +73,10 @@ def as_ours(error: BaseException) -> BaseException:
     place = getattr(error, "filename", None) or "files of the run"
     limited = "too large" in str(error)
     way_out = "Raise that limit" if limited else "Free space"
-    typed = WillNotFitError(
+    return WillNotFitError(
         f"{'ulimit -f' if limited else 'disk'}: expected room to write {place}, got none "
         f"({error}). {way_out}, or choose another training.output_dir, TMPDIR or XDG_CACHE_HOME."
-    )
-    return typed.with_traceback(error.__traceback__)
+    ).with_traceback(error.__traceback__)
 
 
 def of_place(error: BaseException, *, may_pass: bool = False) -> BaseException:

@@ -61,7 +61,7 @@ class RankFailure:
     def of(cls, error: BaseException, rank: int) -> RankFailure:
         """The failure of this process, from its exception."""
         ours = as_ours(error)
-        text = "" if _speaks_for_itself(ours) else _traceback_of(error)
+        text = "" if _speaks_for_itself(error, ours) else _traceback_of(error)
         notes = getattr(error, "__notes__", [])
         message = "\n".join([str(ours), *notes])
         return cls(rank, public_name(ours), message, exit_code_of(ours), text, time.monotonic())
@@ -96,16 +96,16 @@ class RankFailure:
             return None
 
 
-def _speaks_for_itself(error: BaseException) -> bool:
+def _speaks_for_itself(error: BaseException, ours: BaseException) -> bool:
     """Whether the message suffices, because no line of the user's program raised the error.
 
     In a user's script the line matters for every error except errors of the configuration.
     """
-    if isinstance(error, ConfigError | PreemptedError | KeyboardInterrupt | SystemExit):
+    if isinstance(ours, PreemptedError | KeyboardInterrupt | SystemExit):
         return True
     first = _program_frames(error)
     is_users = first is not None and not first.tb_frame.f_code.co_filename.startswith(_OURS)
-    return isinstance(error, FullshardError) and not is_users
+    return isinstance(ours, FullshardError) and (isinstance(error, ConfigError) or not is_users)
 
 
 def _program_frames(error: BaseException) -> TracebackType | None:

@@ -19,12 +19,11 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from fullshard.config.environment import LaunchEnvironment, read_launch_environment
 from fullshard.config.values import Strategy
@@ -41,7 +40,10 @@ STACKS_SIGNAL = signal.SIGUSR2  # SIGUSR1 is what schedulers send as a warning
 
 
 def run_rank(
-    main: Callable[[], None], tell: Callable[[RankFailure], None] = lambda _: None
+    main: Callable[[], None],
+    tell: Callable[[RankFailure], None] = lambda _: None,
+    *,
+    is_users: bool = False,
 ) -> None:
     """Runs `main` as the program of this rank, and ends the process if it fails.
 
@@ -52,6 +54,8 @@ def run_rank(
     Args:
         main: Program of this rank.
         tell: Called with the failure before the process ends.
+        is_users: `main` is a user's script, which may save in `except Exception` when a signal
+            stops it.
 
     Raises:
         SystemExit: `main` exited with code 0.
@@ -64,7 +68,7 @@ def run_rank(
         warnings.simplefilter("ignore")
         logging.getLogger("fullshard").setLevel(logging.ERROR)
     try:
-        with handled(SAVE_SIGNALS, partial(_on_signal, folder)):
+        with handled(SAVE_SIGNALS, partial(_on_signal, folder, plain=is_users)):
             main()
     except BaseException as error:
         failure = RankFailure.of(error, rank)
@@ -95,12 +99,10 @@ def _explained(
     return replace(found, rank=failure.rank)
 
 
-def _on_signal(
-    folder: LaunchFolder | None, before: Mapping[int, object], number: int, frame: FrameType | None
-) -> None:
+def _on_signal(folder: LaunchFolder | None, _: Any, number: int, __: Any, *, plain: bool) -> None:
     if folder is not None and folder.ending.exists():
         os._exit(128 + number)  # another rank failed; this one has nothing to report
-    raise_stopped(before, number, frame)
+    raise_stopped(number, plain=plain)
 
 
 def _install_logging(launch: LaunchEnvironment | None) -> None:
@@ -151,7 +153,7 @@ def _main() -> None:
             faulthandler.register(STACKS_SIGNAL, file=dump, all_threads=True)
         _watch(launch, folder)
     sys.argv = [module, *arguments]
-    run_rank(lambda: _run_module(module))
+    run_rank(lambda: _run_module(module), is_users=not module.startswith("fullshard."))
     if launch is not None and launch.rank == 0 and launch.config_file and not watchdog.WATCHED:
         _say_unsharded(launch.config_file)
 
@@ -193,13 +195,13 @@ def _watch(launch: LaunchEnvironment, folder: LaunchFolder) -> None:
 
 
 def _run_module(module: str) -> None:
-    # With -P Python does not import a `random.py` of the working folder in the place of its own.
+    # With -P Python does not import a `random.py` of the working folder in the place of its own;
+    # the code of a model (trust_remote_code) may import what is there and nowhere else.
     if module.endswith(".py"):
         sys.path.insert(0, str(Path(module).resolve().parent))
         runpy.run_path(module, run_name="__main__")
         return
-    if not module.startswith("fullshard."):
-        sys.path.insert(0, str(Path.cwd()))
+    sys.path.insert(len(sys.path) * module.startswith("fullshard."), str(Path.cwd()))
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     except ImportError as error:

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 from fullshard.errors import PreemptedError
 
@@ -61,21 +61,25 @@ class Stopped(BaseException):
         self.ours = ours
 
 
-def raise_stopped(_: Mapping[int, Any], number: int, _frame: FrameType | None) -> None:
-    """A handler that raises an error in the main thread, so that `finally` blocks run."""
-    raise Stopped(
-        PreemptedError(
-            f"run: expected to reach its end, got {signal.Signals(number).name}. Start it again; "
-            "it resumes from its last checkpoint, if it has saved one."
-        )
+def raise_stopped(number: int, *, plain: bool = False) -> NoReturn:
+    """Raises the error of a signal in the main thread, so that `finally` blocks run.
+
+    Args:
+        number: The signal.
+        plain: Raise a PreemptedError, which `except Exception` catches.
+    """
+    error = PreemptedError(
+        f"run: expected to reach its end, got {signal.Signals(number).name}. Start it again; "
+        "it resumes from its last checkpoint, if it has saved one."
     )
+    raise error if plain else Stopped(error)
 
 
 @contextlib.contextmanager
 def ended_by(numbers: Sequence[signal.Signals]) -> Iterator[None]:
     """Ends the block with a PreemptedError when one of these signals arrives."""
     try:
-        with handled(numbers, raise_stopped):
+        with handled(numbers, lambda _, number, _frame: raise_stopped(number)):
             yield
     except Stopped as stopped:
         raise stopped.ours from None

@@ -226,7 +226,8 @@ def _say_kept_batch(training: TrainingConfig, num_batches: int, steps: StepPlan)
 def made_folder(checked: CheckedRun, command: Command) -> Iterator[tuple[RunFolder, Path | None]]:
     """Makes the run's folder with everything that ranks read; locks it inside the block.
 
-    Checkpoints that are elsewhere in a store are locked, too.
+    Checkpoints that are elsewhere in a store are locked, too. A run that has ended since the check
+    may have saved there.
 
     Yields:
         The folder, and the place that an older run was moved to.
@@ -244,21 +245,20 @@ def made_folder(checked: CheckedRun, command: Command) -> Iterator[tuple[RunFold
 
     goes_on, token = checked.resume.in_place, os.urandom(8).hex()
     place = storage_path(checked.resolved.config.training.checkpoint_dir or "")
-    with (
-        StoreLock(place, token) if isinstance(place, StorePath) else nullcontext(),
-        begin(checked.output_dir, command, goes_on=goes_on, fields=fields) as (folder, moved),
-    ):
-        write_whole(folder.config, checked.resolved.to_yaml())
-        write_whole(folder.plan, checked.view.plan.to_json())
-        aside = folder.path / ".data.new"
-        shutil.rmtree(aside, ignore_errors=True)  # left by a killed start
-        checked.dataset.save(aside)
-        shutil.rmtree(folder.data, ignore_errors=True)
-        aside.rename(folder.data)
-        (folder.path / ELSEWHERE).unlink(missing_ok=True)
-        if checked.resolved.config.training.checkpoint_dir is not None:
-            write_whole(folder.path / ELSEWHERE, f"{place.resolve()}\n")
-        yield folder, moved
+    with StoreLock(place, token) if isinstance(place, StorePath) else nullcontext():
+        check_checkpoint_dir(checked.resolved.config.training.checkpoint_dir, checked.resume)
+        with begin(checked.output_dir, command, goes_on=goes_on, fields=fields) as (folder, moved):
+            write_whole(folder.config, checked.resolved.to_yaml())
+            write_whole(folder.plan, checked.view.plan.to_json())
+            aside = folder.path / ".data.new"
+            shutil.rmtree(aside, ignore_errors=True)  # left by a killed start
+            checked.dataset.save(aside)
+            shutil.rmtree(folder.data, ignore_errors=True)
+            aside.rename(folder.data)
+            (folder.path / ELSEWHERE).unlink(missing_ok=True)
+            if checked.resolved.config.training.checkpoint_dir is not None:
+                write_whole(folder.path / ELSEWHERE, f"{place.resolve()}\n")
+            yield folder, moved
 
 
 def _read_data(config: RunConfig, command: Command) -> tuple[PreparedData, PretrainedConfig]:

@@ -45,8 +45,9 @@ class C10dTransport(MessageTransport):
     def __init__(self, axes: Axes, kind: ReductionKind, *, symmetric: bool = False) -> None:
         super().__init__(axes)
         self._is_ordered = cache(kind.is_ordered)  # asked for every buffer of a step
-        # Mean and sum differ by this power of two at least: no sum of float16 overflows alone.
-        self._divisor = 1 << (axes.mesh.shard - 1).bit_length()
+        # About the root of the number of ranks, as in torch's fully_shard: sums in float16
+        # overflow later, and small gradients do not vanish.
+        self._divisor = 1 << ((axes.mesh.shard - 1).bit_length() + 1) // 2
         if symmetric:
             self.home = SymmetricHome(axes)
 

@@ -99,10 +99,8 @@ def call_loss(plan: XlaPlan, loss: Callable[[Tree], T], params: Tree) -> T:
             "fullshard.jax.scan_blocks (a block's regularizer too: outputs=True) or after gather, "
             "or leave the path out of blocks."
         )
-    program = with_split_sums(traced.jaxpr)
-    if program is traced.jaxpr:
-        return loss(params)
-    results = jaxpr_as_fun(traced.replace(jaxpr=program))(*jax.tree.leaves(params))
+    split = traced.replace(jaxpr=with_split_sums(traced.jaxpr))
+    results = jaxpr_as_fun(split)(*jax.tree.leaves(params))
     pairs = zip(results, traced.out_avals, strict=True)
     arrays = [jnp.asarray(x, aval.dtype) for x, aval in pairs]  # a constant is a number
     return jax.tree.unflatten(jax.tree.structure(shapes), arrays)

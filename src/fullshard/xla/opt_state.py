@@ -135,8 +135,10 @@ def updated(
         try:
             try:
                 return tx.update(*told, **{"value": loss, **extra})
-            except TypeError:  # optax.contrib.sam takes no value
-                return tx.update(*told, **extra)
+            except TypeError as error:
+                if "unexpected keyword argument 'value'" not in str(error):
+                    raise
+                return tx.update(*told, **extra)  # optax.contrib.sam takes no value
         except (TypeError, ValueError) as error:
             raise ConfigError(
                 "tx: expected an optimizer that updates from gradients, parameters, the loss (its "

@@ -100,7 +100,7 @@ def with_split_sums(program: Any) -> Any:
 def _split(step: Any) -> list[Any]:
     axes = step.params.get("axes", ())
     dims = tuple(axis for axis in axes if isinstance(axis, int))
-    if step.primitive.name == "psum" and 0 < len(dims) < len(axes):
+    if step.primitive.name == "psum" and 0 < len(dims) < len(axes) and len(step.invars) == 1:
         inner = jax.make_jaxpr(partial(lax.reduce_sum, axes=dims))(step.invars[0].aval).jaxpr
         (first,), names = inner.eqns, tuple(axis for axis in axes if axis not in dims)
         second = step.replace(invars=first.outvars, params={**step.params, "axes": names})

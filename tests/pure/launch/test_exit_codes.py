@@ -1,9 +1,11 @@
 """Which error means which exit code, and which of several failures came first."""
 
 import errno
+import fcntl
 import inspect
 import os
 import signal
+from functools import partial
 
 import pytest
 
@@ -50,15 +52,19 @@ def test_errors_mean_exit_codes(error, code):
     assert exit_code_of(error) == code
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        RuntimeError("can't start new thread"),
-        BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN)),
-    ],
-)
-def test_a_limit_of_processes_is_named(error):
-    assert str(as_ours(error)).startswith("ulimit -u: expected to start one more process or thr")
+def test_a_limit_of_processes_is_named(tmp_path, monkeypatch):
+    with (tmp_path / "lock").open("w") as mine, (tmp_path / "lock").open() as other:
+        fcntl.flock(mine, fcntl.LOCK_EX)
+        taken = partial(fcntl.flock, other, fcntl.LOCK_EX | fcntl.LOCK_NB)  # says EAGAIN
+        monkeypatch.setattr(os, "fork", taken)
+        with pytest.raises(BlockingIOError) as lock:
+            taken()
+        with pytest.raises(BlockingIOError) as fork:
+            os.fork()
+    assert as_ours(lock.value) is lock.value
+    for error in (fork.value, *map(RuntimeError, ("can't start new thread", str(fork.value)))):
+        assert str(as_ours(error)).startswith("ulimit -u: expected to start one more process or t")
+    assert "os.fork()" in RankFailure.of(fork.value, 0).text  # the user's line
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
