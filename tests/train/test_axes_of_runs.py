@@ -3,6 +3,7 @@
 All runs are in float64, with the same number of sequences in an update.
 """
 
+import copy
 import json
 from pathlib import Path
 
@@ -35,6 +36,7 @@ MIXTURE = {
 }
 ROOT = Path(__file__).parents[2]
 TWO = ShardConfig(context=2)
+ONES = {name: torch.ones(2, 4, dtype=torch.long) for name in ("input_ids", "labels")}
 SEAT = Seat(0, 2, torch.device("cpu"), TWO)
 MISTRAL = {"model_type": "mistral", "num_key_value_heads": 2, "sliding_window": 8}
 FALCON_H1 = {"model_type": "falcon_h1", "num_key_value_heads": 2}  # attention beside a Mamba
@@ -222,6 +224,8 @@ def batches_of(step):
     labels = [ids[0].masked_fill(masks == 0, -100), ids[1].masked_fill(places < step, -100)]
     positions = torch.stack([torch.cat([places[:n], places[: 16 - n]]) for n in (16, 5, 8, 11)])
     padded = {"input_ids": ids[0], "labels": labels[0], "attention_mask": masks}
+    # Beside a mask, positions divide no row into documents.
+    padded["position_ids"] = (masks.cumsum(1) - 1).clamp(min=0)
     return padded, {"input_ids": ids[1], "labels": labels[1], "position_ids": positions}
 
 
@@ -233,6 +237,7 @@ def own_loop(place, size):
     part = dict
     if place is not None:
         part = fs.divide_sequences(model, size)
+        model = copy.deepcopy(model)
         fs.shard(model, activation_checkpointing="block")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
@@ -260,6 +265,12 @@ def own_loop(place, size):
         losses.append(loss.item())
     with torch.no_grad():  # a forward of whole rows
         losses.append(model.eval()(input_ids=batches_of(0)[0]["input_ids"]).logits.sum().item())
+        rows = slice(None) if place is None else slice(place // size, None, 4 // size)
+        known = part({name: x[rows] for name, x in batches_of(0)[1].items()})
+        given = ("input_ids", "position_ids", "documents")  # the body alone, without a loss
+        states = model.model(**{k: x for k, x in known.items() if k in given}, use_cache=False)
+        share = 4 if place is None else 1
+        losses.append(states.last_hidden_state.abs().sum().item() / share)
     return losses, model.state_dict() if place is None else fs.full_state_dict(model)
 
 
@@ -277,6 +288,15 @@ def test_a_loop_of_ones_own_divides_sequences(ranks, size):
         assert torch.allclose(value, weights[name], rtol=1e-8, atol=1e-10), name
 
 
+def test_positions_of_parts_are_read_as_transformers_reads_them():
+    one_row = part_of(ONES | {"position_ids": torch.arange(4)[None]}, SEAT)
+    assert one_row["position_ids"].tolist() == [[0, 1]] * 2
+    packed = ONES | {"position_ids": torch.tensor([[5, 6, 5, 6]] * 2)}
+    assert part_of(packed, SEAT)["documents"].tolist() == [[0, 0, 1, 1]] * 2
+    beside = part_of(packed | {"attention_mask": torch.tensor([[1, 1, 1, 0]] * 2)}, SEAT)
+    assert beside["documents"].tolist() == [[0, 0, 0, -1]] * 2
+
+
 def test_sequences_that_cannot_be_divided_are_refused():
     model = AutoModelForCausalLM.from_config(small_config())
     for call, error, said in (
@@ -284,6 +304,11 @@ def test_sequences_that_cannot_be_divided_are_refused():
         (lambda: fs.shard(model, context=2), ConfigError, "Call fs.divide_sequences"),
         (lambda: check_context(torch.nn.Linear(2, 2), TWO), ConfigError, "got Linear"),
         (lambda: part_of({"input_ids": torch.ones(1, 4)}, SEAT), DataError, "got input_ids"),
+        (
+            lambda: part_of(ONES | {"attention_mask": torch.tensor([[0, 1, 1, 1]] * 2)}, SEAT),
+            DataError,
+            "expected position_ids beside",
+        ),
     ):
         with pytest.raises(error, match=said):
             call()

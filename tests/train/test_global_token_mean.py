@@ -89,10 +89,10 @@ def test_the_loop_says_what_it_does_for_a_report_of_a_hang():
     rows = Rows()
     make_loop(0, 1, 2, {}, rows)[1].run()
     expected = [("data loading", 1)]
-    for step in range(1, NUM_STEPS + 1):
-        ahead = [("data loading", step + 1)] if step < NUM_STEPS else []
-        rest = [("optimizer", step), ("end of step", step)]
-        expected += [("forward and backward", step), *ahead, *rest]
+    for step in range(1, NUM_STEPS + 1):  # it waits for the device after the next step's batches
+        ahead = [("data loading", step + 1), ("forward and backward", step)]
+        expected += [("forward and backward", step), *(ahead if step < NUM_STEPS else [])]
+        expected += [("optimizer", step), ("end of step", step)]
     assert rows.phases == [*expected, ("evaluation", NUM_STEPS)]
 
 

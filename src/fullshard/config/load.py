@@ -440,7 +440,7 @@ def _agrees(move: Move, said: object, other: object) -> bool:
 def _full_key(key: str, values: Mapping[str, Any]) -> str:
     """Our full name for a key; `model: FOLDER` is model.name_or_path."""
     is_plain = key in PLAIN_KEYS and not isinstance(values.get(key), dict)
-    return f"{key}.{PLAIN_KEYS[key]}" if is_plain else canonical(key)
+    return canonical(f"{key}.{PLAIN_KEYS[key]}" if is_plain else key)
 
 
 def _near(problem: Problem) -> Problem:

@@ -183,7 +183,7 @@ def divided(arrays: dict[str, Any], part: int, num_parts: int) -> dict[str, Any]
         whole = np.concatenate([array, end], 1)
         found[name] = np.ascontiguousarray(np.split(whole, num_parts, 1)[part])
         if name == "position_ids" and name in arrays:
-            found[DOCUMENTS] = np.cumsum(whole == 0, 1)
+            found[DOCUMENTS] = np.cumsum(np.diff(whole, prepend=whole[:, :1] - 1) != 1, 1)
     return found
 
 

@@ -173,7 +173,7 @@ def check_vocabulary(key: str, vocab_size: int, tokenizer: PreTrainedTokenizerBa
     """Raises ConfigError if a tokenizer has more entries than a model has embeddings."""
     if vocab_size < (least := num_ids(tokenizer)):
         raise ConfigError(
-            f"{key}.config.vocab_size: expected at least {least} (the tokenizer's entries), got "
+            f"{key}.config.vocab_size: expected at least {least} (the tokenizer's ids), got "
             f"{vocab_size}. Raise it or leave it out; for weights that are given use their own "
             "tokenizer (data.tokenizer), or lower data.vocab_size."
         )

@@ -45,7 +45,8 @@ class StepRow:
         tokens_per_s: Input tokens of all ranks a second.
         samples_per_s: Sequences of all ranks a second.
         step_time_s: Step time of the slowest rank.
-        data_s: Getting batches, mean over ranks.
+        data_s: Getting batches (those of the next step), mean over ranks. On a GPU or XLA, the
+            device may compute meanwhile.
         compute_s: The rest of the step.
         comm_s: Issuing and awaiting collectives, mean over ranks.
         memory_bytes: In use at the end of the step, on the rank that uses most.

@@ -142,8 +142,9 @@ def divide_sequences(
 ) -> Callable[[Mapping[str, torch.Tensor]], dict[str, Any]]:
     """Let groups of `context` ranks divide every sequence of a training loop. A collective.
 
-    Ranks `r * context` to `r * context + context - 1` must see the same batch. `fs.shard(model)`,
-    called afterwards, shards parameters over all ranks (docs/mesh.md).
+    Ranks that divide a sequence must see the same batch, which is not checked: without other axes,
+    ranks `r * context` to `r * context + context - 1`. `fs.shard(model)`, called afterwards, shards
+    parameters over all ranks (docs/mesh.md).
 
         part = fs.divide_sequences(model, 2)
         fs.shard(model)
@@ -156,9 +157,10 @@ def divide_sequences(
         tensor: Size of a tensor axis, likewise.
 
     Returns:
-        A function that takes a batch of whole rows (`input_ids`, `labels`, and `position_ids` of
-        packed rows or `attention_mask`) and returns the model's arguments for this rank's part.
-        The mean over the ranks of the loss that the model returns is the loss of whole rows.
+        A function that takes a batch of whole rows (`input_ids`, `labels`, `position_ids` and
+        `attention_mask`, as transformers reads them) and returns the model's arguments for this
+        rank's part. The mean over the ranks of the loss that the model returns is the loss of whole
+        rows.
 
     Raises:
         ConfigError: The model's attention cannot exchange heads, or sizes do not divide.
@@ -197,11 +199,17 @@ def part_of(batch: Mapping[str, torch.Tensor], seat: Seat) -> Batch:
     (part, num_parts), shifted = seat.parts, shifted_of(dict(batch))
     arrays = {name: x.cpu().numpy() for name, x in {**batch, SHIFTED: shifted}.items()}
     mask = arrays.pop("attention_mask", None)
+    if "position_ids" in arrays:  # one row may stand for all
+        arrays["position_ids"] = np.broadcast_to(arrays["position_ids"], shifted.shape)
+    elif mask is not None and (np.diff(mask != 0) & (mask[:, 1:] != 0)).any():
+        raise DataError(
+            "sharding.context: expected position_ids beside an attention_mask with padding before "
+            "tokens, which models number differently; got none. Add them, or pad on the right."
+        )
     found = divided(arrays, part, num_parts)
-    if mask is not None and not mask.all():
-        mask = np.pad(mask != 0, ((0, 0), (0, -mask.shape[1] % num_parts)))
-        numbers = found[DOCUMENTS] if found[DOCUMENTS].size else np.zeros(mask.shape, np.int64)
-        found[DOCUMENTS] = np.where(mask, numbers, ~numbers)
+    if mask is not None:  # as in transformers, positions beside it divide no row into documents
+        real = np.pad(mask != 0, ((0, 0), (0, -mask.shape[1] % num_parts)))
+        found[DOCUMENTS] = real[:, : 0 if mask.all() else None].astype(np.int64) - 1
     return placed(found, shifted.device)
 
 
@@ -220,6 +228,7 @@ class DividedAttention:
     """
 
     def __init__(self, model: Any, seat: Seat) -> None:
+        from transformers import PreTrainedModel
         from transformers.masking_utils import sdpa_mask
 
         sharding = seat.sharding
@@ -231,23 +240,34 @@ class DividedAttention:
             for at in range(stride)
         ]
         self._group, self._size = own_group("context", layout), size
-        self._calls, self._mask = 0, None
+        self._calls, self._mask, self._called = 0, None, id(model)
         self._plain_mask = sdpa_mask
         _attend_with(model, self._attend, self._mask_of)
-        model.register_forward_pre_hook(self._begin, with_kwargs=True)
-        model.register_forward_hook(self._end)
+        for module in model.modules():  # a user may call the model's body alone
+            if isinstance(module, PreTrainedModel):
+                module.register_forward_pre_hook(self._begin, with_kwargs=True)
+                module.register_forward_hook(self._end)
 
-    def _begin(self, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    def __deepcopy__(self, _: Any) -> DividedAttention:
+        """Itself, which layers of a copy of the model call by name."""
+        return self
+
+    def _begin(self, model: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
         documents = kwargs.pop(DOCUMENTS, None)
-        self._calls, self._mask = 0, None if documents is None else mask_of(documents)
+        if documents is not None or id(model) == self._called:  # the latter after a failed forward
+            self._called, self._calls = id(model), 0
+            self._mask = None if documents is None else mask_of(documents)
         return args, kwargs
 
     def _end(self, model: Any, *_: Any) -> None:
+        if self._mask is None or id(model) != self._called:
+            return
         wanted = model.config.get_text_config().num_hidden_layers
-        if self._mask is not None and self._calls != wanted:
+        if self._calls != wanted:
             raise ConfigError(
                 f"sharding.context: expected one attention in each of {wanted} layers, with the "
-                f"mask of transformers; got {self._calls} of {type(model).__name__}. Leave it out."
+                f"mask of transformers; got {self._calls} of {type(model).__name__}. Divide a "
+                "model once, with a config of its own; or leave it out."
             )
         self._mask = None
 

@@ -18,7 +18,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, Protocol
 
-from fullshard.errors import DivergedError, FullshardError
+from fullshard.errors import DivergedError
 from fullshard.observe.metrics import EvalRow, SampleRow, SaveRow, StepRow
 from fullshard.recipes.base import Batch, Recipe, Team
 from fullshard.run.schedule import Schedule
@@ -304,8 +304,9 @@ class Loop:
         is raised where the following step begins.
         """
         if step < self.settings.num_steps:
-            with suppress(FullshardError):
+            with suppress(Exception):
                 self._ahead = self._batches(step + 1)
+            self.watcher.entered("forward and backward", step)
 
     def _batches(self, step: int) -> list[Batch]:
         self.watcher.entered("data loading", step)

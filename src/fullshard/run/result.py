@@ -64,7 +64,7 @@ def planned(view: View | XlaOutlook, steps: StepPlan | None = None) -> dict[str,
 def mark_running(folder: RunFolder, device: torch.device, model_config: PretrainedConfig) -> None:
     """Records that the run is running, and what its process takes beside the model's tensors.
 
-    It is more than the process has now: libraries allocate in the first step, too.
+    It is often more than the process has now: libraries allocate in the first step, too.
     """
     import_code(model_config)  # its memory does not belong to the model's tensors
     record = folder.read_record()

@@ -64,6 +64,13 @@ def test_a_name_means_its_key_and_replaces_the_file(load, override, section, key
         assert getattr(getattr(load(override), section), key) == value
 
 
+@pytest.mark.parametrize("name", ["model", "student", "model.name_or_path"])
+def test_a_student_of_the_file_is_replaced(load, name):
+    text = "teacher: t\nstudent: s\n"
+    assert load(f"{name}=other", text=text).model.name_or_path == "other"
+    assert load(f"{name}=null", text=text).model.name_or_path == "t"
+
+
 def test_a_key_of_the_models_configuration_may_stand_alone(load):
     config = load("hidden_size=128").model.config
     assert config == {"model_type": "llama", "hidden_size": 128, "vocab_size": 512}
