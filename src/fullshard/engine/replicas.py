@@ -47,7 +47,7 @@ def check_equal_start(
         if not param.is_meta and not isinstance(param, ShardedParameter)
     }
     transport.phase.following = "fs.shard"
-    told = config.model_dump_json(exclude=_OF_A_RANK)
+    told = str({name: value for name, value in vars(config).items() if name not in _OF_A_RANK})
     numbers = [int(plan.digest()[:15], 16), len(params), _schedule_hash(plan)]
     numbers.append(zlib.crc32(told.encode()))
     widest = max((plan.mesh, *(unit.mesh for unit in plan.units)), key=attrgetter("inner"))
