@@ -292,7 +292,7 @@ class Engine:
         root = alive(self._root, "forward")
         self._inventory.check(root)
         if not torch.is_grad_enabled():
-            return  # without gathers a single rank may evaluate, so no collective here
+            return  # a replica may evaluate alone, so no collective here
         if self.runtime.step % STEPS == 1 and self.runtime.step != self._looked:
             self._looked = self.runtime.step
             check_replicas(self.units, self.norms)
