@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 
 import fullshard as fs
 from fullshard.bench import offload
-from fullshard.bench.disk import MIB, Disk
+from fullshard.bench.offload import MIB, Disk
 from fullshard.bench.page import Neighbours, Page, Say, paired_ratio, slowest
 from fullshard.bench.ranks import PeakSampler, proportional_bytes, return_free_memory, run_ranks
 from fullshard.errors import ConfigError, VerifyError

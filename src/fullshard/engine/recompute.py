@@ -14,7 +14,6 @@ checkpointing. A cache that has keys already is an input, and raises an error.
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -32,7 +31,6 @@ from fullshard.errors import ConfigError, EngineError
 
 logger = logging.getLogger(__name__)
 
-_CACHES = ("past_key_values", "past_key_value", "layer_past")
 _aten: Any = torch.ops.aten
 # Operations whose results selective recompute keeps: the most time per byte.
 _KEPT = frozenset(
@@ -67,45 +65,40 @@ def apply_recompute(model: nn.Module, names: Sequence[str], kind: RecomputeKind)
         if kind is RecomputeKind.SELECTIVE:
             options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
         only_reads = getattr(module, "_can_checkpoint_with_cache", False)
-        caches = () if only_reads else _CACHES
-        object.__setattr__(module, "forward", _recomputing(module.forward, options, caches))
+        change = (lambda value: value) if only_reads else _without_cache
+        object.__setattr__(module, "forward", _recomputing(module.forward, options, change))
 
 
 def _recomputing(
-    forward: Callable[..., Any], options: dict[str, Any], caches: Sequence[str]
+    forward: Callable[..., Any], options: dict[str, Any], change: Callable[[Any], Any]
 ) -> Callable[..., Any]:
-    names = list(inspect.signature(forward).parameters)
-
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        given = [*zip(names, args, strict=False), *kwargs.items()]
-        empty = {id(value) for name, value in given if name in caches and _is_empty(name, value)}
-        args = tuple(None if id(value) in empty else value for value in args)
-        kwargs = {name: None if id(x) in empty else x for name, x in kwargs.items()}
+        kwargs = {name: change(value) for name, value in kwargs.items()}
         kwargs |= {"use_cache": False} if kwargs.get("use_cache") else {}
         again = functools.partial(forward, **kwargs)  # their names may equal checkpoint's arguments
-        return checkpoint(again, *args, **options)
+        return checkpoint(again, *map(change, args), **options)
 
     return run
 
 
-def _is_empty(name: str, cache: Any) -> bool:
-    """Whether this is a cache without keys. See [Note: caches of keys and values].
+def _without_cache(value: Any) -> Any:
+    """None in place of a cache without keys. See [Note: caches of keys and values].
 
     Raises:
         EngineError: It has some.
     """
-    if not hasattr(cache, "get_seq_length"):
-        return False
-    if cache.get_seq_length():
+    if not hasattr(value, "get_seq_length"):
+        return value
+    if value.get_seq_length():
         raise EngineError(
-            f"activation_checkpointing: expected a forward without earlier keys ({name}), which "
-            "the recompute would extend a second time; got some. Leave them out, or use "
+            "activation_checkpointing: expected a forward without earlier keys (past_key_values), "
+            "which the recompute would extend a second time; got some. Leave them out, or use "
             "activation_checkpointing: none."
         )
-    return True
+    return None
 
 
 def _policy(_: Any, function: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:  # noqa: ARG001
