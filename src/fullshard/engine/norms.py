@@ -37,6 +37,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fullshard.engine._torch_compat import foreach_norm, graph_task_id, no_guard
+from fullshard.engine.disk import Disk
 from fullshard.errors import EngineError
 from fullshard.planner.layout import clean_name
 from fullshard.planner.mesh import Mesh
@@ -113,6 +114,7 @@ class GradientNorms:
         self.counts: dict[str, int] = dict.fromkeys(Count, 0)
         # Parts of each parameter that this rank wrote, by the number of ranks that share a part.
         self.wrote: defaultdict[int, dict[int, Sequence[tuple[int, int, int]]]] = defaultdict(dict)
+        self.disk: Disk | None = None  # has state of the model
         self.waits = False  # there are unreduced gradients of no_sync
         self.task = -2  # the backward that will set gradients
         self._arriving: list[tuple[Any, ...]] = []  # see `read`
@@ -348,7 +350,10 @@ class GradientNorms:
             tensors: Plain local parts.
             records: Records of their shards.
         """
-        return self._share(local_powers(tensors, 2.0, self._device), records)
+        if self.disk is None or not tensors:
+            return self._share(local_powers(tensors, 2.0, self._device), records)
+        powers = [local_powers([x], 2.0, self._device) for x in self.disk.stream(tensors)]
+        return self._share(torch.cat(powers), records)
 
     def _squares_of(self, gradients: Sequence[Any]) -> torch.Tensor:
         assert self._squares is not None

@@ -138,6 +138,7 @@ def cut_group(
         members.append(Member(sharded, piece, compute, placement.offset, cut))
     reduce = torch_dtype(plan.dtypes.reduce)
     group = Group(plan, master, weights.full, _nothing(plan, homes), members, reduce)
+    group.disk = homes.parameters.disk
     if plan.trainable:
         group.grads = GradientShard(layout.part_numel, plan.dtypes, homes)
     with no_guard():

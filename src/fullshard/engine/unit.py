@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import cached_property, partial
@@ -24,6 +25,7 @@ from fullshard.engine._torch_compat import (
 )
 from fullshard.engine.computed import Computed, Released, gather_piece, kept_tensors, released
 from fullshard.engine.cuts import Cut
+from fullshard.engine.disk import Disk
 from fullshard.engine.homes import DeviceHomes
 from fullshard.engine.norms import Count
 from fullshard.engine.parameter import Guarded, ShardedGradient
@@ -153,6 +155,7 @@ class GradientShard:
         self.memory = self.shown.untyped_storage()
         self.holders: list[int] = []
         self.is_offloaded = homes.offloads_gradients
+        self._disk = homes.gradients.disk
         self.like = torch.empty(0, dtype=self.sums.dtype, device=homes.device)
 
     @property
@@ -185,15 +188,25 @@ class GradientShard:
             total: (part_numel,), accumulate dtype, divided, on the device.
             room: (part_numel,), on the device, if the sum is added to what is shown.
         """
-        for before in room:  # one at most
+        if room:
             self._take_writes()
-            total.add_(before.copy_(self.sums, non_blocking=True))
-        self.sums.copy_(total, non_blocking=True)
+        if self._disk is None:
+            for before in room:  # one at most
+                total.add_(before.copy_(self.sums, non_blocking=True))
+            self.sums.copy_(total, non_blocking=True)
+        elif room:
+            self._disk.change(self.sums, lambda x, more: x.add_(more.to(x)), total)
+        else:
+            self._disk.write(self.sums, total)
 
     def scale(self, factor: torch.Tensor) -> None:
         """Multiply all gradients."""
         self._take_writes()
-        self.sums.mul_(factor.to(self.sums))
+        factor = factor.to(self.sums)
+        if self._disk is None:
+            self.sums.mul_(factor)
+        else:
+            self._disk.change(self.sums, lambda piece: piece.mul_(factor))
         self.show()
 
     def show(self) -> None:
@@ -229,6 +242,7 @@ class Group:
         reduce_dtype: Dtype in which gradients are reduced.
         cast: (part_numel,), master dtype, on the device: where an offloaded master is cast on its
             way to the slot; None if the slot has the master's dtype, or nothing is offloaded.
+        disk: Has the master; None: memory has it.
         grads: Reduced gradients; None if frozen.
         grad_slot: (numel,), reduce dtype: the group's gradient slot.
         gaps: Padding of the gradient slot.
@@ -246,6 +260,7 @@ class Group:
     reduce_dtype: torch.dtype
     unit: Unit = field(init=False, repr=False)
     cast: torch.Tensor | None = None
+    disk: Disk | None = None
     grads: GradientShard | None = None
     grad_slot: torch.Tensor | None = None
     gaps: list[torch.Tensor] = field(default_factory=list)
@@ -286,6 +301,19 @@ class Group:
             member.target = None if self.grad_slot is None else member.view(self.grad_slot)
             compute = partial(_current, weakref.ref(member)) if is_whole else None
             member.param.record.compute = compute
+
+    def load(self) -> Future[None] | None:
+        """Copy the master to this rank's part of the slot, from disk in the background."""
+        source = self.master
+        if self.disk is not None:
+            if self.cast is None or self.cast.device.type == "cpu":
+                return self.disk.load(source, self.part)
+            self.disk.read(source, self.cast)
+            source = self.cast
+        elif self.cast is not None:
+            source = self.cast.copy_(source, non_blocking=True)
+        self.part.copy_(source, non_blocking=True)  # also casts
+        return None
 
     def unbind(self) -> None:
         """Drop all views of slots."""
@@ -465,14 +493,12 @@ class Unit:
 
     def start_gather(self) -> None:
         """Copy this rank's part to the slot and start to fetch the other parts."""
-        for group in self.gathered:
-            source = group.master
-            if group.cast is not None:
-                source = group.cast.copy_(source, non_blocking=True)
-            group.part.copy_(source, non_blocking=True)  # also casts
+        loads = [load for group in self.gathered if (load := group.load()) is not None]
         if self.gathered:
             fulls = [group.full for group in self.gathered]
-            self.fetch = self.transport.fetch(fulls, self._title)
+            fetch = partial(self.transport.fetch, fulls, self._title)
+            disk = self.gathered[0].disk
+            self.fetch = disk.gather(loads, fetch) if disk is not None and loads else fetch()
 
     def wait(self) -> None:
         """Wait until the slot contains the whole unit."""
