@@ -338,7 +338,7 @@ class Gradients:
         if not members:
             return
         bits = [member.touched for member in members]
-        squares = self.norms.local_squares(self._shown.plain, self._shown.records)
+        squares = self.norms.local_squares(self._shown.plain, self._shown.records, units)
         vector = torch.cat([from_host(bits, squares.device), squares])
         counts = self.norms.counts
         self.norms.read_earlier()
@@ -414,7 +414,7 @@ class Gradients:
                 self.drop(unit)
             for group in unit.trained_groups:
                 self._forget(group)
-                group.reduced.partial = None
+                group.reduced.partial, group.reduced.squares = None, []
                 for member in group.members:
                     member.touched = member.expected = False
                     GRAD.__set__(member.compute, None)

@@ -342,17 +342,25 @@ class GradientNorms:
             check(copy)
 
     def local_squares(
-        self, tensors: Sequence[torch.Tensor], records: Sequence[ShardRecord]
+        self,
+        tensors: Sequence[torch.Tensor],
+        records: Sequence[ShardRecord],
+        units: Sequence[Unit],
     ) -> torch.Tensor:
         """(len(tensors),): this rank's share of the squared norms, to be summed over ranks.
 
         Args:
-            tensors: Plain local parts.
+            tensors: Plain local parts of all trained parameters' gradients.
             records: Records of their shards.
+            units: All units.
         """
-        if self.disk is None or not tensors:
+        if self.disk is None:
             return self._share(local_powers(tensors, 2.0, self._device), records)
-        powers = [local_powers([x], 2.0, self._device) for x in self.disk.stream(tensors)]
+        groups = [group for unit in units for group in unit.trained_groups]
+        known = [power for group in groups for power in group.reduced.take_squares()]
+        unread = [x for x, power in zip(tensors, known, strict=True) if power is None]
+        read = (local_powers([x], 2.0, self._device) for x in self.disk.stream(unread))
+        powers = [next(read) if power is None else power for power in known]
         return self._share(torch.cat(powers), records)
 
     def _squares_of(self, gradients: Sequence[Any]) -> torch.Tensor:

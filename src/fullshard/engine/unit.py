@@ -27,7 +27,7 @@ from fullshard.engine.computed import Computed, Released, gather_piece, kept_ten
 from fullshard.engine.cuts import Cut
 from fullshard.engine.disk import Disk
 from fullshard.engine.homes import DeviceHomes
-from fullshard.engine.norms import Count
+from fullshard.engine.norms import Count, local_powers
 from fullshard.engine.parameter import Guarded, ShardedGradient
 from fullshard.errors import EngineError
 from fullshard.planner.layout import Slice, clean_name
@@ -141,6 +141,8 @@ class GradientShard:
         memory: Storage of `shown`.
         holders: Reference counts of the memory and of each gradient when only the engine holds
             them.
+        bounds: Where each parameter's gradient is.
+        squares: (1,) each: squared norms of gradients that have just been written to disk.
         like: An empty tensor of the dtype and device that reductions are received in.
     """
 
@@ -156,6 +158,8 @@ class GradientShard:
         self.holders: list[int] = []
         self.is_offloaded = homes.offloads_gradients
         self._disk = homes.gradients.disk
+        self.bounds: list[slice] = []
+        self.squares: list[torch.Tensor] = []
         self.like = torch.empty(0, dtype=self.sums.dtype, device=homes.device)
 
     @property
@@ -198,6 +202,14 @@ class GradientShard:
             self._disk.change(self.sums, lambda x, more: x.add_(more.to(x)), total)
         else:
             self._disk.write(self.sums, total)
+            if self.shown is self.sums and total.device.type == "cpu":
+                parts = [total[bounds] for bounds in self.bounds]
+                self.squares = list(local_powers(parts, 2.0, total.device).split(1))
+
+    def take_squares(self) -> list[torch.Tensor | None]:
+        """Squared norms that are known since the sums were written, once."""
+        found, self.squares = self.squares or [None] * len(self.bounds), []
+        return [*found]
 
     def scale(self, factor: torch.Tensor) -> None:
         """Multiply all gradients."""
@@ -326,6 +338,8 @@ class Group:
     def show_in(self, grads: GradientShard) -> None:
         """Make `p.grad` views of these gradients."""
         self.grads, self.views = grads, []
+        ends = [(m.piece.offset, m.piece.offset + m.piece.numel) for m in self.members]
+        grads.bounds = [slice(*both) for both in ends]
         for member in self.members:
             with no_guard():
                 local = member.local(grads.shown).view(member.param.shape)
