@@ -175,28 +175,30 @@ class Disk:
             source = piece if place is None else self._to_read.read(piece, place)
             target.copy_(source)
 
-    def write(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
-        """Copies values to a flat tensor on disk, without reading what was there."""
-        for piece, source in zip(*_pieces(tensor, values), strict=True):
-            place, self._to_write.used = self.place_of(piece), 0
-            if place is None:
-                piece.copy_(source)
-            else:
-                taken = self._to_write.take(piece, place).copy_(source)
-                self._to_write.write(piece, place, taken)
-
     def change(
-        self, tensor: torch.Tensor, change: Callable[..., object], *others: torch.Tensor
+        self,
+        tensor: torch.Tensor,
+        change: Callable[..., object],
+        *others: torch.Tensor,
+        reads: bool = True,
     ) -> None:
-        """Calls `change` with pieces of a flat tensor on disk, which it writes, and of others."""
+        """Calls `change` with pieces of a flat tensor on disk, which it writes, and of others.
+
+        Args:
+            tensor: On disk.
+            change: Writes its first argument in place.
+            others: Tensors of the same size.
+            reads: Whether it uses what is there.
+        """
+        room = self._to_write
         for piece, *beside in zip(*_pieces(tensor, *others), strict=True):
-            place, self._to_write.used = self.place_of(piece), 0
+            place, room.used = self.place_of(piece), 0
             if place is None:
                 change(piece, *beside)
             else:
-                taken = self._to_write.read(piece, place)
+                taken = (room.read if reads else room.take)(piece, place)
                 change(taken, *beside)
-                self._to_write.write(piece, place, taken)
+                room.write(piece, place, taken)
 
     # ---- beside compute
 

@@ -47,9 +47,10 @@ from fullshard.engine._torch_compat import (
     no_guard,
     storage_use_count,
 )
+from fullshard.engine.gradient_shard import GradientShard
 from fullshard.engine.norms import Count, GradientNorms, from_host, is_at_hand, sample
 from fullshard.engine.parameter import PendingGradient, ShardedGradient
-from fullshard.engine.unit import Collects, GradientShard, Group, Member, Unit, alive, is_reached
+from fullshard.engine.unit import Collects, Group, Member, Unit, alive, is_reached
 from fullshard.errors import EngineError, UnsupportedModelError
 from fullshard.planner.events import Sync
 from fullshard.planner.mesh import Mesh
