@@ -28,7 +28,7 @@ EXEMPT = ("src/fullshard/compat/",)
 # Packages that share a budget are joined by " + ".
 BUDGETS = {
     "bench": 1_939,
-    "config": 3_799,
+    "config": 3_508,
     "cli": 1_953,
     "engine + transport": 7_964,
     "planner + outlook": 4_354,
@@ -37,7 +37,7 @@ BUDGETS = {
     "compat + integrations": 2_898,
     "xla + jax + xla_state": 2_672,
     "checkpoint + formats": 2_885,
-    "in all": 42_481,
+    "in all": 42_190,
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -18,11 +18,10 @@ from fullshard.config.dialects.rules import (
     each,
     file_rule,
     flag,
+    inert,
     is_empty,
     is_neutral,
-    lost,
     no_effect,
-    not_yet,
     refused,
     to,
     translated,
@@ -150,8 +149,7 @@ FSDP: Table = {
     ),
     "use_orig_params": no_effect("parameters are always the model's own objects", to_flag),
     "limit_all_gathers": no_effect("the slots of the plan limit what is gathered at once", to_flag),
-    **each(not_yet("Leave it out", False), "xla xla_fsdp_v2"),
-    **each(lost("it concerns XLA's FSDP", False), "xla_fsdp_settings xla_fsdp_grad_ckpt"),
+    **inert("FSDP"),
 }
 
 # The strategy of each type; None: given by that engine's configuration.
@@ -193,15 +191,8 @@ DEEPSPEED_PLUGIN: Table = {
     "offload_param_nvme_path": nvme_path("offload_param"),
     "gradient_accumulation_steps": to("training.gradient_accumulation_steps"),
     "gradient_clipping": to("training.max_grad_norm"),
-    "zero3_init_flag": no_effect("every rank builds only its own part of the weights"),
-    "zero3_save_16bit_model": no_effect("a run always leaves a Hugging Face folder in model/"),
     "deepspeed_config_file": file_rule,
-    "deepspeed_moe_layer_cls_names": no_effect("units of experts are found by themselves"),
-    "deepspeed_multinode_launcher": lost("start the command on every machine", "standard", "none"),
-    **each(
-        lost("start the command on every machine"),
-        "deepspeed_hostfile deepspeed_exclusion_filter deepspeed_inclusion_filter",
-    ),
+    **inert("DEEPSPEED_PLUGIN"),
 }
 
 ACCELERATE: Table = {
@@ -216,22 +207,5 @@ ACCELERATE: Table = {
     "deepspeed_config": DEEPSPEED_PLUGIN,
     "parallelism_config": MESH,
     "gradient_accumulation_steps": to("training.gradient_accumulation_steps"),
-    "compute_environment": not_yet("Use LOCAL_MACHINE", "local_machine", 0),
-    "use_cpu": lost("CUDA_VISIBLE_DEVICES= hides accelerators, and is what decides", False),
-    "gpu_ids": lost("CUDA_VISIBLE_DEVICES says which accelerators ranks see", "all"),
-    "rdzv_backend": no_effect("the launcher serves the rendezvous itself"),
-    "same_network": no_effect("ranks meet at launch.main_process_ip"),
-    "main_training_function": no_effect("the command is what runs"),
-    "debug": no_effect("ranks always compare their collectives"),
-    "enable_cpu_affinity": lost("processes are not bound to cores", False),
-    **each(lost("the model runs without torch.compile", "no"), "dynamo_backend dynamo_config"),
-    "fp8_config": not_yet("Use bf16"),
-    "megatron_lm_config": not_yet("Write tp_size into parallelism_config"),
-    "mpirun_config": lost("start the command with mpirun itself"),
-    "ipex_config": lost("it concerns Intel's extension"),
-    **each(
-        no_effect("it concerns TPUs"),
-        "downcast_bf16 command_file commands tpu_name tpu_zone tpu_use_cluster tpu_use_sudo",
-        "tpu_vm tpu_env",
-    ),
+    **inert("ACCELERATE"),
 }

@@ -12,7 +12,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cache
+from importlib.resources import files
 from typing import Any, Union, cast
+
+import yaml
 
 from fullshard.config.fields import Rejected, means_same, to_flag
 from fullshard.config.problems import ConfigProblems, Problem, show
@@ -214,6 +218,25 @@ def not_yet(instead: str, *neutral: object) -> Rule:
         raise refused(value, instead)
 
     return unless(*neutral)(rule)
+
+
+_INERT = {"no_effect": no_effect, "lost": lost, "not_yet": not_yet}
+
+
+def inert(table: str) -> dict[str, Rule]:
+    """The keys of a table that set no key of ours, as inert.yaml lists them."""
+    found: dict[str, Rule] = {}
+    for row in _inert_tables()[table]:
+        (kind,) = _INERT.keys() & row.keys()
+        rule = _INERT[kind](row[kind], *row.get("unless", ()))
+        found |= each(rule, row["keys"])
+    return found
+
+
+@cache
+def _inert_tables() -> dict[str, list[dict[str, Any]]]:
+    text = files("fullshard.config.dialects").joinpath("inert.yaml").read_text("utf-8")
+    return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
 @unless()
