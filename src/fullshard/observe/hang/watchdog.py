@@ -12,7 +12,6 @@ the stacks of the other threads, which also show a wait in any collective of tor
 from __future__ import annotations
 
 import atexit
-import json
 import os
 import signal
 import socket
@@ -23,7 +22,7 @@ import time
 import traceback
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -38,7 +37,6 @@ from fullshard.errors import HangError, PreemptedError
 from fullshard.observe.hang.judge import (
     EXCHANGE,
     SETTLED_S,
-    Digests,
     Entry,
     Position,
     Seen,
@@ -48,7 +46,6 @@ from fullshard.observe.hang.judge import (
     judge,
     left_early,
     streams,
-    unequal_digests,
 )
 from fullshard.observe.trace import EventRing, in_words
 from fullshard.planner.events import EventKind
@@ -128,7 +125,7 @@ class Watchdog:
         self._channel: Any = None
         self.sampler = PositionSampler(settings.rank, os.getpid())
         self._heard: dict[int, tuple[int, float]] = {}
-        self._asked: list[int] | None = None  # steps for which all ranks publish what they issued
+        self._asked = False  # all ranks publish what they issued lately
         self._shown = sys.excepthook
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="fullshard watchdog", daemon=True)
@@ -164,8 +161,8 @@ class Watchdog:
         with suppress(*_STORE_GONE):
             if self._channel.add("alarm", 0) >= _VERDICT:  # its report stays: the judge ends first
                 self._end_with_judge()
-            self._publish(self.sampler.sample(()))
-            self._ask(())
+            self._publish(self.sampler.sample(is_asked=True))
+            self._channel.add("alarm", 1)
             deadline = time.monotonic() + (0.0 if preempted else EXPLAIN_S)
             while True:
                 seen = self._read()
@@ -222,7 +219,7 @@ class Watchdog:
             self._stop.wait(POLL_S)
 
     def _look(self) -> None:
-        self.sampler.sample(self._asked)
+        self.sampler.sample(is_asked=self._asked)
         try:
             self._beat()
         except RuntimeError:  # the store is gone
@@ -252,26 +249,15 @@ class Watchdog:
     def _beat(self) -> None:
         self._publish(self.sampler.last)
         alarm = self._channel.add("alarm", 0)
-        if alarm > 0:
-            self._asked = _steps_of(self._channel.get("asked"))
+        self._asked = alarm > 0
         if alarm >= _VERDICT:
             self._end_with_judge()
         if not self._is_judge():
             return
         seen = self._read()
-        unequal = unequal_digests(seen.values())
-        if unequal and not self._asked:
-            self._ask(unequal)  # decided once all ranks have published what they issued
-            return
         verdict = judge(seen, self.settings.timeout_s, self.settings.world_size)
         if verdict is not None:
             self._report(verdict, seen)
-
-    def _ask(self, streams: Iterable[str]) -> None:
-        """Asks all ranks to publish what they issued in the steps of these streams and lately."""
-        steps = sorted({int(stream.split("/")[1]) for stream in streams})
-        self._channel.set("asked", json.dumps(steps[-3:]))
-        self._channel.add("alarm", 1)
 
     def _publish(self, position: Position) -> None:
         self._channel.set(str(self.settings.rank), position.to_json())
@@ -287,9 +273,7 @@ class Watchdog:
     def _read(self, only: int | None = None) -> dict[int, Seen]:
         """All ranks that have published a position, as seen from here."""
         ranks = range(self.settings.world_size) if only is None else (only,)
-        keys = [str(r) for r in ranks if r in self._heard or self._channel.check([str(r)])]
-        texts = self._channel.multi_get(keys) if keys else []
-        positions = filter(None, map(Position.from_json, texts))
+        positions = _published(self._channel, ranks, self._heard)
         return {position.rank: self._see(position) for position in positions}
 
     def _see(self, position: Position) -> Seen:
@@ -306,7 +290,6 @@ class Watchdog:
 
     def _report(self, verdict: Verdict, seen: dict[int, Seen]) -> None:
         """Collects the stacks of all ranks, writes the report and ends."""
-        self._channel.set("asked", "[]")
         self._channel.add("alarm", _VERDICT)
         texts = {self.settings.rank: stacks()}
         deadline = time.monotonic() + STACKS_S
@@ -377,9 +360,14 @@ def read_positions(store: Any, attempt: str, world_size: int) -> dict[int, Seen]
     from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
     channel = PrefixStore(f"fullshard/watchdog/{attempt}", store)
-    keys = [str(rank) for rank in range(world_size) if channel.check([str(rank)])]
+    return {place.rank: Seen(place) for place in _published(channel, range(world_size), ())}
+
+
+def _published(channel: Any, ranks: Iterable[int], known: Container[int]) -> Iterator[Position]:
+    """Positions of the ranks that have published one, as those that are known have."""
+    keys = [str(rank) for rank in ranks if rank in known or channel.check([str(rank)])]
     texts = channel.multi_get(keys) if keys else []
-    return {place.rank: Seen(place) for place in filter(None, map(Position.from_json, texts))}
+    return filter(None, map(Position.from_json, texts))
 
 
 _current: list[Watchdog] = []
@@ -431,15 +419,6 @@ def watch(ring: EventRing, titles: Sequence[str]) -> None:
     file = _current[0].settings.kept_file
     if file is not None and not file.exists():  # a second model's events stay in memory
         ring.keep_in(file, titles)
-
-
-def _steps_of(text: bytes) -> list[int]:
-    """Steps that a rank asked for; empty if the store holds anything else."""
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        return []
-    return [step for step in found if type(step) is int] if isinstance(found, list) else []
 
 
 def _last_frame(trace: TracebackType | None) -> FrameType | None:
@@ -499,12 +478,11 @@ class PositionSampler:
         """Fixes the position at this frame: an error has unwound the main thread's stack."""
         self._failed_at = _line_of(frame)
 
-    def sample(self, steps: Sequence[int] | None = None) -> Position:
+    def sample(self, *, is_asked: bool = False) -> Position:
         """Takes a new sample.
 
         Args:
-            steps: Include what was issued in these steps and the last two; None: include the last
-                two if this rank is not moving.
+            is_asked: Include what was issued in the last two steps, as if this rank did not move.
         """
         threads = sys._current_frames()
         threads.pop(threading.get_ident(), None)
@@ -534,50 +512,46 @@ class PositionSampler:
             kind=EXCHANGE if blocked else "",
             limited=blocked or bool(name),
         )
-        if steps is not None or since_s > STANDS_S:
-            steps = (*(steps or ()), -1, 0)
+        tells = is_asked or since_s > STANDS_S
         for model, entry in zip(self._models, begun, strict=True):
-            position = model.add_to(position, entry, steps or ())
+            position = model.add_to(position, entry, tells=tells)
         self.last = position
         return position
 
 
+@dataclass(frozen=True)
 class _ModelEvents:
     """Adds the events of one model to a position."""
 
-    def __init__(self, index: int, ring: weakref.ref[EventRing], titles: tuple[str, ...]) -> None:
-        self.ring = ring
-        self._index = index
-        self._titles = titles
-        self._digests = Digests()
+    index: int
+    ring: weakref.ref[EventRing]
+    titles: tuple[str, ...]
 
-    def add_to(self, position: Position, begun: Entry | None, steps: Sequence[int]) -> Position:
-        """The position with the awaited event, what was issued in some steps, and the last events.
+    def add_to(self, position: Position, begun: Entry | None, *, tells: bool) -> Position:
+        """The position with the awaited event and the last events.
 
         Args:
             position: Position without events.
             begun: Event that has begun and not ended.
-            steps: Steps; 0 and -1 are the current one and the one before it.
+            tells: Whether to add what was issued in the last two steps.
         """
-        ring, titles = self.ring(), self._titles
+        ring, titles = self.ring(), self.titles
         entries = ring.copy() if ring is not None else []
         if not entries and begun is None:
             return position
-        self._digests.feed(entries)
         step = begun[1] if begun is not None else entries[-1][1]
         settled = begun is None and entries[-1][0].kind is EventKind.SETTLE
         changes: dict[str, Any] = {"step": position.step or step + 1 + settled}
         if begun is not None:
-            waits = awaited(begun, entries, titles, self._index)
+            waits = awaited(begun, entries, titles, self.index)
             changes = waits | changes | {"limited": True}
         issued = dict(position.streams)
-        for at in steps:
-            issued |= streams(entries, titles, self._index, at if at > 0 else step + at)
+        for at in (step - 1, step) if tells else ():
+            issued |= streams(entries, titles, self.index, at)
         return replace(
             position,
             **changes,
             streams=issued,
-            digests=position.digests | self._digests.of_steps(self._index),
             events=[in_words(e, at, titles) for e, at, _ in entries[-LAST_EVENTS:]],
         )
 
