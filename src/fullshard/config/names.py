@@ -1,6 +1,6 @@
 """Hugging Face names that are not fields here, or that set another key.
 
-    NAMES    names below `training` that are without effect, lost, or not supported yet (inert.yaml)
+    NAMES    names below `training` without effect, lost or not supported yet (dialects/keys.yaml)
     MOVES    keys that set another key: `training.bf16` sets a dtype of `sharding`
     RIVALS   pairs of keys with the same meaning
 
@@ -15,11 +15,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fullshard.config.dialects.rules import Rule, each, inert, not_yet
+from fullshard.config.dialects.rules import Rule, each, not_yet, rows
 from fullshard.config.fields import to_flag
 
 NAMES: Mapping[str, Rule] = {
-    **inert("TRAINING"),
+    **rows("TRAINING"),
     # Known names whose meaning is in dialects/trainer.py.
     **each(
         not_yet("Leave it out"),

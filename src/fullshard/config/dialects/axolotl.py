@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import cast
 
-from fullshard.config.dialects.accelerate import FSDP, VERSION
+from fullshard.config.dialects.accelerate import FSDP
 from fullshard.config.dialects.mesh import axes
 from fullshard.config.dialects.rules import (
     Meaning,
@@ -13,13 +13,12 @@ from fullshard.config.dialects.rules import (
     Status,
     Table,
     each,
-    inert,
     is_auto,
     is_empty,
     is_neutral,
     mapping_of,
     refused,
-    to,
+    rows,
     translated,
     unless,
 )
@@ -96,32 +95,19 @@ _SHARED = """
 """
 
 AXOLOTL: Table = {
-    **inert("AXOLOTL"),
+    **rows("AXOLOTL"),
     **{name: FLAT[name] for name in _SHARED.split()},
-    "base_model": to("model.name_or_path"),
-    "tokenizer_config": to("data.tokenizer"),
-    "trust_remote_code": to("model.trust_remote_code"),
-    "micro_batch_size": to("training.per_device_train_batch_size"),
-    "eval_batch_size": to("training.per_device_eval_batch_size"),
-    "num_epochs": to("training.num_train_epochs"),
-    "sequence_len": to("training.max_seq_length"),
-    "optimizer": to("training.optim"),
-    "lr_scheduler": to("training.lr_scheduler_type"),
-    "val_set_size": to("data.validation_fraction"),
     "evals_per_epoch": _times_an_epoch("eval"),
     "saves_per_epoch": _times_an_epoch("save"),
     **each(_precision("bf16"), "bf16 bfloat16"),
     **each(_precision("fp16"), "fp16 float16"),
     "tf32": _precision("tf32"),
     **each(_datasets, "datasets pretraining_dataset"),
-    "fsdp_version": VERSION,
     "fsdp_config": FSDP,
     "fsdp": FLAT["fsdp"],
     "deepspeed": FLAT["deepspeed"],
     **axes("dp_replicate_size", "dp_shard_size", "tensor_parallel_size", "expert_parallel_size"),
-    **each(to("sharding.context", "", 1), "context_parallel_size sequence_parallel_degree"),
     "sample_packing": _packing,
     "adapter": _adapter,
     **lora_keys(lambda said: means_same(said.get("adapter"), "lora"), "adapter is not lora"),
-    "early_stopping_patience": to("training.early_stopping_patience"),
 }

@@ -13,15 +13,12 @@ from fullshard.config.dialects.rules import (
     Status,
     Table,
     each,
-    flag,
     happens,
-    inert,
     is_auto,
     is_empty,
     mapping_of,
-    no_effect,
     refused,
-    to,
+    rows,
     translated,
     unless,
     word_among,
@@ -126,11 +123,6 @@ def _betas(value: object, _: Said) -> Meaning:
     return translated({"training.adam_beta1": betas[0], "training.adam_beta2": betas[1]})
 
 
-def _is_size(value: object) -> None:
-    if not is_auto(value) and to_number(value) is None and not isinstance(value, bool):
-        raise Rejected("a number or auto")
-
-
 def _autocast(value: object, said: Said) -> Meaning:
     enabled = said.get("enabled")
     if is_empty(enabled) or not to_flag(enabled):
@@ -139,50 +131,28 @@ def _autocast(value: object, said: Said) -> Meaning:
 
 
 ZERO: Table = {
+    **rows("ZERO"),
     "stage": stage,
     **{
-        key: {"device": home, "nvme_path": nvme_path(key), **inert("OFFLOAD")}
+        key: {"device": home, "nvme_path": nvme_path(key), **rows("OFFLOAD")}
         for key in ("offload_optimizer", "offload_param")
     },
     **each(_old_offload, "cpu_offload cpu_offload_params cpu_offload_param"),
-    "mics_shard_size": to("sharding.shard", "ranks that share one copy", -1, 0),
-    **each(
-        no_effect("the sizes of units and the prefetch depths replace buckets", _is_size),
-        "reduce_bucket_size allgather_bucket_size prefetch_bucket_size",
-        "param_persistence_threshold model_persistence_threshold max_live_parameters",
-        "max_reuse_distance sub_group_size module_granularity_threshold",
-    ),
-    **inert("ZERO"),
 }
 
 DEEPSPEED: Table = {
+    **rows("DEEPSPEED"),
     "zero_optimization": {"": _zero, **ZERO},
-    "train_batch_size": to("training.train_batch_size", "of all ranks in one update"),
-    "train_micro_batch_size_per_gpu": to("training.per_device_train_batch_size"),
-    "gradient_accumulation_steps": to("training.gradient_accumulation_steps"),
-    "gradient_clipping": to("training.max_grad_norm"),
-    "bf16": {
-        "enabled": flag("sharding.param_dtype", "bfloat16"),
-        "bf16_master_weights_and_grads": flag("sharding.master_dtype", "bfloat16"),
-        **inert("BF16"),
-    },
-    "fp16": {"enabled": flag("sharding.param_dtype", "float16"), **inert("FP16")},
-    "torch_autocast": {"dtype": _autocast, **inert("AUTOCAST")},
-    "data_types": inert("DATA_TYPES"),
+    "bf16": rows("BF16"),
+    "fp16": rows("FP16"),
+    "torch_autocast": {"dtype": _autocast, **rows("AUTOCAST")},
+    "data_types": rows("DATA_TYPES"),
     "tensor_parallel": AUTO_TP,
     "expert_parallel": AUTO_EP,
-    "communication_data_type": to("sharding.reduce_dtype"),
-    "gradient_allreduce_op": to("sharding.grad_reduction"),
     "optimizer": {
         "type": _among("training.optim", _OPTIMIZERS, "Use AdamW or SGD"),
-        "params": {
-            "lr": to("training.learning_rate"),
-            "betas": _betas,
-            "eps": to("training.adam_epsilon"),
-            "weight_decay": to("training.weight_decay"),
-            **inert("OPTIMIZER_PARAMS"),
-        },
-        "legacy_fusion": no_effect("the optimizer is torch's"),
+        "params": {"betas": _betas, **rows("OPTIMIZER_PARAMS")},
+        **rows("OPTIMIZER"),
     },
     "scheduler": {
         "type": _among(
@@ -190,11 +160,6 @@ DEEPSPEED: Table = {
             _SCHEDULES,
             "Use WarmupLR, WarmupDecayLR or WarmupCosineLR",
         ),
-        "params": {
-            "warmup_max_lr": to("training.learning_rate"),
-            "warmup_num_steps": to("training.warmup_steps"),
-            **inert("SCHEDULER"),
-        },
+        "params": rows("SCHEDULER"),
     },
-    **inert("DEEPSPEED"),
 }

@@ -24,11 +24,8 @@ from fullshard.config.dialects.rules import (
     Status,
     Table,
     choice,
-    each,
-    flag,
-    inert,
     mapping_of,
-    no_effect,
+    rows,
     to,
     translated,
     unless,
@@ -79,16 +76,13 @@ def axes(replicate: str, shard: str, tensor: str, expert: str) -> dict[str, Rule
 # Accelerate's `parallelism_config`, also in axolotl's file.
 MESH: Table = {
     **axes("dp_replicate_size", "dp_shard_size", "tp_size", "ep_size"),
-    **each(to("sharding.context", "", 1), "cp_size sp_size"),
-    **inert("MESH"),
+    **rows("MESH"),
 }
 
 # transformers' `distributed_config`.
 DISTRIBUTED: Table = {
     **axes("dp_replicate_size", "fsdp_size", "tp_size", "ep_size"),
-    **inert("DISTRIBUTED"),
-    "fsdp_cpu_offload": flag("sharding.offload", "cpu"),
-    "fsdp_mixed_precision": flag("sharding.param_dtype", "bfloat16"),
+    **rows("DISTRIBUTED"),
 }
 
 _RESHARDS: Mapping[str, object] = {
@@ -105,8 +99,7 @@ TORCHTITAN: Table = {
         "expert_parallel_degree",
     ),
     "fsdp_reshard_after_forward": choice("sharding.strategy", _RESHARDS),
-    "context_parallel_degree": to("sharding.context", "", 1),
-    **inert("TORCHTITAN"),
+    **rows("TORCHTITAN"),
 }
 
 
@@ -121,17 +114,5 @@ def _autoep(value: object, said: Said) -> Meaning:
 
 
 # DeepSpeed's `tensor_parallel` and `expert_parallel`.
-AUTO_TP: Table = {
-    **each(to("sharding.tensor", "", 0, 1), "autotp_size tp_size"),
-    "tp": {
-        "tp_size": to("sharding.tensor", "", 0, 1),
-        "tp_grain_size": no_effect("transformers' own plan of the model is used"),
-    },
-    "enabled": no_effect("autotp_size decides", to_flag),
-    **inert("AUTO_TP"),
-}
-AUTO_EP: Table = {
-    "autoep_size": _autoep,
-    "enabled": no_effect("autoep_size decides", to_flag),
-    **inert("AUTO_EP"),
-}
+AUTO_TP: Table = {"tp": rows("TP"), **rows("AUTO_TP")}
+AUTO_EP: Table = {"autoep_size": _autoep, **rows("AUTO_EP")}

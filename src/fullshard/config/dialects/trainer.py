@@ -1,7 +1,7 @@
 """Hugging Face's TrainingArguments, under `training:` or flat, and TRL's script arguments.
 
 Most names are fields of TrainingConfig. This table has the others: `fsdp`, `fsdp_config`,
-`deepspeed`, and names without effect or support (inert.yaml).
+`deepspeed`, and names without effect or support (keys.yaml).
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ from fullshard.config.dialects.rules import (
     Said,
     Status,
     Table,
-    each,
     file_rule,
     happens,
-    inert,
     is_empty,
     is_neutral,
     mapping_of,
     no_effect,
+    rows,
     to,
     translated,
     unless,
@@ -160,17 +159,13 @@ def _field(name: str) -> Rule:
 
 # A flat file of these names, with or without TRL's script and model arguments.
 FLAT: Table = {
-    **inert("FLAT"),
+    **rows("FLAT"),
     **{
         name: _field(name)
         for name in (*TrainingConfig.field_names(), *TrainingConfig.ALIASES, *MOVED)
         if name not in TRAINING
     },
     **TRAINING,
-    "model_name_or_path": to("model.name_or_path"),
-    "tokenizer_name_or_path": to("data.tokenizer"),
-    **each(to("data.path", "a file or a folder"), "dataset_name dataset_path"),
-    "trust_remote_code": to("model.trust_remote_code"),
 }
 
 # A name that files of ours do not have at the top level.
