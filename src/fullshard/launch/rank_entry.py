@@ -34,7 +34,6 @@ from fullshard.launch.failure import LaunchFolder, RankFailure
 from fullshard.launch.signals import SAVE_SIGNALS, die_with_parent, handled, raise_stopped
 from fullshard.observe.hang import watchdog
 from fullshard.observe.hang.judge import Verdict
-from fullshard.observe.hang.watchdog import WatchdogSettings
 
 STACKS_SIGNAL = signal.SIGUSR2  # SIGUSR1 is what schedulers send as a warning
 
@@ -175,18 +174,13 @@ def _say_unsharded(file: Path) -> None:
 
 def _watch(launch: LaunchEnvironment, folder: LaunchFolder) -> None:
     """Starts the watchdog, which waits for a process group."""
-    settings = WatchdogSettings.of(
-        launch, launch.timeout_s or watchdog.DEFAULT_TIMEOUT_S, launch.run_dir
-    )
-    if settings is None:
-        return
     kept = folder.events(launch.rank)
-    dog = watchdog.start(
-        replace(settings, stacks_file=folder.stacks, kept_file=kept, supervised=True)
-    )
+    dog = watchdog.start(launch, stacks_file=folder.stacks, kept_file=kept)
+    if dog is None:
+        return
 
     def report(verdict: Verdict) -> None:
-        text = f"{verdict.message}\nThe stacks of all ranks: {settings.hang_file}"
+        text = f"{verdict.message}\nThe stacks of all ranks: {dog.settings.hang_file}"
         failure = RankFailure(verdict.rank, "HangError", text, ExitCode.HANG, "", time.monotonic())
         with contextlib.suppress(OSError):
             failure.write(folder.hang)

@@ -37,7 +37,6 @@ from fullshard.config.environment import LaunchEnvironment, Launcher, read_launc
 from fullshard.errors import ConfigError, HangError
 from fullshard.launch.exit_codes import as_ours
 from fullshard.observe.hang import watchdog
-from fullshard.observe.hang.watchdog import WatchdogSettings
 
 if TYPE_CHECKING:
     import torch
@@ -95,9 +94,7 @@ def init_process_group(timeout_s: float = 600.0, run_dir: Path | None = None) ->
         raise ours from error
     if launch.rank == 0 and _SERVED:
         _port_file(launch).unlink(missing_ok=True)  # all ranks have connected
-    settings = WatchdogSettings.of(launch, timeout_s, run_dir)
-    if settings is not None:
-        watchdog.start(settings)
+    watchdog.start(launch, timeout_s, run_dir)
 
 
 def _named(

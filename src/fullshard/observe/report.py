@@ -19,7 +19,7 @@ from typing import Any
 import yaml
 
 from fullshard.config.regular_files import did_you_mean_path
-from fullshard.errors import ConfigError
+from fullshard.errors import ConfigError, untrusted
 from fullshard.observe.chart import (
     Chart,
     Line,
@@ -178,7 +178,8 @@ def gather(run: Run) -> dict[str, Any]:
 
 
 def _read_record(run: Path) -> dict[str, Any]:
-    try:
+    advice = did_you_mean_path(run) or "Name the output_dir of a run."
+    with untrusted(f"RUN_DIR: '{run}'", "a run's folder with run.json", ConfigError, advice):
         record: Any = json.loads((run / "run.json").read_text(encoding="utf-8"))
         record = record if isinstance(record, dict) else {}
         held = (record.get("measured"), record.get("planned", {}))
@@ -187,11 +188,6 @@ def _read_record(run: Path) -> dict[str, Any]:
         if lacks := {"command", "status", "began", "error"} - record.keys():
             raise ValueError(f"it lacks {min(lacks)}")
         return record
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"RUN_DIR: expected a run's folder with run.json, got '{run}' ({error}). "
-            + (did_you_mean_path(run) or "Name the output_dir of a run.")
-        ) from error
 
 
 def _text(path: Path) -> str:

@@ -74,56 +74,34 @@ class WatchdogSettings:
     """Settings of a rank's watchdog.
 
     Attributes:
-        address: Host of the store of the rendezvous.
-        port: Port of that store.
-        attempt: Distinguishes launches that share a store.
+        launch: The rank, and the store of its rendezvous.
         timeout_s: A rank that waits longer is stuck.
         hang_file: File of the report.
         stacks_file: File to which a rank's faulthandler writes on SIGUSR2; None: no such file.
         kept_file: File with this rank's last events, for the launcher; None: no such file.
-        supervised: Whether a launcher of ours sees which rank dies, and shows the report.
     """
 
-    rank: int
-    world_size: int
-    address: str
-    port: int
-    attempt: str
+    launch: LaunchEnvironment
     timeout_s: float
     hang_file: Path
     stacks_file: Callable[[int], Path] | None = None
     kept_file: Path | None = None
-    supervised: bool = False
 
-    @classmethod
-    def of(
-        cls, launch: LaunchEnvironment, timeout_s: float, run_dir: Path | None
-    ) -> WatchdogSettings | None:
-        """Settings of a launched rank; None if its launch has no store."""
-        if launch.master_addr is None or launch.master_port is None:
-            return None
-        folder = run_dir or launch.run_dir
-        file = Path("hang.txt") if folder is None else folder / "logs" / "hang.txt"
-        attempt = f"{launch.run_id}.{launch.attempt}"
-        return cls(
-            launch.rank,
-            launch.world_size,
-            launch.master_addr,
-            launch.master_port,
-            attempt,
-            timeout_s,
-            file,
-        )
+    @property
+    def supervised(self) -> bool:
+        """Whether a launcher of ours sees which rank dies, and shows the report."""
+        return self.stacks_file is not None
 
 
 class Watchdog:
     """The watchdog of this process. It publishes positions once the process group exists."""
 
     def __init__(self, settings: WatchdogSettings) -> None:
-        self.settings = settings
+        self.settings, self._launch = settings, settings.launch
+        self._rank = settings.launch.rank
         self.on_hang: list[Callable[[Verdict], None]] = []
         self._channel: Any = None
-        self.sampler = PositionSampler(settings.rank, os.getpid())
+        self.sampler = PositionSampler(self._rank, os.getpid())
         self._heard: dict[int, tuple[int, float]] = {}
         self._asked = False  # all ranks publish what they issued lately
         self._shown = sys.excepthook
@@ -223,10 +201,10 @@ class Watchdog:
         try:
             self._beat()
         except RuntimeError:  # the store is gone
-            alone = {self.settings.rank: Seen(self.sampler.last)}
+            alone = {self._rank: Seen(self.sampler.last)}
             verdict = judge(alone, self.settings.timeout_s)
             if verdict is not None:
-                self._end(verdict, {self.settings.rank: stacks()}, alone)
+                self._end(verdict, {self._rank: stacks()}, alone)
 
     def _connect(self) -> bool:
         dist = sys.modules.get("torch.distributed")
@@ -235,15 +213,15 @@ class Watchdog:
             return False
         from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-        settings = self.settings
+        launch, timeout = self._launch, timedelta(seconds=30)
         try:
             store = TCPStore(
-                settings.address, settings.port, is_master=False, timeout=timedelta(seconds=30)
+                launch.master_addr, launch.master_port, is_master=False, timeout=timeout
             )
         except RuntimeError:
             self._stop.set()  # the ranks used another rendezvous
             return False
-        self._channel = PrefixStore(f"fullshard/watchdog/{settings.attempt}", store)
+        self._channel = PrefixStore(f"fullshard/watchdog/{launch.run_id}.{launch.attempt}", store)
         return True
 
     def _beat(self) -> None:
@@ -255,16 +233,16 @@ class Watchdog:
         if not self._is_judge():
             return
         seen = self._read()
-        verdict = judge(seen, self.settings.timeout_s, self.settings.world_size)
+        verdict = judge(seen, self.settings.timeout_s, self._launch.world_size)
         if verdict is not None:
             self._report(verdict, seen)
 
     def _publish(self, position: Position) -> None:
-        self._channel.set(str(self.settings.rank), position.to_json())
+        self._channel.set(str(self._rank), position.to_json())
 
     def _is_judge(self) -> bool:
         """Whether no lower rank answers. Usually rank 0 does, so this asks once."""
-        for rank in range(self.settings.rank):
+        for rank in range(self._rank):
             seen = self._read(only=rank).get(rank)
             if seen is None or (seen.silent_s <= SETTLED_S and not seen.position.ended):
                 return False
@@ -272,7 +250,7 @@ class Watchdog:
 
     def _read(self, only: int | None = None) -> dict[int, Seen]:
         """All ranks that have published a position, as seen from here."""
-        ranks = range(self.settings.world_size) if only is None else (only,)
+        ranks = range(self._launch.world_size) if only is None else (only,)
         positions = _published(self._channel, ranks, self._heard)
         return {position.rank: self._see(position) for position in positions}
 
@@ -291,7 +269,7 @@ class Watchdog:
     def _report(self, verdict: Verdict, seen: dict[int, Seen]) -> None:
         """Collects the stacks of all ranks, writes the report and ends."""
         self._channel.add("alarm", _VERDICT)
-        texts = {self.settings.rank: stacks()}
+        texts = {self._rank: stacks()}
         deadline = time.monotonic() + STACKS_S
         answer = {rank for rank, one in seen.items() if one.silent_s <= SETTLED_S}
         while answer - texts.keys() and time.monotonic() < deadline:
@@ -313,7 +291,7 @@ class Watchdog:
 
     def _end_with_judge(self) -> None:
         """Publishes this rank's stacks, and ends once the judge has written the report."""
-        self._channel.set(f"stacks/{self.settings.rank}", stacks())
+        self._channel.set(f"stacks/{self._rank}", stacks())
         deadline = time.monotonic() + STACKS_S + 2.0
         with suppress(*_STORE_GONE):
             while time.monotonic() < deadline and not self._channel.check(["written"]):
@@ -374,12 +352,27 @@ _current: list[Watchdog] = []
 WATCHED: list[Sequence[str]] = []  # units of each model of this process
 
 
-def start(settings: WatchdogSettings) -> Watchdog:
-    """Starts the watchdog of this process, or returns the running one."""
-    if not _current:
-        _current.append(Watchdog(settings))
+def start(
+    launch: LaunchEnvironment,
+    timeout_s: float | None = None,
+    run_dir: Path | None = None,
+    **files: Any,
+) -> Watchdog | None:
+    """Starts the watchdog of a launched rank, or returns the running one; None without a store.
+
+    Args:
+        launch: The rank.
+        timeout_s: A rank that waits longer is stuck; None: as the launch says, or ten minutes.
+        run_dir: Folder of the run; None: that of the launch.
+        **files: Further files of WatchdogSettings.
+    """
+    if not _current and launch.master_addr is not None and launch.master_port is not None:
+        folder = run_dir or launch.run_dir
+        file = Path("hang.txt") if folder is None else folder / "logs" / "hang.txt"
+        timeout_s = timeout_s or launch.timeout_s or DEFAULT_TIMEOUT_S
+        _current.append(Watchdog(WatchdogSettings(launch, timeout_s, file, **files)))
         _current[0].start()
-    return _current[0]
+    return current()
 
 
 def phase(name: str, step: int = 0) -> None:
@@ -409,14 +402,11 @@ def watch(ring: EventRing, titles: Sequence[str]) -> None:
     WATCHED.append(titles)
     dist = sys.modules.get("torch.distributed")
     launch = read_launch_environment() if dist is not None and dist.is_initialized() else None
-    if not _current and launch is not None:
-        settings = WatchdogSettings.of(launch, launch.timeout_s or DEFAULT_TIMEOUT_S, None)
-        if settings is not None:
-            start(settings)
-    if not _current:
+    dog = current() if launch is None else start(launch)
+    if dog is None:
         return
-    _current[0].sampler.watch(ring, titles)
-    file = _current[0].settings.kept_file
+    dog.sampler.watch(ring, titles)
+    file = dog.settings.kept_file
     if file is not None and not file.exists():  # a second model's events stay in memory
         ring.keep_in(file, titles)
 
