@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 
 from fullshard.config.environment import LaunchEnvironment, read_launch_environment
 from fullshard.config.values import Strategy
-from fullshard.errors import ConfigError, FullshardError, write_anything
+from fullshard.errors import ConfigError, FullshardError, show_log, write_anything
 from fullshard.launch import fork_server
 from fullshard.launch.exit_codes import ExitCode, as_ours
 from fullshard.launch.failure import LaunchFolder, RankFailure
@@ -62,7 +62,7 @@ def run_rank(
     launch = read_launch_environment()
     rank = 0 if launch is None else launch.rank
     folder = LaunchFolder.of(launch)
-    _install_logging(launch)
+    show_log(f"rank {rank}: " if rank else "")
     if rank != 0 and folder is None:  # the ranks share one output: only rank 0 warns
         warnings.simplefilter("ignore")
         logging.getLogger("fullshard").setLevel(logging.ERROR)
@@ -102,18 +102,6 @@ def _on_signal(folder: LaunchFolder | None, _: Any, number: int, __: Any, *, pla
     if folder is not None and folder.ending.exists():
         os._exit(128 + number)  # another rank failed; this one has nothing to report
     raise_stopped(number, plain=plain)
-
-
-def _install_logging(launch: LaunchEnvironment | None) -> None:
-    """Prints log messages; a program decides this, never the library."""
-    logger = logging.getLogger("fullshard")
-    if logger.handlers:
-        return
-    rank = "" if launch is None or launch.rank == 0 else f"rank {launch.rank}: "
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter(f"{rank}%(message)s"))
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
 
 
 def _report(failure: RankFailure, folder: LaunchFolder | None) -> None:
