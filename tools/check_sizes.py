@@ -27,17 +27,17 @@ EXEMPT = ("src/fullshard/compat/",)
 # number when code goes, never raise one without a line in docs/log.md that says what it bought.
 # Packages that share a budget are joined by " + ".
 BUDGETS = {
-    "bench": 1_924,
+    "bench": 1_920,
     "config": 3_411,
     "cli": 1_930,
     "engine + transport": 7_964,
     "planner + outlook": 4_354,
     "data + models + recipes + run + verify": 9_312,
-    "observe + launch": 3_403,
+    "observe + launch": 3_400,
     "compat + integrations": 2_898,
     "xla + jax + xla_state": 2_672,
     "checkpoint + formats": 2_879,
-    "in all": 41_909,
+    "in all": 41_902,
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -15,7 +15,6 @@ import contextlib
 import fcntl
 import os
 import socket
-import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -23,6 +22,7 @@ from pathlib import Path
 
 from fullshard.config.regular_files import open_regular
 from fullshard.errors import CheckpointError, ConfigError
+from fullshard.observe.metrics import repeated
 
 LOCK = ".lock"
 BEAT_S = 5.0
@@ -54,7 +54,7 @@ class RunLock(contextlib.ExitStack):
             self.close()
             raise
         self.callback(self._empty)
-        self.callback(_renewed(lambda: os.utime(self._descriptor)))
+        self.callback(repeated(partial(os.utime, self._descriptor), BEAT_S))
 
     def _empty(self) -> None:
         """An empty file: the next process need not watch for beats."""
@@ -107,7 +107,7 @@ class StoreLock(contextlib.ExitStack):
                 f"'{place}': {error.strerror or error}. Name another place."
             ) from error
         self.callback(self._remove)
-        self.end_beats = self.callback(_renewed(self._beat))
+        self.end_beats = self.callback(repeated(self._beat, BEAT_S))
 
     def _remove(self) -> None:
         with contextlib.suppress(OSError):
@@ -121,25 +121,6 @@ class StoreLock(contextlib.ExitStack):
     def _beat(self) -> None:
         if is_holder(self._place, self._token):  # else a start saw no beats of a suspended machine
             self._write()
-
-
-def _renewed(beat: Callable[[], None]) -> Callable[[], None]:
-    """Calls `beat` every BEAT_S in a thread, until the result is called."""
-    ended = threading.Event()
-
-    def renew() -> None:
-        while not ended.wait(BEAT_S):
-            with contextlib.suppress(OSError):
-                beat()
-
-    thread = threading.Thread(target=renew, name="lock of a run", daemon=True)
-    thread.start()
-
-    def end() -> None:
-        ended.set()
-        thread.join()
-
-    return end
 
 
 def _signed(word: str) -> bytes:
