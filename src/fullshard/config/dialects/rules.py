@@ -235,7 +235,7 @@ def _tables() -> dict[str, list[dict[str, Any]]]:
 
 
 def _rule_of(row: Mapping[str, Any]) -> Rule:
-    why, neutral, check = row.get("why", ""), row.get("unless", ()), row.get("check")
+    why, neutral, check = row.get("why", ""), row.get("unless", ()), row.get("check", "")
     match row:
         case {"to": key, "if_true": on}:
             return flag(key, on, why, off=row.get("if_false"))
@@ -245,8 +245,10 @@ def _rule_of(row: Mapping[str, Any]) -> Rule:
             return lost(why, *neutral)
         case {"not_yet": instead}:
             return not_yet(instead, *neutral)
-    words = partial(word_among, words=check)
-    return no_effect(row["no_effect"], words if isinstance(check, list) else _CHECKS[check])
+        case _:
+            words = partial(word_among, words=check)
+            known = words if isinstance(check, list) else _CHECKS[check]
+            return no_effect(row["no_effect"], known)
 
 
 def _check_size(value: object) -> None:
@@ -254,7 +256,7 @@ def _check_size(value: object) -> None:
         raise Rejected("a number or auto")
 
 
-_CHECKS = {None: None, "flag": to_flag, "size": _check_size}
+_CHECKS = {"": None, "flag": to_flag, "size": _check_size}
 
 
 @unless()
