@@ -214,10 +214,9 @@ class Watchdog:
         from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
         launch, timeout = self._launch, timedelta(seconds=30)
+        host, port = launch.master_addr or "", launch.master_port or 0  # `start` looks for both
         try:
-            store = TCPStore(
-                launch.master_addr, launch.master_port, is_master=False, timeout=timeout
-            )
+            store = TCPStore(host, port, is_master=False, timeout=timeout)
         except RuntimeError:
             self._stop.set()  # the ranks used another rendezvous
             return False
