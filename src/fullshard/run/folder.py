@@ -214,7 +214,7 @@ def begin(
         if not goes_on and folder.record.is_file():
             moved = _move_older_run(output_dir)
             stack.enter_context(RunLock(output_dir))
-            lock.release()
+            lock.close()
         before = folder.read_record() if goes_on else {}
         kept = {key: before[key] for key in KEPT if key in before}
         _write_json(
