@@ -141,19 +141,14 @@ def staging_bytes(units: Sequence[UnitPlan], optimizer: OptimizerStates) -> int:
 
 def deferred_bytes(units: Sequence[UnitPlan], grad_sync: GradSync) -> int:
     """Returns the bytes of gradients that wait for the last micro-batch of a step."""
-    total = 0
-    has_replicas = any(unit.mesh.replicate > 1 for unit in units)
-    for unit in units:
-        for group in unit.groups:
-            itemsize = ITEMSIZE[group.dtypes.accumulate] if group.trainable else 0
-            match grad_sync:
-                case GradSync.EVERY_MICRO_BATCH:
-                    continue
-                case GradSync.LAST_MICRO_BATCH:
-                    total += group.layout.numel * itemsize
-                case GradSync.LAST_MICRO_BATCH_OUTER:
-                    total += group.layout.part_numel * itemsize * has_replicas
-    return total
+    is_outer, has_replicas = grad_sync is GradSync.LAST_MICRO_BATCH_OUTER, False
+    if is_outer:
+        has_replicas = any(unit.mesh.replicate > 1 for unit in units)
+    if not (has_replicas or grad_sync is GradSync.LAST_MICRO_BATCH):
+        return 0
+    trained = [group for unit in units for group in unit.groups if group.trainable]
+    sizes = [(g, g.layout.part_numel if is_outer else g.layout.numel) for g in trained]
+    return sum(numel * ITEMSIZE[group.dtypes.accumulate] for group, numel in sizes)
 
 
 def gradient_bytes(group: GroupPlan) -> int:

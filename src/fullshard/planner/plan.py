@@ -8,6 +8,7 @@ It is computed without a process group, a GPU or weights, and is the same bytes 
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -35,7 +36,7 @@ from fullshard.planner.schedule import (
     simulate_step,
 )
 from fullshard.planner.slots import Ring, SlotRules, assign_slots
-from fullshard.planner.spec import ModelSpec, ParamSpec, check_globs, matches
+from fullshard.planner.spec import ITEMSIZE, ModelSpec, ParamSpec, check_globs, matches
 from fullshard.planner.text import PlanDocument, decode_plan, render_tree
 from fullshard.planner.units import (
     DEFAULT_HOMES,
@@ -48,7 +49,7 @@ from fullshard.planner.units import (
     assign_params,
     group_params,
 )
-from fullshard.planner.wrap import ModuleNames, Role, Wrap, choose_units, recomputed_modules
+from fullshard.planner.wrap import ModuleNames, Role, choose_units, recomputed_modules
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +129,19 @@ class Plan(PlanDocument):
     def staging_bytes(self) -> int:
         """Most host bytes that a rank copies to save in the background."""
         return staging_bytes(self.units, self.optimizer)
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Bytes of all tensors in a checkpoint, without headers and JSON files."""
+        total = float(self.saved_buffer_bytes)
+        for group in self.groups:
+            itemsize = ITEMSIZE[group.dtypes.master]
+            for placement in group.layout.placements:
+                shape = placement.whole_shape
+                total += itemsize * math.prod(shape)
+                if group.trainable:
+                    total += self.optimizer.saved_bytes(placement.name, shape, itemsize)
+        return math.ceil(total)
 
     def scheduler(self) -> Scheduler:
         """Returns a new scheduler for this plan."""
@@ -263,9 +277,6 @@ def _bare_units(
     """The units with their layouts, without slots."""
     names = list(choices)
     rows = _rows_of(config, names)
-    contract = ContractRule(
-        config.master_dtype, config.param_dtype, config.reduce_dtype, config.fp32_modules
-    )
     modules = {module.name: module for module in spec.modules}
     units: list[UnitPlan] = []
     for index, (parent, params) in enumerate(assign_params(spec, names)):
@@ -282,7 +293,7 @@ def _bare_units(
                 role=choices[module.name],
                 parent=parent,
                 mesh=own_mesh,
-                groups=group_params(params, contract.for_unit(own), own_mesh.shard),
+                groups=group_params(params, ContractRule(config, own), own_mesh.shard),
                 reshard_after_forward=row.reshard_after_forward,
                 reads_weight_in_backward=module.reads_weight_in_backward,
             )
@@ -353,14 +364,9 @@ def units_of(
     check_globs("fp32_modules", config.fp32_modules, modules, "modules")
     named = [glob for glob, _ in config.strategies]
     check_globs("strategies", named, modules, "modules")
-    return choose_units(spec, _wrap_of(config, chosen_modules), config.wrap_min_params, named)
-
-
-def _wrap_of(config: ShardConfig, chosen_modules: Sequence[str] | None) -> Wrap:
-    if chosen_modules is not None:
-        return ModuleNames(tuple(chosen_modules))
-    assert not callable(config.wrap), "the caller passes a callable's choice as chosen_modules"
-    return config.wrap
+    wrap = config.wrap if chosen_modules is None else ModuleNames(tuple(chosen_modules))
+    assert not callable(wrap), "the caller passes a callable's choice as chosen_modules"
+    return choose_units(spec, wrap, config.wrap_min_params, named)
 
 
 def _finish(plan: Plan) -> Plan:
