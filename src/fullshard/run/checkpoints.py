@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 from fullshard import saving
@@ -31,10 +32,11 @@ logger = logging.getLogger(__name__)
 SCALER, PATIENCE = "scaler", "patience"
 
 
+@dataclass
 class RunCheckpoints(Keeper):
     """Saves a run's checkpoints in the background.
 
-    Args:
+    Attributes:
         folder: Folder of the run.
         trainee: What is saved; with the tokenizer's files a checkpoint can be exported.
         steps: Steps with a checkpoint.
@@ -43,29 +45,22 @@ class RunCheckpoints(Keeper):
         patience: State of early stopping, saved with the run.
     """
 
-    def __init__(
-        self,
-        folder: RunFolder,
-        trainee: Trainee,
-        steps: StepPlan,
-        limit: int | None,
-        caught: list[int],
-        patience: Patience,
-    ) -> None:
-        self._folder = folder
-        self._trainee = trainee
-        self._steps = steps
-        self._limit = limit
-        self._caught = caught
-        self._patience = patience
-        self._texts = {**tokenizer_texts(folder.data), **trainee.texts}
+    folder: RunFolder
+    trainee: Trainee
+    steps: StepPlan
+    limit: int | None
+    caught: list[int]
+    patience: Patience
+    _saving: int | None = field(default=None, init=False)  # a save whose end is not recorded yet
+
+    def __post_init__(self) -> None:
+        self._texts = {**tokenizer_texts(self.folder.data), **self.trainee.texts}
         launch = read_launch_environment()
         self._is_first = launch is None or launch.rank == 0
-        self._saving: int | None = None  # step of a save whose end is not recorded yet
 
     def asked_to_stop(self) -> bool:
         """Whether this rank was asked to save and stop."""
-        return bool(self._caught)
+        return bool(self.caught)
 
     def keep(self, step: int, *, stopping: bool, last: bool) -> bool:
         """Saves if a checkpoint is due; returns whether it was.
@@ -76,7 +71,7 @@ class RunCheckpoints(Keeper):
         """
         saving.SAVES.check()
         self._record_saved()
-        every = self._steps.save_every
+        every = self.steps.save_every
         due = every is not None and (stopping or last or step % every == 0)
         if due:
             watchdog.phase("saving", step)
@@ -89,7 +84,7 @@ class RunCheckpoints(Keeper):
                 "step 0; leave save_strategy out to be able to resume."
             )
             raise PreemptedError(
-                f"run: expected to reach step {self._steps.num_steps}, was asked to stop after "
+                f"run: expected to reach step {self.steps.num_steps}, was asked to stop after "
                 f"step {step}, {way_out}"
             )
         return due
@@ -105,24 +100,24 @@ class RunCheckpoints(Keeper):
         """
         if resume.path is None:
             return 0
-        state, path = self._trainee.load(resume.path)
-        check_data(resume, state.get(POSITION), self._steps)
+        state, path = self.trainee.load(resume.path)
+        check_data(resume, state.get(POSITION), self.steps)
         # Losses of another run do not count: it may have had other data.
-        self._patience.load_state_dict((resume.in_place and state.get(PATIENCE)) or {})
+        self.patience.load_state_dict((resume.in_place and state.get(PATIENCE)) or {})
         if self._is_first:
             logger.info("resumed after step %s from %s", state["step"], path)
-        resume.check_steps(int(state["step"] or 0), path, self._steps.num_steps)
+        resume.check_steps(int(state["step"] or 0), path, self.steps.num_steps)
         return int(state["step"] or 0)
 
     def _save(self, step: int, *, wait: bool) -> None:
         texts = dict(self._texts)
-        if self._folder.config.is_file():
-            texts[self._folder.config.name] = self._folder.config.read_text(encoding="utf-8")
+        if self.folder.config.is_file():
+            texts[self.folder.config.name] = self.folder.config.read_text(encoding="utf-8")
         if self._is_first:
-            check_lock(self._folder)
-        values = {POSITION: self._position(step), PATIENCE: self._patience.state_dict()}
-        settings = SaveSettings(step=step, wait=wait, keep=self._limit, texts=texts)
-        self._trainee.save(self._folder.checkpoints, values, settings)
+            check_lock(self.folder)
+        values = {POSITION: self._position(step), PATIENCE: self.patience.state_dict()}
+        settings = SaveSettings(step=step, wait=wait, keep=self.limit, texts=texts)
+        self.trainee.save(self.folder.checkpoints, values, settings)
         self._saving = step
         self._record_saved()
 
@@ -131,18 +126,18 @@ class RunCheckpoints(Keeper):
         if self._saving is not None and not saving.SAVES.under_way:
             saving.SAVES.wait()  # raises the error of a save that failed: nothing was saved
             if self._is_first:
-                self._folder.update_record(**{LAST_SAVED: self._saving})
+                self.folder.update_record(**{LAST_SAVED: self._saving})
             self._saving = None
 
     def _position(self, step: int) -> dict[str, Any]:
         """See [Note: data position]."""
-        order = self._steps.order
+        order = self.steps.order
         return {
             "global_batch": order.shape.global_batch,
             "samples_seen": step * order.shape.global_batch,
             "epoch": step / order.steps_per_epoch,
             "seed": order.seed,
-            "data": self._steps.data,
+            "data": self.steps.data,
         }
 
 
