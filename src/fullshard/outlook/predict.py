@@ -312,8 +312,7 @@ def _accumulation_bytes(plan: Plan, batch: Batch) -> int:
     """Receive buffers that accumulation adds to those of one micro-batch."""
     if batch.accumulation <= 1 or plan.grad_sync is GradSync.LAST_MICRO_BATCH:
         return 0
-    step = plan.units, plan.events, plan.transport, plan.reduction, plan.homes
-    return communication_bytes(*step, accumulates=True) - communication_bytes(*step)
+    return communication_bytes(plan, accumulates=True) - communication_bytes(plan)
 
 
 def _counted(run: Workload, held: PeakMemory, chunk_size: int | None) -> dict[str, float]:

@@ -18,12 +18,7 @@ from fullshard.config.values import GradSync, Home, Reduction, Strategy, Transpo
 from fullshard.errors import ConfigError, WrapError
 from fullshard.planner.events import Event
 from fullshard.planner.layout import Slice
-from fullshard.planner.memory import (
-    MemoryRow,
-    communication_bytes,
-    staging_bytes,
-    state_rows,
-)
+from fullshard.planner.memory import MemoryRow, staging_bytes, state_rows
 from fullshard.planner.mesh import Mesh, StrategyRow, Topology, mesh_of, row_of
 from fullshard.planner.optimizers import ADAMW, OptimizerStates
 from fullshard.planner.schedule import (
@@ -99,7 +94,7 @@ class Plan(PlanDocument):
         if optimizer == self.optimizer:
             return self
         plan = replace(self, optimizer=optimizer)
-        return replace(plan, memory=_memory_of(plan, self.events))
+        return replace(plan, memory=state_rows(plan))
 
     def view(self, rank: int) -> RankView:
         """Returns one rank's part."""
@@ -128,7 +123,7 @@ class Plan(PlanDocument):
     @property
     def staging_bytes(self) -> int:
         """Most host bytes that a rank copies to save in the background."""
-        return staging_bytes(self.units, self.optimizer)
+        return staging_bytes(self)
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -371,12 +366,5 @@ def units_of(
 
 def _finish(plan: Plan) -> Plan:
     """The plan with the events and the memory table that follow from units, rings and order."""
-    events = simulate_step(plan.scheduler())
-    return replace(plan, events=events, memory=_memory_of(plan, events))
-
-
-def _memory_of(plan: Plan, events: Sequence[Event]) -> tuple[MemoryRow, ...]:
-    how = plan.transport, plan.reduction, plan.homes
-    received = communication_bytes(plan.units, events, *how)
-    beside = {"communication buffers": received, "buffers": plan.buffer_bytes}
-    return state_rows(plan.units, plan.rings, beside, plan.homes, plan.grad_sync, plan.optimizer)
+    plan = replace(plan, events=simulate_step(plan.scheduler()))
+    return replace(plan, memory=state_rows(plan))

@@ -208,8 +208,7 @@ def group_params(
     for (frozen, dtypes), members in sorted(
         by_key.items(), key=lambda item: (item[0][0], item[0][1].master, item[0][1].compute)
     ):
-        others = {p.name: p.parts for p in members}
-        layout = FlatLayout.build([(p.name, p.shape) for p in members], num_parts, others)
+        layout = FlatLayout.build([(p.name, p.shape, p.parts) for p in members], num_parts)
         names = tuple(p.names for p in members)
         groups.append(GroupPlan(names, layout, dtypes, not frozen))
     return tuple(groups)
