@@ -36,12 +36,12 @@ from fullshard.recipes.base import (
     backward_scale,
     blank,
 )
-from fullshard.run.checkpoints import SCALER
 from fullshard.run.console import plan_lines
 from fullshard.run.generation import sampling
 from fullshard.run.loop import Loop, Update, diverged
 from fullshard.run.optim import Average, apply_scaled, build_optimizer
 from fullshard.run.outlook import View, answered, topology_of, view_of
+from fullshard.run.resume import SCALER
 from fullshard.run.session import Session
 from fullshard.saving import SaveSettings
 from fullshard.transport import streams

@@ -22,7 +22,6 @@ from fullshard.launch import run_lock
 from fullshard.observe.metrics import EvalRow, MetricsWriter, SaveRow
 from fullshard.observe.report import write_report
 from fullshard.run import start as run_start
-from fullshard.run.checkpoints import RunCheckpoints
 from fullshard.run.folder import (
     LAST_SAVED,
     RunFolder,
@@ -30,6 +29,7 @@ from fullshard.run.folder import (
     begin,
     check_output_dir,
 )
+from fullshard.run.resume import RunCheckpoints
 
 
 def finish(folder):
