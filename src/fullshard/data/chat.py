@@ -337,7 +337,7 @@ def _encode_marked(example: Turns, tokenizer: PreTrainedTokenizerBase) -> Encode
     if tokenizer.chat_template != PLAIN:
         _render(tokenizer, example)  # within the limit of memory
     marks = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
-    found = _applied(tokenizer, example, example.messages, marks)
+    found = _render(tokenizer, example, **marks)
     return Encoded(list(found["input_ids"]), [bool(one) for one in found["assistant_masks"]])
 
 
@@ -388,30 +388,16 @@ def _encode_spans(
 
 
 def _render(
-    tokenizer: PreTrainedTokenizerBase,
-    example: Turns,
-    stop: int | None = None,
-    *,
-    add_generation_prompt: bool = False,
-) -> str:
-    settings = {"tokenize": False, "add_generation_prompt": add_generation_prompt}
-    return _applied(tokenizer, example, example.messages[:stop], settings)
-
-
-def _applied(
-    tokenizer: PreTrainedTokenizerBase,
-    example: Turns,
-    messages: Sequence[Message],
-    settings: dict[str, Any],
+    tokenizer: PreTrainedTokenizerBase, example: Turns, stop: int | None = None, **told: Any
 ) -> Any:
-    """What the chat template makes of messages of a conversation.
+    """The text that the chat template makes of the first messages, unless `told` asks for more.
 
     Raises:
         DataError: The template refuses the conversation, or takes too much time or memory.
     """
+    settings, chat = {"tokenize": False, **told}, cast("Any", list(example.messages[:stop]))
     try:
         with _limits(memory=not settings["tokenize"]):
-            chat = cast("Any", list(messages))
             return tokenizer.apply_chat_template(chat, tools=example.tools, **settings)
     except Exception as error:  # templates raise what they like
         raise DataError(
