@@ -12,8 +12,8 @@ from fullshard.errors import CheckpointError, ConfigError
 from fullshard.launch import run_lock
 from fullshard.launch.run_lock import StoreLock, is_holder
 from fullshard.observe.metrics import read_rows
-from fullshard.run.checkpoints import check_lock
 from fullshard.run.folder import RunFolder, check_output_dir
+from fullshard.run.resume import check_lock
 from support import forked as subprocess
 from support.object_store import PLUGINS
 from train.test_resume import write
