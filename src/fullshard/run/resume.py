@@ -10,21 +10,23 @@ A run that ended early (early_stopping_patience) counts as finished, whatever st
 
 from __future__ import annotations
 
+import json
 import logging
+import re
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from os.path import lexists
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import xxhash
 from pydantic import TypeAdapter
 
 from fullshard.checkpoint.commit import ALONE
-from fullshard.checkpoint.format import STATE, natural
+from fullshard.checkpoint.format import CONFIG, STATE, natural
 from fullshard.checkpoint.read import choose, read_tables
 from fullshard.checkpoint.retain import Found, checkpoints_in, newest_complete
-from fullshard.checkpoint.storage import storage_path
+from fullshard.checkpoint.storage import read_file, storage_path
 from fullshard.config.files import flatten, is_below
 from fullshard.config.load import Resolved, load_config
 from fullshard.config.schema import RunConfig
@@ -33,11 +35,16 @@ from fullshard.errors import CheckpointError, ConfigError, untrusted
 from fullshard.run.folder import LAST_SAVED, RunFolder, RunStatus
 from fullshard.run.schedule import StepPlan
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
 logger = logging.getLogger(__name__)
 
 TEACHER = "teacher"  # key of run.json: the sample of its weights
-SAMPLE_BYTES, WEIGHTS = 4096, ("*.safetensors", "pytorch_model*.bin")
+SAMPLE_BYTES, WEIGHTS = 4096, ("*.safetensors", "pytorch_model*.bin", CONFIG)
 POSITION = "position"  # key of [Note: data position] in a checkpoint's state
+# Keys of a model's configuration that change no forward.
+_FREE_KEYS = re.compile(r"architectures|dtype|transformers_version|use_cache|_token_id$")
 # Sections and keys that must not change when a run resumes.
 SAME = ("data", "model", "teacher", "freeze", "lora", "training.max_seq_length", "training.seed")
 
@@ -297,6 +304,31 @@ def check_data(resume: Resume, position: Any, steps: StepPlan) -> None:
                 "Bring the old data and tokenizer (or fullshard) back, use --resume never, or "
                 "--resume PATH with another output_dir."
             )
+
+
+def check_model(resume: Resume, found: Found, model_config: PretrainedConfig) -> None:
+    """Checks that a run which resumes in its folder has the model of its checkpoint.
+
+    Weights also fit a model with another `rope_theta` or activation, which would train on silently.
+
+    Raises:
+        ConfigError: The configuration of the model differs; names the keys.
+    """
+    files = found.manifest.files if found.manifest else {}
+    if not resume.in_place or resume.required or CONFIG not in files:
+        return
+    with untrusted(found.files / CONFIG, "the configuration of a model"):
+        saved = type(model_config).from_dict(json.loads(read_file(found.files / CONFIG)))
+        before, now = saved.to_dict(), model_config.to_dict()
+    keys = sorted(key for key in {*before, *now} if before.get(key) != now.get(key))
+    changed = [key for key in keys if not key.startswith("_") and not _FREE_KEYS.search(key)]
+    if changed:
+        told = ", ".join(f"{key} {before.get(key)} -> {now.get(key)}" for key in changed)
+        raise ConfigError(
+            f"model.name_or_path: expected the model of the run that resumes from '{resume.path}'; "
+            f"its config.json has changed ({told}). Bring the old one back, use --resume never, or "
+            "--resume PATH with another output_dir."
+        )
 
 
 def position_of(found: Found) -> dict[str, Any]:
