@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -84,6 +85,15 @@ def test_a_store_is_held_by_one_run_until_it_no_longer_answers(tmp_path, monkeyp
         check_lock(folder)
         first._released.set()  # as of a machine that is suspended
         first._beats.join()
+        (place / run_lock.LOCK).unlink()  # as a cleaner of old objects does
+        check_lock(folder)
+        beats = SimpleNamespace(wait=lambda _, left=[False, True]: left.pop(0))
+        monkeypatch.setattr(first, "_released", beats)
+        first._beat()
+        assert (place / run_lock.LOCK).exists()
+        monkeypatch.undo()
+        for name, seconds in {"BEAT_S": 0.05, "TOGETHER_S": 0.0}.items():
+            monkeypatch.setattr(run_lock, name, seconds)
         monkeypatch.setattr(run_lock, "WATCH_S", 0.1)
         with StoreLock(place, "second"):
             with pytest.raises(CheckpointError, match="another run began there"):

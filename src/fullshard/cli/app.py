@@ -23,14 +23,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from fullshard.cli.outcome import (
-    JSON_HELP,
-    Outcome,
-    error_outcome,
-    quiet_stdout,
-    text_to,
-    write_json,
-)
+from fullshard.cli.outcome import JSON_HELP, Outcome, error_outcome, quiet_stdout, sink, write_json
 from fullshard.cli.recipe import app_of
 from fullshard.config.values import did_you_mean
 from fullshard.errors import ConfigError, printable, write_anything
@@ -155,7 +148,7 @@ def _open_streams() -> None:
     for number, name in ((1, "stdout"), (2, "stderr")):
         before = getattr(sys, name)
         by_line = number == 2 or (before and (before.line_buffering or before.write_through))
-        setattr(sys, name, text_to(number, before and before.encoding, by_line=bool(by_line)))
+        setattr(sys, name, sink(number, before and before.encoding, by_line=bool(by_line)))
     write_anything()
 
 

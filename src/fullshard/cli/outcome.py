@@ -52,7 +52,7 @@ class _Stream(io.FileIO):
             raise
 
 
-def text_to(number: int, encoding: str | None = "utf-8", *, by_line: bool = False) -> TextIO:
+def sink(number: int, encoding: str | None = "utf-8", *, by_line: bool = False) -> TextIO:
     """A stream for a descriptor, which stays open; standard error raises no errors."""
     out = io.BufferedWriter(raw := _Stream(number, "w", closefd=False))
     raw.is_deaf = number == 2
@@ -136,7 +136,7 @@ def quiet_stdout(active: bool) -> Iterator[TextIO]:
     real = os.dup(1)
     os.dup2(2, 1)
     try:
-        with text_to(real) as stdout:
+        with sink(real) as stdout:
             _real_stdout.append(stdout)
             yield stdout
     finally:

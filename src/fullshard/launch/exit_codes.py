@@ -73,14 +73,12 @@ def as_ours(error: BaseException) -> BaseException:
     if not _DISK_IS_FULL.search(str(error)):
         return error
     place = getattr(error, "filename", None) or "files of the run"
-    other = "send it elsewhere"
-    if place != STREAM:
-        other = "choose another training.output_dir, TMPDIR or XDG_CACHE_HOME"
     limited = "too large" in str(error)
     way_out = "Raise that limit" if limited else "Free space"
     return WillNotFitError(
         f"{'ulimit -f' if limited else 'disk'}: expected room to write {place}, got none "
-        f"({error}). {way_out}, or {other}."
+        f"({error}). {way_out}, or choose another training.output_dir, TMPDIR, "
+        "XDG_CACHE_HOME or target of the output."
     ).with_traceback(error.__traceback__)
 
 

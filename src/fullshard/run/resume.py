@@ -36,15 +36,16 @@ from fullshard.run.folder import LAST_SAVED, RunFolder, RunStatus
 from fullshard.run.schedule import StepPlan
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
 TEACHER = "teacher"  # key of run.json: the sample of its weights
 SAMPLE_BYTES, WEIGHTS = 4096, ("*.safetensors", "pytorch_model*.bin", CONFIG)
+VOCABULARY = "tokenizer.json"
 POSITION = "position"  # key of [Note: data position] in a checkpoint's state
 # Keys of a model's configuration that change no forward.
-_FREE_KEYS = re.compile(r"architectures|dtype|transformers_version|use_cache|_token_id$")
+_FREE_KEYS = re.compile(r"^_|architectures|dtype|transformers_version|use_cache|_token_id$")
 # Sections and keys that must not change when a run resumes.
 SAME = ("data", "model", "teacher", "freeze", "lora", "training.max_seq_length", "training.seed")
 
@@ -306,29 +307,52 @@ def check_data(resume: Resume, position: Any, steps: StepPlan) -> None:
             )
 
 
-def check_model(resume: Resume, found: Found, model_config: PretrainedConfig) -> None:
-    """Checks that a run which resumes in its folder has the model of its checkpoint.
+def check_model(
+    resume: Resume,
+    found: Found,
+    model_config: PretrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    """Checks that the checkpoint's weights are of the run's model and know its tokens.
 
-    Weights also fit a model with another `rope_theta` or activation, which would train on silently.
+    Weights also fit a model with another `rope_theta`, or tokens that were numbered anew: they
+    would train on silently. A new run that begins from PATH may have another configuration.
 
     Raises:
-        ConfigError: The configuration of the model differs; names the keys.
+        ConfigError: The tokenizer or the configuration differs; names a token or the keys.
     """
     files = found.manifest.files if found.manifest else {}
-    if not resume.in_place or resume.required or CONFIG not in files:
+    name = VOCABULARY if resume.required else CONFIG
+    if name not in files or not (resume.in_place or resume.required):
         return
-    with untrusted(found.files / CONFIG, "the configuration of a model"):
-        saved = type(model_config).from_dict(json.loads(read_file(found.files / CONFIG)))
-        before, now = saved.to_dict(), model_config.to_dict()
-    keys = sorted(key for key in {*before, *now} if before.get(key) != now.get(key))
-    changed = [key for key in keys if not key.startswith("_") and not _FREE_KEYS.search(key)]
-    if changed:
-        told = ", ".join(f"{key} {before.get(key)} -> {now.get(key)}" for key in changed)
+    with untrusted(found.files / name, "what a run saves beside its weights"):
+        text = read_file(found.files / name).decode()
+        if resume.required:
+            from tokenizers import Tokenizer
+
+            before, now = Tokenizer.from_str(text).get_vocab(), tokenizer.get_vocab()
+        else:
+            saved = type(model_config).from_dict(json.loads(text))
+            before, now = saved.to_dict(), model_config.to_dict()
+    changed = sorted(
+        key
+        for key in {*before, *now}
+        if before.get(key) != now.get(key) and (resume.required or not _FREE_KEYS.search(key))
+    )
+    if not changed:
+        return
+    if resume.required:
         raise ConfigError(
-            f"model.name_or_path: expected the model of the run that resumes from '{resume.path}'; "
-            f"its config.json has changed ({told}). Bring the old one back, use --resume never, or "
-            "--resume PATH with another output_dir."
+            f"data.tokenizer: expected the tokenizer of '{resume.path}', whose weights know its "
+            f"tokens; got another one (they differ in {changed[0]!r}). Name its folder, such as "
+            "data.tokenizer=RUN/model."
         )
+    told = ", ".join(f"{key} {before.get(key)} -> {now.get(key)}" for key in changed)
+    raise ConfigError(
+        f"model.name_or_path: expected the model of the run that resumes from '{resume.path}'; its "
+        f"{CONFIG} has changed ({told}). Bring the old one back, use --resume never, or "
+        "--resume PATH with another output_dir."
+    )
 
 
 def position_of(found: Found) -> dict[str, Any]:
