@@ -321,9 +321,10 @@ def check_model(
     Raises:
         ConfigError: The tokenizer or the configuration differs; names a token or the keys.
     """
-    files = found.manifest.files if found.manifest else {}
-    name = VOCABULARY if resume.required else CONFIG
-    if name not in files or not (resume.in_place or resume.required):
+    name, key, cure = CONFIG, "model.name_or_path", "Bring the old one back, use --resume never"
+    if resume.required:
+        name, key, cure = VOCABULARY, "data.tokenizer", "Name its folder, such as RUN/model"
+    if found.manifest is None or name not in found.manifest.files:
         return
     with untrusted(found.files / name, "what a run saves beside its weights"):
         text = read_file(found.files / name).decode()
@@ -334,25 +335,14 @@ def check_model(
         else:
             saved = type(model_config).from_dict(json.loads(text))
             before, now = saved.to_dict(), model_config.to_dict()
-    changed = sorted(
-        key
-        for key in {*before, *now}
-        if before.get(key) != now.get(key) and (resume.required or not _FREE_KEYS.search(key))
-    )
-    if not changed:
-        return
-    if resume.required:
+    keys = sorted(one for one in {*before, *now} if before.get(one) != now.get(one))
+    changed = [one for one in keys if resume.required or not _FREE_KEYS.search(one)]
+    if changed:
+        told = ", ".join(f"{one!r} {before.get(one)} -> {now.get(one)}" for one in changed[:3])
         raise ConfigError(
-            f"data.tokenizer: expected the tokenizer of '{resume.path}', whose weights know its "
-            f"tokens; got another one (they differ in {changed[0]!r}). Name its folder, such as "
-            "data.tokenizer=RUN/model."
+            f"{key}: expected {name} as it was under the weights in '{resume.path}'; got another "
+            f"one ({told}). {cure}, or export the checkpoint and begin from that folder."
         )
-    told = ", ".join(f"{key} {before.get(key)} -> {now.get(key)}" for key in changed)
-    raise ConfigError(
-        f"model.name_or_path: expected the model of the run that resumes from '{resume.path}'; its "
-        f"{CONFIG} has changed ({told}). Bring the old one back, use --resume never, or "
-        "--resume PATH with another output_dir."
-    )
 
 
 def position_of(found: Found) -> dict[str, Any]:
