@@ -1,16 +1,19 @@
 """Who is to blame when ranks stand still, judged from what they say of themselves."""
 
 from dataclasses import replace
+from pathlib import Path
 
 from fullshard.observe.hang.judge import (
     Digests,
     Position,
     Seen,
+    Verdict,
     awaited,
     fallen_silent,
     judge,
     streams,
 )
+from fullshard.observe.hang.watchdog import Watchdog, WatchdogSettings
 from fullshard.planner.events import Event, EventKind
 
 TITLES = ("(root)", "a", "b", "c")
@@ -172,3 +175,11 @@ def test_a_difference_of_complete_steps_is_judged_once_all_have_told_it():
     message = judge(seen(*told), 600.0).message
     assert "backward 5 or its forward rank 1 issues gather of b as its gather number 3" in message
     assert "rank 0 nothing" in message
+
+
+def test_a_hang_is_told_though_its_report_cannot_be_written():
+    dog = Watchdog(WatchdogSettings(0, 1, "", 0, "", 1.0, Path("/dev/full")))
+    told = []
+    dog.on_hang.append(told.append)
+    dog._write(Verdict(0, "rank 0 is stuck"), {0: "its stacks"}, {})
+    assert told == [Verdict(0, "rank 0 is stuck")]
