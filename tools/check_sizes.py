@@ -28,16 +28,16 @@ EXEMPT = ("src/fullshard/compat/",)
 # Packages that share a budget are joined by " + ".
 BUDGETS = {
     "bench": 1_920,
-    "config": 3_413,
-    "cli": 1_929,
+    "config": 3_423,
+    "cli": 1_934,
     "engine + transport": 8_341,
-    "planner + outlook": 4_290,
-    "data + models + recipes + run + verify": 9_073,
-    "observe + launch": 3_387,
+    "planner + outlook": 4_295,
+    "data + models + recipes + run + verify": 9_120,
+    "observe + launch": 3_395,
     "compat + integrations": 2_898,
     "xla + jax + xla_state": 2_670,
-    "checkpoint + formats": 2_879,
-    "in all": 41_962,
+    "checkpoint + formats": 2_881,
+    "in all": 42_039,
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
