@@ -119,7 +119,8 @@ def look(
 
         return trace_step(placed, reading, _batch(training, num_batches), num_micro_batches)
 
-    kept, whole = traced(table), traced(replace(table, recompute=Recompute(RecomputeKind.NONE)))
+    with jax.enable_x64(config.sharding.master_dtype is DType.FLOAT64):  # as on the ranks
+        kept, whole = traced(table), traced(replace(table, recompute=Recompute(RecomputeKind.NONE)))
     table = table.with_traced(num_micro_batches, kept.collectives)
     shape = StepShape(
         num_logits=min(tokens, chunk_size or tokens) * decoder.vocab_size,
