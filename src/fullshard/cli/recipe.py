@@ -199,10 +199,9 @@ def _be_a_rank(
             yield
 
     def main() -> None:
-        timeout_s = resolved.config.launch.timeout
-        init_process_group(timeout_s, folder.path)
+        init_process_group(resolved.config.launch.timeout, folder.path)
         with ExitStack() as held:
-            first_prepares(lambda: held.enter_context(prepared()), timeout_s)
+            first_prepares(lambda: held.enter_context(prepared()))
             try:
                 run(resolved.config, folder.path)
             except FullshardError:

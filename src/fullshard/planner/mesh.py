@@ -292,7 +292,7 @@ def resolve_mesh(
 
 
 def check_divides(key: str, size: int, world: int, what: str) -> None:
-    """Raises ConfigError if a size does not divide a number, which `what` describes."""
+    """Raises ConfigError, with the nearest divisor, if a size does not divide a number."""
     if size < 1 or world % size:
         fitting = [n for n in range(1, world + 1) if world % n == 0]
         nearest = min(fitting, key=lambda n: abs(n - size))

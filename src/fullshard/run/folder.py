@@ -30,6 +30,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from fullshard.checkpoint.files import write_text
 from fullshard.checkpoint.retain import checkpoints_of
 from fullshard.checkpoint.storage import StorePath, storage_path
 from fullshard.config.regular_files import did_you_mean_path
@@ -207,14 +208,14 @@ def begin(
         except OSError as error:
             raise _cannot_be_made(output_dir, error) from error
         for file in (folder.record, folder.config, folder.plan):
-            for left in output_dir.glob(f".{file.name}.[0-9]*"):  # a kill interrupted `write_whole`
+            for left in output_dir.glob(f".{file.name}.[0-9]*"):  # a kill interrupted `write_text`
                 left.unlink()
         with contextlib.suppress(ConfigError):  # an unreadable record is moved aside
             folder.end_killed()
         if not goes_on and folder.record.is_file():
             moved = _move_older_run(output_dir)
             stack.enter_context(RunLock(output_dir))
-            lock.release()
+            lock.close()
         before = folder.read_record() if goes_on else {}
         kept = {key: before[key] for key in KEPT if key in before}
         _write_json(
@@ -303,32 +304,14 @@ def _move_older_run(output_dir: Path) -> Path:
     return target
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Replaces a file in one rename; on a full disk the old file stays."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
-
-
 def _write_json(path: Path, value: dict[str, Any]) -> None:
+    """Replaces a file; on a full disk its blocks are overwritten, which is possible there."""
     try:
-        write_whole(path, json.dumps(value, indent=2) + "\n")
+        write_text(path, json.dumps(value, indent=2) + "\n")
     except OSError:
-        if not path.is_file():
+        data = json.dumps(value).encode() + b"\n"
+        if not path.is_file() or len(data) > path.stat().st_blocks * 512:
             raise
-        _write_in_place(path, json.dumps(value) + "\n")
-
-
-def _write_in_place(path: Path, text: str) -> None:
-    """Overwrites the blocks of a file, which is possible on a full disk."""
-    with path.open("r+b") as file:
-        data = text.encode()
-        if len(data) > os.fstat(file.fileno()).st_blocks * 512:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        file.write(data)
-        file.truncate()
+        with path.open("r+b") as file:
+            file.write(data)
+            file.truncate()

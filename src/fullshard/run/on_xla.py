@@ -32,11 +32,11 @@ from fullshard.planner.arrays import ArrayPlan, ArraysPlan
 from fullshard.planner.text import axes_of, human_bytes
 from fullshard.recipes.base import IGNORED, Batch, RowBatches, Team
 from fullshard.recipes.distill.loss import TOP_IDS, TOP_VALUES
-from fullshard.run.checkpoints import SCALER
 from fullshard.run.console import weights_line
 from fullshard.run.generation import Request, generate
 from fullshard.run.loop import Loop, Update, diverged
 from fullshard.run.optim import build_optimizer
+from fullshard.run.resume import SCALER
 from fullshard.run.schedule import schedule_of
 from fullshard.run.session import Session
 from fullshard.saving import SaveSettings

@@ -287,9 +287,7 @@ def table_of(
     rules: Rules | None = None,
 ) -> ArraysPlan:
     """Returns the plan as data, without devices; arguments as for `plan`."""
-    contract = ContractRule(
-        settings.master_dtype, settings.param_dtype, settings.reduce_dtype, settings.fp32_modules
-    )
+    contract = ContractRule(settings)
     named = named_leaves(shapes)
     names = [name for name, _ in named]
     check_globs("freeze", freeze, names, "arrays")
