@@ -55,6 +55,13 @@ def head_added_later_at_another_rate(run):
     return run.result(model)
 
 
+def parameters_with_elements_alone(run):
+    """A rank leaves out what it has no element of; its zero_grad misses them."""
+    model = run.shard(run.model())
+    train(run, model, optim.AdamW([p for p in model.parameters() if p.numel()], lr=1e-2))
+    return run.result(model)
+
+
 # ---- schedulers ----------------------------------------------------------------------------------
 
 
@@ -206,6 +213,7 @@ SCRIPTS = [
     decay_by_ndim,
     decay_as_the_trainer_groups,
     head_added_later_at_another_rate,
+    parameters_with_elements_alone,
     *(
         partial(scheduled, make=make)
         for make in (warmup_from_zero, one_cycle, cosine, warmup_then_cosine, of_transformers)

@@ -135,7 +135,7 @@ class GradientShard:
         shown: (part_numel,), master dtype, what `p.grad` views; the sums themselves if these
             have that dtype.
         partial: (part_numel,), accumulate dtype: summed over shards, not yet over replicas.
-        accumulates: Whether the next sum is added to what is shown.
+        kept: Whether each `p.grad` was there before, so that the next sum is added; () if none was.
         memory: Storage of `shown`.
         holders: Reference counts of the memory and of each gradient when only the engine holds
             them.
@@ -149,7 +149,7 @@ class GradientShard:
         if dtypes.master is not dtypes.accumulate:
             self.shown = homes.gradients.zeros(numel, torch_dtype(dtypes.master))
         self.partial: torch.Tensor | None = None
-        self.accumulates = False
+        self.kept: Sequence[bool] = ()
         self.memory = self.shown.untyped_storage()
         self.holders: list[int] = []
         self.is_offloaded = homes.offloads_gradients
@@ -171,7 +171,7 @@ class GradientShard:
         Args:
             total: (part_numel,), accumulate dtype, divided; `sums` or another buffer.
         """
-        if self.accumulates:
+        if self.kept:
             self._take_writes()
             self.sums.add_(total)
         elif total is not self.sums:
@@ -461,7 +461,9 @@ class Unit:
     def meet(self, param: ShardedParameter, what: str) -> None:
         """Check that all ranks gather the same tensor, which all or none wrote. A collective."""
         if self.plan.mesh.shard * self.plan.mesh.inner > 1:
-            param.record.norms.meet(f"the whole of {what}", {Count.WRITES: 0})
+            norms = param.record.norms
+            said = {Count.WRITES: 0, Count.SOURCES: norms.counts[Count.SOURCES]}
+            norms.meet(f"the whole of {what}", said)
 
     def start_gather(self) -> None:
         """Copy this rank's part to the slot and start to fetch the other parts."""

@@ -183,7 +183,12 @@ class Scheduler:
     # ---- backward
 
     def begin_backward(
-        self, nothing_expected: Collection[int], *, sync: Sync = Sync.ALL, retains: bool = False
+        self,
+        nothing_expected: Collection[int],
+        *,
+        sync: Sync = Sync.ALL,
+        retains: bool = False,
+        stale: bool = False,
     ) -> None:
         """Begins a backward.
 
@@ -191,7 +196,10 @@ class Scheduler:
             nothing_expected: Units that get no gradient from it on this rank.
             sync: How its gradients are reduced.
             retains: Whether its graph stays for another backward.
+            stale: Whether weights have changed since the forward, as autograd would see them.
         """
+        if stale:
+            self._table.clear()
         self._sync, self._retains = sync, retains
         self._in_forward = self._issued, self._position
         self._table.begun.clear()
