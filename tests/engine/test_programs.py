@@ -468,35 +468,6 @@ def weights_written_after_a_unit_was_gathered_ahead(model, x):
         return model.critic(found).mean()
 
 
-@program(Chain)
-def noise_in_weights_that_is_taken_back_before_backward(model, x):
-    for param in model.parameters():
-        param.data.mul_(1.5)
-    loss = square(model, x)
-    for param in model.parameters():
-        param.data.div_(1.5)
-    return loss
-
-
-class LookedUp(Chain):
-    """An embedding, a unit, whose hook reads its weight (weight_norm, spectral_norm)."""
-
-    wrap = ("Layer", "Embedding")
-
-    def __init__(self):
-        super().__init__()
-        self.table = nn.Embedding(3, WIDTH)
-        self.table.register_forward_hook(lambda m, _, found: found * m.weight.square().mean())
-
-    def forward(self, x):
-        return super().forward(x + self.table((x[:, 0] > 0).long()))
-
-
-@program(LookedUp)
-def an_embedding_whose_hook_reads_its_weight(model, x):
-    return square(model, x)
-
-
 class Encoder(Adversaries):
     wrap = ("Part", "Linear")
 
