@@ -266,6 +266,8 @@ class Gradients:
                 self._is_stale = True
             group.reduced.kept = ours if any(ours) else ()
             if group.reduced.kept:
+                if self.norms.disk is not None and not all(map(is_, shown, group.views)):
+                    self.norms.disk.finish_writes()
                 for gradient, grad, is_ours in zip(group.views, shown, ours, strict=True):
                     if not is_ours:
                         gradient.zero_()
