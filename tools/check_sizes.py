@@ -28,7 +28,7 @@ EXEMPT = ("src/fullshard/compat/",)
 # Packages that share a budget are joined by " + ".
 BUDGETS = {
     "bench": 1_920,
-    "config": 3_371,
+    "config": 3_363,
     "cli": 1_929,
     "engine + transport": 8_341,
     "planner + outlook": 4_359,
@@ -37,7 +37,7 @@ BUDGETS = {
     "compat + integrations": 2_898,
     "xla + jax + xla_state": 2_672,
     "checkpoint + formats": 2_879,
-    "in all": 42_231,
+    "in all": 42_223,
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
