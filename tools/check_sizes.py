@@ -27,7 +27,7 @@ EXEMPT = ("src/fullshard/compat/",)
 # number when code goes, never raise one without a line in docs/log.md that says what it bought.
 # Packages that share a budget are joined by " + ".
 BUDGETS = {
-    "bench": 1_920,
+    "bench": 1_895,
     "config": 3_363,
     "cli": 1_929,
     "engine + transport": 8_341,
@@ -37,7 +37,7 @@ BUDGETS = {
     "compat + integrations": 2_898,
     "xla + jax + xla_state": 2_672,
     "checkpoint + formats": 2_879,
-    "in all": 42_218,
+    "in all": 42_193,
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
