@@ -28,7 +28,7 @@ EXEMPT = ("src/fullshard/compat/",)
 # Packages that share a budget are joined by " + ".
 BUDGETS = {
     "bench": 1_895,
-    "config": 3_372,
+    "config": 3_366,
     "cli": 1_934,
     "engine + transport": 8_341,
     "planner + outlook": 4_305,
@@ -37,7 +37,7 @@ BUDGETS = {
     "compat + integrations": 2_898,
     "xla + jax + xla_state": 2_751,
     "checkpoint + formats": 2_881,
-    "in all": 42_056,
+    "in all": 42_050,
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
