@@ -2,9 +2,11 @@
 
 import json
 import re
+from importlib.resources import files
 from pathlib import Path
 
 import pytest
+import yaml
 
 from fullshard.config.dialects.accelerate import FSDP
 from fullshard.config.dialects.rules import Status
@@ -361,3 +363,10 @@ def test_json_with_tabs_is_read(tmp_path):
     path = tmp_path / "ds.json"
     path.write_text(json.dumps({"zero_optimization": {"stage": 2}}, indent="\t"))
     assert load_config(path, needs_model=False).config.strategy is Strategy.SHARD_GRAD_OP
+
+
+def test_no_key_stands_twice_in_a_table_of_keys():
+    text = files("fullshard.config.dialects").joinpath("keys.yaml").read_text("utf-8")
+    for table, rows in yaml.safe_load(text).items():
+        names = " ".join(row["keys"] for row in rows).split()
+        assert sorted(set(names)) == sorted(names), table
