@@ -538,13 +538,10 @@ def answered(view: Callable[[], View]) -> Iterator[None]:
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
         if not ran_out_of_memory(error):
             raise
-        raise OutOfMemoryError(_answer(view(), error)) from error
-
-
-def _answer(view: View, error: BaseException) -> str:
-    peak, memory = view.outlook.peak_bytes[Place.DEVICE], view.machine.memory_bytes or 0
-    said = (str(error).splitlines() or ["no more memory"])[0]
-    expected = f"{human_bytes(peak)} of {human_bytes(memory)} a rank"
-    smaller = "a smaller per_device_train_batch_size, or activation_checkpointing: block"
-    message = f"memory: expected to need {expected}; got: {said}"
-    return with_plan(message, view.outlook.rows, view.advice() or [smaller])
+        found, said = view(), (str(error).splitlines() or ["no more memory"])[0]
+        peak, memory = found.outlook.peak_bytes[Place.DEVICE], found.machine.memory_bytes or 0
+        expected = f"{human_bytes(peak)} of {human_bytes(memory)} a rank"
+        smaller = "a smaller per_device_train_batch_size, or activation_checkpointing: block"
+        message = f"memory: expected to need {expected}; got: {said}"
+        told = with_plan(message, found.rows, found.advice() or [smaller])
+        raise OutOfMemoryError(told) from error
