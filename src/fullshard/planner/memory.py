@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 AVERAGE = "average of the weights"
 WHOLES = "whole tensors of owners"
+# direct reads and writes of state on disk: two of pieces, others of turns of an optimizer's update
+DISK_PIECE, DISK_ROOM, NUM_DISK_ROOMS = 4 << 20, 16 << 20, 3
+DISK_BUFFERS = "buffers of state on disk"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +70,10 @@ def state_rows(plan: Plan) -> tuple[MemoryRow, ...]:
         MemoryRow("deferred gradients", deferred_bytes(plan)),
         MemoryRow(WHOLES, whole_bytes(trained, optimizer)),
     )
-    rare = (AVERAGE, WHOLES, "shared weights to compute with", "deferred gradients")
+    on_disk = [row.num_bytes for row in rows if row.place is Place.DISK]
+    buffers = min(sum(on_disk), 2 * DISK_PIECE + bool(trained) * NUM_DISK_ROOMS * DISK_ROOM)
+    rows = (*rows, MemoryRow(DISK_BUFFERS, buffers, Place.HOST))
+    rare = (AVERAGE, DISK_BUFFERS, WHOLES, "shared weights to compute with", "deferred gradients")
     return tuple(row for row in rows if row.num_bytes or row.name not in rare)
 
 

@@ -364,7 +364,7 @@ def test_report_of_odd_files_is_typed_or_leaves_them_out(tmp_path):
     wrong = {**record, "measured": {}, "planned": 3}
     for odd in ([], {**record, "measured": 3}, wrong, {"measured": {}}):
         (tmp_path / "run.json").write_text(json.dumps(odd))
-        with pytest.raises(ConfigError, match=r"RUN_DIR: expected a run's folder with run\.json"):
+        with pytest.raises(ConfigError, match=r"RUN_DIR: .*a run's folder with run\.json"):
             write_report(tmp_path)
     (tmp_path / "run.json").write_text(json.dumps({**record, "measured": {}}))
     for content in (b"\x80\xff", b"[]", b'{"arrays": 3}'):
@@ -373,6 +373,10 @@ def test_report_of_odd_files_is_typed_or_leaves_them_out(tmp_path):
     (tmp_path / "run.json").write_text("[]")
     with pytest.raises(ConfigError, match="run folder: expected"):
         RunFolder(tmp_path).read_record()
+    (tmp_path / "run.json").write_text(json.dumps({**record, "measured": {}, "schema_version": 2}))
+    for read in (write_report, lambda path: RunFolder(path).read_record()):
+        with pytest.raises(ConfigError, match="expected schema_version 1 or older, got 2"):
+            read(tmp_path)
 
 
 def test_a_file_that_cannot_be_written_whole_stays_as_it_was(tmp_path):
