@@ -381,8 +381,9 @@ def view_of(
     sharding, training, free = _left_open(config, world)
     on_gpu = machine.device is not None or torch.cuda.is_available()
     taught = Taught.of(config, topology.local_world_size, on_gpu=on_gpu, resolved=resolved)
-    _check_experts(config, model, taught)
     beside = () if taught is None or taught.teacher is None else (taught.teacher,)
+    if not any(map(has_experts, beside)):  # else the expert axis is the teacher's
+        rules_of(model, config.sharding)
     for one in (model, *beside):
         check_context(one, sharding, training.max_seq_length)
     whole = whole_logits(model, config) if taught is None else None
@@ -451,13 +452,6 @@ def _ways(
             batch = replace(batch, accumulation=batch.accumulation * divided.tensor)
             found.append((axes, replace(step, batch=batch)))
     return found
-
-
-def _check_experts(config: RunConfig, model: nn.Module, taught: Taught | None) -> None:
-    """Raises ConfigError if neither model nor teacher has experts for the expert axis."""
-    teacher = None if taught is None else taught.teacher
-    if teacher is None or not has_experts(teacher):
-        rules_of(model, config.sharding)
 
 
 def _with_choices(config: RunConfig, outlook: Outlook, free: Sequence[str]) -> RunConfig:
