@@ -71,14 +71,15 @@ def through_jax(source, target, config_folder, meshes):
 
     import fullshard.jax as fj
     from fullshard.saving import SaveSettings
-    from fullshard.xla.decoder import BLOCKS, DecoderConfig
+    from fullshard.xla.decoder import BLOCKS, RULES, DecoderConfig
     from fullshard.xla_state import checkpoints
 
     config = DecoderConfig.of(AutoConfig.from_pretrained(config_folder))
     tx = optax.scale_by_adam()
-    for at, (replicate, shard) in enumerate(meshes):
-        mesh = fj.make_mesh(replicate, shard, devices=jax.devices()[: replicate * shard])
-        plan = fj.plan(config.shapes(), None, mesh, blocks=BLOCKS)
+    for at, (replicate, shard, tensor) in enumerate(meshes):
+        devices = jax.devices()[: replicate * shard * tensor]
+        mesh = fj.make_mesh(replicate, shard, tensor=tensor, devices=devices)
+        plan = fj.plan(config.shapes(), None, mesh, blocks=BLOCKS, rules=RULES)
         state, beside = checkpoints.load(plan, source, tx)
         assert int(state.step) == NUM_STEPS
         assert int(state.opt_state.count) == NUM_STEPS
@@ -93,7 +94,7 @@ def through_jax(source, target, config_folder, meshes):
 def test_no_bit_changes_from_torch_to_jax_to_torch(ranks, devices, tmp_path, num_ranks, tensor):
     config = tmp_path / "config"
     ranks(num_ranks)(train_in_torch, tmp_path / "torch", config, tensor)
-    meshes = [(1, 8), (1, 3), (2, 2), (1, 1)]
+    meshes = [(1, 8, 1), (1, 3, 2), (2, 2, 2), (1, 3, 1), (1, 1, 2), (1, 1, 1)]
     last = devices(through_jax, tmp_path / "torch", tmp_path / "jax", config, meshes)
     want_step, wanted = ranks(num_ranks)(load_in_torch, tmp_path / "torch", config, tensor)[0]
     readers = ranks(3)(load_in_torch, last, config, 1)

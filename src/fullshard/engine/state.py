@@ -90,7 +90,7 @@ def _slice_state(
                 state_dict[prefix + name] = cut.show(cut.local_of(value))
             continue
         record = member.param.record
-        if shape == record.shape:
+        if shape in (record.shape, record.shape or (1,)):  # torch takes (1,) for a scalar, too
             local = record.local_of(value)
             with no_guard():
                 state_dict[prefix + name] = local.view(member.param.shape)
