@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, OPTConfig
 
 import fullshard as fs
 from fullshard.config.schema import ShardConfig
@@ -324,6 +324,12 @@ def test_sequences_that_cannot_be_divided_are_refused():
     ):
         with pytest.raises(error, match=said):
             call()
+
+
+def test_a_model_that_mixes_documents_may_divide_sequences():
+    sizes = {"hidden_size": 64, "ffn_dim": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = OPTConfig(**sizes, word_embed_proj_dim=64)
+    check_context(AutoModelForCausalLM.from_config(config), TWO)
 
 
 @pytest.mark.parametrize(

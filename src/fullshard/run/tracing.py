@@ -139,9 +139,10 @@ class Tracer:
             return 0, len(blocks) or 1
         settings: Any = self.model.config
         kinds = getattr(settings.get_text_config(), "layer_types", None) or [None] * len(blocks)
+        named = [self.model.get_submodule(block).named_parameters() for block in blocks]
         signs = [
-            (kind, *((n, p.shape, p.requires_grad) for n, p in _named(self.model, block)))
-            for kind, block in zip(kinds, blocks, strict=True)
+            (kind, *((n, p.shape, p.requires_grad) for n, p in of_block))
+            for kind, of_block in zip(kinds, named, strict=True)
         ]
         known: dict[Any, int] = {}  # small numbers compare faster
         marks = [known.setdefault(sign, len(known)) for sign in signs]
@@ -186,10 +187,6 @@ class Tracer:
             return objective(model, {"input_ids": ids, "labels": labels})[0] * 1.0
 
         return work
-
-
-def _named(model: nn.Module, block: str) -> list[tuple[str, nn.Parameter]]:
-    return list(model.get_submodule(block).named_parameters())
 
 
 def _shallow(model: Any, plan: Plan, dropped: Sequence[str]) -> tuple[nn.Module, Plan]:
