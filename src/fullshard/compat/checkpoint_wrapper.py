@@ -13,7 +13,6 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
@@ -22,6 +21,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.utils.checkpoint import checkpoint
 
 from fullshard.compat.errors import NotOfferedError
+from fullshard.engine.recompute import make_recompute
 
 logger = logging.getLogger(__name__)
 
@@ -62,16 +62,7 @@ def checkpoint_wrapper(
     options = dict(checkpoint_fn_kwargs)
     if checkpoint_fn is None:
         options["use_reentrant"] = False
-    run = functools.partial(checkpoint_fn or checkpoint, **options)
-    forward = module.forward
-
-    @functools.wraps(forward)
-    def recomputing(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        return run(forward, *args, **kwargs)
-
-    object.__setattr__(module, "forward", recomputing)
+    make_recompute(module, functools.partial(checkpoint_fn or checkpoint, **options))
     object.__setattr__(module, RECOMPUTES, True)
     return module
 

@@ -45,12 +45,8 @@ def spec_of(
     globs = tuple(ignore)
     known = [name for name in (*dict(model.named_modules()), *places_of(model)) if name]
     check_globs("ignore", globs, known, "modules or parameters")
-    read_directly = {
-        id(inner)
-        for module in model.modules()
-        for part in _read_by(module)
-        for inner in part.modules()
-    }
+    read = [part for module in model.modules() for part in _read_by(module)]
+    read_directly = {id(inner) for part in read for inner in part.modules()}
     modules = tuple(
         ModuleSpec(
             name=name,

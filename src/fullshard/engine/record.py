@@ -19,17 +19,38 @@ if TYPE_CHECKING:
 
 
 @dataclass(eq=False, slots=True)
-class ShardRecord:
-    """What a shard knows of the tensor that it is a part of.
+class Elements:
+    """This rank's elements of a parameter.
 
     Attributes:
         piece: Name of the parameter and the range of its elements.
+        cut: Placement on other axes of the mesh; `piece` then refers to the local tensor.
+    """
+
+    piece: Slice
+    cut: Cut | None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Global shape."""
+        return tuple(self.piece.shape) if self.cut is None else self.cut.shape
+
+    def local_of(self, whole: torch.Tensor) -> torch.Tensor:
+        """(n_local,): this rank's elements of a tensor of the global shape."""
+        local = whole if self.cut is None else self.cut.local_of(whole)
+        return local.detach().reshape(-1)[self.piece.start : self.piece.stop]
+
+
+@dataclass(eq=False, slots=True)
+class ShardRecord(Elements):
+    """What a shard knows of the tensor that it is a part of.
+
+    Attributes:
         unit: Title of the unit that gathers it.
         index: Index among the model's trained parameters, for cached norms; -1 if frozen.
         is_cut: Whether some rank holds only a part of the parameter.
         copies: Ranks that hold the same elements.
-        holders: (part, start, stop) of each part of the parameter; the same on every rank.
-        cut: Placement on other axes of the mesh; `piece` and `holders` refer to the local tensor.
+        holders: (part, start, stop) of each part of the (local) tensor; the same on every rank.
         norms: Global norms of the model's gradients.
         before_write: Waits until no other rank reads these elements.
         gather: Gathers the full tensor from (n_local,) plain elements. A collective.
@@ -38,7 +59,6 @@ class ShardRecord:
         compute: Returns the compute parameter if it shares memory with the whole parameter.
     """
 
-    piece: Slice
     unit: str
     index: int
     is_cut: bool
@@ -50,20 +70,9 @@ class ShardRecord:
     post_accumulate: OrderedDict[int, Callable[[torch.Tensor], None]]
     states: Residence | None = None
     compute: Callable[[], nn.Parameter] | None = None
-    cut: Cut | None = None
 
     def __reduce__(self) -> Any:
         return type(None), ()  # a whole parameter may be pickled inside forward
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Global shape."""
-        return tuple(self.piece.shape) if self.cut is None else self.cut.shape
-
-    def local_of(self, whole: torch.Tensor) -> torch.Tensor:
-        """(n_local,): this rank's elements of a tensor of the global shape."""
-        local = whole if self.cut is None else self.cut.local_of(whole)
-        return local.detach().reshape(-1)[self.piece.start : self.piece.stop]
 
     def is_cut_like(self, other: ShardRecord) -> bool:
         """Whether every rank holds the same elements of both. Equal on all ranks."""

@@ -28,7 +28,7 @@ from fullshard.engine.homes import DeviceHomes
 from fullshard.engine.norms import Count
 from fullshard.engine.parameter import Guarded, ShardedGradient
 from fullshard.errors import EngineError
-from fullshard.planner.layout import Slice, clean_name
+from fullshard.planner.layout import FlatLayout, Slice, clean_name
 from fullshard.planner.units import DtypeContract, GroupPlan, UnitPlan
 from fullshard.transport.base import Fetch, Reduction, Transport, torch_dtype
 
@@ -279,7 +279,7 @@ class Group:
                 self.cast = rings.cast(plan.dtypes.master, plan.layout.part_numel)
         if plan.grad_slot is not None:
             slot = self.grad_slot = rings.view(plan.grad_slot, numel)
-            self.gaps = [slot[start:stop] for start, stop in _padding(plan)]
+            self.gaps = [slot[start:stop] for start, stop in _padding(plan.layout)]
         is_whole = plan.layout.num_parts == 1 and not self.gathers
         for member in self.members:
             member.bind(self.full, trainable=plan.trainable)
@@ -496,9 +496,8 @@ class Unit:
                 if table.get(name) is not param:
                     raise EngineError(
                         f"{param.record.piece.name}: expected the parameter that fs.shard cut; its "
-                        "module holds another object (an assignment, functional_call), which the "
-                        "forward would not see. Write into the shard in place, or change "
-                        "parameters before fs.shard."
+                        "module holds another object (an assignment, functional_call), unseen by "
+                        "forward. Write into the shard, or change parameters before fs.shard."
                     )
 
     def shares_memory(self, tensor: torch.Tensor) -> bool:
@@ -566,10 +565,9 @@ class Unit:
                     f"{member.piece.name}: expected a forward that leaves its parameters alone; it "
                     "wrote into this one (max_norm, clamp_, weight averaging, p.data.copy_ ...), "
                     "which the next gather would undo, or other ranks would see or miss; or it "
-                    f"gave it other memory, of {view.dtype} now (p.data = ..., module.to, "
-                    ".float()), while its slot stays as it is. Write into the shards between "
-                    "steps; for another dtype name its module in fp32_modules, or leave "
-                    "param_dtype out."
+                    f"gave it other memory, of {view.dtype} now (p.data = ..., .float()), while "
+                    "its slot stays as it is. Write into the shards between steps; for another "
+                    "dtype name its module in fp32_modules, or leave param_dtype out."
                 )
 
     def swap_out(self) -> None:
@@ -668,13 +666,12 @@ def _current(weak: weakref.ref[Member]) -> nn.Parameter:
 
 def _gradient_hook(member: Member) -> Callable[..., None]:
     """Makes the hook that a compute parameter calls with its final gradient."""
-    weak = weakref.ref(member)
+    return partial(_on_gradient, weakref.ref(member))
 
-    def hook(*_: Any) -> None:
-        member = alive(weak, "backward")
-        member.group.unit.on_gradient(member)
 
-    return hook
+def _on_gradient(weak: weakref.ref[Member], *_: Any) -> None:
+    member = alive(weak, "backward")
+    member.group.unit.on_gradient(member)
 
 
 def address_of(shard: torch.Tensor) -> int:
@@ -685,13 +682,8 @@ def address_of(shard: torch.Tensor) -> int:
     return shard.data_ptr() or shard.untyped_storage().data_ptr()
 
 
-def _padding(plan: GroupPlan) -> list[tuple[int, int]]:
+def _padding(layout: FlatLayout) -> list[tuple[int, int]]:
     """Ranges of the flat buffer that belong to no parameter."""
-    gaps, end = [], 0
-    for placement in plan.layout.placements:
-        if placement.offset > end:
-            gaps.append((end, placement.offset))
-        end = placement.stop
-    if plan.layout.numel > end:
-        gaps.append((end, plan.layout.numel))
-    return gaps
+    ends = [0, *(placement.stop for placement in layout.placements)]
+    starts = [*(placement.offset for placement in layout.placements), layout.numel]
+    return [(end, start) for end, start in zip(ends, starts, strict=True) if start > end]

@@ -170,9 +170,9 @@ class Tracer:
             model, depth = self._model, key[1]
             if depth is not None:
                 model, plan = _shallow(model, plan, repeated_blocks(self._spec)[depth:])
-            beside = self._taught.beside if self._taught else ()
-            work = self._work(samples)
-            self._traces[known] = trace_step(model, plan, config, work, beside, on_gpu=self._on_gpu)
+            beside, work = self._taught.beside if self._taught else (), self._work(samples)
+            ledger = trace_step(model, plan, config, work, beside, on_gpu=self._on_gpu)
+            self._traces[known] = ledger.moments
         return self._traces[known]
 
     def _work(self, samples: int, most_chunks: int | None = None) -> Any:

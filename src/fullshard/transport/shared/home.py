@@ -48,7 +48,7 @@ from fullshard.transport.base import (
     torch_dtype,
 )
 from fullshard.transport.direct import DirectTransport
-from fullshard.transport.shared.board import CACHE_LINE, Board, Mark, Peers
+from fullshard.transport.shared.board import CACHE_LINE, Board, Mark
 from fullshard.transport.shared.segment import TellAll, share_segment
 
 
@@ -75,12 +75,8 @@ class SharedHome(Home):
     # ---- weights
 
     def open_weights(self, units: Sequence[UnitPlan]) -> None:
-        shared = {
-            (unit.index, at): group
-            for unit in units
-            for at, group in enumerate(unit.groups)
-            if group.shared
-        }
+        groups = [(u.index, at, group) for u in units for at, group in enumerate(u.groups)]
+        shared = {(unit, at): group for unit, at, group in groups if group.shared}
         starts: dict[Any, int] = {}
         own: list[tuple[int, int]] = []
         end = 0
@@ -189,12 +185,9 @@ class GradientSlots:
         )
         self._base, self._address = base, self._segment.memory.data_ptr() + base
         self.slots: Slots = {ring.name: self._cut(ring, base + starts[ring.name]) for ring in ours}
-        self._where = [
-            self._segment.view(i * self._lane_bytes, DEPTH * most_groups, torch.int64).view(
-                DEPTH, most_groups
-            )
-            for i in range(num_parts)
-        ]
+        heads = (i * self._lane_bytes for i in range(num_parts))
+        found = [self._segment.view(at, DEPTH * most_groups, torch.int64) for at in heads]
+        self._where = [places.view(DEPTH, most_groups) for places in found]
         self._starts = sorted(
             starts[ring.name] + i * ring.num_bytes // ring.count
             for ring in ours
@@ -303,20 +296,20 @@ class SharedTransport(DirectTransport):
 
     Args:
         axes: This rank's place; all ranks of the shard axis are on one host.
-        peers: The other ranks of the shard axis.
+        pids: Process ids of the shard axis.
         tell_all: Exchanges values between the ranks of the shard axis until they share memory.
     """
 
     name = "shared"
 
-    def __init__(self, axes: Axes, peers: Peers, tell_all: TellAll) -> None:
+    def __init__(self, axes: Axes, pids: Sequence[int], tell_all: TellAll) -> None:
         super().__init__(axes)
         parts, part = axes.mesh.shard, axes.shard_index
         lanes = align(Board.bytes_of(parts), CACHE_LINE)
         own = (lanes + part * 2 * LANE_BYTES, 2 * LANE_BYTES)
         total = lanes + parts * 2 * LANE_BYTES
         segment = share_segment(part, total, [own, (0, lanes)][: 2 - bool(part)], tell_all)
-        self._board = Board(segment, part, peers)
+        self._board = Board(segment, part, axes.shard_ranks, pids)
         self._lanes = [
             segment.view(lanes + i * 2 * LANE_BYTES, 2 * LANE_BYTES, torch.uint8).view(2, -1)
             for i in range(parts)
