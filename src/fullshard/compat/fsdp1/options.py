@@ -18,13 +18,7 @@ from fullshard.config.values import Strategy, parse
 from fullshard.planner.mesh import order_of, row_of
 from fullshard.planner.units import UnitSettings
 
-STRATEGIES = {
-    ShardingStrategy.FULL_SHARD: Strategy.FULL_SHARD,
-    ShardingStrategy.SHARD_GRAD_OP: Strategy.SHARD_GRAD_OP,
-    ShardingStrategy.NO_SHARD: Strategy.NO_SHARD,
-    ShardingStrategy.HYBRID_SHARD: Strategy.HYBRID_SHARD,
-    ShardingStrategy._HYBRID_SHARD_ZERO2: Strategy.HYBRID_SHARD_ZERO2,
-}
+STRATEGIES = {member: Strategy[member.name.removeprefix("_")] for member in ShardingStrategy}
 
 
 def strategy_of(value: Any) -> ShardingStrategy:
@@ -48,10 +42,8 @@ def strategy_of(value: Any) -> ShardingStrategy:
 def settings_of(precision: MixedPrecision | None) -> UnitSettings:
     """A unit's dtypes. Parameters are stored in theirs; reduce_dtype defaults to param_dtype."""
     given = precision or MixedPrecision()
-    reduce = given.reduce_dtype or given.param_dtype
-    return UnitSettings(
-        compute=dtype_of(given.param_dtype), reduce=dtype_of(reduce), keeps_dtypes=True
-    )
+    compute, reduce = given.param_dtype, given.reduce_dtype or given.param_dtype
+    return UnitSettings(compute=dtype_of(compute), reduce=dtype_of(reduce), keeps_dtypes=True)
 
 
 def mesh_options(strategy: Strategy, process_group: Any, device_mesh: Any) -> dict[str, Any]:
@@ -75,10 +67,8 @@ def mesh_options(strategy: Strategy, process_group: Any, device_mesh: Any) -> di
         raise MisuseValueError(f"Expected device_mesh to have ndim=2 but got {device_mesh.ndim}")
     if device_mesh is not None:
         sizes = [device_mesh.size(axis) for axis in range(device_mesh.ndim)]
-        return {
-            **mesh_sizes("device_mesh", sizes),
-            "order": order_of(device_mesh.mesh.flatten().tolist()),
-        }
+        order = order_of(device_mesh.mesh.flatten().tolist())
+        return {**mesh_sizes("device_mesh", sizes), "order": order}
     if hybrid:
         if not isinstance(process_group, tuple) or len(process_group) != 2:
             raise MisuseValueError(

@@ -67,16 +67,12 @@ class FSDP2Config:
     def __post_init__(self) -> None:
         """Raises an error for unknown values."""
         self.strategy  # noqa: B018  raises
-        if self.auto_wrap_policy not in _POLICIES:
-            raise MisuseValueError(
-                f"auto_wrap_policy: expected 'transformer', 'size_based' or None; got "
-                f"{self.auto_wrap_policy!r}."
-            )
-        if self.backward_prefetch not in _PREFETCH:
-            raise MisuseValueError(
-                f"backward_prefetch: expected 'backward_pre', 'backward_post', 'pre', 'post' or "
-                f"None; got {self.backward_prefetch!r}."
-            )
+        for name, known in ("auto_wrap_policy", _POLICIES), ("backward_prefetch", _PREFETCH):
+            if getattr(self, name) not in known:
+                raise MisuseValueError(
+                    f"{name}: expected one of {', '.join(map(repr, known))}; got "
+                    f"{getattr(self, name)!r}."
+                )
 
     @property
     def strategy(self) -> Strategy:
