@@ -321,7 +321,8 @@ class Values:
             name += "~"
         self._names.add(name)
         key, shape, data = key_of(Kind.STATE, name), tuple(value.shape), partial(as_bytes, local)
-        self.pieces.append(Piece(key, dtype_name(value, path), shape, 0, local.numel(), data))
+        dtype = dtype_name(value.dtype, path)
+        self.pieces.append(Piece(key, dtype, shape, 0, local.numel(), data))
         return name
 
 
