@@ -46,11 +46,8 @@ from fullshard.transport.groups import places_of_meshes, topology_of
 # Axes of a configuration without their sizes.
 AXES: dict[str, Any] = {"replicate": None, "shard": None, "expert": 1, "tensor": 1}
 MESH_AXES = {  # our names of the axes that fs.shard takes, and those of other tools
-    "replicate": "replicate",
-    "dp_replicate": "replicate",
-    "shard": "shard",
-    "dp_shard": "shard",
-    "fsdp": "shard",
+    **dict.fromkeys(("replicate", "dp_replicate"), "replicate"),
+    **dict.fromkeys(("shard", "dp_shard", "fsdp"), "shard"),
     **dict.fromkeys(EXPERT_AXES, "expert"),
 }
 
@@ -130,8 +127,7 @@ def shard(
         settings = settings.model_copy(update=AXES)
     settings = _with_mesh(settings, mesh)
     ring = EventRing()
-    topology = _topology(settings, mesh)
-    engine = engine_shard.shard_model(model, settings, topology, ring, given)
+    engine = engine_shard.shard_model(model, settings, _topology(settings, mesh), ring, given)
     watchdog.watch(ring, [unit.title for unit in engine.plan.units])
     if checkpoint is not None:
         loading.load(checkpoint, model, None)

@@ -117,8 +117,8 @@ def load_open(
         if optimizer is not None and states is not None:
             restore_optimizer(model, optimizer, states)
         saved = checkpoint.state["state"]
-        found_values = {n: _value(checkpoint, engine, n, coded) for n, coded in saved.items()}
-        values = {name: value for name, value in found_values.items() if value is not _LEFT_OUT}
+        found = {name: _value(checkpoint, engine, name, coded) for name, coded in saved.items()}
+        values = {name: value for name, value in found.items() if value is not _LEFT_OUT}
         generators = values.pop(RANDOM, None)
         if optimizer is not None and generators is not None:
             set_random_state(generators)

@@ -156,8 +156,7 @@ def _range_of(held: Held, member: Member, whole: torch.Tensor) -> Held:
 
 def ranks_of(engine: Engine) -> Ranks:
     """The processes of an engine."""
-    world_size = engine.plan.mesh.world_size
-    return Ranks(engine.rank, world_size, engine.lead, engine.agree)
+    return Ranks(engine.rank, engine.plan.mesh.world_size, engine.lead, engine.agree)
 
 
 def write(
@@ -367,8 +366,7 @@ def _write_files(
         for kind in Kind:
             of_kind = [piece for piece in pieces if kind_of(piece.key) is kind]
             if of_kind:
-                path = place.aside / file_name(kind, rank)
-                outcome.append(write_tensors(path, of_kind, rank))
+                outcome.append(write_tensors(place.aside / file_name(kind, rank), of_kind, rank))
     except BaseException as error:  # noqa: BLE001  the other ranks wait for what this one says
         outcome = commit.failure(place.target, rank, error)
         if not isinstance(error, Exception) or ran_out_of_memory(error):

@@ -59,10 +59,8 @@ def checkpoint_wrapper(
             "checkpoint_wrapper: REENTRANT was changed to NO_REENTRANT; reentrant checkpointing "
             "hides from a sharded model which gradients will come."
         )
-    options = dict(checkpoint_fn_kwargs)
-    if checkpoint_fn is None:
-        options["use_reentrant"] = False
-    make_recompute(module, functools.partial(checkpoint_fn or checkpoint, **options))
+    run = checkpoint_fn or functools.partial(checkpoint, use_reentrant=False)
+    make_recompute(module, functools.partial(run, **checkpoint_fn_kwargs))
     object.__setattr__(module, RECOMPUTES, True)
     return module
 
@@ -83,8 +81,7 @@ def apply_activation_checkpointing(
     """
     chosen = check_fn
     if auto_wrap_policy is not None:
-        policy = auto_wrap_policy
-        chosen = functools.partial(_by_policy, policy)
+        chosen = functools.partial(_by_policy, auto_wrap_policy)
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if chosen(child):

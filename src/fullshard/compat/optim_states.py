@@ -261,10 +261,8 @@ def _take_rows(optimizer: Optimizer, state: States) -> States:
     params = [param for _, param in _numbered(optimizer)]
     keys = [key for group in state["param_groups"] for key in group["params"]]  # numbers or names
     param_of = dict(zip(keys, params, strict=False))  # torch's load goes by position too
-    taken = {
-        key: {name: _part(param_of[key], _whole(value)) for name, value in values.items()}
-        if key in param_of
-        else values
-        for key, values in state["state"].items()
-    }
+    taken = dict(state["state"])
+    for key, values in taken.items():
+        if key in param_of:
+            taken[key] = {name: _part(param_of[key], _whole(v)) for name, v in values.items()}
     return {**state, "state": taken}

@@ -151,11 +151,9 @@ def needs_new_plan(engine: Engine) -> bool:
 def _misfits(group: Group, member: Member) -> bool:
     param, piece = member.param, member.piece
     shape = shard_shape(piece, whole=group.plan.layout.num_parts == 1)
-    return (
-        param.dtype is not group.master.dtype
-        or (tuple(param.shape) != shape and param.numel() != piece.numel)
-        or (param.requires_grad and not group.plan.trainable)
-    )
+    is_other = tuple(param.shape) != shape and param.numel() != piece.numel
+    is_thawed = param.requires_grad and not group.plan.trainable
+    return is_other or is_thawed or param.dtype is not group.master.dtype
 
 
 # ---- a new engine from old shards

@@ -245,8 +245,7 @@ def engine_for(module: nn.Module) -> Engine:
 
     Creating an engine is a collective.
     """
-    wrapped = record_of(module)
-    engine = wrapped.engine_ref()
+    engine = record_of(module).engine_ref()
     if engine is None:
         return build(outermost(module))
     root = outermost(module)
@@ -274,16 +273,15 @@ def build(root: nn.Module) -> Engine:
         wrapped.check(root)
     for module, wrapped in reversed(list(marked(root))):
         cut(module, wrapped)  # parameters that were materialized or replaced after the mark
+    ranks = topology(_order_of(units))
     if all(wrapped.engine_ref() is None for wrapped in units.values()):
-        # as in torch, replicas start with equal values
-        share_copies(root, topology(_order_of(units)))
+        share_copies(root, ranks)  # as in torch, replicas start with equal values
     config = _config_of(root, units)
     check_supported(config)
     settings = {n: replace(w.settings, strategy=w.strategy) for n, w in units.items()}
     alone = all(wrapped.alone for wrapped in units.values())
     given = Given(settings=settings, alone=alone, recut=shard_values)
-    world = Topology(1) if alone else topology(_order_of(units))
-    ring = EventRing()
+    world, ring = Topology(1) if alone else ranks, EventRing()
     engine = replace_engines(root, lambda: shard_model(root, config, world, ring, given))
     engine.on_change = _with_changes
     for wrapped in units.values():
@@ -360,8 +358,7 @@ def _before_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
         engine = build(outermost(module))
         args, kwargs = engine.begin_call(module, args, kwargs) or (args, kwargs)
     casts = wrapped.casts
-    is_inner = ATTRIBUTE not in vars(module)
-    if casts.inputs is not None and not (casts.root_only and is_inner):
+    if casts.inputs is not None and not (casts.root_only and ATTRIBUTE not in vars(module)):
         return cast_tensors(args, casts.inputs), cast_tensors(kwargs, casts.inputs)
     return args, kwargs
 

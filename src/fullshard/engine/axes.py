@@ -279,8 +279,7 @@ def _whole_parts(model: Any) -> set[str]:
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if head is None:
         return set()
-    is_tied = head.weight is embedding.weight
-    whole = (head, embedding) if is_tied else (head,)
+    whole = (head, embedding) if head.weight is embedding.weight else (head,)
     return {name for name, module in model.named_modules() if any(module is one for one in whole)}
 
 

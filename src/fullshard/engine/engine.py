@@ -108,6 +108,8 @@ class Engine:
         self.members = [member for unit in self.units for member in unit.members]
         divisor = plan.mesh.num_copies if config.grad_reduction is GradReduction.MEAN else 1
         self.gradients = Gradients(transport, self.norms, divisor, self._on_spill)
+        if any(unit.plan.mesh.replicate > 1 for unit in self.units):
+            self.gradients.inner = Sync.INNER
         made = streams.of(self.device)
         kind = Runtime if made is None else partial(StreamedRuntime, made, plan.homes)
         self.runtime = kind(
@@ -142,10 +144,8 @@ class Engine:
     ) -> Unit:
         """Shard the parameters of a unit, and record every module entry that holds them."""
         part = plan.mesh.coordinates(self.rank)[1]
-        groups = [
-            cut_group(plan, at, [params[names[0]] for names in group.names], part, masters)
-            for at, group in enumerate(plan.groups)
-        ]
+        firsts = [[params[names[0]] for names in group.names] for group in plan.groups]
+        groups = [cut_group(plan, at, own, part, masters) for at, own in enumerate(firsts)]
         unit = Unit(plan, groups, self.transports[plan.mesh])
         for group in groups:
             layout = group.plan.layout
@@ -285,8 +285,7 @@ class Engine:
             self.runtime.watch(index, tensors)
 
     def _on_spill(self, unit: Unit) -> None:
-        spill = Event(EventKind.SPILL, unit.plan.index)
-        self.recorder.record(spill, self.runtime.step)
+        self.recorder.record(Event(EventKind.SPILL, unit.plan.index), self.runtime.step)
 
     def reduce_with(self, hook: Hook) -> None:
         """Make a hook reduce gradients from the next backward on; see `reduce_by`."""
@@ -307,8 +306,7 @@ class Engine:
 
     def _before_step(self) -> None:
         self.check_params()
-        root = alive(self._root, "forward")
-        self._inventory.check(root)
+        self._inventory.check(alive(self._root, "forward"))
         if not torch.is_grad_enabled():
             return  # a replica may evaluate alone, so no collective here
         if self.runtime.step % STEPS == 1 and self.runtime.step != self._looked:

@@ -231,9 +231,7 @@ def _is_made_of(shape: tuple[int, ...], parts: list[tuple[int, ...]]) -> bool:
 def _rows(found: Any, shape: tuple[int, ...], start: int, stop: int) -> torch.Tensor:
     """Elements [start, stop) of a stored tensor."""
     if len(shape) == 0:
-        whole: torch.Tensor = found[...]
-        return whole.reshape(-1)[start:stop]
+        return found[...].reshape(-1)[start:stop]
     row = max(1, math.prod(shape[1:]))
     first, last = start // row, -(-stop // row)
-    rows: torch.Tensor = found[first:last]
-    return rows.reshape(-1)[start - first * row : stop - first * row]
+    return found[first:last].reshape(-1)[start - first * row : stop - first * row]

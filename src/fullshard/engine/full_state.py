@@ -308,6 +308,5 @@ def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def _kind(tensor: torch.Tensor) -> str:
-    if tensor.is_complex():
-        return "complex"
-    return "floating point" if tensor.is_floating_point() else "integer"
+    real = "floating point" if tensor.is_floating_point() else "integer"
+    return "complex" if tensor.is_complex() else real

@@ -65,10 +65,8 @@ def spec_of(
             names[id(param)].append(name)
             params[id(param)] = param
     found = (param_spec(tuple(names[key]), params[key]) for key in names)
-    others = parts or {}
-    specs = tuple(
-        replace(p, mesh=meshes.get(p.name), parts=others.get(p.name, p.parts)) for p in found
-    )
+    of = parts or {}
+    specs = tuple(replace(p, mesh=meshes.get(p.name), parts=of.get(p.name, p.parts)) for p in found)
     _refuse_shared_storage(params.values(), names)
     buffer_bytes = sum(buffer.nbytes for buffer in model.buffers())
     saved = {id(b): b.nbytes for module in model.modules() for b in saved_buffers(module)}

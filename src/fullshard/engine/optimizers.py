@@ -318,10 +318,8 @@ def _like(
     """An optimizer of a class, with the settings of a group."""
     known = inspect.signature(kind.__init__).parameters
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values())
-    settings = {
-        k: v.item() if isinstance(v, torch.Tensor) and v.numel() == 1 else v
-        for k, v in settings.items()
-    }
+    one = [k for k, v in settings.items() if isinstance(v, torch.Tensor) and v.numel() == 1]
+    settings = {**settings, **{k: settings[k].item() for k in one}}
     taken = {k: v for k, v in settings.items() if takes_any or k in known}
     return kind([{"params": params, **settings}], **taken)
 
@@ -402,10 +400,8 @@ def check_by_itself(
 def _drawn(shapes: Sequence[tuple[int, ...]], like: torch.Tensor) -> list[list[torch.Tensor]]:
     """Random values of tensors with these shapes, then gradients of each step."""
     generator = torch.Generator().manual_seed(0)
-    return [
-        [torch.randn(s, generator=generator, dtype=torch.float64).to(like) for s in shapes]
-        for _ in range(1 + PROBE_STEPS)
-    ]
+    draw = partial(torch.randn, generator=generator, dtype=torch.float64)
+    return [[draw(shape).to(like) for shape in shapes] for _ in range(1 + PROBE_STEPS)]
 
 
 def _made_by(

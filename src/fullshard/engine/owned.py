@@ -153,10 +153,8 @@ class OwnedOptimizer(Optimizer):
         wholes = [[self._owned[id(p)].whole for p in g["params"] if self.owns(p)] for g in groups]
         mine = [{**g, "params": found} for g, found in zip(groups, wholes, strict=True)]
         self._inner = engine.agree(lambda: factory(mine))
-        settings = [
-            {**theirs, "params": ours["params"]}
-            for ours, theirs in zip(groups, self._inner.param_groups, strict=True)
-        ]
+        both = zip(groups, self._inner.param_groups, strict=True)
+        settings = [{**theirs, "params": ours["params"]} for ours, theirs in both]
         self._complete = False
         super().__init__(settings, self._inner.defaults)
         self.kind = f"owned {type(self._inner).__name__}"

@@ -153,8 +153,7 @@ class PendingGradient(ShardedGradient):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         rule, name = rule_of(func)
         if name in ("zero_", "_foreach_zero_"):
-            many = args[0] if isinstance(args[0], _LISTS) else args
-            for grad in many:
+            for grad in args[0] if isinstance(args[0], _LISTS) else args:
                 if isinstance(grad, cls):
                     grad.drop(stays=grad.before is None)  # other ranks may have none to zero
                     if grad.before is not None:

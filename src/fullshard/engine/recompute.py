@@ -33,19 +33,15 @@ logger = logging.getLogger(__name__)
 
 _aten: Any = torch.ops.aten
 # Operations whose results selective recompute keeps: the most time per byte.
-_KEPT = frozenset(
-    [
-        _aten.mm.default,
-        _aten.addmm.default,
-        _aten.bmm.default,
-        _aten.baddbmm.default,
-        _aten.convolution.default,
-        _aten._scaled_dot_product_efficient_attention.default,
-        _aten._scaled_dot_product_flash_attention.default,
-        _aten._scaled_dot_product_flash_attention_for_cpu.default,
-        _aten._scaled_dot_product_cudnn_attention.default,
-    ]
+_ATTENTION = (
+    "efficient_attention",
+    "flash_attention",
+    "flash_attention_for_cpu",
+    "cudnn_attention",
 )
+_NAMES = ["mm", "addmm", "bmm", "baddbmm", "convolution"]
+_NAMES += [f"_scaled_dot_product_{kind}" for kind in _ATTENTION]
+_KEPT = frozenset(getattr(_aten, name).default for name in _NAMES)
 
 
 def apply_recompute(model: nn.Module, names: Sequence[str], kind: RecomputeKind) -> None:

@@ -77,11 +77,8 @@ class ShardRecord(Elements):
     def is_cut_like(self, other: ShardRecord) -> bool:
         """Whether every rank holds the same elements of both. Equal on all ranks."""
         one, two = self.piece, other.piece
-        return (
-            (one.shape, self.cut) == (two.shape, other.cut)
-            and self.copies == other.copies
-            and self.holders == other.holders
-        )
+        is_alike = (one.shape, self.cut, self.copies) == (two.shape, other.cut, other.copies)
+        return is_alike and self.holders == other.holders
 
     def describe(self) -> str:
         """Name, global shape and range."""

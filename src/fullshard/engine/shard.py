@@ -229,8 +229,7 @@ def _say_one_host(plan: Plan) -> None:
         logger.info(
             "%s: all %d ranks are on one host, so there is one copy, sharded over all of them "
             "(replicate 1). Set replicate for several.",
-            plan.strategy,
-            plan.mesh.world_size,
+            *(plan.strategy, plan.mesh.world_size),
         )
 
 
@@ -326,8 +325,5 @@ def no_sync(model: nn.Module, *, outer_only: bool = False) -> Any:
         outer_only: Reduce over the shard axis all the same; only the sum over replicas waits for
             the next backward outside. Holds a shard of gradients in place of whole ones.
     """
-    engine = engine_of(model)
-    if not outer_only:
-        return engine.gradients.no_sync(Sync.NONE)
-    has_replicas = any(unit.plan.mesh.replicate > 1 for unit in engine.units)
-    return engine.gradients.no_sync(Sync.INNER if has_replicas else Sync.ALL)
+    gradients = engine_of(model).gradients
+    return gradients.no_sync(gradients.inner if outer_only else Sync.NONE)

@@ -44,8 +44,7 @@ def num_parameters(model: nn.Module) -> int:
 
 def numel_of(param: torch.Tensor) -> int:
     """Elements of a parameter of the full model."""
-    is_shard = isinstance(param, ShardedParameter)
-    return math.prod(param.record.shape) if is_shard else param.numel()
+    return math.prod(param.record.shape if isinstance(param, ShardedParameter) else param.shape)
 
 
 def hook_loading(model: nn.Module, engine: Engine) -> list[Any]:
@@ -54,11 +53,8 @@ def hook_loading(model: nn.Module, engine: Engine) -> list[Any]:
     for unit in engine.units:
         for swap in unit.swaps:
             members.setdefault(id(swap.module), {})[swap.name] = swap.member
-    return [
-        module.register_load_state_dict_pre_hook(partial(_slice_state, members[id(module)]))
-        for module in model.modules()
-        if id(module) in members
-    ]
+    found = [(module, members[id(module)]) for module in model.modules() if id(module) in members]
+    return [m.register_load_state_dict_pre_hook(partial(_slice_state, own)) for m, own in found]
 
 
 def _slice_state(
@@ -422,12 +418,10 @@ def restore_optimizer(model: nn.Module, optimizer: Optimizer, saved: OptimizerSt
         for param in group["params"]:
             state = states.get(names[id(param)])
             if state is not None:
-                optimizer.state[param] = {
-                    key: value.to(param.device)
-                    if isinstance(value, torch.Tensor) and (on_device or value.dim())
-                    else value
-                    for key, value in state.items()
-                }
+                for key, value in state.items():
+                    if isinstance(value, torch.Tensor) and (on_device or value.dim()):
+                        state[key] = value.to(param.device)
+                optimizer.state[param] = state
 
 
 def dtype_name(dtype: object, where: str) -> str:

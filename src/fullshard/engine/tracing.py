@@ -469,8 +469,7 @@ def trace_order(model: nn.Module, plan: Plan, sample: Any) -> Plan:
                 f"{type(error).__name__}: {error}. Leave sample out to learn the order in step one."
             ) from error
     leaves = [index for what, index in nominal_trace(plan.units, forward) if what == "leave"]
-    reached = set(plan.order.backward)
-    backward = [index for index in reversed(leaves) if index in reached]
+    backward = [index for index in reversed(leaves) if index in plan.order.backward]
     return plan.reordered(forward, backward, learned=False)
 
 

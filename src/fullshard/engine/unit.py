@@ -541,21 +541,17 @@ class Unit:
             vars(member.param).update(vars(member.compute))  # marks a DTensor as a parameter
         self._bound = [(m, m.tensors()[-1], m.tensors()[-1].data_ptr()) for m in self.members]
         self._addresses = [address for _, _, address in self._bound]
-        pairs = [(m.param, tensor, m.group.gathers) for m in self.members for tensor in m.tensors()]
-        self.versions = Versions(
-            [(shard, tensor) for shard, tensor, gathers in pairs if gathers],
-            [(shard, tensor) for shard, tensor, gathers in pairs if not gathers],
-            may_write_own=self.plan.mesh.world_size == 1,
-        )
-        self.versions.add([tensor for _, tensor, gathers in pairs if gathers], self)
+        slots, own = ([m for m in self.members if m.group.gathers is yes] for yes in (True, False))
+        pairs = [
+            [(m.param, tensor) for m in many for tensor in m.tensors()] for many in (slots, own)
+        ]
+        self.versions = Versions(*pairs, may_write_own=self.plan.mesh.world_size == 1)
+        self.versions.add([tensor for _, tensor in pairs[0]], self)
         self.own = {id(t) for g in self.groups for t in (g.full, g.part, g.full._base)}
         self.own |= {id(m.tensors()[-1]) for m in self.members}
         self.memory = {g.full.untyped_storage()._cdata for g in self.gathered}
-        self._spans = [
-            (group.full.data_ptr(), group.full.data_ptr() + group.full.nbytes)
-            for group in self.groups
-            if group.gathers or group.plan.shared
-        ]
+        shared = [group.full for group in self.groups if group.gathers or group.plan.shared]
+        self._spans = [(full.data_ptr(), full.data_ptr() + full.nbytes) for full in shared]
 
 
 def _counts(shard: nn.Parameter) -> bool:

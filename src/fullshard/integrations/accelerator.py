@@ -209,8 +209,8 @@ def sharding_in(mixed_precision: str) -> ShardConfig:
 def _over_launch(own: File) -> ShardConfig:
     launch = read_launch_environment()
     given = launch.config_file if launch else None
-    layers: list[Path | File] = [] if given is None else [given]
-    return load_config([*layers, own], needs_model=False).config.sharding
+    layers: list[Path | File] = [own] if given is None else [given, own]
+    return load_config(layers, needs_model=False).config.sharding
 
 
 def _file_of(args: TrainingArguments) -> File:

@@ -189,5 +189,4 @@ def _has_ours(folder: str) -> bool:
 
 
 def _whole(param: Any) -> torch.Tensor:
-    whole = param.full_tensor() if isinstance(param, ShardedParameter) else param
-    return whole.detach().cpu()
+    return (param.full_tensor() if isinstance(param, ShardedParameter) else param).detach().cpu()

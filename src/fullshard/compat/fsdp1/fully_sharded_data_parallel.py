@@ -287,8 +287,7 @@ class FullyShardedDataParallel(HoldsShards, nn.Module):
         return self
 
     def _assert_state(self, state: TrainingState | list[TrainingState]) -> None:
-        states = state if isinstance(state, list) else [state]
-        if self.training_state not in states:
+        if self.training_state not in (state if isinstance(state, list) else [state]):
             raise MisuseValueError(
                 f"expected to be in states {state} but current state is {self.training_state}"
             )
@@ -478,8 +477,7 @@ class FullyShardedDataParallel(HoldsShards, nn.Module):
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         if self._state_dict_type is StateDictType.LOCAL_STATE_DICT:
-            engine = engine_for(self)
-            state_dicts.take_local(engine, state_dict, prefix, self)
+            state_dicts.take_local(engine_for(self), state_dict, prefix, self)
         _rename(state_dict, prefix, prefix + FSDP_PREFIX)
         return super()._load_from_state_dict(state_dict, prefix, *rest)
 
@@ -551,8 +549,7 @@ class FullyShardedDataParallel(HoldsShards, nn.Module):
         group: Any = None,
     ) -> dict[str, Any]:
         """The optimizer's states by parameter name, of the current type."""
-        wanted = _optim_wanted(model)
-        return optim_states.optim_state_dict(model, optim, optim_state_dict, wanted)
+        return optim_states.optim_state_dict(model, optim, optim_state_dict, _optim_wanted(model))
 
     @staticmethod
     def optim_state_dict_to_load(

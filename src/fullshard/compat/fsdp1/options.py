@@ -30,13 +30,13 @@ def strategy_of(value: Any) -> ShardingStrategy:
     if isinstance(value, ShardingStrategy):
         return value
     found = parse(Strategy, "full_shard" if value is None else value, "sharding_strategy")
-    for member, strategy in STRATEGIES.items():
-        if strategy is found:
-            return member
-    raise MisuseValueError(
-        f"sharding_strategy: expected one of {', '.join(member.name for member in STRATEGIES)}; "
-        f"got {value!r}. FSDP has no other."
-    )
+    members = {strategy: member for member, strategy in STRATEGIES.items()}
+    if found not in members:
+        raise MisuseValueError(
+            f"sharding_strategy: expected one of {', '.join(m.name for m in STRATEGIES)}; got "
+            f"{value!r}. FSDP has no other."
+        )
+    return members[found]
 
 
 def settings_of(precision: MixedPrecision | None) -> UnitSettings:
@@ -177,11 +177,8 @@ def _unmarked(root: nn.Module) -> list[nn.Module]:
 
 def own_modules(root: nn.Module, ignored: set[int]) -> list[nn.Module]:
     """The modules whose parameters a unit manages, without inner units and ignored modules."""
-    return [
-        module
-        for module in _unmarked(root)
-        if not any(id(param) in ignored for param in module._parameters.values())
-    ]
+    found = _unmarked(root)
+    return [module for module in found if ignored.isdisjoint(map(id, module._parameters.values()))]
 
 
 def auto_wrap(
@@ -199,10 +196,6 @@ def auto_wrap(
                 f"{name} in\n{root}"
             )
     params = {param for param in root.parameters() if id(param) in ignored}
-    modules = {
-        module
-        for module in root.modules()
-        if any(True for _ in module.parameters())
-        and all(id(param) in ignored for param in module.parameters())
-    }
+    ids = {module: {id(param) for param in module.parameters()} for module in root.modules()}
+    modules = {module for module, own in ids.items() if own and own <= ignored}
     _auto_wrap(root, policy, modules, params, {**given, "ignored_states": params}, wrapper)

@@ -93,8 +93,7 @@ def wrap_model_fsdp2(model: nn.Module, config: FSDP2Config | None = None) -> nn.
     config = config or FSDP2Config()
     blocks = [block for block in _units(model, config) if wrapped_of(block) is None]
     modules = list(_unwrapped(model))
-    device = place(model, modules, None)
-    materialize(modules, device, None)
+    materialize(modules, place(model, modules, None), None)
     if config.sync_module_states:
         copy_first_values(modules, set())
     if config.param_dtype is not None:

@@ -537,8 +537,7 @@ def _apply_settings(root: nn.Module, engine: Engine) -> None:
     if not any(extra.get("sync", True) for extra in all_of):
         engine.gradients.sync = Sync.NONE
     elif not any(extra.get("all_reduce", True) for extra in all_of):
-        has_replicas = any(unit.plan.mesh.replicate > 1 for unit in engine.units)
-        engine.gradients.sync = Sync.INNER if has_replicas else Sync.ALL
+        engine.gradients.sync = engine.gradients.inner
     else:
         engine.gradients.sync = Sync.ALL
     for module, wrapped in marked(root):
