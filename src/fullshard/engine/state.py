@@ -85,7 +85,7 @@ def _slice_state(
         if not is_shard:  # inside fs.unsharded
             if cut is not None and shape == cut.shape:
                 state_dict[key] = cut.show(cut.local_of(value))
-        elif shape == record.shape:
+        elif shape in (record.shape, record.shape or (1,)):  # torch takes (1,) for a scalar, too
             local = record.local_of(value)
             with no_guard():
                 state_dict[key] = local.view(member.param.shape)
