@@ -14,8 +14,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 import fullshard as fs
+from fullshard.engine.engine import engine_of
 from fullshard.engine.parameter import ShardedParameter
-from fullshard.engine.shard import plan_of
 from fullshard.errors import EngineError
 from support.grid import STRATEGIES, marked
 from support.ranks import on_ranks
@@ -183,7 +183,7 @@ def memory(strategy, dtype):
         run.loss(model, step).backward()
     grown.append(live_bytes() - before)
     stats.append(fs.memory_stats(model))
-    planned = {row["name"].replace(" ", "_"): row["bytes"] for row in plan_of(model).rows()}
+    planned = {row["name"].replace(" ", "_"): row["bytes"] for row in engine_of(model).plan.rows()}
     return {"whole": whole, "grown": grown, "stats": stats, "planned": planned}
 
 

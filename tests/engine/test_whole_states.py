@@ -239,4 +239,4 @@ def strangers(folder):
 def test_an_optimizer_of_another_model_and_a_bool_as_step_are_refused(ranks, tmp_path):
     for optimizer, step in ranks(2)(strangers, str(tmp_path)):
         assert "expected parameters of the model" in optimizer
-        assert "expected a step that is an integer >= 0, or None; got True" in step
+        assert "expected a step >= 0, an integer or None; got True" in step

@@ -89,7 +89,7 @@ class Gradients:
     ) -> None:
         self.transport = transport
         self.norms = norms
-        self.sync = Sync.ALL
+        self.sync = self.inner = Sync.ALL  # the latter reduces over the shard axis alone
         self._synced = Sync.ALL  # `sync` at the start of the last backward
         self.expects_any = False
         self.divisor = divisor
@@ -479,8 +479,7 @@ def _drop(weak: weakref.ref[Member], *, stays: bool = False) -> None:
 
 def num_holders(group: Group) -> list[int]:
     """Reference counts of the memory of a group's gradients, and of each gradient."""
-    memory = storage_use_count(group.reduced.memory._cdata)
-    return [memory, *map(sys.getrefcount, group.views)]
+    return [storage_use_count(group.reduced.memory._cdata), *map(sys.getrefcount, group.views)]
 
 
 @dataclass(frozen=True)

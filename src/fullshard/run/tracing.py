@@ -165,9 +165,9 @@ class Tracer:
             model, depth = self.model, key[1]
             if depth is not None:
                 model, plan = _shallow(model, plan, repeated_blocks(self._spec)[depth:])
-            beside = self.taught.beside if self.taught else ()
-            work = self._work(samples)
-            self._traces[known] = trace_step(model, plan, config, work, beside, on_gpu=self.on_gpu)
+            beside, work = self.taught.beside if self.taught else (), self._work(samples)
+            ledger = trace_step(model, plan, config, work, beside, on_gpu=self.on_gpu)
+            self._traces[known] = ledger.moments
         return self._traces[known]
 
     def _work(self, samples: int, most_chunks: int | None = None) -> Any:
