@@ -355,7 +355,7 @@ def test_sequences_that_cannot_be_divided_are_refused():
             marks=pytest.mark.slow,
         ),
         (BY_LENGTH, 2, ["context=2"], "LlamaForCausalLM with rope_type dynamic, which depends"),
-        (DOGE, 2, ["context=2"], "DogeForCausalLM with layers that read other tokens without"),
+        (DOGE, 2, ["context=2"], "DogeForCausalLM with layers whose tokens see the documents"),
         (LLAMA, 2, ["context=2", "backend=jax"], "context: 2 is not yet supported. Use shard"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
