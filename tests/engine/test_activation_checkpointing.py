@@ -45,6 +45,7 @@ def test_recompute_gives_the_bits_of_no_recompute(ranks, strategy):
     ranks(2)(check_bits, "llama", {"strategy": strategy}, timeout=100)
 
 
+@pytest.mark.short(2)
 @pytest.mark.parametrize("wrap", WRAPS)
 def test_recompute_gives_the_same_bits_with_any_units(ranks, wrap):
     ranks(2)(check_bits, "llama", {"wrap": wrap}, timeout=100)

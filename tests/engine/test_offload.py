@@ -91,6 +91,7 @@ def mapped_bytes(folder):
     return sum(found.values())
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
 def test_what_is_on_disk_trains_to_the_bit_as_in_memory(ranks, tmp_path, strategy):
     results = {}
