@@ -59,7 +59,7 @@ VOCABULARY = "tokenizer.json"
 # Keys of a checkpoint's state.
 POSITION, SCALER, PATIENCE = "position", "scaler", "patience"
 # Keys of a model's configuration that change no forward.
-_FREE_KEYS = re.compile(r"^_|architectures|dtype|transformers_version|use_cache|_token_id$")
+_FREE_KEYS = re.compile(r"(^|\.)_|architectures|dtype|transformers_version|use_cache|_token_id$")
 # Sections and keys that must not change when a run resumes.
 SAME = ("data", "model", "teacher", "freeze", "lora", "training.max_seq_length", "training.seed")
 
@@ -348,7 +348,7 @@ def check_model(
             before, now = Tokenizer.from_str(text).get_vocab(), tokenizer.get_vocab()
         else:
             saved = type(model_config).from_dict(json.loads(text))
-            before, now = saved.to_dict(), model_config.to_dict()
+            before, now = flatten(saved.to_dict()), flatten(model_config.to_dict())
     keys = sorted(one for one in {*before, *now} if before.get(one) != now.get(one))
     changed = [one for one in keys if resume.required or not _FREE_KEYS.search(one)]
     if changed:
