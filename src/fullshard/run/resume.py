@@ -55,7 +55,6 @@ logger = logging.getLogger(__name__)
 
 TEACHER = "teacher"  # key of run.json: the sample of its weights
 SAMPLE_BYTES, WEIGHTS = 4096, ("*.safetensors", "pytorch_model*.bin", CONFIG)
-VOCABULARY = "tokenizer.json"
 # Keys of a checkpoint's state.
 POSITION, SCALER, PATIENCE = "position", "scaler", "patience"
 # Keys of a model's configuration that change no forward.
@@ -337,7 +336,7 @@ def check_model(
     """
     name, key, cure = CONFIG, "model.name_or_path", "Bring the old one back, use --resume never"
     if resume.required:
-        name, key, cure = VOCABULARY, "data.tokenizer", "Name its folder, such as RUN/model"
+        name, key, cure = "tokenizer.json", "data.tokenizer", "Name its folder, such as RUN/model"
     if found.manifest is None or name not in found.manifest.files:
         return
     with untrusted(found.files / name, "what a run saves beside its weights"):
