@@ -135,11 +135,11 @@ def test_rank_0_that_is_given_another_machines_address_names_the_variable(srun):
 def test_a_loopback_that_is_down_is_named_at_once():
     """torch would try to reach the launcher's store for five minutes."""
     apart = ["unshare", "--user", "--map-root-user", "--net"]
-    if subprocess.run([*apart, "true"], capture_output=True, check=False).returncode:
+    if subprocess.run([*apart, "true"], timeout=60, capture_output=True).returncode:
         pytest.skip("this machine gives no network of its own")
     program = "from fullshard.launch.rendezvous import LaunchStore; LaunchStore().serve()"
     words = [*apart, sys.executable, "-c", program]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
     assert "Network is unreachable). Bring up the loopback interface" in done.stderr
 
 

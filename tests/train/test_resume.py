@@ -237,12 +237,15 @@ main()
 """
 
 
+@pytest.mark.long
 def test_a_rank_of_another_launcher_that_is_stopped_before_its_loop_writes_a_page(tmp_path):
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    words = [sys.executable, "-c", STOPPED, "train", str(write(tmp_path)), "num_processes=1"]
+    (tmp_path / "stopped.py").write_text(STOPPED)
+    words = [str(tmp_path / "stopped.py"), "train", str(write(tmp_path)), "num_processes=1"]
     env = os.environ | place | ranks
-    done = subprocess.run(words, env=env, capture_output=True, timeout=100, check=False)
+    command = [sys.executable, *words]
+    done = subprocess.run(command, env=env, capture_output=True, timeout=100, check=False)
     assert done.returncode == 75, done.stderr
     assert "interrupted" in (tmp_path / "run" / "report.html").read_text()
 

@@ -55,11 +55,10 @@ logger = logging.getLogger(__name__)
 
 TEACHER = "teacher"  # key of run.json: the sample of its weights
 SAMPLE_BYTES, WEIGHTS = 4096, ("*.safetensors", "pytorch_model*.bin", CONFIG)
-VOCABULARY = "tokenizer.json"
 # Keys of a checkpoint's state.
 POSITION, SCALER, PATIENCE = "position", "scaler", "patience"
 # Keys of a model's configuration that change no forward.
-_FREE_KEYS = re.compile(r"^_|architectures|dtype|transformers_version|use_cache|_token_id$")
+_FREE_KEYS = re.compile(r"(^|\.)_|architectures|dtype|transformers_version|use_cache|_token_id$")
 # Sections and keys that must not change when a run resumes.
 SAME = ("data", "model", "teacher", "freeze", "lora", "training.max_seq_length", "training.seed")
 
@@ -337,7 +336,7 @@ def check_model(
     """
     name, key, cure = CONFIG, "model.name_or_path", "Bring the old one back, use --resume never"
     if resume.required:
-        name, key, cure = VOCABULARY, "data.tokenizer", "Name its folder, such as RUN/model"
+        name, key, cure = "tokenizer.json", "data.tokenizer", "Name its folder, such as RUN/model"
     if found.manifest is None or name not in found.manifest.files:
         return
     with untrusted(found.files / name, "what a run saves beside its weights"):
@@ -348,7 +347,7 @@ def check_model(
             before, now = Tokenizer.from_str(text).get_vocab(), tokenizer.get_vocab()
         else:
             saved = type(model_config).from_dict(json.loads(text))
-            before, now = saved.to_dict(), model_config.to_dict()
+            before, now = flatten(saved.to_dict()), flatten(model_config.to_dict())
     keys = sorted(one for one in {*before, *now} if before.get(one) != now.get(one))
     changed = [one for one in keys if resume.required or not _FREE_KEYS.search(one)]
     if changed:

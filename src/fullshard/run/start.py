@@ -198,10 +198,11 @@ def prepare_run(
             found = choose(ALONE, resume.path, whole=False)
             resume.check_steps(found.step or 0, found.path, steps.num_steps)
             check_data(resume, position_of(found), steps)
-            check_model(resume, found, model_config, dataset.tokenizer)
             if isinstance(view, View):
                 model = model_on_meta(view.config, model_config)
                 check_loads(found, model, KINDS[training.optim])
+                model_config = getattr(model, "config", model_config)  # some classes change it
+            check_model(resume, found, model_config, dataset.tokenizer)
             _say_kept_batch(training, num_batches, steps)
         _check_disk(view, steps, RunFolder(output_dir), resume)
         return CheckedRun(resolved, dataset, steps, view, output_dir, resume)
