@@ -210,8 +210,9 @@ class Runtime:
         num_writes = self.gradients.transport.home.num_writes
         if is_outermost:
             self._begin_step(index, stale=num_writes != self._num_writes)
-        elif num_writes != self._num_writes:
+        elif num_writes != self._num_writes:  # a momentum encoder is averaged in a forward
             self._see_writes()
+            self._run(self.scheduler.see_writes())
         self._num_writes = num_writes
         use = Use(index, self._stack[-1] if self._stack else None, self._generation)
         weak = ref(self)  # see `alive`
