@@ -18,6 +18,7 @@ from fullshard.bench.cases import Case
 from fullshard.bench.ranks import run_ranks
 from fullshard.cli.bench import OutFlag
 from fullshard.cli.outcome import Outcome
+from fullshard.config.schema import DataConfig
 from fullshard.data.text import DatasetSettings, Source, make_dataset
 
 NAME = "benchmarks.long_parity"
@@ -53,7 +54,7 @@ def run(num_steps: int, timeout_s: float = 3600.0) -> dict[str, Any]:
     Raises:
         FullshardError: A rank failed. Its own error is already on standard error.
     """
-    settings = DatasetSettings(CASE.seq + 1, 0.0, CASE.vocab)
+    settings = DatasetSettings(CASE.seq + 1, CASE.vocab, DataConfig(validation_fraction=0))
     rows = make_dataset([Source.at(None)], settings, None).train
     sequences = rows.take(np.arange(len(rows)))
     losses, *_ = run_ranks(

@@ -24,6 +24,7 @@ Messages follow one grammar: what was expected, what came, what to do.
 from __future__ import annotations
 
 import errno
+import logging
 import re
 import sys
 import unicodedata
@@ -43,6 +44,24 @@ def printable(text: str) -> str:
 def _printable(char: str) -> str:
     obeyed = unicodedata.category(char) in ("Cc", "Cs") or char in _BIDI
     return char.encode("unicode_escape").decode() if obeyed and char not in "\n\t" else char
+
+
+class _Printable(logging.Formatter):
+    """Messages may name a stranger's files and tensors."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The message without what a terminal would obey."""
+        return printable(super().format(record))
+
+
+def show_log(prefix: str = "") -> None:
+    """Shows what the library logs, which a program decides, never the library."""
+    logger = logging.getLogger("fullshard")
+    if not logger.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(_Printable(f"{prefix}%(message)s"))
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
 
 
 def write_anything() -> None:

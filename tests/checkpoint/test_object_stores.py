@@ -148,7 +148,7 @@ def test_a_stores_folder_of_something_else_is_not_replaced(memory):
 @pytest.mark.parametrize(
     ("url", "what"),
     [
-        ("s3://bucket/x", "`pip install 's3fs'`"),
+        ("s3://bucket/x", "Install s3fs to access S3"),
         ("gss://x", "a protocol that fsspec knows, got 'gss'. Did you mean gs?"),
     ],
 )

@@ -13,8 +13,6 @@ from torch import nn
 import fullshard as fs
 from fullshard import saving
 from fullshard.engine.shard import plan_of
-from fullshard.planner.memory import staging_bytes
-from fullshard.planner.optimizers import ADAMW
 from support.models import perturbed
 from support.scripts import NUM_TOKENS, Tiny, differences
 
@@ -172,7 +170,7 @@ def staged(strategy):
         fs.wait()
         dist.barrier()
     copies = saving.STAGING[model]._copies.values()
-    return sum(copy.nbytes for copy in copies), staging_bytes(plan_of(model).units, ADAMW)
+    return sum(copy.nbytes for copy in copies), plan_of(model).staging_bytes
 
 
 def everyone_says(value):

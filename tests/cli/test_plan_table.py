@@ -28,7 +28,7 @@ def test_a_table_is_predicted_row_by_row_and_a_bad_row_ends_nothing(tmp_path, pl
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--table", "nowhere.csv"], "--table: expected a CSV file"),
+        (["--table", "nowhere.csv"], "--table: 'nowhere.csv': expected a CSV file"),
         (["--table", "README.md"], "--table: expected a header"),
         (["--table", "README.md", "--nodes", "2"], "every row is one"),
     ],

@@ -18,7 +18,7 @@ import pytest
 from fullshard.cli.app import invoke
 from fullshard.launch.run_lock import RunLock
 from fullshard.observe.machine import read_machine, sampled
-from fullshard.observe.serve import page_server
+from fullshard.observe.report import page_server
 
 
 @pytest.fixture

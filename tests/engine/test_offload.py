@@ -3,8 +3,11 @@
 Here the host computes as well; tests/gpu has the copies between host and device.
 """
 
+import contextlib
 import os
+from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -79,12 +82,13 @@ def trained(folder, offload, strategy, checkpoint=None):
 
 def mapped_bytes(folder):
     """Of files without a name in a folder, in this process."""
-    found = 0
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        if f"{folder}/.fullshard-" in line:
-            start, _, stop = line.split()[0].partition("-")
-            found += int(stop, 16) - int(start, 16)
-    return found
+    found = {}
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # closed meanwhile
+            if str(link.readlink()).startswith(f"{folder}/.fullshard-"):
+                stat = link.stat()
+                found[stat.st_ino] = stat.st_blocks * 512
+    return sum(found.values())
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
@@ -103,6 +107,60 @@ def test_what_is_on_disk_trains_to_the_bit_as_in_memory(ranks, tmp_path, strateg
     assert nothing == (0, 0)
     assert all(0 < some < all_ for some, all_ in zip(states, everything, strict=True))
     assert [p.name for p in (tmp_path / "all").iterdir()] == ["kept"]
+
+
+OPTIMIZERS = {
+    "adamw": partial(torch.optim.AdamW, foreach=True),
+    "fused": partial(torch.optim.AdamW, fused=True),
+    "nadam": torch.optim.NAdam,  # has a product of its steps beside their number
+    "adafactor": torch.optim.Adafactor,  # mixes elements of whole tensors, so takes no turns
+}
+
+
+def large(folder, name, settings):
+    """Parameters after three steps; shards have several MiB and begin anywhere in a page."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(33, 90_001), torch.nn.Linear(90_001, 35))
+    offload = None if folder is None else {**dict.fromkeys(KINDS, "nvme"), "folder": folder}
+    offload = offload and {**offload, "optimizer": "nvme"}
+    fs.shard(model, wrap=["Linear"], transport="direct", offload=offload, **settings)
+    optimizer = OPTIMIZERS[name](model.parameters())
+    for at in range(6):
+        x = torch.linspace(-1, 1, 4 * 33).view(4, 33) * (at + 1)
+        model(x).square().sum().mul(1e-4).backward()
+        if at % 2:
+            fs.clip_grad_norm_(model, 1e-3)
+            optimizer.step()
+            optimizer.zero_grad()
+    return [p.to_local().clone() for p in model.parameters()]
+
+
+def first_of(optimizer):
+    return optimizer.param_groups[0]["params"][0]
+
+
+def compared(folder, cases):
+    """Whether parameters are equal on disk and in memory, and calls of the optimizer."""
+    found = []
+    for name, settings in cases:
+        kind = type(OPTIMIZERS[name]([torch.nn.Parameter(torch.zeros(1))]))
+        with mock.patch.object(kind.step, "__wrapped__", wraps=kind.step.__wrapped__) as step:
+            on_disk = large(folder, name, settings)
+        in_memory = large(None, name, settings)
+        turns = [call for call in step.call_args_list if hasattr(first_of(call.args[0]), "record")]
+        found.append((all(map(torch.equal, on_disk, in_memory)), len(turns)))
+    return found
+
+
+def test_large_shards_take_turns_on_disk_to_the_bit_as_in_memory(ranks, tmp_path):
+    cut, whole = {"strategy": "full_shard"}, {"strategy": "no_shard"}
+    cases = [("nadam", cut), ("adamw", {**cut, "param_dtype": "bf16"}), ("fused", whole)]
+    for found in ranks(2)(compared, str(tmp_path), [*cases, ("adafactor", whole)], timeout=100):
+        assert [equal for equal, _ in found] == [True] * 4
+        *in_turns, at_once = [num_calls for _, num_calls in found]
+        assert min(in_turns) > 3
+        assert at_once == 0
+    assert not list(tmp_path.iterdir())
 
 
 def forwards_from_disk(folder, strategy):

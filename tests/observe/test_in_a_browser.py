@@ -17,8 +17,7 @@ import pytest
 
 from fullshard.cli.app import invoke
 from fullshard.observe.metrics import EvalRow, MetricsWriter, SampleRow, StepRow
-from fullshard.observe.report import page_of, write_report
-from fullshard.observe.serve import page_server
+from fullshard.observe.report import page_of, page_server, write_report
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 ROOT = Path(__file__).parents[2]

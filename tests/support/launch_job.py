@@ -58,7 +58,7 @@ def prepare(how):
 
     def main():
         rendezvous.init_process_group(timeout_s=4)
-        print(rendezvous.first_prepares(made, timeout_s=4))
+        print(rendezvous.first_prepares(made))
         rendezvous.shutdown()
 
     run_rank(main)

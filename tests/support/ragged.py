@@ -13,7 +13,6 @@ from fullshard.engine.engine import engine_of
 from fullshard.recipes.base import IGNORED, Batch, RankTeam, Seat, causal_lm_loss, num_predicted
 from fullshard.run.loop import Loop, LoopSettings
 from fullshard.run.on_torch import TorchTrainee
-from fullshard.run.optim import LossScaler
 from fullshard.run.schedule import Schedule
 
 VOCAB, LENGTH, GLOBAL_BATCH, NUM_STEPS = 11, 6, 8, 3
@@ -117,7 +116,6 @@ def make_loop(
         model,
         optimizer,
         memory_bytes=lambda: (1000 * (rank + 1), 2000 * (rank + 1)),
-        scaler=LossScaler(optimizer, torch.device("cpu"), enabled=False),
     )
     settings = LoopSettings(
         num_steps=NUM_STEPS,

@@ -12,8 +12,8 @@ from fullshard.errors import CheckpointError, ConfigError
 from fullshard.launch import run_lock
 from fullshard.launch.run_lock import StoreLock, is_holder
 from fullshard.observe.metrics import read_rows
-from fullshard.run.checkpoints import check_lock
 from fullshard.run.folder import RunFolder, check_output_dir
+from fullshard.run.resume import check_lock
 from support import forked as subprocess
 from support.object_store import PLUGINS
 from train.test_resume import write
@@ -82,13 +82,16 @@ def test_a_store_is_held_by_one_run_until_it_no_longer_answers(tmp_path, monkeyp
         with pytest.raises(ConfigError, match="a place to which no run saves, got 'objects://"):
             StoreLock(place, "second")
         check_lock(folder)
-        first._released.set()  # as of a machine that is suspended
-        first._beats.join()
+        first.end_beats()  # as of a machine that is suspended
+        (place / run_lock.LOCK).unlink()  # as a cleaner of old objects does
+        check_lock(folder)
+        first._beat()
+        assert (place / run_lock.LOCK).exists()
         monkeypatch.setattr(run_lock, "WATCH_S", 0.1)
         with StoreLock(place, "second"):
             with pytest.raises(CheckpointError, match="another run began there"):
                 check_lock(folder)
-            first.__exit__()
+            first.close()
             assert is_holder(place, "second")
     assert not (place / run_lock.LOCK).exists()
     (folder.path / "checkpoints.txt").write_text("memory://run\n")

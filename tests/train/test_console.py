@@ -5,8 +5,10 @@ import re
 
 from rich.console import Console
 
-from fullshard.observe.metrics import EvalRow, StepRow
-from fullshard.run.console import RunConsole
+from fullshard.config.schema import RunConfig
+from fullshard.observe.metrics import EvalRow, StepRow, read_rows
+from fullshard.run.console import RunConsole, RunWatcher
+from fullshard.run.folder import RunFolder
 
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
@@ -37,8 +39,8 @@ def shown(*, terminal):
     console.print_banner("fullshard train", [("mesh", "word " * 20), ("plan", "7 units")])
     console.start()
     for step in range(1, 5):
-        console.print_step(row(step, 5.0 - step))
-    console.print_evaluation(EvalRow(4, 1.5))
+        console.print_row(row(step, 5.0 - step))
+    console.print_row(EvalRow(4, 1.5))
     console.stop()
     return file.getvalue()
 
@@ -68,3 +70,18 @@ def test_on_a_terminal_there_is_a_bar_with_the_time_left_and_the_banner_is_wrapp
     banner = text.splitlines()[1:4]
     assert max(map(len, banner)) <= 60
     assert banner[1].startswith(" " * 8 + "word")
+
+
+def test_an_evaluation_that_is_made_up_for_once_more_has_one_row(tmp_path, capsys):
+    """The patience had lost it, the rows had not."""
+    folder = RunFolder(tmp_path)
+    for losses in ({4: 2.0}, {4: 2.5, 8: 1.5}):  # a session each
+        console = RunConsole(num_steps=8, log_every=1)
+        with RunWatcher(console, folder, 4, RunConfig(model="x")) as watcher:
+            for step, loss in losses.items():
+                watcher.evaluated(EvalRow(step, loss))
+    rows = [(row["step"], row["eval_loss"]) for row in read_rows(folder.metrics)]
+    assert rows == [(4, 2.0), (8, 1.5)]
+    said = capsys.readouterr().out
+    assert "1.5000" in said
+    assert "2.5000" not in said

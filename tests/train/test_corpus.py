@@ -11,7 +11,7 @@ import pytest
 
 from fullshard.config.files import read_job
 from fullshard.config.load import load_config
-from fullshard.config.schema import RunConfig
+from fullshard.config.schema import DataConfig, RunConfig
 from fullshard.data import tokenize
 from fullshard.data.arrays import _map
 from fullshard.data.dataset import load_facts
@@ -25,7 +25,7 @@ from fullshard.recipes.registry import Command
 from fullshard.run.paths import check_paths
 from support.text import seeded_text
 
-NO_HOLD_OUT = DatasetSettings(16, 0.0, 300)
+NO_HOLD_OUT = DatasetSettings(16, 300, DataConfig(validation_fraction=0))
 
 
 @pytest.fixture(autouse=True)
@@ -182,7 +182,7 @@ def test_a_source_with_too_few_tokens_is_named_with_its_own_count(tmp_path, toke
     with pytest.raises(DataError, match=r"16 training tokens in '.*b.npy' .*, got 9\. "):
         make_dataset(sources, NO_HOLD_OUT, tokenizer)
     (tmp_path / "c.txt").write_text("one line\n" * 50)
-    most = DatasetSettings(16, 0.9999, 300)
+    most = DatasetSettings(16, 300, DataConfig(validation_fraction=0.9999))
     refused(tmp_path / "c.txt", "lower .* data.validation_fraction", most, tokenizer)
 
 
@@ -197,7 +197,7 @@ def test_errors_of_a_mixture_name_the_source_by_its_key(tmp_path, tokenizer):
         ("b.bin", r"data.mixture.1.path: '.*b.bin': expected an array of tokens"),
         ("c.jsonl", r"data.mixture.1.text_column: expected a column 'text'"),
         ("d.txt", r"data.mixture.1.path: expected at least 64 training tokens in"),
-        ("e.txt", r"data.mixture.1.path: expected text, got none in"),
+        ("e.txt", r"data.mixture.1.path: expected at least 64 training tokens in .* got 0"),
     ):
         mixture = [{"path": str(tmp_path / one)} for one in ("a.txt", name)]
         config = RunConfig(
@@ -217,7 +217,8 @@ def test_errors_of_a_mixture_name_the_source_by_its_key(tmp_path, tokenizer):
 
 def test_a_run_keeps_its_tokens_when_the_cache_is_removed(tmp_path, tokenizer):
     (tmp_path / "a.txt").write_text(seeded_text(100))
-    made = make_dataset([Source.at(tmp_path / "a.txt")], DatasetSettings(16, 0.2, 300), tokenizer)
+    settings = DatasetSettings(16, 300, DataConfig(validation_fraction=0.2))
+    made = make_dataset([Source.at(tmp_path / "a.txt")], settings, tokenizer)
     made.save(tmp_path / "data")
     expected = tokens(made)
     for file in (tmp_path / "cache").rglob("*.npy"):
@@ -265,12 +266,12 @@ def test_arrays_of_tokens_are_mapped_where_they_lie(form, tmp_path, tokenizer):
             np.save(file := tmp_path / "a.npy", ids.astype(np.int32))
         case "big-endian npy":
             np.save(file := tmp_path / "a.npy", ids.astype(">u2"))
-            settings = DatasetSettings(16, 0.0, 300, dtype="uint16")
+            settings = DatasetSettings(16, 300, DataConfig(validation_fraction=0, dtype="uint16"))
         case "nanogpt":
             ids.astype(np.uint16).tofile(file)
         case "uint32":
             ids.astype(np.uint32).tofile(file)
-            settings = DatasetSettings(16, 0.0, 300, dtype="uint32")
+            settings = DatasetSettings(16, 300, DataConfig(validation_fraction=0, dtype="uint32"))
         case "megatron":
             megatron(file, ids.astype(np.int32), 4)
         case _:
@@ -301,7 +302,7 @@ def test_arrays_that_cannot_be_tokens_of_this_tokenizer_are_refused(tmp_path, to
         "a dtype that holds the ids of 300 tokens, got uint8",
         tokenizer=tokenizer,
     )
-    wide = DatasetSettings(16, 0.0, 300, dtype="uint32")
+    wide = DatasetSettings(16, 300, DataConfig(validation_fraction=0, dtype="uint32"))
     refused(tmp_path / "c.npy", "expected uint8, which the header .* got uint32", wide, tokenizer)
     np.save(tmp_path / "d.npy", np.zeros((3, 4), np.int32))
     refused(tmp_path / "d.npy", "one axis of integers", tokenizer=tokenizer)

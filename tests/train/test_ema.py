@@ -38,8 +38,6 @@ def train_with_an_average(folder, optimizer_class):
             seen.append(fs.full_state_dict(model, rank0_only=False))
 
     trainee = replace(loop.trainee, optimizer=optimizer, average=average)
-    scaler = type(trainee.scaler)(optimizer, torch.device("cpu"), enabled=False)
-    trainee = replace(trainee, scaler=scaler)
     Loop(trainee, recipe, loop.settings, loop.team, Watching()).run()
     states = {AdamW: ADAMW, SGD: NO_STATES}[optimizer_class]
     plan = engine_of(model).plan.trained_by(replace(states, num_averages=1))

@@ -15,7 +15,7 @@ from fullshard.data.dataset import PREDICTED, ROWS
 from fullshard.errors import DataError, DivergedError
 from fullshard.recipes.base import IGNORED, causal_lm_loss, placed, predicted_of, whole_logits_loss
 from fullshard.recipes.distill.loss import TOP_VALUES, TopK, with_logits
-from fullshard.run.optim import LossScaler
+from fullshard.run.optim import apply_scaled
 from support.ragged import (
     GLOBAL_BATCH,
     NUM_STEPS,
@@ -213,7 +213,7 @@ def scaled_loop():
     rows = Rows()
     options = {"param_dtype": "fp16", "master_dtype": "fp32"}
     _, loop, _ = make_loop(0, 1, 1, options, rows)
-    scaler = LossScaler(loop.trainee.optimizer, torch.device("cpu"), enabled=True)
+    scaler = torch.amp.GradScaler("cpu")
     loop.trainee = replace(loop.trainee, scaler=scaler)
     return loop, rows
 
@@ -228,19 +228,19 @@ def test_fp16_skips_steps_that_overflow_until_the_scale_fits():
     assert [row.loss for row in rows.steps] == pytest.approx(losses, rel=1e-3)
 
 
-def overflow(scaler, parameter):
+def overflow(scaler, parameter, optimizer):
     for step in range(1, 100):
         scaler.scale((parameter * float("inf")).sum()).backward()
-        scaler.unscale()
-        scaler.step(step)
+        scaler.unscale_(optimizer)
+        apply_scaled(scaler, optimizer, step)
         parameter.grad = None
 
 
 def test_fp16_that_overflows_at_every_scale_ends_the_run():
     parameter = torch.nn.Parameter(torch.ones(2))
-    scaler = LossScaler(torch.optim.SGD([parameter], lr=RATE), torch.device("cpu"), enabled=True)
+    optimizer = torch.optim.SGD([parameter], lr=RATE)
     with pytest.raises(DivergedError, match="expected finite numbers at some loss scale"):
-        overflow(scaler, parameter)
+        overflow(torch.amp.GradScaler("cpu"), parameter, optimizer)
     assert torch.equal(parameter.detach(), torch.ones(2))
 
 

@@ -12,7 +12,7 @@ import fullshard as fs
 from fullshard.checkpoint.format import Kind
 from fullshard.config.load import load_config
 from fullshard.models.build import given_model_config
-from fullshard.outlook.memory import WeightsSource, checkpoint_bytes
+from fullshard.outlook.memory import WeightsSource
 from fullshard.outlook.predict import Machine
 from fullshard.recipes.pretrain.recipe import sharded
 from fullshard.run.optim import build_optimizer
@@ -64,7 +64,7 @@ def measured(recompute, folder, checkpoint):
     shard = planned["shard"].device
     return {
         "source": storage.source,
-        "checkpoint": checkpoint_bytes(outlook.plan),
+        "checkpoint": outlook.plan.checkpoint_bytes,
         "built": live_peak_bytes(lambda: build(config)),
         "forward": live_peak_bytes(lambda: forward(config)),
         "resumed": live_peak_bytes(lambda: resume(config, checkpoint)),

@@ -15,7 +15,6 @@ from fullshard.errors import DataError, DivergedError, PreemptedError
 from fullshard.observe.metrics import EvalRow
 from fullshard.recipes.base import cross_entropy, shifted_of
 from fullshard.run.loop import Loop, Patience, diverged
-from fullshard.run.optim import LossScaler
 from fullshard.transport import streams
 from support.ragged import NUM_STEPS, RaggedRecipe, Rows, make_loop
 from support.ranks import RankError, on_ranks
@@ -313,7 +312,7 @@ def test_a_stop_while_an_evaluation_is_made_up_for_takes_no_step(ranks):
 def train_a_bad_loss_in_fp16():
     options = {"param_dtype": "fp16", "master_dtype": "fp32"}
     _, loop, _ = make_loop(0, 1, 1, options, Rows())
-    scaler = LossScaler(loop.trainee.optimizer, torch.device("cpu"), enabled=True)
+    scaler = torch.amp.GradScaler("cpu")
     loop.trainee = replace(loop.trainee, scaler=scaler)
     loop.recipe = SpoiledAtTheSecondStep(0, 1, 1)
     loop.recipe.spoiled_rank = 0

@@ -1,5 +1,6 @@
 """Text that is tokenized while ranks train, and documents that are kept apart."""
 
+import copy
 import itertools
 import pickle
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from fullshard.config.schema import DataConfig, RunConfig
-from fullshard.data import stream, text, tokenize
+from fullshard.data import text, tokenize
 from fullshard.data.dataset import IGNORED, BatchMaker, load_facts
 from fullshard.data.text import Dataset, DatasetSettings, Source, make_dataset
 from fullshard.data.tokenizer import train_tokenizer
@@ -24,7 +25,9 @@ from fullshard.run.schedule import plan_steps
 from support.text import seeded_text
 
 LENGTH, BUFFER = 16, 24
-STREAMED = DatasetSettings(LENGTH, 0.1, 300, shuffle_buffer=BUFFER, seed=3)
+STREAMED = DatasetSettings(
+    LENGTH, 300, DataConfig(validation_fraction=0.1, streaming=True, shuffle_buffer=BUFFER), seed=3
+)
 
 
 @pytest.fixture(autouse=True)
@@ -95,7 +98,9 @@ def test_a_step_has_the_same_rows_for_any_ranks_and_after_a_resume(tmp_path, tok
 def test_a_pass_has_the_tokens_of_data_that_is_tokenized_first(tmp_path, tokenizer):
     """Parts in their own order make one text; every part once a pass."""
     found = sources(tmp_path, 600)
-    whole = make_dataset(found, DatasetSettings(LENGTH, 0.1, 300), tokenizer)
+    whole = make_dataset(
+        found, DatasetSettings(LENGTH, 300, DataConfig(validation_fraction=0.1)), tokenizer
+    )
     data = make_dataset(found, STREAMED, tokenizer)
     (parts,) = data.train.found.parts
     count = len(parts.shards)
@@ -124,7 +129,7 @@ def test_only_what_is_needed_and_a_few_parts_ahead_is_tokenized(tmp_path, tokeni
     maker = BatchMaker(data.without_tokenizer(), order_of(data, 4, 1), np.empty((0, 1, 1)), 0)
     pickle.loads(pickle.dumps(maker))((False, 0))
     needed = 1 + (BUFFER * LENGTH) // (data.train.tokens(0, 0).count // 2)
-    assert num_made(tmp_path) - before <= needed + stream.AHEAD + 1 < count
+    assert num_made(tmp_path) - before <= needed + tokenize.AHEAD + 1 < count
 
 
 def test_sources_share_the_buffer_by_weight_and_each_is_read_in_its_order(tmp_path, tokenizer):
@@ -156,6 +161,15 @@ def test_a_buffer_above_the_data_is_one_pass_with_a_share_for_every_source(
     one_pass = replace(STREAMED, shuffle_buffer=facts.num_train_sequences)
     assert facts == make_dataset(found, one_pass, tokenizer).facts  # the fingerprint, too
     assert sum(places for _, places in facts.mixture) == facts.shuffle_buffer > BUFFER
+
+
+def test_another_tokenizer_is_other_data_though_the_first_part_has_none_of_its_tokens(
+    tmp_path, tokenizer
+):
+    found, other = sources(tmp_path, 300), copy.deepcopy(tokenizer)
+    other.add_tokens(["zqzq"])
+    facts = [make_dataset(found, STREAMED, one).facts for one in (tokenizer, tokenizer, other)]
+    assert facts[0].fingerprint == facts[1].fingerprint != facts[2].fingerprint
 
 
 def test_a_file_that_changes_during_a_run_is_refused(tmp_path, tokenizer):
@@ -205,7 +219,7 @@ def test_documents_of_a_sequence_are_learned_as_if_each_were_alone(tmp_path, tok
     for number in range(30):
         (tmp_path / "data").mkdir(exist_ok=True)
         (tmp_path / "data" / f"{number:02}.txt").write_text(seeded_text(2 + number % 3))
-    apart = DatasetSettings(96, 0.0, 300, separate_documents=True)
+    apart = DatasetSettings(96, 300, DataConfig(validation_fraction=0, separate_documents=True))
     data = make_dataset([Source.at(tmp_path / "data")], apart, tokenizer)
     assert data.labels_per_row is None
     arrays = data.batch(np.array([0, 1, 2, -1]), held_out=False)
@@ -240,6 +254,8 @@ def test_documents_of_a_sequence_are_learned_as_if_each_were_alone(tmp_path, tok
     assert count == num_alone
     torch.testing.assert_close(total, expected, rtol=1e-12, atol=1e-12)
     together = make_dataset(
-        [Source.at(tmp_path / "data")], DatasetSettings(96, 0.0, 300), tokenizer
+        [Source.at(tmp_path / "data")],
+        DatasetSettings(96, 300, DataConfig(validation_fraction=0)),
+        tokenizer,
     ).batch(np.array([0]), held_out=False)
     assert "position_ids" not in together

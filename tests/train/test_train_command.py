@@ -254,7 +254,7 @@ def test_generate_on_ranks_that_share_the_model_writes_the_same(two_ranks, fulls
         ([".", "--top-k", "-1"], "--top-k: expected an integer >= 0, got -1"),
         ([".", "--repetition-penalty", "0"], "--repetition-penalty: expected a number > 0, got 0"),
         ([".", "--num-processes", "0"], "--num-processes: expected an integer >= 1, got 0"),
-        ([".", "--prompts", "nowhere.txt"], "--prompts: expected a file of prompts, one a line"),
+        ([".", "--prompts", "nowhere.txt"], "--prompts: 'nowhere.txt': expected a file of prompts"),
     ],
 )
 def test_generate_says_what_it_cannot_use(tmp_path, monkeypatch, fullshard, words, expected):

@@ -71,14 +71,15 @@ def through_jax(source, target, config_folder, meshes):
 
     import fullshard.jax as fj
     from fullshard.saving import SaveSettings
-    from fullshard.xla.decoder import BLOCKS, DecoderConfig
+    from fullshard.xla.decoder import BLOCKS, RULES, DecoderConfig
     from fullshard.xla_state import checkpoints
 
     config = DecoderConfig.of(AutoConfig.from_pretrained(config_folder))
     tx = optax.scale_by_adam()
-    for at, (replicate, shard) in enumerate(meshes):
-        mesh = fj.make_mesh(replicate, shard, devices=jax.devices()[: replicate * shard])
-        plan = fj.plan(config.shapes(), None, mesh, blocks=BLOCKS)
+    for at, (replicate, shard, tensor) in enumerate(meshes):
+        devices = jax.devices()[: replicate * shard * tensor]
+        mesh = fj.make_mesh(replicate, shard, tensor=tensor, devices=devices)
+        plan = fj.plan(config.shapes(), None, mesh, blocks=BLOCKS, rules=RULES)
         state, beside = checkpoints.load(plan, source, tx)
         assert int(state.step) == NUM_STEPS
         assert int(state.opt_state.count) == NUM_STEPS
@@ -93,7 +94,7 @@ def through_jax(source, target, config_folder, meshes):
 def test_no_bit_changes_from_torch_to_jax_to_torch(ranks, devices, tmp_path, num_ranks, tensor):
     config = tmp_path / "config"
     ranks(num_ranks)(train_in_torch, tmp_path / "torch", config, tensor)
-    meshes = [(1, 8), (1, 3), (2, 2), (1, 1)]
+    meshes = [(1, 8, 1), (1, 3, 2), (2, 2, 2), (1, 3, 1), (1, 1, 2), (1, 1, 1)]
     last = devices(through_jax, tmp_path / "torch", tmp_path / "jax", config, meshes)
     want_step, wanted = ranks(num_ranks)(load_in_torch, tmp_path / "torch", config, tensor)[0]
     readers = ranks(3)(load_in_torch, last, config, 1)
@@ -126,6 +127,8 @@ def written_by_orbax(folder):
     with ocp.StandardCheckpointer() as checkpointer:
         for name, written in (("plain", tree), ("whole", whole), ("other", {"head": tree["head"]})):
             checkpointer.save(folder / name, jax.tree.map(jax.numpy.asarray, written))
+        small = jax.numpy.zeros((4, 4), jax.numpy.int4)
+        checkpointer.save(folder / "int4", {"head": {"weight": small}})
     return {name: value.astype(np.float32) for name, value in flat.items()}
 
 
@@ -148,7 +151,7 @@ def loaded_of_orbax(folder, config):
         assert fs.load(folder / name, model) == {"step": None}
         state = fs.full_state_dict(model, rank0_only=False)
         found.append({name: value.numpy() for name, value in state.items()})
-    for mistake in (("plain", optimizer), ("other",)):
+    for mistake in (("plain", optimizer), ("other",), ("int4",)):
         try:
             fs.load(folder / mistake[0], model, *mistake[1:])
         except CheckpointError as error:
@@ -165,6 +168,8 @@ def test_a_torch_model_takes_a_tree_that_orbax_wrote(ranks, devices, tmp_path, c
             assert all((state[name] == wanted[name]).all() for name in wanted)
         assert said[0].startswith("checkpoint '/plain': expected the states of AdamW")
         assert said[1].startswith("checkpoint '/other': expected scale of shape (); it has no")
+        assert said[2].startswith("model/head.weight: expected a dtype among torch.float64")
+        assert "got torch.int4" in said[2] or "got int4" in said[2]
 
 
 def bytes_read(folder):

@@ -87,7 +87,7 @@ def in_jax(case, shard, folder, batches):
     from fullshard.config.values import DType
     from fullshard.run.on_xla import state_of
     from fullshard.xla import opt_state
-    from fullshard.xla.decoder import BLOCKS, DecoderConfig
+    from fullshard.xla.decoder import BLOCKS, RULES, DecoderConfig
     from fullshard.xla.distill import PROJECTION, distillation, teacher_table
     from fullshard.xla.head import Decoder, next_token
     from fullshard.xla.plan import XlaPlan
@@ -96,14 +96,15 @@ def in_jax(case, shard, folder, batches):
     loss, alpha, dtype, cached = case
     settings, (_, configs) = settings_of(loss, alpha), models_of(loss, dtype)
     own, other = (DecoderConfig.of(config) for config in configs)
-    mesh = fj.make_mesh(1, shard, devices=jax.devices()[:shard])
+    tensor = 2 if loss == "jsd" else 1
+    mesh = fj.make_mesh(1, shard, tensor=tensor, devices=jax.devices()[: shard * tensor])
     sharding = {"strategy": "full_shard", "master_dtype": dtype}
-    bare = fj.plan(own.shapes(), sharding, mesh, blocks=BLOCKS)
+    bare = fj.plan(own.shapes(), sharding, mesh, blocks=BLOCKS, rules=RULES)
     params, shapes, more = fj.load(bare, folder / "student").params, own.shapes(), {}
     if loss == "hidden":
         more = {f"{PROJECTION}.weight": projection(torch, dtype).weight.detach()}
         shapes[PROJECTION] = {"weight": jax.ShapeDtypeStruct((48, 32), dtype)}
-    plan = fj.plan(shapes, sharding, mesh, blocks=BLOCKS)
+    plan = fj.plan(shapes, sharding, mesh, blocks=BLOCKS, rules=RULES)
     tx = opt_state.adamw((0.9, 0.999), EPSILON, plan.map(lambda _: 0.1))
     state = state_of(plan, more, tx, params)
     student, teacher, given = Decoder(own, plan), None, None
@@ -129,7 +130,7 @@ CASES = [
     # loss, alpha, dtype, from a cache, shard
     ("forward_kl", 0.6, "float64", False, 2),
     ("reverse_kl", 1.0, "float64", False, 1),
-    ("jsd", 0.6, "float64", False, 2),
+    ("jsd", 0.6, "float64", False, 2),  # beside a tensor axis
     ("hidden", 0.7, "float64", False, 2),
     ("forward_kl", 0.8, "float64", True, 2),
 ]

@@ -43,18 +43,19 @@ def in_torch(folder):
     return losses, {name: value.numpy() for name, value in weights.items()}
 
 
-def in_jax(folder, strategy, replicate, shard):
+def in_jax(folder, strategy, replicate, shard, tensor=1):
     import jax
 
     import fullshard.jax as fj
     from fullshard.xla import opt_state
-    from fullshard.xla.decoder import BLOCKS, DecoderConfig, loss_fn
+    from fullshard.xla.decoder import BLOCKS, RULES, DecoderConfig, loss_fn
     from support import decoders
 
     config = DecoderConfig.of(decoders.config_of("qwen3"))
-    mesh = fj.make_mesh(replicate, shard, devices=jax.devices()[: replicate * shard])
+    devices = jax.devices()[: replicate * shard * tensor]
+    mesh = fj.make_mesh(replicate, shard, tensor=tensor, devices=devices)
     settings = {"strategy": strategy, "master_dtype": "float64"}
-    plan = fj.plan(config.shapes(), settings, mesh, blocks=BLOCKS)
+    plan = fj.plan(config.shapes(), settings, mesh, blocks=BLOCKS, rules=RULES)
     decay = plan.map(lambda _: NUMBERS["decay"])
     tx = opt_state.adamw(NUMBERS["betas"], NUMBERS["epsilon"], decay)
     state = fj.load(plan, folder, tx)
@@ -82,7 +83,10 @@ def torchs(ranks, tmp_path_factory):
 @pytest.mark.parametrize(
     "mesh",
     [
-        ("full_shard", 1, 3),
+        ("full_shard", 1, 3, 2),
+        pytest.param(("full_shard", 1, 3), marks=pytest.mark.slow),
+        pytest.param(("no_shard", 3, 1, 2), marks=pytest.mark.slow),
+        pytest.param(("hybrid_shard", 2, 2, 2), marks=pytest.mark.slow),
         pytest.param(("full_shard", 1, 2), marks=pytest.mark.slow),
         pytest.param(("shard_grad_op", 1, 2), marks=pytest.mark.slow),
         pytest.param(("no_shard", 3, 1), marks=pytest.mark.slow),

@@ -236,7 +236,7 @@ def test_a_state_of_nnx_is_saved_and_loaded_on_another_mesh(devices, tmp_path):
 
 def in_network_order():
     """Devices of a mesh on a slice whose devices are listed in another order than its network's."""
-    from dataclasses import dataclass
+    from dataclasses import dataclass, replace
 
     import fullshard.jax as fj
 
@@ -252,11 +252,15 @@ def in_network_order():
 
     chips = [Chip(i, (i % 4, i // 4, 0)) for i in range(8)]
     placed = fj.make_mesh(2, 4, devices=chips[::2] + chips[1::2]).devices
-    return [[device.coords for device in row] for row in placed]
+    others = [replace(chip, slice_index=1, process_index=1) for chip in chips]
+    apart = fj.make_mesh(2, 4, tensor=2, devices=others + chips).devices
+    slices = [{device.slice_index for device in row.flat} for row in apart]
+    return [[device.coords for device in row] for row in placed], slices
 
 
 def test_meshes_of_tpus_follow_their_network(devices):
-    rows = devices(in_network_order)
+    rows, slices = devices(in_network_order)
+    assert slices == [{0}, {1}]  # only the replicate axis crosses the slower network
     for row in rows:  # neighbours in a shard group are neighbours on the wire
         steps = [
             sum(abs(x - y) for x, y in zip(a, b, strict=True)) for a, b in itertools.pairwise(row)

@@ -62,7 +62,7 @@ def verdict_of(devices, prepared, folder, fault=None):
 def checked(devices, tmp_path_factory):
     """A short check in float64, of arrays that are frozen or whole, and its reference."""
     folder = tmp_path_factory.mktemp("verify")
-    words = ("launch.num_processes=3", "freeze=['*.mlp.up_proj.*']")
+    words = ("launch.num_processes=6", "freeze=['*.mlp.up_proj.*']", "sharding.tensor=2")
     prepared = prepared_of(*words, "gradient_accumulation_steps=2")
     job = dataclasses.replace(prepared.job, passes=prepared.job.passes[:1], num_steps=2)
     prepared = dataclasses.replace(prepared, job=job)
@@ -132,6 +132,7 @@ def test_a_low_precision_has_a_pass_of_its_own():
         ((), Fault.STALE_SLOT, "--inject: expected repeated_data with backend: jax"),
         (("sharding.transport=direct",), None, "transport: 'direct' is not yet supported"),
         (("model.config.attention_dropout=0.5",), None, "attention_dropout: expected one of 0.0"),
+        (("sharding.tensor=4",), None, "tensor: expected a divisor of 2"),
         (
             ("launch.num_processes=64", "sharding.replicate=8", "sharding.shard=8"),
             None,

@@ -384,7 +384,7 @@ def host_of(
         plan, work = _traced(depth, bare.num_ranks)
         counted = step_time(plan, work, calibration)
         assert counted is not None, "these ranks were measured"
-        left.append(measured[f"step {depth}"] - counted.times.step)
+        left.append(measured[f"step {depth}"] - counted[0].step)
         turns.append(2 * len(plan.units))
     unit_s = max(0.0, left[1] - left[0]) / (turns[1] - turns[0])
     return replace(host, unit_s=unit_s, step_s=max(0.0, left[0] - turns[0] * unit_s))

@@ -125,29 +125,6 @@ class Page:
 # ---- other processes -----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class CpuClock:
-    """Processor seconds of the whole machine at one moment."""
-
-    wall_s: float
-    busy_s: float
-
-    @staticmethod
-    def now() -> CpuClock:
-        """Reads the clock; time that the hypervisor gave to others counts as busy."""
-        times = psutil.cpu_times()
-        idle = times.idle + getattr(times, "iowait", 0.0)
-        # User and nice contain the guest times.
-        counted = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
-        return CpuClock(time.perf_counter(), counted - idle)
-
-
-def others_share(start: CpuClock, end: CpuClock, own_cpu_s: float) -> float:
-    """Returns the share of all cores that other processes used between two readings."""
-    capacity_s = (end.wall_s - start.wall_s) * (psutil.cpu_count() or 1)
-    return max(0.0, (end.busy_s - start.busy_s - own_cpu_s) / capacity_s)
-
-
 class Neighbours:
     """Measures how much of the machine other processes use inside a `with` block.
 
@@ -165,12 +142,14 @@ class Neighbours:
         self.became_idle = not wait or wait_until_idle(WAIT_LIMIT_S, say)
 
     def __enter__(self) -> Neighbours:
-        self._start, self._own_s = CpuClock.now(), sum(os.times()[:4])
+        psutil.cpu_percent()  # begins the interval
+        self._start_s, self._own_s = time.perf_counter(), sum(os.times()[:4])
         return self
 
     def __exit__(self, *exc: object) -> None:
         own_s = sum(os.times()[:4]) - self._own_s
-        self.share = others_share(self._start, CpuClock.now(), own_s)
+        capacity_s = (time.perf_counter() - self._start_s) * (psutil.cpu_count() or 1)
+        self.share = max(0.0, psutil.cpu_percent() / 100 - own_s / capacity_s)
 
 
 def wait_until_idle(limit_s: float, say: Say) -> bool:
@@ -186,9 +165,7 @@ def wait_until_idle(limit_s: float, say: Say) -> bool:
         if time.monotonic() > deadline:
             say(f"the machine was not idle within {limit_s:.0f} s: rows are marked loaded")
             return False
-        start = CpuClock.now()
-        time.sleep(1.0)
-        share = others_share(start, CpuClock.now(), 0.0)
+        share = psutil.cpu_percent(interval=1.0) / 100
         quiet_s = quiet_s + 1 if share < IDLE_SHARE else 0
         if not was_reported and quiet_s == 0:
             say(f"waiting for other processes, which use {share:.0%} of the cores")

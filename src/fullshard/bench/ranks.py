@@ -12,7 +12,6 @@ import ctypes
 import gc
 import importlib
 import re
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ import psutil
 from fullshard.errors import FullshardError
 from fullshard.launch.local_call import call_on_ranks
 from fullshard.launch.spawn import print_failure
+from fullshard.observe.metrics import repeated
 
 SAMPLE_EVERY_S = 0.002
 STATUS = Path("/proc/self/status")
@@ -55,22 +55,18 @@ class PeakSampler:
 
     def __init__(self) -> None:
         self.peak_bytes = 0
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._sample, daemon=True)
 
     def _sample(self) -> None:
-        while not self._stop.is_set():
-            self.peak_bytes = max(self.peak_bytes, proportional_bytes())
-            self._stop.wait(SAMPLE_EVERY_S)
+        self.peak_bytes = max(self.peak_bytes, proportional_bytes())
 
     def __enter__(self) -> PeakSampler:
         CLEAR_REFS.write_text(RESET_PEAK)
-        self._thread.start()
+        self._sample()
+        self._end = repeated(self._sample, SAMPLE_EVERY_S)
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._stop.set()
-        self._thread.join()
+        self._end()
         self.resident_peak_bytes = resident_peak_bytes()
 
 

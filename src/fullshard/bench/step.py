@@ -48,7 +48,7 @@ START_S, FIRST_STEPS, OVERHEAD = 15.0, 5, 1.2
 FLOPS_PER_S = 1e11  # of matmuls, all ranks together
 
 RAW = ("losses", "times_s")  # members of a row that stand with its case in the JSON
-MEMORY_KEYS = ("memory_peak_bytes", "resident_peak_bytes", "build_peak_bytes")
+MEMORY_KEYS = ("memory_peak_bytes", "resident_peak_bytes")
 COLUMNS = (
     "case",
     "engine",

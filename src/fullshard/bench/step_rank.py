@@ -142,8 +142,7 @@ def measure_memory(job: StepJob) -> dict[str, object]:
     return_free_memory()
     dist.barrier()
     baseline, resident = proportional_bytes(), resident_bytes()
-    with PeakSampler() as build:
-        feeder = Feeder(job.case, BUILDERS[engine](setup_of(job, engine)))
+    feeder = Feeder(job.case, BUILDERS[engine](setup_of(job, engine)))
     return_free_memory()
     dist.barrier()
     with PeakSampler() as steps:
@@ -153,5 +152,4 @@ def measure_memory(job: StepJob) -> dict[str, object]:
     return {
         "memory_peak_bytes": steps.peak_bytes - baseline,
         "resident_peak_bytes": steps.resident_peak_bytes - resident,
-        "build_peak_bytes": build.peak_bytes - baseline,
     }

@@ -134,16 +134,15 @@ def _store(protocol: str) -> Any:
     try:
         import fsspec  # pyright: ignore[reportMissingTypeStubs]
     except ImportError as error:
-        raise _missing(protocol, "fullshard[stores]") from error
+        raise CheckpointError(
+            f"{protocol}://: expected fsspec, which opens such stores; it is not installed. `pip "
+            "install 'fullshard[stores]'`, or name a folder."
+        ) from error
     try:
         library: Any = fsspec
         return library.filesystem(protocol, use_listings_cache=False)
-    except ImportError as error:
-        packages = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs"}
-        packages |= dict.fromkeys(("az", "abfs", "adl"), "adlfs")
-        if protocol not in packages:
-            raise CheckpointError(f"{protocol}://: {error}. Or name a folder.") from error
-        raise _missing(protocol, packages[protocol]) from error
+    except ImportError as error:  # it names the package
+        raise CheckpointError(f"{protocol}://: {error}. Or name a folder.") from error
     except Exception as error:
         if protocol in fsspec.available_protocols():
             raise CheckpointError(
@@ -155,13 +154,6 @@ def _store(protocol: str) -> Any:
             f"{protocol}://: expected a protocol that fsspec knows, got {protocol!r}. "
             f"{f'Did you mean {close}?' if close else 'Name a folder.'}"
         ) from error
-
-
-def _missing(protocol: str, package: str) -> CheckpointError:
-    return CheckpointError(
-        f"{protocol}://: expected the package that opens such stores; it is not installed. "
-        f"`pip install '{package}'`, or name a folder."
-    )
 
 
 @contextmanager

@@ -11,7 +11,6 @@ from __future__ import annotations
 import atexit
 import copy
 import gc
-import logging
 import os
 import re
 import sys
@@ -23,10 +22,10 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from fullshard.cli.outcome import JSON_HELP, Outcome, error_outcome, quiet_stdout, write_json
+from fullshard.cli.outcome import JSON_HELP, Outcome, error_outcome, quiet_stdout, sink, write_json
 from fullshard.cli.recipe import app_of
 from fullshard.config.values import did_you_mean
-from fullshard.errors import ConfigError, printable, write_anything
+from fullshard.errors import ConfigError, show_log, write_anything
 from fullshard.launch.exit_codes import ExitCode
 from fullshard.recipes.registry import Command
 
@@ -145,7 +144,10 @@ def _open_streams() -> None:
     while (opened := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(opened, True)
     os.close(opened)
-    sys.stdout, sys.stderr = sys.stdout or os.fdopen(1, "w"), sys.stderr or os.fdopen(2, "w")
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        before = getattr(sys, name)
+        by_line = number == 2 or (before and (before.line_buffering or before.write_through))
+        setattr(sys, name, sink(number, before and before.encoding, by_line=bool(by_line)))
     write_anything()
 
 
@@ -161,7 +163,7 @@ def run(words: Sequence[str]) -> int:
     own = _own_words(words)
     as_json = "--json" in own
     words = [*map(_expanded, own), *words[len(own) :]]
-    _install_logging()
+    show_log()
     outcome = None
     try:
         with quiet_stdout(as_json) as stdout:
@@ -216,21 +218,3 @@ def _check_working_directory() -> None:
         raise ConfigError(
             "working directory: expected a folder that exists; it was removed. Change to another."
         ) from None
-
-
-class _Printable(logging.Formatter):
-    """Messages may name a stranger's files and tensors."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        """The message without what a terminal would obey."""
-        return printable(super().format(record))
-
-
-def _install_logging() -> None:
-    """Show what the library logs, which is a program's decision."""
-    logger = logging.getLogger("fullshard")
-    if not logger.handlers:
-        handler = logging.StreamHandler()
-        handler.setFormatter(_Printable("%(message)s"))
-        logger.addHandler(handler)
-        logger.setLevel(logging.INFO)

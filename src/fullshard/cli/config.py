@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fullshard.cli.arguments import OPEN_WORDS, ConfigFileFlag, ConfigFlag, Words, load
-from fullshard.cli.outcome import JSON_HELP, Outcome
-from fullshard.errors import ConfigError, FullshardError
+from fullshard.cli.outcome import JSON_HELP, Outcome, check_out
+from fullshard.errors import FullshardError
 
 if TYPE_CHECKING:
     from fullshard.config.load import Resolved
@@ -114,10 +114,8 @@ def schema(
     made = explaining.schema() if dialect is None else explaining.dialect_schema(dialect)
     text = json.dumps(made, indent=2) + "\n"
     if out is not None:
-        try:
-            out.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"--out: expected a file, got '{out}': {error.strerror}.") from None
+        check_out(out)
+        out.write_text(text, encoding="utf-8")
         print(f"written to {out}")
     elif not as_json:
         print(text, end="")

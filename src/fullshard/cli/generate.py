@@ -105,14 +105,9 @@ def _read_prompts(file: Path) -> list[str]:
     from fullshard.config.regular_files import did_you_mean_path, read_regular
 
     expected = "a file of prompts, one a line, or of JSON objects with the key prompt"
-    with untrusted(f"--prompts: '{file}'", expected, ConfigError, "Correct the file."):
-        try:
-            data = sys.stdin.buffer.read() if str(file) == "-" else read_regular(file)
-        except OSError as error:
-            hint = did_you_mean_path(file)
-            raise ConfigError(
-                f"--prompts: expected {expected}, got '{file}' ({error.strerror}). {hint}".rstrip()
-            ) from error
+    advice = did_you_mean_path(file) or "Correct the file."
+    with untrusted(f"--prompts: '{file}'", expected, ConfigError, advice):
+        data = sys.stdin.buffer.read() if str(file) == "-" else read_regular(file)
         text = data.decode("utf-8-sig").replace("\r\n", "\n")
         lines = [line for line in text.split("\n") if line.strip()]
         if file.suffix.lower() == ".jsonl":

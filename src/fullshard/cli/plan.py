@@ -16,7 +16,7 @@ import typer
 from fullshard.cli.arguments import OPEN_WORDS, ConfigFileFlag, ConfigFlag, Words, load
 from fullshard.cli.outcome import Outcome, check_out
 from fullshard.config.regular_files import did_you_mean_path, read_regular
-from fullshard.errors import ConfigError
+from fullshard.errors import ConfigError, untrusted
 
 if TYPE_CHECKING:
     from fullshard.config.schema import RunConfig
@@ -144,16 +144,12 @@ def _predict_table(table: Path, out: Path) -> Outcome:
 
 def _read_table(table: Path) -> tuple[list[str], list[dict[str, str]]]:
     """The columns and the rows of a CSV file; missing cells of short rows are blank."""
-    try:
+    advice = did_you_mean_path(table) or "Correct the file."
+    with untrusted(f"--table: '{table}'", "a CSV file with a header", ConfigError, advice):
         text = io.StringIO(read_regular(table).decode("utf-8-sig"), newline="")
         reader = csv.DictReader(text, restval="")
         columns = [name for name in reader.fieldnames or [] if name]
         rows = [{name: row[name] for name in columns} for row in reader]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise ConfigError(
-            f"--table: expected a CSV file with a header, got '{table}' ({error}). "
-            f"{did_you_mean_path(table)}".rstrip()
-        ) from error
     if not {"gpu_model", "params_b", "model_name"} & set(columns):
         raise ConfigError(
             "--table: expected a header with columns such as model_name, params_b, gpu_model, "

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ from fullshard.models.build import model_config_of
 from fullshard.models.config import quiet_libraries
 from fullshard.outlook.calibration import FILE_NAME, read_calibration
 from fullshard.outlook.devices import Gpus
-from fullshard.outlook.memory import Fit, checkpoint_bytes, judge_fit
+from fullshard.outlook.memory import Fit, judge_fit
 from fullshard.outlook.predict import Machine, Outlook
 from fullshard.outlook.search import Study, choice_of, compare
 from fullshard.planner.mesh import Topology
@@ -54,7 +55,7 @@ def calibrated(
             )
         return machine
     path = given or cache_folder() / FILE_NAME
-    if given is None and not path.is_file():
+    if given is None and not os.path.isfile(path):  # noqa: PTH113  (also in another user's home)
         return machine
     found = read_calibration(path)
     if given is None and found.machine != describe_machine():
@@ -107,7 +108,7 @@ def to_dict(study: Study) -> dict[str, Any]:
             {"name": one.name, "bytes": one.num_bytes, "why": one.why} for one in outlook.overhead()
         ],
         "phases": [dataclasses.asdict(one) for one in outlook.phases(study.storage)],
-        "checkpoint_bytes": checkpoint_bytes(made),
+        "checkpoint_bytes": made.checkpoint_bytes,
         "scaling": [dataclasses.asdict(point) for point in study.scaling],
         "memory_bytes": study.outlook.machine.memory_bytes,
         "plan": {
@@ -186,7 +187,7 @@ def _print_phases(study: Study) -> None:
     ]
     rows = [(one.name, *(human_bytes(getattr(one, place)) for place in places)) for one in phases]
     print_table(("phase", *places), rows, "peak of each phase", numbers=places)
-    size = checkpoint_bytes(study.outlook.plan)
+    size = study.outlook.plan.checkpoint_bytes
     kept, sentence = study.storage.keep, f"A checkpoint takes {human_bytes(size)} of disk"
     if kept is not None:
         sentence += (

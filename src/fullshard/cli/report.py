@@ -51,8 +51,7 @@ def report(
 
 def _serve(run_dirs: list[Path], port: int) -> Outcome:
     """Serves the page until Ctrl-C."""
-    from fullshard.observe.report import page_of
-    from fullshard.observe.serve import LOOPBACK, page_server
+    from fullshard.observe.report import LOOPBACK, page_of, page_server
 
     def render() -> str:
         for run_dir in run_dirs:

@@ -53,7 +53,7 @@ def cut_early(
     """
     specs = [param_spec((name,), param) for name, param in params.items()]
     part = mesh.coordinates(rank)[1]
-    for group in group_params(specs, ContractRule().for_unit(settings), mesh.shard):
+    for group in group_params(specs, ContractRule(ShardConfig(), settings), mesh.shard):
         pieces = group.layout.slices(part)
         first = params[pieces[0].name]
         dtype = torch_dtype(group.dtypes.master)

@@ -51,9 +51,8 @@ _XLA: Rows = {
     "grad_sync": (f"Use {GradSync.EVERY_MICRO_BATCH}",),
     "param_dtype": ("Use bfloat16", DType.FLOAT16),
     "transport": ("Use auto",),
-    **dict.fromkeys(
-        ("context", "tensor", "expert"), ("Use shard for these ranks, or backend: torch",)
-    ),
+    "context": ("Use shard for these ranks, or backend: torch",),
+    "expert": ("Its decoder has no experts: use shard for these ranks, or backend: torch",),
 }
 _XLA_TRAINING: Rows = {
     "optim": ("Use adamw_torch or sgd, or backend: torch", *BY_OWNER),

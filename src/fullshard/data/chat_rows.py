@@ -25,19 +25,28 @@ import math
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from fullshard import __version__
+from fullshard.config.schema import SftConfig
 from fullshard.data.arrays import Rows, checksum_of
-from fullshard.data.chat import ASSISTANT, Example, Turns, question_answers, read_examples
-from fullshard.data.chat_template import Learned, encode, prompt_of, texts_of
-from fullshard.data.dataset import IGNORED, DatasetFacts, PreparedData, save_facts
+from fullshard.data.chat import (
+    ASSISTANT,
+    Example,
+    Turns,
+    encode,
+    prompt_of,
+    question_answers,
+    read_examples,
+    texts_of,
+)
+from fullshard.data.dataset import IGNORED, DatasetFacts, PreparedData
 from fullshard.data.order import Indices
 from fullshard.data.records import Files, Kind, Span, files_at
 from fullshard.data.text import Source, cache_root, load_tokens, save_tokens, written
@@ -49,7 +58,6 @@ from fullshard.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-KIND = "chat"
 VERSION = 3  # changes when the same conversations give other tokens
 BEGINS, COUNTS, BITS = 1, 2, 2  # flags of a value, and how many there are
 ARRAYS = ("starts", "sizes", "rows", "lengths")
@@ -62,16 +70,13 @@ class ChatSettings:
     Attributes:
         sequence_length: Largest number of tokens in a row; longer examples lose their end.
         held_out_fraction: Share of the examples to hold out, from the end.
-        packing: Whether a row has several examples.
-        learned: Tokens that the loss counts.
-        num_samples: Number of held-out prompts to answer at evaluations.
+        sft: Which tokens are learned, whether a row has several examples, and how many held-out
+            prompts are answered at evaluations.
     """
 
     sequence_length: int
     held_out_fraction: float
-    packing: bool
-    learned: Learned
-    num_samples: int
+    sft: SftConfig
 
 
 @dataclass(frozen=True)
@@ -132,6 +137,7 @@ class ChatDataset(PreparedData):
         samples: Tokens of held-out prompts, which are answered at evaluations.
     """
 
+    kind: ClassVar = "chat"
     train: ExampleRows
     held_out: ExampleRows
     samples: tuple[list[int], ...]
@@ -183,10 +189,9 @@ class ChatDataset(PreparedData):
             arrays["position_ids"] = places
         return arrays
 
-    def save(self, folder: Path) -> None:
-        """Writes everything into a folder; the tokens are links."""
-        save_facts(folder, KIND, self.facts, self.tokenizer)
-        save_tokens(folder, {KIND: self.train.values})
+    def save_rows(self, folder: Path) -> None:
+        """Writes everything but facts and tokenizer; the tokens are links."""
+        save_tokens(folder, {self.kind: self.train.values})
         self.train.save(folder / "train")
         self.held_out.save(folder / "held_out")
         (folder / "samples.json").write_text(json.dumps(self.samples))
@@ -197,17 +202,17 @@ class ChatDataset(PreparedData):
     ) -> ChatDataset:
         """Maps what `save` wrote."""
         samples = tuple(json.loads((folder / "samples.json").read_text()))
-        values = load_tokens(folder, 1, tokenizer)[KIND]
+        values = load_tokens(folder, 1, tokenizer)[cls.kind]
         rows = [ExampleRows.load(folder / name, values) for name in ("train", "held_out")]
         return cls(facts, tokenizer, rows[0], rows[1], samples)
 
 
 def chat_values(
-    tokenizer: PreTrainedTokenizerBase, learned: Learned, shard: Shard
+    tokenizer: PreTrainedTokenizerBase, sft: SftConfig, shard: Shard
 ) -> Iterator[npt.NDArray[np.integer]]:
     """Values of the tokens of a shard's examples; the first token of each is never learned."""
     for example in read_examples(shard.spans):
-        found = encode(example, tokenizer, learned)
+        found = encode(example, tokenizer, sft)
         values = np.array(found.ids or [0], np.uint32) << BITS  # one that is empty is counted, too
         values[1:] |= np.array(found.learned[1:], np.uint32) * COUNTS
         values[0] |= BEGINS
@@ -264,7 +269,7 @@ def make_chat_dataset(
     border = max(1, len(starts) - math.ceil(len(starts) * settings.held_out_fraction))
     cut, kept = np.minimum(lengths, limit), np.flatnonzero(learned)
     parts = np.split(kept, np.searchsorted(kept, [border]))
-    capacity = limit if settings.packing else None
+    capacity, num_samples = limit if settings.sft.packing else None, settings.sft.num_samples
     rows = [ExampleRows.of(values, starts[part], cut[part], capacity) for part in parts]
     if not len(rows[0]):
         raise _nothing_to_learn(values, starts, border, spans, limit)
@@ -274,7 +279,7 @@ def make_chat_dataset(
     sampled = _examples_from(border % len(starts), values, starts, found)
     prompts = [
         prompt_of(example, tokenizer)[0]
-        for example in itertools.islice(sampled, max(1, settings.num_samples))
+        for example in itertools.islice(sampled, max(1, num_samples))
     ]
     ids: Any = [tokenizer(one, add_special_tokens=False)["input_ids"] for one in prompts]
     facts = DatasetFacts(
@@ -292,17 +297,19 @@ def make_chat_dataset(
         fingerprint=digest([VERSION, limit, *sums]),
         pad=tokenizer.pad_token_id if isinstance(tokenizer.pad_token_id, int) else 0,
     )
-    return ChatDataset(facts, tokenizer, rows[0], rows[1], tuple(ids[: settings.num_samples]))
+    return ChatDataset(facts, tokenizer, rows[0], rows[1], tuple(ids[:num_samples]))
 
 
 def _encoded(
     found: Sequence[Shard], settings: ChatSettings, tokenizer: PreTrainedTokenizerBase
 ) -> Rows:
     """Values of all tokens, from the cache or made now on all cores."""
-    told = [__version__, VERSION, asdict(settings.learned), tokenizer.chat_template]
+    sft = settings.sft
+    learned = sft.completion_only_loss is not False, sft.assistant_only_loss is not False
+    told = [__version__, VERSION, learned, tokenizer.chat_template]
     key = digest([*told, words_of(tokenizer), settings_of(tokenizer)])
     how = TokenSettings((), "", num_ids(tokenizer) << BITS, "uint32")
-    read = partial(chat_values, tokenizer, settings.learned)
+    read = partial(chat_values, tokenizer, sft)
     return Rows([tokenize(found, cache_root() / key, how, read, num_processes=None)], 1)
 
 
@@ -371,7 +378,7 @@ def _notes(
         yield f"{num_cut:,} examples are cut to {how.sequence_length:,} tokens (max_seq_length)"
     if left_out := num_examples - sum(len(part.starts) for part in rows):
         yield f"{left_out:,} examples have nothing to learn: left out"
-    if how.packing:
+    if how.sft.packing:
         count, filled = len(rows[0]), rows[0].count / (len(rows[0]) * how.sequence_length)
         yield f"{len(rows[0].starts):,} examples in {count:,} rows, which are {filled:.0%} full"
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 from pydantic import TypeAdapter
@@ -80,6 +80,7 @@ class DatasetFacts:
 class PreparedData(ABC):
     """Data that ranks can train on: numbered rows of tokens, and how they become batches."""
 
+    kind: ClassVar[str]
     facts: DatasetFacts
     tokenizer: PreTrainedTokenizerBase
 
@@ -134,9 +135,17 @@ class PreparedData(ABC):
     def arrays(self, chosen: Indices, *, held_out: bool) -> dict[str, Any]:
         """`input_ids`, `labels` and other inputs of some rows; -1 is a row without labels."""
 
-    @abstractmethod
     def save(self, folder: Path) -> None:
         """Writes everything into a folder."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self.tokenizer.save_pretrained(folder / TOKENIZER)
+        text = json.dumps({"kind": self.kind, **asdict(self.facts)}, indent=2, ensure_ascii=False)
+        (folder / FACTS).write_text(text + "\n", encoding="utf-8")
+        self.save_rows(folder)
+
+    @abstractmethod
+    def save_rows(self, folder: Path) -> None:
+        """Writes the rows; tokens of the cache become links."""
 
 
 @dataclass(frozen=True)
@@ -187,26 +196,10 @@ def divided(arrays: dict[str, Any], part: int, num_parts: int) -> dict[str, Any]
     return found
 
 
-def save_facts(
-    folder: Path, kind: str, facts: DatasetFacts, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    """Writes facts and tokenizer into a folder."""
-    folder.mkdir(parents=True, exist_ok=True)
-    tokenizer.save_pretrained(folder / TOKENIZER)
-    text = json.dumps({"kind": kind, **asdict(facts)}, indent=2, ensure_ascii=False)
-    (folder / FACTS).write_text(text + "\n", encoding="utf-8")
-
-
 def load_facts(
     folder: Path, *, trust: bool = False
 ) -> tuple[str, DatasetFacts, PreTrainedTokenizerBase]:
-    """Kind, facts and tokenizer as `save_facts` wrote them; see `read_facts` for errors."""
-    kind, facts = read_facts(folder)
-    return kind, facts, read_tokenizer(folder / TOKENIZER, "model", trust=trust)
-
-
-def read_facts(folder: Path) -> tuple[str, DatasetFacts]:
-    """Kind and facts as `save_facts` wrote them.
+    """Kind, facts and tokenizer as `PreparedData.save` wrote them.
 
     Raises:
         DataError: There are none, as on a machine that does not share the run's folder.
@@ -217,7 +210,8 @@ def read_facts(folder: Path) -> tuple[str, DatasetFacts]:
             "All machines of a run need the same folder: put it on a shared file system."
         )
     found: dict[str, Any] = json.loads((folder / FACTS).read_text(encoding="utf-8"))
-    return found.pop("kind"), TypeAdapter(DatasetFacts).validate_python(found)
+    kind, facts = found.pop("kind"), TypeAdapter(DatasetFacts).validate_python(found)
+    return kind, facts, read_tokenizer(folder / TOKENIZER, "model", trust=trust)
 
 
 def tokenizer_texts(folder: Path) -> dict[str, str]:

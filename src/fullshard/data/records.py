@@ -255,7 +255,7 @@ def identity(file: Path) -> list[tuple[int, int, int]]:
 
 
 def read_records(span: Span, columns: Sequence[str] | None = None) -> Iterator[Record]:
-    """The records of a span; of parquet files and datasets only these columns.
+    """The records of a span; of parquet files and datasets only these columns, if all are there.
 
     Raises:
         DataError: The file cannot be read; names the line.
@@ -269,12 +269,17 @@ def read_records(span: Span, columns: Sequence[str] | None = None) -> Iterator[R
                 values = _read_parquet(span, columns)
             case Kind.DATASETS:
                 found = _open_datasets(span.file)
-                found = found.select_columns(list(columns)) if columns else found
+                found = found.select_columns(_among(found.column_names, columns))
                 values = found.select(range(span.start, span.stop))
             case _:
                 values = _read_list(span.file)[span.start : span.stop]
         for number, value in enumerate(values, start=span.start):
             yield Record(value, span, number)
+
+
+def _among(present: list[str], columns: Sequence[str] | None) -> list[str]:
+    """The columns to read: all where one is missing, which whoever needs it will report."""
+    return list(columns) if columns and {*columns} <= {*present} else present
 
 
 def _reading(file: Path, what: str = "a file that can be read") -> AbstractContextManager[None]:
@@ -474,6 +479,7 @@ def _read_parquet(span: Span, columns: Sequence[str] | None) -> Iterator[Any]:
     ]
     first = starts[groups[0]] if groups else 0
     with open_parquet(span.file) as reader:
+        columns = _among(reader.schema_arrow.names, columns)
         batches = reader.iter_batches(1024, row_groups=groups, columns=columns)
         values = (value for batch in batches for value in batch.to_pylist())
         yield from itertools.islice(values, span.start - first, span.stop - first)

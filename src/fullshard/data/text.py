@@ -28,15 +28,16 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from pydantic import TypeAdapter
 
 from fullshard.config.environment import cache_folder
+from fullshard.config.schema import DataConfig
 from fullshard.data.arrays import Rows, TokenFile, tokens_in
 from fullshard.data.bigram import Baseline, interpolated_bigram
-from fullshard.data.dataset import IGNORED, DatasetFacts, PreparedData, save_facts
+from fullshard.data.dataset import IGNORED, DatasetFacts, PreparedData
 from fullshard.data.order import ENDLESS, Indices, apportioned
 from fullshard.data.records import (
     Files,
@@ -45,17 +46,17 @@ from fullshard.data.records import (
     files_at,
     line_start,
     next_line,
-    open_parquet,
     under,
 )
-from fullshard.data.stream import Parts, Sources, Stream
 from fullshard.data.tokenize import (
     SHARD_BYTES,
+    Parts,
     Progress,
     Shard,
+    Sources,
+    Stream,
     TokenSettings,
     digest,
-    missing_column,
     pieces,
     shards,
     text_tokens,
@@ -76,7 +77,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-KIND = "text"
 VERSION = 1  # changes when the same data gives other tokens or another order
 PROMPT_ROWS, PROMPT_TOKENS, PROMPT_CHARACTERS = 64, 32, 60
 TRAINING_BYTES = 256 << 20  # most text that a tokenizer is trained on
@@ -112,14 +112,12 @@ class Source:
         """The source at a path; None: the text that ships with Python.
 
         Raises:
-            DataError: There are no files, or they have no text.
+            DataError: There are no files.
         """
         if path is None:
             return cls(_embedded(), weight, text_column, EMBEDDED)
         with under(key):
             files = files_at(path)
-            for file in files.files if files.kind is Kind.PARQUET else ():
-                _check_column(file, text_column)
         return cls(files, weight, text_column, files.origin, key)
 
 
@@ -129,23 +127,15 @@ class DatasetSettings:
 
     Attributes:
         sequence_length: Tokens per sequence.
-        held_out_fraction: Share of each source to hold out.
         vocab_size: Largest vocabulary of a tokenizer that is trained on the text.
-        dtype: Dtype of arrays without a header; None: uint16.
-        baseline: Whether to fit the bigram, which counts pairs in memory.
-        shuffle_buffer: Sequences to shuffle together in a stream; 0: everything is tokenized first.
+        data: Section of the configuration.
         seed: Seed of a stream's order of parts.
-        separate_documents: Whether tokens attend to their own document only.
     """
 
     sequence_length: int
-    held_out_fraction: float
     vocab_size: int
-    dtype: str | None = None
-    baseline: bool = False
-    shuffle_buffer: int = 0
+    data: DataConfig
     seed: int = 0
-    separate_documents: bool = False
 
 
 Kept = list[list[TokenFile]] | Sources
@@ -156,6 +146,7 @@ _KEPT = TypeAdapter(dict[str, Kept])
 class Dataset(PreparedData):
     """Packed sequences of one length."""
 
+    kind: ClassVar = "text"
     train: Rows
     held_out: Rows
 
@@ -181,9 +172,8 @@ class Dataset(PreparedData):
         arrays["labels"][begins > 0] = IGNORED  # nothing before it belongs to its document
         return {**arrays, "position_ids": places - np.maximum.accumulate(begins, axis=1)}
 
-    def save(self, folder: Path) -> None:
-        """Writes what ranks need into a folder: links to prepared tokens, paths of other files."""
-        save_facts(folder, KIND, self.facts, self.tokenizer)
+    def save_rows(self, folder: Path) -> None:
+        """Writes links to prepared tokens, and the paths of other files."""
         save_tokens(folder, {"train": self.train, "held_out": self.held_out})
 
     @classmethod
@@ -247,13 +237,13 @@ def make_dataset(
     trained_on, vocab_size = [part[0] for part in parts], settings.vocab_size
     tokenizer = tokenizer or new_tokenizer(sources, trained_on, vocab_size, notes)
     made = [_tokens(*one, settings, tokenizer) for one in zip(sources, parts, strict=True)]
-    length = settings.sequence_length
+    length, how = settings.sequence_length, settings.data
     held_out = Rows([rest for _, rest in made], length)
-    if settings.held_out_fraction and not len(held_out):
+    if how.validation_fraction and not len(held_out):
         raise _too_few(None, held_out.num_dropped, length)
     train, sizes, names = _training_rows(sources, [own for own, _ in made], settings, tokenizer)
     # Of more than a pass, the rows of a step could lie any number of passes ahead.
-    buffer = min(settings.shuffle_buffer, max(sum(sizes), SMALL_BUFFER))
+    buffer = min(how.shuffle_buffer * how.streaming, max(sum(sizes), SMALL_BUFFER))
     mixture = _mixture(sources, sizes, buffer)
     sums = list(zip(names, held_out.checksums, strict=True))
     facts = DatasetFacts(
@@ -265,13 +255,13 @@ def make_dataset(
         num_held_out_tokens=len(held_out) * length,
         num_dropped_tokens=train.num_dropped + held_out.num_dropped,
         vocab_size=num_ids(tokenizer),
-        baseline=_baseline(train, held_out, num_ids(tokenizer)) if settings.baseline else None,
+        baseline=_baseline(train, held_out, num_ids(tokenizer)) if how.uses_baseline else None,
         prompt=_prompt(held_out if len(held_out) else train, tokenizer),
         notes=(*notes, *_said(sources, mixture)),
         fingerprint=digest([VERSION, length, mixture, sums]),
         mixture=mixture,
         shuffle_buffer=buffer,
-        separator=_separator(tokenizer) if settings.separate_documents else None,
+        separator=_separator(tokenizer) if how.separate_documents else None,
     )
     return Dataset(facts, tokenizer, train, held_out)
 
@@ -302,7 +292,7 @@ def _training_rows(
         DataError: A source has fewer tokens than one sequence.
     """
     length = settings.sequence_length
-    if not settings.shuffle_buffer:
+    if not settings.data.streaming:
         rows = Rows([one for one in made if not isinstance(one, Parts)], length)
         return rows, rows.sizes, rows.checksums
     parts = tuple(one for one in made if isinstance(one, Parts))
@@ -314,9 +304,9 @@ def _training_rows(
             if not sizes[-1]:
                 raise _too_few(source.files, 0, length)
     told = [
-        [stream.tokens(number, 0).checksum, *(f"{s.file.name}:{s.start}:{s.stop}" for s in spans)]
+        [f"{stream.tokens(number, 0).checksum}:{one.key}"]
+        + [f"{s.file.name}:{s.start}:{s.stop}" for shard in one.shards for s in shard.spans]
         for number, one in enumerate(parts)
-        for spans in [[span for shard in one.shards for span in shard.spans]]
     ]
     return stream, sizes, told
 
@@ -326,10 +316,9 @@ def _training_rows(
 
 def _split(source: Source, settings: DatasetSettings) -> tuple[list[Span], list[Span]]:
     with under(source.key):
-        train, rest = split(source.files.spans(settings.dtype), settings)
+        train, rest = split(source.files.spans(settings.data.dtype), settings)
         if not train:
-            none = _too_few(source.files, 0, settings.sequence_length)
-            raise none if rest else _nothing_found(source.files)
+            raise _too_few(source.files, 0, settings.sequence_length)
     return train, rest
 
 
@@ -343,7 +332,7 @@ def split(spans: Sequence[Span], settings: DatasetSettings) -> tuple[list[Span],
         settings: Settings with the share to hold out.
     """
     train, held_out = list(spans), list[Span]()
-    missing = math.ceil(sum(span.stop for span in spans) * settings.held_out_fraction)
+    missing = math.ceil(sum(span.stop for span in spans) * settings.data.validation_fraction)
     while missing > 0 and train:
         span = train.pop()
         place = _cut(span, max(0, span.stop - missing), first=not train)
@@ -398,10 +387,10 @@ def _tokens(
     how = TokenSettings(end, source.text_column, vocab_size, dtype.name)
     key = digest([VERSION, words_of(tokenizer), asdict(how)])
     with under(source.key):
-        arrays = _arrays(source.files, settings.dtype, vocab_size)
+        arrays = _arrays(source.files, settings.data.dtype, vocab_size)
         found = [shards(part, arrays) for part in parts]
         folder, read = cache_root() / key, partial(text_tokens, encoder_of(tokenizer), how)
-        if settings.shuffle_buffer:
+        if settings.data.streaming:
             if getattr(tokenizer, "backend_tokenizer", None) is None:
                 raise ConfigError(
                     "data.streaming: expected a tokenizer of the tokenizers library "
@@ -412,7 +401,7 @@ def _tokens(
         made = tokenize([*found[0], *found[1]], folder, how, read)
         train, rest = made[: len(found[0])], made[len(found[0]) :]
         if (count := sum(one.count for one in train)) < (length := settings.sequence_length):
-            raise _too_few(source.files, count, length) if count else _nothing_found(source.files)
+            raise _too_few(source.files, count, length)
     return train, rest
 
 
@@ -565,17 +554,6 @@ def written(name: str, suffix: str, texts: Sequence[str]) -> tuple[Path, ...]:
     return tuple(files)
 
 
-def _nothing_found(files: Files) -> DataError:
-    what = (
-        files.kind if files.kind in (Kind.TEXT, Kind.ARRAY) else f"{files.kind} records with text"
-    )
-    sizes = sum(file.stat().st_size for file in files.files)
-    return DataError(
-        f"data.path: expected {what}, got none in '{files.path}' ({len(files.files)} file(s), "
-        f"{sizes} bytes). Name a file that is not empty."
-    )
-
-
 def _too_few(files: Files | None, got: int, length: int) -> DataError:
     """The error for a part with less than one sequence; without files, the held-out part."""
     what, way_out = "held-out tokens", "Raise data.validation_fraction or set it to 0."
@@ -586,19 +564,3 @@ def _too_few(files: Files | None, got: int, length: int) -> DataError:
         f"data.path: expected at least {length:,} {what} (one sequence of "
         f"training.max_seq_length), got {got:,}. {way_out}"
     )
-
-
-def _check_column(file: Path, text_column: str) -> None:
-    """Checks the type of a parquet file's text column before anything is read."""
-    import pyarrow
-
-    with open_parquet(file) as reader:
-        present = reader.schema_arrow.names
-        if text_column not in present:
-            raise DataError(missing_column(text_column, present, str(file)))
-        column_type = reader.schema_arrow.field(text_column).type
-    if not (pyarrow.types.is_string(column_type) or pyarrow.types.is_large_string(column_type)):
-        raise DataError(
-            f"data.text_column: expected text in column '{text_column}', got {column_type} "
-            f"in '{file}'. Name a column that holds text."
-        )

@@ -113,6 +113,9 @@ class Engine:
         self.runtime = kind(
             self.units, plan.scheduler(), self.gradients, recorder, poison=config.poison
         )
+        self.norms.disk, disk = masters.homes.disk, masters.homes.gradients.disk
+        if disk is not None and self.device.type == "cpu":
+            self.gradients.to_host = disk.to_disk
         self.runtime.before_step = self._before_step
         self.rings = self._bind({})
         self._looked = -1  # step of the last comparison of replicas

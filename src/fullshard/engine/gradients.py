@@ -47,9 +47,10 @@ from fullshard.engine._torch_compat import (
     no_guard,
     storage_use_count,
 )
+from fullshard.engine.gradient_shard import GradientShard
 from fullshard.engine.norms import Count, GradientNorms, from_host, is_at_hand, sample
 from fullshard.engine.parameter import PendingGradient, ShardedGradient
-from fullshard.engine.unit import Collects, GradientShard, Group, Member, Unit, alive, is_reached
+from fullshard.engine.unit import Collects, Group, Member, Unit, alive, is_reached
 from fullshard.errors import EngineError, UnsupportedModelError
 from fullshard.planner.events import Sync
 from fullshard.planner.mesh import Mesh
@@ -338,7 +339,7 @@ class Gradients:
         if not members:
             return
         bits = [member.touched for member in members]
-        squares = self.norms.local_squares(self._shown.plain, self._shown.records)
+        squares = self.norms.local_squares(self._shown.plain, self._shown.records, units)
         vector = torch.cat([from_host(bits, squares.device), squares])
         counts = self.norms.counts
         self.norms.read_earlier()
@@ -428,7 +429,7 @@ class Gradients:
                 self.drop(unit)
             for group in unit.trained_groups:
                 self._forget(group)
-                group.reduced.partial = None
+                group.reduced.partial, group.reduced.squares = None, []
                 for member in group.members:
                     member.touched = member.expected = False
                     GRAD.__set__(member.compute, None)

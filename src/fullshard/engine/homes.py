@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
-import os
 import tempfile
 from dataclasses import dataclass
 from typing import Any, Self
@@ -14,7 +13,8 @@ import torch
 from torch import nn
 
 from fullshard.config.sharding import Offload
-from fullshard.errors import ConfigError, OutOfMemoryError, UnsupportedModelError
+from fullshard.engine.disk import Disk
+from fullshard.errors import OutOfMemoryError, UnsupportedModelError
 from fullshard.planner.units import Homes, Place
 
 
@@ -25,21 +25,21 @@ class Residence:
     Attributes:
         device: The device of the tensors.
         pinned: Whether the host memory is page-locked.
-        folder: Folder of the mapped files; None for memory.
+        disk: The model's files; None for memory.
     """
 
     device: torch.device
     pinned: bool = False
-    folder: str | None = None
+    disk: Disk | None = None
 
     @classmethod
-    def of(cls, place: Place, device: torch.device, offload: Offload | None) -> Residence:
+    def of(cls, place: Place, device: torch.device, disk: Disk | None) -> Residence:
         """Returns the residence for a place of the plan and a compute device."""
         if place in (Place.DEVICE, Place.SHARED):
             return cls(device)
         host = torch.device("cpu")
         if place is Place.DISK:
-            return cls(host, folder=(offload and offload.folder) or tempfile.gettempdir())
+            return cls(host, disk=disk)
         return cls(host, pinned=device.type == "cuda")
 
     def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -48,8 +48,8 @@ class Residence:
         Raises:
             ConfigError: The folder is not there, not to be written, or its disk is full.
         """
-        if self.folder is not None:
-            return _mapped_zeros(numel, dtype, self.folder)
+        if self.disk is not None:
+            return self.disk.zeros(numel, dtype)
         if self.pinned and numel:
             return torch.frombuffer(_PageLocked(numel * dtype.itemsize), dtype=dtype)
         return torch.zeros(numel, dtype=dtype, device=self.device)
@@ -66,6 +66,7 @@ class DeviceHomes:
         states: Residence of optimizer states; None: the parameters' device.
         offloads_gradients: Whether reductions are first received in a device buffer. CPU offload on
             a CPU device takes the same path.
+        disk: All state on disk.
     """
 
     device: torch.device
@@ -73,6 +74,7 @@ class DeviceHomes:
     gradients: Residence
     states: Residence | None
     offloads_gradients: bool
+    disk: Disk | None = None
 
     @classmethod
     def of(cls, homes: Homes, device: torch.device, offload: Offload | None) -> DeviceHomes:
@@ -80,13 +82,17 @@ class DeviceHomes:
         places = (homes.parameters, homes.gradients, homes.optimizer)
         if Place.HOST in places or Place.DISK in places:
             return_large_blocks()
-        parameters, gradients, states = (Residence.of(p, device, offload) for p in places)
+        disk = None
+        if Place.DISK in places:
+            disk = Disk((offload and offload.folder) or tempfile.gettempdir())
+        parameters, gradients, states = (Residence.of(p, device, disk) for p in places)
         return cls(
             device,
             parameters,
             gradients,
             states if homes.optimizer is Place.DISK else None,
             offloads_gradients=homes.gradients is not Place.DEVICE,
+            disk=disk,
         )
 
 
@@ -132,30 +138,6 @@ def return_large_blocks() -> None:
     """
     with contextlib.suppress(AttributeError, OSError):  # another C library
         ctypes.CDLL(None).mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD
-
-
-def _mapped_zeros(numel: int, dtype: torch.dtype, folder: str) -> torch.Tensor:
-    """Allocate (numel,) zeros in an unnamed file.
-
-    The kernel reads pages on use, drops them when memory is short, and frees the disk space when
-    the process ends in any way.
-
-    Raises:
-        ConfigError: The folder is not there, not to be written, or its disk is full.
-    """
-    if numel == 0:
-        return torch.empty(0, dtype=dtype)
-    nbytes = numel * dtype.itemsize
-    try:
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".fullshard-") as file:
-            os.posix_fallocate(file.fileno(), 0, nbytes)
-            return torch.from_file(file.name, shared=True, size=numel, dtype=dtype)
-    except OSError as error:
-        raise ConfigError(
-            f"state on nvme: expected {nbytes:,} bytes to be had in '{folder}'; {error.strerror}. "
-            "Name a folder on a disk with room (offload.folder; of a distillation's teacher: "
-            "output_dir), and start anew."
-        ) from error
 
 
 def compute_device(model: nn.Module) -> torch.device:

@@ -40,6 +40,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fullshard.engine._torch_compat import foreach_norm, graph_task_id, no_guard
+from fullshard.engine.disk import Disk
 from fullshard.errors import EngineError
 from fullshard.planner.layout import clean_name
 from fullshard.planner.mesh import Mesh
@@ -117,6 +118,7 @@ class GradientNorms:
         self.counts: dict[str, int] = dict.fromkeys(Count, 0)
         # Parts of each parameter that this rank wrote, by the number of ranks that share a part.
         self.wrote: defaultdict[int, dict[int, Sequence[tuple[int, int, int]]]] = defaultdict(dict)
+        self.disk: Disk | None = None  # has state of the model
         self.waits = False  # there are unreduced gradients of no_sync
         self.task = -2  # the backward that will set gradients
         self._arriving: list[tuple[Any, ...]] = []  # see `read`
@@ -360,15 +362,26 @@ class GradientNorms:
             check(copy)
 
     def local_squares(
-        self, tensors: Sequence[torch.Tensor], records: Sequence[ShardRecord]
+        self,
+        tensors: Sequence[torch.Tensor],
+        records: Sequence[ShardRecord],
+        units: Sequence[Unit],
     ) -> torch.Tensor:
         """(len(tensors),): this rank's share of the squared norms, to be summed over ranks.
 
         Args:
-            tensors: Plain local parts.
+            tensors: Plain local parts of all trained parameters' gradients.
             records: Records of their shards.
+            units: All units.
         """
-        return self._share(local_powers(tensors, 2.0, self._device), records)
+        if self.disk is None:
+            return self._share(local_powers(tensors, 2.0, self._device), records)
+        groups = [group for unit in units for group in unit.trained_groups]
+        known = [power for group in groups for power in group.reduced.take_squares()]
+        unread = [x for x, power in zip(tensors, known, strict=True) if power is None]
+        read = (local_powers([x], 2.0, self._device) for x in self.disk.stream(unread))
+        powers = [next(read) if power is None else power for power in known]
+        return self._share(torch.cat(powers), records)
 
     def _squares_of(self, gradients: Sequence[Any]) -> torch.Tensor:
         assert self._squares is not None

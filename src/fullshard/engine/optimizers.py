@@ -20,6 +20,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook as after_ste
 from torch.optim.optimizer import register_optimizer_step_pre_hook as before_steps
 
 from fullshard.engine._torch_compat import no_guard, register_guard_types, tree_leaves
+from fullshard.engine.disk import Disk
 from fullshard.engine.norms import Count, hash_of
 from fullshard.engine.parameter import (
     Guarded,
@@ -36,6 +38,7 @@ from fullshard.engine.parameter import (
     ShardedParameter,
     ShardedTensor,
 )
+from fullshard.engine.turns import put_back, step_in_turns
 from fullshard.errors import EngineError, NotElementwiseError
 
 PROBE_SHAPE = (6, 4)
@@ -60,6 +63,8 @@ class _Watch:
         self._stepping: weakref.WeakSet[Any] = weakref.WeakSet()  # models of a running step
         self._forget_types: Callable[[], None] = lambda: None
         self._passed: set[Any] = set()
+        self._in_turns: dict[Any, bool] = {}  # whether settings treat each element by itself
+        self._kept: list[tuple[Any, Any]] = []  # gradients that an update in turns has used
         self._sliced: dict[type, set[str]] = {}  # states with an element for each of a parameter's
         self._cut: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self.trusted: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -84,7 +89,8 @@ class _Watch:
             self._passed.clear()
             self._forget_types()
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        put_back(self._kept)  # of a step that raised
         models = self.look(optimizer)
         if any(norms.waits for norms in models):
             _refuse_pending(optimizer)
@@ -92,10 +98,30 @@ class _Watch:
             norms.counts[Count.STEPS] += 1
             norms.counts[Count.SETTINGS] += settings
         self._stepping = weakref.WeakSet(models)
+        disk = next((norms.disk for norms in models if norms.disk is not None), None)
+        if disk is not None and not args[1:] and not kwargs and self._takes_turns(optimizer):
+            self._kept = step_in_turns(optimizer, disk)
 
     def _after_step(self, *_: Any) -> None:
         for norms in self._stepping:
             norms.wrote.clear()
+        put_back(self._kept)
+
+    def _takes_turns(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether an optimizer of torch may be called for some elements after others."""
+        kind: Any = type(optimizer)
+        if not kind.step.__module__.startswith("torch.optim.") or optimizer in self.trusted:
+            return False
+        if getattr(optimizer, "grad_scale", None) is not None:  # its step writes gradients
+            return False
+        for group in optimizer.param_groups:
+            settings = settings_in(group)
+            key = (kind, *((k, _structure(v)) for k, v in settings.items()))
+            if key not in self._in_turns:
+                self._in_turns[key] = _is_the_same_in_turns(partial(_like, kind, settings))
+            if not self._in_turns[key]:
+                return False
+        return True
 
     def look(self, optimizer: torch.optim.Optimizer) -> dict[Any, int]:
         """Check an optimizer while its groups have all shards.
@@ -149,6 +175,21 @@ class _Watch:
             like = torch.empty(0, dtype=dtype, device=like.device)
             self._sliced.setdefault(kind, set()).update(probe(kind, {**settings, **rate}, like))
             self._passed.add(key)
+
+
+def _is_the_same_in_turns(make: Callable[[list[Any]], torch.optim.Optimizer]) -> bool:
+    """Whether updates of a few elements after others equal an update of all."""
+    drawn, memory = _drawn(TURN_SHAPES, torch.empty(0)), Disk("")
+
+    def in_turns(optimizer: torch.optim.Optimizer) -> None:
+        put_back(step_in_turns(optimizer, memory, num_bytes=1, grain=8))
+
+    try:
+        together, _ = _stepped(make, drawn)
+        found, _ = _stepped(make, drawn, step=in_turns)
+    except Exception:  # noqa: BLE001  it is called once for all of them
+        return False
+    return all(map(partial(torch.allclose, rtol=1e-6, atol=1e-8), together, found))
 
 
 def _hash_of(group: dict[str, Any], shards: Sequence[Any], norms: Any) -> int:
@@ -381,6 +422,7 @@ def _stepped(
     turns: Sequence[Sequence[int]] | None = None,
     *,
     seen_later: bool = False,
+    step: Callable[[Any], object] = methodcaller("step"),
 ) -> tuple[list[torch.Tensor], torch.optim.Optimizer]:
     """The values of parameters after some steps, and the optimizer.
 
@@ -389,6 +431,7 @@ def _stepped(
         drawn: Values, then gradients of each step.
         turns: Which parameters have gradients in each call of a step; None: one call with all.
         seen_later: Whether values are there only after it was made.
+        step: Steps the optimizer.
     """
     params = [torch.nn.Parameter(tensor * (not seen_later)) for tensor in drawn[0]]
     getattr(optimizer := make(params), "train", list)()  # schedule-free ones refuse to step before
@@ -398,5 +441,5 @@ def _stepped(
         for turn in turns or [range(len(params))]:
             for index, param in enumerate(params):
                 param.grad = gradients[index].clone() if index in turn else None
-            optimizer.step()
+            step(optimizer)
     return [param.detach() for param in params], optimizer

@@ -11,9 +11,10 @@ from torch import nn
 from fullshard.config.values import DType
 from fullshard.engine._torch_compat import is_distributed, no_guard, plain
 from fullshard.engine.cuts import Cut
+from fullshard.engine.gradient_shard import GradientShard
 from fullshard.engine.homes import DeviceHomes
 from fullshard.engine.parameter import PlacedParameter, ShardedParameter
-from fullshard.engine.unit import GradientShard, Group, Member, address_of
+from fullshard.engine.unit import Group, Member, address_of
 from fullshard.errors import UnsupportedModelError
 from fullshard.planner.layout import Slice
 from fullshard.planner.slots import Ring, cast_ring
@@ -138,6 +139,7 @@ def cut_group(
         members.append(Member(sharded, piece, compute, placement.offset, cut))
     reduce = torch_dtype(plan.dtypes.reduce)
     group = Group(plan, master, weights.full, _nothing(plan, homes), members, reduce)
+    group.disk = homes.parameters.disk
     if plan.trainable:
         group.grads = GradientShard(layout.part_numel, plan.dtypes, homes)
     with no_guard():

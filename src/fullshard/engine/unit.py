@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import cached_property, partial
@@ -24,13 +25,14 @@ from fullshard.engine._torch_compat import (
 )
 from fullshard.engine.computed import Computed, Released, gather_piece, kept_tensors, released
 from fullshard.engine.cuts import Cut
-from fullshard.engine.homes import DeviceHomes
+from fullshard.engine.disk import Disk
+from fullshard.engine.gradient_shard import GradientShard
 from fullshard.engine.norms import Count
 from fullshard.engine.parameter import Guarded, ShardedGradient
 from fullshard.errors import EngineError
 from fullshard.planner.layout import Slice, clean_name
-from fullshard.planner.units import DtypeContract, GroupPlan, UnitPlan
-from fullshard.transport.base import Fetch, Reduction, Transport, torch_dtype
+from fullshard.planner.units import GroupPlan, UnitPlan
+from fullshard.transport.base import Fetch, Reduction, Transport
 
 if TYPE_CHECKING:
     from fullshard.engine.parameter import ShardedParameter
@@ -127,87 +129,6 @@ class Member:
         return self.numel > LARGE_NUMEL
 
 
-class GradientShard:
-    """A group's reduced gradients on this rank.
-
-    Attributes:
-        sums: (part_numel,), accumulate dtype.
-        shown: (part_numel,), master dtype, what `p.grad` views; the sums themselves if these
-            have that dtype.
-        partial: (part_numel,), accumulate dtype: summed over shards, not yet over replicas.
-        kept: Whether each `p.grad` was there before, so that the next sum is added; () if none was.
-        memory: Storage of `shown`.
-        holders: Reference counts of the memory and of each gradient when only the engine holds
-            them.
-        like: An empty tensor of the dtype and device that reductions are received in.
-    """
-
-    def __init__(self, numel: int, dtypes: DtypeContract, homes: DeviceHomes) -> None:
-        self._made_with = numel, dtypes, homes
-        self.sums = homes.gradients.zeros(numel, torch_dtype(dtypes.accumulate))
-        self.shown = self.sums
-        if dtypes.master is not dtypes.accumulate:
-            self.shown = homes.gradients.zeros(numel, torch_dtype(dtypes.master))
-        self.partial: torch.Tensor | None = None
-        self.kept: Sequence[bool] = ()
-        self.memory = self.shown.untyped_storage()
-        self.holders: list[int] = []
-        self.is_offloaded = homes.offloads_gradients
-        self.like = torch.empty(0, dtype=self.sums.dtype, device=homes.device)
-
-    @property
-    def nbytes(self) -> int:
-        return self.sums.nbytes + (0 if self.shown is self.sums else self.shown.nbytes)
-
-    def anew(self) -> GradientShard:
-        """Return a zero shard of the same kind, with the sum that waits for replicas."""
-        made = GradientShard(*self._made_with)
-        made.partial = self.partial
-        return made
-
-    def take(self, total: torch.Tensor) -> None:
-        """Add a sum over all ranks to the shown gradients, or replace them.
-
-        Args:
-            total: (part_numel,), accumulate dtype, divided; `sums` or another buffer.
-        """
-        if self.kept:
-            self._take_writes()
-            self.sums.add_(total)
-        elif total is not self.sums:
-            self.sums.copy_(total)
-        self.show()
-
-    def take_to_host(self, total: torch.Tensor, *room: torch.Tensor) -> None:
-        """Queue what `take` does if the sums are in host memory; `show` follows after a wait.
-
-        Args:
-            total: (part_numel,), accumulate dtype, divided, on the device.
-            room: (part_numel,), on the device, if the sum is added to what is shown.
-        """
-        for before in room:  # one at most
-            self._take_writes()
-            total.add_(before.copy_(self.sums, non_blocking=True))
-        self.sums.copy_(total, non_blocking=True)
-
-    def scale(self, factor: torch.Tensor) -> None:
-        """Multiply all gradients."""
-        self._take_writes()
-        self.sums.mul_(factor.to(self.sums))
-        self.show()
-
-    def show(self) -> None:
-        """Cast the sums into `shown`."""
-        if self.shown is not self.sums:
-            self.shown.copy_(self.sums)
-
-    def _take_writes(self) -> None:
-        """Copy the user's writes to `p.grad` into the sums; other elements keep their precision."""
-        if self.shown is not self.sums:
-            wrote = self.shown != self.sums.to(self.shown.dtype)
-            self.sums.copy_(torch.where(wrote, self.shown.to(self.sums.dtype), self.sums))
-
-
 class Collects(Enum):
     """Where a group collects the gradients of a backward."""
 
@@ -229,6 +150,7 @@ class Group:
         reduce_dtype: Dtype in which gradients are reduced.
         cast: (part_numel,), master dtype, on the device: where an offloaded master is cast on its
             way to the slot; None if the slot has the master's dtype, or nothing is offloaded.
+        disk: Has the master; None: memory has it.
         grads: Reduced gradients; None if frozen.
         grad_slot: (numel,), reduce dtype: the group's gradient slot.
         gaps: Padding of the gradient slot.
@@ -246,6 +168,7 @@ class Group:
     reduce_dtype: torch.dtype
     unit: Unit = field(init=False, repr=False)
     cast: torch.Tensor | None = None
+    disk: Disk | None = None
     grads: GradientShard | None = None
     grad_slot: torch.Tensor | None = None
     gaps: list[torch.Tensor] = field(default_factory=list)
@@ -287,6 +210,19 @@ class Group:
             compute = partial(_current, weakref.ref(member)) if is_whole else None
             member.param.record.compute = compute
 
+    def load(self) -> Future[None] | None:
+        """Copy the master to this rank's part of the slot, from disk in the background."""
+        source = self.master
+        if self.disk is not None:
+            if self.cast is None or self.cast.device.type == "cpu":
+                return self.disk.load(source, self.part)
+            self.disk.read(source, self.cast)
+            source = self.cast
+        elif self.cast is not None:
+            source = self.cast.copy_(source, non_blocking=True)
+        self.part.copy_(source, non_blocking=True)  # also casts
+        return None
+
     def unbind(self) -> None:
         """Drop all views of slots."""
         if self.gathers:
@@ -298,6 +234,8 @@ class Group:
     def show_in(self, grads: GradientShard) -> None:
         """Make `p.grad` views of these gradients."""
         self.grads, self.views = grads, []
+        ends = [(m.piece.offset, m.piece.offset + m.piece.numel) for m in self.members]
+        grads.bounds = [slice(*both) for both in ends]
         for member in self.members:
             with no_guard():
                 local = member.local(grads.shown).view(member.param.shape)
@@ -467,14 +405,12 @@ class Unit:
 
     def start_gather(self) -> None:
         """Copy this rank's part to the slot and start to fetch the other parts."""
-        for group in self.gathered:
-            source = group.master
-            if group.cast is not None:
-                source = group.cast.copy_(source, non_blocking=True)
-            group.part.copy_(source, non_blocking=True)  # also casts
+        loads = [load for group in self.gathered if (load := group.load()) is not None]
         if self.gathered:
             fulls = [group.full for group in self.gathered]
-            self.fetch = self.transport.fetch(fulls, self._title)
+            fetch = partial(self.transport.fetch, fulls, self._title)
+            disk = self.gathered[0].disk
+            self.fetch = disk.gather(loads, fetch) if disk is not None and loads else fetch()
 
     def wait(self) -> None:
         """Wait until the slot contains the whole unit."""

@@ -38,6 +38,8 @@ class ExitCode(IntEnum):
 TIME_OUT_WORDS = ("timed out waiting", "wait timeout", "timed out after", "watchdog caught")
 
 
+STREAM = "the command's output"  # in the place of a file's name, in errors of standard streams
+
 # In errors of the system, numpy and safetensors for a full disk.
 _DISK_IS_FULL = re.compile(
     r"No space left on device|Disk quota exceeded|File too large|\d+ requested and \d+ written",
@@ -53,30 +55,34 @@ def as_ours(error: BaseException) -> BaseException:
     """Converts the errors of a full disk and of too many files; returns others unchanged."""
     if isinstance(error, FullshardError):
         return error
-    if isinstance(error, Stopped):
-        return error.ours.with_traceback(error.__traceback__)
+    ours = error.ours if isinstance(error, Stopped) else _of_limits(error)
+    return error if ours is None else ours.with_traceback(error.__traceback__)
+
+
+def _of_limits(error: BaseException) -> FullshardError | None:
     last = traceback.extract_tb(error.__traceback__)[-1:]
     starts = not isinstance(error, OSError) or any("fork" in (at.line or "") for at in last)
     if starts and str(error).endswith(("start new thread", "Resource temporarily unavailable")):
         return ConfigError(
             f"ulimit -u: expected to start one more process or thread, got none ({error}). Raise "
             "that limit, or pids.max of the container."
-        ).with_traceback(error.__traceback__)
+        )
     if "Too many open files" in str(error):
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return ConfigError(
             f"ulimit -n: expected to open more files than the {most} that a process may, got none "
             f"({error}). Raise that limit."
-        ).with_traceback(error.__traceback__)
+        )
     if not _DISK_IS_FULL.search(str(error)):
-        return error
+        return None
     place = getattr(error, "filename", None) or "files of the run"
     limited = "too large" in str(error)
     way_out = "Raise that limit" if limited else "Free space"
     return WillNotFitError(
         f"{'ulimit -f' if limited else 'disk'}: expected room to write {place}, got none "
-        f"({error}). {way_out}, or choose another training.output_dir, TMPDIR or XDG_CACHE_HOME."
-    ).with_traceback(error.__traceback__)
+        f"({error}). {way_out}, or choose another training.output_dir, TMPDIR, "
+        "XDG_CACHE_HOME or target of the output."
+    )
 
 
 def of_place(error: BaseException, *, may_pass: bool = False) -> BaseException:

@@ -27,14 +27,13 @@ from typing import Any, NoReturn
 
 from fullshard.config.environment import LaunchEnvironment, read_launch_environment
 from fullshard.config.values import Strategy
-from fullshard.errors import ConfigError, FullshardError, write_anything
+from fullshard.errors import ConfigError, FullshardError, show_log, write_anything
 from fullshard.launch import fork_server
 from fullshard.launch.exit_codes import ExitCode, as_ours
 from fullshard.launch.failure import LaunchFolder, RankFailure
 from fullshard.launch.signals import SAVE_SIGNALS, die_with_parent, handled, raise_stopped
 from fullshard.observe.hang import watchdog
 from fullshard.observe.hang.judge import Verdict
-from fullshard.observe.hang.watchdog import WatchdogSettings
 
 STACKS_SIGNAL = signal.SIGUSR2  # SIGUSR1 is what schedulers send as a warning
 
@@ -63,7 +62,7 @@ def run_rank(
     launch = read_launch_environment()
     rank = 0 if launch is None else launch.rank
     folder = LaunchFolder.of(launch)
-    _install_logging(launch)
+    show_log(f"rank {rank}: " if rank else "")
     if rank != 0 and folder is None:  # the ranks share one output: only rank 0 warns
         warnings.simplefilter("ignore")
         logging.getLogger("fullshard").setLevel(logging.ERROR)
@@ -103,18 +102,6 @@ def _on_signal(folder: LaunchFolder | None, _: Any, number: int, __: Any, *, pla
     if folder is not None and folder.ending.exists():
         os._exit(128 + number)  # another rank failed; this one has nothing to report
     raise_stopped(number, plain=plain)
-
-
-def _install_logging(launch: LaunchEnvironment | None) -> None:
-    """Prints log messages; a program decides this, never the library."""
-    logger = logging.getLogger("fullshard")
-    if logger.handlers:
-        return
-    rank = "" if launch is None or launch.rank == 0 else f"rank {launch.rank}: "
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter(f"{rank}%(message)s"))
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
 
 
 def _report(failure: RankFailure, folder: LaunchFolder | None) -> None:
@@ -175,18 +162,13 @@ def _say_unsharded(file: Path) -> None:
 
 def _watch(launch: LaunchEnvironment, folder: LaunchFolder) -> None:
     """Starts the watchdog, which waits for a process group."""
-    settings = WatchdogSettings.of(
-        launch, launch.timeout_s or watchdog.DEFAULT_TIMEOUT_S, launch.run_dir
-    )
-    if settings is None:
-        return
     kept = folder.events(launch.rank)
-    dog = watchdog.start(
-        replace(settings, stacks_file=folder.stacks, kept_file=kept, supervised=True)
-    )
+    dog = watchdog.start(launch, stacks_file=folder.stacks, kept_file=kept)
+    if dog is None:
+        return
 
     def report(verdict: Verdict) -> None:
-        text = f"{verdict.message}\nThe stacks of all ranks: {settings.hang_file}"
+        text = f"{verdict.message}\nThe stacks of all ranks: {dog.settings.hang_file}"
         failure = RankFailure(verdict.rank, "HangError", text, ExitCode.HANG, "", time.monotonic())
         with contextlib.suppress(OSError):
             failure.write(folder.hang)

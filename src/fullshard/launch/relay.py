@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import select
 import selectors
 import termios
 import threading
@@ -36,28 +37,20 @@ class LineCleaner:
         *ended, rest = data.split(b"\n")
         done = bytearray()
         for end in ended:
-            done += _final(bytes(self._rest + end)) + b"\n"
-            self._rest.clear()
+            self._rest += end
+            done += self._line()
         self._rest += rest
-        overwritten = self._rest.rfind(b"\r", max(0, len(self._rest) - len(rest) - 1), -1)
-        shown = _ESCAPES.sub(b"", self._rest[overwritten + 1 :]).strip(b"\r")
-        if overwritten >= 0 and shown and not shown.startswith(b"\x1b"):
-            del self._rest[: overwritten + 1]
-        if len(self._rest) > _LONGEST_LINE:
-            done += _final(bytes(self._rest)) + b"\n"
-            self._rest.clear()
-        return bytes(done)
+        return bytes(done + self._line() if len(self._rest) > _LONGEST_LINE else done)
 
     def finish(self) -> bytes:
         """What is left of a line without an end."""
-        rest = _final(bytes(self._rest))
+        line = self._line()
+        return b"" if line == b"\n" else line
+
+    def _line(self) -> bytes:
+        plain = _ESCAPES.sub(b"", self._rest).rstrip(b"\r")
         self._rest.clear()
-        return rest + b"\n" if rest else b""
-
-
-def _final(line: bytes) -> bytes:
-    plain = _ESCAPES.sub(b"", line).rstrip(b"\r")
-    return plain.rpartition(b"\r")[2]
+        return bytes(plain.rpartition(b"\r")[2]) + b"\n"
 
 
 class Relay:
@@ -129,6 +122,8 @@ class Relay:
         while data and not self.muted.is_set():
             try:
                 data = data[os.write(self._targets[fd], data) :]
+            except BlockingIOError:  # another program made our stream non-blocking
+                select.select([], [self._targets[fd]], [], _RESIZE_S)
             except OSError:  # the reader is gone; the run and its log continue
                 self.muted.set()
 

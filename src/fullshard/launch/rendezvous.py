@@ -22,9 +22,9 @@ import os
 import re
 import socket
 import tempfile
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -37,7 +37,6 @@ from fullshard.config.environment import LaunchEnvironment, Launcher, read_launc
 from fullshard.errors import ConfigError, HangError
 from fullshard.launch.exit_codes import as_ours
 from fullshard.observe.hang import watchdog
-from fullshard.observe.hang.watchdog import WatchdogSettings
 
 if TYPE_CHECKING:
     import torch
@@ -95,9 +94,7 @@ def init_process_group(timeout_s: float = 600.0, run_dir: Path | None = None) ->
         raise ours from error
     if launch.rank == 0 and _SERVED:
         _port_file(launch).unlink(missing_ok=True)  # all ranks have connected
-    settings = WatchdogSettings.of(launch, timeout_s, run_dir)
-    if settings is not None:
-        watchdog.start(settings)
+    watchdog.start(launch, timeout_s, run_dir)
 
 
 def _named(
@@ -132,38 +129,27 @@ def published(name: str, make: Callable[[], str]) -> str:
     return store.get(name).decode()
 
 
-def first_prepares(prepare: Callable[[], Made], timeout_s: float) -> Made | None:
+def first_prepares(prepare: Callable[[], Made]) -> Made | None:
     """Returns the result of `prepare` on rank 0; the others wait for it and return None.
 
-    They log what rank 0 logs, and raise its error. Call it after the rendezvous.
+    They log what rank 0 logs, and raise its error. Call it after the rendezvous. The watchdog names
+    a rank 0 that is stuck.
 
     Args:
         prepare: Called on rank 0 only.
-        timeout_s: Seconds without a heartbeat after which rank 0 is stuck; a thread sends one per
-            second.
 
     Raises:
-        HangError: Rank 0 is gone or stuck.
+        HangError: Rank 0 is gone.
     """
     from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
     from torch.distributed.distributed_c10d import _get_default_store, get_rank, get_world_size
 
     store = PrefixStore("fullshard/preparing", _get_default_store())
     if get_rank() != 0:
-        _await_first(store, timeout_s)
+        _await_first(store)
         return None
-    last_line = _LastLine()
-    logging.getLogger("fullshard").addHandler(last_line)
-    ended = threading.Event()
-
-    def beat() -> None:
-        while not ended.is_set():
-            store.set("now", json.dumps([time.monotonic(), last_line.line]))
-            ended.wait(1.0)
-
-    thread = threading.Thread(target=beat, name="fullshard preparing", daemon=True)
-    thread.start()
-    end: list[str] = []
+    logger, lines, end = logging.getLogger("fullshard"), _LastLine(store), list[str]()
+    logger.addHandler(lines)
     try:
         return prepare()
     except BaseException as error:
@@ -171,33 +157,23 @@ def first_prepares(prepare: Callable[[], Made], timeout_s: float) -> Made | None
         end = [type(ours).__name__, str(ours)]
         raise
     finally:
-        ended.set()
-        thread.join()
-        logging.getLogger("fullshard").removeHandler(last_line)
+        logger.removeHandler(lines)
         store.set("end", json.dumps(end))
         deadline = time.monotonic() + (GOODBYE_S if end else 0.0)
         while store.add("heard", 0) < get_world_size() - 1 and time.monotonic() < deadline:
             time.sleep(0.1)  # this process may serve the store
 
 
-def _await_first(store: Store, timeout_s: float) -> None:
+def _await_first(store: Store) -> None:
     shown = logging.getLogger("fullshard.preparing")
     shown.setLevel(logging.INFO)  # also if ranks other than 0 log errors only
-    began = said = beaten = time.monotonic()
-    beat = ""
+    began = said = time.monotonic()
     try:
         while not store.check(["end"]):
             now = time.monotonic()
-            word = store.get("now").decode() if store.check(["now"]) else beat
-            beat, beaten = word, now if word != beat else beaten
-            if now - beaten > timeout_s:
-                raise HangError(
-                    f"launch.timeout: expected a heartbeat of rank 0, which prepares the run, "
-                    f"got none for {timeout_s:g} s. Check its machine and its log."
-                )
-            if now - said > WAITING_S and beat:
+            if now - said > WAITING_S:
                 said = now
-                line = json.loads(beat)[1]
+                line = store.get("now").decode() if store.check(["now"]) else "configuration"
                 shown.info("waiting %.0f s for rank 0, which prepares: %s", now - began, line)
             time.sleep(0.2)
         end = json.loads(store.get("end"))
@@ -213,12 +189,15 @@ def _await_first(store: Store, timeout_s: float) -> None:
 
 
 class _LastLine(logging.Handler):
-    """Keeps the last line that was logged."""
+    """Publishes the last line that was logged."""
 
-    line = "reads the configuration"
+    def __init__(self, store: Store) -> None:
+        super().__init__()
+        self._store = store
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.line = record.getMessage()
+        with contextlib.suppress(RuntimeError):  # the store is gone
+            self._store.set("now", record.getMessage())
 
 
 def free_address(host: str | None) -> str:
@@ -373,11 +352,12 @@ def check_reaches(host: str, port: int) -> None:
     try:
         socket.create_connection((host, port), timeout=5.0).close()
     except (OSError, UnicodeError) as error:  # of a name that no host can have
+        cure = "Correct MASTER_ADDR or launch.main_process_ip"
+        cure = "Bring up the loopback interface (ip link set lo up)" if host == LOOPBACK else cure
         raise ConfigError(
             f"MASTER_ADDR: expected the address of rank 0's machine, which is this one "
             f"({socket.gethostname()}), got {host}: port {port} cannot be reached there "
-            f"({getattr(error, 'strerror', None) or error}). Correct MASTER_ADDR or "
-            "launch.main_process_ip."
+            f"({getattr(error, 'strerror', None) or error}). {cure}."
         ) from error
 
 
@@ -397,14 +377,12 @@ class LaunchStore:
         self.host = host
         self.port = port
         self.store: Any = None
-        self._serving: threading.Thread | None = None
-        self._failed: BaseException | None = None
+        self._serving: Future[None] | None = None
         self._socket: socket.socket | None = None
         if served_here:
             self._socket = self._bind(host, port)
             self.port = self._socket.getsockname()[1]
-            if host != LOOPBACK:
-                check_reaches(host, self.port)
+            check_reaches(host, self.port)
 
     @staticmethod
     def _bind(host: str, port: int) -> socket.socket:
@@ -420,21 +398,12 @@ class LaunchStore:
 
     def serve_soon(self) -> None:
         """Serves from a thread: importing torch takes seconds, and ranks are watched meanwhile."""
-
-        def serve() -> None:
-            try:
-                self.serve()
-            except BaseException as error:  # noqa: BLE001  raised by `check`
-                self._failed = error
-
-        serving = threading.Thread(target=serve, name="store of the launch")
-        serving.start()
-        self._serving = serving
+        self._serving = ThreadPoolExecutor(1, "store of the launch").submit(self.serve)
 
     def check(self) -> None:
         """Raises the error that kept the store from being served: ranks would wait for it."""
-        if self._failed is not None:
-            raise self._failed
+        if self._serving is not None and self._serving.done():
+            self._serving.result()
 
     def serve(self) -> None:
         """Starts torch's store on the port."""
@@ -453,7 +422,7 @@ class LaunchStore:
     def close(self) -> None:
         """Frees the port."""
         if self._serving is not None:
-            self._serving.join()
+            wait([self._serving])
         if self._socket is not None:
             self._socket.close()
         self.store = None

@@ -15,12 +15,14 @@ import contextlib
 import fcntl
 import os
 import socket
-import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from fullshard.config.regular_files import open_regular
 from fullshard.errors import CheckpointError, ConfigError
+from fullshard.observe.metrics import repeated
 
 LOCK = ".lock"
 BEAT_S = 5.0
@@ -28,8 +30,8 @@ WATCH_S = 3 * BEAT_S
 TOGETHER_S = 1.0  # between the writes of two starts that saw no lock
 
 
-class RunLock(contextlib.AbstractContextManager["RunLock"]):
-    """Holds a folder for this process until `release`.
+class RunLock(contextlib.ExitStack):
+    """Holds a folder for this process until `close`.
 
     Args:
         folder: Exists.
@@ -39,32 +41,25 @@ class RunLock(contextlib.AbstractContextManager["RunLock"]):
     """
 
     def __init__(self, folder: Path) -> None:
+        super().__init__()
         self._file = folder / LOCK
         self._descriptor = _open(self._file, os.O_RDWR | os.O_CREAT)
-        self._released = threading.Event()
+        self.callback(os.close, self._descriptor)
         try:
             if not self._is_free():
                 raise held_elsewhere(folder)
-            holder = f"process {os.getpid()} on host {socket.gethostname()}\n{_kernel()}\n"
             os.ftruncate(self._descriptor, 0)
-            os.pwrite(self._descriptor, holder.encode(), 0)
+            os.pwrite(self._descriptor, _signed(_kernel()), 0)
         except BaseException:
-            os.close(self._descriptor)
+            self.close()
             raise
-        self._beats = threading.Thread(target=self._beat, name="lock of the run", daemon=True)
-        self._beats.start()
+        self.callback(self._empty)
+        self.callback(repeated(partial(os.utime, self._descriptor), BEAT_S))
 
-    def release(self) -> None:
-        """Releases the folder."""
-        if not self._released.is_set():
-            self._released.set()
-            self._beats.join()
-            with contextlib.suppress(OSError):  # empty: the next process need not watch for beats
-                os.ftruncate(self._descriptor, 0)
-            os.close(self._descriptor)
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
+    def _empty(self) -> None:
+        """An empty file: the next process need not watch for beats."""
+        with contextlib.suppress(OSError):
+            os.ftruncate(self._descriptor, 0)
 
     def _is_free(self) -> bool:
         """Takes the lock; watches for beats if the last holder ran under another kernel."""
@@ -72,18 +67,14 @@ class RunLock(contextlib.AbstractContextManager["RunLock"]):
         try:
             taken = _take(self._descriptor)
         except OSError:  # a file system without locks
-            return not (last[0] and _beats(self._file))
+            return not (last[0] and _changes(partial(_touched, self._file)))
         if not taken or _is_replaced(self._file, self._descriptor):
             return False
-        return last[0] == "" or _kernel() in last or not _beats(self._file)
-
-    def _beat(self) -> None:
-        while not self._released.wait(BEAT_S):
-            with contextlib.suppress(OSError):
-                os.utime(self._descriptor)
+        known = last[0] == "" or _kernel() in last
+        return known or not _changes(partial(_touched, self._file))
 
 
-class StoreLock(contextlib.AbstractContextManager["StoreLock"]):
+class StoreLock(contextlib.ExitStack):
     """Holds the checkpoints of a run in an object store for this process until the block ends.
 
     Args:
@@ -96,58 +87,53 @@ class StoreLock(contextlib.AbstractContextManager["StoreLock"]):
     """
 
     def __init__(self, place: Path, token: str) -> None:
-        self._file = place / LOCK
-        self._holder = f"process {os.getpid()} on host {socket.gethostname()}\n{token}\n"
+        super().__init__()
         self._place, self._token, self._count = place, token, 0
-        self._released = threading.Event()
+        self._file, look = place / LOCK, partial(_read, place / LOCK)
         try:
-            if not self._is_free():
+            is_held = any(look()) and _changes(look) and any(look())
+            if not is_held:
+                self._write()
+                time.sleep(TOGETHER_S)
+            if is_held or not is_holder(place, token):
                 raise ConfigError(
                     f"training.checkpoint_dir: expected a place to which no run saves, got "
-                    f"'{place}', whose run is still going on ({_read(self._file)[0]}). Name "
-                    "another place or stop that run."
+                    f"'{place}', whose run is still going on ({look()[0]}). Name another place or "
+                    "stop that run."
                 )
         except OSError as error:
             raise CheckpointError(
                 f"training.checkpoint_dir: expected a store that can be read and written, got "
                 f"'{place}': {error.strerror or error}. Name another place."
             ) from error
-        self._beats = threading.Thread(target=self._beat, name="lock of the store", daemon=True)
-        self._beats.start()
+        self.callback(self._remove)
+        self.end_beats = self.callback(repeated(self._beat, BEAT_S))
 
-    def __exit__(self, *_: object) -> None:
-        self._released.set()
-        self._beats.join()
+    def _remove(self) -> None:
         with contextlib.suppress(OSError):
             if is_holder(self._place, self._token):
                 self._file.unlink(missing_ok=True)
 
-    def _is_free(self) -> bool:
-        seen, deadline = {_read(self._file)}, time.monotonic() + WATCH_S
-        while len(seen) == 1 and any(*seen) and time.monotonic() < deadline:
-            time.sleep(BEAT_S / 5)
-            seen.add(_read(self._file))
-        if len(seen) > 1 and any(_read(self._file)):
-            return False
-        self._write()
-        time.sleep(TOGETHER_S)
-        return is_holder(self._place, self._token)
-
     def _write(self) -> None:
         self._count += 1
-        self._file.write_bytes(f"{self._holder}{self._count}".encode())
+        self._file.write_bytes(_signed(self._token) + b"%d" % self._count)
 
     def _beat(self) -> None:
-        while not self._released.wait(BEAT_S):
-            with contextlib.suppress(OSError):
-                if not is_holder(self._place, self._token):
-                    return  # taken by a start that saw no beats, as of a suspended machine
-                self._write()
+        if is_holder(self._place, self._token):  # else a start saw no beats of a suspended machine
+            self._write()
+
+
+def _signed(word: str) -> bytes:
+    """The holder of a lock, in words and by a word that identifies it."""
+    return f"process {os.getpid()} on host {socket.gethostname()}\n{word}\n".encode()
 
 
 def is_holder(place: Path, token: str) -> bool:
-    """Whether the lock of a place in a store is that of this holder."""
-    return _read(place / LOCK)[1:2] == (token,)
+    """Whether the lock of a place in a store is that of this holder.
+
+    A lock that was removed is nobody else's: the holder's next beat writes it again.
+    """
+    return _read(place / LOCK)[1:2] in ((), (token,))
 
 
 def _read(file: Path) -> tuple[str, ...]:
@@ -224,13 +210,12 @@ def _kernel() -> str:
         return socket.gethostname()
 
 
-def _beats(file: Path) -> bool:
-    """Whether a holder touches the file while we watch; clocks of hosts are not compared."""
-    seen = {_touched(file)}
-    deadline = time.monotonic() + WATCH_S
+def _changes(look: Callable[[], object]) -> bool:
+    """Whether a holder renews its lock while we watch; clocks of hosts are not compared."""
+    seen, deadline = {look()}, time.monotonic() + WATCH_S
     while len(seen) == 1 and time.monotonic() < deadline:
         time.sleep(BEAT_S / 5)
-        seen.add(_touched(file))
+        seen.add(look())
     return len(seen) > 1
 
 

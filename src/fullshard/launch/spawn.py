@@ -176,15 +176,13 @@ def print_failure(launch: LocalLaunch, result: LaunchResult) -> None:
 @contextlib.contextmanager
 def _private_folder() -> Iterator[LaunchFolder]:
     _remove_abandoned()
-    path = Path(tempfile.mkdtemp(prefix=PREFIX))
-    held = os.open(path / LOCK, os.O_RDWR | os.O_CREAT)
-    try:
+    with (
+        tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True) as name,
+        Path(name, LOCK).open("w") as held,
+    ):
         with contextlib.suppress(OSError):
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield LaunchFolder(path)
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
-        os.close(held)
+        yield LaunchFolder(Path(name))
 
 
 def _remove_abandoned() -> None:

@@ -187,17 +187,13 @@ class Supervisor:
         if no_memory:
             message += f" because memory ran out: the processes need more than {limit()}. {CURE}"
         message += "."
-        tail = _last_lines(rank.log)
-        if tail:
+        if tail := _last_lines(rank.log):
             message += "\nThe last lines of its log:\n  " + "\n  ".join(tail)
-        events = read_kept(self.folder.events(rank.rank))[-EVENTS:]
-        if events:
+        if events := read_kept(self.folder.events(rank.rank))[-EVENTS:]:
             message += f"\nIts last events: {'; '.join(events)}"
+        kind, code = ("RankExit", status) if status > 0 else ("HangError", int(ExitCode.HANG))
         if no_memory:
             kind, code = "OutOfMemoryError", int(ExitCode.OUT_OF_MEMORY)
-        else:
-            code = status if status > 0 else int(ExitCode.HANG)
-            kind = "RankExit" if status > 0 else "HangError"
         return RankFailure(rank.rank, kind, message, code, "", rank.ended_s)
 
     def _stop(self, caught: list[int]) -> LaunchResult:

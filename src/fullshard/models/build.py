@@ -29,7 +29,6 @@ from fullshard.models.config import (
     freeze,
     num_positions,
     quiet_libraries,
-    require_transformers,
 )
 from fullshard.models.lora import PROJECTION, AdaptedWeights, add_adapters
 from fullshard.models.student import is_cut, student_config
@@ -99,7 +98,6 @@ def with_fitting_length(resolved: Resolved) -> Resolved:
     Raises:
         ConfigError: The user set it, and a model has fewer positions.
     """
-    require_transformers()
     quiet_libraries()
     config = resolved.config
     models = {"model": given_model_config(config)}

@@ -29,8 +29,12 @@ EXTRA_CONFIG_KEYS = frozenset(
 MOST_LAYERS = 1_000
 
 
-def require_transformers() -> None:
-    """Raises ConfigError if transformers or tokenizers is missing; names what to install."""
+def quiet_libraries() -> None:
+    """Turns off transformers' progress bars and warnings.
+
+    Raises:
+        ConfigError: transformers or tokenizers is missing; names what to install.
+    """
     import importlib.util
 
     for package in ("transformers", "tokenizers"):
@@ -40,9 +44,6 @@ def require_transformers() -> None:
                 "Run pip install 'fullshard[hf]'."
             )
 
-
-def quiet_libraries() -> None:
-    """Turns off transformers' progress bars and warnings."""
     from transformers.utils import logging
 
     logging.set_verbosity_error()

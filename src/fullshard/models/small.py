@@ -175,7 +175,7 @@ def shrunk(config: PretrainedConfig, limits: Limits, *, depth: bool, width: bool
         width: Whether to narrow layers, and to shrink vocabulary and experts.
     """
     settings = config.to_dict()
-    changes: Settings = {}
+    changes: list[Change] = []
     layers: tuple[int, ...] = ()
     for prefix, section in _sections(settings):
         found = _without_randomness(section)
@@ -186,16 +186,14 @@ def shrunk(config: PretrainedConfig, limits: Limits, *, depth: bool, width: bool
         if width:
             found |= _narrower({**section, **found})
             found |= _smaller_vocabulary(section, limits.vocab_size)
-        changes |= {f"{prefix}{key}": value for key, value in found.items()}
-    told = tuple(
-        Change(key, _get(settings, key), value)
-        for key, value in changes.items()
-        if _get(settings, key) != value and not isinstance(value, list)
-    )
-    for key, value in changes.items():
-        _set(settings, key, value)
+        changes += [
+            Change(f"{prefix}{key}", section.get(key, {}), value)
+            for key, value in found.items()
+            if section.get(key, {}) != value and not isinstance(value, list)
+        ]
+        section.update(found)
     settings.pop("quantization_config", None)
-    return Shrunk(type(config).from_dict(settings), told, layers)
+    return Shrunk(type(config).from_dict(settings), tuple(changes), layers)
 
 
 def _sections(settings: Settings) -> list[tuple[str, Settings]]:
@@ -277,7 +275,7 @@ def _narrower(section: Settings) -> Settings:
         found["rotary_dim"] = min(rotated, max(2, 2 * (rotated * narrow // head_dim // 2)))
     if not any(name.startswith("rope_") for name in section):  # a learned table
         found |= {k: min(section[k], 64) for k in _POSITIONS if _is_count(section.get(k))}
-    return found | _mamba_heads(section, width) | _fewer_experts(section)
+    return found | _mamba_heads(section, width)
 
 
 def _narrow_size(name: str, value: int, widths: tuple[int, int]) -> int | None:
@@ -289,7 +287,9 @@ def _narrow_size(name: str, value: int, widths: tuple[int, int]) -> int | None:
         return max(8, 8 * round(value * width / hidden / 8))
     if name in ("time_step_rank", "mamba_dt_rank"):
         return math.ceil(width / 16)
-    return _AT_MOST.get(name)
+    if _EXPERTS.fullmatch(name):
+        return 4
+    return 2 if _CHOSEN.fullmatch(name) else _AT_MOST.get(name)
 
 
 def _fewer_heads(section: Settings) -> Settings:
@@ -302,16 +302,6 @@ def _fewer_heads(section: Settings) -> Settings:
     found = {key: few * group for key in _HEADS if _is_count(section.get(key))}
     found |= {key: few * group for key, v in section.items() if _OTHER_HEADS.fullmatch(key) and v}
     return found | ({kv_key: few} if kv_key else {})
-
-
-def _fewer_experts(section: Settings) -> Settings:
-    found: Settings = {}
-    for key, value in section.items():
-        if _EXPERTS.fullmatch(key) and _is_count(value):
-            found[key] = min(value, 4)
-        elif _CHOSEN.fullmatch(key) and _is_count(value):
-            found[key] = min(value, 2)
-    return found
 
 
 def _mamba_heads(section: Settings, hidden: int) -> Settings:
@@ -354,19 +344,6 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
-def _get(settings: Settings, dotted: str) -> Any:
-    for key in dotted.split("."):
-        settings = settings.get(key, {})
-    return settings
-
-
-def _set(settings: Settings, dotted: str, value: Any) -> None:
-    *path, last = dotted.split(".")
-    for key in path:
-        settings = settings[key]
-    settings[last] = value
-
-
 # ---- does a model keep packed documents apart? ---------------------------------------------------
 #
 #     logits([a a a b b b])  ==  logits([a a a]), logits([b b b])
@@ -384,27 +361,25 @@ def check_documents(config: PretrainedConfig, key: str = "sft.packing") -> None:
     Raises:
         ConfigError: The model mixes documents, or takes no `position_ids`.
     """
-    try:
-        small, model = shrink(config, Limits(num_layers=2))
-        difference = _difference(model.eval(), small.config)
-    except (ConfigError, TypeError) as error:
-        raise _refused(config, key, f"which does not take positions ({error})") from error
-    if not difference < TOLERANCE:
-        raise _refused(config, key, "whose tokens see the documents before their own")
+    if why := why_mixed(config):
+        raise ConfigError(
+            f"{key}: expected a model that keeps documents apart, got {config.model_type}, {why}."
+            f" Set {key}: false."
+        )
 
 
 @torch.no_grad()
-def _difference(model: Any, config: PretrainedConfig) -> float:
-    vocab = config.get_text_config().vocab_size
-    ids = torch.randint(0, vocab, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(1))
-    places = torch.cat([torch.arange(length) for length in LENGTHS])[None]
-    together = model(input_ids=ids, position_ids=places, use_cache=False).logits
-    parts = [model(input_ids=part, use_cache=False).logits for part in ids.split(LENGTHS, dim=1)]
-    return float((together - torch.cat(parts, dim=1)).abs().max())
-
-
-def _refused(config: PretrainedConfig, key: str, why: str) -> ConfigError:
-    return ConfigError(
-        f"{key}: expected a model that keeps documents apart, got {config.model_type}, {why}."
-        f" Set {key}: false."
-    )
+def why_mixed(config: PretrainedConfig) -> str | None:
+    """How a model mixes the documents of a row, found with a small copy; None: it does not."""
+    try:
+        with torch.random.fork_rng(), torch.enable_grad():
+            small, model = shrink(config, Limits(num_layers=2))
+        vocab_size = small.config.get_text_config().vocab_size
+        ids = torch.arange(sum(LENGTHS))[None] * 7 % vocab_size
+        places = torch.cat([torch.arange(length) for length in LENGTHS])[None]
+        together = model.eval()(input_ids=ids, position_ids=places, use_cache=False).logits
+        parts = [model(input_ids=part, use_cache=False).logits for part in ids.split(LENGTHS, 1)]
+    except (ConfigError, TypeError) as error:
+        return f"which does not take positions ({error})"
+    is_apart = (together - torch.cat(parts, dim=1)).abs().max() < TOLERANCE
+    return None if is_apart else "whose tokens see the documents before their own"

@@ -9,15 +9,14 @@ import csv
 import json
 import logging
 import re
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from functools import cache
 from os import fstat
 from os.path import samestat
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import TYPE_CHECKING, Any, TextIO
 
 from fullshard.errors import ConfigError
@@ -196,15 +195,35 @@ def process_peak() -> list[int]:
 
     Linux keeps no peak of memory without pages of files.
     """
-    peak = [0]
+    peak = [process_bytes()]
 
     def sample() -> None:
-        while True:
-            peak[0] = max(peak[0], process_bytes())
-            time.sleep(SAMPLE_S)
+        peak[0] = max(peak[0], process_bytes())
 
-    Thread(target=sample, name="fullshard memory", daemon=True).start()
+    repeated(sample, SAMPLE_S)
     return peak
+
+
+def repeated(do: Callable[[], object], pause_s: float) -> Callable[[], None]:
+    """Calls a function in a thread, after each pause; returns a function that ends this.
+
+    Errors of the system, as of a file that is gone, are ignored.
+    """
+    ended = Event()
+
+    def run() -> None:
+        while not ended.wait(pause_s):
+            with suppress(OSError):
+                do()
+
+    thread = Thread(target=run, name=f"fullshard {do}", daemon=True)
+    thread.start()
+
+    def end() -> None:
+        ended.set()
+        thread.join()
+
+    return end
 
 
 def process_bytes(pid: int | str = "self") -> int:

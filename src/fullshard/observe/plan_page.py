@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.observe.chart import Chart, Line, drawn, render, table_of, write_page
-from fullshard.outlook.memory import checkpoint_bytes
 from fullshard.outlook.player import Bar, Lane, held_over_time
 from fullshard.outlook.predict import Outlook
 from fullshard.outlook.search import Study
@@ -36,7 +35,7 @@ def write_plan_page(study: Study, strategies: Sequence[Outlook], target: Path) -
         plan=outlook.plan,
         phases=phases,
         places=[n for n in ("device", "host", "disk") if any(getattr(p, n) for p in phases)],
-        checkpoint_bytes=checkpoint_bytes(outlook.plan),
+        checkpoint_bytes=outlook.plan.checkpoint_bytes,
         strategies=strategies,
         data=_plan_charts(study, bars),
         schedule=_schedule(outlook, bars),

@@ -12,6 +12,8 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -19,7 +21,7 @@ from typing import Any
 import yaml
 
 from fullshard.config.regular_files import did_you_mean_path
-from fullshard.errors import ConfigError
+from fullshard.errors import ConfigError, FullshardError, untrusted
 from fullshard.observe.chart import (
     Chart,
     Line,
@@ -35,9 +37,11 @@ from fullshard.observe.machine import read_machine
 from fullshard.observe.metrics import SAMPLES, SAVES, read_rows
 from fullshard.planner.arrays import ArraysPlan
 from fullshard.planner.plan import Plan
-from fullshard.planner.text import human_bytes, like_neighbours
+from fullshard.planner.text import check_version, human_bytes, like_neighbours
 
 logger = logging.getLogger(__name__)
+
+LOOPBACK = "127.0.0.1"
 
 Row = dict[str, Any]
 
@@ -178,7 +182,8 @@ def gather(run: Run) -> dict[str, Any]:
 
 
 def _read_record(run: Path) -> dict[str, Any]:
-    try:
+    advice = did_you_mean_path(run) or "Name the output_dir of a run."
+    with untrusted(f"RUN_DIR: '{run}'", "a run's folder with run.json", ConfigError, advice):
         record: Any = json.loads((run / "run.json").read_text(encoding="utf-8"))
         record = record if isinstance(record, dict) else {}
         held = (record.get("measured"), record.get("planned", {}))
@@ -186,12 +191,8 @@ def _read_record(run: Path) -> dict[str, Any]:
             raise ValueError("it is not the record of a run")
         if lacks := {"command", "status", "began", "error"} - record.keys():
             raise ValueError(f"it lacks {min(lacks)}")
-        return record
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"RUN_DIR: expected a run's folder with run.json, got '{run}' ({error}). "
-            + (did_you_mean_path(run) or "Name the output_dir of a run.")
-        ) from error
+    check_version(record.get("schema_version", 1), f"'{run / 'run.json'}'")
+    return record
 
 
 def _text(path: Path) -> str:
@@ -217,6 +218,52 @@ def settings_of(text: str) -> list[tuple[str, str, str]]:
         return list(walk(yaml.compose(text), ""))
     except (yaml.YAMLError, RecursionError, IndexError):
         return []
+
+
+# ---- the page while runs go on -------------------------------------------------------------------
+
+
+def page_server(render: Callable[[], str], port: int = 0) -> ThreadingHTTPServer:
+    """A server of one page, which is made anew for every request.
+
+    Args:
+        render: Returns the page; a FullshardError becomes the answer, and the server goes on.
+        port: Port to listen on; 0: a free one.
+
+    Raises:
+        ConfigError: The port cannot be used.
+    """
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            status, kind, text = HTTPStatus.OK, "text/html", ""
+            host = (self.headers.get("Host") or "").rpartition(":")[0]
+            if host not in (LOOPBACK, "localhost"):  # a name of another site that leads here
+                status, kind, text = HTTPStatus.FORBIDDEN, "text/plain", "expected a local address"
+            elif self.path.partition("?")[0] != "/":
+                status, kind, text = HTTPStatus.NOT_FOUND, "text/plain", "the page is at /"
+            else:
+                try:
+                    text = render()
+                except FullshardError as error:
+                    status, kind, text = HTTPStatus.SERVICE_UNAVAILABLE, "text/plain", str(error)
+            body = text.encode()
+            self.send_response(status)
+            self.send_header("Content-Type", f"{kind}; charset=utf-8")
+            self.send_header("Content-Length", str(len(body)))
+            self.send_header("Cache-Control", "no-store")
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            logger.debug(format, *args)
+
+    try:
+        return ThreadingHTTPServer((LOOPBACK, port), Handler)
+    except (OSError, OverflowError) as error:
+        raise ConfigError(
+            f"--port: expected a free port, got {port} ({error}). Without it, any is taken."
+        ) from error
 
 
 # ---- charts --------------------------------------------------------------------------------------

@@ -47,8 +47,9 @@ class Names:
     done: int = 0
 
 
-# What a tracker does with the values of a step, and with the end of the run (whether it succeeded).
-Log = Callable[[dict[str, float], int], Any]
+# What a tracker does with the values of a step (whose number is `step=`), and with the end of the
+# run (whether it succeeded).
+Log = Callable[..., Any]
 Close = Callable[[bool], Any]
 
 
@@ -69,11 +70,7 @@ def _wandb(names: Names) -> tuple[Log, Close]:
     folder, config = str(names.folder), dict(names.config)
     wandb = import_module("wandb")
     run = wandb.init(project=names.project, name=names.run, dir=folder, config=config)
-
-    def log(values: dict[str, float], step: int) -> None:
-        run.log(values, step=step)
-
-    return log, lambda succeeded: run.finish(exit_code=0 if succeeded else 1)
+    return run.log, lambda succeeded: run.finish(exit_code=0 if succeeded else 1)
 
 
 def _mlflow(names: Names) -> tuple[Log, Close]:
@@ -81,18 +78,13 @@ def _mlflow(names: Names) -> tuple[Log, Close]:
     mlflow.set_experiment(names.project)
     mlflow.start_run(run_name=names.run)
     mlflow.log_dict(dict(names.config), "config.json")
-
-    def log(values: dict[str, float], step: int) -> None:
-        mlflow.log_metrics(values, step=step)
-
-    return log, lambda succeeded: mlflow.end_run("FINISHED" if succeeded else "FAILED")
+    return mlflow.log_metrics, lambda ok: mlflow.end_run("FINISHED" if ok else "FAILED")
 
 
 def _trackio(names: Names) -> tuple[Log, Close]:
     trackio = import_module("trackio")
     trackio.init(project=names.project, name=names.run, config=dict(names.config))
-
-    return lambda values, step: trackio.log(values, step=step), lambda _: trackio.finish()
+    return trackio.log, lambda _succeeded: trackio.finish()
 
 
 OPEN: Mapping[Tracker, Callable[[Names], tuple[Log, Close]]] = {
@@ -162,7 +154,7 @@ class Trackers:
                 continue
             for tracker, (log, _) in list(trackers.items()):
                 with _left_out(tracker, trackers):
-                    log(_shown(row), row.step)
+                    log(_shown(row), step=row.step)
         for tracker, (_, close) in list(trackers.items()):
             with _left_out(tracker, trackers):
                 close(self._is_good)

@@ -26,7 +26,6 @@ checkpoints at the first save. Only the tensors of a micro-batch come and go.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -82,13 +81,9 @@ class PeakMemory:
 
     def of(self, metric: Metric) -> float:
         """Returns the peak as a metric counts it."""
-        match metric:
-            case Metric.ALLOCATED | Metric.ACTIVE:
-                return self.active
-            case Metric.RESERVED:
-                return self.reserved
-            case Metric.UNKNOWN:
-                return (self.active * self.reserved) ** 0.5
+        if metric is Metric.UNKNOWN:
+            return (self.active * self.reserved) ** 0.5
+        return self.reserved if metric is Metric.RESERVED else self.active
 
 
 def peak_memory(run: Workload, k: Constants = FITTED) -> PeakMemory:
@@ -264,13 +259,9 @@ class Fit(StrEnum):
         share = f"{needed_bytes / max(1, memory_bytes):.1%}"
         if needed_bytes > 2 * memory_bytes:
             share = f"{needed_bytes / max(1, memory_bytes):,.1f} times as much"
-        match self:
-            case Fit.FITS:
-                return f"fits, it takes {share}."
-            case Fit.TIGHT:
-                return f"tight, it takes {share}."
-            case Fit.NO:
-                return f"will not fit, it would take {share}."
+        if self is Fit.NO:
+            return f"will not fit, it would take {share}."
+        return f"{self}, it takes {share}."
 
 
 def judge_fit(needed_bytes: int, memory_bytes: int) -> Fit:
@@ -354,19 +345,6 @@ def phases_of(
     if storage.saves:
         found.insert(-1, _phase("save", state, 0, copy))
     return tuple(found)
-
-
-def checkpoint_bytes(plan: Plan) -> int:
-    """Returns the bytes of all tensors in a checkpoint, without headers and JSON files."""
-    total = float(plan.saved_buffer_bytes)
-    for group in plan.groups:
-        itemsize = ITEMSIZE[group.dtypes.master]
-        for placement in group.layout.placements:
-            shape = placement.whole_shape
-            total += itemsize * math.prod(shape)
-            if group.trainable:
-                total += plan.optimizer.saved_bytes(placement.name, shape, itemsize)
-    return math.ceil(total)
 
 
 def _among(rows: Iterable[MemoryRow], names: Sequence[str]) -> list[MemoryRow]:

@@ -167,17 +167,12 @@ LEAST_BYTES = 64  # size of a message that only synchronizes
 _SYNC = frozenset((EventKind.REDUCE, EventKind.ACCUMULATE, EventKind.SETTLE))
 
 
-class StepTime(NamedTuple):
-    """A step on a calibrated machine: seconds by cause, and bars of the last micro-batch."""
-
-    times: Times
-    bars: tuple[Bar, ...]
-
-
 def step_time(
     plan: Plan, work: Work, calibration: Calibration, accumulation: int = 1
-) -> StepTime | None:
-    """Returns the time of a step; None if the calibration lacks this number of ranks.
+) -> tuple[Times, tuple[Bar, ...]] | None:
+    """Returns seconds of a step by cause, and bars of its last micro-batch.
+
+    None if the calibration lacks this number of ranks.
 
     Args:
         plan: Plan of the run, with its transport resolved.
@@ -197,7 +192,7 @@ def step_time(
     step = last.end_s + (accumulation - 1) * early.end_s + update + ceilings.host.step_s
     launch = accumulation * costs.launch_s() + ceilings.host.step_s
     kernels = step - exposed - launch - update
-    return StepTime(Times(step, kernels, exposed, launch, update, bubble=0.0), last.bars)
+    return Times(step, kernels, exposed, launch, update, bubble=0.0), last.bars
 
 
 class _Measured:

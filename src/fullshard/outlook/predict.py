@@ -7,7 +7,7 @@ the machine (`outlook/player.py`) or from formulas for its device (`outlook/spee
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fullshard.config.sharding import ShardConfig
@@ -213,9 +213,11 @@ def look(plan: Plan, config: ShardConfig, job: PlannedStep, machine: Machine) ->
     if machine.device is not None:
         counted[WORKSPACES] = held.base
     passing = round(sum(size for name, size in counted.items() if name in list(TensorKind)))
+    # Owners' whole tensors are allocated in an update, when the micro-batch has freed its own.
+    owners = [row for row in plan.memory if row.name == WHOLES and row.num_bytes > passing]
     rows = (
         *(row for row in plan.memory if row.name != WHOLES),
-        *_beyond(plan.memory, passing),
+        *(replace(row, num_bytes=row.num_bytes - passing) for row in owners),
         *(job.beside(plan, config) if job.beside is not None else ()),
         *(MemoryRow(name, round(size)) for name, size in counted.items() if size),
     )
@@ -234,15 +236,6 @@ def look(plan: Plan, config: ShardConfig, job: PlannedStep, machine: Machine) ->
         times = step_times(run)
     found = (rows, traced is not None, reserved, times, fit, bars, round(forward))
     return Outlook(config, job, machine, plan, run, *found)
-
-
-def _beyond(rows: Iterable[MemoryRow], passing: int) -> list[MemoryRow]:
-    """Owners' memory in an update beyond the memory that the micro-batch has freed by then."""
-    return [
-        replace(row, num_bytes=row.num_bytes - passing)
-        for row in rows
-        if row.name == WHOLES and row.num_bytes > passing
-    ]
 
 
 def _measured(
@@ -319,8 +312,7 @@ def _accumulation_bytes(plan: Plan, batch: Batch) -> int:
     """Receive buffers that accumulation adds to those of one micro-batch."""
     if batch.accumulation <= 1 or plan.grad_sync is GradSync.LAST_MICRO_BATCH:
         return 0
-    step = plan.units, plan.events, plan.transport, plan.reduction, plan.homes
-    return communication_bytes(*step, accumulates=True) - communication_bytes(*step)
+    return communication_bytes(plan, accumulates=True) - communication_bytes(plan)
 
 
 def _counted(run: Workload, held: PeakMemory, chunk_size: int | None) -> dict[str, float]:

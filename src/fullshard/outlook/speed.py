@@ -137,13 +137,8 @@ def _forward(run: Workload, k: Constants) -> tuple[float, float, float]:
 
 def _fused(run: Workload, k: Constants) -> float:
     """Share of elementwise passes and kernels that remains after compilation."""
-    match run.kernels.compiler:
-        case Compiler.NONE:
-            return 1.0
-        case Compiler.TORCH:
-            return k.compiled_passes
-        case Compiler.XLA:
-            return k.xla_passes
+    shares = {Compiler.TORCH: k.compiled_passes, Compiler.XLA: k.xla_passes}
+    return shares.get(run.kernels.compiler, 1.0)
 
 
 def _pass_width(run: Workload) -> float:

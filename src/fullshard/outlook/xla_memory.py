@@ -132,4 +132,4 @@ def _gradient_shards(
 
 
 def _whole_bytes(array: ArrayPlan, kind: str) -> int:
-    return math.prod(array.padded_shape) * ITEMSIZE[getattr(array.dtypes, kind)]
+    return math.prod(array.part_shape) * ITEMSIZE[getattr(array.dtypes, kind)]

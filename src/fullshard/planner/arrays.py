@@ -6,6 +6,12 @@ never sharded: a scan over it gathers one block at a time.
 
     (layers, out, in), 4 devices, out the largest that divides:    device 0  [:, 0:out/4, :]
                                                                    device 1  [:, out/4:out/2, :] ...
+
+A tensor axis cuts other dimensions first, by rules on names. Its devices share a batch, and compute
+with their parts as they are:
+
+    out over tensor 2, in over shard 2:    tensor 0, shard 0  [:, 0:out/2, 0:in/2]
+                                           tensor 1, shard 0  [:, out/2:out, 0:in/2] ...
 """
 
 from __future__ import annotations
@@ -13,14 +19,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from fullshard.config.values import Recompute, Strategy
 from fullshard.planner.memory import AVERAGE, MemoryRow
 from fullshard.planner.mesh import Mesh, row_of
 from fullshard.planner.optimizers import ADAMW, OptimizerStates
 from fullshard.planner.spec import ITEMSIZE
-from fullshard.planner.text import PlanDocument, decode_plan, human_bytes
+from fullshard.planner.text import PlanDocument, axes_of, decode_plan, human_bytes
 from fullshard.planner.units import DtypeContract
 
 PADDED_ABOVE = 65_536  # elements: smaller arrays without a divisible dimension are replicated
@@ -34,28 +40,34 @@ class ArrayCut:
     Attributes:
         dim: The sharded dimension; None: every device holds the whole array.
         padding: Zeros at the end of the dimension that make it divisible.
+        tensor: The dimension that the tensor axis cuts, never `dim`; None: none.
+        parts: Number of parts along that dimension.
     """
 
     dim: int | None = None
     padding: int = 0
+    tensor: int | None = field(default=None, metadata={"omitted": None})
+    parts: int = field(default=1, metadata={"omitted": 1})
 
 
-def cut_of(shape: Sequence[int], num_parts: int) -> ArrayCut:
+def cut_of(
+    shape: Sequence[int], num_parts: int, tensor: int | None = None, parts: int = 1
+) -> ArrayCut:
     """Returns a cut along the largest divisible dimension; large arrays are padded if none is.
 
     Args:
         shape: Shape without the layer axis.
         num_parts: Number of devices on the shard axis.
+        tensor: See `ArrayCut`.
+        parts: See `ArrayCut`.
     """
-    if num_parts == 1 or 0 in shape:
-        return ArrayCut()
-    fitting = [dim for dim, size in enumerate(shape) if size % num_parts == 0]
-    if fitting:
-        return ArrayCut(max(fitting, key=lambda dim: (shape[dim], -dim)))
-    if math.prod(shape) < PADDED_ABOVE:
-        return ArrayCut()
-    dim = max(range(len(shape)), key=lambda dim: (shape[dim], -dim))
-    return ArrayCut(dim, -shape[dim] % num_parts)
+    dims = [dim for dim in range(len(shape)) if dim != tensor]
+    fitting = [dim for dim in dims if shape[dim] % num_parts == 0]
+    is_small = math.prod(shape) // parts < PADDED_ABOVE and not fitting
+    if num_parts == 1 or 0 in shape or not dims or is_small:
+        return ArrayCut(tensor=tensor, parts=parts)
+    dim = max(fitting or dims, key=lambda dim: (shape[dim], -dim))
+    return ArrayCut(dim, -shape[dim] % num_parts, tensor, parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +99,18 @@ class ArrayPlan:
 
     @property
     def padded_shape(self) -> tuple[int, ...]:
-        """Shape of one gathered layer."""
+        """Shape of one layer with padding."""
         return tuple(
             size + self.cut.padding * (dim == self.cut.dim) for dim, size in enumerate(self.shape)
+        )
+
+    @property
+    def part_shape(self) -> tuple[int, ...]:
+        """Shape of one gathered layer on a device: its part along the tensor axis."""
+        cut = self.cut
+        return tuple(
+            size // cut.parts if dim == cut.tensor else size
+            for dim, size in enumerate(self.padded_shape)
         )
 
     @property
@@ -106,7 +127,7 @@ class ArrayPlan:
 
     def part_numel(self, num_parts: int) -> int:
         """Returns the elements of one device's part, padding included."""
-        whole = math.prod(self.stored_shape)
+        whole = math.prod(self.part_shape) * (self.num_layers if self.block else 1)
         return whole if self.cut.dim is None else whole // num_parts
 
 
@@ -170,7 +191,8 @@ class ArraysPlan(PlanDocument):
         They are those of the traced step, or, before there is one, the most that the arrays need:
         blocks are gathered again in backward if the strategy reshards. There is one per tensor. A
         small one sums the loss, the label tokens (in two parts, which float32 adds exactly) and the
-        squared norm of the gradients.
+        squared norm of the gradients. The sums over a tensor axis are the model's own: the traced
+        step has them.
         """
         known = {
             row[1]: Collectives(*row[2:]) for row in self.traced if row[0] == num_micro_batches
@@ -185,7 +207,7 @@ class ArraysPlan(PlanDocument):
                     times * (1 if once else num_micro_batches), num_bytes
                 )
         scalar = max(ITEMSIZE[array.dtypes.accumulate] for array in self.arrays)
-        if self.mesh.world_size > 1:
+        if self.mesh.num_copies > 1:
             found[REDUCE] = found[REDUCE].plus(1, 4 * scalar)
         return found
 
@@ -195,14 +217,14 @@ class ArraysPlan(PlanDocument):
         for array in self.arrays:
             if array.cut.dim is not None:
                 times = array.num_layers * num_micro_batches if array.block else 1
-                size = math.prod(array.padded_shape) * ITEMSIZE[array.dtypes.compute]
+                size = math.prod(array.part_shape) * ITEMSIZE[array.dtypes.compute]
                 found = found.plus(times, size)
         return found
 
     def _of_array(self, array: ArrayPlan) -> Iterator[tuple[str, int, int]]:
         """(kind, number, bytes of the full tensor) of an array's collectives in a micro-batch."""
         layers, dtypes = array.num_layers or 1, array.dtypes
-        numel = math.prod(array.padded_shape)
+        numel = math.prod(array.part_shape)
         if array.cut.dim is not None:
             again = bool(array.block) and self.reshards
             yield GATHER, layers * (1 + again), numel * ITEMSIZE[dtypes.compute]
@@ -212,7 +234,7 @@ class ArraysPlan(PlanDocument):
             yield SCATTER, layers, numel * ITEMSIZE[dtypes.reduce]
             if self.mesh.replicate > 1:
                 yield REDUCE, layers, numel // self.mesh.shard * ITEMSIZE[dtypes.accumulate]
-        elif self.mesh.world_size > 1:
+        elif self.mesh.num_copies > 1:
             yield REDUCE, layers, numel * ITEMSIZE[dtypes.reduce]
 
     @property
@@ -239,7 +261,7 @@ class ArraysPlan(PlanDocument):
         for array in self.arrays:
             if array.cut.dim is not None:
                 held = 1 if self.reshards or not array.block else array.num_layers
-                total += held * math.prod(array.padded_shape) * ITEMSIZE[array.dtypes.compute]
+                total += held * math.prod(array.part_shape) * ITEMSIZE[array.dtypes.compute]
         return total
 
     @property
@@ -277,7 +299,7 @@ class ArraysPlan(PlanDocument):
         mesh = self.mesh
         lines = [
             f"{self.model_kind}: {self.num_parameters:,} parameters, {self.strategy} on "
-            f"{mesh.world_size} devices (replicate {mesh.replicate} x shard {mesh.shard})",
+            f"{mesh.world_size} devices ({axes_of(mesh, ())})",
             *(f"  {_array_line(array)}" for array in self.arrays),
             "a step's collectives (full tensors):",
             *(
@@ -303,5 +325,6 @@ def _array_line(array: ArrayPlan) -> str:
     layers = f"{array.num_layers} x " if array.block else ""
     cut = "replicated" if array.cut.dim is None else f"dim {array.cut.dim} sharded"
     padded = f" (+{array.cut.padding})" if array.cut.padding else ""
+    padded += "" if array.cut.tensor is None else f", dim {array.cut.tensor} over tensor"
     frozen = "" if array.trainable else ", frozen"
     return f"{array.name}  {layers}{array.shape}  {cut}{padded}{frozen}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -111,16 +111,12 @@ class FlatLayout:
 
     @classmethod
     def build(
-        cls,
-        params: Sequence[tuple[str, tuple[int, ...]]],
-        num_parts: int,
-        others: Mapping[str, int] | None = None,
+        cls, params: Sequence[tuple[str, tuple[int, ...], int]], num_parts: int
     ) -> FlatLayout:
-        """Places (name, shape) pairs one after another; `others` has `Placement.parts` by name."""
+        """Places parameters, each (name, shape, `Placement.parts`), one after another."""
         placements: list[Placement] = []
         offset = 0
-        for name, shape in params:
-            parts = (others or {}).get(name, 1)
+        for name, shape, parts in params:
             placements.append(Placement(name, shape, offset, parts=parts))
             offset += align(math.prod(shape), ALIGNMENT)
         return cls(tuple(placements), align(offset, num_parts * ALIGNMENT), num_parts)

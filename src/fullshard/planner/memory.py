@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from fullshard.config.values import DType, GradSync, Reduction, Transport
-from fullshard.planner.events import Event, EventKind
+from fullshard.planner.events import EventKind
 from fullshard.planner.layout import ALIGNMENT, Bounds, owned_numels
 from fullshard.planner.optimizers import OptimizerStates, owned_tensors
-from fullshard.planner.slots import Ring
 from fullshard.planner.spec import ITEMSIZE
-from fullshard.planner.units import GroupPlan, Homes, Place, UnitPlan
+from fullshard.planner.units import GroupPlan, Place
+
+if TYPE_CHECKING:
+    from fullshard.planner.plan import Plan
 
 AVERAGE = "average of the weights"
 WHOLES = "whole tensors of owners"
+# direct reads and writes of state on disk: two of pieces, others of turns of an optimizer's update
+DISK_PIECE, DISK_ROOM, NUM_DISK_ROOMS = 4 << 20, 16 << 20, 3
+DISK_BUFFERS = "buffers of state on disk"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,25 +45,9 @@ def sum_by_place(rows: Iterable[MemoryRow]) -> dict[str, int]:
     return found
 
 
-def state_rows(
-    units: Sequence[UnitPlan],
-    rings: Sequence[Ring],
-    beside: Mapping[str, int],
-    homes: Homes,
-    grad_sync: GradSync,
-    optimizer: OptimizerStates,
-) -> tuple[MemoryRow, ...]:
-    """Returns the bytes of the largest rank: shards, slots, optimizer, buffers.
-
-    Args:
-        units: Units of the plan.
-        rings: Rings of the plan.
-        beside: Bytes of further rows, by name.
-        homes: Where state is stored.
-        grad_sync: Which micro-batches of an accumulated step reduce gradients.
-        optimizer: State sizes of the optimizer.
-    """
-    groups = [group for unit in units for group in unit.groups]
+def state_rows(plan: Plan) -> tuple[MemoryRow, ...]:
+    """Returns the bytes of the largest rank: shards, slots, optimizer, buffers."""
+    groups, rings, homes, optimizer = plan.groups, plan.rings, plan.homes, plan.optimizer
     averages = OptimizerStates("", optimizer.num_averages)
     trained = [group for group in groups if group.trainable]
     compute = sum(
@@ -75,11 +65,15 @@ def state_rows(
         MemoryRow("shared weights to compute with", compute, homes.parameters),
         MemoryRow("slots", sum(r.num_bytes for r in rings if not r.name.endswith(".grad"))),
         MemoryRow("gradient slots", sum(r.num_bytes for r in rings if r.name.endswith(".grad"))),
-        *(MemoryRow(name, num_bytes) for name, num_bytes in beside.items()),
-        MemoryRow("deferred gradients", deferred_bytes(units, grad_sync)),
+        MemoryRow("communication buffers", communication_bytes(plan)),
+        MemoryRow("buffers", plan.buffer_bytes),
+        MemoryRow("deferred gradients", deferred_bytes(plan)),
         MemoryRow(WHOLES, whole_bytes(trained, optimizer)),
     )
-    rare = (AVERAGE, WHOLES, "shared weights to compute with", "deferred gradients")
+    on_disk = [row.num_bytes for row in rows if row.place is Place.DISK]
+    buffers = min(sum(on_disk), 2 * DISK_PIECE + bool(trained) * NUM_DISK_ROOMS * DISK_ROOM)
+    rows = (*rows, MemoryRow(DISK_BUFFERS, buffers, Place.HOST))
+    rare = (AVERAGE, DISK_BUFFERS, WHOLES, "shared weights to compute with", "deferred gradients")
     return tuple(row for row in rows if row.num_bytes or row.name not in rare)
 
 
@@ -119,17 +113,17 @@ def whole_bytes(trained: Sequence[GroupPlan], optimizer: OptimizerStates) -> int
     return int(max(held.values(), default=0) * (1 + optimizer.num_temporaries / 2))
 
 
-def staging_bytes(units: Sequence[UnitPlan], optimizer: OptimizerStates) -> int:
+def staging_bytes(plan: Plan) -> int:
     """Returns the most host bytes that a rank copies to save in the background.
 
     The replicas of a shard take turns: each saves some of the units.
     """
     by_turn: dict[int, int] = {}
-    owned, sliced = 0, optimizer
-    if optimizer.owned is not None:
-        owned = optimizer_bytes([g for u in units for g in u.groups if g.trainable], optimizer)
-        sliced = OptimizerStates("", optimizer.num_averages)
-    for unit in units:
+    owned, sliced = 0, plan.optimizer
+    if sliced.owned is not None:
+        owned = optimizer_bytes([g for g in plan.groups if g.trainable], sliced)
+        sliced = OptimizerStates("", sliced.num_averages)
+    for unit in plan.units:
         for group in unit.groups:
             itemsize = ITEMSIZE[group.dtypes.master]
             element = itemsize + sliced.kept_bytes(itemsize) * group.trainable
@@ -139,21 +133,15 @@ def staging_bytes(units: Sequence[UnitPlan], optimizer: OptimizerStates) -> int:
     return max(by_turn.values(), default=0) + owned
 
 
-def deferred_bytes(units: Sequence[UnitPlan], grad_sync: GradSync) -> int:
+def deferred_bytes(plan: Plan) -> int:
     """Returns the bytes of gradients that wait for the last micro-batch of a step."""
-    total = 0
-    has_replicas = any(unit.mesh.replicate > 1 for unit in units)
-    for unit in units:
-        for group in unit.groups:
-            itemsize = ITEMSIZE[group.dtypes.accumulate] if group.trainable else 0
-            match grad_sync:
-                case GradSync.EVERY_MICRO_BATCH:
-                    continue
-                case GradSync.LAST_MICRO_BATCH:
-                    total += group.layout.numel * itemsize
-                case GradSync.LAST_MICRO_BATCH_OUTER:
-                    total += group.layout.part_numel * itemsize * has_replicas
-    return total
+    is_outer = plan.grad_sync is GradSync.LAST_MICRO_BATCH_OUTER
+    has_replicas = any(unit.mesh.replicate > 1 for unit in plan.units)
+    if plan.grad_sync is GradSync.EVERY_MICRO_BATCH or (is_outer and not has_replicas):
+        return 0
+    trained = [group for group in plan.groups if group.trainable]
+    sizes = [(g, g.layout.part_numel if is_outer else g.layout.numel) for g in trained]
+    return sum(numel * ITEMSIZE[group.dtypes.accumulate] for group, numel in sizes)
 
 
 def gradient_bytes(group: GroupPlan) -> int:
@@ -163,15 +151,7 @@ def gradient_bytes(group: GroupPlan) -> int:
     return ITEMSIZE[dtypes.accumulate] + shown
 
 
-def communication_bytes(
-    units: Sequence[UnitPlan],
-    events: Sequence[Event],
-    transport: Transport,
-    reduction: Reduction,
-    homes: Homes,
-    *,
-    accumulates: bool = False,
-) -> int:
+def communication_bytes(plan: Plan, *, accumulates: bool = False) -> int:
     """Returns the bytes of a transport's receive buffers, by replaying the events of a step.
 
     A reduction uses its buffers from REDUCE to ACCUMULATE. Freed buffers are reused, the smallest
@@ -182,30 +162,26 @@ def communication_bytes(
     copy to the host runs until the next unit's sum lands.
 
     Args:
-        units: Units of the plan.
-        events: Events of a step.
-        transport: The transport.
-        reduction: Who sums over c10d.
-        homes: Where state is stored.
+        plan: A plan with the events of a step.
         accumulates: Whether several micro-batches are reduced into one sum.
     """
     pool = _Pool()
     lent: dict[int, list[_Buffer]] = {}
     landing: list[Iterator[None]] = []
-    to_host = homes.gradients is not Place.DEVICE
-    for event in events:
+    to_host, how = plan.homes.gradients is not Place.DEVICE, (plan.transport, plan.reduction)
+    for event in plan.events:
         if event.kind is EventKind.REDUCE:
-            wanted = _received(units[event.unit].groups, transport, reduction)
+            wanted = _received(plan.units[event.unit].groups, *how)
             lent[event.unit] = [pool.take(dtype, numel) for dtype, numel in wanted]
         elif event.kind is EventKind.ACCUMULATE:
-            trained = [group for group in units[event.unit].groups if group.trainable]
+            unit = plan.units[event.unit]
+            trained = [group for group in unit.groups if group.trainable]
             sizes = [(g.dtypes.accumulate, g.layout.part_numel) for g in trained]
             aside = [pool.take(*size) for size in sizes if accumulates or to_host]
             pool.give(lent.pop(event.unit))
             landing = [steps for steps in landing if next(steps, _ENDED) is not _ENDED]
-            replicate = units[event.unit].mesh.replicate
             for at, group in enumerate(trained):
-                sent = _exchanged(group, transport, reduction, replicate)
+                sent = _exchanged(group, *how, unit.mesh.replicate)
                 room = sizes[at : at + 1] if accumulates else []
                 steps = _land(pool, sent, aside[at : at + 1], room if to_host else None)
                 landing += [steps] if next(steps, _ENDED) is not _ENDED else []

@@ -223,13 +223,13 @@ def mesh_of(config: ShardConfig, topology: Topology) -> Mesh:
     row, expert, tensor = row_of(config.strategy), config.expert, config.tensor
     if config.context > 1:
         groups = topology.world_size // topology.inner // (expert * tensor)
-        _check_divides("context", config.context, groups, "ranks / expert / tensor")
+        check_divides("context", config.context, groups, "ranks / expert / tensor")
         config = config.without("context")
     if tensor * expert == 1:
         return resolve_mesh(row, topology, config.replicate, config.shard)
     world, local = topology.world_size, topology.ranks_per_host
-    _check_divides("tensor", tensor, local, "the ranks of a host")
-    _check_divides("expert", expert, world // tensor, f"{world} ranks / tensor {tensor}")
+    check_divides("tensor", tensor, local, "the ranks of a host")
+    check_divides("expert", expert, world // tensor, f"{world} ranks / tensor {tensor}")
     others = expert * tensor
     rest = replace(topology, world_size=world // others, local_world_size=max(1, local // others))
     beside = "".join(
@@ -275,13 +275,13 @@ def resolve_mesh(
         shard = 1
     if replicate is None and shard is None:
         shard = topology.ranks_per_host if row.hybrid else world
-        _check_divides("local_world_size", shard, world, what)
+        check_divides("local_world_size", shard, world, what)
     if shard is None:
         assert replicate is not None
-        _check_divides("replicate", replicate, world, what)
+        check_divides("replicate", replicate, world, what)
         shard = world // replicate
     if replicate is None:
-        _check_divides("shard", shard, world, what)
+        check_divides("shard", shard, world, what)
         replicate = world // shard
     if replicate * shard != world:
         raise ConfigError(
@@ -291,7 +291,8 @@ def resolve_mesh(
     return Mesh(replicate, shard, topology.order, topology.inner)
 
 
-def _check_divides(key: str, size: int, world: int, what: str) -> None:
+def check_divides(key: str, size: int, world: int, what: str) -> None:
+    """Raises ConfigError, with the nearest divisor, if a size does not divide a number."""
     if size < 1 or world % size:
         fitting = [n for n in range(1, world + 1) if world % n == 0]
         nearest = min(fitting, key=lambda n: abs(n - size))

@@ -8,6 +8,7 @@ It is computed without a process group, a GPU or weights, and is the same bytes 
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,12 +18,7 @@ from fullshard.config.values import GradSync, Home, Reduction, Strategy, Transpo
 from fullshard.errors import ConfigError, WrapError
 from fullshard.planner.events import Event
 from fullshard.planner.layout import Slice
-from fullshard.planner.memory import (
-    MemoryRow,
-    communication_bytes,
-    staging_bytes,
-    state_rows,
-)
+from fullshard.planner.memory import MemoryRow, staging_bytes, state_rows
 from fullshard.planner.mesh import Mesh, StrategyRow, Topology, mesh_of, row_of
 from fullshard.planner.optimizers import ADAMW, OptimizerStates
 from fullshard.planner.schedule import (
@@ -35,7 +31,7 @@ from fullshard.planner.schedule import (
     simulate_step,
 )
 from fullshard.planner.slots import Ring, SlotRules, assign_slots
-from fullshard.planner.spec import ModelSpec, ParamSpec, check_globs, matches
+from fullshard.planner.spec import ITEMSIZE, ModelSpec, ParamSpec, check_globs, matches
 from fullshard.planner.text import PlanDocument, decode_plan, render_tree
 from fullshard.planner.units import (
     DEFAULT_HOMES,
@@ -48,7 +44,7 @@ from fullshard.planner.units import (
     assign_params,
     group_params,
 )
-from fullshard.planner.wrap import ModuleNames, Role, Wrap, choose_units, recomputed_modules
+from fullshard.planner.wrap import ModuleNames, Role, choose_units, recomputed_modules
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +94,7 @@ class Plan(PlanDocument):
         if optimizer == self.optimizer:
             return self
         plan = replace(self, optimizer=optimizer)
-        return replace(plan, memory=_memory_of(plan, self.events))
+        return replace(plan, memory=state_rows(plan))
 
     def view(self, rank: int) -> RankView:
         """Returns one rank's part."""
@@ -127,7 +123,20 @@ class Plan(PlanDocument):
     @property
     def staging_bytes(self) -> int:
         """Most host bytes that a rank copies to save in the background."""
-        return staging_bytes(self.units, self.optimizer)
+        return staging_bytes(self)
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Bytes of all tensors in a checkpoint, without headers and JSON files."""
+        total = float(self.saved_buffer_bytes)
+        for group in self.groups:
+            itemsize = ITEMSIZE[group.dtypes.master]
+            for placement in group.layout.placements:
+                shape = placement.whole_shape
+                total += itemsize * math.prod(shape)
+                if group.trainable:
+                    total += self.optimizer.saved_bytes(placement.name, shape, itemsize)
+        return math.ceil(total)
 
     def scheduler(self) -> Scheduler:
         """Returns a new scheduler for this plan."""
@@ -263,9 +272,6 @@ def _bare_units(
     """The units with their layouts, without slots."""
     names = list(choices)
     rows = _rows_of(config, names)
-    contract = ContractRule(
-        config.master_dtype, config.param_dtype, config.reduce_dtype, config.fp32_modules
-    )
     modules = {module.name: module for module in spec.modules}
     units: list[UnitPlan] = []
     for index, (parent, params) in enumerate(assign_params(spec, names)):
@@ -282,7 +288,7 @@ def _bare_units(
                 role=choices[module.name],
                 parent=parent,
                 mesh=own_mesh,
-                groups=group_params(params, contract.for_unit(own), own_mesh.shard),
+                groups=group_params(params, ContractRule(config, own), own_mesh.shard),
                 reshard_after_forward=row.reshard_after_forward,
                 reads_weight_in_backward=module.reads_weight_in_backward,
             )
@@ -353,24 +359,12 @@ def units_of(
     check_globs("fp32_modules", config.fp32_modules, modules, "modules")
     named = [glob for glob, _ in config.strategies]
     check_globs("strategies", named, modules, "modules")
-    return choose_units(spec, _wrap_of(config, chosen_modules), config.wrap_min_params, named)
-
-
-def _wrap_of(config: ShardConfig, chosen_modules: Sequence[str] | None) -> Wrap:
-    if chosen_modules is not None:
-        return ModuleNames(tuple(chosen_modules))
-    assert not callable(config.wrap), "the caller passes a callable's choice as chosen_modules"
-    return config.wrap
+    wrap = config.wrap if chosen_modules is None else ModuleNames(tuple(chosen_modules))
+    assert not callable(wrap), "the caller passes a callable's choice as chosen_modules"
+    return choose_units(spec, wrap, config.wrap_min_params, named)
 
 
 def _finish(plan: Plan) -> Plan:
     """The plan with the events and the memory table that follow from units, rings and order."""
-    events = simulate_step(plan.scheduler())
-    return replace(plan, events=events, memory=_memory_of(plan, events))
-
-
-def _memory_of(plan: Plan, events: Sequence[Event]) -> tuple[MemoryRow, ...]:
-    how = plan.transport, plan.reduction, plan.homes
-    received = communication_bytes(plan.units, events, *how)
-    beside = {"communication buffers": received, "buffers": plan.buffer_bytes}
-    return state_rows(plan.units, plan.rings, beside, plan.homes, plan.grad_sync, plan.optimizer)
+    plan = replace(plan, events=simulate_step(plan.scheduler()))
+    return replace(plan, memory=state_rows(plan))

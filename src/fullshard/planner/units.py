@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 
+from fullshard.config.sharding import ShardConfig
 from fullshard.config.values import DType, Strategy
 from fullshard.planner.layout import FlatLayout, clean_name
 from fullshard.planner.mesh import Mesh
@@ -207,8 +208,7 @@ def group_params(
     for (frozen, dtypes), members in sorted(
         by_key.items(), key=lambda item: (item[0][0], item[0][1].master, item[0][1].compute)
     ):
-        others = {p.name: p.parts for p in members}
-        layout = FlatLayout.build([(p.name, p.shape) for p in members], num_parts, others)
+        layout = FlatLayout.build([(p.name, p.shape, p.parts) for p in members], num_parts)
         names = tuple(p.names for p in members)
         groups.append(GroupPlan(names, layout, dtypes, not frozen))
     return tuple(groups)
@@ -231,43 +231,28 @@ class UnitSettings:
     keeps_dtypes: bool = False
 
 
+DEFAULT_SETTINGS = UnitSettings()
+
+
 @dataclass(frozen=True, slots=True)
 class ContractRule:
-    """The configured dtypes; None: the parameter's own dtype decides.
+    """The configured dtypes of a unit's parameters."""
 
-    Attributes:
-        fp32_modules: Globs of modules that compute in float32 even if others use 16 bits.
-        keeps_dtypes: Whether masters keep the dtypes of the given parameters.
-    """
-
-    master: DType | None = None
-    compute: DType | None = None
-    reduce: DType | None = None
-    fp32_modules: tuple[str, ...] = ()
-    keeps_dtypes: bool = False
-
-    def for_unit(self, unit: UnitSettings) -> ContractRule:
-        """Returns the rule with a unit's overrides."""
-        return replace(
-            self,
-            compute=unit.compute or self.compute,
-            reduce=unit.reduce or self.reduce,
-            keeps_dtypes=unit.keeps_dtypes or self.keeps_dtypes,
-        )
+    config: ShardConfig
+    unit: UnitSettings = DEFAULT_SETTINGS
 
     def of(self, param: ParamSpec) -> DtypeContract:
         """Returns a parameter's dtypes: float64 stays float64, others have a float32 master."""
+        config, unit = self.config, self.unit
         default = DType.FLOAT64 if param.dtype is DType.FLOAT64 else DType.FLOAT32
-        if self.keeps_dtypes:
-            default = param.dtype
-        master = self.master or default
+        master = config.master_dtype or (param.dtype if unit.keeps_dtypes else default)
         accumulate = DType.FLOAT64 if master is DType.FLOAT64 else DType.FLOAT32
-        compute = self.compute or master
-        if ITEMSIZE[compute] < 4 and any(matches(name, self.fp32_modules) for name in param.names):
+        compute, fp32 = unit.compute or config.param_dtype or master, config.fp32_modules
+        if ITEMSIZE[compute] < 4 and any(matches(name, fp32) for name in param.names):
             compute = DType.FLOAT32
         return DtypeContract(
             master=master,
             compute=compute,
-            reduce=self.reduce or accumulate,
+            reduce=unit.reduce or config.reduce_dtype or accumulate,
             accumulate=accumulate,
         )

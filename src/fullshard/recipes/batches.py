@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fullshard.config.schema import ModelConfig, RunConfig, SftConfig
-from fullshard.data.chat_rows import KIND as CHAT
+from fullshard.data.chat import set_template
 from fullshard.data.chat_rows import ChatDataset, ChatSettings, chat_source, make_chat_dataset
-from fullshard.data.chat_template import Learned, set_template
 from fullshard.data.dataset import PreparedData, load_facts
 from fullshard.data.text import Dataset, DatasetSettings, Source, make_dataset, new_tokenizer
 from fullshard.errors import ConfigError
@@ -45,16 +44,8 @@ def make_data(
     _check_streaming(config, command)
     if command.kind.uses_chats(config):
         return _make_chats(config, path, tokenizer, vocab_size)
-    settings = DatasetSettings(
-        sequence_length=config.training.max_seq_length,
-        held_out_fraction=config.data.validation_fraction,
-        vocab_size=vocab_size,
-        dtype=config.data.dtype,
-        baseline=config.data.uses_baseline,
-        shuffle_buffer=config.data.shuffle_buffer if config.data.streaming else 0,
-        seed=config.training.seed,
-        separate_documents=config.data.separate_documents,
-    )
+    training = config.training
+    settings = DatasetSettings(training.max_seq_length, vocab_size, config.data, training.seed)
     column = config.data.text_column
     sources = [
         Source.at(Path(one.path), one.weight, one.text_column or column, f"data.mixture.{number}")
@@ -86,7 +77,7 @@ def load_data(folder: Path, model: ModelConfig) -> PreparedData:
         DataError: The folder has no data.
     """
     kind, facts, tokenizer = load_facts(folder, trust=model.trust_remote_code)
-    return (ChatDataset if kind == CHAT else Dataset).load(folder, facts, tokenizer)
+    return (ChatDataset if kind == ChatDataset.kind else Dataset).load(folder, facts, tokenizer)
 
 
 def _make_chats(
@@ -101,16 +92,8 @@ def _make_chats(
             "Put them into one folder and name it (data.path)."
         )
     sft = config.sft or SftConfig()
-    settings = ChatSettings(
-        sequence_length=config.training.max_seq_length,
-        held_out_fraction=config.data.validation_fraction,
-        packing=bool(sft.packing),
-        learned=Learned(
-            completions_only=sft.completion_only_loss is not False,
-            assistant_only=sft.assistant_only_loss is not False,
-        ),
-        num_samples=sft.num_samples,
-    )
+    length, held_out = config.training.max_seq_length, config.data.validation_fraction
+    settings = ChatSettings(length, held_out, sft)
     source, notes = chat_source(path), list[str]()
     tokenizer = tokenizer or new_tokenizer([source], [source.files.spans()], vocab_size, notes)
     template = Path(sft.chat_template_path) if sft.chat_template_path else None

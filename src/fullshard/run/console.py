@@ -1,4 +1,4 @@
-"""The console of a run: banner, step lines, progress bar, result.
+"""The console of a run (banner, step lines, progress bar, result), and the rows that it shows.
 
 Only rank 0 has a console. On a terminal a progress bar with the time left stays below the lines;
 elsewhere only plain lines are printed.
@@ -7,6 +7,9 @@ elsewhere only plain lines are printed.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Self
 
 from rich.console import Console
 from rich.progress import (
@@ -26,9 +29,21 @@ from fullshard.config.schema import RunConfig
 from fullshard.data.dataset import DatasetFacts
 from fullshard.errors import printable
 from fullshard.models.build import weights_folder
-from fullshard.observe.metrics import EvalRow, SampleRow, StepRow
+from fullshard.observe.hang import watchdog
+from fullshard.observe.metrics import (
+    AnyRow,
+    EvalRow,
+    MetricsWriter,
+    SampleRow,
+    SaveRow,
+    StepRow,
+    keep_rows,
+)
+from fullshard.observe.trackers import Names, Trackers
 from fullshard.planner.plan import Plan
 from fullshard.planner.text import axes_of, contracts, human_bytes, padding
+from fullshard.run.folder import RunFolder
+from fullshard.run.loop import Watcher
 from fullshard.run.schedule import StepPlan
 
 LABEL_WIDTH = 10
@@ -84,6 +99,19 @@ class RunConsole:
             self._progress.stop()
             self._progress = None
 
+    def print_row(self, row: AnyRow) -> None:
+        """Prints a held-out loss, or the end of a prompt and the answer on one line each."""
+        if isinstance(row, StepRow):
+            self.print_step(row)
+        elif isinstance(row, EvalRow):
+            loss = f"held-out loss {row.eval_loss:.4f}"
+            self._console.print(self._head(row.step).append(loss, style="yellow"))
+        elif isinstance(row, SampleRow):
+            for label, text in (("asked", row.prompt), ("answers", row.text)):
+                line = " ".join(printable(text).split())
+                end = line if len(line) <= SAMPLE_WIDTH else f"... {line[-SAMPLE_WIDTH:]}"
+                self._console.print(self._head(row.step).append(f"{label:<8}{end}", style="green"))
+
     def print_step(self, row: StepRow) -> None:
         """Updates the bar; every `log_every` steps prints a line of means since the last line."""
         if self._progress is not None:
@@ -93,19 +121,6 @@ class RunConsole:
         if row.step == 1 or row.step % self._log_every == 0 or row.step == self._num_steps:
             self._console.print(self._step_line())
             self._window = []
-
-    def print_evaluation(self, row: EvalRow) -> None:
-        """Prints a held-out loss."""
-        self._console.print(
-            self._head(row.step).append(f"held-out loss {row.eval_loss:.4f}", style="yellow")
-        )
-
-    def print_sample(self, row: SampleRow) -> None:
-        """Prints the end of a prompt and the model's answer, on one line each."""
-        for label, text in (("asked", row.prompt), ("answers", row.text)):
-            line = " ".join(printable(text).split())
-            shown = line if len(line) <= SAMPLE_WIDTH else f"... {line[-SAMPLE_WIDTH:]}"
-            self._console.print(self._head(row.step).append(f"{label:<8}{shown}", style="green"))
 
     def print_facts(self, facts: Sequence[tuple[str, str, str]]) -> None:
         """Prints labelled lines with a style each."""
@@ -142,6 +157,106 @@ class RunConsole:
             .append(f"  {human_bytes(last.memory_peak_bytes)}")
             .append(f"  {shares}", style="dim")
         )
+
+
+class RunWatcher(Watcher):
+    """Keeps the last rows; on rank 0 it also shows and writes every row.
+
+    Args:
+        console: Console of rank 0; None on other ranks.
+        folder: Folder of the run.
+        done: Number of steps finished before; rows of later steps are removed, since they repeat.
+        config: Configuration of the run, with its trackers.
+        utilization: Model FLOPs utilization at one token per second, if known.
+
+    Attributes:
+        step: Row of the last update; on rank 0 also from an earlier session.
+        evaluation: Row of the last evaluation.
+        num_tokens: Input tokens of this session's updates.
+    """
+
+    def __init__(
+        self,
+        console: RunConsole | None,
+        folder: RunFolder,
+        done: int,
+        config: RunConfig,
+        utilization: float | None = None,
+    ) -> None:
+        self.step: StepRow | None = None
+        self.evaluation: EvalRow | None = None
+        self.num_tokens = 0
+        self._done, self._utilization = done, utilization
+        self._out: tuple[RunConsole, MetricsWriter, Trackers] | None = None
+        if console is None:
+            return
+        self.step, self.evaluation = keep_rows(folder.metrics, done)
+        training = config.training
+        names = Names(
+            project=training.project,
+            run=training.run_name or folder.path.name,
+            folder=folder.path,
+            logging_dir=Path(training.logging_dir or folder.path / "tensorboard"),
+            config=config.model_dump(mode="json"),
+            done=done,
+        )
+        trackers = Trackers(training.report_to, names)
+        self._out = console, MetricsWriter(folder.metrics), trackers
+
+    @property
+    def console(self) -> RunConsole:
+        """The console of rank 0."""
+        assert self._out is not None, "only rank 0 asks"
+        return self._out[0]
+
+    def __enter__(self) -> Self:
+        if self._out is not None:
+            self._out[0].start(self._done)
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        if self._out is not None:
+            console, metrics, trackers = self._out
+            console.stop()
+            metrics.close()
+            trackers.close(is_good=error is None)
+
+    def entered(self, phase: str, step: int) -> None:
+        watchdog.phase(phase, step)
+
+    def stepped(self, row: StepRow) -> None:
+        self.num_tokens += round(row.tokens_per_s * row.step_time_s)
+        if self._utilization is not None:
+            row = replace(row, mfu=self._utilization * row.tokens_per_s)
+        self.step = row
+        self._tell(row)
+
+    def evaluated(self, row: EvalRow) -> None:
+        if self.evaluation is not None and self.evaluation.step == row.step:
+            return  # repeated only for the count of the patience
+        self.evaluation = row
+        self._tell(row)
+
+    def saved(self, row: SaveRow) -> None:
+        self._tell(row)
+
+    def sampled(self, row: SampleRow) -> None:
+        self._tell(row)
+
+    def _tell(self, row: AnyRow) -> None:
+        """Writes a row, then shows it."""
+        if self._out is not None:
+            console, metrics, trackers = self._out
+            metrics.write(row)
+            if not isinstance(row, SampleRow):
+                trackers.write(row)
+            console.print_row(row)
+
+    def misses_evaluation(self, step: int) -> bool:
+        """Whether the rows, on rank 0, end with that step and lack its held-out loss."""
+        if self._out is None or self.step is None or self.step.step != step:
+            return False
+        return self.evaluation is None or self.evaluation.step != step
 
 
 def weights_line(config: RunConfig) -> str:

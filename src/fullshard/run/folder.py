@@ -30,16 +30,17 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from fullshard.checkpoint.files import write_text
 from fullshard.checkpoint.retain import checkpoints_of
 from fullshard.checkpoint.storage import StorePath, storage_path
 from fullshard.config.regular_files import did_you_mean_path
 from fullshard.errors import ConfigError
 from fullshard.launch.exit_codes import ExitCode, exit_code_of, of_place, public_name
 from fullshard.launch.run_lock import LOCK, RunLock, held_elsewhere, is_held
+from fullshard.planner.text import SCHEMA_VERSION, check_version
 
 logger = logging.getLogger(__name__)
 
-SCHEMA_VERSION = 1
 LAST_SAVED = "last_saved_step"  # in run.json: the step of the last complete checkpoint
 HOLDS = "holds"  # entry of run.json: the token of its lock of a store
 KEPT = ("measured", LAST_SAVED)  # entries of run.json that stay when a run resumes
@@ -90,12 +91,13 @@ class RunFolder:
             self._id = self._id or found.get("id")
             if self._id != found.get("id"):
                 raise ValueError("the folder of the run was moved, and another run is there")
-            return found
         except (OSError, ValueError, RecursionError) as error:
             raise ConfigError(
                 f"run folder: expected a run's folder with run.json, got '{self.path}' ({error}). "
                 + (did_you_mean_path(self.path) or "Name the output_dir of a run.")
             ) from error
+        check_version(found.get("schema_version", 1), f"'{self.record}'")
+        return found
 
     def update_record(self, **fields: Any) -> None:
         """Replaces fields of run.json in one rename, so that readers never see a part of it."""
@@ -207,14 +209,14 @@ def begin(
         except OSError as error:
             raise _cannot_be_made(output_dir, error) from error
         for file in (folder.record, folder.config, folder.plan):
-            for left in output_dir.glob(f".{file.name}.[0-9]*"):  # a kill interrupted `write_whole`
+            for left in output_dir.glob(f".{file.name}.[0-9]*"):  # a kill interrupted `write_text`
                 left.unlink()
         with contextlib.suppress(ConfigError):  # an unreadable record is moved aside
             folder.end_killed()
         if not goes_on and folder.record.is_file():
             moved = _move_older_run(output_dir)
             stack.enter_context(RunLock(output_dir))
-            lock.release()
+            lock.close()
         before = folder.read_record() if goes_on else {}
         kept = {key: before[key] for key in KEPT if key in before}
         _write_json(
@@ -303,32 +305,14 @@ def _move_older_run(output_dir: Path) -> Path:
     return target
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Replaces a file in one rename; on a full disk the old file stays."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
-
-
 def _write_json(path: Path, value: dict[str, Any]) -> None:
+    """Replaces a file; on a full disk its blocks are overwritten, which is possible there."""
     try:
-        write_whole(path, json.dumps(value, indent=2) + "\n")
+        write_text(path, json.dumps(value, indent=2) + "\n")
     except OSError:
-        if not path.is_file():
+        data = json.dumps(value).encode() + b"\n"
+        if not path.is_file() or len(data) > path.stat().st_blocks * 512:
             raise
-        _write_in_place(path, json.dumps(value) + "\n")
-
-
-def _write_in_place(path: Path, text: str) -> None:
-    """Overwrites the blocks of a file, which is possible on a full disk."""
-    with path.open("r+b") as file:
-        data = text.encode()
-        if len(data) > os.fstat(file.fileno()).st_blocks * 512:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        file.write(data)
-        file.truncate()
+        with path.open("r+b") as file:
+            file.write(data)
+            file.truncate()

@@ -21,7 +21,7 @@ from fullshard.engine.hugging_face import read_config, read_model, read_tokenize
 from fullshard.errors import ConfigError, printable, untrusted
 from fullshard.launch import rendezvous
 from fullshard.models.build import build_sharded
-from fullshard.models.config import quiet_libraries, require_transformers
+from fullshard.models.config import quiet_libraries
 from fullshard.models.generate import Sample, Sampler, SamplingSettings, ScoreProcessor
 
 if TYPE_CHECKING:
@@ -68,7 +68,6 @@ def generate(
     Raises:
         ConfigError: The folder cannot be loaded, or a prompt is empty and has no start token.
     """
-    require_transformers()
     quiet_libraries()
     model, tokenizer = _load(request, is_sharded=is_sharded)
     alone = out if len(request.prompts) == 1 else None  # transformers streams one row

@@ -187,27 +187,19 @@ class LoopSettings:
     patience: Patience = field(default_factory=Patience)
 
 
+@dataclass(eq=False)
 class Loop:
     """Runs a recipe over a number of steps."""
 
-    def __init__(
-        self,
-        trainee: Trainee,
-        recipe: Recipe,
-        settings: LoopSettings,
-        team: Team,
-        watcher: Watcher,
-        keeper: Keeper | None = None,
-    ) -> None:
-        self.trainee = trainee
-        self.recipe = recipe
-        self.settings = settings
-        self.team = team
-        self.watcher = watcher
-        self.keeper = keeper or Keeper()
-        self._stopping = False
-        self._ahead: list[Batch] | None = None  # batches of the next step
-        self._data_s = 0.0  # in the running step
+    trainee: Trainee
+    recipe: Recipe
+    settings: LoopSettings
+    team: Team
+    watcher: Watcher
+    keeper: Keeper = field(default_factory=Keeper)
+    _stopping: bool = field(default=False, init=False)
+    _ahead: list[Batch] | None = field(default=None, init=False)  # batches of the next step
+    _data_s: float = field(default=0.0, init=False)  # in the running step
 
     def run(self, done: int = 0) -> None:
         """Runs the steps after the first `done`, with the evaluations that are due.

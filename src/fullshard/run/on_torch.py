@@ -36,18 +36,19 @@ from fullshard.recipes.base import (
     backward_scale,
     blank,
 )
-from fullshard.run.checkpoints import SCALER
 from fullshard.run.console import plan_lines
 from fullshard.run.generation import sampling
 from fullshard.run.loop import Loop, Update, diverged
-from fullshard.run.optim import Average, LossScaler, build_optimizer
+from fullshard.run.optim import Average, apply_scaled, build_optimizer
 from fullshard.run.outlook import View, answered, topology_of, view_of
+from fullshard.run.resume import SCALER
 from fullshard.run.session import Session
 from fullshard.saving import SaveSettings
 from fullshard.transport import streams
 
 logger = logging.getLogger(__name__)
 
+NO_SCALER = torch.amp.GradScaler("cpu", enabled=False)
 OFFLOADED_TOKENS = 20  # length of the final sample if weights are offloaded
 
 
@@ -58,7 +59,7 @@ class TorchTrainee:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     memory_bytes: Callable[[], tuple[int, int]]
-    scaler: LossScaler
+    scaler: torch.amp.GradScaler = NO_SCALER
     average: Average | None = None
     answers: Callable[[int, Loop], None] | None = None  # called with the step of an evaluation
     texts: Mapping[str, str] = field(default_factory=dict[str, str])  # more files of checkpoints
@@ -77,15 +78,15 @@ class TorchTrainee:
         total = self._accumulate(batches, num_tokens, loop)
         loop.look_ahead(step)
         loop.watcher.entered("optimizer", step)
-        self.scaler.unscale()
+        self.scaler.unscale_(self.optimizer)
         norm = fs.clip_grad_norm_(self.model, settings.max_grad_norm or math.inf)
         total, grad_norm = torch.stack([total, norm.to(total)]).tolist()  # waits for the device
         is_finite = math.isfinite(grad_norm)
-        is_skipped = not is_finite and not self.scaler.enabled  # no scale helps here
+        is_skipped = not is_finite and not self.scaler.is_enabled()  # no scale helps here
         if is_skipped:
             self._skip(step, (total, num_tokens, grad_norm), loop)
         else:
-            self.scaler.step(step)
+            apply_scaled(self.scaler, self.optimizer, step)
         if is_finite and self.average is not None:
             self.average.update()
         self.optimizer.zero_grad(set_to_none=True)
@@ -190,7 +191,8 @@ class TorchTrainee:
         state = loading.load_found(found, self.model, self.optimizer)
         for group, own in zip(self.optimizer.param_groups, settings, strict=True):
             group.update(own)
-        self.scaler.load_state_dict(state.get(SCALER) or {})
+        if self.scaler.is_enabled() and (scale := state.get(SCALER)):
+            self.scaler.load_state_dict(scale)
         if self.average is None and Average.forget(self.optimizer) and engine.rank == 0:
             logger.info("the checkpoint's average of the weights is dropped: ema_decay is not set")
         return state, found.path
@@ -247,7 +249,7 @@ class TorchSide:
             self._model,
             optimizer,
             partial(memory_bytes, seat.device),
-            LossScaler(optimizer, seat.device, enabled=fp16),
+            torch.amp.GradScaler(seat.device.type, enabled=fp16),
             self._average,
             self._answer_prompts,
         )

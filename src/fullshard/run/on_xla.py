@@ -6,7 +6,7 @@ import contextlib
 import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -29,23 +29,23 @@ from fullshard.models.generate import Sample, SamplingSettings
 from fullshard.models.lora import first_values
 from fullshard.observe.metrics import memory_bytes
 from fullshard.planner.arrays import ArrayPlan, ArraysPlan
-from fullshard.planner.text import human_bytes
+from fullshard.planner.text import axes_of, human_bytes
 from fullshard.recipes.base import IGNORED, Batch, RowBatches, Team
 from fullshard.recipes.distill.loss import TOP_IDS, TOP_VALUES
-from fullshard.run.checkpoints import SCALER
 from fullshard.run.console import weights_line
 from fullshard.run.generation import Request, generate
 from fullshard.run.loop import Loop, Update, diverged
 from fullshard.run.optim import build_optimizer
+from fullshard.run.resume import SCALER
 from fullshard.run.schedule import schedule_of
 from fullshard.run.session import Session
 from fullshard.saving import SaveSettings
 from fullshard.xla import opt_state, processes
-from fullshard.xla.decoder import BLOCKS, EMBEDDING, HEAD, DecoderConfig
+from fullshard.xla.decoder import EMBEDDING, HEAD, DecoderConfig, planned
 from fullshard.xla.distill import PROJECTION
 from fullshard.xla.head import Decoder, next_token
 from fullshard.xla.opt_state import trained
-from fullshard.xla.plan import Tree, XlaPlan, plan
+from fullshard.xla.plan import Tree, XlaPlan
 from fullshard.xla.step import State, eval_step, train_step, whole_array, with_optimizer
 from fullshard.xla_state import checkpoints
 
@@ -55,18 +55,21 @@ COORDINATOR = "fullshard/jax"  # key of its address in the launcher's store
 KEYS = ("input_ids", "labels", "position_ids", TOP_VALUES, TOP_IDS)
 
 
+@dataclass(frozen=True)
 class ProcessTeam:
     """Exchanges numbers between jax's processes."""
 
+    tensor: int  # processes in a row that share a batch
+
     @property
     def num_batches(self) -> int:
-        return jax.process_count()
+        return jax.process_count() // self.tensor
 
     def exchange(self, values: Sequence[float]) -> list[list[float]]:
-        """Every rank's values, in rank order; all ranks call it together."""
+        """As `RankTeam.exchange`."""
         words = np.array(values, np.float64).view(np.uint32)  # jax would round them to float32
-        found = np.atleast_2d(multihost_utils.process_allgather(words))
-        return np.ascontiguousarray(found).view(np.float64).tolist()
+        found = np.ascontiguousarray(multihost_utils.process_allgather(words)).view(np.float64)
+        return found.reshape(self.num_batches, self.tensor, -1).max(1).tolist()
 
 
 class XlaSide:
@@ -84,7 +87,7 @@ class XlaSide:
         shapes = decoder.shapes()
         if recipe is not None:
             shapes |= recipe.more_shapes(config, decoder.hidden_size)
-        self._plan = plan(shapes, config.sharding, blocks=BLOCKS, freeze=config.freeze)
+        self._plan = planned(shapes, config.sharding, freeze=config.freeze)
         self._teaching = recipe and recipe.teaching(config, Decoder(decoder, self._plan))
         processes.connect(self._plan.mesh)
 
@@ -108,8 +111,8 @@ class XlaSide:
             ("model", f"{table.num_parameters:,} parameters, {weights_line(run.config)}"),
             (
                 "mesh",
-                f"{mesh.world_size} device(s) of jax on {device}: replicate {mesh.replicate} x "
-                f"shard {mesh.shard}, {table.strategy}",
+                f"{mesh.world_size} device(s) of jax on {device}: {axes_of(mesh, ())}, "
+                f"{table.strategy}",
             ),
             ("plan", f"{table.num_units} units; a step: {moved or 'no collectives'}"),
             ("state", f"{human_bytes(table.peak_bytes['device'])} a device: {rows}"),
@@ -141,7 +144,7 @@ class XlaSide:
         self._beside = checkpoints.Extras(groups, tied=tied)
         if run.resume.path is None:
             self._state = self._initial(self._tx)
-        return self, ProcessTeam()
+        return self, ProcessTeam(run.config.sharding.tensor)
 
     # ---- for the loop
 
@@ -256,7 +259,7 @@ class XlaSide:
             return state_of(placed, trainable(model, config).state_dict(), tx)
         if PROJECTION not in placed.shardings:
             return checkpoints.load(placed, folder, tx)[0]
-        bare = plan(self._decoder.shapes(), config.sharding, blocks=BLOCKS, freeze=config.freeze)
+        bare = planned(self._decoder.shapes(), config.sharding, placed.mesh, config.freeze)
         name, like = f"{PROJECTION}.weight", placed.under(PROJECTION)[0]
         values = first_values(name, like.shape, seed).to(getattr(torch, like.dtypes.master))
         return state_of(placed, {name: values}, tx, checkpoints.load(bare, folder)[0].params)

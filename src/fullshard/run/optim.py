@@ -191,55 +191,20 @@ class Average:
 SMALLEST = 2.0**-14  # smallest factor: below it, overflows are not a matter of range
 
 
-class LossScaler:
-    """Scales the loss of fp16 compute with torch's scaler, and skips steps with an overflow.
+def apply_scaled(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Updates the parameters, unless a scaled gradient overflowed on a rank.
 
     fp16 has no numbers below 6e-8, so losses are multiplied before backward and gradients divided
     after it. The gradients' guard shares an infinity on one rank with all ranks, so they skip the
     same step and halve the factor together.
 
-    Args:
-        optimizer: Optimizer of the sharded model.
-        device: Device that computes.
-        enabled: False scales nothing.
+    Raises:
+        DivergedError: Gradients overflow at every factor.
     """
-
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, device: torch.device, *, enabled: bool
-    ) -> None:
-        self._optimizer = optimizer
-        self._scaler = torch.amp.GradScaler(device.type, enabled=enabled)
-        self.enabled = enabled
-
-    def state_dict(self) -> dict[str, float]:
-        """The factor and the steps since its last change; empty if nothing is scaled."""
-        return self._scaler.state_dict()
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        """Restores a saved factor."""
-        if self.enabled and state:
-            self._scaler.load_state_dict(state)
-
-    def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss to call backward on."""
-        return self._scaler.scale(loss)
-
-    def unscale(self) -> None:
-        """Divides the gradients by the factor. A collective."""
-        if self.enabled:
-            self._scaler.unscale_(self._optimizer)
-
-    def step(self, number: int) -> None:
-        """Updates the parameters, unless a gradient overflowed on a rank.
-
-        Raises:
-            DivergedError: Gradients overflow at every factor.
-        """
-        self._scaler.step(self._optimizer)
-        self._scaler.update()
-        if self.enabled and self._scaler.get_scale() < SMALLEST:
-            raise DivergedError(
-                f"gradients of step {number}: expected finite numbers at some loss scale; got "
-                f"none down to {self._scaler.get_scale():g}. Lower training.learning_rate, or use "
-                "sharding.param_dtype: bf16."
-            )
+    scaler.step(optimizer)
+    scaler.update()
+    if (factor := scaler.get_scale()) < SMALLEST:
+        raise DivergedError(
+            f"gradients of step {step}: expected finite numbers at some loss scale; got none down "
+            f"to {factor:g}. Lower training.learning_rate, or use sharding.param_dtype: bf16."
+        )

@@ -27,7 +27,7 @@ from fullshard.models.build import (
     sharding_for,
     weights_source,
 )
-from fullshard.models.config import quiet_libraries, require_transformers
+from fullshard.models.config import quiet_libraries
 from fullshard.outlook.calibration import FILE_NAME, Calibration, read_calibration
 from fullshard.outlook.devices import Device, Gpus, find_device
 from fullshard.outlook.memory import (
@@ -69,19 +69,14 @@ def job_of(
     """The work of a step on one rank.
 
     Args:
-        model: A Hugging Face model; steps of a model on meta are traced.
+        model: A Hugging Face model on meta.
         training: Training section of the run, with the batch size.
         num_batches: Number of batches that share train_batch_size.
         taught: Teacher of the model, if any.
         chunk_size: Tokens whose logits are in memory at a time; None: all tokens.
         place: The model as a rank holds it beside other axes, which is traced; None: `model`.
     """
-    training = training.divided(num_batches)
-    batch = Batch(
-        training.max_seq_length,
-        training.per_device_train_batch_size,
-        training.gradient_accumulation_steps,
-    )
+    training, states = training.divided(num_batches), states_of(training)
     config: Any = model.config
     config = getattr(config, "text_config", config)
     numel = sum(param.numel() for param in model.parameters())
@@ -95,24 +90,28 @@ def job_of(
         mlp_width=_number(config, "intermediate_size", "n_inner") or (4 * width if width else None),
         vocab=_number(config, "vocab_size"),
     )
-    on_meta = all(param.is_meta for param in model.parameters())
     place = place or LocalModel(model)
     length = training.max_seq_length // place.num_sequence_parts
-    traced = place.model, length, taught, chunk_size
-    trace = Tracer(*traced, on_gpu=place.on_gpu) if on_meta else None
+    trace = Tracer(place.model, length, taught, chunk_size, on_gpu=place.on_gpu)
     experts, chosen, active = _experts(model, config, numel)
-    model_shapes = decoder(shapes, active)
-    model_shapes = replace(model_shapes, expert_params=experts, chosen=chosen)
-    job = PlannedStep(
-        model_shapes, batch, trace, optimizer=states_of(training), chunk_size=chunk_size
-    )
-    if taught is not None:  # the forecast does not include a teacher's compute
-        return replace(job, beside=taught.rows, is_timed=False)
-    if job.optimizer.owned is not None:  # nor that of an owned optimizer
-        return replace(job, is_timed=False)
-    # Calibrations have no exchange of activations between ranks.
+    # The forecast of time includes no teacher and no owned optimizer; calibrations include no
+    # exchange of activations between ranks.
+    is_timed = taught is None and states.owned is None
     is_alone = place.model is model and place.num_sequence_parts == 1
-    return replace(job, work=trace.work if trace and is_alone else None)
+    return PlannedStep(
+        model=replace(decoder(shapes, active), expert_params=experts, chosen=chosen),
+        batch=Batch(
+            training.max_seq_length,
+            training.per_device_train_batch_size,
+            training.gradient_accumulation_steps,
+        ),
+        trace=trace,
+        work=trace.work if is_timed and is_alone else None,
+        optimizer=states,
+        beside=taught.rows if taught else None,
+        is_timed=is_timed,
+        chunk_size=chunk_size,
+    )
 
 
 def _number(config: Any, *names: str) -> int | None:
@@ -147,12 +146,10 @@ def machine_of(hardware: Gpus | None, own: Mapping[str, Device] | None = None) -
     """
     if hardware is None or hardware.memory_bytes is None:
         return Machine(None, None)
-    if own and hardware.name in own:
-        return Machine(own[hardware.name], hardware.memory_bytes)
-    try:
-        device = find_device(hardware.name, hardware.memory_bytes / GIB) if hardware.name else None
-    except KeyError:
-        device = None
+    device = (own or {}).get(hardware.name)
+    if device is None and hardware.name:
+        with contextlib.suppress(KeyError):
+            device = find_device(hardware.name, hardware.memory_bytes / GIB)
     return Machine(device, hardware.memory_bytes)
 
 
@@ -161,11 +158,8 @@ def transport_here(config: ShardConfig, topology: Topology) -> ShardConfig:
 
     Decides like `resolve_transport`, but before there are ranks. Ranks of a host are neighbours.
     """
-    world = topology.world_size
-    if config.transport is Transport.FAKE:
-        return config
     kind = config.transport
-    if world == 1:
+    if topology.world_size == 1 and kind is not Transport.FAKE:
         kind = Transport.DIRECT
     elif kind is Transport.AUTO and torch.cuda.is_available():
         kind = Transport.C10D
@@ -481,7 +475,7 @@ def known_calibration(world_size: int) -> Calibration | None:
     path = cache_folder() / FILE_NAME
     try:
         found = read_calibration(path) if path.is_file() else None
-    except ConfigError:  # `fullshard plan` reports it
+    except (ConfigError, OSError):  # `fullshard plan` reports it
         return None
     if found is None or found.machine != describe_machine() or found.of(world_size) is None:
         return None
@@ -490,7 +484,6 @@ def known_calibration(world_size: int) -> Calibration | None:
 
 def model_of(config: RunConfig) -> nn.Module:
     """The model of a run on meta, built without its data."""
-    require_transformers()
     quiet_libraries()
     return model_on_meta(config, model_config_of(config))
 
@@ -519,7 +512,6 @@ def foresee(config: RunConfig, topology: Topology) -> View | XlaOutlook:
         return view_of(config, model_of(config), topology)
     from fullshard.run.xla_outlook import look
 
-    require_transformers()
     quiet_libraries()
     machine = this_machine(topology.ranks_per_host)
     world = topology.world_size

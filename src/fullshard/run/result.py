@@ -15,11 +15,10 @@ from fullshard.observe.metrics import process_bytes
 from fullshard.observe.report import write_report
 from fullshard.outlook.memory import RANK_PROCESS
 from fullshard.planner.text import human_bytes
-from fullshard.run.console import RunConsole
+from fullshard.run.console import RunConsole, RunWatcher
 from fullshard.run.folder import RunFolder, RunStatus, now
 from fullshard.run.outlook import View
 from fullshard.run.schedule import StepPlan
-from fullshard.run.watcher import RunWatcher
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -119,7 +118,6 @@ def conclude(
     folder.sample.write_text(sample.text + "\n", encoding="utf-8")
     folder.update_record(status=RunStatus.FINISHED, exit_code=0, ended=now(), measured=measured)
     write_report(folder.path)
-    assert watcher.console is not None, "rank 0 has one"
     _print_result(watcher.console, folder, measured, sample)
 
 

@@ -146,13 +146,10 @@ def schedule_of(training: TrainingConfig, steps: StepPlan) -> Schedule:
 def _interval(
     strategy: IntervalStrategy, every: float, order: SampleOrder, num_steps: int
 ) -> int | None:
-    match strategy:
-        case IntervalStrategy.NO:
-            return None
-        case IntervalStrategy.EPOCH:
-            return order.steps_per_epoch
-        case IntervalStrategy.STEPS:
-            return _steps(every, num_steps)
+    if strategy is IntervalStrategy.NO:
+        return None
+    is_epoch = strategy is IntervalStrategy.EPOCH
+    return order.steps_per_epoch if is_epoch else _steps(every, num_steps)
 
 
 def _steps(value: float, num_steps: int) -> int:

@@ -36,14 +36,12 @@ from fullshard.observe.metrics import memory_bytes
 from fullshard.recipes.base import RowBatches, Seat, Team
 from fullshard.recipes.batches import load_data
 from fullshard.recipes.registry import Command
-from fullshard.run.checkpoints import RunCheckpoints
-from fullshard.run.console import RunConsole, run_lines
+from fullshard.run.console import RunConsole, RunWatcher, run_lines
 from fullshard.run.folder import RunFolder, RunStatus, now
 from fullshard.run.loop import Loop, LoopSettings, Patience, Trainee
 from fullshard.run.result import conclude, mark_running
-from fullshard.run.resume import Resume
+from fullshard.run.resume import Resume, RunCheckpoints
 from fullshard.run.schedule import StepPlan, plan_steps, schedule_of
-from fullshard.run.watcher import RunWatcher
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fullshard.checkpoint.commit import ALONE
+from fullshard.checkpoint.files import write_text
 from fullshard.checkpoint.read import choose
 from fullshard.checkpoint.retain import ELSEWHERE, IN_RUN
 from fullshard.checkpoint.storage import StorePath, storage_path
@@ -52,9 +53,7 @@ from fullshard.models.build import (
 )
 from fullshard.models.small import check_documents
 from fullshard.observe.report import write_report
-from fullshard.outlook.memory import checkpoint_bytes
 from fullshard.outlook.search import choice_of
-from fullshard.planner.plan import Plan
 from fullshard.planner.spec import ITEMSIZE
 from fullshard.planner.text import human_bytes
 from fullshard.recipes.batches import make_data
@@ -65,7 +64,6 @@ from fullshard.run.folder import (
     RunStatus,
     begin,
     check_output_dir,
-    write_whole,
 )
 from fullshard.run.optim import KINDS, check_optimizer
 from fullshard.run.outlook import View, foresee, leaves_something, topology_of
@@ -75,6 +73,7 @@ from fullshard.run.resume import (
     Resume,
     check_checkpoint_dir,
     check_data,
+    check_model,
     check_same,
     check_saved,
     find_resume,
@@ -199,6 +198,7 @@ def prepare_run(
             found = choose(ALONE, resume.path, whole=False)
             resume.check_steps(found.step or 0, found.path, steps.num_steps)
             check_data(resume, position_of(found), steps)
+            check_model(resume, found, model_config, dataset.tokenizer)
             if isinstance(view, View):
                 model = model_on_meta(view.config, model_config)
                 check_loads(found, model, KINDS[training.optim])
@@ -248,8 +248,8 @@ def made_folder(checked: CheckedRun, command: Command) -> Iterator[tuple[RunFold
     with StoreLock(place, token) if isinstance(place, StorePath) else nullcontext():
         check_checkpoint_dir(checked.resolved.config.training.checkpoint_dir, checked.resume)
         with begin(checked.output_dir, command, goes_on=goes_on, fields=fields) as (folder, moved):
-            write_whole(folder.config, checked.resolved.to_yaml())
-            write_whole(folder.plan, checked.view.plan.to_json())
+            write_text(folder.config, checked.resolved.to_yaml())
+            write_text(folder.plan, checked.view.plan.to_json())
             aside = folder.path / ".data.new"
             shutil.rmtree(aside, ignore_errors=True)  # left by a killed start
             checked.dataset.save(aside)
@@ -257,7 +257,7 @@ def made_folder(checked: CheckedRun, command: Command) -> Iterator[tuple[RunFold
             aside.rename(folder.data)
             (folder.path / ELSEWHERE).unlink(missing_ok=True)
             if checked.resolved.config.training.checkpoint_dir is not None:
-                write_whole(folder.path / ELSEWHERE, f"{place.resolve()}\n")
+                write_text(folder.path / ELSEWHERE, f"{place.resolve()}\n")
             yield folder, moved
 
 
@@ -332,7 +332,7 @@ def _check_disk(
     saves_here = steps.save_every if training.checkpoint_dir is None else None
     saves = -(-steps.num_steps // saves_here) if saves_here else 0
     kept = min(saves, (training.save_total_limit or saves) + 1)  # during a save, one more exists
-    size = checkpoint_bytes(plan) if isinstance(plan, Plan) else plan.checkpoint_bytes
+    size = plan.checkpoint_bytes
     needed = exported + kept * size
     place = existing_folder(folder.path)
     disk = shutil.disk_usage(place)

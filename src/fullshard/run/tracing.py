@@ -13,7 +13,7 @@ import copy
 import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby, product
 from typing import Any
 
@@ -38,35 +38,29 @@ MOST_BLOCKS = 12  # deeper models are traced in part
 MOST_SAMPLES = 3  # larger micro-batches are extrapolated from two traces
 
 
+@dataclass(eq=False)
 class Tracer:
     """Traces micro-batches of a causal language model, each kind once.
 
-    Args:
-        model: The model, on meta.
+    Attributes:
+        model: The model, on meta; with a head of ours, a copy.
         length: Tokens of a sample.
         taught: Teacher of the model, if any.
         chunk_size: Tokens whose logits are in memory at a time; None: all tokens.
         on_gpu: Whether the steps will run on a GPU.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        length: int,
-        taught: Taught | None = None,
-        chunk_size: int | None = None,
-        *,
-        on_gpu: bool = False,
-    ) -> None:
-        self._spec = spec_of(model)
-        self._length = length
-        self._taught = taught
-        self._chunk_size = chunk_size
-        self._on_gpu = on_gpu
-        self._model = model
-        if taught is not None or chunk_size is not None:
-            self._model = copy.deepcopy(model)
-            Head(self._model)
+    model: nn.Module
+    length: int
+    taught: Taught | None = None
+    chunk_size: int | None = None
+    on_gpu: bool = field(default=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        self._spec = spec_of(self.model)
+        if self.taught is not None or self.chunk_size is not None:
+            self.model = copy.deepcopy(self.model)
+            Head(self.model)
         self._traces: dict[Any, list[Moment]] = {}
         self._found: dict[Any, Any] = {}
 
@@ -114,8 +108,8 @@ class Tracer:
         work, blocks = self._work(samples, MOST_TRACED), repeated_blocks(self._spec)
         step, depth = self._depth(blocks, config)
         if depth is None:
-            return trace_work(self._model, plan, config, work)
-        model, part = _shallow(self._model, plan, blocks[depth:])
+            return trace_work(self.model, plan, config, work)
+        model, part = _shallow(self.model, plan, blocks[depth:])
         found = trace_work(model, part, config, work)
         for at in range(depth, len(blocks)):
             like = blocks[at - step * -(-(at - depth + 1) // step)]
@@ -143,10 +137,10 @@ class Tracer:
         """Number of first blocks, and after how many blocks the others repeat."""
         if len(list(groupby(blocks, key=parent_name))) != 1:  # none, or in several lists
             return 0, len(blocks) or 1
-        settings: Any = self._model.config
+        settings: Any = self.model.config
         kinds = getattr(settings.get_text_config(), "layer_types", None) or [None] * len(blocks)
         signs = [
-            (kind, *((n, p.shape, p.requires_grad) for n, p in _named(self._model, block)))
+            (kind, *((n, p.shape, p.requires_grad) for n, p in _named(self.model, block)))
             for kind, block in zip(kinds, blocks, strict=True)
         ]
         known: dict[Any, int] = {}  # small numbers compare faster
@@ -167,12 +161,12 @@ class Tracer:
     def _trace(self, plan: Plan, config: ShardConfig, key: Any, samples: int) -> list[Moment]:
         known = (key, samples)
         if known not in self._traces:
-            model, depth = self._model, key[1]
+            model, depth = self.model, key[1]
             if depth is not None:
                 model, plan = _shallow(model, plan, repeated_blocks(self._spec)[depth:])
-            beside = self._taught.beside if self._taught else ()
+            beside = self.taught.beside if self.taught else ()
             work = self._work(samples)
-            self._traces[known] = trace_step(model, plan, config, work, beside, on_gpu=self._on_gpu)
+            self._traces[known] = trace_step(model, plan, config, work, beside, on_gpu=self.on_gpu)
         return self._traces[known]
 
     def _work(self, samples: int, most_chunks: int | None = None) -> Any:
@@ -180,11 +174,11 @@ class Tracer:
 
         Chunks are larger if there would be more than `most_chunks`; they compute the same.
         """
-        if self._taught is not None:
-            return self._taught.work(samples, self._length)
-        shape, size = (samples, self._length), self._chunk_size
+        if self.taught is not None:
+            return self.taught.work(samples, self.length)
+        shape, size = (samples, self.length), self.chunk_size
         if size is not None and most_chunks is not None:
-            size = max(size, -(-samples * self._length // most_chunks))
+            size = max(size, -(-samples * self.length // most_chunks))
 
         def work(model: nn.Module) -> torch.Tensor:
             ids, labels = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)

@@ -26,10 +26,10 @@ from fullshard.xla.aot import (
     trace_step,
     without_devices,
 )
-from fullshard.xla.decoder import BLOCKS, DecoderConfig, plan_table
+from fullshard.xla.decoder import DecoderConfig, plan_table, planned
 from fullshard.xla.head import Decoder, next_token
 from fullshard.xla.opt_state import trained
-from fullshard.xla.plan import Tree, make_mesh, plan
+from fullshard.xla.plan import Tree, make_mesh
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -99,7 +99,8 @@ def look(
         ConfigError: The decoder does not compute this model or its teacher, or the mesh is
             impossible.
     """
-    decoder, training = DecoderConfig.of(model_config), config.training.divided(world_size)
+    num_batches = config.sharding.num_batches(world_size)
+    decoder, training = DecoderConfig.of(model_config), config.training.divided(num_batches)
     more = more_shapes(config, decoder.hidden_size)
     table = plan_table(model_config, config, world_size, more)
     check_teacher(config, table)
@@ -116,9 +117,10 @@ def look(
             # The recipe's own loss reads them.
             return total + sum(map(jnp.sum, jax.tree.leaves([params[n] for n in more]))), count
 
-        return trace_step(placed, reading, _batch(training, world_size), num_micro_batches)
+        return trace_step(placed, reading, _batch(training, num_batches), num_micro_batches)
 
-    kept, whole = traced(table), traced(replace(table, recompute=Recompute(RecomputeKind.NONE)))
+    with jax.enable_x64(config.sharding.master_dtype is DType.FLOAT64):  # as on the ranks
+        kept, whole = traced(table), traced(replace(table, recompute=Recompute(RecomputeKind.NONE)))
     table = table.with_traced(num_micro_batches, kept.collectives)
     shape = StepShape(
         num_logits=min(tokens, chunk_size or tokens) * decoder.vocab_size,
@@ -132,10 +134,10 @@ def look(
     return XlaOutlook(table, num_micro_batches, at_peak(table, shape), config, machine)
 
 
-def _batch(training: TrainingConfig, num_devices: int, sharding: Any = None) -> Tree:
-    """Shapes of a step's batch."""
+def _batch(training: TrainingConfig, num_batches: int, sharding: Any = None) -> Tree:
+    """Shapes of a step's batch, which so many devices with batches of their own divide."""
     parts, length = training.gradient_accumulation_steps, training.max_seq_length
-    samples = num_devices * training.per_device_train_batch_size
+    samples = num_batches * training.per_device_train_batch_size
     shape = (parts, samples, length) if parts > 1 else (samples, length)
     ids = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
     return {"input_ids": ids, "labels": ids}
@@ -156,12 +158,11 @@ def compiled_step(
     """
     jax.config.update("jax_enable_x64", config.sharding.master_dtype is DType.FLOAT64)
     devices, sharding = devices_of(topology, world_size), config.sharding
-    training, num_devices = config.training.divided(len(devices)), len(devices)
-    mesh = make_mesh(
-        sharding.replicate, sharding.shard, strategy=sharding.strategy, devices=devices
-    )
+    num_batches = sharding.num_batches(len(devices))
+    training, sizes = config.training.divided(num_batches), (sharding.replicate, sharding.shard)
+    mesh = make_mesh(*sizes, tensor=sharding.tensor, strategy=sharding.strategy, devices=devices)
     decoder = DecoderConfig.of(model_config)
-    placed = plan(decoder.shapes(), sharding, mesh, blocks=BLOCKS, freeze=config.freeze)
+    placed = planned(decoder.shapes(), sharding, mesh, config.freeze)
     num_micro_batches = training.gradient_accumulation_steps
     tx = opt_state.sgd()
     if training.optim is not Optimizer.SGD:
@@ -172,8 +173,8 @@ def compiled_step(
         placed,
         next_token(Decoder(decoder, placed), training.loss_chunk_size),
         tx,
-        _batch(training, num_devices, placed.batch_sharding(num_micro_batches)),
+        _batch(training, num_batches, placed.batch_sharding(num_micro_batches)),
         max_grad_norm=training.max_grad_norm or None,
         num_micro_batches=num_micro_batches,
     )
-    return found, num_devices
+    return found, len(devices)

@@ -33,7 +33,7 @@ from fullshard.errors import ConfigError, FullshardError
 from fullshard.launch.spawn import LocalLaunch, launch_local_ranks
 from fullshard.launch.supervise import LaunchResult
 from fullshard.models.build import given_model_config
-from fullshard.models.config import freeze, quiet_libraries, require_transformers
+from fullshard.models.config import freeze, quiet_libraries
 from fullshard.models.small import (
     Change,
     Limits,
@@ -140,13 +140,14 @@ def prepare(config: RunConfig, fault: Fault | None) -> PreparedCheck:
     Raises:
         ConfigError: The model or its sharding cannot be used, or the fault cannot happen here.
     """
-    require_transformers()
     quiet_libraries()
     if config.backend is Backend.JAX:
         from fullshard.verify import xla
 
         return xla.prepare(config, fault)
-    _check_supported(config)
+    if config.sharding.transport is Transport.FAKE:
+        raise ConfigError("transport: expected a real one, got 'fake', which moves nothing.")
+    check_supported(config.sharding.without("context"))  # the rest of it does not matter here
     notes: list[str] = []
     model_config = model_config_of(config, fault, notes)
     if config.sharding.context > 1:
@@ -174,13 +175,6 @@ def prepare(config: RunConfig, fault: Fault | None) -> PreparedCheck:
     _check_fault(fault, plan, model)
     program = (RANK_MODULE, world_size)
     return PreparedCheck(job, model, small.config, plan, small.changes, tuple(notes), program)
-
-
-def _check_supported(config: RunConfig) -> None:
-    """Checks the sharding; the rest of the configuration does not matter here."""
-    if config.sharding.transport is Transport.FAKE:
-        raise ConfigError("transport: expected a real one, got 'fake', which moves nothing.")
-    check_supported(config.sharding.without("context"))
 
 
 def model_config_of(config: RunConfig, fault: Fault | None, notes: list[str]) -> PretrainedConfig:

@@ -346,7 +346,7 @@ def _look_at_losses(sides: Sides, step: int, first: Sequence[Difference]) -> Dia
     for rank in wrong:
         found, own = sides.losses(step, rank), batches[rank]
         for other, losses in enumerate(wanted):
-            if other != own and found and _near_list(found, losses, sides.choice.tolerance):
+            if other != own and _near(found, losses, sides.choice.tolerance):
                 return Diagnosis(
                     Fault.REPEATED_DATA,
                     f"Data is repeated: the loss of rank {rank} in step {step + 1} is the one that "
@@ -431,16 +431,11 @@ def _plain(first: Sequence[Difference]) -> Diagnosis:
     return Diagnosis(kind, f"{advice.get(kind, '')} First: {first[0].where()}.".strip())
 
 
-def _near(found: torch.Tensor, wanted: torch.Tensor, tolerance: float) -> bool:
-    if found.shape != wanted.shape:
+def _near(
+    found: torch.Tensor | list[float], wanted: torch.Tensor | list[float], tolerance: float
+) -> bool:
+    ours, theirs = (torch.as_tensor(side, dtype=torch.float64) for side in (found, wanted))
+    if ours.shape != theirs.shape:
         return False
-    if not found.numel():
-        return True
-    scale = max(float(wanted.abs().max()), 1e-12)
-    return float((found.double() - wanted.double()).abs().max()) <= max(tolerance, 1e-9) * scale
-
-
-def _near_list(found: Sequence[float], wanted: Sequence[float], tolerance: float) -> bool:
-    return len(found) == len(wanted) and all(
-        math.isclose(a, b, rel_tol=max(tolerance, 1e-9)) for a, b in zip(found, wanted, strict=True)
-    )
+    scale = max(_largest(theirs), 1e-12)
+    return _largest(ours - theirs) <= max(tolerance, 1e-9) * scale

@@ -35,7 +35,6 @@ from fullshard.recipes.base import Batch, RankTeam, num_predicted, whole_logits_
 from fullshard.recipes.context import divide, part_of
 from fullshard.run.loop import Loop, LoopSettings, Watcher
 from fullshard.run.on_torch import TorchTrainee
-from fullshard.run.optim import LossScaler
 from fullshard.run.schedule import Schedule
 from fullshard.verify.faults import Injection, injection_of
 from fullshard.verify.job import WEIGHTS, Job, Pass
@@ -53,13 +52,8 @@ class RankResults(Watcher):
     def __init__(self) -> None:
         self.step = 0  # counts the step after loading too
         self.tensors: dict[str, torch.Tensor] = {}
-        self.facts: dict[str, Any] = {
-            "units": {},
-            "losses": [],
-            "loss": [],
-            "norm": [],
-            "first_nan": None,
-        }
+        self.facts: dict[str, Any] = {name: [] for name in ("losses", "loss", "norm")}
+        self.facts |= {"units": {}, "first_nan": None}
 
     def stepped(self, row: StepRow) -> None:
         self.facts["loss"].append(row.loss)
@@ -183,8 +177,7 @@ class _Training:
             max_grad_norm=self.job.max_grad_norm,
             schedule=Schedule(LrSchedule.CONSTANT, rate, 0, num_steps),
         )
-        scaler = LossScaler(optimizer, torch.device("cpu"), enabled=False)
-        trainee = TorchTrainee(model, optimizer, lambda: (0, 0), scaler)
+        trainee = TorchTrainee(model, optimizer, lambda: (0, 0))
         team = RankTeam(engine_of(model).transport, self.seat)
         Loop(trainee, recipe, settings, team, self.record).run()
 

@@ -43,9 +43,9 @@ from fullshard.verify.check import PreparedCheck, model_config_of, passes_of
 from fullshard.verify.faults import Fault, injection_of
 from fullshard.verify.job import OPTIMIZER, WEIGHTS, Job, Pass
 from fullshard.xla import opt_state, processes
-from fullshard.xla.decoder import BLOCKS, EMBEDDING, HEAD, DecoderConfig, loss_fn, plan_table
+from fullshard.xla.decoder import EMBEDDING, HEAD, DecoderConfig, loss_fn, plan_table, planned
 from fullshard.xla.opt_state import trained
-from fullshard.xla.plan import XlaPlan, make_mesh, plan
+from fullshard.xla.plan import XlaPlan, make_mesh
 from fullshard.xla.step import State, Step, train_step
 from fullshard.xla_state import checkpoints
 
@@ -74,7 +74,7 @@ def prepare(config: RunConfig, fault: Fault | None) -> PreparedCheck:
         )
     notes: list[str] = []
     full = model_config_of(config, fault, notes)
-    DecoderConfig.of(full)
+    DecoderConfig.of(full).check_tensor(config.sharding.tensor)
     world_size = _fit_devices(config, notes)
     depth = min(8, max(NUM_LAYERS, config.sharding.activation_checkpointing.every))
     small, model = shrink(full, Limits(num_layers=depth))
@@ -99,7 +99,7 @@ def prepare(config: RunConfig, fault: Fault | None) -> PreparedCheck:
 def _fit_devices(config: RunConfig, notes: list[str]) -> int:
     """Number of devices to play: that of the run if it is small enough."""
     asked, sharding = config.launch.world_size, config.sharding
-    sizes = (sharding.replicate or 1) * (sharding.shard or 1)
+    sizes = (sharding.replicate or 1) * (sharding.shard or 1) * sharding.tensor
     fitting = asked if asked is not None and asked <= MOST_DEVICES else None
     if fitting is None:
         fitting = 2 * sizes if sharding.shard is None or sharding.replicate is None else sizes
@@ -108,7 +108,8 @@ def _fit_devices(config: RunConfig, notes: list[str]) -> int:
         raise ConfigError(
             f"sharding: expected a mesh of at most {MOST_DEVICES} devices to verify with backend: "
             f"jax, which plays them in one process; got replicate {sharding.replicate}, shard "
-            f"{sharding.shard}. Give smaller ones: sharding.replicate=2 sharding.shard=2."
+            f"{sharding.shard}, tensor {sharding.tensor}. Give smaller ones: sharding.replicate=2 "
+            "sharding.shard=2."
         )
     if asked not in (None, fitting):
         notes.append(f"{fitting} devices instead of {asked}.")
@@ -258,12 +259,13 @@ def _planned(decoder: DecoderConfig, sharding: ShardConfig, frozen: Sequence[str
     """The plan on this process's devices; an array is frozen if its first tensor is."""
     assert sharding.replicate is not None, "the job says both"
     assert sharding.shard is not None, "the job says both"
-    devices = jax.devices()[: sharding.replicate * sharding.shard]
-    mesh = make_mesh(sharding.replicate, sharding.shard, devices=devices)
+    sizes, tensor = (sharding.replicate, sharding.shard), sharding.tensor
+    devices = jax.devices()[: math.prod(sizes) * tensor]
+    mesh = make_mesh(*sizes, tensor=tensor, devices=devices)
     shapes = decoder.shapes()
-    free = plan(shapes, sharding, mesh, blocks=BLOCKS)
+    free = planned(shapes, sharding, mesh)
     names = [array.name for array in free.table.arrays if array.names()[0] in frozen]
-    return plan(shapes, sharding, mesh, blocks=BLOCKS, freeze=names)
+    return planned(shapes, sharding, mesh, names)
 
 
 def _optimizer(placed: XlaPlan, job: Job) -> optax.GradientTransformation:
@@ -275,8 +277,8 @@ def _optimizer(placed: XlaPlan, job: Job) -> optax.GradientTransformation:
 def _batches_of(folder: Path, job: Job, *, honest: bool = False) -> Batches:
     """The samples of every step, in rank order, which is the order of the devices."""
     found, injection = load_file(folder / "batches.safetensors"), injection_of(job.fault)
-    ranks = range(job.world_size)
-    sources = [rank if honest else injection.source(rank, job.world_size) for rank in ranks]
+    ranks = range(job.num_batches)
+    sources = [rank if honest else injection.source(rank, job.num_batches) for rank in ranks]
 
     def of(step: int, kind: str) -> np.ndarray:
         micros = [

@@ -13,7 +13,7 @@ XLA folds the transpose into the product. Norms and softmax compute in float32 o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -22,18 +22,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fullshard.config.schema import RunConfig
+from fullshard.config.schema import RunConfig, ShardConfig
 from fullshard.errors import ConfigError
 from fullshard.planner.arrays import ArraysPlan
-from fullshard.planner.mesh import Topology, resolve_mesh, row_of
+from fullshard.planner.mesh import Topology, check_divides, mesh_of
 from fullshard.planner.optimizers import states_of
-from fullshard.xla.gather import scan_blocks
-from fullshard.xla.plan import Tree, XlaPlan, table_of
+from fullshard.xla.gather import scan_blocks, shared, summed
+from fullshard.xla.plan import Tree, XlaPlan, plan, table_of
 
 BLOCKS = ("model.layers",)
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 IGNORED = -100  # the ignored label
 MODEL_TYPES = ("llama", "qwen2", "qwen3")
+# The dimension that a tensor axis cuts, as in transformers' plans: rows of what divides the heads
+# and the inner width, columns of what joins them. The embedding and the head stay whole.
+RULES = dict.fromkeys((f"*.{name}_proj.*" for name in ("q", "k", "v", "gate", "up")), 0)
+RULES |= {"*.o_proj.weight": 1, "*.down_proj.weight": 1}
 _SAME = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "rms_norm_eps"),
     *("num_attention_heads", "num_key_value_heads"),
@@ -99,6 +103,13 @@ class DecoderConfig:
             rope=rope,
         )
 
+    def check_tensor(self, tensor: int, key: str = "tensor") -> None:
+        """Raises ConfigError if a tensor axis does not divide the heads and the inner width."""
+        names = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+        sizes = {name: getattr(self, name) for name in names}
+        said = ", ".join(f"{name} {size}" for name, size in sizes.items())
+        check_divides(key, tensor, math.gcd(*sizes.values()), f"which divides {said}")
+
     def shapes(self, dtype: Any = jnp.float32) -> Tree:
         """Returns the tree of parameter shapes."""
         hidden, inner = self.hidden_size, self.intermediate_size
@@ -147,10 +158,18 @@ def plan_table(model_config: Any, run: RunConfig, world_size: int, more: Tree = 
         ConfigError: The decoder does not support this model, or the mesh is impossible.
     """
     decoder, sharding = DecoderConfig.of(model_config), run.sharding
-    row = row_of(sharding.strategy)
-    mesh = resolve_mesh(row, Topology(world_size), sharding.replicate, sharding.shard)
-    table = table_of({**decoder.shapes(), **(more or {})}, sharding, mesh, BLOCKS, run.freeze)
+    decoder.check_tensor(sharding.tensor)
+    mesh = mesh_of(sharding, Topology(world_size))
+    shapes = {**decoder.shapes(), **(more or {})}
+    table = table_of(shapes, sharding, mesh, BLOCKS, run.freeze, RULES)
     return replace(table, model_kind=model_config.model_type, optimizer=states_of(run.training))
+
+
+def planned(
+    shapes: Tree, sharding: ShardConfig, mesh: Any = None, freeze: Sequence[str] = ()
+) -> XlaPlan:
+    """Plans the decoder's arrays, with others if any, on devices; arguments as for `plan`."""
+    return plan(shapes, sharding, mesh, blocks=BLOCKS, freeze=freeze, rules=RULES)
 
 
 def logits_of(config: DecoderConfig, plan: XlaPlan, params: Tree, batch: Any) -> jax.Array:
@@ -191,7 +210,7 @@ def hidden_of(
     # Adding a bias instead of `where` spares the backward a mask as large as the scores.
     hidden = jnp.where(seen, 0.0, -jnp.inf).astype(_wide(x).dtype)
     scan = scan or partial(scan_blocks, plan=plan, unit=BLOCKS[0])
-    x = scan(partial(_block, config, (turns, hidden)), x, model["layers"])
+    x = scan(partial(_block, config, plan, (turns, hidden)), x, model["layers"])
     return _norm(x, model["norm"]["weight"], config.rms_norm_eps)
 
 
@@ -224,35 +243,43 @@ def token_loss(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Arr
     return jnp.sum(jnp.where(counts, each, 0.0)), jnp.sum(counts)
 
 
-def _block(config: DecoderConfig, places: Any, layer: Tree, x: jax.Array) -> jax.Array:
+def _block(
+    config: DecoderConfig, plan: XlaPlan, places: Any, layer: Tree, x: jax.Array
+) -> jax.Array:
     mlp, eps = layer["mlp"], config.rms_norm_eps
     h = _norm(x, layer["input_layernorm"]["weight"], eps)
-    x = x + _attention(config, places, layer["self_attn"], h)
-    h = _norm(x, layer["post_attention_layernorm"]["weight"], eps)
+    x = x + _attention(config, plan, places, layer["self_attn"], h)
+    h = shared(plan, _norm(x, layer["post_attention_layernorm"]["weight"], eps))
     inner = jax.nn.silu(_apply(mlp["gate_proj"], h)) * _apply(mlp["up_proj"], h)
-    return x + _apply(mlp["down_proj"], inner)
+    return x + _apply(mlp["down_proj"], inner, plan)
 
 
-def _attention(config: DecoderConfig, places: Any, attn: Tree, x: jax.Array) -> jax.Array:
-    """Causal grouped-query attention."""
+def _attention(
+    config: DecoderConfig, plan: XlaPlan, places: Any, attn: Tree, x: jax.Array
+) -> jax.Array:
+    """Causal grouped-query attention, with the heads of this device."""
     (batch, length, _), (turns, hidden) = x.shape, places
-    groups, dim = config.num_key_value_heads, config.head_dim
+    x, dim = shared(plan, x), config.head_dim
     q, k, v = (
         _apply(attn[f"{name}_proj"], x).reshape(batch, length, -1, dim) for name in ("q", "k", "v")
     )
     if config.qk_norm:
-        q = _norm(q, attn["q_norm"]["weight"], config.rms_norm_eps)
-        k = _norm(k, attn["k_norm"]["weight"], config.rms_norm_eps)
+        q, k = (
+            _norm(heads, shared(plan, attn[f"{name}_norm"]["weight"]), config.rms_norm_eps)
+            for name, heads in (("q", q), ("k", k))
+        )
     q, k = _rotate(q, turns), _rotate(k, turns)
-    q = q.reshape(batch, length, groups, -1, dim)
+    q = q.reshape(batch, length, k.shape[2], -1, dim)
     scores = _wide(jnp.einsum("bqghd,bkgd->bghqk", q, k) * dim**-0.5)
     weights = jax.nn.softmax(scores + hidden, axis=-1).astype(x.dtype)
     found = jnp.einsum("bghqk,bkgd->bqghd", weights, v)
-    return _apply(attn["o_proj"], found.reshape(batch, length, -1))
+    return _apply(attn["o_proj"], found.reshape(batch, length, -1), plan)
 
 
-def _apply(linear: Tree, x: jax.Array) -> jax.Array:
+def _apply(linear: Tree, x: jax.Array, plan: XlaPlan | None = None) -> jax.Array:
+    """A linear layer; with a plan, its columns are divided over the tensor axis."""
     out = x @ linear["weight"].T
+    out = out if plan is None else summed(plan, out)
     return out + linear["bias"] if "bias" in linear else out
 
 

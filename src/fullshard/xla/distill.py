@@ -19,8 +19,8 @@ from fullshard.config.schema import DistillConfig, ShardConfig
 from fullshard.config.values import DistillLoss, DType, Strategy
 from fullshard.errors import ConfigError
 from fullshard.planner.arrays import ArraysPlan
-from fullshard.planner.mesh import Mesh, row_of
-from fullshard.xla.decoder import BLOCKS, IGNORED, head_of, hidden_of
+from fullshard.planner.mesh import row_of
+from fullshard.xla.decoder import BLOCKS, IGNORED, RULES, head_of, hidden_of
 from fullshard.xla.head import ChunkLoss, Decoder, chunked, cross_entropy, labels_of, predicting
 from fullshard.xla.plan import Tree, table_of
 from fullshard.xla.step import LossFn
@@ -157,12 +157,12 @@ def teacher_table(
     """
     own, theirs = row_of(strategy), row_of(student.strategy)
     alike = theirs.shard_params and own.hybrid == theirs.hybrid
-    if own.shard_params and not alike and student.mesh.world_size > 1:
+    if own.shard_params and not alike and student.mesh.num_copies > 1:
         raise ConfigError(
             f"distill.teacher_strategy: expected no_shard or one like the student's "
             f"({student.strategy}) with backend: jax, whose teacher lies on the student's mesh; "
             f"got {strategy}. Choose such a one, shard the student likewise or use backend: torch."
         )
-    mesh = student.mesh if own.shard_params else Mesh(student.mesh.world_size, 1)
+    mesh = student.mesh if own.shard_params else student.mesh.unsharded()
     settings = ShardConfig.of(None, strategy=strategy, master_dtype=dtype)
-    return table_of(shapes, settings, mesh, BLOCKS, freeze=("*",))
+    return table_of(shapes, settings, mesh, BLOCKS, ("*",), RULES)

@@ -9,6 +9,16 @@ the replicate axis.
 
 `shard_map` without varying types lets a model scan from a constant, as on one device.
 
+[Note: the tensor axis]
+Devices of the tensor axis share a batch and hold parts of arrays, which a model computes with as
+they are. Two functions make the whole of it: `shared` before products with divided rows, `summed`
+after products with divided columns.
+
+    x --> shared --> rows of this device --> ... --> columns of this device --> summed --> x
+    its gradient is summed                             the gradient of the sum is every device's
+
+They are collectives of the traced step like all others.
+
 [Note: messages on CPUs]
 There is one XLA collective per array, except on CPUs, where small arrays that are asked for at once
 are one collective: devices wait for the slowest in each, and XLA's compiler for CPUs combines only
@@ -39,7 +49,7 @@ from jax.extend.core import jaxpr_as_fun
 from fullshard.config.values import RecomputeKind
 from fullshard.errors import ConfigError
 from fullshard.planner.arrays import ArrayPlan
-from fullshard.xla.plan import REPLICATE, SHARD, SMALL, Tree, XlaPlan, pad, unpad
+from fullshard.xla.plan import REPLICATE, SHARD, SMALL, TENSOR, Tree, XlaPlan, pad, unpad
 from fullshard.xla.traced import MOVES, combined, with_split_sums
 
 BLOCK_INPUT = "fullshard.block_input"
@@ -370,6 +380,33 @@ def all_reduce(values: Arrays, axes: Sequence[str]) -> list[jax.Array]:
         wholes = all_gather(reduce_scatter(flat, axis, dims), axis, dims)
         summed = [w[: x.size].reshape(x.shape) for w, x in zip(wholes, summed, strict=True)]
     return summed
+
+
+def summed(plan: XlaPlan, x: jax.Array) -> jax.Array:
+    """The sum of all devices' parts over the tensor axis. See [Note: the tensor axis]."""
+    return _over_tensor(plan, x, (_add, _keep))
+
+
+def shared(plan: XlaPlan, x: jax.Array) -> jax.Array:
+    """A value that all devices of the tensor axis have; its gradient is the sum of theirs."""
+    return _over_tensor(plan, x, (_keep, _add))
+
+
+def _over_tensor(plan: XlaPlan, x: jax.Array, passes: tuple[Any, Any]) -> jax.Array:
+    if plan.table.mesh.inner == 1:
+        return x
+    forward, backward = passes
+    function = jax.custom_vjp(forward)
+    function.defvjp(lambda x: (forward(x), None), lambda _, grad: (backward(grad),))
+    return function(x)
+
+
+def _add(x: jax.Array) -> jax.Array:
+    return all_reduce([x], (TENSOR,))[0]
+
+
+def _keep(x: jax.Array) -> jax.Array:
+    return x
 
 
 def _packed(rows: Arrays, send: Callable[[jax.Array], jax.Array]) -> list[jax.Array]:

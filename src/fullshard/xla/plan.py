@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.mesh_utils import create_device_mesh
+from jax.experimental.mesh_utils import create_device_mesh, create_hybrid_device_mesh
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.sharding import Mesh as DeviceMesh
 
@@ -21,13 +21,14 @@ from fullshard.config.supported import check_supported
 from fullshard.config.values import Backend, DType, Strategy, did_you_mean
 from fullshard.errors import ConfigError, DataError
 from fullshard.planner.arrays import PADDED_ABOVE, ArrayPlan, ArraysPlan, cut_of
-from fullshard.planner.mesh import Mesh, Topology, resolve_mesh, row_of
+from fullshard.planner.mesh import Mesh, Topology, check_divides, mesh_of
 from fullshard.planner.spec import ParamSpec, check_globs, matches
 from fullshard.planner.units import ContractRule
 
 Tree = Any  # any pytree
-REPLICATE, SHARD = "replicate", "shard"
-AXES = (REPLICATE, SHARD)
+Rules = Mapping[str, int]
+REPLICATE, SHARD, TENSOR = "replicate", "shard", "tensor"
+AXES = (REPLICATE, SHARD)  # of batches; a tensor axis comes last
 SMALL = PADDED_ABOVE  # elements of a full array that travels with others
 # Per platform: the latency-hiding scheduler and asynchronous collectives.
 OVERLAP: dict[str, dict[str, Any]] = {
@@ -51,14 +52,18 @@ def make_mesh(
     replicate: int | None = None,
     shard: int | None = None,
     *,
+    tensor: int = 1,
     strategy: Strategy = Strategy.FULL_SHARD,
     devices: Sequence[Any] | None = None,
 ) -> DeviceMesh:
     """Makes a mesh with the axes ('replicate', 'shard'); adjacent devices share a shard group.
 
+    With `tensor` it has a third axis of that name, whose devices are neighbours.
+
     Args:
         replicate: Number of replicas of each shard. None: derived from the strategy.
         shard: Number of devices that share one copy. None: derived from the strategy.
+        tensor: Number of devices that share a batch and compute with parts of arrays.
         strategy: no_shard has one copy per device; hybrid strategies shard within a process.
         devices: Devices of the mesh. None: all that jax sees.
 
@@ -67,14 +72,33 @@ def make_mesh(
     """
     found = list(jax.devices() if devices is None else devices)
     local = len([device for device in found if device.process_index == found[0].process_index])
+    is_alone = local == 1 < tensor  # ranks that share a batch are neighbours in their numbering
+    local = max(local, tensor)
     topology = Topology(len(found), local if len(found) % local == 0 else None)
-    sizes = resolve_mesh(row_of(strategy), topology, replicate, shard)
-    shape = (sizes.replicate, sizes.shard)
-    if all(hasattr(device, "coords") for device in found):  # TPUs: ordered by their network
-        placed = create_device_mesh(shape, found, allow_split_physical_axes=True)
+    asked = ShardConfig(strategy=strategy, replicate=replicate, shard=shard, tensor=tensor)
+    sizes = mesh_of(asked, topology)
+    shape = (sizes.replicate, sizes.shard, tensor)[: 2 + (tensor > 1)]
+    if not is_alone and all(hasattr(device, "coords") for device in found):
+        placed = _by_network(found, shape)
     else:
         placed = np.array(found).reshape(shape)
-    return DeviceMesh(placed, AXES, axis_types=(AxisType.Auto,) * 2)
+    names = (*AXES, TENSOR)[: len(shape)]
+    return DeviceMesh(placed, names, axis_types=(AxisType.Auto,) * len(shape))
+
+
+def _by_network(devices: Sequence[Any], shape: Sequence[int]) -> np.ndarray:
+    """TPUs, neighbours on the wire along the last axes; slices are apart on the first ones."""
+    slices = left = len({device.slice_index for device in devices})
+    apart = [1] * len(shape)
+    for at, size in enumerate(shape[: len(AXES)]):
+        apart[at] = math.gcd(size, left)
+        left //= apart[at]
+    if slices == 1:
+        return create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    if left > 1:  # they do not divide the axes
+        return np.array(devices).reshape(shape)
+    inside = [size // num for size, num in zip(shape, apart, strict=True)]
+    return create_hybrid_device_mesh(inside, apart, devices, allow_split_physical_axes=True)
 
 
 def with_auto_axes(mesh: DeviceMesh) -> DeviceMesh:
@@ -89,16 +113,17 @@ def sizes_of(mesh: DeviceMesh) -> Mesh:
     Raises:
         ConfigError: The mesh has other axes.
     """
-    if tuple(mesh.axis_names) != AXES:
+    names = tuple(mesh.axis_names)
+    if names not in (AXES, (*AXES, TENSOR)):
         raise ConfigError(
-            f"mesh: expected the axes {AXES}; got {tuple(mesh.axis_names)}. Make it with "
+            f"mesh: expected the axes {AXES}, then '{TENSOR}' if any; got {names}. Make it with "
             "fullshard.jax.make_mesh; for axes of your own there are shard_fsdp and jax.jit."
         )
-    return Mesh(mesh.shape[REPLICATE], mesh.shape[SHARD])
+    return Mesh(mesh.shape[REPLICATE], mesh.shape[SHARD], inner=mesh.shape.get(TENSOR, 1))
 
 
 def live_axes(mesh: DeviceMesh) -> tuple[str, ...]:
-    """Returns the axes longer than 1; collectives over the others are no-ops."""
+    """Returns the axes of batches longer than 1; collectives over the others are no-ops."""
     return tuple(axis for axis in AXES if mesh.shape[axis] > 1)
 
 
@@ -109,7 +134,7 @@ class XlaPlan:
     Attributes:
         table: Arrays, their sharding, collectives and memory, as plain data. A step that is traced
             adds its collectives: see [Note: traced collectives].
-        mesh: Devices over ('replicate', 'shard').
+        mesh: Devices over ('replicate', 'shard') or ('replicate', 'shard', 'tensor').
         structure: Tree structure of the parameters.
         platform: Platform of the devices: cpu, gpu, tpu; "" if it is not known.
     """
@@ -135,7 +160,7 @@ class XlaPlan:
         return NamedSharding(self.mesh, PartitionSpec())
 
     def batch_sharding(self, num_micro_batches: int = 1) -> NamedSharding:
-        """The sharding of a batch: samples over all devices, after the micro-batch axis."""
+        """The sharding of a batch: samples over batch axes, after the micro-batch axis."""
         return NamedSharding(self.mesh, batch_spec(live_axes(self.mesh), num_micro_batches))
 
     def map(self, function: Any) -> Tree:
@@ -218,6 +243,7 @@ def plan(
     *,
     blocks: Sequence[str] = (),
     freeze: Sequence[str] = (),
+    rules: Rules | None = None,
 ) -> XlaPlan:
     """Plans the sharding of every array of a model, and the collectives of a step.
 
@@ -229,6 +255,8 @@ def plan(
             receives their shards and runs them with `scan_blocks`. It receives all other arrays
             whole.
         freeze: Name patterns (globs) of arrays that are not updated.
+        rules: The dimension, without that of layers, that a tensor axis cuts, by name pattern. It
+            leaves other arrays whole. The model has to sum over the axis, as the decoder does.
 
     Raises:
         ConfigError: A setting is impossible or not yet supported on this backend.
@@ -236,10 +264,17 @@ def plan(
     settings = ShardConfig.of(config)
     check_supported(settings, backend=Backend.JAX)
     if mesh is None:
-        mesh = make_mesh(settings.replicate, settings.shard, strategy=settings.strategy)
+        asked = settings.replicate, settings.shard
+        mesh = make_mesh(*asked, tensor=settings.tensor, strategy=settings.strategy)
     sizes, mesh = sizes_of(mesh), with_auto_axes(mesh)
     _check_sizes(settings, sizes)
-    table = table_of(shapes, settings, sizes, blocks, freeze)
+    if sizes.inner > 1 and not rules:
+        raise ConfigError(
+            f"tensor: expected 1 for a model of your own, whose products this plan cannot divide; "
+            f"got {sizes.inner}. Leave it out, or let XLA divide them: name the arrays' axes, and "
+            "use shard_fsdp(params, mesh=..., rules=...) and create_fsdp_train_step."
+        )
+    table = table_of(shapes, settings, sizes, blocks, freeze, rules)
     return XlaPlan(table, mesh, jax.tree.structure(shapes), mesh.devices.flat[0].platform)
 
 
@@ -249,17 +284,16 @@ def table_of(
     sizes: Mesh,
     blocks: Sequence[str] = (),
     freeze: Sequence[str] = (),
+    rules: Rules | None = None,
 ) -> ArraysPlan:
     """Returns the plan as data, without devices; arguments as for `plan`."""
-    contract = ContractRule(
-        settings.master_dtype, settings.param_dtype, settings.reduce_dtype, settings.fp32_modules
-    )
+    contract = ContractRule(settings)
     named = named_leaves(shapes)
     names = [name for name, _ in named]
     check_globs("freeze", freeze, names, "arrays")
     _check_blocks(blocks, names)
     arrays = [
-        _array(name, leaf, _block_of(name, blocks), (contract, sizes, tuple(freeze)))
+        _array(name, leaf, _block_of(name, blocks), (contract, sizes, tuple(freeze), rules or {}))
         for name, leaf in named
     ]
     return ArraysPlan(
@@ -274,8 +308,9 @@ def table_of(
 def spec_of(array: ArrayPlan) -> PartitionSpec:
     """Returns the PartitionSpec of an array."""
     axes: list[str | None] = [None] * len(array.stored_shape)
-    if array.cut.dim is not None:
-        axes[array.cut.dim + bool(array.block)] = SHARD
+    for dim, axis in ((array.cut.dim, SHARD), (array.cut.tensor, TENSOR)):
+        if dim is not None:
+            axes[dim + bool(array.block)] = axis
     return PartitionSpec(*axes)
 
 
@@ -336,11 +371,13 @@ def own_shape(array: ArrayPlan) -> tuple[int, ...]:
 
 
 def pad(array: ArrayPlan | None, leaf: jax.Array) -> jax.Array:
-    """Pads the whole array with zeros so that it divides; None: a leaf of no array."""
+    """Pads the whole array, or parts of it, so that it divides; None: a leaf of no array."""
     if array is None or not array.cut.padding:
         return leaf
-    widths = [(0, there - here) for here, there in zip(leaf.shape, array.stored_shape, strict=True)]
-    return jnp.pad(leaf, widths)
+    lead = leaf.ndim - len(array.shape)
+    return jnp.pad(
+        leaf, [(0, array.cut.padding * (d - lead == array.cut.dim)) for d in range(leaf.ndim)]
+    )
 
 
 def unpad(array: ArrayPlan | None, leaf: Any) -> Any:
@@ -356,9 +393,9 @@ def _array(
     name: str,
     leaf: Any,
     block: str,
-    rules: tuple[ContractRule, Mesh, tuple[str, ...]],
+    settings: tuple[ContractRule, Mesh, tuple[str, ...], Rules],
 ) -> ArrayPlan:
-    contract, sizes, freeze = rules
+    contract, sizes, freeze, rules = settings
     shape = tuple(leaf.shape)
     if block and not shape:
         raise ConfigError(f"blocks: expected arrays with an axis of layers; {name} is a scalar.")
@@ -372,7 +409,15 @@ def _array(
         ) from None
     trainable = not matches(name, freeze)
     spec = ParamSpec((name,), own, dtype, trainable)
-    cut = cut_of(own, sizes.shard)
+    found = [dim for glob, dim in rules.items() if matches(name, (glob,))] * (sizes.inner > 1)
+    if found and found[0] not in range(len(own)):
+        dims = ", ".join(map(str, range(len(own))))
+        raise ConfigError(f"rules: expected a dimension of {name}, one of {dims}; got {found[0]}.")
+    if found:
+        check_divides("tensor", sizes.inner, own[found[0]], f"dimension {found[0]} of {name}")
+        cut = cut_of(own, sizes.shard, found[0], sizes.inner)
+    else:
+        cut = cut_of(own, sizes.shard)
     layers = shape[0] if block else 0
     return ArrayPlan(name, own, cut, contract.of(spec), trainable, block, layers)
 
@@ -411,12 +456,11 @@ def _block_of(name: str, blocks: Sequence[str]) -> str:
 
 
 def _check_sizes(settings: ShardConfig, sizes: Mesh) -> None:
-    for key in ("replicate", "shard"):
+    there = {REPLICATE: sizes.replicate, SHARD: sizes.shard, TENSOR: sizes.inner}
+    for key, size in there.items():
         asked = getattr(settings, key)
-        if asked not in (None, getattr(sizes, key)):
-            raise ConfigError(
-                f"{key}: expected {getattr(sizes, key)}, the mesh's; got {asked}. Leave it out."
-            )
+        if asked not in (ShardConfig.model_fields[key].default, size):
+            raise ConfigError(f"{key}: expected {size}, the mesh's; got {asked}. Leave it out.")
     if settings.strategy == "no_shard" and sizes.shard > 1:
         raise ConfigError(
             f"mesh: expected shard 1 under no_shard; got {sizes.shard}. Make it with "

@@ -57,7 +57,9 @@ def connect(mesh: Mesh) -> None:
         return
     axes = [axis for axis in mesh.axis_names if mesh.shape[axis] > 1]
     ones = jax.make_array_from_callback(
-        mesh.devices.shape, NamedSharding(mesh, P(*mesh.axis_names)), lambda _: np.ones((1, 1))
+        mesh.devices.shape,
+        NamedSharding(mesh, P(*mesh.axis_names)),
+        lambda _: np.ones((1,) * mesh.devices.ndim),
     )
     with _no_stdout():
         for along in dict.fromkeys([tuple(axes), *((axis,) for axis in axes)]):

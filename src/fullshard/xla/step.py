@@ -55,6 +55,7 @@ from fullshard.xla.gather import all_reduce, call_loss, reduce_whole, whole_but_
 from fullshard.xla.opt_state import fresh, merged, opt_shardings, trained, updated
 from fullshard.xla.plan import (
     OVERLAP,
+    TENSOR,
     Tree,
     XlaPlan,
     batch_specs,
@@ -414,10 +415,11 @@ def _gradients(
         (grads, variables), sums = lax.scan(micro_batch, carry, turns)
         sums = jax.tree.map(lambda x: x.astype(_wide(plan, x)).sum(0), sums)
     sums = *sums[:2], (sums[2], _squares(plan, grads), [grads[at] for at in plan.joined])
-    total, count, (metrics, squares, added), variables = _over_devices(plan, sums, variables)
+    total, count, (metrics, parts, added), variables = _over_devices(plan, sums, variables)
     for at, grad in zip(plan.joined, added, strict=True):
         grads[at] = grad.astype(grads[at].dtype)
-        squares += jnp.sum(jnp.square(grads[at]))
+        parts[plan.trained_arrays[at].cut.tensor is not None] += jnp.sum(jnp.square(grads[at]))
+    squares = parts[0] + sum(all_reduce(parts[1:], (TENSOR,)) if parts[1:] else [])
     divisor = jnp.where(count == 0, 1, count)
     grads = [grad / divisor.astype(grad.dtype) for grad in grads]
     means = {**(metrics or {}), "loss": total, "grad_norm": jnp.sqrt(squares)}
@@ -434,7 +436,7 @@ def _in_turn(at: Any, array: Any, leaf: jax.Array) -> jax.Array:
 def _key(plan: XlaPlan, rng: Any, at: Any) -> Any:
     """See [Note: keys]."""
     axes = live_axes(plan.mesh)
-    part = at * plan.table.mesh.world_size + (lax.axis_index(axes) if axes else 0)
+    part = at * plan.table.mesh.num_copies + (lax.axis_index(axes) if axes else 0)
     return jax.random.fold_in(rng, part)
 
 
@@ -467,7 +469,7 @@ def _share(plan: XlaPlan, leaf: jax.Array) -> jax.Array:
         return _share(plan, jnp.stack([leaf.real, leaf.imag]))
     if jnp.issubdtype(leaf.dtype, jnp.floating):
         wide = leaf.astype(jnp.float64 if leaf.dtype == jnp.float64 else jnp.float32)
-        return wide / plan.table.mesh.world_size
+        return wide / plan.table.mesh.num_copies
     axes = live_axes(plan.mesh)
     words = lax.bitcast_convert_type(_integers(leaf), jnp.uint16)
     return jnp.where(lax.axis_index(axes) == 0, words, 0) if axes else words
@@ -500,12 +502,17 @@ def _wide(plan: XlaPlan, value: Any) -> Any:
     return jnp.float64 if "float64" in dtypes else jnp.float32
 
 
-def _squares(plan: XlaPlan, grads: Sequence[jax.Array]) -> jax.Array:
-    """This device's share of the sum of squares of reduced gradients: copies share it equally."""
-    mesh, found = plan.table.mesh, jnp.zeros((), jnp.float32)
+def _squares(plan: XlaPlan, grads: Sequence[jax.Array]) -> list[jax.Array]:
+    """This device's share of the sum of squares of reduced gradients: copies share it equally.
+
+    Arrays that a tensor axis cuts have a sum of their own.
+    """
+    mesh = plan.table.mesh
+    found = [jnp.zeros((), jnp.float32) for _ in range(1 + (mesh.inner > 1))]
     for at, array in enumerate(plan.trained_arrays):
-        copies = mesh.world_size if array.cut.dim is None else mesh.replicate
-        found += 0 if at in plan.joined else jnp.sum(jnp.square(grads[at])) / copies
+        copies = mesh.num_copies if array.cut.dim is None else mesh.replicate
+        share = 0 if at in plan.joined else jnp.sum(jnp.square(grads[at])) / copies
+        found[array.cut.tensor is not None] += share
     return found
 
 

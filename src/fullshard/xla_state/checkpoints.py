@@ -40,7 +40,7 @@ from fullshard.loading import is_checkpoint, state_tensor
 from fullshard.planner.arrays import ArrayPlan
 from fullshard.saving import GROUPS, SAVES, SCALARS, SaveSettings, Values, write
 from fullshard.xla.opt_state import Leaf, leaves_of
-from fullshard.xla.plan import SHARD, XlaPlan, named_leaves, own_shape, unpad
+from fullshard.xla.plan import XlaPlan, named_leaves, own_shape, unpad
 from fullshard.xla.processes import agree, lead
 from fullshard.xla.step import State, scalar, with_optimizer
 
@@ -113,26 +113,30 @@ def _range(
         whole = unpad(array, np.asarray(leaf)[layer] if array.block else np.asarray(leaf))
         # A copy, since the next step reuses the source.
         return 0, np.array(whole, copy=True).reshape(-1)
-    owners = plan.mesh.devices[turn]
+    owners = plan.mesh.devices[turn].reshape(-1)
     flat = _flatten(plan, array)(leaf, layer)
     parts = {shard.device: shard.data for shard in flat.addressable_shards}
     mine = [rank for rank, device in enumerate(owners) if device.process_index == here]
-    if array.cut.dim is None:  # replicated: the first device of the turn writes it
+    if not _is_cut(array):  # replicated: the first device of the turn writes it
         mine = mine[:1] if owners[0].process_index == here else []
     numel = math.prod(array.shape)
     if not mine:
         return 0, np.empty(0, leaf.dtype)
-    part = flat.shape[0] // (1 if array.cut.dim is None else len(owners))
+    part = flat.shape[0] // (len(owners) if _is_cut(array) else 1)
     start = mine[0] * part
     joined = np.concatenate([np.asarray(parts[owners[rank]]) for rank in mine])
     return min(start, numel), joined[: max(0, numel - start)]
 
 
+def _is_cut(array: ArrayPlan) -> bool:
+    return array.cut.dim is not None or array.cut.tensor is not None
+
+
 @cache
 def _flatten(plan: XlaPlan, array: ArrayPlan) -> Any:
-    """(array, layer) -> the layer's elements, in equal ranges over the shard axis."""
-    parts = 1 if array.cut.dim is None else plan.table.mesh.shard
-    spec = PartitionSpec() if array.cut.dim is None else PartitionSpec(SHARD)
+    """(array, layer) -> the layer's elements, in equal ranges over all axes but replicate."""
+    axes = plan.mesh.axis_names[1:] if _is_cut(array) else ()
+    parts, spec = math.prod(plan.mesh.shape[axis] for axis in axes), PartitionSpec(axes or None)
 
     def flatten(leaf: jax.Array, layer: Any) -> jax.Array:
         flat = unpad(array, leaf[layer] if array.block else leaf).reshape(-1)

@@ -3,12 +3,13 @@
 import json
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
+from fullshard.bench import page as bench_page
 from fullshard.bench import step
 from fullshard.bench.cases import CASES, find_case, groups_of, installed_peers
-from fullshard.bench.page import CpuClock, others_share
 from fullshard.bench.step import (
     COLUMNS,
     StepOptions,
@@ -164,10 +165,14 @@ def test_a_case_knows_how_many_parameters_its_model_has(name, numel):
         assert sum(p.numel() for p in GPT(CASES[name]).parameters()) == numel
 
 
-def test_the_share_of_others_leaves_our_own_time_out():
-    import psutil
-
-    cores = psutil.cpu_count() or 1
-    start, end = CpuClock(0.0, 0.0), CpuClock(10.0, 6.0 * cores)
-    assert others_share(start, end, own_cpu_s=5.0 * cores) == pytest.approx(0.1)
-    assert others_share(start, end, own_cpu_s=7.0 * cores) == 0.0
+@pytest.mark.parametrize(("own_s", "others"), [(5.0, 0.1), (7.0, 0.0)])
+def test_the_share_of_others_leaves_our_own_time_out(monkeypatch, own_s, others):
+    """Ten seconds of two cores, 60 % of which are used."""
+    walls, owns = iter([0.0, 10.0]), iter([0.0, 2 * own_s])
+    cores = SimpleNamespace(cpu_percent=lambda: 60.0, cpu_count=lambda: 2)
+    monkeypatch.setattr(bench_page, "psutil", cores)
+    monkeypatch.setattr(bench_page, "time", SimpleNamespace(perf_counter=lambda: next(walls)))
+    monkeypatch.setattr(bench_page, "os", SimpleNamespace(times=lambda: [next(owns), 0, 0, 0]))
+    with bench_page.Neighbours() as neighbours:
+        pass
+    assert neighbours.share == pytest.approx(others)

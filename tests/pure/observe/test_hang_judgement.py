@@ -1,16 +1,18 @@
 """Who is to blame when ranks stand still, judged from what they say of themselves."""
 
 from dataclasses import replace
+from pathlib import Path
 
 from fullshard.observe.hang.judge import (
-    Digests,
     Position,
     Seen,
+    Verdict,
     awaited,
     fallen_silent,
     judge,
     streams,
 )
+from fullshard.observe.hang.watchdog import Watchdog, WatchdogSettings
 from fullshard.planner.events import Event, EventKind
 
 TITLES = ("(root)", "a", "b", "c")
@@ -134,41 +136,9 @@ def test_what_is_awaited_is_the_last_gather_of_the_unit():
     assert (found["doing"], found["number"]) == ("gather of a", 2)
 
 
-def told(*steps):
-    digests = Digests()
-    ring = []
-    for step, order in enumerate(steps):
-        ring += entries(*[(GATHER, unit) for unit in order], step=step)
-        digests.feed(ring)  # ranks look at different times: here after every step
-    return digests.of_steps(0)
-
-
-def test_complete_steps_are_compared_by_a_number_whatever_came_between():
-    usual, other = (1, 2, 3), (1, 3, 2)
-    assert told(usual, usual, usual) == told(usual, usual, usual)
-    assert told(usual, other, usual)["0/1/gather"] != told(usual, usual, usual)["0/1/gather"]
-    assert told(usual, other, usual)["0/0/gather"] == told(usual, usual, usual)["0/0/gather"]
-
-
-def test_the_order_between_gathers_and_reductions_is_free():
-    one, other = Digests(), Digests()
-    end = entries((GATHER, 1), step=1)
-    one.feed([*entries((GATHER, 1), (REDUCE, 2), (GATHER, 2)), *end])
-    other.feed([*entries((GATHER, 1), (GATHER, 2), (REDUCE, 2)), *end])
-    assert one.of_steps(0) == other.of_steps(0)
-
-
-def test_a_difference_of_complete_steps_is_judged_once_all_have_told_it():
-    places = [
-        Position(0, digests={"0/4/gather": 1}),
-        Position(1, digests={"0/4/gather": 2}),
-    ]
-    assert judge(seen(*places), 600.0) is None
-    lists = [["a", "b"], ["a", "b", "b"]]
-    told = [
-        replace(place, streams={"0/4/gather": [0, *names]})
-        for place, names in zip(places, lists, strict=True)
-    ]
-    message = judge(seen(*told), 600.0).message
-    assert "backward 5 or its forward rank 1 issues gather of b as its gather number 3" in message
-    assert "rank 0 nothing" in message
+def test_a_hang_is_told_though_its_report_cannot_be_written():
+    dog = Watchdog(WatchdogSettings(0, 1, "", 0, "", 1.0, Path("/dev/full")))
+    told = []
+    dog.on_hang.append(told.append)
+    dog._write(Verdict(0, "rank 0 is stuck"), {0: "its stacks"}, {})
+    assert told == [Verdict(0, "rank 0 is stuck")]

@@ -58,10 +58,10 @@ def gathered_bytes(plan, unit):
 def told(plan, calibration, accumulation=1):
     found = step_time(plan, work_of(plan), calibration, accumulation)
     assert found is not None
-    parts = asdict(found.times)
+    parts = asdict(found[0])
     step = parts.pop("step")
     assert sum(parts.values()) == pytest.approx(step)
-    return found.times
+    return found[0]
 
 
 def test_without_messages_a_step_is_the_units_work():

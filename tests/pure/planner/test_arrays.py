@@ -12,19 +12,21 @@ SHAPES = st.lists(st.integers(1, 400), max_size=3).map(tuple)
 
 
 @pytest.mark.parametrize(
-    ("shape", "num_parts", "cut"),
+    ("shape", "parts", "cut"),
     [
-        ((50257, 768), 8, ArrayCut(1)),  # the larger does not divide
-        ((64, 64), 2, ArrayCut(0)),  # the first of equals
-        ((257, 257), 2, ArrayCut(0, 1)),
-        ((7,), 2, ArrayCut()),
-        ((), 2, ArrayCut()),
-        ((64, 64), 1, ArrayCut()),
-        ((0, 8), 2, ArrayCut()),
+        ((50257, 768), (8,), ArrayCut(1)),  # the larger does not divide
+        ((64, 64), (2,), ArrayCut(0)),  # the first of equals
+        ((257, 257), (2,), ArrayCut(0, 1)),
+        ((7,), (2,), ArrayCut()),
+        ((), (2,), ArrayCut()),
+        ((64, 64), (1,), ArrayCut()),
+        ((0, 8), (2,), ArrayCut()),
+        ((64, 32), (4, 0, 2), ArrayCut(1, 0, 0, 2)),  # another dimension than the tensor axis
+        ((64,), (2, 0, 2), ArrayCut(None, 0, 0, 2)),
     ],
 )
-def test_the_largest_dimension_that_divides_is_cut(shape, num_parts, cut):
-    assert cut_of(shape, num_parts) == cut
+def test_the_largest_dimension_that_divides_is_cut(shape, parts, cut):
+    assert cut_of(shape, *parts) == cut
 
 
 @given(SHAPES, st.integers(1, 9))

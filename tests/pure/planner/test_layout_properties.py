@@ -12,7 +12,7 @@ NUM_PARTS = st.integers(1, 70)
 
 
 def _layout(shapes, num_parts):
-    return FlatLayout.build([(f"p{i}", shape) for i, shape in enumerate(shapes)], num_parts)
+    return FlatLayout.build([(f"p{i}", shape, 1) for i, shape in enumerate(shapes)], num_parts)
 
 
 @given(SHAPES, NUM_PARTS)

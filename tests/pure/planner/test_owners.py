@@ -48,7 +48,7 @@ def test_small_tensors_share_a_round():
 
 @given(st.lists(st.lists(st.integers(0, 40), max_size=3), max_size=8), parts)
 def test_holders_are_the_ranks_whose_slices_are_not_empty(shapes, num_parts):
-    layout = FlatLayout.build([(str(i), tuple(s)) for i, s in enumerate(shapes)], num_parts)
+    layout = FlatLayout.build([(str(i), tuple(s), 1) for i, s in enumerate(shapes)], num_parts)
     for index, placement in enumerate(layout.placements):
         slices = [layout.slices(part)[index] for part in range(num_parts)]
         wanted = [(part, s.start, s.stop) for part, s in enumerate(slices) if s.numel]

@@ -14,12 +14,11 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from fullshard.config.schema import ModelConfig
-from fullshard.data import chat_rows, chat_template
+from fullshard.config.schema import ModelConfig, SftConfig
+from fullshard.data import chat, chat_rows
 from fullshard.data.arrays import _map
-from fullshard.data.chat import Pair, Turns, read_examples
+from fullshard.data.chat import Pair, Turns, encode, read_examples, set_template
 from fullshard.data.chat_rows import ChatSettings, best_fit, chat_source, dealt, make_chat_dataset
-from fullshard.data.chat_template import Learned, encode, set_template
 from fullshard.data.order import BatchShape, SampleOrder
 from fullshard.data.records import files_at
 from fullshard.data.tokenizer import train_tokenizer
@@ -66,7 +65,7 @@ def pair(prompt, completion):
 
 
 def learned_text(example, tokenizer, **learned):
-    found = encode(example, tokenizer, Learned(**learned))
+    found = encode(example, tokenizer, SftConfig(**learned))
     ids = [i for i, flag in zip(found.ids, found.learned, strict=True) if flag]
     return tokenizer.decode(ids)
 
@@ -75,7 +74,7 @@ def test_ids_may_leave_out_numbers(tmp_path):
     """A vocabulary has all ids of its tokenizer, and not only as many as it has entries."""
     found = models.WordLevel({"two": 0, "four": 70_000, "<end>": 1}, unk_token="<end>")
     sparse = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(found), eos_token="<end>")
-    settings = ChatSettings(8, 0.5, packing=False, learned=Learned(), num_samples=0)
+    settings = ChatSettings(8, 0.5, SftConfig(num_samples=0))
     rows = make_chat_dataset(source(tmp_path, [pair("two", "four")] * 2), settings, sparse)
     assert rows.facts.vocab_size == 70_001
     labels = rows.arrays(np.array([0]), held_out=False)["labels"]
@@ -158,7 +157,7 @@ def test_a_wrong_record_is_named_with_its_line(tmp_path, line, said):
 def test_answers_alone_are_learned_with_marks_and_without(tokenizer):
     turns = Turns(tuple(CHAT), 0, is_completion=False, place="here")
     assert learned_text(turns, tokenizer) == " four<|endoftext|> yes<|endoftext|>"
-    everything = learned_text(turns, tokenizer, assistant_only=False)
+    everything = learned_text(turns, tokenizer, assistant_only_loss=False)
     assert everything.startswith("Question: two and two?\nAnswer: four<|endoftext|>")
     plain = train_tokenizer(["two and two is four"], 300)
     plain.chat_template = UNMARKED
@@ -180,20 +179,20 @@ def test_tools_reach_the_template_and_the_built_in_one_refuses_them(tokenizer, t
             learned_text(example, tokenizer)
     own = train_tokenizer(["two and two is four"], 300)
     own.chat_template = "{{ tools[0].name }}: " + UNMARKED
-    everything = learned_text(found[2], own, assistant_only=False)
+    everything = learned_text(found[2], own, assistant_only_loss=False)
     assert everything.startswith("g: ")
 
 
 def test_a_completion_is_learned_and_its_prompt_is_not(tokenizer):
     pair = Pair("two and ", "two", "here")
     assert learned_text(pair, tokenizer) == "two<|endoftext|>"
-    assert learned_text(pair, tokenizer, completions_only=False) == "two and two<|endoftext|>"
+    assert learned_text(pair, tokenizer, completion_only_loss=False) == "two and two<|endoftext|>"
 
 
 def test_what_is_cut_and_left_out_is_counted_and_said(tokenizer, tmp_path):
     answers = ["four", "yes " * 40, "two"]
     rows = [pair("two and two " * n, a) for n, a in zip((1, 1, 60), answers, strict=True)]
-    settings = ChatSettings(40, 0.0, True, Learned(), 0)
+    settings = ChatSettings(40, 0.0, SftConfig(packing=True, num_samples=0))
     made = make_chat_dataset(source(tmp_path, rows), settings, tokenizer)
     assert made.facts.num_train_sequences == len(made.train) == 2
     assert made.train.lengths.max() == 40
@@ -201,7 +200,7 @@ def test_what_is_cut_and_left_out_is_counted_and_said(tokenizer, tmp_path):
     assert "2 examples are cut to 40 tokens" in said
     assert "1 examples have nothing to learn: left out" in said
     total = sum(
-        len(encode(one, tokenizer, Learned()).ids) for one in examples(tmp_path / "chat.jsonl")
+        len(encode(one, tokenizer, SftConfig()).ids) for one in examples(tmp_path / "chat.jsonl")
     )
     assert made.facts.num_dropped_tokens == total - made.facts.num_train_tokens > 0
 
@@ -215,9 +214,9 @@ def test_rows_are_the_examples_in_their_order_though_processes_share_the_parts(
     rows = [pair("two " * n, "four " * (1 + n % 3)) for n in range(1, 25)]
     data = source(tmp_path, rows)
     (tmp_path / "chat.jsonl").write_text("\n" * 600 + (tmp_path / "chat.jsonl").read_text())
-    made = make_chat_dataset(data, ChatSettings(64, 0.25, False, Learned(), 2), tokenizer)
+    made = make_chat_dataset(data, ChatSettings(64, 0.25, SftConfig(num_samples=2)), tokenizer)
     assert len(made.train.values.sources[0]) > 4
-    found = [encode(one, tokenizer, Learned()) for one in examples(tmp_path / "chat.jsonl")]
+    found = [encode(one, tokenizer, SftConfig()) for one in examples(tmp_path / "chat.jsonl")]
     for part, held_out in ((found[:18], False), (found[18:], True)):
         arrays = made.arrays(np.arange(len(part)), held_out=held_out)
         for at, one in enumerate(part):
@@ -228,14 +227,14 @@ def test_rows_are_the_examples_in_their_order_though_processes_share_the_parts(
     prompts = [tokenizer(row["prompt"])["input_ids"] for row in rows[18:20]]
     assert list(made.samples) == prompts
     monkeypatch.setattr("fullshard.data.tokenize.SHARD_BYTES", 1 << 20)
-    again = make_chat_dataset(data, ChatSettings(64, 0.25, False, Learned(), 2), tokenizer)
+    again = make_chat_dataset(data, ChatSettings(64, 0.25, SftConfig(num_samples=2)), tokenizer)
     assert len(again.train.values.sources[0]) == 1
     assert again.facts == made.facts  # the fingerprint, too
 
 
 def test_a_saved_dataset_loads_as_it_was(tokenizer, tmp_path):
     rows = [pair("two " * n, "four") for n in range(1, 9)]
-    settings = ChatSettings(32, 0.25, True, Learned(), 2)
+    settings = ChatSettings(32, 0.25, SftConfig(packing=True, num_samples=2))
     made = make_chat_dataset(source(tmp_path, rows), settings, tokenizer)
     made.save(tmp_path / "data")
     loaded = load_data(tmp_path / "data", ModelConfig(name_or_path="MODEL"))
@@ -252,7 +251,7 @@ def test_a_saved_dataset_loads_as_it_was(tokenizer, tmp_path):
 
 
 def test_the_cache_is_used_until_a_file_changes(tokenizer, tmp_path, monkeypatch):
-    made, settings = [], ChatSettings(32, 0.0, True, Learned(), 0)
+    made, settings = [], ChatSettings(32, 0.0, SftConfig(packing=True, num_samples=0))
     monkeypatch.setattr(chat_rows, "encode", lambda *a: made.append("made") or encode(*a))
 
     def prepared(answer=None, settings=settings, other=tokenizer):
@@ -261,7 +260,7 @@ def test_the_cache_is_used_until_a_file_changes(tokenizer, tmp_path, monkeypatch
 
     first = prepared("four").facts
     assert prepared().facts == first
-    shorter = ChatSettings(6, 0.0, False, Learned(), 1)
+    shorter = ChatSettings(6, 0.0, SftConfig(num_samples=1))
     assert prepared(settings=shorter).facts.fingerprint != first.fingerprint
     assert made == ["made"]  # parts serve rows of any length
     second = prepared("yes").facts
@@ -278,7 +277,11 @@ def test_the_cache_is_used_until_a_file_changes(tokenizer, tmp_path, monkeypatch
     other = copy.deepcopy(tokenizer)
     other.chat_template = UNMARKED
     prepared(other=other)
-    prepared(settings=ChatSettings(32, 0.0, True, Learned(completions_only=False), 0))
+    prepared(
+        settings=ChatSettings(
+            32, 0.0, SftConfig(packing=True, num_samples=0, completion_only_loss=False)
+        )
+    )
     assert made == ["made"] * 6
     other = copy.deepcopy(tokenizer)
     other.split_special_tokens = True
@@ -315,7 +318,7 @@ def test_nothing_to_learn_is_an_error_that_names_the_cause(
 ):
     other = copy.deepcopy(tokenizer)
     other.chat_template = template or other.chat_template
-    settings = ChatSettings(8, 0.0, False, Learned(), 0)
+    settings = ChatSettings(8, 0.0, SftConfig(num_samples=0))
     with pytest.raises(DataError, match=said):
         make_chat_dataset(source(tmp_path, rows), settings, other)
 
@@ -334,12 +337,12 @@ def test_nothing_to_learn_is_an_error_that_names_the_cause(
 def test_a_template_without_end_is_refused_and_limits_stay_as_they_were(
     tokenizer, bomb, said, marks, monkeypatch
 ):
-    monkeypatch.setattr(chat_template, "TEMPLATE_LIMIT_S", 0.2)
+    monkeypatch.setattr(chat, "TEMPLATE_LIMIT_S", 0.2)
     other = copy.deepcopy(tokenizer)
     other.chat_template = bomb + marks
     before = signal.getsignal(signal.SIGALRM), resource.getrlimit(resource.RLIMIT_AS)
     with pytest.raises(DataError, match=rf"x that it refuses \(it {said}"):
-        encode(ASKED, other, Learned())
+        encode(ASKED, other, SftConfig())
     assert (signal.getsignal(signal.SIGALRM), resource.getrlimit(resource.RLIMIT_AS)) == before
 
 

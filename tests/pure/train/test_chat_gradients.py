@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, BloomConfig, LlamaConfig, Qwen3MoeConfig
 
-from fullshard.data.chat import Pair
+from fullshard.config.schema import SftConfig
+from fullshard.data.chat import Pair, encode
 from fullshard.data.chat_rows import ChatSettings, chat_source, make_chat_dataset
-from fullshard.data.chat_template import Learned, encode
 from fullshard.data.order import BatchShape, SampleOrder
 from fullshard.data.tokenizer import train_tokenizer
 from fullshard.errors import ConfigError
@@ -39,7 +39,8 @@ def model():
 
 
 def dataset(tokenizer, folder, *, packing):
-    settings, file = ChatSettings(48, 0.0, packing, Learned(), 0), folder / "chat.jsonl"
+    settings = ChatSettings(48, 0.0, SftConfig(packing=packing, num_samples=0))
+    file = folder / "chat.jsonl"
     file.write_text("".join(json.dumps(asdict(pair)) + "\n" for pair in PAIRS))
     return make_chat_dataset(chat_source(file), settings, tokenizer)
 
@@ -49,7 +50,7 @@ def reference(model, tokenizer):
     model.zero_grad()
     total, count = torch.zeros((), dtype=torch.float64), 0
     for pair in PAIRS:
-        found = encode(pair, tokenizer, Learned())
+        found = encode(pair, tokenizer, SftConfig())
         ids = torch.tensor(found.ids)
         chances = model(input_ids=ids[None]).logits[0].log_softmax(-1)
         for place in range(1, len(ids)):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fullshard.config.schema import ModelConfig
+from fullshard.config.schema import DataConfig, ModelConfig
 from fullshard.data.arrays import Rows, tokens_in
 from fullshard.data.records import Files, Kind, read_records, read_text
 from fullshard.data.text import DatasetSettings, Source, make_dataset, split
@@ -32,7 +32,8 @@ def held_out(folder, kind, fraction, *contents):
     for number, content in enumerate(contents):
         files.append(folder / f"{number:02}")
         files[-1].write_text(content)
-    parts = split(Files(folder, tuple(files), kind).spans(), DatasetSettings(1, fraction, 0))
+    settings = DatasetSettings(1, 0, DataConfig(validation_fraction=fraction))
+    parts = split(Files(folder, tuple(files), kind).spans(), settings)
     return [["".join(read_text(span)) for span in part] for part in parts]
 
 
@@ -91,8 +92,9 @@ def test_too_few_tokens_for_one_sequence_says_how_many_there_are(
 ):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "a.txt").write_text(seeded_text(12 if fraction else 2))
+    settings = DatasetSettings(100, 300, DataConfig(validation_fraction=fraction))
     with pytest.raises(DataError, match=f"at least {what}"):
-        make_dataset([Source.at(tmp_path / "a.txt")], DatasetSettings(100, fraction, 300), None)
+        make_dataset([Source.at(tmp_path / "a.txt")], settings, None)
 
 
 @pytest.mark.parametrize(

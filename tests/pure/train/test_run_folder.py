@@ -15,21 +15,21 @@ from pathlib import Path
 import pytest
 
 from fullshard import saving
+from fullshard.checkpoint.files import write_text
 from fullshard.cli.app import run
 from fullshard.errors import CheckpointError, ConfigError
 from fullshard.launch import run_lock
 from fullshard.observe.metrics import EvalRow, MetricsWriter, SaveRow
 from fullshard.observe.report import write_report
 from fullshard.run import start as run_start
-from fullshard.run.checkpoints import RunCheckpoints
 from fullshard.run.folder import (
     LAST_SAVED,
     RunFolder,
     RunStatus,
     begin,
     check_output_dir,
-    write_whole,
 )
+from fullshard.run.resume import RunCheckpoints
 
 
 def finish(folder):
@@ -45,7 +45,7 @@ def make(place, **how):
 def test_a_save_that_failed_is_no_saved_step(tmp_path):
     folder = make(tmp_path / "run")[0]
     keeper = RunCheckpoints.__new__(RunCheckpoints)
-    vars(keeper).update(_folder=folder, _is_first=True, _saving=5)
+    vars(keeper).update(folder=folder, _is_first=True, _saving=5)
 
     def fails():
         raise CheckpointError("disk: it is full")
@@ -264,7 +264,7 @@ def test_full_disk_is_recorded_as_the_reason(tmp_path, monkeypatch):
 
     def start():
         with begin(tmp_path / "train", "train"):
-            monkeypatch.setattr(Path, "write_text", full)
+            monkeypatch.setattr(os, "posix_fallocate", full)
             full()
 
     with pytest.raises(OSError, match="No space left"):
@@ -281,7 +281,7 @@ def test_a_disk_that_is_full_from_the_start_is_the_reason_that_is_told(tmp_path,
     def full(self, *_, **__):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self))
 
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(OSError, match="No space left on device"):
         make(tmp_path / "run")
 
@@ -364,7 +364,7 @@ def test_report_of_odd_files_is_typed_or_leaves_them_out(tmp_path):
     wrong = {**record, "measured": {}, "planned": 3}
     for odd in ([], {**record, "measured": 3}, wrong, {"measured": {}}):
         (tmp_path / "run.json").write_text(json.dumps(odd))
-        with pytest.raises(ConfigError, match=r"RUN_DIR: expected a run's folder with run\.json"):
+        with pytest.raises(ConfigError, match=r"RUN_DIR: .*a run's folder with run\.json"):
             write_report(tmp_path)
     (tmp_path / "run.json").write_text(json.dumps({**record, "measured": {}}))
     for content in (b"\x80\xff", b"[]", b'{"arrays": 3}'):
@@ -373,16 +373,20 @@ def test_report_of_odd_files_is_typed_or_leaves_them_out(tmp_path):
     (tmp_path / "run.json").write_text("[]")
     with pytest.raises(ConfigError, match="run folder: expected"):
         RunFolder(tmp_path).read_record()
+    (tmp_path / "run.json").write_text(json.dumps({**record, "measured": {}, "schema_version": 2}))
+    for read in (write_report, lambda path: RunFolder(path).read_record()):
+        with pytest.raises(ConfigError, match="expected schema_version 1 or older, got 2"):
+            read(tmp_path)
 
 
 def test_a_file_that_cannot_be_written_whole_stays_as_it_was(tmp_path):
     path = tmp_path / "config.yaml"
-    write_whole(path, "old")
+    write_text(path, "old")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
     try:
         with pytest.raises(OSError, match="File too large"):
-            write_whole(path, "new" * 100)
+            write_text(path, "new" * 100)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert [p.name for p in tmp_path.iterdir()] == ["config.yaml"]

@@ -1,6 +1,7 @@
 """Translation of other tools' files: one table of keys per tool.
 
     rules       the rules of a table: our key, no effect, lost, not supported yet
+    keys.yaml   the keys of all tools whose meaning needs no code
     accelerate  Accelerate's YAML, and `fsdp_config`, which the Trainer and axolotl share
     deepspeed   DeepSpeed's JSON
     trainer     Hugging Face's TrainingArguments and TRL's script arguments

@@ -17,13 +17,10 @@ from fullshard.config.dialects.rules import (
     choice,
     each,
     file_rule,
-    flag,
     is_empty,
     is_neutral,
-    lost,
-    no_effect,
-    not_yet,
     refused,
+    rows,
     to,
     translated,
     unless,
@@ -41,7 +38,6 @@ _BACKWARD: Mapping[str, object] = {
     **dict.fromkeys(("backward_pre", "1"), 1),
     **dict.fromkeys(("backward_post", "no_prefetch", "none", "2", "3"), 0),
 }
-_STATE_DICTS = ("full_state_dict", "local_state_dict", "sharded_state_dict", "1", "2", "3")
 
 _strategy = to("sharding.strategy")
 
@@ -112,46 +108,15 @@ def _globs(value: object) -> list[str]:
     return globs
 
 
-VERSION = no_effect("one engine does what both versions do", lambda v: word_among(v, ("1", "2")))
-
 FSDP: Table = {
-    "version": VERSION,
+    **rows("FSDP"),
     "sharding_strategy": _strategy,
     "reshard_after_forward": _reshard,
     "auto_wrap_policy": _auto_wrap_policy,
     "transformer_layer_cls_to_wrap": _layer_classes,
     "min_num_params": _min_num_params,
     **each(_backward_prefetch, "backward_prefetch backward_prefetch_policy"),
-    "forward_prefetch": flag("sharding.forward_prefetch", 1, "a depth in units", off=0),
-    **each(
-        flag(
-            "sharding.offload", "cpu", "parameters, gradients and optimizer state live on the host"
-        ),
-        "offload_params cpu_offload",
-    ),
-    "cpu_offload_pin_memory": no_effect(
-        "the device decides if the host's copies are pinned", to_flag
-    ),
-    "activation_checkpointing": flag("sharding.activation_checkpointing", "block"),
     "ignored_modules": to("sharding.ignore", "as globs", read=_globs),
-    "mixed_precision_policy": to("sharding.param_dtype"),
-    **each(
-        no_effect(
-            "a run always writes a Hugging Face folder to model/",
-            lambda value: word_among(value, _STATE_DICTS),
-        ),
-        "state_dict_type final_state_dict_type",
-    ),
-    "cpu_ram_efficient_loading": no_effect(
-        "every rank reads only its own part of the weights", to_flag
-    ),
-    "sync_module_states": no_effect(
-        "all ranks start from the same weights, and compare them", to_flag
-    ),
-    "use_orig_params": no_effect("parameters are always the model's own objects", to_flag),
-    "limit_all_gathers": no_effect("the slots of the plan limit what is gathered at once", to_flag),
-    **each(not_yet("Leave it out", False), "xla xla_fsdp_v2"),
-    **each(lost("it concerns XLA's FSDP", False), "xla_fsdp_settings xla_fsdp_grad_ckpt"),
 }
 
 # The strategy of each type; None: given by that engine's configuration.
@@ -187,51 +152,19 @@ def _precision(value: object, said: Said) -> Meaning:
 
 
 DEEPSPEED_PLUGIN: Table = {
+    **rows("DEEPSPEED_PLUGIN"),
     "zero_stage": stage,
     **each(home, "offload_optimizer_device offload_param_device"),
     "offload_optimizer_nvme_path": nvme_path("offload_optimizer"),
     "offload_param_nvme_path": nvme_path("offload_param"),
-    "gradient_accumulation_steps": to("training.gradient_accumulation_steps"),
-    "gradient_clipping": to("training.max_grad_norm"),
-    "zero3_init_flag": no_effect("every rank builds only its own part of the weights"),
-    "zero3_save_16bit_model": no_effect("a run always leaves a Hugging Face folder in model/"),
     "deepspeed_config_file": file_rule,
-    "deepspeed_moe_layer_cls_names": no_effect("units of experts are found by themselves"),
-    "deepspeed_multinode_launcher": lost("start the command on every machine", "standard", "none"),
-    **each(
-        lost("start the command on every machine"),
-        "deepspeed_hostfile deepspeed_exclusion_filter deepspeed_inclusion_filter",
-    ),
 }
 
 ACCELERATE: Table = {
+    **rows("ACCELERATE"),
     "distributed_type": _distributed_type,
-    "num_processes": to("launch.num_processes", "", -1),
-    "num_machines": to("launch.num_machines"),
-    "machine_rank": to("launch.machine_rank"),
-    "main_process_ip": to("launch.main_process_ip"),
-    "main_process_port": to("launch.main_process_port"),
     "mixed_precision": _precision,
     "fsdp_config": FSDP,
     "deepspeed_config": DEEPSPEED_PLUGIN,
     "parallelism_config": MESH,
-    "gradient_accumulation_steps": to("training.gradient_accumulation_steps"),
-    "compute_environment": not_yet("Use LOCAL_MACHINE", "local_machine", 0),
-    "use_cpu": lost("CUDA_VISIBLE_DEVICES= hides accelerators, and is what decides", False),
-    "gpu_ids": lost("CUDA_VISIBLE_DEVICES says which accelerators ranks see", "all"),
-    "rdzv_backend": no_effect("the launcher serves the rendezvous itself"),
-    "same_network": no_effect("ranks meet at launch.main_process_ip"),
-    "main_training_function": no_effect("the command is what runs"),
-    "debug": no_effect("ranks always compare their collectives"),
-    "enable_cpu_affinity": lost("processes are not bound to cores", False),
-    **each(lost("the model runs without torch.compile", "no"), "dynamo_backend dynamo_config"),
-    "fp8_config": not_yet("Use bf16"),
-    "megatron_lm_config": not_yet("Write tp_size into parallelism_config"),
-    "mpirun_config": lost("start the command with mpirun itself"),
-    "ipex_config": lost("it concerns Intel's extension"),
-    **each(
-        no_effect("it concerns TPUs"),
-        "downcast_bf16 command_file commands tpu_name tpu_zone tpu_use_cluster tpu_use_sudo",
-        "tpu_vm tpu_env",
-    ),
 }

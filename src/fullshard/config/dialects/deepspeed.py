@@ -13,16 +13,12 @@ from fullshard.config.dialects.rules import (
     Status,
     Table,
     each,
-    flag,
     happens,
     is_auto,
     is_empty,
-    lost,
     mapping_of,
-    no_effect,
-    not_yet,
     refused,
-    to,
+    rows,
     translated,
     unless,
     word_among,
@@ -127,11 +123,6 @@ def _betas(value: object, _: Said) -> Meaning:
     return translated({"training.adam_beta1": betas[0], "training.adam_beta2": betas[1]})
 
 
-def _is_size(value: object) -> None:
-    if not is_auto(value) and to_number(value) is None and not isinstance(value, bool):
-        raise Rejected("a number or auto")
-
-
 def _autocast(value: object, said: Said) -> Meaning:
     enabled = said.get("enabled")
     if is_empty(enabled) or not to_flag(enabled):
@@ -139,125 +130,29 @@ def _autocast(value: object, said: Said) -> Meaning:
     return translated({"sharding.param_dtype": value}, "units compute in it")
 
 
-_BUFFERS = no_effect("the engine sizes its own buffers")
-_CHECKPOINTS = no_effect("it concerns DeepSpeed's checkpoints")
-_TORCHS = no_effect("the optimizer is torch's")
-
-_OFFLOAD: Table = {
-    **each(
-        _BUFFERS,
-        "pin_memory buffer_count buffer_size max_in_cpu fast_init pipeline_read pipeline_write",
-        "pipeline cpuadam_cores_perc super_offload",
-    ),
-    "ratio": lost("all of the state is offloaded", 1),
-}
-
 ZERO: Table = {
+    **rows("ZERO"),
     "stage": stage,
     **{
-        key: {"device": home, "nvme_path": nvme_path(key), **_OFFLOAD}
+        key: {"device": home, "nvme_path": nvme_path(key), **rows("OFFLOAD")}
         for key in ("offload_optimizer", "offload_param")
     },
     **each(_old_offload, "cpu_offload cpu_offload_params cpu_offload_param"),
-    "cpu_offload_use_pin_memory": _BUFFERS,
-    "mics_shard_size": to("sharding.shard", "ranks that share one copy", -1, 0),
-    "mics_hierarchical_params_gather": no_effect("the mesh has two axes"),
-    "zero_hpz_partition_size": lost(
-        "weights have no second copy inside a host; hybrid_shard is similar", 1
-    ),
-    **each(
-        lost("weights are gathered in sharding.param_dtype", False),
-        "zero_quantized_weights zero_quantized_nontrainable_weights",
-    ),
-    **each(
-        lost("gradients are reduced in sharding.reduce_dtype", False),
-        "zero_quantized_gradients zeropp_loco_param",
-    ),
-    "zenflow": not_yet("Leave it out"),
-    **each(
-        no_effect("the sizes of units and the prefetch depths replace buckets", _is_size),
-        "reduce_bucket_size allgather_bucket_size prefetch_bucket_size",
-        "param_persistence_threshold model_persistence_threshold max_live_parameters",
-        "max_reuse_distance sub_group_size module_granularity_threshold",
-    ),
-    **each(
-        no_effect("the plan decides how gradients are communicated"),
-        "contiguous_gradients reduce_scatter allgather_partitions overlap_comm legacy_stage1",
-        "use_multi_rank_bucket_allreduce round_robin_gradients grad_hooks allgather_sequential",
-        "use_all_reduce_for_fetch_params memory_efficient_linear override_module_apply",
-    ),
-    **each(
-        no_effect("a run always writes a Hugging Face folder to model/"),
-        "gather_16bit_weights_on_model_save gather_fp16_weights_on_model_save",
-    ),
-    **each(_CHECKPOINTS, "load_from_fp32_weights elastic_checkpoint pipeline_loading_checkpoint"),
-    "ignore_unused_parameters": no_effect("unused parameters are known to the plan"),
-    "leaf_module": no_effect("units of experts are found automatically"),
-    "log_trace_cache_warnings": no_effect("there is no trace cache: the plan is the program"),
-    "enable_sanity_checks": no_effect("ranks always compare plans and weights"),
-    "save_muon_momentum_buffer_in_memory": no_effect("it concerns Muon"),
-}
-
-_WARMUP: Table = {
-    "warmup_min_lr": lost("the warm-up begins at zero", 0, "auto"),
-    "warmup_max_lr": to("training.learning_rate"),
-    "warmup_num_steps": to("training.warmup_steps"),
-    "warmup_type": lost("the warm-up is linear", "linear"),
-    "total_num_steps": no_effect("training.max_steps decides"),
-    "warmup_min_ratio": lost("the warm-up begins at zero", 0),
-    "cos_min_ratio": lost("the cosine ends at zero", 0),
-    "last_batch_iteration": no_effect("a resumed run knows its step"),
 }
 
 DEEPSPEED: Table = {
+    **rows("DEEPSPEED"),
     "zero_optimization": {"": _zero, **ZERO},
-    "train_batch_size": to("training.train_batch_size", "of all ranks in one update"),
-    "train_micro_batch_size_per_gpu": to("training.per_device_train_batch_size"),
-    "gradient_accumulation_steps": to("training.gradient_accumulation_steps"),
-    "gradient_clipping": to("training.max_grad_norm"),
-    "bf16": {
-        "enabled": flag("sharding.param_dtype", "bfloat16"),
-        "bf16_master_weights_and_grads": flag("sharding.master_dtype", "bfloat16"),
-        "bf16_optimizer_states": lost("optimizer state has the masters' dtype", False),
-        "immediate_grad_update": no_effect("each gradient is reduced when it is ready"),
-        "check_overflow": no_effect("bf16 does not overflow where float32 does not"),
-    },
-    "fp16": {
-        "enabled": flag("sharding.param_dtype", "float16"),
-        "loss_scale": lost("the scale of the loss adapts itself", 0, "auto"),
-        "fp16_master_weights_and_grads": lost("masters stay float32", False),
-        **each(
-            no_effect("torch's GradScaler chooses and adapts the scale of the loss"),
-            "auto_cast initial_scale_power loss_scale_window hysteresis consecutive_hysteresis",
-            "min_loss_scale",
-        ),
-    },
-    "torch_autocast": {
-        "enabled": no_effect("units compute in sharding.param_dtype, and masters stay float32"),
-        "dtype": _autocast,
-        "lower_precision_safe_modules": no_effect("all modules of a unit compute in one dtype"),
-    },
-    "data_types": {"grad_accum_dtype": lost("gradients are summed in float32", "fp32", "auto")},
+    "bf16": rows("BF16"),
+    "fp16": rows("FP16"),
+    "torch_autocast": {"dtype": _autocast, **rows("AUTOCAST")},
+    "data_types": rows("DATA_TYPES"),
     "tensor_parallel": AUTO_TP,
     "expert_parallel": AUTO_EP,
-    "communication_data_type": to("sharding.reduce_dtype"),
-    "seq_parallel_communication_data_type": no_effect("it concerns sequence parallelism"),
-    "gradient_allreduce_op": to("sharding.grad_reduction"),
-    "prescale_gradients": no_effect("gradients are divided as they are added, in reduce_dtype"),
-    "gradient_predivide_factor": no_effect("gradients are divided as they are added"),
-    "sparse_gradients": lost("gradients of embeddings are dense", False),
     "optimizer": {
         "type": _among("training.optim", _OPTIMIZERS, "Use AdamW or SGD"),
-        "params": {
-            "lr": to("training.learning_rate"),
-            "betas": _betas,
-            "eps": to("training.adam_epsilon"),
-            "weight_decay": to("training.weight_decay"),
-            "momentum": lost("sgd has no momentum", 0),
-            **each(_TORCHS, "torch_adam fused"),
-            "adam_w_mode": not_yet("Leave it out: weight decay is decoupled", True),
-        },
-        "legacy_fusion": _TORCHS,
+        "params": {"betas": _betas, **rows("OPTIMIZER_PARAMS")},
+        **rows("OPTIMIZER"),
     },
     "scheduler": {
         "type": _among(
@@ -265,38 +160,6 @@ DEEPSPEED: Table = {
             _SCHEDULES,
             "Use WarmupLR, WarmupDecayLR or WarmupCosineLR",
         ),
-        "params": _WARMUP,
+        "params": rows("SCHEDULER"),
     },
-    "activation_checkpointing": no_effect(
-        "it tunes deepspeed.checkpointing, which a model must call; ours is "
-        "sharding.activation_checkpointing"
-    ),
-    "steps_per_print": no_effect("training.logging_steps decides what is printed"),
-    "zero_allow_untested_optimizer": no_effect("every optimizer of torch is allowed"),
-    "zero_force_ds_cpu_optimizer": no_effect("the optimizer is torch's, on the host too"),
-    "wall_clock_breakdown": no_effect("metrics.jsonl has the parts of every step"),
-    "memory_breakdown": no_effect("metrics.jsonl has the memory of every step"),
-    "dump_state": no_effect("config.yaml and plan.json in the run's folder have it"),
-    "managed_gradient_accumulation": no_effect("the loop accumulates gradients"),
-    "dataloader_drop_last": no_effect("batches are always whole"),
-    "disable_allgather": no_effect("the plan decides when weights are gathered"),
-    **each(_CHECKPOINTS, "checkpoint load_universal_checkpoint"),
-    "aio": no_effect("the engine sizes its own reads and writes"),
-    "autotuning": lost("there is no autotuning; `fullshard plan` forecasts what fits", False),
-    "compile": lost("the model runs without torch.compile", False),
-    "eigenvalue": lost("there is no eigenvalue tool", False),
-    "nebula": lost("there is no Nebula", False),
-    **each(
-        lost("training.report_to names trackers; metrics.jsonl has every step", False),
-        "tensorboard wandb comet csv_monitor",
-    ),
-    **each(
-        lost("metrics.jsonl has the time and throughput of every step", False),
-        "comms_logger flops_profiler",
-    ),
-    **each(
-        not_yet("Leave it out", False),
-        "elasticity compression_training data_efficiency curriculum_learning amp moe pipeline",
-        "progressive_layer_drop sparse_attention sequence_parallel hybrid_engine quantize_training",
-    ),
 }

@@ -24,12 +24,8 @@ from fullshard.config.dialects.rules import (
     Status,
     Table,
     choice,
-    each,
-    flag,
-    lost,
     mapping_of,
-    no_effect,
-    not_yet,
+    rows,
     to,
     translated,
     unless,
@@ -77,31 +73,16 @@ def axes(replicate: str, shard: str, tensor: str, expert: str) -> dict[str, Rule
     return {replicate: to("sharding.replicate", "", -1, 0), **sizes}
 
 
-_SEQUENCE = "Leave it out: norms see whole sequences"
-_PIPELINE = "Leave it out: layers are not divided over ranks"
-
 # Accelerate's `parallelism_config`, also in axolotl's file.
 MESH: Table = {
     **axes("dp_replicate_size", "dp_shard_size", "tp_size", "ep_size"),
-    **each(to("sharding.context", "", 1), "cp_size sp_size"),
-    **each(
-        no_effect("ranks exchange heads for tokens (Ulysses)"),
-        "cp_backend cp_comm_strategy sp_backend sp_seq_length sp_seq_length_is_variable",
-        "sp_attn_implementation",
-    ),
+    **rows("MESH"),
 }
 
 # transformers' `distributed_config`.
 DISTRIBUTED: Table = {
     **axes("dp_replicate_size", "fsdp_size", "tp_size", "ep_size"),
-    "pp_size": not_yet(_PIPELINE, 1),
-    "tp_plan": not_yet("Leave it out: the model's own plan is used", "auto", {}),
-    **each(not_yet("Leave it out: the model's own plan is used", {}), "ep_plan fsdp_plan"),
-    "enable_sequence_parallel": not_yet(_SEQUENCE, False),
-    "enable_expert_parallel": not_yet("Write ep_size", False),
-    "ep_implementation": not_yet("Use auto", "auto", "all_to_all"),
-    "fsdp_cpu_offload": flag("sharding.offload", "cpu"),
-    "fsdp_mixed_precision": flag("sharding.param_dtype", "bfloat16"),
+    **rows("DISTRIBUTED"),
 }
 
 _RESHARDS: Mapping[str, object] = {
@@ -118,19 +99,7 @@ TORCHTITAN: Table = {
         "expert_parallel_degree",
     ),
     "fsdp_reshard_after_forward": choice("sharding.strategy", _RESHARDS),
-    "context_parallel_degree": to("sharding.context", "", 1),
-    "pipeline_parallel_degree": not_yet(_PIPELINE, 1),
-    "expert_tensor_parallel_degree": not_yet("Leave it out: experts are whole", 1),
-    "enable_async_tensor_parallel": lost("exchanges of the tensor axis are not overlapped", False),
-    "disable_loss_parallel": no_effect("the output layer is whole on every rank"),
-    "expert_parallel_comm_backend": no_effect("transformers exchanges the tokens"),
-    **each(
-        no_effect("it concerns pipeline or context parallelism"),
-        "pipeline_parallel_split_points pipeline_parallel_schedule pipeline_parallel_schedule_csv",
-        "pipeline_parallel_layers_per_stage pipeline_parallel_microbatch_size",
-        "pipeline_parallel_first_stage_less_layers pipeline_parallel_last_stage_less_layers",
-        "module_fqns_per_model_part context_parallel_rotate_method context_parallel_load_balancer",
-    ),
+    **rows("TORCHTITAN"),
 }
 
 
@@ -144,24 +113,6 @@ def _autoep(value: object, said: Said) -> Meaning:
     return axes("", "", "autotp_size", "autoep_size")["autoep_size"](value, beside)
 
 
-_GIVEN = no_effect("transformers' own plan of the model is used")
-
 # DeepSpeed's `tensor_parallel` and `expert_parallel`.
-AUTO_TP: Table = {
-    **each(to("sharding.tensor", "", 0, 1), "autotp_size tp_size"),
-    "tp": {"tp_size": to("sharding.tensor", "", 0, 1), "tp_grain_size": _GIVEN},
-    "enabled": no_effect("autotp_size decides", to_flag),
-    **each(_GIVEN, "preset_model partition_config use_default_specs keep_module_on_host dtype"),
-    "tp_overlap_comm": lost("exchanges of the tensor axis are not overlapped", False),
-}
-AUTO_EP: Table = {
-    "autoep_size": _autoep,
-    "enabled": no_effect("autoep_size decides", to_flag),
-    "use_grouped_mm": no_effect("model.config.experts_implementation decides"),
-    "grouped_mm_backend": no_effect("model.config.experts_implementation decides"),
-    **each(
-        _GIVEN,
-        "preset_model moe_layer_pattern expert_pattern router_pattern expert_w1 expert_w2",
-        "expert_w3",
-    ),
-}
+AUTO_TP: Table = {"tp": rows("TP"), **rows("AUTO_TP")}
+AUTO_EP: Table = {"autoep_size": _autoep, **rows("AUTO_EP")}

@@ -1,8 +1,8 @@
 """The rules of a dialect's table: our key, no effect, lost, not supported yet.
 
 TABLE = {
-    "sharding_strategy": to("sharding.strategy"),
-    "use_orig_params": no_effect("parameters are always the model's own objects"),
+    **rows("TABLE"),  # of keys.yaml
+    "auto_wrap_policy": _auto_wrap_policy,
     "zero_optimization": {"stage": choice("sharding.strategy", {"3": "full_shard"})},
 }
 """
@@ -12,9 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cache, partial
+from importlib.resources import files
 from typing import Any, Union, cast
 
-from fullshard.config.fields import Rejected, means_same, to_flag
+import yaml
+
+from fullshard.config.fields import Rejected, means_same, to_flag, to_number
 from fullshard.config.problems import ConfigProblems, Problem, show
 from fullshard.config.values import did_you_mean, words_of
 
@@ -214,6 +218,45 @@ def not_yet(instead: str, *neutral: object) -> Rule:
         raise refused(value, instead)
 
     return unless(*neutral)(rule)
+
+
+def rows(table: str) -> dict[str, Rule]:
+    """The keys of a table whose meaning needs no code, as keys.yaml lists them."""
+    found: dict[str, Rule] = {}
+    for row in _tables()[table]:
+        found |= each(_rule_of(row), row["keys"])
+    return found
+
+
+@cache
+def _tables() -> dict[str, list[dict[str, Any]]]:
+    text = files("fullshard.config.dialects").joinpath("keys.yaml").read_text("utf-8")
+    return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+
+
+def _rule_of(row: Mapping[str, Any]) -> Rule:
+    why, neutral, check = row.get("why", ""), row.get("unless", ()), row.get("check", "")
+    match row:
+        case {"to": key, "if_true": on}:
+            return flag(key, on, why, off=row.get("if_false"))
+        case {"to": key}:
+            return to(key, why, *neutral)
+        case {"lost": why}:
+            return lost(why, *neutral)
+        case {"not_yet": instead}:
+            return not_yet(instead, *neutral)
+        case _:
+            words = partial(word_among, words=check)
+            known = words if isinstance(check, list) else _CHECKS[check]
+            return no_effect(row["no_effect"], known)
+
+
+def _check_size(value: object) -> None:
+    if not is_auto(value) and to_number(value) is None and not isinstance(value, bool):
+        raise Rejected("a number or auto")
+
+
+_CHECKS = {"": None, "flag": to_flag, "size": _check_size}
 
 
 @unless()

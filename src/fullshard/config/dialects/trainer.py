@@ -1,7 +1,7 @@
 """Hugging Face's TrainingArguments, under `training:` or flat, and TRL's script arguments.
 
 Most names are fields of TrainingConfig. This table has the others: `fsdp`, `fsdp_config`,
-`deepspeed`, and names without effect or support (`NAMES`).
+`deepspeed`, and names without effect or support (keys.yaml).
 """
 
 from __future__ import annotations
@@ -19,15 +19,13 @@ from fullshard.config.dialects.rules import (
     Said,
     Status,
     Table,
-    each,
     file_rule,
     happens,
     is_empty,
     is_neutral,
-    lost,
     mapping_of,
     no_effect,
-    not_yet,
+    rows,
     to,
     translated,
     unless,
@@ -161,28 +159,13 @@ def _field(name: str) -> Rule:
 
 # A flat file of these names, with or without TRL's script and model arguments.
 FLAT: Table = {
+    **rows("FLAT"),
     **{
         name: _field(name)
         for name in (*TrainingConfig.field_names(), *TrainingConfig.ALIASES, *MOVED)
         if name not in TRAINING
     },
     **TRAINING,
-    "model_name_or_path": to("model.name_or_path"),
-    "tokenizer_name_or_path": to("data.tokenizer"),
-    **each(to("data.path", "a file or a folder"), "dataset_name dataset_path"),
-    "dataset_config": lost("a dataset is a file or a folder here"),
-    "dataset_train_split": lost("the whole file is trained on", "train"),
-    "dataset_test_split": lost("data.validation_fraction holds text out", "test", "validation"),
-    "dataset_streaming": no_effect("data is read once and kept as tokens"),
-    **each(
-        no_effect("masters have sharding.master_dtype, units sharding.param_dtype"),
-        "torch_dtype dtype",
-    ),
-    "attn_implementation": lost("the model attends by torch's own kernels", "sdpa", "eager"),
-    "trust_remote_code": to("model.trust_remote_code"),
-    "model_revision": no_effect("a model is a folder here", None),
-    "use_liger": lost("the model's own kernels run", False),
-    **each(not_yet("Leave it out", False), "load_in_4bit load_in_8bit use_rslora use_dora"),
 }
 
 # A name that files of ours do not have at the top level.

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -62,7 +61,6 @@ class Position:
         number: Index of the awaited collective in its stream.
         limited: Whether the timeout applies; user code between steps may take long.
         ended: Whether the rank ended without a failure.
-        digests: Digests of the streams of the last complete steps.
         streams: Issued names by stream: [number of names left out before, names ...].
         events: Descriptions of the last events.
     """
@@ -80,7 +78,6 @@ class Position:
     number: int = -1
     limited: bool = False
     ended: bool = False
-    digests: dict[str, int] = field(default_factory=dict)
     streams: dict[str, list[str | int]] = field(default_factory=dict)
     events: list[str] = field(default_factory=list)
 
@@ -186,49 +183,6 @@ def streams(
     return found
 
 
-class Digests:
-    """A digest of the collectives of each complete step of a model.
-
-    Ranks sample their rings at different times. So that they publish digests of the same steps,
-    each publishes the newest complete step and the newest ones divisible by 2, 4, 8 ...
-    """
-
-    def __init__(self) -> None:
-        self._sums: dict[tuple[int, str], int] = {}
-        self._last: Entry | None = None
-        self._begin = 0  # the first step that was seen completely
-
-    def feed(self, entries: Sequence[Entry]) -> None:
-        """Adds the new entries of a ring."""
-        new: list[Entry] = []
-        for entry in reversed(entries):
-            if entry == self._last:  # events come at different times
-                break
-            new.append(entry)
-        else:
-            if self._last is not None and entries:
-                self._begin = entries[0][1] + 1
-        for event, step, _ in reversed(new):
-            if event.num_bytes and event.kind in _STREAMS:
-                key = step, _STREAMS[event.kind]  # the order between the two kinds is free
-                self._sums[key] = zlib.crc32(b"%d" % event.unit, self._sums.get(key, 0))
-        if new:
-            self._last = new[0]
-
-    def of_steps(self, model: int) -> dict[str, int]:
-        """Returns the digests to publish, by stream."""
-        if self._last is None:
-            return {}
-        newest = self._last[1] - 1
-        steps = {newest >> k << k for k in range(9)}
-        self._sums = {key: s for key, s in self._sums.items() if key[0] >= newest - 512}
-        return {
-            _stream(model, step, kind): value
-            for (step, kind), value in self._sums.items()
-            if step in steps and step >= self._begin
-        }
-
-
 def _stream(model: int, step: int, kind: str) -> str:
     return f"{model}/{step}/{kind}"
 
@@ -279,26 +233,15 @@ def _others_at(rest: Sequence[Seen], words: str, *, alone: bool) -> str:
     return f"{who} {'wait' if verb == 'waits' else 'are'} {place}"
 
 
-def unequal_digests(seen: Iterable[Seen]) -> set[str]:
-    """Returns the streams of complete steps that differ between ranks."""
-    found: dict[str, set[int]] = {}
-    for one in seen:
-        for key, value in one.position.digests.items():
-            found.setdefault(key, set()).add(value)
-    return {key for key, values in found.items() if len(values) > 1}
-
-
 def _different_streams(here: Sequence[Seen]) -> Verdict | None:
-    complete = unequal_digests(here)
     for key in sorted({key for one in here for key in one.position.streams}):
         lists = {
             one.position.rank: one.position.streams[key]
             for one in here
             if key in one.position.streams
         }
-        whole = key in complete and len(lists) == len(here)
-        place = _first_difference(list(lists.values()), whole=whole)
-        if place is None and not whole:
+        place = _first_difference(list(lists.values()))
+        if place is None:
             continue
         at = {rank: _name_at(stream, place) for rank, stream in lists.items()}
         usual = Counter(at.values()).most_common(1)[0][0]
@@ -306,12 +249,11 @@ def _different_streams(here: Sequence[Seen]) -> Verdict | None:
         _, step, kind = key.split("/")
         fellows = [other for other in at if at[other] == usual and other != rank]
         who = "the others" if len(fellows) > 1 else f"rank {fellows[0]}"
-        number = f"{kind} number {place + 1}" if place is not None else kind
         return Verdict(
             rank,
             f"run: expected all ranks to issue the same collectives, but in backward "
-            f"{int(step) + 1} or its forward rank {rank} issues {_issued(kind, at[rank])} as its "
-            f"{number}, {who} {_issued(kind, usual)}. {_ADVICE}",
+            f"{int(step) + 1} or its forward rank {rank} issues {kind} of {at[rank]} as its "
+            f"{kind} number {place + 1}, {who} {kind} of {usual}. {_ADVICE}",
         )
     return None
 
@@ -322,25 +264,16 @@ _ADVICE = (
 )
 
 
-def _issued(kind: str, name: str) -> str:
-    return f"{kind} of {name}" if name else "nothing"
-
-
-def _first_difference(lists: Sequence[Sequence[str | int]], *, whole: bool) -> int | None:
-    if len(lists) < 2:
-        return None
+def _first_difference(lists: Sequence[Sequence[str | int]]) -> int | None:
     ends = [int(stream[0]) + len(stream) - 1 for stream in lists]
-    for place in range(max(int(stream[0]) for stream in lists), max(ends) if whole else min(ends)):
+    for place in range(max(int(stream[0]) for stream in lists), min(ends)):
         if len({_name_at(stream, place) for stream in lists}) > 1:
             return place
     return None
 
 
-def _name_at(stream: Sequence[str | int], place: int | None) -> str:
-    if place is None:
-        return "another unit"
-    index = place - int(stream[0]) + 1
-    return str(stream[index]) if 1 <= index < len(stream) else ""
+def _name_at(stream: Sequence[str | int], place: int) -> str:
+    return str(stream[place - int(stream[0]) + 1])
 
 
 def left_early(seen: Mapping[int, Seen], waiting: Position) -> Verdict | None:

@@ -12,7 +12,6 @@ the stacks of the other threads, which also show a wait in any collective of tor
 from __future__ import annotations
 
 import atexit
-import json
 import os
 import signal
 import socket
@@ -23,7 +22,7 @@ import time
 import traceback
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -38,7 +37,6 @@ from fullshard.errors import HangError, PreemptedError
 from fullshard.observe.hang.judge import (
     EXCHANGE,
     SETTLED_S,
-    Digests,
     Entry,
     Position,
     Seen,
@@ -48,7 +46,6 @@ from fullshard.observe.hang.judge import (
     judge,
     left_early,
     streams,
-    unequal_digests,
 )
 from fullshard.observe.trace import EventRing, in_words
 from fullshard.planner.events import EventKind
@@ -77,58 +74,36 @@ class WatchdogSettings:
     """Settings of a rank's watchdog.
 
     Attributes:
-        address: Host of the store of the rendezvous.
-        port: Port of that store.
-        attempt: Distinguishes launches that share a store.
+        launch: The rank, and the store of its rendezvous.
         timeout_s: A rank that waits longer is stuck.
         hang_file: File of the report.
         stacks_file: File to which a rank's faulthandler writes on SIGUSR2; None: no such file.
         kept_file: File with this rank's last events, for the launcher; None: no such file.
-        supervised: Whether a launcher of ours sees which rank dies, and shows the report.
     """
 
-    rank: int
-    world_size: int
-    address: str
-    port: int
-    attempt: str
+    launch: LaunchEnvironment
     timeout_s: float
     hang_file: Path
     stacks_file: Callable[[int], Path] | None = None
     kept_file: Path | None = None
-    supervised: bool = False
 
-    @classmethod
-    def of(
-        cls, launch: LaunchEnvironment, timeout_s: float, run_dir: Path | None
-    ) -> WatchdogSettings | None:
-        """Settings of a launched rank; None if its launch has no store."""
-        if launch.master_addr is None or launch.master_port is None:
-            return None
-        folder = run_dir or launch.run_dir
-        file = Path("hang.txt") if folder is None else folder / "logs" / "hang.txt"
-        attempt = f"{launch.run_id}.{launch.attempt}"
-        return cls(
-            launch.rank,
-            launch.world_size,
-            launch.master_addr,
-            launch.master_port,
-            attempt,
-            timeout_s,
-            file,
-        )
+    @property
+    def supervised(self) -> bool:
+        """Whether a launcher of ours sees which rank dies, and shows the report."""
+        return self.stacks_file is not None
 
 
 class Watchdog:
     """The watchdog of this process. It publishes positions once the process group exists."""
 
     def __init__(self, settings: WatchdogSettings) -> None:
-        self.settings = settings
+        self.settings, self._launch = settings, settings.launch
+        self._rank = settings.launch.rank
         self.on_hang: list[Callable[[Verdict], None]] = []
         self._channel: Any = None
-        self.sampler = PositionSampler(settings.rank, os.getpid())
+        self.sampler = PositionSampler(self._rank, os.getpid())
         self._heard: dict[int, tuple[int, float]] = {}
-        self._asked: list[int] | None = None  # steps for which all ranks publish what they issued
+        self._asked = False  # all ranks publish what they issued lately
         self._shown = sys.excepthook
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="fullshard watchdog", daemon=True)
@@ -164,8 +139,8 @@ class Watchdog:
         with suppress(*_STORE_GONE):
             if self._channel.add("alarm", 0) >= _VERDICT:  # its report stays: the judge ends first
                 self._end_with_judge()
-            self._publish(self.sampler.sample(()))
-            self._ask(())
+            self._publish(self.sampler.sample(is_asked=True))
+            self._channel.add("alarm", 1)
             deadline = time.monotonic() + (0.0 if preempted else EXPLAIN_S)
             while True:
                 seen = self._read()
@@ -222,14 +197,14 @@ class Watchdog:
             self._stop.wait(POLL_S)
 
     def _look(self) -> None:
-        self.sampler.sample(self._asked)
+        self.sampler.sample(is_asked=self._asked)
         try:
             self._beat()
         except RuntimeError:  # the store is gone
-            alone = {self.settings.rank: Seen(self.sampler.last)}
+            alone = {self._rank: Seen(self.sampler.last)}
             verdict = judge(alone, self.settings.timeout_s)
             if verdict is not None:
-                self._end(verdict, {self.settings.rank: stacks()}, alone)
+                self._end(verdict, {self._rank: stacks()}, alone)
 
     def _connect(self) -> bool:
         dist = sys.modules.get("torch.distributed")
@@ -238,47 +213,35 @@ class Watchdog:
             return False
         from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-        settings = self.settings
+        launch, timeout = self._launch, timedelta(seconds=30)
+        host, port = launch.master_addr or "", launch.master_port or 0  # `start` looks for both
         try:
-            store = TCPStore(
-                settings.address, settings.port, is_master=False, timeout=timedelta(seconds=30)
-            )
+            store = TCPStore(host, port, is_master=False, timeout=timeout)
         except RuntimeError:
             self._stop.set()  # the ranks used another rendezvous
             return False
-        self._channel = PrefixStore(f"fullshard/watchdog/{settings.attempt}", store)
+        self._channel = PrefixStore(f"fullshard/watchdog/{launch.run_id}.{launch.attempt}", store)
         return True
 
     def _beat(self) -> None:
         self._publish(self.sampler.last)
         alarm = self._channel.add("alarm", 0)
-        if alarm > 0:
-            self._asked = _steps_of(self._channel.get("asked"))
+        self._asked = alarm > 0
         if alarm >= _VERDICT:
             self._end_with_judge()
         if not self._is_judge():
             return
         seen = self._read()
-        unequal = unequal_digests(seen.values())
-        if unequal and not self._asked:
-            self._ask(unequal)  # decided once all ranks have published what they issued
-            return
-        verdict = judge(seen, self.settings.timeout_s, self.settings.world_size)
+        verdict = judge(seen, self.settings.timeout_s, self._launch.world_size)
         if verdict is not None:
             self._report(verdict, seen)
 
-    def _ask(self, streams: Iterable[str]) -> None:
-        """Asks all ranks to publish what they issued in the steps of these streams and lately."""
-        steps = sorted({int(stream.split("/")[1]) for stream in streams})
-        self._channel.set("asked", json.dumps(steps[-3:]))
-        self._channel.add("alarm", 1)
-
     def _publish(self, position: Position) -> None:
-        self._channel.set(str(self.settings.rank), position.to_json())
+        self._channel.set(str(self._rank), position.to_json())
 
     def _is_judge(self) -> bool:
         """Whether no lower rank answers. Usually rank 0 does, so this asks once."""
-        for rank in range(self.settings.rank):
+        for rank in range(self._rank):
             seen = self._read(only=rank).get(rank)
             if seen is None or (seen.silent_s <= SETTLED_S and not seen.position.ended):
                 return False
@@ -286,10 +249,8 @@ class Watchdog:
 
     def _read(self, only: int | None = None) -> dict[int, Seen]:
         """All ranks that have published a position, as seen from here."""
-        ranks = range(self.settings.world_size) if only is None else (only,)
-        keys = [str(r) for r in ranks if r in self._heard or self._channel.check([str(r)])]
-        texts = self._channel.multi_get(keys) if keys else []
-        positions = filter(None, map(Position.from_json, texts))
+        ranks = range(self._launch.world_size) if only is None else (only,)
+        positions = _published(self._channel, ranks, self._heard)
         return {position.rank: self._see(position) for position in positions}
 
     def _see(self, position: Position) -> Seen:
@@ -306,9 +267,8 @@ class Watchdog:
 
     def _report(self, verdict: Verdict, seen: dict[int, Seen]) -> None:
         """Collects the stacks of all ranks, writes the report and ends."""
-        self._channel.set("asked", "[]")
         self._channel.add("alarm", _VERDICT)
-        texts = {self.settings.rank: stacks()}
+        texts = {self._rank: stacks()}
         deadline = time.monotonic() + STACKS_S
         answer = {rank for rank, one in seen.items() if one.silent_s <= SETTLED_S}
         while answer - texts.keys() and time.monotonic() < deadline:
@@ -330,7 +290,7 @@ class Watchdog:
 
     def _end_with_judge(self) -> None:
         """Publishes this rank's stacks, and ends once the judge has written the report."""
-        self._channel.set(f"stacks/{self.settings.rank}", stacks())
+        self._channel.set(f"stacks/{self._rank}", stacks())
         deadline = time.monotonic() + STACKS_S + 2.0
         with suppress(*_STORE_GONE):
             while time.monotonic() < deadline and not self._channel.check(["written"]):
@@ -356,8 +316,9 @@ class Watchdog:
         lines = [verdict.message, "", *describe(seen)]
         for rank in sorted(texts):
             lines += ["", f"---- stacks of rank {rank} ----", texts[rank].rstrip()]
-        self.settings.hang_file.parent.mkdir(parents=True, exist_ok=True)
-        self.settings.hang_file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        with suppress(OSError):  # a full disk; the verdict is told without it
+            self.settings.hang_file.parent.mkdir(parents=True, exist_ok=True)
+            self.settings.hang_file.write_text("\n".join(lines) + "\n", encoding="utf-8")
         for call in self.on_hang:
             call(verdict)
 
@@ -377,21 +338,41 @@ def read_positions(store: Any, attempt: str, world_size: int) -> dict[int, Seen]
     from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
     channel = PrefixStore(f"fullshard/watchdog/{attempt}", store)
-    keys = [str(rank) for rank in range(world_size) if channel.check([str(rank)])]
+    return {place.rank: Seen(place) for place in _published(channel, range(world_size), ())}
+
+
+def _published(channel: Any, ranks: Iterable[int], known: Container[int]) -> Iterator[Position]:
+    """Positions of the ranks that have published one, as those that are known have."""
+    keys = [str(rank) for rank in ranks if rank in known or channel.check([str(rank)])]
     texts = channel.multi_get(keys) if keys else []
-    return {place.rank: Seen(place) for place in filter(None, map(Position.from_json, texts))}
+    return filter(None, map(Position.from_json, texts))
 
 
 _current: list[Watchdog] = []
 WATCHED: list[Sequence[str]] = []  # units of each model of this process
 
 
-def start(settings: WatchdogSettings) -> Watchdog:
-    """Starts the watchdog of this process, or returns the running one."""
-    if not _current:
-        _current.append(Watchdog(settings))
+def start(
+    launch: LaunchEnvironment,
+    timeout_s: float | None = None,
+    run_dir: Path | None = None,
+    **files: Any,
+) -> Watchdog | None:
+    """Starts the watchdog of a launched rank, or returns the running one; None without a store.
+
+    Args:
+        launch: The rank.
+        timeout_s: A rank that waits longer is stuck; None: as the launch says, or ten minutes.
+        run_dir: Folder of the run; None: that of the launch.
+        **files: Further files of WatchdogSettings.
+    """
+    if not _current and launch.master_addr is not None and launch.master_port is not None:
+        folder = run_dir or launch.run_dir
+        file = Path("hang.txt") if folder is None else folder / "logs" / "hang.txt"
+        timeout_s = timeout_s or launch.timeout_s or DEFAULT_TIMEOUT_S
+        _current.append(Watchdog(WatchdogSettings(launch, timeout_s, file, **files)))
         _current[0].start()
-    return _current[0]
+    return current()
 
 
 def phase(name: str, step: int = 0) -> None:
@@ -421,25 +402,13 @@ def watch(ring: EventRing, titles: Sequence[str]) -> None:
     WATCHED.append(titles)
     dist = sys.modules.get("torch.distributed")
     launch = read_launch_environment() if dist is not None and dist.is_initialized() else None
-    if not _current and launch is not None:
-        settings = WatchdogSettings.of(launch, launch.timeout_s or DEFAULT_TIMEOUT_S, None)
-        if settings is not None:
-            start(settings)
-    if not _current:
+    dog = current() if launch is None else start(launch)
+    if dog is None:
         return
-    _current[0].sampler.watch(ring, titles)
-    file = _current[0].settings.kept_file
+    dog.sampler.watch(ring, titles)
+    file = dog.settings.kept_file
     if file is not None and not file.exists():  # a second model's events stay in memory
         ring.keep_in(file, titles)
-
-
-def _steps_of(text: bytes) -> list[int]:
-    """Steps that a rank asked for; empty if the store holds anything else."""
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        return []
-    return [step for step in found if type(step) is int] if isinstance(found, list) else []
 
 
 def _last_frame(trace: TracebackType | None) -> FrameType | None:
@@ -499,12 +468,11 @@ class PositionSampler:
         """Fixes the position at this frame: an error has unwound the main thread's stack."""
         self._failed_at = _line_of(frame)
 
-    def sample(self, steps: Sequence[int] | None = None) -> Position:
+    def sample(self, *, is_asked: bool = False) -> Position:
         """Takes a new sample.
 
         Args:
-            steps: Include what was issued in these steps and the last two; None: include the last
-                two if this rank is not moving.
+            is_asked: Include what was issued in the last two steps, as if this rank did not move.
         """
         threads = sys._current_frames()
         threads.pop(threading.get_ident(), None)
@@ -534,50 +502,46 @@ class PositionSampler:
             kind=EXCHANGE if blocked else "",
             limited=blocked or bool(name),
         )
-        if steps is not None or since_s > STANDS_S:
-            steps = (*(steps or ()), -1, 0)
+        tells = is_asked or since_s > STANDS_S
         for model, entry in zip(self._models, begun, strict=True):
-            position = model.add_to(position, entry, steps or ())
+            position = model.add_to(position, entry, tells=tells)
         self.last = position
         return position
 
 
+@dataclass(frozen=True)
 class _ModelEvents:
     """Adds the events of one model to a position."""
 
-    def __init__(self, index: int, ring: weakref.ref[EventRing], titles: tuple[str, ...]) -> None:
-        self.ring = ring
-        self._index = index
-        self._titles = titles
-        self._digests = Digests()
+    index: int
+    ring: weakref.ref[EventRing]
+    titles: tuple[str, ...]
 
-    def add_to(self, position: Position, begun: Entry | None, steps: Sequence[int]) -> Position:
-        """The position with the awaited event, what was issued in some steps, and the last events.
+    def add_to(self, position: Position, begun: Entry | None, *, tells: bool) -> Position:
+        """The position with the awaited event and the last events.
 
         Args:
             position: Position without events.
             begun: Event that has begun and not ended.
-            steps: Steps; 0 and -1 are the current one and the one before it.
+            tells: Whether to add what was issued in the last two steps.
         """
-        ring, titles = self.ring(), self._titles
+        ring, titles = self.ring(), self.titles
         entries = ring.copy() if ring is not None else []
         if not entries and begun is None:
             return position
-        self._digests.feed(entries)
         step = begun[1] if begun is not None else entries[-1][1]
         settled = begun is None and entries[-1][0].kind is EventKind.SETTLE
         changes: dict[str, Any] = {"step": position.step or step + 1 + settled}
         if begun is not None:
-            waits = awaited(begun, entries, titles, self._index)
+            waits = awaited(begun, entries, titles, self.index)
             changes = waits | changes | {"limited": True}
         issued = dict(position.streams)
-        for at in steps:
-            issued |= streams(entries, titles, self._index, at if at > 0 else step + at)
+        for at in (step - 1, step) if tells else ():
+            issued |= streams(entries, titles, self.index, at)
         return replace(
             position,
             **changes,
             streams=issued,
-            digests=position.digests | self._digests.of_steps(self._index),
             events=[in_words(e, at, titles) for e, at, _ in entries[-LAST_EVENTS:]],
         )
 

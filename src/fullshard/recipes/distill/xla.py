@@ -136,7 +136,9 @@ def more_shapes(config: RunConfig, width: int) -> Tree:
 def _table(config: RunConfig, student: ArraysPlan, default: DType) -> ArraysPlan:
     settings = settings_of(config)
     strategy, dtype = settings.teacher_strategy or student.strategy, settings.teacher_dtype
-    shapes = _shapes(_decoder(config), settings)
+    teacher = _decoder(config)
+    teacher.check_tensor(student.mesh.inner, "teacher: tensor")
+    shapes = _shapes(teacher, settings)
     return teacher_table(shapes, strategy, dtype or default, student)
 
 

@@ -1,0 +1,275 @@
+"""State on disk: mapped files that large uses read and write directly.
+
+[Note: state on disk]
+Any code may use state on disk at any time, because its files are mapped: the kernel reads what is
+missing. That alone costs a page fault for every 4 KiB, and most of them wait for the disk. The
+three large uses of a step therefore read and write the files directly, on two threads beside
+compute, and without the page cache where the file system allows it:
+
+    a step    gather of unit k    gradients of unit k    update of turn k (engine/turns.py)
+    reads     unit k + 1                                 turn k + 1
+    writes                        unit k + 1             turn k - 1
+
+The kernel keeps mappings and direct uses coherent: it writes changed pages before a direct read,
+and drops pages after a direct write. Small tensors are left to the mapping.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from fullshard.errors import ConfigError
+from fullshard.planner.memory import DISK_PIECE, DISK_ROOM, NUM_DISK_ROOMS
+from fullshard.transport.base import Fetch
+
+FILE_BYTES = 1 << 30  # of a file, which takes space as tensors are put into it
+LEAST_BYTES = 1 << 16  # smaller tensors are left to the mapping
+PAGE = mmap.PAGESIZE
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the bytes of a tensor are."""
+
+    descriptor: int
+    offset: int
+    nbytes: int
+
+
+class _File:
+    """A file without a name. Its space is free when no tensor is in it, or the process ends."""
+
+    def __init__(self, folder: str, nbytes: int) -> None:
+        self.nbytes, self.used = nbytes, 0
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".fullshard-") as file:
+            os.ftruncate(file.fileno(), nbytes)
+            self.mapping: mmap.mmap | None = mmap.mmap(file.fileno(), nbytes)
+            try:
+                self.descriptor = os.open(file.name, os.O_RDWR | os.O_DIRECT)
+            except OSError:  # a file system without it
+                self.descriptor = os.dup(file.fileno())
+        self.address = torch.frombuffer(self.mapping, dtype=torch.uint8).data_ptr()
+        self.alive = weakref.finalize(self.mapping, os.close, self.descriptor)
+        self.alive.atexit = False
+
+    def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        offset, nbytes = self.used, numel * dtype.itemsize
+        os.posix_fallocate(self.descriptor, offset, nbytes)
+        self.used += _pages(nbytes)
+        return torch.frombuffer(self.mapping, dtype=dtype, count=numel, offset=offset)
+
+
+class Room:
+    """Memory for direct reads and writes.
+
+    Attributes:
+        used: Bytes that tensors have taken.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._memory = mmap.mmap(-1, nbytes)  # begins at a page, as direct uses require
+        self._bytes = memoryview(self._memory)
+        self._address = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
+        self.used = 0
+
+    def take(self, like: torch.Tensor, place: Place) -> torch.Tensor:
+        """Room for a tensor, as far from the start of a page as on disk."""
+        at = self.used + place.offset % PAGE
+        self.used = _pages(at + place.nbytes)
+        flat = torch.frombuffer(self._memory, dtype=like.dtype, count=like.numel(), offset=at)
+        return flat.view(like.shape)
+
+    def read(self, like: torch.Tensor, place: Place) -> torch.Tensor:
+        """Reads whole pages into new room; returns the tensor in it."""
+        at, taken = self.used, self.take(like, place)
+        first = place.offset - place.offset % PAGE
+        while at < self.used:
+            done = os.preadv(place.descriptor, [self._bytes[at : self.used]], first)
+            at, first = at + done, first + done
+        return taken
+
+    def write(self, to: torch.Tensor, place: Place, taken: torch.Tensor) -> None:
+        """Writes a tensor that has taken room: whole pages directly, others through the mapping."""
+        stop = place.offset + place.nbytes
+        first, last = _pages(place.offset), stop - stop % PAGE
+        at = taken.data_ptr() - self._address - place.offset  # of the file's start
+        while first < last:
+            piece = self._bytes[at + first : at + last]
+            first += os.pwritev(place.descriptor, [piece], first)
+        head, tail = -place.offset % PAGE // to.itemsize, stop % PAGE // to.itemsize
+        for edge in (slice(0, head), slice(to.numel() - tail, None)):
+            to.view(-1)[edge].copy_(taken.view(-1)[edge])
+
+
+class Disk:
+    """The state of one model on this rank's disk.
+
+    Args:
+        folder: A folder on the disk.
+
+    Attributes:
+        reader: The thread that reads.
+        writer: The thread that writes.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self._folder, self._files = folder, list[_File]()
+        self.reader, self.writer = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+        self._to_read, self._to_write = Room(DISK_PIECE), Room(DISK_PIECE)
+        self._waiting: Gather | None = None
+
+    @cached_property
+    def rooms(self) -> list[Room]:
+        """Rooms for the turns of an update."""
+        return [Room(DISK_ROOM) for _ in range(NUM_DISK_ROOMS)]
+
+    def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Allocates (numel,) zeros.
+
+        Raises:
+            ConfigError: The folder is not there, not to be written, or its disk is full.
+        """
+        if numel == 0:
+            return torch.empty(0, dtype=dtype)
+        nbytes = numel * dtype.itemsize
+        try:
+            if not self._files or self._files[-1].used + nbytes > self._files[-1].nbytes:
+                for file in self._files:
+                    file.mapping = None  # its tensors keep it
+                self._files = [file for file in self._files if file.alive.alive]
+                self._files.append(_File(self._folder, max(FILE_BYTES, _pages(nbytes))))
+            return self._files[-1].zeros(numel, dtype)
+        except OSError as error:
+            raise ConfigError(
+                f"state on nvme: expected {nbytes:,} bytes to be had in '{self._folder}'; "
+                f"{error.strerror}. Name a folder on a disk with room (offload.folder; of a "
+                "distillation's teacher: output_dir), and start anew."
+            ) from error
+
+    def place_of(self, tensor: torch.Tensor) -> Place | None:
+        """Where a large tensor is; None if the mapping serves, or it is in memory."""
+        if tensor.nbytes >= LEAST_BYTES and tensor.device.type == "cpu":
+            at = tensor.data_ptr()
+            for file in self._files:
+                if file.address <= at < file.address + file.nbytes and file.alive.alive:
+                    return Place(file.descriptor, at - file.address, tensor.nbytes)
+        return None
+
+    # ---- one read, and one write or change, at a time, on any thread
+
+    def read(self, tensor: torch.Tensor, to: torch.Tensor) -> None:
+        """Copies a flat tensor on disk to one of any dtype and device."""
+        for piece, target in zip(*_pieces(tensor, to), strict=True):
+            place, self._to_read.used = self.place_of(piece), 0
+            source = piece if place is None else self._to_read.read(piece, place)
+            target.copy_(source)
+
+    def change(
+        self,
+        tensor: torch.Tensor,
+        change: Callable[..., object],
+        *others: torch.Tensor,
+        reads: bool = True,
+    ) -> None:
+        """Calls `change` with pieces of a flat tensor on disk, which it writes, and of others.
+
+        Args:
+            tensor: On disk.
+            change: Writes its first argument in place.
+            others: Tensors of the same size.
+            reads: Whether it uses what is there.
+        """
+        room = self._to_write
+        for piece, *beside in zip(*_pieces(tensor, *others), strict=True):
+            place, room.used = self.place_of(piece), 0
+            if place is None:
+                change(piece, *beside)
+            else:
+                taken = (room.read if reads else room.take)(piece, place)
+                change(taken, *beside)
+                room.write(piece, place, taken)
+
+    # ---- beside compute
+
+    def stream(self, tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """Reads tensors into memory, each until the next but one."""
+        loads = deque[Future[torch.Tensor]]()
+        for at, tensor in enumerate(tensors):
+            loads.append(self.reader.submit(self._taken, tensor, self.rooms[at % 2]))
+            if at > 0:
+                yield loads.popleft().result()
+        yield from (load.result() for load in loads)
+
+    def _taken(self, tensor: torch.Tensor, room: Room) -> torch.Tensor:
+        place, room.used = self.place_of(tensor), 0
+        if place is None or tensor.nbytes > DISK_ROOM - 2 * PAGE:
+            return tensor
+        return room.read(tensor, place)
+
+    def load(self, tensor: torch.Tensor, to: torch.Tensor) -> Future[None] | None:
+        """Starts to copy a flat tensor on disk; to a GPU, copies it on the current stream."""
+        if to.device.type == "cpu":
+            return self.reader.submit(self.read, tensor, to)
+        self.read(tensor, to)
+        return None
+
+    def gather(self, loads: Sequence[Future[None]], start: Callable[[], Fetch]) -> Gather:
+        """A gather that starts when the next one is asked for, or when it is waited for."""
+        if self._waiting is not None:
+            self._waiting.start()
+        self._waiting = Gather(loads, start)
+        return self._waiting
+
+    def to_disk(self, copy: Callable[[], None]) -> Iterator[None]:
+        """A copy beside compute, in the form of `Gradients.to_host`."""
+        running = self.writer.submit(copy)
+        yield
+        running.result()
+
+
+class Gather:
+    """A gather whose parts are read from disk first.
+
+    Args:
+        loads: The running reads.
+        start: Starts to fetch the other ranks' parts.
+    """
+
+    def __init__(self, loads: Sequence[Future[None]], start: Callable[[], Fetch]) -> None:
+        self._loads, self._start = loads, start
+        self._fetch: Fetch | None = None
+
+    def start(self) -> None:
+        """Wait for the reads, then fetch; once."""
+        if self._fetch is None:
+            for load in self._loads:
+                load.result()
+            self._fetch = self._start()
+
+    def wait(self) -> None:
+        """Wait until the slot contains the whole unit."""
+        self.start()
+        fetch: Any = self._fetch
+        fetch.wait()
+
+
+def _pages(nbytes: int) -> int:
+    """Rounded up to whole pages."""
+    return -(-nbytes // PAGE) * PAGE
+
+
+def _pieces(*tensors: torch.Tensor) -> list[Sequence[torch.Tensor]]:
+    """Flat tensors of one size in pieces that fit into a room, wherever they begin in a page."""
+    numel = (DISK_PIECE - 2 * PAGE) // tensors[0].itemsize
+    return [tensor.split(numel) for tensor in tensors]
