@@ -399,7 +399,7 @@ class Unit:
     def meet(self, param: ShardedParameter, what: str) -> None:
         """Check that all ranks gather the same tensor, which all or none wrote. A collective."""
         if self.plan.mesh.shard * self.plan.mesh.inner > 1:
-            said = {Count.WRITES: 0, Count.SOURCES: 0}
+            said: dict[str, int] = {Count.WRITES: 0, Count.SOURCES: 0}
             param.record.norms.meet(f"the whole of {what}", said)
 
     def start_gather(self) -> None:

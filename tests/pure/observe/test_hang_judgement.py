@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
+from fullshard.config.environment import read_launch_environment
 from fullshard.observe.hang.judge import (
     Position,
     Seen,
@@ -137,7 +138,7 @@ def test_what_is_awaited_is_the_last_gather_of_the_unit():
 
 
 def test_a_hang_is_told_though_its_report_cannot_be_written():
-    dog = Watchdog(WatchdogSettings(0, 1, "", 0, "", 1.0, Path("/dev/full")))
+    dog = Watchdog(WatchdogSettings(read_launch_environment(), 1.0, Path("/dev/full")))
     told = []
     dog.on_hang.append(told.append)
     dog._write(Verdict(0, "rank 0 is stuck"), {0: "its stacks"}, {})
