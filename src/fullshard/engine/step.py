@@ -469,7 +469,8 @@ class Runtime:
             raise SlotError(
                 f"{member.piece.name}: its gradient came while the slot of {unit.plan.title} held "
                 "another unit, so it was computed from wrong weights. A tensor made inside the "
-                "unit left it unseen; return it from the unit's forward, or make the unit larger."
+                "unit left it unseen; return it from the unit's forward, or make the unit larger. "
+                "torch.autocast keeps casts of weights: enter it anew for each step."
             )
         if self.gradients.collect(unit, member):
             self._run(self.scheduler.complete(unit.index))
