@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 import fullshard as fs
 from fullshard.compat.fsdp1 import FullyShardedDataParallel as FSDP
 from fullshard.compat.fsdp1 import MixedPrecision, ModuleWrapPolicy
-from fullshard.errors import ShardedTensorError
+from fullshard.compat.fsdp2 import fully_shard
+from fullshard.errors import EngineError, ShardedTensorError
 from support.ranks import on_ranks
 
 
@@ -41,6 +42,31 @@ def test_parameters_are_replaced_by_what_was_made_of_shards():
             RuntimeError, match=r"Cannot writeback .* 0.weight .*\(5, 5\).*\(6, 6\)"
         ):
             model(x)
+
+
+@on_ranks(2)
+def test_changes_while_gradients_wait_are_put_off_or_refused():
+    reference, model, frozen = stack(), stack(), stack()
+    frozen[0].requires_grad_(False)
+    for net in (model, frozen):
+        for part in (*net, net):
+            fully_shard(part)
+        net.set_requires_gradient_sync(requires_gradient_sync=False)
+        net(torch.ones(2, 5)).sum().backward()
+        net.set_requires_gradient_sync(requires_gradient_sync=True)
+    model.set_reshard_after_forward(reshard_after_forward=False)
+    model(torch.ones(2, 5)).sum().backward()
+    frozen[0].requires_grad_(True)
+    with pytest.raises(EngineError, match=r"requires_grad, a dtype .* that wait under no_sync"):
+        frozen(torch.ones(2, 5))
+    frozen.zero_grad()
+    frozen(2 * torch.ones(2, 5)).sum().backward()
+    for net, scale in ((model, 1.0), (frozen, 2.0)):
+        reference.zero_grad()
+        for _ in range(2 if net is model else 1):
+            reference(scale * torch.ones(2, 5)).sum().backward()
+        for ours, theirs in zip(net.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
 
 
 @on_ranks(2)

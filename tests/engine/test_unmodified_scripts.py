@@ -9,7 +9,7 @@ import torch
 from torch import nn, optim
 
 import fullshard as fs
-from support.scripts import WIDTH, compare, loss_of, train
+from support.scripts import WIDTH, Block, Tiny, compare, loss_of, train
 
 # ---- optimizers ----------------------------------------------------------------------------------
 
@@ -81,6 +81,39 @@ def noise_in_weights_that_is_taken_back_before_backward(run):
         optimizer.step()
         optimizer.zero_grad()
     return run.result(model)
+
+
+class Twins(Tiny):
+    """Its forward averages blocks into others, which come first."""
+
+    def __init__(self):
+        super().__init__()
+        self.keys = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, tokens):
+        hidden = target = self.embed(tokens)
+        with torch.no_grad():
+            for old, new in zip(self.keys.parameters(), self.blocks.parameters(), strict=True):
+                old.zero_().add_(new, alpha=0.5)
+            for block in self.keys:
+                target = block(target)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden - target)
+
+
+def momentum_encoder_averaged_in_forward(run):
+    results = []
+    for transport in ("direct", "shared"):
+        model = run.model(Twins).requires_grad_(True)  # so that both are cut alike
+        run.shard(model, transport=transport, wrap=["Block"]).keys.requires_grad_(False)
+        optimizer = optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            run.loss(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(run.result(model))
+    return results
 
 
 def an_embedding_whose_hook_reads_its_weight(run):
@@ -263,6 +296,7 @@ SCRIPTS = [
     head_added_later_at_another_rate,
     parameters_with_elements_alone,
     noise_in_weights_that_is_taken_back_before_backward,
+    momentum_encoder_averaged_in_forward,
     an_embedding_whose_hook_reads_its_weight,
     gradients_of_activations_between_micro_batches,
     *(

@@ -37,12 +37,13 @@ from fullshard.compat.recut import (
 from fullshard.config.schema import ShardConfig
 from fullshard.config.supported import check_supported
 from fullshard.config.values import DType, Strategy, WrapKind
-from fullshard.engine._torch_compat import call_outside_compile
+from fullshard.engine._torch_compat import call_outside_compile, no_guard
 from fullshard.engine.engine import ATTRIBUTE, Engine
 from fullshard.engine.model_spec import NEVER_CALLED, places_of
+from fullshard.engine.parameter import PendingGradient
 from fullshard.engine.precision import cast_output, cast_tensors
 from fullshard.engine.shard import Given, shard_model
-from fullshard.errors import UnsupportedModelError
+from fullshard.errors import EngineError, UnsupportedModelError
 from fullshard.observe.hang import watchdog
 from fullshard.observe.trace import EventRing
 from fullshard.planner.layout import clean_name
@@ -314,7 +315,22 @@ def _with_changes(root: nn.Module) -> Engine | None:
     if engine.unsharded or any(unit.swapped for unit in engine.units):
         return None  # inside a forward: modules contain compute parameters
     put_back_shards(engine)
-    return build(root) if wrapped.stale or needs_new_plan(engine) else None
+    is_new = needs_new_plan(engine)
+    if engine.norms.waits and (is_new or wrapped.stale):
+        with no_guard():
+            grads = [member.param.grad for member in engine.members]
+        waiting = [grad for grad in grads if isinstance(grad, PendingGradient)]
+        if waiting and is_new:
+            raise EngineError(
+                "a change of requires_grad, a dtype or a parameter: expected no gradients that "
+                "wait under no_sync, since parameters are cut anew; got that of "
+                f"{waiting[0].record.describe()}. Make it after the backward that sums them, or "
+                "after zero_grad()."
+            )
+        if waiting:
+            return None  # settings change once they are summed
+        engine.norms.waits = False  # zero_grad() dropped them
+    return build(root) if wrapped.stale or is_new else None
 
 
 def has_meta(module: nn.Module) -> bool:

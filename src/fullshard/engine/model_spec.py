@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from fullshard.config.values import DType, nearest
 from fullshard.engine._torch_compat import is_distributed, plain, saved_buffers
@@ -95,10 +96,10 @@ def _read_by(module: nn.Module) -> list[nn.Module]:
 
 
 def _looks_up(module: nn.Module) -> bool:
-    """Whether the backward needs only indices: an embedding with torch's forward and no hooks."""
+    """Whether the backward needs only indices: an embedding as torch has it."""
     forward = getattr(module.forward, "__func__", None)
-    hooks = module._forward_hooks or module._forward_pre_hooks  # weight_norm, spectral_norm
-    return isinstance(module, nn.Embedding) and forward is nn.Embedding.forward and not hooks
+    changes = module._forward_hooks or module._forward_pre_hooks or is_parametrized(module)
+    return isinstance(module, nn.Embedding) and forward is nn.Embedding.forward and not changes
 
 
 def places_of(model: nn.Module) -> dict[str, nn.Parameter]:

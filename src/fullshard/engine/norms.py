@@ -21,8 +21,9 @@ gradients differ, ranks therefore compare which they are, and who has elements.
 
 Ranks may rightly make other numbers of writes: an optimizer may skip an empty shard. A rank that
 wrote into parameters of which every rank has elements says so, and a rank that wrote into none.
-The sum has the numbers of both; one of them must be 0. Writes of optimizers are left out: ranks
-compare their steps.
+The sum has the numbers of both; one of them must be 0. Writes into averages are compared alike when
+these become parameters or whole tensors. Writes of optimizers are left out: ranks compare their
+steps.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from fullshard.engine.unit import Unit
 
 
+Parts = defaultdict[int, dict[int, Sequence[tuple[int, int, int]]]]
 Memory = Sequence[tuple[Mesh, torch.Tensor]]  # buffers, each with its mesh
 _FINITE = {"isnan": False, "isinf": False, "isfinite": True}  # their results for finite numbers
 _SQUARED = {"square": (), "pow": (2,), "__pow__": (2,)}  # with these further arguments
@@ -103,7 +105,8 @@ class GradientNorms:
         self._device = device
         self.counts: dict[str, int] = dict.fromkeys(Count, 0)
         # Parts of each parameter that this rank wrote, by the number of ranks that share a part.
-        self.wrote: defaultdict[int, dict[int, Sequence[tuple[int, int, int]]]] = defaultdict(dict)
+        self.wrote: Parts = defaultdict(dict)
+        self.copied: Parts = defaultdict(dict)  # of what it wrote and then copied or gathered
         self.disk: Disk | None = None  # has state of the model
         self.waits = False  # there are unreduced gradients of no_sync
         self.task = -2  # the backward that will set gradients
@@ -135,12 +138,6 @@ class GradientNorms:
         """Note that a function writes to a gradient or its alias."""
         if self._squares is not None and self._knows(gradient):
             self.mark_changed()
-
-    def is_everywhere(self, record: ShardRecord) -> bool:
-        """Whether every rank has elements, so that none may leave the tensor out."""
-        if self.transport is None or record.cut is not None:  # of compat, before their engine
-            return False
-        return record.copies * len(record.holders) == self.transport.axes.mesh.world_size
 
     def _knows(self, gradient: Any) -> bool:
         """Whether the cache has this gradient, or the one that it aliases (`.data`)."""
@@ -294,12 +291,14 @@ class GradientNorms:
             for count, which, at, size in within, (Count.WEIGHTS, part, replica, mesh.replicate):
                 weight = (1 + which) * (-1 if at else size - 1)
                 pairs[list(said).index(count)] = (weight * said[count], 0)
-        if Count.WRITES in said:
-            parts = {n: {at for at, *_ in chain(*them.values())} for n, them in self.wrote.items()}
-            everyone = self.transport.axes.mesh.world_size
-            said[Count.WRITES] = wrote = any(n * len(at) == everyone for n, at in parts.items())
-            pairs[list(said).index(Count.WRITES)] = (float(wrote), float(not parts))
-            self.wrote.clear()
+        everyone = self.transport.axes.mesh.world_size
+        for what, written in ((Count.WRITES, self.wrote), (Count.SOURCES, self.copied)):
+            if what in said:
+                parts = {n: {at for at, *_ in chain(*them.values())} for n, them in written.items()}
+                said[what] = wrote = any(n * len(at) == everyone for n, at in parts.items())
+                pairs[list(said).index(what)] = (float(wrote), float(not parts))
+                if wrote or what == Count.WRITES:  # tensors are gathered one by one
+                    written.clear()
         head = from_host([1.0, *(x for pair in pairs for x in pair)], values.device)
         vector = torch.cat([head, values.double()])
         self.transport.phase.following = f"a sum ({asked})"
@@ -546,7 +545,8 @@ def _differing(head: torch.Tensor, said: Iterable[str], *, maximum: bool) -> lis
     found = []
     for what, total, other in zip(said, sums[::2], sums[1::2], strict=True):
         differs = (total != -other) if maximum else (ranks * other != total * total)
-        found += [what] * bool((total and other) if what == Count.WRITES else differs)
+        is_written = what in (Count.WRITES, Count.SOURCES)
+        found += [what] * bool((total and other) if is_written else differs)
     return found
 
 

@@ -26,7 +26,7 @@ from torch import nn
 
 from fullshard.engine._torch_compat import call_outside_compile, no_guard, storage_use_count
 from fullshard.engine.guard import Rule, is_alias, misfit, norm_order, refusal, rule_of, written_by
-from fullshard.engine.norms import TOLD_BY_SQUARES, Count, GradientNorms, Known, by_model, norms_of
+from fullshard.engine.norms import TOLD_BY_SQUARES, GradientNorms, Known, by_model, norms_of
 from fullshard.engine.record import ShardRecord
 from fullshard.errors import EngineError, ShardedTensorError
 from fullshard.planner.layout import clean_name
@@ -412,11 +412,11 @@ def _copy(func: Any, name: str, like: Any, args: Any, kwargs: dict[str, Any]) ->
 
 
 def _note_sources(norms: GradientNorms, values: Sequence[Any]) -> None:
-    """Count the writes into states that are copied or gathered; ranks compare the numbers."""
+    """Note the states that this rank wrote, which are copied or gathered now."""
     for state in _shards(values):
-        is_own = type(state) is ShardedTensor and state.alias_of is None
-        if is_own and norms.is_everywhere(state.record) and not state.is_inference():
-            norms.counts[Count.SOURCES] += state._version
+        record, is_own = state.record, type(state) is ShardedTensor and state.alias_of is None
+        if is_own and record.cut is None and not state.is_inference() and state._version:
+            norms.copied[record.copies][id(record)] = record.holders
 
 
 def _unscale(func: Any, name: str, like: Any, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -200,8 +200,9 @@ class Runtime:
         num_writes = self.gradients.transport.home.num_writes
         if is_outermost:
             self._begin_step(index, stale=num_writes != self._num_writes)
-        elif num_writes != self._num_writes:
+        elif num_writes != self._num_writes:  # a momentum encoder is averaged in a forward
             self._see_writes()
+            self._run(self.scheduler.see_writes())
         self._num_writes = num_writes
         use = Use(index, self._stack[-1] if self._stack else None, self._generation)
         weak = ref(self)  # see `alive`
@@ -457,7 +458,8 @@ class Runtime:
             raise SlotError(
                 f"{member.piece.name}: its gradient came while the slot of {unit.plan.title} held "
                 "another unit, so it was computed from wrong weights. A tensor made inside the "
-                "unit left it unseen; return it from the unit's forward, or make the unit larger."
+                "unit left it unseen; return it from the unit's forward, or make the unit larger. "
+                "torch.autocast keeps casts of weights: enter it anew for each step."
             )
         if self.gradients.collect(unit, member):
             self._run(self.scheduler.complete(unit.index))

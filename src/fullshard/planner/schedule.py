@@ -141,6 +141,15 @@ class Scheduler:
         """Returns PUBLISH if the unit, or a unit inside it, is in a shared home."""
         return [event_of(EventKind.PUBLISH, -1)] if unit in self._shares else []
 
+    def see_writes(self) -> list[Event]:
+        """Takes over writes made inside a forward: open units now, others when they are used."""
+        self._table.clear()
+        events = self.publish()
+        for unit in [unit for unit, count in enumerate(self._table.open) if count]:
+            self._table.gather(unit, events)
+            events.append(event_of(EventKind.FORWARD, unit))
+        return events
+
     def enter_forward(self, unit: int) -> list[Event]:
         """Begins the unit's forward."""
         events: list[Event] = []
