@@ -364,7 +364,7 @@ class Values:
         self.pieces.append(
             Piece(
                 key_of(Kind.STATE, name),
-                dtype_name(value, path),
+                dtype_name(value.dtype, path),
                 tuple(value.shape),
                 0,
                 local.numel(),

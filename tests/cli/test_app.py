@@ -4,6 +4,7 @@ import errno
 import itertools
 import json
 import os
+import select
 import subprocess
 import sys
 from pathlib import Path
@@ -174,10 +175,37 @@ def test_json_that_nobody_reads_or_nothing_takes_is_no_traceback():
     with closed_pipe() as nobody:
         done = process(*command, stdout=nobody)
     assert (done.returncode, done.stderr) == (1, "")
+    for command in ((*COMMAND, "config", "schema", "--json"), (*COMMAND, "--version")):
+        with Path("/dev/full").open("w") as full:
+            done = process(*command, stdout=full)
+        assert done.returncode == 3
+        said = "WillNotFitError: disk: expected room to write the command's output, got none"
+        assert done.stderr.startswith(said)
+        assert len(done.stderr.splitlines()) == 1
+    words = [*COMMAND, "ckpt", "ls", "/nowhere/at/all"]
     with Path("/dev/full").open("w") as full:
-        done = process(*command, stdout=full)
-    assert done.returncode == 3
-    assert done.stderr.startswith("WillNotFitError: disk: expected room to write")
+        assert subprocess.run(words, stderr=full, check=False).returncode == 7
+
+
+@pytest.mark.parametrize("how", ["a command", "a relay of rank 0"])
+def test_output_that_another_program_made_non_blocking_arrives_whole(tmp_path, how):
+    program = "from fullshard.cli.app import _open_streams; _open_streams(); print('x' * 10**6)"
+    if how == "a relay of rank 0":
+        program = (
+            "import os, sys; from pathlib import Path; from fullshard.launch.relay import Relay\n"
+            f"relay = Relay(Path({str(tmp_path / 'log')!r})); out = os.dup(relay.stdout_fd)\n"
+            "relay.start(); os.write(out, b'x' * 10**6); os.close(out); relay.close(60.0)\n"
+        )
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    words = [sys.executable, "-c", program]
+    with subprocess.Popen(words, stdout=writing, stderr=subprocess.PIPE) as started:
+        while started.poll() is None and select.select([], [writing], [], 0.01)[1]:
+            pass  # until the pipe is full
+        os.close(writing)
+        with os.fdopen(reading, "rb") as pipe:
+            assert pipe.read().count(b"x") == 10**6
+        assert started.stderr.read() == b""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What `fullshard distill` is without a configuration file."""
+"""What `fullshard distill` is without a configuration file, and what a launcher asks in vain."""
 
 import pytest
 
@@ -23,3 +23,16 @@ def test_the_own_jobs_student_is_cut_for_its_own_teacher_alone(words, cut):
     config = load(words, default=job(resolved)).config
     assert (config.distill.layers, config.distill.experts) == cut
     assert config.distill.temperature == 2.0, "the rest of the job stays"
+
+
+def test_settings_of_accelerate_launch_that_reach_nothing_are_told(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    load(["model=x"])
+    assert capsys.readouterr().out == ""
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    (tmp_path / "fsdp.yaml").write_text("distributed_type: FSDP\n")
+    load(["model=x"], config_file=tmp_path / "fsdp.yaml")
+    assert "ACCELERATE" not in capsys.readouterr().out
+    load(["model=x"])
+    said = "environment: ACCELERATE_USE_FSDP=true: what `accelerate launch` asks for has no effect"
+    assert capsys.readouterr().out.startswith(said)

@@ -287,26 +287,37 @@ def test_a_rank_with_another_setting_is_refused(ranks, settings):
         assert text.startswith("ConfigError: fs.shard: expected the same model and the same conf")
 
 
-def averages_alone(asks, transport):
-    """Rank 0 alone updates a second model, as under DDP."""
+def averages_alone(asks, keeps, transport):
+    """Rank 0 alone updates an average, as under DDP: a second model, or clones of the model's."""
     run = Run(2, dist.get_rank())
-    average = run.shard(run.model(), transport=transport)
+    model = run.shard(run.model(), transport=transport)
+    average = dict(model.named_parameters())
+    if keeps == "clones":
+        average = {name: param.detach().clone() for name, param in average.items()}
     if run.rank == 0:
         with torch.no_grad():
-            for param in average.parameters():
+            for param in average.values():
                 param.mul_(0.9)
+    if keeps == "clones" and asks == "the whole of":
+        return error_of(lambda: [average[name].full_tensor() for name in average])
+    if keeps == "clones":
+        model.load_state_dict(average)
     if asks == "an evaluation":
         with torch.no_grad():
-            return error_of(lambda: run.loss(average, 0))
-    return error_of(lambda: fs.full_state_dict(average))
+            return error_of(lambda: run.loss(model, 0))
+    return error_of(lambda: fs.full_state_dict(model))
 
 
+@pytest.mark.parametrize(
+    ("keeps", "wrote"),
+    [("a model", "parameters"), ("clones", "tensors that were copied into parameters or gathered")],
+)
 @pytest.mark.parametrize("asks", ["an evaluation", "the whole of"])
-def test_an_average_of_one_rank_is_found_when_it_is_used(ranks, asks):
+def test_an_average_of_one_rank_is_found_when_it_is_used(ranks, asks, keeps, wrote):
     for transport in TRANSPORTS:
-        for text in ranks(2)(averages_alone, asks, transport):
+        for text in ranks(2)(averages_alone, asks, keeps, transport):
             assert text.startswith(f"EngineError: {asks}"), text
-            assert "expected as many writes into parameters on every rank" in text
+            assert f"expected as many writes into {wrote} on every rank" in text
 
 
 def reads_and_writes(strategy):

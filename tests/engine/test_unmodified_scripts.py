@@ -1,13 +1,15 @@
 """The table of scripts that change nothing but one line: right, in every row."""
 
 import warnings
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
 import torch
 from torch import nn, optim
 
-from support.scripts import compare, loss_of, train
+import fullshard as fs
+from support.scripts import WIDTH, compare, loss_of, train
 
 # ---- optimizers ----------------------------------------------------------------------------------
 
@@ -53,6 +55,59 @@ def head_added_later_at_another_rate(run):
     optimizer.add_param_group({"params": [model.head.weight], "lr": 0.5})
     train(run, model, optimizer, 2)
     return run.result(model)
+
+
+def parameters_with_elements_alone(run):
+    """A rank leaves out what it has no element of; its zero_grad misses them."""
+    model = run.shard(run.model())
+    train(run, model, optim.AdamW([p for p in model.parameters() if p.numel()], lr=1e-2))
+    return run.result(model)
+
+
+# ---- weights -------------------------------------------------------------------------------------
+
+
+def noise_in_weights_that_is_taken_back_before_backward(run):
+    """Autograd reads what the slots hold now, and `.data` hides the write from it."""
+    model = run.shard(run.model(), transport="direct")
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        for param in model.parameters():
+            param.data.mul_(1.5)
+        loss = run.loss(model, step)
+        for param in model.parameters():
+            param.data.div_(1.5)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return run.result(model)
+
+
+def an_embedding_whose_hook_reads_its_weight(run):
+    """As those of weight_norm and spectral_norm: its backward needs more than indices."""
+    model = run.model()
+    model.embed.register_forward_hook(lambda m, _, found: found * m.weight.square().mean())
+    run.shard(model, transport="direct", wrap=["Block", "Embedding"])
+    train(run, model, optim.SGD(model.parameters(), lr=0.1))
+    return run.result(model)
+
+
+def gradients_of_activations_between_micro_batches(run):
+    """A backward that reaches no parameter and passes units by reduces nothing."""
+    results = []
+    for settings in ({"transport": "direct"}, {"strategy": "no_shard", "transport": "direct"}):
+        model = run.shard(run.model(), **settings)
+        optimizer = optim.SGD(model.parameters(), lr=0.1)
+        for step in range(2):
+            with fs.no_sync(model) if run.sharded else nullcontext():
+                run.loss(model, step).backward()
+            hidden = torch.ones(2, WIDTH, dtype=torch.float64, requires_grad=True)
+            torch.autograd.grad(model.blocks[0](hidden).sum(), hidden)
+            run.loss(model, 9 + step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(run.result(model))
+    return results
 
 
 # ---- schedulers ----------------------------------------------------------------------------------
@@ -206,6 +261,10 @@ SCRIPTS = [
     decay_by_ndim,
     decay_as_the_trainer_groups,
     head_added_later_at_another_rate,
+    parameters_with_elements_alone,
+    noise_in_weights_that_is_taken_back_before_backward,
+    an_embedding_whose_hook_reads_its_weight,
+    gradients_of_activations_between_micro_batches,
     *(
         partial(scheduled, make=make)
         for make in (warmup_from_zero, one_cycle, cosine, warmup_then_cosine, of_transformers)

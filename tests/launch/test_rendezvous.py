@@ -123,6 +123,17 @@ def test_rank_0_that_is_given_another_machines_address_names_the_variable(monkey
         rendezvous.init_process_group()
 
 
+def test_a_loopback_that_is_down_is_named_at_once():
+    """torch would try to reach the launcher's store for five minutes."""
+    apart = ["unshare", "--user", "--map-root-user", "--net"]
+    if subprocess.run([*apart, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("this machine gives no network of its own")
+    program = "from fullshard.launch.rendezvous import LaunchStore; LaunchStore().serve()"
+    words = [*apart, sys.executable, "-c", program]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    assert "Network is unreachable). Bring up the loopback interface" in done.stderr
+
+
 def test_a_port_that_another_process_uses_is_named(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])

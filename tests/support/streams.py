@@ -247,9 +247,10 @@ class Played(TorchDispatchMode, Ranges):
             yield
         self.caller = ""
 
-    def _read_on_host(self, landed: torch.Tensor, *_: Any, **__: Any) -> None:
+    def _read_on_host(self, landed: torch.Tensor, *_: Any, **__: Any) -> list[str]:
         access = (False, HOST, self.tick(HOST), "reads what ranks say")
         self.touch(key_of(landed), _span(landed), access)
+        return []
 
     def _queue_callback(self, function: Any) -> None:
         def ended() -> None:
@@ -340,7 +341,7 @@ class Groups:
     def in_place(self) -> Iterator[None]:
         """Inside, `fs.shard(..., transport="fake")` communicates over these groups by c10d."""
         made = patch("fullshard.engine.shard.make_transport", self.make_transport)
-        alike = patch("fullshard.engine.norms._differing", lambda *_, **__: None)
+        alike = patch("fullshard.engine.norms._differing", lambda *_, **__: [])
         slices = {
             "dist": SimpleNamespace(
                 P2POp=lambda *message: message,

@@ -83,6 +83,10 @@ def test_a_store_is_held_by_one_run_until_it_no_longer_answers(tmp_path, monkeyp
             StoreLock(place, "second")
         check_lock(folder)
         first.end_beats()  # as of a machine that is suspended
+        (place / run_lock.LOCK).unlink()  # as a cleaner of old objects does
+        check_lock(folder)
+        first._beat()
+        assert (place / run_lock.LOCK).exists()
         monkeypatch.setattr(run_lock, "WATCH_S", 0.1)
         with StoreLock(place, "second"):
             with pytest.raises(CheckpointError, match="another run began there"):

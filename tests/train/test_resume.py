@@ -15,6 +15,7 @@ from fullshard.launch.run_lock import RunLock
 from fullshard.observe.metrics import read_rows
 from fullshard.run import start as run_start
 from support import forked as subprocess
+from support.processes import free_port
 
 pytestmark = pytest.mark.timeout(300)  # a test is up to three runs, each with a limit of its own
 
@@ -228,6 +229,25 @@ def test_a_stop_while_the_data_is_written_is_recorded(tmp_path, monkeypatch, ful
     assert record["error"]["message"] in done.err
 
 
+STOPPED = """
+import os, signal
+from fullshard.cli.app import main
+from fullshard.run import session
+session.train = lambda *_: os.kill(os.getpid(), signal.SIGTERM)
+main()
+"""
+
+
+def test_a_rank_of_another_launcher_that_is_stopped_before_its_loop_writes_a_page(tmp_path):
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    words = [sys.executable, "-c", STOPPED, "train", str(write(tmp_path)), "num_processes=1"]
+    env = os.environ | place | ranks
+    done = subprocess.run(words, env=env, capture_output=True, timeout=100, check=False)
+    assert done.returncode == 75, done.stderr
+    assert "interrupted" in (tmp_path / "run" / "report.html").read_text()
+
+
 def test_a_finished_run_is_moved_and_a_changed_model_is_refused(calm, tmp_path):
     config = write(tmp_path)
     finish(config, "max_steps=4")
@@ -309,6 +329,13 @@ def test_a_run_that_goes_on_keeps_its_tokens_and_reads_its_record(calm, tmp_path
         path = tmp_path / "run" / file
         path.write_text(path.read_text().replace(str(calm.parent), str(tmp_path)))
     assert fullshard(*words).exit_code == 0
+    model = tmp_path / "run" / "checkpoints" / "step-00000024" / "config.json"
+    kept = model.read_text()
+    model.write_text(kept.replace('"num_attention_heads": 2', '"num_attention_heads": 4'))
+    changed = fullshard(*words)
+    assert changed.exit_code == 2
+    assert "got another one ('num_attention_heads' 4 -> 2" in changed.err
+    model.write_text(kept)
     text = tmp_path / "text.txt"
     text.write_text(text.read_text().replace("1 and 1 is 2", "1 and 1 is 3", 1))  # as many tokens
     shutil.rmtree(tmp_path / "run" / "data")  # as a kill leaves it while its parts are replaced

@@ -1,5 +1,6 @@
 """Text that is tokenized while ranks train, and documents that are kept apart."""
 
+import copy
 import itertools
 import pickle
 from concurrent.futures import ThreadPoolExecutor
@@ -160,6 +161,15 @@ def test_a_buffer_above_the_data_is_one_pass_with_a_share_for_every_source(
     one_pass = replace(STREAMED, shuffle_buffer=facts.num_train_sequences)
     assert facts == make_dataset(found, one_pass, tokenizer).facts  # the fingerprint, too
     assert sum(places for _, places in facts.mixture) == facts.shuffle_buffer > BUFFER
+
+
+def test_another_tokenizer_is_other_data_though_the_first_part_has_none_of_its_tokens(
+    tmp_path, tokenizer
+):
+    found, other = sources(tmp_path, 300), copy.deepcopy(tokenizer)
+    other.add_tokens(["zqzq"])
+    facts = [make_dataset(found, STREAMED, one).facts for one in (tokenizer, tokenizer, other)]
+    assert facts[0].fingerprint == facts[1].fingerprint != facts[2].fingerprint
 
 
 def test_a_file_that_changes_during_a_run_is_refused(tmp_path, tokenizer):

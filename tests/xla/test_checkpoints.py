@@ -127,6 +127,8 @@ def written_by_orbax(folder):
     with ocp.StandardCheckpointer() as checkpointer:
         for name, written in (("plain", tree), ("whole", whole), ("other", {"head": tree["head"]})):
             checkpointer.save(folder / name, jax.tree.map(jax.numpy.asarray, written))
+        small = jax.numpy.zeros((4, 4), jax.numpy.int4)
+        checkpointer.save(folder / "int4", {"head": {"weight": small}})
     return {name: value.astype(np.float32) for name, value in flat.items()}
 
 
@@ -149,7 +151,7 @@ def loaded_of_orbax(folder, config):
         assert fs.load(folder / name, model) == {"step": None}
         state = fs.full_state_dict(model, rank0_only=False)
         found.append({name: value.numpy() for name, value in state.items()})
-    for mistake in (("plain", optimizer), ("other",)):
+    for mistake in (("plain", optimizer), ("other",), ("int4",)):
         try:
             fs.load(folder / mistake[0], model, *mistake[1:])
         except CheckpointError as error:
@@ -166,6 +168,8 @@ def test_a_torch_model_takes_a_tree_that_orbax_wrote(ranks, devices, tmp_path, c
             assert all((state[name] == wanted[name]).all() for name in wanted)
         assert said[0].startswith("checkpoint '/plain': expected the states of AdamW")
         assert said[1].startswith("checkpoint '/other': expected scale of shape (); it has no")
+        assert said[2].startswith("model/head.weight: expected a dtype among torch.float64")
+        assert "got torch.int4" in said[2] or "got int4" in said[2]
 
 
 def bytes_read(folder):

@@ -11,7 +11,7 @@ import json
 import logging
 from bisect import bisect_right
 from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -391,7 +391,8 @@ def remove(found: Sequence[Found]) -> list[Path]:
                 remove_tree(entry.path)
             else:
                 remove_tree(going)
-                entry.path.rename(going)
+                with suppress(FileNotFoundError):  # a run or `ckpt prune` has removed it, too
+                    entry.path.rename(going)
                 remove_tree(going)
     return [entry.path for entry in found]
 

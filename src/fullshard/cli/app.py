@@ -22,7 +22,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from fullshard.cli.outcome import JSON_HELP, Outcome, error_outcome, quiet_stdout, write_json
+from fullshard.cli.outcome import JSON_HELP, Outcome, error_outcome, quiet_stdout, sink, write_json
 from fullshard.cli.recipe import app_of
 from fullshard.config.values import did_you_mean
 from fullshard.errors import ConfigError, show_log, write_anything
@@ -144,7 +144,10 @@ def _open_streams() -> None:
     while (opened := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(opened, True)
     os.close(opened)
-    sys.stdout, sys.stderr = sys.stdout or os.fdopen(1, "w"), sys.stderr or os.fdopen(2, "w")
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        before = getattr(sys, name)
+        by_line = number == 2 or (before and (before.line_buffering or before.write_through))
+        setattr(sys, name, sink(number, before and before.encoding, by_line=bool(by_line)))
     write_anything()
 
 

@@ -98,11 +98,14 @@ def load(
 def _say_lost(resolved: Resolved) -> None:
     """Print what a file of another tool asks for and does not get."""
     from fullshard.config.dialects.rules import Status
-    from fullshard.config.environment import read_launch_environment
+    from fullshard.config.environment import read_launch_environment, settings_of_accelerate
 
     launch = read_launch_environment()
     if launch is not None and launch.rank != 0:
         return  # under torchrun every rank reads the command line
+    if "Accelerate" not in resolved.dialects and (asked := settings_of_accelerate()):
+        what = "what `accelerate launch` asks for has no effect here. Name its file: --config_file"
+        print(f"environment: {', '.join(asked)}: {what} FILE")
     for note in resolved.notes:
         if note.status is Status.LOST:
             print(note)

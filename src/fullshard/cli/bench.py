@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,8 +16,6 @@ from fullshard.cli.outcome import Outcome, check_out
 if TYPE_CHECKING:
     from fullshard.bench.cases import Case, Peer
     from fullshard.bench.page import Page
-
-SHORTEST_S = 1.0  # of a measurement that tells how long the next one takes
 
 WaitFlag = Annotated[
     bool, typer.Option("--wait", help="Wait up to ten minutes for idle neighbours.")
@@ -67,10 +62,10 @@ def step(  # noqa: PLR0913  (one parameter an option)
 
     options = bench.StepOptions(rounds, memory, wait, timeout)
     expected_s = bench.expected_s(chosen, peers, options)
-    with timed("bench step", expected_s, out):
-        if dry_run:
-            return _show_dry_run(chosen, peers, absent)
-        results = [bench.run_case(one, peers, options, say) for one in chosen]
+    announce("bench step", expected_s, out)
+    if dry_run:
+        return _show_dry_run(chosen, peers, absent)
+    results = [bench.run_case(one, peers, options, say) for one in chosen]
     found = show(bench.page_of(results, absent, command_line("step")), out)
     errors = [error for one in results for error in bench.loss_errors(one)]
     for error in errors:
@@ -105,8 +100,8 @@ def comm(  # noqa: PLR0913  (one parameter an option)
     job = bench.CommJob(tuple(transport or bench.TRANSPORTS), sizes, rounds)
     worlds, command = ranks or bench.DEFAULT_RANKS, command_line("comm")
     bench.check(job, worlds)
-    with timed("bench comm", len(worlds) * sum(sizes) * rounds / 8e7, out):
-        page = bench.run(job, worlds, command=command, timeout_s=timeout, wait=wait, say=say)
+    announce("bench comm", len(worlds) * sum(sizes) * rounds / 8e7, out)
+    page = bench.run(job, worlds, command=command, timeout_s=timeout, wait=wait, say=say)
     return show(page, out)
 
 
@@ -135,11 +130,11 @@ def io(  # noqa: PLR0913  (one parameter an option)
 
     from fullshard.bench import io as bench
 
-    with timed("bench io", mib * rounds / 80, out):
-        place.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix="bench-io-", dir=place) as folder:
-            job, command = bench.IoJob(bench.MIB * mib, rounds, folder), command_line("io")
-            page = bench.run(job, ranks, command=command, timeout_s=timeout, wait=wait, say=say)
+    announce("bench io", mib * rounds / 80, out)
+    place.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="bench-io-", dir=place) as folder:
+        job, command = bench.IoJob(bench.MIB * mib, rounds, folder), command_line("io")
+        page = bench.run(job, ranks, command=command, timeout_s=timeout, wait=wait, say=say)
     return show(page, out)
 
 
@@ -165,8 +160,8 @@ def calibrate(
     from fullshard.outlook.calibration import FILE_NAME
 
     worlds, path = ranks or bench.DEFAULT_RANKS, out or cache_folder() / FILE_NAME
-    with timed("bench calibrate", (30 if tiny else 180) * len(worlds), path.parent):
-        found = bench.run(worlds, is_tiny=tiny, wait=wait, timeout_s=timeout, say=say)
+    announce("bench calibrate", (30 if tiny else 180) * len(worlds), path.parent)
+    found = bench.run(worlds, is_tiny=tiny, wait=wait, timeout_s=timeout, say=say)
     path.write_text(bench.file_text(*found, command_line("calibrate")), encoding="utf-8")
     print(f"{bench.summary(*found)}\nCalibration: {path}")
     return Outcome({**bench.to_dict(*found), "path": str(path)})
@@ -203,11 +198,11 @@ def _compare(
     from fullshard.train import create_fsdp_config, print_comparison_table, train
 
     results: dict[str, dict[str, Any]] = {}
-    with timed(f"bench {what}", len(shardings) * 3 * max_steps, out):
-        for name, sharding in shardings.items():
-            training = {"output_dir": f"runs/compare/{name.lower()}"}
-            config = {**create_fsdp_config(**sharding), "training": training}
-            results[name] = train(config, max_steps)
+    announce(f"bench {what}", len(shardings) * 3 * max_steps, out)
+    for name, sharding in shardings.items():
+        training = {"output_dir": f"runs/compare/{name.lower()}"}
+        config = {**create_fsdp_config(**sharding), "training": training}
+        results[name] = train(config, max_steps)
     print_comparison_table(results)
     rows = [
         {
@@ -239,34 +234,18 @@ def _show_dry_run(chosen: list[Case], peers: list[Peer], absent: list[str]) -> O
     )
 
 
-@contextmanager
-def timed(what: str, guess_s: float, out: Path | None) -> Iterator[None]:
-    """Checks --out, says how long the block takes, and measures it for the next time.
+def announce(what: str, guess_s: float, out: Path | None) -> None:
+    """Checks --out, and says about how long a command takes.
 
     Args:
         what: Command.
         guess_s: Seconds in proportion to the work; exact on no machine.
         out: The value of --out.
     """
-    from fullshard.config.environment import cache_folder
     from fullshard.observe.chart import duration
 
     check_out(out, is_folder=True)
-    file, measured = cache_folder() / "bench_times.json", dict[str, float]()
-    with suppress(OSError, ValueError):
-        measured = json.loads(file.read_text(encoding="utf-8"))
-    ratio = measured.get(what)
-    how = "an estimate: it has not run here yet" if ratio is None else "as measured here before"
-    say(f"{what}: about {duration(guess_s * (ratio or 1))} ({how}).")
-    began = time.monotonic()
-    yield
-    took_s = time.monotonic() - began
-    measured[what] = took_s / guess_s
-    with suppress(OSError):
-        if took_s < SHORTEST_S:  # a dry run
-            return
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(measured), encoding="utf-8")
+    say(f"{what}: about {duration(guess_s)} (an estimate).")
 
 
 def say(text: str) -> None:

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
 import json
 import os
 import re
+import select
 import sys
 import traceback
 from collections.abc import Collection, Iterator, Sequence
@@ -25,12 +27,36 @@ from typing import TYPE_CHECKING, Any, TextIO
 import typer
 
 from fullshard.errors import ConfigError, FullshardError, WillNotFitError, printable
-from fullshard.launch.exit_codes import ExitCode, exit_code_of, of_place, public_name
+from fullshard.launch.exit_codes import STREAM, ExitCode, exit_code_of, of_place, public_name
 
 if TYPE_CHECKING:
     from fullshard.launch.failure import RankFailure
     from fullshard.launch.spawn import LocalLaunch
     from fullshard.launch.supervise import LaunchResult
+
+
+class _Stream(io.FileIO):
+    """A standard stream. Its first error names it; what is written after that is dropped."""
+
+    is_deaf = False
+
+    def write(self, data: Any) -> int:
+        try:
+            while (done := super().write(data)) is None:  # another program made it non-blocking
+                select.select([], [self], [])
+            return done
+        except OSError as error:
+            if self.is_deaf:
+                return len(data)
+            self.is_deaf, error.filename = True, STREAM
+            raise
+
+
+def sink(number: int, encoding: str | None = "utf-8", *, by_line: bool = False) -> TextIO:
+    """A stream for a descriptor, which stays open; standard error raises no errors."""
+    out = io.BufferedWriter(raw := _Stream(number, "w", closefd=False))
+    raw.is_deaf = number == 2
+    return io.TextIOWrapper(out, encoding, line_buffering=by_line)
 
 
 _real_stdout: list[TextIO] = []  # while --json points standard output at standard error
@@ -110,7 +136,7 @@ def quiet_stdout(active: bool) -> Iterator[TextIO]:
     real = os.dup(1)
     os.dup2(2, 1)
     try:
-        with os.fdopen(os.dup(real), "w", encoding="utf-8") as stdout:
+        with sink(real) as stdout:
             _real_stdout.append(stdout)
             yield stdout
     finally:

@@ -21,7 +21,7 @@ from fullshard.cli.arguments import (
 )
 from fullshard.cli.outcome import Outcome, launch_outcome, rank_failed
 from fullshard.config.values import Backend
-from fullshard.errors import ConfigError, FullshardError, WillNotFitError
+from fullshard.errors import ConfigError, WillNotFitError
 from fullshard.recipes.registry import Command, check_command
 
 if TYPE_CHECKING:
@@ -204,7 +204,7 @@ def _be_a_rank(
             first_prepares(lambda: held.enter_context(prepared()))
             try:
                 run(resolved.config, folder.path)
-            except FullshardError:
+            except BaseException:  # also a signal's
                 if launch.rank == 0:
                     start.write_report_of_failure(folder)
                 raise

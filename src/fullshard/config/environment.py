@@ -148,9 +148,13 @@ def read_launch_environment(
 
 
 def cache_folder(variables: Mapping[str, str] | None = None) -> Path:
-    """The cache folder of this user; `variables` replaces os.environ in tests."""
+    """The cache folder of this user; `variables` replaces os.environ in tests.
+
+    A user without a name and HOME, as in containers, has one that cannot be made.
+    """
     home = (os.environ if variables is None else variables).get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path.home() / ".cache") / "fullshard"
+    own = os.path.expanduser("~/.cache")  # noqa: PTH111  (Path raises)
+    return Path(home or (f"{os.devnull}/" * own.startswith("~") + own), "fullshard")
 
 
 def notable_variables() -> dict[str, str]:
@@ -161,6 +165,13 @@ def notable_variables() -> dict[str, str]:
         for name, value in sorted(os.environ.items())
         if name.startswith(_NOTABLE) and not name.endswith(("TOKEN", "KEY", "SECRET"))
     }
+
+
+def settings_of_accelerate() -> list[str]:
+    """Variables by which `accelerate launch` asks its own library to shard, or for a precision."""
+    names = ("USE_FSDP", "USE_DEEPSPEED", "MIXED_PRECISION")
+    found = {f"ACCELERATE_{name}": os.environ.get(f"ACCELERATE_{name}", "no") for name in names}
+    return [f"{name}={value}" for name, value in found.items() if value not in ("no", "false")]
 
 
 def current_variables() -> dict[str, str]:

@@ -30,7 +30,13 @@ EXPONENT = re.compile(r"^[-+]?[0-9]+(?:_[0-9]+)*[eE][-+]?[0-9]+$")
 
 
 class _Loader(yaml.SafeLoader):
-    """A YAML loader that reads `1e-4` as a number and dates as text."""
+    """A YAML loader that reads `1e-4` as a number, dates as text, and JSON's surrogate pairs."""
+
+    def compose_scalar_node(self, anchor: Any) -> yaml.ScalarNode:
+        node = super().compose_scalar_node(anchor)
+        if not node.value.isascii():
+            node.value = node.value.encode("utf-16", "surrogatepass").decode("utf-16")
+        return node
 
 
 _Loader.yaml_implicit_resolvers = {

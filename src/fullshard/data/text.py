@@ -304,9 +304,9 @@ def _training_rows(
             if not sizes[-1]:
                 raise _too_few(source.files, 0, length)
     told = [
-        [stream.tokens(number, 0).checksum, *(f"{s.file.name}:{s.start}:{s.stop}" for s in spans)]
+        [f"{stream.tokens(number, 0).checksum}:{one.key}"]
+        + [f"{s.file.name}:{s.start}:{s.stop}" for shard in one.shards for s in shard.spans]
         for number, one in enumerate(parts)
-        for spans in [[span for shard in one.shards for span in shard.spans]]
     ]
     return stream, sizes, told
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from fullshard.engine.homes import DeviceHomes
@@ -18,7 +20,7 @@ class GradientShard:
         shown: (part_numel,), master dtype, what `p.grad` views; the sums themselves if these
             have that dtype.
         partial: (part_numel,), accumulate dtype: summed over shards, not yet over replicas.
-        accumulates: Whether the next sum is added to what is shown.
+        kept: Whether each `p.grad` was there before, so that the next sum is added; () if none was.
         memory: Storage of `shown`.
         holders: Reference counts of the memory and of each gradient when only the engine holds
             them.
@@ -34,7 +36,7 @@ class GradientShard:
         if dtypes.master is not dtypes.accumulate:
             self.shown = homes.gradients.zeros(numel, torch_dtype(dtypes.master))
         self.partial: torch.Tensor | None = None
-        self.accumulates = False
+        self.kept: Sequence[bool] = ()
         self.memory = self.shown.untyped_storage()
         self.holders: list[int] = []
         self.is_offloaded = homes.offloads_gradients
@@ -59,7 +61,7 @@ class GradientShard:
         Args:
             total: (part_numel,), accumulate dtype, divided; `sums` or another buffer.
         """
-        if self.accumulates:
+        if self.kept:
             self._take_writes()
             self.sums.add_(total)
         elif total is not self.sums:

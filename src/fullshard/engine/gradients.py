@@ -255,7 +255,7 @@ class Gradients:
         with no_guard():
             grads = [member.param.grad for member in group.members]
             if all(map(is_, grads, repeat(None))) and num_holders(group) == group.reduced.holders:
-                group.reduced.accumulates = False  # the common case
+                group.reduced.kept = ()  # the common case
                 return False
             shown = list(map(_before, grads))
             ours = list(map(_is_same, shown, group.views))
@@ -264,14 +264,14 @@ class Gradients:
             if _is_kept(group, ours):
                 group.show_in(group.reduced.anew())
                 self._is_stale = True
-            group.reduced.accumulates = any(ours)
-            if group.reduced.accumulates:
+            group.reduced.kept = ours if any(ours) else ()
+            if group.reduced.kept:
                 for gradient, grad, is_ours in zip(group.views, shown, ours, strict=True):
                     if not is_ours:
                         gradient.zero_()
                     elif grad is not gradient:  # just received new memory
                         gradient.copy_(grad)
-        return group.reduced.accumulates
+        return bool(group.reduced.kept)
 
     def _start_to_land(
         self, unit: Unit, grads: GradientShard, total: torch.Tensor, *, waits: bool
@@ -298,7 +298,7 @@ class Gradients:
         if not grads.is_offloaded:
             grads.take(total)
         else:
-            room = [scratch.take(total, total.numel())] if grads.accumulates else []
+            room = [scratch.take(total, total.numel())] if grads.kept else []
             self._on_host.append(grads)
             yield from self.to_host(partial(grads.take_to_host, total, *room))
             scratch.give(*room)
@@ -345,7 +345,7 @@ class Gradients:
         self.norms.read_earlier()
         if is_at_hand(vector.device):
             counts[Count.WEIGHTS] = sample(units, self.transport.axes.mesh, counts[Count.STEPS])
-        vector = self.norms.all_reduce(vector, "backward", counts)
+        vector = self.norms.all_reduce(vector, "backward", counts, excused=self._is_excused)
         touched, squares = vector.chunk(2)
         squares = squares.clone()
         # the common case: this rank touched all, so some rank touched each
@@ -359,6 +359,20 @@ class Gradients:
             for member, hooks in zip(members, self._shown.hooks, strict=True):
                 for hook in tuple(hooks.values()) if id(member.grad) in shown else ():
                     hook(member.param)
+
+    def _is_excused(self, wrong: str) -> bool:
+        """Whether no rank dropped a gradient that one with elements of it kept. A collective."""
+        if wrong != Count.ADDED or self._shown is None:
+            return False
+        self.norms.counts[Count.ADDED] = 0  # equal again
+        found: list[float] = []
+        for group in {id(m.group): m.group for m in self._shown.members}.values():
+            kept = group.reduced.kept or [False] * len(group.members)
+            for member, is_kept in zip(group.members, kept, strict=True):
+                found += [is_kept and member.piece.numel > 0, not is_kept]
+        counts = torch.tensor(found, dtype=torch.float64)
+        self.transport.all_reduce(counts)
+        return not (counts[::2] * counts[1::2]).any()
 
     def _add_to_theirs(self) -> None:
         """Add to a tensor that the user assigned to `p.grad`, in place as autograd does."""

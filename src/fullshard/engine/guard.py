@@ -28,6 +28,7 @@ class Rule(Enum):
     NORM = auto()  # of the whole tensor
     NUMBER = auto()  # reductions of the whole tensor: sum, mean, any, all ...
     CAST = auto()  # elementwise of a shard; `x.to(p)` of a plain x takes p's dtype and device alone
+    COPY = auto()  # elementwise, of a state that ranks should have written alike
     MASK = auto()  # x[mask] = number is elementwise, other indexing is not
     COMPARE = auto()  # elementwise, with a plain result, for torch.testing
     REPLACE = auto()  # p.data = x
@@ -83,6 +84,7 @@ def _table() -> dict[str, Rule]:
     for names, rule in (lists | {_RANDOM: Rule.RANDOM, "to type_as": Rule.CAST}).items():
         rules.update(dict.fromkeys(names.split(), rule))
     rules["_amp_foreach_non_finite_check_and_unscale_"] = Rule.UNSCALE
+    rules["copy_"] = rules["_foreach_copy_"] = Rule.COPY
     rules["__setitem__"], rules["isclose"] = Rule.MASK, Rule.COMPARE
     makers = ("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor")
     rules.update((name, Rule.MAKE) for name in makers)

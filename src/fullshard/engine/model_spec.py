@@ -101,9 +101,10 @@ def _read_by(module: nn.Module) -> list[nn.Module]:
 
 
 def _looks_up(module: nn.Module) -> bool:
-    """Whether the backward needs only indices: an embedding with torch's forward."""
+    """Whether the backward needs only indices: an embedding with torch's forward and no hooks."""
     forward = getattr(module.forward, "__func__", None)
-    return isinstance(module, nn.Embedding) and forward is nn.Embedding.forward
+    hooks = module._forward_hooks or module._forward_pre_hooks  # weight_norm, spectral_norm
+    return isinstance(module, nn.Embedding) and forward is nn.Embedding.forward and not hooks
 
 
 def places_of(model: nn.Module) -> dict[str, nn.Parameter]:

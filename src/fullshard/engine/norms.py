@@ -16,6 +16,9 @@ each replica. The first of its n ranks counts n - 1 times, each other -1 times: 
 factor for each replica keeps differences in two replicas from adding up to 0. Hashes of weights
 are added up alike among the ranks that have the same part.
 
+A rank without elements of a parameter may leave its gradient out of zero_grad. If numbers of kept
+gradients differ, ranks therefore compare which they are, and who has elements.
+
 Ranks may rightly make other numbers of writes: an optimizer may skip an empty shard. A rank that
 wrote into parameters of which every rank has elements says so, and a rank that wrote into none.
 The sum has the numbers of both; one of them must be 0. Writes of optimizers are left out: ranks
@@ -96,6 +99,7 @@ class Count(StrEnum):
     GATHERS = "gathers"  # not a number but a hash: of which units, in which order
     REPLICAS = "gathers of each replica"  # of units on the model's hybrid mesh
     WRITES = "writes into parameters"  # in place, by users
+    SOURCES = "writes into tensors that were copied into parameters or gathered"  # averages
     SETTINGS = "settings"  # a hash of those of optimizers and clippings
     WEIGHTS = "weights of replicas"  # a hash of some of them, other ones at each step
 
@@ -145,6 +149,12 @@ class GradientNorms:
         """Note that a function writes to a gradient or its alias."""
         if self._squares is not None and self._knows(gradient):
             self.mark_changed()
+
+    def is_everywhere(self, record: ShardRecord) -> bool:
+        """Whether every rank has elements, so that none may leave the tensor out."""
+        if self.transport is None or record.cut is not None:  # of compat, before their engine
+            return False
+        return record.copies * len(record.holders) == self.transport.axes.mesh.world_size
 
     def _knows(self, gradient: Any) -> bool:
         """Whether the cache has this gradient, or the one that it aliases (`.data`)."""
@@ -271,6 +281,7 @@ class GradientNorms:
         said: Mapping[str, int] | None = None,
         *,
         maximum: bool = False,
+        excused: Callable[[str], bool] = lambda _: False,
     ) -> torch.Tensor:
         """The sum or the maximum of all ranks' values: (n,), float64. A collective.
 
@@ -281,6 +292,7 @@ class GradientNorms:
             asked: Name of the quantity, which must be the same on every rank.
             said: Counts that must be equal on every rank, by name.
             maximum: Return the maximum instead of the sum.
+            excused: Whether a count may differ, asked of all ranks.
 
         Raises:
             EngineError: Ranks request different quantities, or their counts differ. On a GPU, the
@@ -307,13 +319,21 @@ class GradientNorms:
         self.transport.phase.following = f"a sum ({asked})"
         self.transport.all_reduce(vector, maximum=maximum)
         head, values = vector[: len(head)], vector[len(head) :]
-        differing = partial(_differing, said=said, maximum=maximum)
-        self.read(head, lambda arrived: self._refuse(asked, said, differing(arrived)))
+        self.read(head, partial(self._check, asked, said, excused, maximum))
         return values
 
-    def _refuse(self, asked: str, said: Mapping[str, int], wrong: str | None) -> None:
+    def _check(
+        self,
+        asked: str,
+        said: Any,
+        excused: Callable[[str], bool],
+        maximum: Any,
+        head: torch.Tensor,
+    ) -> None:
         """Raise the error of a count that differs between ranks."""
-        if wrong is not None:
+        for wrong in _differing(head, said, maximum=maximum):
+            if is_at_hand(self._device) and excused(wrong):
+                continue
             found = f"here it is {said[wrong]}, elsewhere not"
             if is_at_hand(self._device) and wrong not in _HASHES:
                 found = _table(self.transport, said[wrong])
@@ -509,14 +529,14 @@ def bits_hash(tensor: torch.Tensor) -> torch.Tensor:
     return bits.sum(dtype=torch.int64)
 
 
-def _differing(head: torch.Tensor, said: Mapping[str, int], *, maximum: bool) -> str | None:
-    """Name of the first count that differs between ranks."""
+def _differing(head: torch.Tensor, said: Iterable[str], *, maximum: bool) -> list[str]:
+    """Names of the counts that differ between ranks."""
     ranks, *sums = head.tolist()
+    found = []
     for what, total, other in zip(said, sums[::2], sums[1::2], strict=True):
         differs = (total != -other) if maximum else (ranks * other != total * total)
-        if (total and other) if what == Count.WRITES else differs:
-            return what
-    return None
+        found += [what] * bool((total and other) if what == Count.WRITES else differs)
+    return found
 
 
 def _table(transport: Transport, number: int) -> str:

@@ -197,12 +197,8 @@ def _hash_of(group: dict[str, Any], shards: Sequence[Any], norms: Any) -> int:
 
     A rank may leave out other shards (`if p.numel()`), and with them the group.
     """
-    if norms.transport is None:  # shards of compat, before their engine
-        return 0
-    world = norms.transport.axes.mesh.world_size
-    ours = (p.record for p in shards if p.record.norms is norms and p.record.cut is None)
-    is_everywhere = any(one.copies * len(one.holders) == world for one in ours)
-    return hash_of(settings_in(group)) if is_everywhere else 0
+    ours = (p.record for p in shards if p.record.norms is norms)
+    return hash_of(settings_in(group)) if any(map(norms.is_everywhere, ours)) else 0
 
 
 def _steps_others(optimizer: torch.optim.Optimizer) -> bool:

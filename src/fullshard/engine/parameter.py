@@ -30,13 +30,13 @@ from fullshard.engine._torch_compat import (
     storage_use_count,
 )
 from fullshard.engine.guard import Rule, is_alias, misfit, norm_order, refusal, rule_of, written_by
-from fullshard.engine.norms import TOLD_BY_SQUARES, by_model, norms_of
+from fullshard.engine.norms import TOLD_BY_SQUARES, Count, by_model, norms_of
 from fullshard.engine.record import ShardRecord
 from fullshard.errors import EngineError, ShardedTensorError
 from fullshard.planner.layout import clean_name
 
 if TYPE_CHECKING:
-    from fullshard.engine.norms import Known
+    from fullshard.engine.norms import GradientNorms, Known
 
 
 class Guarded:
@@ -90,6 +90,7 @@ class Guarded:
         A backward through it raises an error, unless every rank holds the whole parameter.
         """
         if self.record.is_cut or self.record.cut is not None:
+            _note_sources(self.record.norms, [self])
             return _number(self.record.gather(self.to_local().reshape(-1)), self, "full_tensor")
         copy: Any = lambda x: x.clone().reshape(self.record.shape)  # noqa: E731
         return _call_on_whole(copy, "full_tensor", ((self,), {}), self, Rule.NUMBER)
@@ -223,8 +224,8 @@ class ShardedParameter(Guarded, nn.Parameter, metaclass=_AtRest):
 
     def as_state(self, local: torch.Tensor) -> ShardedTensor:
         """Wrap (n_local,) plain elements as a state in the shape of this parameter."""
-        with no_guard():
-            state = local.view(self.shape).as_subclass(ShardedTensor)
+        with no_guard():  # `.data` has a version of its own; ranks may fill `local` in other steps
+            state = local.data.view(self.shape).as_subclass(ShardedTensor)
         state.record = self.record
         return state
 
@@ -415,6 +416,22 @@ def _note_writes(written: Sequence[Any], *, counts: bool = True) -> None:
             if model not in notified:
                 notified.add(model)
                 record.before_write()
+
+
+def _copy(func: Any, name: str, like: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """p.copy_(average): what becomes of a state that only some ranks wrote is found."""
+    for target in shards_in(args[:1])[:1]:
+        if isinstance(target if target.alias_of is None else target.alias_of, ShardedParameter):
+            _note_sources(target.record.norms, (*args[1:], *kwargs.values()))
+    return _elementwise(func, name, like, args, kwargs)
+
+
+def _note_sources(norms: GradientNorms, values: Sequence[Any]) -> None:
+    """Count the writes into states that are copied or gathered; ranks compare the numbers."""
+    for state in _shards(values):
+        is_own = type(state) is ShardedTensor and state.alias_of is None
+        if is_own and norms.is_everywhere(state.record) and not state.is_inference():
+            norms.counts[Count.SOURCES] += state._version
 
 
 def _unscale(func: Any, name: str, like: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -648,6 +665,7 @@ class _Refusal(torch.autograd.Function):
 
 _SPECIAL = {
     Rule.CAST: _cast,
+    Rule.COPY: _copy,
     Rule.MASK: _elementwise,
     Rule.COMPARE: _compare,
     Rule.UNSCALE: _unscale,

@@ -90,7 +90,7 @@ def _slice_state(
                 state_dict[prefix + name] = cut.show(cut.local_of(value))
             continue
         record = member.param.record
-        if shape == record.shape:
+        if shape in (record.shape, record.shape or (1,)):  # torch takes (1,) for a scalar, too
             local = record.local_of(value)
             with no_guard():
                 state_dict[prefix + name] = local.view(member.param.shape)
@@ -262,7 +262,7 @@ class Held:
     @property
     def dtype(self) -> str:
         """The dtype's name in safetensors."""
-        return dtype_name(self.local, "/".join(self.names))
+        return dtype_name(self.local.dtype, "/".join(self.names))
 
 
 @dataclass(frozen=True, slots=True)
@@ -433,18 +433,18 @@ def restore_optimizer(
                 }
 
 
-def dtype_name(tensor: torch.Tensor, where: str) -> str:
+def dtype_name(dtype: object, where: str) -> str:
     """Returns the name of a dtype in safetensors.
 
     Raises:
         CheckpointError: safetensors does not support the dtype.
     """
-    if tensor.dtype not in DTYPE_NAMES:
+    if not isinstance(dtype, torch.dtype) or dtype not in DTYPE_NAMES:
         raise CheckpointError(
-            f"{where}: expected a dtype among {', '.join(map(str, DTYPE_NAMES))}; got "
-            f"{tensor.dtype}. Convert it before saving."
+            f"{where}: expected a dtype among {', '.join(map(str, DTYPE_NAMES))}; got {dtype}. "
+            "Convert it before saving."
         )
-    return DTYPE_NAMES[tensor.dtype]
+    return DTYPE_NAMES[dtype]
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:

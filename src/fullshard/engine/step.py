@@ -281,9 +281,8 @@ class Runtime:
         norms, counts = self.gradients.norms, self.gradients.norms.counts
         if (mesh := norms.transport.axes.mesh).replicate == 1 and mesh.shard > 1:
             with outside_modes():
-                norms.meet(
-                    "an evaluation", {it: counts[it] for it in (Count.GATHERS, Count.WRITES)}
-                )
+                compared = (Count.GATHERS, Count.WRITES, Count.SOURCES)
+                norms.meet("an evaluation", {it: counts[it] for it in compared})
 
     def _copied(self, unit: Unit) -> Callable[[torch.Tensor], torch.Tensor]:
         """Copies tensors that share memory with the unit's weights. See [Note: copied outputs]."""
@@ -444,7 +443,13 @@ class Runtime:
         if self.gradients.transport.home.wrote:
             self._run(self.scheduler.publish())
         nothing = self.gradients.begin_backward(self.units)
-        self.scheduler.begin_backward(nothing, sync=self.gradients.sync, retains=keeps_graph())
+        home, sync = self.gradients.transport.home, self.gradients.sync
+        stale = home.num_writes != self._num_writes and not self._stack  # p.data.mul_() since then
+        self._num_writes = home.num_writes
+        reduce, retains = self.gradients.expects_any, keeps_graph()
+        self.scheduler.begin_backward(
+            nothing, sync=sync, retains=retains, stale=stale, reduce=reduce
+        )
         end = partial(self._end_backward)
         self._end = ref(end, self._close_backward)
         queue_callback(end)
@@ -470,7 +475,7 @@ class Runtime:
 
     def _end_backward(self) -> None:
         reduce = self.gradients.expects_any
-        self._run(self.scheduler.end_backward(reduce=reduce))
+        self._run(self.scheduler.end_backward())
         if self.gradients.sync is not Sync.ALL:
             self.gradients.show_pending(self.units)
         self._close_backward()
@@ -493,7 +498,7 @@ class Runtime:
         """Reset all state that an exception left open."""
         if self._end is not _nothing:  # ranks that did not raise wait in backward for this one
             self._end = _nothing
-            for event in self.scheduler.abandon_backward(reduce=self.gradients.expects_any):
+            for event in self.scheduler.abandon_backward():
                 if event.kind is EventKind.ACCUMULATE:
                     self.gradients.drop(self.units[event.unit])
                 else:

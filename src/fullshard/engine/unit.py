@@ -399,7 +399,9 @@ class Unit:
     def meet(self, param: ShardedParameter, what: str) -> None:
         """Check that all ranks gather the same tensor, which all or none wrote. A collective."""
         if self.plan.mesh.shard * self.plan.mesh.inner > 1:
-            param.record.norms.meet(f"the whole of {what}", {Count.WRITES: 0})
+            norms = param.record.norms
+            said: dict[str, int] = {Count.WRITES: 0, Count.SOURCES: norms.counts[Count.SOURCES]}
+            norms.meet(f"the whole of {what}", said)
 
     def start_gather(self) -> None:
         """Copy this rank's part to the slot and start to fetch the other parts."""

@@ -24,7 +24,7 @@ from fullshard.checkpoint.read import Checkpoint
 from fullshard.checkpoint.storage import StorePath
 from fullshard.config.regular_files import read_regular
 from fullshard.engine.engine import engine_of
-from fullshard.engine.state import DTYPE_NAMES, as_bytes
+from fullshard.engine.state import as_bytes, dtype_name
 from fullshard.errors import untrusted
 from fullshard.formats.source import Entry, Source
 
@@ -62,12 +62,13 @@ def open_arrays(folder: Path) -> tuple[dict[str, Any], list[str]]:
 def open_orbax(folder: Path) -> Source:
     """Opens a tree of arrays as tensors. Raises as `open_arrays` does."""
     arrays, others = open_arrays(folder)
-    entries = {name: _entry(array) for name, array in sorted(arrays.items())}
+    entries = {name: _entry(name, array) for name, array in sorted(arrays.items())}
     return Source("a tree that orbax wrote", entries, left_out=tuple(others))
 
 
-def _entry(array: Any) -> Entry:
-    dtype: torch.dtype = getattr(torch, array.dtype.name)
+def _entry(name: str, array: Any) -> Entry:
+    dtype: Any = getattr(torch, array.dtype.name, array.dtype.name)
+    dtype_name(dtype, name)
     return Entry(dtype, tuple(array.shape), partial(_read, array, dtype))
 
 
@@ -100,8 +101,8 @@ class _Tree(Checkpoint):
         found = open_arrays(folder)[0]
         own = {n.removeprefix("params."): a for n, a in found.items() if n.startswith("params.")}
         arrays = {key_of(Kind.MODEL, name): array for name, array in (own or found).items()}
-        entries = {key: _entry(array) for key, array in arrays.items()}
-        tensors = {k: StoredTensor(DTYPE_NAMES[e.dtype], e.shape, ()) for k, e in entries.items()}
+        entries = {key: _entry(key, array) for key, array in arrays.items()}
+        tensors = {k: StoredTensor(dtype_name(e.dtype, k), e.shape, ()) for k, e in entries.items()}
         state: dict[str, Any] = {"state": {}, "extra": {}, "step": None}
         return cls(folder, Manifest(None, {}), Index(1, tensors), state, arrays=arrays)
 
@@ -113,5 +114,5 @@ class _Tree(Checkpoint):
         if array.shape:
             first = start // row
             array = array[first : -(-stop // row)]
-        data, size = as_bytes(_entry(array).read()), array.dtype.numpy_dtype.itemsize
+        data, size = as_bytes(_entry(key, array).read()), array.dtype.numpy_dtype.itemsize
         out[:] = data[(start - first * row) * size :][: out.nbytes]

@@ -7,6 +7,7 @@ a launch of two ranks (rendezvous, collectives, bandwidth) +--> findings, each w
 
 from __future__ import annotations
 
+import os
 import platform
 import resource
 import shutil
@@ -101,7 +102,7 @@ def anonymous(text: str) -> str:
         (str(Path(__file__).parents[2]), "SRC"),
         (sys.prefix, "PREFIX"),
         (str(Path.cwd()), "CWD"),
-        (str(Path.home()), "~"),
+        (os.path.expanduser("~"), "~"),  # noqa: PTH111  (Path raises where there is none)
         (tempfile.gettempdir(), "TMP"),
         (socket.getfqdn(), "HOST"),
         (socket.gethostname(), "HOST"),

@@ -38,6 +38,8 @@ class ExitCode(IntEnum):
 TIME_OUT_WORDS = ("timed out waiting", "wait timeout", "timed out after", "watchdog caught")
 
 
+STREAM = "the command's output"  # in the place of a file's name, in errors of standard streams
+
 # In errors of the system, numpy and safetensors for a full disk.
 _DISK_IS_FULL = re.compile(
     r"No space left on device|Disk quota exceeded|File too large|\d+ requested and \d+ written",
@@ -78,7 +80,8 @@ def _of_limits(error: BaseException) -> FullshardError | None:
     way_out = "Raise that limit" if limited else "Free space"
     return WillNotFitError(
         f"{'ulimit -f' if limited else 'disk'}: expected room to write {place}, got none "
-        f"({error}). {way_out}, or choose another training.output_dir, TMPDIR or XDG_CACHE_HOME."
+        f"({error}). {way_out}, or choose another training.output_dir, TMPDIR, "
+        "XDG_CACHE_HOME or target of the output."
     )
 
 

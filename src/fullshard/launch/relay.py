@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import select
 import selectors
 import termios
 import threading
@@ -121,6 +122,8 @@ class Relay:
         while data and not self.muted.is_set():
             try:
                 data = data[os.write(self._targets[fd], data) :]
+            except BlockingIOError:  # another program made our stream non-blocking
+                select.select([], [self._targets[fd]], [], _RESIZE_S)
             except OSError:  # the reader is gone; the run and its log continue
                 self.muted.set()
 

@@ -352,11 +352,12 @@ def check_reaches(host: str, port: int) -> None:
     try:
         socket.create_connection((host, port), timeout=5.0).close()
     except (OSError, UnicodeError) as error:  # of a name that no host can have
+        cure = "Correct MASTER_ADDR or launch.main_process_ip"
+        cure = "Bring up the loopback interface (ip link set lo up)" if host == LOOPBACK else cure
         raise ConfigError(
             f"MASTER_ADDR: expected the address of rank 0's machine, which is this one "
             f"({socket.gethostname()}), got {host}: port {port} cannot be reached there "
-            f"({getattr(error, 'strerror', None) or error}). Correct MASTER_ADDR or "
-            "launch.main_process_ip."
+            f"({getattr(error, 'strerror', None) or error}). {cure}."
         ) from error
 
 
@@ -381,8 +382,7 @@ class LaunchStore:
         if served_here:
             self._socket = self._bind(host, port)
             self.port = self._socket.getsockname()[1]
-            if host != LOOPBACK:
-                check_reaches(host, self.port)
+            check_reaches(host, self.port)
 
     @staticmethod
     def _bind(host: str, port: int) -> socket.socket:

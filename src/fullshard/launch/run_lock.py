@@ -129,8 +129,11 @@ def _signed(word: str) -> bytes:
 
 
 def is_holder(place: Path, token: str) -> bool:
-    """Whether the lock of a place in a store is that of this holder."""
-    return _read(place / LOCK)[1:2] == (token,)
+    """Whether the lock of a place in a store is that of this holder.
+
+    A lock that was removed is nobody else's: the holder's next beat writes it again.
+    """
+    return _read(place / LOCK)[1:2] in ((), (token,))
 
 
 def _read(file: Path) -> tuple[str, ...]:

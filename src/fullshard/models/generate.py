@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,6 +95,12 @@ def model_folder_of(folder: Path) -> Path:
                 f"FOLDER: expected a run that has finished, got '{folder}' without a model. "
                 "Let the run finish, or name a model folder."
             )
+        with suppress(OSError, ValueError, LookupError, TypeError):
+            record: Any = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+            made, saved = record["measured"]["num_steps"], record["last_saved_step"]
+            if saved > made:
+                told = "'%s' is of step %d; checkpoints of later steps: fullshard ckpt export %s"
+                logger.warning(told, folder / "model", made, folder)
         return folder / "model"
     check_model_folder(folder, "FOLDER")
     return folder

@@ -37,7 +37,7 @@ from fullshard.observe.machine import read_machine
 from fullshard.observe.metrics import SAMPLES, SAVES, read_rows
 from fullshard.planner.arrays import ArraysPlan
 from fullshard.planner.plan import Plan
-from fullshard.planner.text import human_bytes, like_neighbours
+from fullshard.planner.text import check_version, human_bytes, like_neighbours
 
 logger = logging.getLogger(__name__)
 
@@ -191,7 +191,8 @@ def _read_record(run: Path) -> dict[str, Any]:
             raise ValueError("it is not the record of a run")
         if lacks := {"command", "status", "began", "error"} - record.keys():
             raise ValueError(f"it lacks {min(lacks)}")
-        return record
+    check_version(record.get("schema_version", 1), f"'{run / 'run.json'}'")
+    return record
 
 
 def _text(path: Path) -> str:

@@ -121,7 +121,7 @@ class Scheduler:
         self._outstanding: deque[int] = deque()
         self._issued = self._position = self._reduced = 0
         self._in_forward = 0, 0  # the forward's issued and position while a backward runs
-        self._retains, self._sync = False, Sync.ALL
+        self._retains, self._sync, self._reduces_any = False, Sync.ALL, True
 
     # ---- forward
 
@@ -183,7 +183,13 @@ class Scheduler:
     # ---- backward
 
     def begin_backward(
-        self, nothing_expected: Collection[int], *, sync: Sync = Sync.ALL, retains: bool = False
+        self,
+        nothing_expected: Collection[int],
+        *,
+        sync: Sync = Sync.ALL,
+        retains: bool = False,
+        stale: bool = False,
+        reduce: bool = True,
     ) -> None:
         """Begins a backward.
 
@@ -191,13 +197,18 @@ class Scheduler:
             nothing_expected: Units that get no gradient from it on this rank.
             sync: How its gradients are reduced.
             retains: Whether its graph stays for another backward.
+            stale: Whether weights have changed since the forward, as autograd would see them.
+            reduce: False if it reaches no parameter.
         """
+        if stale:
+            self._table.clear()
         self._sync, self._retains = sync, retains
         self._in_forward = self._issued, self._position
         self._table.begun.clear()
         self._table.complete = set(nothing_expected)
         self._outstanding.clear()
-        self._issued = self._position = self._reduced = 0
+        self._issued = self._position = 0
+        self._reduces_any, self._reduced = reduce, 0 if reduce else len(self.order.reduce)
         if any(self._table.open):  # inside a forward: gather on demand
             self._issued = self._position = len(self.order.backward)
 
@@ -225,30 +236,26 @@ class Scheduler:
         self._table.complete.add(unit)
         return self._drain(force=False)
 
-    def end_backward(self, *, reduce: bool = True) -> list[Event]:
-        """Ends a backward: reduces the remaining units in plan order and releases all units.
-
-        Args:
-            reduce: False if the backward reached no parameter.
-        """
+    def end_backward(self) -> list[Event]:
+        """Ends a backward: reduces the remaining units in plan order and releases all units."""
         events: list[Event] = []
         self._table.begun.clear()
-        if reduce:
+        if self._reduces_any:
             self._catch_up(events, backward=True)
             events += self._drain(force=True)
         while self._outstanding:
             self._accumulate(events)
         events += self._table.release_all()
         self._issued, self._position = self._in_forward  # a forward may be in progress
-        if reduce and self._sync is Sync.ALL:
+        if self._reduces_any and self._sync is Sync.ALL:
             events.append(event_of(EventKind.SETTLE, -1))
         return events
 
-    def abandon_backward(self, *, reduce: bool) -> list[Event]:
+    def abandon_backward(self) -> list[Event]:
         """Ends a backward that raised; returns the collectives that other ranks wait for."""
         self._table.open = [0] * len(self.units)
         needed = (EventKind.GATHER, EventKind.REDUCE, EventKind.ACCUMULATE)
-        return [event for event in self.end_backward(reduce=reduce) if event.kind in needed]
+        return [event for event in self.end_backward() if event.kind in needed]
 
     # ---- inside
 
@@ -343,7 +350,8 @@ def simulate_step(scheduler: Scheduler) -> tuple[Event, ...]:
         else:
             events += scheduler.leave_forward(index, training=True)
     uses = Counter(backward)
-    scheduler.begin_backward([unit.index for unit in units if not uses[unit.index]])
+    unused = [unit.index for unit in units if not uses[unit.index]]
+    scheduler.begin_backward(unused, reduce=bool(order.reduce))
     for what, index in nominal_trace(units, backward):
         if what == "enter":
             events += scheduler.enter_backward(index)
@@ -351,7 +359,7 @@ def simulate_step(scheduler: Scheduler) -> tuple[Event, ...]:
         uses[index] -= 1
         if not uses[index] and units[index].trainable:
             events += scheduler.complete(index)
-    events += scheduler.end_backward(reduce=bool(order.reduce))
+    events += scheduler.end_backward()
     scheduler.reset()
     return tuple(events)
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from fullshard.errors import ConfigError
 from fullshard.planner.memory import sum_by_place
 from fullshard.planner.mesh import Mesh
 from fullshard.planner.units import UnitPlan
@@ -20,7 +21,7 @@ from fullshard.planner.units import UnitPlan
 if TYPE_CHECKING:
     from fullshard.planner.plan import Plan
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 1  # of plan.json, run.json and cache.json
 WIDTH = 100  # characters of a line of JSON
 
 T = TypeVar("T")
@@ -149,14 +150,29 @@ def decode_plan(cls: type[T], data: dict[str, Any]) -> T:
         ValueError: Another schema version, or a field is missing, unknown or invalid.
     """
     fields = dict(data)
-    version = fields.pop("schema_version", None)
-    if version != SCHEMA_VERSION:
-        raise ValueError(f"schema_version {version} instead of {SCHEMA_VERSION}")
+    check_version(fields.pop("schema_version", None), "plan.json")
     try:
         return TypeAdapter(cls).validate_python(fields)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+
+
+def check_version(version: object, origin: object) -> None:
+    """The rule of all our versioned JSON documents: what a later version wrote is not read.
+
+    Args:
+        version: The document's `schema_version`.
+        origin: The document, for the error.
+
+    Raises:
+        ConfigError: It is later than this version, or no number.
+    """
+    if version not in range(1, SCHEMA_VERSION + 1):
+        raise ConfigError(
+            f"{origin}: expected schema_version {SCHEMA_VERSION} or older, got {version}. Use the "
+            "fullshard that wrote it, or name another folder."
+        )
 
 
 def format_json(value: Any, depth: int = 0, width: int = WIDTH) -> str:

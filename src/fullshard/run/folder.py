@@ -37,10 +37,10 @@ from fullshard.config.regular_files import did_you_mean_path
 from fullshard.errors import ConfigError
 from fullshard.launch.exit_codes import ExitCode, exit_code_of, of_place, public_name
 from fullshard.launch.run_lock import LOCK, RunLock, held_elsewhere, is_held
+from fullshard.planner.text import SCHEMA_VERSION, check_version
 
 logger = logging.getLogger(__name__)
 
-SCHEMA_VERSION = 1
 LAST_SAVED = "last_saved_step"  # in run.json: the step of the last complete checkpoint
 HOLDS = "holds"  # entry of run.json: the token of its lock of a store
 KEPT = ("measured", LAST_SAVED)  # entries of run.json that stay when a run resumes
@@ -91,12 +91,13 @@ class RunFolder:
             self._id = self._id or found.get("id")
             if self._id != found.get("id"):
                 raise ValueError("the folder of the run was moved, and another run is there")
-            return found
         except (OSError, ValueError, RecursionError) as error:
             raise ConfigError(
                 f"run folder: expected a run's folder with run.json, got '{self.path}' ({error}). "
                 + (did_you_mean_path(self.path) or "Name the output_dir of a run.")
             ) from error
+        check_version(found.get("schema_version", 1), f"'{self.record}'")
+        return found
 
     def update_record(self, **fields: Any) -> None:
         """Replaces fields of run.json in one rename, so that readers never see a part of it."""

@@ -475,7 +475,7 @@ def known_calibration(world_size: int) -> Calibration | None:
     path = cache_folder() / FILE_NAME
     try:
         found = read_calibration(path) if path.is_file() else None
-    except ConfigError:  # `fullshard plan` reports it
+    except (ConfigError, OSError):  # `fullshard plan` reports it
         return None
     if found is None or found.machine != describe_machine() or found.of(world_size) is None:
         return None

@@ -16,22 +16,24 @@ checksum of the tokens: a run does not resume from a checkpoint that was trained
 
 from __future__ import annotations
 
+import json
 import logging
+import re
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from os.path import lexists
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import xxhash
 from pydantic import TypeAdapter
 
 from fullshard import saving
 from fullshard.checkpoint.commit import ALONE
-from fullshard.checkpoint.format import STATE, natural
+from fullshard.checkpoint.format import CONFIG, STATE, natural
 from fullshard.checkpoint.read import choose, read_tables
 from fullshard.checkpoint.retain import Found, checkpoints_in, newest_complete
-from fullshard.checkpoint.storage import StorePath, storage_path
+from fullshard.checkpoint.storage import StorePath, read_file, storage_path
 from fullshard.config.environment import read_launch_environment
 from fullshard.config.files import flatten, is_below
 from fullshard.config.load import Resolved, load_config
@@ -46,12 +48,18 @@ from fullshard.run.loop import Keeper, Patience, Trainee
 from fullshard.run.schedule import StepPlan
 from fullshard.saving import SaveSettings
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
 logger = logging.getLogger(__name__)
 
 TEACHER = "teacher"  # key of run.json: the sample of its weights
-SAMPLE_BYTES, WEIGHTS = 4096, ("*.safetensors", "pytorch_model*.bin")
+SAMPLE_BYTES, WEIGHTS = 4096, ("*.safetensors", "pytorch_model*.bin", CONFIG)
+VOCABULARY = "tokenizer.json"
 # Keys of a checkpoint's state.
 POSITION, SCALER, PATIENCE = "position", "scaler", "patience"
+# Keys of a model's configuration that change no forward.
+_FREE_KEYS = re.compile(r"^_|architectures|dtype|transformers_version|use_cache|_token_id$")
 # Sections and keys that must not change when a run resumes.
 SAME = ("data", "model", "teacher", "freeze", "lora", "training.max_seq_length", "training.seed")
 
@@ -311,6 +319,44 @@ def check_data(resume: Resume, position: Any, steps: StepPlan) -> None:
                 "Bring the old data and tokenizer (or fullshard) back, use --resume never, or "
                 "--resume PATH with another output_dir."
             )
+
+
+def check_model(
+    resume: Resume,
+    found: Found,
+    model_config: PretrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    """Checks that the checkpoint's weights are of the run's model and know its tokens.
+
+    Weights also fit a model with another `rope_theta`, or tokens that were numbered anew: they
+    would train on silently. A new run that begins from PATH may have another configuration.
+
+    Raises:
+        ConfigError: The tokenizer or the configuration differs; names a token or the keys.
+    """
+    name, key, cure = CONFIG, "model.name_or_path", "Bring the old one back, use --resume never"
+    if resume.required:
+        name, key, cure = VOCABULARY, "data.tokenizer", "Name its folder, such as RUN/model"
+    if found.manifest is None or name not in found.manifest.files:
+        return
+    with untrusted(found.files / name, "what a run saves beside its weights"):
+        text = read_file(found.files / name).decode()
+        if resume.required:
+            from tokenizers import Tokenizer
+
+            before, now = Tokenizer.from_str(text).get_vocab(), tokenizer.get_vocab()
+        else:
+            saved = type(model_config).from_dict(json.loads(text))
+            before, now = saved.to_dict(), model_config.to_dict()
+    keys = sorted(one for one in {*before, *now} if before.get(one) != now.get(one))
+    changed = [one for one in keys if resume.required or not _FREE_KEYS.search(one)]
+    if changed:
+        told = ", ".join(f"{one!r} {before.get(one)} -> {now.get(one)}" for one in changed[:3])
+        raise ConfigError(
+            f"{key}: expected {name} as it was under the weights in '{resume.path}'; got another "
+            f"one ({told}). {cure}, or export the checkpoint and begin from that folder."
+        )
 
 
 def position_of(found: Found) -> dict[str, Any]:

@@ -73,6 +73,7 @@ from fullshard.run.resume import (
     Resume,
     check_checkpoint_dir,
     check_data,
+    check_model,
     check_same,
     check_saved,
     find_resume,
@@ -197,6 +198,7 @@ def prepare_run(
             found = choose(ALONE, resume.path, whole=False)
             resume.check_steps(found.step or 0, found.path, steps.num_steps)
             check_data(resume, position_of(found), steps)
+            check_model(resume, found, model_config, dataset.tokenizer)
             if isinstance(view, View):
                 model = model_on_meta(view.config, model_config)
                 check_loads(found, model, KINDS[training.optim])

@@ -1,5 +1,7 @@
 """What people read when a file of another tool is wrong, word for word."""
 
+import json
+
 import pytest
 
 from fullshard.config.load import load_config
@@ -124,6 +126,8 @@ def test_three_batch_sizes_of_deepspeed_must_agree_with_the_ranks(tmp_path):
 
 def test_broken_json_is_not_called_yaml(tmp_path):
     path = tmp_path / "a.json"
+    path.write_text(json.dumps({"model": "\U0001f600"}))  # as a pair of surrogates
+    assert load_config(path).config.model.name_or_path == "\U0001f600"
     path.write_text('// ours\n{"zero_optimization": {"stage": 2}}')
     with pytest.raises(ConfigError, match=r"a.json:2: expected JSON, got"):
         load_config(path, needs_model=False)

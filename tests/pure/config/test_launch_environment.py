@@ -1,6 +1,7 @@
 """How a process was launched, read from the variables of each launcher."""
 
 import dataclasses
+import os
 from pathlib import Path
 
 import pytest
@@ -216,6 +217,10 @@ def test_the_process_reads_its_own_environment(monkeypatch):
     assert current_variables()["RANK"] == "3"
 
 
-def test_caches_lie_where_the_user_has_them():
+def test_caches_lie_where_the_user_has_them(monkeypatch):
     assert cache_folder({"XDG_CACHE_HOME": "/caches"}) == Path("/caches/fullshard")
     assert cache_folder({}) == Path.home() / ".cache" / "fullshard"
+    monkeypatch.delenv("HOME")  # a container's user without a name
+    monkeypatch.setattr(os, "getuid", lambda: 4_000_000)
+    with pytest.raises(NotADirectoryError):
+        cache_folder({}).mkdir(parents=True)

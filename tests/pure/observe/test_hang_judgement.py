@@ -1,15 +1,19 @@
 """Who is to blame when ranks stand still, judged from what they say of themselves."""
 
 from dataclasses import replace
+from pathlib import Path
 
+from fullshard.config.environment import read_launch_environment
 from fullshard.observe.hang.judge import (
     Position,
     Seen,
+    Verdict,
     awaited,
     fallen_silent,
     judge,
     streams,
 )
+from fullshard.observe.hang.watchdog import Watchdog, WatchdogSettings
 from fullshard.planner.events import Event, EventKind
 
 TITLES = ("(root)", "a", "b", "c")
@@ -131,3 +135,11 @@ def test_what_is_awaited_is_the_last_gather_of_the_unit():
     ring = entries((GATHER, 1), (GATHER, 2), (GATHER, 1), (GATHER, 3))
     found = awaited((Event(EventKind.BACKWARD, 1), 0, 0.0), ring, TITLES, 0)
     assert (found["doing"], found["number"]) == ("gather of a", 2)
+
+
+def test_a_hang_is_told_though_its_report_cannot_be_written():
+    dog = Watchdog(WatchdogSettings(read_launch_environment(), 1.0, Path("/dev/full")))
+    told = []
+    dog.on_hang.append(told.append)
+    dog._write(Verdict(0, "rank 0 is stuck"), {0: "its stacks"}, {})
+    assert told == [Verdict(0, "rank 0 is stuck")]

@@ -52,7 +52,7 @@ def test_the_json_is_the_same_in_every_process_and_reads_back():
         ({"foo": 1}, "foo: Unexpected"),
         ({"mesh": {"replicate": 1, "shard": "x"}}, "mesh.shard: Input should be a valid integer"),
         ({"rings": [{"name": "a"}]}, "rings.0.dtype: Field required"),
-        ({"schema_version": 2}, "schema_version 2 instead of 1"),
+        ({"schema_version": 2}, "expected schema_version 1 or older, got 2"),
     ],
 )
 def test_text_that_is_no_plan_of_this_version_is_refused_by_field(field, says):

@@ -1,6 +1,7 @@
 """Going on from tokens: what is drawn, and what of the process it leaves alone."""
 
 import copy
+import json
 import logging
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from fullshard.cli.generate import _read_prompts
 from fullshard.errors import DivergedError
-from fullshard.models.generate import Sampler, SamplingSettings
+from fullshard.models.generate import Sampler, SamplingSettings, model_folder_of
 
 TOKENIZER: Any = SimpleNamespace(pad_token_id=0)
 
@@ -44,6 +45,17 @@ def test_the_most_likely_tokens_leave_the_random_numbers_of_a_run_alone(model):
     (new,) = Sampler(model, TOKENIZER, SamplingSettings(temperature=0)).continued([[1, 2, 3]], 4)
     assert len(new) == 4
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_model_older_than_the_checkpoints_of_its_run_is_told(tmp_path, caplog):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").touch()
+    for saved in (4, 6):
+        assert "of step 4" not in caplog.text
+        record = {"measured": {"num_steps": 4}, "last_saved_step": saved}
+        (tmp_path / "run.json").write_text(json.dumps(record))
+        assert model_folder_of(tmp_path) == tmp_path / "model"
+    assert "is of step 4; checkpoints of later steps" in caplog.text
 
 
 @pytest.mark.parametrize("temperature", [0, 0.7])

@@ -8,19 +8,23 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import LlamaConfig
 
 from fullshard.checkpoint.commit import Documents, claim, conclude, join, report
+from fullshard.checkpoint.retain import newest_complete
 from fullshard.config.schema import RunConfig
 from fullshard.config.training import TrainingConfig
 from fullshard.data.arrays import checksum_of
 from fullshard.data.dataset import DatasetFacts
 from fullshard.data.order import BatchShape, SampleOrder
+from fullshard.data.tokenizer import numbers_tokenizer
 from fullshard.errors import CheckpointError, ConfigError, DataError
 from fullshard.recipes.distill.loss import TopK, check_facts, write_facts
 from fullshard.run.folder import RunFolder
 from fullshard.run.resume import (
     Resume,
     check_data,
+    check_model,
     find_resume,
     goes_on,
     own_resume,
@@ -38,14 +42,14 @@ def run_folder(path, **record):
 POSITION = {"global_batch": 6}
 
 
-def checkpoint(path, position=POSITION):
+def checkpoint(path, position=POSITION, **texts):
     """A real one, without tensors."""
     place = claim(path)
     join(place, 0)
     report(place, 0, [])
     step = int(path.name[-1])
     state = {"step": step, "world_size": 1, "extra": {}, "state": {"position": position}}
-    conclude(place, 1, Documents(step, {"state.json": json.dumps(state)}, {}))
+    conclude(place, 1, Documents(step, {"state.json": json.dumps(state), **texts}, {}))
 
 
 def test_a_run_that_began_from_a_path_keeps_it_until_it_has_a_checkpoint(tmp_path):
@@ -168,6 +172,23 @@ def test_a_checkpoint_of_another_run_is_not_resumed_in_place_of_the_own(tmp_path
         check_data(own, trained, steps)
 
 
+def test_weights_that_would_fit_another_model_or_tokenizer_are_not_taken(tmp_path):
+    before = LlamaConfig(hidden_size=64)
+    texts = {"config.json": before.to_json_string()}
+    texts["tokenizer.json"] = numbers_tokenizer(9).backend_tokenizer.to_str()
+    checkpoint(tmp_path / "step-00000003", **texts)
+    found, own = newest_complete(tmp_path), Resume(tmp_path, 6, in_place=True)
+    kept, learned = numbers_tokenizer(9), numbers_tokenizer(8)
+    same = LlamaConfig(hidden_size=64, use_cache=False, bos_token_id=7)
+    check_model(own, found, same, learned)
+    other = LlamaConfig(hidden_size=64, rms_norm_eps=0.5)  # the default is in no config.json
+    check_model(replace(own, required=True), found, other, kept)
+    with pytest.raises(ConfigError, match=r"under the weights .*\('rms_norm_eps' 1e-06 -> 0\.5\)"):
+        check_model(own, found, other, kept)
+    with pytest.raises(ConfigError, match=r"tokenizer\.json .* got another one \('8' 8 -> None\)"):
+        check_model(Resume(tmp_path, required=True), found, same, learned)
+
+
 @given(st.integers(1, 24), st.integers(1, 5), st.integers(1, 5), st.integers(0, 3))
 def test_a_kept_batch_has_each_sample_once_whatever_divides_it(batch, per_device, ranks, step):
     shape = BatchShape.of_batch(batch, per_device, ranks)
@@ -193,6 +214,11 @@ def test_a_teachers_cache_of_other_tokens_is_refused_though_it_is_as_long(tmp_pa
     check_facts(tmp_path, made[0])
     with pytest.raises(DataError, match="expected logits of this run's data, with fingerprint"):
         check_facts(tmp_path, made[1])
+    told = json.loads((tmp_path / "cache.json").read_text())
+    (tmp_path / "cache.json").write_text(json.dumps(told | {"schema_version": 2}))
+    with pytest.raises(ConfigError, match=r"cache\.json: expected schema_version 1 or older"):
+        check_facts(tmp_path, made[0])
+    (tmp_path / "cache.json").write_text(json.dumps(told))
     TopK.load(tmp_path, "r+").values[1, 0] = 2.0
     with pytest.raises(DataError, match="expected the arrays that were written, got others"):
         check_facts(tmp_path, made[0])
@@ -207,6 +233,7 @@ def test_a_teachers_cache_of_other_tokens_is_refused_though_it_is_as_long(tmp_pa
 def test_a_sample_tells_a_teachers_weights_or_the_cache_that_is_learned_from(tmp_path):
     teacher, cache = tmp_path / "teacher", tmp_path / "cache"
     for file in (
+        teacher / "config.json",
         teacher / "model.safetensors",
         teacher / "training_args.bin",
         cache / "cache.json",
@@ -221,6 +248,10 @@ def test_a_sample_tells_a_teachers_weights_or_the_cache_that_is_learned_from(tmp
     (teacher / "model.safetensors").write_bytes(b"0" * 8999 + b"1")
     assert sample_of_teacher(config) != before[0]
     assert sample_of_teacher(cached) == before[1]
+    (teacher / "model.safetensors").write_bytes(b"0" * 9000)
+    assert sample_of_teacher(config) == before[0]
+    (teacher / "config.json").write_bytes(b"1")  # another forward of the same weights
+    assert sample_of_teacher(config) != before[0]
     (cache / "cache.json").write_bytes(b"1" * 9000)
     assert sample_of_teacher(cached) != before[1]
     assert sample_of_teacher(RunConfig(model={"name_or_path": "x"})) is None

@@ -373,6 +373,10 @@ def test_report_of_odd_files_is_typed_or_leaves_them_out(tmp_path):
     (tmp_path / "run.json").write_text("[]")
     with pytest.raises(ConfigError, match="run folder: expected"):
         RunFolder(tmp_path).read_record()
+    (tmp_path / "run.json").write_text(json.dumps({**record, "measured": {}, "schema_version": 2}))
+    for read in (write_report, lambda path: RunFolder(path).read_record()):
+        with pytest.raises(ConfigError, match="expected schema_version 1 or older, got 2"):
+            read(tmp_path)
 
 
 def test_a_file_that_cannot_be_written_whole_stays_as_it_was(tmp_path):

@@ -316,8 +316,9 @@ class Watchdog:
         lines = [verdict.message, "", *describe(seen)]
         for rank in sorted(texts):
             lines += ["", f"---- stacks of rank {rank} ----", texts[rank].rstrip()]
-        self.settings.hang_file.parent.mkdir(parents=True, exist_ok=True)
-        self.settings.hang_file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        with suppress(OSError):  # a full disk; the verdict is told without it
+            self.settings.hang_file.parent.mkdir(parents=True, exist_ok=True)
+            self.settings.hang_file.write_text("\n".join(lines) + "\n", encoding="utf-8")
         for call in self.on_hang:
             call(verdict)
 

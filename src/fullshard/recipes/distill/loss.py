@@ -52,6 +52,7 @@ from fullshard.data.arrays import checksum_of
 from fullshard.data.dataset import ROWS, DatasetFacts
 from fullshard.errors import DataError, untrusted
 from fullshard.models.lora import PROJECTION
+from fullshard.planner.text import SCHEMA_VERSION, check_version
 from fullshard.recipes.base import Batch, cross_entropy, placed
 from fullshard.recipes.head import ChunkLoss, Head, Tokens
 
@@ -134,7 +135,8 @@ class TopK:
 
 def write_facts(folder: Path, facts: DatasetFacts) -> None:
     """Writes the facts of the data; a cache with them is complete."""
-    told = _told(facts) | {CHECKSUM: TopK.load(folder, "r+").checksum()}
+    checksum = TopK.load(folder, "r+").checksum()
+    told = {"schema_version": SCHEMA_VERSION, **_told(facts), CHECKSUM: checksum}
     text = json.dumps(told, indent=2) + "\n"
     (folder / FACTS).write_text(text, encoding="utf-8")
 
@@ -144,6 +146,7 @@ def check_facts(folder: Path, facts: DatasetFacts) -> None:
     arrays = TopK.load(folder)
     with _readable(folder):
         found: dict[str, Any] = dict(json.loads((folder / FACTS).read_text(encoding="utf-8")))
+        check_version(found.get("schema_version", 1), folder / FACTS)
     for key, value in _told(facts).items():
         if found.get(key) != value:
             raise DataError(
