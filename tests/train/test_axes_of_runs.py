@@ -143,7 +143,9 @@ def assert_same(found, wanted):
 def test_a_run_with_other_axes_is_the_run_of_one_process(runs, model, num_ranks, axes, mesh):
     name = "-".join(axes)
     found = runs.run(model, name, num_ranks, *axes)
-    assert_same(found, runs.alone(model, *(word for word in axes if word.startswith("optim="))))
+    assert_same(
+        found, runs.alone(model, *(w for w in axes if w.startswith(("optim=", "backend="))))
+    )
     text = (found / "plan.json").read_text()
     plan = ArraysPlan.from_json(text) or Plan.from_json(text)
     assert f"{num_ranks} ranks ({mesh})" in plan.tree().replace("devices", "ranks")
@@ -164,14 +166,15 @@ def test_an_example_of_an_axis_learns(fullshard, tmp_path, path):
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("model", "meshes"),
+    ("model", "meshes", "rel"),
     [
-        (MIXTURE, [(2, "tensor=2"), (4, "expert=2")]),
-        (LLAMA, [(4, "tensor=2", "backend=jax"), (2, "tensor=2")]),
+        (MIXTURE, [(2, "tensor=2"), (4, "expert=2")], 1e-10),
+        # transformers computes norms and positions in float32, XLA does not
+        (LLAMA, [(4, "tensor=2", "backend=jax"), (2, "tensor=2")], 1e-7),
     ],
     ids=["torch", "jax"],
 )
-def test_a_run_goes_on_over_another_mesh(runs, model, meshes):
+def test_a_run_goes_on_over_another_mesh(runs, model, meshes, rel):
     first = runs.run(model, "resumed", *meshes[0], "max_steps=2")
     second = runs.run(model, "resumed", *meshes[1])
     assert first == second
@@ -179,7 +182,7 @@ def test_a_run_goes_on_over_another_mesh(runs, model, meshes):
     wanted = [
         row["loss"] for row in read_rows(runs.alone(model) / "metrics.jsonl") if "loss" in row
     ]
-    assert rows == pytest.approx(wanted, rel=1e-10)
+    assert rows == pytest.approx(wanted, rel=rel)
 
 
 @pytest.mark.short(2)

@@ -88,7 +88,7 @@ def make_mesh(
 
 def _by_network(devices: Sequence[Any], shape: Sequence[int]) -> np.ndarray:
     """TPUs, neighbours on the wire along the last axes; slices are apart on the first ones."""
-    slices = left = len({device.slice_index for device in devices})
+    slices = left = len({getattr(device, "slice_index", 0) for device in devices})
     apart = [1] * len(shape)
     for at, size in enumerate(shape[: len(AXES)]):
         apart[at] = math.gcd(size, left)
