@@ -18,6 +18,7 @@ from fullshard.config.values import Transport
 from fullshard.models.build import given_model_config
 from fullshard.outlook.predict import Machine, Outlook
 from fullshard.planner.units import Place
+from fullshard.recipes.base import Seat
 from fullshard.recipes.pretrain.recipe import sharded
 from fullshard.run.optim import build_optimizer
 from fullshard.run.outlook import look_at
@@ -55,7 +56,8 @@ def _allocations(seen: profile) -> Iterator[Any]:
 def train(config: RunConfig) -> object:
     """Takes a few steps as the loop of `fullshard train` does."""
     training = config.training
-    model, objective = sharded(config, given_model_config(config), torch.device("cpu"))
+    seat = Seat(0, 1, torch.device("cpu"))
+    model, objective = sharded(config, given_model_config(config), seat)
     optimizer = build_optimizer(model, training)
     vocabulary = given_model_config(config).vocab_size
     for _ in range(NUM_STEPS):

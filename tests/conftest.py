@@ -61,8 +61,8 @@ def _cache(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def fullshard(tmp_path_factory):
-    """`fullshard("train", "x.yaml")` runs the command in this process."""
-    return lambda *words: call(tmp_path_factory.mktemp("output"), *words)
+    """`fullshard("train", "x.yaml", code=0)` runs the command in this process; it ends with 0."""
+    return lambda *words, **how: call(tmp_path_factory.mktemp("output"), *words, **how)
 
 
 @pytest.fixture(scope="session")

@@ -16,60 +16,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fullshard.api import (
-        Sharding as Sharding,
-    )
-    from fullshard.api import (
-        clip_grad_norm_ as clip_grad_norm_,
-    )
-    from fullshard.api import (
-        full_optimizer_state_dict as full_optimizer_state_dict,
-    )
-    from fullshard.api import (
-        full_state_dict as full_state_dict,
-    )
-    from fullshard.api import (
-        global_norm as global_norm,
-    )
-    from fullshard.api import (
-        load as load,
-    )
-    from fullshard.api import (
-        load_full_state as load_full_state,
-    )
-    from fullshard.api import (
-        memory_stats as memory_stats,
-    )
-    from fullshard.api import (
-        no_sync as no_sync,
-    )
-    from fullshard.api import (
-        num_parameters as num_parameters,
-    )
-    from fullshard.api import (
-        owned as owned,
-    )
-    from fullshard.api import (
-        plan as plan,
-    )
-    from fullshard.api import (
-        reset as reset,
-    )
-    from fullshard.api import (
-        save as save,
-    )
-    from fullshard.api import (
-        shard as shard,
-    )
-    from fullshard.api import (
-        sharding as sharding,
-    )
-    from fullshard.api import (
-        unsharded as unsharded,
-    )
-    from fullshard.api import (
-        wait as wait,
-    )
+    from fullshard.api import *  # noqa: F403
     from fullshard.config.schema import ShardConfig as ShardConfig
     from fullshard.outlook.memory import estimate_fsdp_memory as estimate_fsdp_memory
     from fullshard.planner.plan import Plan as Plan

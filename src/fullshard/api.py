@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fullshard import loading, saving
@@ -17,14 +18,22 @@ from fullshard.config.environment import read_launch_environment
 from fullshard.config.schema import ShardConfig
 from fullshard.config.supported import check_supported
 from fullshard.config.values import Transport
-from fullshard.engine import clip, full_state, state
 from fullshard.engine import shard as engine_shard
+from fullshard.engine import state
 from fullshard.engine.axes import cut_over_axes
+from fullshard.engine.clip import clip_grad_norm_ as clip_grad_norm_
+from fullshard.engine.clip import global_norm as global_norm
 from fullshard.engine.cuts import EXPERT_AXES
 from fullshard.engine.engine import engine_of
+from fullshard.engine.full_state import full_optimizer_state_dict as full_optimizer_state_dict
+from fullshard.engine.full_state import full_state_dict as full_state_dict
+from fullshard.engine.full_state import load_full_state as load_full_state
 from fullshard.engine.model_spec import meta_model
-from fullshard.engine.owned import owned_optimizer
+from fullshard.engine.owned import owned as owned
 from fullshard.engine.parameter import ShardedParameter
+from fullshard.engine.shard import no_sync as no_sync
+from fullshard.engine.shard import reset as reset
+from fullshard.engine.state import num_parameters as num_parameters
 from fullshard.errors import ConfigError, ShardedTensorError
 from fullshard.formats import orbax
 from fullshard.observe.hang import watchdog
@@ -32,16 +41,13 @@ from fullshard.observe.trace import EventRing
 from fullshard.planner.mesh import Topology
 from fullshard.planner.optimizers import of_bytes
 from fullshard.planner.plan import Plan
-from fullshard.transport.groups import places_of_meshes
+from fullshard.transport.groups import places_of_meshes, topology_of
 
 # Axes of a configuration without their sizes.
 AXES: dict[str, Any] = {"replicate": None, "shard": None, "expert": 1, "tensor": 1}
 MESH_AXES = {  # our names of the axes that fs.shard takes, and those of other tools
-    "replicate": "replicate",
-    "dp_replicate": "replicate",
-    "shard": "shard",
-    "dp_shard": "shard",
-    "fsdp": "shard",
+    **dict.fromkeys(("replicate", "dp_replicate"), "replicate"),
+    **dict.fromkeys(("shard", "dp_shard", "fsdp"), "shard"),
     **dict.fromkeys(EXPERT_AXES, "expert"),
 }
 
@@ -121,8 +127,7 @@ def shard(
         settings = settings.model_copy(update=AXES)
     settings = _with_mesh(settings, mesh)
     ring = EventRing()
-    topology = _topology(settings, mesh)
-    engine = engine_shard.shard_model(model, settings, topology, ring, given)
+    engine = engine_shard.shard_model(model, settings, _topology(settings, mesh), ring, given)
     watchdog.watch(ring, [unit.title for unit in engine.plan.units])
     if checkpoint is not None:
         loading.load(checkpoint, model, None)
@@ -157,117 +162,9 @@ def plan(
     return found if optimizer_bytes is None else found.trained_by(of_bytes(optimizer_bytes))
 
 
-def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-    """Scale all gradients so that their global norm is at most `max_norm`; returns the norm."""
-    return clip.clip_grad_norm_(model, max_norm, norm_type)
-
-
-def global_norm(params: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
-    """The norm of whole parameters, gradients or states together. A collective."""
-    return clip.global_norm(params, norm_type)
-
-
-def owned(
-    model: nn.Module,
-    factory: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
-    params: Iterable[Any] | None = None,
-    *,
-    beside: torch.optim.Optimizer | None = None,
-) -> torch.optim.Optimizer:
-    """An optimizer that needs whole tensors (Muon, Adafactor, 8-bit states), on shards.
-
-    Each cut parameter has one owner among the ranks, which gathers it, runs the optimizer as it is
-    on the whole and gives the slices back; its states are the owner's. fs.save and fs.load take it
-    over any number of ranks. A collective: all ranks call it, and step together.
-
-    Args:
-        model: Sharded.
-        factory: Makes the optimizer of parameter groups, as `partial(torch.optim.Muon, lr=0.02)`.
-        params: Parameters of the model or groups of them; None: all that are trained and not in
-            `beside`.
-        beside: An elementwise optimizer of other parameters, on their shards. Its groups and states
-            are the result's too, and it steps with it.
-
-    Raises:
-        EngineError: The optimizer is not one of tensors by themselves, or offload moves its states.
-    """
-    return owned_optimizer(model, factory, params, beside)
-
-
-def no_sync(model: nn.Module, *, outer_only: bool = False) -> Any:
-    """Context: every backward inside keeps its gradients on this rank, unreduced.
-
-    Until the next backward outside, `p.grad` of what got a gradient can be dropped (`zero_grad`)
-    and not read: reading it, or `optimizer.step()`, is an EngineError.
-
-    Args:
-        model: Sharded.
-        outer_only: Reduce over the shard axis all the same; only the sum over replicas waits for
-            the next backward outside. Holds a shard of gradients in place of whole ones.
-    """
-    return engine_shard.no_sync(model, outer_only=outer_only)
-
-
 def unsharded(model: nn.Module, writeback: bool = True) -> Any:  # noqa: FBT001, FBT002 contract
     """Context: every parameter is whole inside. A collective at both ends."""
     return state.unsharded(model, writeback=writeback)
-
-
-def reset(model: nn.Module) -> None:
-    """Close what an exception left open (the next forward does so by itself)."""
-    engine_shard.reset(model)
-
-
-def full_state_dict(
-    model: nn.Module, *, dtype: torch.dtype | str | None = None, rank0_only: bool = True
-) -> dict[str, torch.Tensor]:
-    """The unsharded `state_dict()` on the CPU, streamed unit by unit. A collective.
-
-    Args:
-        model: Sharded.
-        dtype: Floating point dtype of the result, or its name; None keeps the master dtype.
-        rank0_only: Return {} on all other ranks.
-
-    Raises:
-        ConfigError: The dtype is not floating point.
-    """
-    return full_state.full_state_dict(model, dtype=dtype, rank0_only=rank0_only)
-
-
-def full_optimizer_state_dict(
-    model: nn.Module, optimizer: torch.optim.Optimizer, *, rank0_only: bool = True
-) -> dict[str, Any]:
-    """The `state_dict()` that the optimizer would have in one process, on the CPU. A collective.
-
-    Args:
-        model: Sharded.
-        optimizer: Elementwise optimizer of its parameters.
-        rank0_only: Return {} on all other ranks.
-    """
-    return full_state.full_optimizer_state_dict(model, optimizer, rank0_only=rank0_only)
-
-
-def load_full_state(
-    model: nn.Module,
-    state: Mapping[str, Any],
-    optimizer: torch.optim.Optimizer | None = None,
-    optimizer_state: dict[str, Any] | None = None,
-    *,
-    from_rank0: bool = False,
-) -> None:
-    """Load what one process saved: `model.state_dict()` and `optimizer.state_dict()`. A collective.
-
-    Args:
-        model: Sharded.
-        state: Whole tensors by name; a tied one may be left out.
-        optimizer: Optimizer of its parameters, with the groups of the saved one.
-        optimizer_state: Its whole state.
-        from_rank0: Rank 0's states are broadcast tensor by tensor; other ranks may give {}.
-
-    Raises:
-        CheckpointError: Names or groups differ; nothing was changed.
-    """
-    full_state.load_full_state(model, state, optimizer, optimizer_state, from_rank0=from_rank0)
 
 
 def save(
@@ -298,9 +195,8 @@ def save(
     Raises:
         CheckpointError: It could not be written; complete checkpoints of before are untouched.
     """
-    return saving.save(
-        storage_path(folder), model, optimizer, state, saving.SaveSettings(step=step, wait=wait)
-    )
+    settings = saving.SaveSettings(step=step, wait=wait)
+    return saving.save(storage_path(folder), model, optimizer, state, settings)
 
 
 def wait() -> None:
@@ -338,11 +234,6 @@ def memory_stats(model: nn.Module) -> dict[str, dict[str, int]]:
     return engine_of(model).memory_stats()
 
 
-def num_parameters(model: nn.Module) -> int:
-    """Parameters of the whole model, tied ones once."""
-    return state.num_parameters(model)
-
-
 def sharding(param: torch.Tensor) -> Sharding:
     """Name, global shape, range and unit of a shard.
 
@@ -354,15 +245,9 @@ def sharding(param: torch.Tensor) -> Sharding:
             f"fs.sharding: expected a parameter of a sharded model; got {type(param).__name__}."
         )
     record, piece = param.record, param.record.piece
-    return Sharding(
-        piece.name,
-        record.shape,
-        piece.start,
-        piece.stop,
-        record.unit,
-        tuple(piece.shape),
-        record.cut.by_axis if record.cut is not None else {},
-    )
+    by_axis = record.cut.by_axis if record.cut is not None else {}
+    span, shape = (piece.start, piece.stop), tuple(piece.shape)
+    return Sharding(piece.name, record.shape, *span, record.unit, shape, by_axis)
 
 
 def _with_mesh(settings: ShardConfig, mesh: Any) -> ShardConfig:
@@ -397,26 +282,20 @@ def _with_mesh(settings: ShardConfig, mesh: Any) -> ShardConfig:
             f"sharing a shard group; got ({', '.join(names)})."
         )
     sizes |= {name: axes.size(i) for i, name in enumerate(given)}
-    return ShardConfig.of(
-        settings, replicate=sizes["replicate"], shard=sizes["shard"] * sizes["expert"]
-    )
+    shard = sizes["shard"] * sizes["expert"]
+    return ShardConfig.of(settings, replicate=sizes["replicate"], shard=shard)
 
 
 def _topology(settings: ShardConfig, mesh: Any) -> Topology:
     """The ranks that there are, by process group or environment; those asked for under fake."""
-    import torch.distributed as dist
-
     if settings.transport is Transport.FAKE:
         return Topology((settings.replicate or 1) * (settings.shard or 1))
-    environment = read_launch_environment()
-    if dist.is_available() and dist.is_initialized():
+    if dist.is_initialized():
         world = dist.get_world_size()
     else:
+        environment = read_launch_environment()
         world = environment.world_size if environment else 1
-    local = environment.local_world_size if environment else None
-    local = local if local and world % local == 0 else None
     ranks = getattr(mesh, "mesh", None)
     if ranks is None:
-        return Topology(world, local)
-    order, inner = places_of_meshes(ranks.flatten().tolist(), world)
-    return Topology(world, local, order, inner)
+        return topology_of(world)
+    return topology_of(world, *places_of_meshes(ranks.flatten().tolist(), world))

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from fullshard.checkpoint.format import AVERAGE, OWN, Kind, StoredTensor, key_of
 from fullshard.checkpoint.read import Checkpoint, choose
@@ -45,7 +46,7 @@ from fullshard.saving import EXTRA, GROUPS, RANDOM, SAVES, SCALARS, batches_of, 
 logger = logging.getLogger(__name__)
 
 
-def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+def load(path: Path, model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
     """Loads a checkpoint into a model and an optimizer. A collective.
 
     Returns:
@@ -68,12 +69,15 @@ def is_checkpoint(path: str | PathLike[str]) -> bool:
         return False
 
 
-def load_found(
-    found: Found, model: nn.Module, optimizer: torch.optim.Optimizer | None
-) -> dict[str, Any]:
+def load_found(found: Found, model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
     """As `load`, from a given checkpoint."""
     engine = engine_of(model)
-    return engine.agree(lambda: _load_from(found, engine, model, optimizer))
+
+    def load() -> dict[str, Any]:
+        with Checkpoint.open(found, checked=True) as checkpoint:
+            return load_open(checkpoint, engine, model, optimizer)
+
+    return engine.agree(load)
 
 
 def check_loads(found: Found, model: nn.Module, kind: str) -> None:
@@ -89,11 +93,8 @@ def check_loads(found: Found, model: nn.Module, kind: str) -> None:
             uses an older one.
     """
     seen = {id(v): (n, v) for n, v in reversed(model.state_dict(keep_vars=True).items())}
-    wanted = [
-        Held((name,), tuple(value.shape), 0, value.numel(), value)
-        for name, value in seen.values()
-        if isinstance(value, torch.Tensor)
-    ]
+    tensors = ((name, x) for name, x in seen.values() if isinstance(x, torch.Tensor))
+    wanted = [Held((name,), tuple(x.shape), 0, x.numel(), x) for name, x in tensors]
     with ExitStack() as stack:
         try:
             checkpoint = stack.enter_context(Checkpoint.open(found))
@@ -103,18 +104,8 @@ def check_loads(found: Found, model: nn.Module, kind: str) -> None:
         _check_kind(checkpoint, kind)
 
 
-def _load_from(
-    found: Found, engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer | None
-) -> dict[str, Any]:
-    with Checkpoint.open(found, checked=True) as checkpoint:
-        return load_open(checkpoint, engine, model, optimizer)
-
-
 def load_open(
-    checkpoint: Checkpoint,
-    engine: Engine,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
+    checkpoint: Checkpoint, engine: Engine, model: nn.Module, optimizer: Optimizer | None
 ) -> dict[str, Any]:
     """As `load`, from an open checkpoint. All ranks call it inside `engine.agree`."""
     with untrusted(f"checkpoint '{checkpoint.path}'", "what fs.save wrote"):
@@ -126,8 +117,8 @@ def load_open(
         if optimizer is not None and states is not None:
             restore_optimizer(model, optimizer, states)
         saved = checkpoint.state["state"]
-        found_values = {n: _value(checkpoint, engine, n, coded) for n, coded in saved.items()}
-        values = {name: value for name, value in found_values.items() if value is not _LEFT_OUT}
+        found = {name: _value(checkpoint, engine, name, coded) for name, coded in saved.items()}
+        values = {name: value for name, value in found.items() if value is not _LEFT_OUT}
         generators = values.pop(RANDOM, None)
         if optimizer is not None and generators is not None:
             set_random_state(generators)
@@ -135,10 +126,7 @@ def load_open(
 
 
 def _read_tensors(
-    checkpoint: Checkpoint,
-    engine: Engine,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
+    checkpoint: Checkpoint, engine: Engine, model: nn.Module, optimizer: Optimizer | None
 ) -> tuple[OptimizerState | None, dict[str, Any]]:
     """Fills shards and optimizer states; returns the states, and values that modules load."""
     wanted = model_tensors(model)
@@ -217,8 +205,7 @@ def _keys_of(checkpoint: Checkpoint, wanted: list[Held]) -> list[str]:
     if left:
         raise CheckpointError(
             f"checkpoint '{checkpoint.path}': expected the model's tensors alone; it also has "
-            f"{left[0]}{f' and {len(left) - 1} more' if len(left) > 1 else ''}. Build the model "
-            "that was saved."
+            f"{left[0]}{f' and {len(left) - 1} more' if len(left) > 1 else ''}. Build that one."
         )
     return keys
 
@@ -236,7 +223,7 @@ def _check_kind(checkpoint: Checkpoint, kind: str) -> dict[str, Any]:
 
 
 def _optimizer_of(
-    checkpoint: Checkpoint, engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer
+    checkpoint: Checkpoint, engine: Engine, model: nn.Module, optimizer: Optimizer
 ) -> OptimizerState:
     """Tensors for the states of this rank's slices, not yet read; reuses existing memory."""
     kind = kind_of(optimizer)

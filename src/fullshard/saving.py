@@ -12,8 +12,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from os.path import realpath
@@ -24,6 +23,7 @@ from weakref import WeakKeyDictionary
 import torch
 import xxhash
 from torch import nn
+from torch.optim import Optimizer
 
 from fullshard.checkpoint import commit
 from fullshard.checkpoint.commit import Ranks
@@ -59,12 +59,7 @@ from fullshard.engine.state import (
     tied_names,
 )
 from fullshard.engine.unit import Member
-from fullshard.errors import (
-    CheckpointError,
-    FullshardError,
-    OutOfMemoryError,
-    ran_out_of_memory,
-)
+from fullshard.errors import CheckpointError, FullshardError, OutOfMemoryError, ran_out_of_memory
 from fullshard.planner.mesh import Mesh
 from fullshard.planner.units import Place
 
@@ -101,7 +96,7 @@ class SaveSettings:
 def save(
     folder: Path,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
+    optimizer: Optimizer | None,
     state: Mapping[str, Any],
     settings: SaveSettings,
 ) -> Path:
@@ -121,14 +116,10 @@ def save(
     if states is not None and isinstance(optimizer, OwnedOptimizer):
         states = replace(states, scalars=join_scalars(engine.tell(states.scalars)))
     held = _as_ranges(engine, engine.agree(lambda: model_tensors(model)))
-    parts = engine.agree(lambda: _Parts.of(model, held, states, state, stage))
-    pieces, document = parts.joined(engine, settings.step)
-    texts = {
-        STATE: document,
-        PLAN: engine.plan.to_json(),
-        **_configuration(model),
-        **settings.texts,
-    }
+    pieces, values = engine.agree(lambda: _parts(model, held, states, state, stage))
+    pieces, document = _joined(engine, settings.step, states, pieces, values)
+    texts = {STATE: document, PLAN: engine.plan.to_json()}
+    texts |= {**_configuration(model), **settings.texts}
     documents = commit.Documents(settings.step, texts, tied_names(model))
     return write(ranks_of(engine), settings.target(folder), pieces, documents, settings)
 
@@ -137,39 +128,20 @@ def _as_ranges(engine: Engine, tensors: list[Held]) -> list[Held]:
     """Ranges of whole tensors in place of parts that are none. A collective.
 
     A part that another axis cut along a later dimension is a range of each row. Such a tensor is
-    gathered, and each rank keeps an equal range of the whole. A rank that fails takes part in the
-    remaining collectives, so that no other rank waits for it.
+    gathered, and each rank keeps an equal range of the whole.
 
     Raises:
         FullshardError: On every rank, if any failed.
     """
     members = {member.piece.name: member for member in engine.members}
     found = [held for held in tensors if held.cut is None]
-    errors: list[Exception] = []
     for held in tensors:
         if held.cut is not None:
             member = members[held.names[0]]
-            local = torch.zeros_like(held.local, device=engine.device)
-            with _kept(errors):
-                local.copy_(held.local)
+            local = engine.agree(partial(held.local.to, engine.device))
             whole = member.gather_whole(local, "/".join(held.names)).reshape(-1)
-            with _kept(errors):
-                found.append(_range_of(held, member, whole))
-    engine.agree(lambda: _raise_first(errors))
+            found.append(engine.agree(partial(_range_of, held, member, whole)))
     return found
-
-
-@contextmanager
-def _kept(errors: list[Exception]) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:  # noqa: BLE001  raised on all ranks after the last collective
-        errors.append(error)
-
-
-def _raise_first(errors: list[Exception]) -> None:
-    for error in errors:
-        raise error
 
 
 def _range_of(held: Held, member: Member, whole: torch.Tensor) -> Held:
@@ -184,8 +156,7 @@ def _range_of(held: Held, member: Member, whole: torch.Tensor) -> Held:
 
 def ranks_of(engine: Engine) -> Ranks:
     """The processes of an engine."""
-    world_size = engine.plan.mesh.world_size
-    return Ranks(engine.rank, world_size, engine.lead, engine.agree)
+    return Ranks(engine.rank, engine.plan.mesh.world_size, engine.lead, engine.agree)
 
 
 def write(
@@ -217,9 +188,7 @@ def write(
 
 def _check_step(step: Any) -> None:
     if step is not None and (type(step) is not int or step < 0):
-        raise CheckpointError(
-            f"fs.save: expected a step that is an integer >= 0, or None; got {step!r}."
-        )
+        raise CheckpointError(f"fs.save: expected a step >= 0, an integer or None; got {step!r}.")
 
 
 def _configuration(model: nn.Module) -> dict[str, str]:
@@ -254,69 +223,58 @@ class _Staging:
 STAGING: WeakKeyDictionary[nn.Module, _Staging] = WeakKeyDictionary()  # freed with the model
 
 
-@dataclass(frozen=True)
-class _Parts:
-    """What one rank saves, before the ranks have compared their values.
+def _parts(
+    model: nn.Module,
+    tensors: list[Held],
+    saved: OptimizerState | None,
+    state: Mapping[str, Any],
+    stage: Stage,
+) -> tuple[list[Piece], dict[str, Values]]:
+    """This rank's slices of model and optimizer, and all other values by name."""
+    pieces = [_piece(Kind.MODEL, held, stage) for held in tensors if held.writes]
+    values: dict[str, Any] = {EXTRA: extra_states(model), RANDOM: random_state()}
+    if saved is not None:
+        pieces += [_piece(Kind.OPTIMIZER, h, stage) for h in saved.tensors if h.writes]
+        values |= {GROUPS: saved.groups, SCALARS: saved.scalars}
+    return pieces, {n: Values(n, v) for n, v in {**values, **state}.items()}
 
-    Attributes:
-        pieces: Slices of model and optimizer.
-        kind: Class of the optimizer; empty without one.
-        values: The caller's and further values that are not tensors of model or optimizer, by name.
+
+def _joined(
+    engine: Engine,
+    step: int | None,
+    saved: OptimizerState | None,
+    pieces: list[Piece],
+    values: dict[str, Values],
+) -> tuple[list[Piece], str]:
+    """The slices that this rank writes, and state.json; each rank saves values that differ.
+
+    Raises:
+        CheckpointError: The names of the values differ between ranks.
     """
-
-    pieces: list[Piece]
-    kind: str
-    values: dict[str, Values]
-
-    @classmethod
-    def of(
-        cls,
-        model: nn.Module,
-        tensors: list[Held],
-        saved: OptimizerState | None,
-        state: Mapping[str, Any],
-        stage: Stage,
-    ) -> _Parts:
-        pieces = [_piece(Kind.MODEL, held, stage) for held in tensors if held.writes]
-        values: dict[str, Any] = {EXTRA: extra_states(model), RANDOM: random_state()}
-        kind = ""
-        if saved is not None:
-            kind = saved.kind
-            pieces += [_piece(Kind.OPTIMIZER, h, stage) for h in saved.tensors if h.writes]
-            values |= {GROUPS: saved.groups, SCALARS: saved.scalars}
-        return cls(pieces, kind, {n: Values(n, v) for n, v in {**values, **state}.items()})
-
-    def joined(self, engine: Engine, step: int | None) -> tuple[list[Piece], str]:
-        """The slices that this rank writes, and state.json; each rank saves values that differ.
-
-        Raises:
-            CheckpointError: The names of the values differ between ranks.
-        """
-        digests = {name: value.digest() for name, value in self.values.items()}
-        found = engine.tell(digests)
-        for rank, other in enumerate(found):
-            if set(other) != set(found[0]):
-                raise CheckpointError(
-                    f"fs.save: expected the same state on every rank; got {sorted(found[0])} on "
-                    f"rank 0 and {sorted(other)} on rank {rank}. Pass the same names on all."
-                )
-        coded: dict[str, Any] = {}
-        pieces = list(self.pieces)
-        for name, value in self.values.items():
-            if all(other[name] == digests[name] for other in found):
-                coded[name] = value.coded
-                pieces += value.pieces if engine.rank == 0 else []
-            else:
-                coded[name] = {OWN: name}
-                pieces += value.as_own(name)
-        facts = {"step": step, "world_size": len(found), "extra": coded.pop(EXTRA)}
-        if self.kind:
-            groups, scalars = coded.pop(GROUPS), coded.pop(SCALARS)
-            facts["optimizer"] = {"class": self.kind, "groups": groups, "scalars": scalars}
-        if engine.plan.mesh.inner > 1:
-            facts["batches"] = batches_of(engine.plan.mesh)
-        facts["state"] = coded
-        return [piece for piece in pieces if piece.is_there], json.dumps(facts, indent=1)
+    digests = {name: value.digest() for name, value in values.items()}
+    found = engine.tell(digests)
+    for rank, other in enumerate(found):
+        if set(other) != set(found[0]):
+            raise CheckpointError(
+                f"fs.save: expected the same state on every rank; got {sorted(found[0])} on "
+                f"rank 0 and {sorted(other)} on rank {rank}. Pass the same names on all."
+            )
+    coded: dict[str, Any] = {}
+    for name, value in values.items():
+        if all(other[name] == digests[name] for other in found):
+            coded[name] = value.coded
+            pieces += value.pieces if engine.rank == 0 else []
+        else:
+            coded[name] = {OWN: name}
+            pieces += value.as_own(name)
+    facts = {"step": step, "world_size": len(found), "extra": coded.pop(EXTRA)}
+    if saved is not None:
+        groups, scalars = coded.pop(GROUPS), coded.pop(SCALARS)
+        facts["optimizer"] = {"class": saved.kind, "groups": groups, "scalars": scalars}
+    if engine.plan.mesh.inner > 1:
+        facts["batches"] = batches_of(engine.plan.mesh)
+    facts["state"] = coded
+    return [piece for piece in pieces if piece.is_there], json.dumps(facts, indent=1)
 
 
 def batches_of(mesh: Mesh) -> list[int]:
@@ -361,31 +319,17 @@ class Values:
         while name in self._names:  # {"a.b": x, "a": {"b": y}}
             name += "~"
         self._names.add(name)
-        self.pieces.append(
-            Piece(
-                key_of(Kind.STATE, name),
-                dtype_name(value.dtype, path),
-                tuple(value.shape),
-                0,
-                local.numel(),
-                partial(as_bytes, local),
-            )
-        )
+        key, shape, data = key_of(Kind.STATE, name), tuple(value.shape), partial(as_bytes, local)
+        dtype = dtype_name(value.dtype, path)
+        self.pieces.append(Piece(key, dtype, shape, 0, local.numel(), data))
         return name
 
 
 def _piece(kind: Kind, held: Held, stage: Stage) -> Piece:
     key = key_of(kind, *held.names)
     local = held.local if stage is None else stage(key, held.local)
-    return Piece(
-        key,
-        held.dtype,
-        held.shape,
-        held.start,
-        held.stop,
-        lambda: as_bytes(local.to("cpu").contiguous()),
-        held.opaque,
-    )
+    span = held.start, held.stop, lambda: as_bytes(local.to("cpu").contiguous())
+    return Piece(key, held.dtype, held.shape, *span, held.opaque)
 
 
 def _open_place(ranks: Ranks, target: Path, settings: SaveSettings) -> commit.Place:
@@ -422,8 +366,7 @@ def _write_files(
         for kind in Kind:
             of_kind = [piece for piece in pieces if kind_of(piece.key) is kind]
             if of_kind:
-                path = place.aside / file_name(kind, rank)
-                outcome.append(write_tensors(path, of_kind, rank))
+                outcome.append(write_tensors(place.aside / file_name(kind, rank), of_kind, rank))
     except BaseException as error:  # noqa: BLE001  the other ranks wait for what this one says
         outcome = commit.failure(place.target, rank, error)
         if not isinstance(error, Exception) or ran_out_of_memory(error):

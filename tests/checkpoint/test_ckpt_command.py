@@ -52,8 +52,7 @@ def flip(path, at):
 def test_ls_lists_the_newest_first_and_says_what_is_not_complete(fullshard, run_dir):
     folder = run_dir / "checkpoints"
     (folder / "step-00000003" / "COMPLETE.json").unlink()
-    done = fullshard("ckpt", "ls", run_dir, "--json")
-    assert done.exit_code == 0
+    done = fullshard("ckpt", "ls", run_dir, "--json", code=0)
     assert [entry["step"] for entry in done.json["checkpoints"]] == [3, 2, 1]
     assert [entry["complete"] for entry in done.json["checkpoints"]] == [False, True, True]
     assert done.json["newest"] == str(folder / "step-00000002")
@@ -85,8 +84,7 @@ def test_verify_names_file_and_tensor_of_one_flipped_byte(fullshard, run_dir, na
     before = {key: value.clone() for key, value in load_file(file).items()}  # it is mapped
     flip(file, file.stat().st_size - 1)
     damaged = [key for key, value in load_file(file).items() if not torch.equal(value, before[key])]
-    done = fullshard("ckpt", "verify", run_dir, "--json")
-    assert done.exit_code == 7
+    done = fullshard("ckpt", "verify", run_dir, "--json", code=7)
     (damage,) = done.json["damaged"]
     assert damage["file"] == file.name
     assert damage["tensors"] == [f"{name.partition('-')[0]}/{key}" for key in damaged]
@@ -100,23 +98,20 @@ def test_verify_names_texts_headers_and_the_index_too(fullshard, run_dir):
     newest = run_dir / "checkpoints" / "step-00000003"
     flip(newest / "plan.json", 20)
     flip(newest / "model-00000.safetensors", 12)
-    done = fullshard("ckpt", "verify", newest, "--json")
-    assert done.exit_code == 7
+    done = fullshard("ckpt", "verify", newest, "--json", code=7)
     damages = {damage["file"]: damage["tensors"] for damage in done.json["damaged"]}
     assert damages.keys() == {"plan.json", "model-00000.safetensors"}
     assert damages["plan.json"] == []
     assert len(damages["model-00000.safetensors"]) > 1
     flip(newest / "index.json", 40)
-    done = fullshard("ckpt", "verify", newest)
-    assert done.exit_code == 7
+    done = fullshard("ckpt", "verify", newest, code=7)
     assert "index.json: expected the bytes that were written" in done.err
 
 
 def test_diff_names_what_differs_and_by_how_much(fullshard, written, tmp_path):
     one, two = (written / "checkpoints" / f"step-0000000{step}" for step in (1, 2))
     assert fullshard("ckpt", "diff", one, one).exit_code == 0
-    done = fullshard("ckpt", "diff", one, two, "--json")
-    assert done.exit_code == 8
+    done = fullshard("ckpt", "diff", one, two, "--json", code=8)
     rows = {row["name"]: row for row in done.json["rows"]}
     # AdamW's second step moves by at most lr, and by about that in its first steps.
     assert 0.005 < rows["embed.weight"]["max_abs"] < 0.02
@@ -133,16 +128,14 @@ def test_diff_compares_a_checkpoint_with_a_hugging_face_folder(fullshard, writte
             tensor.copy_(whole(one, name, tensor.shape))
     theirs = {name: value.clone() for name, value in state.items()}
     save_file(theirs, tmp_path / "model.safetensors")
-    done = fullshard("ckpt", "diff", one, tmp_path)
-    assert done.exit_code == 0, done.out
+    done = fullshard("ckpt", "diff", one, tmp_path, code=0)
     assert "only A has an optimizer (AdamW): not compared" in done.out
     theirs["scale"] += 0.25
     theirs["blocks.1.up.weight"] = theirs["blocks.1.up.weight"].bfloat16()
     theirs["shift"] = theirs["shift"][:-1].clone()
     theirs["new"] = theirs.pop("unused")
     save_file(theirs, tmp_path / "model.safetensors")
-    done = fullshard("ckpt", "diff", tmp_path, one, "--json")
-    assert done.exit_code == 8
+    done = fullshard("ckpt", "diff", tmp_path, one, "--json", code=8)
     rows = {row["name"]: row for row in done.json["rows"]}
     assert {name: row["verdict"] for name, row in rows.items()} == {
         "scale": "different values",
@@ -182,13 +175,11 @@ def test_prune_never_removes_the_only_good_one(fullshard, run_dir, caplog):
     folder = run_dir / "checkpoints"
     for step in (2, 3):
         flip(folder / f"step-0000000{step}" / "model-00000.safetensors", -1)
-    done = fullshard("ckpt", "prune", run_dir, "--keep", 1)
-    assert done.exit_code == 0
+    fullshard("ckpt", "prune", run_dir, "--keep", 1, code=0)
     assert f"{folder / 'step-00000003'} stays, but does not count" in caplog.text
     assert len(list(folder.iterdir())) == 3
     flip(folder / "step-00000001" / "optimizer-00000.safetensors", -1)
-    done = fullshard("ckpt", "prune", run_dir, "--keep", 1)
-    assert done.exit_code == 7
+    done = fullshard("ckpt", "prune", run_dir, "--keep", 1, code=7)
     assert "expected a complete one" in done.err
     assert len(list(folder.iterdir())) == 3
 
@@ -225,8 +216,7 @@ def test_a_step_whose_link_leads_nowhere_is_skipped_and_said(fullshard, run_dir,
 
 @pytest.mark.parametrize("command", ["ls", "inspect", "verify", "prune"])
 def test_a_folder_without_checkpoints_is_a_checkpoint_error(fullshard, tmp_path, command):
-    done = fullshard("ckpt", command, tmp_path / "nothing")
-    assert done.exit_code == 7
+    done = fullshard("ckpt", command, tmp_path / "nothing", code=7)
     assert "CheckpointError: checkpoint: expected a checkpoint or a folder of step-*" in done.err
 
 

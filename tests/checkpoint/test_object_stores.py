@@ -79,8 +79,7 @@ def test_names_with_brackets_remove_nothing_else(memory):
 def test_an_export_into_a_store_is_refused(fullshard, memory, tmp_path):
     model, optimizer = model_and_optimizer()
     fs.save(tmp_path, model, optimizer, step=1)
-    done = fullshard("ckpt", "export", str(tmp_path), memory)
-    assert done.exit_code == 7
+    done = fullshard("ckpt", "export", str(tmp_path), memory, code=7)
     assert "FOLDER: expected a local folder, got 'memory://" in done.err
 
 
@@ -117,8 +116,7 @@ def test_damage_is_found_and_an_older_checkpoint_taken(fullshard, memory):
     data = bytearray(store.cat_file(file))
     data[-1] ^= 1
     store.pipe_file(file, bytes(data))
-    done = fullshard("ckpt", "verify", path, "--json")
-    assert done.exit_code == 7
+    done = fullshard("ckpt", "verify", path, "--json", code=7)
     assert [row["file"] for row in done.json["damaged"]] == ["model-00000.safetensors"]
     assert fs.load(memory, model, optimizer)["step"] == 1
     store.rm_file(file)

@@ -12,7 +12,7 @@ from torch import nn
 
 import fullshard as fs
 from fullshard import saving
-from fullshard.engine.shard import plan_of
+from fullshard.engine.engine import engine_of
 from support.models import perturbed
 from support.scripts import NUM_TOKENS, Tiny, differences
 
@@ -170,7 +170,7 @@ def staged(strategy):
         fs.wait()
         dist.barrier()
     copies = saving.STAGING[model]._copies.values()
-    return sum(copy.nbytes for copy in copies), plan_of(model).staging_bytes
+    return sum(copy.nbytes for copy in copies), engine_of(model).plan.staging_bytes
 
 
 def everyone_says(value):

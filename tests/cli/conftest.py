@@ -22,17 +22,19 @@ def _traces():
 
 @pytest.fixture
 def fullshard():
-    """`fullshard("plan", "x.yaml")` runs `python -m fullshard plan x.yaml` in the root folder."""
+    """`fullshard("plan", "x.yaml", code=0)` runs `python -m fullshard plan x.yaml` at the root."""
 
-    def run(*words, timeout=60.0):
-        return forked.run(
+    def run(*words, code=None):
+        done = forked.run(
             [sys.executable, "-W", "error", "-m", "fullshard", *words],
             env={**os.environ, "COLUMNS": "100"},
             cwd=ROOT,
             capture_output=True,
             text=True,
-            timeout=timeout,
+            timeout=60.0,
         )
+        assert code in (None, done.returncode), done.stdout + done.stderr
+        return done
 
     return run
 

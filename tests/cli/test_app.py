@@ -56,8 +56,7 @@ def test_help_imports_nothing_heavy():
 
 
 def test_help_lists_every_command_and_none_of_those_to_come(fullshard):
-    done = fullshard("--help")
-    assert done.returncode == 0
+    done = fullshard("--help", code=0)
     lines = done.stdout.splitlines()
     listed = [words[1] for line in lines if len(words := line.split()) > 2 and words[0] == "\u2502"]
     assert [word for word in listed if word in COMMANDS] == list(COMMANDS)
@@ -78,8 +77,7 @@ def test_help_wraps_whole_paragraphs_and_ends_with_an_example_and_where_keys_are
 
 
 def test_the_version_is_told(fullshard):
-    done = fullshard("--version")
-    assert done.returncode == 0
+    done = fullshard("--version", code=0)
     assert done.stdout.startswith("fullshard ")
 
 
@@ -101,18 +99,15 @@ def test_a_file_that_is_no_checkpoint_is_refused_as_it_was_typed(fullshard, tmp_
     text, out = str(tmp_path / "t.txt"), str(tmp_path / "out")
     Path(text).write_text("hello")
     for words in (["ckpt", "diff", text, text], ["ckpt", "import", text, out]):
-        done = fullshard(*words)
-        assert done.returncode == 7
+        done = fullshard(*words, code=7)
         assert f"CheckpointError: {text}: expected a file of torch.save" in done.stderr
-    done = fullshard("train", "--dry-run", "--resume", text)
-    assert done.returncode == 7
+    done = fullshard("train", "--dry-run", "--resume", text, code=7)
     assert "CheckpointError: --resume: expected a checkpoint or a folder" in done.stderr
 
 
 def test_a_home_folder_behind_an_equals_sign_is_found(fullshard, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    done = fullshard("plan", "--gpus", "2xH100-80GB", "--out=~/none/page.html")
-    assert done.returncode == 2
+    done = fullshard("plan", "--gpus", "2xH100-80GB", "--out=~/none/page.html", code=2)
     assert f"got '{tmp_path}/none/page.html' (No such file or directory)" in done.stderr
 
 
@@ -126,8 +121,7 @@ def test_a_working_directory_that_was_removed_is_named(tmp_path, monkeypatch, ca
 
 
 def test_no_command_at_all_shows_the_help(fullshard):
-    done = fullshard()
-    assert done.returncode == 2
+    done = fullshard(code=2)
     assert "Usage: fullshard" in done.stdout
 
 
@@ -237,8 +231,7 @@ def test_a_mistyped_command_line_is_one_block_with_the_way_out(capfd, monkeypatc
     [["--json", "distill", "teecher=x"], ["plan", "--json", "--nodes", "0"], ["ckpt", "--json"]],
 )
 def test_with_json_an_error_is_one_object_on_stdout_too(fullshard, words):
-    done = fullshard(*words)
-    assert done.returncode == 2
+    done = fullshard(*words, code=2)
     error = json.loads(done.stdout)["error"]
     assert set(error) == {"type", "message", "exit_code"}
     assert (error["type"], error["exit_code"]) == ("ConfigError", 2)

@@ -210,6 +210,8 @@ def test_the_schema_has_every_key_and_every_other_name(folder, capsys):
     assert invoke(["config", "schema"]).exit_code == 0
     schema = json.loads(capsys.readouterr().out)
     assert (schema["required"], schema["title"]) == (["model"], "A configuration of fullshard")
+    assert schema["additionalProperties"] is False
+    assert all("description" in str(schema["properties"][name]) for name in RunConfig.model_fields)
     training = schema["$defs"]["TrainingConfig"]
     assert training["additionalProperties"] is False
     names = {"max_steps", "max_length", "evaluation_strategy", "fsdp_config", "report_to"}

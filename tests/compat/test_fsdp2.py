@@ -25,7 +25,7 @@ from fullshard.compat.fsdp2 import (
     register_fsdp_forward_method,
     share_comm_ctx,
 )
-from fullshard.engine.shard import plan_of
+from fullshard.engine.engine import engine_of
 from fullshard.engine.step import Runtime
 from fullshard.errors import EngineError
 from support.compat import (
@@ -89,7 +89,7 @@ def flattened_axes(sizes):
     ):
         given = DataParallelMeshDims(**dims)
         model = assert_trains_as_one(lambda net, g=given: bottom_up(net, mesh=mesh, dp_mesh_dims=g))
-        found = plan_of(model).mesh
+        found = engine_of(model).plan.mesh
         assert (found.replicate, found.shard) == shape
         assert model.state_dict()["head.weight"].full_tensor().shape == (13, 16)
 

@@ -25,6 +25,7 @@ from fullshard.compat.errors import MisuseError
 from fullshard.compat.fsdp1 import FullyShardedDataParallel as FSDP
 from fullshard.compat.fsdp1 import always_wrap_policy
 from fullshard.compat.fsdp2 import fully_shard
+from support.ranks import on_ranks
 
 
 class ToyModel(nn.Module):
@@ -224,7 +225,8 @@ def test_a_kept_state_dict_follows_the_weights_as_torchs_do(ranks, tmp_path, ker
     ranks(2)(kept_state_follows, tmp_path, kernel)
 
 
-def written_and_not_loaded():
+@on_ranks(2)
+def test_a_state_dict_that_was_written_and_not_loaded_is_an_error():
     model, optimizer, state = kept_run()
     for value in state.values():
         value.zero_()
@@ -235,11 +237,8 @@ def written_and_not_loaded():
         state["net1.weight"].full_tensor()
 
 
-def test_a_state_dict_that_was_written_and_not_loaded_is_an_error(ranks):
-    ranks(2)(written_and_not_loaded)
-
-
-def assigned_to_another_model():
+@on_ranks(2)
+def test_another_model_does_not_follow_the_rows_that_it_was_given():
     model, optimizer, state = kept_run()
     other = ToyModel()
     other.load_state_dict(state, assign=True)
@@ -252,10 +251,6 @@ def assigned_to_another_model():
     for name, param in model.named_parameters():
         assert torch.equal(state[name].full_tensor(), param.full_tensor()), name
         assert not state[name].requires_grad
-
-
-def test_another_model_does_not_follow_the_rows_that_it_was_given(ranks):
-    ranks(2)(assigned_to_another_model)
 
 
 class Fused(nn.Module):
@@ -281,7 +276,8 @@ class Fused(nn.Module):
         state[f"{prefix}weight"] = torch.stack(parts, 1).reshape(8, 8)
 
 
-def fused_weights():
+@on_ranks(2)
+def test_hooks_of_a_state_dict_see_the_values_that_torchs_see():
     torch.manual_seed(0)
     model, whole = Fused(), Fused()
     whole.load_state_dict(model.state_dict())
@@ -297,11 +293,9 @@ def fused_weights():
     assert torch.equal(model.both.weight.full_tensor(), whole.both.weight * 2)
 
 
-def test_hooks_of_a_state_dict_see_the_values_that_torchs_see(ranks):
-    ranks(2)(fused_weights)
-
-
-def pre_hooks_write_first(facade):
+@pytest.mark.parametrize("facade", ["fsdp1", "fsdp2"])
+@on_ranks(2)
+def test_a_pre_hook_writes_before_the_values_are_taken(facade):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     params = dict(model.named_parameters()) if facade == "fsdp2" else {}
@@ -323,18 +317,10 @@ def pre_hooks_write_first(facade):
         assert not whole.any()
 
 
-@pytest.mark.parametrize("facade", ["fsdp1", "fsdp2"])
-def test_a_pre_hook_writes_before_the_values_are_taken(ranks, facade):
-    ranks(2)(pre_hooks_write_first, facade)
-
-
-def a_script_module_beside_layers():
+@on_ranks(2)
+def test_a_script_module_is_no_obstacle():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch.jit.script is deprecated
         model = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.ReLU()))
     state = fully_shard(model).state_dict()
     assert list(state) == ["0.weight", "0.bias"]
-
-
-def test_a_script_module_is_no_obstacle(ranks):
-    ranks(2)(a_script_module_beside_layers)

@@ -168,6 +168,7 @@ def fewer_forwards_too(model, step, rank):
     return micro_step(model, step, rank, 3)
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize("world_size", [2, 3])
 @on_ranks("world_size", timeout=60)
 def test_replicas_may_leave_micro_batches_out():

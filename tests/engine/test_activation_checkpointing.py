@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fullshard as fs
+from fullshard.compat.fsdp2 import apply_activation_checkpointing
 from fullshard.engine.engine import engine_of
 from fullshard.errors import ConfigError, EngineError, WrapError
 from support.models import CASES, LLAMA, Chain, hugging_face, perturbed
@@ -44,6 +45,7 @@ def test_recompute_gives_the_bits_of_no_recompute(ranks, strategy):
     ranks(2)(check_bits, "llama", {"strategy": strategy}, timeout=100)
 
 
+@pytest.mark.short(2)
 @pytest.mark.parametrize("wrap", WRAPS)
 def test_recompute_gives_the_same_bits_with_any_units(ranks, wrap):
     ranks(2)(check_bits, "llama", {"wrap": wrap}, timeout=100)
@@ -67,12 +69,15 @@ def test_blocks_that_recompute_get_no_cache_of_keys(model_type):
     mask = torch.ones_like(ids)
     mask[1, 5:] = 0
     found = []
-    for kind in ("none", "block"):
+    for kind in ("none", "of compat", "block"):
         model = hugging_face(model_type, **CACHES[model_type])
-        fs.shard(model, activation_checkpointing=kind)
+        if kind == "of compat":
+            apply_activation_checkpointing(model)
+        fs.shard(model, activation_checkpointing="block" if kind == "block" else "none")
         model(input_ids=ids, attention_mask=mask, labels=ids).loss.backward()
         found.append([param.grad.to_local().clone() for param in model.parameters()])
-    assert all(map(torch.equal, *found))
+    assert all(map(torch.equal, found[0], found[1]))
+    assert all(map(torch.equal, found[0], found[2]))
     cache = model(input_ids=ids[:, :4], use_cache=True).past_key_values
     assert cache.get_seq_length() == 0
     with torch.no_grad():

@@ -137,17 +137,14 @@ def reads(layer, x):
     return x @ layer.linear.weight.data.t() + layer.linear.bias.data.norm()
 
 
-def read_everywhere():
+@on_ranks(2)
+def test_a_forward_may_read_the_data_of_its_parameters():
     one = made(reads)(batch())
     found = []
     for settings in SETTINGS.values():
         model = fs.shard(made(reads), wrap=("Layer",), poison=True, **settings)
         found.append(torch.allclose(model(batch()), one, rtol=1e-11))
-    return found
-
-
-def test_a_forward_may_read_the_data_of_its_parameters(ranks):
-    assert ranks(2)(read_everywhere) == [[True] * len(SETTINGS)] * 2
+    assert found == [True] * len(SETTINGS)
 
 
 def put_as_gradient(weight):

@@ -209,17 +209,6 @@ def test_the_same_holds_on_three_ranks(ranks):
         ranks(3)(compare_line, name)
 
 
-def calls_of_clipping():
-    run = Run(2, torch.distributed.get_rank())
-    model = run.shard(run.model())
-    run.loss(model, 0).backward()
-    names = ("_foreach_norm", "_foreach_mul_")
-    with pytest.MonkeyPatch.context() as patch:
-        counts = [patched_counter(patch, name) for name in names]
-        clip_norm(model)
-    return [len(count) for count in counts]
-
-
 def patched_counter(patch, name):
     """A list that grows by one with each call of torch's function."""
     original, calls = getattr(torch, name), []
@@ -232,8 +221,16 @@ def patched_counter(patch, name):
     return calls
 
 
-def test_torchs_clipping_takes_its_foreach_path(ranks):
-    assert ranks(2)(calls_of_clipping) == [[1, 1], [1, 1]]
+@on_ranks(2)
+def test_torchs_clipping_takes_its_foreach_path():
+    run = Run(2, torch.distributed.get_rank())
+    model = run.shard(run.model())
+    run.loss(model, 0).backward()
+    names = ("_foreach_norm", "_foreach_mul_")
+    with pytest.MonkeyPatch.context() as patch:
+        counts = [patched_counter(patch, name) for name in names]
+        clip_norm(model)
+    assert [len(count) for count in counts] == [1, 1]
 
 
 # ---- ours -------------------------------------------------------------------------------------
@@ -294,16 +291,17 @@ def test_parameters_that_are_left_out_take_part_in_clipping(ranks, ours):
     ranks(2)(compare, partial(some_left_out, ours=ours))
 
 
-def clip_left_out_alone():
+@on_ranks(2)
+def test_a_gradient_that_is_left_out_is_clipped_without_others():
     """Norms of the only gradient, of a parameter that is left out, before any backward."""
     run = Run(torch.distributed.get_world_size(), torch.distributed.get_rank())
     model = run.shard(run.model(), ignore=["scale"])
     model.scale.grad = torch.full_like(model.scale, 3.0)
-    return [fs.clip_grad_norm_(model, 10.0, order).item() for order in (1.0, 2.0, math.inf)]
-
-
-def test_a_gradient_that_is_left_out_is_clipped_without_others(ranks):
-    assert ranks(2)(clip_left_out_alone) == [[3.0, 3.0, 3.0]] * 2
+    assert [fs.clip_grad_norm_(model, 10.0, order).item() for order in (1.0, 2.0, math.inf)] == [
+        3.0,
+        3.0,
+        3.0,
+    ]
 
 
 def clip_beside_unequal_gradients():
@@ -353,16 +351,12 @@ def test_the_global_norm_has_what_one_rank_alone_wrote():
     assert fs.global_norm(grads).item() == pytest.approx(squares.sqrt().item(), rel=1e-12)
 
 
-def nothing_to_clip():
+@on_ranks(2)
+def test_without_gradients_the_norm_is_zero():
     run = Run(2, torch.distributed.get_rank())
     model = run.shard(run.model())
     norm = fs.clip_grad_norm_(model, 1.0)
-    return [norm.item(), type(norm).__name__, norm.dim(), error_of(lambda: model.scale.grad.norm())]
-
-
-def test_without_gradients_the_norm_is_zero(ranks):
-    for norm, kind, dims, _ in ranks(2)(nothing_to_clip):
-        assert (norm, kind, dims) == (0.0, "Tensor", 0)
+    assert (norm.item(), type(norm).__name__, norm.dim()) == (0.0, "Tensor", 0)
 
 
 def not_finite():

@@ -37,14 +37,13 @@ def trained(transport, delay):
     return model, [*seen, *(p.to_local().clone() for p in model.parameters())]
 
 
-def differences(transport):
-    (_, plain), (_, late) = trained(transport, delay=False), trained(transport, delay=True)
-    return [at for at, (a, b) in enumerate(zip(plain, late, strict=True)) if not torch.equal(a, b)]
-
-
 @pytest.mark.parametrize("transport", ["direct", "c10d"])
-def test_a_delayed_run_has_the_bits_of_one_that_is_not(ranks, transport):
-    assert ranks(2)(differences, transport) == [[], []]
+@on_ranks(2)
+def test_a_delayed_run_has_the_bits_of_one_that_is_not(transport):
+    (_, plain), (_, late) = trained(transport, delay=False), trained(transport, delay=True)
+    assert [
+        at for at, (a, b) in enumerate(zip(plain, late, strict=True)) if not torch.equal(a, b)
+    ] == []
 
 
 def seconds_in_a_release():
@@ -64,17 +63,16 @@ def test_the_wait_in_a_release_counts_as_communication(ranks):
     assert all(seconds >= LATENCY_S for seconds in ranks(2)(seconds_in_a_release))
 
 
-def undelayed_holders():
+@on_ranks(2)
+def test_nothing_goes_around_the_wire():
     """What still refers to the transport that a wire was put around."""
     model, _ = trained("direct", delay=True)
     transport = engine_of(model).transport
     assert isinstance(transport, DelayTransport)
     holders = [holder for holder in gc.get_referrers(transport.inner) if holder is not transport]
-    return [type(h).__name__ for h in holders if h is not vars(transport) and h is not locals()]
-
-
-def test_nothing_goes_around_the_wire(ranks):
-    assert ranks(2)(undelayed_holders) == [[], []]
+    assert [
+        type(h).__name__ for h in holders if h is not vars(transport) and h is not locals()
+    ] == []
 
 
 @on_ranks(2)

@@ -43,8 +43,8 @@ def check_transformers(build, kind, sizes, settings=None, work=train_llama):
         (4, qwen, "sgd", (2, 2)),  # beside a tensor axis
         (4, mixtral, "adamw", (4, 2)),
         (4, qwen, "adafactor", (2, 2)),  # whole matrices over all axes
-        (4, mixtral, "adafactor", (2, 1)),
-        (4, qwen, "adamw", (4, 1)),
+        pytest.param(4, mixtral, "adafactor", (2, 1), marks=pytest.mark.long),
+        pytest.param(4, qwen, "adamw", (4, 1), marks=pytest.mark.long),
     ],
 )
 def test_experts_of_transformers_train_as_one_process(ranks, num_ranks, build, kind, sizes):
@@ -102,6 +102,7 @@ def check_net(kind, sizes, skips=False):
     check_steps(mixture_net, cut, train_net, (kind,))
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize(("kind", "skips"), [("sgd", False), ("adamw", True)])
 def test_a_rank_whose_experts_get_no_token_trains_with_the_others(ranks, kind, skips):
     """Five experts on two ranks; those of the second get no token in one of the layers."""

@@ -45,6 +45,7 @@ def gathered(sent_bytes, transport):
             ), name
 
 
+@pytest.mark.short(6)
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 @pytest.mark.parametrize("transport", ["direct", "c10d"])
 @pytest.mark.parametrize("sent_bytes", [64, 8 << 20])

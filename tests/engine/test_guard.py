@@ -483,11 +483,8 @@ def test_a_gradient_stays_the_view_that_the_next_backward_fills():
 
 
 @pytest.mark.parametrize("kind", [nn.Parameter, torch.Tensor])
-def test_plain_tensors_beside_sharded_models_are_left_alone(ranks, kind):
-    ranks(2)(plain_tensors, kind)
-
-
-def plain_tensors(kind):
+@on_ranks(2)
+def test_plain_tensors_beside_sharded_models_are_left_alone(kind):
     trained()
     plain = torch.ones(3)
     tensor = nn.Parameter(plain) if kind is nn.Parameter else plain

@@ -1,11 +1,11 @@
 """Losses that modules keep as attributes enter their units as outputs do."""
 
 import contextlib
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -15,8 +15,10 @@ import fullshard as fs
 from fullshard.engine.attributes import MAX_ITEMS, ModuleTensors, own_modules
 from fullshard.engine.engine import engine_of
 from fullshard.errors import ShardedTensorError, SlotError
+from support.grid import chequered
 from support.models import perturbed
-from support.parity import unlike_gradients
+from support.parity import assert_parity, unlike_gradients
+from support.ranks import on_ranks
 
 WIDTH = 8
 
@@ -61,29 +63,19 @@ class Model(nn.Module):
         return self.head(x)
 
 
-def backward(model, step, rank, *, alone, share):
-    """Of the output's loss and the kept ones, or of one kept loss alone."""
+def built(how):
+    torch.manual_seed(0)
+    return perturbed(Model(how).double())
+
+
+def backward(model, step, rank):
+    """Of the output's loss and the kept ones; in the second step, of kept losses alone."""
     generator = torch.Generator().manual_seed(10 * step + rank)
     output = model(torch.randn(4, WIDTH, generator=generator, dtype=torch.float64))
     kept = [block.router.loss() for block in model.blocks]
-    loss = kept[0] + kept[2] if alone else output.square().mean() + sum(kept)
-    (loss / share).backward()
-
-
-def differing(how, settings):
-    torch.manual_seed(0)
-    one = perturbed(Model(how).double())
-    torch.manual_seed(0)
-    many = fs.shard(perturbed(Model(how).double()), wrap=["Block"], poison=True, **settings)
-    size, wrong = dist.get_world_size(), []
-    for step, alone in enumerate((False, True, False)):
-        for rank in range(size):
-            backward(one, step, rank, alone=alone, share=size)
-        backward(many, step, dist.get_rank(), alone=alone, share=1)
-        wrong += [f"{step} {text}" for text in unlike_gradients(many, one, rtol=1e-11)]
-        one.zero_grad()
-        many.zero_grad()
-    return wrong
+    loss = kept[0] + kept[2] if step == 1 else output.square().mean() + sum(kept)
+    loss.backward()
+    return loss.detach()
 
 
 @pytest.mark.parametrize("how", ["tensor", "list", "mapping"])
@@ -95,8 +87,9 @@ def differing(how, settings):
         {"transport": "direct", "forward_prefetch": 0, "backward_prefetch": 0},
     ],
 )
-def test_a_loss_that_a_module_keeps_has_one_processs_gradients(ranks, how, settings):
-    assert ranks(2)(differing, how, settings) == [[], []]
+@on_ranks(2)
+def test_a_loss_that_a_module_keeps_has_one_processs_gradients(how, settings):
+    assert_parity(partial(built, how), backward, {"wrap": ["Block"], **settings}, kinds=("sgd",))
 
 
 class Unchecked(torch.autograd.Function):
@@ -212,7 +205,9 @@ def local(tensor):
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def kept_by_hooks(transport, how):
+@pytest.mark.parametrize(("transport", "how"), chequered(["direct", "c10d", "shared"], KEEPS))
+@on_ranks(2)
+def test_a_weight_that_a_hook_keeps_is_never_that_of_another_unit(transport, how):
     """Which weights that hooks kept are others after the forward, and what reading them says."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(5)))
@@ -240,15 +235,8 @@ def kept_by_hooks(transport, how):
             except ShardedTensorError as error:
                 said.append(str(error).partition(",")[0])
     loss.backward()
-    return wrong, said
-
-
-@pytest.mark.parametrize("how", KEEPS)
-@pytest.mark.parametrize("transport", ["direct", "c10d", "shared"])
-def test_a_weight_that_a_hook_keeps_is_never_that_of_another_unit(ranks, transport, how):
-    for wrong, said in ranks(2)(kept_by_hooks, transport, how):
-        assert not wrong
-        assert ("square of '2.weight'" in said) is (transport != "shared")
+    assert not wrong
+    assert ("square of '2.weight'" in said) is (transport != "shared")
 
 
 class Transposing(nn.Linear):
@@ -311,7 +299,8 @@ class Normalized(nn.Embedding):
         return nn.functional.embedding(input, nn.functional.normalize(self.weight, dim=-1))
 
 
-def differing_embedding():
+@on_ranks(2)
+def test_an_embedding_that_computes_with_its_weight_has_it_in_backward():
     def build():
         torch.manual_seed(0)
         return nn.Sequential(Normalized(11, WIDTH), *(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
@@ -322,8 +311,4 @@ def differing_embedding():
     )
     for model in (one, many):
         model(torch.arange(8)).square().sum().backward()
-    return unlike_gradients(many, one, rtol=1e-11)
-
-
-def test_an_embedding_that_computes_with_its_weight_has_it_in_backward(ranks):
-    assert ranks(2)(differing_embedding) == [[], []]
+    assert unlike_gradients(many, one, rtol=1e-11) == []

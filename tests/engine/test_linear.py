@@ -1,14 +1,16 @@
 """Linear layers in every role: their gradients, their recomputes, their evaluations."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fullshard as fs
+from fullshard.engine.engine import is_sharded
 from support.models import perturbed
 from support.parity import assert_parity, unlike_gradients
 from support.ranks import on_ranks
@@ -70,36 +72,22 @@ def ids_of(step, rank):
     )
 
 
-def gradients(model, micro_batches, rank):
-    """Backward of the last micro-batch reduces, those before wait."""
-    for step in range(micro_batches):
-        loss = model(ids_of(step, rank)).square().mean()
-        if step < micro_batches - 1:
-            with fs.no_sync(model):
-                loss.backward()
-        else:
-            loss.backward()
-
-
-def alone(micro_batches):
-    model, size = mix(), dist.get_world_size()
-    for rank in range(size):
-        for step in range(micro_batches):
-            (model(ids_of(step, rank)).square().mean() / size).backward()
-    return model
-
-
-def against_one_process(transport, micro_batches):
-    wanted = alone(micro_batches)
-    model = fs.shard(mix(), transport=transport, poison=True)
-    gradients(model, micro_batches, dist.get_rank())
-    return unlike_gradients(model, wanted, rtol=0.0, atol=1e-13)
-
-
-@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("number", [1, 3])
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_gradients_of_linear_layers_are_those_of_one_process(ranks, transport, micro_batches):
-    assert ranks(2)(against_one_process, transport, micro_batches) == [[]] * 2
+@on_ranks(2)
+def test_gradients_of_linear_layers_are_those_of_one_process(transport, number):
+    """Of one micro-batch, and of three, of which the last one's backward reduces."""
+
+    def work(model, step, rank):
+        losses = []
+        for at in range(number):
+            is_deferred = is_sharded(model) and at < number - 1
+            with fs.no_sync(model) if is_deferred else nullcontext():
+                losses.append(model(ids_of(number * step + at, rank)).square().mean())
+                losses[-1].backward()
+        return torch.stack(losses).detach()
+
+    assert_parity(mix, work, {"transport": transport}, kinds=("sgd",))
 
 
 def plain(**settings):
@@ -179,7 +167,8 @@ class Switches(nn.Module):
             return self.layers[1](torch.tanh(self.layers[0](x)))
 
 
-def evaluated_and_trained():
+@on_ranks(2)
+def test_an_evaluation_in_inference_mode_may_enable_gradients_inside():
     torch.manual_seed(0)
     model = Switches().double()
     x = torch.randn(3, WIDTH, dtype=torch.float64)
@@ -188,12 +177,7 @@ def evaluated_and_trained():
     with torch.inference_mode():
         found = model(x).clone()
     model(x).sum().backward()
-    return found, want
-
-
-def test_an_evaluation_in_inference_mode_may_enable_gradients_inside(ranks):
-    for found, want in ranks(2)(evaluated_and_trained):
-        torch.testing.assert_close(found, want)
+    torch.testing.assert_close(found, want)
 
 
 class Halved(nn.Module):

@@ -13,6 +13,7 @@ from fullshard.compat import fsdp1, fsdp2
 from fullshard.errors import ConfigError
 from fullshard.transport.groups import _MADE
 from support.compat import TransformerBlock, assert_trains_as_one, build
+from support.grid import chequered
 from support.ranks import RankError, on_ranks
 
 ORDER = [[0, 2], [1, 3]]
@@ -43,8 +44,9 @@ def check(transport, order, folder):
         torch.testing.assert_close(one.full_tensor(), two.full_tensor(), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("order", [ORDER, FALLING], ids=str)
-@pytest.mark.parametrize("transport", ["c10d", "direct", "shared"])
+@pytest.mark.parametrize(
+    ("transport", "order"), chequered(["c10d", "direct", "shared"], [ORDER, FALLING]), ids=str
+)
 def test_shard_groups_are_those_of_the_mesh(ranks, tmp_path, transport, order):
     ranks(4)(check, transport, order, str(tmp_path / "saved"))
 

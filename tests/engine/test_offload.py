@@ -91,6 +91,7 @@ def mapped_bytes(folder):
     return sum(found.values())
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
 def test_what_is_on_disk_trains_to_the_bit_as_in_memory(ranks, tmp_path, strategy):
     results = {}
@@ -196,7 +197,9 @@ def test_a_model_whose_shard_failed_half_way_is_refused(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r"No space left on device.*and start anew"):
         fs.shard(model, offload={"parameters": "nvme", "folder": str(tmp_path)})
     assert not list(tmp_path.iterdir())
-    with pytest.raises(EngineError, match=r"was cut by an fs.shard that failed on its way"):
+    with pytest.raises(
+        EngineError, match=r"was cut with another model .*or by an fs.shard that failed"
+    ):
         fs.shard(model)
 
 

@@ -139,6 +139,7 @@ def from_inputs():
     return FromInputs().double()
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize("world_size", [2, 3])
 @on_ranks("world_size", timeout=100)
 def test_gradients_of_inputs_alone_leave_parameters_without():

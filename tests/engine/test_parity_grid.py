@@ -114,7 +114,7 @@ def test_every_prefetch_depth_trains_as_in_one_process(strategy):
         pytest.param("full_shard", 1, marks=LONG),
         ("full_shard", 2),
         pytest.param("shard_grad_op", 2, marks=LONG),
-        ("no_shard", 2),
+        pytest.param("no_shard", 2, marks=LONG),
         *(pytest.param(strategy, 3, marks=SLOW) for strategy in STRATEGIES),
     ],
 )

@@ -176,7 +176,7 @@ def skipping(model, step, rank, name, world_size):
     return loss.detach()
 
 
-@pytest.mark.short(6)
+@pytest.mark.short(4)
 @pytest.mark.parametrize(
     ("name", "strategy", "world_size"),
     marked(

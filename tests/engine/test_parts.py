@@ -1,16 +1,16 @@
 """Parts of a model that are called, read or frozen in other ways than through its forward."""
 
+from functools import partial
 from types import MethodType
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fullshard as fs
 from support.models import perturbed
-from support.parity import unlike_gradients
+from support.parity import assert_parity
 from support.ranks import on_ranks
 
 WIDTH, WORDS = 8, 40
@@ -120,19 +120,6 @@ def batch(rank, step):
     return torch.randint(0, WORDS, (4, 3), generator=generator)
 
 
-def train(model, work, ranks):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses = []
-    for step in range(3):
-        optimizer.zero_grad()
-        for rank in ranks:
-            loss = work(model, batch(rank, step))
-            (loss / len(ranks)).backward()
-            losses.append(loss.detach())
-        optimizer.step()
-    return losses
-
-
 def made(work):
     torch.manual_seed(0)
     model = perturbed(Lm().double())
@@ -146,20 +133,16 @@ def made(work):
 @pytest.mark.parametrize("name", [work.__name__ for work in PROGRAMS])
 @on_ranks(2)
 def test_parts_used_outside_of_forward_are_those_of_one_process(name):
-    """Where a program differs from one process, by transport."""
-    work = next(work for work in PROGRAMS if work.__name__ == name)
-    size, rank = dist.get_world_size(), dist.get_rank()
-    one = made(work)
-    want = train(one, work, range(size))[rank::size]
-    wrong = []
+    program = next(work for work in PROGRAMS if work.__name__ == name)
+    build = partial(made, program)
+
+    def work(model, step, rank):
+        loss = program(model, batch(rank, step))
+        loss.backward()
+        return loss.detach()
+
     for transport in TRANSPORTS:
-        model = fs.shard(made(work), poison=True, transport=transport)
-        got = train(model, work, [rank])
-        if not torch.allclose(torch.stack(got), torch.stack(want), rtol=1e-11):
-            wrong.append(f"{transport}: losses {got} {want}")
-        unlike = unlike_gradients(model, one, rtol=1e-9)
-        wrong += [f"{transport}: {text}" for text in unlike]
-    assert wrong == []
+        assert_parity(build, work, {"transport": transport}, kinds=("sgd",))
 
 
 def units(patched):

@@ -2,7 +2,9 @@
 
 import copy
 import itertools
+from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ import torch.distributed as dist
 import fullshard as fs
 from fullshard.engine.engine import engine_of, is_sharded
 from fullshard.errors import EngineError
-from support.grid import marked
+from support.grid import chequered, marked
 from support.models import CASES, chain, mean_square, vectors
 from support.parity import whole_gradients
 from support.ranks import on_ranks
@@ -53,41 +55,17 @@ def both(settings):
 # ---- what waits may be dropped and not read
 
 
-def drop_nothing(_):
-    pass
-
-
-def drop_by_the_optimizer(model):
-    torch.optim.SGD(model.parameters(), lr=0.1).zero_grad()
-
-
-def drop_to_zero(model):
-    torch.optim.SGD(model.parameters(), lr=0.1).zero_grad(set_to_none=False)
-
-
-def drop_by_the_module(model):
-    model.zero_grad()
-
-
-def drop_one(model):
-    next(iter(model.parameters())).grad = None
-
-
-def drop_one_by_del(model):
-    del next(iter(model.parameters())).grad
-
-
-DROPS = (
-    drop_nothing,
-    drop_by_the_optimizer,
-    drop_to_zero,
-    drop_by_the_module,
-    drop_one,
-    drop_one_by_del,
+DROPS: tuple[Callable[[Any], Any], ...] = (
+    lambda model: None,
+    lambda model: torch.optim.SGD(model.parameters(), lr=0.1).zero_grad(),
+    lambda model: torch.optim.SGD(model.parameters(), lr=0.1).zero_grad(set_to_none=False),
+    lambda model: model.zero_grad(),
+    lambda model: setattr(model.stem.weight, "grad", None),
+    lambda model: delattr(model.stem.weight, "grad"),
 )
 
 
-@pytest.mark.short(2)
+@pytest.mark.short(1)
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @on_ranks(2)
 def test_dropping_gradients_between_micro_batches_is_as_in_one_process(settings):
@@ -159,6 +137,7 @@ USES = {
 }
 
 
+@pytest.mark.short(3)
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @on_ranks(2)
 def test_gradients_that_wait_are_not_read(settings):
@@ -186,23 +165,27 @@ def keep_gradients(model):
     return [p.grad for p in model.parameters()]
 
 
-def keep_aliases(model):
+def aliases(model):
     return [p.grad.detach() for p in model.parameters()]
 
 
-def keep_one(model):
-    return [next(iter(model.parameters())).grad]
-
-
-def keep_local(model):
+def local_parts(model):
     return [p.grad.to_local() if is_sharded(model) else p.grad for p in model.parameters()]
 
 
-@pytest.mark.short(2)
+KEEPS = {
+    "gradients": keep_gradients,
+    "aliases": aliases,
+    "one": lambda model: keep_gradients(model)[:1],
+    "local parts": local_parts,
+}
+
+
+@pytest.mark.short(1)
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @on_ranks(2)
 def test_gradients_that_somebody_keeps_stay_as_they_are(settings):
-    for keep in (keep_gradients, keep_aliases, keep_one, keep_local):
+    for name, keep in KEEPS.items():
         model, alone, total = both(settings)
         kept, values = [], []
         for step in range(4):
@@ -218,7 +201,7 @@ def test_gradients_that_somebody_keeps_stay_as_they_are(settings):
             alone.zero_grad()
         for grad, value in zip(kept, values, strict=True):
             now = grad.to_local() if hasattr(grad, "to_local") else grad
-            assert torch.equal(now, value), keep.__name__
+            assert torch.equal(now, value), name
         shown = []
         for step in range(3):  # nobody keeps these
             backward(model, step)
@@ -277,10 +260,6 @@ def kept_and_scaled(model):
     return [2 * p.grad for p in model.parameters()]
 
 
-def aliases(model):
-    return [p.grad.detach() for p in model.parameters()]
-
-
 def some_aliases(model):
     return [p.grad if i % 2 else p.grad.data for i, p in enumerate(model.parameters())]
 
@@ -328,6 +307,7 @@ def test_what_the_user_put_into_a_gradient_is_added_to(ranks, put, zeroes):
 # ---- what is frozen between a forward and its backward
 
 
+@pytest.mark.short(3)
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @on_ranks(2)
 def test_what_is_frozen_after_the_forward_gets_no_gradient(settings):
@@ -380,8 +360,13 @@ def test_after_a_backward_that_raised_the_model_shows_its_shards(settings):
     backward(model, 1)
 
 
-def check_frozen_while_the_order_is_learned(settings):
+@pytest.mark.parametrize(
+    ("settings", "checkpointing"), chequered(SETTINGS[:-1], ["none", "block"]), ids=str
+)
+@on_ranks(2)
+def test_what_is_frozen_gets_no_gradient_when_the_order_is_learned(settings, checkpointing):
     """The first real step shows another order than the plan's; parameters were frozen after it."""
+    settings = {**settings, "activation_checkpointing": checkpointing}
     model = fs.shard(chain(order=(2, 0, 3, 1)), poison=True, **settings)
     alone = chain(order=(2, 0, 3, 1))
     for which in (model, alone):
@@ -391,13 +376,6 @@ def check_frozen_while_the_order_is_learned(settings):
             which.zero_grad()
             backward(which, step)
         assert_same_gradients(model, alone)
-
-
-@pytest.mark.parametrize("settings", SETTINGS[:-1], ids=str)
-@pytest.mark.parametrize("checkpointing", ["none", "block"])
-def test_what_is_frozen_gets_no_gradient_when_the_order_is_learned(ranks, settings, checkpointing):
-    settings = {**settings, "activation_checkpointing": checkpointing}
-    ranks(2)(check_frozen_while_the_order_is_learned, settings)
 
 
 class Scaled(torch.nn.Linear):

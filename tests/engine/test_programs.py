@@ -101,8 +101,10 @@ class Chain(nn.Module):
 
     def __init__(self, layer=None):
         super().__init__()
+        layer = layer or Layer
+        self.wrap = (layer.__name__,)
         self.first = nn.Linear(WIDTH, WIDTH)
-        self.layers = nn.ModuleList((layer or Layer)() for _ in range(4))
+        self.layers = nn.ModuleList(layer() for _ in range(4))
         self.head = nn.Linear(WIDTH, 3)
 
     def forward(self, x):
@@ -163,28 +165,6 @@ def square(model, x):
     return model(x).square().mean()
 
 
-class ImplicitUnits(Chain):
-    wrap = ("Implicit",)
-
-    def __init__(self):
-        super().__init__(Implicit)
-
-
-@program(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Implicit(), nn.Linear(WIDTH, 3)))
-def implicit_layer_in_one_unit(model, x):
-    return square(model, x)
-
-
-@program(ImplicitUnits)
-def implicit_layers_as_units(model, x):
-    return square(model, x)
-
-
-@program(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Anew(), nn.Linear(WIDTH, 3)))
-def implicit_layer_whose_graph_is_made_in_the_hook(model, x):
-    return square(model, x)
-
-
 @program(Chain)
 def whole_backward_in_a_hook_on_the_loss(model, x):
     other, loss = square(model, x + 1), square(model, x)
@@ -211,31 +191,17 @@ class Forces(Chain):
         return super().forward(x + force)
 
 
-class ForcesInside(Chain):
+class ForcesInside(Layer):
     """The same within units."""
 
-    class Layer(Layer):
-        def forward(self, x):
-            with torch.enable_grad():
-                y = x.detach().requires_grad_()
-                (force,) = torch.autograd.grad(super().forward(y).square().sum(), y)
-            return super().forward(x + force)
-
-    def __init__(self):
-        super().__init__(ForcesInside.Layer)
+    def forward(self, x):
+        with torch.enable_grad():
+            y = x.detach().requires_grad_()
+            (force,) = torch.autograd.grad(super().forward(y).square().sum(), y)
+        return super().forward(x + force)
 
 
-@program(Forces)
-def gradients_inside_the_forward(model, x):
-    return square(model, x)
-
-
-@program(ForcesInside)
-def gradients_inside_the_forward_of_units(model, x):
-    return square(model, x)
-
-
-@program(ForcesInside)
+@program(partial(Chain, ForcesInside))
 def evaluation_with_gradients_inside(model, x):
     with torch.no_grad():
         return square(model, x)
@@ -251,11 +217,6 @@ class Branches(Chain):
         for layer in self.layers[2:]:
             x = layer(x)
         return self.head(x + branch)
-
-
-@program(Branches)
-def a_branch_in_a_worker_thread(model, x):
-    return square(model, x)
 
 
 # ---- what shares memory with weights
@@ -355,11 +316,6 @@ class Turned(nn.Module):
 
 
 class WritesIntoViews(Chain):
-    wrap = ("Turned",)
-
-    def __init__(self):
-        super().__init__(Turned)
-
     def forward(self, x):
         x = self.first(x)
         for layer in self.layers:
@@ -368,11 +324,6 @@ class WritesIntoViews(Chain):
             x[0].add_(1.0)
             x = x.t()
         return self.head(x)
-
-
-@program(WritesIntoViews)
-def views_of_outputs_that_are_written_in_place(model, x):
-    return square(model, x)
 
 
 class Recurrent(Layer):
@@ -400,26 +351,7 @@ class Keeps(Layer):
         return super().forward(x) + x @ self.turned
 
 
-class Recurrents(Chain):
-    wrap = ("Recurrent",)
-
-    def __init__(self):
-        super().__init__(Recurrent)
-
-
-class Keepers(Chain):
-    wrap = ("Keeps",)
-
-    def __init__(self):
-        super().__init__(Keeps)
-
-
-@program(Recurrents)
-def recurrent_layers(model, x):
-    return square(model, x)
-
-
-@program(Keepers)
+@program(partial(Chain, Keeps))
 def views_of_weights_that_are_kept_over_steps(model, x):
     with torch.no_grad():
         model(x)
@@ -495,6 +427,25 @@ def forward_mode(model, x):
         warnings.simplefilter("ignore", DeprecationWarning)  # torch's own use of torch.jit
         values, tangents = torch.func.jvp(model, (x,), (torch.ones_like(x),))
     return (values * tangents).mean()
+
+
+PROGRAMS |= {
+    name: (build, square)
+    for name, build in {
+        "implicit layer in one unit": lambda: nn.Sequential(
+            nn.Linear(WIDTH, WIDTH), Implicit(), nn.Linear(WIDTH, 3)
+        ),
+        "implicit layers as units": partial(Chain, Implicit),
+        "implicit layer whose graph is made in the hook": lambda: nn.Sequential(
+            nn.Linear(WIDTH, WIDTH), Anew(), nn.Linear(WIDTH, 3)
+        ),
+        "gradients inside the forward": Forces,
+        "gradients inside the forward of units": partial(Chain, ForcesInside),
+        "a branch in a worker thread": Branches,
+        "views of outputs that are written in place": partial(WritesIntoViews, Turned),
+        "recurrent layers": partial(Chain, Recurrent),
+    }.items()
+}
 
 
 HALVES = [dict(list(SETTINGS.items())[at::2]) for at in (0, 1)]

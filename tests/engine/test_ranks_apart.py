@@ -20,6 +20,7 @@ from fullshard.errors import EngineError
 from fullshard.planner.mesh import Mesh
 from fullshard.transport.base import Axes
 from fullshard.transport.c10d import C10dTransport
+from support.grid import chequered
 from support.ranks import on_ranks
 from support.scripts import Run, error_of
 
@@ -165,8 +166,9 @@ def one_rank_differs(name, transport, strategy="full_shard", sizes=None):
     return [text, text if transport == "shared" else error_of(lambda: run.loss(model, 9))]
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("odd", [odd.__name__ for odd in ELSEWHERE])
+@pytest.mark.parametrize(
+    ("odd", "transport"), chequered([odd.__name__ for odd in ELSEWHERE], TRANSPORTS)
+)
 def test_a_rank_that_is_elsewhere_is_a_typed_error_on_all(ranks, odd, transport):
     for texts in ranks(2)(one_rank_differs, odd, transport):
         for text in texts:
@@ -276,15 +278,12 @@ def test_a_rank_that_updates_with_another_number_is_found(ranks, number):
             assert "with the same numbers on every rank (lr, " in text
 
 
-def has_another_setting(settings):
-    run = Run(2, dist.get_rank())
-    return error_of(lambda: run.shard(run.model(), **(settings if run.rank else {})) is None or 0)
-
-
 @pytest.mark.parametrize("settings", [{"grad_reduction": "sum"}, {"output_dtype": "bf16"}], ids=str)
-def test_a_rank_with_another_setting_is_refused(ranks, settings):
-    for text in ranks(2)(has_another_setting, settings):
-        assert text.startswith("ConfigError: fs.shard: expected the same model and the same conf")
+@on_ranks(2)
+def test_a_rank_with_another_setting_is_refused(settings):
+    run = Run(2, dist.get_rank())
+    text = error_of(lambda: run.shard(run.model(), **(settings if run.rank else {})) is None or 0)
+    assert text.startswith("ConfigError: fs.shard: expected the same model and the same conf")
 
 
 def averages_alone(asks, keeps, transport):
@@ -320,7 +319,9 @@ def test_an_average_of_one_rank_is_found_when_it_is_used(ranks, asks, keeps, wro
             assert f"expected as many writes into {wrote} on every rank" in text
 
 
-def reads_and_writes(strategy):
+@pytest.mark.parametrize("strategy", ["no_shard", "full_shard"])
+@on_ranks(2)
+def test_ranks_may_read_whole_weights_alone_and_write_only_where_they_have_elements(strategy):
     """The error of a right program whose ranks make other calls of functions of parameters."""
     run = Run(2, torch.distributed.get_rank())
     model = run.shard(run.model(), transport="direct", strategy=strategy)
@@ -341,14 +342,7 @@ def reads_and_writes(strategy):
             with torch.no_grad():
                 run.loss(model, step)
 
-    return error_of(steps)
-
-
-@pytest.mark.parametrize("strategy", ["no_shard", "full_shard"])
-def test_ranks_may_read_whole_weights_alone_and_write_only_where_they_have_elements(
-    ranks, strategy
-):
-    assert ranks(2)(reads_and_writes, strategy) == [NO_ERROR, NO_ERROR]
+    assert error_of(steps) == NO_ERROR
 
 
 def test_replicas_with_other_gradients_are_found_in_the_next_backward(ranks):

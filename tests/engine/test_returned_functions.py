@@ -7,14 +7,13 @@ from typing import Any, cast
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import fullshard as fs
 from fullshard.engine.attributes import change_tensors
 from fullshard.errors import EngineError, ShardedTensorError
 from support.models import perturbed
-from support.parity import unlike_gradients
+from support.parity import assert_parity
 from support.ranks import on_ranks
 
 WIDTH = 6
@@ -143,38 +142,33 @@ def batch(rank, step=0):
     return torch.randn(WIDTH, WIDTH, generator=generator, dtype=torch.float64)
 
 
-def differing(make, transport, keeps=False):
-    """Where two training steps and an evaluation differ from one process."""
-    one: Any = built(make, keeps=keeps)
-    wrong: list[str] = []
-    many = fs.shard(built(make, keeps=keeps), wrap=["Block"], poison=True, transport=transport)
-    size, rank = dist.get_world_size(), dist.get_rank()
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in (one, many)]
-    for step in range(3):
-        for other in range(size):
-            (one(batch(other, step)).square().mean() / size).backward()
-        many(batch(rank, step)).square().mean().backward()
-        wrong += [f"{step} {text}" for text in unlike_gradients(many, one)]
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+def check(make, transport, *, keeps=False):
+    """Steps of training, each after an evaluation."""
+
+    def work(model, step, rank):
         with torch.no_grad():
-            if not torch.allclose(many(batch(rank)), one(batch(rank)), rtol=1e-9, atol=1e-10):
-                wrong.append(f"{step} evaluation")
-    return wrong
+            evaluated = model(batch(rank, step + 1)).square().mean()
+        loss = model(batch(rank, step)).square().mean()
+        loss.backward()
+        return torch.stack([loss, evaluated]).detach()
+
+    settings = {"wrap": ["Block"], "transport": transport}
+    assert_parity(partial(built, make, keeps=keeps), work, settings, kinds=("sgd",))
 
 
 @pytest.mark.short(1)
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_returned_function_computes_with_the_weights_of_its_forward(ranks, transport):
+@on_ranks(2)
+def test_a_returned_function_computes_with_the_weights_of_its_forward(transport):
     # How functions are found does not depend on the transport; whether a slot is refilled does.
     for make in FUNCTIONS if transport == "direct" else FUNCTIONS[:3]:
-        assert (make.__name__, ranks(2)(differing, make, transport)) == (make.__name__, [[], []])
+        check(make, transport)
 
 
 @pytest.mark.parametrize("make", [closure, default, partial_keyword])
-def test_a_kept_function_computes_with_the_weights_of_its_forward(ranks, make):
-    assert ranks(2)(differing, make, "direct", True) == [[], []]
+@on_ranks(2)
+def test_a_kept_function_computes_with_the_weights_of_its_forward(make):
+    check(make, "direct", keeps=True)
 
 
 # ---- iterators cannot be written

@@ -38,18 +38,15 @@ def test_ranks_of_one_host_share_and_gather_nothing(ranks):
     assert ranks(2)(what_auto_is) == [("shared", False, True)] * 2
 
 
-def addresses():
+@on_ranks(3)
+def test_every_rank_maps_all_parts():
     """Every rank reads what any rank writes."""
     model = chain()
     engine, rank = engine_of(model), dist.get_rank()
     group = engine.units[1].groups[0]
     group.master.fill_(float(rank + 1))
     dist.barrier()
-    return group.full.unique().tolist()
-
-
-def test_every_rank_maps_all_parts(ranks):
-    assert ranks(3)(addresses) == [[1.0, 2.0, 3.0]] * 3
+    assert group.full.unique().tolist() == [1.0, 2.0, 3.0]
 
 
 def proportional():
@@ -205,14 +202,11 @@ def deferred(transport):
     return whole_params(model)
 
 
-def both_ways():
-    ours, theirs = deferred("shared"), deferred("direct")
-    return [name for name in ours if not torch.equal(ours[name], theirs[name])]
-
-
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_deferred_gradients_go_through_the_overflow_with_the_same_bits(ranks, world_size):
-    assert ranks(world_size)(both_ways) == [[]] * world_size
+@on_ranks("world_size")
+def test_deferred_gradients_go_through_the_overflow_with_the_same_bits():
+    ours, theirs = deferred("shared"), deferred("direct")
+    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
 
 
 # ---- what a review found -------------------------------------------------------------------------
@@ -237,16 +231,13 @@ def swapped_for_an_evaluation(settings):
     return whole_gradients(model)
 
 
-def swapped_both_ways(dtype):
+@pytest.mark.parametrize("dtype", [None, "bf16"])
+@on_ranks(2)
+def test_a_backward_sees_what_was_written_since_its_forward(dtype):
     settings = {"param_dtype": dtype} if dtype else {}
     ours = swapped_for_an_evaluation({"transport": "shared", **settings})
     theirs = swapped_for_an_evaluation({"transport": "direct", **settings})
-    return [name for name in ours if not torch.equal(ours[name], theirs[name])]
-
-
-@pytest.mark.parametrize("dtype", [None, "bf16"])
-def test_a_backward_sees_what_was_written_since_its_forward(ranks, dtype):
-    assert ranks(2)(swapped_both_ways, dtype) == [[], []]
+    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
 
 
 def writes_that_hide():

@@ -9,7 +9,7 @@ from torch import nn
 
 import fullshard as fs
 from fullshard.bench.ranks import proportional_bytes, return_free_memory
-from fullshard.engine.shard import plan_of
+from fullshard.engine.engine import engine_of
 
 WIDTH, NUM_BLOCKS = 4096, 7
 TOLERANCE = 0.02
@@ -61,7 +61,7 @@ def held_bytes(strategy, sizes):
     torch.distributed.barrier()
     growth = proportional_bytes() - before
     torch.distributed.barrier()  # shared pages count by who else holds them: nobody leaves early
-    plan = plan_of(kept[0])
+    plan = engine_of(kept[0]).plan
     return growth, {row.name: row.num_bytes for row in plan.memory}, plan.num_parameters
 
 

@@ -417,6 +417,7 @@ def test_the_waits_are_these():
     assert len(WAITS) == 30, WAITS
 
 
+@pytest.mark.short(12)
 @pytest.mark.parametrize("mutant", WAITS, ids=str)
 def test_a_wait_that_is_left_out_is_seen(mutant):
     assert is_caught(mutant)

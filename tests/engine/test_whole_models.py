@@ -59,7 +59,7 @@ def check_routed(settings):
     assert_parity(build_routed, route, settings)
 
 
-@pytest.mark.short(4)
+@pytest.mark.short(3)
 @pytest.mark.parametrize("wrap", ["auto", "none", ["Linear"]])
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
 def test_ranks_may_use_disjoint_experts(ranks, strategy, wrap):

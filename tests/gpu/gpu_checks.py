@@ -17,7 +17,7 @@ from torch import nn
 import fullshard as fs
 from fullshard.bench.cases import Case
 from fullshard.bench.engines import GPT
-from fullshard.engine.shard import plan_of
+from fullshard.engine.engine import engine_of
 from fullshard.launch import rendezvous
 from support.parity import assert_planned_events
 
@@ -134,7 +134,7 @@ def _train_and_measure(dtype: str, strategy: str) -> tuple[int, int, list[int]]:
         torch.cuda.synchronize()
         if step >= 3:  # the order of units is learned, the optimizer has its states
             peaks.append(torch.cuda.memory_stats()["requested_bytes.all.peak"])
-    return _allocated(), plan_of(model).peak_bytes["device"], peaks
+    return _allocated(), engine_of(model).plan.peak_bytes["device"], peaks
 
 
 def check_events(dtype: str, strategy: str) -> None:

@@ -1,15 +1,13 @@
 """An Accelerate loop on two ranks computes what it computes there under Accelerate's DDP."""
 
 import json
-import os
-import sys
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
-from support import forked as subprocess
+from support.trainers import launched
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.long]
 
@@ -17,19 +15,7 @@ SCRIPT = Path(__file__).with_name("accelerate_job.py")
 
 
 def run(folder, mode, *resume):
-    command = [sys.executable, "-m", "fullshard", "launch", "--nproc-per-node", "2"]
-    command += [
-        "--log-dir",
-        str(folder / "logs"),
-        str(SCRIPT),
-        mode,
-        str(folder),
-        *map(str, resume),
-    ]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=110, env=os.environ, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    launched(folder, SCRIPT, mode, folder, *resume)
     name = "-".join([mode, *(path.name for path in resume)])
     return json.loads((folder / f"{name}.json").read_text())
 

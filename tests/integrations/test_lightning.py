@@ -2,12 +2,12 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from support.peers import LIGHTNING, with_site
+from support.trainers import launched
 
 pytestmark = [pytest.mark.peers, pytest.mark.timeout(600)]
 
@@ -15,12 +15,8 @@ SCRIPT = Path(__file__).with_name("lightning_job.py")
 
 
 def run(folder, mode, form, *resume):
-    command = [sys.executable, "-m", "fullshard", "launch", "--nproc-per-node", "2"]
-    command += ["--log-dir", folder / "logs", SCRIPT, mode, folder, form, *resume]
-    done = subprocess.run(
-        [*map(str, command)], capture_output=True, text=True, timeout=150, env=with_site(*LIGHTNING)
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    env = with_site(*LIGHTNING)
+    launched(folder, SCRIPT, mode, folder, form, *resume, run=subprocess.run, env=env)
     name = "-".join([f"{mode}-{form}", *(path.parent.name for path in resume)])
     return json.loads((folder / f"{name}.json").read_text())
 

@@ -4,14 +4,14 @@ import importlib.util
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM
 
 from support.peers import LIGHTNING, with_site
+from support.trainers import launched, llama_config, word_tokenizer
 
 pytestmark = [pytest.mark.timeout(600)]
 
@@ -30,14 +30,7 @@ def changed(script, sed, folder):
 
 
 def run(script, folder, *words, env=None):
-    command = [sys.executable, "-m", "fullshard", "launch", "--nproc-per-node", "2"]
-    command += ["--log-dir", folder / "logs", script, *words]
-    done = subprocess.run(
-        [*map(str, command)], capture_output=True, text=True, timeout=280,
-        env=env or os.environ, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return launched(folder, script, *words, run=subprocess.run, env=env or os.environ)
 
 
 def losses(output):
@@ -85,23 +78,10 @@ def test_the_checkpoint_of_the_changed_loop_is_that_of_ddp(tmp_path):
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
     """A model with a tokenizer, and rows for each script."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
     folder = tmp_path_factory.mktemp("inputs")
-    words = ["<pad>", "<eos>", "<unk>", *(f"w{at}" for at in range(125))]
-    plain = Tokenizer(models.WordLevel({w: at for at, w in enumerate(words)}, unk_token="<unk>"))
-    plain.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=plain, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
-    )
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-    config = LlamaConfig(
-        vocab_size=128, **sizes, num_attention_heads=2, num_key_value_heads=2,
-        pad_token_id=0, bos_token_id=1, eos_token_id=1,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
+    LlamaForCausalLM(llama_config(128)).save_pretrained(folder / "model")
+    word_tokenizer(128).save_pretrained(folder / "model")
 
     def said(at, most):
         return " ".join(f"w{at * i % 120}" for i in range(1, 4 + at % most))

@@ -1,9 +1,7 @@
 """TrainingArguments of a sharded Trainer: the table in the documentation, and some of its rows."""
 
 import dataclasses
-import os
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +11,7 @@ from transformers.training_args import OptimizerNames
 
 from fullshard.errors import ConfigError
 from fullshard.integrations.accelerator import sharding_of
-from support import forked as subprocess
+from support.trainers import launched
 
 SCRIPT = Path(arguments_job.__file__)
 PAGE = Path(__file__).parents[2] / "docs" / "migrate" / "trainer_arguments.md"
@@ -58,13 +56,7 @@ def test_a_refused_argument_is_named(name, given, tmp_path):
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("arguments")
     for mode in ("ddp", "sharded"):
-        command = [sys.executable, "-m", "fullshard", "launch", "--nproc-per-node", "2"]
-        command += ["--log-dir", str(folder / f"logs-{mode}"), str(SCRIPT), mode, str(folder)]
-        done = subprocess.run(
-            [*command, *RUN], capture_output=True, text=True, timeout=290, env=os.environ,
-            check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stdout + done.stderr
+        launched(folder, SCRIPT, mode, folder, *RUN)
     return folder
 
 

@@ -1,13 +1,11 @@
 """TRL's trainers on two ranks compute what they compute there under their own DDP."""
 
 import json
-import os
-import sys
 from pathlib import Path
 
 import pytest
 
-from support import forked as subprocess
+from support.trainers import launched
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.long]
 
@@ -25,12 +23,7 @@ def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("trl")
     found = []
     for mode in ("ddp", "sharded"):
-        command = [sys.executable, "-m", "fullshard", "launch", "--nproc-per-node", "2"]
-        command += ["--log-dir", str(folder / f"logs-{mode}"), str(SCRIPT), mode, str(folder)]
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=290, env=os.environ, check=False
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
+        launched(folder, SCRIPT, mode, folder)
         found.append(json.loads((folder / f"{mode}.json").read_text()))
     return found
 

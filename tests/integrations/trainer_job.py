@@ -12,12 +12,12 @@ import transformers
 import trl
 from datasets import Dataset
 from peft import LoraConfig
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainingArguments
+from transformers import LlamaForCausalLM, TrainingArguments
+
+from support.trainers import llama_config, t5, word_tokenizer
 
 MODE, FOLDER = sys.argv[1], Path(sys.argv[2])
 NUM_RANKS = 1 if MODE == "plain" else 2
-WORDS = ["<pad>", "<eos>", "<unk>", *(f"w{i}" for i in range(61))]
 SEEN = ("loss", "eval_loss", "grad_norm", "mean_token_accuracy")
 
 
@@ -34,13 +34,7 @@ TRAINER, SFT_TRAINER = trainer_classes()
 
 def model(dtype=torch.float64):
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
-    config = LlamaConfig(
-        vocab_size=64, **sizes, **heads, max_position_embeddings=64,
-        pad_token_id=0, bos_token_id=1, eos_token_id=1,
-    )  # fmt: skip
-    return LlamaForCausalLM(config).to(dtype)
+    return LlamaForCausalLM(llama_config(64)).to(dtype)
 
 
 def settings(kind, name, **more):
@@ -88,15 +82,6 @@ def halves(kind):
     return [row["loss"] for row in history(trainer) if "loss" in row]
 
 
-def tokenizer():
-    vocabulary = {word: at for at, word in enumerate(WORDS)}
-    plain = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    plain.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=plain, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
-    )
-
-
 def finetune():
     rows = [
         {
@@ -111,7 +96,7 @@ def finetune():
     adapter = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     trainer = SFT_TRAINER(
         model=model(torch.float32), args=arguments, train_dataset=Dataset.from_list(rows),
-        processing_class=tokenizer(), peft_config=adapter,
+        processing_class=word_tokenizer(64), peft_config=adapter,
     )  # fmt: skip
     trainer.train()
     trainer.save_model(str(FOLDER / "sft" / "final"))
@@ -122,20 +107,7 @@ def finetune():
 def generate():
     """Sequence to sequence, with answers of different lengths: ranks stop at different times."""
     torch.manual_seed(0)
-    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
-    config = transformers.T5Config(
-        vocab_size=64,
-        **sizes,
-        dropout_rate=0.0,
-        decoder_start_token_id=0,
-        pad_token_id=0,
-        eos_token_id=1,
-    )
-    found = transformers.T5ForConditionalGeneration(config).double()
-    with torch.no_grad():
-        for param in found.parameters():
-            param.mul_(3)
-    found.generation_config.eos_token_id = list(range(1, 24))
+    found = t5(64)
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(1, 64, (24, 9), generator=generator).tolist()
     rows = [{"input_ids": row, "labels": row[:5]} for row in tokens]

@@ -9,13 +9,13 @@ import torch
 import trl
 from datasets import Dataset
 from peft import LoraConfig
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM
 from trl.experimental.gkd import GKDConfig, GKDTrainer
+
+from support.trainers import llama_config, word_tokenizer
 
 MODE, FOLDER = sys.argv[1], Path(sys.argv[2])
 NUM_WORDS = 600  # so many that an untied head is larger than a block
-WORDS = ["<pad>", "<eos>", "<unk>", *(f"w{i}" for i in range(NUM_WORDS - 3))]
 SEEN = ("loss", "grad_norm", "entropy", "rewards/margins", "reward", "kl")
 
 
@@ -28,24 +28,14 @@ def trainer_of(kind):
 
 
 def tokenizer():
-    plain = Tokenizer(models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="<unk>"))
-    plain.pre_tokenizer = pre_tokenizers.Whitespace()
-    found = PreTrainedTokenizerFast(
-        tokenizer_object=plain, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
-    )
+    found = word_tokenizer(NUM_WORDS)
     found.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
     return found
 
 
 def model(*, tied, seed=0):
     torch.manual_seed(seed)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-    config = LlamaConfig(
-        vocab_size=NUM_WORDS, **sizes, num_attention_heads=2, num_key_value_heads=2,
-        max_position_embeddings=64, tie_word_embeddings=tied,
-        pad_token_id=0, bos_token_id=1, eos_token_id=1,
-    )  # fmt: skip
-    return LlamaForCausalLM(config)
+    return LlamaForCausalLM(llama_config(NUM_WORDS, tie_word_embeddings=tied))
 
 
 def words(at, most=9):

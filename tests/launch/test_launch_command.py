@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from fullshard.cli.app import run
 from support import forked
 from support.processes import free_port, wait_until
 
@@ -157,8 +158,6 @@ def test_a_file_of_accelerates_says_which_machine_this_is(launch, tmp_path):
     ],
 )
 def test_flags_replace_what_the_file_says_of_machines(words, said, tmp_path, capfd):
-    from fullshard.cli.app import run
-
     file = tmp_path / "machines.yaml"
     text = ACCELERATE.replace("num_processes: 2", "num_processes: 16")
     file.write_text(text.format(port=29500, node=1))
@@ -167,8 +166,6 @@ def test_flags_replace_what_the_file_says_of_machines(words, said, tmp_path, cap
 
 
 def test_a_file_of_two_machines_without_an_address_is_refused(tmp_path, capfd):
-    from fullshard.cli.app import run
-
     file = tmp_path / "machines.yaml"
     file.write_text(ACCELERATE.replace("main_process_ip: 127.0.0.1\n", "").format(port=1, node=1))
     assert run(["launch", "--config_file", str(file), "-m", "x"]) == 2
@@ -189,8 +186,6 @@ def test_all_ranks_start_again_after_a_failure_as_often_as_is_allowed(launch, tm
 
 @pytest.mark.parametrize("module", ["no.such.module", "nosuch", "json"])
 def test_a_module_that_cannot_run_is_one_error(module, capfd, tmp_path):
-    from fullshard.cli.app import run
-
     logs = ["--log-dir", str(tmp_path)]
     assert run(["launch", "--nproc-per-node", "2", *logs, "-m", module]) == 2
     err = capfd.readouterr().err
@@ -233,8 +228,6 @@ def test_a_hang_of_a_script_without_fullshard_is_named(launch, tmp_path):
     ],
 )
 def test_a_mistaken_launch_is_one_error(words, message, capfd):
-    from fullshard.cli.app import run
-
     assert run(["launch", *words]) == 2
     assert message in capfd.readouterr().err
 

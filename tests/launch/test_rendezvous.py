@@ -4,7 +4,6 @@ import os
 import socket
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -14,8 +13,6 @@ from fullshard.launch import rendezvous
 from support import forked as subprocess
 from support.processes import free_port
 
-ROOT = Path(__file__).parents[2]
-
 
 @pytest.fixture(autouse=True)
 def _launched_by_nobody(monkeypatch):
@@ -23,6 +20,40 @@ def _launched_by_nobody(monkeypatch):
         monkeypatch.delenv(name)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def torchrun(monkeypatch):
+    """`torchrun(rank=1)` sets what torchrun does for this rank of some on other machines."""
+
+    def set_variables(*, rank=0, size=1, port=29500, address="127.0.0.1", **more):
+        place = {"MASTER_ADDR": address, "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "x"}
+        local = {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+        for name, value in {"RANK": rank, "WORLD_SIZE": size, **local, **place, **more}.items():
+            monkeypatch.setenv(name, str(value))
+
+    return set_variables
+
+
+@pytest.fixture
+def srun(monkeypatch):
+    """`srun(tasks)` sets what srun does for the first of these tasks, all on one machine."""
+
+    def set_variables(tasks, **more):
+        ids = {"STEP_ID": 0, "PROCID": 0, "LOCALID": 0}
+        ids |= {"STEP_NUM_TASKS": tasks, "STEP_TASKS_PER_NODE": tasks}
+        for name, value in ({f"SLURM_{name}": n for name, n in ids.items()} | more).items():
+            monkeypatch.setenv(name, str(value))
+
+    return set_variables
+
+
+def meeting(tmp_path, *variables):
+    """Ranks with these variables meet."""
+    command = [sys.executable, "-m", "support.launch_job", "meet", str(tmp_path)]
+    processes = [subprocess.Popen(command, env={**os.environ, **own}) for own in variables]
+    assert [process.wait(timeout=60) for process in processes] == [0, 0]
+    assert {(tmp_path / f"sum_{rank}").read_text() for rank in range(2)} == {"gloo 1 3.0"}
 
 
 def test_ranks_of_torchrun_meet(tmp_path):
@@ -34,35 +65,23 @@ def test_ranks_of_torchrun_meet(tmp_path):
 
 
 def test_tasks_of_srun_meet_at_the_first_hosts_port(tmp_path):
-    port = free_port()
     step = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}
-    place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    processes = []
-    for rank in range(2):
-        task = {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}
-        command = [sys.executable, "-m", "support.launch_job", "meet", str(tmp_path)]
-        processes.append(subprocess.Popen(command, env={**os.environ, **step, **place, **task}))
-    assert [process.wait(timeout=60) for process in processes] == [0, 0]
-    assert {(tmp_path / f"sum_{rank}").read_text() for rank in range(2)} == {"gloo 1 3.0"}
+    step |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+    tasks = [{"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(2)]
+    meeting(tmp_path, *(step | task for task in tasks))
 
 
 @pytest.mark.parametrize("launcher", ["srun", "mpirun"])
 def test_ranks_of_one_machine_meet_at_a_port_that_nobody_chose(launcher, tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    processes = []
-    for rank in range(2):
-        if launcher == "srun":
-            job = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
-            names = ["SLURM_PROCID", "SLURM_LOCALID"]
-        else:
-            job = {"PMIX_NAMESPACE": "prte-7@1"}
-            names = ["OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"]
-            job |= dict.fromkeys(["OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"], "2")
-        task = dict.fromkeys(names, str(rank))
-        command = [sys.executable, "-m", "support.launch_job", "meet", str(tmp_path)]
-        processes.append(subprocess.Popen(command, env={**os.environ, **job, **task}))
-    assert [process.wait(timeout=60) for process in processes] == [0, 0]
-    assert {(tmp_path / f"sum_{rank}").read_text() for rank in range(2)} == {"gloo 1 3.0"}
+    if launcher == "srun":
+        job = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
+        names = ["SLURM_PROCID", "SLURM_LOCALID"]
+    else:
+        job = {"PMIX_NAMESPACE": "prte-7@1"}
+        names = ["OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"]
+        job |= dict.fromkeys(["OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"], "2")
+    meeting(tmp_path, *(job | dict.fromkeys(names, str(rank)) for rank in range(2)))
     assert not list(tmp_path.glob("fullshard-*"))
 
 
@@ -98,13 +117,8 @@ def test_ranks_wait_for_rank_0_to_prepare_and_name_what_it_fails_of(how, tmp_pat
         assert "Rank 0 has ended" in said[1][1]
 
 
-def test_tasks_of_srun_without_a_port_are_told_which_variable_is_missing(monkeypatch):
-    monkeypatch.setenv("SLURM_STEP_ID", "0")
-    monkeypatch.setenv("SLURM_PROCID", "0")
-    monkeypatch.setenv("SLURM_LOCALID", "0")
-    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
-    monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "2")
-    monkeypatch.setenv("SLURM_STEP_NODELIST", "gpu[07-08]")
+def test_tasks_of_srun_without_a_port_are_told_which_variable_is_missing(srun):
+    srun(2, SLURM_STEP_NODELIST="gpu[07-08]")
     with pytest.raises(
         ConfigError, match=r"MASTER_PORT: expected a free port on gpu07 under slurm"
     ):
@@ -112,13 +126,8 @@ def test_tasks_of_srun_without_a_port_are_told_which_variable_is_missing(monkeyp
 
 
 @pytest.mark.timeout(50)  # torch would look for its own store for a minute
-def test_rank_0_that_is_given_another_machines_address_names_the_variable(monkeypatch):
-    with socket.create_server(("", 0)) as server:
-        port = server.getsockname()[1]
-    ids = {"STEP_ID": 0, "PROCID": 0, "LOCALID": 0, "STEP_NUM_TASKS": 2, "STEP_TASKS_PER_NODE": 2}
-    place = {"MASTER_ADDR": "no-such-host.invalid", "MASTER_PORT": port}
-    for name, value in ({f"SLURM_{n}": v for n, v in ids.items()} | place).items():
-        monkeypatch.setenv(name, str(value))
+def test_rank_0_that_is_given_another_machines_address_names_the_variable(srun):
+    srun(2, MASTER_ADDR="no-such-host.invalid", MASTER_PORT=free_port())
     with pytest.raises(ConfigError, match=r"MASTER_ADDR: .* got no-such-host.invalid: port"):
         rendezvous.init_process_group()
 
@@ -134,103 +143,73 @@ def test_a_loopback_that_is_down_is_named_at_once():
     assert "Network is unreachable). Bring up the loopback interface" in done.stderr
 
 
-def test_a_port_that_another_process_uses_is_named(monkeypatch):
+def test_a_port_that_another_process_uses_is_named(torchrun):
     with socket.create_server(("127.0.0.1", 0)) as server:
-        port = str(server.getsockname()[1])
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "x"}
-        ranks = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-        for name, value in {**ranks, **place}.items():
-            monkeypatch.setenv(name, value)
+        port = server.getsockname()[1]
+        torchrun(port=port)
         with pytest.raises(ConfigError, match=f"MASTER_PORT: expected a free port, got {port}"):
             rendezvous.init_process_group(5.0)
 
 
-def test_ranks_without_a_place_to_meet_are_told_which_variable_is_missing(monkeypatch):
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.delenv("MASTER_ADDR", raising=False)
+def test_ranks_without_a_place_to_meet_are_told_which_variable_is_missing(torchrun, monkeypatch):
+    torchrun(size=2, LOCAL_WORLD_SIZE=2)
+    for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name)
     with pytest.raises(ConfigError, match="MASTER_ADDR and MASTER_PORT: expected the address"):
         rendezvous.init_process_group()
 
 
-def test_an_address_that_nobody_answers_is_named_within_the_timeout(monkeypatch):
+def test_an_address_that_nobody_answers_is_named_within_the_timeout(torchrun):
     with socket.socket() as closed:  # bound and not listening: connections are refused
         closed.bind(("127.0.0.1", 0))
         port = closed.getsockname()[1]
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "x"}
-        ranks = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-        for name, value in (place | ranks).items():
-            monkeypatch.setenv(name, value)
+        torchrun(rank=1, size=2, port=port)
         began = time.monotonic()
         with pytest.raises(HangError, match=f"rank 0's store at 127.0.0.1:{port}, got Connection"):
             rendezvous.init_process_group(timeout_s=1.0)
         assert time.monotonic() - began < 30
 
 
-def test_an_interface_that_is_not_there_is_named(monkeypatch):
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    ranks = {"RANK": "0", "WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": "no-such"}
-    for name, value in {**place, **ranks, "TORCHELASTIC_RUN_ID": "x"}.items():
-        monkeypatch.setenv(name, value)
+def test_an_interface_that_is_not_there_is_named(torchrun):
+    torchrun(port=free_port(), GLOO_SOCKET_IFNAME="no-such")
     with pytest.raises(ConfigError, match=r"GLOO_SOCKET_IFNAME: .* got 'no-such'\. Unset"):
         rendezvous.init_process_group(5.0)
 
 
-def test_rank_0_that_nobody_joins_names_the_variables(monkeypatch):
+def test_rank_0_that_nobody_joins_names_the_variables(torchrun, monkeypatch):
     """Such as a shell with RANK of an older launch: torch's error had a traceback."""
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    for name, value in {
-        **place,
-        "RANK": "0",
-        "WORLD_SIZE": "2",
-        "TORCHELASTIC_RUN_ID": "x",
-    }.items():
-        monkeypatch.setenv(name, value)
+    torchrun(size=2, port=free_port())
     monkeypatch.setattr(rendezvous, "TIMEOUT_MARGIN_S", 0.0)
     with pytest.raises(HangError, match=r"expected 2 ranks, got .* 1/2 clients joined\. Start all"):
         rendezvous.init_process_group(1.0)
 
 
 @pytest.mark.parametrize(("rank", "error"), [("0", ConfigError), ("1", HangError)])
-def test_a_name_that_no_host_can_have_is_named(rank, error, monkeypatch):
-    place = {"MASTER_ADDR": "a..b", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "x"}
-    ranks = {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    for name, value in (place | ranks).items():
-        monkeypatch.setenv(name, value)
+def test_a_name_that_no_host_can_have_is_named(rank, error, torchrun):
+    torchrun(rank=rank, size=2, address="a..b")
     with pytest.raises(error, match=r"MASTER_ADDR.*a\.\.b.*label empty"):
         rendezvous.init_process_group(timeout_s=0.5)
 
 
-@pytest.mark.parametrize(
-    ("task", "visible", "device"),
-    [({"SLURM_LOCALID": "3"}, 1, "cuda:0"), ({"SLURM_LOCALID": "3"}, 4, "cuda:3")],
-)
-def test_a_task_computes_on_the_one_gpu_that_it_sees(task, visible, device, monkeypatch):
+@pytest.mark.parametrize(("visible", "device"), [(1, "cuda:0"), (4, "cuda:3")])
+def test_a_task_computes_on_the_one_gpu_that_it_sees(visible, device, srun, monkeypatch):
     # The library's answers about GPUs are replaced: there is none here.
-    step = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "4"}
-    for name, value in {**step, "SLURM_PROCID": "3", **task}.items():
-        monkeypatch.setenv(name, value)
+    srun(4, SLURM_PROCID=3, SLURM_LOCALID=3)
     chosen = []
     monkeypatch.setattr("torch.cuda.device_count", lambda: visible)
     monkeypatch.setattr("torch.cuda.set_device", chosen.append)
-    launch = read_launch_environment()
-    assert launch is not None
-    assert str(rendezvous._cuda_device(launch)) == device
+    assert str(rendezvous._cuda_device(read_launch_environment())) == device
     assert [str(one) for one in chosen] == [device]
 
 
-def test_ranks_of_one_launcher_see_the_same_gpus(monkeypatch):
-    for name, value in {"RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}.items():
-        monkeypatch.setenv(name, str(value))
+def test_ranks_of_one_launcher_see_the_same_gpus(torchrun, monkeypatch):
+    torchrun(rank=1, size=2, LOCAL_RANK=1, LOCAL_WORLD_SIZE=2)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    launch = read_launch_environment()
-    assert launch is not None
     with pytest.raises(ConfigError, match=r"at most 1 ranks on this machine.*got 2"):
-        rendezvous._cuda_device(launch)
+        rendezvous._cuda_device(read_launch_environment())
 
 
-def test_ranks_that_share_a_gpu_are_told_so(monkeypatch):
+def test_ranks_that_share_a_gpu_are_told_so(torchrun, monkeypatch):
     import torch.distributed as dist
 
     # As NCCL says it, which compares the GPUs of all ranks, however they are numbered.
@@ -240,10 +219,7 @@ def test_ranks_that_share_a_gpu_are_told_so(monkeypatch):
         assert str(given["device_id"]) == "cuda:0"
         raise dist.DistBackendError(said)
 
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    ranks = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    for name, value in (place | ranks | {"TORCHELASTIC_RUN_ID": "x"}).items():
-        monkeypatch.setenv(name, value)
+    torchrun(size=2, port=free_port())
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     monkeypatch.setattr("torch.cuda.set_device", lambda _: None)

@@ -7,13 +7,10 @@ import subprocess
 import sys
 import termios
 import time
-from pathlib import Path
 
 import pytest
 
 from support.processes import assert_all_end, read_pids, wait_until
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -34,14 +31,22 @@ def launch(tmp_path, monkeypatch):
         process.wait()
 
 
-@pytest.mark.parametrize("how", ["started", "forked"])
-def test_ctrl_c_ends_all_ranks_in_order_with_code_130(launch, tmp_path, monkeypatch, how):
+@pytest.mark.parametrize(
+    ("number", "code", "how"),
+    [
+        (signal.SIGINT, 130, "started"),
+        (signal.SIGINT, 130, "forked"),
+        (signal.SIGTERM, 75, "started"),
+        (signal.SIGQUIT, 75, "started"),
+    ],
+)
+def test_a_signal_lets_all_ranks_leave_in_order(launch, tmp_path, monkeypatch, number, code, how):
     if how == "forked":
         monkeypatch.setenv("FORKS", "")
     launcher = launch("fork_and_sleep", str(tmp_path))
     pids = read_pids(tmp_path, 2)
-    launcher.send_signal(signal.SIGINT)
-    assert launcher.wait(timeout=60) == 130
+    launcher.send_signal(number)
+    assert launcher.wait(timeout=60) == code
     assert_all_end(pids)
     assert (tmp_path / "finally_0").exists()
     assert (tmp_path / "finally_1").exists()
@@ -57,17 +62,6 @@ def test_ctrl_c_does_not_wait_for_the_imports_of_the_server(launch, tmp_path, mo
         wait_until((tmp_path / "logs" / "rank_0.log").exists, 60, "the launcher waits")
         launcher.send_signal(signal.SIGINT)
         assert launcher.wait(timeout=30) == 130
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGQUIT])
-def test_a_stop_lets_the_ranks_leave_in_order_with_code_75(launch, tmp_path, number):
-    launcher = launch("fork_and_sleep", str(tmp_path))
-    pids = read_pids(tmp_path, 2)
-    launcher.send_signal(number)
-    assert launcher.wait(timeout=60) == 75
-    assert_all_end(pids)
-    assert (tmp_path / "finally_0").exists()
-    assert (tmp_path / "finally_1").exists()
 
 
 def test_a_hangup_that_nohup_ignores_does_not_stop_the_ranks(launch, tmp_path):

@@ -30,13 +30,15 @@ class Done:
         return json.loads(self.out)
 
 
-def call(folder: Path, *words: object) -> Done:
-    """Run a command; its output goes through files in `folder`."""
+def call(folder: Path, *words: object, code: int | None = None) -> Done:
+    """Run a command that ends with this exit code; its output goes through files in `folder`."""
     from fullshard.cli.app import run
 
     with output_in(folder), forked.launching():
         exit_code = run([str(word) for word in words])
-    return Done(exit_code, (folder / "out").read_text(), (folder / "err").read_text())
+    done = Done(exit_code, (folder / "out").read_text(), (folder / "err").read_text())
+    assert code in (None, exit_code), f"expected exit code {code}, got {exit_code}:\n{done.err}"
+    return done
 
 
 @contextlib.contextmanager

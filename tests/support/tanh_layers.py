@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
+
+from support.lazy import fj, jax, jnp, optax
+
 WIDTH, LAYERS = 64, 6
 
 
 def compiled(config, shard=2, num_layers=LAYERS):
     """A compiled step of tanh layers, its plan, and a way to run it."""
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-    import optax
-
-    import fullshard.jax as fj
-
     shapes = {"layers": {"w": jax.ShapeDtypeStruct((num_layers, WIDTH, WIDTH), jnp.float32)}}
     mesh = fj.make_mesh(1, shard, devices=jax.devices()[:shard])
     plan = fj.plan(shapes, config, mesh, blocks=["layers"])

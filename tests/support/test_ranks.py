@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import time
 import warnings
 from dataclasses import dataclass
@@ -10,6 +11,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
+import torch.distributed as dist
 
 from support.ranks import RankError, RankPool, on_ranks
 
@@ -38,33 +41,22 @@ class Sent:
 
 
 def sum_over_ranks(sent):
-    import torch
-    import torch.distributed as dist
-
     total = torch.tensor(sent.value + dist.get_rank())
     dist.all_reduce(total)
     return dist.get_rank(), Sent(total.item())
 
 
 def seeded_draw():
-    import random
-
-    import torch
-
     return torch.rand(()).item(), random.random(), torch.get_num_threads()
 
 
 def raise_on_rank_one():
-    import torch.distributed as dist
-
     if dist.get_rank() == 1:
         raise ValueError("rank one says no")
     dist.barrier()  # never completes
 
 
 def raise_everywhere():
-    import torch.distributed as dist
-
     raise ValueError(f"voice of rank {dist.get_rank()}")
 
 
@@ -74,8 +66,6 @@ def failing_assert():
 
 
 def hang_on_rank_zero():
-    import torch.distributed as dist
-
     if dist.get_rank() == 0:
         sleep_by_a_name_of_its_own()
 
@@ -93,9 +83,6 @@ def warn():
 
 
 def leave_a_mess():
-    import torch
-    import torch.distributed as dist
-
     dist.new_group([0, 1])
     torch.set_default_dtype(torch.float64)
     torch.set_num_threads(2)
@@ -103,9 +90,6 @@ def leave_a_mess():
 
 
 def state():
-    import torch
-    import torch.distributed as dist
-
     groups = len(dist.distributed_c10d._world.pg_map)
     return groups, str(torch.get_default_dtype()), "LEFT_BY_A_TEST" in os.environ
 
@@ -115,8 +99,6 @@ def process_id():
 
 
 def leave_the_group():
-    import torch.distributed as dist
-
     dist.destroy_process_group()
 
 
@@ -235,8 +217,6 @@ def test_a_body_that_leaves_a_sharded_model_alive_is_told_so(lone_pool):
 
 @on_ranks("size")
 def leave_a_file(tmp_path):
-    import torch.distributed as dist
-
     (tmp_path / f"{dist.get_rank()}").touch()
 
 

@@ -46,8 +46,7 @@ def test_bad_input_is_said_before_any_rank_starts(
     monkeypatch.chdir(tmp_path)
     before = sorted(tmp_path.iterdir())
     words, code, expected = CASES[name]
-    done = fullshard("train", config, *words)
-    assert done.exit_code == code
+    done = fullshard("train", config, *words, code=code)
     assert expected in done.err
     assert done.out == ""
     assert sorted(tmp_path.iterdir()) == before
@@ -91,8 +90,7 @@ def test_a_second_start_leaves_a_live_run_alone(tmp_path, fullshard, write_confi
     with begin(tmp_path / "run", "train") as (folder, _):
         before = {file: file.read_bytes() for file in folder.path.rglob("*") if file.is_file()}
         for words in ((), ("--dry-run",), ("--resume", "never")):
-            done = fullshard("train", config, *words)
-            assert done.exit_code == 2
+            done = fullshard("train", config, *words, code=2)
             assert f"whose run is still going on (process {os.getpid()} on host" in done.err
         after = {file: file.read_bytes() for file in folder.path.rglob("*") if file.is_file()}
         assert after == before
@@ -101,8 +99,7 @@ def test_a_second_start_leaves_a_live_run_alone(tmp_path, fullshard, write_confi
 def test_dry_run_shows_the_plan_and_writes_nothing(tmp_path, fullshard, write_config):
     config = write_config(tmp_path)
     before = sorted(tmp_path.iterdir())
-    done = fullshard("train", config, "--dry-run", "--json")
-    assert done.exit_code == 0
+    done = fullshard("train", config, "--dry-run", "--json", code=0)
     planned = json.loads(done.out)["planned"]
     assert (planned["world_size"], planned["num_steps"]) == (2, 6)
     assert "2 ranks (replicate 1 x shard 2)" in done.err
@@ -150,8 +147,7 @@ def test_an_index_without_its_files_is_refused_rather_than_trained_from_random_w
     (folder / "config.json").write_text('{"model_type": "llama", "hidden_size": 64}')
     (folder / index).write_text(json.dumps(INDEX))
     key = "teacher" if command == "distill" else "model"
-    done = fullshard(command, write_config(tmp_path), f"{key}={folder}")
-    assert done.exit_code == 2
+    done = fullshard(command, write_config(tmp_path), f"{key}={folder}", code=2)
     assert "weights: expected" in done.err
     assert str(folder) in done.err
     assert not (tmp_path / "run").exists()

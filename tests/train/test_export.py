@@ -41,13 +41,18 @@ SIZES = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_folder_equals_what_transformers_saves(name, tmp_path):
+def made(name):
+    """A configuration that fits the tokenizer beside it, and a model of it."""
     quiet_libraries()
     tokenizer = train_tokenizer(["some text"], 300)
     config = config_from_settings({**SIZES, **MODELS[name]})
     fit_to_tokenizer(config, tokenizer)
-    model = build_model(config, None, torch.float32, seed=5)
+    return config, tokenizer, build_model(config, None, torch.float32, seed=5)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_folder_equals_what_transformers_saves(name, tmp_path):
+    config, tokenizer, model = made(name)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += torch.rand_like(parameter)  # ones and zeros would hide faults
@@ -66,11 +71,8 @@ def test_folder_equals_what_transformers_saves(name, tmp_path):
 
 
 def test_a_model_from_full_weights_replaces_the_older_one_as_a_whole(tmp_path, monkeypatch):
-    quiet_libraries()
-    tokenizer = train_tokenizer(["some text"], 300)
-    config = config_from_settings({**SIZES, **MODELS["tied llama"]})
-    fit_to_tokenizer(config, tokenizer)
-    weights = build_model(config, None, torch.float32, seed=5).state_dict()
+    config, tokenizer, model = made("tied llama")
+    weights = model.state_dict()
     folder = tmp_path / "model"
     for left in ("model", ".model.saving-0", ".model.old-0"):  # a kill between two renames
         (tmp_path / left).mkdir()
@@ -91,12 +93,8 @@ def test_a_model_from_full_weights_replaces_the_older_one_as_a_whole(tmp_path, m
 
 
 def test_adapters_replace_older_ones_as_a_whole(tmp_path, monkeypatch):
-    quiet_libraries()
-    tokenizer = train_tokenizer(["some text"], 300)
-    config = config_from_settings({**SIZES, **MODELS["untied llama"]})
-    fit_to_tokenizer(config, tokenizer)
+    config, tokenizer, model = made("untied llama")
     lora = LoraConfig(r=2)
-    model = build_model(config, None, torch.float32, seed=5)
     add_adapters(model, lora)
     fs.shard(model)
     adapters = Adapters(lora, None, tmp_path / "adapter")
@@ -118,11 +116,7 @@ def test_adapters_replace_older_ones_as_a_whole(tmp_path, monkeypatch):
 
 
 def on_a_rank(folder, cap):
-    quiet_libraries()
-    tokenizer = train_tokenizer(["some text"], 300)
-    config = config_from_settings({**SIZES, **MODELS["mixture of experts"]})
-    fit_to_tokenizer(config, tokenizer)
-    model = build_model(config, None, torch.float32, seed=5)
+    config, tokenizer, model = made("mixture of experts")
     if dist.get_rank() == 0:
         model.save_pretrained(folder / "theirs", max_shard_size=cap)
     return save_model(fs.shard(model), config, tokenizer, folder / "ours", max_file_bytes=cap)
@@ -147,11 +141,8 @@ def test_ranks_take_turns_in_writing_files(ranks, tmp_path):
 
 def on_a_full_disk(folder):
     """The second rank cannot write its first file; both must hear of it, and nobody waits."""
-    quiet_libraries()
-    tokenizer = train_tokenizer(["some text"], 300)
-    config = config_from_settings({**SIZES, **MODELS["untied llama"]})
-    fit_to_tokenizer(config, tokenizer)
-    model = fs.shard(build_model(config, None, torch.float32, seed=5))
+    config, tokenizer, model = made("untied llama")
+    fs.shard(model)
     if dist.get_rank() == 1:
         limit = 10_000  # bytes a file may have
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))

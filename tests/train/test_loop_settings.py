@@ -30,8 +30,7 @@ def run(tmp_path_factory, fullshard):
     folder = tmp_path_factory.mktemp("settings")
     (folder / "text.txt").write_text(seeded_text(300))
     (folder / "config.yaml").write_text(CONFIG.format(folder=folder))
-    done = fullshard("train", folder / "config.yaml")
-    assert done.exit_code == 0, done.err
+    done = fullshard("train", folder / "config.yaml", code=0)
     return done, folder / "run"
 
 
@@ -46,8 +45,7 @@ def test_the_run_ends_early_is_finished_and_says_so(run, fullshard):
     )
     assert "after step 6" in done.out
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-00000006"]
-    planned = fullshard("train", folder.parent / "config.yaml", "--dry-run")
-    assert planned.exit_code == 0, planned.err
+    fullshard("train", folder.parent / "config.yaml", "--dry-run", code=0)
 
 
 def test_tf32_sets_the_precision_of_float32_matrix_products(run):
@@ -92,8 +90,7 @@ def test_a_new_run_from_its_checkpoint_counts_anew(run, fullshard):
     _, folder = run
     other = folder.with_name("other")
     words = ("--resume", folder / "checkpoints", f"output_dir={other}", "max_steps=8")
-    done = fullshard("train", folder.parent / "config.yaml", *words, "ema_decay=null")
-    assert done.exit_code == 0, done.err
+    done = fullshard("train", folder.parent / "config.yaml", *words, "ema_decay=null", code=0)
     assert [row["step"] for row in read_rows(other / "metrics.jsonl") if "loss" in row] == [7, 8]
     assert (done.out + done.err).count("average of the weights is dropped") == 1
     assert not (other / "model_ema").exists()

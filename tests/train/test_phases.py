@@ -14,6 +14,7 @@ from fullshard.config.load import load_config
 from fullshard.models.build import given_model_config
 from fullshard.outlook.memory import WeightsSource
 from fullshard.outlook.predict import Machine
+from fullshard.recipes.base import Seat
 from fullshard.recipes.pretrain.recipe import sharded
 from fullshard.run.optim import build_optimizer
 from fullshard.run.outlook import look_at, storage_of
@@ -34,7 +35,7 @@ def config_of(recompute, folder):
 
 
 def build(config):
-    return sharded(config, given_model_config(config), CPU)
+    return sharded(config, given_model_config(config), Seat(0, 1, CPU))
 
 
 def forward(config):

@@ -203,8 +203,7 @@ def test_a_start_that_another_one_overtakes_names_it(calm, tmp_path, monkeypatch
         return found
 
     monkeypatch.setattr(run_start, "goes_on", overtaken)
-    done = fullshard("train", calm, f"output_dir={run}", "max_steps=26", "--dry-run")
-    assert done.exit_code == 2
+    done = fullshard("train", calm, f"output_dir={run}", "max_steps=26", "--dry-run", code=2)
     assert "training.output_dir: expected a folder that no run uses" in done.err
 
 
@@ -306,8 +305,7 @@ def test_dry_run_says_what_a_resume_would_do_or_refuse(
     monkeypatch.chdir(tmp_path)
     run = str(calm.parent / "run")
     words = [word.replace("RUN", run).replace("NEW", "new") for word in words]
-    done = fullshard("train", calm, *words, "--dry-run")
-    assert done.exit_code == code
+    done = fullshard("train", calm, *words, "--dry-run", code=code)
     assert said in done.out + done.err + caplog.text
 
 
@@ -316,8 +314,7 @@ def test_dry_run_names_the_checkpoint_that_a_restart_loads(calm, tmp_path, fulls
     state = tmp_path / "run" / "checkpoints" / "step-00000024" / "state.json"
     state.write_text(state.read_text().replace("{", "[", 1))  # of the same size
     done = fullshard("train", calm, f"output_dir={tmp_path}/new", "max_steps=26", "--dry-run",
-                     "--resume", tmp_path / "run")  # fmt: skip
-    assert done.exit_code == 0, done.err
+                     "--resume", tmp_path / "run", code=0)  # fmt: skip
     assert "a new run begins with the model and optimizer of step 16" in done.out + done.err
 
 
@@ -339,12 +336,10 @@ def test_a_run_that_goes_on_keeps_its_tokens_and_reads_its_record(calm, tmp_path
     text = tmp_path / "text.txt"
     text.write_text(text.read_text().replace("1 and 1 is 2", "1 and 1 is 3", 1))  # as many tokens
     shutil.rmtree(tmp_path / "run" / "data")  # as a kill leaves it while its parts are replaced
-    changed = fullshard(*words)
-    assert changed.exit_code == 2
+    changed = fullshard(*words, code=2)
     assert "data.path: expected the data of the run that resumes" in changed.err
     for wrong in ({"planned": "x"}, {"planned": {"samples_per_step": -4}}, {"measured": None}):
         record = json.loads((calm.parent / "run" / "run.json").read_text())
         (tmp_path / "run" / "run.json").write_text(json.dumps({**record, **wrong}))
-        broken = fullshard(*words)
-        assert broken.exit_code == 2, broken.err
+        broken = fullshard(*words, code=2)
         assert "run.json: expected the record of a run" in broken.err

@@ -25,9 +25,14 @@ from fullshard.run.schedule import plan_steps
 from support.text import seeded_text
 
 LENGTH, BUFFER = 16, 24
-STREAMED = DatasetSettings(
-    LENGTH, 300, DataConfig(validation_fraction=0.1, streaming=True, shuffle_buffer=BUFFER), seed=3
-)
+
+
+def streamed(buffer):
+    data = DataConfig(validation_fraction=0.1, streaming=True, shuffle_buffer=buffer)
+    return DatasetSettings(LENGTH, 300, data, seed=3)
+
+
+STREAMED = streamed(BUFFER)
 
 
 @pytest.fixture(autouse=True)
@@ -152,13 +157,13 @@ def test_a_buffer_above_the_data_is_one_pass_with_a_share_for_every_source(
     found = [
         replace(s, weight=w) for s, w in zip(sources(tmp_path, 300, 200), weights, strict=True)
     ]
-    large = replace(STREAMED, shuffle_buffer=10**7)
+    large = streamed(10**7)
     if weights[1] == 1e6:
         with pytest.raises(ConfigError, match=r"got \d+ \(one pass at most\) and none for .*0.txt"):
             make_dataset(found, large, tokenizer)
         return
     facts = make_dataset(found, large, tokenizer).facts
-    one_pass = replace(STREAMED, shuffle_buffer=facts.num_train_sequences)
+    one_pass = streamed(facts.num_train_sequences)
     assert facts == make_dataset(found, one_pass, tokenizer).facts  # the fingerprint, too
     assert sum(places for _, places in facts.mixture) == facts.shuffle_buffer > BUFFER
 

@@ -35,8 +35,7 @@ def config(tmp_path):
 
 
 def test_sound_sharding_is_equal_in_float64_and_in_its_own_dtype(fullshard, config):
-    done = fullshard("verify", config, "sharding.grad_sync=last_micro_batch", "--json")
-    assert done.exit_code == 0, done.err
+    done = fullshard("verify", config, "sharding.grad_sync=last_micro_batch", "--json", code=0)
     result = json.loads(done.out)
     assert (result["equal"], result["verdict"], result["injected"]) == (True, "equal", None)
     assert (result["model"], result["strategy"]) == ("Qwen2ForCausalLM", "shard_grad_op")
@@ -54,8 +53,7 @@ def test_sound_sharding_is_equal_in_float64_and_in_its_own_dtype(fullshard, conf
 
 
 def test_fault_ends_with_code_8_and_is_named(fullshard):
-    done = fullshard("verify", MODEL, "--inject", "lost_tie")
-    assert done.exit_code == 8, done.err
+    done = fullshard("verify", MODEL, "--inject", "lost_tie", code=8)
     assert "NOT EQUAL  Qwen2ForCausalLM under full_shard on 2 ranks. A tie is lost" in done.out
     assert "DIFFERS" in done.out
 
@@ -64,16 +62,16 @@ def test_fault_ends_with_code_8_and_is_named(fullshard):
 @pytest.mark.parametrize("fault", [None, *Fault])
 def test_mesh_of_two_axes_is_checked_on_four_ranks(fullshard, config, fault):
     words = ("strategy=hybrid_shard", "param_dtype=null", "--json")
-    done = fullshard("verify", config, *words, *(("--inject", fault) if fault else ()))
-    assert done.exit_code == (8 if fault else 0), done.err
+    done = fullshard(
+        "verify", config, *words, *(("--inject", fault) if fault else ()), code=8 if fault else 0
+    )
     result = json.loads(done.out)
     assert result["mesh"] == {"replicate": 2, "shard": 2}
     assert result["verdict"] == (fault or "equal")
 
 
 def test_dry_run_shows_what_would_be_compared_and_runs_nothing(fullshard, config):
-    done = fullshard("verify", config, "--dry-run", "--inject", "repeated_data", "--json")
-    assert done.exit_code == 0, done.err
+    done = fullshard("verify", config, "--dry-run", "--inject", "repeated_data", "--json", code=0)
     result = json.loads(done.out)
     assert result["injected"] == "repeated_data"
     assert result["dtypes"] == ["float64", "bfloat16"]
@@ -98,8 +96,7 @@ def test_dry_run_shows_what_would_be_compared_and_runs_nothing(fullshard, config
 def test_what_cannot_be_checked_is_an_error_of_the_configuration(
     fullshard, config, words, expected
 ):
-    done = fullshard("verify", config, *words)
-    assert done.exit_code == 2
+    done = fullshard("verify", config, *words, code=2)
     assert expected in done.err
 
 

@@ -43,8 +43,9 @@ def runs(config, fullshard):
         ("jax", "backend=jax"),
         ("joined", "--resume", str(folder / "jax" / "checkpoints" / "step-00000010")),
     ):
-        done = fullshard("train", str(config), f"training.output_dir={folder / name}", *words)
-        assert done.exit_code == 0, done.err
+        done = fullshard(
+            "train", str(config), f"training.output_dir={folder / name}", *words, code=0
+        )
         assert "Gloo" not in done.out, "the library's own line, which means nothing to a user"
     return folder
 
@@ -66,8 +67,7 @@ def test_twenty_steps_have_the_losses_of_torch(runs):
 def test_replicas_on_two_processes_have_the_losses_of_shards(runs, config, fullshard):
     folder = runs / "copies"
     words = (f"training.output_dir={folder}", "sharding.strategy=no_shard")
-    done = fullshard("train", str(config), "backend=jax", *words)
-    assert done.exit_code == 0, done.err
+    fullshard("train", str(config), "backend=jax", *words, code=0)
     assert losses(folder) == pytest.approx(losses(runs / "jax"), rel=1e-5)
 
 
@@ -85,8 +85,7 @@ def test_jax_never_trains_over_checkpoints_that_it_cannot_read(runs, config, ful
         data[-1] ^= 1
         weights.write_bytes(data)
     words = ("backend=jax", f"training.output_dir={folder}", "training.max_steps=22")
-    done = fullshard("train", str(config), *words)
-    assert done.exit_code == 7, done.err
+    done = fullshard("train", str(config), *words, code=7)
     assert "has other bytes than were written" in done.err + done.out
     assert len(list((folder / "checkpoints").iterdir())) == 2
 
@@ -113,6 +112,5 @@ def test_a_run_leaves_the_files_that_every_run_leaves(runs):
     ],
 )
 def test_what_the_backend_cannot_do_is_refused_before_ranks_start(config, fullshard, words, said):
-    done = fullshard("train", str(config), "backend=jax", "--dry-run", *words)
-    assert done.exit_code == 2
+    done = fullshard("train", str(config), "backend=jax", "--dry-run", *words, code=2)
     assert said in done.err

@@ -77,8 +77,7 @@ def test_losses_are_those_of_torch(folder, fullshard, tmp_path, words):
     for backend in ("torch", "jax"):
         run = tmp_path / backend
         given = (folder / config, *more, f"backend={backend}", f"output_dir={run}")
-        done = fullshard("distill", *given)
-        assert done.exit_code == 0, done.err
+        fullshard("distill", *given, code=0)
         found[backend] = losses(run)
         student = AutoModelForCausalLM.from_pretrained(run / "model")
         assert student.generate(torch.tensor([[5, 6]]), max_new_tokens=3).shape == (1, 5)
@@ -94,8 +93,7 @@ def test_logits_of_torch_train_here_and_runs_go_on(folder, fullshard, tmp_path):
     """From a cache that torch wrote; from a checkpoint of the other engine; for a step more."""
     kept = f"distill.cache={tmp_path / 'logits'}"
     words = ("distill", "cache", folder / "drawn.yaml", kept, "top_k=20")
-    done = fullshard(*words, f"output_dir={tmp_path / 'caching'}")
-    assert done.exit_code == 0, done.err
+    fullshard(*words, f"output_dir={tmp_path / 'caching'}", code=0)
     found = {}
     for name, *more in (
         ("torch",),
@@ -103,14 +101,12 @@ def test_logits_of_torch_train_here_and_runs_go_on(folder, fullshard, tmp_path):
         ("joined", "--resume", str(tmp_path / "jax" / "checkpoints" / "step-00000002")),
     ):
         given = (folder / "drawn.yaml", kept, *more, f"output_dir={tmp_path / name}")
-        done = fullshard("distill", *given)
-        assert done.exit_code == 0, done.err
+        fullshard("distill", *given, code=0)
         found[name] = losses(tmp_path / name)
     assert found["jax"] == pytest.approx(found["torch"], rel=1e-5)
     assert found["joined"] == pytest.approx(found["torch"][3:], rel=1e-5)
     given = (folder / "drawn.yaml", kept, "backend=jax", f"output_dir={tmp_path / 'jax'}")
-    done = fullshard("distill", *given, "max_steps=5")
-    assert done.exit_code == 0, done.err
+    fullshard("distill", *given, "max_steps=5", code=0)
     rows = read_rows(tmp_path / "jax" / "metrics.jsonl")
     assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4, 5]
 
@@ -124,16 +120,14 @@ def test_packed_chats_with_kept_logits_have_the_losses_of_torch(
     write_chats(tmp_path / "chat.jsonl", 200)
     kept = (f"distill.cache={tmp_path / 'logits'}", "top_k=300", "max_length=64")
     words = (folder / "read.yaml", f"data.path={tmp_path / 'chat.jsonl'}", "packing=true", *kept)
-    done = fullshard("distill", "cache", *words, f"output_dir={tmp_path / 'caching'}")
-    assert done.exit_code == 0, done.err
+    fullshard("distill", "cache", *words, f"output_dir={tmp_path / 'caching'}", code=0)
     found = {}
     for name, *more in (
         ("torch",),
         ("jax", "backend=jax"),
         ("teacher", "backend=jax", "distill.cache=null"),
     ):
-        done = fullshard("distill", *words, *more, f"output_dir={tmp_path / name}")
-        assert done.exit_code == 0, done.err
+        fullshard("distill", *words, *more, f"output_dir={tmp_path / name}", code=0)
         found[name] = losses(tmp_path / name)
     assert found["jax"] == pytest.approx(found["torch"], rel=1e-5)
     assert found["teacher"] == pytest.approx(found["jax"], rel=2e-3)  # kept in float16
@@ -164,8 +158,7 @@ def test_packed_chats_with_kept_logits_have_the_losses_of_torch(
 def test_what_the_backend_lacks_is_refused_before_ranks_start(folder, fullshard, words, said):
     given = [word.replace("{folder}", str(folder)) for word in words]
     given = [folder / word if word.endswith(".yaml") else word for word in given]
-    done = fullshard("distill", *given, "backend=jax", "--dry-run")
-    assert done.exit_code == 2
+    done = fullshard("distill", *given, "backend=jax", "--dry-run", code=2)
     assert said in done.err
 
 
@@ -173,6 +166,5 @@ def test_without_arguments_a_small_student_learns_from_the_main_job(
     fullshard, monkeypatch, tmp_path
 ):
     monkeypatch.chdir(tmp_path)
-    done = fullshard("distill", "backend=jax", "--dry-run")
-    assert done.exit_code == 0, done.err
+    done = fullshard("distill", "backend=jax", "--dry-run", code=0)
     assert "There is no runs/train/model yet: it is trained first." in done.out

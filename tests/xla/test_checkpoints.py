@@ -1,21 +1,28 @@
 """One checkpoint for both engines: no bit changes on the way there and back."""
 
+import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoConfig
+from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+import fullshard as fs
+from fullshard.checkpoint.read import Checkpoint
+from fullshard.checkpoint.retain import look_at
+from fullshard.errors import CheckpointError
+from fullshard.saving import SaveSettings
+from support import decoders
+from support.lazy import fj, fx, fxs, jax, jnp, optax, orbax
+from support.other_axes import mesh_of
 
 NUM_STEPS = 2
 
 
 def sharded(model, tensor):
     """The sharded model; with `tensor` > 1 beside an axis under transformers' own plan."""
-    import torch.distributed as dist
-
-    import fullshard as fs
-
     if tensor == 1:
         return fs.shard(model)
-    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
-
-    from support.other_axes import mesh_of
 
     mesh = mesh_of(1, dist.get_world_size() // tensor, tensor)
     apply_tensor_parallelism(model, mesh["tensor"], model._expand_parallel_plan(model.tp_plan))
@@ -24,11 +31,6 @@ def sharded(model, tensor):
 
 def train_in_torch(folder, config_folder, tensor):
     """Some steps of AdamW in float32, saved."""
-    import torch
-
-    import fullshard as fs
-    from support import decoders
-
     config = decoders.config_of("qwen3", tie_word_embeddings=tensor == 1)
     config.save_pretrained(config_folder)
     model = sharded(decoders.build(config).float(), tensor)
@@ -43,12 +45,6 @@ def train_in_torch(folder, config_folder, tensor):
 
 def load_in_torch(folder, config_folder, tensor):
     """Whole parameters and states of a checkpoint, as torch's engine reads them."""
-    import torch
-    from transformers import AutoConfig
-
-    import fullshard as fs
-    from support import decoders
-
     config = AutoConfig.from_pretrained(config_folder)
     model = sharded(decoders.build(config, seed=1).float(), tensor)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -65,25 +61,18 @@ def load_in_torch(folder, config_folder, tensor):
 
 def through_jax(source, target, config_folder, meshes):
     """Load on one mesh, save; load that on the next, and so on; the last is in the target."""
-    import jax
-    import optax
-    from transformers import AutoConfig
-
-    import fullshard.jax as fj
-    from fullshard.saving import SaveSettings
-    from fullshard.xla.decoder import BLOCKS, RULES, DecoderConfig
-    from fullshard.xla_state import checkpoints
-
-    config = DecoderConfig.of(AutoConfig.from_pretrained(config_folder))
+    config = fx.decoder.DecoderConfig.of(AutoConfig.from_pretrained(config_folder))
     tx = optax.scale_by_adam()
     for at, (replicate, shard, tensor) in enumerate(meshes):
         devices = jax.devices()[: replicate * shard * tensor]
         mesh = fj.make_mesh(replicate, shard, tensor=tensor, devices=devices)
-        plan = fj.plan(config.shapes(), None, mesh, blocks=BLOCKS, rules=RULES)
-        state, beside = checkpoints.load(plan, source, tx)
+        plan = fj.plan(
+            config.shapes(), None, mesh, blocks=fx.decoder.BLOCKS, rules=fx.decoder.RULES
+        )
+        state, beside = fxs.checkpoints.load(plan, source, tx)
         assert int(state.step) == NUM_STEPS
         assert int(state.opt_state.count) == NUM_STEPS
-        source = checkpoints.save(target / str(at), state, SaveSettings(step=NUM_STEPS), beside)
+        source = fxs.checkpoints.save(target / str(at), state, SaveSettings(step=NUM_STEPS), beside)
     return str(source)
 
 
@@ -110,10 +99,6 @@ NAMES = {"head.bias": (8,), "head.weight": (8, 24), "layers.0.weight": (24, 24),
 
 def written_by_orbax(folder):
     """The arrays of a tree, by dotted path, as orbax's folders `plain`, `whole` and `other`."""
-    import jax
-    import numpy as np
-    import orbax.checkpoint as ocp
-
     draw = np.random.default_rng(0)
     flat = {name: draw.normal(size=shape).astype(np.float32) for name, shape in NAMES.items()}
     flat["head.weight"] = flat["head.weight"].astype(jax.numpy.bfloat16)
@@ -124,7 +109,7 @@ def written_by_orbax(folder):
     }
     tree["head"] = {"bias": flat["head.bias"], "weight": flat["head.weight"]}
     whole = {"opt_state": {"count": np.int32(3)}, "params": tree, "step": 3}
-    with ocp.StandardCheckpointer() as checkpointer:
+    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
         for name, written in (("plain", tree), ("whole", whole), ("other", {"head": tree["head"]})):
             checkpointer.save(folder / name, jax.tree.map(jax.numpy.asarray, written))
         small = jax.numpy.zeros((4, 4), jax.numpy.int4)
@@ -134,11 +119,6 @@ def written_by_orbax(folder):
 
 def loaded_of_orbax(folder, config):
     """Whole weights of the two folders as fs.load reads them, and errors of mistakes."""
-    import torch
-
-    import fullshard as fs
-    from fullshard.errors import CheckpointError
-
     model = torch.nn.Module()
     model.layers = torch.nn.ModuleList([torch.nn.Linear(24, 24, bias=False)])
     model.head, model.scale = torch.nn.Linear(24, 8), torch.nn.Parameter(torch.zeros(()))
@@ -174,14 +154,6 @@ def test_a_torch_model_takes_a_tree_that_orbax_wrote(ranks, devices, tmp_path, c
 
 def bytes_read(folder):
     """Bytes that one device of eight reads of a checkpoint, and all bytes."""
-    import jax
-    import jax.numpy as jnp
-
-    import fullshard.jax as fj
-    from fullshard.checkpoint.read import Checkpoint
-    from fullshard.checkpoint.retain import look_at
-    from fullshard.xla_state import checkpoints
-
     shapes = {"tall": jnp.ones((64, 8), jnp.float32), "wide": jnp.ones((8, 64), jnp.float32)}
     mesh = fj.make_mesh(1, 8)
     plan = fj.plan(shapes, None, mesh)
@@ -192,8 +164,8 @@ def bytes_read(folder):
             before = checkpoint.bytes_read[0]
             part = plan.shardings[array.name].devices_indices_map(array.shape)[jax.devices()[3]]
             spans = [range(*s.indices(n)) for s, n in zip(part, array.shape, strict=True)]
-            box = checkpoints._read_box(
-                checkpoints._Saved(checkpoint), f"model/{array.name}", spans, array.shape
+            box = fxs.checkpoints._read_box(
+                fxs.checkpoints._Saved(checkpoint), f"model/{array.name}", spans, array.shape
             )
             found[array.name] = (box.nbytes, checkpoint.bytes_read[0] - before)
     return found

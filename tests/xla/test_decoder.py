@@ -1,36 +1,32 @@
 """The decoder computes what transformers' torch models compute, from the same files."""
 
+import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from support import decoders
+from support.lazy import fj, fx, jax
 
 
 def differences(name, folder):
     """Largest differences of logits: in float64 from a widened model, in float32 from theirs."""
-    import jax
-    import numpy as np
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    import fullshard.jax as fj
-    from fullshard.xla.decoder import BLOCKS, DecoderConfig, logits_of
-    from fullshard.xla.step import whole_but_blocks
-    from support import decoders
-
     hf_config = decoders.config_of(name)
     model = decoders.build(hf_config)
     model.save_pretrained(folder)
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    config = DecoderConfig.of(hf_config)
+    config = fx.decoder.DecoderConfig.of(hf_config)
     mesh = fj.make_mesh(1, 2, devices=jax.devices()[:2])
     ids = np.random.default_rng(0).integers(0, 96, (2, 40))
     places = np.stack([np.arange(40), np.r_[0:13, 0:20, 0:7]])  # one document, and three
     found = {}
     for dtype, other in (("float64", model), ("float32", plain)):
         sharding = {"master_dtype": dtype}
-        plan = fj.plan(config.shapes(), sharding, mesh, blocks=BLOCKS)
+        plan = fj.plan(config.shapes(), sharding, mesh, blocks=fx.decoder.BLOCKS)
         state = fj.load(plan, folder)
 
         def logits(params, batch, plan=plan):
-            return logits_of(config, plan, whole_but_blocks(plan, params), batch)
+            return fx.decoder.logits_of(config, plan, fx.step.whole_but_blocks(plan, params), batch)
 
         spec = plan.batch_sharding().spec
         run = jax.jit(

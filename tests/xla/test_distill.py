@@ -1,6 +1,18 @@
 """Distillation on XLA learns what torch's recipe learns, beside any teacher that it computes."""
 
+from dataclasses import replace
+
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from fullshard.config.schema import DistillConfig
+from fullshard.config.values import DType
+from fullshard.models.lora import PROJECTION
+from fullshard.recipes.distill.loss import Distillation, TopK
+from fullshard.recipes.head import Head
+from support import decoders
+from support.lazy import fj, fx, jax, jnp
 
 NUM_STEPS = 4
 RATE, NORM, EPSILON = 1e-2, 0.5, 1e-4
@@ -8,18 +20,11 @@ CHUNK = 13  # of 6 x 9 or 12 x 9 positions: the last chunk is filled up
 
 
 def settings_of(loss, alpha):
-    from fullshard.config.schema import DistillConfig
-
     return DistillConfig(loss=loss, alpha=alpha, temperature=1.7, beta=0.3, chunk_size=CHUNK)
 
 
 def models_of(loss, dtype):
     """Torch's student and teacher, of other widths and architectures, and their configurations."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from support import decoders
-
     own = decoders.config_of("qwen3", tie_word_embeddings=loss == "jsd")
     # Ten entries more: they are padding, and no student speaks of them.
     other = decoders.config_of("llama", hidden_size=48, num_hidden_layers=3, vocab_size=106)
@@ -36,13 +41,6 @@ def models_of(loss, dtype):
 
 def in_torch(case, folder):
     """Losses, gradient norms and evaluation of torch's recipe; the first weights go to folders."""
-    import torch
-
-    from fullshard.models.lora import PROJECTION
-    from fullshard.recipes.distill.loss import Distillation, TopK
-    from fullshard.recipes.head import Head
-    from support import decoders
-
     loss, alpha, dtype, cached = case
     (own, other), _ = models_of(loss, dtype)
     own.save_pretrained(folder / "student")
@@ -80,48 +78,41 @@ def projection(torch, dtype):
 
 def in_jax(case, shard, folder, batches):
     """The same of XLA's step."""
-    import jax
-    import torch
-
-    import fullshard.jax as fj
-    from fullshard.config.values import DType
     from fullshard.run.on_xla import state_of
-    from fullshard.xla import opt_state
-    from fullshard.xla.decoder import BLOCKS, RULES, DecoderConfig
-    from fullshard.xla.distill import PROJECTION, distillation, teacher_table
-    from fullshard.xla.head import Decoder, next_token
-    from fullshard.xla.plan import XlaPlan
-    from fullshard.xla.step import Given, eval_step, train_step
 
     loss, alpha, dtype, cached = case
     settings, (_, configs) = settings_of(loss, alpha), models_of(loss, dtype)
-    own, other = (DecoderConfig.of(config) for config in configs)
+    own, other = (fx.decoder.DecoderConfig.of(config) for config in configs)
     tensor = 2 if loss == "jsd" else 1
     mesh = fj.make_mesh(1, shard, tensor=tensor, devices=jax.devices()[: shard * tensor])
     sharding = {"strategy": "full_shard", "master_dtype": dtype}
-    bare = fj.plan(own.shapes(), sharding, mesh, blocks=BLOCKS, rules=RULES)
+    bare = fj.plan(own.shapes(), sharding, mesh, blocks=fx.decoder.BLOCKS, rules=fx.decoder.RULES)
     params, shapes, more = fj.load(bare, folder / "student").params, own.shapes(), {}
     if loss == "hidden":
-        more = {f"{PROJECTION}.weight": projection(torch, dtype).weight.detach()}
-        shapes[PROJECTION] = {"weight": jax.ShapeDtypeStruct((48, 32), dtype)}
-    plan = fj.plan(shapes, sharding, mesh, blocks=BLOCKS, rules=RULES)
-    tx = opt_state.adamw((0.9, 0.999), EPSILON, plan.map(lambda _: 0.1))
+        more = {f"{fx.distill.PROJECTION}.weight": projection(torch, dtype).weight.detach()}
+        shapes[fx.distill.PROJECTION] = {"weight": jax.ShapeDtypeStruct((48, 32), dtype)}
+    plan = fj.plan(shapes, sharding, mesh, blocks=fx.decoder.BLOCKS, rules=fx.decoder.RULES)
+    tx = fx.opt_state.adamw((0.9, 0.999), EPSILON, plan.map(lambda _: 0.1))
     state = state_of(plan, more, tx, params)
-    student, teacher, given = Decoder(own, plan), None, None
+    student, teacher, given = fx.head.Decoder(own, plan), None, None
     if not cached:
-        table = teacher_table(other.shapes(), "full_shard", DType(dtype), plan.table)
-        placed = XlaPlan(table, mesh, jax.tree.structure(other.shapes()))
-        teacher = Decoder(other, placed)
-        given = Given(placed, fj.load(placed, folder / "teacher").params)
-    step = train_step(
-        plan, distillation(student, teacher, settings), tx, max_grad_norm=NORM, given=given
+        table = fx.distill.teacher_table(other.shapes(), "full_shard", DType(dtype), plan.table)
+        placed = fx.plan.XlaPlan(table, mesh, jax.tree.structure(other.shapes()))
+        teacher = fx.head.Decoder(other, placed)
+        given = fx.step.Given(placed, fj.load(placed, folder / "teacher").params)
+    step = fx.step.train_step(
+        plan,
+        fx.distill.distillation(student, teacher, settings),
+        tx,
+        max_grad_norm=NORM,
+        given=given,
     )
     losses, norms = [], []
     for batch in batches:
         state, metrics = step(state, batch, learning_rate=RATE)
         losses.append(float(metrics["loss"]))
         norms.append(float(metrics["grad_norm"]))
-    told = eval_step(plan, next_token(student, settings.tokens_at_once))
+    told = fx.step.eval_step(plan, fx.head.next_token(student, settings.tokens_at_once))
     total, count = told(state, batches[-1])
     return losses, norms, float(total) / float(count)
 
@@ -176,56 +167,41 @@ VOCABULARY, SAMPLES, LENGTH = 2048, 2, 65
 
 def compiled(chunk_size, micro_batches=1):
     """A step of a teacher beside its student on two devices, from shapes alone; their plans."""
-    import jax
-    import jax.numpy as jnp
-
-    import fullshard.jax as fj
-    from fullshard.config.schema import DistillConfig
-    from fullshard.config.values import DType
-    from fullshard.xla import opt_state
-    from fullshard.xla.aot import abstract_state
-    from fullshard.xla.decoder import BLOCKS, DecoderConfig
-    from fullshard.xla.distill import distillation, teacher_table
-    from fullshard.xla.head import Decoder
-    from fullshard.xla.plan import XlaPlan
-    from fullshard.xla.step import Given, train_step
-    from support import decoders
-
     own, other = (
-        DecoderConfig.of(decoders.config_of(name, vocab_size=VOCABULARY, tie_word_embeddings=False))
+        fx.decoder.DecoderConfig.of(
+            decoders.config_of(name, vocab_size=VOCABULARY, tie_word_embeddings=False)
+        )
         for name in ("qwen3", "llama")
     )
     mesh = fj.make_mesh(1, 2, devices=jax.devices()[:2])
-    plan = fj.plan(own.shapes(), {}, mesh, blocks=BLOCKS)
-    table = teacher_table(other.shapes(), "full_shard", DType.FLOAT32, plan.table)
-    placed = XlaPlan(table, mesh, jax.tree.structure(other.shapes()))
+    plan = fj.plan(own.shapes(), {}, mesh, blocks=fx.decoder.BLOCKS)
+    table = fx.distill.teacher_table(other.shapes(), "full_shard", DType.FLOAT32, plan.table)
+    placed = fx.plan.XlaPlan(table, mesh, jax.tree.structure(other.shapes()))
     shapes = jax.tree.map(
         lambda x, lies: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=lies),
         other.shapes(),
         placed.shardings,
     )
-    tx = opt_state.adamw((0.9, 0.999), 1e-8, plan.map(lambda _: 0.0))
+    tx = fx.opt_state.adamw((0.9, 0.999), 1e-8, plan.map(lambda _: 0.0))
     settings = DistillConfig(chunk_size=chunk_size)
-    step = train_step(
+    step = fx.step.train_step(
         plan,
-        distillation(Decoder(own, plan), Decoder(other, placed), settings),
+        fx.distill.distillation(
+            fx.head.Decoder(own, plan), fx.head.Decoder(other, placed), settings
+        ),
         tx,
         num_micro_batches=micro_batches,
-        given=Given(placed, shapes),
+        given=fx.step.Given(placed, shapes),
     )
     lead = (micro_batches,) if micro_batches > 1 else ()
     ids = jax.ShapeDtypeStruct(
         (*lead, 2 * SAMPLES, LENGTH), jnp.int32, sharding=plan.batch_sharding(micro_batches)
     )
     batch = {"input_ids": ids, "labels": ids}
-    return step.compile(abstract_state(plan, tx), batch, learning_rate=1e-3), plan, placed
+    return step.compile(fx.aot.abstract_state(plan, tx), batch, learning_rate=1e-3), plan, placed
 
 
 def moved(micro_batches):
-    from dataclasses import replace
-
-    import fullshard.jax as fj
-
     program, plan, placed = compiled(16, micro_batches)
     found = {kind: (c.count, c.num_bytes) for kind, c in fj.census(program).items()}
     step = plan.table.collectives(micro_batches)  # read from the step, with the teacher's
@@ -235,7 +211,8 @@ def moved(micro_batches):
     return found, planned, placed.table.forward_gathers(micro_batches)
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.short(1)
+@pytest.mark.parametrize("micro_batches", [2, 1])
 def test_a_teacher_is_gathered_once_a_forward_and_has_no_gradient(devices, micro_batches):
     found, planned, theirs = devices(moved, micro_batches)
     count, num_bytes = planned["all-gather"]

@@ -1,6 +1,13 @@
 """Both engines train one decoder from the same weights and data to the same weights."""
 
 import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+import fullshard as fs
+from support import decoders
+from support.lazy import fj, fx, jax
 
 NUM_STEPS = 20
 NUMBERS = {"betas": (0.9, 0.95), "epsilon": 1e-6, "decay": 0.1, "rate": 1e-2, "norm": 0.5}
@@ -8,13 +15,6 @@ NUMBERS = {"betas": (0.9, 0.95), "epsilon": 1e-6, "decay": 0.1, "rate": 1e-2, "n
 
 def in_torch(folder):
     """Losses and final weights of torch's engine in float64; the first weights go to a folder."""
-    import torch
-    import torch.distributed as dist
-    import torch.nn.functional as F
-
-    import fullshard as fs
-    from support import decoders
-
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model = decoders.build(decoders.config_of("qwen3"))
     if rank == 0:
@@ -44,22 +44,17 @@ def in_torch(folder):
 
 
 def in_jax(folder, strategy, replicate, shard, tensor=1):
-    import jax
-
-    import fullshard.jax as fj
-    from fullshard.xla import opt_state
-    from fullshard.xla.decoder import BLOCKS, RULES, DecoderConfig, loss_fn
-    from support import decoders
-
-    config = DecoderConfig.of(decoders.config_of("qwen3"))
+    config = fx.decoder.DecoderConfig.of(decoders.config_of("qwen3"))
     devices = jax.devices()[: replicate * shard * tensor]
     mesh = fj.make_mesh(replicate, shard, tensor=tensor, devices=devices)
     settings = {"strategy": strategy, "master_dtype": "float64"}
-    plan = fj.plan(config.shapes(), settings, mesh, blocks=BLOCKS, rules=RULES)
+    plan = fj.plan(
+        config.shapes(), settings, mesh, blocks=fx.decoder.BLOCKS, rules=fx.decoder.RULES
+    )
     decay = plan.map(lambda _: NUMBERS["decay"])
-    tx = opt_state.adamw(NUMBERS["betas"], NUMBERS["epsilon"], decay)
+    tx = fx.opt_state.adamw(NUMBERS["betas"], NUMBERS["epsilon"], decay)
     state = fj.load(plan, folder, tx)
-    step = fj.train_step(plan, loss_fn(config, plan), tx, max_grad_norm=NUMBERS["norm"])
+    step = fj.train_step(plan, fx.decoder.loss_fn(config, plan), tx, max_grad_norm=NUMBERS["norm"])
     losses = []
     for ids, labels in decoders.batches(NUM_STEPS):
         batch = {"input_ids": ids.numpy(), "labels": labels.numpy()}

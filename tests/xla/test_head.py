@@ -1,35 +1,30 @@
 """The loss in the model's head on XLA: chunks of tokens give what whole logits give."""
 
+import numpy as np
 import pytest
+
+from support import decoders
+from support.lazy import fj, fx, jax, jnp
 
 LENGTH, VOCABULARY = 9, 96
 
 
 def trained(shard, tied, chunk_size):
     """Loss, norm and weights after one step of SGD in float64; documents and ignored labels."""
-    import jax
-    import numpy as np
-
-    import fullshard.jax as fj
-    from fullshard.xla import opt_state
-    from fullshard.xla.decoder import BLOCKS, DecoderConfig
-    from fullshard.xla.head import Decoder, next_token
-    from support import decoders
-
-    decoder = DecoderConfig.of(
+    decoder = fx.decoder.DecoderConfig.of(
         decoders.config_of("qwen3", tie_word_embeddings=tied, vocab_size=VOCABULARY)
     )
     mesh = fj.make_mesh(1, shard, devices=jax.devices()[:shard])
-    plan = fj.plan(decoder.shapes(), {"master_dtype": "float64"}, mesh, blocks=BLOCKS)
+    plan = fj.plan(decoder.shapes(), {"master_dtype": "float64"}, mesh, blocks=fx.decoder.BLOCKS)
     numbers = np.random.default_rng(0)
     weights = jax.tree.map(lambda s: numbers.normal(0, 0.1, s.shape), decoder.shapes())
-    tx = opt_state.sgd()
+    tx = fx.opt_state.sgd()
     state = fj.init(plan, lambda _: weights, tx)
     ids = numbers.integers(0, VOCABULARY, (6, LENGTH))
     labels = np.where(numbers.random(ids.shape) < 0.3, -100, ids)
     places = np.tile(np.r_[:4, : LENGTH - 4], (6, 1))  # two documents a row
     batch = {"input_ids": ids, "labels": labels, "position_ids": places}
-    step = fj.train_step(plan, next_token(Decoder(decoder, plan), chunk_size), tx)
+    step = fj.train_step(plan, fx.head.next_token(fx.head.Decoder(decoder, plan), chunk_size), tx)
     state, found = step(state, batch, learning_rate=0.5)
     whole = [np.asarray(leaf) for leaf in jax.tree.leaves(fj.full_params(state))]
     return float(found["loss"]), float(found["grad_norm"]), whole
@@ -50,29 +45,24 @@ def test_chunks_learn_what_whole_logits_learn(devices, shard, tied):
 
 def temporary():
     """Bytes of a compiled step's temporaries, by tokens at a time."""
-    import jax
-    import jax.numpy as jnp
-
-    import fullshard.jax as fj
-    from fullshard.xla import opt_state
-    from fullshard.xla.aot import abstract_state
-    from fullshard.xla.decoder import BLOCKS, DecoderConfig
-    from fullshard.xla.head import Decoder, next_token
-    from support import decoders
-
-    decoder = DecoderConfig.of(
+    decoder = fx.decoder.DecoderConfig.of(
         decoders.config_of("qwen3", vocab_size=2048, tie_word_embeddings=False)
     )
     plan = fj.plan(
-        decoder.shapes(), {}, fj.make_mesh(1, 2, devices=jax.devices()[:2]), blocks=BLOCKS
+        decoder.shapes(),
+        {},
+        fj.make_mesh(1, 2, devices=jax.devices()[:2]),
+        blocks=fx.decoder.BLOCKS,
     )
-    tx = opt_state.sgd()
+    tx = fx.opt_state.sgd()
     ids = jax.ShapeDtypeStruct((4, 65), jnp.int32, sharding=plan.batch_sharding())
     sizes = {}
     for chunk_size in (0, 16):
-        step = fj.train_step(plan, next_token(Decoder(decoder, plan), chunk_size), tx)
+        step = fj.train_step(
+            plan, fx.head.next_token(fx.head.Decoder(decoder, plan), chunk_size), tx
+        )
         batch = {"input_ids": ids, "labels": ids}
-        program = step.compile(abstract_state(plan, tx), batch, learning_rate=1e-3)
+        program = step.compile(fx.aot.abstract_state(plan, tx), batch, learning_rate=1e-3)
         sizes[chunk_size] = program.memory_analysis().temp_size_in_bytes
     return sizes
 

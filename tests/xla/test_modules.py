@@ -2,15 +2,16 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
+
+from fullshard.errors import ConfigError
+from support.lazy import eqx, fj, jax, jnp, nnx, optax
 
 NUM_STEPS, NUM_SAMPLES, WIDTH, NUM_CLASSES = 3, 16, 64, 10
 
 
 def flax_model():
-    import jax
-    from flax import nnx
-
     class Model(nnx.Module):
         def __init__(self, rngs):
             self.layers = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(3)])
@@ -25,9 +26,6 @@ def flax_model():
 
 
 def equinox_model():
-    import equinox as eqx
-    import jax
-
     class Model(eqx.Module):
         layers: list
         head: eqx.nn.Linear
@@ -44,8 +42,6 @@ def equinox_model():
 
 
 def batches():
-    import numpy as np
-
     draw = np.random.default_rng(0)
     shape = (NUM_SAMPLES, WIDTH)
     return [
@@ -55,12 +51,6 @@ def batches():
 
 
 def losses_under_a_plan(model, call):
-    import jax
-    import jax.numpy as jnp
-    import optax
-
-    import fullshard.jax as fj
-
     params, rebuild = fj.split(model)
     mesh = fj.make_mesh(1, 4, devices=jax.devices()[:4])
     plan = fj.plan(params, {"strategy": "full_shard"}, mesh)
@@ -80,9 +70,6 @@ def losses_under_a_plan(model, call):
 
 
 def of_flax():
-    import optax
-    from flax import nnx
-
     found = losses_under_a_plan(flax_model(), lambda model, x: model(x))
     model, wanted = flax_model(), []
     optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
@@ -98,10 +85,6 @@ def of_flax():
 
 
 def of_equinox():
-    import equinox as eqx
-    import jax
-    import optax
-
     def call(model, x):
         return jax.vmap(model)(x)
 
@@ -129,12 +112,6 @@ def test_a_module_trains_as_under_its_own_library(devices, library):
 
 
 def said_of(library):
-    import equinox as eqx
-    from flax import nnx
-
-    import fullshard.jax as fj
-    from fullshard.errors import ConfigError
-
     if library == "flax":
         model = nnx.Sequential(nnx.Dropout(0.5, rngs=nnx.Rngs(0)))
     else:

@@ -4,30 +4,25 @@ import itertools
 
 import pytest
 
+from support import decoders
+from support.lazy import fj, fx, jax, jnp
+
 SAMPLES, LENGTH = 3, 10
 
 
 def kept():
     """What each policy keeps; bytes of the blocks' inputs and of their products' weights."""
-    import jax
-    import jax.numpy as jnp
-
-    import fullshard.jax as fj
-    from fullshard.xla.aot import trace_step, without_devices
-    from fullshard.xla.decoder import BLOCKS, DecoderConfig, loss_fn
-    from support import decoders
-
-    decoder = DecoderConfig.of(decoders.config_of("llama"))
+    decoder = fx.decoder.DecoderConfig.of(decoders.config_of("llama"))
     mesh = fj.make_mesh(1, 2, devices=jax.devices()[:2])
     found = {}
     policies = ("none", "selective", "block", "offload")
     for case in itertools.product(("full_shard", "shard_grad_op"), policies):
         sharding = dict(zip(("strategy", "activation_checkpointing"), case, strict=True))
-        table = fj.plan(decoder.shapes(), sharding, mesh, blocks=BLOCKS).table
-        plan = without_devices(table, jax.tree.structure(decoder.shapes()))
+        table = fj.plan(decoder.shapes(), sharding, mesh, blocks=fx.decoder.BLOCKS).table
+        plan = fx.aot.without_devices(table, jax.tree.structure(decoder.shapes()))
         ids = jax.ShapeDtypeStruct((2 * SAMPLES, LENGTH), jnp.int32)
         batch = {"input_ids": ids, "labels": ids}
-        one = trace_step(plan, loss_fn(decoder, plan), batch)
+        one = fx.aot.trace_step(plan, fx.decoder.loss_fn(decoder, plan), batch)
         found[case] = one.activations, one.gathered
     blocks = [array for array in table.arrays if array.block]
     inputs = decoder.num_hidden_layers * SAMPLES * LENGTH * decoder.hidden_size

@@ -1,7 +1,11 @@
 """What goes wrong in sharded JAX without a sound; those traps that test_step.py does not meet."""
 
+import numpy as np
 import pytest
+import torch
 
+from fullshard.errors import ConfigError
+from support.lazy import fj, fx, jax, jnp, optax, xla
 from support.tanh_layers import LAYERS, WIDTH, compiled
 
 
@@ -41,8 +45,6 @@ def test_gathers_stay_in_the_loop_and_no_gathered_weight_is_kept(devices):
 
 
 def one_layer():
-    import fullshard.jax as fj
-
     config = {"strategy": "full_shard", "activation_checkpointing": "every_3"}
     step, state, batch, plan = compiled(config, num_layers=7)
     census = fj.census(step.compile(state, step.place(batch)))
@@ -65,12 +67,6 @@ def bytes_in_bf16():
 
 def in_micro_batches():
     """Collectives of steps without a loop over blocks, as compiled and as planned."""
-    import jax.numpy as jnp
-    import numpy as np
-    import optax
-
-    import fullshard.jax as fj
-
     found = []
     for num_layers, recompute in ((1, "none"), (1, "block"), (3, "every_2")):
         tree = {"layers": {"w": jnp.ones((num_layers, 16, 16)), "b": jnp.ones((num_layers, 16))}}
@@ -117,10 +113,6 @@ def test_gathers_travel_in_the_compute_dtype_and_gradients_in_the_reduce_dtype(d
 
 def compiles():
     """Programs made over steps with other learning rates and a padded last batch."""
-    import numpy as np
-
-    import fullshard.jax as fj
-
     step, state, batch, _ = compiled({})
     for rate in (1, 0.5, np.float32(0.25)):
         state, _ = step(state, batch, learning_rate=rate)
@@ -134,12 +126,6 @@ def test_other_numbers_and_a_filled_up_batch_are_no_other_program(devices):
 
 
 def initial_bits():
-    import jax
-    import numpy as np
-
-    import fullshard.jax as fj
-    from support import xla
-
     found = []
     for shard in (1, 2, 8):
         mesh = fj.make_mesh(1, shard, devices=jax.devices()[:shard])
@@ -156,15 +142,9 @@ def test_a_model_is_born_with_the_same_bits_on_any_number_of_devices(devices):
 
 def born():
     """Bytes of a device while a model is drawn, and of the whole model."""
-    import jax
-    import jax.numpy as jnp
-
-    import fullshard.jax as fj
-    from fullshard.xla.step import born_sharded
-
     shapes = {"w": jax.ShapeDtypeStruct((1024, 512), jnp.float32)}
     plan = fj.plan(shapes, None, fj.make_mesh(1, 8))
-    build = born_sharded(plan, lambda key: {"w": jax.random.normal(key, (1024, 512))})
+    build = fx.step.born_sharded(plan, lambda key: {"w": jax.random.normal(key, (1024, 512))})
     found = build.lower(jax.random.key(0)).compile().memory_analysis()
     return found.temp_size_in_bytes + found.output_size_in_bytes, plan.table.num_parameters * 4
 
@@ -176,12 +156,7 @@ def test_no_device_draws_the_whole_model(devices):
 
 def partitioned():
     """Where the partitioner leaves a weight's gradient: gathered by us, and as jax derives it."""
-    import jax
-    import jax.numpy as jnp
     from benchmarks.xla_auto import whole
-    from jax import lax
-
-    import fullshard.jax as fj
 
     shapes = {"w": jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)}
     plan = fj.plan(shapes, None, fj.make_mesh(1, 8))
@@ -196,7 +171,7 @@ def partitioned():
         return jax.jit(jax.grad(loss)).lower(weight, rows).compile().output_shardings.spec
 
     ours = lies(lambda w: whole(plan, array, w))
-    return tuple(ours), tuple(lies(lambda w: lax.with_sharding_constraint(w, plan.replicated)))
+    return tuple(ours), tuple(lies(lambda w: jax.lax.with_sharding_constraint(w, plan.replicated)))
 
 
 def test_a_gathered_weights_gradient_is_cut_again(devices):
@@ -223,9 +198,6 @@ ENTRY %main (p: f32[8]) -> f32[8] {
 
 
 def recorded():
-    import fullshard.jax as fj
-    from fullshard.errors import ConfigError
-
     found = {kind: (c.count, c.num_bytes) for kind, c in fj.census(RECORDED).items()}
     unknown = RECORDED.replace("known_trip_count", "unknown")
     try:
@@ -247,14 +219,6 @@ def test_the_census_reads_each_way_of_writing_groups(devices):
 
 def clipped_like_torch():
     """Largest differences of weights after 50 steps of torch's AdamW and clipping, in float64."""
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-    import torch
-
-    import fullshard.jax as fj
-    from fullshard.xla import opt_state
-
     generator = np.random.default_rng(0)
     first, xs = generator.normal(size=(8, 4)), generator.normal(size=(50, 8, 8))
     weight = torch.nn.Parameter(torch.tensor(first))
@@ -265,7 +229,7 @@ def clipped_like_torch():
         theirs.step()
         theirs.zero_grad()
     plan = fj.plan({"w": first}, None, fj.make_mesh(1, 2, devices=jax.devices()[:2]))
-    tx = opt_state.adamw((0.9, 0.95), 1e-8, {"w": 0.1})
+    tx = fx.opt_state.adamw((0.9, 0.95), 1e-8, {"w": 0.1})
 
     def loss(params, batch):
         return jnp.tanh(batch["x"] @ params["w"]).sum(), jnp.asarray(len(batch["x"]))

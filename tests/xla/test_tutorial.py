@@ -1,11 +1,17 @@
 """What the FSDP tutorials for JAX have people type works, and computes what one device computes."""
 
+import contextlib
+import io
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+
+from fullshard.errors import FullshardError
+from support.lazy import fj, jax, nnx, optax
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -28,19 +34,9 @@ def test_the_examples_run(name):
 
 def nnx_training():
     """Losses on eight devices and on one; shardings before and after; what was printed."""
-    import contextlib
-    import io
-
-    import jax
-    import numpy as np
-    import optax
-    from flax import nnx
-    from jax.sharding import Mesh
-
-    import fullshard.jax as fj
 
     def losses(num_devices, make_state):
-        mesh = Mesh(np.array(jax.devices()[:num_devices]), ("fsdp",))
+        mesh = jax.sharding.Mesh(np.array(jax.devices()[:num_devices]), ("fsdp",))
         state = make_state(mesh)
         step = fj.create_fsdp_train_step(mesh)
         before = [spec for *_, spec in fj.sharding_table(nnx.state(state.model))]
@@ -69,7 +65,7 @@ def nnx_training():
     with contextlib.redirect_stdout(out):
         shapes = {"w": jax.ShapeDtypeStruct((1_000_000_000,), "float32")}
         found = fj.analyze_memory(shapes, 8)
-        mesh = Mesh(np.array(jax.devices()), ("fsdp",))
+        mesh = jax.sharding.Mesh(np.array(jax.devices()), ("fsdp",))
         tree = {"a": {"small": np.ones(8)}, "large": np.ones((32, 32))}
         placed = fj.selective_fsdp(tree, 1000, mesh=mesh)
         fj.print_sharding(placed)
@@ -96,17 +92,8 @@ def test_a_sharded_nnx_model_trains_as_on_one_device(devices):
 
 
 def refusals():
-    import jax
-    import numpy as np
-    import optax
-    from flax import nnx
-    from jax.sharding import Mesh
-
-    import fullshard.jax as fj
-    from fullshard.errors import FullshardError
-
     said = []
-    mesh = Mesh(np.array(jax.devices()), ("fsdp",))
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("fsdp",))
     model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
     state = nnx.ModelAndOptimizer(model, optax.sgd(0.1))

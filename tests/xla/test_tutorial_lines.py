@@ -1,35 +1,28 @@
 """Further lines of FSDP tutorials for JAX, typed as they are written there."""
 
+import logging
 import subprocess
 import sys
+import warnings
 
+import numpy as np
 import pytest
 
+from support.lazy import fj, flax, jax, jnp, optax, train_state
 from support.tanh_layers import compiled
 
 NUM_STEPS, CLASSES, VOCABULARY = 3, 8, 50
 
 
 def batch_of(step, ids_key="input_ids"):
-    import numpy as np
-
     ids = np.random.default_rng(step).integers(0, VOCABULARY, (16, 6))
     return {ids_key: ids, "labels": ids[:, 0] % CLASSES}
 
 
 def whole_and_cut():
     """Where arrays lie by each way to name the mesh; what is said of one that nothing divides."""
-    import logging
-    import warnings
-
-    import jax
-    import numpy as np
-    from jax.sharding import AxisType, Mesh
-
-    import fullshard.jax as fj
-
     params = {"kernel": np.ones((64, 32)), "bias": np.ones(32), "odd": np.ones((51, 51))}
-    mesh = Mesh(np.array(jax.devices()), ("fsdp",))
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("fsdp",))
     said = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
@@ -38,7 +31,7 @@ def whole_and_cut():
         placed = [fj.shard_fsdp(params, threshold=1024, mesh=mesh)]
     finally:
         logging.getLogger("fullshard").removeHandler(handler)
-    with jax.set_mesh(jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))):
+    with jax.set_mesh(jax.make_mesh((8,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))):
         placed.append(fj.shard_fsdp(params))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -56,20 +49,11 @@ def test_the_mesh_is_given_or_around_us_and_what_stays_whole_is_said(devices):
 
 def with_optax_state(loss_given):
     """Losses on eight devices and on one of a TrainState; where its arrays lie at the end."""
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-    import optax
-    from flax import linen as nn
-    from flax.training.train_state import TrainState
-    from jax.sharding import Mesh
 
-    import fullshard.jax as fj
-
-    class Classifier(nn.Module):
-        @nn.compact
+    class Classifier(flax.linen.Module):
+        @flax.linen.compact
         def __call__(self, ids):
-            return nn.Dense(CLASSES)(nn.Embed(VOCABULARY, 16)(ids).mean(axis=1))
+            return flax.linen.Dense(CLASSES)(flax.linen.Embed(VOCABULARY, 16)(ids).mean(axis=1))
 
     model = Classifier()
     first = model.init(jax.random.key(0), batch_of(0)["input_ids"])["params"]
@@ -80,9 +64,11 @@ def with_optax_state(loss_given):
         return -chosen.mean()
 
     def train(num_devices):
-        mesh = Mesh(np.array(jax.devices()[:num_devices]), ("fsdp",))
+        mesh = jax.sharding.Mesh(np.array(jax.devices()[:num_devices]), ("fsdp",))
         params = fj.shard_fsdp(first, threshold=100, mesh=mesh)
-        state = TrainState.create(apply_fn=model.apply, params=params, tx=optax.adam(1e-2))
+        state = train_state.TrainState.create(
+            apply_fn=model.apply, params=params, tx=optax.adam(1e-2)
+        )
         step = fj.create_fsdp_train_step(mesh, loss_fn if loss_given else None)
         losses = []
         for at in range(NUM_STEPS):
@@ -95,6 +81,7 @@ def with_optax_state(loss_given):
     return train(8), train(1)
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize("loss_given", [False, True])
 def test_a_plain_optax_state_trains_as_on_one_device_and_stays_cut(devices, loss_given):
     (losses, metrics, table, step), (wanted, *_) = devices(with_optax_state, loss_given)
@@ -107,8 +94,6 @@ def test_a_plain_optax_state_trains_as_on_one_device_and_stays_cut(devices, loss
 
 def traced_names(folder):
     """Names of the collectives in a profile of one step."""
-    import jax
-
     step, state, batch, plan = compiled({"strategy": "full_shard"})
     state, _ = step(state, batch)
     with jax.profiler.trace(str(folder)):
@@ -123,8 +108,6 @@ def test_a_profile_names_gathers_and_reductions(devices, tmp_path):
 
 
 def memory_of_a_device():
-    import fullshard.jax as fj
-
     step, state, batch, plan = compiled({"strategy": "full_shard"}, shard=8)
     return fj.memory(step, state, batch), plan.table.num_parameters * 4 // 8
 

@@ -2,28 +2,25 @@
 
 import dataclasses
 import itertools
+from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
+
+from fullshard.errors import ConfigError
+from fullshard.formats.detect import open_source
+from support.lazy import fj, flax, jax, jnp, nnx, optax, orbax
 
 CLASSES, SAMPLES = 8, 16
 
 
 def model(rngs):
-    from flax import nnx
-
     embed = nnx.Embed(50, 16, rngs=rngs)
     return nnx.Sequential(embed, lambda x: x.mean(1), nnx.Linear(16, CLASSES, rngs=rngs))
 
 
 def first_losses(labels):
     """Loss and accuracy of the first step on meshes of several kinds; how a batch was divided."""
-    import jax
-    import numpy as np
-    import optax
-    from flax import nnx
-
-    import fullshard.jax as fj
-
     ids = np.random.default_rng(0).integers(0, 50, (SAMPLES, 6))
     found, divided = [], []
     explicit = jax.make_mesh((8,), ("fsdp",))
@@ -51,11 +48,6 @@ def first_losses(labels):
 
 def by_hand(labels):
     """Mean over the labels that count, on one device."""
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-    from flax import nnx
-
     ids = np.random.default_rng(0).integers(0, 50, (SAMPLES, 6))
     logits = model(nnx.Rngs(0))(ids)
     likely = jax.nn.log_softmax(logits)
@@ -67,8 +59,6 @@ def by_hand(labels):
 
 
 def labels_of(kind):
-    import numpy as np
-
     draw = np.random.default_rng(1)
     if kind == "soft":
         rows = draw.random((SAMPLES, CLASSES))
@@ -89,19 +79,11 @@ def test_ignored_and_soft_labels_on_explicit_axes_and_beside_a_data_axis(devices
 
 
 def annotated():
-    import flax.linen as nn
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-    from flax import nnx
-    from jax.sharding import AxisType
-
-    import fullshard.jax as fj
-    from fullshard.errors import ConfigError
-
-    mesh = jax.make_mesh((4, 2), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2)
-    initializer = nn.initializers.lecun_normal()
-    linen = nn.Dense(64, kernel_init=nn.with_partitioning(initializer, ("embed", "mlp")))
+    mesh = jax.make_mesh((4, 2), ("fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    initializer = flax.linen.initializers.lecun_normal()
+    linen = flax.linen.Dense(
+        64, kernel_init=flax.linen.with_partitioning(initializer, ("embed", "mlp"))
+    )
     boxed = linen.init(jax.random.key(0), jnp.ones((2, 32)))["params"]
     value = np.ones((32, 64), np.float32)
     with nnx.use_eager_sharding(False):
@@ -133,14 +115,6 @@ def test_annotations_of_logical_axes_say_how_arrays_lie(devices):
 
 def through_orbax(folder):
     """Whether padded and stacked arrays of orbax's folders are the same on another mesh."""
-    import jax
-    import numpy as np
-    import optax
-    import orbax.checkpoint as ocp
-
-    import fullshard.jax as fj
-    from fullshard.formats.detect import open_source
-
     draw = np.random.default_rng(0)
     tx = optax.GradientTransformation(lambda params: {"copy": params}, lambda *given: given[:2])
     tree = {"b": draw.normal(size=7), "layers": {"w": draw.normal(size=(2, 257, 259))}}
@@ -155,7 +129,7 @@ def through_orbax(folder):
         return all((np.asarray(a, float) == np.asarray(b, float)).all() for a, b in pairs)
 
     state, found = fj.shard(plan_on(8), tree, tx), []
-    with ocp.StandardCheckpointer() as checkpointer:
+    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
         checkpointer.save(folder / "tree", tree)
         checkpointer.save(folder / "whole", {"params": fj.full_params(state), "step": 3})
         checkpointer.save(folder / "state", state)
@@ -183,14 +157,6 @@ def test_orbax_keeps_padded_arrays_from_one_mesh_to_another(devices, tmp_path):
 
 def saved_and_loaded(folder):
     """Losses of two steps after a save, and of those after a load on another mesh."""
-    import jax
-    import numpy as np
-    import optax
-    from flax import nnx
-    from jax.sharding import AxisType
-
-    import fullshard.jax as fj
-
     ids = np.random.default_rng(0).integers(0, 50, (SAMPLES, 6))
     batch = {"input_ids": ids, "label": ids[:, 0] % CLASSES}
 
@@ -205,7 +171,7 @@ def saved_and_loaded(folder):
                 nnx.Linear(17, CLASSES, rngs=rngs),
             )
         )
-        mesh = jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(names))
+        mesh = jax.make_mesh(shape, names, axis_types=(jax.sharding.AxisType.Auto,) * len(names))
         params = fj.shard_fsdp(params, threshold=100, mesh=mesh)
         state = nnx.ModelAndOptimizer(nnx.merge(graph, params), optax.adam(1e-2))
         return state, fj.create_fsdp_train_step(mesh)
@@ -236,9 +202,6 @@ def test_a_state_of_nnx_is_saved_and_loaded_on_another_mesh(devices, tmp_path):
 
 def in_network_order():
     """Devices of a mesh on a slice whose devices are listed in another order than its network's."""
-    from dataclasses import dataclass, replace
-
-    import fullshard.jax as fj
 
     @dataclass(frozen=True)
     class Chip:

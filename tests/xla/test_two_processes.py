@@ -1,7 +1,11 @@
 """What users train on several processes of jax, each with its own samples and one device."""
 
+import numpy as np
 import pytest
+import torch.distributed as dist
 
+from fullshard.launch import rendezvous
+from support.lazy import fj, fx, jax, nnx, optax, user_models
 from support.ranks import RankPool
 
 NUM_STEPS = 2
@@ -18,17 +22,11 @@ def two(pytestconfig):
 
 def joined():
     """This process's rank, after it has met the other."""
-    import jax
-    import torch.distributed as dist
-
-    from fullshard.launch import rendezvous
-    from fullshard.xla import processes
-
     rank = dist.get_rank()
     if not jax.distributed.is_initialized():
         address = [rendezvous.free_address(None) if rank == 0 else ""]
         dist.broadcast_object_list(address)
-        processes.join(rank, 2, lambda: address[0], wide=True)
+        fx.processes.join(rank, 2, lambda: address[0], wide=True)
     return rank
 
 
@@ -39,12 +37,6 @@ def mine(rank, batch):
 def trained(name, strategy, replicate, shard):
     """Differences from one device, and collectives as compiled and as planned."""
     rank = joined()
-    import jax
-    import numpy as np
-    import optax
-
-    import fullshard.jax as fj
-    from support import user_models
 
     model, tx = user_models.MODELS[name](), optax.adamw(1e-2, eps=1e-3)
     plan = fj.plan(
@@ -102,13 +94,6 @@ def test_two_processes_train_as_one_device_and_exchange_what_the_plan_says(two, 
 def tutorial():
     """Losses of the tutorial's step, of which each process has half of the samples."""
     rank = joined()
-    import jax
-    import numpy as np
-    import optax
-    from flax import nnx
-    from jax.sharding import Mesh
-
-    import fullshard.jax as fj
 
     def model():
         rngs = nnx.Rngs(0)
@@ -126,7 +111,9 @@ def tutorial():
             found.append(float(loss))
         return found
 
-    together = losses(Mesh(np.array(jax.devices()), ("fsdp",)), lambda batch: mine(rank, batch))
+    together = losses(
+        jax.sharding.Mesh(np.array(jax.devices()), ("fsdp",)), lambda batch: mine(rank, batch)
+    )
     alone = []
     if rank == 0:
         model_alone = model()

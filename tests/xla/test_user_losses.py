@@ -2,23 +2,23 @@
 
 import re
 
+import numpy as np
 import pytest
+import torch
+
+from fullshard.errors import FullshardError
+from support.lazy import fj, jax, jnp, optax, train_state
 
 NUM_PARTS, NUM_MICRO, SAMPLES, WIDTH, LAYERS, NUM_STEPS = 4, 2, 32, 16, 4, 2
 
 
 def parameters():
-    import jax
-    import jax.numpy as jnp
-
     key = jax.random.key(0)
     w = 0.3 * jax.random.normal(key, (LAYERS, WIDTH, WIDTH), jnp.float64)
     return {"head": jnp.ones((WIDTH,), jnp.float64), "layers": {"w": w}}
 
 
 def batches():
-    import numpy as np
-
     draw = np.random.default_rng(0)
     some = [draw.normal(size=(NUM_MICRO, SAMPLES, WIDTH)) for _ in range(NUM_STEPS)]
     return [{"x": x, "y": np.sign(x.sum(-1)), "counts": x[..., 0] > 0} for x in some]
@@ -26,8 +26,6 @@ def batches():
 
 def loss_of(run_layers, params, batch, rng, variables):
     """Dropout per layer, running averages, a regularizer, a metric, ragged labels."""
-    import jax
-    import jax.numpy as jnp
 
     def block(layer, x, key):
         kept = jax.random.bernoulli(key, 0.8, x.shape)
@@ -48,30 +46,18 @@ def loss_of(run_layers, params, batch, rng, variables):
 
 def variables():
     """One per rule; each device changes those that are no floating-point ones in its own way."""
-    import jax
-    import jax.numpy as jnp
-
     own = {"any": jnp.zeros((), bool), "key": jax.random.key(1), "seen": -jnp.ones((), jnp.int32)}
     return {"mean": jnp.zeros(WIDTH, jnp.float64), **own}
 
 
 def read(variables):
     """As numpy arrays, with the key's data."""
-    import jax
-    import numpy as np
-
     found = {**variables, "key": jax.random.key_data(variables["key"])}
     return {name: np.asarray(leaf) for name, leaf in found.items()}
 
 
 def on_devices(folder, recompute):
     """Losses, accuracies, sizes, averages after the steps, the head; resumed on other devices."""
-    import jax
-    import numpy as np
-    import optax
-
-    import fullshard.jax as fj
-
     tx = optax.sgd(1e-2)
     params, odd = parameters(), {"odd": jax.numpy.ones(7)}
     whole = fj.plan(odd, None, fj.make_mesh(1, 4, devices=jax.devices()[:4]))
@@ -109,9 +95,6 @@ def on_devices(folder, recompute):
 
 def on_one_device():
     """The same, each part of the global batch after another with its key."""
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
 
     def layers(block, x, stacked, keys):
         sizes = []
@@ -138,9 +121,9 @@ def on_one_device():
         return add(*(each[0] for each in sums)), (metrics, variables)
 
     params, now, found = parameters(), variables(), []
+    value_and_grad = jax.jit(jax.value_and_grad(one_step, has_aux=True))
     for at, batch in enumerate(batches()):
         key = jax.random.fold_in(jax.random.key(7), at)
-        value_and_grad = jax.jit(jax.value_and_grad(one_step, has_aux=True))
         (loss, (metrics, now)), grads = value_and_grad(params, now, batch, key)
         params = jax.tree.map(lambda p, g: p - 1e-2 * g, params, grads)
         means = loss, metrics["sizes"], metrics["sums"]["right"]
@@ -167,13 +150,6 @@ def test_keys_metrics_variables_and_regularizers_are_those_of_one_device(
 
 def counted(dtype, num_tokens):
     """Tokens of a step whose loss is in a small dtype, and the norm of its gradient."""
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-    import optax
-
-    import fullshard.jax as fj
-
     mesh = fj.make_mesh(1, 4, devices=jax.devices()[:4])
     plan = fj.plan({"w": jax.ShapeDtypeStruct((8,), jnp.float32)}, None, mesh)
 
@@ -193,14 +169,6 @@ def counted(dtype, num_tokens):
 
 def with_metrics_alone():
     """Metrics of a loss that changes no variables, whose batch has scalars; the tutorial's loss."""
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-    import optax
-    from flax.training.train_state import TrainState
-
-    import fullshard.jax as fj
-
     mesh = fj.make_mesh(1, 4, devices=jax.devices()[:4])
     plan = fj.plan({"w": jax.ShapeDtypeStruct((8,), jnp.float32)}, None, mesh)
 
@@ -222,7 +190,9 @@ def with_metrics_alone():
     ):
         step = fj.train_step(plan, loss, optax.sgd(0.1), num_micro_batches=micro)
         means.append(float(step(made(), batch)[1]["seen"]))
-    tree = TrainState.create(apply_fn=None, params={"w": jnp.ones(8)}, tx=optax.sgd(0.1))
+    tree = train_state.TrainState.create(
+        apply_fn=None, params={"w": jnp.ones(8)}, tx=optax.sgd(0.1)
+    )
     fsdp = jax.make_mesh((8,), ("fsdp",))
     step = fj.create_fsdp_train_step(fsdp, lambda p, b: loss(p, b)[0] / 8)
     _, value, _ = step(tree, {"x": x[:8], "scale": 2})
@@ -246,8 +216,6 @@ def test_tokens_are_counted_exactly_whatever_the_dtype_of_the_loss(devices, dtyp
 
 def said_by(attempts):
     """The message of each attempt's error."""
-    from fullshard.errors import FullshardError
-
     said = []
     for do in attempts:
         try:
@@ -265,13 +233,6 @@ def unmatched(said, wanted):
 
 def wrong_losses():
     """What is said of each loss."""
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-    import optax
-
-    import fullshard.jax as fj
-
     tree = {"layers": {"w": jnp.ones((4, 8, 8))}, "head": jnp.ones((8, 8))}
     plan = fj.plan(tree, None, fj.make_mesh(1, 8), blocks=["layers"])
     batch = {"x": np.ones((16, 8))}
@@ -327,13 +288,6 @@ def test_mistakes_of_losses_are_named(devices):
 
 def mistakes():
     """What is said of each."""
-    import jax.numpy as jnp
-    import numpy as np
-    import optax
-    import torch
-
-    import fullshard.jax as fj
-
     mesh = fj.make_mesh(1, 8)
     tree = {"layers": {"w": jnp.ones((4, 8, 8))}, "head": jnp.ones((8, 8))}
     plan = fj.plan(tree, None, mesh)
@@ -398,12 +352,6 @@ def test_mistakes_of_trees_batches_and_optimizers_are_named(devices):
 
 def with_option(name):
     """What XLA says of a step with this option."""
-    import jax.numpy as jnp
-    import numpy as np
-    import optax
-
-    import fullshard.jax as fj
-
     plan, tx = fj.plan({"w": jnp.ones(8)}, None, fj.make_mesh(1, 8)), optax.sgd(0.1)
     loss = lambda params, batch: (params["w"].sum() * batch.sum(), len(batch))  # noqa: E731
     step = fj.train_step(plan, loss, tx, compiler_options={name: True})
@@ -421,13 +369,6 @@ def test_compiler_options_reach_the_step_that_runs(devices):
 
 def doubled():
     """Parameters after a step whose blocks have twice their weights, and after one by hand."""
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-    import optax
-
-    import fullshard.jax as fj
-
     tree = {"layers": {"w": 0.1 * jax.random.normal(jax.random.key(0), (3, 8, 8))}}
     plan, tx = fj.plan(tree, None, fj.make_mesh(2, 4), blocks=["layers"]), optax.sgd(1e-1)
     batch = {"x": np.random.default_rng(0).normal(size=(16, 8))}
@@ -459,10 +400,6 @@ def test_shards_may_be_changed_element_by_element_before_they_are_gathered(devic
 
 
 def padded():
-    import numpy as np
-
-    import fullshard.jax as fj
-
     def of(rows, **names):
         return fj.pad_batch({"x": np.ones(len(rows)), "y": rows}, 4, **names)
 

@@ -1,6 +1,9 @@
 """Models of other libraries train under a plan as on one device, and move what the plan says."""
 
+import numpy as np
 import pytest
+
+from support.lazy import fj, fx, jax, optax, user_models
 
 NUM_STEPS, SAVED_AFTER = 3, 1
 MESHES = {
@@ -24,34 +27,23 @@ GRID = [
 
 
 def optimizer(name):
-    import optax
-    from optax import contrib
-
     match name:  # large epsilons: some gradients are zero but for rounding
         case "adamw":
             return optax.adamw(1e-2, eps=1e-3)
         case "muon":
-            return contrib.muon(1e-2, eps=1e-3)
+            return optax.contrib.muon(1e-2, eps=1e-3)
         case _:
             return optax.adafactor(1e-2, eps=1e-6)
 
 
 def apart(trees):
     """The largest difference of two trees' leaves."""
-    import jax
-    import numpy as np
-
     pairs = zip(*map(jax.tree.leaves, trees), strict=True)
     return max((np.abs(np.subtract(a, b, dtype=float)).max() for a, b in pairs), default=0.0)
 
 
 def trained(name, tx_name, mesh_name, folder, recompute="none"):
     """Differences from one device, and collectives as compiled and as planned."""
-    import jax
-
-    import fullshard.jax as fj
-    from support import user_models
-
     model, tx = user_models.MODELS[name](), optimizer(tx_name)
     more = {"rng": jax.random.key(7)} if model.has_rng else {}
 
@@ -134,13 +126,6 @@ def test_the_plan_equals_the_census_under_recompute(devices, tmp_path, name, rec
 
 def exchanged(name, config):
     """Collectives of a step with messages as between CPU processes, as compiled and as planned."""
-    import jax
-    import optax
-
-    import fullshard.jax as fj
-    from fullshard.xla import gather
-    from support import user_models
-
     model, tx = user_models.MODELS[name](), optax.sgd(1e-2)
     plan = fj.plan(
         model.params, config, fj.make_mesh(2, 4), blocks=model.blocks, freeze=model.freeze
@@ -152,21 +137,16 @@ def exchanged(name, config):
     step = fj.train_step(plan, model.loss(scan, user_models.AXES), tx)
     state = fj.shard(plan, model.params, tx, model.variables)
     more = {"rng": jax.random.key(7)} if model.has_rng else {}
-    real, gather.over_gloo = gather.over_gloo, lambda: True
+    real, fx.gather.over_gloo = fx.gather.over_gloo, lambda: True
     try:
         census = fj.census(step.compile(state, step.place(user_models.images(0)), **more))
     finally:
-        gather.over_gloo = real
+        fx.gather.over_gloo = real
     return census, {kind: c for kind, c in plan.table.collectives().items() if c.count}
 
 
 def normalized(num_samples):
     """Collectives of a step of Equinox's BatchNorm, which normalizes over all devices."""
-    import optax
-
-    import fullshard.jax as fj
-    from support import user_models
-
     model, tx = user_models.MODELS["equinox_batchnorm"](), optax.sgd(1e-2)
     plan = fj.plan(model.params, None, fj.make_mesh(2, 4))
     step = fj.train_step(plan, model.loss(None, user_models.AXES), tx)

@@ -1,30 +1,28 @@
 """Any optax transformation trains as on one device, also when it is saved and resumed elsewhere."""
 
+import inspect
 import warnings
 
+import numpy as np
 import pytest
+
+from fullshard.errors import ConfigError
+from support.lazy import fj, jax, jnp, optax
 
 NUM_STEPS, SAVED_AFTER = 7, 3
 
 
 def halves(params):
     """One label per parameter: half of them `a`, half of them `b`."""
-    import jax
-
     leaves, structure = jax.tree.flatten(params)
     return jax.tree.unflatten(structure, ["ab"[at % 2] for at in range(len(leaves))])
 
 
 def in_a(params):
-    import jax
-
     return jax.tree.map(lambda label: label == "a", halves(params))
 
 
 def optimizer(name):
-    import optax
-    from optax import contrib
-
     def partly(params):
         return halves(params)
 
@@ -35,31 +33,33 @@ def optimizer(name):
         "masked": lambda: optax.chain(optax.masked(optax.trace(0.9), in_a), optax.sgd(1e-3)),
         "multi_transform": lambda: optax.multi_transform({"a": adam, "b": optax.sgd(1e-3)}, partly),
         "partition": lambda: optax.partition({"a": adam, "b": optax.set_to_zero()}, partly),
-        "muon": lambda: contrib.muon(1e-2),
+        "muon": lambda: optax.contrib.muon(1e-2),
         "sm3": lambda: optax.sm3(1e-2),
         "adafactor": lambda: optax.adafactor(1e-2),
         "lars": lambda: optax.lars(1e-1),
         "block_rms": lambda: optax.chain(optax.clip_by_block_rms(1e-3), optax.sgd(1.0)),
         "noise": lambda: optax.chain(optax.add_noise(0.1, 0.1, 0), optax.sgd(1e-3)),
         "noisy_sgd": lambda: optax.noisy_sgd(1e-3, key=0),
-        "plateau": lambda: optax.chain(adam, contrib.reduce_on_plateau(patience=1, rtol=1.0)),
+        "plateau": lambda: optax.chain(adam, optax.contrib.reduce_on_plateau(patience=1, rtol=1.0)),
         "apply_every": lambda: optax.chain(adam, optax.apply_every(3)),
         "apply_if_finite": lambda: optax.apply_if_finite(adam, 3),
         "injected": lambda: optax.inject_hyperparams(optax.adamw)(1e-2),
         "scheduled": lambda: optax.adamw(optax.cosine_decay_schedule(1e-2, NUM_STEPS)),
         "ema": lambda: optax.chain(optax.ema(0.9), optax.sgd(1e-3)),
-        "schedule_free": lambda: contrib.schedule_free_adamw(1e-2),
-        "prodigy": lambda: contrib.prodigy(),
+        "schedule_free": lambda: optax.contrib.schedule_free_adamw(1e-2),
+        "prodigy": lambda: optax.contrib.prodigy(),
         "low_precision": lambda: optax.adam(1e-2, mu_dtype="bfloat16"),
         "lookahead_like": lambda: optax.chain(optax.adaptive_grad_clip(0.1), optax.lamb(1e-2)),
         "amsgrad": lambda: optax.amsgrad(1e-2),
         "rprop": lambda: optax.rprop(1e-2),
         "novograd": lambda: optax.novograd(1e-2),
-        "sam": lambda: contrib.sam(adam, optax.chain(contrib.normalize(), optax.sgd(0.1))),
+        "sam": lambda: optax.contrib.sam(
+            adam, optax.chain(optax.contrib.normalize(), optax.sgd(0.1))
+        ),
         "adadelta": lambda: optax.adadelta(1.0),
         "freeze": lambda: optax.chain(adam, optax.transforms.freeze(in_a)),
         # Its first step divides by epsilon.
-        "acprop": lambda: contrib.acprop(1e-3, eps=1e-2),
+        "acprop": lambda: optax.contrib.acprop(1e-3, eps=1e-2),
     }
     constructor = table.get(name)
     if constructor is not None:
@@ -67,7 +67,7 @@ def optimizer(name):
     rate = 1.0 if name in PARAMETER_FREE else 1e-3
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
-        return (getattr(optax, name, None) or getattr(contrib, name))(learning_rate=rate)
+        return (getattr(optax, name, None) or getattr(optax.contrib, name))(learning_rate=rate)
 
 
 FAST = ["multi_steps", "muon", "adafactor", "noise"]
@@ -93,9 +93,6 @@ MESHES = [("full_shard", 1, 8), ("hybrid_shard", 2, 4), ("no_shard", 8, 1)]
 
 
 def init_fn(key):
-    import jax
-    import jax.numpy as jnp
-
     def normal(at, *shape):
         return 0.1 * jax.random.normal(jax.random.fold_in(key, at), shape, jnp.float64)
 
@@ -105,31 +102,21 @@ def init_fn(key):
 
 
 def batches():
-    import numpy as np
-
     draw = np.random.default_rng(0)
     return [{"x": draw.normal(size=(24, 8)), "y": draw.normal(size=24)} for _ in range(NUM_STEPS)]
 
 
 def block(layer, x):
-    import jax.numpy as jnp
-
     return x + jnp.tanh(x @ layer["up"]) @ layer["down"]
 
 
 def loss_of(params, x, batch):
-    import jax.numpy as jnp
-
     wide = jnp.sum(params["wide"][:8, -8:] * jnp.cos(params["wide"][-8:, :8]))
     error = (x + params["b"]).sum(-1) * (1 + wide) - batch["y"]
     return jnp.square(error).sum(), jnp.asarray(len(x))
 
 
 def on_one_device(name):
-    import jax
-    import numpy as np
-    import optax
-
     tx = optax.with_extra_args_support(optimizer(name))
 
     def loss(params, batch):
@@ -155,10 +142,6 @@ def on_one_device(name):
 
 def setup(name, strategy, replicate, shard):
     """The plan on a mesh, and the step of an optimizer."""
-    import jax
-
-    import fullshard.jax as fj
-
     mesh = fj.make_mesh(replicate, shard, devices=jax.devices()[: replicate * shard])
     shapes = jax.eval_shape(init_fn, jax.random.key(0))
     plan = fj.plan(shapes, {"strategy": strategy}, mesh, blocks=["layers"])
@@ -172,10 +155,6 @@ def setup(name, strategy, replicate, shard):
 
 def resumed(name, folder, mesh):
     """Largest differences of weights from one device's: without a break, and resumed elsewhere."""
-    import jax
-    import numpy as np
-
-    import fullshard.jax as fj
 
     def run(step, state, some):
         for batch in some:
@@ -227,11 +206,6 @@ def test_an_optimizer_of_optax_trains_as_on_one_device_and_resumes_elsewhere(
 
 
 def said(name):
-    import jax
-
-    import fullshard.jax as fj
-    from fullshard.errors import ConfigError
-
     plan, step = setup(name, "full_shard", 1, 8)
     state = fj.init(plan, init_fn, optimizer(name), jax.random.key(0))
     try:
@@ -249,13 +223,8 @@ def test_an_optimizer_that_calls_the_loss_is_refused_by_what_it_lacks(devices, n
 
 
 def made_from_a_rate():
-    import inspect
-
-    import optax
-    from optax import contrib
-
     found = set()
-    for module in (optax, contrib):
+    for module in (optax, optax.contrib):
         for name, member in inspect.getmembers(module, inspect.isfunction):
             if not name.startswith("_") and "learning_rate" in inspect.signature(member).parameters:
                 found.add(name)

@@ -11,6 +11,7 @@ from fullshard.config.load import load_config
 from fullshard.errors import ConfigError
 from fullshard.verify import check as verify
 from fullshard.verify.faults import Fault
+from support.lazy import jax
 
 MODEL = (
     "model={config: {model_type: qwen3, vocab_size: 500, hidden_size: 96, intermediate_size: 200, "
@@ -40,8 +41,6 @@ def in_reference(folder):
 
 
 def on_devices(folder):
-    import jax
-
     from fullshard.verify.xla import run_passes
 
     before = jax.config.jax_enable_x64

@@ -2,6 +2,19 @@
 
 A transport gets the plan of a model of one parameter, so that buffers are placed as the engine
 places them: a shared home has nothing to fetch.
+
+Method:
+
+The buffers are those of a plan of a model with one float32 parameter. fetch: until all parts of the
+weights have arrived (all-gather; in a shared home ranks only wait for each other). reduce: until a
+rank has its part of the sum of all gradients (reduce-scatter). copy: torch.copy_ of as many bytes
+by every rank at once. GB/s is the buffer's size by the time.
+
+All take one turn per round, in an order that rotates with every round. A turn begins at a barrier
+and lasts until the slowest rank has its result. Times are medians, ratios medians over the rounds
+of two times of one round, with a 95 % bootstrap interval. One thread per rank.
+
+Results are checked before anything is timed.
 """
 
 from __future__ import annotations
@@ -15,7 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fullshard.bench.page import Neighbours, Page, Say, paired_ratio, slowest
+from fullshard.bench.page import Neighbours, Page, Say, method_of, paired_ratio, slowest
 from fullshard.bench.ranks import run_ranks
 from fullshard.config.host_memory import available_bytes
 from fullshard.config.schema import ShardConfig
@@ -36,17 +49,7 @@ COPY, FETCH, REDUCE = "copy", "fetch", "reduce"
 DEFAULT_MIB, DEFAULT_RANKS = (1, 16, 64), (2, 4)
 BUFFERS = 12  # at most, per rank: two to copy, and the slots and receive buffers of a transport
 COLUMNS = ("ranks", "MiB", "what", "by", "ms", "GB/s", "to a copy [95 %]")
-METHOD = (
-    "The buffers are those of a plan of a model with one float32 parameter. fetch: until all parts "
-    "of the weights have arrived (all-gather; in a shared home ranks only wait for each other). "
-    "reduce: until a rank has its part of the sum of all gradients (reduce-scatter). copy: "
-    "torch.copy_ of as many bytes by every rank at once. GB/s is the buffer's size by the time.",
-    "All take one turn per round, in an order that rotates with every round. A turn begins at a "
-    "barrier and lasts until the slowest rank has its result. Times are medians, ratios medians "
-    "over the rounds of two times of one round, with a 95 % bootstrap interval. One thread per "
-    "rank.",
-    "Results are checked before anything is timed.",
-)
+METHOD = method_of(__doc__)
 
 
 @dataclass(frozen=True)

@@ -122,6 +122,17 @@ class Page:
             (folder / name).write_text(text)
 
 
+def method_of(doc: str | None, **values: object) -> tuple[str, ...]:
+    """The paragraphs below `Method:` of a module's docstring, each as one line.
+
+    Args:
+        doc: The docstring.
+        **values: Values of its `{names}`.
+    """
+    _, _, text = (doc or "").partition("\nMethod:\n")
+    return tuple(" ".join(part.split()).format(**values) for part in text.strip().split("\n\n"))
+
+
 # ---- other processes -----------------------------------------------------------------------------
 
 

@@ -1,6 +1,30 @@
 """`fullshard bench step`: times a training step of several engines side by side.
 
 This module starts the ranks (`bench/step_rank.py`) and makes the page of what they measured.
+
+Method:
+
+All engines run in the same processes, as many as fit into memory and FSDP2 always among them. They
+take one step each per round, in an order that rotates with every round. A step is timed from when
+every rank is ready until every rank has finished. Ratios are medians over the rounds of paired step
+times, with a 95 % bootstrap interval. One thread per rank, fused AdamW over the trained parameters,
+the same seeds; every rank has its own batches. FSDP2's prefetch distance is the fastest of 0, 1 and
+2 in a pilot.
+
+Parameters, reduction and optimizer are float32. Where a case says bfloat16, forward and backward
+compute in it: ours by param_dtype, FSDP2 and FSDP1 by their mixed precision; the floor's model is
+bfloat16 and its updated part is cast once per step. Losses are float32; those of the first steps
+must agree with FSDP2's within {float32:g}, in bfloat16 within {bfloat16:g}.
+
+CPU is the processor time of one rank, all its threads. Other processes lengthen it far less than
+the step.
+
+The floor runs the same processes without any message and updates 1/W of the parameters; removed = 1
+- (ours - floor) / (FSDP2 - floor).
+
+Memory is measured with each engine alone in fresh processes: the sampled peak of the proportional
+set size during three steps, minus the size before the model was built, of the rank with the largest
+figure. Resident counts shared pages in every rank.
 """
 
 from __future__ import annotations
@@ -30,6 +54,7 @@ from fullshard.bench.page import (
     busy_sentence,
     is_loaded,
     largest_difference,
+    method_of,
     paired_ratio,
     removed_share,
 )
@@ -61,26 +86,7 @@ COLUMNS = (
     "resident, MiB",
     "loss difference",
 )
-METHOD = (
-    "All engines run in the same processes, as many as fit into memory and FSDP2 always among "
-    "them. They take one step each per round, in an order that rotates with every round. A step is "
-    "timed from when every rank is ready until every rank has finished. Ratios are medians over "
-    "the rounds of paired step times, with a 95 % bootstrap interval. One thread per rank, fused "
-    "AdamW over the trained parameters, the same seeds; every rank has its own batches. FSDP2's "
-    "prefetch distance is the fastest of 0, 1 and 2 in a pilot.",
-    "Parameters, reduction and optimizer are float32. Where a case says bfloat16, forward and "
-    "backward compute in it: ours by param_dtype, FSDP2 and FSDP1 by their mixed precision; the "
-    "floor's model is bfloat16 and its updated part is cast once per step. Losses are float32; "
-    "those of the first steps must agree with FSDP2's within "
-    f"{LOSS_TOLERANCE['float32']:g}, in bfloat16 within {LOSS_TOLERANCE['bfloat16']:g}.",
-    "CPU is the processor time of one rank, all its threads. Other processes lengthen it far less "
-    "than the step.",
-    "The floor runs the same processes without any message and updates 1/W of the parameters; "
-    "removed = 1 - (ours - floor) / (FSDP2 - floor).",
-    "Memory is measured with each engine alone in fresh processes: the sampled peak of the "
-    "proportional set size during three steps, minus the size before the model was built, of the "
-    "rank with the largest figure. Resident counts shared pages in every rank.",
-)
+METHOD = method_of(__doc__, **LOSS_TOLERANCE)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
@@ -22,6 +21,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.utils.checkpoint import checkpoint
 
 from fullshard.compat.errors import NotOfferedError
+from fullshard.engine.recompute import make_recompute
 
 logger = logging.getLogger(__name__)
 
@@ -59,19 +59,8 @@ def checkpoint_wrapper(
             "checkpoint_wrapper: REENTRANT was changed to NO_REENTRANT; reentrant checkpointing "
             "hides from a sharded model which gradients will come."
         )
-    options = dict(checkpoint_fn_kwargs)
-    if checkpoint_fn is None:
-        options["use_reentrant"] = False
-    run = functools.partial(checkpoint_fn or checkpoint, **options)
-    forward = module.forward
-
-    @functools.wraps(forward)
-    def recomputing(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        return run(forward, *args, **kwargs)
-
-    object.__setattr__(module, "forward", recomputing)
+    run = checkpoint_fn or functools.partial(checkpoint, use_reentrant=False)
+    make_recompute(module, functools.partial(run, **checkpoint_fn_kwargs))
     object.__setattr__(module, RECOMPUTES, True)
     return module
 
@@ -92,8 +81,7 @@ def apply_activation_checkpointing(
     """
     chosen = check_fn
     if auto_wrap_policy is not None:
-        policy = auto_wrap_policy
-        chosen = functools.partial(_by_policy, policy)
+        chosen = functools.partial(_by_policy, auto_wrap_policy)
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if chosen(child):

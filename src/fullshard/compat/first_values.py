@@ -39,11 +39,9 @@ def place(root: nn.Module, modules: list[nn.Module], device_id: Any) -> torch.de
 def _device_of(device_id: Any) -> torch.device | None:
     if device_id is None:
         return None
-    if isinstance(device_id, int) and not torch.accelerator.is_available():
-        return torch.device("cpu")
-    device = torch.device(device_id) if not isinstance(device_id, torch.device) else device_id
-    if device.type != "cpu" and not torch.accelerator.is_available():
+    if not torch.accelerator.is_available():
         return torch.device("cpu")  # scripts that ask for cuda on a machine without it
+    device = torch.device(device_id)
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from fullshard.compat.errors import MisuseError, MisuseValueError
 from fullshard.compat.state_dicts import Kind, Wanted, rows_of
 from fullshard.compat.wrapping import engine_for, marked, names_of, own_rank, topology
 from fullshard.engine.engine import Engine
-from fullshard.engine.optimizers import WATCHED
+from fullshard.engine.optimizers import WATCHED, loaded_state
 from fullshard.engine.owned import OwnedOptimizer
 from fullshard.engine.parameter import Guarded, ShardedParameter
 from fullshard.transport.groups import own_group, tell_everyone
@@ -23,7 +24,7 @@ States = dict[str, Any]
 
 
 def optim_state_dict(
-    model: nn.Module, optim: torch.optim.Optimizer, given: States | None, wanted: Wanted
+    model: nn.Module, optim: Optimizer, given: States | None, wanted: Wanted
 ) -> States:
     """Returns {"state": {name: {...}}, "param_groups": [...]}, the states of the unsharded model.
 
@@ -37,7 +38,8 @@ def optim_state_dict(
     """
     if isinstance(optim, OwnedOptimizer):
         optim.state_dict()  # says where its states are saved
-    engines = {id(engine): engine for engine in _engines(model)}
+    engines = _engines(model)
+    engine: Any = next(iter(engines), None)
     names = first_names(model)
     states = given["state"] if given is not None else None
     result: States = {"state": {}, "param_groups": []}
@@ -46,16 +48,12 @@ def optim_state_dict(
         own = optim.state.get(param, {}) if states is None else states.get(number, {})
         if own:
             held[_name_of(names, param)] = own
-    shards = [
-        name
-        for name, values in held.items()
-        if any(isinstance(value, Guarded) for value in values.values())
-    ]
-    world = max((engine.plan.mesh.world_size for engine in engines.values()), default=1)
+    shards = [n for n, own in held.items() if any(isinstance(v, Guarded) for v in own.values())]
+    world = max((engine.plan.mesh.world_size for engine in engines), default=1)
     if wanted.kind is not Kind.LOCAL and world > 1:
         shards = _agreed(shards)
     for name in [*shards, *(name for name in held if name not in set(shards))]:
-        result["state"][name] = {k: _convert(v, engines, wanted) for k, v in held[name].items()}
+        result["state"][name] = {k: _convert(v, engine, wanted) for k, v in held[name].items()}
     if given is not None and "param_groups" not in given:
         del result["param_groups"]
     for group in optim.param_groups if "param_groups" in result else ():
@@ -89,7 +87,7 @@ def everyones(value: Any) -> list[Any]:
     return tell_everyone(value, own_group("all", [range(world)])) if world > 1 else [value]
 
 
-def _convert(value: Any, engines: Mapping[int, Engine], wanted: Wanted) -> Any:
+def _convert(value: Any, engine: Engine, wanted: Wanted) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     if not isinstance(value, Guarded):
@@ -100,12 +98,12 @@ def _convert(value: Any, engines: Mapping[int, Engine], wanted: Wanted) -> Any:
         return local.cpu() if wanted.to_cpu else local
     whole = value.full_tensor()  # type: ignore[attr-defined]
     if wanted.kind is Kind.SHARDED and torch.distributed.is_initialized():
-        return rows_of(next(iter(engines.values())), whole, wanted.mesh)
+        return rows_of(engine, whole, wanted.mesh)
     return whole.cpu() if wanted.to_cpu else whole
 
 
 def state_dict_to_load(
-    model: nn.Module, optim: torch.optim.Optimizer, state: States, *, by_name: bool = False
+    model: nn.Module, optim: Optimizer, state: States, *, by_name: bool = False
 ) -> States:
     """Converts a result of `optim_state_dict` for `optim.load_state_dict` of this rank.
 
@@ -140,8 +138,7 @@ def state_dict_to_load(
         if missing:
             raise MisuseValueError(
                 f"optimizer state dict: expected parameters of this optimizer; got "
-                f"{missing[0]!r}, which it does not have. Load it into an optimizer of the same "
-                "parameters."
+                f"{missing[0]!r}, which it does not have. Give it the same parameters."
             )
         numbers = sorted(number_of[name] for name in group["params"])  # load goes by position
         keys = [shown[id(params[number])] for number in numbers] if by_name else numbers
@@ -157,22 +154,14 @@ def _part(param: torch.Tensor, value: Any) -> Any:
     """This rank's part of a state."""
     if not isinstance(value, torch.Tensor) or isinstance(value, Guarded):
         return value
-    if not isinstance(param, ShardedParameter) or value.dim() == 0 == param.dim():
-        return value.detach().clone()  # a state dict belongs to one optimizer
-    piece = param.record.piece
-    flat = value.detach().reshape(-1)
-    if tuple(value.shape) == tuple(piece.shape):
-        local = flat[piece.start : piece.stop]
-    elif value.dim() == 1 and value.numel() == piece.numel:  # Kind.LOCAL
-        local = flat
-    else:
-        return value.detach().clone()
-    return param.as_state(local.clone().to(param.device))
+    if isinstance(param, ShardedParameter):
+        record, shape = param.record, tuple(value.shape)
+        if shape == (record.piece.numel,) and shape != record.shape:  # Kind.LOCAL
+            value = value.view(param.shape)
+    return loaded_state(param, value)  # a copy: a state dict belongs to one optimizer
 
 
-def rekeyed(
-    state: States, model: nn.Module, optim: torch.optim.Optimizer | None, *, to_names: bool
-) -> States:
+def rekeyed(state: States, model: nn.Module, optim: Optimizer | None, *, to_names: bool) -> States:
     """The same state dict with numbers in place of names, or names in place of numbers."""
     keys = list(state["state"])
     if keys and not (all(type(k) is str for k in keys) or all(type(k) is int for k in keys)):
@@ -195,7 +184,7 @@ def rekeyed(
     }
 
 
-def _numbered(optim: torch.optim.Optimizer) -> Iterator[tuple[int, torch.Tensor]]:
+def _numbered(optim: Optimizer) -> Iterator[tuple[int, torch.Tensor]]:
     """Parameters as `Optimizer.state_dict` numbers them."""
     return enumerate(param for group in optim.param_groups for param in group["params"])
 
@@ -210,8 +199,7 @@ def _name_of(names: Mapping[int, str], param: torch.Tensor) -> str:
     if name is None:
         raise MisuseValueError(
             "optimizer: expected parameters of the given model; got one of shape "
-            f"{tuple(param.shape)} that it does not have. Pass the model that the optimizer was "
-            "made for."
+            f"{tuple(param.shape)} that it does not have. Pass the optimizer's own model."
         )
     return name
 
@@ -243,13 +231,13 @@ _ROWS = "_fullshard_shows_rows"
 _Rows = tuple[Callable[[], nn.Module | None], Callable[[], bool]]  # the marked module, show now?
 
 
-def _listen(optimizer: torch.optim.Optimizer) -> None:
+def _listen(optimizer: Optimizer) -> None:
     if any(hasattr(param, _ROWS) for _, param in _numbered(optimizer)):
         optimizer.register_state_dict_post_hook(_give_rows)
         optimizer.register_load_state_dict_pre_hook(_take_rows)
 
 
-def _give_rows(optimizer: torch.optim.Optimizer, state: States) -> States:
+def _give_rows(optimizer: Optimizer, state: States) -> States:
     """Converts states to DTensors of rows. A collective if there are any."""
     shown: States = dict(state["state"])
     engines: dict[_Rows, Engine | None] = {}
@@ -263,21 +251,18 @@ def _give_rows(optimizer: torch.optim.Optimizer, state: States) -> States:
             engines[rows] = engine_for(module) if module is not None else None
         engine = engines[rows]
         if engine is not None:
-            wanted = Wanted(Kind.SHARDED)
-            values = shown[number].items()
-            shown[number] = {key: _convert(value, {0: engine}, wanted) for key, value in values}
+            wanted, values = Wanted(Kind.SHARDED), shown[number].items()
+            shown[number] = {key: _convert(value, engine, wanted) for key, value in values}
     return {**state, "state": shown}
 
 
-def _take_rows(optimizer: torch.optim.Optimizer, state: States) -> States:
+def _take_rows(optimizer: Optimizer, state: States) -> States:
     """Copies this rank's parts of the states."""
     params = [param for _, param in _numbered(optimizer)]
     keys = [key for group in state["param_groups"] for key in group["params"]]  # numbers or names
     param_of = dict(zip(keys, params, strict=False))  # torch's load goes by position too
-    taken = {
-        key: {name: _part(param_of[key], _whole(value)) for name, value in values.items()}
-        if key in param_of
-        else values
-        for key, values in state["state"].items()
-    }
+    taken = dict(state["state"])
+    for key, values in taken.items():
+        if key in param_of:
+            taken[key] = {name: _part(param_of[key], _whole(v)) for name, v in values.items()}
     return {**state, "state": taken}

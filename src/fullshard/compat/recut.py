@@ -67,6 +67,7 @@ def cut_early(
             gather = partial(_early_gather, mesh, group.layout, piece)
             sharded.record = ShardRecord(
                 piece=piece,
+                cut=None,
                 unit="(not yet run)",
                 index=-1,
                 is_cut=mesh.shard > 1,
@@ -126,20 +127,15 @@ def put_back_shards(engine: Engine) -> None:
     """Copies moved shards (`p.data = ...` of the shard's size) back. No collective."""
     with no_guard():
         for group in engine.groups:
-            if not group.is_in_place():
-                for member in group.members:
-                    _put_back(engine, group, member)
-
-
-def _put_back(engine: Engine, group: Group, member: Member) -> None:
-    param, piece = member.param, member.piece
-    home = member.local(group.master)
-    if param.numel() != piece.numel or param.dtype is not group.master.dtype:
-        return
-    if address_of(param) != address_of(home) and param.device == home.device:
-        engine.home.before_write()
-        home.copy_(param.detach().reshape(-1))
-        param.data = home.view(shard_shape(piece, whole=group.plan.layout.num_parts == 1))
+            for member in [] if group.is_in_place() else group.members:
+                param, home = member.param, member.local(group.master)
+                is_alike = (param.numel(), param.dtype) == (home.numel(), home.dtype)
+                moved = address_of(param) != address_of(home) and param.device == home.device
+                if is_alike and moved:
+                    engine.home.before_write()
+                    home.copy_(param.detach().reshape(-1))
+                    whole = group.plan.layout.num_parts == 1
+                    param.data = home.view(shard_shape(member.piece, whole=whole))
 
 
 def needs_new_plan(engine: Engine) -> bool:
@@ -155,11 +151,9 @@ def needs_new_plan(engine: Engine) -> bool:
 def _misfits(group: Group, member: Member) -> bool:
     param, piece = member.param, member.piece
     shape = shard_shape(piece, whole=group.plan.layout.num_parts == 1)
-    return (
-        param.dtype is not group.master.dtype
-        or (tuple(param.shape) != shape and param.numel() != piece.numel)
-        or (param.requires_grad and not group.plan.trainable)
-    )
+    is_other = tuple(param.shape) != shape and param.numel() != piece.numel
+    is_thawed = param.requires_grad and not group.plan.trainable
+    return is_other or is_thawed or param.dtype is not group.master.dtype
 
 
 # ---- a new engine from old shards
@@ -175,52 +169,35 @@ def replace_engines(model: nn.Module, shard: Callable[[], Engine]) -> Engine:
         shard: Shards the model (`shard_model` with its arguments).
     """
     old = [_close(module) for module in model.modules() if hasattr(module, ATTRIBUTE)]
-    kept = [_Kept(param) for param in _shards(model)]
+    with no_guard():
+        grads: list[Any] = [param.grad for param in _shards(model)]
+        kept = [grad if grad is None else grad.to_local().clone() for grad in grads]
+    before = [(param, param.record) for param in _shards(model)]
     engine = shard()
     states = {id(param): state for param, state in WATCHED.states()}
-    for one in kept:
-        one.restore(engine, states.get(id(one.param), {}))
+    shown = {id(member.param): member.grad for member in engine.members}
+    for (param, record), grad in zip(before, kept, strict=True):
+        if param.record is not record:  # still in the model
+            piece, own = param.record.piece, states.get(id(param), {})
+            for key, state in own.items():
+                if isinstance(state, Guarded):
+                    own[key] = param.as_state(recut(state.to_local(), record, piece).clone())
+            if grad is not None:
+                _show_gradient(param, shown.get(id(param)), recut(grad, record, piece))
     del old  # alive until here, because its records gather resharded values
     return engine
 
 
-class _Kept:
-    """A shard's previous record and gradient."""
-
-    def __init__(self, param: ShardedParameter) -> None:
-        self.param = param
-        self.record = param.record
-        with no_guard():
-            grad: Any = param.grad
-            self.grad = None if grad is None else grad.to_local().clone()
-
-    def restore(self, engine: Engine, states: dict[str, Any]) -> None:
-        """Reshards the gradient and the optimizer's states like the parameter."""
-        param = self.param
-        if param.record is self.record:  # no longer in the model
-            return
-        for key, state in states.items():
-            if isinstance(state, Guarded):
-                states[key] = param.as_state(self._cut(state.to_local()).clone())
-        if self.grad is not None:
-            local = self._cut(self.grad)
-            with no_guard():
-                shown = _gradient_of(engine, param)
-                if shown is not None:
-                    shown.copy_(local.view(shown.shape))
-                    param.grad = shown
-
-    def _cut(self, local: torch.Tensor) -> torch.Tensor:
-        return recut(local.reshape(-1), self.record, self.param.record.piece)
-
-
-def _gradient_of(engine: Engine, param: ShardedParameter) -> Any:
-    return next((member.grad for member in engine.members if member.param is param), None)
+def _show_gradient(param: ShardedParameter, shown: Any, local: torch.Tensor) -> None:
+    with no_guard():
+        if shown is not None:
+            shown.copy_(local.view(shown.shape))
+            param.grad = shown
 
 
 def recut(local: torch.Tensor, record: ShardRecord, piece: Slice) -> torch.Tensor:
     """Returns (n_local,) values in the range of `piece`; a collective if the range changed."""
-    before = record.piece
+    before, local = record.piece, local.reshape(-1)
     whole = torch.Size(piece.shape).numel()
     if local.numel() == whole != before.numel:  # `p.data = whole`
         return local[piece.start : piece.stop]
@@ -240,8 +217,7 @@ def shard_values(params: Mapping[str, nn.Parameter], pieces: Iterable[Slice]) ->
     for piece in pieces:
         param = params[piece.name]
         if isinstance(param, ShardedParameter):
-            local = param.to_local().reshape(-1)
-            found[piece.name] = recut(local, param.record, piece).clone()
+            found[piece.name] = recut(param.to_local(), param.record, piece).clone()
     return found
 
 

@@ -347,9 +347,8 @@ _MESHES: WeakKeyDictionary[Any, dict[Any, DeviceMesh]] = WeakKeyDictionary()  # 
 
 def device_mesh(mesh: Mesh, kind: str) -> DeviceMesh:
     """torch's device mesh of all ranks for this device type."""
-    sizes = (
-        (mesh.world_size,) if 1 in (mesh.replicate, mesh.shard) else (mesh.replicate, mesh.shard)
-    )
+    both = mesh.replicate, mesh.shard
+    sizes = (mesh.world_size,) if 1 in both else both
     made = _MESHES.setdefault(dist.group.WORLD, {})
     key = (sizes, mesh.order, kind)
     if key not in made:

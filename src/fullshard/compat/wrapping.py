@@ -34,7 +34,6 @@ from fullshard.compat.recut import (
     shard_values,
     share_copies,
 )
-from fullshard.config.environment import read_launch_environment
 from fullshard.config.schema import ShardConfig
 from fullshard.config.supported import check_supported
 from fullshard.config.values import DType, Strategy, WrapKind
@@ -42,7 +41,7 @@ from fullshard.engine._torch_compat import call_outside_compile, no_guard
 from fullshard.engine.engine import ATTRIBUTE, Engine
 from fullshard.engine.model_spec import NEVER_CALLED, places_of
 from fullshard.engine.parameter import PendingGradient
-from fullshard.engine.precision import cast_tensors
+from fullshard.engine.precision import cast_output, cast_tensors
 from fullshard.engine.shard import Given, shard_model
 from fullshard.errors import EngineError, UnsupportedModelError
 from fullshard.observe.hang import watchdog
@@ -50,6 +49,7 @@ from fullshard.observe.trace import EventRing
 from fullshard.planner.layout import clean_name
 from fullshard.planner.mesh import Mesh, Topology, resolve_mesh, row_of
 from fullshard.planner.units import UnitSettings
+from fullshard.transport.groups import topology_of
 
 MARK = "_fullshard_unit"
 
@@ -85,7 +85,7 @@ class Wrapped:
         around: Returns the next marked module that contains it.
         engine_ref: Returns its engine.
         check: Called with the root before an engine is created.
-        on_engine: Called with each new engine.
+        on_engine: Called with the module and each new engine.
         shapes: Shapes of its parameters by name, when it was marked.
         stale: Whether the plan must be made again before the next step.
     """
@@ -101,7 +101,7 @@ class Wrapped:
     around: Callable[[], nn.Module | None] = lambda: None
     engine_ref: Callable[[], Engine | None] = lambda: None
     check: Callable[[nn.Module], None] = lambda _: None
-    on_engine: list[Callable[[Engine], None]] = field(default_factory=list)
+    on_engine: list[Callable[[Any, Engine], None]] = field(default_factory=list)
     shapes: dict[str, torch.Size] = field(default_factory=dict[str, torch.Size])
     stale: bool = False
 
@@ -123,11 +123,7 @@ class Wrapped:
 
 def topology(order: tuple[int, ...] = ()) -> Topology:
     """The ranks of the default process group, or one rank. `order`: see planner.mesh.Mesh."""
-    started = dist.is_available() and dist.is_initialized()
-    world = dist.get_world_size() if started else 1
-    environment = read_launch_environment()
-    local = environment.local_world_size if environment else None
-    return Topology(world, local if local and world % local == 0 else None, order)
+    return topology_of(dist.get_world_size() if dist.is_initialized() else 1, order)
 
 
 def mesh_sizes(argument: str, sizes: list[int]) -> dict[str, int]:
@@ -153,7 +149,7 @@ def mesh_sizes(argument: str, sizes: list[int]) -> dict[str, int]:
 
 def own_rank() -> int:
     """This process's rank; 0 without a process group."""
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
 # ---- marking
@@ -168,7 +164,7 @@ def mark(module: nn.Module, wrapped: Wrapped) -> None:
     before = partial(call_outside_compile, _before_forward)
     module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
     if wrapped.casts.outputs is not None:
-        module.register_forward_hook(_after_forward)
+        module.register_forward_hook(partial(cast_output, wrapped.casts.outputs))
     cut(module, wrapped)
 
 
@@ -250,8 +246,7 @@ def engine_for(module: nn.Module) -> Engine:
 
     Creating an engine is a collective.
     """
-    wrapped = record_of(module)
-    engine = wrapped.engine_ref()
+    engine = record_of(module).engine_ref()
     if engine is None:
         return build(outermost(module))
     root = outermost(module)
@@ -279,23 +274,22 @@ def build(root: nn.Module) -> Engine:
         wrapped.check(root)
     for module, wrapped in reversed(list(marked(root))):
         cut(module, wrapped)  # parameters that were materialized or replaced after the mark
+    ranks = topology(_order_of(units))
     if all(wrapped.engine_ref() is None for wrapped in units.values()):
-        # as in torch, replicas start with equal values
-        share_copies(root, topology(_order_of(units)))
+        share_copies(root, ranks)  # as in torch, replicas start with equal values
     config = _config_of(root, units)
     check_supported(config)
     settings = {n: replace(w.settings, strategy=w.strategy) for n, w in units.items()}
     alone = all(wrapped.alone for wrapped in units.values())
     given = Given(settings=settings, alone=alone, recut=shard_values)
-    world = Topology(1) if alone else topology(_order_of(units))
-    ring = EventRing()
+    world, ring = Topology(1) if alone else ranks, EventRing()
     engine = replace_engines(root, lambda: shard_model(root, config, world, ring, given))
     engine.on_change = _with_changes
     for wrapped in units.values():
         wrapped.engine_ref, wrapped.stale = weakref.ref(engine), False
-    for wrapped in units.values():
+    for name, wrapped in units.items():
         for tell in wrapped.on_engine:
-            tell(engine)
+            tell(root.get_submodule(name), engine)
     watchdog.watch(ring, [unit.title for unit in engine.plan.units])
     return engine
 
@@ -380,16 +374,9 @@ def _before_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
         engine = build(outermost(module))
         args, kwargs = engine.begin_call(module, args, kwargs) or (args, kwargs)
     casts = wrapped.casts
-    is_inner = ATTRIBUTE not in vars(module)
-    if casts.inputs is not None and not (casts.root_only and is_inner):
+    if casts.inputs is not None and not (casts.root_only and ATTRIBUTE not in vars(module)):
         return cast_tensors(args, casts.inputs), cast_tensors(kwargs, casts.inputs)
     return args, kwargs
-
-
-def _after_forward(module: nn.Module, _: Any, output: Any) -> Any:
-    wrapped = record_of(module)
-    assert wrapped.casts.outputs is not None
-    return cast_tensors(output, wrapped.casts.outputs)
 
 
 def names_of(model: nn.Module) -> dict[int, list[str]]:

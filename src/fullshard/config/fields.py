@@ -7,9 +7,11 @@ is a word) and raises `Rejected` with the expected form for any other value.
 from __future__ import annotations
 
 import dataclasses
+import operator
 import os.path
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Annotated, cast
 
 from pydantic import BeforeValidator, GetCoreSchemaHandler, GetJsonSchemaHandler
@@ -78,11 +80,7 @@ class Number:
         self, source: object, handler: GetCoreSchemaHandler
     ) -> CoreSchema:
         """Reads integers for int fields and floats for float fields."""
-        whole = source is int
-
-        def read(value: object) -> float:
-            return self._read(value, whole=whole)
-
+        read = partial(self._read, whole=source is int)
         shown = core_schema.plain_serializer_function_ser_schema(
             lambda value: value or self.zero, when_used="json"
         )
@@ -94,23 +92,23 @@ class Number:
         self, schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> JsonSchemaValue:
         """The bounds, for editors."""
-        bounds = {
-            "minimum": self.at_least,
-            "exclusiveMinimum": self.above,
-            "exclusiveMaximum": self.below,
-        }
-        number = handler(schema) | {name: b for name, b in bounds.items() if b is not None}
+        number = handler(schema) | {word: bound for bound, _, _, word in self._bounds()}
         return {"anyOf": [number, {"const": self.zero}]} if self.zero else number
 
     def expected(self, *, whole: bool) -> str:
         """`an integer >= 1`, `a number > 0 and < 1`."""
-        bounds = [
-            f"{sign} {bound:,.12g}"
-            for sign, bound in ((">=", self.at_least), (">", self.above), ("<", self.below))
-            if bound is not None
-        ]
+        bounds = [f"{sign} {bound:,.12g}" for bound, sign, _, _ in self._bounds()]
         kind = " ".join(["an integer" if whole else "a number", " and ".join(bounds)]).strip()
         return f"{kind}, or {self.zero}" if self.zero else kind
+
+    def _bounds(self) -> list[tuple[float, str, Callable[[float, float], bool], str]]:
+        """Each bound: its sign, whether a number keeps it, and its word in a JSON Schema."""
+        rows = (
+            (self.at_least, ">=", operator.ge, "minimum"),
+            (self.above, ">", operator.gt, "exclusiveMinimum"),
+            (self.below, "<", operator.lt, "exclusiveMaximum"),
+        )
+        return [(b, sign, holds, word) for b, sign, holds, word in rows if b is not None]
 
     def _read(self, value: object, *, whole: bool) -> float:
         if self.zero and isinstance(value, str) and value.strip().lower() == self.zero:
@@ -119,11 +117,7 @@ class Number:
         if number is None or (whole and number != int(number)):
             too_large = str(value).strip().lstrip("-+").isdecimal()
             raise Rejected(self.expected(whole=whole), "The limit is 2^63 - 1" if too_large else "")
-        if (
-            (self.at_least is not None and number < self.at_least)
-            or (self.above is not None and number <= self.above)
-            or (self.below is not None and number >= self.below)
-        ):
+        if not all(holds(number, bound) for bound, _, holds, _ in self._bounds()):
             raise Rejected(self.expected(whole=whole))
         return int(number) if whole else float(number)
 

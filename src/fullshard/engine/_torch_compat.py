@@ -205,10 +205,8 @@ def register_guard_types(*types: type) -> Callable[[], None]:
     import torch.optim.optimizer as optimizer
     from torch.utils import _foreach_utils
 
-    tables: list[list[Any]] = [
-        optimizer._foreach_supported_types,
-        _foreach_utils._foreach_supported_types,
-    ]
+    homes: Any = (optimizer, _foreach_utils)
+    tables: list[list[Any]] = [home._foreach_supported_types for home in homes]
 
     def undo() -> None:
         for supported in tables:

@@ -256,13 +256,6 @@ _NAMES: dict[type, tuple[str, ...]] = {
 }
 _LEAVES = (
     *(str, int, float, complex, bytes, type, torch.dtype, torch.device, torch.Generator),
-    *(
-        nn.Module,
-        types.ModuleType,
-        logging.Logger,
-        types.CodeType,
-        types.FrameType,
-        types.TracebackType,
-    ),
-    *weakref.ProxyTypes,
+    *(nn.Module, types.ModuleType, logging.Logger, *weakref.ProxyTypes),
+    *(types.CodeType, types.FrameType, types.TracebackType),
 )

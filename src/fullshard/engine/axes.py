@@ -187,10 +187,8 @@ def _one_place(model: nn.Module, config: ShardConfig) -> LocalModel:
 
 def _axes(config: ShardConfig, tensor: Rules, expert: Rules) -> list[tuple[str, int, Rules]]:
     """Name, number of parts and rules of each axis."""
-    return [
-        ("tensor", config.tensor, tensor),
-        (EXPERT_AXES[0], config.expert * config.tensor, expert),
-    ]
+    experts = EXPERT_AXES[0], config.expert * config.tensor, expert
+    return [("tensor", config.tensor, tensor), experts]
 
 
 # ---- transformers' plans
@@ -216,8 +214,7 @@ def rules_of(model: Any, config: ShardConfig) -> tuple[Rules, Rules]:
             raise ConfigError(
                 f"{axis}: expected 1 for {type(model).__name__}, for which transformers has no "
                 f"{axis}-parallel plan; got {size}. Leave it out: these ranks then shard all "
-                "parameters. Or parallelize the model yourself and call fs.shard(model, mesh=...), "
-                "as in docs/mesh.md."
+                "parameters. Or parallelize the model yourself, as in docs/mesh.md."
             )
     if config.tensor * config.expert > 1:
         _require_plans()
@@ -282,8 +279,7 @@ def _whole_parts(model: Any) -> set[str]:
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if head is None:
         return set()
-    is_tied = head.weight is embedding.weight
-    whole = (head, embedding) if is_tied else (head,)
+    whole = (head, embedding) if head.weight is embedding.weight else (head,)
     return {name for name, module in model.named_modules() if any(module is one for one in whole)}
 
 

@@ -36,13 +36,7 @@ from weakref import ref
 import torch
 from torch import nn
 
-from fullshard.engine._torch_compat import (
-    GRAD,
-    graph_task_id,
-    is_compiling,
-    no_guard,
-    tree_leaves,
-)
+from fullshard.engine._torch_compat import GRAD, graph_task_id, is_compiling, no_guard, tree_leaves
 from fullshard.engine.guard import Rule, rule_of
 from fullshard.errors import ShardedTensorError
 from fullshard.planner.layout import FlatLayout, Slice
@@ -63,7 +57,7 @@ class Computed(nn.Parameter):
 
     def shard(self) -> Any:
         """The shard; None of a copy, or if the model was deleted."""
-        member = getattr(self, "member", _nobody)()
+        member = getattr(self, "member", lambda: None)()
         return None if member is None else member.param
 
     def _read_grad(self) -> Any:
@@ -90,10 +84,6 @@ class Computed(nn.Parameter):
         return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
 
 
-def _nobody() -> None:
-    """What a weak reference to a deleted object returns."""
-
-
 class Released:
     """Weights of a unit, and views of them, while its slot may contain another unit.
 
@@ -118,8 +108,7 @@ def released(kind: type, unit: Any) -> type:
             raise ShardedTensorError(
                 f"{name} of {of}, kept from its unit's forward: expected a use inside {inside}, "
                 "whose slot is reused after it. Keep a copy (weight.clone()), compute penalties in "
-                "the hook that sees the weight, or read the model's own parameter "
-                "(p.full_tensor())."
+                "the hook that sees the weight, or read the model's p.full_tensor()."
             )
         with no_guard():
             return func(*args, **(kwargs or {}))

@@ -109,13 +109,9 @@ class Cut:
         """Returns a DTensor over the memory of a local tensor. No communication."""
         from torch.distributed.tensor import DTensor
 
+        shape, stride = torch.Size(self.shape), self.stride
         return DTensor.from_local(
-            local,
-            self.mesh,
-            self.placements,
-            run_check=False,
-            shape=torch.Size(self.shape),
-            stride=self.stride,
+            local, self.mesh, self.placements, run_check=False, shape=shape, stride=stride
         )
 
     def whole_of(self, local: torch.Tensor) -> torch.Tensor:
@@ -175,9 +171,7 @@ def check_cuts(
         where = f"{name}: expected a DTensor of axes beside the shard axis, placed by Shard or "
         where += f"Replicate; got {cut.describe()}"
         if any(placement.is_partial() for placement in cut.placements):
-            raise UnsupportedModelError(
-                f"{where}. A partial sum is no parameter: redistribute it before fs.shard."
-            )
+            raise UnsupportedModelError(f"{where}. Redistribute partial sums before fs.shard.")
         if set(cut.ranks) <= rest:
             continue
         if not cut.spreads_experts:

@@ -10,12 +10,16 @@ compute, and without the page cache where the file system allows it:
     reads     unit k + 1                                 turn k + 1
     writes                        unit k + 1             turn k - 1
 
-The kernel keeps mappings and direct uses coherent: it writes changed pages before a direct read,
-and drops pages after a direct write. Small tensors are left to the mapping.
+The kernel keeps mappings and direct uses coherent, if they take turns: it writes changed pages
+before a direct read, and drops pages before a direct write. A page, or its neighbours in one large
+folio, that came back while others are written directly would be stale. So a mapping is never used
+beside direct writes to the same file: the writing thread alone writes what does not fill a page,
+and parameters, gradients and states have files of their own.
 """
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import tempfile
@@ -34,8 +38,8 @@ from fullshard.planner.memory import DISK_PIECE, DISK_ROOM, NUM_DISK_ROOMS
 from fullshard.transport.base import Fetch
 
 FILE_BYTES = 1 << 30  # of a file, which takes space as tensors are put into it
-LEAST_BYTES = 1 << 16  # smaller tensors are left to the mapping
 PAGE = mmap.PAGESIZE
+PUNCH_HOLE = 3  # a mode of fallocate, which keeps the file's size
 
 
 @dataclass(frozen=True)
@@ -66,8 +70,16 @@ class _File:
     def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         offset, nbytes = self.used, numel * dtype.itemsize
         os.posix_fallocate(self.descriptor, offset, nbytes)
-        self.used += _pages(nbytes)
-        return torch.frombuffer(self.mapping, dtype=dtype, count=numel, offset=offset)
+        self.used = offset + _rounded(nbytes)
+        memory = memoryview(self.mapping)[offset : offset + nbytes]  # type: ignore[arg-type]
+        weakref.finalize(memory, self._free, offset, nbytes).atexit = False
+        return torch.frombuffer(memory, dtype=dtype)
+
+    def _free(self, offset: int, nbytes: int) -> None:
+        """Give a tensor's space back to the disk."""
+        if self.alive.alive:
+            place, size = ctypes.c_int64(offset), ctypes.c_int64(nbytes)
+            ctypes.CDLL(None).fallocate(self.descriptor, PUNCH_HOLE, place, size)
 
 
 class Room:
@@ -86,7 +98,7 @@ class Room:
     def take(self, like: torch.Tensor, place: Place) -> torch.Tensor:
         """Room for a tensor, as far from the start of a page as on disk."""
         at = self.used + place.offset % PAGE
-        self.used = _pages(at + place.nbytes)
+        self.used = _rounded(at + place.nbytes)
         flat = torch.frombuffer(self._memory, dtype=like.dtype, count=like.numel(), offset=at)
         return flat.view(like.shape)
 
@@ -102,7 +114,10 @@ class Room:
     def write(self, to: torch.Tensor, place: Place, taken: torch.Tensor) -> None:
         """Writes a tensor that has taken room: whole pages directly, others through the mapping."""
         stop = place.offset + place.nbytes
-        first, last = _pages(place.offset), stop - stop % PAGE
+        first, last = _rounded(place.offset), stop - stop % PAGE
+        if first >= last:
+            to.copy_(taken)
+            return
         at = taken.data_ptr() - self._address - place.offset  # of the file's start
         while first < last:
             piece = self._bytes[at + first : at + last]
@@ -125,6 +140,7 @@ class Disk:
 
     def __init__(self, folder: str) -> None:
         self._folder, self._files = folder, list[_File]()
+        self._open: dict[str, _File] = {}  # by kind of state
         self.reader, self.writer = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
         self._to_read, self._to_write = Room(DISK_PIECE), Room(DISK_PIECE)
         self._waiting: Gather | None = None
@@ -134,8 +150,13 @@ class Disk:
         """Rooms for the turns of an update."""
         return [Room(DISK_ROOM) for _ in range(NUM_DISK_ROOMS)]
 
-    def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def zeros(self, numel: int, dtype: torch.dtype, kind: str) -> torch.Tensor:
         """Allocates (numel,) zeros.
+
+        Args:
+            numel: Number of elements.
+            dtype: Their dtype.
+            kind: Kind of the state.
 
         Raises:
             ConfigError: The folder is not there, not to be written, or its disk is full.
@@ -144,12 +165,13 @@ class Disk:
             return torch.empty(0, dtype=dtype)
         nbytes = numel * dtype.itemsize
         try:
-            if not self._files or self._files[-1].used + nbytes > self._files[-1].nbytes:
-                for file in self._files:
+            file = self._open.get(kind)
+            if file is None or file.used + nbytes > file.nbytes:
+                if file is not None:
                     file.mapping = None  # its tensors keep it
-                self._files = [file for file in self._files if file.alive.alive]
-                self._files.append(_File(self._folder, max(FILE_BYTES, _pages(nbytes))))
-            return self._files[-1].zeros(numel, dtype)
+                file = self._open[kind] = _File(self._folder, max(FILE_BYTES, _rounded(nbytes)))
+                self._files = [*(file for file in self._files if file.alive.alive), file]
+            return file.zeros(numel, dtype)
         except OSError as error:
             raise ConfigError(
                 f"state on nvme: expected {nbytes:,} bytes to be had in '{self._folder}'; "
@@ -158,8 +180,8 @@ class Disk:
             ) from error
 
     def place_of(self, tensor: torch.Tensor) -> Place | None:
-        """Where a large tensor is; None if the mapping serves, or it is in memory."""
-        if tensor.nbytes >= LEAST_BYTES and tensor.device.type == "cpu":
+        """Where a tensor is; None if it is in memory."""
+        if tensor.device.type == "cpu":
             at = tensor.data_ptr()
             for file in self._files:
                 if file.address <= at < file.address + file.nbytes and file.alive.alive:
@@ -231,6 +253,10 @@ class Disk:
         self._waiting = Gather(loads, start)
         return self._waiting
 
+    def finish_writes(self) -> None:
+        """Wait until this thread may use the mappings."""
+        self.writer.submit(int).result()
+
     def to_disk(self, copy: Callable[[], None]) -> Iterator[None]:
         """A copy beside compute, in the form of `Gradients.to_host`."""
         running = self.writer.submit(copy)
@@ -264,7 +290,7 @@ class Gather:
         fetch.wait()
 
 
-def _pages(nbytes: int) -> int:
+def _rounded(nbytes: int) -> int:
     """Rounded up to whole pages."""
     return -(-nbytes // PAGE) * PAGE
 

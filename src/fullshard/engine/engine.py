@@ -16,7 +16,7 @@ from __future__ import annotations
 import weakref
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -108,6 +108,8 @@ class Engine:
         self.members = [member for unit in self.units for member in unit.members]
         divisor = plan.mesh.num_copies if config.grad_reduction is GradReduction.MEAN else 1
         self.gradients = Gradients(transport, self.norms, divisor, self._on_spill)
+        if any(unit.plan.mesh.replicate > 1 for unit in self.units):
+            self.gradients.inner = Sync.INNER
         made = streams.of(self.device)
         kind = Runtime if made is None else partial(StreamedRuntime, made, plan.homes)
         self.runtime = kind(
@@ -142,10 +144,8 @@ class Engine:
     ) -> Unit:
         """Shard the parameters of a unit, and record every module entry that holds them."""
         part = plan.mesh.coordinates(self.rank)[1]
-        groups = [
-            cut_group(plan, at, [params[names[0]] for names in group.names], part, masters)
-            for at, group in enumerate(plan.groups)
-        ]
+        firsts = [[params[names[0]] for names in group.names] for group in plan.groups]
+        groups = [cut_group(plan, at, own, part, masters) for at, own in enumerate(firsts)]
         unit = Unit(plan, groups, self.transports[plan.mesh])
         for group in groups:
             layout = group.plan.layout
@@ -195,8 +195,7 @@ class Engine:
             self.handles += [first, module.register_forward_hook(after, always_call=True)]
         others = set(self.index_of)
         self.runtime.attributes = [ModuleTensors(own_modules(module, others)) for module in modules]
-        owners = {id(swap.module): u.plan.index for u in self.units for swap in u.swaps}
-        self.handles += _watch_exits(self.units, owners, others, self._watch)
+        self._watch_exits()
         for part in own_modules(model, others)[1:]:
             first = part.register_forward_pre_hook(
                 unless_compiling(self._enter_part), prepend=True, with_kwargs=True
@@ -206,6 +205,22 @@ class Engine:
         for unit in self.units:
             for swap in unit.swaps:
                 vars(swap.module)["__reduce_ex__"] = self.__reduce_ex__  # hooks cannot be copied
+
+    def _watch_exits(self) -> None:
+        """Watch outputs of modules with parameters inside units.
+
+        Compiled code skips these hooks: it is one autograd node, and a hook would split its graph.
+        A module with frozen parameters is watched there too, because frozen parameters have no
+        gradient hook that could detect a stale slot.
+        """
+        swaps = [(unit.plan.index, swap) for unit in self.units for swap in unit.swaps]
+        frozen = {id(swap.module) for _, swap in swaps if swap.member.grad is None}
+        for key, (index, swap) in {id(swap.module): (i, swap) for i, swap in swaps}.items():
+            if key not in self.index_of:
+                hook: Callable[..., Any] = unless_compiling(self._watch, index)
+                if key in frozen:
+                    hook = partial(call_outside_compile, self._watch, index)
+                self.handles.append(swap.module.register_forward_hook(hook))
 
     # ---- hooks, with torch's signatures
 
@@ -270,8 +285,7 @@ class Engine:
             self.runtime.watch(index, tensors)
 
     def _on_spill(self, unit: Unit) -> None:
-        spill = Event(EventKind.SPILL, unit.plan.index)
-        self.recorder.record(spill, self.runtime.step)
+        self.recorder.record(Event(EventKind.SPILL, unit.plan.index), self.runtime.step)
 
     def reduce_with(self, hook: Hook) -> None:
         """Make a hook reduce gradients from the next backward on; see `reduce_by`."""
@@ -292,8 +306,7 @@ class Engine:
 
     def _before_step(self) -> None:
         self.check_params()
-        root = alive(self._root, "forward")
-        self._inventory.check(root)
+        self._inventory.check(alive(self._root, "forward"))
         if not torch.is_grad_enabled():
             return  # a replica may evaluate alone, so no collective here
         if self.runtime.step % STEPS == 1 and self.runtime.step != self._looked:
@@ -427,45 +440,11 @@ class Engine:
             return None
         if self.transport.name == "fake":
             raise EngineError(
-                f"expected {world_size} real ranks; transport fake has one. Save and load under "
-                "another transport."
+                f"expected {world_size} real ranks; transport fake has one. Use another."
             )
         flag = torch.tensor([float(error is not None)], device=self.device)
         asked = "what all ranks say (fs.save, fs.load, fs.owned)"
         return self.norms.all_reduce(flag, asked).item()
-
-
-def _watch_exits(
-    units: Sequence[Unit],
-    owners: Mapping[int, int],
-    left_out: Container[int],
-    watch: Callable[..., None],
-) -> list[Any]:
-    """Call `watch(unit, module, args, output)` after modules with parameters.
-
-    Compiled code skips these hooks: it is one autograd node, and a hook would split its graph. A
-    module with frozen parameters is watched there too, because frozen parameters have no gradient
-    hook that could detect a stale slot.
-
-    Args:
-        units: The model's units in plan order.
-        owners: Index of the unit that watches a module's output, by the module's id.
-        left_out: Ids of modules whose outputs are watched by other hooks.
-        watch: Called with the unit's index and the hook's arguments.
-
-    Returns:
-        Handles that remove the hooks.
-    """
-    handles = []
-    swaps = [swap for unit in units for swap in unit.swaps]
-    frozen = {id(swap.module) for swap in swaps if swap.member.grad is None}
-    for key, module in {id(swap.module): swap.module for swap in swaps}.items():
-        if key not in left_out:
-            hook: Callable[..., Any] = unless_compiling(watch, owners[key])
-            if key in frozen:
-                hook = partial(call_outside_compile, watch, owners[key])
-            handles.append(module.register_forward_hook(hook))
-    return handles
 
 
 def _gatherer(member: Member) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -20,7 +20,7 @@ import math
 import os
 import re
 from collections import defaultdict
-from collections.abc import Collection, Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,16 @@ from fullshard.config.regular_files import open_regular, read_regular
 from fullshard.errors import ConfigError, untrusted
 
 _VALUES = ("F16", "BF16", "F32", "F64")  # other dtypes are used by quantized tensors
+
+# The names that a folder stores tensors under.
+_IN_FILES = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)\.weight")
+# Leaf name in the model -> names of its stored parts in order, per family.
+_PARTS = {
+    "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
+    "down_proj": (("down_proj",), ("w2",)),
+}
+# Mixtral's files use another name for the block than the model.
+_BLOCKS = ((".mlp.", ".block_sparse_moe."),)
 
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -63,11 +73,16 @@ class FolderWeights:
                 f"weights: expected a folder with {ONE_FILE} or {INDEX}; got '{folder}', {there}. "
                 "Save the model with save_pretrained(FOLDER)."
             )
-        self._stored = StoredNames(self._files, f"{prefix}." if prefix else "")
-
-    def parts(self, names: Sequence[str]) -> tuple[str, ...]:
-        """The stored tensors that form a tensor, in order of its elements; () if missing."""
-        return self._stored.parts(names)
+        self._prefix = f"{prefix}." if prefix else ""
+        experts: dict[tuple[str, str], dict[int, str]] = defaultdict(dict)
+        for name in self._files:
+            if found := _IN_FILES.fullmatch(name):
+                experts[found[1], found[3]][int(found[2])] = name
+        self._experts = {
+            key: [of[n] for n in range(len(of))]
+            for key, of in experts.items()
+            if of.keys() == set(range(len(of)))
+        }
 
     def unused(self, model: torch.nn.Module) -> list[str]:
         """The stored tensors that the model lacks, which hints at a wrong configuration."""
@@ -79,6 +94,37 @@ class FolderWeights:
     def missing(self, tensors: Sequence[Sequence[str]]) -> list[str]:
         """The first names of the tensors that the files lack."""
         return [names[0] for names in tensors if not self.parts(names)]
+
+    def parts(self, names: Iterable[str]) -> tuple[str, ...]:
+        """The stored tensors with a tensor's elements, in order; () if there are none.
+
+        Args:
+            names: All names of the tensor in the model.
+        """
+        for name in names:
+            for spelling in self._spellings(name):
+                found = (spelling,) if spelling in self._files else self._of_experts(spelling)
+                scales = (f"{part}{end}" for part in found for end in ("_scale_inv", "_scale"))
+                if found and not any(scale in self._files for scale in scales):  # quantized
+                    return found
+        return ()
+
+    def _spellings(self, name: str) -> list[str]:
+        spellings = [name]
+        if self._prefix and name.startswith(self._prefix):
+            spellings.append(name.removeprefix(self._prefix))
+        elif self._prefix:
+            spellings.append(self._prefix + name)
+        others = [s.replace(ours, theirs) for s in spellings for ours, theirs in _BLOCKS]
+        return spellings + [other for other in others if other not in spellings]
+
+    def _of_experts(self, name: str) -> tuple[str, ...]:
+        block, _, leaf = name.rpartition(".")
+        for family in _PARTS.get(leaf, ()):
+            columns = [self._experts.get((block, part), []) for part in family]
+            if columns[0] and len({len(column) for column in columns}) == 1:
+                return tuple(name for row in zip(*columns, strict=True) for name in row)
+        return ()
 
     def read(
         self, names: Sequence[str], shape: tuple[int, ...], start: int, stop: int
@@ -130,9 +176,7 @@ class FolderWeights:
         for file in dict.fromkeys(self._files.values()):
             with self._open(file) as opened:
                 there = {*opened.keys()}
-            listed = {
-                name for name in {*self._files} | there if self._files.get(name, file) == file
-            }
+            listed = {n for n in {*self._files} | there if self._files.get(n, file) == file}
             if wrong := listed ^ there:
                 raise ConfigError(
                     f"weights: expected {min(wrong)} in '{self._files[min(wrong)]}' alone, where "
@@ -187,75 +231,7 @@ def _is_made_of(shape: tuple[int, ...], parts: list[tuple[int, ...]]) -> bool:
 def _rows(found: Any, shape: tuple[int, ...], start: int, stop: int) -> torch.Tensor:
     """Elements [start, stop) of a stored tensor."""
     if len(shape) == 0:
-        whole: torch.Tensor = found[...]
-        return whole.reshape(-1)[start:stop]
+        return found[...].reshape(-1)[start:stop]
     row = max(1, math.prod(shape[1:]))
     first, last = start // row, -(-stop // row)
-    rows: torch.Tensor = found[first:last]
-    return rows.reshape(-1)[start - first * row : stop - first * row]
-
-
-# ---- the names that a folder stores tensors under
-
-_IN_FILES = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)\.weight")
-# Leaf name in the model -> names of its stored parts in order, per family.
-_PARTS = {
-    "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
-    "down_proj": (("down_proj",), ("w2",)),
-}
-# Mixtral's files use another name for the block than the model.
-_BLOCKS = ((".mlp.", ".block_sparse_moe."),)
-
-
-class StoredNames:
-    """The names of a folder's files.
-
-    Args:
-        names: Names of all its tensors.
-        prefix: Prefix of the base model with its dot, which files of the base model lack.
-    """
-
-    def __init__(self, names: Collection[str], prefix: str) -> None:
-        self._names = names
-        self._prefix = prefix
-        experts: dict[tuple[str, str], dict[int, str]] = defaultdict(dict)
-        for name in names:
-            found = _IN_FILES.fullmatch(name)
-            if found:
-                experts[found[1], found[3]][int(found[2])] = name
-        self._experts = {
-            key: [of[n] for n in range(len(of))]
-            for key, of in experts.items()
-            if of.keys() == set(range(len(of)))
-        }
-
-    def parts(self, names: Iterable[str]) -> tuple[str, ...]:
-        """The stored tensors with a tensor's elements, in order; () if there are none.
-
-        Args:
-            names: All names of the tensor in the model.
-        """
-        for name in names:
-            for spelling in self._spellings(name):
-                found = (spelling,) if spelling in self._names else self._of_experts(spelling)
-                scales = (f"{part}{end}" for part in found for end in ("_scale_inv", "_scale"))
-                if found and not any(scale in self._names for scale in scales):  # quantized
-                    return found
-        return ()
-
-    def _spellings(self, name: str) -> list[str]:
-        spellings = [name]
-        if self._prefix and name.startswith(self._prefix):
-            spellings.append(name.removeprefix(self._prefix))
-        elif self._prefix:
-            spellings.append(self._prefix + name)
-        others = [s.replace(ours, theirs) for s in spellings for ours, theirs in _BLOCKS]
-        return spellings + [other for other in others if other not in spellings]
-
-    def _of_experts(self, name: str) -> tuple[str, ...]:
-        block, _, leaf = name.rpartition(".")
-        for family in _PARTS.get(leaf, ()):
-            columns = [self._experts.get((block, part), []) for part in family]
-            if columns[0] and len({len(column) for column in columns}) == 1:
-                return tuple(name for row in zip(*columns, strict=True) for name in row)
-        return ()
+    return found[first:last].reshape(-1)[start - first * row : stop - first * row]

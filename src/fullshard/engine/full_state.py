@@ -17,21 +17,22 @@ from torch import nn
 
 from fullshard.config.values import DType, parse
 from fullshard.engine.engine import Engine, engine_of
-from fullshard.engine.optimizers import WATCHED, cut_state, states_made
+from fullshard.engine.optimizers import WATCHED, loaded_state, states_made
 from fullshard.engine.owned import OwnedOptimizer
-from fullshard.engine.parameter import Guarded, ShardedParameter
+from fullshard.engine.parameter import Guarded
 from fullshard.engine.state import param_names, tied_names
 from fullshard.errors import CheckpointError, EngineError, untrusted
 from fullshard.transport.base import torch_dtype
 from fullshard.transport.groups import copy_from_first
 
+AT_ONCE = 8  # tensors of rank 0 that other ranks hold whole
 SMALL = tuple(range(2, 10))  # shape of a tensor on which an optimizer is tried
 WHOLE = "Give model.state_dict() and optimizer.state_dict() of one process."
 States = dict[str, Any]
 
 
 def full_state_dict(
-    model: nn.Module, *, dtype: Any = None, rank0_only: bool = True
+    model: nn.Module, *, dtype: torch.dtype | str | None = None, rank0_only: bool = True
 ) -> dict[str, torch.Tensor]:
     """Returns the unsharded `state_dict()` with whole tensors on the CPU. A collective.
 
@@ -47,8 +48,9 @@ def full_state_dict(
         ConfigError: The dtype is not floating point.
     """
     engine = engine_of(model)
-    if dtype is not None and not getattr(dtype, "is_floating_point", False):
-        dtype = torch_dtype(parse(DType, dtype, "fs.full_state_dict: dtype"))
+    kind: Any = dtype
+    if kind is not None and not getattr(kind, "is_floating_point", False):
+        kind = torch_dtype(parse(DType, kind, "fs.full_state_dict: dtype"))
     if engine.unsharded:
         raise EngineError(
             "fs.full_state_dict inside fs.unsharded: expected shards; the parameters are whole "
@@ -56,13 +58,13 @@ def full_state_dict(
         )
     engine.check_params()
     keep = not rank0_only or engine.rank == 0
-    whole = {name: _to_cpu(tensor, dtype) for name, tensor in whole_params(engine) if keep}
+    whole = {name: _to_cpu(tensor, kind) for name, tensor in whole_params(engine) if keep}
     if not keep:
         return {}
     result = {}
     for name, value in model.state_dict().items():
         is_shard = isinstance(value, Guarded)
-        result[name] = whole[value.record.piece.name] if is_shard else _to_cpu(value, dtype)
+        result[name] = whole[value.record.piece.name] if is_shard else _to_cpu(value, kind)
     return result
 
 
@@ -94,9 +96,15 @@ def _to_cpu(tensor: Any, dtype: torch.dtype | None) -> Any:
 
 
 def full_optimizer_state_dict(
-    model: nn.Module, optimizer: torch.optim.Optimizer, *, rank0_only: bool
-) -> States:
-    """Returns the optimizer's `state_dict()` of one process, on the CPU. A collective."""
+    model: nn.Module, optimizer: torch.optim.Optimizer, *, rank0_only: bool = True
+) -> dict[str, Any]:
+    """The `state_dict()` that the optimizer would have in one process, on the CPU. A collective.
+
+    Args:
+        model: Sharded.
+        optimizer: Elementwise optimizer of its parameters.
+        rank0_only: Return {} on all other ranks.
+    """
     engine = engine_of(model)
     engine.agree(lambda: param_names(model, optimizer))
     return whole_states(model, engine.agree(optimizer.state_dict), rank0_only=rank0_only)
@@ -126,19 +134,32 @@ def whole_states(model: nn.Module, given: States, *, rank0_only: bool = True) ->
 def load_full_state(
     model: nn.Module,
     state: Mapping[str, Any],
-    optimizer: torch.optim.Optimizer | None,
-    optimizer_state: States | None,
+    optimizer: torch.optim.Optimizer | None = None,
+    optimizer_state: dict[str, Any] | None = None,
     *,
-    from_rank0: bool,
+    from_rank0: bool = False,
 ) -> None:
-    """Loads full states unit by unit; each rank keeps its part. A collective."""
+    """Load what one process saved: `model.state_dict()` and `optimizer.state_dict()`. A collective.
+
+    Args:
+        model: Sharded.
+        state: Whole tensors by name; a tied one may be left out.
+        optimizer: Optimizer of its parameters, with the groups of the saved one.
+        optimizer_state: Its whole state.
+        from_rank0: Rank 0's states are broadcast tensor by tensor; other ranks may give {}.
+
+    Raises:
+        CheckpointError: Names or groups differ; nothing was changed.
+    """
     engine = engine_of(model)
     given = {"model": state, "optimizer": optimizer_state}
     shown = _of_first(engine, given) if from_rank0 else given
     engine.agree(lambda: _check_model(model, shown["model"]))
     param_of = engine.agree(lambda: _checked_params(optimizer, shown["optimizer"]))
-    for names in _by_unit(engine, shown["model"]):
-        part = {name: _whole(engine, shown, given, ("model", name)) for name in names}
+    names = list(shown["model"])
+    for at in range(0, len(names), AT_ONCE):
+        few = names[at : at + AT_ONCE]
+        part = {name: _whole(engine, shown, given, ("model", name)) for name in few}
         model.load_state_dict(part, strict=False)
     if optimizer is None:
         return
@@ -146,12 +167,8 @@ def load_full_state(
     for number, values in shown["optimizer"]["state"].items():
         for key in values:
             value = _whole(engine, shown, given, ("optimizer", "state", number, key))
-            param = param_of[number]
             if isinstance(value, torch.Tensor):
-                place = param.device if value.dim() else "cpu"  # torch keeps step counts on the CPU
-                value = value.detach().to(place, copy=True)  # not shared
-                if isinstance(param, ShardedParameter):
-                    value = cut_state(param, value, sliced=value.dim() > 0)
+                value = loaded_state(param_of[number], value)
             states.setdefault(number, {})[key] = value
     optimizer.load_state_dict({**shown["optimizer"], "state": states})
     WATCHED.look(optimizer)
@@ -186,16 +203,6 @@ def _whole(engine: Engine, shown: Any, given: Any, path: tuple[Any, ...]) -> Any
     if engine.plan.mesh.world_size > 1:
         copy_from_first([value], [range(engine.plan.mesh.world_size)])
     return value
-
-
-def _by_unit(engine: Engine, named: Mapping[str, Any]) -> Iterator[list[str]]:
-    left = dict.fromkeys(named)
-    for unit in engine.units:
-        names = [n for group in unit.groups for many in group.plan.names for n in many if n in left]
-        for name in names:
-            del left[name]
-        yield names
-    yield list(left)
 
 
 def _check_model(model: nn.Module, state: Any) -> None:
@@ -301,6 +308,5 @@ def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def _kind(tensor: torch.Tensor) -> str:
-    if tensor.is_complex():
-        return "complex"
-    return "floating point" if tensor.is_floating_point() else "integer"
+    real = "floating point" if tensor.is_floating_point() else "integer"
+    return "complex" if tensor.is_complex() else real

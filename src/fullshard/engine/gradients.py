@@ -89,7 +89,7 @@ class Gradients:
     ) -> None:
         self.transport = transport
         self.norms = norms
-        self.sync = Sync.ALL
+        self.sync = self.inner = Sync.ALL  # the latter reduces over the shard axis alone
         self._synced = Sync.ALL  # `sync` at the start of the last backward
         self.expects_any = False
         self.divisor = divisor
@@ -266,6 +266,8 @@ class Gradients:
                 self._is_stale = True
             group.reduced.kept = ours if any(ours) else ()
             if group.reduced.kept:
+                if self.norms.disk is not None and not all(map(is_, shown, group.views)):
+                    self.norms.disk.finish_writes()
                 for gradient, grad, is_ours in zip(group.views, shown, ours, strict=True):
                     if not is_ours:
                         gradient.zero_()
@@ -477,8 +479,7 @@ def _drop(weak: weakref.ref[Member], *, stays: bool = False) -> None:
 
 def num_holders(group: Group) -> list[int]:
     """Reference counts of the memory of a group's gradients, and of each gradient."""
-    memory = storage_use_count(group.reduced.memory._cdata)
-    return [memory, *map(sys.getrefcount, group.views)]
+    return [storage_use_count(group.reduced.memory._cdata), *map(sys.getrefcount, group.views)]
 
 
 @dataclass(frozen=True)

@@ -199,10 +199,9 @@ def _stepping() -> str | None:
     """The class name of the optimizer whose step is running; None outside a step."""
     frame = sys._getframe(1)
     while frame is not None:
-        if frame.f_code.co_name == "step" and isinstance(
-            frame.f_locals.get("self"), torch.optim.Optimizer
-        ):
-            return type(frame.f_locals["self"]).__name__
+        caller = frame.f_locals.get("self") if frame.f_code.co_name == "step" else None
+        if isinstance(caller, torch.optim.Optimizer):
+            return type(caller).__name__
         frame = frame.f_back
     return None
 

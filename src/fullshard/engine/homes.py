@@ -26,20 +26,24 @@ class Residence:
         device: The device of the tensors.
         pinned: Whether the host memory is page-locked.
         disk: The model's files; None for memory.
+        kind: What is stored there.
     """
 
     device: torch.device
     pinned: bool = False
     disk: Disk | None = None
+    kind: str = ""
 
     @classmethod
-    def of(cls, place: Place, device: torch.device, disk: Disk | None) -> Residence:
+    def of(
+        cls, place: Place, device: torch.device, disk: Disk | None = None, kind: str = ""
+    ) -> Residence:
         """Returns the residence for a place of the plan and a compute device."""
         if place in (Place.DEVICE, Place.SHARED):
             return cls(device)
         host = torch.device("cpu")
         if place is Place.DISK:
-            return cls(host, disk=disk)
+            return cls(host, disk=disk, kind=kind)
         return cls(host, pinned=device.type == "cuda")
 
     def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -49,7 +53,7 @@ class Residence:
             ConfigError: The folder is not there, not to be written, or its disk is full.
         """
         if self.disk is not None:
-            return self.disk.zeros(numel, dtype)
+            return self.disk.zeros(numel, dtype, self.kind)
         if self.pinned and numel:
             return torch.frombuffer(_PageLocked(numel * dtype.itemsize), dtype=dtype)
         return torch.zeros(numel, dtype=dtype, device=self.device)
@@ -85,7 +89,9 @@ class DeviceHomes:
         disk = None
         if Place.DISK in places:
             disk = Disk((offload and offload.folder) or tempfile.gettempdir())
-        parameters, gradients, states = (Residence.of(p, device, disk) for p in places)
+        kinds = ("parameters", "gradients", "states")
+        pairs = zip(places, kinds, strict=True)
+        parameters, gradients, states = (Residence.of(p, device, disk, k) for p, k in pairs)
         return cls(
             device,
             parameters,

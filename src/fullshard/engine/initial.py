@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -35,10 +35,10 @@ from fullshard.engine.cuts import Cut
 from fullshard.engine.folder import FolderWeights
 from fullshard.engine.hugging_face import some
 from fullshard.engine.placing import Masters
+from fullshard.engine.record import Elements
 from fullshard.engine.replicas import check_equal_random
 from fullshard.engine.unit import gather_piece
 from fullshard.errors import ConfigError, UnsupportedModelError
-from fullshard.planner.layout import Slice
 from fullshard.planner.mesh import Mesh
 from fullshard.planner.plan import Plan
 from fullshard.planner.units import UnitPlan
@@ -47,28 +47,13 @@ from fullshard.transport.base import Transport
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class _Param:
-    """A parameter's unit, its slice on this rank, and its sharding over other axes.
-
-    `at` is the index of its group.
-    """
+@dataclass(eq=False)
+class _Param(Elements):
+    """A parameter's elements on this rank, its unit, and the index `at` of its group."""
 
     unit: UnitPlan
     at: int
     names: tuple[str, ...]
-    piece: Slice
-    cut: Cut | None
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the whole parameter."""
-        return tuple(self.piece.shape) if self.cut is None else self.cut.shape
-
-    def part_of(self, whole: torch.Tensor) -> torch.Tensor:
-        """(n_local,): this rank's elements of a whole tensor."""
-        local = whole if self.cut is None else self.cut.local_of(whole)
-        return local.reshape(-1)[self.piece.start : self.piece.stop]
 
     def read(self, files: FolderWeights) -> torch.Tensor:
         """(n_local,): this rank's elements in a folder.
@@ -80,7 +65,7 @@ class _Param:
         if first is not None:
             return files.read(self.names, self.shape, first + start, first + stop)
         whole = files.read(self.names, self.shape, 0, math.prod(self.shape))
-        return self.part_of(whole.view(self.shape)).clone()
+        return self.local_of(whole.view(self.shape)).clone()
 
 
 class InitialValues:
@@ -99,7 +84,7 @@ class InitialValues:
         self._masters = masters
         rank = transports[plan.mesh].rank
         self._params = {
-            names[0]: _Param(unit, at, names, piece, Cut.of(model.get_parameter(names[0])))
+            names[0]: _Param(piece, Cut.of(model.get_parameter(names[0])), unit, at, names)
             for unit in plan.units
             for at, group in enumerate(unit.groups)
             for names, piece in zip(
@@ -157,7 +142,7 @@ class InitialValues:
             self.others[name] = tensor.clone()
             return
         param = self._params[first]
-        self._part(param).copy_(param.part_of(tensor))
+        self._part(param).copy_(param.local_of(tensor))
 
     def _recall(self, name: str) -> torch.Tensor:
         """Gather a whole tensor from its shards. A collective."""
@@ -195,11 +180,8 @@ def place_others(model: nn.Module, values: InitialValues, device: torch.device) 
         else:
             real = nn.Parameter(value.to(device), requires_grad=tensor.requires_grad)
             torch.utils.swap_tensors(tensor, real)
-    tensors: Sequence[tuple[str, torch.Tensor]] = [
-        *model.named_parameters(),
-        *model.named_buffers(),
-    ]
-    left = [name for name, tensor in tensors if tensor.is_meta]
+    tensors: dict[str, Any] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    left = [name for name, tensor in tensors.items() if tensor.is_meta]
     if left:
         raise ConfigError(
             f"{some(left)}: expected a value from the model's own initialisation or from "
@@ -294,9 +276,7 @@ class Birth(TorchDispatchMode):
     def take_real(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         """Register a tensor that was created with values (`torch.ones`); returns it on meta."""
         with outside_modes():
-            base = torch.empty_strided(
-                tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta"
-            )
+            base = torch.empty_like(tensor, device="meta")
         storage = self._add(base)
         storage.name = name
         if self._writes:
@@ -461,7 +441,7 @@ def initialise(
         UnsupportedModelError: Something is left uninitialised; names it.
     """
     birth = Birth(sink, recall, writes=writes)
-    wanted = {name for name, param in model.named_parameters() if param.is_meta}
+    wanted = {name: param.shape for name, param in model.named_parameters() if param.is_meta}
     if hasattr(model, "_from_config") and hasattr(model, "config"):
         twin = _rebuild(model, birth)
     else:
@@ -471,11 +451,7 @@ def initialise(
     if writes:  # what was put into the model since it was built is not in its twin
         shapes = {name: param.shape for name, param in twin.named_parameters()}
         missing = [name for name in unwritten if name in wanted]
-        missing += [
-            name
-            for name, param in model.named_parameters()
-            if param.is_meta and shapes.get(name) != param.shape
-        ]
+        missing += [name for name, shape in wanted.items() if shapes.get(name) != shape]
     buffers = {}
     for name, buffer in twin.named_buffers():
         real = birth.real_of(buffer)

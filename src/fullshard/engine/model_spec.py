@@ -46,12 +46,8 @@ def spec_of(
     globs = tuple(ignore)
     known = [name for name in (*dict(model.named_modules()), *places_of(model)) if name]
     check_globs("ignore", globs, known, "modules or parameters")
-    read_directly = {
-        id(inner)
-        for module in model.modules()
-        for part in _read_by(module)
-        for inner in part.modules()
-    }
+    read = [part for module in model.modules() for part in _read_by(module)]
+    read_directly = {id(inner) for part in read for inner in part.modules()}
     modules = tuple(
         ModuleSpec(
             name=name,
@@ -70,10 +66,8 @@ def spec_of(
             names[id(param)].append(name)
             params[id(param)] = param
     found = (param_spec(tuple(names[key]), params[key]) for key in names)
-    others = parts or {}
-    specs = tuple(
-        replace(p, mesh=meshes.get(p.name), parts=others.get(p.name, p.parts)) for p in found
-    )
+    of = parts or {}
+    specs = tuple(replace(p, mesh=meshes.get(p.name), parts=of.get(p.name, p.parts)) for p in found)
     _refuse_shared_storage(params.values(), names)
     buffer_bytes = sum(buffer.nbytes for buffer in model.buffers())
     saved = {id(b): b.nbytes for module in model.modules() for b in saved_buffers(module)}

@@ -32,7 +32,6 @@ import math
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 from itertools import chain
@@ -57,36 +56,23 @@ Parts = defaultdict[int, dict[int, Sequence[tuple[int, int, int]]]]
 Memory = Sequence[tuple[Mesh, torch.Tensor]]  # buffers, each with its mesh
 _FINITE = {"isnan": False, "isinf": False, "isfinite": True}  # their results for finite numbers
 _SQUARED = {"square": (), "pow": (2,), "__pow__": (2,)}  # with these further arguments
+# Answers a reduction of a function of a gradient without communication, if cached norms can.
+Known = Callable[[str], torch.Tensor | None]
 TOLD_BY_SQUARES = {*_FINITE, *_SQUARED}  # functions of a gradient
 
 
-@dataclass(frozen=True)
-class Known:
-    """A function of a gradient that cached norms may answer without communication.
-
-    Attributes:
-        name: The function.
-        squares: (num_params,), the squared norms at the time of the call.
-        record: The gradient's record.
-    """
-
-    name: str
-    squares: torch.Tensor
-    record: ShardRecord
-
-    def answer(self, reduction: str) -> torch.Tensor | None:
-        """Returns sum, mean, any or all of the function; None if the norms do not determine it."""
-        square = self.squares[self.record.index]
-        if self.name in _SQUARED:
-            count = math.prod(self.record.shape)
-            return {"sum": square, "mean": square / count}.get(reduction)
-        if reduction in ("any", "all") and square.isfinite():
-            return torch.tensor(_FINITE[self.name])
-        if (self.name, reduction) == ("isnan", "any"):
-            return square.isnan()  # not infinities or overflowing sums
-        if (self.name, reduction) == ("isfinite", "all") and square.isnan():
-            return torch.tensor(data=False)
-        return None
+def _told(record: ShardRecord, name: str, squares: torch.Tensor, asked: str) -> torch.Tensor | None:
+    """Sum, mean, any or all of a function of a gradient; None if norms do not determine it."""
+    square = squares[record.index]
+    if name in _SQUARED:
+        return {"sum": square, "mean": square / math.prod(record.shape)}.get(asked)
+    if asked in ("any", "all") and square.isfinite():
+        return torch.tensor(_FINITE[name])
+    if (name, asked) == ("isnan", "any"):
+        return square.isnan()  # not infinities or overflowing sums
+    if (name, asked) == ("isfinite", "all") and square.isnan():
+        return torch.tensor(data=False)
+    return None
 
 
 class Count(StrEnum):
@@ -159,7 +145,7 @@ class GradientNorms:
         return id(gradient if source is None else source) in self._shown
 
     def known_of(self, gradient: Any, name: str, others: Sequence[Any]) -> Known | None:
-        """Returns cached knowledge of `isnan(gradient)` and similar functions.
+        """What the cache knows of `isnan(gradient)` and similar functions.
 
         Args:
             gradient: The function's argument.
@@ -167,12 +153,12 @@ class GradientNorms:
             others: Further arguments of the function.
         """
         squares = self._known()
+        if squares is None or not self._knows(gradient):
+            return None
         is_number = not any(isinstance(other, torch.Tensor) for other in others)
-        if squares is None or not (self._knows(gradient) and is_number):
+        if not is_number or tuple(others) != _SQUARED.get(name, ()):
             return None
-        if tuple(others) != _SQUARED.get(name, ()):
-            return None
-        return Known(name, squares, gradient.record)
+        return partial(_told, gradient.record, name, squares)
 
     def meet(self, asked: str, said: Mapping[str, int] | None = None) -> None:
         """Check that all ranks request the same quantity here, with these counts. A collective."""
@@ -333,10 +319,16 @@ class GradientNorms:
         for wrong in _differing(head, said, maximum=maximum):
             if is_at_hand(self._device) and excused(wrong):
                 continue
+            if wrong in _UNLIKE:
+                raise EngineError(f"{asked}: {_UNLIKE[wrong]}")
             found = f"here it is {said[wrong]}, elsewhere not"
-            if is_at_hand(self._device) and wrong not in _HASHES:
+            if is_at_hand(self._device):
                 found = _table(self.transport, said[wrong])
-            raise _refusal(asked, wrong, found)
+            raise EngineError(
+                f"{asked}: expected as many {wrong} on every rank; {found}. Every rank must make "
+                "each backward, optimizer.step(), zero_grad(), clipping and load_state_dict(), and "
+                "freeze the same parameters. Without a loss take zero; evaluate under no_grad()."
+            )
 
     def read(self, values: torch.Tensor, check: Callable[[torch.Tensor], None]) -> None:
         """Call `check` with values on the host; if it would wait for a device, one step later.
@@ -472,7 +464,6 @@ def _root(powers: torch.Tensor, order: float) -> torch.Tensor:
 
 # ---- small sums over all ranks
 
-_HASHES = ("", Count.WEIGHTS, Count.GATHERS, Count.REPLICAS, Count.SETTINGS)
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 MOST_ARRIVING = 16  # values that the host reads later; evaluations add to them without a backward
 SAMPLED = 1 << 14  # elements of a group that are checked at each step
@@ -482,6 +473,26 @@ UNEQUAL_REPLICAS = (
     "another way (another learning rate, a skipped step, a gradient of its own, its own random "
     "numbers). All ranks must run the same optimizer steps."
 )
+
+
+_ORDER = (
+    "expected every rank to call the same units in the same order; ranks have gathered different "
+    "ones since the last backward or evaluation, so weights of one unit were taken for another's, "
+    "and the numbers since then are wrong. Let all ranks agree on a branch or on a number of calls "
+    "(dist.broadcast, dist.all_reduce) before it."
+)
+_UNLIKE = {  # errors of hashes that differ between ranks
+    "": "expected the same call on every rank; another rank is elsewhere, and its numbers would "
+    "have met these. Call it on every rank, and let one of them log it; p.to_local() has this "
+    "rank's elements.",
+    Count.SETTINGS: "expected optimizers and clipping with the same numbers on every rank (lr, "
+    "weight_decay, betas, max_norm ...); a rank had others since the last backward, so parts of "
+    "the model were updated in different ways. Let all ranks decide alike: a schedule that follows "
+    "the loss needs the loss of all ranks (dist.all_reduce).",
+    Count.WEIGHTS: UNEQUAL_REPLICAS,
+    Count.GATHERS: _ORDER,
+    Count.REPLICAS: _ORDER,
+}
 
 
 def hash_of(settings: Any) -> int:
@@ -548,34 +559,3 @@ def _table(transport: Transport, number: int) -> str:
     usual = Counter(counts).most_common(1)[0][0]
     strange = [f"rank {rank} has made {n}" for rank, n in enumerate(counts) if n != usual]
     return f"{', '.join(strange)}, the others {usual}"
-
-
-def _refusal(asked: str, wrong: str, found: str) -> EngineError:
-    if not wrong:
-        return EngineError(
-            f"{asked}: expected the same call on every rank; another rank is elsewhere, and its "
-            "numbers would have met these. Call it on every rank, and let one of them log it; "
-            "p.to_local() has this rank's elements."
-        )
-    if wrong == Count.SETTINGS:
-        return EngineError(
-            f"{asked}: expected optimizers and clipping with the same numbers on every rank (lr, "
-            "weight_decay, betas, max_norm ...); a rank had others since the last backward, so "
-            "parts of the model were updated in different ways. Let all ranks decide alike: a "
-            "schedule that follows the loss needs the loss of all ranks (dist.all_reduce)."
-        )
-    if wrong == Count.WEIGHTS:
-        return EngineError(f"{asked}: {UNEQUAL_REPLICAS}")
-    if wrong in (Count.GATHERS, Count.REPLICAS):
-        return EngineError(
-            f"{asked}: expected every rank to call the same units in the same order; ranks have "
-            "gathered different ones since the last backward or evaluation, so weights of one unit "
-            "were taken for another's, and the numbers since then are wrong. Let all ranks agree "
-            "on a branch or on a number of calls (dist.broadcast, dist.all_reduce) before it."
-        )
-    return EngineError(
-        f"{asked}: expected as many {wrong} on every rank; {found}. Every rank must make each "
-        "backward, optimizer.step(), zero_grad(), clipping and load_state_dict(), and freeze the "
-        "same parameters: multiply the loss by zero where there is none, and evaluate under "
-        "torch.no_grad()."
-    )

@@ -24,6 +24,7 @@ from operator import methodcaller
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook as after_steps
 from torch.optim.optimizer import register_optimizer_step_pre_hook as before_steps
 
@@ -66,9 +67,9 @@ class _Watch:
         self._in_turns: dict[Any, bool] = {}  # whether settings treat each element by itself
         self._kept: list[tuple[Any, Any]] = []  # gradients that an update in turns has used
         self._sliced: dict[type, set[str]] = {}  # states with an element for each of a parameter's
-        self._cut: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self.trusted: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self.callbacks: list[Callable[[torch.optim.Optimizer], None]] = []
+        self._cut: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self.trusted: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self.callbacks: list[Callable[[Optimizer], None]] = []
 
     def add(self, owner: object) -> None:
         """Watch as long as an owner of shards lives: an engine, or a model without one yet."""
@@ -89,7 +90,7 @@ class _Watch:
             self._passed.clear()
             self._forget_types()
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         put_back(self._kept)  # of a step that raised
         models = self.look(optimizer)
         if any(norms.waits for norms in models):
@@ -108,7 +109,7 @@ class _Watch:
             norms.copied.clear()
         put_back(self._kept)
 
-    def _takes_turns(self, optimizer: torch.optim.Optimizer) -> bool:
+    def _takes_turns(self, optimizer: Optimizer) -> bool:
         """Whether an optimizer of torch may be called for some elements after others."""
         kind: Any = type(optimizer)
         if not kind.step.__module__.startswith("torch.optim.") or optimizer in self.trusted:
@@ -124,7 +125,7 @@ class _Watch:
                 return False
         return True
 
-    def look(self, optimizer: torch.optim.Optimizer) -> dict[Any, int]:
+    def look(self, optimizer: Optimizer) -> dict[Any, int]:
         """Check an optimizer while its groups have all shards.
 
         Returns:
@@ -148,7 +149,7 @@ class _Watch:
                 call(optimizer)
         return models
 
-    def _cut_states(self, optimizer: torch.optim.Optimizer) -> None:
+    def _cut_states(self, optimizer: Optimizer) -> None:
         """Cut states of whole parameters. See [Note: states that were made whole]."""
         sliced = self._sliced.get(type(optimizer), set())
         for param in (param for group in optimizer.param_groups for param in group["params"]):
@@ -163,9 +164,7 @@ class _Watch:
         for optimizer in self._cut:
             yield from optimizer.state.items()
 
-    def _probe_once(
-        self, optimizer: torch.optim.Optimizer, group: dict[str, Any], like: torch.Tensor
-    ) -> None:
+    def _probe_once(self, optimizer: Optimizer, group: dict[str, Any], like: torch.Tensor) -> None:
         kind = type(optimizer)
         settings = settings_in(group)
         numbers = {k: v for k, v in settings.items() if k not in ("lr", "initial_lr")}
@@ -178,11 +177,11 @@ class _Watch:
             self._passed.add(key)
 
 
-def _is_the_same_in_turns(make: Callable[[list[Any]], torch.optim.Optimizer]) -> bool:
+def _is_the_same_in_turns(make: Callable[[list[Any]], Optimizer]) -> bool:
     """Whether updates of a few elements after others equal an update of all."""
     drawn, memory = _drawn(TURN_SHAPES, torch.empty(0)), Disk("")
 
-    def in_turns(optimizer: torch.optim.Optimizer) -> None:
+    def in_turns(optimizer: Optimizer) -> None:
         put_back(step_in_turns(optimizer, memory, num_bytes=1, grain=8))
 
     try:
@@ -206,17 +205,17 @@ def _hash_of(group: dict[str, Any], shards: Sequence[Any], norms: Any) -> int:
     return hash_of(settings_in(group)) if is_everywhere else 0
 
 
-def _steps_others(optimizer: torch.optim.Optimizer) -> bool:
+def _steps_others(optimizer: Optimizer) -> bool:
     """Whether optimizers that it contains have all of its parameters, as in torchtitan.
 
     Each of them is tried at its own step. The guard checks what the outer one does itself.
     """
-    inner = [x for x in tree_leaves(vars(optimizer)) if isinstance(x, torch.optim.Optimizer)]
+    inner = [x for x in tree_leaves(vars(optimizer)) if isinstance(x, Optimizer)]
     ids = {id(p) for one in inner for group in one.param_groups for p in group["params"]}
     return all(id(p) in ids for group in optimizer.param_groups for p in group["params"])
 
 
-def _refuse_pending(optimizer: torch.optim.Optimizer) -> None:
+def _refuse_pending(optimizer: Optimizer) -> None:
     with no_guard():
         grads = [p.grad for group in optimizer.param_groups for p in group["params"]]
     pending = [grad for grad in grads if isinstance(grad, PendingGradient)]
@@ -236,15 +235,14 @@ def _structure(value: Any) -> Any:
 WATCHED = _Watch()
 
 
-def _refuse_unsharded(optimizer: torch.optim.Optimizer, params: list[Any]) -> None:
+def _refuse_unsharded(optimizer: Optimizer, params: list[Any]) -> None:
     """Raise an error inside fs.unsharded, where parameters are whole but keep their records."""
     for param in params:
         record = getattr(param, "record", None)
         if record is not None and not isinstance(param, Guarded):
             raise EngineError(
                 f"{type(optimizer).__name__}.step inside fs.unsharded: expected shards; got "
-                f"{record.piece.name!r} whole, beside gradients and states of its shard. "
-                "Step outside of the block."
+                f"{record.piece.name!r} whole, beside its shard's states. Step outside of it."
             )
 
 
@@ -265,9 +263,15 @@ def cut_state(param: ShardedParameter, value: torch.Tensor, *, sliced: bool) -> 
     return param.as_state(value) if value.shape == param.shape else value
 
 
-def probe(
-    kind: type[torch.optim.Optimizer], settings: dict[str, Any], like: torch.Tensor
-) -> set[str]:
+def loaded_state(param: Any, value: torch.Tensor) -> torch.Tensor:
+    """A copy of a state that was loaded, as this rank has it."""
+    place = param.device if value.dim() else "cpu"  # torch keeps step counts on the CPU
+    value = value.detach().to(place, copy=True)
+    is_shard = isinstance(param, ShardedParameter)
+    return cut_state(param, value, sliced=value.dim() > 0) if is_shard else value
+
+
+def probe(kind: type[Optimizer], settings: dict[str, Any], like: torch.Tensor) -> set[str]:
     """Step on a tensor and on its halves; returns the states that have its elements.
 
     Args:
@@ -310,24 +314,19 @@ def probe(
 
 
 def _like(
-    kind: type[torch.optim.Optimizer], settings: dict[str, Any], params: list[torch.nn.Parameter]
-) -> torch.optim.Optimizer:
+    kind: type[Optimizer], settings: dict[str, Any], params: list[torch.nn.Parameter]
+) -> Optimizer:
     """An optimizer of a class, with the settings of a group."""
     known = inspect.signature(kind.__init__).parameters
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values())
-    settings = {
-        k: v.item() if isinstance(v, torch.Tensor) and v.numel() == 1 else v
-        for k, v in settings.items()
-    }
+    one = [k for k, v in settings.items() if isinstance(v, torch.Tensor) and v.numel() == 1]
+    settings = {**settings, **{k: settings[k].item() for k in one}}
     taken = {k: v for k, v in settings.items() if takes_any or k in known}
     return kind([{"params": params, **settings}], **taken)
 
 
 def states_made(
-    optimizer: torch.optim.Optimizer,
-    group: dict[str, Any],
-    given: dict[str, Any],
-    small: torch.Tensor,
+    optimizer: Optimizer, group: dict[str, Any], given: dict[str, Any], small: torch.Tensor
 ) -> tuple[dict[str, Any], dict[str, Any]] | None:
     """The states that an optimizer would make for a parameter, before and after its first step.
 
@@ -363,7 +362,7 @@ def settings_in(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_by_itself(
-    factory: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
+    factory: Callable[[list[dict[str, Any]]], Optimizer],
     groups: list[dict[str, Any]],
     like: torch.Tensor,
 ) -> None:
@@ -402,17 +401,15 @@ def check_by_itself(
 def _drawn(shapes: Sequence[tuple[int, ...]], like: torch.Tensor) -> list[list[torch.Tensor]]:
     """Random values of tensors with these shapes, then gradients of each step."""
     generator = torch.Generator().manual_seed(0)
-    return [
-        [torch.randn(s, generator=generator, dtype=torch.float64).to(like) for s in shapes]
-        for _ in range(1 + PROBE_STEPS)
-    ]
+    draw = partial(torch.randn, generator=generator, dtype=torch.float64)
+    return [[draw(shape).to(like) for shape in shapes] for _ in range(1 + PROBE_STEPS)]
 
 
 def _made_by(
-    factory: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
+    factory: Callable[[list[dict[str, Any]]], Optimizer],
     settings: dict[str, Any],
     params: list[torch.nn.Parameter],
-) -> torch.optim.Optimizer:
+) -> Optimizer:
     """An optimizer of a factory, with the settings of a group and the probe's rate."""
     optimizer = factory([{**settings, "params": params}])
     for group in optimizer.param_groups:
@@ -422,13 +419,13 @@ def _made_by(
 
 
 def _stepped(
-    make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer],
+    make: Callable[[list[torch.nn.Parameter]], Optimizer],
     drawn: list[list[torch.Tensor]],
     turns: Sequence[Sequence[int]] | None = None,
     *,
     seen_later: bool = False,
     step: Callable[[Any], object] = methodcaller("step"),
-) -> tuple[list[torch.Tensor], torch.optim.Optimizer]:
+) -> tuple[list[torch.Tensor], Optimizer]:
     """The values of parameters after some steps, and the optimizer.
 
     Args:

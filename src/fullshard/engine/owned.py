@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from fullshard.engine._torch_compat import no_guard
 from fullshard.engine.cuts import Cut
@@ -48,7 +49,7 @@ _SAVES = (
     "rank has the states of some alone"
 )
 Groups = list[dict[str, Any]]
-Factory = Callable[[Groups], torch.optim.Optimizer]
+Factory = Callable[[Groups], Optimizer]
 
 
 @dataclass(eq=False)
@@ -126,7 +127,7 @@ def _without_memory(shape: torch.Size, like: torch.Tensor) -> torch.Tensor:
     return torch.zeros((), dtype=like.dtype, device=like.device).expand(shape)
 
 
-class OwnedOptimizer(torch.optim.Optimizer):
+class OwnedOptimizer(Optimizer):
     """An optimizer whose groups contain the user's shards, and whose states are with the owners.
 
     `state` contains the full states of the tensors that this rank owns. fs.save and fs.load support
@@ -140,11 +141,7 @@ class OwnedOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        factory: Factory,
-        groups: Groups,
-        beside: torch.optim.Optimizer | None = None,
+        self, model: nn.Module, factory: Factory, groups: Groups, beside: Optimizer | None = None
     ) -> None:
         self._model, self._engine, self._beside = model, engine_of(model), beside
         engine = self._engine
@@ -156,10 +153,8 @@ class OwnedOptimizer(torch.optim.Optimizer):
         wholes = [[self._owned[id(p)].whole for p in g["params"] if self.owns(p)] for g in groups]
         mine = [{**g, "params": found} for g, found in zip(groups, wholes, strict=True)]
         self._inner = engine.agree(lambda: factory(mine))
-        settings = [
-            {**theirs, "params": ours["params"]}
-            for ours, theirs in zip(groups, self._inner.param_groups, strict=True)
-        ]
+        both = zip(groups, self._inner.param_groups, strict=True)
+        settings = [{**theirs, "params": ours["params"]} for ours, theirs in both]
         self._complete = False
         super().__init__(settings, self._inner.defaults)
         self.kind = f"owned {type(self._inner).__name__}"
@@ -170,7 +165,7 @@ class OwnedOptimizer(torch.optim.Optimizer):
         WATCHED.trusted.add(self)
         self._take_states(self._owned.values())
 
-    def _join(self, beside: torch.optim.Optimizer) -> None:
+    def _join(self, beside: Optimizer) -> None:
         """Make both optimizers share one list of groups and one table of states."""
         if isinstance(beside, OwnedOptimizer):
             raise EngineError(
@@ -192,9 +187,7 @@ class OwnedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raises an error after construction: owners are chosen for all parameters together."""
         if self._complete:
-            raise EngineError(
-                "fs.owned: expected all groups when it was made; got one more. Make it anew."
-            )
+            raise EngineError("fs.owned: expected no further group; got one. Make it anew.")
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
@@ -209,9 +202,7 @@ class OwnedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> Any:
         """Update all parameters that have gradients. A collective."""
         if closure is not None:
-            raise EngineError(
-                "fs.owned: expected step() without a closure; got one. Compute the loss before."
-            )
+            raise EngineError("fs.owned: expected step() without a closure; got one.")
         self._check()
         for ours, theirs in zip(self.param_groups, self._inner.param_groups, strict=False):
             theirs.update({key: value for key, value in ours.items() if key != "params"})
@@ -363,18 +354,35 @@ def _check_alike(bounds: torch.Tensor) -> None:
         )
 
 
-def owns_states(optimizer: torch.optim.Optimizer, param: Any) -> bool | None:
+def owns_states(optimizer: Optimizer, param: Any) -> bool | None:
     """Whether this rank has a parameter's full states; None if each rank has a slice."""
     return optimizer.owns(param) if isinstance(optimizer, OwnedOptimizer) else None
 
 
-def owned_optimizer(
+def owned(
     model: nn.Module,
-    factory: Factory,
-    params: Iterable[Any] | None,
-    beside: torch.optim.Optimizer | None,
-) -> OwnedOptimizer:
-    """See `fullshard.owned`."""
+    factory: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
+    params: Iterable[Any] | None = None,
+    *,
+    beside: torch.optim.Optimizer | None = None,
+) -> torch.optim.Optimizer:
+    """An optimizer that needs whole tensors (Muon, Adafactor, 8-bit states), on shards.
+
+    Each cut parameter has one owner among the ranks, which gathers it, runs the optimizer as it is
+    on the whole and gives the slices back; its states are the owner's. fs.save and fs.load take it
+    over any number of ranks. A collective: all ranks call it, and step together.
+
+    Args:
+        model: Sharded.
+        factory: Makes the optimizer of parameter groups, as `partial(torch.optim.Muon, lr=0.02)`.
+        params: Parameters of the model or groups of them; None: all that are trained and not in
+            `beside`.
+        beside: An elementwise optimizer of other parameters, on their shards. Its groups and states
+            are the result's too, and it steps with it.
+
+    Raises:
+        EngineError: The optimizer is not one of tensors by themselves, or offload moves its states.
+    """
     if params is None:
         taken = {id(p) for g in (beside.param_groups if beside else ()) for p in g["params"]}
         params = [p for p in model.parameters() if p.requires_grad and id(p) not in taken]
@@ -428,12 +436,10 @@ def _refuse_places(engine: Engine) -> None:
             "them elsewhere, which is not yet supported. Leave offload out."
         )
     if engine.transport.name == "fake" and mesh.shard > 1:
-        raise EngineError(
-            "fs.owned: expected ranks that own tensors; transport fake has one. Use another."
-        )
+        raise EngineError("fs.owned: expected a transport with other ranks; got fake.")
 
 
-def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
     """The numeric settings of an optimizer and its groups, without flags."""
 
     def plain(value: Any) -> Any:

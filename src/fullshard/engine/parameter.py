@@ -19,24 +19,17 @@ from dataclasses import replace
 from functools import partial
 from itertools import repeat
 from operator import attrgetter, is_, is_not
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
-from fullshard.engine._torch_compat import (
-    call_outside_compile,
-    no_guard,
-    storage_use_count,
-)
+from fullshard.engine._torch_compat import call_outside_compile, no_guard, storage_use_count
 from fullshard.engine.guard import Rule, is_alias, misfit, norm_order, refusal, rule_of, written_by
-from fullshard.engine.norms import TOLD_BY_SQUARES, by_model, norms_of
+from fullshard.engine.norms import TOLD_BY_SQUARES, GradientNorms, Known, by_model, norms_of
 from fullshard.engine.record import ShardRecord
 from fullshard.errors import EngineError, ShardedTensorError
 from fullshard.planner.layout import clean_name
-
-if TYPE_CHECKING:
-    from fullshard.engine.norms import GradientNorms, Known
 
 
 class Guarded:
@@ -101,10 +94,8 @@ class Guarded:
         with no_guard():
             dtype = self.dtype  # type: ignore[attr-defined]
         kind = ShardedParameter if isinstance(self, ShardedParameter) else type(self)
-        return (
-            f"{kind.__name__}({self.record.describe()} on this rank, "
-            f"unit {self.record.unit}, {dtype})"
-        )
+        what = f"{self.record.describe()} on this rank, unit {self.record.unit}"
+        return f"{kind.__name__}({what}, {dtype})"
 
     def __format__(self, spec: str) -> str:
         return format(repr(self), spec)
@@ -163,8 +154,7 @@ class PendingGradient(ShardedGradient):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         rule, name = rule_of(func)
         if name in ("zero_", "_foreach_zero_"):
-            many = args[0] if isinstance(args[0], _LISTS) else args
-            for grad in many:
+            for grad in args[0] if isinstance(args[0], _LISTS) else args:
                 if isinstance(grad, cls):
                     grad.drop(stays=grad.before is None)  # other ranks may have none to zero
                     if grad.before is not None:
@@ -242,8 +232,7 @@ class ShardedParameter(Guarded, nn.Parameter, metaclass=_AtRest):
         name = clean_name(self.record.piece.name)
         raise ShardedTensorError(
             f"register_hook on {name!r}: expected a hook that needs one rank's unreduced gradient "
-            "nowhere. Use register_post_accumulate_grad_hook, which is called "
-            "with the reduced gradient."
+            "nowhere. Use register_post_accumulate_grad_hook, which sees the reduced one."
         )
 
 
@@ -311,11 +300,8 @@ def _writes_a_graph(name: str, args: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def _takes_part(result: Any) -> bool:
-    return (
-        isinstance(result, torch.Tensor)
-        and not isinstance(result, Guarded)
-        and result.requires_grad
-    )
+    is_plain = isinstance(result, torch.Tensor) and not isinstance(result, Guarded)
+    return is_plain and result.requires_grad
 
 
 def _differentiable(func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -365,9 +351,8 @@ def _elementwise(func: Any, name: str, like: Any, args: Any, kwargs: dict[str, A
         except ShardedTensorError:
             result = _number(result, like, name)  # a copy may be kept
     if isinstance(result, _LISTS):
-        sources = next(
-            (x for x in operands if isinstance(x, _LISTS) and _find_shard(x) is not None), None
-        )
+        lists = (x for x in operands if isinstance(x, _LISTS))
+        sources = next((x for x in lists if _find_shard(x) is not None), None)
         return _as_shards(result, sources, like, name)
     result = _as_shard(result, like, name)
     is_told = name in TOLD_BY_SQUARES and isinstance(result, ShardedGradient)
@@ -558,8 +543,7 @@ def _refuse_other_range(name: str, one: Any, other: Any) -> None:
             f"{other.record.describe()}, whose elements do not belong together. Use "
             "p.full_tensor() of both. For a copy of the model (EMA, a teacher), shard both alike "
             "(freeze parameters after fs.shard), or copy by load_state_dict, which cuts anew. "
-            "Shard twins in one model (a momentum encoder) each by itself: fs.shard(model.query), "
-            "fs.shard(model.key)."
+            "Shard twins in one model (a momentum encoder) each by itself: fs.shard(model.key)."
         )
 
 
@@ -634,7 +618,7 @@ def _reduce(func: Any, name: str, like: Any, args: Any, kwargs: dict[str, Any]) 
     correction = int(named.pop("correction", named.pop("unbiased", 1)))  # of std and var
     if len(args) > 1 or any(value is not None for value in named.values()):
         raise refusal(f"{name} along dimensions", like)
-    known = None if like.known is None else like.known.answer(name)
+    known = None if like.known is None else like.known(name)
     with no_guard():
         dtype = getattr(torch.zeros(2, dtype=like.dtype), name)().dtype  # torch's promotion
     value = like.record.norms.reduce(like, name, correction) if known is None else known

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -168,17 +169,14 @@ class Rings:
         *,
         poison: bool,
     ) -> None:
-        self._buffers: dict[str, list[torch.Tensor]] = {}
-        self._rings = rings
+        self._rings, self._buffers = rings, dict(given)
         for ring in rings:
-            kind: dict[str, Any] = {"dtype": torch_dtype(ring.dtype), "device": device}
-            slots = given.get(ring.name)
-            if slots is None:
+            if ring.name not in given:
+                kind: dict[str, Any] = {"dtype": torch_dtype(ring.dtype), "device": device}
                 slots = [torch.zeros(ring.numel, **kind) for _ in range(ring.count)]
-            if poison:
-                for slot in slots:
-                    slot.fill_(float("nan"))
-            self._buffers[ring.name] = slots
+                self._buffers[ring.name] = slots
+        for slot in chain(*self._buffers.values()) if poison else ():
+            slot.fill_(float("nan"))
 
     def give(self, rings: Sequence[Ring]) -> dict[str, list[torch.Tensor]]:
         """Give away the slots of rings that are alike, and drop all others."""
@@ -196,9 +194,6 @@ class Rings:
 
     def num_bytes(self, *, gradients: bool) -> int:
         """Bytes of the rings of gradients, or of all others."""
-        return sum(
-            slot.nbytes
-            for name, slots in self._buffers.items()
-            if name.endswith(".grad") is gradients
-            for slot in slots
-        )
+        rings = self._buffers.items()
+        found = [slots for name, slots in rings if name.endswith(".grad") is gradients]
+        return sum(slot.nbytes for slots in found for slot in slots)

@@ -31,13 +31,8 @@ def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
 
 def fp32_roots(model: nn.Module, globs: tuple[str, ...]) -> list[str]:
     """The outermost modules that match the globs."""
-    return [
-        name
-        for name, _ in model.named_modules()
-        if name
-        and matches(name, globs)
-        and not (parent_name(name) and matches(parent_name(name), globs))
-    ]
+    found = [name for name, _ in model.named_modules() if name and matches(name, globs)]
+    return [name for name in found if parent_name(name) not in found]
 
 
 def apply_dtypes(model: nn.Module, config: ShardConfig) -> None:
@@ -57,12 +52,13 @@ def apply_dtypes(model: nn.Module, config: ShardConfig) -> None:
         for name in roots:
             module = model.get_submodule(name)
             module.register_forward_pre_hook(_raise, with_kwargs=True)
-            module.register_forward_hook(partial(_lower, low))
+            module.register_forward_hook(partial(cast_output, low))
 
 
 def _raise(_: nn.Module, args: Any, kwargs: Any) -> Any:
     return cast_tensors(args, torch.float32), cast_tensors(kwargs, torch.float32)
 
 
-def _lower(low: torch.dtype, _: nn.Module, __: Any, output: Any) -> Any:
-    return cast_tensors(output, low)
+def cast_output(dtype: torch.dtype, _: nn.Module, __: Any, output: Any) -> Any:
+    """A forward hook, as `partial(cast_output, dtype)`."""
+    return cast_tensors(output, dtype)

@@ -33,19 +33,15 @@ logger = logging.getLogger(__name__)
 
 _aten: Any = torch.ops.aten
 # Operations whose results selective recompute keeps: the most time per byte.
-_KEPT = frozenset(
-    [
-        _aten.mm.default,
-        _aten.addmm.default,
-        _aten.bmm.default,
-        _aten.baddbmm.default,
-        _aten.convolution.default,
-        _aten._scaled_dot_product_efficient_attention.default,
-        _aten._scaled_dot_product_flash_attention.default,
-        _aten._scaled_dot_product_flash_attention_for_cpu.default,
-        _aten._scaled_dot_product_cudnn_attention.default,
-    ]
+_ATTENTION = (
+    "efficient_attention",
+    "flash_attention",
+    "flash_attention_for_cpu",
+    "cudnn_attention",
 )
+_NAMES = ["mm", "addmm", "bmm", "baddbmm", "convolution"]
+_NAMES += [f"_scaled_dot_product_{kind}" for kind in _ATTENTION]
+_KEPT = frozenset(getattr(_aten, name).default for name in _NAMES)
 
 
 def apply_recompute(model: nn.Module, names: Sequence[str], kind: RecomputeKind) -> None:
@@ -64,24 +60,25 @@ def apply_recompute(model: nn.Module, names: Sequence[str], kind: RecomputeKind)
         options: dict[str, Any] = {"use_reentrant": False}
         if kind is RecomputeKind.SELECTIVE:
             options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
-        only_reads = getattr(module, "_can_checkpoint_with_cache", False)
-        change = (lambda value: value) if only_reads else _without_cache
-        object.__setattr__(module, "forward", _recomputing(module.forward, options, change))
+        make_recompute(module, functools.partial(checkpoint, **options))
 
 
-def _recomputing(
-    forward: Callable[..., Any], options: dict[str, Any], change: Callable[[Any], Any]
-) -> Callable[..., Any]:
+def make_recompute(module: nn.Module, run: Callable[..., Any]) -> None:
+    """Replace a module's forward; `run` calls it with arguments, now and again in backward."""
+    only_reads = getattr(module, "_can_checkpoint_with_cache", False)
+    change = (lambda value: value) if only_reads else _without_cache
+    forward = module.forward
+
     @functools.wraps(forward)
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def recomputing(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         kwargs = {name: change(value) for name, value in kwargs.items()}
         kwargs |= {"use_cache": False} if kwargs.get("use_cache") else {}
         again = functools.partial(forward, **kwargs)  # their names may equal checkpoint's arguments
-        return checkpoint(again, *map(change, args), **options)
+        return run(again, *map(change, args))
 
-    return run
+    object.__setattr__(module, "forward", recomputing)
 
 
 def _without_cache(value: Any) -> Any:
@@ -95,8 +92,7 @@ def _without_cache(value: Any) -> Any:
     if value.get_seq_length():
         raise EngineError(
             "activation_checkpointing: expected a forward without earlier keys (past_key_values), "
-            "which the recompute would extend a second time; got some. Leave them out, or use "
-            "activation_checkpointing: none."
+            "which the recompute would extend again; got some. Leave them out, or recompute none."
         )
     return None
 

@@ -19,41 +19,16 @@ if TYPE_CHECKING:
 
 
 @dataclass(eq=False, slots=True)
-class ShardRecord:
-    """What a shard knows of the tensor that it is a part of.
+class Elements:
+    """This rank's elements of a parameter.
 
     Attributes:
         piece: Name of the parameter and the range of its elements.
-        unit: Title of the unit that gathers it.
-        index: Index among the model's trained parameters, for cached norms; -1 if frozen.
-        is_cut: Whether some rank holds only a part of the parameter.
-        copies: Ranks that hold the same elements.
-        holders: (part, start, stop) of each part of the parameter; the same on every rank.
-        cut: Placement on other axes of the mesh; `piece` and `holders` refer to the local tensor.
-        norms: Global norms of the model's gradients.
-        before_write: Waits until no other rank reads these elements.
-        gather: Gathers the full tensor from (n_local,) plain elements. A collective.
-        post_accumulate: The user's hooks, called with the reduced gradient.
-        states: Allocates optimizer states; None if they are on the device of the parameter.
-        compute: Returns the compute parameter if it shares memory with the whole parameter.
+        cut: Placement on other axes of the mesh; `piece` then refers to the local tensor.
     """
 
     piece: Slice
-    unit: str
-    index: int
-    is_cut: bool
-    copies: int
-    holders: Sequence[tuple[int, int, int]]
-    norms: GradientNorms
-    before_write: Callable[[], None]
-    gather: Callable[[torch.Tensor], torch.Tensor]
-    post_accumulate: OrderedDict[int, Callable[[torch.Tensor], None]]
-    states: Residence | None = None
-    compute: Callable[[], nn.Parameter] | None = None
-    cut: Cut | None = None
-
-    def __reduce__(self) -> Any:
-        return type(None), ()  # a whole parameter may be pickled inside forward
+    cut: Cut | None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -65,14 +40,45 @@ class ShardRecord:
         local = whole if self.cut is None else self.cut.local_of(whole)
         return local.detach().reshape(-1)[self.piece.start : self.piece.stop]
 
+
+@dataclass(eq=False, slots=True)
+class ShardRecord(Elements):
+    """What a shard knows of the tensor that it is a part of.
+
+    Attributes:
+        unit: Title of the unit that gathers it.
+        index: Index among the model's trained parameters, for cached norms; -1 if frozen.
+        is_cut: Whether some rank holds only a part of the parameter.
+        copies: Ranks that hold the same elements.
+        holders: (part, start, stop) of each part of the (local) tensor; the same on every rank.
+        norms: Global norms of the model's gradients.
+        before_write: Waits until no other rank reads these elements.
+        gather: Gathers the full tensor from (n_local,) plain elements. A collective.
+        post_accumulate: The user's hooks, called with the reduced gradient.
+        states: Allocates optimizer states; None if they are on the device of the parameter.
+        compute: Returns the compute parameter if it shares memory with the whole parameter.
+    """
+
+    unit: str
+    index: int
+    is_cut: bool
+    copies: int
+    holders: Sequence[tuple[int, int, int]]
+    norms: GradientNorms
+    before_write: Callable[[], None]
+    gather: Callable[[torch.Tensor], torch.Tensor]
+    post_accumulate: OrderedDict[int, Callable[[torch.Tensor], None]]
+    states: Residence | None = None
+    compute: Callable[[], nn.Parameter] | None = None
+
+    def __reduce__(self) -> Any:
+        return type(None), ()  # a whole parameter may be pickled inside forward
+
     def is_cut_like(self, other: ShardRecord) -> bool:
         """Whether every rank holds the same elements of both. Equal on all ranks."""
         one, two = self.piece, other.piece
-        return (
-            (one.shape, self.cut) == (two.shape, other.cut)
-            and self.copies == other.copies
-            and self.holders == other.holders
-        )
+        is_alike = (one.shape, self.cut, self.copies) == (two.shape, other.cut, other.copies)
+        return is_alike and self.holders == other.holders
 
     def describe(self) -> str:
         """Name, global shape and range."""

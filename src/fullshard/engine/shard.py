@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
@@ -125,8 +124,7 @@ def shard_model(
     if given.recut is not None:
         shards = given.recut(places_of(model), plan.view(transports[plan.mesh].rank).all_slices())
         masters.reads.update({name: partial(shards.pop, name) for name in shards})
-    with _parts_of_no_model(model):
-        engine = Engine(model, plan, config, transports, recorder, masters)
+    engine = Engine(model, plan, config, transports, recorder, masters)
     if values is not None:
         place_others(model, values, device)
     object.__setattr__(model, ATTRIBUTE, engine)
@@ -137,17 +135,6 @@ def shard_model(
     engine.handles += hook_loading(model, engine)
     WATCHED.add(engine)
     return engine
-
-
-@contextmanager
-def _parts_of_no_model(model: nn.Module) -> Iterator[None]:
-    """Removes records of shards if sharding fails, for `refuse_nested_engine`."""
-    try:
-        yield
-    except BaseException:
-        for param in model.parameters():
-            vars(param).pop("record", None)
-        raise
 
 
 class _NoDDP:
@@ -242,14 +229,8 @@ def _say_one_host(plan: Plan) -> None:
         logger.info(
             "%s: all %d ranks are on one host, so there is one copy, sharded over all of them "
             "(replicate 1). Set replicate for several.",
-            plan.strategy,
-            plan.mesh.world_size,
+            *(plan.strategy, plan.mesh.world_size),
         )
-
-
-def plan_of(model: nn.Module) -> Plan:
-    """Returns the plan of a sharded model."""
-    return engine_of(model).plan
 
 
 def refuse_nested_engine(model: nn.Module) -> None:
@@ -269,12 +250,6 @@ def refuse_nested_engine(model: nn.Module) -> None:
                 "%s: in evaluation, its outputs at positions of src_key_padding_mask are those of "
                 "training. torch sets them to 0 on a fast path, which hooks turn off.",
                 name or type(module).__name__,
-            )
-    for name, param in model.named_parameters():
-        if isinstance(param, ShardedParameter) and not hasattr(param, "record"):
-            raise EngineError(
-                f"fs.shard: expected a whole model; {name} was cut by an fs.shard that failed on "
-                "its way. Build the model anew."
             )
 
 
@@ -317,15 +292,14 @@ def _refuse_parts(model: nn.Module) -> None:
     for name, param in model.named_parameters():
         if isinstance(param, ShardedParameter):
             raise EngineError(
-                f"fs.shard: expected a model of its own parameters; {name} is "
-                f"{param.record.piece.name!r} of another sharded model. Put models that share "
-                "parts into one module (nn.ModuleDict), shard that, and call its parts; or give "
-                "each a copy."
+                f"fs.shard: expected a whole model; {name} was cut with another model that shares "
+                "it, or by an fs.shard that failed. Put models that share parts into one module "
+                "(nn.ModuleDict), shard that, and call its parts; build a model that failed anew."
             )
 
 
 def _check_world(topology: Topology) -> None:
-    initialized = dist.is_available() and dist.is_initialized()
+    initialized = dist.is_initialized()
     have = dist.get_world_size() if initialized else 1
     if have != topology.world_size:
         raise ConfigError(
@@ -336,14 +310,20 @@ def _check_world(topology: Topology) -> None:
 
 
 def reset(model: nn.Module) -> None:
-    """Resets state left by an exception. The next forward does this automatically."""
+    """Close what an exception left open (the next forward does so by itself)."""
     engine_of(model).runtime.reset()
 
 
 def no_sync(model: nn.Module, *, outer_only: bool = False) -> Any:
-    """Context in which backwards do not reduce gradients, or only not over replicas."""
-    engine = engine_of(model)
-    if not outer_only:
-        return engine.gradients.no_sync(Sync.NONE)
-    has_replicas = any(unit.plan.mesh.replicate > 1 for unit in engine.units)
-    return engine.gradients.no_sync(Sync.INNER if has_replicas else Sync.ALL)
+    """Context: every backward inside keeps its gradients on this rank, unreduced.
+
+    Until the next backward outside, `p.grad` of what got a gradient can be dropped (`zero_grad`)
+    and not read: reading it, or `optimizer.step()`, is an EngineError.
+
+    Args:
+        model: Sharded.
+        outer_only: Reduce over the shard axis all the same; only the sum over replicas waits for
+            the next backward outside. Holds a shard of gradients in place of whole ones.
+    """
+    gradients = engine_of(model).gradients
+    return gradients.no_sync(gradients.inner if outer_only else Sync.NONE)

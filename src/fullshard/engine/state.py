@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from fullshard.engine._torch_compat import no_guard
 from fullshard.engine.cuts import Cut
@@ -38,10 +39,12 @@ from fullshard.errors import CheckpointError, EngineError, ShardedTensorError
 
 def num_parameters(model: nn.Module) -> int:
     """Returns the number of parameters of the full model, tied ones once, sharded or not."""
-    return sum(
-        math.prod(param.record.shape) if isinstance(param, ShardedParameter) else param.numel()
-        for param in model.parameters()
-    )
+    return sum(map(numel_of, model.parameters()))
+
+
+def numel_of(param: torch.Tensor) -> int:
+    """Elements of a parameter of the full model."""
+    return math.prod(param.record.shape if isinstance(param, ShardedParameter) else param.shape)
 
 
 def hook_loading(model: nn.Module, engine: Engine) -> list[Any]:
@@ -50,11 +53,8 @@ def hook_loading(model: nn.Module, engine: Engine) -> list[Any]:
     for unit in engine.units:
         for swap in unit.swaps:
             members.setdefault(id(swap.module), {})[swap.name] = swap.member
-    return [
-        module.register_load_state_dict_pre_hook(partial(_slice_state, members[id(module)]))
-        for module in model.modules()
-        if id(module) in members
-    ]
+    found = [(module, members[id(module)]) for module in model.modules() if id(module) in members]
+    return [m.register_load_state_dict_pre_hook(partial(_slice_state, own)) for m, own in found]
 
 
 def _slice_state(
@@ -71,35 +71,30 @@ def _slice_state(
             "shards by whole parameters. Leave assign out: every rank copies its own part."
         )
     for name, member in members.items():
-        value = state_dict.get(prefix + name)
-        member.param.record.norms.counts[Count.LOADS] += value is not None
-        inside_unsharded = not isinstance(member.param, Guarded)
-        gather = getattr(value, "full_tensor", None)
-        is_cut_alike = (
-            isinstance(value, Guarded)
-            and not inside_unsharded
-            and value.record.is_cut_like(member.param.record)  # pyright: ignore
-        )
-        if gather is not None and not is_cut_alike:  # a DTensor, a shard of another model
-            value = state_dict[prefix + name] = gather()
-        if not isinstance(value, torch.Tensor) or is_cut_alike:
+        key, record = prefix + name, member.param.record
+        is_shard = isinstance(member.param, Guarded)
+        value: Any = state_dict.get(key)
+        record.norms.counts[Count.LOADS] += value is not None
+        if is_shard and isinstance(value, Guarded) and value.record.is_cut_like(record):
+            continue
+        if hasattr(value, "full_tensor"):  # a DTensor, a shard of another model
+            value = state_dict[key] = value.full_tensor()
+        if not isinstance(value, torch.Tensor):
             continue
         cut, shape = member.cut, tuple(value.shape)
-        if inside_unsharded:
+        if not is_shard:  # inside fs.unsharded
             if cut is not None and shape == cut.shape:
-                state_dict[prefix + name] = cut.show(cut.local_of(value))
-            continue
-        record = member.param.record
-        if shape in (record.shape, record.shape or (1,)):  # torch takes (1,) for a scalar, too
+                state_dict[key] = cut.show(cut.local_of(value))
+        elif shape in (record.shape, record.shape or (1,)):  # torch takes (1,) for a scalar, too
             local = record.local_of(value)
             with no_guard():
-                state_dict[prefix + name] = local.view(member.param.shape)
+                state_dict[key] = local.view(member.param.shape)
         else:  # torch would compare it with the shard's shape
             strict_missing_unexpected_errors[-1].append(
-                f"size mismatch for {prefix + name}: copying a param with shape "
+                f"size mismatch for {key}: copying a param with shape "
                 f"{shape} from checkpoint, the whole shape in the sharded model is {record.shape}."
             )
-            state_dict[prefix + name] = member.param.detach()
+            state_dict[key] = member.param.detach()
 
 
 @contextmanager
@@ -330,7 +325,7 @@ def extra_states(model: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in items if not isinstance(value, torch.Tensor)}
 
 
-def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> OptimizerState:
+def optimizer_state(model: nn.Module, optimizer: Optimizer) -> OptimizerState:
     """Returns the state of a sharded model's optimizer by parameter names.
 
     Raises:
@@ -358,7 +353,7 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Optim
     return found
 
 
-def kind_of(optimizer: torch.optim.Optimizer) -> str:
+def kind_of(optimizer: Optimizer) -> str:
     """Class name of an optimizer; for `fs.owned`, the names of the optimizers in it."""
     return optimizer.kind if isinstance(optimizer, OwnedOptimizer) else type(optimizer).__name__
 
@@ -372,7 +367,7 @@ def join_scalars(all_ranks: list[dict[str, dict[str, Any]]]) -> dict[str, dict[s
     return joined
 
 
-def param_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int, str]:
+def param_names(model: nn.Module, optimizer: Optimizer) -> dict[int, str]:
     """First names of an optimizer's parameters, by identity.
 
     Raises:
@@ -391,9 +386,7 @@ def param_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int,
     return names
 
 
-def restore_optimizer(
-    model: nn.Module, optimizer: torch.optim.Optimizer, saved: OptimizerState
-) -> None:
+def restore_optimizer(model: nn.Module, optimizer: Optimizer, saved: OptimizerState) -> None:
     """Restore an optimizer's saved states and settings.
 
     Args:
@@ -425,12 +418,10 @@ def restore_optimizer(
         for param in group["params"]:
             state = states.get(names[id(param)])
             if state is not None:
-                optimizer.state[param] = {
-                    key: value.to(param.device)
-                    if isinstance(value, torch.Tensor) and (on_device or value.dim())
-                    else value
-                    for key, value in state.items()
-                }
+                for key, value in state.items():
+                    if isinstance(value, torch.Tensor) and (on_device or value.dim()):
+                        state[key] = value.to(param.device)
+                optimizer.state[param] = state
 
 
 def dtype_name(dtype: object, where: str) -> str:
@@ -497,28 +488,25 @@ def _sort_in(
     if not is_shard and plain.numel() == 1 and is_one:
         found.scalars.setdefault(name, {})[key] = plain
         return
-    count = of.stop - of.start
+    count, flat, shape = of.stop - of.start, plain.reshape(-1), tuple(plain.shape)
     is_all = count == math.prod(of.shape)
-    sliced = plain.numel() == count and (is_shard or not is_all or tuple(plain.shape) == of.shape)
-    flat = plain.reshape(-1)
+    sliced = flat.numel() == count and (is_shard or not is_all or shape == of.shape)
     if whole:
-        shape = tuple(plain.shape)
         found.tensors.append(Held(names, shape, 0, flat.numel(), flat, of.writes, whole=True))
     elif sliced:
         found.tensors.append(replace(of, names=names, local=flat, whole=False))
     elif of.cut is not None:
         raise CheckpointError(
             f"optimizer state {key!r} of {name}: expected one element for each of the parameter, "
-            f"which {of.cut.describe()} cuts along a later dimension; got "
-            f"{tuple(plain.shape)}. Use another optimizer beside tensor parallelism."
+            f"which {of.cut.describe()} cuts along a later dimension; got {shape}. Use another "
+            "optimizer beside tensor parallelism."
         )
     else:
-        shape = tuple(plain.shape)
         found.tensors.append(Held(names, shape, of.start, of.stop, flat, opaque=True))
 
 
 def matching_settings(
-    model: nn.Module, optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]]
+    model: nn.Module, optimizer: Optimizer, saved: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
     """The saved settings of each of an optimizer's groups.
 

@@ -47,6 +47,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from time import perf_counter
@@ -88,6 +89,7 @@ _REENTRANT = (
 )
 
 
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class Use:
     """A forward of a unit whose tensors are watched for gradients.
 
@@ -101,39 +103,27 @@ class Use:
         hooked: Numbers of the nodes that call `_enter_backward`.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "around",
-        "first_node",
-        "generation",
-        "hooked",
-        "num_holders",
-        "task",
-        "unit",
-    )
-
-    def __init__(self, unit: int, around: Use | None, generation: int) -> None:
-        self.unit = unit
-        self.around = around
-        self.generation = generation
-        self.first_node = next_sequence_number()
-        self.task = -1
-        self.num_holders: int | None = None
-        self.hooked: set[int] = set()
+    unit: int
+    around: Use | None
+    generation: int
+    first_node: int = field(default_factory=next_sequence_number)
+    task: int = -1
+    num_holders: int | None = None
+    hooked: set[int] = field(default_factory=set[int])
 
 
+@dataclass
 class Observed:
     """The order in which the first step entered its units. Ranks compare it once.
 
-    Args:
+    Attributes:
         generation: The forward whose order is recorded, together with the order of its backward.
     """
 
-    def __init__(self, generation: int = -1) -> None:
-        self.generation = generation
-        self.forward: list[int] = []
-        self.backward: list[int] = []
-        self.done = False
+    generation: int = -1
+    forward: list[int] = field(default_factory=list[int])
+    backward: list[int] = field(default_factory=list[int])
+    done: bool = False
 
 
 class Runtime:
@@ -247,10 +237,9 @@ class Runtime:
         in_attributes = tensors_in(values) if values else []
         tensors = [output] if type(output) is torch.Tensor else tensors_in(output)
         if any(map(unit.shares_memory, chain(tensors, in_attributes))):
-            output = change_tensors(output, self._copied(unit), unit.plan.title)
-            self._replaced[index] = self.attributes[index].change(
-                self._copied(unit), unit.plan.title
-            )
+            copied, title = self._copied(unit), unit.plan.title
+            output = change_tensors(output, copied, title)
+            self._replaced[index] = self.attributes[index].change(copied, title)
             tensors, in_attributes = tensors_in(output), tensors_in(self.attributes[index].values())
         if graph_task_id() != -1:
             self.scheduler.leave_recompute(index)
@@ -279,11 +268,11 @@ class Runtime:
 
         Not for replicas, which may evaluate alone.
         """
-        norms, counts = self.gradients.norms, self.gradients.norms.counts
+        norms, compared = self.gradients.norms, (Count.GATHERS, Count.WRITES, Count.SOURCES)
+        said: dict[str, int] = {it: norms.counts[it] for it in compared}
         if (mesh := norms.transport.axes.mesh).replicate == 1 and mesh.shard > 1:
             with outside_modes():
-                compared = (Count.GATHERS, Count.WRITES, Count.SOURCES)
-                norms.meet("an evaluation", {it: counts[it] for it in compared})
+                norms.meet("an evaluation", said)
 
     def _copied(self, unit: Unit) -> Callable[[torch.Tensor], torch.Tensor]:
         """Copies tensors that share memory with the unit's weights. See [Note: copied outputs]."""

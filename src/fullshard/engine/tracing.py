@@ -41,7 +41,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullshard.config.schema import ShardConfig
-from fullshard.engine._torch_compat import outside_modes, tree_leaves, tree_map_only
+from fullshard.engine._torch_compat import outside_modes, storage_key, tree_leaves, tree_map_only
 from fullshard.engine.gradients import MOST_WAITING
 from fullshard.engine.model_spec import places_of
 from fullshard.engine.precision import apply_dtypes, cast_tensors
@@ -83,8 +83,8 @@ def trace_step(
     beside: Sequence[nn.Module] = (),
     *,
     on_gpu: bool = False,
-) -> list[Moment]:
-    """Bytes of temporary tensors after each operation that allocated some. Runs on the CPU.
+) -> Ledger:
+    """The bytes of temporary tensors, and the operations, of a micro-batch. Runs on the CPU.
 
     Args:
         model: A model on meta; it is not changed.
@@ -97,36 +97,8 @@ def trace_step(
     Raises:
         Exception: The error of a model that reads values of fake tensors.
     """
-    return _traced(model, plan, config, work, beside, on_gpu=on_gpu).moments
-
-
-def trace_work(
-    model: nn.Module, plan: Plan, config: ShardConfig, work: Work
-) -> dict[str, UnitWork]:
-    """Operations of every unit in a micro-batch, by the unit's name.
-
-    Args, Raises: As of `trace_step`.
-    """
-    ledger = _traced(model, plan, config, work)
-    return {
-        unit.name: UnitWork(ledger.forward[unit.index], ledger.backward[unit.index])
-        for unit in plan.units
-    }
-
-
-def _traced(
-    model: nn.Module,
-    plan: Plan,
-    config: ShardConfig,
-    work: Work,
-    beside: Sequence[nn.Module] = (),
-    *,
-    on_gpu: bool = False,
-) -> Ledger:
     model, others = copy.deepcopy(model), copy.deepcopy(list(beside))
-    groups = {
-        name: group for u in plan.units for group in u.groups for n in group.names for name in n
-    }
+    groups = {n: group for u in plan.units for group in u.groups for ns in group.names for n in ns}
     ledger = Ledger(1 + max(unit.index for unit in plan.units))  # a part may lack some
     apply_dtypes(model, config)
     apply_recompute(model, plan.recompute, config.activation_checkpointing.kind)
@@ -147,6 +119,18 @@ def _traced(
             # With a tensor, backward would be a call that `Calls` runs outside of itself.
             torch.autograd.backward(get_gradient_edge(loss), torch.ones_like(loss))
     return ledger
+
+
+def trace_work(
+    model: nn.Module, plan: Plan, config: ShardConfig, work: Work
+) -> dict[str, UnitWork]:
+    """Operations of every unit in a micro-batch, by the unit's name.
+
+    Args, Raises: As of `trace_step`.
+    """
+    ledger = trace_step(model, plan, config, work)
+    forward, backward = ledger.forward, ledger.backward
+    return {unit.name: UnitWork(forward[unit.index], backward[unit.index]) for unit in plan.units}
 
 
 def _give_storage(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
@@ -265,11 +249,11 @@ class Ledger(TorchDispatchMode):
 
     def leave_out(self, tensor: torch.Tensor) -> None:
         """Do not count a storage."""
-        self._alive[_storage_key(tensor)] = (self.kind, 0)
+        self._alive[storage_key(tensor)] = (self.kind, 0)
 
     def relabel(self, tensor: torch.Tensor) -> None:
         """Count a tensor as the kind that is allocated now."""
-        key = _storage_key(tensor)
+        key = storage_key(tensor)
         kind, num_bytes = self._alive.get(key, (self.kind, 0))
         self._bytes[kind] -= num_bytes
         self._bytes[self.kind] += num_bytes
@@ -343,17 +327,9 @@ class Calls(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _storage_key(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
-
-
 def _grouped_product(args: Any, kwargs: Any) -> torch.Tensor:
     """Shapes of a grouped product in a dtype that its shape function refuses (2.11 to 2.13)."""
-    low = [
-        a.to(torch.bfloat16) if isinstance(a, torch.Tensor) and a.is_floating_point() else a
-        for a in args
-    ]
-    made = torch.ops.aten._grouped_mm.default(*low, **kwargs)
+    made = torch.ops.aten._grouped_mm.default(*cast_tensors(args, torch.bfloat16), **kwargs)
     return torch.empty_strided(made.shape, made.stride(), dtype=args[0].dtype, device=made.device)
 
 
@@ -394,10 +370,8 @@ def _operation(func: Any, args: Any, kwargs: Any, result: Any) -> Operation:
         return _product(args[left], args[right])
     if name.startswith(_ATTENTION):
         return _attention(name, args, kwargs)
-    theirs = {tensor.untyped_storage()._cdata for tensor in given}
-    is_view = not func._schema.is_mutable and all(
-        tensor.untyped_storage()._cdata in theirs for tensor in made
-    )
+    theirs = set(map(storage_key, given))
+    is_view = not func._schema.is_mutable and theirs.issuperset(map(storage_key, made))
     if is_view or not made:
         return Operation(VIEW, "", ())
     kind = KINDS.get(name, "add")
@@ -495,8 +469,7 @@ def trace_order(model: nn.Module, plan: Plan, sample: Any) -> Plan:
                 f"{type(error).__name__}: {error}. Leave sample out to learn the order in step one."
             ) from error
     leaves = [index for what, index in nominal_trace(plan.units, forward) if what == "leave"]
-    reached = set(plan.order.backward)
-    backward = [index for index in reversed(leaves) if index in reached]
+    backward = [index for index in reversed(leaves) if index in plan.order.backward]
     return plan.reordered(forward, backward, learned=False)
 
 

@@ -30,7 +30,7 @@ from fullshard.engine.gradient_shard import GradientShard
 from fullshard.engine.norms import Count
 from fullshard.engine.parameter import Guarded, ShardedGradient
 from fullshard.errors import EngineError
-from fullshard.planner.layout import Slice, clean_name
+from fullshard.planner.layout import FlatLayout, Slice, clean_name
 from fullshard.planner.units import GroupPlan, UnitPlan
 from fullshard.transport.base import Fetch, Reduction, Transport
 
@@ -202,7 +202,7 @@ class Group:
                 self.cast = rings.cast(plan.dtypes.master, plan.layout.part_numel)
         if plan.grad_slot is not None:
             slot = self.grad_slot = rings.view(plan.grad_slot, numel)
-            self.gaps = [slot[start:stop] for start, stop in _padding(plan)]
+            self.gaps = [slot[start:stop] for start, stop in _padding(plan.layout)]
         is_whole = plan.layout.num_parts == 1 and not self.gathers
         for member in self.members:
             member.bind(self.full, trainable=plan.trainable)
@@ -433,9 +433,8 @@ class Unit:
                 if table.get(name) is not param:
                     raise EngineError(
                         f"{param.record.piece.name}: expected the parameter that fs.shard cut; its "
-                        "module holds another object (an assignment, functional_call), which the "
-                        "forward would not see. Write into the shard in place, or change "
-                        "parameters before fs.shard."
+                        "module holds another object (an assignment, functional_call), unseen by "
+                        "forward. Write into the shard, or change parameters before fs.shard."
                     )
 
     def shares_memory(self, tensor: torch.Tensor) -> bool:
@@ -503,10 +502,9 @@ class Unit:
                     f"{member.piece.name}: expected a forward that leaves its parameters alone; it "
                     "wrote into this one (max_norm, clamp_, weight averaging, p.data.copy_ ...), "
                     "which the next gather would undo, or other ranks would see or miss; or it "
-                    f"gave it other memory, of {view.dtype} now (p.data = ..., module.to, "
-                    ".float()), while its slot stays as it is. Write into the shards between "
-                    "steps; for another dtype name its module in fp32_modules, or leave "
-                    "param_dtype out."
+                    f"gave it other memory, of {view.dtype} now (p.data = ..., .float()), while "
+                    "its slot stays as it is. Write into the shards between steps; for another "
+                    "dtype name its module in fp32_modules, or leave param_dtype out."
                 )
 
     def swap_out(self) -> None:
@@ -544,21 +542,17 @@ class Unit:
             vars(member.param).update(vars(member.compute))  # marks a DTensor as a parameter
         self._bound = [(m, m.tensors()[-1], m.tensors()[-1].data_ptr()) for m in self.members]
         self._addresses = [address for _, _, address in self._bound]
-        pairs = [(m.param, tensor, m.group.gathers) for m in self.members for tensor in m.tensors()]
-        self.versions = Versions(
-            [(shard, tensor) for shard, tensor, gathers in pairs if gathers],
-            [(shard, tensor) for shard, tensor, gathers in pairs if not gathers],
-            may_write_own=self.plan.mesh.world_size == 1,
-        )
-        self.versions.add([tensor for _, tensor, gathers in pairs if gathers], self)
+        slots, own = ([m for m in self.members if m.group.gathers is yes] for yes in (True, False))
+        pairs = [
+            [(m.param, tensor) for m in many for tensor in m.tensors()] for many in (slots, own)
+        ]
+        self.versions = Versions(*pairs, may_write_own=self.plan.mesh.world_size == 1)
+        self.versions.add([tensor for _, tensor in pairs[0]], self)
         self.own = {id(t) for g in self.groups for t in (g.full, g.part, g.full._base)}
         self.own |= {id(m.tensors()[-1]) for m in self.members}
         self.memory = {g.full.untyped_storage()._cdata for g in self.gathered}
-        self._spans = [
-            (group.full.data_ptr(), group.full.data_ptr() + group.full.nbytes)
-            for group in self.groups
-            if group.gathers or group.plan.shared
-        ]
+        shared = [group.full for group in self.groups if group.gathers or group.plan.shared]
+        self._spans = [(full.data_ptr(), full.data_ptr() + full.nbytes) for full in shared]
 
 
 def _counts(shard: nn.Parameter) -> bool:
@@ -605,13 +599,12 @@ def _current(weak: weakref.ref[Member]) -> nn.Parameter:
 
 def _gradient_hook(member: Member) -> Callable[..., None]:
     """Makes the hook that a compute parameter calls with its final gradient."""
-    weak = weakref.ref(member)
+    return partial(_on_gradient, weakref.ref(member))
 
-    def hook(*_: Any) -> None:
-        member = alive(weak, "backward")
-        member.group.unit.on_gradient(member)
 
-    return hook
+def _on_gradient(weak: weakref.ref[Member], *_: Any) -> None:
+    member = alive(weak, "backward")
+    member.group.unit.on_gradient(member)
 
 
 def address_of(shard: torch.Tensor) -> int:
@@ -622,13 +615,8 @@ def address_of(shard: torch.Tensor) -> int:
     return shard.data_ptr() or shard.untyped_storage().data_ptr()
 
 
-def _padding(plan: GroupPlan) -> list[tuple[int, int]]:
+def _padding(layout: FlatLayout) -> list[tuple[int, int]]:
     """Ranges of the flat buffer that belong to no parameter."""
-    gaps, end = [], 0
-    for placement in plan.layout.placements:
-        if placement.offset > end:
-            gaps.append((end, placement.offset))
-        end = placement.stop
-    if plan.layout.numel > end:
-        gaps.append((end, plan.layout.numel))
-    return gaps
+    ends = [0, *(placement.stop for placement in layout.placements)]
+    starts = [*(placement.offset for placement in layout.placements), layout.numel]
+    return [(end, start) for end, start in zip(ends, starts, strict=True) if start > end]

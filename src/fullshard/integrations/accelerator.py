@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
@@ -26,7 +25,7 @@ from fullshard.config.sharding import ShardConfig
 from fullshard.engine.engine import engine_of, is_sharded
 from fullshard.engine.full_state import whole_states
 from fullshard.engine.optimizers import WATCHED
-from fullshard.engine.parameter import ShardedParameter
+from fullshard.engine.state import numel_of
 from fullshard.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -52,8 +51,7 @@ class ShardedAccelerator(Accelerator):
         if self.distributed_type not in (DistributedType.NO, *_DATA_PARALLEL):
             raise ConfigError(
                 f"Accelerator: expected data parallelism alone, because fullshard shards; got "
-                f"{self.distributed_type}. Leave its plugin out, and start the script with "
-                "fullshard launch or torchrun."
+                f"{self.distributed_type}. Leave its plugin out; use fullshard launch or torchrun."
             )
         self.sharding = sharding or sharding_in(self.mixed_precision)
 
@@ -149,12 +147,6 @@ def _load_models(models: list[nn.Module], folder: str) -> None:
     models.clear()
 
 
-def numel_of(param: torch.Tensor) -> int:
-    """Elements of a parameter of the full model."""
-    is_cut = isinstance(param, ShardedParameter)
-    return math.prod(fs.sharding(param).shape) if is_cut else param.numel()
-
-
 def _show_as_whole(model: nn.Module) -> None:
     """Makes a Hugging Face model count the full model and generate until all ranks have stopped.
 
@@ -217,8 +209,8 @@ def sharding_in(mixed_precision: str) -> ShardConfig:
 def _over_launch(own: File) -> ShardConfig:
     launch = read_launch_environment()
     given = launch.config_file if launch else None
-    layers: list[Path | File] = [] if given is None else [given]
-    return load_config([*layers, own], needs_model=False).config.sharding
+    layers: list[Path | File] = [own] if given is None else [given, own]
+    return load_config(layers, needs_model=False).config.sharding
 
 
 def _file_of(args: TrainingArguments) -> File:
@@ -230,7 +222,5 @@ def _file_of(args: TrainingArguments) -> File:
     if args.fsdp:
         training["fsdp"] = args.fsdp
         config: dict[str, Any] = dict(args.fsdp_config) if args.fsdp_config else {}  # type: ignore[arg-type]
-        training["fsdp_config"] = {
-            key: value for key, value in config.items() if _ADDED.get(key, ...) != value
-        }
+        training["fsdp_config"] = {k: v for k, v in config.items() if _ADDED.get(k, ...) != v}
     return parse_text(json.dumps({"training": training}), ARGUMENTS)

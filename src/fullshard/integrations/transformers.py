@@ -23,13 +23,12 @@ import fullshard as fs
 from fullshard.engine import optimizers
 from fullshard.engine.engine import is_sharded
 from fullshard.engine.parameter import ShardedParameter
+from fullshard.engine.state import numel_of
 from fullshard.errors import ConfigError, FullshardError, NotElementwiseError
-from fullshard.integrations.accelerator import numel_of, sharding_of
+from fullshard.integrations.accelerator import sharding_of
 
 if TYPE_CHECKING:
     from trl.trainer.sft_trainer import SFTTrainer
-
-    from fullshard.config.sharding import ShardConfig
 
     Trainer = transformers.Trainer
 
@@ -52,13 +51,10 @@ class ShardedTrainer(transformers.Trainer):
         """Replaces the accelerator, so that Accelerate does not shard too."""
         from fullshard.integrations.accelerator import ShardedAccelerator
 
-        sharding = self._sharding()
+        sharding = sharding_of(self.args)
         self.args.fsdp_plugin_args = None
         super().create_accelerator_and_postprocess()
         ShardedAccelerator.taking_over(self.accelerator, sharding)
-
-    def _sharding(self) -> ShardConfig:
-        return sharding_of(self.args)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """The Trainer's optimizer; one that needs whole tensors gets each on one rank."""
@@ -193,5 +189,4 @@ def _has_ours(folder: str) -> bool:
 
 
 def _whole(param: Any) -> torch.Tensor:
-    whole = param.full_tensor() if isinstance(param, ShardedParameter) else param
-    return whole.detach().cpu()
+    return (param.full_tensor() if isinstance(param, ShardedParameter) else param).detach().cpu()

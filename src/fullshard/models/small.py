@@ -355,31 +355,30 @@ LENGTHS = (5, 7)
 TOLERANCE = 1e-5  # some models return float32 logits
 
 
+@torch.no_grad()
 def check_documents(config: PretrainedConfig, key: str = "sft.packing") -> None:
     """Refuses a key that packs documents, for a model that would mix them.
 
     Raises:
         ConfigError: The model mixes documents, or takes no `position_ids`.
     """
-    if why := why_mixed(config):
-        raise ConfigError(
-            f"{key}: expected a model that keeps documents apart, got {config.model_type}, {why}."
-            f" Set {key}: false."
-        )
-
-
-@torch.no_grad()
-def why_mixed(config: PretrainedConfig) -> str | None:
-    """How a model mixes the documents of a row, found with a small copy; None: it does not."""
+    ids = torch.randint(
+        0, VOCAB_SIZE, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(1)
+    )
+    places = torch.cat([torch.arange(length) for length in LENGTHS])[None]
     try:
-        with torch.random.fork_rng(), torch.enable_grad():
-            small, model = shrink(config, Limits(num_layers=2))
-        vocab_size = small.config.get_text_config().vocab_size
-        ids = torch.arange(sum(LENGTHS))[None] * 7 % vocab_size
-        places = torch.cat([torch.arange(length) for length in LENGTHS])[None]
+        with torch.enable_grad():
+            _, model = shrink(config, Limits(num_layers=2))
+        ids %= model.config.get_text_config().vocab_size  # type: ignore[union-attr]
         together = model.eval()(input_ids=ids, position_ids=places, use_cache=False).logits
         parts = [model(input_ids=part, use_cache=False).logits for part in ids.split(LENGTHS, 1)]
     except (ConfigError, TypeError) as error:
-        return f"which does not take positions ({error})"
-    is_apart = (together - torch.cat(parts, dim=1)).abs().max() < TOLERANCE
-    return None if is_apart else "whose tokens see the documents before their own"
+        why = f"which does not take positions ({error})"
+    else:
+        if (together - torch.cat(parts, dim=1)).abs().max() < TOLERANCE:
+            return
+        why = "whose tokens see the documents before their own"
+    raise ConfigError(
+        f"{key}: expected a model that keeps documents apart, got {config.model_type}, {why}."
+        f" Set {key}: false."
+    )

@@ -347,39 +347,37 @@ def compared(runs: Sequence[Run]) -> dict[str, Any]:
     }
 
 
+# The rows of a comparison; "-" where a run has no such number.
+_RESULTS: dict[str, Callable[[Run], Any]] = {
+    "status": lambda run: run.record["status"],
+    "steps": lambda run: f"{run.progress[0]:,}",
+    "training loss, nats per token": lambda run: (
+        f"{[row['loss'] for row in run.steps if row['loss'] is not None][-1]:.4f}"
+    ),
+    "held-out loss, nats per token": lambda run: f"{run.evaluations[-1]['eval_loss']:.4f}",
+    "lowest held-out loss": lambda run: f"{min(_column(run.evaluations, 'eval_loss')):.4f}",
+    "tokens per second": lambda run: f"{median(_column(run.late, 'tokens_per_s')):,.0f}",
+    "step time": lambda run: _milliseconds(median(_column(run.late, "step_time_s"))),
+    "peak memory of the largest rank": lambda run: human_bytes(
+        max(_column(run.steps, "memory_peak_bytes"))
+    ),
+    "wall time": lambda run: duration(run.record["measured"]["wall_s"]),
+    "ranks": lambda run: run.planned["world_size"],
+    "git commit": lambda run: run.record["started_by"]["git commit"][:12],
+}
+
+
 def _results(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
-    """One row per result, with the value of each run."""
-
-    def each(value: Callable[[Run], Any]) -> list[str]:
-        found = list[str]()
-        for run in runs:
-            try:
-                found.append(str(value(run)))
-            except (LookupError, TypeError, ValueError):  # the run has no such number
-                found.append("-")
-        return found
-
-    losses = each(lambda run: f"{[r['loss'] for r in run.steps if r['loss'] is not None][-1]:.4f}")
-    rows = {
-        "status": each(lambda run: run.record["status"]),
-        "steps": each(lambda run: f"{run.progress[0]:,}"),
-        "training loss, nats per token": losses,
-        "held-out loss, nats per token": each(
-            lambda run: f"{run.evaluations[-1]['eval_loss']:.4f}"
-        ),
-        "lowest held-out loss": each(
-            lambda run: f"{min(_column(run.evaluations, 'eval_loss')):.4f}"
-        ),
-        "tokens per second": each(lambda run: f"{median(_column(run.late, 'tokens_per_s')):,.0f}"),
-        "step time": each(lambda run: _milliseconds(median(_column(run.late, "step_time_s")))),
-        "peak memory of the largest rank": each(
-            lambda run: human_bytes(max(_column(run.steps, "memory_peak_bytes")))
-        ),
-        "wall time": each(lambda run: duration(run.record["measured"]["wall_s"])),
-        "ranks": each(lambda run: run.planned["world_size"]),
-        "git commit": each(lambda run: run.record["started_by"]["git commit"][:12]),
-    }
+    """One row per result that a run has, with the value of each run."""
+    rows = {name: [_value(run, result) for run in runs] for name, result in _RESULTS.items()}
     return [(name, values) for name, values in rows.items() if set(values) != {"-"}]
+
+
+def _value(run: Run, result: Callable[[Run], Any]) -> str:
+    try:
+        return str(result(run))
+    except (LookupError, TypeError, ValueError):  # the run has no such number
+        return "-"
 
 
 # ---- plan ----------------------------------------------------------------------------------------

@@ -240,8 +240,10 @@ class _Measured:
                 return self._land(unit)
             case EventKind.PUBLISH:
                 return Cost(own_s=self._publish_s())
-            case EventKind.SETTLE:
-                return Cost(own_s=self._settle_s())
+            case EventKind.SETTLE:  # norms of gradients, and the small all-reduce
+                norms = self._passes_s("norm", self._all_trained(), "accumulate")
+                settle = self._ceilings.transfer_s(f"{self._transport} settle", LEAST_BYTES)
+                return Cost(own_s=norms + settle)
             case _:
                 return Cost()
 
@@ -322,11 +324,6 @@ class _Measured:
         return self._message("direct replicas", outer_bytes, own_s=found)
 
     # ---- the end of a step
-
-    def _settle_s(self) -> float:
-        """Seconds of gradient norms, and of the small all-reduce."""
-        norms = self._passes_s("norm", self._all_trained(), "accumulate")
-        return norms + self._ceilings.transfer_s(f"{self._transport} settle", LEAST_BYTES)
 
     def update_s(self) -> float:
         """Returns the seconds of clipping, the optimizer, and averages of the weights.

@@ -230,24 +230,16 @@ def look(plan: Plan, config: ShardConfig, job: PlannedStep, machine: Machine) ->
         fit = judge_fit(peak, machine.memory_bytes)
         if machine.host_bytes is not None and peaks[Place.HOST] > machine.host_bytes:
             fit = Fit.NO
-    measured = _measured(plan, config, job, machine) if fit is not Fit.NO else None
+    measured = None
+    if fit is not Fit.NO and machine.calibration is not None and job.work is not None:
+        work = job.work(plan, config, job.batch.micro_batch)
+        count = round(job.batch.accumulation)
+        measured = None if work is None else step_time(plan, work, machine.calibration, count)
     times, bars = measured or (None, ())
     if measured is None and machine.device is not None and job.is_timed:
         times = step_times(run)
     found = (rows, traced is not None, reserved, times, fit, bars, round(forward))
     return Outlook(config, job, machine, plan, run, *found)
-
-
-def _measured(
-    plan: Plan, config: ShardConfig, job: PlannedStep, machine: Machine
-) -> tuple[Times, tuple[Bar, ...]] | None:
-    """Times and schedule on a calibrated machine; None if the calibration does not cover them."""
-    if machine.calibration is None or job.work is None:
-        return None
-    work = job.work(plan, config, job.batch.micro_batch)
-    if work is None:
-        return None
-    return step_time(plan, work, machine.calibration, round(job.batch.accumulation))
 
 
 def workload(plan: Plan, config: ShardConfig, job: PlannedStep, machine: Machine) -> Workload:
@@ -316,21 +308,17 @@ def _accumulation_bytes(plan: Plan, batch: Batch) -> int:
 
 
 def _counted(run: Workload, held: PeakMemory, chunk_size: int | None) -> dict[str, float]:
-    """Estimate from shapes: at the peak there are logits or a block's activations, not both."""
-    logits = _logits_bytes(run, chunk_size)
-    return {
-        TensorKind.ACTIVATIONS: held.kept + max(0.0, held.block - logits),
-        TensorKind.LOGITS: logits,
-    }
+    """Estimate from shapes: at the peak there are logits or a block's activations, not both.
 
-
-def _logits_bytes(run: Workload, chunk_size: int | None) -> float:
-    """Logits and their gradient in the compute dtype, log-probabilities and theirs in float32.
-
-    A loss in chunks also accumulates the gradient of the head's weight, in float32.
+    There are logits and their gradient in the compute dtype, log-probabilities and theirs in
+    float32. A loss in chunks also accumulates the gradient of the head's weight, in float32.
     """
     element = 4 if run.precision.math is Math.FLOAT32 else 2
     tokens, wide = run.tokens_per_micro_batch / run.mesh.context, 0.0
     if chunk_size is not None and chunk_size < tokens:
         tokens, wide = chunk_size, 4 * run.model.head_params
-    return (2 * element + 8) * run.model.vocab * tokens + wide
+    logits = (2 * element + 8) * run.model.vocab * tokens + wide
+    return {
+        TensorKind.ACTIVATIONS: held.kept + max(0.0, held.block - logits),
+        TensorKind.LOGITS: logits,
+    }

@@ -40,25 +40,35 @@ def make_data(
     Raises:
         DataError: The data cannot be used.
     """
-    path = Path(config.data.path) if config.data.path else None
-    _check_streaming(config, command)
-    if command.kind.uses_chats(config):
-        return _make_chats(config, path, tokenizer, vocab_size)
-    training = config.training
-    settings = DatasetSettings(training.max_seq_length, vocab_size, config.data, training.seed)
-    column = config.data.text_column
+    data, training, sft = config.data, config.training, config.sft or SftConfig()
+    path, is_chat = Path(data.path) if data.path else None, command.kind.uses_chats(config)
+    _check_streaming(config, command, is_chat=is_chat)
+    if is_chat:
+        if data.mixture:
+            raise ConfigError(
+                "data.mixture: expected text or tokens, got a recipe of conversations. "
+                "Put them into one folder and name it (data.path)."
+            )
+        source, notes = chat_source(path), list[str]()
+        tokenizer = tokenizer or new_tokenizer([source], [source.files.spans()], vocab_size, notes)
+        template = Path(sft.chat_template_path) if sft.chat_template_path else None
+        set_template(tokenizer, template, config.model)
+        chats = ChatSettings(training.max_seq_length, data.validation_fraction, sft)
+        return make_chat_dataset(source, chats, tokenizer, notes)
+    settings = DatasetSettings(training.max_seq_length, vocab_size, data, training.seed)
+    column = data.text_column
     sources = [
         Source.at(Path(one.path), one.weight, one.text_column or column, f"data.mixture.{number}")
-        for number, one in enumerate(config.data.mixture)
+        for number, one in enumerate(data.mixture)
     ]
     return make_dataset(sources or [Source.at(path, text_column=column)], settings, tokenizer)
 
 
-def _check_streaming(config: RunConfig, command: Command) -> None:
+def _check_streaming(config: RunConfig, command: Command, *, is_chat: bool) -> None:
     """Raises ConfigError where rows must be numbered before training."""
     cached = command is Command.CACHE or (config.distill and config.distill.cache)
     got = "a cache of the teacher's logits" if cached else ""
-    got = "conversations" if command.kind.uses_chats(config) else got
+    got = "conversations" if is_chat else got
     if config.data.streaming and got:
         raise ConfigError(
             f"data.streaming: expected a run on text or tokens, got {got}, which needs all rows "
@@ -78,24 +88,3 @@ def load_data(folder: Path, model: ModelConfig) -> PreparedData:
     """
     kind, facts, tokenizer = load_facts(folder, trust=model.trust_remote_code)
     return (ChatDataset if kind == ChatDataset.kind else Dataset).load(folder, facts, tokenizer)
-
-
-def _make_chats(
-    config: RunConfig,
-    path: Path | None,
-    tokenizer: PreTrainedTokenizerBase | None,
-    vocab_size: int,
-) -> ChatDataset:
-    if config.data.mixture:
-        raise ConfigError(
-            "data.mixture: expected text or tokens, got a recipe of conversations. "
-            "Put them into one folder and name it (data.path)."
-        )
-    sft = config.sft or SftConfig()
-    length, held_out = config.training.max_seq_length, config.data.validation_fraction
-    settings = ChatSettings(length, held_out, sft)
-    source, notes = chat_source(path), list[str]()
-    tokenizer = tokenizer or new_tokenizer([source], [source.files.spans()], vocab_size, notes)
-    template = Path(sft.chat_template_path) if sft.chat_template_path else None
-    set_template(tokenizer, template, config.model)
-    return make_chat_dataset(source, settings, tokenizer, notes)

@@ -31,7 +31,7 @@ from torch import nn
 from fullshard.config.schema import ShardConfig
 from fullshard.data.dataset import DOCUMENTS, IGNORED, SHIFTED, divided
 from fullshard.errors import ConfigError, DataError
-from fullshard.models.small import why_mixed
+from fullshard.models.small import Limits, shrink
 from fullshard.planner.mesh import Topology, check_divides, mesh_of
 from fullshard.recipes.base import Batch, Seat, placed, shifted_of
 from fullshard.transport.groups import exchanged_parts, own_group
@@ -65,9 +65,10 @@ def check_context(model: Any, sharding: ShardConfig, length: int | None = None) 
     takes = inspect.signature(model.forward).parameters
     if not (model._supports_sdpa and model._supports_attention_backend and "position_ids" in takes):
         others.append("attention of its own")
-    # What reads other tokens without attention, or with a mask of its own, reads other documents.
-    if not others and (why := why_mixed(settings)):
-        others.append(f"layers {why}")
+    if not others and _mixes_tokens(settings):
+        others.append(
+            "layers that read other tokens without attention, or with a mask of their own"
+        )
     if others:
         raise ConfigError(
             f"sharding.context: expected a model whose layers attend to all tokens before them by "
@@ -84,6 +85,47 @@ def check_context(model: Any, sharding: ShardConfig, length: int | None = None) 
             f"sharding.context: expected a divisor or a multiple of {kv_heads} "
             f"(num_key_value_heads / tensor); got {size}. Use {kv_heads}."
         )
+
+
+def _mixes_tokens(config: Any) -> bool:
+    """Whether other layers than attention read other tokens, or a layer makes its own mask.
+
+    Without attention, a small copy must compute the same for a sequence as for its half.
+    """
+    masks: list[Any] = []
+
+    def nothing(
+        _: nn.Module, query: torch.Tensor, __: Any, value: torch.Tensor, *mask: Any, **more: Any
+    ) -> tuple[torch.Tensor, None]:
+        """In place of attention."""
+        masks.extend([*mask[:1], more.get("attention_mask")])
+        rows, heads, tokens, _size = query.shape
+        return value.new_zeros(rows, tokens, heads, value.shape[-1]), None
+
+    with torch.random.fork_rng(), torch.no_grad():
+        with torch.enable_grad():
+            _, model = shrink(config, Limits())
+        _attend_with(model, nothing, lambda *_, **__: None)
+        ids = torch.arange(8)[None]
+        whole, half = (
+            model(input_ids=part, position_ids=part, use_cache=False).logits  # type: ignore[operator]
+            for part in (ids, ids[:, 4:])
+        )
+    has_own = any(mask is not None for mask in masks)
+    return has_own or not torch.allclose(whole[:, 4:], half, rtol=1e-9, atol=1e-12)
+
+
+def _attend_with(model: nn.Module, attend: Callable[..., Any], mask: Callable[..., Any]) -> None:
+    """Replaces a model's attention and the mask that it gets."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    name = f"ulysses_{id(attend)}"
+    AttentionInterface.register(name, attend)
+    AttentionMaskInterface.register(name, mask)
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if config is not None:
+            config._attn_implementation = name
 
 
 def divide_sequences(
@@ -177,7 +219,7 @@ class DividedAttention:
     """
 
     def __init__(self, model: Any, seat: Seat) -> None:
-        from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+        from transformers import PreTrainedModel
         from transformers.masking_utils import sdpa_mask
 
         sharding = seat.sharding
@@ -191,14 +233,9 @@ class DividedAttention:
         self._group, self._size = own_group("context", layout), size
         self._calls, self._mask, self._called = 0, None, id(model)
         self._plain_mask = sdpa_mask
-        name = f"ulysses_{id(self)}"
-        AttentionInterface.register(name, self._attend)
-        AttentionMaskInterface.register(name, self._mask_of)
-        for module in model.modules():
-            config: Any = getattr(module, "config", None)
-            if config is not None:
-                config._attn_implementation = name
-            if isinstance(module, PreTrainedModel):  # a user may call the model's body alone
+        _attend_with(model, self._attend, self._mask_of)
+        for module in model.modules():  # a user may call the model's body alone
+            if isinstance(module, PreTrainedModel):
                 module.register_forward_pre_hook(self._begin, with_kwargs=True)
                 module.register_forward_hook(self._end)
 

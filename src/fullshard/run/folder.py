@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.checkpoint.files import write_text
-from fullshard.checkpoint.retain import checkpoints_of
+from fullshard.checkpoint.retain import ELSEWHERE, checkpoints_of
 from fullshard.checkpoint.storage import StorePath, storage_path
 from fullshard.config.regular_files import did_you_mean_path
 from fullshard.errors import ConfigError
@@ -208,7 +208,7 @@ def begin(
             lock = stack.enter_context(RunLock(output_dir))
         except OSError as error:
             raise _cannot_be_made(output_dir, error) from error
-        for file in (folder.record, folder.config, folder.plan):
+        for file in (folder.record, folder.config, folder.plan, folder.path / ELSEWHERE):
             for left in output_dir.glob(f".{file.name}.[0-9]*"):  # a kill interrupted `write_text`
                 left.unlink()
         with contextlib.suppress(ConfigError):  # an unreadable record is moved aside

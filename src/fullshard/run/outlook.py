@@ -381,8 +381,9 @@ def view_of(
     sharding, training, free = _left_open(config, world)
     on_gpu = machine.device is not None or torch.cuda.is_available()
     taught = Taught.of(config, topology.local_world_size, on_gpu=on_gpu, resolved=resolved)
-    _check_experts(config, model, taught)
     beside = () if taught is None or taught.teacher is None else (taught.teacher,)
+    if not any(map(has_experts, beside)):  # else the expert axis is the teacher's
+        rules_of(model, config.sharding)
     for one in (model, *beside):
         check_context(one, sharding, training.max_seq_length)
     whole = whole_logits(model, config) if taught is None else None
@@ -451,13 +452,6 @@ def _ways(
             batch = replace(batch, accumulation=batch.accumulation * divided.tensor)
             found.append((axes, replace(step, batch=batch)))
     return found
-
-
-def _check_experts(config: RunConfig, model: nn.Module, taught: Taught | None) -> None:
-    """Raises ConfigError if neither model nor teacher has experts for the expert axis."""
-    teacher = None if taught is None else taught.teacher
-    if teacher is None or not has_experts(teacher):
-        rules_of(model, config.sharding)
 
 
 def _with_choices(config: RunConfig, outlook: Outlook, free: Sequence[str]) -> RunConfig:
@@ -538,13 +532,10 @@ def answered(view: Callable[[], View]) -> Iterator[None]:
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
         if not ran_out_of_memory(error):
             raise
-        raise OutOfMemoryError(_answer(view(), error)) from error
-
-
-def _answer(view: View, error: BaseException) -> str:
-    peak, memory = view.outlook.peak_bytes[Place.DEVICE], view.machine.memory_bytes or 0
-    said = (str(error).splitlines() or ["no more memory"])[0]
-    expected = f"{human_bytes(peak)} of {human_bytes(memory)} a rank"
-    smaller = "a smaller per_device_train_batch_size, or activation_checkpointing: block"
-    message = f"memory: expected to need {expected}; got: {said}"
-    return with_plan(message, view.outlook.rows, view.advice() or [smaller])
+        found, said = view(), (str(error).splitlines() or ["no more memory"])[0]
+        peak, memory = found.outlook.peak_bytes[Place.DEVICE], found.machine.memory_bytes or 0
+        expected = f"{human_bytes(peak)} of {human_bytes(memory)} a rank"
+        smaller = "a smaller per_device_train_batch_size, or activation_checkpointing: block"
+        message = f"memory: expected to need {expected}; got: {said}"
+        told = with_plan(message, found.rows, found.advice() or [smaller])
+        raise OutOfMemoryError(told) from error

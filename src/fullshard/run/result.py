@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fullshard.data.dataset import DatasetFacts
 from fullshard.engine.hugging_face import import_code
 from fullshard.launch.machine import describe_versions
 from fullshard.models.generate import Sample
@@ -21,8 +20,7 @@ from fullshard.run.outlook import View
 from fullshard.run.schedule import StepPlan
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-
+    from fullshard.run.session import Session
     from fullshard.run.xla_outlook import XlaOutlook
 
 
@@ -60,19 +58,16 @@ def planned(view: View | XlaOutlook, steps: StepPlan | None = None) -> dict[str,
     return {**found, "num_steps": steps.num_steps, "samples_per_step": shape.global_batch}
 
 
-def mark_running(folder: RunFolder, device: torch.device, model_config: PretrainedConfig) -> None:
+def mark_running(session: Session) -> None:
     """Records that the run is running, and what its process takes beside the model's tensors.
 
     It is often more than the process has now: libraries allocate in the first step, too.
     """
-    import_code(model_config)  # its memory does not belong to the model's tensors
-    record = folder.read_record()
-    before = max(process_bytes(), RANK_PROCESS) if device.type == "cpu" else 0
-    folder.update_record(
-        status=RunStatus.RUNNING,
-        planned={**record["planned"], "process_bytes": before},
-        environment=environment(),
-    )
+    import_code(session.model_config)  # its memory does not belong to the model's tensors
+    before = max(process_bytes(), RANK_PROCESS) if session.seat.device.type == "cpu" else 0
+    foreseen = {**session.folder.read_record()["planned"], "process_bytes": before}
+    running, versions = RunStatus.RUNNING, environment()
+    session.folder.update_record(status=running, planned=foreseen, environment=versions)
 
 
 def environment() -> dict[str, str]:
@@ -82,24 +77,18 @@ def environment() -> dict[str, str]:
 
 
 def conclude(
-    folder: RunFolder,
-    watcher: RunWatcher,
-    facts: DatasetFacts,
-    sample: Sample,
-    wall_s: float,
-    average_loss: float | None = None,
+    session: Session, watcher: RunWatcher, sample: Sample, wall_s: float, average_loss: float | None
 ) -> None:
     """On rank 0, once model/ is written: writes and shows the results of a run.
 
     Args:
-        folder: Folder of the run, with its model.
+        session: The run.
         watcher: Holds the last rows and the console.
-        facts: Facts about the data, with the bigram baseline.
         sample: Text sampled from the trained model.
         wall_s: Seconds since the ranks began.
         average_loss: Held-out loss of the averaged weights (ema_decay), if any.
     """
-    last, baseline = watcher.step, facts.baseline
+    folder, last, baseline = session.folder, watcher.step, session.dataset.facts.baseline
     assert last is not None, "a run has at least one step"
     measured = {
         "num_steps": last.step,

@@ -188,11 +188,11 @@ def _carry_out(session: Session, side: Side, began: float) -> None:
     watchdog.phase("saving", steps.num_steps)
     average_loss = side.export(loop)
     watchdog.phase("sampling", steps.num_steps)
-    wall_s, facts = time.perf_counter() - began, session.dataset.facts
-    drawn = side.sample(facts.prompt)
+    wall_s = time.perf_counter() - began
+    drawn = side.sample(session.dataset.facts.prompt)
     watchdog.phase("")
     if console and drawn:
-        conclude(folder, watcher, facts, drawn, wall_s, average_loss)
+        conclude(session, watcher, drawn, wall_s, average_loss)
 
 
 def _measured_machine(folder: RunFolder) -> AbstractContextManager[None]:
@@ -207,7 +207,7 @@ def _announced(session: Session, side: Side) -> RunConsole:
     """Prints the banner before any weight is allocated; returns the console of the run."""
     console = RunConsole(session.steps.num_steps, session.steps.log_every)
     lines = side.lines() + run_lines(session.config, session.dataset.facts, session.steps)
-    mark_running(session.folder, session.seat.device, session.model_config)
+    mark_running(session)
     console.print_banner(f"fullshard {session.command}  {session.folder.path}", lines)
     return console
 

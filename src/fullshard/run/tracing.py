@@ -139,9 +139,10 @@ class Tracer:
             return 0, len(blocks) or 1
         settings: Any = self.model.config
         kinds = getattr(settings.get_text_config(), "layer_types", None) or [None] * len(blocks)
+        named = [self.model.get_submodule(block).named_parameters() for block in blocks]
         signs = [
-            (kind, *((n, p.shape, p.requires_grad) for n, p in _named(self.model, block)))
-            for kind, block in zip(kinds, blocks, strict=True)
+            (kind, *((n, p.shape, p.requires_grad) for n, p in of_block))
+            for kind, of_block in zip(kinds, named, strict=True)
         ]
         known: dict[Any, int] = {}  # small numbers compare faster
         marks = [known.setdefault(sign, len(known)) for sign in signs]
@@ -164,9 +165,9 @@ class Tracer:
             model, depth = self.model, key[1]
             if depth is not None:
                 model, plan = _shallow(model, plan, repeated_blocks(self._spec)[depth:])
-            beside = self.taught.beside if self.taught else ()
-            work = self._work(samples)
-            self._traces[known] = trace_step(model, plan, config, work, beside, on_gpu=self.on_gpu)
+            beside, work = self.taught.beside if self.taught else (), self._work(samples)
+            ledger = trace_step(model, plan, config, work, beside, on_gpu=self.on_gpu)
+            self._traces[known] = ledger.moments
         return self._traces[known]
 
     def _work(self, samples: int, most_chunks: int | None = None) -> Any:
@@ -186,10 +187,6 @@ class Tracer:
             return objective(model, {"input_ids": ids, "labels": labels})[0] * 1.0
 
         return work
-
-
-def _named(model: nn.Module, block: str) -> list[tuple[str, nn.Parameter]]:
-    return list(model.get_submodule(block).named_parameters())
 
 
 def _shallow(model: Any, plan: Plan, dropped: Sequence[str]) -> tuple[nn.Module, Plan]:

@@ -40,7 +40,7 @@ from fullshard.planner.units import UnitPlan
 TAGS_A_MODEL = 8
 PLACE_TAG = 0  # over all models, since ranks may run different ones
 PLACE_BYTES = 96
-_CURE = (
+CURE = (
     "One of them left out or added a forward, a backward, a unit's call or a question that spans "
     "all ranks (p.norm(), p.grad.mean()), or raised an error that it caught: all ranks must make "
     "the same calls. Where a rank has no loss, multiply one by zero; let ranks agree on a branch "
@@ -143,8 +143,7 @@ def failed_message(error: RuntimeError, place: str) -> EngineError | HangError:
     if "imed out" in str(error) or "timeout" in str(error):
         return HangError(
             f"{place}: expected a message from every rank within the process group's timeout; "
-            "none came. Another rank is still computing, or waits for something else: all ranks "
-            "must make the same calls."
+            "none came. Another rank computes, or waits elsewhere: all must make the same calls."
         )
     if any(sign in str(error).lower() for sign in _CLOSED):
         return EngineError(
@@ -259,14 +258,10 @@ class Scratch:
     def take(self, like: torch.Tensor, numel: int) -> torch.Tensor:
         """Returns (numel,) uninitialised elements like `like`, from the smallest sufficient
         buffer."""
-        fitting = [
-            i
-            for i, free in enumerate(self._free)
-            if free.numel() >= numel and free.dtype is like.dtype
-        ]
+        sizes = {i: len(free) for i, free in enumerate(self._free) if free.dtype is like.dtype}
+        fitting = [i for i, size in sizes.items() if size >= numel]
         if fitting:
-            best = min(fitting, key=lambda i: self._free[i].numel())
-            return self._free.pop(best)[:numel]
+            return self._free.pop(min(fitting, key=sizes.__getitem__))[:numel]
         buffer = like.new_empty(numel)
         self.num_bytes += buffer.nbytes
         return buffer
@@ -467,12 +462,10 @@ class MessageTransport(Transport):
             Works(works, own).wait()
             places = [bytes(place).decode(errors="replace").strip() for place in texts.tolist()]
             here = bytes(mine.tolist()).decode(errors="replace").strip()
-            found = [
-                f"rank {r} is at {it}" for r, it in zip(ranks, places, strict=True) if it != here
-            ]
+            found = [f"rank {r} is at {p}" for r, p in zip(ranks, places, strict=True) if p != here]
             if found:
                 self.phase.apart = (
-                    f"{here}: expected every rank to come here; {', '.join(found)}. {_CURE}"
+                    f"{here}: expected every rank to come here; {', '.join(found)}. {CURE}"
                 )
                 raise EngineError(self.phase.apart)
 

@@ -86,11 +86,8 @@ class DirectTransport(MessageTransport):
         received: list[Tensors] = []
         lent: list[torch.Tensor] = []
         for parts in chunks:
-            own = parts[index]
-            room = [
-                own if i == index else self.scratch.take(own, own.numel())
-                for i in range(len(ranks))
-            ]
+            own, take = parts[index], self.scratch.take
+            room = [own if i == index else take(own, own.numel()) for i in range(len(ranks))]
             works += self._exchange(parts, room, ranks, tag)
             received.append(room)
             lent += [part for part in room if part is not own]

@@ -16,7 +16,8 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from fullshard.planner.mesh import Mesh, order_of
+from fullshard.config.environment import read_launch_environment
+from fullshard.planner.mesh import Mesh, Topology, order_of
 from fullshard.transport._torch_compat import new_group_of
 from fullshard.transport.base import TAGS_A_MODEL, Works, failed_message
 from fullshard.transport.shared.segment import Host
@@ -165,6 +166,13 @@ def processes(world_size: int) -> list[Process]:
         own = Process(os.getpid(), Host.here())
         made.processes = tell_everyone(own, own_group("all", [range(world_size)]))
     return made.processes
+
+
+def topology_of(world_size: int, order: tuple[int, ...] = (), inner: int = 1) -> Topology:
+    """So many ranks, on hosts as the launcher says. `order`, `inner`: see planner.mesh.Mesh."""
+    environment = read_launch_environment()
+    local = environment.local_world_size if environment else None
+    return Topology(world_size, local if local and world_size % local == 0 else None, order, inner)
 
 
 def places_of_meshes(ranks: Sequence[int], world_size: int) -> tuple[tuple[int, ...], int]:

@@ -17,7 +17,6 @@ from fullshard.transport.c10d import C10dTransport
 from fullshard.transport.direct import DirectTransport
 from fullshard.transport.fake import FakeTransport
 from fullshard.transport.groups import first_tag, own_group, processes, tell_everyone
-from fullshard.transport.shared.board import Peers
 from fullshard.transport.shared.home import SharedTransport
 
 
@@ -44,9 +43,7 @@ def resolve_transport(config: ShardConfig, mesh: Mesh, device: torch.device) -> 
             "Initialise it with nccl, or move the model to the CPU."
         )
     if asked in (TransportKind.DIRECT, TransportKind.SHARED) and name != "gloo":
-        raise ConfigError(
-            f"transport: {asked} expects gloo; the process group is {name}. Use c10d or auto."
-        )
+        raise ConfigError(f"transport: {asked} expects gloo; got {name}. Use c10d or auto.")
     if asked is TransportKind.SHARED or (asked is TransportKind.AUTO and name == "gloo"):
         obstacle = _why_not_shared(config, mesh, device)
         if obstacle is None:
@@ -87,9 +84,7 @@ def make_transport(config: ShardConfig, mesh: Mesh) -> Transport:
     """
     kind = config.transport
     if config.symmetric_memory and kind is not TransportKind.C10D and mesh.world_size > 1:
-        raise ConfigError(
-            f"symmetric_memory: expected transport c10d on NCCL; got {kind}. Leave it out."
-        )
+        raise ConfigError(f"symmetric_memory: expected transport c10d on NCCL; got {kind}.")
     if kind is TransportKind.FAKE:
         return FakeTransport(Axes.of(mesh, 0))
     if kind is TransportKind.DIRECT and mesh.world_size == 1:  # no communication, on any device
@@ -112,4 +107,4 @@ def make_transport(config: ShardConfig, mesh: Mesh) -> Transport:
         return [said[rank] for rank in axes.shard_ranks]
 
     pids = [processes(mesh.world_size)[rank].pid for rank in axes.shard_ranks]
-    return SharedTransport(axes, Peers(axes.shard_ranks, pids, axes.shard_index), tell_all)
+    return SharedTransport(axes, pids, tell_all)

@@ -46,6 +46,7 @@ class Injection:
     """The base of all faults, which injects nothing. A fault overrides the method it happens in.
 
     Attributes:
+        step: The step, from 0, whose data was requested last.
         needs_slots: The fault needs gathered weights. Ranks of one host, which would share one
             copy, gather for it: transport auto then means direct.
     """
@@ -76,10 +77,6 @@ class Injection:
 
     def attach(self, model: nn.Module) -> None:
         """Called after the model is sharded."""
-
-    def begin_step(self, step: int) -> None:
-        """Called when the data of a step (from 0) is requested."""
-        self.step = step
 
     def source(self, batch: int, num_batches: int) -> int:  # noqa: ARG002
         """Which batches a rank of `batch` is given."""

@@ -113,7 +113,7 @@ class _Batches:
 
     def micro_batches(self, step: int) -> list[Batch]:
         training, step = self._training, self._first + step
-        self._injection.begin_step(step)
+        self._injection.step = step
         training.record.facts["losses"].append([])
         prefixes = [f"{step}.{self._source}.{n}" for n in range(training.job.num_micro_batches)]
         found, seat, kinds = training.batches, training.seat, ("input_ids", "labels")

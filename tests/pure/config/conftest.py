@@ -1,6 +1,7 @@
 """What tests of the configuration share."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -10,15 +11,27 @@ from fullshard.errors import ConfigError
 
 
 @pytest.fixture
-def check_error(snapshot, tmp_path, monkeypatch):
+def load_file(tmp_path, monkeypatch):
+    """`load_file(text, *overrides)` loads a file of that text; of several texts, several files."""
+    monkeypatch.chdir(tmp_path)
+
+    def load(texts, *overrides, name="a.yaml", **how):
+        paths = []
+        for number, text in enumerate([texts] if isinstance(texts, str) else texts):
+            paths.append(Path(name if not number else f"{number}{name}"))
+            paths[-1].write_text(text)
+        return load_config(paths, overrides, **how)
+
+    return load
+
+
+@pytest.fixture
+def check_error(snapshot, load_file):
     """Compares the error of a file with this text, word for word; its exit code is 2."""
 
     def check(name, text, *, needs_model):
-        monkeypatch.chdir(tmp_path)
-        path = tmp_path / name
-        path.write_text(text)
         with pytest.raises(ConfigError) as caught:
-            load_config(path.relative_to(tmp_path), needs_model=needs_model)
+            load_file(text, name=name, needs_model=needs_model)
         assert f"{text}\n--> {caught.value}" == snapshot
         assert caught.value.exit_code == 2
 

@@ -10,34 +10,29 @@ from fullshard.errors import ConfigError
 AUTO = "per_device_train_batch_size=auto"
 
 
-def test_the_word_is_kept_as_it_is_written(tmp_path):
+def test_the_word_is_kept_as_it_is_written(load_file):
     resolved = load_config(None, [AUTO])
     assert resolved.config.training.leaves_micro_batch
     assert resolved.config.training.to_dict()["per_device_train_batch_size"] == "auto"
-    file = tmp_path / "again.yaml"
-    file.write_text(resolved.to_yaml())
-    assert load_config(file).config == resolved.config
+    assert load_file(resolved.to_yaml()).config == resolved.config
 
 
 @pytest.mark.parametrize("word", ["auto", "AUTO"])
 @pytest.mark.parametrize("typed", ["per_device_train_batch_size", "train_batch_size"])
-def test_the_word_beside_the_size_of_an_update_takes_nothing_from_it(tmp_path, typed, word):
+def test_the_word_beside_the_size_of_an_update_takes_nothing_from_it(load_file, typed, word):
     sizes = {"per_device_train_batch_size": word, "train_batch_size": "64"}
-    file = tmp_path / "a.yaml"
-    in_file = {key: value for key, value in sizes.items() if key != typed}
-    file.write_text("training:\n" + "".join(f"  {k}: {v}\n" for k, v in in_file.items()))
-    training = load_config(file, [f"{typed}={sizes[typed]}"], needs_model=False).config.training
+    text = "training:\n" + "".join(f"  {k}: {v}\n" for k, v in sizes.items() if k != typed)
+    training = load_file(text, f"{typed}={sizes[typed]}", needs_model=False).config.training
     assert training.leaves_micro_batch
     assert training.train_batch_size == 64
     assert training.undivided(2).per_device_train_batch_size == 32
 
 
 @pytest.mark.parametrize("word", ["auto", "AUTO"])
-def test_the_word_takes_nothing_from_the_size_of_an_update_of_a_rival_dialect(tmp_path, word):
-    file = tmp_path / "ds.json"
-    file.write_text('{"train_batch_size": 64, "zero_optimization": {"stage": 3}}')
+def test_the_word_takes_nothing_from_the_size_of_an_update_of_a_rival_dialect(load_file, word):
+    text = '{"train_batch_size": 64, "zero_optimization": {"stage": 3}}'
     words = [f"per_device_train_batch_size={word}", f"strategy={word}"]
-    config = load_config(file, words, needs_model=False).config
+    config = load_file(text, *words, needs_model=False).config
     assert config.training.leaves_micro_batch
     assert config.training.train_batch_size == 64
     assert config.sharding.strategy is Strategy.AUTO

@@ -4,10 +4,7 @@ import json
 
 import pytest
 
-from fullshard.config.load import load_config
 from fullshard.errors import ConfigError
-
-BOTH = "Both shard the same parameters, so only one can; fullshard runs either file alone"
 
 # What stands in a.yaml; the errors are beside them in __snapshots__/.
 FILES = (
@@ -69,65 +66,36 @@ def test_a_wrong_file_says_where_what_and_how(text, check_error):
     check_error("a.yaml", text, needs_model=False)
 
 
-def test_two_files_that_ask_for_two_engines_are_refused_before_either_is_read_further(
-    tmp_path, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)
-    path = tmp_path / "fsdp.yaml"
-    path.write_text("distributed_type: FSDP\nfsdp_config: {offload_parms: 1}\n")
-    with pytest.raises(ConfigError) as caught:
-        load_config(path.relative_to(tmp_path), ["deepspeed=zero3.yaml"], needs_model=False)
-    assert str(caught.value) == (
-        "command line: deepspeed: expected one of FSDP and DeepSpeed, got DeepSpeed beside FSDP, "
-        f"which distributed_type (fsdp.yaml:1) asks for. {BOTH}"
-    )
-
-
-def test_all_problems_of_a_file_come_at_once(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    path = tmp_path / "a.yaml"
-    path.write_text("distributed_type: FSDP\nfsdp_config: {a: 1, min_num_params: x}\nb: 2\n")
-    with pytest.raises(ConfigError, match="5 problems") as caught:
-        load_config(path.relative_to(tmp_path), ["max_steps=x", "nothing=1"], needs_model=False)
-    assert str(caught.value).count("a.yaml:") == 3
-    assert str(caught.value).count("command line:") == 2
-
-
-def test_a_later_check_names_the_key_that_stands_there(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    path = tmp_path / "a.yaml"
-    path.write_text("distributed_type: FSDP\nfsdp_config:\n  offload_params: true\n")
-    resolved = load_config(path.relative_to(tmp_path), needs_model=False)
+def test_a_later_check_names_the_key_that_stands_there(load_file):
+    text = "distributed_type: FSDP\nfsdp_config:\n  offload_params: true\n"
+    resolved = load_file(text, needs_model=False)
     error = resolved.located(ConfigError("offload: too little memory"))
     assert str(error) == "a.yaml:3: fsdp_config.offload_params: too little memory"
 
 
-def test_a_typed_value_mends_what_a_file_says(tmp_path):
-    path = tmp_path / "a.yaml"
-    path.write_text("training: {fsdp: full_shrad, fsdp_config: missing.json}\n")
+def test_a_typed_value_mends_what_a_file_says(load_file):
+    text = "training: {fsdp: full_shrad, fsdp_config: missing.json}\n"
     with pytest.raises(ConfigError, match="2 problems"):
-        load_config(path, needs_model=False)
+        load_file(text, needs_model=False)
     typed = ["training.fsdp=hybrid_shard", "training.fsdp_config={offload_params: true}"]
-    sharding = load_config(path, typed, needs_model=False).config.sharding
+    sharding = load_file(text, *typed, needs_model=False).config.sharding
     assert (sharding.strategy, sharding.offload.optimizer) == ("hybrid_shard", "cpu")
 
 
-def test_three_batch_sizes_of_deepspeed_must_agree_with_the_ranks(tmp_path):
-    path = tmp_path / "zero.json"
-    path.write_text(
+def test_three_batch_sizes_of_deepspeed_must_agree_with_the_ranks(load_file):
+    resolved = load_file(
         '{"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 3,\n'
-        ' "gradient_accumulation_steps": 2, "train_batch_size": 12}'
+        ' "gradient_accumulation_steps": 2, "train_batch_size": 12}',
+        needs_model=False,
     )
-    resolved = load_config(path, needs_model=False)
     assert resolved.for_ranks(2).config.training.gradient_accumulation_steps == 2
-    with pytest.raises(ConfigError, match=r"zero.json:2: train_batch_size: expected 18, which is"):
+    with pytest.raises(ConfigError, match=r"a.yaml:2: train_batch_size: expected 18, which is"):
         resolved.for_ranks(3)
 
 
-def test_broken_json_is_not_called_yaml(tmp_path):
-    path = tmp_path / "a.json"
-    path.write_text(json.dumps({"model": "\U0001f600"}))  # as a pair of surrogates
-    assert load_config(path).config.model.name_or_path == "\U0001f600"
-    path.write_text('// ours\n{"zero_optimization": {"stage": 2}}')
+def test_broken_json_is_not_called_yaml(load_file):
+    text = json.dumps({"model": "\U0001f600"})  # as a pair of surrogates
+    assert load_file(text, name="a.json").config.model.name_or_path == "\U0001f600"
+    text = '// ours\n{"zero_optimization": {"stage": 2}}'
     with pytest.raises(ConfigError, match=r"a.json:2: expected JSON, got"):
-        load_config(path, needs_model=False)
+        load_file(text, name="a.json", needs_model=False)

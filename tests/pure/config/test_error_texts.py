@@ -11,7 +11,6 @@ from fullshard.config.load import load_config
 from fullshard.config.schema import RunConfig, ShardConfig
 from fullshard.errors import ConfigError
 
-STRATEGIES = "full_shard, shard_grad_op, no_shard, hybrid_shard, hybrid_shard_zero2, auto"
 LLAMA = "model: {config: {model_type: llama}}\n"
 
 # What stands in train.yaml; the errors are beside them in __snapshots__/.
@@ -68,22 +67,11 @@ def test_a_wrong_file_says_where_what_and_how(text, check_error):
     check_error("train.yaml", text, needs_model=True)
 
 
-def test_all_problems_of_a_file_and_a_command_line_come_at_once(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    path = tmp_path / "train.yaml"
-    path.write_text("model: x\ntraining:\n  seed: -1\n  max_length: 1\nfreezes: a\n")
+def test_all_problems_of_a_file_and_a_command_line_come_at_once(load_file, snapshot):
+    text = "model: x\ntraining:\n  seed: -1\n  max_length: 1\nfreezes: a\n"
     with pytest.raises(ConfigError) as caught:
-        load_config(path.relative_to(tmp_path), ["max_step=5", "5", "sharding.shard=0"])
-    assert str(caught.value) == (
-        "6 problems:\n"
-        "  command line: max_step: unknown key. Did you mean 'max_steps'?\n"
-        "  command line: expected key=value, got '5'. "
-        "One configuration file comes first, then its overrides\n"
-        "  command line: sharding.shard: expected an integer >= 1, got '0'\n"
-        "  train.yaml:4: training.max_length: expected an integer >= 2, got 1\n"
-        "  train.yaml:3: training.seed: expected an integer >= 0, got -1\n"
-        "  train.yaml:5: freezes: unknown key. Did you mean 'freeze'?"
-    )
+        load_file(text, "max_step=5", "5", "sharding.shard=0", name="train.yaml")
+    assert str(caught.value) == snapshot
 
 
 def test_a_missing_file_names_the_nearest(tmp_path):
@@ -113,20 +101,13 @@ def test_a_file_in_another_encoding_is_refused(tmp_path):
         load_config(path)
 
 
-def test_options_in_python_are_refused_in_the_same_words():
+def test_options_in_python_are_refused_in_the_same_words(snapshot):
     with pytest.raises(ConfigError) as caught:
         ShardConfig(strategy="ful_shard", shard=0, wrap="transfomer", param_dtyp="bf16")
-    assert str(caught.value) == (
-        "4 problems:\n"
-        f"  strategy: expected one of {STRATEGIES}; got 'ful_shard'. Did you mean 'full_shard'?\n"
-        "  shard: expected an integer >= 1, got 0\n"
-        "  wrap: expected one of auto, transformer, size, none, or class names, or a callable; "
-        "got 'transfomer'. Did you mean 'transformer'?\n"
-        "  param_dtyp: unknown key. Did you mean 'param_dtype'?"
-    )
+    assert str(caught.value) == snapshot
 
 
-def test_contradictions_come_together_with_all_other_problems(configured):
+def test_contradictions_come_together_with_all_other_problems(configured, snapshot):
     with pytest.raises(ConfigError) as caught:
         configured(
             model={"config": {}},
@@ -135,17 +116,7 @@ def test_contradictions_come_together_with_all_other_problems(configured):
             training={"max_length": 5, "max_seq_length": 6, "seed": "x"},
             launch=7,
         )
-    assert str(caught.value) == (
-        "5 problems:\n"
-        "  train.yaml:1: strategy: expected what sharding.strategy says, 'ddp'; got 'zero2'. "
-        "Give one of the two\n"
-        "  train.yaml:1: model.config.model_type: expected the name of an architecture, such as "
-        "llama; got nothing\n"
-        "  train.yaml:1: training.max_length: expected the same value as max_seq_length, which is "
-        "its other name and says 6; got 5. Give one of the two\n"
-        "  train.yaml:1: training.seed: expected an integer >= 0, got 'x'\n"
-        "  train.yaml:1: launch: expected a mapping of keys, got 7"
-    )
+    assert str(caught.value) == snapshot
 
 
 def test_a_long_value_is_cut_in_the_message():
@@ -160,23 +131,6 @@ def test_errors_survive_the_way_to_another_process():
     copy = pickle.loads(pickle.dumps(caught.value))
     assert str(copy) == str(caught.value)
     assert copy.problems == caught.value.problems
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "model: " + "{a: " * 3000,
-        "!!int key: 3",
-        "training: {seed: " + "9" * 5000 + "}",
-        "a: !!binary 1",
-    ],
-    ids=["deep", "key", "digits", "binary"],
-)
-def test_yaml_that_its_readers_choke_on_is_a_typed_error(tmp_path, text):
-    path = tmp_path / "train.yaml"
-    path.write_text(text)
-    with pytest.raises(ConfigError, match=r"train\.yaml"):
-        load_config(path)
 
 
 def test_a_pipe_a_device_and_a_name_that_no_file_has_are_typed_errors(tmp_path):

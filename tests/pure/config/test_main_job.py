@@ -1,10 +1,7 @@
 """The configuration of `fullshard train` without arguments, and what importing one costs."""
 
-import json
-
 from fullshard.config.files import OriginKind
 from fullshard.config.load import load_config
-from fullshard.config.schema import RunConfig
 from fullshard.config.values import Strategy
 
 
@@ -21,11 +18,3 @@ def test_the_main_job_is_what_the_readme_promises():
     assert config.training.max_steps > 0
     origin = resolved.origins["training.max_steps"]
     assert (origin.kind, origin.file) == (OriginKind.FILE, "main_job.yaml")
-
-
-def test_the_json_schema_of_a_file_can_be_had():
-    schema = RunConfig.model_json_schema()
-    json.dumps(schema)
-    assert schema["required"] == ["model"]
-    assert schema["additionalProperties"] is False
-    assert all("description" in field for field in schema["properties"].values())

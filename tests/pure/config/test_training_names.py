@@ -16,40 +16,18 @@ from fullshard.config.values import (
 )
 from fullshard.errors import ConfigError
 
-# Names of TrainingArguments in transformers 4.40 that 5.x has dropped or renamed.
+# Names of TrainingArguments in transformers 4.40 that 5.x has dropped or renamed; for others, see
+# NEUTRAL.
 NAMES_OF_4_40 = [
     "evaluation_strategy",
     "warmup_ratio",
     "overwrite_output_dir",
-    "per_gpu_train_batch_size",
-    "per_gpu_eval_batch_size",
     "logging_dir",
     "save_safetensors",
     "no_cuda",
     "use_mps_device",
-    "jit_mode_eval",
-    "use_ipex",
-    "fp16_opt_level",
-    "half_precision_backend",
-    "fp16_backend",
-    "tpu_num_cores",
-    "tpu_metrics_debug",
-    "past_index",
     "group_by_length",
     "length_column_name",
-    "fsdp_min_num_params",
-    "fsdp_transformer_layer_cls_to_wrap",
-    "adafactor",
-    "push_to_hub_model_id",
-    "push_to_hub_organization",
-    "push_to_hub_token",
-    "mp_parameters",
-    "ray_scope",
-    "torchdynamo",
-    "dispatch_batches",
-    "split_batches",
-    "include_inputs_for_metrics",
-    "include_tokens_per_second",
 ]
 
 

@@ -40,7 +40,7 @@ def test_elements_are_those_of_the_local_tensor(tmp_path, kind, rank):
     cut = Cut(mesh, (placement,), (8, 6), (6, 1))
     for start, stop in ((0, local.numel()), (5, 17), (3, 3)):
         piece = Slice("w", tuple(local.shape), start, stop, 0)
-        param = _Param(cast("Any", None), 0, ("w",), piece, cut)
+        param = _Param(piece, cut, cast("Any", None), 0, ("w",))
         wanted = local.reshape(-1)[start:stop]
         assert torch.equal(param.read(FolderWeights(tmp_path)), wanted)
-        assert torch.equal(param.part_of(WHOLE), wanted)
+        assert torch.equal(param.local_of(WHOLE), wanted)

@@ -14,7 +14,6 @@ import contextlib
 import gc
 import logging
 import warnings
-import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
 from functools import partial
 from typing import Any
@@ -54,6 +53,7 @@ from fullshard.compat.wrapping import (
     Casts,
     Wrapped,
     engine_for,
+    ignored_ids,
     mark,
     marked,
     names_in,
@@ -76,6 +76,8 @@ logger = logging.getLogger(__name__)
 
 FSDP_PREFIX = "_fsdp_wrapped_module."
 _FLAT = ("_handle", "_all_handles", "_flat_param", "params")  # scripts search for this attribute
+# Arguments that inner modules do not get from auto_wrap_policy.
+_OURS = ("self", "__class__", "module", "auto_wrap_policy", "ignored_modules", "ignored_states")
 _HOMOGENEOUS = {  # torch requires one value per model: (stored, given)
     "use_orig_params": "_use_orig_params",
     "limit_all_gathers": "limit_all_gathers",
@@ -83,16 +85,18 @@ _HOMOGENEOUS = {  # torch requires one value per model: (stored, given)
 }
 
 
-_KINDS = {
-    StateDictType.FULL_STATE_DICT: Kind.FULL,
-    StateDictType.SHARDED_STATE_DICT: Kind.SHARDED,
-    StateDictType.LOCAL_STATE_DICT: Kind.LOCAL,
+_KINDS: dict[StateDictType, tuple[Kind, type[StateDictConfig], type[OptimStateDictConfig]]] = {
+    StateDictType.FULL_STATE_DICT: (Kind.FULL, FullStateDictConfig, FullOptimStateDictConfig),
+    StateDictType.SHARDED_STATE_DICT: (
+        Kind.SHARDED,
+        ShardedStateDictConfig,
+        ShardedOptimStateDictConfig,
+    ),
+    StateDictType.LOCAL_STATE_DICT: (Kind.LOCAL, LocalStateDictConfig, LocalOptimStateDictConfig),
 }
-_CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
-    StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
-    StateDictType.SHARDED_STATE_DICT: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
-    StateDictType.LOCAL_STATE_DICT: (LocalStateDictConfig, LocalOptimStateDictConfig),
-}
+_FULL = StateDictSettings(
+    StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig()
+)
 
 
 class FullyShardedDataParallel(HoldsShards, nn.Module):
@@ -139,21 +143,10 @@ class FullyShardedDataParallel(HoldsShards, nn.Module):
         ignored_states: Iterable[Any] | None = None,
         device_mesh: Any = None,
     ) -> None:
+        given = {name: value for name, value in locals().items() if name not in _OURS}
+        given["sharding_strategy"] = options.strategy_of(sharding_strategy)
+        given["cpu_offload"] = cpu_offload or CPUOffload()
         super().__init__()
-        given = {
-            "process_group": process_group,
-            "sharding_strategy": options.strategy_of(sharding_strategy),
-            "cpu_offload": cpu_offload or CPUOffload(),
-            "backward_prefetch": backward_prefetch,
-            "mixed_precision": mixed_precision,
-            "param_init_fn": param_init_fn,
-            "device_id": device_id,
-            "sync_module_states": sync_module_states,
-            "forward_prefetch": forward_prefetch,
-            "limit_all_gathers": limit_all_gathers,
-            "use_orig_params": use_orig_params,
-            "device_mesh": device_mesh,
-        }
         self._set_up(module, given, auto_wrap_policy, (ignored_modules, ignored_states))
 
     def _set_up(
@@ -183,38 +176,29 @@ class FullyShardedDataParallel(HoldsShards, nn.Module):
             first_values.copy_first_values(modules, ignored)
         precision = given["mixed_precision"] or MixedPrecision()
         everywhere = precision.cast_forward_inputs
+        casts = everywhere or precision.cast_root_forward_inputs
+        looks_ahead = given["backward_prefetch"] is BackwardPrefetch.BACKWARD_PRE
         wrapped = Wrapped(
             strategy=strategy,
             settings=options.settings_of(precision),
             options={
                 **sizes,
                 "offload": "cpu" if given["cpu_offload"].offload_params else None,
-                "backward_prefetch": int(
-                    given["backward_prefetch"] is BackwardPrefetch.BACKWARD_PRE
-                ),
+                "backward_prefetch": int(looks_ahead),
             },
             order=order,
             ignored=names_in(self, ignored),
             alone=options.is_alone(group),
-            casts=Casts(
-                inputs=precision.param_dtype
-                if everywhere or precision.cast_root_forward_inputs
-                else None,
-                root_only=not everywhere,
-            ),
+            casts=Casts(precision.param_dtype if casts else None, root_only=not everywhere),
             extra={
-                "device_mesh": mesh,
-                "use_orig_params": given["use_orig_params"],
-                "limit_all_gathers": given["limit_all_gathers"],
+                **given,
                 "full_in_eval": current_variables().get("FSDP_USE_FULL_PREC_IN_EVAL") == "1",
-                "state_dict_type": StateDictType.FULL_STATE_DICT,
-                "state_dict_config": FullStateDictConfig(),
-                "optim_state_dict_config": FullOptimStateDictConfig(),
+                "state_dict": _FULL,
             },
             check=_check_before_run,
         )
-        self._started = _Started(self, precision, modules)
-        wrapped.on_engine.append(self._started)
+        self._is_started = False
+        wrapped.on_engine.append(FullyShardedDataParallel._start)
         mark(self, wrapped)
         optim_states.show_rows(self, when=state_dicts.asked_by_torch)
         if isinstance(group, tuple):
@@ -253,7 +237,7 @@ class FullyShardedDataParallel(HoldsShards, nn.Module):
 
     @property
     def _state_dict_type(self) -> StateDictType:
-        return record_of(self).extra["state_dict_type"]
+        return record_of(self).extra["state_dict"].state_dict_type
 
     def __getattr__(self, name: str) -> Any:
         """Forwards missing attributes to the module."""
@@ -298,13 +282,12 @@ class FullyShardedDataParallel(HoldsShards, nn.Module):
                 wrapped.settings, wrapped.casts = options.settings_of(None), Casts()
             else:
                 wrapped.settings, wrapped.casts = wrapped.extra.pop("in_training")
-            self._started.cast_buffers(low=mode)
+            self._cast_buffers(low=mode)
             record_of(outermost(self)).stale = True
         return self
 
     def _assert_state(self, state: TrainingState | list[TrainingState]) -> None:
-        states = state if isinstance(state, list) else [state]
-        if self.training_state not in states:
+        if self.training_state not in (state if isinstance(state, list) else [state]):
             raise MisuseValueError(
                 f"expected to be in states {state} but current state is {self.training_state}"
             )
@@ -316,10 +299,40 @@ class FullyShardedDataParallel(HoldsShards, nn.Module):
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
         """The FSDP modules at or below a module."""
-        found: list[Any] = [
-            inner for inner in module.modules() if isinstance(inner, FullyShardedDataParallel)
-        ]
+        found: list[Any] = [m for m in module.modules() if isinstance(m, FullyShardedDataParallel)]
         return [inner for inner in found if outermost(inner) is inner] if root_only else found
+
+    def _start(self, engine: Engine) -> None:
+        """Casts the unit's buffers, and warns about float16 without a gradient scaler."""
+        optim_states.show_rows(self, when=state_dicts.asked_by_torch)  # may be new parameters
+        if self._is_started:
+            return
+        self._is_started = True
+        if "in_training" not in record_of(self).extra:
+            self._cast_buffers(low=True)
+        if self.mixed_precision.param_dtype is torch.float16 and not _has_scaler():
+            warnings.warn(
+                "FSDP: param_dtype is float16 and there is no gradient scaler: small gradients "
+                "become zero. Make a ShardedGradScaler() before the training loop, or use "
+                "bfloat16.",
+                stacklevel=2,
+            )
+        if len(engine.units) == 1 and own_rank() == 0:
+            logger.info(
+                "FSDP: the model is one unit, gathered as a whole. Pass auto_wrap_policy (such as "
+                "ModuleWrapPolicy({Block})) to gather it block by block."
+            )
+
+    def _cast_buffers(self, *, low: bool) -> None:
+        """Casts buffers to buffer_dtype, or back."""
+        dtype = self.mixed_precision.buffer_dtype
+        own = options.own_modules(self._fsdp_wrapped_module, ignored_ids(self))
+        for module in own if dtype is not None else ():
+            before = vars(module).setdefault(BUFFER_DTYPES, {})
+            for leaf, buffer in module._buffers.items():
+                if buffer is not None and buffer.is_floating_point():
+                    stored = before.setdefault(leaf, buffer.dtype)
+                    module._buffers[leaf] = buffer.to(dtype if low else stored)
 
     # ---- training
 
@@ -373,7 +386,7 @@ class FullyShardedDataParallel(HoldsShards, nn.Module):
         for module in modules:
             module._comm_hook, module._comm_hook_state = hook, state
         wrapped = record_of(self)
-        wrapped.on_engine.append(partial(Engine.reduce_with, hook=partial(hook, state)))
+        wrapped.on_engine.append(lambda _, engine: engine.reduce_with(partial(hook, state)))
         engine = wrapped.engine_ref()
         if engine is not None:
             engine.reduce_with(partial(hook, state))
@@ -449,7 +462,7 @@ class FullyShardedDataParallel(HoldsShards, nn.Module):
 
         It is always sharded for torch.distributed.checkpoint.state_dict, as with torch's class.
         """
-        wanted = _wanted(record_of(self), record_of(self).extra["state_dict_config"])
+        wanted = _wanted(record_of(self))
         if state_dicts.asked_by_torch():
             wanted = Wanted(Kind.SHARDED, mesh=wanted.mesh)
         state = state_dicts.state_dict(self, wanted, super().state_dict, args, kwargs)
@@ -463,9 +476,8 @@ class FullyShardedDataParallel(HoldsShards, nn.Module):
         return {"": FSDP_PREFIX.removesuffix(".")}
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if record_of(self).extra["state_dict_type"] is StateDictType.LOCAL_STATE_DICT:
-            engine = engine_for(self)
-            state_dicts.take_local(engine, state_dict, prefix, self)
+        if self._state_dict_type is StateDictType.LOCAL_STATE_DICT:
+            state_dicts.take_local(engine_for(self), state_dict, prefix, self)
         _rename(state_dict, prefix, prefix + FSDP_PREFIX)
         return super()._load_from_state_dict(state_dict, prefix, *rest)
 
@@ -477,28 +489,18 @@ class FullyShardedDataParallel(HoldsShards, nn.Module):
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> StateDictSettings:
         """Sets the state-dict type; returns the previous settings."""
-        kinds = _CONFIGS[state_dict_type]
-        state_dict_config = state_dict_config or kinds[0]()
-        optim_state_dict_config = optim_state_dict_config or kinds[1]()
-        for what, wanted, got in zip(
-            ("state_dict_config", "optim_state_dict_config"),
-            kinds,
-            (state_dict_config, optim_state_dict_config),
-            strict=True,
-        ):
+        _, model_kind, optim_kind = _KINDS[state_dict_type]
+        configs: Any = state_dict_config or model_kind(), optim_state_dict_config or optim_kind()
+        names = "state_dict_config", "optim_state_dict_config"
+        for what, wanted, got in zip(names, (model_kind, optim_kind), configs, strict=True):
             if type(got) is not wanted:
                 raise MisuseError(f"Expected {what} of type {wanted} but got {type(got)}")
         before = FullyShardedDataParallel.get_state_dict_type(module)
         for _, wrapped in marked(module):
-            if wrapped.extra["device_mesh"] is not None:
-                for config in (state_dict_config, optim_state_dict_config):
-                    if hasattr(config, "_use_dtensor"):  # settings in torch's form
-                        config._use_dtensor = True  # type: ignore[attr-defined]
-            wrapped.extra.update(
-                state_dict_type=state_dict_type,
-                state_dict_config=state_dict_config,
-                optim_state_dict_config=optim_state_dict_config,
-            )
+            for config in configs if wrapped.extra["device_mesh"] is not None else ():
+                if hasattr(config, "_use_dtensor"):  # settings in torch's form
+                    config._use_dtensor = True
+            wrapped.extra["state_dict"] = StateDictSettings(state_dict_type, *configs)
         return before
 
     @staticmethod
@@ -510,20 +512,14 @@ class FullyShardedDataParallel(HoldsShards, nn.Module):
         """
         found: StateDictSettings | None = None
         for _, wrapped in marked(module):
-            one = StateDictSettings(
-                state_dict_type=wrapped.extra["state_dict_type"],
-                state_dict_config=wrapped.extra["state_dict_config"],
-                optim_state_dict_config=wrapped.extra["optim_state_dict_config"],
-            )
+            one = wrapped.extra["state_dict"]
             if found is not None and one != found:
                 raise MisuseAssertionError(
                     f"All FSDP modules must have the same state dict settings.Got {one} and "
                     f"{found}."
                 )
             found = one
-        return found or StateDictSettings(
-            StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig()
-        )
+        return found or _FULL
 
     @staticmethod
     @contextlib.contextmanager
@@ -540,12 +536,8 @@ class FullyShardedDataParallel(HoldsShards, nn.Module):
         try:
             yield
         finally:
-            FullyShardedDataParallel.set_state_dict_type(
-                module,
-                before.state_dict_type,
-                before.state_dict_config,
-                before.optim_state_dict_config,
-            )
+            for _, wrapped in marked(module):
+                wrapped.extra["state_dict"] = before
 
     # ---- optimizer state dicts
 
@@ -557,8 +549,7 @@ class FullyShardedDataParallel(HoldsShards, nn.Module):
         group: Any = None,
     ) -> dict[str, Any]:
         """The optimizer's states by parameter name, of the current type."""
-        wanted = _optim_wanted(model)
-        return optim_states.optim_state_dict(model, optim, optim_state_dict, wanted)
+        return optim_states.optim_state_dict(model, optim, optim_state_dict, _optim_wanted(model))
 
     @staticmethod
     def optim_state_dict_to_load(
@@ -606,7 +597,6 @@ class FullyShardedDataParallel(HoldsShards, nn.Module):
         optim: torch.optim.Optimizer | None = None,
     ) -> dict[str, Any]:
         """This rank's part of a result of `full_optim_state_dict` on all ranks."""
-        _warn_optim_input(optim_input)
         optim = _optimizer_of(model, optim, optim_input)
         return optim_states.state_dict_to_load(model, optim, full_optim_state_dict)
 
@@ -626,7 +616,6 @@ class FullyShardedDataParallel(HoldsShards, nn.Module):
         group: Any = None,
     ) -> dict[str, Any]:
         """This rank's part of a result of `full_optim_state_dict` on rank 0."""
-        _warn_optim_input(optim_input)
         optim = _optimizer_of(model, optim, optim_input)
         state = _from_rank0(full_optim_state_dict, group)
         return optim_states.state_dict_to_load(model, optim, state)
@@ -640,9 +629,8 @@ class FullyShardedDataParallel(HoldsShards, nn.Module):
         optim: torch.optim.Optimizer | None = None,
     ) -> dict[str, Any]:
         """Converts a state dict's keys between names and numbers."""
-        _warn_optim_input(optim_input)
-        if optim is None and optim_input is not None:
-            optim = _optimizer_of(model, None, optim_input)
+        if optim_input is not None:
+            optim = _optimizer_of(model, optim, optim_input)
         to_names = optim_state_key_type is OptimStateKeyType.PARAM_NAME
         return optim_states.rekeyed(optim_state_dict, model, optim, to_names=to_names)
 
@@ -673,8 +661,7 @@ def _check_before_run(root: nn.Module) -> None:
         values = {wrapped.extra[name] for _, wrapped in marked(root) if name in wrapped.extra}
         if len(values) > 1:
             raise MisuseValueError(
-                f"Expects one homogeneous value for {shown} but got both {values}. Pass the same "
-                "to every FSDP(...)."
+                f"Expects one homogeneous value for {shown} but got both {values}."
             )
 
 
@@ -689,54 +676,50 @@ def _rename(state: dict[str, Any], old: str, new: str) -> None:
         state[new + key[len(old) :]] = state.pop(key)
 
 
-def _wanted(wrapped: Wrapped, config: Any) -> Wanted:
-    kind = _KINDS[wrapped.extra["state_dict_type"]]
+def _wanted(wrapped: Wrapped, *, optim: bool = False) -> Wanted:
+    settings: StateDictSettings = wrapped.extra["state_dict"]
+    config = settings.optim_state_dict_config if optim else settings.state_dict_config
+    kind = _KINDS[settings.state_dict_type][0]
     if kind is Kind.LOCAL and wrapped.extra["device_mesh"] is not None:
         raise MisuseError(
-            "DeviceMesh is not compatible with LOCAL_STATE_DICT. Use SHARDED_STATE_DICT, or leave "
-            "device_mesh out."
+            "DeviceMesh is not compatible with LOCAL_STATE_DICT. Use SHARDED_STATE_DICT."
         )
-    return Wanted(
-        kind=kind,
-        to_cpu=getattr(config, "offload_to_cpu", False),
-        rank0_only=getattr(config, "rank0_only", False),
-        mesh=wrapped.extra["device_mesh"],
-    )
+    to_cpu = getattr(config, "offload_to_cpu", False)
+    rank0_only = getattr(config, "rank0_only", False)
+    return Wanted(kind, to_cpu, rank0_only, wrapped.extra["device_mesh"])
 
 
 def _optim_wanted(model: nn.Module) -> Wanted:
     for _, wrapped in marked(model):
-        return _wanted(wrapped, wrapped.extra["optim_state_dict_config"])
+        return _wanted(wrapped, optim=True)
     return Wanted(Kind.FULL)
 
 
 def _from_rank0(state: Any, group: Any = None) -> Any:
     """Broadcasts rank 0's value. A collective."""
-    return (
-        state
-        if options.is_alone(group)
-        else optim_states.everyones(state if own_rank() == 0 else None)[0]
-    )
+    if options.is_alone(group):
+        return state
+    return optim_states.everyones(state if own_rank() == 0 else None)[0]
 
 
 def _optimizer_of(model: nn.Module, optim: Any, optim_input: Any) -> torch.optim.Optimizer:
     """An optimizer that numbers parameters like the user's."""
+    _warn_optim_input(optim_input, stacklevel=4)
     if optim is not None:
         return optim
     given = list(optim_input) if optim_input is not None else list(model.parameters())
-    copied: list[Any] = [
-        dict(one) if isinstance(one, dict) else one for one in given
-    ]  # SGD modifies them
+    # SGD modifies groups
+    copied: list[Any] = [dict(one) if isinstance(one, dict) else one for one in given]
     return torch.optim.SGD(copied, lr=0.0)
 
 
-def _warn_optim_input(optim_input: Any) -> None:
+def _warn_optim_input(optim_input: Any, stacklevel: int = 3) -> None:
     if optim_input is not None:
         warnings.warn(
             "The `optim_input` argument is deprecated and will be removed after PyTorch 1.13. You "
             "may remove it from your code without changing its functionality.",
             FutureWarning,
-            stacklevel=3,
+            stacklevel=stacklevel,
         )
 
 
@@ -758,52 +741,6 @@ def _check_can_summon(module: nn.Module, engine: Engine) -> None:
         raise MisuseAssertionError(
             "Cannot manually unshard parameters when already unsharding parameters"
         )
-
-
-class _Started:
-    """Actions and warnings once the engine of a unit exists."""
-
-    def __init__(
-        self, module: nn.Module, precision: MixedPrecision, modules: list[nn.Module]
-    ) -> None:
-        self.module = weakref.ref(module)
-        self.precision = precision
-        self.modules = [weakref.ref(one) for one in modules]
-        self.is_done = False
-
-    def __call__(self, engine: Engine) -> None:
-        """Casts the unit's buffers, and warns about float16 without a gradient scaler."""
-        module = self.module()
-        if module is not None:  # its parameters may have been replaced
-            optim_states.show_rows(module, when=state_dicts.asked_by_torch)
-        if self.is_done:
-            return
-        self.is_done = True
-        if module is None or "in_training" not in record_of(module).extra:
-            self.cast_buffers(low=True)
-        if self.precision.param_dtype is torch.float16 and not _has_scaler():
-            warnings.warn(
-                "FSDP: param_dtype is float16 and there is no gradient scaler: small gradients "
-                "become zero. Make a ShardedGradScaler() before the training loop, or use "
-                "bfloat16.",
-                stacklevel=2,
-            )
-        if len(engine.units) == 1 and own_rank() == 0:
-            logger.info(
-                "FSDP: the model is one unit, gathered as a whole. Pass auto_wrap_policy (such as "
-                "ModuleWrapPolicy({Block})) to gather it block by block."
-            )
-
-    def cast_buffers(self, *, low: bool) -> None:
-        """Casts buffers to buffer_dtype, or back."""
-        for module in (ref() for ref in self.modules):
-            if self.precision.buffer_dtype is None or module is None:
-                continue
-            before = vars(module).setdefault(BUFFER_DTYPES, {})
-            for leaf, buffer in module._buffers.items():
-                if buffer is not None and buffer.is_floating_point():
-                    own = before.setdefault(leaf, buffer.dtype)
-                    module._buffers[leaf] = buffer.to(self.precision.buffer_dtype if low else own)
 
 
 BUFFER_DTYPES = "_fullshard_buffer_dtypes"  # dtypes of a module's buffers before they were cast

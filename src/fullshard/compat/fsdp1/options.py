@@ -18,13 +18,7 @@ from fullshard.config.values import Strategy, parse
 from fullshard.planner.mesh import order_of, row_of
 from fullshard.planner.units import UnitSettings
 
-STRATEGIES = {
-    ShardingStrategy.FULL_SHARD: Strategy.FULL_SHARD,
-    ShardingStrategy.SHARD_GRAD_OP: Strategy.SHARD_GRAD_OP,
-    ShardingStrategy.NO_SHARD: Strategy.NO_SHARD,
-    ShardingStrategy.HYBRID_SHARD: Strategy.HYBRID_SHARD,
-    ShardingStrategy._HYBRID_SHARD_ZERO2: Strategy.HYBRID_SHARD_ZERO2,
-}
+STRATEGIES = {member: Strategy[member.name.removeprefix("_")] for member in ShardingStrategy}
 
 
 def strategy_of(value: Any) -> ShardingStrategy:
@@ -36,22 +30,20 @@ def strategy_of(value: Any) -> ShardingStrategy:
     if isinstance(value, ShardingStrategy):
         return value
     found = parse(Strategy, "full_shard" if value is None else value, "sharding_strategy")
-    for member, strategy in STRATEGIES.items():
-        if strategy is found:
-            return member
-    raise MisuseValueError(
-        f"sharding_strategy: expected one of {', '.join(member.name for member in STRATEGIES)}; "
-        f"got {value!r}. FSDP has no other."
-    )
+    members = {strategy: member for member, strategy in STRATEGIES.items()}
+    if found not in members:
+        raise MisuseValueError(
+            f"sharding_strategy: expected one of {', '.join(m.name for m in STRATEGIES)}; got "
+            f"{value!r}. FSDP has no other."
+        )
+    return members[found]
 
 
 def settings_of(precision: MixedPrecision | None) -> UnitSettings:
     """A unit's dtypes. Parameters are stored in theirs; reduce_dtype defaults to param_dtype."""
     given = precision or MixedPrecision()
-    reduce = given.reduce_dtype or given.param_dtype
-    return UnitSettings(
-        compute=dtype_of(given.param_dtype), reduce=dtype_of(reduce), keeps_dtypes=True
-    )
+    compute, reduce = given.param_dtype, given.reduce_dtype or given.param_dtype
+    return UnitSettings(compute=dtype_of(compute), reduce=dtype_of(reduce), keeps_dtypes=True)
 
 
 def mesh_options(strategy: Strategy, process_group: Any, device_mesh: Any) -> dict[str, Any]:
@@ -75,10 +67,8 @@ def mesh_options(strategy: Strategy, process_group: Any, device_mesh: Any) -> di
         raise MisuseValueError(f"Expected device_mesh to have ndim=2 but got {device_mesh.ndim}")
     if device_mesh is not None:
         sizes = [device_mesh.size(axis) for axis in range(device_mesh.ndim)]
-        return {
-            **mesh_sizes("device_mesh", sizes),
-            "order": order_of(device_mesh.mesh.flatten().tolist()),
-        }
+        order = order_of(device_mesh.mesh.flatten().tolist())
+        return {**mesh_sizes("device_mesh", sizes), "order": order}
     if hybrid:
         if not isinstance(process_group, tuple) or len(process_group) != 2:
             raise MisuseValueError(
@@ -187,11 +177,8 @@ def _unmarked(root: nn.Module) -> list[nn.Module]:
 
 def own_modules(root: nn.Module, ignored: set[int]) -> list[nn.Module]:
     """The modules whose parameters a unit manages, without inner units and ignored modules."""
-    return [
-        module
-        for module in _unmarked(root)
-        if not any(id(param) in ignored for param in module._parameters.values())
-    ]
+    found = _unmarked(root)
+    return [module for module in found if ignored.isdisjoint(map(id, module._parameters.values()))]
 
 
 def auto_wrap(
@@ -209,10 +196,6 @@ def auto_wrap(
                 f"{name} in\n{root}"
             )
     params = {param for param in root.parameters() if id(param) in ignored}
-    modules = {
-        module
-        for module in root.modules()
-        if any(True for _ in module.parameters())
-        and all(id(param) in ignored for param in module.parameters())
-    }
+    ids = {module: {id(param) for param in module.parameters()} for module in root.modules()}
+    modules = {module for module, own in ids.items() if own and own <= ignored}
     _auto_wrap(root, policy, modules, params, {**given, "ignored_states": params}, wrapper)

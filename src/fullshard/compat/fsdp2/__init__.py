@@ -5,11 +5,7 @@ from fullshard.compat.fsdp2 import FSDP2Config, wrap_model_fsdp2
 """
 
 import torch.distributed.fsdp as _torch_fsdp
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-)
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from fullshard.compat.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from fullshard.compat.fsdp2.config import (

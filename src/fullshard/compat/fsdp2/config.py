@@ -67,16 +67,12 @@ class FSDP2Config:
     def __post_init__(self) -> None:
         """Raises an error for unknown values."""
         self.strategy  # noqa: B018  raises
-        if self.auto_wrap_policy not in _POLICIES:
-            raise MisuseValueError(
-                f"auto_wrap_policy: expected 'transformer', 'size_based' or None; got "
-                f"{self.auto_wrap_policy!r}."
-            )
-        if self.backward_prefetch not in _PREFETCH:
-            raise MisuseValueError(
-                f"backward_prefetch: expected 'backward_pre', 'backward_post', 'pre', 'post' or "
-                f"None; got {self.backward_prefetch!r}."
-            )
+        for name, known in ("auto_wrap_policy", _POLICIES), ("backward_prefetch", _PREFETCH):
+            if getattr(self, name) not in known:
+                raise MisuseValueError(
+                    f"{name}: expected one of {', '.join(map(repr, known))}; got "
+                    f"{getattr(self, name)!r}."
+                )
 
     @property
     def strategy(self) -> Strategy:
@@ -97,8 +93,7 @@ def wrap_model_fsdp2(model: nn.Module, config: FSDP2Config | None = None) -> nn.
     config = config or FSDP2Config()
     blocks = [block for block in _units(model, config) if wrapped_of(block) is None]
     modules = list(_unwrapped(model))
-    device = place(model, modules, None)
-    materialize(modules, device, None)
+    materialize(modules, place(model, modules, None), None)
     if config.sync_module_states:
         copy_first_values(modules, set())
     if config.param_dtype is not None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import math
-import weakref
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import Any
@@ -22,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fullshard.compat import optim_states, state_dicts
 from fullshard.compat.errors import (
@@ -103,25 +103,18 @@ class FSDPModule(HoldsShards, nn.Module, TorchFSDPModule):
         No effect inside a forward or backward, where the plan gathers ahead.
         """
         engine = engine_for(self)
-        stacks = _OPEN.get(engine, {})
         index = engine.index_of.get(id(self))
         is_busy = any(unit.swapped for unit in engine.units)
-        if index is not None and id(self) not in stacks and not is_busy:
-            stack = ExitStack()
-            _OPEN.setdefault(engine, {})[id(self)] = stack
+        if index is not None and self not in _OPEN and not is_busy:
+            stack = _OPEN[self] = ExitStack()
             units = [engine.units[index]]
             stack.enter_context(unsharded(outermost(self), writeback=False, units=units))
         return UnshardHandle() if async_op else None
 
     def reshard(self) -> None:
         """Shows shards again."""
-        wrapped = record_of(self)
-        engine = wrapped.engine_ref()
-        stack = _OPEN.get(engine, {}).pop(id(self), None) if engine is not None else None
-        if stack is not None:
-            stack.close()
-        if engine is not None and not _OPEN.get(engine):
-            _OPEN.pop(engine, None)
+        if self in _OPEN:
+            _OPEN.pop(self).close()
 
     # ---- gradients
 
@@ -282,12 +275,8 @@ class FSDPModule(HoldsShards, nn.Module, TorchFSDPModule):
         """Keeps the objects of parameters on meta, so that ties and optimizers stay right."""
         _close_open(self)
         tables = [module._parameters for module in self.modules()]
-        places = [
-            (at, name, param)
-            for at in tables
-            for name, param in at.items()
-            if param is not None and param.is_meta
-        ]
+        entries = [(at, name, param) for at in tables for name, param in at.items()]
+        places = [(at, name, p) for at, name, p in entries if p is not None and p.is_meta]
         result = super()._apply(*args, **kwargs)
         for at, name, param in places:
             new: Any = at[name]
@@ -298,7 +287,7 @@ class FSDPModule(HoldsShards, nn.Module, TorchFSDPModule):
         return result
 
 
-_OPEN: weakref.WeakKeyDictionary[Engine, dict[int, ExitStack]] = weakref.WeakKeyDictionary()
+_OPEN: Any = WeakIdKeyDictionary()  # modules that `unshard` shows whole, with what ends it
 
 
 def _refuse(name: str) -> None:
@@ -373,11 +362,10 @@ def mark_unit(
     """Makes a module a unit."""
     kind = type(module)
     compute, reduce = policy.param_dtype, policy.reduce_dtype or policy.param_dtype
+    settings = UnitSettings(compute=dtype_of(compute), reduce=dtype_of(reduce), keeps_dtypes=True)
     wrapped = Wrapped(
         strategy=strategy,
-        settings=UnitSettings(
-            compute=dtype_of(compute), reduce=dtype_of(reduce), keeps_dtypes=True
-        ),
+        settings=settings,
         options={key: value for key, value in options.items() if key != "order"},
         order=options.get("order", ()),
         ignored=names_in(module, ignored),
@@ -387,8 +375,7 @@ def mark_unit(
         extra={"mesh": None, "shared": {}},
         check=_check_values,
     )
-    root = weakref.ref(module)
-    wrapped.on_engine.append(functools.partial(_on_engine, root))
+    wrapped.on_engine.append(_on_engine)
     swap_class(module, FSDPModule, f"FSDP{kind.__name__}")
     mark(module, wrapped)
     optim_states.show_rows(module)
@@ -402,8 +389,7 @@ def _data_parallel(mesh: Any, dims: Any) -> Any:
     if math.prod(mesh[name].size() for name in names) != mesh.size():
         raise NotOfferedError(
             "dp_mesh_dims: expected axes that cover all ranks of the mesh; got "
-            f"{dims}, {mesh}. Other axes are not supported here; use fullshard.shard beside "
-            "tensor parallelism."
+            f"{dims}, {mesh}. Beside tensor parallelism use fullshard.shard."
         )
     if [*map(len, wide)] in ([0, 1], [1, 1]):
         return mesh[names]
@@ -519,9 +505,8 @@ def _check_values(root: nn.Module) -> None:
         )
 
 
-def _on_engine(ref: Callable[[], nn.Module | None], engine: Engine) -> None:
-    module = ref()
-    if module is not None and outermost(module) is module:
+def _on_engine(module: nn.Module, engine: Engine) -> None:
+    if outermost(module) is module:
         _apply_settings(module, engine)
         optim_states.show_rows(module)
         _show_placements(module)
@@ -552,8 +537,7 @@ def _apply_settings(root: nn.Module, engine: Engine) -> None:
     if not any(extra.get("sync", True) for extra in all_of):
         engine.gradients.sync = Sync.NONE
     elif not any(extra.get("all_reduce", True) for extra in all_of):
-        has_replicas = any(unit.plan.mesh.replicate > 1 for unit in engine.units)
-        engine.gradients.sync = Sync.INNER if has_replicas else Sync.ALL
+        engine.gradients.sync = engine.gradients.inner
     else:
         engine.gradients.sync = Sync.ALL
     for module, wrapped in marked(root):
@@ -564,12 +548,9 @@ def _apply_settings(root: nn.Module, engine: Engine) -> None:
 
 def _close_open(module: nn.Module) -> None:
     """Shows shards everywhere in the model."""
-    engine = record_of(module).engine_ref()
-    stacks = _OPEN.get(engine) if engine is not None else None
-    while stacks:
-        stacks.popitem()[1].close()
-    if engine is not None:
-        _OPEN.pop(engine, None)
+    for inner in outermost(module).modules() if _OPEN else ():
+        if inner in _OPEN:
+            _OPEN.pop(inner).close()
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

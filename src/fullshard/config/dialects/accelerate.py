@@ -142,15 +142,6 @@ def _distributed_type(value: object, said: Said) -> Meaning:
     return translated(values, "every rank keeps everything")
 
 
-@unless()
-def _precision(value: object, said: Said) -> Meaning:
-    words = {"no": None, "bf16": "bfloat16", "fp16": "float16", "fp32": None, "fp8": "fp8"}
-    if word_among(value, words) == "fp8":
-        raise refused(value, "Use bf16")
-    why = "masters and reduced gradients stay float32, and buffers are not cast"
-    return choice("sharding.param_dtype", words, why)(value, said)
-
-
 DEEPSPEED_PLUGIN: Table = {
     **rows("DEEPSPEED_PLUGIN"),
     "zero_stage": stage,
@@ -163,7 +154,6 @@ DEEPSPEED_PLUGIN: Table = {
 ACCELERATE: Table = {
     **rows("ACCELERATE"),
     "distributed_type": _distributed_type,
-    "mixed_precision": _precision,
     "fsdp_config": FSDP,
     "deepspeed_config": DEEPSPEED_PLUGIN,
     "parallelism_config": MESH,

@@ -82,21 +82,8 @@ def _packing(value: object, _: Said) -> Meaning:
     return translated({"sft.packing": value})
 
 
-# The Trainer's names that axolotl shares.
-_SHARED = """
-    learning_rate weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm max_steps
-    warmup_steps warmup_ratio logging_steps eval_steps eval_strategy evaluation_strategy save_steps
-    save_strategy save_total_limit save_only_model save_safetensors seed output_dir ddp_timeout
-    ddp_find_unused_parameters gradient_accumulation_steps gradient_checkpointing
-    gradient_checkpointing_kwargs activation_offloading group_by_length torch_compile
-    label_smoothing_factor neftune_noise_alpha hub_model_id hub_strategy remove_unused_columns
-    dataloader_num_workers dataloader_pin_memory dataloader_prefetch_factor report_to run_name
-    auto_find_batch_size load_best_model_at_end resume_from_checkpoint
-"""
-
 AXOLOTL: Table = {
-    **rows("AXOLOTL"),
-    **{name: FLAT[name] for name in _SHARED.split()},
+    **rows("AXOLOTL", FLAT),
     "evals_per_epoch": _times_an_epoch("eval"),
     "saves_per_epoch": _times_an_epoch("save"),
     **each(_precision("bf16"), "bf16 bfloat16"),
@@ -104,8 +91,6 @@ AXOLOTL: Table = {
     "tf32": _precision("tf32"),
     **each(_datasets, "datasets pretraining_dataset"),
     "fsdp_config": FSDP,
-    "fsdp": FLAT["fsdp"],
-    "deepspeed": FLAT["deepspeed"],
     **axes("dp_replicate_size", "dp_shard_size", "tensor_parallel_size", "expert_parallel_size"),
     "sample_packing": _packing,
     "adapter": _adapter,

@@ -17,7 +17,6 @@ from fullshard.config.dialects.rules import (
     is_auto,
     is_empty,
     mapping_of,
-    refused,
     rows,
     translated,
     unless,
@@ -92,28 +91,6 @@ def _old_offload(value: object, said: Said) -> Meaning:
     return home("cpu" if to_flag(value) else "none", said)
 
 
-def _among(key: str, words: Mapping[str, str], advice: str) -> Rule:
-    """Reads a class name of DeepSpeed's; one without a counterpart is not supported yet."""
-
-    @unless()
-    def rule(value: object, _: Said) -> Meaning:
-        word = str(value).strip().lower()
-        if word not in words:
-            raise refused(value, advice)
-        why = "DeepSpeed's Adam decays like AdamW" if word == "adam" else ""
-        return translated({key: words[word]}, why)
-
-    return rule
-
-
-_OPTIMIZERS = {"adam": "adamw_torch", "adamw": "adamw_torch", "sgd": "sgd"}
-_SCHEDULES = {
-    "warmuplr": "constant_with_warmup",
-    "warmupdecaylr": "linear",
-    "warmupcosinelr": "cosine",
-}
-
-
 def _betas(value: object, _: Said) -> Meaning:
     if is_auto(value):
         return Meaning(Status.NO_EFFECT, "auto: training.adam_beta1 and adam_beta2 decide")
@@ -149,17 +126,6 @@ DEEPSPEED: Table = {
     "data_types": rows("DATA_TYPES"),
     "tensor_parallel": AUTO_TP,
     "expert_parallel": AUTO_EP,
-    "optimizer": {
-        "type": _among("training.optim", _OPTIMIZERS, "Use AdamW or SGD"),
-        "params": {"betas": _betas, **rows("OPTIMIZER_PARAMS")},
-        **rows("OPTIMIZER"),
-    },
-    "scheduler": {
-        "type": _among(
-            "training.lr_scheduler_type",
-            _SCHEDULES,
-            "Use WarmupLR, WarmupDecayLR or WarmupCosineLR",
-        ),
-        "params": rows("SCHEDULER"),
-    },
+    "optimizer": {"params": {"betas": _betas, **rows("OPTIMIZER_PARAMS")}, **rows("OPTIMIZER")},
+    "scheduler": {"params": rows("SCHEDULER_PARAMS"), **rows("SCHEDULER")},
 }

@@ -15,15 +15,12 @@ tensor 2.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from fullshard.config.dialects.rules import (
     Meaning,
     Rule,
     Said,
     Status,
     Table,
-    choice,
     mapping_of,
     rows,
     to,
@@ -85,11 +82,6 @@ DISTRIBUTED: Table = {
     **rows("DISTRIBUTED"),
 }
 
-_RESHARDS: Mapping[str, object] = {
-    **dict.fromkeys(("default", "always"), "full_shard"),
-    "never": "shard_grad_op",
-}
-
 # torchtitan's `parallelism`.
 TORCHTITAN: Table = {
     **axes(
@@ -98,7 +90,6 @@ TORCHTITAN: Table = {
         "tensor_parallel_degree",
         "expert_parallel_degree",
     ),
-    "fsdp_reshard_after_forward": choice("sharding.strategy", _RESHARDS),
     **rows("TORCHTITAN"),
 }
 

@@ -220,11 +220,19 @@ def not_yet(instead: str, *neutral: object) -> Rule:
     return unless(*neutral)(rule)
 
 
-def rows(table: str) -> dict[str, Rule]:
-    """The keys of a table whose meaning needs no code, as keys.yaml lists them."""
-    found: dict[str, Rule] = {}
+def rows(table: str, other: Table | None = None) -> dict[str, Rule]:
+    """The keys of a table whose meaning needs no code, as keys.yaml lists them.
+
+    Args:
+        table: Its name in keys.yaml.
+        other: Another tool's table, whose meaning keys may have.
+    """
+    found: dict[str, Any] = {}
     for row in _tables()[table]:
-        found |= each(_rule_of(row), row["keys"])
+        if "same_as" in row:
+            found |= {key: (other or {})[key] for key in row["keys"].split()}
+        else:
+            found |= each(_rule_of(row), row["keys"])
     return found
 
 
@@ -237,6 +245,8 @@ def _tables() -> dict[str, list[dict[str, Any]]]:
 def _rule_of(row: Mapping[str, Any]) -> Rule:
     why, neutral, check = row.get("why", ""), row.get("unless", ()), row.get("check", "")
     match row:
+        case {"to": key, "words": words}:
+            return choice(key, words, why)
         case {"to": key, "if_true": on}:
             return flag(key, on, why, off=row.get("if_false"))
         case {"to": key}:
@@ -246,8 +256,8 @@ def _rule_of(row: Mapping[str, Any]) -> Rule:
         case {"not_yet": instead}:
             return not_yet(instead, *neutral)
         case _:
-            words = partial(word_among, words=check)
-            known = words if isinstance(check, list) else _CHECKS[check]
+            among = partial(word_among, words=check)
+            known = among if isinstance(check, list) else _CHECKS[check]
             return no_effect(row["no_effect"], known)
 
 

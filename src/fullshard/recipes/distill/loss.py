@@ -54,7 +54,7 @@ from fullshard.errors import DataError, untrusted
 from fullshard.models.lora import PROJECTION
 from fullshard.planner.text import SCHEMA_VERSION, check_version
 from fullshard.recipes.base import Batch, cross_entropy, placed
-from fullshard.recipes.head import ChunkLoss, Head, Tokens
+from fullshard.recipes.head import ChunkLoss, Head, Tokens, next_token
 
 FACTS, CHECKSUM = "cache.json", "checksum"
 TOP_VALUES, TOP_IDS = "teacher_values", "teacher_ids"  # keys of a batch with cached logits
@@ -260,11 +260,10 @@ class Distillation:
         self._settings = settings
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, int]:
-        tokens = Tokens.of(batch)
         if not model.training:
-            own = partial(self._cross_entropy, tokens)
-            total = self._head.loss(model, tokens, own, self._settings.tokens_at_once)
-        elif isinstance(self._teacher, TopK):
+            return next_token(self._head, self._settings.tokens_at_once)(model, batch)
+        tokens = Tokens.of(batch)
+        if isinstance(self._teacher, TopK):
             known = batch if TOP_VALUES in batch else with_logits(batch, self._teacher)
             beside = self._beside_cache(tokens, known)
             total = self._head.loss(model, tokens, beside, self._settings.tokens_at_once)
@@ -277,7 +276,7 @@ class Distillation:
         share, size = 1 - self._settings.alpha, self._settings.tokens_at_once
 
         def labels(student: torch.Tensor, at: slice) -> torch.Tensor:
-            return share * self._cross_entropy(tokens, student, at)
+            return share * cross_entropy(student, tokens.targets[at])
 
         def answer(h: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
             rows, loss, apart = tokens.rows(h), labels, None
@@ -316,9 +315,6 @@ class Distillation:
             return self._mixed(value, student, tokens.targets[at])
 
         return loss
-
-    def _cross_entropy(self, tokens: Tokens, student: torch.Tensor, at: slice) -> torch.Tensor:
-        return cross_entropy(student, tokens.targets[at])
 
     def _mixed(
         self, value: torch.Tensor, student: torch.Tensor, targets: torch.Tensor

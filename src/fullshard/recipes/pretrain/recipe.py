@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
 from torch import nn
 
 from fullshard.config.schema import RunConfig
@@ -24,24 +21,21 @@ def build(
     config: RunConfig, model_config: PretrainedConfig, data: RowBatches, seat: Seat, _: Path
 ) -> nn.Module:
     """Builds the sharded model and sets the objective of the batches. A collective."""
-    model, data.objective = sharded(config, model_config, seat.device, partial(divide, seat=seat))
+    model, data.objective = sharded(config, model_config, seat)
     return model
 
 
 def sharded(
-    config: RunConfig,
-    model_config: PretrainedConfig,
-    device: torch.device,
-    before: Callable[[nn.Module], None] = lambda _: None,
+    config: RunConfig, model_config: PretrainedConfig, seat: Seat
 ) -> tuple[nn.Module, Objective]:
     """The sharded model and its loss, which its head computes if it can. A collective."""
 
     def prepare(model: nn.Module) -> None:
-        before(model)
+        divide(model, seat)
         if not whole_logits(model, config):
             Head(model)
 
-    model = build_sharded(config, model_config, device, prepare)
+    model = build_sharded(config, model_config, seat.device, prepare)
     if whole_logits(model, config):
         return model, whole_logits_loss
     return model, next_token(Head.of(model), config.training.loss_chunk_size)

@@ -26,6 +26,7 @@ from functools import partial
 from itertools import product
 
 from fullshard.errors import EngineError, HangError
+from fullshard.transport.base import CURE
 from fullshard.transport.shared.segment import Segment
 
 CACHE_LINE = 64
@@ -57,58 +58,32 @@ _PLACES = {
 LINE_BYTES = CACHE_LINE * len(Mark)
 
 
-class Peers:
-    """The processes of the other ranks on this host.
-
-    Args:
-        ranks: Global ranks, by part.
-        pids: Process ids, by part.
-        part: This process's.
-    """
-
-    def __init__(self, ranks: Sequence[int], pids: Sequence[int], part: int) -> None:
-        self.ranks = tuple(ranks)
-        self.pids = tuple(pids)
-        self._poll = select.poll()
-        self._parts: dict[int, int] = {}  # by process descriptor
-        for index, pid in enumerate(pids):
-            if index != part:
-                descriptor = os.pidfd_open(pid)
-                self._poll.register(descriptor, select.POLLIN)
-                self._parts[descriptor] = index
-
-    def ended(self) -> list[int]:
-        """The parts whose processes have ended."""
-        return [self._parts[descriptor] for descriptor, _ in self._poll.poll(0)]
-
-    def __del__(self) -> None:
-        for descriptor in self._parts:
-            os.close(descriptor)
-
-
 class Board:
-    """The counters of all parts.
+    """The counters of all parts, and the processes to watch while waiting.
 
     Args:
         segment: At least `bytes_of(num_parts)` zeros at its start.
         part: This process's.
-        peers: The processes to watch while waiting.
+        ranks: Global ranks, by part.
+        pids: Process ids, by part.
     """
 
-    def __init__(self, segment: Segment, part: int, peers: Peers) -> None:
-        self.part, self.peers = part, peers
-        self._counters = [
-            [
-                Counter(
-                    ctypes.c_uint32.from_buffer(
-                        segment.mapping, index * LINE_BYTES + mark * CACHE_LINE
-                    )
-                )
-                for mark in Mark
-            ]
-            for index in range(len(peers.ranks))
-        ]
-        self._others = [i for i in range(len(peers.ranks)) if i != part]
+    def __init__(
+        self, segment: Segment, part: int, ranks: Sequence[int], pids: Sequence[int]
+    ) -> None:
+        self.part, self._ranks, self._pids = part, ranks, pids
+        self._others = [i for i in range(len(ranks)) if i != part]
+        self._poll = select.poll()
+        self._parts = {os.pidfd_open(pids[i]): i for i in self._others}  # by process descriptor
+        for descriptor in self._parts:
+            self._poll.register(descriptor, select.POLLIN)
+        cell = partial(ctypes.c_uint32.from_buffer, segment.mapping)
+        starts = [index * LINE_BYTES for index in range(len(ranks))]
+        self._counters = [[Counter(cell(at + CACHE_LINE * m)) for m in Mark] for at in starts]
+
+    def __del__(self) -> None:
+        for descriptor in self._parts:
+            os.close(descriptor)
 
     @staticmethod
     def bytes_of(num_parts: int) -> int:
@@ -143,24 +118,22 @@ class Board:
         def is_late(part: int) -> bool:
             return self._counters[part][mark].value < value
 
-        for part in self.peers.ended():
+        for part in (self._parts[descriptor] for descriptor, _ in self._poll.poll(0)):
             if is_late(part):  # a part that arrived and then ended is fine
                 raise EngineError(
-                    f"{doing}: expected rank {self.peers.ranks[part]} (process "
-                    f"{self.peers.pids[part]}) to take part; it has ended. Its own output says why."
+                    f"{doing}: expected rank {self._ranks[part]} (process {self._pids[part]}) to "
+                    "take part; it has ended. Its own output says why."
                 )
         for part, other in product(self._others, _PLACES):
             is_further = self._counters[part][other].value > self.value(other)
             if other is not mark and is_further and is_late(part):
                 raise EngineError(
-                    f"{doing}: expected rank {self.peers.ranks[part]} to come here; it "
-                    f"waits at {_PLACES[other]}, where this rank has not been. One of them left "
-                    "out a backward, a forward or a question that spans all ranks (p.norm(), "
-                    "p.grad.mean()), or asked one alone: all ranks must make the same calls."
+                    f"{doing}: expected rank {self._ranks[part]} to come here; it "
+                    f"waits at {_PLACES[other]}, where this rank has not been. {CURE}"
                 )
         if time.monotonic() > until:
             raise HangError(
-                f"{doing}: expected rank {self.peers.ranks[awaited]} within "
+                f"{doing}: expected rank {self._ranks[awaited]} within "
                 f"{TIMEOUT_S:.0f} s; it did not come. It waits for something else, or computes."
             )
 
@@ -173,13 +146,9 @@ SPINS = 60  # spins before sleeping, about 10 us, for peers that arrive soon
 SLEEP_S = 0.05  # maximum sleep between checks of peers
 
 
-class _Timespec(ctypes.Structure):
-    _fields_ = [("tv_sec", ctypes.c_long), ("tv_nsec", ctypes.c_long)]
-
-
 _syscall = ctypes.CDLL(None, use_errno=True).syscall
 _syscall.restype = ctypes.c_long
-_SLEEP = _Timespec(0, int(SLEEP_S * 1e9))
+_SLEEP = (ctypes.c_long * 2)(0, int(SLEEP_S * 1e9))  # struct timespec
 
 
 class Counter:
@@ -221,7 +190,6 @@ class Counter:
 
     def _sleep(self, seen: int) -> bool:
         """Sleep while the counter equals `seen`; False after `SLEEP_S` without a change."""
-        left = _syscall(
-            _FUTEX, self._address, _WAIT, ctypes.c_uint32(seen), ctypes.byref(_SLEEP), None, 0
-        )
+        value, limit = ctypes.c_uint32(seen), ctypes.byref(_SLEEP)
+        left = _syscall(_FUTEX, self._address, _WAIT, value, limit, None, 0)
         return left == 0 or ctypes.get_errno() != errno.ETIMEDOUT

@@ -48,7 +48,7 @@ from fullshard.transport.base import (
     torch_dtype,
 )
 from fullshard.transport.direct import DirectTransport
-from fullshard.transport.shared.board import CACHE_LINE, Board, Mark, Peers
+from fullshard.transport.shared.board import CACHE_LINE, Board, Mark
 from fullshard.transport.shared.segment import TellAll, share_segment
 
 
@@ -75,12 +75,8 @@ class SharedHome(Home):
     # ---- weights
 
     def open_weights(self, units: Sequence[UnitPlan]) -> None:
-        shared = {
-            (unit.index, at): group
-            for unit in units
-            for at, group in enumerate(unit.groups)
-            if group.shared
-        }
+        groups = [(u.index, at, group) for u in units for at, group in enumerate(u.groups)]
+        shared = {(unit, at): group for unit, at, group in groups if group.shared}
         starts: dict[Any, int] = {}
         own: list[tuple[int, int]] = []
         end = 0
@@ -174,8 +170,7 @@ class GradientSlots:
         self._board = board
         self._shown, self._pulled = board.value(Mark.READY), board.value(Mark.PULLED)
         ours = [ring for ring in rings if ring.name.endswith(".grad")]
-        header = align(DEPTH * most_groups * WORD_BYTES, PAGESIZE)
-        starts, end = {}, header
+        starts, end = {}, align(DEPTH * most_groups * WORD_BYTES, PAGESIZE)
         for ring in ours:
             starts[ring.name] = end
             end = align(end + ring.num_bytes, PAGESIZE)
@@ -189,12 +184,9 @@ class GradientSlots:
         )
         self._base, self._address = base, self._segment.memory.data_ptr() + base
         self.slots: Slots = {ring.name: self._cut(ring, base + starts[ring.name]) for ring in ours}
-        self._where = [
-            self._segment.view(i * self._lane_bytes, DEPTH * most_groups, torch.int64).view(
-                DEPTH, most_groups
-            )
-            for i in range(num_parts)
-        ]
+        heads = (i * self._lane_bytes for i in range(num_parts))
+        found = [self._segment.view(at, DEPTH * most_groups, torch.int64) for at in heads]
+        self._where = [places.view(DEPTH, most_groups) for places in found]
         self._starts = sorted(
             starts[ring.name] + i * ring.num_bytes // ring.count
             for ring in ours
@@ -205,8 +197,7 @@ class GradientSlots:
         self._views: dict[tuple[int, int, int, torch.dtype], torch.Tensor] = {}
 
     def _cut(self, ring: Ring, start: int) -> list[torch.Tensor]:
-        dtype = torch_dtype(ring.dtype)
-        whole = self._segment.view(start, ring.count * ring.numel, dtype)
+        whole = self._segment.view(start, ring.count * ring.numel, torch_dtype(ring.dtype))
         return list(whole.split(ring.numel))
 
     def claim(self, slot: torch.Tensor) -> None:
@@ -245,10 +236,8 @@ class GradientSlots:
         """This rank's part of every rank's gradients, in rank order, for each buffer."""
         self._board.await_all(Mark.READY, number, "a reduction")
         places = [where[number % DEPTH].tolist() for where in self._where]
-        return [
-            [self._view(i, at[group], full) for i, at in enumerate(places)]
-            for group, full in enumerate(fulls)
-        ]
+        by_group = zip(fulls, zip(*places, strict=True), strict=False)
+        return [[self._view(i, at, full) for i, at in enumerate(ats)] for full, ats in by_group]
 
     def release(self, number: int) -> None:
         """Note that this rank has read the gradients of a reduction."""
@@ -260,8 +249,7 @@ class GradientSlots:
         key = part, place, like.numel(), like.dtype
         found = self._views.get(key)
         if found is None:
-            start = part * self._lane_bytes + place
-            whole = self._segment.view(start, like.numel(), like.dtype)
+            whole = self._segment.view(part * self._lane_bytes + place, like.numel(), like.dtype)
             found = whole.chunk(len(self._where))[self._board.part]
             self._views[key] = found
         return found
@@ -303,24 +291,22 @@ class SharedTransport(DirectTransport):
 
     Args:
         axes: This rank's place; all ranks of the shard axis are on one host.
-        peers: The other ranks of the shard axis.
+        pids: Process ids of the shard axis.
         tell_all: Exchanges values between the ranks of the shard axis until they share memory.
     """
 
     name = "shared"
 
-    def __init__(self, axes: Axes, peers: Peers, tell_all: TellAll) -> None:
+    def __init__(self, axes: Axes, pids: Sequence[int], tell_all: TellAll) -> None:
         super().__init__(axes)
         parts, part = axes.mesh.shard, axes.shard_index
         lanes = align(Board.bytes_of(parts), CACHE_LINE)
-        own = (lanes + part * 2 * LANE_BYTES, 2 * LANE_BYTES)
-        total = lanes + parts * 2 * LANE_BYTES
-        segment = share_segment(part, total, [own, (0, lanes)][: 2 - bool(part)], tell_all)
-        self._board = Board(segment, part, peers)
-        self._lanes = [
-            segment.view(lanes + i * 2 * LANE_BYTES, 2 * LANE_BYTES, torch.uint8).view(2, -1)
-            for i in range(parts)
-        ]
+        size = 2 * LANE_BYTES
+        own = [(lanes + part * size, size), (0, lanes)][: 2 - bool(part)]
+        segment = share_segment(part, lanes + parts * size, own, tell_all)
+        self._board = Board(segment, part, axes.shard_ranks, pids)
+        found = (segment.view(lanes + i * size, size, torch.uint8) for i in range(parts))
+        self._lanes = [lane.view(2, -1) for lane in found]
         self._summed = 0
         self.home = self._shared = SharedHome(self._board, parts, self._tell_all)
 

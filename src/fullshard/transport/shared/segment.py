@@ -67,11 +67,12 @@ class Segment:
     """Shared memory of all parts.
 
     Attributes:
+        mapping: The mapped file.
         memory: (num_bytes,) uint8.
     """
 
     def __init__(self, mapping: mmap.mmap) -> None:
-        self._mapping = mapping
+        self.mapping = mapping
         self.memory = torch.frombuffer(mapping, dtype=torch.uint8)
 
     def view(self, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -81,11 +82,7 @@ class Segment:
         """
         if numel == 0:
             return torch.empty(0, dtype=dtype)
-        return torch.frombuffer(self._mapping, dtype=dtype, count=numel, offset=start)
-
-    @property
-    def mapping(self) -> mmap.mmap:
-        return self._mapping
+        return torch.frombuffer(self.mapping, dtype=dtype, count=numel, offset=start)
 
     def populate(self, start: int, num_bytes: int) -> None:
         """Allocates the pages of a range.
@@ -97,7 +94,7 @@ class Segment:
             return
         low = start // mmap.PAGESIZE * mmap.PAGESIZE
         try:
-            self._mapping.madvise(POPULATE_WRITE, low, start + num_bytes - low)
+            self.mapping.madvise(POPULATE_WRITE, low, start + num_bytes - low)
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)) from error
@@ -108,7 +105,7 @@ class Segment:
         low = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
         high = (start + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
         if high > low:
-            self._mapping.madvise(REMOVE, low, high - low)
+            self.mapping.madvise(REMOVE, low, high - low)
 
 
 def share_segment(
