@@ -20,7 +20,7 @@ import math
 import os
 import re
 from collections import defaultdict
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -95,7 +95,7 @@ class FolderWeights:
         """The first names of the tensors that the files lack."""
         return [names[0] for names in tensors if not self.parts(names)]
 
-    def parts(self, names: Iterable[str]) -> tuple[str, ...]:
+    def parts(self, names: Sequence[str]) -> tuple[str, ...]:
         """The stored tensors with a tensor's elements, in order; () if there are none.
 
         Args:

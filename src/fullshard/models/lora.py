@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -85,7 +85,7 @@ class AdaptedWeights(FolderWeights):
         super().__init__(folder, prefix)
         self._seed = seed
 
-    def parts(self, names: Iterable[str]) -> tuple[str, ...]:
+    def parts(self, names: Sequence[str]) -> tuple[str, ...]:
         """As FolderWeights.parts; peft moves an adapted layer to `base_layer`."""
         if _is_adapter(names[0]):
             return (names[0],)
