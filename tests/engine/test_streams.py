@@ -372,13 +372,13 @@ def test_nothing_is_touched_too_early_either_where_a_model(trial):
 
 # ---- and each wait is needed
 
-# Waits for messages of CPU ranks, and methods that have the name of a wait.
+# Waits for messages and disks of CPU ranks, and methods that have the name of a wait.
 NO_WAITS = ("Works(works, own).wait", "norms.keep", "owned.join")
 WAITS = [
     mutant
     for package in (engine, transport)
     for found in pkgutil.iter_modules(package.__path__, f"{package.__name__}.")
-    if not found.name.endswith(("transport.direct", "transport.streams"))
+    if not found.name.endswith(("transport.direct", "transport.streams", "engine.disk"))
     for mutant in calls_of(
         importlib.import_module(found.name), ("wait", "join", "keep", "finish", "await_host")
     )
