@@ -71,8 +71,9 @@ def state_rows(plan: Plan) -> tuple[MemoryRow, ...]:
         MemoryRow(WHOLES, whole_bytes(trained, optimizer)),
     )
     on_disk = [row.num_bytes for row in rows if row.place is Place.DISK]
-    buffers = min(sum(on_disk), 2 * DISK_PIECE + bool(trained) * NUM_DISK_ROOMS * DISK_ROOM)
-    rows = (*rows, MemoryRow(DISK_BUFFERS, buffers, Place.HOST))
+    rooms = 2 * DISK_PIECE * (Place.DISK in (homes.parameters, homes.gradients))
+    rooms += bool(trained) * NUM_DISK_ROOMS * DISK_ROOM
+    rows = (*rows, MemoryRow(DISK_BUFFERS, min(sum(on_disk), rooms), Place.HOST))
     rare = (AVERAGE, DISK_BUFFERS, WHOLES, "shared weights to compute with", "deferred gradients")
     return tuple(row for row in rows if row.num_bytes or row.name not in rare)
 
