@@ -55,7 +55,7 @@ class _File:
     """A file without a name. Its space is free when no tensor is in it, or the process ends."""
 
     def __init__(self, folder: str, nbytes: int) -> None:
-        self.nbytes, self.used = nbytes, 0
+        self.nbytes, self.used, self._pid = nbytes, 0, os.getpid()
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".fullshard-") as file:
             os.ftruncate(file.fileno(), nbytes)
             self.mapping: mmap.mmap | None = mmap.mmap(file.fileno(), nbytes)
@@ -77,7 +77,7 @@ class _File:
 
     def _free(self, offset: int, nbytes: int) -> None:
         """Give a tensor's space back to the disk."""
-        if self.alive.alive:
+        if self.alive.alive and self._pid == os.getpid():  # a forked process has the same files
             place, size = ctypes.c_int64(offset), ctypes.c_int64(nbytes)
             ctypes.CDLL(None).fallocate(self.descriptor, PUNCH_HOLE, place, size)
 
@@ -90,7 +90,10 @@ class Room:
     """
 
     def __init__(self, nbytes: int) -> None:
-        self._memory = mmap.mmap(-1, nbytes)  # begins at a page, as direct uses require
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        self._memory = mmap.mmap(
+            -1, nbytes, flags=flags
+        )  # begins at a page, as direct uses require
         self._bytes = memoryview(self._memory)
         self._address = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
         self.used = 0
@@ -141,9 +144,14 @@ class Disk:
     def __init__(self, folder: str) -> None:
         self._folder, self._files = folder, list[_File]()
         self._open: dict[str, _File] = {}  # by kind of state
-        self.reader, self.writer = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+        self.start_threads()
+        _DISKS.add(self)
         self._to_read, self._to_write = Room(DISK_PIECE), Room(DISK_PIECE)
         self._waiting: Gather | None = None
+
+    def start_threads(self) -> None:
+        """Start them, also in a forked process, which has none."""
+        self.reader, self.writer = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
 
     @cached_property
     def rooms(self) -> list[Room]:
@@ -262,6 +270,10 @@ class Disk:
         running = self.writer.submit(copy)
         yield
         running.result()
+
+
+_DISKS: weakref.WeakSet[Disk] = weakref.WeakSet()
+os.register_at_fork(after_in_child=lambda: [disk.start_threads() for disk in _DISKS])
 
 
 class Gather:

@@ -116,6 +116,9 @@ class _Watch:
             return False
         if getattr(optimizer, "grad_scale", None) is not None:  # its step writes gradients
             return False
+        hooks: Any = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+        if any(hooks) or any(len(handle.hooks_dict_ref()) > 1 for handle in self._handles):
+            return False  # others' hooks may use gradients
         for group in optimizer.param_groups:
             settings = settings_in(group)
             key = (kind, *((k, _structure(v)) for k, v in settings.items()))
