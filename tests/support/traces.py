@@ -19,10 +19,10 @@ def traced_once() -> Iterator[None]:
     trace = Tracer._trace
 
     def once(self: Any, plan: Any, config: Any, key: Any, samples: int) -> Any:
-        if self._taught is not None:
+        if self.taught is not None:
             return trace(self, plan, config, key, samples)
-        model = type(self._model), str(self._model.config), self._spec
-        known = (*model, self._length, self._chunk_size, key, samples)
+        model = type(self.model), str(self.model.config), self._spec
+        known = (*model, self.length, self.chunk_size, key, samples)
         if known not in _KNOWN:
             _KNOWN[known] = trace(self, plan, config, key, samples)
         return _KNOWN[known]

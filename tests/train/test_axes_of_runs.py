@@ -364,7 +364,7 @@ def test_a_model_that_mixes_documents_may_divide_sequences():
             marks=pytest.mark.slow,
         ),
         (BY_LENGTH, 2, ["context=2"], "LlamaForCausalLM with rope_type dynamic, which depends"),
-        (DOGE, 2, ["context=2"], "DogeForCausalLM with layers whose tokens see the documents"),
+        (DOGE, 2, ["context=2"], "DogeForCausalLM with layers that read other tokens"),
         (LLAMA, 2, ["context=2", "backend=jax"], "context: 2 is not yet supported. Use shard"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

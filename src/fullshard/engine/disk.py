@@ -78,7 +78,7 @@ class _File:
     def _free(self, offset: int, nbytes: int) -> None:
         """Give a tensor's space back to the disk."""
         if self.alive.alive and self._pid == os.getpid():  # a forked process has the same files
-            place, size = ctypes.c_int64(offset), ctypes.c_int64(nbytes)
+            place, size = ctypes.c_int64(offset), ctypes.c_int64(_rounded(nbytes))
             ctypes.CDLL(None).fallocate(self.descriptor, PUNCH_HOLE, place, size)
 
 

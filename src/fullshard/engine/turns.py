@@ -146,11 +146,12 @@ def _read(disk: Disk, turn: list[_Piece], room: Room, free: Future[None] | None)
 
 def _write(disk: Disk, turn: list[_Piece], room: Room, taken: _Taken) -> None:
     """Write all but the gradients, which the optimizer has left alone."""
-    for piece, tensors in zip(turn, taken, strict=True):
-        for (x, _), part, tensor in zip(piece.whole, piece.parts, tensors, strict=True):
-            place = disk.place_of(part)
-            if x is not piece.grad and place is not None:
-                room.write(part, place, tensor)
+    with torch.inference_mode():  # the caller may have made states in it; it is this thread's
+        for piece, tensors in zip(turn, taken, strict=True):
+            for (x, _), part, tensor in zip(piece.whole, piece.parts, tensors, strict=True):
+                place = disk.place_of(part)
+                if x is not piece.grad and place is not None:
+                    room.write(part, place, tensor)
 
 
 def _step_on(optimizer: torch.optim.Optimizer, turn: list[_Piece], taken: _Taken) -> None:

@@ -34,7 +34,7 @@ import psutil
 
 from fullshard import errors
 from fullshard.config.environment import LaunchEnvironment, Launcher, read_launch_environment
-from fullshard.errors import ConfigError, HangError
+from fullshard.errors import ConfigError, HangError, printable
 from fullshard.launch.exit_codes import as_ours
 from fullshard.observe.hang import watchdog
 
@@ -197,7 +197,7 @@ class _LastLine(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         with contextlib.suppress(RuntimeError):  # the store is gone
-            self._store.set("now", record.getMessage())
+            self._store.set("now", printable(record.getMessage()))
 
 
 def free_address(host: str | None) -> str:

@@ -112,7 +112,7 @@ class StoreLock(contextlib.ExitStack):
     def _remove(self) -> None:
         with contextlib.suppress(OSError):
             if is_holder(self._place, self._token):
-                self._file.unlink(missing_ok=True)
+                self._file.write_bytes(b"")  # nobody's; a holder writes a removed one again
 
     def _write(self) -> None:
         self._count += 1
@@ -133,7 +133,8 @@ def is_holder(place: Path, token: str) -> bool:
 
     A lock that was removed is nobody else's: the holder's next beat writes it again.
     """
-    return _read(place / LOCK)[1:2] in ((), (token,))
+    lines = _read(place / LOCK)
+    return not lines or lines[1:2] == (token,)
 
 
 def _read(file: Path) -> tuple[str, ...]:

@@ -16,9 +16,9 @@ checksum of the tokens: a run does not resume from a checkpoint that was trained
 
 from __future__ import annotations
 
-import json
 import logging
 import re
+import tempfile
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from os.path import lexists
@@ -346,8 +346,9 @@ def check_model(
 
             before, now = Tokenizer.from_str(text).get_vocab(), tokenizer.get_vocab()
         else:
-            saved = type(model_config).from_dict(json.loads(text))
-            before, now = flatten(saved.to_dict()), flatten(model_config.to_dict())
+            before, now = (
+                _read_as(type(model_config), said) for said in (text, model_config.to_json_string())
+            )
     keys = sorted(one for one in {*before, *now} if before.get(one) != now.get(one))
     changed = [one for one in keys if resume.required or not _FREE_KEYS.search(one)]
     if changed:
@@ -356,6 +357,14 @@ def check_model(
             f"{key}: expected {name} as it was under the weights in '{resume.path}'; got another "
             f"one ({told}). {cure}, or export the checkpoint and begin from that folder."
         )
+
+
+def _read_as(kind: type[PretrainedConfig], text: str) -> dict[str, Any]:
+    """The settings in a configuration's text; some of them do not come back as they were."""
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        file.write(text)
+        file.flush()
+        return flatten(kind.from_json_file(file.name).to_dict())
 
 
 def position_of(found: Found) -> dict[str, Any]:
