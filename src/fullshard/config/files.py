@@ -35,9 +35,8 @@ class _Loader(yaml.SafeLoader):
     def compose_scalar_node(self, anchor: Any) -> yaml.ScalarNode:
         node = super().compose_scalar_node(anchor)
         if not node.value.isascii():
-            node.value = node.value.encode("utf-16", "surrogatepass").decode(
-                "utf-16", "surrogatepass"
-            )
+            pairs = node.value.encode("utf-16", "surrogatepass")
+            node.value = pairs.decode("utf-16", "surrogatepass")
         return node
 
 

@@ -19,6 +19,7 @@ and parameters, gradients and states have files of their own.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -59,17 +60,17 @@ class _File:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".fullshard-") as file:
             os.ftruncate(file.fileno(), nbytes)
             self.mapping: mmap.mmap | None = mmap.mmap(file.fileno(), nbytes)
-            try:
+            self._plain = self.descriptor = os.dup(file.fileno())
+            with contextlib.suppress(OSError):  # a file system without it
                 self.descriptor = os.open(file.name, os.O_RDWR | os.O_DIRECT)
-            except OSError:  # a file system without it
-                self.descriptor = os.dup(file.fileno())
         self.address = torch.frombuffer(self.mapping, dtype=torch.uint8).data_ptr()
-        self.alive = weakref.finalize(self.mapping, os.close, self.descriptor)
+        descriptors = {self._plain, self.descriptor}
+        self.alive = weakref.finalize(self.mapping, lambda: [*map(os.close, descriptors)])
         self.alive.atexit = False
 
     def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         offset, nbytes = self.used, numel * dtype.itemsize
-        os.posix_fallocate(self.descriptor, offset, nbytes)
+        os.posix_fallocate(self._plain, offset, nbytes)
         self.used = offset + _rounded(nbytes)
         memory = memoryview(self.mapping)[offset : offset + nbytes]  # type: ignore[arg-type]
         weakref.finalize(memory, self._free, offset, nbytes).atexit = False
@@ -144,14 +145,15 @@ class Disk:
     def __init__(self, folder: str) -> None:
         self._folder, self._files = folder, list[_File]()
         self._open: dict[str, _File] = {}  # by kind of state
-        self.start_threads()
+        self.start()
         _DISKS.add(self)
-        self._to_read, self._to_write = Room(DISK_PIECE), Room(DISK_PIECE)
         self._waiting: Gather | None = None
 
-    def start_threads(self) -> None:
-        """Start them, also in a forked process, which has none."""
+    def start(self) -> None:
+        """Make threads and rooms, again in a forked process, which has none of its own."""
         self.reader, self.writer = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+        self._to_read, self._to_write = Room(DISK_PIECE), Room(DISK_PIECE)
+        vars(self).pop("rooms", None)
 
     @cached_property
     def rooms(self) -> list[Room]:
@@ -261,9 +263,10 @@ class Disk:
         self._waiting = Gather(loads, start)
         return self._waiting
 
-    def finish_writes(self) -> None:
+    def finish(self) -> None:
         """Wait until this thread may use the mappings."""
-        self.writer.submit(int).result()
+        for thread in (self.reader, self.writer):
+            thread.submit(int).result()
 
     def to_disk(self, copy: Callable[[], None]) -> Iterator[None]:
         """A copy beside compute, in the form of `Gradients.to_host`."""
@@ -273,7 +276,7 @@ class Disk:
 
 
 _DISKS: weakref.WeakSet[Disk] = weakref.WeakSet()
-os.register_at_fork(after_in_child=lambda: [disk.start_threads() for disk in _DISKS])
+os.register_at_fork(after_in_child=lambda: [disk.start() for disk in _DISKS])
 
 
 class Gather:

@@ -24,6 +24,7 @@ class GradientShard:
         memory: Storage of `shown`.
         holders: Reference counts of the memory and of each gradient when only the engine holds
             them.
+        disk: Has the sums; None: memory has them.
         bounds: Where each parameter's gradient is.
         squares: (1,) each: squared norms of gradients that have just been written to disk.
         like: An empty tensor of the dtype and device that reductions are received in.
@@ -40,7 +41,7 @@ class GradientShard:
         self.memory = self.shown.untyped_storage()
         self.holders: list[int] = []
         self.is_offloaded = homes.offloads_gradients
-        self._disk = homes.gradients.disk
+        self.disk = homes.gradients.disk
         self.bounds: list[slice] = []
         self.squares: list[torch.Tensor] = []
         self.like = torch.empty(0, dtype=self.sums.dtype, device=homes.device)
@@ -73,18 +74,18 @@ class GradientShard:
 
         Args:
             total: (part_numel,), accumulate dtype, divided, on the device.
-            room: (part_numel,), on the device, if the sum is added to what is shown.
+            room: (part_numel,), on the device, if the sum is added to what is shown in memory.
         """
-        if room:
+        if self.kept:
             self._take_writes()
-        if self._disk is None:
+        if self.disk is None:
             for before in room:  # one at most
                 total.add_(before.copy_(self.sums, non_blocking=True))
             self.sums.copy_(total, non_blocking=True)
-        elif room:
-            self._disk.change(self.sums, lambda x, more: x.add_(more.to(x)), total)
+        elif self.kept:
+            self.disk.change(self.sums, lambda x, more: x.add_(more.to(x)), total)
         else:
-            self._disk.change(self.sums, torch.Tensor.copy_, total, reads=False)
+            self.disk.change(self.sums, torch.Tensor.copy_, total, reads=False)
             if self.shown is self.sums and total.device.type == "cpu":
                 parts = [total[bounds] for bounds in self.bounds]
                 self.squares = list(local_powers(parts, 2.0, total.device).split(1))
@@ -98,10 +99,10 @@ class GradientShard:
         """Multiply all gradients."""
         self._take_writes()
         factor = factor.to(self.sums)
-        if self._disk is None:
+        if self.disk is None:
             self.sums.mul_(factor)
         else:
-            self._disk.change(self.sums, lambda piece: piece.mul_(factor))
+            self.disk.change(self.sums, lambda piece: piece.mul_(factor))
         self.show()
 
     def show(self) -> None:

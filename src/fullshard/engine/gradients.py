@@ -267,7 +267,7 @@ class Gradients:
             group.reduced.kept = ours if any(ours) else ()
             if group.reduced.kept:
                 if self.norms.disk is not None and not all(map(is_, shown, group.views)):
-                    self.norms.disk.finish_writes()
+                    self.norms.disk.finish()
                 for gradient, grad, is_ours in zip(group.views, shown, ours, strict=True):
                     if not is_ours:
                         gradient.zero_()
@@ -300,7 +300,8 @@ class Gradients:
         if not grads.is_offloaded:
             grads.take(total)
         else:
-            room = [scratch.take(total, total.numel())] if grads.kept else []
+            adds = grads.kept and grads.disk is None  # else they are added on disk
+            room = [scratch.take(total, total.numel())] if adds else []
             self._on_host.append(grads)
             yield from self.to_host(partial(grads.take_to_host, total, *room))
             scratch.give(*room)

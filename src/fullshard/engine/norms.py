@@ -365,12 +365,13 @@ class GradientNorms:
             records: Records of their shards.
             units: All units.
         """
-        if self.disk is None:
-            return self._share(local_powers(tensors, 2.0, self._device), records)
         groups = [group for unit in units for group in unit.trained_groups]
+        disk = groups[0].reduced.disk
+        if disk is None:
+            return self._share(local_powers(tensors, 2.0, self._device), records)
         known = [power for group in groups for power in group.reduced.take_squares()]
         unread = [x for x, power in zip(tensors, known, strict=True) if power is None]
-        read = (local_powers([x], 2.0, self._device) for x in self.disk.stream(unread))
+        read = (local_powers([x], 2.0, self._device) for x in disk.stream(unread))
         powers = [next(read) if power is None else power for power in known]
         return self._share(torch.cat(powers), records)
 

@@ -98,10 +98,10 @@ class _Watch:
         for norms, settings in models.items():
             norms.counts[Count.STEPS] += 1
             norms.counts[Count.SETTINGS] += settings
-        self._stepping = weakref.WeakSet(models)
         disk = next((norms.disk for norms in models if norms.disk is not None), None)
         if disk is not None and not args[1:] and not kwargs and self._takes_turns(optimizer):
             self._kept = step_in_turns(optimizer, disk)
+        self._stepping = weakref.WeakSet(models)  # last: trials of optimizers end steps, too
 
     def _after_step(self, *_: Any) -> None:
         for norms in self._stepping:
