@@ -28,16 +28,16 @@ EXEMPT = ("src/fullshard/compat/",)
 # Packages that share a budget are joined by " + ".
 BUDGETS = {
     "bench": 1_895,
-    "config": 3_366,
+    "config": 3_370,
     "cli": 1_934,
-    "engine + transport": 8_140,
+    "engine + transport": 8_158,
     "planner + outlook": 4_315,
-    "data + models + recipes + run + verify": 9_120,
-    "observe + launch": 3_390,
+    "data + models + recipes + run + verify": 9_144,
+    "observe + launch": 3_391,
     "compat + integrations": 2_745,
-    "xla + jax + xla_state": 2_751,
+    "xla + jax + xla_state": 2_759,
     "checkpoint + formats": 2_881,
-    "in all": 41_546,
+    "in all": 41_601,
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.timeout(240)  # the first test imports transformers
 
 # One for each check of a start; tests of the checks themselves have the other mistakes.
 CASES = {
-    "empty data": (["data.path=empty.txt"], 6, "got none in 'empty.txt'"),
+    "empty data": (["data.path=empty.txt"], 6, "tokens in 'empty.txt'"),
     "too few held out": (
         ["data.path=short.txt", "max_seq_length=4", "data.validation_fraction=0.01"],
         6,

@@ -132,6 +132,7 @@ def write_text(path: Path, text: str) -> FileFacts:
         path.write_bytes(data)
     else:
         aside = path.with_name(f".{path.name}.{os.getpid()}")
+        aside.unlink(missing_ok=True)  # of a killed process that had our number
         with _new_file(aside, len(data)) as write:
             write(memoryview(data))
         aside.replace(path)

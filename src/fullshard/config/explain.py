@@ -10,7 +10,7 @@ import yaml
 
 from fullshard.config.dialects.translate import Dialect
 from fullshard.config.files import DEFAULT, EXPONENT, Origin, OriginKind, flatten
-from fullshard.config.names import MOVED, NAMES
+from fullshard.config.names import MOVED, names
 from fullshard.config.problems import join_key
 from fullshard.config.schema import RunConfig
 
@@ -105,7 +105,7 @@ def schema() -> dict[str, Any]:
         for alias, key in section.ALIASES.items():
             properties[alias] = copy.deepcopy(properties[key])
     training = made["$defs"]["TrainingConfig"]["properties"]
-    for name in (*NAMES, *MOVED):
+    for name in (*names(), *MOVED):
         training.setdefault(name, {"description": "See `fullshard config explain`."})
     made["properties"]["strategy"] = {"description": "sharding.strategy"}
     # plain text is a model folder or a data path

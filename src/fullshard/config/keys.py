@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from fullshard.config.names import MOVED, MOVES, NAMES, RIVALS
+from fullshard.config.names import MOVED, MOVES, RIVALS, names
 from fullshard.config.problems import ConfigProblems, Problem
 from fullshard.config.schema import RunConfig, TrainingConfig
 from fullshard.config.section import Section
@@ -116,7 +116,7 @@ def _other_names(name: str) -> list[str]:
     aliases = [f"{section}.{name}" for section, cls in _sections() if name in cls.ALIASES]
     moved = [f"training.{name}"] if name in MOVED else []
     found = list(dict.fromkeys(canonical(key) for key in aliases + moved))
-    return found or ([f"training.{name}"] if name in NAMES else [])
+    return found or ([f"training.{name}"] if name in names() else [])
 
 
 def _every_name() -> list[str]:

@@ -1,6 +1,6 @@
 """Hugging Face names that are not fields here, or that set another key.
 
-    NAMES    names below `training` without effect, lost or not supported yet (dialects/keys.yaml)
+    names    names below `training` without effect, lost or not supported yet (dialects/keys.yaml)
     MOVES    keys that set another key: `training.bf16` sets a dtype of `sharding`
     RIVALS   pairs of keys with the same meaning
 
@@ -14,19 +14,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 
 from fullshard.config.dialects.rules import Rule, each, not_yet, rows
 from fullshard.config.fields import to_flag
 
-NAMES: Mapping[str, Rule] = {
-    **rows("TRAINING"),
-    # Known names whose meaning is in dialects/trainer.py.
-    **each(
-        not_yet("Leave it out"),
-        "fsdp fsdp_config fsdp_min_num_params fsdp_transformer_layer_cls_to_wrap deepspeed",
-        "parallelism_config",
-    ),
-}
+
+@cache
+def names() -> Mapping[str, Rule]:
+    """Names below `training` that are no fields."""
+    return {
+        **rows("TRAINING"),
+        # Known names whose meaning is in dialects/trainer.py.
+        **each(
+            not_yet("Leave it out"),
+            "fsdp fsdp_config fsdp_min_num_params fsdp_transformer_layer_cls_to_wrap deepspeed",
+            "parallelism_config",
+        ),
+    }
 
 
 @dataclass(frozen=True)

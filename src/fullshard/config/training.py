@@ -21,7 +21,7 @@ from fullshard.config.fields import (
     to_names,
     to_number,
 )
-from fullshard.config.names import NAMES
+from fullshard.config.names import names
 from fullshard.config.problems import ConfigProblems, Problem, show
 from fullshard.config.section import Section
 from fullshard.config.values import (
@@ -303,4 +303,4 @@ class TrainingConfig(Section):
     @classmethod
     def known_names(cls) -> list[str]:
         """Names for suggestions, including those that are not supported yet."""
-        return [*super().known_names(), *NAMES]
+        return [*super().known_names(), *names()]

@@ -305,7 +305,10 @@ def _encoded(
 ) -> Rows:
     """Values of all tokens, from the cache or made now on all cores."""
     sft = settings.sft
-    learned = sft.completion_only_loss is not False, sft.assistant_only_loss is not False
+    learned = {
+        "completions_only": sft.completion_only_loss is not False,
+        "assistant_only": sft.assistant_only_loss is not False,
+    }
     told = [__version__, VERSION, learned, tokenizer.chat_template]
     key = digest([*told, words_of(tokenizer), settings_of(tokenizer)])
     how = TokenSettings((), "", num_ids(tokenizer) << BITS, "uint32")

@@ -462,6 +462,21 @@ def open_parquet(file: Path) -> Iterator[Any]:
         yield reader
 
 
+def check_column(file: Path, text_column: str) -> None:
+    """Checks that a parquet file has a column before anything is read.
+
+    Raises:
+        DataError: It has not.
+    """
+    with open_parquet(file) as reader:
+        present = reader.schema_arrow.names
+    if text_column not in present:
+        raise DataError(
+            f"data.text_column: expected one of {', '.join(present)}, the columns of '{file}'; got "
+            f"{text_column!r}."
+        )
+
+
 def row_groups(file: Path) -> list[int]:
     """First record of each row group of a parquet file, then the number of records."""
     with open_parquet(file) as reader:

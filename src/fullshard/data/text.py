@@ -43,6 +43,7 @@ from fullshard.data.records import (
     Files,
     Kind,
     Span,
+    check_column,
     files_at,
     line_start,
     next_line,
@@ -118,6 +119,8 @@ class Source:
             return cls(_embedded(), weight, text_column, EMBEDDED)
         with under(key):
             files = files_at(path)
+            for file in files.files if files.kind is Kind.PARQUET else ():
+                check_column(file, text_column)
         return cls(files, weight, text_column, files.origin, key)
 
 

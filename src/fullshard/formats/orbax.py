@@ -67,8 +67,7 @@ def open_orbax(folder: Path) -> Source:
 
 
 def _entry(name: str, array: Any) -> Entry:
-    dtype: Any = getattr(torch, array.dtype.name, array.dtype.name)
-    dtype_name(dtype, name)
+    dtype: Any = getattr(torch, array.dtype.name, None) or dtype_name(array.dtype.name, name)
     return Entry(dtype, tuple(array.shape), partial(_read, array, dtype))
 
 

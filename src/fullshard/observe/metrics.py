@@ -216,7 +216,7 @@ def repeated(do: Callable[[], object], pause_s: float) -> Callable[[], None]:
             with suppress(OSError):
                 do()
 
-    thread = Thread(target=run, name=f"fullshard {do}", daemon=True)
+    thread = Thread(target=run, name=f"fullshard {getattr(do, '__name__', 'beat')}", daemon=True)
     thread.start()
 
     def end() -> None:

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TEACHER = "teacher"  # key of run.json: the sample of its weights
-SAMPLE_BYTES, WEIGHTS = 4096, ("*.safetensors", "pytorch_model*.bin", CONFIG)
+SAMPLE_BYTES, WEIGHTS = 4096, ("*.safetensors", "pytorch_model*.bin")
 # Keys of a checkpoint's state.
 POSITION, SCALER, PATIENCE = "position", "scaler", "patience"
 # Keys of a model's configuration that change no forward.
@@ -252,10 +252,12 @@ def check_same(resolved: Resolved, output_dir: Path, checkpoints: Path) -> None:
     before = flatten(load_config(folder.config, []).config.to_dict())
     now = flatten(resolved.config.to_dict())
     known = folder.read_record().get(TEACHER)
-    if known is not None and known != sample_of_teacher(resolved.config):
+    samples = [sample_of_teacher(resolved.config, *more) for more in ((CONFIG,), ())]
+    if known is not None and known not in samples:  # an older fullshard took weights alone
         raise ConfigError(
-            f"teacher: expected the weights from which the run in '{output_dir}' learned so far; "
-            "got others in their place. Bring them back, use --resume never, or another output_dir."
+            f"teacher: expected the weights and the config.json from which the run in "
+            f"'{output_dir}' learned so far; got others in their place. Bring them back, use "
+            "--resume never, or another output_dir."
         )
     changed = [key for key in {**before, **now} if before.get(key) != now.get(key)]
     for key in changed:
@@ -270,15 +272,16 @@ def check_same(resolved: Resolved, output_dir: Path, checkpoints: Path) -> None:
         logger.info("changed since the run began: %s", ", ".join(told))
 
 
-def sample_of_teacher(config: RunConfig) -> str | None:
+def sample_of_teacher(config: RunConfig, *more: str) -> str | None:
     """Checksum of a sample of the teacher's weights, or of the description of its cached logits.
 
-    None without a teacher. A run that has both learns from the cache.
+    `more` names further files of the teacher. None without a teacher. A run that has both learns
+    from the cache.
     """
     teacher, cache = config.teacher, config.distill and config.distill.cache
     place, kinds = cache, ("cache.json",)
     if not cache:
-        place, kinds = teacher and teacher.name_or_path, WEIGHTS
+        place, kinds = teacher and teacher.name_or_path, (*WEIGHTS, *more)
     if place is None:
         return None
     found = xxhash.xxh3_128()
@@ -349,7 +352,8 @@ def check_model(
             before, now = (
                 _read_as(type(model_config), said) for said in (text, model_config.to_json_string())
             )
-    keys = sorted(one for one in {*before, *now} if before.get(one) != now.get(one))
+    known = before if resume.required else {*before, *now}  # a new run may add tokens
+    keys = sorted(one for one in known if before.get(one) != now.get(one))
     changed = [one for one in keys if resume.required or not _FREE_KEYS.search(one)]
     if changed:
         told = ", ".join(f"{one!r} {before.get(one)} -> {now.get(one)}" for one in changed[:3])

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from fullshard.checkpoint.commit import ALONE
 from fullshard.checkpoint.files import write_text
+from fullshard.checkpoint.format import CONFIG
 from fullshard.checkpoint.read import choose
 from fullshard.checkpoint.retain import ELSEWHERE, IN_RUN
 from fullshard.checkpoint.storage import StorePath, storage_path
@@ -240,7 +241,7 @@ def made_folder(checked: CheckedRun, command: Command) -> Iterator[tuple[RunFold
             "resume": resume.as_json(),
             "planned": planned(checked.view, checked.steps),
         }
-        if (sample := sample_of_teacher(checked.resolved.config)) is not None:
+        if (sample := sample_of_teacher(checked.resolved.config, CONFIG)) is not None:
             told[TEACHER] = sample
         return {**told, "started_by": describe_command(), HOLDS: token}
 

@@ -28,7 +28,7 @@ from fullshard.planner.arrays import ArraysPlan
 from fullshard.planner.mesh import Topology, check_divides, mesh_of
 from fullshard.planner.optimizers import states_of
 from fullshard.xla.gather import scan_blocks, shared, summed
-from fullshard.xla.plan import Tree, XlaPlan, plan, table_of
+from fullshard.xla.plan import Tree, XlaPlan, plan_with, table_of
 
 BLOCKS = ("model.layers",)
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -169,7 +169,7 @@ def planned(
     shapes: Tree, sharding: ShardConfig, mesh: Any = None, freeze: Sequence[str] = ()
 ) -> XlaPlan:
     """Plans the decoder's arrays, with others if any, on devices; arguments as for `plan`."""
-    return plan(shapes, sharding, mesh, blocks=BLOCKS, freeze=freeze, rules=RULES)
+    return plan_with(RULES, shapes, sharding, mesh, BLOCKS, freeze)
 
 
 def logits_of(config: DecoderConfig, plan: XlaPlan, params: Tree, batch: Any) -> jax.Array:

@@ -243,7 +243,6 @@ def plan(
     *,
     blocks: Sequence[str] = (),
     freeze: Sequence[str] = (),
-    rules: Rules | None = None,
 ) -> XlaPlan:
     """Plans the sharding of every array of a model, and the collectives of a step.
 
@@ -255,11 +254,25 @@ def plan(
             receives their shards and runs them with `scan_blocks`. It receives all other arrays
             whole.
         freeze: Name patterns (globs) of arrays that are not updated.
-        rules: The dimension, without that of layers, that a tensor axis cuts, by name pattern. It
-            leaves other arrays whole. The model has to sum over the axis, as the decoder does.
 
     Raises:
         ConfigError: A setting is impossible or not yet supported on this backend.
+    """
+    return plan_with(None, shapes, config, mesh, blocks, freeze)
+
+
+def plan_with(
+    rules: Rules | None,
+    shapes: Tree,
+    config: ShardConfig | dict[str, Any] | None,
+    mesh: DeviceMesh | None,
+    blocks: Sequence[str],
+    freeze: Sequence[str],
+) -> XlaPlan:
+    """As `plan`; `rules` say which dimension a tensor axis cuts, by name pattern.
+
+    Dimensions are counted without that of layers. Other arrays are whole. The model has to sum
+    over the axis, as the decoder does.
     """
     settings = ShardConfig.of(config)
     check_supported(settings, backend=Backend.JAX)

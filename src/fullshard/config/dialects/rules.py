@@ -16,8 +16,6 @@ from functools import cache, partial
 from importlib.resources import files
 from typing import Any, Union, cast
 
-import yaml
-
 from fullshard.config.fields import Rejected, means_same, to_flag, to_number
 from fullshard.config.problems import ConfigProblems, Problem, show
 from fullshard.config.values import did_you_mean, words_of
@@ -238,6 +236,8 @@ def rows(table: str, other: Table | None = None) -> dict[str, Rule]:
 
 @cache
 def _tables() -> dict[str, list[dict[str, Any]]]:
+    import yaml  # which a GPU's machine may lack
+
     text = files("fullshard.config.dialects").joinpath("keys.yaml").read_text("utf-8")
     return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 

@@ -32,7 +32,7 @@ from fullshard.config.dialects.rules import (
 )
 from fullshard.config.fields import Rejected, means_same, to_flag
 from fullshard.config.keys import canonical
-from fullshard.config.names import MOVED, NAMES
+from fullshard.config.names import MOVED, names
 from fullshard.config.schema import TrainingConfig
 from fullshard.config.values import Strategy, did_you_mean, spellings, words_of
 
@@ -134,7 +134,7 @@ _LORA: Table = {
 
 # Names below `training:` other than fields of TrainingConfig.
 TRAINING: Table = {
-    **NAMES,
+    **names(),
     **{name: _decides(name, move.target) for name, move in MOVED.items() if move.stays},
     "fsdp": {"": _fsdp, **FSDP},
     "fsdp_config": FSDP,
