@@ -66,9 +66,7 @@ def through_jax(source, target, config_folder, meshes):
     for at, (replicate, shard, tensor) in enumerate(meshes):
         devices = jax.devices()[: replicate * shard * tensor]
         mesh = fj.make_mesh(replicate, shard, tensor=tensor, devices=devices)
-        plan = fj.plan(
-            config.shapes(), None, mesh, blocks=fx.decoder.BLOCKS, rules=fx.decoder.RULES
-        )
+        plan = fx.decoder.planned(config.shapes(), None, mesh)
         state, beside = fxs.checkpoints.load(plan, source, tx)
         assert int(state.step) == NUM_STEPS
         assert int(state.opt_state.count) == NUM_STEPS

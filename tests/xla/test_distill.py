@@ -86,12 +86,12 @@ def in_jax(case, shard, folder, batches):
     tensor = 2 if loss == "jsd" else 1
     mesh = fj.make_mesh(1, shard, tensor=tensor, devices=jax.devices()[: shard * tensor])
     sharding = {"strategy": "full_shard", "master_dtype": dtype}
-    bare = fj.plan(own.shapes(), sharding, mesh, blocks=fx.decoder.BLOCKS, rules=fx.decoder.RULES)
+    bare = fx.decoder.planned(own.shapes(), sharding, mesh)
     params, shapes, more = fj.load(bare, folder / "student").params, own.shapes(), {}
     if loss == "hidden":
         more = {f"{fx.distill.PROJECTION}.weight": projection(torch, dtype).weight.detach()}
         shapes[fx.distill.PROJECTION] = {"weight": jax.ShapeDtypeStruct((48, 32), dtype)}
-    plan = fj.plan(shapes, sharding, mesh, blocks=fx.decoder.BLOCKS, rules=fx.decoder.RULES)
+    plan = fx.decoder.planned(shapes, sharding, mesh)
     tx = fx.opt_state.adamw((0.9, 0.999), EPSILON, plan.map(lambda _: 0.1))
     state = state_of(plan, more, tx, params)
     student, teacher, given = fx.head.Decoder(own, plan), None, None

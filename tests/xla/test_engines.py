@@ -48,9 +48,7 @@ def in_jax(folder, strategy, replicate, shard, tensor=1):
     devices = jax.devices()[: replicate * shard * tensor]
     mesh = fj.make_mesh(replicate, shard, tensor=tensor, devices=devices)
     settings = {"strategy": strategy, "master_dtype": "float64"}
-    plan = fj.plan(
-        config.shapes(), settings, mesh, blocks=fx.decoder.BLOCKS, rules=fx.decoder.RULES
-    )
+    plan = fx.decoder.planned(config.shapes(), settings, mesh)
     decay = plan.map(lambda _: NUMBERS["decay"])
     tx = fx.opt_state.adamw(NUMBERS["betas"], NUMBERS["epsilon"], decay)
     state = fj.load(plan, folder, tx)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fullshard.errors import FullshardError
-from support.lazy import fj, jax, jnp, optax, train_state
+from support.lazy import fj, fx, jax, jnp, optax, train_state
 
 NUM_PARTS, NUM_MICRO, SAMPLES, WIDTH, LAYERS, NUM_STEPS = 4, 2, 32, 16, 4, 2
 
@@ -316,7 +316,7 @@ def mistakes():
             lambda: fj.plan({"a.b": tree["head"], "a": {"b": tree["head"]}}, None, mesh),
             lambda: fj.plan(tree, {"tensor": 2}),
             lambda: fj.plan(tree, {"tensor": 4}, fj.make_mesh(tensor=2)),
-            lambda: fj.plan(tree, {"tensor": 2}, rules={"*w": 3}),
+            lambda: fx.plan.plan_with({"*w": 3}, tree, {"tensor": 2}, None, (), ()),
             lambda: fj.make_mesh(tensor=3),
             lambda: placed({"x": torch.ones(16, 8, dtype=torch.bfloat16)}),
             lambda: fj.pad_batch({"x": np.ones(3), "y": np.ones(3, int)}, 4),

@@ -472,8 +472,8 @@ def check_column(file: Path, text_column: str) -> None:
         present = reader.schema_arrow.names
     if text_column not in present:
         raise DataError(
-            f"data.text_column: expected one of {', '.join(present)}, the columns of '{file}'; got "
-            f"{text_column!r}."
+            f"data.text_column: expected a column {text_column!r}, got {', '.join(present)!r} at "
+            f"'{file}'. Name a column that holds text."
         )
 
 

@@ -263,7 +263,7 @@ class Disk:
         self._waiting = Gather(loads, start)
         return self._waiting
 
-    def finish(self) -> None:
+    def drain(self) -> None:
         """Wait until this thread may use the mappings."""
         for thread in (self.reader, self.writer):
             thread.submit(int).result()

@@ -267,7 +267,7 @@ class Gradients:
             group.reduced.kept = ours if any(ours) else ()
             if group.reduced.kept:
                 if self.norms.disk is not None and not all(map(is_, shown, group.views)):
-                    self.norms.disk.finish()
+                    self.norms.disk.drain()
                 for gradient, grad, is_ours in zip(group.views, shown, ours, strict=True):
                     if not is_ours:
                         gradient.zero_()

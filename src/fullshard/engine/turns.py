@@ -79,14 +79,14 @@ def step_in_turns(
             if at > 0:
                 taken = loads[at - 1].result()
                 if not all(piece.whole for piece in turns[at - 1]):
-                    disk.finish()  # the optimizer uses mappings
+                    disk.drain()  # the optimizer uses mappings
                 _step_on(optimizer, turns[at - 1], taken)
                 room = disk.rooms[(at - 1) % NUM_DISK_ROOMS]
                 stored.append(disk.writer.submit(_write, disk, turns[at - 1], room, taken))
         for one in stored:
             one.result()
     except BaseException:
-        disk.finish()
+        disk.drain()
         put_back(pairs)
         raise
     return pairs
