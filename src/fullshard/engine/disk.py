@@ -84,17 +84,14 @@ class _File:
 
 
 class Room:
-    """Memory for direct reads and writes.
+    """Memory for direct reads and writes; private memory would not be safe beside a fork.
 
     Attributes:
         used: Bytes that tensors have taken.
     """
 
     def __init__(self, nbytes: int) -> None:
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        self._memory = mmap.mmap(
-            -1, nbytes, flags=flags
-        )  # begins at a page, as direct uses require
+        self._memory = mmap.mmap(-1, nbytes)  # begins at a page, as direct uses require
         self._bytes = memoryview(self._memory)
         self._address = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
         self.used = 0
