@@ -244,3 +244,39 @@ def test_an_evaluation_reads_offloaded_weights():
     fs.shard(model, offload="cpu", poison=True)
     with torch.no_grad():
         assert torch.equal(model(x), wanted)
+
+
+def stepped(folder, *, num_steps=3):
+    """A model on disk, or in memory, and its optimizer, which stepped in inference mode."""
+    torch.manual_seed(0)
+    model = perturbed(Chain(3))
+    kinds = dict.fromkeys((*KINDS, "optimizer"), "nvme")
+    fs.shard(model, offload=folder and {**kinds, "folder": str(folder)})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(num_steps):
+        model(torch.ones(2, 12)).sum().backward()
+        with torch.inference_mode():
+            optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def test_steps_in_inference_mode_write_to_disk(tmp_path):
+    (on_disk, _), (in_memory, _) = stepped(tmp_path), stepped(None)
+    for one, other in zip(on_disk.parameters(), in_memory.parameters(), strict=True):
+        assert torch.equal(one.to_local(), other.to_local())
+
+
+def test_a_forked_process_leaves_state_on_disk_alone(tmp_path):
+    model, optimizer = stepped(tmp_path)
+    moments = [state["exp_avg"] for state in optimizer.state.values()]
+    before = [moment.clone() for moment in moments]
+    if (pid := os.fork()) == 0:
+        moments.clear()
+        optimizer.state.clear()
+        with torch.no_grad():  # on threads of its own
+            is_finite = bool(model(torch.ones(2, 12)).isfinite().all())
+        os._exit(not is_finite)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert all(map(torch.equal, moments, before))
+    assert all(moment.any() for moment in before)
