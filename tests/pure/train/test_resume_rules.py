@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import LlamaConfig
+from transformers import DbrxConfig, LlamaConfig, Mamba2Config
 
 from fullshard.checkpoint.commit import Documents, claim, conclude, join, report
 from fullshard.checkpoint.retain import newest_complete
@@ -187,6 +187,17 @@ def test_weights_that_would_fit_another_model_or_tokenizer_are_not_taken(tmp_pat
         check_model(own, found, other, kept)
     with pytest.raises(ConfigError, match=r"tokenizer\.json .* got another one \('8' 8 -> None\)"):
         check_model(Resume(tmp_path, required=True), found, same, learned)
+    more = numbers_tokenizer(9)
+    more.add_tokens(["<chat>"])
+    check_model(Resume(tmp_path, required=True), found, same, more)
+
+
+@pytest.mark.parametrize("kind", [Mamba2Config, DbrxConfig])
+def test_a_configuration_that_does_not_come_back_as_it_was_is_resumed(tmp_path, kind):
+    config = kind()  # one has an infinite number, the other loses nested defaults
+    checkpoint(tmp_path / "step-00000003", **{"config.json": config.to_json_string()})
+    found, own = newest_complete(tmp_path), Resume(tmp_path, 6, in_place=True)
+    check_model(own, found, config, numbers_tokenizer(9))
 
 
 @given(st.integers(1, 24), st.integers(1, 5), st.integers(1, 5), st.integers(0, 3))
