@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 Made = TypeVar("Made")
 WAITING_S = 10.0  # between log lines of a rank that waits for rank 0
-GOODBYE_S = 10.0  # for all ranks to read why rank 0 failed
+GOODBYE_S = 10.0  # for all ranks to read how rank 0 ended
 _SERVED: list[LaunchStore] = []  # stores served by this process as rank 0 of another launcher
 TIMEOUT_MARGIN_S = 60.0  # the watchdog reports before torch's timeout ends a rank
 
@@ -159,7 +159,7 @@ def first_prepares(prepare: Callable[[], Made]) -> Made | None:
     finally:
         logger.removeHandler(lines)
         store.set("end", json.dumps(end))
-        deadline = time.monotonic() + (GOODBYE_S if end else 0.0)
+        deadline = time.monotonic() + GOODBYE_S
         while store.add("heard", 0) < get_world_size() - 1 and time.monotonic() < deadline:
             time.sleep(0.1)  # this process may serve the store
 
