@@ -308,7 +308,6 @@ def test_ranks_of_different_seeds_are_refused():
         fs.shard(model)
     with pytest.raises(ConfigError, match="weight and 1 more: expected the same weights"):
         fs.shard(nn.Linear(4, 4))
-    assert True
 
 
 def test_what_was_put_into_a_model_since_it_was_built_is_named():

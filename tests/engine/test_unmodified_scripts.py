@@ -58,7 +58,7 @@ def head_added_later_at_another_rate(run):
 
 
 def parameters_with_elements_alone(run):
-    """A rank leaves out what it has no element of; its zero_grad misses them."""
+    """Each rank gives its optimizer only parameters of which it has elements."""
     model = run.shard(run.model())
     train(run, model, optim.AdamW([p for p in model.parameters() if p.numel()], lr=1e-2))
     return run.result(model)
