@@ -133,7 +133,7 @@ def first_prepares(prepare: Callable[[], Made]) -> Made | None:
     """Returns the result of `prepare` on rank 0; the others wait for it and return None.
 
     They log what rank 0 logs, and raise its error. Call it after the rendezvous. The watchdog names
-    a rank 0 that is stuck.
+    a rank 0 whose process is stopped, unless that process serves the store.
 
     Args:
         prepare: Called on rank 0 only.
