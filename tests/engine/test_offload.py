@@ -267,6 +267,7 @@ def test_steps_in_inference_mode_write_to_disk(tmp_path):
         assert torch.equal(one.to_local(), other.to_local())
 
 
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # of jax, where a test imported it
 def test_a_forked_process_leaves_state_on_disk_alone(tmp_path):
     model, optimizer = stepped(tmp_path)
     moments = [state["exp_avg"] for state in optimizer.state.values()]
