@@ -27,7 +27,7 @@ EXEMPT = ("src/fullshard/compat/",)
 # number when code goes, never raise one without a line in docs/log.md that says what it bought.
 # Packages that share a budget are joined by " + ".
 BUDGETS = {
-    "bench": 1_895,
+    "bench": 1_896,
     "config": 3_370,
     "cli": 1_934,
     "engine + transport": 8_155,
@@ -37,7 +37,7 @@ BUDGETS = {
     "compat + integrations": 2_745,
     "xla + jax + xla_state": 2_759,
     "checkpoint + formats": 2_881,
-    "in all": 41_622,
+    "in all": 41_623,
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
