@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -37,6 +38,7 @@ from fullshard.bench.page import (
 from fullshard.bench.ranks import run_ranks
 from fullshard.cli.bench import OutFlag, WaitFlag, say, show
 from fullshard.cli.outcome import Outcome
+from fullshard.errors import ConfigError
 
 NAME = "benchmarks.nvme"
 OURS, KEPT, MEMORY, THEIRS = (
@@ -201,6 +203,8 @@ def main(
     as_json: JsonFlag = False,  # noqa: ARG001  read by run_script
 ) -> Outcome:
     """Measure steps with all state on disk beside DeepSpeed's NVMe offload."""
+    if find_spec("deepspeed") is None:
+        raise ConfigError("deepspeed: expected it to be installed. docs/performance.md says how.")
     rows: list[dict[str, Any]] = []
     place.mkdir(parents=True, exist_ok=True)
     with Neighbours(wait=wait, say=say) as neighbours:
