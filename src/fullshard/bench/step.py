@@ -24,7 +24,7 @@ The floor runs the same processes without any message and updates 1/W of the par
 
 Memory is measured with each engine alone in fresh processes: the sampled peak of the proportional
 set size during three steps, minus the size before the model was built, of the rank with the largest
-figure. Resident counts shared pages in every rank.
+figure.
 """
 
 from __future__ import annotations
@@ -73,7 +73,6 @@ START_S, FIRST_STEPS, OVERHEAD = 15.0, 5, 1.2
 FLOPS_PER_S = 1e11  # of matmuls, all ranks together
 
 RAW = ("losses", "times_s")  # members of a row that stand with its case in the JSON
-MEMORY_KEYS = ("memory_peak_bytes", "resident_peak_bytes")
 COLUMNS = (
     "case",
     "engine",
@@ -83,7 +82,6 @@ COLUMNS = (
     "tokens/s",
     "to FSDP2 [95 %]",
     "peak, MiB",
-    "resident, MiB",
     "loss difference",
 )
 METHOD = method_of(__doc__, **LOSS_TOLERANCE)
@@ -189,7 +187,7 @@ def run_case(case: Case, peers: Sequence[Peer], options: StepOptions, say: Say) 
 
     unfit = unfit_of(case, peers)
     peers = [peer for peer in peers if peer.name not in unfit]
-    memory = dict[str, dict[str, int]]()
+    memory = dict[str, int]()
     measured: list[tuple[tuple[Peer, ...], list[dict]]] = []
     prefetch = None
     with Neighbours(wait=options.wait, say=say) as neighbours:
@@ -202,7 +200,7 @@ def run_case(case: Case, peers: Sequence[Peer], options: StepOptions, say: Say) 
     for peer in peers if options.measure_memory else ():
         say(f"{case.name}: memory of {peer.name}, alone")
         ranks = on_ranks(StepJob(case, (peer.name,), "memory", 0, prefetch=prefetch))
-        memory[peer.name] = {key: max(rank[key] for rank in ranks) for key in MEMORY_KEYS}
+        memory[peer.name] = max(rank["memory_peak_bytes"] for rank in ranks)
     rows: dict[str, dict[str, Any]] = {}
     for group, ranks in measured:
         rows = _rows(case, group, ranks, memory) | rows  # keeps FSDP2's first row
@@ -217,7 +215,7 @@ def run_case(case: Case, peers: Sequence[Peer], options: StepOptions, say: Say) 
 
 
 def _rows(
-    case: Case, group: Sequence[Peer], ranks: list[dict], memory: Mapping[str, dict[str, int]]
+    case: Case, group: Sequence[Peer], ranks: list[dict], memory: Mapping[str, int]
 ) -> dict[str, dict[str, Any]]:
     """The JSON rows of the engines of a group, with what stands apart in the JSON (RAW)."""
     first = ranks[0]
@@ -231,7 +229,7 @@ def _rows(
             "strategy": peer.strategy,
             "step_time_s": median(times),
             "tokens_per_s": case.tokens_per_step / median(times),
-            **memory.get(peer.name, dict.fromkeys(MEMORY_KEYS)),
+            "memory_peak_bytes": memory.get(peer.name),
             "case": case.name,
             "num_ranks": case.num_ranks,
             "cpu_step_s": fmean(median(rank["cpu_times_s"][peer.name]) for rank in ranks),
@@ -300,7 +298,6 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
         f"{row['tokens_per_s']:.0f}",
         shown("ratio_to_fsdp2", lambda ratio: str(Estimate(**ratio))),
         shown("memory_peak_bytes", lambda size: f"{size / MIB:.0f}"),
-        shown("resident_peak_bytes", lambda size: f"{size / MIB:.0f}"),
         shown("loss_difference", "{:.1e}".format),
     )
 

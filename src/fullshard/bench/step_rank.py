@@ -16,12 +16,7 @@ import torch.distributed as dist
 
 from fullshard.bench.cases import CASES, Case
 from fullshard.bench.engines import BUILDERS, Setup, Step, make_batches
-from fullshard.bench.ranks import (
-    PeakSampler,
-    proportional_bytes,
-    resident_bytes,
-    return_free_memory,
-)
+from fullshard.bench.ranks import PeakSampler, proportional_bytes, return_free_memory
 from fullshard.bench.step import StepJob
 
 NUM_BATCHES = 4
@@ -141,7 +136,7 @@ def measure_memory(job: StepJob) -> dict[str, object]:
     warm_up_process(job, engine)
     return_free_memory()
     dist.barrier()
-    baseline, resident = proportional_bytes(), resident_bytes()
+    baseline = proportional_bytes()
     feeder = Feeder(job.case, BUILDERS[engine](setup_of(job, engine)))
     return_free_memory()
     dist.barrier()
@@ -149,7 +144,4 @@ def measure_memory(job: StepJob) -> dict[str, object]:
         for _ in range(MEMORY_STEPS):
             feeder.step()
         dist.barrier()
-    return {
-        "memory_peak_bytes": steps.peak_bytes - baseline,
-        "resident_peak_bytes": steps.resident_peak_bytes - resident,
-    }
+    return {"memory_peak_bytes": steps.peak_bytes - baseline}

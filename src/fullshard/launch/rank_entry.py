@@ -162,8 +162,7 @@ def _say_unsharded(file: Path) -> None:
 
 def _watch(launch: LaunchEnvironment, folder: LaunchFolder) -> None:
     """Starts the watchdog, which waits for a process group."""
-    kept = folder.events(launch.rank)
-    dog = watchdog.start(launch, stacks_file=folder.stacks, kept_file=kept)
+    dog = watchdog.start(launch, stacks_file=folder.stacks)
     if dog is None:
         return
 

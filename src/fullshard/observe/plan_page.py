@@ -19,7 +19,7 @@ def write_plan_page(study: Study, strategies: Sequence[Outlook], target: Path) -
     """Writes the page of a configuration.
 
     Args:
-        study: Plan, forecast, advice and scaling of the configuration.
+        study: Plan, forecast and advice of the configuration.
         strategies: Forecasts of the other strategies.
         target: File to write.
 
@@ -45,7 +45,7 @@ def write_plan_page(study: Study, strategies: Sequence[Outlook], target: Path) -
 
 
 def _plan_charts(study: Study, bars: Sequence[Bar]) -> dict[str, Any]:
-    """Allocated memory during a micro-batch, stacked by kind, and efficiency over ranks."""
+    """Allocated memory during a micro-batch, stacked by kind."""
     rows, moments = study.outlook.rows, held_over_time(study.outlook.rows, bars)
     unit, scale = _time_unit(moments[-1].time_s) if moments else ("", 1.0)
     state = [row for row in rows if row.name not in list(TensorKind)]
@@ -55,26 +55,10 @@ def _plan_charts(study: Study, bars: Sequence[Bar]) -> dict[str, Any]:
     memory = [{unit: scale * one.time_s, **kept, **one.held} for one in moments]
     layers = [*kept, *TensorKind]
     names = [name for name in layers if any(one[name] for one in memory)]
-    scaling = [{"ranks": one.world_size, "efficiency": one.efficiency} for one in study.scaling]
-    charts = (
-        Chart(
-            "Memory during a micro-batch",
-            "bytes",
-            [Line(name, "memory", name, at) for at, name in enumerate(names, 1)],
-            x=unit,
-            is_wide=True,
-            is_stacked=True,
-        ),
-        Chart(
-            "Efficiency over ranks, at constant work per rank",
-            "%",
-            [Line("efficiency", "scaling", "efficiency", 1, "dots", 100)],
-            x="ranks",
-            is_wide=True,
-            log2_x=True,
-        ),
-    )
-    return drawn({"memory": table_of(memory), "scaling": table_of(scaling)}, charts)
+    lines = [Line(name, "memory", name, at) for at, name in enumerate(names, 1)]
+    title = "Memory during a micro-batch"
+    chart = Chart(title, "bytes", lines, x=unit, is_wide=True, is_stacked=True)
+    return drawn({"memory": table_of(memory)}, [chart])
 
 
 def _schedule(outlook: Outlook, bars: Sequence[Bar]) -> str:

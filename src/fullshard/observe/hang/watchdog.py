@@ -78,14 +78,12 @@ class WatchdogSettings:
         timeout_s: A rank that waits longer is stuck.
         hang_file: File of the report.
         stacks_file: File to which a rank's faulthandler writes on SIGUSR2; None: no such file.
-        kept_file: File with this rank's last events, for the launcher; None: no such file.
     """
 
     launch: LaunchEnvironment
     timeout_s: float
     hang_file: Path
     stacks_file: Callable[[int], Path] | None = None
-    kept_file: Path | None = None
 
     @property
     def supervised(self) -> bool:
@@ -403,12 +401,8 @@ def watch(ring: EventRing, titles: Sequence[str]) -> None:
     dist = sys.modules.get("torch.distributed")
     launch = read_launch_environment() if dist is not None and dist.is_initialized() else None
     dog = current() if launch is None else start(launch)
-    if dog is None:
-        return
-    dog.sampler.watch(ring, titles)
-    file = dog.settings.kept_file
-    if file is not None and not file.exists():  # a second model's events stay in memory
-        ring.keep_in(file, titles)
+    if dog is not None:
+        dog.sampler.watch(ring, titles)
 
 
 def _last_frame(trace: TracebackType | None) -> FrameType | None:
