@@ -5,9 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fullshard.bench.cases import CASES, PEERS, unfit_of
 from fullshard.bench.engines import BUILDERS, Experts, Setup, build_model
-from fullshard.bench.step import LOSS_TOLERANCE
+from fullshard.bench.step import CASES, LOSS_TOLERANCE, PEERS, unfit_of
 from fullshard.bench.step_rank import Feeder
 
 TINY = {

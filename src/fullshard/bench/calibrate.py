@@ -35,9 +35,8 @@ from fullshard.outlook.calibration import Calibration, Ceilings, HostOverhead, T
 from fullshard.planner.mesh import Mesh
 from fullshard.recipes.base import causal_lm_loss
 from fullshard.run.optim import build_optimizer
-from fullshard.transport.base import Axes
-from fullshard.transport.fake import FakeTransport
-from fullshard.transport.select import make_transport
+from fullshard.transport.base import Axes, FakeTransport
+from fullshard.transport.groups import make_transport
 
 if TYPE_CHECKING:
     from fullshard.planner.plan import Plan

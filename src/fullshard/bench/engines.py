@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from fullshard.bench.cases import ADAPTER_RANK, NUM_CHOSEN, NUM_EXPERTS, Case, Kind
+from fullshard.bench.step import ADAPTER_RANK, NUM_CHOSEN, NUM_EXPERTS, Case, Kind
 
 HEAD_WIDTH = 64
 

@@ -14,10 +14,9 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from fullshard.bench.cases import CASES, Case
 from fullshard.bench.engines import BUILDERS, Setup, Step, make_batches
 from fullshard.bench.ranks import PeakSampler, proportional_bytes, return_free_memory
-from fullshard.bench.step import StepJob
+from fullshard.bench.step import CASES, Case, StepJob
 
 NUM_BATCHES = 4
 PREFETCHES = (0, 1, 2)

@@ -32,10 +32,9 @@ from typing import Annotated, Any, cast
 
 import yaml
 
-from fullshard.config.fields import Count, Flag, Number
+from fullshard.config.fields import Count, Flag, Number, Section
 from fullshard.config.files import read_file
 from fullshard.config.problems import ConfigProblems, Problem, show
-from fullshard.config.section import Section
 
 TERA = 1e12
 GIGA = 1e9

@@ -9,10 +9,13 @@ import pytest
 
 from fullshard.bench import page as bench_page
 from fullshard.bench import step
-from fullshard.bench.cases import CASES, find_case, groups_of, installed_peers
 from fullshard.bench.step import (
+    CASES,
     COLUMNS,
     StepOptions,
+    find_case,
+    groups_of,
+    installed_peers,
     loss_differences,
     loss_errors,
     page_of,
@@ -124,7 +127,7 @@ def test_unknown_cases_and_engines_are_named_with_the_choices():
 
 
 def test_a_peer_that_is_not_installed_is_listed_as_absent(monkeypatch):
-    monkeypatch.setattr("fullshard.bench.cases.find_spec", lambda name: name == "torch" or None)
+    monkeypatch.setattr("fullshard.bench.step.find_spec", lambda name: name == "torch" or None)
     present, absent = installed_peers(("fsdp2", "deepspeed", "fsdp2"))
     assert ([peer.name for peer in present], absent) == (["fsdp2"], ["deepspeed"])
 

@@ -38,16 +38,17 @@ from fullshard.observe.hang.judge import (
     EXCHANGE,
     SETTLED_S,
     Entry,
+    EventRing,
     Position,
     Seen,
     Verdict,
     awaited,
     fallen_silent,
+    in_words,
     judge,
     left_early,
     streams,
 )
-from fullshard.observe.trace import EventRing, in_words
 from fullshard.planner.events import EventKind
 
 DEFAULT_TIMEOUT_S = 600.0
