@@ -27,17 +27,17 @@ EXEMPT = ("src/fullshard/compat/",)
 # number when code goes, never raise one without a line in docs/log.md that says what it bought.
 # Packages that share a budget are joined by " + ".
 BUDGETS = {
-    "bench": 1_855,
+    "bench": 1_838,
     "config": 3_369,
-    "cli": 1_923,
+    "cli": 1_922,
     "engine + transport": 8_117,
     "planner + outlook": 4_222,
     "data + models + recipes + run + verify": 9_117,
-    "observe + launch": 3_314,
+    "observe + launch": 3_304,
     "compat + integrations": 2_720,
     "xla + jax + xla_state": 2_759,
-    "checkpoint + formats": 2_869,
-    "in all": 41_301,
+    "checkpoint + formats": 2_859,
+    "in all": 41_263,
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -5,9 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fullshard.bench.engines import BUILDERS, Experts, Setup, build_model
+from fullshard.bench.engines import BUILDERS, Experts, Feeder, Setup, build_model
 from fullshard.bench.step import CASES, LOSS_TOLERANCE, PEERS, unfit_of
-from fullshard.bench.step_rank import Feeder
 
 TINY = {
     name: replace(CASES["tiny"], name=name, kind=CASES[name].kind, compute=CASES[name].compute)

@@ -1,6 +1,6 @@
 """`fullshard bench step`: times a training step of several engines side by side.
 
-This module has the cases and engines as data, starts the ranks (`bench/step_rank.py`) and makes the
+This module has the cases and engines as data, starts the ranks (`bench/engines.py`) and makes the
 page of what they measured. It imports no torch.
 
 Method:
@@ -230,7 +230,7 @@ def find_case(name: str) -> Case:
     return CASES[name]
 
 
-MEASURE = "fullshard.bench.step_rank:measure"
+MEASURE = "fullshard.bench.engines:measure"
 MIB = 2**20
 # Losses of float32 runs differ by the order of sums; a wrong gradient shows at the third digit.
 # In bfloat16 another order of sums rounds a weight to its neighbour, 0.4 % away.

@@ -21,8 +21,8 @@ It is JSON and safetensors:
     config.json           the shrunk model's configuration     both
     weights.safetensors   every weight, perturbed              both
     batches.safetensors   STEP.BATCH.MICRO.input_ids, .labels  both
-    PASS/reference.*      what one process computed            by reference.py
-    PASS/rank_K.*         what rank K computed                 by rank.py, or of all devices by xla.py
+    PASS/reference.*      what one process computed    by reference.py
+    PASS/rank_K.*         what rank K computed         by rank.py, or of all devices by xla.py
 """
 
 from __future__ import annotations
