@@ -14,7 +14,6 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from transformers import AutoModelForCausalLM
 
 import fullshard as fs
-from fullshard.formats.export import ExportSettings, export_folder, opened
 from support.models import CASES, hugging_face
 
 MODELS = ["tied llama", "llama", "mixture of experts", "one tensor of several"]
@@ -62,8 +61,10 @@ def logits_of(folder, **settings):
 @pytest.mark.parametrize("name", MODELS)
 def test_an_exported_folder_gives_the_logits_of_the_model(fullshard, written, tmp_path, name):
     folder = tmp_path / "exported"
-    with opened(written / name, None) as source:
-        assert export_folder(source, folder, ExportSettings(max_shard_bytes=20_000)) == []
+    done = fullshard(
+        "ckpt", "export", written / name, folder, "--max-shard-size", "20KB", "--json", code=0
+    )
+    assert done.json["left_out"] == []
     wanted = torch.load(written / f"{name}.logits")
     assert torch.allclose(logits_of(folder), wanted, atol=1e-5)
     index = json.loads((folder / "model.safetensors.index.json").read_text())
@@ -176,6 +177,8 @@ def test_what_cannot_be_exported_says_so_and_leaves_nothing(fullshard, written, 
     done = fullshard("ckpt", "export", tmp_path / "config", tmp_path / "new", code=7)
     assert "has none, but model.layers.0.mlp.experts." in done.err
     assert fullshard(*words, "--dtype", "int3").exit_code == 2
+    for size in ("5 apples", "1.2.3GB", "9" * 400):
+        assert fullshard(*words, "--max-shard-size", size).exit_code == 2
     assert fullshard("ckpt", "export", written / "llama", "x" * 5000).exit_code == 7
     assert fullshard(*words, "--dry-run").exit_code == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config", "full"]

@@ -65,6 +65,7 @@ def test_the_json_object_has_the_keys_of_the_contract(plan, config):
         "reserve",
         "phases",
         "checkpoint_bytes",
+        "scaling",
         "memory_bytes",
         "plan",
     ]
@@ -72,6 +73,7 @@ def test_the_json_object_has_the_keys_of_the_contract(plan, config):
     assert found["peak_bytes"]["device"] == sum(rows(found).values())
     assert (found["fits"], found["step_time_s"], found["advice"]) == ("fits", None, [])
     assert {"activations", "logits and loss"} <= set(rows(found))
+    assert found["scaling"] == []
     phases = {phase["name"]: phase for phase in found["phases"]}
     assert list(phases) == ["load", "shard", "forward", "backward", "optimizer", "save", "resume"]
     most = max(phase["device"] for phase in found["phases"])
@@ -175,6 +177,14 @@ def test_what_does_not_fit_is_answered_with_changes_that_do(plan, nodes, size, k
         assert followed["step_time_s"] == pytest.approx(one["step_time_s"])
 
 
+def test_a_scaling_curve_goes_to_1024_ranks_and_says_what_is_lost(plan, config):
+    found, _ = plan(config, "--gpus", "8xH100-80GB")
+    curve = found["scaling"]
+    assert [point["world_size"] for point in curve] == [2**power for power in range(11)]
+    assert max(point["efficiency"] for point in curve) == 1
+    assert all(one["efficiency"] > 0 and one["reason"] for one in curve)
+
+
 def test_the_strategy_is_chosen_where_it_is_left_to_the_planner(plan, config):
     found, code = plan(config, "strategy=auto", "--gpus", "8xH100-80GB")
     assert code == 0
@@ -261,7 +271,7 @@ def test_plan_for_xla_has_the_keys_of_the_other_and_its_collectives(plan, config
     found, code = plan(config, "backend=jax", "--gpus", "4xA100-40GB")
     assert code == 0
     assert found["fits"] == "fits"
-    own = {"memory_bytes", "reserve", "phases", "checkpoint_bytes"}
+    own = {"memory_bytes", "scaling", "reserve", "phases", "checkpoint_bytes"}
     assert set(wanted) - set(found) == own
     assert rows(found)["parameter shards"] == NUMEL  # 4 bytes a parameter on 4 devices
     assert found["peak_bytes"]["device"] == sum(rows(found).values())

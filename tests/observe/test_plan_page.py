@@ -31,11 +31,13 @@ def test_it_needs_no_network(page):
     assert not re.search(r"(src|href)\s*=(?!\"data:,\")|@import|url\(", html)
 
 
-def test_it_shows_the_verdict_every_row_of_memory(page):
+def test_it_shows_the_verdict_every_row_of_memory_and_every_scale(page):
     found, text = page
     assert f">{found['fits']}</b>" in text
     for row in found["rows"]:
         assert row["name"].replace("'", "&#39;") in text
+    for point in found["scaling"]:
+        assert f'<td class="num">{point["world_size"]:,}</td>' in text
 
 
 def test_its_schedule_has_a_bar_for_every_unit_in_every_lane_that_the_unit_uses(page):

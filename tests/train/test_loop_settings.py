@@ -1,5 +1,6 @@
 """`fullshard train` with an average of the weights, an early end, and trackers."""
 
+import csv
 import json
 
 import pytest
@@ -61,9 +62,14 @@ def test_the_average_is_evaluated_and_opens_as_a_model(run):
     assert 0 < torch.dist(last, average) < 0.5 * torch.linalg.norm(last)
 
 
-def test_the_tracker_has_the_rows(run):
+def test_the_table_and_the_tracker_have_the_rows(run):
     _, folder = run
     rows = list(read_rows(folder / "metrics.jsonl"))
+    with (folder / "metrics.csv").open(newline="") as file:
+        table = list(csv.DictReader(file))
+    assert [{k: v for k, v in line.items() if v} for line in table] == [
+        {k: str(v) for k, v in row.items() if v is not None} for row in rows
+    ]
     events = EventAccumulator(str(folder / "tensorboard"))
     events.Reload()
     shown = [(event.step, event.value) for event in events.Scalars("train/loss")]

@@ -202,10 +202,11 @@ def diff(
 
 
 @app.command()
-def export(
+def export(  # noqa: PLR0913  (one parameter an option)
     checkpoint: Any_,
     folder: Target,
     dtype: str | None = None,
+    max_shard_size: Annotated[str, typer.Option("--max-shard-size", "--max_shard_size")] = "5GB",
     format_: Annotated[str, typer.Option("--format")] = "hf",
     config: ConfigFolder = None,
     dry_run: DryRunFlag = False,
@@ -216,13 +217,14 @@ def export(
         checkpoint: see `Any_`.
         folder: A new folder.
         dtype: Dtype of floating point tensors: bf16, fp16, fp32. Default: unchanged.
+        max_shard_size: Largest size of one weights file.
         format_: hf: a Hugging Face folder; dcp: torch's own.
         config: see `ConfigFolder`.
         dry_run: see `DryRunFlag`.
     """
     from fullshard.formats.export import ExportSettings, export_folder, opened
 
-    settings = ExportSettings.of(format_, dtype)
+    settings = ExportSettings.of(format_, dtype, max_shard_size)
     with opened(checkpoint, config) as source:
         show(f"{source.what}: {len(source.tensors)} tensors, {_bytes(source.num_bytes)}")
         facts = {"source": source.what, "folder": folder, "num_tensors": len(source.tensors)}

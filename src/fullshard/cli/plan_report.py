@@ -109,6 +109,7 @@ def to_dict(study: Study) -> dict[str, Any]:
         ],
         "phases": [dataclasses.asdict(one) for one in outlook.phases(study.storage)],
         "checkpoint_bytes": made.checkpoint_bytes,
+        "scaling": [dataclasses.asdict(point) for point in study.scaling],
         "memory_bytes": study.outlook.machine.memory_bytes,
         "plan": {
             "model": made.model_kind,

@@ -92,7 +92,7 @@ class TrainingConfig(Section):
 
     report_to: Annotated[tuple[Tracker, ...], BeforeValidator(_read_trackers)] = ()
     """none | all | tensorboard, wandb, mlflow, trackio: trackers that also show the metrics. A
-    missing one is reported once; metrics.jsonl is always written."""
+    missing one is reported once; metrics.jsonl and metrics.csv are always written."""
 
     run_name: Text | None = None
     """The run's name in trackers. None: output_dir."""

@@ -10,6 +10,7 @@ a time, in a temporary folder that is renamed once it is complete.
 from __future__ import annotations
 
 import json
+import re
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
@@ -42,6 +43,8 @@ from fullshard.formats.source import Entry, Source, check_empty, whole_or_nothin
 from fullshard.transport.base import torch_dtype
 
 GENERATION = "generation_config.json"
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 class Format(StrEnum):
@@ -71,7 +74,7 @@ class ExportSettings:
     format: Format = Format.HUGGING_FACE
 
     @classmethod
-    def of(cls, format_: str, dtype: str | None) -> ExportSettings:
+    def of(cls, format_: str, dtype: str | None, max_shard_size: str) -> ExportSettings:
         """Parses the options of `ckpt export`.
 
         Raises:
@@ -80,7 +83,21 @@ class ExportSettings:
         known = None if dtype is None else torch_dtype(parse(DType, dtype, "--dtype"))
         if format_ not in list(Format):
             raise ConfigError(f"--format: expected {' or '.join(Format)}; got '{format_}'.")
-        return cls(known, format=Format(format_))
+        return cls(known, parse_size(max_shard_size), format=Format(format_))
+
+
+def parse_size(text: str) -> int:
+    """Parses "5GB" (5e9 bytes, as in Hugging Face), "500MiB" or "1000".
+
+    Raises:
+        ConfigError: The text is not a size.
+    """
+    match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d*)?)\s*([A-Za-z]*)\s*", text)
+    unit = _UNITS.get(match.group(2).upper()) if match else None
+    size = int(float(match.group(1)) * unit) if match and unit else 0
+    if size <= 0:
+        raise ConfigError(f"--max-shard-size: expected a size such as 5GB or 500MiB; got '{text}'.")
+    return size
 
 
 def export_folder(source: Source, folder: Path, settings: ExportSettings) -> list[str]:

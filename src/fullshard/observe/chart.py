@@ -67,6 +67,7 @@ class Chart:
         is_wide: The chart takes the page's full width.
         is_stacked: Lines are stacked on each other.
         from_zero: The y axis includes zero.
+        log2_x: The x axis is logarithmic.
         is_compared: A comparison of runs has this chart.
     """
 
@@ -77,6 +78,7 @@ class Chart:
     is_wide: bool = False
     is_stacked: bool = False
     from_zero: bool = True
+    log2_x: bool = False
     is_compared: bool = True
 
 

@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: an object a step and one an evaluation.
+"""`metrics.jsonl`: an object a step and one an evaluation; `metrics.csv`: the same as a table.
 
 `saves.jsonl` has an object per checkpoint, and `samples.jsonl` one per text of the model.
 
@@ -11,13 +11,14 @@ run's end, so that the shortest run has one.
 
 from __future__ import annotations
 
+import csv
 import json
 import logging
 import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import cache
 from importlib import import_module
 from os import fstat
@@ -108,12 +109,13 @@ class SampleRow:
 AnyRow = StepRow | EvalRow | SaveRow | SampleRow
 # By a column that no other kind of row has.
 KINDS = {"loss": StepRow, "eval_loss": EvalRow, "save_s": SaveRow, "text": SampleRow}
+COLUMNS = [*(field.name for field in fields(StepRow)), "eval_loss"]
 SAVES, SAMPLES = "saves.jsonl", "samples.jsonl"
 ASIDE = {SaveRow: SAVES, SampleRow: SAMPLES}  # files of their own
 
 
 class MetricsWriter:
-    """Appends rows to a file; `write` returns when they are in the file.
+    """Appends rows to a file and to the table beside it; `write` returns when they are in the file.
 
     Raises:
         ConfigError: The file is no longer at its path: what is written would be lost.
@@ -122,6 +124,11 @@ class MetricsWriter:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file: TextIO = path.open("a", encoding="utf-8")
+        self._table_file = path.with_suffix(".csv").open("w", encoding="utf-8", newline="")
+        self._table = csv.DictWriter(self._table_file, COLUMNS)
+        self._table.writeheader()
+        self._table.writerows(read_rows(path))
+        self._table_file.flush()
 
     def write(self, row: AnyRow) -> None:
         values = asdict(row)
@@ -131,7 +138,9 @@ class MetricsWriter:
                 file.write(json.dumps(values, allow_nan=False) + "\n")
             return
         self._file.write(json.dumps(values, allow_nan=False) + "\n")
+        self._table.writerow(values)
         self._file.flush()
+        self._table_file.flush()
         self._check_place()
 
     def _check_place(self) -> None:
@@ -146,6 +155,7 @@ class MetricsWriter:
 
     def close(self) -> None:
         self._file.close()
+        self._table_file.close()
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:

@@ -11,7 +11,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -446,7 +446,7 @@ def write_plan_page(study: Study, strategies: Sequence[Outlook], target: Path) -
     """Writes the page of a configuration.
 
     Args:
-        study: Plan, forecast and advice of the configuration.
+        study: Plan, forecast, advice and scaling of the configuration.
         strategies: Forecasts of the other strategies.
         target: File to write.
 
@@ -472,7 +472,7 @@ def write_plan_page(study: Study, strategies: Sequence[Outlook], target: Path) -
 
 
 def _plan_charts(study: Study, bars: Sequence[Bar]) -> dict[str, Any]:
-    """Allocated memory during a micro-batch, stacked by kind."""
+    """Allocated memory during a micro-batch, stacked by kind, and efficiency over ranks."""
     rows, moments = study.outlook.rows, held_over_time(study.outlook.rows, bars)
     unit, scale = _time_unit(moments[-1].time_s) if moments else ("", 1.0)
     state = [row for row in rows if row.name not in list(TensorKind)]
@@ -483,9 +483,20 @@ def _plan_charts(study: Study, bars: Sequence[Bar]) -> dict[str, Any]:
     layers = [*kept, *TensorKind]
     names = [name for name in layers if any(one[name] for one in memory)]
     lines = [Line(name, "memory", name, at) for at, name in enumerate(names, 1)]
-    title = "Memory during a micro-batch"
-    chart = Chart(title, "bytes", lines, x=unit, is_wide=True, is_stacked=True)
-    return drawn({"memory": table_of(memory)}, [chart])
+    scaling = [{"ranks": one.world_size, "efficiency": one.efficiency} for one in study.scaling]
+    title, efficiency = "Memory during a micro-batch", Line("efficiency", "scaling", "efficiency")
+    charts = (
+        Chart(title, "bytes", lines, x=unit, is_wide=True, is_stacked=True),
+        Chart(
+            "Efficiency over ranks, at constant work per rank",
+            "%",
+            [replace(efficiency, style="dots", scale=100)],
+            x="ranks",
+            is_wide=True,
+            log2_x=True,
+        ),
+    )
+    return drawn({"memory": table_of(memory), "scaling": table_of(scaling)}, charts)
 
 
 def _schedule(outlook: Outlook, bars: Sequence[Bar]) -> str:

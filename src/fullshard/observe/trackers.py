@@ -180,5 +180,5 @@ def _left_out(tracker: Tracker, trackers: dict[Tracker, tuple[Log, Close]]) -> G
             what = "is not installed"
         else:
             what = f"failed and is disabled ({type(error).__name__}: {error})"
-        what += "; metrics.jsonl has the same values"
+        what += "; metrics.jsonl and metrics.csv contain the same values"
         logger.warning("training.report_to: %s %s", tracker, what)

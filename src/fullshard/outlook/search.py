@@ -1,4 +1,4 @@
-"""The search for configurations that fit or are faster: advice and `auto`.
+"""The search for configurations that fit or are faster: advice, `auto`, and scaling.
 
     candidates = strategies x recompute x ways to divide a rank's samples into micro-batches
                + full_shard and shard_grad_op beside a tensor or an expert axis
@@ -19,8 +19,10 @@ from typing import Any
 from fullshard.config.sharding import Offload, ShardConfig
 from fullshard.config.values import DType, Home, Recompute, RecomputeKind, Strategy
 from fullshard.errors import ConfigError, WillNotFitError, WrapError
-from fullshard.outlook.memory import DEFAULT_STORAGE, Fit, Storage
+from fullshard.outlook.memory import DEFAULT_STORAGE, Fit, Storage, peak_memory
 from fullshard.outlook.predict import Machine, Outlook, PlannedStep, look
+from fullshard.outlook.speed import step_times
+from fullshard.outlook.workload import Parallelism, Workload
 from fullshard.planner.mesh import Topology, row_of
 from fullshard.planner.plan import Plan
 from fullshard.planner.text import human_bytes
@@ -321,19 +323,44 @@ def _splits(job: PlannedStep) -> list[PlannedStep]:
     return [replace(job, batch=batch) for batch in batches]
 
 
+# ---- other numbers of ranks ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ScalePoint:
+    """The forecast for another number of ranks, with the work of a rank unchanged.
+
+    Attributes:
+        world_size: Number of ranks.
+        step_time_s: Seconds per step.
+        efficiency: Tokens per second and rank, relative to the best number of ranks.
+        peak_bytes: Estimated peak of a device.
+        fits: Whether the peak is within the device's memory.
+        reason: Largest cause of lost time.
+    """
+
+    world_size: int
+    step_time_s: float
+    efficiency: float
+    peak_bytes: int
+    fits: bool
+    reason: str
+
+
 @dataclass(frozen=True, slots=True)
 class Study:
     """Everything that is known about a run before it starts."""
 
     outlook: Outlook
     advice: list[PlanAdvice]
+    scaling: list[ScalePoint]
     storage: Storage
 
 
 def study(
     outlook: Outlook, plan_at: PlanAt, topology: Topology, storage: Storage = DEFAULT_STORAGE
 ) -> Study:
-    """Returns an outlook with advice.
+    """Returns an outlook with advice and scaling.
 
     Args:
         outlook: Forecast of the run.
@@ -346,4 +373,43 @@ def study(
     if outlook.fit is Fit.NO:
         more = on_more_hosts(outlook, plan_at, topology)
         advice = [one for one in advice if one.changes or not more] + more
-    return Study(outlook, advice, storage)
+    return Study(outlook, advice, scaling(outlook, topology), storage)
+
+
+def scaling(outlook: Outlook, topology: Topology) -> list[ScalePoint]:
+    """Returns the efficiency for 1 to 1,024 ranks, with the work of a rank unchanged.
+
+    None beside a tensor or an expert axis, whose size would have to change, too.
+    """
+    machine, mesh, axes = outlook.machine, outlook.plan.mesh, outlook.run.mesh
+    if machine.device is None or not outlook.job.is_timed or axes.tensor * axes.expert > 1:
+        return []
+    is_hybrid = mesh.replicate > 1 and mesh.shard > 1
+    # Formulas give the difference to the plan's own peak.
+    here = outlook.peak_bytes[Place.DEVICE], peak_memory(outlook.run).active
+    points: list[ScalePoint] = []
+    world = 1
+    while world <= max(MAX_WORLD, topology.world_size):
+        shard = min(world, topology.ranks_per_host) if is_hybrid else world
+        shard = 1 if mesh.shard == 1 else shard
+        run = replace(outlook.run, mesh=Parallelism(shard, world // shard))
+        points.append(_at_scale(run, here, machine.memory_bytes or 0))
+        world *= 2
+    best = min(point.step_time_s for point in points)
+    return [replace(point, efficiency=best / point.step_time_s) for point in points]
+
+
+def _at_scale(run: Workload, here: tuple[int, float], limit: int) -> ScalePoint:
+    """The point of a run that takes `here[0]` bytes where formulas give `here[1]`."""
+    times, held = step_times(run), peak_memory(run).active
+    lost = {
+        "exposed communication": times.exposed,
+        "kernel launches": times.launch,
+        "optimizer update": times.update,
+    }
+    worst = max(lost, key=lambda name: lost[name])
+    reason = worst if lost[worst] > 0.01 * times.step else "nothing above 1 %"
+    peak, counted = here
+    fits = not limit or peak + held - counted <= limit
+    more = round(held - counted)
+    return ScalePoint(run.mesh.world_size, times.step, 1.0, peak + more, fits, reason)

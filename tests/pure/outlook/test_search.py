@@ -203,3 +203,12 @@ def test_no_time_is_said_of_a_step_that_the_forecast_does_not_know():
     assert look(plan_of(config), config, known, H100).step_time_s is not None
     found = studied(config, unknown)
     assert found.outlook.step_time_s is None
+    assert found.scaling == []
+
+
+def test_scaling_loses_time_to_communication_and_says_so():
+    config = ShardConfig(param_dtype="bf16")
+    points = studied(config, job(1, 512)).scaling
+    assert points[-1].efficiency < 0.9
+    assert points[-1].reason == "exposed communication"
+    assert points[-1].peak_bytes < points[0].peak_bytes

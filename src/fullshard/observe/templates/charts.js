@@ -172,7 +172,7 @@ class Plot {
     this.shown = this.visible();
     const [bottom, top] = this.range(low, high);
     this.drawing.draw({
-      x: { low, high, isTime: chart.x === "time" },
+      x: { low, high, base: chart.log2_x ? 2 : 0, isTime: chart.x === "time" },
       y: { low: bottom, high: top, base: this.isLog ? 10 : 0 },
       lines: this.shown,
     });

@@ -6,7 +6,7 @@
 //        +-----------------+
 //              x ticks           x.at(value) is a pixel, x.value(pixel) a value
 //
-// An axis is {low, high, base, isTime}: base 10 makes it logarithmic; time is in seconds.
+// An axis is {low, high, base, isTime}: base 10 or 2 makes it logarithmic; time is in seconds.
 "use strict";
 const HEIGHT = 230, TOP = 10, BOTTOM = 24, RIGHT = 14;
 const EDGE = 5; // room for a dot at the end of an axis
@@ -74,7 +74,7 @@ function ticks({ low, high, base, isTime }, count) {
     const between = multiples(Math.floor(from), to, 1)
       .flatMap((power) => [1, 2, 5].map((digit) => digit * base ** power))
       .filter((value) => value >= low && value <= high);
-    if (between.length >= 3) return between;
+    if (base === 10 && between.length >= 3) return between;
   }
   const size = 10 ** Math.floor(Math.log10(rough));
   return multiples(low, high, size * [1, 2, 5, 10].find((one) => one * size >= rough * 0.999));
