@@ -20,12 +20,13 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
-from time import perf_counter
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
 from fullshard.planner.events import Event, EventKind
+
+Entry = tuple[Event, int]  # an event and its step
 
 
 class EventRing:
@@ -39,27 +40,27 @@ class EventRing:
         # Arrays: with 65,536 tuples a full garbage collection takes a tenth of a second longer.
         self._capacity = capacity
         self._events: list[Any] = [None] * capacity
-        self._steps, self._times = array("q", bytes(8 * capacity)), array("d", bytes(8 * capacity))
+        self._steps = array("q", bytes(8 * capacity))
         self._first = 0
         self.count = 0  # of all events so far
-        self.open: tuple[Event, int, float] | None = None  # begun and not done
+        self.open: Entry | None = None  # begun and not done
 
     def begin(self, event: Event, step: int) -> None:
         """Note that an action begins, which may wait for other ranks."""
-        self.open = (event, step, perf_counter())
+        self.open = (event, step)
 
     def record(self, event: Event, step: int) -> None:
         """Note one event."""
         at = self.count % self._capacity
-        self._events[at], self._steps[at], self._times[at] = event, step, perf_counter()
+        self._events[at], self._steps[at] = event, step
         self.open = None
         self.count += 1
 
     def events(self, step: int | None = None) -> tuple[Event, ...]:
         """The events of one step, or all that are kept."""
-        return tuple(event for event, at, _ in self.copy() if step is None or at == step)
+        return tuple(event for event, at in self.copy() if step is None or at == step)
 
-    def copy(self) -> list[tuple[Event, int, float]]:
+    def copy(self) -> list[Entry]:
         """What is kept, oldest first.
 
         If another thread records meanwhile, newer events may have replaced the oldest. The watchdog
@@ -70,9 +71,9 @@ class EventRing:
         parts = [slice(begin % capacity, begin % capacity + end - begin)]
         if parts[0].stop > capacity:
             parts = [slice(begin % capacity, capacity), slice(0, parts[0].stop - capacity)]
-        kept: list[tuple[Event, int, float]] = []
+        kept: list[Entry] = []
         for part in parts:
-            kept += zip(self._events[part], self._steps[part], self._times[part], strict=True)
+            kept += zip(self._events[part], self._steps[part], strict=True)
         return kept
 
     def clear(self) -> None:
@@ -104,8 +105,6 @@ _WAITS = {
 }
 
 _STREAMS = {EventKind.GATHER: GATHER, EventKind.REDUCE: REDUCE}
-
-Entry = tuple[Event, int, float]  # an event, its step, when
 
 
 @dataclass(frozen=True)
@@ -215,7 +214,7 @@ class Verdict:
 
 def awaited(open_: Entry, entries: Sequence[Entry], titles: Sequence[str], model: int) -> dict:
     """Returns the fields of a Position for an event that has begun and not ended."""
-    event, step, _ = open_
+    event, step = open_
     kind, words = _WAITS.get(event.kind, ("", event.kind.value + " of {}"))
     title = titles[event.unit] if event.unit >= 0 else "the model"
     fields = {"doing": words.format(title), "kind": kind, "step": step + 1}
@@ -237,7 +236,7 @@ def streams(
     for of, kind in _STREAMS.items():
         names = [
             titles[event.unit]
-            for event, at, _ in entries
+            for event, at in entries
             if at == step and event.kind is of and event.num_bytes
         ]
         kept = names[-MAX_STREAM:]

@@ -537,7 +537,7 @@ class _ModelEvents:
             position,
             **changes,
             streams=issued,
-            events=[in_words(e, at, titles) for e, at, _ in entries[-LAST_EVENTS:]],
+            events=[in_words(e, at, titles) for e, at in entries[-LAST_EVENTS:]],
         )
 
 
