@@ -27,7 +27,7 @@ EXEMPT = ("src/fullshard/compat/",)
 # number when code goes, never raise one without a line in docs/log.md that says what it bought.
 # Packages that share a budget are joined by " + ".
 BUDGETS = {
-    "bench": 1_838,
+    "bench": 1_839,
     "config": 3_369,
     "cli": 1_924,
     "engine + transport": 8_117,
@@ -37,7 +37,7 @@ BUDGETS = {
     "compat + integrations": 2_720,
     "xla + jax + xla_state": 2_759,
     "checkpoint + formats": 2_869,
-    "in all": 41_360,
+    "in all": 41_361,
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -34,7 +34,7 @@ def result(monkeypatch):
     def measure(others=0.0, became_idle=True, **losses):
         def run_ranks(_, job, num_ranks, **__):
             if job.mode == "memory":
-                return [dict.fromkeys(step.MEMORY_KEYS, size * 2**20) for size in (3, 2)]
+                return [{"memory_peak_bytes": size * 2**20} for size in (3, 2)]
             same = {"cpu_times_s": {name: [0.4] for name in speeds}, "prefetch": {"fsdp2": 1}}
             same["pilot_s"] = {}
             same["losses"] = {name: losses.get(name, [8.0, 7.5]) for name in speeds}
