@@ -172,6 +172,7 @@ class Runtime:
         self._replaced: dict[int, Undo] = {}  # kept views of weights, replaced by copies
         self._copies: list[tuple[torch.Tensor, int, str]] = []  # copies returned in the last step
         self._uses: WeakSet[Use] = WeakSet()  # alive, until `agreed`
+        self._last: Callable[[], Use | None] = _nothing  # use that began the last step
 
     # ---- forward
 
@@ -205,6 +206,8 @@ class Runtime:
             self._run(self.scheduler.see_writes())
         self._num_writes = num_writes
         use = Use(index, self._stack[-1] if self._stack else None, self._generation)
+        if is_outermost:
+            self._last = ref(use)
         weak = ref(self)  # see `alive`
         begin = self._begin_hooks[index] = lambda _: alive(weak, "backward")._enter_backward(use)
         self._node_hooks[index].call(lambda _: _enter_after_hooks(begin, use))
@@ -341,6 +344,9 @@ class Runtime:
         self._begin_hooks = [None] * len(self.units)
         for hook in self._node_hooks:
             hook.call(None)
+        last = self._last()
+        if last is None or last.task != -1:  # no graph that waits can share casts with this one
+            torch.clear_autocast_cache()
         if self._copies:
             self._check_copies()
         self.before_step()
@@ -459,7 +465,7 @@ class Runtime:
                 f"{member.piece.name}: its gradient came while the slot of {unit.plan.title} held "
                 "another unit, so it was computed from wrong weights. A tensor made inside the "
                 "unit left it unseen; return it from the unit's forward, or make the unit larger. "
-                "torch.autocast keeps casts of weights: enter it anew for each step."
+                "torch.autocast keeps casts of weights: enter it anew for each forward."
             )
         if self.gradients.collect(unit, member):
             self._run(self.scheduler.complete(unit.index))
@@ -467,14 +473,13 @@ class Runtime:
     def _end_backward(self) -> None:
         reduce = self.gradients.expects_any
         self._run(self.scheduler.end_backward())
-        if self.gradients.sync is not Sync.ALL:
+        synced = self.gradients.synced is Sync.ALL
+        if not synced:
             self.gradients.show_pending(self.units)
         self._close_backward()
         self._task = self._recomputed = self._inner = -1
         self._end = _nothing
-        if (
-            reduce and self.gradients.sync is Sync.ALL
-        ):  # made by all ranks; ranks may differ in deferred ones
+        if reduce and synced:  # made by all ranks; ranks may differ in deferred ones
             self.observed.done = self.observed.done or bool(self.observed.backward)
             self.step += 1
 

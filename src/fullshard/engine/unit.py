@@ -322,13 +322,14 @@ class Versions:
         self._views |= {weakref.ref(view): (self._closed[type(view)], type(view)) for view in views}
 
     def see_writes(self) -> None:
-        """Refuse graphs from before the last writes into shards. Outside of the guard."""
+        """Refuse graphs and autocast's casts from before the last writes. Outside of the guard."""
         written = [shard._version for shard in self._shards]
         if written != self._written:
             wrote = [new != old for new, old in zip(written, self._written, strict=True)]
             self._written = written
             self._expect([at + is_new for at, is_new in zip(self._expected, wrote, strict=True)])
             self._restore()
+            torch.clear_autocast_cache()  # one torch.autocast may be around several steps
 
     def unexpected(self) -> set[int]:
         """Ids of the compute parameters that a forward wrote into, each reported once."""

@@ -87,11 +87,13 @@ class LaunchResult:
         exit_code: Typed exit code; 0 if every rank succeeded.
         failure: The first cause; None if nothing failed or a signal ended the launch.
         others: Further failures.
+        ended: Ranks that had ended without a failure before.
     """
 
     exit_code: int
     failure: RankFailure | None = None
     others: tuple[RankFailure, ...] = ()
+    ended: tuple[int, ...] = ()
 
 
 @dataclass(kw_only=True)
@@ -146,12 +148,10 @@ class Supervisor:
             rank.reap()
 
     def _fail(self) -> LaunchResult:
+        """Ends the ranks and finds the first failure."""
+        before = tuple(rank.rank for rank in self.ranks if rank.status == 0)
         self.on_failure()
         self._wait(REPORT_S)
-        return self._explain()
-
-    def _explain(self) -> LaunchResult:
-        """Ends the ranks and finds the first failure."""
         ended = {rank.rank for rank in self.ranks if rank.poll()}
         self.end_all()
         hang = RankFailure.read(self.folder.hang)
@@ -162,7 +162,7 @@ class Supervisor:
         failures = [self._failure_of(rank) for rank in failed]
         cause = first_cause(failures)
         others = tuple(failure for failure in failures if failure is not cause)
-        return LaunchResult(cause.exit_code, self._with_positions(cause), others)
+        return LaunchResult(cause.exit_code, self._with_positions(cause), others, before)
 
     def _with_positions(self, failure: RankFailure) -> RankFailure:
         """Adds the positions of all ranks to a death without a report; writes hang.txt too."""
