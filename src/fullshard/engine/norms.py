@@ -326,8 +326,9 @@ class GradientNorms:
                 found = _table(self.transport, said[wrong])
             raise EngineError(
                 f"{asked}: expected as many {wrong} on every rank; {found}. Every rank must make "
-                "each backward, optimizer.step(), zero_grad(), clipping and load_state_dict(), and "
-                "freeze the same parameters. Without a loss take zero; evaluate under no_grad()."
+                "each backward, optimizer.step(), zero_grad() (with one set_to_none), clipping and "
+                "load_state_dict(), and freeze the same parameters. Without a loss take zero; "
+                "evaluate under no_grad()."
             )
 
     def read(self, values: torch.Tensor, check: Callable[[torch.Tensor], None]) -> None:
