@@ -89,8 +89,7 @@ class Gradients:
     ) -> None:
         self.transport = transport
         self.norms = norms
-        self.sync = self._outside = Sync.ALL
-        self.inner = Sync.ALL  # for a block that reduces over the shard axis alone
+        self.sync = self._outside = self.inner = Sync.ALL  # inner: reduces over the shard axis
         self._blocks: dict[object, Sync] = {}  # open `no_sync` blocks
         self.synced = Sync.ALL  # `sync` at the start of the last backward
         self.expects_any = False
@@ -156,10 +155,10 @@ class Gradients:
         waiting = unit.waiting
         waiting.append(member)
         if not unit.num_expected or member.is_large or len(waiting) == MOST_WAITING:
-            self._move(unit)
+            self.move(unit)
         return not unit.num_expected
 
-    def _move(self, unit: Unit) -> None:
+    def move(self, unit: Unit) -> None:
         """Move all waiting gradients to the unit's buffer in one call."""
         waiting, unit.waiting = unit.waiting, []
         copied: tuple[list[Any], list[Any]] = [], []
@@ -221,7 +220,7 @@ class Gradients:
     def reduce(self, unit: Unit) -> None:
         """Zero the missing gradients of a complete unit, and start to sum over ranks."""
         if unit.waiting:
-            self._move(unit)
+            self.move(unit)
         for group in unit.trained_groups:
             buffer = self._buffer(group)
             if group.collects is not Collects.DEFERRED:
@@ -335,10 +334,6 @@ class Gradients:
         if group.collects is Collects.SLOT:
             self._slots.discard(group.plan.grad_slot)
         group.collects, group.collected = Collects.NOWHERE, None
-
-    def defer(self, unit: Unit) -> None:
-        """Keep the unit's gradients unreduced."""
-        self._move(unit)
 
     def settle(self, units: Sequence[Unit]) -> None:
         """Agree on the touched parameters, set `p.grad`, and cache norms."""

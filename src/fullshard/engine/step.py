@@ -570,7 +570,7 @@ class Actions:
             EventKind.RELEASE: self._release,
             EventKind.REDUCE: lambda event: gradients.reduce(units[event.unit]),
             EventKind.ACCUMULATE: lambda event: gradients.accumulate(units[event.unit]),
-            EventKind.DEFER: lambda event: gradients.defer(units[event.unit]),
+            EventKind.DEFER: lambda event: gradients.move(units[event.unit]),
             EventKind.SETTLE: lambda _: gradients.settle(units),
         }
 

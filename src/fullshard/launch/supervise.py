@@ -182,18 +182,16 @@ class Supervisor:
         if report is not None:
             return report
         status = rank.status or 0
-        no_memory = status == -signal.SIGKILL and self._memory.ran_out()
         message = f"rank {rank.rank}: expected to reach its end, but it {describe_status(status)}"
-        if no_memory:
+        kind, code = ("RankExit", status) if status > 0 else ("HangError", int(ExitCode.HANG))
+        if status == -signal.SIGKILL and self._memory.ran_out():
+            kind, code = "OutOfMemoryError", int(ExitCode.OUT_OF_MEMORY)
             message += f" because memory ran out: the processes need more than {limit()}. {CURE}"
         message += "."
         if tail := _last_lines(rank.log):
             message += "\nThe last lines of its log:\n  " + "\n  ".join(tail)
         if events := read_kept(self.folder.events(rank.rank))[-EVENTS:]:
             message += f"\nIts last events: {'; '.join(events)}"
-        kind, code = ("RankExit", status) if status > 0 else ("HangError", int(ExitCode.HANG))
-        if no_memory:
-            kind, code = "OutOfMemoryError", int(ExitCode.OUT_OF_MEMORY)
         return RankFailure(rank.rank, kind, message, code, "", rank.ended_s)
 
     def _stop(self, caught: list[int]) -> LaunchResult:
