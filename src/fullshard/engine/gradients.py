@@ -106,6 +106,7 @@ class Gradients:
         # Queues a copy to the host at the first `next`; its buffers are free after the last one.
         self.to_host = _at_once
         self.await_host: Callable[[], None] = lambda: None
+        self.may_leave: Callable[[], bool] = lambda: True  # whether no live graph reads weights
         self.peak_deferred_bytes = 0
 
     @contextmanager
@@ -359,7 +360,8 @@ class Gradients:
         if self._theirs:
             self._add_to_theirs()
         self.norms.waits = self._has_added = False
-        self.transport.home.leave(settled=True)
+        if self.may_leave():
+            self.transport.home.leave(settled=True)
         self.norms.keep(squares, shown, self._shown.memory)
         if any(self._shown.hooks):
             for member, hooks in zip(members, self._shown.hooks, strict=True):

@@ -502,8 +502,7 @@ def _replace(func: Any, _name: str, _like: Any, args: Any, _kwargs: dict[str, An
 
 def _is_mask(args: Sequence[Any]) -> bool:
     """Whether this is x[mask] = number with a mask that was computed from shards."""
-    _, index, value = args
-    return isinstance(index, Guarded) and not isinstance(value, torch.Tensor)
+    return isinstance(args[1], Guarded) and not isinstance(args[2], torch.Tensor)
 
 
 def _refuse_other_ranges(name: str, like: Any, operands: Sequence[Any]) -> None:

@@ -171,8 +171,9 @@ class Runtime:
         self._num_writes = 0  # into shards, that were looked at
         self._replaced: dict[int, Undo] = {}  # kept views of weights, replaced by copies
         self._copies: list[tuple[torch.Tensor, int, str]] = []  # copies returned in the last step
-        self._uses: WeakSet[Use] = WeakSet()  # alive, until `agreed`
-        self._last: Callable[[], Use | None] = _nothing  # use that began the last step
+        self._uses: WeakSet[Use] = WeakSet()  # alive; after `agreed` the outermost ones alone
+        self._retains = False  # the last backward kept its graph
+        gradients.may_leave = self._may_leave
 
     # ---- forward
 
@@ -206,8 +207,6 @@ class Runtime:
             self._run(self.scheduler.see_writes())
         self._num_writes = num_writes
         use = Use(index, self._stack[-1] if self._stack else None, self._generation)
-        if is_outermost:
-            self._last = ref(use)
         weak = ref(self)  # see `alive`
         begin = self._begin_hooks[index] = lambda _: alive(weak, "backward")._enter_backward(use)
         self._node_hooks[index].call(lambda _: _enter_after_hooks(begin, use))
@@ -221,7 +220,7 @@ class Runtime:
         self._current[index] = use
         use.num_holders = None if torch.is_grad_enabled() else unit.num_holders()
         unit.swap_in()
-        if not self.agreed:  # a new order must not take the slots of a live graph
+        if is_outermost or not self.agreed:  # a new order must not take the slots of a live graph
             self._uses.add(use)
         if not self.observed.done and use.generation == self.observed.generation:
             self.observed.forward.append(index)
@@ -261,7 +260,8 @@ class Runtime:
         finally:
             self._run(self.scheduler.leave_forward(index, training=training))
             if not training and not self._stack:
-                self.gradients.transport.home.leave(settled=False)
+                if self._may_leave():
+                    self.gradients.transport.home.leave(settled=False)
                 if index == 0 and not torch.is_grad_enabled():
                     self._compare_gathers()
         return output
@@ -344,8 +344,7 @@ class Runtime:
         self._begin_hooks = [None] * len(self.units)
         for hook in self._node_hooks:
             hook.call(None)
-        last = self._last()
-        if last is None or last.task != -1:  # no graph that waits can share casts with this one
+        if not self.awaits_backward():  # no live graph can share casts with this forward's
             torch.clear_autocast_cache()
         if self._copies:
             self._check_copies()
@@ -368,7 +367,11 @@ class Runtime:
 
     def awaits_backward(self) -> bool:
         """Whether there is a live graph whose backward has not begun."""
-        return any(use.task == -1 for use in self._uses)
+        return any(use.task == -1 and use.num_holders is None for use in self._uses)
+
+    def _may_leave(self) -> bool:
+        """Whether no live graph will read weights, so that other ranks may write shared ones."""
+        return not (self._retains or self.awaits_backward())
 
     # ---- backward
 
@@ -442,9 +445,9 @@ class Runtime:
         home, sync = self.gradients.transport.home, self.gradients.sync
         stale = home.num_writes != self._num_writes and not self._stack  # p.data.mul_() since then
         self._num_writes = home.num_writes
-        reduce, retains = self.gradients.expects_any, keeps_graph()
+        reduce, self._retains = self.gradients.expects_any, keeps_graph()
         self.scheduler.begin_backward(
-            nothing, sync=sync, retains=retains, stale=stale, reduce=reduce
+            nothing, sync=sync, retains=self._retains, stale=stale, reduce=reduce
         )
         end = partial(self._end_backward)
         self._end = ref(end, self._close_backward)
@@ -524,8 +527,7 @@ def _enter_after_hooks(begin: Callable[[Any], None], use: Use) -> None:
     """
     if use.task == graph_task_id():  # the common case
         return
-    node = current_node()
-    number = node._sequence_nr()
+    number = (node := current_node())._sequence_nr()
     if number not in use.hooked:
         use.hooked.add(number)
         node.register_prehook(begin)

@@ -476,9 +476,8 @@ class Unit:
     def name_at(self, kept: Any) -> str:
         """The name of the parameter whose memory a tensor shares."""
         at = getattr(kept, "_local_tensor", kept).data_ptr()
-        views = ((m, start, start + view.nbytes) for m, view, start in self._bound)
-        names = (clean_name(m.piece.name) for m, start, stop in views if start <= at < stop)
-        return next(names, self.plan.title)
+        found = (m for m, view, start in self._bound if 0 <= at - start < view.nbytes)
+        return next((clean_name(m.piece.name) for m in found), self.plan.title)
 
     def swap_in(self) -> None:
         """Show the compute parameters in the modules. Calls are counted, since they nest."""
