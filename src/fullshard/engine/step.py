@@ -171,7 +171,7 @@ class Runtime:
         self._num_writes = 0  # into shards, that were looked at
         self._replaced: dict[int, Undo] = {}  # kept views of weights, replaced by copies
         self._copies: list[tuple[torch.Tensor, int, str]] = []  # copies returned in the last step
-        self._uses: WeakSet[Use] = WeakSet()  # alive; after `agreed` the outermost ones alone
+        self._uses: WeakSet[Use] = WeakSet()  # of live graphs; after `agreed` the outermost alone
         self._retains = False  # the last backward kept its graph
         gradients.may_leave = self._may_leave
 
@@ -220,8 +220,6 @@ class Runtime:
         self._current[index] = use
         use.num_holders = None if torch.is_grad_enabled() else unit.num_holders()
         unit.swap_in()
-        if is_outermost or not self.agreed:  # a new order must not take the slots of a live graph
-            self._uses.add(use)
         if not self.observed.done and use.generation == self.observed.generation:
             self.observed.forward.append(index)
 
@@ -255,6 +253,8 @@ class Runtime:
             unit.find_views(self.units, use.num_holders)
         tensors = chain(tensors, in_attributes)
         training = torch.is_grad_enabled() and self.watch(index, tensors, is_inner=False)
+        if training and not (self._stack and self.agreed):  # a new order takes the slots of each
+            self._uses.add(use)
         try:
             unit.check_writes()
         finally:
@@ -367,7 +367,7 @@ class Runtime:
 
     def awaits_backward(self) -> bool:
         """Whether there is a live graph whose backward has not begun."""
-        return any(use.task == -1 and use.num_holders is None for use in self._uses)
+        return any(use.task == -1 for use in self._uses)
 
     def _may_leave(self) -> bool:
         """Whether no live graph will read weights, so that other ranks may write shared ones."""
