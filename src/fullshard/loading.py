@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from fullshard.checkpoint.format import AVERAGE, OWN, Kind, StoredTensor, key_of
@@ -141,6 +142,7 @@ def _read_tensors(
     keys = _keys_of(checkpoint, wanted)
     states = None if optimizer is None else _optimizer_of(checkpoint, engine, model, optimizer)
     engine.home.before_write()
+    increment_version([member.param for member in engine.members])  # older graphs are refused
     others: dict[str, Any] = {}
     for key, held in zip(keys, wanted, strict=True):
         if held.whole:  # the module knows where it belongs

@@ -296,6 +296,8 @@ def print_failure(launch: LocalLaunch, result: LaunchResult) -> None:
         cause.text,
         f"Its log: {launch.log(cause.rank)}",
     ]
+    for rank in result.ended:  # the cause may have waited for it
+        lines.append(f"Before it, rank {rank} ended with exit code 0.")
     for other in result.others:
         if (other.type, other.message) != (cause.type, cause.message):
             summary = textwrap.shorten(other.message, 160)

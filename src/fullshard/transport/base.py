@@ -217,12 +217,10 @@ def combine_in_order(vectors: Sequence[torch.Tensor], out: torch.Tensor, *, maxi
         out: (numel,), of their dtype; not among them.
         maximum: Take the maximum.
     """
-    if not maximum:
+    if maximum:
+        out.copy_(torch.stack([*vectors]).amax(0))
+    else:
         sum_in_order(vectors, out)
-        return
-    out.copy_(vectors[0])
-    for vector in vectors[1:]:
-        torch.maximum(out, vector, out=out)
 
 
 Hook = Callable[..., object]
