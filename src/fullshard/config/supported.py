@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from fullshard.config.environment import LaunchEnvironment
+from fullshard.config.fields import Section
 from fullshard.config.problems import ConfigProblems, Problem, join_key, show
 from fullshard.config.schema import RunConfig, ShardConfig
-from fullshard.config.section import Section
 from fullshard.config.sharding import Offload
 from fullshard.config.training import TrainingConfig
 from fullshard.config.values import (

@@ -49,18 +49,22 @@ from fullshard.planner.plan import Plan
 from fullshard.planner.spec import matches
 from fullshard.planner.text import axes_of
 from fullshard.recipes.context import check_context
-from fullshard.verify.compare import Diagnosis, Row, Sides, diagnose, rows_of
-from fullshard.verify.faults import NEEDS_GATHERS, Fault
-from fullshard.verify.job import (
+from fullshard.verify.compare import (
     EXACT,
     LOW,
     NUM_TOKENS,
     SINGLE,
+    Diagnosis,
     Job,
     Pass,
+    Row,
+    Sides,
+    diagnose,
+    rows_of,
     write_batches,
     write_weights,
 )
+from fullshard.verify.faults import NEEDS_GATHERS, Fault
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -40,8 +40,8 @@ from fullshard.planner.mesh import row_of
 from fullshard.run.on_xla import state_of, torch_weights
 from fullshard.saving import SaveSettings
 from fullshard.verify.check import PreparedCheck, model_config_of, passes_of
+from fullshard.verify.compare import OPTIMIZER, WEIGHTS, Job, Pass
 from fullshard.verify.faults import Fault, injection_of
-from fullshard.verify.job import OPTIMIZER, WEIGHTS, Job, Pass
 from fullshard.xla import opt_state, processes
 from fullshard.xla.decoder import EMBEDDING, HEAD, DecoderConfig, loss_fn, plan_table, planned
 from fullshard.xla.opt_state import trained
