@@ -52,7 +52,6 @@ _XLA: Rows = {
     "param_dtype": ("Use bfloat16", DType.FLOAT16),
     "transport": ("Use auto",),
     "context": ("Use shard for these ranks, or backend: torch",),
-    "expert": ("Its decoder has no experts: use shard for these ranks, or backend: torch",),
 }
 _XLA_TRAINING: Rows = {
     "optim": ("Use adamw_torch or sgd, or backend: torch", *BY_OWNER),

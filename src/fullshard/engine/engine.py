@@ -38,7 +38,7 @@ from fullshard.engine.attributes import ModuleTensors, own_modules, tensors_in
 from fullshard.engine.gradients import Gradients, follow_freezing
 from fullshard.engine.model_spec import places_of
 from fullshard.engine.norms import Count, GradientNorms
-from fullshard.engine.parameter import ShardedParameter
+from fullshard.engine.parameter import ShardedParameter, refuse_gradients
 from fullshard.engine.placing import Masters, Rings, cut_group
 from fullshard.engine.precision import cast_tensors
 from fullshard.engine.recompute import convert_reentrant
@@ -168,6 +168,8 @@ class Engine:
                     cut=member.cut,
                 )
                 self._num_trained += group.grads is not None
+                if member.cut is None and plan.mesh.world_size > 1:
+                    refuse_gradients(member.param)
                 for name in names:
                     path, _, attribute = name.rpartition(".")
                     unit.swaps.append(Swap(model.get_submodule(path), attribute, member))

@@ -106,7 +106,7 @@ class Gradients:
         # Queues a copy to the host at the first `next`; its buffers are free after the last one.
         self.to_host = _at_once
         self.await_host: Callable[[], None] = lambda: None
-        self.may_leave: Callable[[], bool] = lambda: True  # whether no live graph reads weights
+        self.leave: Callable[..., None] = transport.home.leave  # unless a live graph reads weights
         self.peak_deferred_bytes = 0
 
     @contextmanager
@@ -131,18 +131,15 @@ class Gradients:
         """Ask autograd which gradients will arrive; returns the units that get none."""
         self.norms.mark_changed()
         self.synced = self.sync
-        nothing, total = [], 0
         for unit in units:
             with no_guard():
                 for member in unit.trained_members:
                     member.expected = is_reached(member)
             unit.num_expected = sum(member.expected for member in unit.trained_members)
-            total += unit.num_expected
-            if unit.num_expected == 0:
-                nothing.append(unit.plan.index)
-        self.expects_any = total > 0
-        self.norms.task = graph_task_id() if total else -2
-        kind = _KINDS[self.synced] if total else " without parameters"
+        nothing = [unit.plan.index for unit in units if unit.num_expected == 0]
+        self.expects_any = len(nothing) < len(units)
+        self.norms.task = graph_task_id() if self.expects_any else -2
+        kind = _KINDS[self.synced] if self.expects_any else " without parameters"
         self.transport.phase.following = f"a backward{kind}"
         return nothing
 
@@ -360,8 +357,7 @@ class Gradients:
         if self._theirs:
             self._add_to_theirs()
         self.norms.waits = self._has_added = False
-        if self.may_leave():
-            self.transport.home.leave(settled=True)
+        self.leave(settled=True)
         self.norms.keep(squares, shown, self._shown.memory)
         if any(self._shown.hooks):
             for member, hooks in zip(members, self._shown.hooks, strict=True):

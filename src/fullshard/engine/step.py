@@ -173,7 +173,7 @@ class Runtime:
         self._copies: list[tuple[torch.Tensor, int, str]] = []  # copies returned in the last step
         self._uses: WeakSet[Use] = WeakSet()  # of live graphs; after `agreed` the outermost alone
         self._retains = False  # the last backward kept its graph
-        gradients.may_leave = self._may_leave
+        gradients.leave = self._leave
 
     # ---- forward
 
@@ -260,8 +260,7 @@ class Runtime:
         finally:
             self._run(self.scheduler.leave_forward(index, training=training))
             if not training and not self._stack:
-                if self._may_leave():
-                    self.gradients.transport.home.leave(settled=False)
+                self._leave(settled=False)
                 if index == 0 and not torch.is_grad_enabled():
                     self._compare_gathers()
         return output
@@ -369,9 +368,10 @@ class Runtime:
         """Whether there is a live graph whose backward has not begun."""
         return any(use.task == -1 for use in self._uses)
 
-    def _may_leave(self) -> bool:
-        """Whether no live graph will read weights, so that other ranks may write shared ones."""
-        return not (self._retains or self.awaits_backward())
+    def _leave(self, *, settled: bool) -> None:
+        """Let other ranks write shared weights, unless a live graph will read them."""
+        if not self._retains and not self.awaits_backward():
+            self.gradients.transport.home.leave(settled=settled)
 
     # ---- backward
 

@@ -328,7 +328,7 @@ def plan_lines(config: RunConfig, plan: Plan, device: str) -> list[tuple[str, st
         f"{row['name']} {human_bytes(int(row['bytes']))}" for row in plan.rows() if row["bytes"]
     )
     model = f"{plan.model_kind}, {plan.num_parameters:,} parameters{frozen}"
-    axes = f"{axes_of(mesh, plan.units)}, {plan.strategy}"
+    axes = f"{axes_of(plan)}, {plan.strategy}"
     places = [f"{human_bytes(size)} {place}" for place, size in plan.peak_bytes.items() if size]
     return [
         ("model", f"{model}, {weights_line(config)}"),

@@ -115,7 +115,7 @@ class XlaSide:
             ("model", f"{table.num_parameters:,} parameters, {weights_line(run.config)}"),
             (
                 "mesh",
-                f"{mesh.world_size} device(s) of jax on {device}: {axes_of(mesh, ())}, "
+                f"{mesh.world_size} device(s) of jax on {device}: {axes_of(table)}, "
                 f"{table.strategy}",
             ),
             ("plan", f"{table.num_units} units; a step: {moved or 'no collectives'}"),

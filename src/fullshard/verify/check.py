@@ -110,7 +110,7 @@ class PreparedCheck:
             "strategy": self.plan.strategy,
             "world_size": self.job.world_size,
             "mesh": {"replicate": mesh.replicate, "shard": mesh.shard},
-            "axes": axes_of(mesh, self.plan.units if isinstance(self.plan, Plan) else ()),
+            "axes": axes_of(self.plan),
             "num_units": self.plan.num_units,
             "dtypes": [choice.name for choice in self.job.passes],
             "num_steps": self.job.num_steps,
