@@ -298,8 +298,7 @@ class RecipeKind:
 
 def inputs_of(batch: Batch) -> Batch:
     """The entries of a batch that are inputs of the model."""
-    names = ("input_ids", "position_ids", DOCUMENTS)
-    return {name: batch[name] for name in names if name in batch}
+    return {name: batch[name] for name in ("input_ids", "position_ids", DOCUMENTS) if name in batch}
 
 
 def causal_lm_loss(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, int]:
@@ -389,8 +388,7 @@ def make_data(
     if is_chat:
         if data.mixture:
             raise ConfigError(
-                "data.mixture: expected text or tokens, got a recipe of conversations. "
-                "Put them into one folder and name it (data.path)."
+                "data.mixture: expected text or tokens, got conversations. Use data.path."
             )
         source, notes = chat_source(path), list[str]()
         tokenizer = tokenizer or new_tokenizer([source], [source.files.spans()], vocab_size, notes)
@@ -410,12 +408,11 @@ def make_data(
 def _check_streaming(config: RunConfig, command: Command, *, is_chat: bool) -> None:
     """Raises ConfigError where rows must be numbered before training."""
     cached = command is Command.CACHE or (config.distill and config.distill.cache)
-    got = "a cache of the teacher's logits" if cached else ""
-    got = "conversations" if is_chat else got
-    if config.data.streaming and got:
+    got = "conversations" if is_chat else "a cache of the teacher's logits"
+    if config.data.streaming and (is_chat or cached):
         raise ConfigError(
             f"data.streaming: expected a run on text or tokens, got {got}, which needs all rows "
-            "before training. Leave it out."
+            "before training. Remove data.streaming."
         )
 
 
