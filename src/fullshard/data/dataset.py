@@ -238,6 +238,11 @@ class PreparedData(ABC):
     def save_rows(self, folder: Path) -> None:
         """Writes the rows; tokens of the cache become links."""
 
+    @classmethod
+    @abstractmethod
+    def load(cls, folder: Path, facts: DatasetFacts, tokenizer: PreTrainedTokenizerBase) -> Self:
+        """Maps what `save` wrote."""
+
 
 @dataclass(frozen=True)
 class BatchMaker:
