@@ -102,7 +102,7 @@ def torchs(ranks, tmp_path_factory):
                 ("mixtral", ("full_shard", 1, 1, 1, 4)),
                 ("mixtral", ("no_shard", 2, 1, 1, 2)),
                 ("qwen3_moe", ("shard_grad_op", 1, 2, 2, 2)),
-                ("qwen3_moe", ("hybrid_shard", 2, 2, 1, 2)),
+                ("qwen3_moe", ("hybrid_shard", 2, 1, 1, 2)),
             )
         ),
     ],
