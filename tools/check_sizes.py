@@ -32,7 +32,7 @@ BUDGETS = {
     "cli": 1_924,
     "engine + transport": 8_117,
     "planner + outlook": 4_261,
-    "data + models + recipes + run + verify": 9_136,
+    "data + models + recipes + run + verify": 9_138,
     "observe + launch": 3_325,
     "compat + integrations": 2_720,
     "xla + jax + xla_state": 2_926,
