@@ -28,7 +28,6 @@ from fullshard.engine.cuts import Cut
 from fullshard.engine.engine import Engine, engine_of
 from fullshard.engine.owned import owns_states
 from fullshard.engine.parameter import ShardedParameter
-from fullshard.engine.random_state import set_random_state
 from fullshard.engine.state import (
     DTYPES,
     Held,
@@ -41,7 +40,16 @@ from fullshard.engine.state import (
     restore_optimizer,
 )
 from fullshard.errors import CheckpointError, untrusted
-from fullshard.saving import EXTRA, GROUPS, RANDOM, SAVES, SCALARS, batches_of, ranks_of
+from fullshard.saving import (
+    EXTRA,
+    GROUPS,
+    RANDOM,
+    SAVES,
+    SCALARS,
+    batches_of,
+    ranks_of,
+    set_random_state,
+)
 
 logger = logging.getLogger(__name__)
 

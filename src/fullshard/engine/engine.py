@@ -352,7 +352,10 @@ class Engine:
             self.runtime.scheduler.order = replace(order, learned=True)
 
     def _switch_to(self, plan: Plan) -> None:
-        """Use another plan of the same units and shards from the next forward on."""
+        """Use another plan of the same units and shards from the next forward on.
+
+        Units are bound to new slots, with new compute parameters. No live graph reads the old ones.
+        """
         self.plan = plan
         for unit, unit_plan in zip(self.units, plan.units, strict=True):
             unit.plan = unit_plan

@@ -99,7 +99,8 @@ class Gradients:
         self._slots: set[Any] = set()  # gradient slots in use
         self._shown: Shown | None = None
         self._has_added = False  # adds to earlier gradients, in a running backward
-        self._is_stale = False  # gradients were made since
+        # Whether a shard has new memory since `_shown`, whose references `num_holders` counts.
+        self._has_new_memory = False
         self._theirs: list[tuple[Member, Any]] = []  # the user's tensors in `p.grad`
         self._landing: list[Iterator[None]] = []  # sums that are not yet in their shards
         self._on_host: list[GradientShard] = []  # shards that the host may not read yet
@@ -207,7 +208,7 @@ class Gradients:
             group.collects, group.collected = Collects.SPILL, torch.zeros_like(group.grad_slot)
             return group.collected
         self._slots.add(group.plan.grad_slot)
-        self.transport.home.claim(group.grad_slot)
+        group.unit.transport.home.claim(group.grad_slot)
         if group.gaps:
             foreach_zero(group.gaps)
         group.collects, group.collected = Collects.SLOT, group.grad_slot
@@ -225,7 +226,7 @@ class Gradients:
                 for member in group.members:
                     if not member.expected:
                         member.view(buffer).zero_()
-            group.collected = buffer.to(group.reduce_dtype)
+            group.collected = buffer.to(group.reduce_dtype)  # in place if it has that dtype
         fulls = [group.collected for group in unit.trained_groups if group.collected is not None]
         if self.hook is None:
             unit.reduction = unit.transport.reduce(fulls)
@@ -239,11 +240,11 @@ class Gradients:
         waits = self.synced is Sync.INNER
         outs: list[torch.Tensor] = []
         for group in unit.trained_groups:
-            accumulates = not waits and self._accumulates(group)
+            adds = not waits and self._keep_earlier(group)
             grads = group.reduced
-            self.norms.counts[Count.ADDED] += accumulates
-            self._has_added |= accumulates
-            apart = accumulates or waits or grads.is_offloaded
+            self.norms.counts[Count.ADDED] += adds
+            self._has_added |= adds
+            apart = adds or waits or grads.is_offloaded
             outs.append(scratch.take(grads.like, grads.sums.numel()) if apart else grads.sums)
         unit.reduction.sum_into(outs)
         unit.reduction = None
@@ -252,10 +253,14 @@ class Gradients:
             self._start_to_land(unit, group.reduced, out, waits=waits)
             self._forget(group)
 
-    def _accumulates(self, group: Group) -> bool:
-        """Whether `p.grad` holds earlier gradients of the engine; records those of the user.
+    def _keep_earlier(self, group: Group) -> bool:
+        """Prepare the gradient shard for a sum: keep what `p.grad` contains, zero the rest.
 
-        See [Note: gradients that are kept].
+        Tensors that the user assigned are recorded, and memory that the user kept is replaced; see
+        [Note: gradients that are kept].
+
+        Returns:
+            Whether the sum is added to earlier gradients; it replaces the shard otherwise.
         """
         with no_guard():
             grads = [member.param.grad for member in group.members]
@@ -268,7 +273,7 @@ class Gradients:
             self._theirs += [(m, g) for m, g, is_ours in found if g is not None and not is_ours]
             if _is_kept(group, ours):
                 group.show_in(group.reduced.anew())
-                self._is_stale = True
+                self._has_new_memory = True
             group.reduced.kept = ours if any(ours) else ()
             if group.reduced.kept:
                 if self.norms.disk is not None and not all(map(is_, shown, group.views)):
@@ -276,7 +281,7 @@ class Gradients:
                 for gradient, grad, is_ours in zip(group.views, shown, ours, strict=True):
                     if not is_ours:
                         gradient.zero_()
-                    elif grad is not gradient:  # just received new memory
+                    elif grad is not gradient:  # still in the former memory
                         gradient.copy_(grad)
         return bool(group.reduced.kept)
 
@@ -287,7 +292,7 @@ class Gradients:
         if grads.partial is not None:
             total.add_(grads.partial)
             grads.partial = None
-        if waits:
+        if waits:  # nothing lands: the next backward that sums over replicas adds it
             grads.partial = total.clone()
             unit.transport.scratch.give(total)
             return
@@ -328,7 +333,10 @@ class Gradients:
             self._on_host.clear()
 
     def _forget(self, group: Group) -> None:
-        """Release the buffer of a group whose gradients are reduced or dropped."""
+        """Release the buffer of a group whose gradients are reduced or dropped.
+
+        A spill and a buffer that `no_sync` kept have no other owner and are freed.
+        """
         if group.collects is Collects.SLOT:
             self._slots.discard(group.plan.grad_slot)
         group.collects, group.collected = Collects.NOWHERE, None
@@ -337,8 +345,8 @@ class Gradients:
         """Agree on the touched parameters, set `p.grad`, and cache norms."""
         self._finish_landing()
         self.norms.task = -2
-        if self._shown is None or self._is_stale:
-            self._shown, self._is_stale = Shown.of(units), False
+        if self._shown is None or self._has_new_memory:
+            self._shown, self._has_new_memory = Shown.of(units), False
         members = self._shown.members
         if not members:
             return

@@ -327,6 +327,8 @@ class Runtime:
                     node = of.grad_fn
                     if node is None or (number := node._sequence_nr()) < use.first_node:
                         continue
+                    # A prehook runs after the hooks of tensors, but costs a handle. Inner outputs
+                    # share a tensor hook, which registers a prehook when it is called.
                     if is_inner:
                         self._node_hooks[index].add(node)
                     else:
@@ -416,7 +418,11 @@ class Runtime:
             self._inner = task
 
     def _begin_backward(self, task: int) -> bool:
-        """Returns False for a backward inside another one."""
+        """Begin a backward; False for one inside another one, which changes nothing.
+
+        Raises:
+            EngineError: It is inside another one and reaches parameters, or makes a graph.
+        """
         if self._task != -1 and self._end() is None:
             self.reset()  # the last backward raised and never ended
         if self._recomputed not in (-1, task):  # a checkpoint around several models
@@ -455,9 +461,12 @@ class Runtime:
         return True
 
     def on_gradient(self, member: Member) -> None:
-        """Collect a compute parameter's final gradient, and reduce a complete unit."""
+        """Collect a compute parameter's final gradient, and reduce a complete unit.
+
+        All parameters are on one device, and autograd calls their hooks on its one thread.
+        """
         task, unit = graph_task_id(), member.group.unit
-        if self._task != task:
+        if self._task != task:  # raises in a backward inside another one, which reaches a parameter
             self._begin_backward(task)
         if not member.expected:
             if not member.compute.requires_grad:

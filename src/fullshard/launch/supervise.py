@@ -28,7 +28,6 @@ from fullshard.launch.exit_codes import ExitCode, describe_status, exit_code_of_
 from fullshard.launch.failure import LaunchFolder, RankFailure, first_cause
 from fullshard.launch.fork_server import Adopted
 from fullshard.launch.rank_entry import STACKS_SIGNAL
-from fullshard.observe.trace import read_kept
 
 POLL_S = 0.05
 REPORT_S = 1.0  # after the first failure: another rank may still report the cause
@@ -38,7 +37,6 @@ INTERRUPT_S = 10.0  # after Ctrl-C
 PREEMPT_S = 30.0  # after SIGTERM: schedulers usually wait this long, enough to save
 LOG_LINES = 20
 LOG_BYTES = 65_536
-EVENTS = 8
 
 
 @dataclass
@@ -190,8 +188,6 @@ class Supervisor:
         message += "."
         if tail := _last_lines(rank.log):
             message += "\nThe last lines of its log:\n  " + "\n  ".join(tail)
-        if events := read_kept(self.folder.events(rank.rank))[-EVENTS:]:
-            message += f"\nIts last events: {'; '.join(events)}"
         return RankFailure(rank.rank, kind, message, code, "", rank.ended_s)
 
     def _stop(self, caught: list[int]) -> LaunchResult:

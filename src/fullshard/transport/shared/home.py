@@ -49,8 +49,7 @@ from fullshard.transport.base import (
     torch_dtype,
 )
 from fullshard.transport.direct import DirectTransport
-from fullshard.transport.shared.board import CACHE_LINE, Board, Mark
-from fullshard.transport.shared.segment import TellAll, share_segment
+from fullshard.transport.shared.segment import CACHE_LINE, Board, Mark, TellAll, share_segment
 
 
 class SharedHome(Home):
