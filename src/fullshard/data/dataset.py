@@ -50,7 +50,8 @@ class DatasetFacts:
         baseline: Interpolated bigram over the held-out sequences, if it was computed.
         prompt: Prompt of the sample at the end of a run.
         notes: What else was done to the data, in words.
-        fingerprint: Checksum of all tokens; empty if an older version wrote the facts.
+        fingerprint: Checksum of all tokens; empty if an older version wrote the facts. Of a stream
+            two, separated by a blank: either tells that the data is the same.
         mixture: See `SampleOrder.mixture`.
         pad: Token that fills rows up.
         shuffle_buffer: Sequences of a stream that are shuffled together; numbers of training

@@ -168,15 +168,8 @@ def _readable(folder: Path) -> AbstractContextManager[None]:
 
 
 def _told(facts: DatasetFacts) -> dict[str, Any]:
-    names = (
-        "sequence_length",
-        "num_train_sequences",
-        "num_train_tokens",
-        "vocab_size",
-        "separator",
-    )
-    names = (*names, *(("fingerprint",) if facts.fingerprint else ()))
-    return {name: getattr(facts, name) for name in names}
+    names = "sequence_length num_train_sequences num_train_tokens vocab_size separator fingerprint"
+    return {name: told for name in names.split() if (told := getattr(facts, name)) != ""}
 
 
 def with_logits(batch: Batch, kept: TopK) -> Batch:

@@ -233,8 +233,7 @@ def _uses_chats(config: RunConfig) -> bool:
 
 def _check_data(config: RunConfig, facts: DatasetFacts) -> None:
     """Checks that cached logits belong to this data."""
-    cache = settings_of(config).cache
-    if cache:
+    if cache := settings_of(config).cache:
         check_facts(Path(cache), facts)
 
 
