@@ -143,6 +143,8 @@ def test_the_cause_is_shown_before_the_ranks_that_lost_their_peer(run, capfd):
     err = capfd.readouterr().err
     assert err.startswith("rank 1 of 2 failed")
     assert err.index("ValueError: rank one says no") < err.index("After it, rank 0: RuntimeError: ")
+    assert run("raise_in_a_collective", "end") == 1
+    assert "Before it, rank 1: RankExit: ended with exit code 0\n" in capfd.readouterr().err
 
 
 def test_the_same_error_on_every_rank_is_shown_once(run, capfd):

@@ -10,6 +10,7 @@ text: no colours, no overwritten lines.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import select
@@ -19,6 +20,8 @@ import threading
 import tty
 from pathlib import Path
 from typing import BinaryIO
+
+logger = logging.getLogger(__name__)
 
 _ESCAPES = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\^_])")
 _CHUNK_BYTES = 65536
@@ -109,14 +112,20 @@ class Relay:
             while selector.get_map():
                 self._resize()
                 for key, _ in selector.select(_RESIZE_S):
-                    data = _read(key.fd)
-                    self._log.write(cleaners[key.fd].feed(data))
+                    data, cleaner = _read(key.fd), cleaners[key.fd]
+                    self._write(cleaner.feed(data) if data else cleaner.finish())
                     if data:
                         self._show(key.fd, data)
                         continue
-                    self._log.write(cleaners[key.fd].finish())
                     selector.unregister(key.fd)
                     os.close(key.fd)
+
+    def _write(self, text: bytes) -> None:
+        try:
+            self._log.write(text)
+        except OSError as error:  # a rank whose output nobody reads would wait without end
+            logger.warning("%s ends here: %s", self._log.name, error.strerror)
+            self._log = Path(os.devnull).open("wb", 0)  # noqa: SIM115
 
     def _show(self, fd: int, data: bytes) -> None:
         while data and not self.muted.is_set():

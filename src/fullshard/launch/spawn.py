@@ -163,12 +163,13 @@ def print_failure(launch: LocalLaunch, result: LaunchResult) -> None:
     lines = [
         f"rank {cause.rank} of {launch.world_size} failed (exit code {cause.exit_code}):",
         cause.text,
-        f"Its log: {launch.log(cause.rank)}",
+        *(f"Its log: {log}" for log in [launch.log(cause.rank)] if log.is_file()),
     ]
     for other in result.others:
         if (other.type, other.message) != (cause.type, cause.message):
             summary = textwrap.shorten(other.message, 160)
-            lines.append(f"After it, rank {other.rank}: {other.type}: {summary}")
+            when = "After" if other.exit_code else "Before"
+            lines.append(f"{when} it, rank {other.rank}: {other.type}: {summary}")
     sys.stderr.write("\n".join(lines) + "\n")
     sys.stderr.flush()
 
@@ -266,8 +267,7 @@ def _positions(launch: LocalLaunch, store: LaunchStore, run_id: str) -> list[str
     """Last published positions of the ranks, one line per rank."""
     if store.store is None:
         return []
-    attempt = f"{run_id}.{launch.attempt}"
-    seen = watchdog.read_positions(store.store, attempt, launch.world_size)
+    seen = watchdog.read_positions(store.store, f"{run_id}.{launch.attempt}", launch.world_size)
     return watchdog.describe(seen)
 
 

@@ -51,9 +51,15 @@ class RankProcess:
     status: int | None = field(default=None, init=False)  # as Popen.returncode
     ended_s: float = field(default=0.0, init=False)
 
-    def poll(self) -> int | None:
-        """Its exit status, without reaping it; None while it runs."""
-        return self._look(os.WNOHANG)
+    def poll(self, flags: int = os.WNOHANG) -> int | None:
+        """Its exit status, without reaping it; None while it runs. Without flags it waits."""
+        if self.status is None:
+            info = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT | flags)
+            if info is not None:
+                killed = info.si_code != os.CLD_EXITED
+                self.status = -info.si_status if killed else info.si_status
+                self.ended_s = time.monotonic()
+        return self.status
 
     def send(self, number: int) -> None:
         """Sends a signal to the rank, not to its process group."""
@@ -66,17 +72,8 @@ class RankProcess:
             return
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        self._look(0)
+        self.poll(0)
         self.process.wait()
-
-    def _look(self, flags: int) -> int | None:
-        if self.status is None:
-            info = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT | flags)
-            if info is not None:
-                killed = info.si_code != os.CLD_EXITED
-                self.status = -info.si_status if killed else info.si_status
-                self.ended_s = time.monotonic()
-        return self.status
 
 
 @dataclass(frozen=True)
@@ -86,7 +83,7 @@ class LaunchResult:
     Attributes:
         exit_code: Typed exit code; 0 if every rank succeeded.
         failure: The first cause; None if nothing failed or a signal ended the launch.
-        others: Further failures.
+        others: Further failures, and ranks that had ended before if that explains the first cause.
     """
 
     exit_code: int
@@ -153,6 +150,7 @@ class Supervisor:
     def _explain(self) -> LaunchResult:
         """Ends the ranks and finds the first failure."""
         ended = {rank.rank for rank in self.ranks if rank.poll()}
+        done = [rank for rank in self.ranks if rank.poll() == 0]
         self.end_all()
         hang = RankFailure.read(self.folder.hang)
         if hang is not None:  # the watchdogs have ended all ranks
@@ -161,8 +159,10 @@ class Supervisor:
         failed = (r for r in self.ranks if r.rank in ended or self.folder.failure(r.rank).exists())
         failures = [self._failure_of(rank) for rank in failed]
         cause = first_cause(failures)
-        others = tuple(failure for failure in failures if failure is not cause)
-        return LaunchResult(cause.exit_code, self._with_positions(cause), others)
+        others = [failure for failure in failures if failure is not cause]
+        if cause.is_consequence:  # of the end of a rank that told nothing
+            others += [RankFailure(r.rank, "RankExit", describe_status(0), 0, "", 0) for r in done]
+        return LaunchResult(cause.exit_code, self._with_positions(cause), tuple(others))
 
     def _with_positions(self, failure: RankFailure) -> RankFailure:
         """Adds the positions of all ranks to a death without a report; writes hang.txt too."""
@@ -244,12 +244,10 @@ class Supervisor:
 
 def _last_lines(log: Path) -> list[str]:
     """The last lines of a log; empty if it cannot be read."""
-    try:
-        with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - LOG_BYTES))
-            return file.read().decode(errors="replace").splitlines()[-LOG_LINES:]
-    except OSError:
-        return []
+    with contextlib.suppress(OSError), log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - LOG_BYTES))
+        return file.read().decode(errors="replace").splitlines()[-LOG_LINES:]
+    return []
 
 
 _SYSTEM = Path("/proc/vmstat")
@@ -286,12 +284,8 @@ class MemoryWatch:
         return self._count() > self._kills or time.monotonic() - self._low < 10.0
 
     def _count(self) -> int:
-        return sum(map(_read, self._counters))
-
-
-def _read(file: Path) -> int:
-    try:
-        found = _COUNT.search(file.read_text(encoding="utf-8"))
-    except OSError:
-        return 0
-    return int(found[1]) if found else 0
+        found: list[str] = []
+        for file in self._counters:
+            with contextlib.suppress(OSError):
+                found += _COUNT.findall(file.read_text(encoding="utf-8"))
+        return sum(map(int, found))
