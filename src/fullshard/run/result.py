@@ -10,7 +10,7 @@ import torch
 from fullshard.engine.hugging_face import import_code
 from fullshard.launch.machine import describe_versions
 from fullshard.models.generate import Sample
-from fullshard.observe.metrics import process_bytes
+from fullshard.observe.metrics import StepRow, memory_bytes, process_bytes
 from fullshard.observe.report import write_report
 from fullshard.outlook.memory import RANK_PROCESS
 from fullshard.planner.text import human_bytes
@@ -88,8 +88,10 @@ def conclude(
         wall_s: Seconds since the ranks began.
         average_loss: Held-out loss of the averaged weights (ema_decay), if any.
     """
-    folder, last, baseline = session.folder, watcher.step, session.dataset.facts.baseline
-    assert last is not None, "a run has at least one step"
+    folder, baseline = session.folder, session.dataset.facts.baseline
+    done, memory = session.steps.num_steps, memory_bytes(session.seat.device)
+    # A run that was killed after its last step may have lost its rows.
+    last = watcher.step or StepRow(done, 0, None, None, 0, 0, 0, 0, 0, 0, 0, *memory)
     measured = {
         "num_steps": last.step,
         "train_loss": last.loss,
@@ -155,6 +157,5 @@ def _memory(folder: RunFolder, peak_bytes: int) -> str:
         return measured
     told = f"planned {human_bytes(expected)} of tensors"
     if before:
-        told += f" + {human_bytes(before)} of the process"
-        told += f" = {human_bytes(expected + before)}"
+        told += f" + {human_bytes(before)} of the process = {human_bytes(expected + before)}"
     return f"{told}; {measured}"
