@@ -187,7 +187,7 @@ def test_output_that_another_program_made_non_blocking_arrives_whole(tmp_path, h
     log = how if how == "/dev/full" else tmp_path / "log"  # of a relay
     if how != "a command":
         program = (
-            "import os, sys; from pathlib import Path; from fullshard.launch.relay import Relay\n"
+            "import os, sys; from pathlib import Path; from fullshard.launch.spawn import Relay\n"
             f"relay = Relay(Path({str(log)!r})); out = os.dup(relay.stdout_fd)\n"
             "relay.start(); os.write(out, b'x' * 10**6); os.close(out); relay.close(60.0)\n"
         )

@@ -28,7 +28,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 from pydantic import TypeAdapter
@@ -36,8 +36,13 @@ from pydantic import TypeAdapter
 from fullshard.config.environment import cache_folder
 from fullshard.config.schema import DataConfig
 from fullshard.data.arrays import Rows, TokenFile, tokens_in
-from fullshard.data.bigram import Baseline, interpolated_bigram
-from fullshard.data.dataset import IGNORED, DatasetFacts, PreparedData
+from fullshard.data.dataset import (
+    IGNORED,
+    Baseline,
+    DatasetFacts,
+    PreparedData,
+    interpolated_bigram,
+)
 from fullshard.data.order import ENDLESS, Indices, apportioned
 from fullshard.data.records import (
     Files,
@@ -181,7 +186,7 @@ class Dataset(PreparedData):
         save_tokens(folder, {"train": self.train, "held_out": self.held_out})
 
     @classmethod
-    def load(cls, folder: Path, facts: DatasetFacts, tokenizer: PreTrainedTokenizerBase) -> Dataset:
+    def load(cls, folder: Path, facts: DatasetFacts, tokenizer: PreTrainedTokenizerBase) -> Self:
         """Maps what `save` wrote; the tokens are read from disk when they are used."""
         return cls(facts, tokenizer, **load_tokens(folder, facts.sequence_length, tokenizer))
 
