@@ -310,15 +310,15 @@ def check_data(resume: Resume, position: Any, steps: StepPlan) -> None:
         return
     with untrusted(f"a checkpoint in '{resume.path}'", "the data position of a run"):
         trained = dict(position or {})
-    own: tuple[tuple[str, str, object], ...] = (
+    for name, key, now in (
         ("data", "data.path", steps.data),
         ("seed", "training.seed", steps.order.seed),
-    )
-    for name, key, now in own:
-        if not set(str(trained.get(name, now)).split()) & set(str(now).split()):
+    ):
+        was = trained.get(name, now)
+        if was != now and not {*str(was).split()} & {*str(now).split()}:
             raise ConfigError(
                 f"{key}: expected the {name} of the run that resumes from '{resume.path}' "
-                f"({trained[name]}); got other ones ({now}), or the order of another version. "
+                f"({was}); got other ones ({now}), or the order of another version. "
                 "Bring the old data and tokenizer (or fullshard) back, use --resume never, or "
                 "--resume PATH with another output_dir."
             )
