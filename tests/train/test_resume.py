@@ -142,7 +142,7 @@ def test_more_steps_other_ranks_and_a_damaged_checkpoint(calm, tmp_path):
     assert f"skipped checkpoint {newest}" in said
     assert "model-00001.safetensors has other bytes" in said
     assert "resumed after step 16" in said
-    assert "2 a rank x 1 micro-batch(es) x 3 rank(s) = 6 sequences" in said
+    assert "2 per rank x 1 micro-batch(es) x 3 rank(s) = 6 sequences" in said
     found, wanted = numbers(config), numbers(calm)
     assert sorted(int(key.split()[1]) for key in found if key.startswith("loss")) == [*range(1, 27)]
     for step in range(1, 17):
