@@ -320,7 +320,7 @@ def test_sequences_that_cannot_be_divided_are_refused():
         (
             lambda: part_of(ONES | {"attention_mask": torch.tensor([[0, 1, 1, 1]] * 2)}, SEAT),
             DataError,
-            "expected position_ids beside",
+            "expected position_ids for an attention_mask",
         ),
     ):
         with pytest.raises(error, match=said):

@@ -190,9 +190,7 @@ def _hardware(gpus: str | None, devices: Path | None) -> tuple[Gpus | None, dict
     from fullshard.outlook.memory import GIB
 
     if devices is not None and gpus is None:
-        raise ConfigError(
-            "--devices: expected --gpus beside it, which names one of them; got none."
-        )
+        raise ConfigError("--devices: expected --gpus, which names one of them; got none.")
     own = read_devices(devices) if devices is not None else {}
     sizes = {name: round(device.memory_gib * GIB) for name, device in own.items()}
     return parse_gpus(gpus, own=sizes) if gpus is not None else None, own

@@ -319,7 +319,7 @@ class Gradients:
             scratch.give(total)
 
     def _advance(self) -> None:
-        """Advance the sums that are not yet in their shards by one step."""
+        """Advance the sums of all units that are not yet in their shards by one step."""
         self._landing = [s for s in self._landing if next(s, _ENDED) is not _ENDED]
 
     def _finish_landing(self) -> None:

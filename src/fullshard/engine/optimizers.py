@@ -245,7 +245,7 @@ def _refuse_unsharded(optimizer: Optimizer, params: list[Any]) -> None:
         if record is not None and not isinstance(param, Guarded):
             raise EngineError(
                 f"{type(optimizer).__name__}.step inside fs.unsharded: expected shards; got "
-                f"{record.piece.name!r} whole, beside its shard's states. Step outside of it."
+                f"{record.piece.name!r} whole, but states of its shard. Step outside of it."
             )
 
 

@@ -212,7 +212,11 @@ class Group:
             member.param.record.compute = compute
 
     def load(self) -> Future[None] | None:
-        """Copy the master to this rank's part of the slot, from disk in the background."""
+        """Copy the master to this rank's part of the slot.
+
+        Returns:
+            The read from disk, if it runs in the background; None if the copy is issued.
+        """
         source = self.master
         if self.disk is not None:
             if self.cast is None or self.cast.device.type == "cpu":
