@@ -213,7 +213,7 @@ def test_people_get_the_units_and_a_table(capfd, config):
     assert "together" in out
     assert "Activations, logits and gradients on their way are traced on the model" in out
     assert "H100 (79.6 GiB): fits, it takes" in out
-    assert "tokens a second" in out
+    assert "tokens per second" in out
     assert err == ""
 
 

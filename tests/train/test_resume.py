@@ -270,7 +270,7 @@ def test_a_finished_run_is_moved_and_a_changed_model_is_refused(calm, tmp_path):
         ),
         ((), 0, "begins at step 0; the run there is moved aside"),
         (("max_steps=26", "adam_beta1=0.5"), 0, "training.adam_beta1 0.9 -> 0.5"),
-        (("max_steps=26", "train_batch_size=8"), 0, "6 samples a step are kept from the run"),
+        (("max_steps=26", "train_batch_size=8"), 0, "6 samples per step are kept from the run"),
         (("--resume", ""), 2, "--resume: expected auto, never or the path of a checkpoint, got ''"),
         (("max_steps=26", "optim=sgd"), 7, "expected the states of SGD; it has AdamW"),
         (

@@ -217,7 +217,7 @@ def _say_kept_batch(training: TrainingConfig, num_batches: int, steps: StepPlan)
     kept = steps.order.shape.global_batch
     if asked * num_batches != kept:
         logger.info(
-            "%d samples a step are kept from the run that resumes; the configuration has %d",
+            "%d samples per step are kept from the run that resumes; the configuration has %d",
             kept,
             asked * num_batches,
         )
