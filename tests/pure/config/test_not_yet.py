@@ -116,7 +116,11 @@ def test_the_refusal_of_a_file_has_its_lines(load_file, snapshot):
             {"sft": {"packing": False}},
             "sft.packing: applies to `fullshard sft` only; got false",
         ),
-        ("train", {"training": {"assistant_only_loss": "yes"}}, "sft.assistant_only_loss: expec"),
+        (
+            "train",
+            {"training": {"assistant_only_loss": "yes"}},
+            "sft.assistant_only_loss: applies to `fullshard sft` only; got true",
+        ),
         ("distill", {}, "teacher: expected the model that is learned from, got none."),
     ],
 )
