@@ -32,6 +32,7 @@ from fullshard.engine._torch_compat import (
     call_outside_compile,
     is_tracing,
     no_guard,
+    outside_modes,
     unless_compiling,
 )
 from fullshard.engine.attributes import ModuleTensors, own_modules, tensors_in
@@ -319,7 +320,8 @@ class Engine:
             self._looked = self.runtime.step
             check_replicas(self.units, self.norms)
         if self.runtime.observed.done and not self.runtime.agreed:
-            with torch.inference_mode(mode=False):  # slots created now may outlive the block
+            # slots created now may outlive the block, or a transformation of torch.func
+            with outside_modes(), torch.inference_mode(mode=False):
                 self._agree_on_order()
 
     def _check_params(self, group: Group) -> None:
@@ -346,8 +348,7 @@ class Engine:
         self.runtime.agreed = True
         plan = self.plan.reordered(observed.forward, observed.backward)  # also of unused units
         if bounds[0] != -bounds[1]:  # ranks run different parts, so all issue every planned event
-            strange = set(observed.forward) - set(order.forward)
-            assert not strange, strange
+            assert set(observed.forward) <= set(order.forward), observed.forward
             self.runtime.scheduler.order = replace(order, learned=True)
         elif plan.order != replace(order, learned=True):
             self._switch_to(plan)
