@@ -43,6 +43,7 @@ from fullshard.observe.metrics import (
     SaveRow,
     StepRow,
     keep_rows,
+    memory_bytes,
     process_bytes,
 )
 from fullshard.observe.report import write_report
@@ -298,9 +299,9 @@ def run_lines(config: RunConfig, data: DatasetFacts, steps: StepPlan) -> list[tu
         ),
         (
             "batch",
-            f"{shape.per_device} a rank x {shape.accumulation} micro-batch(es) x "
+            f"{shape.per_device} per rank x {shape.accumulation} micro-batch(es) x "
             f"{shape.world_size} {whose} = {shape.global_batch} sequences, "
-            f"{shape.global_batch * data.sequence_length:,} tokens a step",
+            f"{shape.global_batch * data.sequence_length:,} tokens per step",
         ),
         (
             "steps",
@@ -411,8 +412,10 @@ def conclude(
         wall_s: Seconds since the ranks began.
         average_loss: Held-out loss of the averaged weights (ema_decay), if any.
     """
-    folder, last, baseline = session.folder, watcher.step, session.dataset.facts.baseline
-    assert last is not None, "a run has at least one step"
+    folder, baseline = session.folder, session.dataset.facts.baseline
+    done, memory = session.steps.num_steps, memory_bytes(session.seat.device)
+    # A run that was killed after its last step may have lost its rows.
+    last = watcher.step or StepRow(done, 0, None, None, 0, 0, 0, 0, 0, 0, 0, *memory)
     measured = {
         "num_steps": last.step,
         "train_loss": last.loss,
@@ -445,14 +448,14 @@ def _print_result(
     if loss is not None and nats is not None:
         verdict = f"beaten by {nats - loss:.3f}" if loss < nats else "not beaten"
         baseline = (
-            f"{nats:.4f} nats a token (interpolated, lambda {measured['baseline_weight']:.2f}, the "
-            f"same {measured['num_held_out_tokens']:,} tokens): {verdict}"
+            f"{nats:.4f} nats per token (interpolated, lambda {measured['baseline_weight']:.2f}, "
+            f"the same {measured['num_held_out_tokens']:,} tokens): {verdict}"
         )
-        held_out = ("held-out loss", f"{loss:.4f} nats a token", "bold")
+        held_out = ("held-out loss", f"{loss:.4f} nats per token", "bold")
         color = "green" if loss < nats else "red"
         console.print_facts([held_out, ("bigram baseline", baseline, color)])
     if measured["ema_eval_loss"] is not None:
-        text = f"{measured['ema_eval_loss']:.4f} nats a token (in {folder.model_ema})"
+        text = f"{measured['ema_eval_loss']:.4f} nats per token (in {folder.model_ema})"
         console.print_facts([("average's loss", text, "")])
     console.print_text(f"\n{sample.text}\n")
     rate = measured["tokens_per_s"]
@@ -478,6 +481,5 @@ def _memory(folder: RunFolder, peak_bytes: int) -> str:
         return measured
     told = f"planned {human_bytes(expected)} of tensors"
     if before:
-        told += f" + {human_bytes(before)} of the process"
-        told += f" = {human_bytes(expected + before)}"
+        told += f" + {human_bytes(before)} of the process = {human_bytes(expected + before)}"
     return f"{told}; {measured}"
