@@ -256,7 +256,7 @@ def _with_mesh(settings: ShardConfig, mesh: Any) -> ShardConfig:
         return settings
     if any(getattr(settings, axis) != nothing for axis, nothing in AXES.items()):
         raise ConfigError(
-            f"mesh: expected none of {', '.join(AXES)} beside it, which name its sizes; got both. "
+            f"mesh: expected none of {', '.join(AXES)} with it, which name its sizes; got both. "
             "Drop one."
         )
     if isinstance(mesh, Sequence) and not isinstance(mesh, str):

@@ -467,8 +467,7 @@ class Saves:
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as error:
             raise CheckpointError(
-                f"checkpoint '{folder}': expected a folder to write into; {error.strerror}. "
-                "Name another."
+                f"checkpoint '{folder}': expected a writable folder; got {error.strerror}."
             ) from error
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -476,7 +475,7 @@ class Saves:
             os.close(descriptor)
             raise CheckpointError(
                 f"checkpoint '{folder}': expected a folder of one run; another process saves its "
-                "steps there. Name another folder, or end that run."
+                "steps there. Use another folder, or end that run."
             ) from error
         except OSError:  # a file system without locks
             pass

@@ -147,7 +147,7 @@ def test_more_steps_other_ranks_and_a_damaged_checkpoint(calm, tmp_path):
     assert f"skipped checkpoint {newest}" in said
     assert "model-00001.safetensors has other bytes" in said
     assert "resumed after step 16" in said
-    assert "2 a rank x 1 micro-batch(es) x 3 rank(s) = 6 sequences" in said
+    assert "2 per rank x 1 micro-batch(es) x 3 rank(s) = 6 sequences" in said
     found, wanted = numbers(config), numbers(calm)
     assert sorted(int(key.split()[1]) for key in found if key.startswith("loss")) == [*range(1, 27)]
     for step in range(1, 17):
@@ -275,7 +275,7 @@ def test_a_finished_run_is_moved_and_a_changed_model_is_refused(calm, tmp_path):
         ),
         ((), 0, "begins at step 0; the run there is moved aside"),
         (("max_steps=26", "adam_beta1=0.5"), 0, "training.adam_beta1 0.9 -> 0.5"),
-        (("max_steps=26", "train_batch_size=8"), 0, "6 samples a step are kept from the run"),
+        (("max_steps=26", "train_batch_size=8"), 0, "6 samples per step are kept from the run"),
         (("--resume", ""), 2, "--resume: expected auto, never or the path of a checkpoint, got ''"),
         (("max_steps=26", "optim=sgd"), 7, "expected the states of SGD; it has AdamW"),
         (

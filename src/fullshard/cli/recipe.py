@@ -240,7 +240,7 @@ def _show_plan(checked: CheckedRun) -> Outcome:
     for note in facts.notes:
         print(f"data: {note}")
     if facts.baseline is not None:
-        print(f"interpolated bigram: {facts.baseline.nats:.4f} nats a token")
+        print(f"interpolated bigram: {facts.baseline.nats:.4f} nats per token")
     print(checked.view.plan.tree())
     told = planned(checked.view, checked.steps)
     return Outcome({"run_dir": checked.output_dir, "planned": told})

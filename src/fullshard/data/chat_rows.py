@@ -263,7 +263,7 @@ def make_chat_dataset(
     starts, lengths, learned = _examples_in(values, limit)
     if not len(starts):
         path = source.files.path
-        raise DataError(f"data.path: expected records, got none in '{path}'. Name another file.")
+        raise DataError(f"data.path: expected records, got none in '{path}'.")
     border = max(1, len(starts) - math.ceil(len(starts) * settings.held_out_fraction))
     cut, kept = np.minimum(lengths, limit), np.flatnonzero(learned)
     parts = np.split(kept, np.searchsorted(kept, [border]))
@@ -354,7 +354,7 @@ def _nothing_to_learn(
     if len(places := (found - starts[number])[number < border]):
         return DataError(
             f"training.max_seq_length: expected more tokens than {places.min()}, where the first "
-            f"answer of {many} begins, got {limit}. Raise it."
+            f"answer of {many} begins, got {limit}."
         )
     turns = (example for example in read_examples(spans) if isinstance(example, Turns))
     roles = Counter(str(message["role"]) for one in turns for message in one.messages)

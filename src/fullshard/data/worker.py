@@ -3,7 +3,7 @@
     rank      | step 0           | step 1           | ...
     worker    | makes 1 |        | makes 2 |        | ...
 
-The worker of a rank imports neither torch nor transformers and takes about 30 MiB; one that makes
+The worker of a rank imports neither torch nor transformers and takes about 28 MiB; one that makes
 conversations has transformers and a tokenizer, about 512 MiB. It ends with the rank, also if the
 rank is killed; it ignores signals that stop a run, which the rank answers.
 """

@@ -179,7 +179,11 @@ class Engine:
         return unit
 
     def _bind(self, given: dict[str, list[torch.Tensor]]) -> Rings:
-        """Create the plan's rings, except given ones, and bind the units to them."""
+        """Create the plan's rings, except given ones, and bind the units to them.
+
+        Args:
+            given: Slots by ring, to which those of the transports' homes are added.
+        """
         for mesh, transport in self.transports.items():
             units = [unit for unit in self.plan.units if unit.mesh == mesh]
             given |= transport.home.open_slots(units, self.plan.rings)

@@ -319,7 +319,7 @@ class Gradients:
             scratch.give(total)
 
     def _advance(self) -> None:
-        """Advance the sums that are not yet in their shards by one step."""
+        """Advance the sums of all units that are not yet in their shards by one step."""
         self._landing = [s for s in self._landing if next(s, _ENDED) is not _ENDED]
 
     def _finish_landing(self) -> None:
@@ -430,8 +430,8 @@ class Gradients:
         if self.norms.waits or self._has_added:
             logger.warning(
                 "fullshard: a backward failed; gradients of earlier micro-batches that waited "
-                "under no_sync are lost, others have a part of the failed one's. Call zero_grad() "
-                "and repeat the whole step."
+                "under no_sync are lost, and others may contain part of the failed backward. Call "
+                "zero_grad() and repeat the whole step."
             )
         self._finish_landing()
         for unit in units:

@@ -163,8 +163,8 @@ class GradientNorms:
         """Check that no running backward will set a parameter's gradient, which is read."""
         if self.task == graph_task_id():
             raise EngineError(
-                f"{clean_name(name)}.grad inside a backward: expected its use after it, when ranks "
-                "have summed gradients. Read, write and step after backward(), or in "
+                f"{clean_name(name)}.grad inside a backward: expected its use after backward(); it "
+                "is not reduced over ranks yet. Read, write and step after backward(), or in "
                 "register_post_accumulate_grad_hook, not in hooks on modules and tensors."
             )
 
@@ -316,7 +316,7 @@ class GradientNorms:
                 continue
             if wrong in _UNLIKE:
                 raise EngineError(f"{asked}: {_UNLIKE[wrong]}")
-            found = f"here it is {said[wrong]}, elsewhere not"
+            found = f"this rank has {said[wrong]}, other ranks differ"
             if is_at_hand(self._device):
                 found = _table(self.transport, said[wrong])
             raise EngineError(

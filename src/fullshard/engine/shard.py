@@ -211,8 +211,8 @@ def _values(
     if not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         if weights is not None:
             raise ConfigError(
-                f"weights: expected a model on meta beside it; got {weights!r} for a model that "
-                "has values. Build it under torch.device('meta'), or leave weights out."
+                f"weights: expected a model on meta; got {weights!r} for a model that has "
+                "values. Build it under torch.device('meta'), or leave weights out."
             )
         return None
     values = InitialValues(model, plan, transports, masters)

@@ -432,9 +432,9 @@ class Runtime:
         if torch.is_grad_enabled():
             raise EngineError(
                 "backward: expected create_graph=False; a second derivative would read slots that "
-                "hold other units by then. For gradients of inputs use torch.autograd.grad without "
-                "create_graph (torch.func.grad, vjp and jacrev set it); compute second derivatives "
-                "with a model that was not sharded."
+                "contain other units at that point. For gradients of inputs use "
+                "torch.autograd.grad without create_graph (torch.func.grad, vjp and jacrev set "
+                "it); compute second derivatives with a model that was not sharded."
             )
         if self._task != -1:
             return False

@@ -212,7 +212,11 @@ class Group:
             member.param.record.compute = compute
 
     def load(self) -> Future[None] | None:
-        """Copy the master to this rank's part of the slot, from disk in the background."""
+        """Copy the master to this rank's part of the slot.
+
+        Returns:
+            The read from disk, if it runs in the background; None if the copy is issued.
+        """
         source = self.master
         if self.disk is not None:
             if self.cast is None or self.cast.device.type == "cpu":
@@ -501,12 +505,11 @@ class Unit:
         for member, view, address in self._bound:
             if view.data_ptr() != address or any(id(t) in written for t in member.tensors()):
                 raise EngineError(
-                    f"{member.piece.name}: expected a forward that leaves its parameters alone; it "
-                    "wrote into this one (max_norm, clamp_, weight averaging, p.data.copy_ ...), "
-                    "which the next gather would undo, or other ranks would see or miss; or it "
-                    f"gave it other memory, of {view.dtype} now (p.data = ..., .float()), while "
-                    "its slot stays as it is. Write into the shards between steps; for another "
-                    "dtype name its module in fp32_modules, or leave param_dtype out."
+                    f"{member.piece.name}: expected a forward that does not modify its parameters; "
+                    "it wrote into this one (max_norm, clamp_, weight averaging, p.data.copy_ ...) "
+                    f"or replaced its data (p.data = ..., .float(); dtype now {view.dtype}). "
+                    "Write into the shards between steps; for another dtype name its module in "
+                    "fp32_modules, or leave param_dtype out."
                 )
 
     def swap_out(self) -> None:

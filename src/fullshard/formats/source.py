@@ -132,7 +132,7 @@ def check_empty(folder: Path, what: str) -> None:
     try:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise CheckpointError(
-                f"{what}: expected a new or empty folder; '{folder}' holds something. Name another."
+                f"{what}: expected a new or empty folder; '{folder}' contains files."
             )
     except OSError as error:  # the path is too long, or may not be read
         raise failure(folder, 0, error) from error

@@ -117,7 +117,7 @@ class Scheduler:
     def reset(self) -> None:
         """Forgets all gathered units and passes in progress."""
         self._table = SlotTable(self.units)
-        # Whether a unit's weights are available: gathered, or read from the master.
+        # `SlotTable.is_gathered` of this table, without a second call in the hot path.
         self.is_gathered: Callable[[int], bool] = self._table.is_gathered
         self._outstanding: deque[int] = deque()
         # Of the pass: units gathered or prefetched so far, units passed, units reduced.

@@ -101,7 +101,7 @@ def of_other(key: str, got: str, command: Command) -> Problem:
     """The problem of a key that only another recipe reads."""
     from fullshard.config.problems import Problem
 
-    return Problem(key, f"this in `fullshard {command}` alone", got, "Leave it out")
+    return Problem(key, "", f"applies to `fullshard {command}` only; got {got}", "Leave it out")
 
 
 def check_paths(resolved: Resolved, *, data: bool = True, coming: Path | None = None) -> None:
@@ -131,7 +131,7 @@ def check_paths(resolved: Resolved, *, data: bool = True, coming: Path | None = 
         if tokenizer is not None and not Path(tokenizer).is_dir():
             raise ConfigError(
                 f"data.tokenizer: expected a local folder with a tokenizer, got '{tokenizer}'. "
-                "Name the folder that holds tokenizer.json."
+                "It contains tokenizer.json."
             )
         sources = {f"data.mixture.{n}": one.path for n, one in enumerate(config.data.mixture)}
         for key, path in {"data": config.data.path, **sources}.items() if data else ():

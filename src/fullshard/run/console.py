@@ -299,9 +299,9 @@ def run_lines(config: RunConfig, data: DatasetFacts, steps: StepPlan) -> list[tu
         ),
         (
             "batch",
-            f"{shape.per_device} a rank x {shape.accumulation} micro-batch(es) x "
+            f"{shape.per_device} per rank x {shape.accumulation} micro-batch(es) x "
             f"{shape.world_size} {whose} = {shape.global_batch} sequences, "
-            f"{shape.global_batch * data.sequence_length:,} tokens a step",
+            f"{shape.global_batch * data.sequence_length:,} tokens per step",
         ),
         (
             "steps",
@@ -448,14 +448,14 @@ def _print_result(
     if loss is not None and nats is not None:
         verdict = f"beaten by {nats - loss:.3f}" if loss < nats else "not beaten"
         baseline = (
-            f"{nats:.4f} nats a token (interpolated, lambda {measured['baseline_weight']:.2f}, the "
-            f"same {measured['num_held_out_tokens']:,} tokens): {verdict}"
+            f"{nats:.4f} nats per token (interpolated, lambda {measured['baseline_weight']:.2f}, "
+            f"the same {measured['num_held_out_tokens']:,} tokens): {verdict}"
         )
-        held_out = ("held-out loss", f"{loss:.4f} nats a token", "bold")
+        held_out = ("held-out loss", f"{loss:.4f} nats per token", "bold")
         color = "green" if loss < nats else "red"
         console.print_facts([held_out, ("bigram baseline", baseline, color)])
     if measured["ema_eval_loss"] is not None:
-        text = f"{measured['ema_eval_loss']:.4f} nats a token (in {folder.model_ema})"
+        text = f"{measured['ema_eval_loss']:.4f} nats per token (in {folder.model_ema})"
         console.print_facts([("average's loss", text, "")])
     console.print_text(f"\n{sample.text}\n")
     rate = measured["tokens_per_s"]

@@ -359,8 +359,8 @@ def check_model(
     if changed:
         told = ", ".join(f"{one!r} {before.get(one)} -> {now.get(one)}" for one in changed[:3])
         raise ConfigError(
-            f"{key}: expected {name} as it was under the weights in '{resume.path}'; got another "
-            f"one ({told}). {cure}, or export the checkpoint and begin from that folder."
+            f"{key}: expected the {name} that was saved with the weights in '{resume.path}'; it "
+            f"has changed ({told}). {cure}, or export the checkpoint and begin from that folder."
         )
 
 
@@ -505,7 +505,7 @@ def check_lock(folder: RunFolder) -> None:
     with suppress(OSError):  # no answer says nothing about the lock
         if not is_holder(place, str(folder.read_record().get(HOLDS))):
             raise CheckpointError(
-                f"training.checkpoint_dir: expected '{place}' to be this run's until its end; "
-                "another run began there while this one did not answer. This run saves nothing "
-                "more: end one of them."
+                f"training.checkpoint_dir: expected exclusive use of '{place}'; another run "
+                "started there while this one did not respond. Checkpoints are no longer saved: "
+                "stop one of the runs."
             )

@@ -108,7 +108,7 @@ class SharedHome(Home):
                 part.copy_(master)
         if self.gradients is not None:
             self.gradients.free_overflows()
-        self._board.tell(Mark.DONE, self._forward)
+        self._board.tell(Mark.DONE, self._forward)  # the last forward, if no backward followed it
         self._forward += 1
         self._board.tell(Mark.BEGUN, self._forward)
         self._board.await_all(Mark.BEGUN, self._forward, "the beginning of a forward")
