@@ -209,4 +209,5 @@ def _import_by_file(body: Body) -> types.ModuleType:
     except BaseException:
         del sys.modules[body.module]
         raise
+    gc.freeze()  # what stays need not be looked through after every body
     return module
