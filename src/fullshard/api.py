@@ -37,7 +37,7 @@ from fullshard.engine.state import num_parameters as num_parameters
 from fullshard.errors import ConfigError, ShardedTensorError
 from fullshard.formats import orbax
 from fullshard.observe.hang import watchdog
-from fullshard.observe.trace import EventRing
+from fullshard.observe.hang.judge import EventRing
 from fullshard.planner.mesh import Topology
 from fullshard.planner.optimizers import of_bytes
 from fullshard.planner.plan import Plan
@@ -256,7 +256,7 @@ def _with_mesh(settings: ShardConfig, mesh: Any) -> ShardConfig:
         return settings
     if any(getattr(settings, axis) != nothing for axis, nothing in AXES.items()):
         raise ConfigError(
-            f"mesh: expected none of {', '.join(AXES)} beside it, which name its sizes; got both. "
+            f"mesh: expected none of {', '.join(AXES)} with it, which name its sizes; got both. "
             "Drop one."
         )
     if isinstance(mesh, Sequence) and not isinstance(mesh, str):

@@ -28,7 +28,6 @@ from fullshard.engine.cuts import Cut
 from fullshard.engine.engine import Engine, engine_of
 from fullshard.engine.owned import owns_states
 from fullshard.engine.parameter import ShardedParameter
-from fullshard.engine.random_state import set_random_state
 from fullshard.engine.state import (
     DTYPES,
     Held,
@@ -41,7 +40,16 @@ from fullshard.engine.state import (
     restore_optimizer,
 )
 from fullshard.errors import CheckpointError, untrusted
-from fullshard.saving import EXTRA, GROUPS, RANDOM, SAVES, SCALARS, batches_of, ranks_of
+from fullshard.saving import (
+    EXTRA,
+    GROUPS,
+    RANDOM,
+    SAVES,
+    SCALARS,
+    batches_of,
+    ranks_of,
+    set_random_state,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -133,6 +141,7 @@ def _read_tensors(
     keys = _keys_of(checkpoint, wanted)
     states = None if optimizer is None else _optimizer_of(checkpoint, engine, model, optimizer)
     engine.home.before_write()
+    torch.autograd.graph.increment_version([m.param for m in engine.members])  # of older graphs
     others: dict[str, Any] = {}
     for key, held in zip(keys, wanted, strict=True):
         if held.whole:  # the module knows where it belongs
@@ -188,8 +197,7 @@ def _keys_of(checkpoint: Checkpoint, wanted: list[Held]) -> list[str]:
         name = held.names[0]
         key = checkpoint.index.find(Kind.MODEL, name)
         if key is None:
-            close = nearest(name, there)
-            hint = f" Did you mean {close}?" if close else ""
+            hint = f" Did you mean {close}?" if (close := nearest(name, there)) else ""
             raise CheckpointError(
                 f"checkpoint '{checkpoint.path}': expected {name} of shape {held.shape}; it has no "
                 f"such tensor.{hint} Build the model that was saved."

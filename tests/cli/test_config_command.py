@@ -109,7 +109,7 @@ def test_deepspeed_beside_fsdp_is_refused_by_every_command(folder, capsys):
         outcome = invoke([*words, "--config_file", "fsdp.yaml", "--deepspeed", "zero3.yaml"])
         assert outcome.exit_code == 2
         assert (
-            "deepspeed: expected one of FSDP and DeepSpeed, got DeepSpeed beside FSDP, which "
+            "deepspeed: expected one of FSDP and DeepSpeed, got DeepSpeed and FSDP, which "
             "distributed_type (fsdp.yaml:1) asks for."
         ) in capsys.readouterr().err
 

@@ -49,5 +49,5 @@ def test_a_folder_and_a_line_make_a_command(tmp_path):
     code, said = fullshard_("dpo", "max_steps=7", "teacher=x", "sft.packing=true")
     assert code == 2, said
     assert "command line: max_steps: expected another number of steps, got 7" in said
-    assert "teacher: expected this in `fullshard distill` alone" in said
-    assert "sft: expected this in `fullshard sft` alone" in said
+    assert "teacher: applies to `fullshard distill` only" in said
+    assert "sft: applies to `fullshard sft` only" in said

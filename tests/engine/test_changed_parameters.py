@@ -79,11 +79,11 @@ def converts(layer, x):
 
 
 IN_FORWARD = {
-    clamps: "layers.0.linear.weight: expected a forward that leaves its parameters alone",
-    normalises: "layers.0.linear.weight: expected a forward that leaves its parameters alone",
-    initialises: "layers.0.linear.bias: expected a forward that leaves its parameters alone",
-    follows: "layers.0.frozen: expected a forward that leaves its parameters alone",
-    converts: "layers.0.linear.weight: expected a forward that leaves its parameters alone",
+    clamps: "layers.0.linear.weight: expected a forward that does not modify its parameters",
+    normalises: "layers.0.linear.weight: expected a forward that does not modify its parameters",
+    initialises: "layers.0.linear.bias: expected a forward that does not modify its parameters",
+    follows: "layers.0.frozen: expected a forward that does not modify its parameters",
+    converts: "layers.0.linear.weight: expected a forward that does not modify its parameters",
     assigns: "layers.2.linear.bias: expected the parameter that fs.shard cut",
 }
 

@@ -136,6 +136,7 @@ def assert_same(found, wanted):
         (MIXTURE, 4, ("context=2", "expert=2"), "replicate 1 x shard 2 x expert 2"),
         (LLAMA, 4, ("tensor=2", "optim=muon"), "replicate 1 x shard 2 x tensor 2"),
         (LLAMA, 4, ("tensor=2", "backend=jax"), "replicate 1 x shard 2 x tensor 2"),
+        (MIXTURE, 4, ("expert=2", "backend=jax"), "replicate 1 x shard 2 x expert 2"),
         (MIXTURE, 4, ("expert=2", "optim=adafactor"), "replicate 1 x shard 2 x expert 2"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
@@ -319,7 +320,7 @@ def test_sequences_that_cannot_be_divided_are_refused():
         (
             lambda: part_of(ONES | {"attention_mask": torch.tensor([[0, 1, 1, 1]] * 2)}, SEAT),
             DataError,
-            "expected position_ids beside",
+            "expected position_ids for an attention_mask",
         ),
     ):
         with pytest.raises(error, match=said):
@@ -347,10 +348,16 @@ def test_a_model_that_mixes_documents_may_divide_sequences():
         (LLAMA, 4, ["tensor=2", "shard=3"], "expected a divisor of 2 (4 ranks / tensor 2); got 3"),
         (MIXTURE, 6, ["expert=3"], "sharding.expert: expected a divisor of 8, dimension 0 of "),
         (MIXTURE, 8, ["expert=4", "tensor=2", "shard=2"], "(8 ranks / expert 4 / tensor 2); got 2"),
-        (LLAMA, 2, ["tensor=2", "transport=shared"], "shared beside sharding.tensor: 2 is not yet"),
+        (
+            LLAMA,
+            2,
+            ["tensor=2", "transport=shared"],
+            "shared together with sharding.tensor: 2 is not yet",
+        ),
         (LLAMA, 4, ["tensor=4", "backend=jax"], "sharding.tensor: expected a divisor of 2 (which"),
-        (MIXTURE, 2, ["expert=2", "backend=jax"], "Its decoder has no experts: use shard for"),
-        (MIXTURE, 2, ["expert=2", "lora.r=4"], "lora: beside sharding.expert: 2 is not yet"),
+        (LLAMA, 2, ["expert=2", "backend=jax"], "sharding.expert: expected 1 for a model without"),
+        (MIXTURE, 3, ["expert=3", "backend=jax"], "a divisor of 8 (num_experts 8 / tensor 1); got"),
+        (MIXTURE, 2, ["expert=2", "lora.r=4"], "lora: together with sharding.expert: 2 is not yet"),
         (LLAMA, 6, ["context=4"], "context: expected a divisor of 6 (ranks / expert / tensor)"),
         (LLAMA, 8, ["context=8"], "divisor of 4 (num_attention_heads / tensor); got 8. The"),
         (LLAMA, 2, ["context=2", "max_seq_length=33"], "divisor of 33 (training.max_seq_length)"),

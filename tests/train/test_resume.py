@@ -14,6 +14,7 @@ from fullshard.data.text import Dataset
 from fullshard.launch.run_lock import RunLock
 from fullshard.observe.metrics import read_rows
 from fullshard.run import start as run_start
+from fullshard.run.folder import RunFolder
 from support import forked as subprocess
 from support.processes import free_port
 
@@ -125,6 +126,10 @@ def test_a_stopped_run_goes_on_with_the_same_losses(calm, tmp_path, whom):
         said = finish(config)
         assert "going on with the run" in said
     assert numbers(config) == numbers(calm)
+    if whom == "sigterm":  # as if it had been killed after its last step, without its rows
+        RunFolder(tmp_path / "run").update_record(status="running")
+        (tmp_path / "run" / "metrics.jsonl").unlink()
+        assert "no step left to train" in finish(config)
 
 
 @pytest.mark.slow
@@ -142,7 +147,7 @@ def test_more_steps_other_ranks_and_a_damaged_checkpoint(calm, tmp_path):
     assert f"skipped checkpoint {newest}" in said
     assert "model-00001.safetensors has other bytes" in said
     assert "resumed after step 16" in said
-    assert "2 a rank x 1 micro-batch(es) x 3 rank(s) = 6 sequences" in said
+    assert "2 per rank x 1 micro-batch(es) x 3 rank(s) = 6 sequences" in said
     found, wanted = numbers(config), numbers(calm)
     assert sorted(int(key.split()[1]) for key in found if key.startswith("loss")) == [*range(1, 27)]
     for step in range(1, 17):
@@ -271,7 +276,7 @@ def test_a_finished_run_is_moved_and_a_changed_model_is_refused(calm, tmp_path):
         ),
         ((), 0, "begins at step 0; the run there is moved aside"),
         (("max_steps=26", "adam_beta1=0.5"), 0, "training.adam_beta1 0.9 -> 0.5"),
-        (("max_steps=26", "train_batch_size=8"), 0, "6 samples a step are kept from the run"),
+        (("max_steps=26", "train_batch_size=8"), 0, "6 samples per step are kept from the run"),
         (("--resume", ""), 2, "--resume: expected auto, never or the path of a checkpoint, got ''"),
         (("max_steps=26", "optim=sgd"), 7, "expected the states of SGD; it has AdamW"),
         (

@@ -19,8 +19,7 @@ from fullshard.observe.metrics import StepRow, read_rows
 from fullshard.outlook.memory import RANK_PROCESS
 from fullshard.planner.plan import Plan
 from fullshard.planner.text import human_bytes
-from fullshard.recipes.base import causal_lm_loss
-from fullshard.recipes.batches import load_data
+from fullshard.recipes.base import causal_lm_loss, load_data
 from support.text import seeded_text
 
 pytestmark = pytest.mark.timeout(300)
@@ -171,7 +170,7 @@ def test_output_without_a_terminal_is_plain_and_rank_0s_alone(two_ranks):
     assert "\r" not in two_ranks.out
     for label in ("model", "data", "mesh", "plan", "state", "dtypes", "batch", "steps"):
         assert re.search(rf"^  {label} ", two_ranks.out, re.MULTILINE), label
-    assert "4 a rank x 1 micro-batch(es) x 2 rank(s) = 8 sequences, 256 tokens" in two_ranks.out
+    assert "4 per rank x 1 micro-batch(es) x 2 rank(s) = 8 sequences, 256 tokens" in two_ranks.out
     steps = re.findall(r"^step (\d)/6  loss", two_ranks.out, re.MULTILINE)
     assert steps == ["1", "2", "4", "6"]
     assert (two_ranks.folder / "logs" / "rank_1.log").read_text() == ""

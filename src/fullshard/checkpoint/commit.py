@@ -147,7 +147,7 @@ def claim(target: Path) -> Place:
         raise CheckpointError(
             f"checkpoint '{target}': expected a new folder, an empty one or a checkpoint of this "
             f"version; it holds something else, which would be lost ({there.why.rstrip('.')}). "
-            "Name another folder."
+            "Use another folder."
         )
     place = Place(target, os.urandom(6).hex())
     try:

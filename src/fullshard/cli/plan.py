@@ -17,6 +17,7 @@ from fullshard.cli.arguments import OPEN_WORDS, ConfigFileFlag, ConfigFlag, Word
 from fullshard.cli.outcome import Outcome, check_out
 from fullshard.config.regular_files import did_you_mean_path, read_regular
 from fullshard.errors import ConfigError, untrusted
+from fullshard.recipes.registry import check_paths
 
 if TYPE_CHECKING:
     from fullshard.config.schema import RunConfig
@@ -78,13 +79,12 @@ def plan(  # noqa: PLR0913  (one parameter an option)
     if table is not None:
         if words or config or config_file or gpus or nodes or devices or calibration:
             raise ConfigError(
-                "--table: expected no configuration beside it, because every row is one; got more. "
-                "Plan them one after the other."
+                "--table: expected no configuration, because every row of the table is one; got "
+                "one. Leave it out."
             )
         return _predict_table(table, out or Path("predictions.csv"))
     hardware, own = _hardware(gpus, devices)
     check_out(out)
-    from fullshard.run.paths import check_paths
 
     resolved = load(words, config, config_file, accept_model=True)
     resolved.check_supported(planning=True)
@@ -172,9 +172,7 @@ def _is_for_xla(
     from fullshard.config.values import Backend
 
     if topology is not None and not exact:
-        raise ConfigError(
-            "--topology: expected --exact beside it, which compiles for it; got none."
-        )
+        raise ConfigError("--topology: expected --exact, got none. Add --exact.")
     if exact and config.backend is not Backend.JAX:
         raise ConfigError(
             "--exact: expected backend: jax, whose compiler is asked; got torch, whose plan is "
@@ -192,9 +190,7 @@ def _hardware(gpus: str | None, devices: Path | None) -> tuple[Gpus | None, dict
     from fullshard.outlook.memory import GIB
 
     if devices is not None and gpus is None:
-        raise ConfigError(
-            "--devices: expected --gpus beside it, which names one of them; got none."
-        )
+        raise ConfigError("--devices: expected --gpus, which names one of them; got none.")
     own = read_devices(devices) if devices is not None else {}
     sizes = {name: round(device.memory_gib * GIB) for name, device in own.items()}
     return parse_gpus(gpus, own=sizes) if gpus is not None else None, own

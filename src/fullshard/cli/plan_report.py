@@ -77,7 +77,7 @@ def show(config: RunConfig, view: View, hardware: Gpus | None, out: Path | None)
     if leaves_something(config):
         print(f"auto is {choice_of(study.outlook)} here.")
     if out is not None:
-        from fullshard.observe.plan_page import write_plan_page
+        from fullshard.observe.report import write_plan_page
 
         strategies = compare(study.outlook, view.plan_of, hosts=view.topology.num_hosts)
         print(f"Figures: {write_plan_page(study, strategies, out)}")
@@ -144,7 +144,7 @@ def print_plan(study: Study, hardware: Gpus | None, lack: Lack | None) -> None:
     _print_phases(study)
     if outlook.step_time_s is not None and outlook.tokens_per_s is not None:
         how = ", as this machine was calibrated" if outlook.is_calibrated else ""
-        speed = f"{outlook.tokens_per_s:,.0f} tokens a second"
+        speed = f"{outlook.tokens_per_s:,.0f} tokens per second"
         print(f"{outlook.step_time_s:.3g} s a step, {speed}{how}.")
     machine = study.outlook.machine
     name = f"a rank's part of {machine.limit}" if hardware is None else hardware.name or "GPU"

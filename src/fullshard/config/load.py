@@ -353,7 +353,7 @@ def _check_engines(layers: Sequence[Translation]) -> None:
     if len(asked) < 2:
         return
     fsdp, deepspeed = asked["FSDP"], asked["DeepSpeed"]
-    got = f"DeepSpeed beside FSDP, which {fsdp.written} ({fsdp.place}) asks for"
+    got = f"DeepSpeed and FSDP, which {fsdp.written} ({fsdp.place}) asks for"
     why = "Both shard the same parameters, so only one can; fullshard runs either file alone"
     problem = Problem(deepspeed.written, "one of FSDP and DeepSpeed", got, why, deepspeed.place)
     raise ConfigProblems([problem])

@@ -15,12 +15,12 @@ from fullshard.config.fields import (
     Number,
     Positive,
     Rejected,
+    Section,
     Share,
     Text,
     as_json,
 )
 from fullshard.config.problems import ConfigProblems, Problem, show
-from fullshard.config.section import Section
 from fullshard.config.sharding import ShardConfig
 from fullshard.config.training import TrainingConfig
 from fullshard.config.values import Backend, DistillLoss, DType, Home, Strategy, TokenDType
@@ -114,7 +114,7 @@ class DataConfig(Section):
     """true: tokenize text while training, a few parts ahead, instead of before it."""
 
     shuffle_buffer: Count = 4096
-    """Sequences that are shuffled together with data.streaming, up to one pass over the data."""
+    """Sequences that are shuffled together with data.streaming; above 4,096, one pass at most."""
 
     bigram_baseline: Flag | None = None
     """true: fit a bigram model to compare the loss with (about 50 bytes of memory per token). None:

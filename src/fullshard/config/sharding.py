@@ -19,12 +19,12 @@ from fullshard.config.fields import (
     Flag,
     Names,
     Rejected,
+    Section,
     Text,
     to_names,
     to_number,
 )
 from fullshard.config.problems import ConfigProblems, Problem
-from fullshard.config.section import Section
 from fullshard.config.values import (
     PREFETCH_DEPTHS,
     DType,
@@ -73,8 +73,8 @@ class Offload(Section):
     def _has_use_of_its_folder(self) -> Self:
         homes = (self.parameters, self.gradients, self.optimizer)
         if self.folder is not None and Home.NVME not in homes:
-            expected, got = "nvme beside it, whose bytes it keeps", "none"
-            raise ConfigProblems([Problem("folder", expected, got, "Leave it out")])
+            advice = "Set parameters, gradients or optimizer to nvme, or leave folder out"
+            raise ConfigProblems([Problem("folder", "", "no effect without nvme", advice)])
         return self
 
 

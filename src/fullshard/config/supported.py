@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from fullshard.config.environment import LaunchEnvironment
+from fullshard.config.fields import Section
 from fullshard.config.problems import ConfigProblems, Problem, join_key, show
 from fullshard.config.schema import RunConfig, ShardConfig
-from fullshard.config.section import Section
 from fullshard.config.sharding import Offload
 from fullshard.config.training import TrainingConfig
 from fullshard.config.values import (
@@ -52,7 +52,6 @@ _XLA: Rows = {
     "param_dtype": ("Use bfloat16", DType.FLOAT16),
     "transport": ("Use auto",),
     "context": ("Use shard for these ranks, or backend: torch",),
-    "expert": ("Its decoder has no experts: use shard for these ranks, or backend: torch",),
 }
 _XLA_TRAINING: Rows = {
     "optim": ("Use adamw_torch or sgd, or backend: torch", *BY_OWNER),
@@ -120,7 +119,7 @@ def _of_run(config: RunConfig) -> Iterator[Problem]:
         yield from unsupported(config.sharding, _TORCH, "sharding")
         yield from _beside_axes(config)
     if config.training.optim in BY_OWNER and config.sharding.offload is not None:
-        got = f"beside optim: {config.training.optim} is not yet supported"
+        got = f"together with optim: {config.training.optim} is not yet supported"
         yield Problem("sharding.offload", "", got, "Leave one of the two out")
 
 
@@ -128,11 +127,11 @@ def _beside_axes(config: RunConfig) -> Iterator[Problem]:
     """Values that are not supported beside other axes."""
     sharding = config.sharding
     if config.lora is not None and sharding.expert > 1:
-        got = f"beside sharding.expert: {sharding.expert} is not yet supported"
+        got = f"together with sharding.expert: {sharding.expert} is not yet supported"
         yield Problem("lora", "", got, "Leave one of the two out")
     axes = [name for name in ("tensor", "expert") if getattr(sharding, name) > 1]
     for axis in axes[:1]:
-        beside = f"beside sharding.{axis}: {getattr(sharding, axis)} is not yet supported"
+        beside = f"together with sharding.{axis}: {getattr(sharding, axis)} is not yet supported"
         if sharding.transport is Transport.SHARED:
             advice = "Leave one of the two out, or use auto"
             yield Problem("sharding.transport", "", f"shared {beside}", advice)

@@ -16,6 +16,7 @@ from fullshard.config.fields import (
     Positive,
     Rate,
     Rejected,
+    Section,
     Share,
     Text,
     to_names,
@@ -23,7 +24,6 @@ from fullshard.config.fields import (
 )
 from fullshard.config.names import names
 from fullshard.config.problems import ConfigProblems, Problem, show
-from fullshard.config.section import Section
 from fullshard.config.values import (
     IntervalStrategy,
     LrSchedule,
@@ -135,7 +135,8 @@ class TrainingConfig(Section):
     """Peak learning rate."""
 
     weight_decay: Rate = 0.0
-    """Decoupled decay of parameters with two or more dims; biases and norms are not decayed."""
+    """Decay of weights, except biases and norms (by name). AdamW's is decoupled; sgd adds it to the
+    gradient."""
 
     adam_beta1: Share = 0.9
     """Decay of the first moment."""
@@ -227,12 +228,11 @@ class TrainingConfig(Section):
     def _has_what_it_waits_for(self) -> Self:
         waits = self.early_stopping_patience is not None
         if waits and self.evaluates is IntervalStrategy.NO:
-            advice = "It counts held-out losses"
-            expected, got = "eval_steps or eval_strategy beside it", "neither"
-            raise ConfigProblems([Problem("early_stopping_patience", expected, got, advice)])
+            got, advice = "needs evaluations", "Set eval_steps or eval_strategy"
+            raise ConfigProblems([Problem("early_stopping_patience", "", got, advice)])
         if not waits and self.early_stopping_threshold:
-            expected, got = "early_stopping_patience beside it", "none"
-            raise ConfigProblems([Problem("early_stopping_threshold", expected, got)])
+            got, advice = "no effect without early_stopping_patience", "Set both or neither"
+            raise ConfigProblems([Problem("early_stopping_threshold", "", got, advice)])
         return self
 
     @property

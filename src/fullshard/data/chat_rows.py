@@ -28,7 +28,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -197,9 +197,7 @@ class ChatDataset(PreparedData):
         (folder / "samples.json").write_text(json.dumps(self.samples))
 
     @classmethod
-    def load(
-        cls, folder: Path, facts: DatasetFacts, tokenizer: PreTrainedTokenizerBase
-    ) -> ChatDataset:
+    def load(cls, folder: Path, facts: DatasetFacts, tokenizer: PreTrainedTokenizerBase) -> Self:
         """Maps what `save` wrote."""
         samples = tuple(json.loads((folder / "samples.json").read_text()))
         values = load_tokens(folder, 1, tokenizer)[cls.kind]
@@ -265,7 +263,7 @@ def make_chat_dataset(
     starts, lengths, learned = _examples_in(values, limit)
     if not len(starts):
         path = source.files.path
-        raise DataError(f"data.path: expected records, got none in '{path}'. Name another file.")
+        raise DataError(f"data.path: expected records, got none in '{path}'.")
     border = max(1, len(starts) - math.ceil(len(starts) * settings.held_out_fraction))
     cut, kept = np.minimum(lengths, limit), np.flatnonzero(learned)
     parts = np.split(kept, np.searchsorted(kept, [border]))
@@ -356,7 +354,7 @@ def _nothing_to_learn(
     if len(places := (found - starts[number])[number < border]):
         return DataError(
             f"training.max_seq_length: expected more tokens than {places.min()}, where the first "
-            f"answer of {many} begins, got {limit}. Raise it."
+            f"answer of {many} begins, got {limit}."
         )
     turns = (example for example in read_examples(spans) if isinstance(example, Turns))
     roles = Counter(str(message["role"]) for one in turns for message in one.messages)

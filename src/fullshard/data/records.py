@@ -148,7 +148,7 @@ def files_at(path: Path) -> Files:
     except OSError as error:
         raise DataError(
             f"data.path: expected an existing file or folder, got "
-            f"'{str(error.filename or path)[:200]}' ({error.strerror}). Name another."
+            f"'{str(error.filename or path)[:200]}' ({error.strerror})."
         ) from error
     files = [file for file in found if file.suffix != ".idx"]  # Megatron's index of a .bin file
     table = next((file for file in files if file.suffix.lower() in TABLES), None)

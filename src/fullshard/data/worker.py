@@ -3,7 +3,7 @@
     rank      | step 0           | step 1           | ...
     worker    | makes 1 |        | makes 2 |        | ...
 
-The worker of a rank imports neither torch nor transformers and takes about 30 MiB; one that makes
+The worker of a rank imports neither torch nor transformers and takes about 28 MiB; one that makes
 conversations has transformers and a tokenizer, about 512 MiB. It ends with the rank, also if the
 rank is killed; it ignores signals that stop a run, which the rank answers.
 """
@@ -22,8 +22,7 @@ from typing import Any
 
 from fullshard.config.host_memory import available_bytes
 from fullshard.errors import HangError
-from fullshard.launch.exit_codes import describe_status
-from fullshard.launch.signals import STOP_SIGNALS, die_with_parent
+from fullshard.launch.exit_codes import STOP_SIGNALS, describe_status, die_with_parent
 
 Request = tuple[bool, int]  # of a BatchMaker
 PROCESS_BYTES = 1 << 29  # of a process with transformers, a tokenizer and a part of the data

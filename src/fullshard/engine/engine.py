@@ -32,13 +32,14 @@ from fullshard.engine._torch_compat import (
     call_outside_compile,
     is_tracing,
     no_guard,
+    outside_modes,
     unless_compiling,
 )
 from fullshard.engine.attributes import ModuleTensors, own_modules, tensors_in
 from fullshard.engine.gradients import Gradients, follow_freezing
 from fullshard.engine.model_spec import places_of
 from fullshard.engine.norms import Count, GradientNorms
-from fullshard.engine.parameter import ShardedParameter
+from fullshard.engine.parameter import ShardedParameter, refuse_gradients
 from fullshard.engine.placing import Masters, Rings, cut_group
 from fullshard.engine.precision import cast_tensors
 from fullshard.engine.recompute import convert_reentrant
@@ -162,12 +163,14 @@ class Engine:
                     holders=layout.holders(at),
                     norms=self.norms,
                     before_write=self.home.before_write,
-                    gather=_gatherer(member),
+                    gather=partial(_gather_whole, weakref.ref(member)),
                     post_accumulate=_taken_hooks(member.param),
                     states=masters.homes.states,
                     cut=member.cut,
                 )
                 self._num_trained += group.grads is not None
+                if member.cut is None and plan.mesh.world_size > 1:
+                    refuse_gradients(member.param)
                 for name in names:
                     path, _, attribute = name.rpartition(".")
                     unit.swaps.append(Swap(model.get_submodule(path), attribute, member))
@@ -176,7 +179,11 @@ class Engine:
         return unit
 
     def _bind(self, given: dict[str, list[torch.Tensor]]) -> Rings:
-        """Create the plan's rings, except given ones, and bind the units to them."""
+        """Create the plan's rings, except given ones, and bind the units to them.
+
+        Args:
+            given: Slots by ring, to which those of the transports' homes are added.
+        """
         for mesh, transport in self.transports.items():
             units = [unit for unit in self.plan.units if unit.mesh == mesh]
             given |= transport.home.open_slots(units, self.plan.rings)
@@ -313,7 +320,8 @@ class Engine:
             self._looked = self.runtime.step
             check_replicas(self.units, self.norms)
         if self.runtime.observed.done and not self.runtime.agreed:
-            with torch.inference_mode(mode=False):  # slots created now may outlive the block
+            # slots created now may outlive the block, or a transformation of torch.func
+            with outside_modes(), torch.inference_mode(mode=False):
                 self._agree_on_order()
 
     def _check_params(self, group: Group) -> None:
@@ -340,8 +348,7 @@ class Engine:
         self.runtime.agreed = True
         plan = self.plan.reordered(observed.forward, observed.backward)  # also of unused units
         if bounds[0] != -bounds[1]:  # ranks run different parts, so all issue every planned event
-            strange = set(observed.forward) - set(order.forward)
-            assert not strange, strange
+            assert set(observed.forward) <= set(order.forward), observed.forward
             self.runtime.scheduler.order = replace(order, learned=True)
         elif plan.order != replace(order, learned=True):
             self._switch_to(plan)
@@ -349,7 +356,10 @@ class Engine:
             self.runtime.scheduler.order = replace(order, learned=True)
 
     def _switch_to(self, plan: Plan) -> None:
-        """Use another plan of the same units and shards from the next forward on."""
+        """Use another plan of the same units and shards from the next forward on.
+
+        Units are bound to new slots, with new compute parameters. No live graph reads the old ones.
+        """
         self.plan = plan
         for unit, unit_plan in zip(self.units, plan.units, strict=True):
             unit.plan = unit_plan
@@ -447,10 +457,9 @@ class Engine:
         return self.norms.all_reduce(flag, asked).item()
 
 
-def _gatherer(member: Member) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Returns `member.gather_whole` with a weak reference to the model."""
-    weak = weakref.ref(member)
-    return lambda local: alive(weak, "full_tensor").gather_whole(local)
+def _gather_whole(weak: weakref.ref[Member], local: torch.Tensor) -> torch.Tensor:
+    """Calls `member.gather_whole` with a weak reference to the model."""
+    return alive(weak, "full_tensor").gather_whole(local)
 
 
 def is_sharded(model: nn.Module) -> bool:

@@ -89,8 +89,9 @@ class Gradients:
     ) -> None:
         self.transport = transport
         self.norms = norms
-        self.sync = self.inner = Sync.ALL  # the latter reduces over the shard axis alone
-        self._synced = Sync.ALL  # `sync` at the start of the last backward
+        self.sync = self._outside = self.inner = Sync.ALL  # inner: reduces over the shard axis
+        self._blocks: dict[object, Sync] = {}  # open `no_sync` blocks
+        self.synced = Sync.ALL  # `sync` at the start of the last backward
         self.expects_any = False
         self.divisor = divisor
         self.hook: Hook | None = None  # the user's hook, which reduces instead
@@ -98,43 +99,48 @@ class Gradients:
         self._slots: set[Any] = set()  # gradient slots in use
         self._shown: Shown | None = None
         self._has_added = False  # adds to earlier gradients, in a running backward
-        self._is_stale = False  # gradients were made since
+        # Whether a shard has new memory since `_shown`, whose references `num_holders` counts.
+        self._has_new_memory = False
         self._theirs: list[tuple[Member, Any]] = []  # the user's tensors in `p.grad`
         self._landing: list[Iterator[None]] = []  # sums that are not yet in their shards
         self._on_host: list[GradientShard] = []  # shards that the host may not read yet
         # Queues a copy to the host at the first `next`; its buffers are free after the last one.
         self.to_host = _at_once
         self.await_host: Callable[[], None] = lambda: None
+        self.leave: Callable[..., None] = transport.home.leave  # unless a live graph reads weights
         self.peak_deferred_bytes = 0
 
     @contextmanager
     def no_sync(self, sync: Sync) -> Any:
-        """Context in which backwards do not reduce gradients, or only not over replicas."""
-        before = self.sync
-        self.sync = sync
+        """Context in which backwards do not reduce gradients, or only not over replicas.
+
+        Blocks may end in any order: generators hold them open.
+        """
+        block = object()
+        if not self._blocks:
+            self._outside = self.sync
+        self._blocks[block] = self.sync = sync
         try:
             yield
         finally:
-            self.sync = before
+            del self._blocks[block]
+            self.sync = next(reversed(self._blocks.values()), self._outside)
 
     # ---- during backward
 
     def begin_backward(self, units: Sequence[Unit]) -> list[int]:
         """Ask autograd which gradients will arrive; returns the units that get none."""
         self.norms.mark_changed()
-        self._synced = self.sync
-        nothing, total = [], 0
+        self.synced = self.sync
         for unit in units:
             with no_guard():
                 for member in unit.trained_members:
                     member.expected = is_reached(member)
             unit.num_expected = sum(member.expected for member in unit.trained_members)
-            total += unit.num_expected
-            if unit.num_expected == 0:
-                nothing.append(unit.plan.index)
-        self.expects_any = total > 0
-        self.norms.task = graph_task_id() if total else -2
-        kind = _KINDS[self._synced] if total else " without parameters"
+        nothing = [unit.plan.index for unit in units if unit.num_expected == 0]
+        self.expects_any = len(nothing) < len(units)
+        self.norms.task = graph_task_id() if self.expects_any else -2
+        kind = _KINDS[self.synced] if self.expects_any else " without parameters"
         self.transport.phase.following = f"a backward{kind}"
         return nothing
 
@@ -148,10 +154,10 @@ class Gradients:
         waiting = unit.waiting
         waiting.append(member)
         if not unit.num_expected or member.is_large or len(waiting) == MOST_WAITING:
-            self._move(unit)
+            self.move(unit)
         return not unit.num_expected
 
-    def _move(self, unit: Unit) -> None:
+    def move(self, unit: Unit) -> None:
         """Move all waiting gradients to the unit's buffer in one call."""
         waiting, unit.waiting = unit.waiting, []
         copied: tuple[list[Any], list[Any]] = [], []
@@ -191,7 +197,7 @@ class Gradients:
         """The buffer that collects the group's gradients, chosen at the first one."""
         if group.collected is not None:
             return group.collected
-        if self._synced is Sync.NONE:
+        if self.synced is Sync.NONE:
             dtype = torch_dtype(group.plan.dtypes.accumulate)
             group.collects = Collects.DEFERRED
             group.collected = group.full.new_zeros(group.plan.layout.numel, dtype=dtype)
@@ -202,7 +208,7 @@ class Gradients:
             group.collects, group.collected = Collects.SPILL, torch.zeros_like(group.grad_slot)
             return group.collected
         self._slots.add(group.plan.grad_slot)
-        self.transport.home.claim(group.grad_slot)
+        group.unit.transport.home.claim(group.grad_slot)
         if group.gaps:
             foreach_zero(group.gaps)
         group.collects, group.collected = Collects.SLOT, group.grad_slot
@@ -213,14 +219,14 @@ class Gradients:
     def reduce(self, unit: Unit) -> None:
         """Zero the missing gradients of a complete unit, and start to sum over ranks."""
         if unit.waiting:
-            self._move(unit)
+            self.move(unit)
         for group in unit.trained_groups:
             buffer = self._buffer(group)
             if group.collects is not Collects.DEFERRED:
                 for member in group.members:
                     if not member.expected:
                         member.view(buffer).zero_()
-            group.collected = buffer.to(group.reduce_dtype)
+            group.collected = buffer.to(group.reduce_dtype)  # in place if it has that dtype
         fulls = [group.collected for group in unit.trained_groups if group.collected is not None]
         if self.hook is None:
             unit.reduction = unit.transport.reduce(fulls)
@@ -231,14 +237,14 @@ class Gradients:
         """Receive the reduction in the gradient shards, which frees the gradient slots."""
         assert unit.reduction is not None
         scratch = unit.transport.scratch
-        waits = self._synced is Sync.INNER
+        waits = self.synced is Sync.INNER
         outs: list[torch.Tensor] = []
         for group in unit.trained_groups:
-            accumulates = not waits and self._accumulates(group)
+            adds = not waits and self._keep_earlier(group)
             grads = group.reduced
-            self.norms.counts[Count.ADDED] += accumulates
-            self._has_added |= accumulates
-            apart = accumulates or waits or grads.is_offloaded
+            self.norms.counts[Count.ADDED] += adds
+            self._has_added |= adds
+            apart = adds or waits or grads.is_offloaded
             outs.append(scratch.take(grads.like, grads.sums.numel()) if apart else grads.sums)
         unit.reduction.sum_into(outs)
         unit.reduction = None
@@ -247,10 +253,14 @@ class Gradients:
             self._start_to_land(unit, group.reduced, out, waits=waits)
             self._forget(group)
 
-    def _accumulates(self, group: Group) -> bool:
-        """Whether `p.grad` holds earlier gradients of the engine; records those of the user.
+    def _keep_earlier(self, group: Group) -> bool:
+        """Prepare the gradient shard for a sum: keep what `p.grad` contains, zero the rest.
 
-        See [Note: gradients that are kept].
+        Tensors that the user assigned are recorded, and memory that the user kept is replaced; see
+        [Note: gradients that are kept].
+
+        Returns:
+            Whether the sum is added to earlier gradients; it replaces the shard otherwise.
         """
         with no_guard():
             grads = [member.param.grad for member in group.members]
@@ -263,7 +273,7 @@ class Gradients:
             self._theirs += [(m, g) for m, g, is_ours in found if g is not None and not is_ours]
             if _is_kept(group, ours):
                 group.show_in(group.reduced.anew())
-                self._is_stale = True
+                self._has_new_memory = True
             group.reduced.kept = ours if any(ours) else ()
             if group.reduced.kept:
                 if self.norms.disk is not None and not all(map(is_, shown, group.views)):
@@ -271,7 +281,7 @@ class Gradients:
                 for gradient, grad, is_ours in zip(group.views, shown, ours, strict=True):
                     if not is_ours:
                         gradient.zero_()
-                    elif grad is not gradient:  # just received new memory
+                    elif grad is not gradient:  # still in the former memory
                         gradient.copy_(grad)
         return bool(group.reduced.kept)
 
@@ -282,7 +292,7 @@ class Gradients:
         if grads.partial is not None:
             total.add_(grads.partial)
             grads.partial = None
-        if waits:
+        if waits:  # nothing lands: the next backward that sums over replicas adds it
             grads.partial = total.clone()
             unit.transport.scratch.give(total)
             return
@@ -309,7 +319,7 @@ class Gradients:
             scratch.give(total)
 
     def _advance(self) -> None:
-        """Advance the sums that are not yet in their shards by one step."""
+        """Advance the sums of all units that are not yet in their shards by one step."""
         self._landing = [s for s in self._landing if next(s, _ENDED) is not _ENDED]
 
     def _finish_landing(self) -> None:
@@ -323,21 +333,20 @@ class Gradients:
             self._on_host.clear()
 
     def _forget(self, group: Group) -> None:
-        """Release the buffer of a group whose gradients are reduced or dropped."""
+        """Release the buffer of a group whose gradients are reduced or dropped.
+
+        A spill and a buffer that `no_sync` kept have no other owner and are freed.
+        """
         if group.collects is Collects.SLOT:
             self._slots.discard(group.plan.grad_slot)
         group.collects, group.collected = Collects.NOWHERE, None
-
-    def defer(self, unit: Unit) -> None:
-        """Keep the unit's gradients unreduced."""
-        self._move(unit)
 
     def settle(self, units: Sequence[Unit]) -> None:
         """Agree on the touched parameters, set `p.grad`, and cache norms."""
         self._finish_landing()
         self.norms.task = -2
-        if self._shown is None or self._is_stale:
-            self._shown, self._is_stale = Shown.of(units), False
+        if self._shown is None or self._has_new_memory:
+            self._shown, self._has_new_memory = Shown.of(units), False
         members = self._shown.members
         if not members:
             return
@@ -356,7 +365,7 @@ class Gradients:
         if self._theirs:
             self._add_to_theirs()
         self.norms.waits = self._has_added = False
-        self.transport.home.leave(settled=True)
+        self.leave(settled=True)
         self.norms.keep(squares, shown, self._shown.memory)
         if any(self._shown.hooks):
             for member, hooks in zip(members, self._shown.hooks, strict=True):
@@ -409,7 +418,7 @@ class Gradients:
         unit.reduction.sum_into(outs)
         unit.reduction = None
         self._advance()
-        if unit.plan.mesh.replicate > 1 and self.hook is None and self._synced is Sync.ALL:
+        if unit.plan.mesh.replicate > 1 and self.hook is None and self.synced is Sync.ALL:
             # other replicas wait for these sums; as theirs, they end after the next one starts
             sums = map(unit.transport.sum_replicas, outs)
             self._landing += [steps for steps in sums if next(steps, _ENDED) is not _ENDED]
@@ -421,8 +430,8 @@ class Gradients:
         if self.norms.waits or self._has_added:
             logger.warning(
                 "fullshard: a backward failed; gradients of earlier micro-batches that waited "
-                "under no_sync are lost, others have a part of the failed one's. Call zero_grad() "
-                "and repeat the whole step."
+                "under no_sync are lost, and others may contain part of the failed backward. Call "
+                "zero_grad() and repeat the whole step."
             )
         self._finish_landing()
         for unit in units:

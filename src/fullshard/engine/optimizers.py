@@ -245,7 +245,7 @@ def _refuse_unsharded(optimizer: Optimizer, params: list[Any]) -> None:
         if record is not None and not isinstance(param, Guarded):
             raise EngineError(
                 f"{type(optimizer).__name__}.step inside fs.unsharded: expected shards; got "
-                f"{record.piece.name!r} whole, beside its shard's states. Step outside of it."
+                f"{record.piece.name!r} whole, but states of its shard. Step outside of it."
             )
 
 
@@ -394,10 +394,9 @@ def check_by_itself(
         close = partial(torch.allclose, rtol=1e-6, atol=1e-10)
         if not all(map(close, together, [*first, *second])):
             raise EngineError(
-                "fs.owned: expected an optimizer that updates each tensor by itself; this one "
-                "updates it in another way where it has other tensors too, has its turn later, or "
-                "cannot see the values when it is made, as it will be when owners share the work. "
-                "Use it under no_shard, without fs.owned."
+                "fs.owned: expected an optimizer that updates each tensor independently; its "
+                "update depends on the other tensors, on the order of updates or on the values "
+                "that it is created with. Use it under no_shard, without fs.owned."
             )
 
 

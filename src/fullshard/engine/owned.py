@@ -187,7 +187,7 @@ class OwnedOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raises an error after construction: owners are chosen for all parameters together."""
         if self._complete:
-            raise EngineError("fs.owned: expected no further group; got one. Make it anew.")
+            raise EngineError("fs.owned: expected no further group; got one. Create it again.")
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
@@ -269,9 +269,9 @@ class OwnedOptimizer(Optimizer):
             self._inner.step()
         if settings_of(self._inner) != before:
             raise EngineError(
-                f"fs.owned: expected {type(self._inner).__name__} to keep what it counts with each "
-                "parameter; it changed its groups or itself, and it steps once a round, not once a "
-                "step. Use it under no_shard, without fs.owned."
+                f"fs.owned: expected {type(self._inner).__name__} to keep its state per parameter; "
+                "it changed its groups or attributes, and fs.owned calls its step several times "
+                "per step. Use it under no_shard, without fs.owned."
             )
 
     def _check(self) -> None:
@@ -308,14 +308,14 @@ class OwnedOptimizer(Optimizer):
         made_with, num_own = self._made_with, len(self._made_with) - len(beside)
         if _lists(self.param_groups) != made_with or beside != made_with[num_own:]:
             raise EngineError(
-                "fs.owned: expected the groups that it was made with, whose numbers alone may "
-                "change; groups or parameters came, went or moved. Make it anew."
+                "fs.owned: expected the groups that it was made with, in which only numbers may "
+                "change; groups or parameters were added, removed or moved. Create it again."
             )
         for param in (param for group in self.param_groups[:num_own] for param in group["params"]):
             if param.grad is not None and id(param) not in self._owned:
                 raise EngineError(
                     f"fs.owned: expected {name_of(param)} without a gradient, because it was "
-                    "frozen when this was made. Make it anew."
+                    "frozen when this was made. Create it again."
                 )
 
     # ---- states

@@ -41,8 +41,7 @@ from fullshard.planner.plan import Plan, make_plan, units_of
 from fullshard.planner.spec import matches
 from fullshard.planner.units import UnitSettings
 from fullshard.transport.base import Transport
-from fullshard.transport.groups import own_group, tell_everyone
-from fullshard.transport.select import make_transport, resolve_transport
+from fullshard.transport.groups import make_transport, own_group, resolve_transport, tell_everyone
 
 logger = logging.getLogger(__name__)
 
@@ -212,8 +211,8 @@ def _values(
     if not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         if weights is not None:
             raise ConfigError(
-                f"weights: expected a model on meta beside it; got {weights!r} for a model that "
-                "has values. Build it under torch.device('meta'), or leave weights out."
+                f"weights: expected a model on meta; got {weights!r} for a model that has "
+                "values. Build it under torch.device('meta'), or leave weights out."
             )
         return None
     values = InitialValues(model, plan, transports, masters)

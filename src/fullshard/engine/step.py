@@ -171,7 +171,9 @@ class Runtime:
         self._num_writes = 0  # into shards, that were looked at
         self._replaced: dict[int, Undo] = {}  # kept views of weights, replaced by copies
         self._copies: list[tuple[torch.Tensor, int, str]] = []  # copies returned in the last step
-        self._uses: WeakSet[Use] = WeakSet()  # alive, until `agreed`
+        self._uses: WeakSet[Use] = WeakSet()  # of live graphs; after `agreed` the outermost alone
+        self._retains = False  # the last backward kept its graph
+        gradients.leave = self._leave
 
     # ---- forward
 
@@ -218,8 +220,6 @@ class Runtime:
         self._current[index] = use
         use.num_holders = None if torch.is_grad_enabled() else unit.num_holders()
         unit.swap_in()
-        if not self.agreed:  # a new order must not take the slots of a live graph
-            self._uses.add(use)
         if not self.observed.done and use.generation == self.observed.generation:
             self.observed.forward.append(index)
 
@@ -253,12 +253,14 @@ class Runtime:
             unit.find_views(self.units, use.num_holders)
         tensors = chain(tensors, in_attributes)
         training = torch.is_grad_enabled() and self.watch(index, tensors, is_inner=False)
+        if training and not (self._stack and self.agreed):  # a new order takes the slots of each
+            self._uses.add(use)
         try:
             unit.check_writes()
         finally:
             self._run(self.scheduler.leave_forward(index, training=training))
             if not training and not self._stack:
-                self.gradients.transport.home.leave(settled=False)
+                self._leave(settled=False)
                 if index == 0 and not torch.is_grad_enabled():
                     self._compare_gathers()
         return output
@@ -325,6 +327,8 @@ class Runtime:
                     node = of.grad_fn
                     if node is None or (number := node._sequence_nr()) < use.first_node:
                         continue
+                    # A prehook runs after the hooks of tensors, but costs a handle. Inner outputs
+                    # share a tensor hook, which registers a prehook when it is called.
                     if is_inner:
                         self._node_hooks[index].add(node)
                     else:
@@ -341,6 +345,8 @@ class Runtime:
         self._begin_hooks = [None] * len(self.units)
         for hook in self._node_hooks:
             hook.call(None)
+        if not self.awaits_backward():  # no live graph can share casts with this forward's
+            torch.clear_autocast_cache()
         if self._copies:
             self._check_copies()
         self.before_step()
@@ -363,6 +369,11 @@ class Runtime:
     def awaits_backward(self) -> bool:
         """Whether there is a live graph whose backward has not begun."""
         return any(use.task == -1 for use in self._uses)
+
+    def _leave(self, *, settled: bool) -> None:
+        """Let other ranks write shared weights, unless a live graph will read them."""
+        if not self._retains and not self.awaits_backward():
+            self.gradients.transport.home.leave(settled=settled)
 
     # ---- backward
 
@@ -407,7 +418,11 @@ class Runtime:
             self._inner = task
 
     def _begin_backward(self, task: int) -> bool:
-        """Returns False for a backward inside another one."""
+        """Begin a backward; False for one inside another one, which changes nothing.
+
+        Raises:
+            EngineError: It is inside another one and reaches parameters, or makes a graph.
+        """
         if self._task != -1 and self._end() is None:
             self.reset()  # the last backward raised and never ended
         if self._recomputed not in (-1, task):  # a checkpoint around several models
@@ -417,9 +432,9 @@ class Runtime:
         if torch.is_grad_enabled():
             raise EngineError(
                 "backward: expected create_graph=False; a second derivative would read slots that "
-                "hold other units by then. For gradients of inputs use torch.autograd.grad without "
-                "create_graph (torch.func.grad, vjp and jacrev set it); compute second derivatives "
-                "with a model that was not sharded."
+                "contain other units at that point. For gradients of inputs use "
+                "torch.autograd.grad without create_graph (torch.func.grad, vjp and jacrev set "
+                "it); compute second derivatives with a model that was not sharded."
             )
         if self._task != -1:
             return False
@@ -436,9 +451,9 @@ class Runtime:
         home, sync = self.gradients.transport.home, self.gradients.sync
         stale = home.num_writes != self._num_writes and not self._stack  # p.data.mul_() since then
         self._num_writes = home.num_writes
-        reduce, retains = self.gradients.expects_any, keeps_graph()
+        reduce, self._retains = self.gradients.expects_any, keeps_graph()
         self.scheduler.begin_backward(
-            nothing, sync=sync, retains=retains, stale=stale, reduce=reduce
+            nothing, sync=sync, retains=self._retains, stale=stale, reduce=reduce
         )
         end = partial(self._end_backward)
         self._end = ref(end, self._close_backward)
@@ -446,9 +461,12 @@ class Runtime:
         return True
 
     def on_gradient(self, member: Member) -> None:
-        """Collect a compute parameter's final gradient, and reduce a complete unit."""
+        """Collect a compute parameter's final gradient, and reduce a complete unit.
+
+        All parameters are on one device, and autograd calls their hooks on its one thread.
+        """
         task, unit = graph_task_id(), member.group.unit
-        if self._task != task:
+        if self._task != task:  # raises in a backward inside another one, which reaches a parameter
             self._begin_backward(task)
         if not member.expected:
             if not member.compute.requires_grad:
@@ -459,7 +477,7 @@ class Runtime:
                 f"{member.piece.name}: its gradient came while the slot of {unit.plan.title} held "
                 "another unit, so it was computed from wrong weights. A tensor made inside the "
                 "unit left it unseen; return it from the unit's forward, or make the unit larger. "
-                "torch.autocast keeps casts of weights: enter it anew for each step."
+                "torch.autocast keeps casts of weights: enter it anew for each forward."
             )
         if self.gradients.collect(unit, member):
             self._run(self.scheduler.complete(unit.index))
@@ -467,14 +485,13 @@ class Runtime:
     def _end_backward(self) -> None:
         reduce = self.gradients.expects_any
         self._run(self.scheduler.end_backward())
-        if self.gradients.sync is not Sync.ALL:
+        synced = self.gradients.synced is Sync.ALL
+        if not synced:
             self.gradients.show_pending(self.units)
         self._close_backward()
         self._task = self._recomputed = self._inner = -1
         self._end = _nothing
-        if (
-            reduce and self.gradients.sync is Sync.ALL
-        ):  # made by all ranks; ranks may differ in deferred ones
+        if reduce and synced:  # made by all ranks; ranks may differ in deferred ones
             self.observed.done = self.observed.done or bool(self.observed.backward)
             self.step += 1
 
@@ -519,8 +536,7 @@ def _enter_after_hooks(begin: Callable[[Any], None], use: Use) -> None:
     """
     if use.task == graph_task_id():  # the common case
         return
-    node = current_node()
-    number = node._sequence_nr()
+    number = (node := current_node())._sequence_nr()
     if number not in use.hooked:
         use.hooked.add(number)
         node.register_prehook(begin)
@@ -565,7 +581,7 @@ class Actions:
             EventKind.RELEASE: self._release,
             EventKind.REDUCE: lambda event: gradients.reduce(units[event.unit]),
             EventKind.ACCUMULATE: lambda event: gradients.accumulate(units[event.unit]),
-            EventKind.DEFER: lambda event: gradients.defer(units[event.unit]),
+            EventKind.DEFER: lambda event: gradients.move(units[event.unit]),
             EventKind.SETTLE: lambda _: gradients.settle(units),
         }
 

@@ -57,7 +57,7 @@ class Member:
         cut: Placement of the parameter on other axes of the mesh; `compute` is a DTensor then.
         grad: What `param.grad` shows: a view of the gradient shard (None if frozen).
         node: The autograd node that accumulates into `compute`.
-        expected: Whether the running backward will reach the parameter on this rank.
+        expected: Whether the running backward, or the last one, reaches the parameter on this rank.
         touched: Whether it has a gradient on this rank that is not settled yet.
         target: The parameter's place in the gradient slot (None if frozen).
     """
@@ -144,8 +144,9 @@ class Group:
 
     Attributes:
         master: (part_numel,), master dtype: this rank's stored parameters.
-        full: (numel,): the slot, or the master itself if nothing is gathered.
-        part: (part_numel,): this rank's part of the slot, compute dtype.
+        full: (numel,): the slot; on a shared home the mapping of all ranks' parts; the master
+            itself if neither is needed.
+        part: (part_numel,): this rank's part of the slot, compute dtype; empty without a slot.
         members: The group's parameters, in the layout's order.
         reduce_dtype: Dtype in which gradients are reduced.
         cast: (part_numel,), master dtype, on the device: where an offloaded master is cast on its
@@ -211,7 +212,11 @@ class Group:
             member.param.record.compute = compute
 
     def load(self) -> Future[None] | None:
-        """Copy the master to this rank's part of the slot, from disk in the background."""
+        """Copy the master to this rank's part of the slot.
+
+        Returns:
+            The read from disk, if it runs in the background; None if the copy is issued.
+        """
         source = self.master
         if self.disk is not None:
             if self.cast is None or self.cast.device.type == "cpu":
@@ -322,13 +327,14 @@ class Versions:
         self._views |= {weakref.ref(view): (self._closed[type(view)], type(view)) for view in views}
 
     def see_writes(self) -> None:
-        """Refuse graphs from before the last writes into shards. Outside of the guard."""
+        """Refuse graphs and autocast's casts from before the last writes. Outside of the guard."""
         written = [shard._version for shard in self._shards]
         if written != self._written:
             wrote = [new != old for new, old in zip(written, self._written, strict=True)]
             self._written = written
             self._expect([at + is_new for at, is_new in zip(self._expected, wrote, strict=True)])
             self._restore()
+            torch.clear_autocast_cache()  # one torch.autocast may be around several steps
 
     def unexpected(self) -> set[int]:
         """Ids of the compute parameters that a forward wrote into, each reported once."""
@@ -360,7 +366,8 @@ class Unit:
         waiting: Parameters with final gradients that are not moved yet.
         memory: The storages of its slots.
         places: Table, name, shard and compute parameter of each swap.
-        divisor: Divisor of its gradients' sums; None for the model's.
+        divisor: Divisor of its gradients' sums, which FSDP2's interface sets (compat/fsdp2/); None:
+            the model's.
     """
 
     def __init__(self, plan: UnitPlan, groups: list[Group], transport: Transport) -> None:
@@ -459,7 +466,7 @@ class Unit:
         """
         if num_before is not None and (self._vain > MAX_VAIN or self.num_holders() <= num_before):
             return
-        for generations in (0, 1), () if num_before is None else (2,):
+        for generations in ((0, 1),) if num_before is None else ((0, 1), (2,)):
             found = kept_tensors(generations, self.shares_memory)
             found = [t for t in found if not any(id(t) in unit.own for unit in units)]
             self.keeps = bool(found)
@@ -475,9 +482,8 @@ class Unit:
     def name_at(self, kept: Any) -> str:
         """The name of the parameter whose memory a tensor shares."""
         at = getattr(kept, "_local_tensor", kept).data_ptr()
-        views = ((m, start, start + view.nbytes) for m, view, start in self._bound)
-        names = (clean_name(m.piece.name) for m, start, stop in views if start <= at < stop)
-        return next(names, self.plan.title)
+        found = (m for m, view, start in self._bound if 0 <= at - start < view.nbytes)
+        return next((clean_name(m.piece.name) for m in found), self.plan.title)
 
     def swap_in(self) -> None:
         """Show the compute parameters in the modules. Calls are counted, since they nest."""
@@ -499,12 +505,11 @@ class Unit:
         for member, view, address in self._bound:
             if view.data_ptr() != address or any(id(t) in written for t in member.tensors()):
                 raise EngineError(
-                    f"{member.piece.name}: expected a forward that leaves its parameters alone; it "
-                    "wrote into this one (max_norm, clamp_, weight averaging, p.data.copy_ ...), "
-                    "which the next gather would undo, or other ranks would see or miss; or it "
-                    f"gave it other memory, of {view.dtype} now (p.data = ..., .float()), while "
-                    "its slot stays as it is. Write into the shards between steps; for another "
-                    "dtype name its module in fp32_modules, or leave param_dtype out."
+                    f"{member.piece.name}: expected a forward that does not modify its parameters; "
+                    "it wrote into this one (max_norm, clamp_, weight averaging, p.data.copy_ ...) "
+                    f"or replaced its data (p.data = ..., .float(); dtype now {view.dtype}). "
+                    "Write into the shards between steps; for another dtype name its module in "
+                    "fp32_modules, or leave param_dtype out."
                 )
 
     def swap_out(self) -> None:

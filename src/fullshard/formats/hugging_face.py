@@ -76,7 +76,7 @@ def files_of(folder: Path, one: str, index: str) -> list[str]:
     for name in names:
         if name in strays or not (folder / name).is_file():
             raise CheckpointError(
-                f"{folder / index}: expected its files beside it; {name} is not there. Copy it too."
+                f"{folder / index}: expected the files that it lists; {name} is missing. Copy it."
             )
     return names
 

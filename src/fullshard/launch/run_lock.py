@@ -98,13 +98,13 @@ class StoreLock(contextlib.ExitStack):
             if is_held or not is_holder(place, token):
                 raise ConfigError(
                     f"training.checkpoint_dir: expected a place to which no run saves, got "
-                    f"'{place}', whose run is still going on ({look()[0]}). Name another place or "
+                    f"'{place}', whose run is still going on ({look()[0]}). Use another place or "
                     "stop that run."
                 )
         except OSError as error:
             raise CheckpointError(
                 f"training.checkpoint_dir: expected a store that can be read and written, got "
-                f"'{place}': {error.strerror or error}. Name another place."
+                f"'{place}': {error.strerror or error}."
             ) from error
         self.callback(self._remove)
         self.end_beats = self.callback(repeated(self._beat, BEAT_S))
@@ -174,7 +174,7 @@ def held_elsewhere(folder: Path) -> ConfigError:
         holder = ""
     return ConfigError(
         f"training.output_dir: expected a folder that no run uses, got '{folder}', whose run is "
-        f"still going on ({holder or 'it is just starting'}). Name another folder or stop that run."
+        f"still going on ({holder or 'it is just starting'}). Use another folder or stop that run."
     )
 
 

@@ -28,7 +28,6 @@ from fullshard.launch.exit_codes import ExitCode, describe_status, exit_code_of_
 from fullshard.launch.failure import LaunchFolder, RankFailure, first_cause
 from fullshard.launch.fork_server import Adopted
 from fullshard.launch.rank_entry import STACKS_SIGNAL
-from fullshard.observe.trace import read_kept
 
 POLL_S = 0.05
 REPORT_S = 1.0  # after the first failure: another rank may still report the cause
@@ -38,7 +37,6 @@ INTERRUPT_S = 10.0  # after Ctrl-C
 PREEMPT_S = 30.0  # after SIGTERM: schedulers usually wait this long, enough to save
 LOG_LINES = 20
 LOG_BYTES = 65_536
-EVENTS = 8
 
 
 @dataclass
@@ -51,9 +49,15 @@ class RankProcess:
     status: int | None = field(default=None, init=False)  # as Popen.returncode
     ended_s: float = field(default=0.0, init=False)
 
-    def poll(self) -> int | None:
-        """Its exit status, without reaping it; None while it runs."""
-        return self._look(os.WNOHANG)
+    def poll(self, flags: int = os.WNOHANG) -> int | None:
+        """Its exit status, without reaping it; None while it runs. Without flags it waits."""
+        if self.status is None:
+            info = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT | flags)
+            if info is not None:
+                killed = info.si_code != os.CLD_EXITED
+                self.status = -info.si_status if killed else info.si_status
+                self.ended_s = time.monotonic()
+        return self.status
 
     def send(self, number: int) -> None:
         """Sends a signal to the rank, not to its process group."""
@@ -66,17 +70,8 @@ class RankProcess:
             return
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        self._look(0)
+        self.poll(0)
         self.process.wait()
-
-    def _look(self, flags: int) -> int | None:
-        if self.status is None:
-            info = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT | flags)
-            if info is not None:
-                killed = info.si_code != os.CLD_EXITED
-                self.status = -info.si_status if killed else info.si_status
-                self.ended_s = time.monotonic()
-        return self.status
 
 
 @dataclass(frozen=True)
@@ -87,11 +82,13 @@ class LaunchResult:
         exit_code: Typed exit code; 0 if every rank succeeded.
         failure: The first cause; None if nothing failed or a signal ended the launch.
         others: Further failures.
+        ended: Ranks that had ended without a failure before.
     """
 
     exit_code: int
     failure: RankFailure | None = None
     others: tuple[RankFailure, ...] = ()
+    ended: tuple[int, ...] = ()
 
 
 @dataclass(kw_only=True)
@@ -146,12 +143,10 @@ class Supervisor:
             rank.reap()
 
     def _fail(self) -> LaunchResult:
+        """Ends the ranks and finds the first failure."""
+        before = tuple(rank.rank for rank in self.ranks if rank.status == 0)
         self.on_failure()
         self._wait(REPORT_S)
-        return self._explain()
-
-    def _explain(self) -> LaunchResult:
-        """Ends the ranks and finds the first failure."""
         ended = {rank.rank for rank in self.ranks if rank.poll()}
         self.end_all()
         hang = RankFailure.read(self.folder.hang)
@@ -162,7 +157,7 @@ class Supervisor:
         failures = [self._failure_of(rank) for rank in failed]
         cause = first_cause(failures)
         others = tuple(failure for failure in failures if failure is not cause)
-        return LaunchResult(cause.exit_code, self._with_positions(cause), others)
+        return LaunchResult(cause.exit_code, self._with_positions(cause), others, before)
 
     def _with_positions(self, failure: RankFailure) -> RankFailure:
         """Adds the positions of all ranks to a death without a report; writes hang.txt too."""
@@ -182,18 +177,14 @@ class Supervisor:
         if report is not None:
             return report
         status = rank.status or 0
-        no_memory = status == -signal.SIGKILL and self._memory.ran_out()
         message = f"rank {rank.rank}: expected to reach its end, but it {describe_status(status)}"
-        if no_memory:
+        kind, code = ("RankExit", status) if status > 0 else ("HangError", int(ExitCode.HANG))
+        if status == -signal.SIGKILL and self._memory.ran_out():
+            kind, code = "OutOfMemoryError", int(ExitCode.OUT_OF_MEMORY)
             message += f" because memory ran out: the processes need more than {limit()}. {CURE}"
         message += "."
         if tail := _last_lines(rank.log):
             message += "\nThe last lines of its log:\n  " + "\n  ".join(tail)
-        if events := read_kept(self.folder.events(rank.rank))[-EVENTS:]:
-            message += f"\nIts last events: {'; '.join(events)}"
-        kind, code = ("RankExit", status) if status > 0 else ("HangError", int(ExitCode.HANG))
-        if no_memory:
-            kind, code = "OutOfMemoryError", int(ExitCode.OUT_OF_MEMORY)
         return RankFailure(rank.rank, kind, message, code, "", rank.ended_s)
 
     def _stop(self, caught: list[int]) -> LaunchResult:
@@ -244,12 +235,10 @@ class Supervisor:
 
 def _last_lines(log: Path) -> list[str]:
     """The last lines of a log; empty if it cannot be read."""
-    try:
-        with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - LOG_BYTES))
-            return file.read().decode(errors="replace").splitlines()[-LOG_LINES:]
-    except OSError:
-        return []
+    with contextlib.suppress(OSError), log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - LOG_BYTES))
+        return file.read().decode(errors="replace").splitlines()[-LOG_LINES:]
+    return []
 
 
 _SYSTEM = Path("/proc/vmstat")
@@ -286,12 +275,8 @@ class MemoryWatch:
         return self._count() > self._kills or time.monotonic() - self._low < 10.0
 
     def _count(self) -> int:
-        return sum(map(_read, self._counters))
-
-
-def _read(file: Path) -> int:
-    try:
-        found = _COUNT.search(file.read_text(encoding="utf-8"))
-    except OSError:
-        return 0
-    return int(found[1]) if found else 0
+        found: list[str] = []
+        for file in self._counters:
+            with contextlib.suppress(OSError):
+                found += _COUNT.findall(file.read_text(encoding="utf-8"))
+        return sum(map(int, found))

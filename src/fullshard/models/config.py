@@ -254,7 +254,7 @@ def _check_sizes(config: PretrainedConfig) -> None:
         most = MOST_LAYERS if key == "num_hidden_layers" else None
         if isinstance(size, int) and (size < 1 or (most is not None and size > most)):
             expected = f"between 1 and {most:,}" if most else "at least 1"
-            raise ConfigError(f"model.config.{key}: expected {expected}, got {size:,}. Correct it.")
+            raise ConfigError(f"model.config.{key}: expected {expected}, got {size:,}.")
 
 
 def _check_has_causal_lm(model_type: str, config_class: type, key: str) -> None:

@@ -1,4 +1,4 @@
-"""The interface of a recipe (batches and their loss), and of the ranks that share a step.
+"""The interface of a recipe: its data, batches and their loss, and the ranks that share a step.
 
 [Note: global token mean]
 The loss that a step minimises is the mean over all label tokens of the global batch,
@@ -15,6 +15,15 @@ sum) over W ranks, so
 N must be known before the first backward of the step. A mean per micro-batch, averaged over ranks
 and micro-batches, is a different number as soon as the counts differ: micro-batches with few label
 tokens weigh too much.
+
+[Note: the data of a run]
+It is made once, before the ranks start, and mapped by every rank.
+
+    text    documents -> packed sequences                  Dataset
+    chat    conversations -> rows, some of it learned      ChatDataset
+
+`fullshard train` is for text, `fullshard sft` for chat data; `fullshard distill` takes either.
+Another recipe may make its own (`RecipeKind.make`).
 """
 
 from __future__ import annotations
@@ -29,8 +38,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fullshard.config.schema import RunConfig, ShardConfig
+from fullshard.config.schema import ModelConfig, RunConfig, SftConfig, ShardConfig
 from fullshard.config.values import GradReduction
+from fullshard.data.chat import set_template
+from fullshard.data.chat_rows import ChatDataset, ChatSettings, chat_source, make_chat_dataset
 from fullshard.data.dataset import (
     DOCUMENTS,
     IGNORED,
@@ -40,13 +51,18 @@ from fullshard.data.dataset import (
     BatchMaker,
     DatasetFacts,
     PreparedData,
+    load_facts,
 )
 from fullshard.data.order import Indices, SampleOrder, evaluation_samples
+from fullshard.data.text import Dataset, DatasetSettings, Source, make_dataset, new_tokenizer
 from fullshard.data.worker import Request, Worker
+from fullshard.errors import ConfigError
+from fullshard.recipes.registry import Command
 from fullshard.transport.base import Transport
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
 
 Batch = dict[str, torch.Tensor]
 
@@ -70,6 +86,8 @@ class Recipe(Protocol):
     def micro_batches(self, step: int) -> list[Batch]:
         """This rank's batches of an update (steps from 0), each with `input_ids` and `labels`.
 
+        A label of -100 counts nothing: a batch of such labels keeps a rank without data in step.
+
         If `tokens_per_step` is None, ranks may have different numbers of batches.
         """
         ...
@@ -79,7 +97,7 @@ class Recipe(Protocol):
         ...
 
     def count(self, batch: Batch) -> int:
-        """Number of items that the loss of a batch is summed over: label tokens."""
+        """Number of items that the loss of a batch is summed over, for example label tokens."""
         ...
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, int]:
@@ -253,6 +271,10 @@ class RecipeKind:
 
     Attributes:
         uses_chats: (configuration) -> whether the data is chat data.
+        make: (configuration, tokenizer or None, largest vocabulary) -> the prepared data. None:
+            text or chat data.
+        data: Classes of prepared data; `load_data` finds the one whose `kind` was saved.
+        batches: Class of a rank's batches.
         check: (configuration, tokenizer) -> None; raises ConfigError before data is read.
         check_data: (configuration, facts of the data) -> None; raises DataError.
         write: (configuration, batches, seat) -> None. Writes something in place of a trained model;
@@ -265,6 +287,9 @@ class RecipeKind:
 
     build: Callable[[RunConfig, PretrainedConfig, RowBatches, Seat, Path], nn.Module]
     uses_chats: Callable[[RunConfig], bool] = lambda _: False
+    make: Callable[[RunConfig, PreTrainedTokenizerBase | None, int], PreparedData] | None = None
+    data: Sequence[type[PreparedData]] = (Dataset, ChatDataset)
+    batches: type[RowBatches] = RowBatches
     check: Callable[[RunConfig, PreTrainedTokenizerBase | None], None] = lambda *_: None
     check_data: Callable[[RunConfig, DatasetFacts], None] = lambda *_: None
     write: Callable[[RunConfig, RowBatches, Seat], None] | None = None
@@ -273,8 +298,7 @@ class RecipeKind:
 
 def inputs_of(batch: Batch) -> Batch:
     """The entries of a batch that are inputs of the model."""
-    names = ("input_ids", "position_ids", DOCUMENTS)
-    return {name: batch[name] for name in names if name in batch}
+    return {name: batch[name] for name in ("input_ids", "position_ids", DOCUMENTS) if name in batch}
 
 
 def causal_lm_loss(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, int]:
@@ -334,3 +358,74 @@ def backward_scale(num_tokens: int, num_batches: int, reduction: GradReduction) 
     if num_tokens == 0:
         return 0.0
     return (num_batches if reduction is GradReduction.MEAN else 1) / num_tokens
+
+
+# ---- the data of a run ---------------------------------------------------------------------------
+
+
+def make_data(
+    config: RunConfig,
+    command: Command,
+    tokenizer: PreTrainedTokenizerBase | None,
+    vocab_size: int,
+) -> PreparedData:
+    """Reads, tokenizes and packs the data of a run.
+
+    Args:
+        config: Configuration of the run.
+        command: Recipe of the run.
+        tokenizer: Tokenizer of the run; None trains one on the data.
+        vocab_size: Largest vocabulary of a trained tokenizer.
+
+    Raises:
+        DataError: The data cannot be used.
+    """
+    if command.kind.make is not None:
+        return command.kind.make(config, tokenizer, vocab_size)
+    data, training, sft = config.data, config.training, config.sft or SftConfig()
+    path, is_chat = Path(data.path) if data.path else None, command.kind.uses_chats(config)
+    _check_streaming(config, command, is_chat=is_chat)
+    if is_chat:
+        if data.mixture:
+            raise ConfigError(
+                "data.mixture: expected text or tokens, got conversations. Use data.path."
+            )
+        source, notes = chat_source(path), list[str]()
+        tokenizer = tokenizer or new_tokenizer([source], [source.files.spans()], vocab_size, notes)
+        template = Path(sft.chat_template_path) if sft.chat_template_path else None
+        set_template(tokenizer, template, config.model)
+        chats = ChatSettings(training.max_seq_length, data.validation_fraction, sft)
+        return make_chat_dataset(source, chats, tokenizer, notes)
+    settings = DatasetSettings(training.max_seq_length, vocab_size, data, training.seed)
+    column = data.text_column
+    sources = [
+        Source.at(Path(one.path), one.weight, one.text_column or column, f"data.mixture.{number}")
+        for number, one in enumerate(data.mixture)
+    ]
+    return make_dataset(sources or [Source.at(path, text_column=column)], settings, tokenizer)
+
+
+def _check_streaming(config: RunConfig, command: Command, *, is_chat: bool) -> None:
+    """Raises ConfigError where rows must be numbered before training."""
+    cached = command is Command.CACHE or (config.distill and config.distill.cache)
+    got = "conversations" if is_chat else "a cache of the teacher's logits"
+    if config.data.streaming and (is_chat or cached):
+        raise ConfigError(
+            f"data.streaming: expected a run on text or tokens, got {got}, which needs all rows "
+            "before training. Remove data.streaming."
+        )
+
+
+def load_data(folder: Path, model: ModelConfig) -> PreparedData:
+    """Maps the prepared data of a run.
+
+    Args:
+        folder: Folder of the data.
+        model: Model section; decides whether the tokenizer's own code may run.
+
+    Raises:
+        DataError: The folder has no data.
+    """
+    kind, facts, tokenizer = load_facts(folder, trust=model.trust_remote_code)
+    kinds = (made for command in Command for made in command.kind.data)
+    return next(made for made in kinds if made.kind == kind).load(folder, facts, tokenizer)

@@ -194,7 +194,7 @@ def part_of(batch: Mapping[str, torch.Tensor], seat: Seat) -> Batch:
         arrays["position_ids"] = np.broadcast_to(arrays["position_ids"], shifted.shape)
     elif mask is not None and (np.diff(mask != 0) & (mask[:, 1:] != 0)).any():
         raise DataError(
-            "sharding.context: expected position_ids beside an attention_mask with padding before "
+            "sharding.context: expected position_ids for an attention_mask with padding before "
             "tokens, which models number differently; got none. Add them, or pad on the right."
         )
     found = divided(arrays, part, num_parts)

@@ -259,9 +259,7 @@ def check_output_dir(output_dir: Path) -> None:
         with tempfile.TemporaryFile(dir=next(filter(os.path.lexists, places))):
             pass  # permissions do not show read-only mounts or /proc
     except NotADirectoryError:
-        raise ConfigError(
-            f"{key}: expected a folder, got the file '{output_dir}'. Name another."
-        ) from None
+        raise ConfigError(f"{key}: expected a folder, got the file '{output_dir}'.") from None
     except (OSError, ValueError) as error:
         raise _cannot_be_made(output_dir, error) from error
     if is_held(output_dir):
@@ -269,7 +267,7 @@ def check_output_dir(output_dir: Path) -> None:
     if others and "run.json" not in others:
         raise ConfigError(
             f"{key}: expected an empty folder or an older run, got '{output_dir}' with other "
-            "files and no run.json. Name another folder."
+            "files and no run.json. Use another folder."
         )
 
 
@@ -278,7 +276,7 @@ def _cannot_be_made(output_dir: Path, why: object) -> ConfigError:
     inside = f": '{place}'" if str(place).startswith(f"{output_dir}/") else ""
     return ConfigError(
         f"training.output_dir: expected a folder that can be made, got {str(output_dir)[:80]!r} "
-        f"({reason}{inside}). Name another."
+        f"({reason}{inside})."
     )
 
 
@@ -300,7 +298,7 @@ def _move_older_run(output_dir: Path) -> Path:
     except OSError as error:
         raise ConfigError(
             f"training.output_dir: expected a folder whose older run can be moved aside, got "
-            f"'{output_dir}' ({error.strerror}). Name another folder, or move the run yourself."
+            f"'{output_dir}' ({error.strerror}). Use another folder, or move the run yourself."
         ) from error
     return target
 

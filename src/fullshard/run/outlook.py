@@ -344,7 +344,7 @@ def view_of(
     machine: Machine | None = None,
     optimizer: OptimizerStates | None = None,
 ) -> View:
-    """Makes the plan of a run and its forecast; no other function does.
+    """Makes the plan of a run and its forecast. Ranks make the same plan again in `fs.shard`.
 
     `strategy: auto` and `per_device_train_batch_size: auto` become the fastest choice that fits
     (see `choose`), with the same number of sequences per update. Every rank makes the same choice,

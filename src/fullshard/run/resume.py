@@ -11,7 +11,8 @@ A run that ended early (early_stopping_patience) counts as finished, whatever st
 state.json holds {global_batch, samples_seen, epoch, seed, data}. Which samples a step sees depends
 on the global batch, the seed and the step alone (see data/order.py), so "step" is the whole
 position: no sample is seen twice or left out, whatever number of ranks resumes. `data` is the
-checksum of the tokens: a run does not resume from a checkpoint that was trained on others.
+checksum of the tokens: a run does not resume from a checkpoint that was trained on others. Of a
+stream it is two checksums, of which one must be the same: see `DatasetFacts.fingerprint`.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from fullshard.launch.run_lock import is_holder
 from fullshard.observe.hang import watchdog
 from fullshard.run.folder import HOLDS, LAST_SAVED, RunFolder, RunStatus
 from fullshard.run.loop import Keeper, Patience, Trainee
-from fullshard.run.schedule import StepPlan
+from fullshard.run.optim import StepPlan
 from fullshard.saving import SaveSettings
 
 if TYPE_CHECKING:
@@ -309,15 +310,15 @@ def check_data(resume: Resume, position: Any, steps: StepPlan) -> None:
         return
     with untrusted(f"a checkpoint in '{resume.path}'", "the data position of a run"):
         trained = dict(position or {})
-    own: tuple[tuple[str, str, object], ...] = (
+    for name, key, now in (
         ("data", "data.path", steps.data),
         ("seed", "training.seed", steps.order.seed),
-    )
-    for name, key, now in own:
-        if trained.get(name, now) != now:
+    ):
+        was = trained.get(name, now)
+        if was != now and not {*str(was).split()} & {*str(now).split()}:
             raise ConfigError(
                 f"{key}: expected the {name} of the run that resumes from '{resume.path}' "
-                f"({trained[name]}); got other ones ({now}), or the order of another version. "
+                f"({was}); got other ones ({now}), or the order of another version. "
                 "Bring the old data and tokenizer (or fullshard) back, use --resume never, or "
                 "--resume PATH with another output_dir."
             )
@@ -358,8 +359,8 @@ def check_model(
     if changed:
         told = ", ".join(f"{one!r} {before.get(one)} -> {now.get(one)}" for one in changed[:3])
         raise ConfigError(
-            f"{key}: expected {name} as it was under the weights in '{resume.path}'; got another "
-            f"one ({told}). {cure}, or export the checkpoint and begin from that folder."
+            f"{key}: expected the {name} that was saved with the weights in '{resume.path}'; it "
+            f"has changed ({told}). {cure}, or export the checkpoint and begin from that folder."
         )
 
 
@@ -504,7 +505,7 @@ def check_lock(folder: RunFolder) -> None:
     with suppress(OSError):  # no answer says nothing about the lock
         if not is_holder(place, str(folder.read_record().get(HOLDS))):
             raise CheckpointError(
-                f"training.checkpoint_dir: expected '{place}' to be this run's until its end; "
-                "another run began there while this one did not answer. This run saves nothing "
-                "more: end one of them."
+                f"training.checkpoint_dir: expected exclusive use of '{place}'; another run "
+                "started there while this one did not respond. Checkpoints are no longer saved: "
+                "stop one of the runs."
             )

@@ -54,7 +54,7 @@ class C10dTransport(MessageTransport):
     def fetch(self, fulls: Sequence[torch.Tensor], unit: str = "") -> Fetch:
         if self.axes.mesh.shard == 1:
             return Works(())
-        self._compare_units(unit)()
+        self._compare_units(unit)()  # starts the comparison and waits for it
         owns = [full.chunk(self.axes.mesh.shard)[self.axes.shard_index] for full in fulls]
         return self._works(all_gather_many(fulls, owns, self.axes.gather_group))
 

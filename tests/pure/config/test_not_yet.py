@@ -49,7 +49,7 @@ def test_sharding_that_is_built_passes(fields):
         ({"backend": "jax", "training": {"optim": "muon"}}, "training.optim: 'muon'"),
         (
             {"sharding": {"offload": "cpu"}, "training": {"optim": "adafactor"}},
-            "sharding.offload: beside optim: adafactor",
+            "sharding.offload: together with optim: adafactor",
         ),
         ({"launch": {"num_machines": 2}}, "launch.num_machines: 2 without a launcher"),
     ],
@@ -105,10 +105,22 @@ def test_the_refusal_of_a_file_has_its_lines(load_file, snapshot):
 @pytest.mark.parametrize(
     ("command", "fields", "said"),
     [
-        ("train", {"teacher": "t"}, "teacher: expected this in `fullshard distill` alone"),
-        ("sft", {"distill": {"alpha": 1}}, "distill: expected this in `fullshard distill` alone"),
-        ("train", {"sft": {"packing": False}}, "sft.packing: expected this in `fullshard sft`"),
-        ("train", {"training": {"assistant_only_loss": "yes"}}, "sft.assistant_only_loss: expec"),
+        ("train", {"teacher": "t"}, "teacher: applies to `fullshard distill` only; got a mapping"),
+        (
+            "sft",
+            {"distill": {"alpha": 1}},
+            "distill: applies to `fullshard distill` only; got a mapping",
+        ),
+        (
+            "train",
+            {"sft": {"packing": False}},
+            "sft.packing: applies to `fullshard sft` only; got false",
+        ),
+        (
+            "train",
+            {"training": {"assistant_only_loss": "yes"}},
+            "sft.assistant_only_loss: applies to `fullshard sft` only; got true",
+        ),
         ("distill", {}, "teacher: expected the model that is learned from, got none."),
     ],
 )

@@ -23,7 +23,7 @@ from fullshard.data.order import BatchShape, SampleOrder
 from fullshard.data.records import files_at
 from fullshard.data.tokenizer import train_tokenizer
 from fullshard.errors import DataError
-from fullshard.recipes.batches import load_data
+from fullshard.recipes.base import load_data
 
 # Marks nothing, and writes a turn in another way once there is a later one.
 UNMARKED = (
@@ -301,7 +301,11 @@ ASKED = Turns(tuple(CHAT[:2]), 0, is_completion=False, place="x")
 @pytest.mark.parametrize(
     ("rows", "template", "said"),
     [
-        ([pair("two and two " * 30, "four")], None, r"more tokens than \d{2,}.* Raise it"),
+        (
+            [pair("two and two " * 30, "four")],
+            None,
+            r"more tokens than \d{2,}, where .* begins, got",
+        ),
         (NO_ANSWERS, None, r"role 'assistant'.* the roles are user \(2\)\. Rename"),
         (NO_ANSWERS, UNMARKED, r"role 'assistant'.* the roles are user \(2\)\. Rename"),
         (

@@ -57,7 +57,9 @@ def test_a_step_can_be_asked_for_in_any_order():
 
 
 def test_fewer_samples_than_a_step_needs_are_refused():
-    with pytest.raises(DataError, match=r"at least 16 sequences .*4 a rank x 2 .*x 2 ranks.*got 5"):
+    with pytest.raises(
+        DataError, match=r"at least 16 sequences .*4 per rank x 2 .*x 2 ranks.*got 5"
+    ):
         SampleOrder(5, BatchShape(4, 2, 2), seed=0)
 
 

@@ -459,7 +459,7 @@ def _check_module(module: Any, ignored: set[int]) -> None:
         if isinstance(param, DTensor):
             raise NotOfferedError(
                 f"{name}: expected a plain parameter; got a DTensor of {param.device_mesh}. Use "
-                "fullshard.shard, which shards beside tensor parallelism."
+                "fullshard.shard, which combines with tensor parallelism."
             )
         if param.dim() == 0:
             raise MisuseValueError(
