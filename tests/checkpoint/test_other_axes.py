@@ -127,7 +127,7 @@ def test_any_mesh_reads_any_others_checkpoint(ranks, tmp_path, layouts):
             ranks(number)(body, str(tmp_path), layouts, timeout=200)
 
 
-@pytest.mark.short(2)
+@pytest.mark.short(1)
 @pytest.mark.parametrize(
     ("written", "read"),
     [((1, 2, 2), (2, 1, 2)), ((2, 2), (1, 4)), ((1, 4, 0), (1, 2, 2)), ((4, 0), (2, 2))],

@@ -36,7 +36,7 @@ def launch(tmp_path, monkeypatch):
     [
         (signal.SIGINT, 130, "started"),
         (signal.SIGINT, 130, "forked"),
-        (signal.SIGTERM, 75, "started"),
+        pytest.param(signal.SIGTERM, 75, "started", marks=pytest.mark.long),
         (signal.SIGQUIT, 75, "started"),
     ],
 )
