@@ -69,8 +69,8 @@ class PlanAdvice:
             least = changes_between(before, self.outlook)
             how = f" ({PlanAdvice(least, self.outlook).words})" if least else ""
             return (
-                f"no tried configuration fits: the smallest takes {peak} per device{how}. Use "
-                "devices with more memory, a smaller model (hidden_size, num_hidden_layers, "
+                f"no tried configuration fits: the smallest has {peak} of tensors per device{how}. "
+                "Use devices with more memory, a smaller model (hidden_size, num_hidden_layers, "
                 "vocab_size) or shorter sequences (max_seq_length)"
             )
         effect = f"{self.outlook.fit or 'takes'}: {peak} per device"
