@@ -33,8 +33,8 @@ USABLE := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
 PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	$(if $(strip $(CONSTRAINTS)),--constraint $(CONSTRAINTS))
 PYTEST = $(BIN)/python -m pytest
-# A file's tests stay together: many share runs that take seconds.
-PYTEST_PARALLEL = $(PYTEST) -n $(WORKERS) --dist loadfile
+# A file's tests stay together: many share runs that take seconds. tests/conftest.py orders files.
+PYTEST_PARALLEL = $(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 RUFF_PATHS = $(wildcard src tests tools benchmarks examples docs)
 # Not the tests: they misspell on purpose.
 SPELLED = $(wildcard src tools benchmarks examples docs *.md) Makefile

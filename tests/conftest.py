@@ -21,6 +21,8 @@ os.environ["XLA_FLAGS"] = (
 # Test files import `support.x`; ranks get the same path, since spawned processes inherit sys.path.
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.append(str(Path(__file__).parents[1]))  # what test files define is pickled as tests.x.y
+# Processes of tests import hundreds of files, which none shall compile a second time.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Other processes find the package of this folder, and jobs of tests.
 os.environ["PYTHONPATH"] = os.pathsep.join(
     filter(None, [f"{sys.path[-1]}/src", sys.path[0], os.environ.get("PYTHONPATH")])
@@ -29,13 +31,18 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 from support.command import call
 from support.ranks import RankPools
 
+sys.dont_write_bytecode = False  # nor a second time in this one
 # A slow machine is no fault, and two runs of one commit shall try the same examples.
 hypothesis.settings.register_profile("fullshard", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("fullshard")
 
 
 def pytest_collection_modifyitems(items):
-    """`@pytest.mark.short(n)`: all cases of a test but the first n are marked long."""
+    """`@pytest.mark.short(n)`: all cases of a test but the first n are marked long.
+
+    Short tests come last: until they are run no worker is idle.
+    """
+    items.sort(key=lambda item: item.nodeid.startswith("tests/pure/"))
     seen = Counter()
     for item in items:
         mark = item.get_closest_marker("short")

@@ -11,6 +11,7 @@ from torch import nn
 
 import fullshard as fs
 from fullshard.checkpoint.read import remove, superfluous
+from support.ranks import on_ranks
 from support.scripts import error_of
 
 
@@ -238,6 +239,7 @@ def test_one_process_without_a_group_saves_and_loads(tmp_path, wait):
     assert torch.equal(model.weight.to_local().view(4, 4), wanted.to_local().view(4, 4))
 
 
+@on_ranks(1)  # which has few other objects
 def test_copies_that_are_saved_from_are_freed_with_their_model(tmp_path):
     def copies():
         """Tensors of the size of a weight."""

@@ -118,7 +118,7 @@ def read_some(root, layouts):
         assert not problems, f"{place.name} -> {axes}: {problems[0]}"
 
 
-@pytest.mark.short(1)
+@pytest.mark.long
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("layouts", [GROUPS, LAYOUTS], ids=["expert", "tensor"])
 def test_any_mesh_reads_any_others_checkpoint(ranks, tmp_path, layouts):
@@ -127,7 +127,13 @@ def test_any_mesh_reads_any_others_checkpoint(ranks, tmp_path, layouts):
             ranks(number)(body, str(tmp_path), layouts, timeout=200)
 
 
-def whole_matrices(root, written, read):
+@pytest.mark.short(2)
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [((1, 2, 2), (2, 1, 2)), ((2, 2), (1, 4)), ((1, 4, 0), (1, 2, 2)), ((4, 0), (2, 2))],
+)
+@on_ranks(4, timeout=200)
+def test_states_of_whole_matrices_go_to_any_mesh(tmp_path, written, read):
     """One mesh saves after two steps, the other goes on; owners see whole tensors."""
     build = mixture_net if len(written) == 2 else net
     alone = build()
@@ -137,23 +143,15 @@ def whole_matrices(root, written, read):
         model, _ = sharded(axes)
         optimizer = fs.owned(model, adafactor)
         if first:
-            fs.load(Path(root) / "owned", model, optimizer)
+            fs.load(tmp_path / "owned", model, optimizer)
         train(model, optimizer, range(first, first + NUM_STEPS), axes)
-        fs.save(Path(root) / ("owned" if not first else "again"), model, optimizer)
+        fs.save(tmp_path / ("owned" if not first else "again"), model, optimizer)
     found = fs.full_state_dict(model, rank0_only=False)
     problems = list(differences(found, dict(alone.state_dict()), 1e-12))
     assert not problems, problems
 
 
-@pytest.mark.short(2)
-@pytest.mark.parametrize(
-    ("written", "read"),
-    [((1, 2, 2), (2, 1, 2)), ((2, 2), (1, 4)), ((1, 4, 0), (1, 2, 2)), ((4, 0), (2, 2))],
-)
-def test_states_of_whole_matrices_go_to_any_mesh(ranks, tmp_path, written, read):
-    ranks(4)(whole_matrices, str(tmp_path), written, read, timeout=200)
-
-
+@pytest.mark.long
 def test_offloaded_states_are_saved_and_resumed(ranks, tmp_path):
     ranks(4)(write_all, str(tmp_path), {4: [(1, 2, 2), (1, 4, 0)]}, "cpu", timeout=300)
 
@@ -241,11 +239,12 @@ def test_ranks_draw_the_same_numbers_only_if_they_share_a_batch(ranks, tmp_path,
     assert ranks(4)(masks_after, str(tmp_path), written, read, timeout=100) == [same] * 4
 
 
-def check_one_rank_fails(root):
+@on_ranks(4, timeout=60)
+def test_a_rank_that_fails_while_ranges_are_gathered_fails_the_save(tmp_path):
     axes = (1, 2, 2)
     model, optimizer = sharded(axes)
     train(model, optimizer, range(1), axes)
-    place, real = Path(root) / "saved", saving._range_of
+    place, real = tmp_path / "saved", saving._range_of
 
     def fail(held, *args):
         if dist.get_rank() == 2 and held.names == ("blocks.1.down.weight", "exp_avg"):
@@ -261,10 +260,6 @@ def check_one_rank_fails(root):
     assert not place.exists()
     fs.save(place, model, optimizer)
     train(model, optimizer, range(1, 2), axes)
-
-
-def test_a_rank_that_fails_while_ranges_are_gathered_fails_the_save(ranks, tmp_path):
-    ranks(4)(check_one_rank_fails, str(tmp_path), timeout=60)
 
 
 def check_unreadable_state(root):

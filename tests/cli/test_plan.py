@@ -109,6 +109,7 @@ def test_what_is_left_to_the_planner_is_chosen_and_said(plan, config, capfd):
     ) in capfd.readouterr().out
 
 
+@pytest.mark.long
 def test_a_mixture_of_experts_is_divided_where_that_is_faster(plan, tmp_path, capfd):
     sizes = {"hidden_size": 4096, "moe_intermediate_size": 2048, "num_hidden_layers": 4}
     experts = {"num_experts": 32, "num_experts_per_tok": 2, "vocab_size": 1000}

@@ -105,7 +105,8 @@ class Tower(nn.Module):
         return self.head(checkpoint(self.inside, x, use_reentrant=False))
 
 
-def recomputed():
+@on_ranks(2)
+def test_several_models_in_one_recomputed_part():
     linears = ModuleWrapPolicy({nn.Linear})
     plain, model = Tower(lambda block: block), Tower(lambda b: FSDP(b, auto_wrap_policy=linears))
     for step in range(3):
@@ -116,10 +117,6 @@ def recomputed():
         for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
             grad = ours.grad if type(ours) is nn.Parameter else ours.grad.full_tensor()
             torch.testing.assert_close(grad, theirs.grad)
-
-
-def test_several_models_in_one_recomputed_part(ranks):
-    ranks(2)(recomputed)
 
 
 class Noted(nn.Module):

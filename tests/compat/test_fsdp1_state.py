@@ -2,7 +2,6 @@
 
 import functools
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -83,11 +82,20 @@ def test_the_full_state_dict_is_that_of_one_process(strategy, tied):
     assert_same_state(plain.state_dict(), wanted)
 
 
-def resume(kind, folder, target):
+@pytest.mark.parametrize(
+    ("kind", "target"),
+    [
+        ("FULL_STATE_DICT", "SHARD_GRAD_OP"),
+        ("SHARDED_STATE_DICT", "NO_SHARD"),
+        ("LOCAL_STATE_DICT", "FULL_SHARD"),
+    ],
+)
+@on_ranks(2)
+def test_resume_from_each_type_gives_the_same_losses(tmp_path, kind, target):
     model, optimizer = trained()
     kind_of = StateDictType[kind]
     with FSDP.state_dict_type(model, kind_of):
-        path = Path(folder) / f"{kind}_{rank()}.pt"
+        path = tmp_path / f"{kind}_{rank()}.pt"
         state = {"model": model.state_dict(), "optim": FSDP.optim_state_dict(model, optimizer)}
         torch.save(state, path)
     following = train(model, steps=2, optimizer=optimizer, first=2)
@@ -106,19 +114,8 @@ def resume(kind, folder, target):
     assert max(abs(a - b) for a, b in zip(found, following, strict=True)) < 1e-6
 
 
-@pytest.mark.parametrize(
-    ("kind", "target"),
-    [
-        ("FULL_STATE_DICT", "SHARD_GRAD_OP"),
-        ("SHARDED_STATE_DICT", "NO_SHARD"),
-        ("LOCAL_STATE_DICT", "FULL_SHARD"),
-    ],
-)
-def test_resume_from_each_type_gives_the_same_losses(ranks, tmp_path, kind, target):
-    ranks(2)(resume, kind, str(tmp_path), target)
-
-
-def settings():
+@on_ranks(2)
+def test_state_dict_settings():
     model = wrapped()
     assert FSDP.get_state_dict_type(model).state_dict_type is StateDictType.FULL_STATE_DICT
     with FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
@@ -130,10 +127,6 @@ def settings():
     FSDP.set_state_dict_type(model.layers[0], StateDictType.LOCAL_STATE_DICT)
     with pytest.raises(AssertionError, match="must have the same state dict settings"):
         FSDP.get_state_dict_type(model)
-
-
-def test_state_dict_settings(ranks):
-    ranks(2)(settings)
 
 
 @on_ranks(2)

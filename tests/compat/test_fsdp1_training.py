@@ -171,7 +171,8 @@ def test_activation_checkpointing_acts_in_place_and_offload():
     assert_trains_as_one(lambda net: FSDP(net, cpu_offload=offload, auto_wrap_policy=BLOCKS))
 
 
-def mixed_precision():
+@on_ranks(2)
+def test_mixed_precision_casts_buffers_only_when_asked():
     bf16 = torch.bfloat16
     policy = MixedPrecision(param_dtype=bf16, reduce_dtype=torch.float32, buffer_dtype=bf16)
     model = assert_trains_as_one(
@@ -187,10 +188,6 @@ def mixed_precision():
     loss_of(stored, 0, dist.get_rank()).backward()
     assert {p.dtype for p in stored.parameters()} == {bf16}
     assert {p.grad.dtype for p in stored.parameters()} == {bf16}
-
-
-def test_mixed_precision_casts_buffers_only_when_asked(ranks):
-    ranks(2)(mixed_precision)
 
 
 @on_ranks(2)
@@ -252,6 +249,7 @@ def _compile(model):
     return model
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_compiled_blocks_and_models():
     with warnings.catch_warnings():

@@ -33,7 +33,8 @@ def rank():
     return dist.get_rank()
 
 
-def ignored():
+@on_ranks(2)
+def test_ignored_modules_and_states():
     net = build()
     kept = net.layers[1]
     model = FSDP(net, ignored_modules=[kept], auto_wrap_policy=BLOCKS)
@@ -71,10 +72,6 @@ def ignored():
     for name in ("_handle", "params"):
         with pytest.raises(AttributeError, match="no flat parameters"):
             getattr(model, name)
-
-
-def test_ignored_modules_and_states(ranks):
-    ranks(2)(ignored)
 
 
 @on_ranks(2)

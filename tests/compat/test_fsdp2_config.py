@@ -1,7 +1,5 @@
 """FSDP2 behind a configuration, and the rule of thumb for memory."""
 
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -94,24 +92,21 @@ def test_dtypes_recompute_first_values_and_memory():
     assert 0 < stats["allocated_gb"] <= stats["max_allocated_gb"] < 1e-3
 
 
-def checkpoint(folder):
+@on_ranks(2)
+def test_checkpoints_at_exactly_that_path(tmp_path):
     model = wrap_model_fsdp2(build(), FSDP2Config())
     optimizer = adamw(model)
     train(model, steps=2, optimizer=optimizer)
-    path = Path(folder) / "checkpoint.pt"
+    path = tmp_path / "checkpoint.pt"
     save_fsdp2_checkpoint(model, optimizer, str(path), rank=0)
     following = train(model, steps=2, optimizer=optimizer, first=2)
-    assert [one.name for one in Path(folder).iterdir()] == ["checkpoint.pt"]
+    assert [one.name for one in tmp_path.iterdir()] == ["checkpoint.pt"]
     for name in ("shard_grad_op", "no_shard", "full"):
         again = wrap_model_fsdp2(build(), FSDP2Config(sharding_strategy=name))
         optimizer = adamw(again)
         load_fsdp2_checkpoint(again, optimizer, str(path))
         found = train(again, steps=2, optimizer=optimizer, first=2)
         assert max(abs(a - b) for a, b in zip(found, following, strict=True)) < 1e-6, name
-
-
-def test_checkpoints_at_exactly_that_path(ranks, tmp_path):
-    ranks(2)(checkpoint, str(tmp_path))
 
 
 def test_unknown_words_are_refused_at_once():

@@ -1,7 +1,5 @@
 """PyTorch's FSDP2 example: a model from meta, its layout, checkpoints through DTensors."""
 
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -93,7 +91,8 @@ def train(model, optimizer, first):
     return losses
 
 
-def example(folder):
+@on_ranks(2)
+def test_the_example_of_fsdp2_goes_from_meta_through_dtensors(tmp_path):
     model = make()
     inspect(model)
     model.to_empty(device="cpu")
@@ -102,18 +101,14 @@ def example(folder):
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     train(model, optimizer, 0)
     inspect(model)
-    save(model, optimizer, Path(folder))
+    save(model, optimizer, tmp_path)
     other = make()
-    load_model(other, Path(folder))
+    load_model(other, tmp_path)
     inspect(other)
     assert sum(param.numel() for param in other.parameters()) < 4000  # of 5325, at once
     twin = torch.optim.Adam(other.parameters(), lr=1e-2)
-    load_optimizer(twin, Path(folder))
+    load_optimizer(twin, tmp_path)
     assert train(other, twin, 2) == train(model, optimizer, 2)
-
-
-def test_the_example_of_fsdp2_goes_from_meta_through_dtensors(ranks, tmp_path):
-    ranks(2)(example, str(tmp_path))
 
 
 @on_ranks(2)

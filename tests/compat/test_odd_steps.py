@@ -96,7 +96,9 @@ def test_units_that_are_unused_repeated_or_cut_off():
             assert torch.allclose(model(boxed), reference(boxed), atol=1e-5)
 
 
-def frozen():
+@pytest.mark.filterwarnings("ignore:.*has both parameters with requires_grad")
+@on_ranks(2)
+def test_frozen_parameters_train_as_in_one_process():
     for wrap in WRAPS:
         torch.manual_seed(0)
         net = Parts()
@@ -114,11 +116,6 @@ def frozen():
                 optimizer.zero_grad()
         for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
             assert torch.allclose(ours.full_tensor(), theirs, atol=TOLERANCE)
-
-
-@pytest.mark.filterwarnings("ignore:.*has both parameters with requires_grad")
-def test_frozen_parameters_train_as_in_one_process(ranks):
-    ranks(2)(frozen)
 
 
 @on_ranks(2)

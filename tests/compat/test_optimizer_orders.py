@@ -28,7 +28,8 @@ def stepped(params, model):
     return optimizer
 
 
-def orders():
+@on_ranks(2)
+def test_ranks_give_their_optimizers_other_orders():
     wanted = FSDP(build(), auto_wrap_policy=BLOCKS)
     states = FSDP.full_optim_state_dict(
         wanted, stepped(list(wanted.parameters()), wanted), rank0_only=False
@@ -47,10 +48,6 @@ def orders():
     fewer = stepped(params[: len(params) - rank()], model)
     with pytest.raises(RuntimeError, match=r"some ranks are missing some .* on rank 1"):
         FSDP.full_optim_state_dict(model, fewer)
-
-
-def test_ranks_give_their_optimizers_other_orders(ranks):
-    ranks(2)(orders)
 
 
 @on_ranks(2)

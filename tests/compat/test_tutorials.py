@@ -2,7 +2,6 @@
 
 import functools
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -25,6 +24,7 @@ from fullshard.compat.fsdp1.checkpoint_wrapper import (
 from fullshard.compat.fsdp1.fully_sharded_data_parallel import CPUOffload, StateDictType
 from fullshard.compat.fsdp1.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 from support.compat import Net, TransformerBlock, build, loss_of
+from support.ranks import on_ranks
 
 
 class Digits(nn.Module):
@@ -42,7 +42,8 @@ class Digits(nn.Module):
         return F.log_softmax(self.fc2(x), dim=1)
 
 
-def digits(folder):
+@on_ranks(2)
+def test_getting_started_with_fsdp(tmp_path):
     rank = dist.get_rank()
     torch.manual_seed(1)
     dataset = TensorDataset(torch.randn(32, 1, 12, 12), torch.randint(0, 10, (32,)))
@@ -79,15 +80,11 @@ def digits(folder):
         found.append((total[0].item(), right))
         states = model.state_dict()
         if rank == 0:
-            torch.save(states, Path(folder) / "mnist_cnn.pt")
+            torch.save(states, tmp_path / "mnist_cnn.pt")
             plain = Digits()
-            plain.load_state_dict(torch.load(Path(folder) / "mnist_cnn.pt", weights_only=True))
+            plain.load_state_dict(torch.load(tmp_path / "mnist_cnn.pt", weights_only=True))
     assert found[0] == found[1] == found[2]
     assert found[0][0] / 32 < 2.5
-
-
-def test_getting_started_with_fsdp(ranks, tmp_path):
-    ranks(2)(digits, str(tmp_path))
 
 
 def test_recomputing_does_not_offload():
@@ -119,8 +116,9 @@ def blocks():
     return model
 
 
-def advanced(folder):
-    rank, root = dist.get_rank(), Path(folder)
+@on_ranks(2)
+def test_advanced_training_with_fsdp(tmp_path):
+    rank, root = dist.get_rank(), tmp_path
     model = blocks()
     optimizer = optim.AdamW(model.parameters(), lr=2e-3)
     for step in range(2):
@@ -163,7 +161,3 @@ def advanced(folder):
         by.step()
     for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(ours.to_local(), theirs.to_local())
-
-
-def test_advanced_training_with_fsdp(ranks, tmp_path):
-    ranks(2)(advanced, str(tmp_path))

@@ -206,7 +206,17 @@ def test_a_deferred_backward_reduces_nothing_and_settles_nothing(ranks):
         assert ranks(2)(events_of, defers) == [wanted] * 2
 
 
-def deferred_bytes(settings):
+@pytest.mark.parametrize(
+    ("settings", "itemsize"),
+    [
+        ({"model_dtype": torch.float64}, 8),
+        ({"model_dtype": torch.float32}, 4),
+        ({"model_dtype": torch.float32, "param_dtype": "bf16", "reduce_dtype": "bf16"}, 4),
+        ({"model_dtype": torch.float64, "strategy": "no_shard"}, 8),
+    ],
+)
+@on_ranks(2)
+def test_deferred_gradients_are_whole_in_the_accumulate_dtype_and_freed(settings, itemsize):
     """Bytes of deferred gradients after each micro-batch of three steps, with their peak."""
     model = fs.shard(chain().to(settings.pop("model_dtype")), poison=True, **settings)
     dtype = next(model.parameters()).dtype
@@ -221,24 +231,9 @@ def deferred_bytes(settings):
         assert all(p.grad is not None for p in model.parameters())
         model.zero_grad()
     numel = sum(unit.numel for unit in engine_of(model).plan.units)
-    return numel, found
-
-
-@pytest.mark.parametrize(
-    ("settings", "itemsize"),
-    [
-        ({"model_dtype": torch.float64}, 8),
-        ({"model_dtype": torch.float32}, 4),
-        ({"model_dtype": torch.float32, "param_dtype": "bf16", "reduce_dtype": "bf16"}, 4),
-        ({"model_dtype": torch.float64, "strategy": "no_shard"}, 8),
-    ],
-)
-def test_deferred_gradients_are_whole_in_the_accumulate_dtype_and_freed(ranks, settings, itemsize):
-    """One copy, however many micro-batches there are."""
-    for numel, found in ranks(2)(deferred_bytes, settings):
-        held = itemsize * numel
-        assert [now for now, _ in found] == [held, held, 0] * 3
-        assert {peak for _, peak in found} == {held}  # it does not grow over steps
+    held = itemsize * numel
+    assert [now for now, _ in found] == [held, held, 0] * 3
+    assert {peak for _, peak in found} == {held}  # it does not grow over steps
 
 
 # ---- only the replicate axis waits ---------------------------------------------------------------

@@ -8,6 +8,7 @@ from torch import nn
 import fullshard as fs
 from fullshard.engine import computed
 from fullshard.engine.engine import engine_of
+from support.ranks import on_ranks
 
 SIZES = ((7, 5), (300, 9), (3, 1), (64, 64))
 
@@ -18,7 +19,12 @@ def model():
     return made
 
 
-def gathered(sent_bytes, transport):
+@pytest.mark.short(6)
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("transport", ["direct", "c10d"])
+@pytest.mark.parametrize("sent_bytes", [64, 8 << 20])
+@on_ranks("num_ranks")
+def test_messages_of_a_gather_are_small_whatever_the_unit_contains(transport, sent_bytes):
     torch.manual_seed(0)
     ours = model()
     torch.manual_seed(0)
@@ -43,13 +49,3 @@ def gathered(sent_bytes, transport):
             assert (
                 max(sizes, default=0) <= max(expected[name].nbytes // 16, sent_bytes) + rounding
             ), name
-
-
-@pytest.mark.short(6)
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-@pytest.mark.parametrize("transport", ["direct", "c10d"])
-@pytest.mark.parametrize("sent_bytes", [64, 8 << 20])
-def test_messages_of_a_gather_are_small_whatever_the_unit_contains(
-    ranks, num_ranks, transport, sent_bytes
-):
-    ranks(num_ranks)(gathered, sent_bytes, transport)

@@ -96,18 +96,16 @@ def plain(**settings):
     return fs.shard(layers, wrap="none", **settings)
 
 
-def partly():
+@on_ranks(2)
+def test_a_backward_that_asks_for_inputs_leaves_no_gradient():
     """backward(inputs=) of one weight's unit mates, then of everything."""
     model = plain(poison=True)
     x = torch.randn(3, WIDTH, requires_grad=True)
     model(x).square().mean().backward(inputs=[x])
     before = [p.grad is None for p in model.parameters()]
     model(x).square().mean().backward()
-    return before, all(p.grad.to_local().isfinite().all() for p in model.parameters())
-
-
-def test_a_backward_that_asks_for_inputs_leaves_no_gradient(ranks):
-    assert ranks(2)(partly) == [([True] * 4, True)] * 2
+    assert before == [True] * 4
+    assert all(p.grad.to_local().isfinite().all() for p in model.parameters())
 
 
 class Checkpointed(nn.Module):

@@ -3,6 +3,7 @@
 import shutil
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -121,8 +122,21 @@ def after_loading(model, x, _):
     loss.backward()
 
 
+def after_an_owners_step(model, x, _):
+    """The step is one of whole tensors, each on one rank."""
+    owned = partial(torch.optim.SGD, lr=1e-2)
+    optimizer = fs.owned(model, owned) if is_sharded(model) else owned(model.parameters())
+    loss = model(x).sum()
+    loss.backward(retain_graph=True)
+    optimizer.step()
+    loss.backward()
+
+
 PROGRAMS = {
-    "refused": (again, two_graphs, after_another_forward, a_frozen_weight, after_loading),
+    "refused": (
+        *(again, two_graphs, after_another_forward, a_frozen_weight, after_loading),
+        after_an_owners_step,
+    ),
     "fine": (block_alone, before_the_step, behind_its_back, only_the_first, another_of_its_unit),
 }
 

@@ -44,6 +44,7 @@ SETTINGS = {
     "ASGD": [(optim.ASGD, {"lr": 0.1, "t0": 1, "weight_decay": 0.1})],
     "Rprop": [(optim.Rprop, {"lr": 1e-2})],
 }
+TRANSPORTS = ("shared", "direct", "c10d")
 FUSED = ("AdamW", "Adam", "SGD", "Adagrad")
 
 
@@ -68,7 +69,10 @@ def made_before(run, kind, settings):
 @pytest.mark.short(3)
 @pytest.mark.parametrize(
     ("name", "mode"),
-    [(name, mode) for name in SETTINGS for mode in MODES if mode != "fused" or name in FUSED],
+    sorted(
+        [(name, mode) for name in SETTINGS for mode in MODES if mode != "fused" or name in FUSED],
+        key=lambda pair: pair not in [("AdamW", "fused"), ("SGD", "foreach"), ("Adam", "for-loop")],
+    ),
 )
 @on_ranks(2)
 def test_an_elementwise_optimizer_steps_as_in_one_process(name, mode):
@@ -102,14 +106,13 @@ def stepped_by_hooks(run, **config):
     return run.result(model, left=left, stepped=[len(o.state) > 0 for o in optimizers.values()])
 
 
-@pytest.mark.parametrize("transport", ["shared", "direct", "c10d"])
-def test_optimizers_in_hooks_on_gradients_step_as_in_one_process(ranks, transport):
-    ranks(2)(compare, partial(stepped_by_hooks, transport=transport))
-
-
-def test_optimizers_in_hooks_step_on_offloaded_and_replicated_parts_too(ranks):
-    ranks(2)(compare, partial(stepped_by_hooks, offload="cpu"))
-    ranks(2)(compare, partial(stepped_by_hooks, strategy="no_shard"))
+@pytest.mark.parametrize(
+    "config",
+    [*({"transport": name} for name in TRANSPORTS), {"offload": "cpu"}, {"strategy": "no_shard"}],
+    ids=str,
+)
+def test_optimizers_in_hooks_on_gradients_step_as_in_one_process(ranks, config):
+    ranks(2)(compare, partial(stepped_by_hooks, **config))
 
 
 # ---- refused ----------------------------------------------------------------------------------
@@ -412,8 +415,16 @@ def test_ranks_that_share_weights_do_not_wait_for_what_never_comes(ranks, what):
 # ---- the fast paths ---------------------------------------------------------------------------
 
 
-def count_calls(names, settings):
-    """How often a step calls torch's functions of these names, per parameter group."""
+@pytest.mark.parametrize(
+    ("settings", "wanted"),
+    [
+        ({"fused": True}, {"_fused_adamw_": 1, "_foreach_lerp_": 0}),
+        ({"foreach": True}, {"_fused_adamw_": 0, "_foreach_lerp_": 1, "_foreach_addcdiv_": 1}),
+    ],
+    ids=["fused", "foreach"],
+)
+@on_ranks(2)
+def test_a_step_of_adamw_is_one_call_an_operation(settings, wanted):
     run = Run(2, torch.distributed.get_rank())
     model = run.shard(run.model())
     optimizer = optim.AdamW(model.parameters(), **settings)
@@ -421,7 +432,7 @@ def count_calls(names, settings):
         run.loss(model, step).backward()
         if step == 0:
             optimizer.step()
-    calls = dict.fromkeys(names, 0)
+    calls = dict.fromkeys(wanted, 0)
 
     def counted(name):
         original = getattr(torch, name)
@@ -433,21 +444,10 @@ def count_calls(names, settings):
         return call
 
     with pytest.MonkeyPatch.context() as patch:
-        for name in names:
+        for name in calls:
             patch.setattr(torch, name, counted(name))
         optimizer.step()
-    return calls
-
-
-def test_fused_adamw_is_one_call_a_group(ranks):
-    for calls in ranks(2)(count_calls, ("_fused_adamw_", "_foreach_lerp_"), {"fused": True}):
-        assert calls == {"_fused_adamw_": 1, "_foreach_lerp_": 0}
-
-
-def test_foreach_adamw_is_one_call_an_operation(ranks):
-    names = ("_fused_adamw_", "_foreach_lerp_", "_foreach_addcdiv_")
-    for calls in ranks(2)(count_calls, names, {"foreach": True}):
-        assert calls == {"_fused_adamw_": 0, "_foreach_lerp_": 1, "_foreach_addcdiv_": 1}
+    assert calls == wanted
 
 
 def steps(model, optimizer):

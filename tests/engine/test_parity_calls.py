@@ -95,7 +95,7 @@ def evaluate_everywhere(model, step, rank):
     return loss.detach() + sum(float(x) for x in losses)
 
 
-@pytest.mark.short(2)
+@pytest.mark.short(1)
 @pytest.mark.parametrize(("strategy", "world_size"), RANKED)
 @on_ranks("world_size", timeout=100)
 def test_any_number_of_forwards_and_backwards_is_as_in_one_process(strategy):

@@ -359,23 +359,21 @@ def test_a_rank_that_clips_alone_or_not_is_found_before_it_gets_a_norm(ranks, wh
         assert transport == "shared" or "a sum (a clipping)" in text, text
 
 
-def writes_alone(clip, transport):
-    """Rank 0 halves its parts of the gradients. Whether the norm is right, or the error."""
-    run = Run(2, torch.distributed.get_rank())
-    model = run.shard(run.model(), transport=transport)
+def written(which, clip, settings):
+    """The error of clipping after these ranks halved their gradients; else the norm is right."""
+    run = Run(dist.get_world_size(), dist.get_rank())
+    model = run.shard(run.model(), **settings)
     run.loss(model, 0).backward()
-    if run.rank == 0:
-        for param in model.parameters():
-            if param.grad is not None:
-                param.grad.mul_(0.5)
+    grads = [param.grad for param in model.parameters() if param.grad is not None]
+    for grad in grads if run.rank in which else []:
+        grad.mul_(0.5)
     found = []
     text = error_of(lambda: found.append(clip(model)))
-    if not found:
-        return text
-    parts = [p.grad.to_local().square().sum() for p in model.parameters() if p.grad is not None]
-    total = torch.stack(parts).sum()
-    torch.distributed.all_reduce(total)
-    return torch.allclose(found[0], total.sqrt())
+    if found and "strategy" not in settings:
+        total = torch.stack([grad.to_local().square().sum() for grad in grads]).sum()
+        dist.all_reduce(total)
+        assert torch.allclose(found[0], total.sqrt())
+    return text
 
 
 def clips_nothing(model):
@@ -388,31 +386,21 @@ def clips_nothing_by_torch(model):
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_norm_is_right_or_refused_after_one_rank_wrote_into_its_gradients(ranks, transport):
-    assert ranks(2)(writes_alone, clips_nothing, transport) == [True, True]
-    for text in ranks(2)(writes_alone, clips_nothing_by_torch, transport):
-        assert str(text).startswith("EngineError: "), text
-
-
-def replicas_written(written, clip, settings):
-    """The error of clipping after these ranks halved their gradients."""
-    run = Run(dist.get_world_size(), dist.get_rank())
-    model = run.shard(run.model(), **settings)
-    run.loss(model, 0).backward()
-    for param in model.parameters():
-        if run.rank in written and param.grad is not None:
-            param.grad.mul_(0.5)
-    return error_of(lambda: clip(model) is None or None)
+    settings = {"transport": transport}
+    assert ranks(2)(written, (0,), clips_nothing, settings) == [NO_ERROR] * 2
+    for text in ranks(2)(written, (0,), clips_nothing_by_torch, settings):
+        assert text.startswith("EngineError: "), text
 
 
 @pytest.mark.parametrize("clip", [clips_nothing, clips_nothing_by_torch])
 def test_replicas_that_wrote_other_gradients_are_refused_when_they_clip(ranks, clip):
     for size, settings in ((2, {"strategy": "no_shard"}), (4, REPLICAS)):
-        for text in ranks(size)(replicas_written, (0,), clip, settings):
+        for text in ranks(size)(written, (0,), clip, settings):
             assert text.startswith("EngineError: "), text
             assert clip is clips_nothing_by_torch or "same gradients on all replicas" in text
-    for written in (range(4), (0, 2)):  # both replicas of a part
-        assert set(ranks(4)(replicas_written, written, clips_nothing, REPLICAS)) == {NO_ERROR}
-    assert set(ranks(2)(replicas_written, (0, 1), clip, {"strategy": "no_shard"})) == {NO_ERROR}
+    for which in (range(4), (0, 2)):  # both replicas of a part
+        assert ranks(4)(written, which, clips_nothing, REPLICAS) == [NO_ERROR] * 4
+    assert ranks(2)(written, (0, 1), clip, {"strategy": "no_shard"}) == [NO_ERROR] * 2
 
 
 class Repeating(nn.Module):
@@ -434,11 +422,12 @@ class Repeating(nn.Module):
         return self.head(x)
 
 
-def repeats(transport, times, *, evaluates=False, width=6, prefetch=0, mesh=None):
+def repeats(transport, times, width=6, evaluates=False, prefetch=0):
     """Ranks call units as often as `times` says. `native` compares late, as c10d over NCCL."""
     torch.manual_seed(0)
     model = Repeating(width).double()
-    options = {"forward_prefetch": prefetch, "backward_prefetch": prefetch, **(mesh or {})}
+    options = {"forward_prefetch": prefetch, "backward_prefetch": prefetch}
+    options |= REPLICAS if len(times) == 4 else {}
     options["transport"] = transport.replace("native", "c10d")
     fs.shard(model, wrap=["Sequential"], poison=True, **options)
     for each in engine_of(model).transports.values():
@@ -456,43 +445,34 @@ def repeats(transport, times, *, evaluates=False, width=6, prefetch=0, mesh=None
     return error_of(steps)
 
 
-def repeats_ahead(transport, times):
-    return repeats(transport, times, prefetch=1)
-
-
-def repeats_evaluating(transport, times, width=6):
-    return repeats(transport, times, evaluates=True, width=width)
-
-
-def repeats_unequal(transport, times):
-    return repeats(transport, times, width=300)
-
-
-def repeats_in_replicas(transport, times, evaluates=False):
-    return repeats(transport, times, evaluates=evaluates, mesh=REPLICAS)
-
-
 LATE = "expected every rank to call the same units in the same order"
 AT_ONCE = ", a gather of blocks."
 SAID = [("direct", AT_ONCE), ("c10d", AT_ONCE), ("native", LATE)]
 
 
+ONE, OTHER = (2, 1, 1, 1), (1, 1, 2, 1)
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
 @pytest.mark.parametrize(("transport", "said"), SAID)
-def test_ranks_that_call_different_units_learn_it_before_they_update(ranks, transport, said):
-    for text in ranks(2)(repeats, transport, [(2, 1, 1, 1), (1, 1, 2, 1)]):
+def test_ranks_that_call_different_units_learn_it_before_numbers(ranks, transport, said, evaluates):
+    for text in ranks(2)(repeats, transport, [ONE, OTHER], 6, evaluates):
         assert text.startswith("EngineError: "), text
         assert said in text
-    for text in ranks(2)(repeats, "shared", [(2, 1, 1, 1), (1, 1, 2, 1)]):
-        assert text == NO_ERROR
-    for text in ranks(2)(repeats_ahead, transport, [(1, 2, 1, 1), (1, 2, 1, 1)]):
-        assert text == NO_ERROR
 
 
+@pytest.mark.parametrize("transport", ["c10d", "direct", "native"])
+def test_ranks_that_call_the_same_units_or_share_weights_do_not(ranks, transport):
+    assert ranks(2)(repeats, transport, [OTHER, OTHER], 6, False, 1) == [NO_ERROR] * 2
+    assert ranks(2)(repeats, "shared", [ONE, OTHER]) == [NO_ERROR] * 2
+    assert ranks(4)(repeats, transport, [ONE, ONE, OTHER, OTHER]) == [NO_ERROR] * 4
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
 @pytest.mark.parametrize("transport", ["c10d", "direct"])
-def test_units_of_other_sizes_end_no_process(ranks, transport):
-    for times in ([(2, 1, 1, 1), (1, 1, 1, 2)], [(1, 1, 1, 2), (2, 1, 1, 1)]):
-        texts = ranks(2)(repeats_unequal, transport, times)
-        for text in texts + ranks(2)(repeats_evaluating, transport, times, 300):
+def test_units_of_other_sizes_end_no_process(ranks, transport, evaluates):
+    for times in ([ONE, (1, 1, 1, 2)], [(1, 1, 1, 2), ONE]):
+        for text in ranks(2)(repeats, transport, times, 300, evaluates):
             assert AT_ONCE in text, text
 
 
@@ -507,28 +487,12 @@ def test_a_rank_that_gathers_once_more_meets_one_that_is_in_backward(ranks, tran
 
 
 @pytest.mark.parametrize(("transport", "said"), SAID)
-def test_ranks_that_call_different_units_in_an_evaluation_get_no_numbers(ranks, transport, said):
-    for text in ranks(2)(repeats_evaluating, transport, [(1, 2, 1, 1), (1, 1, 2, 1)]):
-        assert text.startswith("EngineError: "), text
-        assert said in text
-
-
-@pytest.mark.parametrize(("transport", "said"), SAID)
 def test_ranks_of_one_replica_must_call_the_same_units(ranks, transport, said):
-    one, other = (2, 1, 1, 1), (1, 1, 2, 1)
-    for times in ([one, other, one, other], [one, other, other, one]):
-        for text in ranks(4)(repeats_in_replicas, transport, times):
+    evaluated = [] if transport == "native" else [([ONE, OTHER, ONE, OTHER], 6, True)]
+    for given in (([ONE, OTHER, ONE, OTHER],), ([ONE, OTHER, OTHER, ONE],), *evaluated):
+        for text in ranks(4)(repeats, transport, *given):
             assert text.startswith("EngineError: "), text
             assert said in text
-    for text in ranks(4)(repeats_in_replicas, transport, [one, one, other, other]):
-        assert text == NO_ERROR
-
-
-@pytest.mark.parametrize("transport", ["c10d", "direct"])
-def test_ranks_of_one_replica_get_no_numbers_of_an_evaluation_apart(ranks, transport):
-    one, other = (2, 1, 1, 1), (1, 1, 2, 1)
-    for text in ranks(4)(repeats_in_replicas, transport, [one, other, one, other], True):
-        assert AT_ONCE in text, text
 
 
 def waits_alone():

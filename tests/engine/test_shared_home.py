@@ -12,7 +12,7 @@ from fullshard.bench.ranks import proportional_bytes, return_free_memory
 from fullshard.engine.engine import engine_of
 from fullshard.errors import ConfigError, EngineError
 from fullshard.planner.events import EventKind
-from support.models import WIDTH, Chain, perturbed, vectors
+from support.models import Chain, perturbed, vectors
 from support.parity import whole_gradients, whole_params
 from support.ranks import on_ranks
 
@@ -27,15 +27,14 @@ def chain(**settings):
 # ---- what it is ----------------------------------------------------------------------------------
 
 
-def what_auto_is():
+@on_ranks(2)
+def test_ranks_of_one_host_share_and_gather_nothing():
     model = fs.shard(perturbed(Chain(3)))
     engine = engine_of(model)
     kinds = {event.kind for event in engine.plan.events}
-    return engine.transport.name, EventKind.GATHER in kinds, EventKind.PUBLISH in kinds
-
-
-def test_ranks_of_one_host_share_and_gather_nothing(ranks):
-    assert ranks(2)(what_auto_is) == [("shared", False, True)] * 2
+    assert engine.transport.name == "shared"
+    assert EventKind.GATHER not in kinds
+    assert EventKind.PUBLISH in kinds
 
 
 @on_ranks(3)
@@ -49,7 +48,8 @@ def test_every_rank_maps_all_parts():
     assert group.full.unique().tolist() == [1.0, 2.0, 3.0]
 
 
-def proportional():
+@on_ranks(2)
+def test_a_ranks_memory_is_the_sharded_figure():
     """Bytes by memory_stats, by plan, and as Linux counts shared pages, of a model of 64 MiB."""
     return_free_memory()
     dist.barrier()
@@ -62,19 +62,16 @@ def proportional():
     dist.barrier()
     held = proportional_bytes() - before
     dist.barrier()
-    planned = {row["name"]: row["bytes"] for row in engine_of(model).plan.rows()}
-    return held, planned, fs.memory_stats(model)["total"]["now"]
-
-
-def test_a_ranks_memory_is_the_sharded_figure(ranks):
-    whole = 4 * 2048 * 2048
-    for held, planned, stats in ranks(2)(proportional):
-        assert planned["parameter shards"] == whole * 4 // 2
-        assert planned["shared weights to compute with"] == whole * 2 // 2
-        assert planned["slots"] == 0
-        expected = sum(planned.values()) - planned["optimizer (AdamW)"]
-        assert stats == expected
-        assert abs(held - expected) < 0.1 * expected
+    planned, whole = (
+        {row["name"]: row["bytes"] for row in engine_of(model).plan.rows()},
+        4 * 2048**2,
+    )
+    assert planned["parameter shards"] == whole * 4 // 2
+    assert planned["shared weights to compute with"] == whole * 2 // 2
+    assert planned["slots"] == 0
+    expected = sum(planned.values()) - planned["optimizer (AdamW)"]
+    assert fs.memory_stats(model)["total"]["now"] == expected
+    assert abs(held - expected) < 0.1 * expected
 
 
 @on_ranks(2)
@@ -167,19 +164,18 @@ def test_a_write_waits_for_a_backward_of_an_older_graph(ranks, before):
     assert torch.equal(first, second)
 
 
-def forward_before_another_has_written():
-    """Rank 0 is slow to write its part; rank 1 begins its forward meanwhile."""
+@pytest.mark.parametrize("part", ["model", "unit"])
+@on_ranks(2)
+def test_a_forward_waits_until_every_rank_has_written(part):
+    """Rank 0 is slow to write its part; rank 1 begins its forward, or that of a unit, meanwhile."""
     model, x = chain(), vectors(0, 0)["x"]
     if dist.get_rank() == 0:
         time.sleep(HOLD_S)
     with torch.no_grad():
         for param in model.parameters():
             param.mul_(0)
-        return bool(model(x).any())
-
-
-def test_a_forward_waits_until_every_rank_has_written(ranks):
-    assert ranks(2)(forward_before_another_has_written) == [False, False]
+        found = model(x) if part == "model" else model.blocks[0](x) - x
+    assert not found.any()
 
 
 def in_place(module, _):
@@ -192,25 +188,9 @@ def test_a_forward_that_writes_into_weights_is_refused():
     model = chain()
     block = model.blocks[1]
     handle = block.register_forward_pre_hook(in_place)
-    with pytest.raises(EngineError, match="other ranks would see"):
+    with pytest.raises(EngineError, match="expected a forward that does not modify its parameters"):
         model(vectors(0, 0)["x"])
     handle.remove()
-
-
-def one_unit_alone():
-    """A unit called outside of the model's forward meets the other ranks too."""
-    model, x = chain(), torch.ones(2, WIDTH, dtype=torch.float64)
-    if dist.get_rank() == 0:
-        time.sleep(HOLD_S)
-    with torch.no_grad():
-        for param in model.parameters():
-            param.mul_(0)
-        return model.blocks[0](x)
-
-
-def test_a_unit_called_alone_waits_too(ranks):
-    first, second = ranks(2)(one_unit_alone)
-    assert torch.equal(first, second)
 
 
 # ---- gradients that are in no slot ---------------------------------------------------------------
@@ -268,7 +248,8 @@ def test_a_backward_sees_what_was_written_since_its_forward(dtype):
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
 
 
-def writes_that_hide():
+@on_ranks(2)
+def test_every_way_to_write_waits_and_copies_do_not():
     """Lists that begin with a plain tensor, and arguments by name: each waits as others do."""
     model, x = chain(ignore=["head.bias"]), vectors(0, 0)["x"]
     home, waits = engine_of(model).home, []
@@ -285,18 +266,11 @@ def writes_that_hide():
         found = len(waits)
         params[1].detach().clone().abs_()  # one's own memory: nobody need wait
         params[1].data.mul_(1.0)
-    return found, len(waits)
+    assert (found, len(waits)) == (2, 3)
 
 
-def test_every_way_to_write_waits_and_copies_do_not(ranks):
-    assert ranks(2)(writes_that_hide) == [(2, 3)] * 2
-
-
-def size_of_saved_part():
+@on_ranks(2)
+def test_saving_a_part_does_not_save_the_segment():
     file = io.BytesIO()
     torch.save(chain().head.bias.to_local(), file)
-    return len(file.getvalue())
-
-
-def test_saving_a_part_does_not_save_the_segment(ranks):
-    assert max(ranks(2)(size_of_saved_part)) < 10_000
+    assert len(file.getvalue()) < 10_000

@@ -228,16 +228,13 @@ def test_saving_a_shard_raises_and_leaves_no_file_that_loads(ranks, snapshot, tm
     assert ranks(2)(saved_anyway, tmp_path)[0] == snapshot
 
 
-def saved_where_nothing_is_cut(folder):
+@on_ranks(2)
+def test_where_nothing_is_cut_torch_save_works(tmp_path):
     _, model, whole = sharded(strategy="no_shard")
     if rank() == 0:
-        torch.save(model.state_dict(), folder / "model.pt")
-        state = torch.load(folder / "model.pt", weights_only=True)
+        torch.save(model.state_dict(), tmp_path / "model.pt")
+        state = torch.load(tmp_path / "model.pt", weights_only=True)
         assert same(state, whole.state_dict())
-
-
-def test_where_nothing_is_cut_torch_save_works(ranks, tmp_path):
-    ranks(2)(saved_where_nothing_is_cut, tmp_path)
 
 
 # ---- fs.unsharded -----------------------------------------------------------------------------

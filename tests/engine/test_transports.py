@@ -1,8 +1,8 @@
 """Transports move the same bits: sums have an order, and it is the ranks'."""
 
 import importlib.util
-import itertools
 import math
+import warnings
 from unittest.mock import patch
 
 import pytest
@@ -15,7 +15,7 @@ from fullshard.config.values import Transport
 from fullshard.engine.engine import engine_of
 from fullshard.errors import EngineError
 from fullshard.transport import _torch_compat
-from fullshard.transport.base import Works, sum_in_order
+from fullshard.transport.base import Works
 from fullshard.transport.groups import _MADE
 from support.grid import STRATEGIES
 from support.models import CASES, Case, chain, mean_square, vectors
@@ -101,17 +101,13 @@ def test_transports_agree_bit_for_bit_and_the_native_sum_within_rounding(ranks, 
         assert found == [dict.fromkeys(STRATEGIES, 0)] * 2
 
 
-def with_bfloat16_on_the_wire(name):
-    settings = {"param_dtype": "bf16", "reduce_dtype": "bf16"}
-    case = in_float32(name)
-    direct = bits_of(case, {**settings, "transport": "direct"})
-    shared = bits_of(case, {**settings, "transport": "shared"})
-    return differing(direct, shared) + differing(direct, bits_of(case, {**settings, **ORDERED}))
-
-
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_bits_agree_with_bfloat16_on_the_wire(ranks, world_size):
-    assert ranks(world_size)(with_bfloat16_on_the_wire, "chain") == [[]] * world_size
+@on_ranks("world_size")
+def test_bits_agree_with_bfloat16_on_the_wire():
+    settings, case = {"param_dtype": "bf16", "reduce_dtype": "bf16"}, in_float32("chain")
+    direct = bits_of(case, {**settings, "transport": "direct"})
+    for other in ({"transport": "shared"}, ORDERED):
+        assert differing(direct, bits_of(case, settings | other)) == []
 
 
 def sums_of_many(most_rounded):
@@ -129,27 +125,6 @@ def sums_of_many(most_rounded):
 def test_bfloat16_of_many_ranks_is_summed_in_float32(ranks):
     assert ranks(3)(sums_of_many, 2) == [[False, True]] * 3
     assert ranks(3)(sums_of_many, 3) == [[True, True]] * 3
-
-
-def error_of(total, exact):
-    return float((total.double() - exact).norm() / exact.norm())
-
-
-def test_why_not_more_than_eight_ranks():
-    """Errors of both sums against float64; the backend rounds to bfloat16 after each addition."""
-    torch.manual_seed(0)
-    mean, native, local = torch.randn(1 << 14, dtype=torch.float64), {}, {}
-    for count in (values.MOST_ROUNDED, 64):
-        gradients = [mean + torch.randn_like(mean) for _ in range(count)]
-        sent = [gradient.bfloat16() for gradient in gradients]
-        exact, rounded, total = sum(gradients), sent[0].clone(), torch.empty(len(mean))
-        for part in sent[1:]:
-            rounded += part
-        sum_in_order(sent, total)
-        native[count], local[count] = error_of(rounded, exact), error_of(total, exact)
-    assert 3 < native[8] / local[8] < 6
-    assert native[64] / local[64] > 20
-    assert local[64] < local[8] < 1e-3 < native[8] < native[64]
 
 
 def planned_and_used(settings):
@@ -235,31 +210,25 @@ def test_fake_ranks_receive_what_the_plan_says():
         assert gathers == reduces == {8 * (layout.numel - layout.part_numel)}
 
 
-def equal_ranks(world_size):
+def equal_ranks(settings):
     """Every rank is given the first rank's batch; three steps, in float32."""
-    case = in_float32("chain")
-    model = fs.shard(case.build(), strategy="no_shard", transport="direct")
+    case, found = in_float32("chain"), []
+    model = fs.shard(case.build(), strategy="no_shard", **settings)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return [_stepped(model, optimizer, case, step) for step in range(3)]
-
-
-def _stepped(model, optimizer, case, step):
-    case.work(model, step, 0)
-    found = [p.grad.to_local().clone() for p in model.parameters()]
-    optimizer.step()
-    optimizer.zero_grad()
-    return [*found, *(p.to_local().clone() for p in model.parameters())]
+    for step in range(3):
+        case.work(model, step, 0)
+        found += [p.grad.to_local().clone() for p in model.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+        found += [p.to_local().clone() for p in model.parameters()]
+    return found
 
 
 def test_a_fake_reduction_has_the_bits_of_equal_ranks(ranks):
-    case = in_float32("chain")
-    settings = {"strategy": "no_shard", "transport": "fake", "replicate": 3}
-    model = fs.shard(case.build(), **settings)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    fake = [_stepped(model, optimizer, case, step) for step in range(3)]
-    for real in ranks(3)(equal_ranks, 3):
-        for ours, theirs in zip(itertools.chain(*fake), itertools.chain(*real), strict=True):
-            assert torch.equal(ours, theirs)
+    fake = equal_ranks({"transport": "fake", "replicate": 3})
+    for real in ranks(3)(equal_ranks, {"transport": "direct"}):
+        assert len(fake) == len(real)
+        assert all(map(torch.equal, fake, real))
 
 
 # ---- both spellings of torch's single-tensor collectives -----------------------------------------
@@ -282,49 +251,25 @@ def compat_without_new_names():
     return module
 
 
-def test_the_new_name_is_taken_where_there_is_one_and_the_old_one_else():
-    old = compat_without_new_names()
-    for new_name, old_name in SPELLINGS.items():
-        assert getattr(old, new_name) is getattr(dist, old_name)
-        newest = getattr(dist, new_name, getattr(dist, old_name))
-        assert getattr(_torch_compat, new_name) is newest
-
-
-def gathered_and_scattered(compat):
-    rank, size = dist.get_rank(), dist.get_world_size()
-    own = torch.arange(4.0) + 10 * rank
-    whole, part = torch.empty(4 * size), torch.empty(4)
-    compat.all_gather_single(whole, own)
-    compat.reduce_scatter_single(part, whole * (rank + 1))
-    return whole, part
-
-
-def both_spellings():
-    import warnings
-
-    now = gathered_and_scattered(_torch_compat)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # what torch 2.13 says of the old names
-        old = gathered_and_scattered(compat_without_new_names())
-    assert all(map(torch.equal, now, old))
-    return now
-
-
-def test_both_spellings_do_the_same(ranks):
-    for rank, (whole, part) in enumerate(ranks(2)(both_spellings)):
+@on_ranks(2)
+def test_both_spellings_do_the_same():
+    rank = dist.get_rank()
+    for compat in (_torch_compat, compat_without_new_names()):
+        whole, part = torch.empty(8), torch.empty(4)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # what torch 2.13 says of the old names
+            compat.all_gather_single(whole, torch.arange(4.0) + 10 * rank)
+            compat.reduce_scatter_single(part, whole * (rank + 1))
         assert torch.equal(whole, torch.tensor([0.0, 1, 2, 3, 10, 11, 12, 13]))
         assert torch.equal(part, 3 * whole[4 * rank : 4 * rank + 4])
 
 
-def time_outs():
+@on_ranks(2)
+def test_groups_wait_as_long_as_the_one_that_the_user_made():
     model = fs.shard(chain(), transport="c10d")
     model(torch.ones(1, 12, dtype=torch.float64))
     groups = [group for made in _MADE.values() for group in made.groups.values()]
-    return {_torch_compat.group_timeout(group) for group in groups}
-
-
-def test_groups_wait_as_long_as_the_one_that_the_user_made(ranks):
-    assert ranks(2)(time_outs)[0] == {COLLECTIVE_TIMEOUT}
+    assert {_torch_compat.group_timeout(group) for group in groups} == {COLLECTIVE_TIMEOUT}
 
 
 def test_messages_that_failed_are_not_awaited_again():

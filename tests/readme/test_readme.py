@@ -135,6 +135,7 @@ def test_the_mistake_in_the_readme_is_answered_as_shown(reader):
     assert done.stderr.strip() == shown
 
 
+@pytest.mark.long
 def test_the_plan_in_the_readme_is_the_plan_that_is_printed(reader):
     command, shown = _shown("fullshard plan")
     printed = _succeed(command, reader)

@@ -13,6 +13,7 @@ import torch.distributed.fsdp
 import torch.distributed.run
 import torch.utils.checkpoint
 import transformers.models.llama.modeling_llama
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 import fullshard
 import fullshard.run.on_torch
@@ -20,5 +21,6 @@ import fullshard.run.on_torch
 __all__ = ["fullshard", "torch", "transformers"]
 SERVER = os.getpid()  # the process that imported this
 fullshard.shard  # noqa: B018  the engine is imported at the first access
+get_checkpoint_conversion_mapping("llama")  # compiles 900 patterns, once a process
 # Ranks collect garbage after every body: not through the 400,000 objects of all these modules.
 gc.freeze()

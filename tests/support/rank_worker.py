@@ -21,6 +21,7 @@ import os
 import pickle
 import random
 import signal
+import socket
 import sys
 import traceback
 import types
@@ -46,6 +47,7 @@ class Seat:
 
     rank: int
     world_size: int
+    port: int  # of the store that the first rank serves
     folder: Path
     warning_filters: tuple[str, ...]
     environment: dict[str, str]  # the fork server has that of its start
@@ -67,14 +69,15 @@ class Body:
     number: int
 
 
-def serve(seat: Seat, pipe: Connection) -> None:
+def serve(seat: Seat, pipe: Connection, listener: socket.socket | None) -> None:
     """Join the process group, then run bodies until the pipe closes."""
     _die_with_parent()
     os.environ.clear()
     os.environ.update(seat.environment)
     with seat.dump_file.open("w") as dump:
         faulthandler.register(signal.SIGUSR1, file=dump, all_threads=True)
-        _join_group(seat, "start")
+        store = _store(seat, listener)
+        _join_group(seat, store, "start")
         pipe.send("ready")
         while True:
             try:
@@ -83,7 +86,7 @@ def serve(seat: Seat, pipe: Connection) -> None:
                 break
             if body is None:
                 break
-            pipe.send(_run(seat, body))
+            pipe.send(_run(seat, store, body))
     os._exit(0)  # threads of gloo or of a test must not keep an ended pool alive
 
 
@@ -96,19 +99,32 @@ def _die_with_parent() -> None:
         os._exit(1)
 
 
-def _join_group(seat: Seat, name: str) -> None:
+def _store(seat: Seat, listener: socket.socket | None) -> Any:
+    import torch.distributed as dist
+
+    return dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
+        "127.0.0.1",
+        seat.port,
+        seat.world_size,
+        is_master=listener is not None,
+        timeout=COLLECTIVE_TIMEOUT,
+        master_listen_fd=None if listener is None else listener.detach(),
+    )
+
+
+def _join_group(seat: Seat, store: Any, name: str) -> None:
     import torch.distributed as dist
 
     dist.init_process_group(
         "gloo",
-        store=dist.FileStore(str(seat.folder / f"store_{name}"), seat.world_size),
+        store=dist.PrefixStore(name, store),  # pyright: ignore[reportPrivateImportUsage]
         rank=seat.rank,
         world_size=seat.world_size,
         timeout=COLLECTIVE_TIMEOUT,
     )
 
 
-def _run(seat: Seat, body: Body) -> tuple[str, Any]:
+def _run(seat: Seat, store: Any, body: Body) -> tuple[str, Any]:
     environment = dict(os.environ)
     try:
         import torch.distributed as dist
@@ -121,7 +137,7 @@ def _run(seat: Seat, body: Body) -> tuple[str, Any]:
             function = _find(body)
             arguments = pickle.loads(body.arguments)
             result = ("value", pickle.dumps(function(*arguments)))
-        _leave_as_found(seat, body)
+        _leave_as_found(seat, store, body)
     except BaseException as error:  # noqa: BLE001  SystemExit too: a rank may not leave its seat
         return ("error", "".join(traceback.format_exception(error)))
     finally:
@@ -144,7 +160,7 @@ def _reset_torch() -> None:
         sys.modules["numpy"].random.seed(0)
 
 
-def _leave_as_found(seat: Seat, body: Body) -> None:
+def _leave_as_found(seat: Seat, store: Any, body: Body) -> None:
     """Destroy the subgroups that the body made; join again if it left the pool's group."""
     import torch.distributed as dist
 
@@ -153,7 +169,7 @@ def _leave_as_found(seat: Seat, body: Body) -> None:
     hooks = sys.modules["torch.optim.optimizer"]._global_optimizer_pre_hooks
     assert not hooks, f"{body.qualname} left a sharded model alive"
     if not dist.is_initialized():
-        _join_group(seat, f"after_{body.number}")
+        _join_group(seat, store, f"after_{body.number}")
         return
     if "torch.distributed.tensor" in sys.modules:  # its caches keep meshes, whose groups end here
         from torch.distributed.tensor import _redistribute, debug
@@ -193,4 +209,5 @@ def _import_by_file(body: Body) -> types.ModuleType:
     except BaseException:
         del sys.modules[body.module]
         raise
+    gc.freeze()  # what stays need not be looked through after every body
     return module

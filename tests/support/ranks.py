@@ -25,6 +25,7 @@ import os
 import pickle
 import shutil
 import signal
+import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterable
@@ -124,15 +125,17 @@ class RankPool:
     def _start(self) -> None:
         context = forked.server()
         self._folder = Path(tempfile.mkdtemp(prefix="ranks_"))
-        for rank in range(self.world_size):
-            seat = Seat(
-                rank, self.world_size, self._folder, self._warning_filters, dict(os.environ)
-            )
-            ours, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(seat, theirs), daemon=True)
-            process.start()
-            theirs.close()  # else a dead rank's pipe would never read as closed
-            self._workers.append(_Worker(process, ours, seat))
+        common = self._folder, self._warning_filters, dict(os.environ)
+        # Not a file: ranks that wait for each other's keys would look every 10 ms, once a group.
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            for rank in range(self.world_size):
+                seat = Seat(rank, self.world_size, listener.getsockname()[1], *common)
+                ours, theirs = context.Pipe()
+                given = seat, theirs, listener if rank == 0 else None
+                process = context.Process(target=serve, args=given, daemon=True)
+                process.start()
+                theirs.close()  # else a dead rank's pipe would never read as closed
+                self._workers.append(_Worker(process, ours, seat))
         reports = self._collect(START_TIMEOUT_S)
         starts = {k: ("value", b"") if r == "ready" else r for k, r in reports.items()}
         self._raise_failures(starts, "start of the pool", START_TIMEOUT_S)

@@ -120,12 +120,12 @@ def assert_same(found, wanted):
         assert torch.allclose(value, states[1][name], rtol=1e-8, atol=1e-9), name
 
 
-@pytest.mark.short(3)
+@pytest.mark.short(2)
 @pytest.mark.parametrize(
     ("model", "num_ranks", "axes", "mesh"),
     [
-        (LLAMA, 4, ("tensor=2",), "replicate 1 x shard 2 x tensor 2"),
         (MIXTURE, 2, ("expert=2",), "replicate 1 x shard 1 x expert 2"),
+        (LLAMA, 2, ("tensor=2",), "replicate 1 x shard 1 x tensor 2"),
         (LLAMA, 2, ("context=2", "loss_chunk_size=0"), "replicate 1 x shard 2"),
         (LLAMA, 4, ("tensor=2", "strategy=no_shard"), "replicate 2 x shard 1 x tensor 2"),
         (MIXTURE, 4, ("expert=2", "tensor=2"), "replicate 1 x shard 1 x expert 2 x tensor 2"),
@@ -186,7 +186,7 @@ def test_a_run_goes_on_over_another_mesh(runs, model, meshes, rel):
     assert rows == pytest.approx(wanted, rel=rel)
 
 
-@pytest.mark.short(2)
+@pytest.mark.short(1)
 @pytest.mark.parametrize(
     "axis", ["context=2 packing=true", "tensor=2 lora.r=4", "context=2", "tensor=2"]
 )

@@ -14,6 +14,7 @@ from fullshard.run.loop import Loop
 from fullshard.run.optim import Average
 from fullshard.saving import SaveSettings
 from support.ragged import NUM_STEPS, RATE, Rows, make_loop, tiny_model
+from support.ranks import on_ranks
 
 DECAY = 0.75
 
@@ -73,20 +74,17 @@ def test_the_average_is_that_of_whole_weights_and_is_saved(ranks, tmp_path, opti
             assert torch.equal(loaded[name], applied[name])
 
 
-def settings_after_a_resume(folder):
+@on_ranks(1)
+def test_settings_of_the_optimizer_are_those_of_the_configuration_also_on_resume(tmp_path):
     found = []
     for betas, decay in (((0.9, 0.999), 0.1), ((0.5, 0.9), 0.0)):
         model, loop, _ = make_loop(0, 1, 1, {}, Rows())
         optimizer = AdamW(model.parameters(), lr=RATE, betas=betas, weight_decay=decay)
         trainee = replace(loop.trainee, optimizer=optimizer)
         if found:
-            trainee.load(folder)
-        trainee.save(folder, {}, SaveSettings(step=1))
+            trainee.load(tmp_path)
+        trainee.save(tmp_path, {}, SaveSettings(step=1))
         found.append(
             (optimizer.param_groups[0]["betas"], optimizer.param_groups[0]["weight_decay"])
         )
-    return found[-1]
-
-
-def test_settings_of_the_optimizer_are_those_of_the_configuration_also_on_resume(ranks, tmp_path):
-    assert ranks(1)(settings_after_a_resume, tmp_path) == [((0.5, 0.9), 0.0)]
+    assert found[-1] == ((0.5, 0.9), 0.0)

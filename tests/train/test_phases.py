@@ -113,6 +113,7 @@ def test_each_phase_takes_what_the_plan_says(ranks, tmp_path, recompute, source)
         assert planned == pytest.approx(most, rel=TOLERANCE), phase
 
 
+@pytest.mark.long
 def test_a_checkpoint_takes_the_disk_that_the_plan_says(ranks, tmp_path):
     checkpoint = tmp_path / "checkpoint"
     planned = ranks(2)(measured, "none", None, checkpoint, timeout=240)[0]["checkpoint"]

@@ -255,6 +255,7 @@ def test_a_rank_of_another_launcher_that_is_stopped_before_its_loop_writes_a_pag
     assert "interrupted" in (tmp_path / "run" / "report.html").read_text()
 
 
+@pytest.mark.long
 def test_a_finished_run_is_moved_and_a_changed_model_is_refused(calm, tmp_path):
     config = write(tmp_path)
     finish(config, "max_steps=4")

@@ -75,7 +75,9 @@ class GetsNoBetter(Loop):
         return self.losses[step - 1]
 
 
-def end_early(patience):
+@on_ranks(2)
+def test_losses_that_stay_end_the_run_and_its_last_step_is_kept():
+    patience = Patience(2, threshold=0.1)
     rows = Rows()
     _, bare, recipe = make_loop(torch.distributed.get_rank(), 2, 1, {}, rows)
     kept = []
@@ -94,14 +96,9 @@ def end_early(patience):
     loop.run(done=kept[-1][0])  # goes on where it ended, and ends at once
     assert [row.step for row in rows.saves] == [2, 4]
     assert all(row.save_s > 0 for row in rows.saves)
-    return [row.step for row in rows.steps], kept, patience.state_dict()
-
-
-def test_losses_that_stay_end_the_run_and_its_last_step_is_kept(ranks):
-    for steps, kept, state in ranks(2)(end_early, Patience(2, threshold=0.1)):
-        assert steps == [1, 2, 3, 4]
-        assert kept == [(1, False), (2, False), (3, False), (4, True)]
-        assert state == {"best": 2.0, "waited": 2, "step": 4}
+    assert [row.step for row in rows.steps] == [1, 2, 3, 4]
+    assert kept == [(1, False), (2, False), (3, False), (4, True)]
+    assert patience.state_dict() == {"best": 2.0, "waited": 2, "step": 4}
 
 
 def test_patience_that_is_loaded_goes_on_counting():
@@ -305,17 +302,14 @@ class AsksAlways:
             raise PreemptedError("asked to stop")
 
 
-def stopped_while_it_makes_up():
+@on_ranks(2)
+def test_a_stop_while_an_evaluation_is_made_up_for_takes_no_step():
     rows, keeper = Rows(), AsksAlways()
     loop = evaluates_every_step(torch.distributed.get_rank(), rows)
     loop.keeper = keeper
     with pytest.raises(PreemptedError):
         loop.run(done=1)
-    return keeper.kept, len(rows.steps), len(rows.evaluations)
-
-
-def test_a_stop_while_an_evaluation_is_made_up_for_takes_no_step(ranks):
-    assert ranks(2)(stopped_while_it_makes_up) == [([(1, True)], 0, 0)] * 2
+    assert (keeper.kept, rows.steps, rows.evaluations) == ([(1, True)], [], [])
 
 
 def train_a_bad_loss_in_fp16():

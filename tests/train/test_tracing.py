@@ -48,7 +48,7 @@ def traced(model, samples=2, **sharding):
     return found and found.whole
 
 
-@pytest.mark.short(4)
+@pytest.mark.short(2)
 @pytest.mark.parametrize(
     ("kind", "recompute", "fields"),
     [

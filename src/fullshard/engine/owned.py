@@ -233,6 +233,7 @@ class OwnedOptimizer(Optimizer):
         finally:
             for owned in mine:
                 owned.hide()
+        torch.autograd.graph.increment_version([owned.param for owned in live])  # of older graphs
         if error is not None:
             raise error
         self._take_states(members)
@@ -285,8 +286,7 @@ class OwnedOptimizer(Optimizer):
         engine.check_params()
         if (error := self._outcome(self._check_edits)) is not None:
             raise error
-        there = bytes(owned.param.grad is not None for owned in self._owned.values())
-        code = float(zlib.crc32(there))
+        code = float(zlib.crc32(bytes(o.param.grad is not None for o in self._owned.values())))
         bounds = from_host([code, -code], engine.device)
         bounds = engine.norms.all_reduce(bounds, "fs.owned step", maximum=True)
         engine.norms.read(bounds, _check_alike)

@@ -127,6 +127,8 @@ def _load(request: Request, *, is_sharded: bool) -> tuple[Any, PreTrainedTokeniz
     folder, trust = request.folder, request.trust
     config = read_config(folder, "FOLDER", trust=trust)
     tokenizer = read_tokenizer(folder, "FOLDER", trust=trust)
+    if hasattr(config, "num_experts_per_tok") and config.dtype is torch.float64:
+        config._experts_implementation = "eager"  # the grouped product has no float64
     settings, file = None, folder / "generation_config.json"
     if file.is_file():
         with untrusted(f"FOLDER: '{file}'", "settings of transformers", ConfigError, "Correct it."):
