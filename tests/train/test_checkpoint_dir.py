@@ -89,7 +89,7 @@ def test_a_store_is_held_by_one_run_until_it_no_longer_answers(tmp_path, monkeyp
         assert (place / run_lock.LOCK).exists()
         monkeypatch.setattr(run_lock, "WATCH_S", 0.1)
         with StoreLock(place, "second"):
-            with pytest.raises(CheckpointError, match="another run began there"):
+            with pytest.raises(CheckpointError, match="another run started there"):
                 check_lock(folder)
             first.close()
             assert is_holder(place, "second")

@@ -340,7 +340,7 @@ def test_a_run_that_goes_on_keeps_its_tokens_and_reads_its_record(calm, tmp_path
     model.write_text(kept.replace('"num_attention_heads": 2', '"num_attention_heads": 4'))
     changed = fullshard(*words)
     assert changed.exit_code == 2
-    assert "got another one ('num_attention_heads' 4 -> 2" in changed.err
+    assert "has changed ('num_attention_heads' 4 -> 2" in changed.err
     model.write_text(kept)
     text = tmp_path / "text.txt"
     text.write_text(text.read_text().replace("1 and 1 is 2", "1 and 1 is 3", 1))  # as many tokens
