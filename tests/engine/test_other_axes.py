@@ -195,8 +195,6 @@ def test_what_is_not_there_is_refused_by_name():
     cut_net(model, mesh["tensor"])
     with pytest.raises(UnsupportedModelError, match=r"norm.weight: expected a DTensor of axes bes"):
         fs.shard(model)
-    with pytest.raises(ConfigError, match="transport: shared expects parameters that no other"):
-        fs.shard(model, mesh=mesh["shard"], transport="shared")
     with pytest.raises(ConfigError, match="sample: expected a mesh of the axes replicate and"):
         fs.shard(model, mesh=mesh["shard"], sample=vectors(0, 0))
     with pytest.raises(ConfigError, match="hold the same parameters as this one, whose gradients"):

@@ -94,6 +94,10 @@ def cut_over_axes(model: nn.Module, config: ShardConfig, topology: Topology) -> 
         shape, names = (len(groups), len(groups[0])), ("others", EXPERT_AXES[0])
         experts = init_device_mesh(device, shape, mesh_dim_names=names)[EXPERT_AXES[0]]
         apply_expert_parallelism(model, experts, dense["tensor"], dict(expert))
+        for name, style in expert.items():
+            if style == _DISPATCH and config.tensor == 1:
+                # Each rank gets rows of its own experts alone, so it need not mask others.
+                vars(model.get_submodule(name))["_is_expert_parallel"] = False
     return dense["replicate", "shard"]
 
 
@@ -232,6 +236,13 @@ def rules_of(model: Any, config: ShardConfig) -> tuple[Rules, Rules]:
         return {}, {}
     plans = map(inner._expand_parallel_plan, (tensor, expert))
     tensor, expert = ({prefix + name: style for name, style in p.items()} for p in plans)
+    modules = dict(model.named_modules())
+    adapted = next((n for n in expert if hasattr(modules.get(n), "base_layer")), None)
+    if adapted is not None:
+        raise ConfigError(
+            f"expert: expected experts without adapters of their own; got adapters of {adapted} "
+            "(peft's target_parameters). Adapt other layers, or leave expert out."
+        )
     return _with_adapters(model, tensor), expert
 
 

@@ -54,7 +54,7 @@ from fullshard.engine.unit import Collects, Group, Member, Unit, alive, is_reach
 from fullshard.errors import EngineError, UnsupportedModelError
 from fullshard.planner.events import Sync
 from fullshard.planner.mesh import Mesh
-from fullshard.transport.base import Hook, Transport, reduce_by, torch_dtype
+from fullshard.transport.base import Home, Hook, Transport, reduce_by, torch_dtype
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +78,7 @@ class Gradients:
         norms: Cache of global norms, filled at the end of each backward.
         divisor: Divisor of sums over ranks.
         on_spill: Called with a unit that gets a separate buffer because its slot is in use.
+        home: The memory of the model's masters.
     """
 
     def __init__(
@@ -86,8 +87,10 @@ class Gradients:
         norms: GradientNorms,
         divisor: float,
         on_spill: Callable[[Unit], None],
+        home: Home,
     ) -> None:
         self.transport = transport
+        self.home = home
         self.norms = norms
         self.sync = self.inner = Sync.ALL  # the latter reduces over the shard axis alone
         self._synced = Sync.ALL  # `sync` at the start of the last backward
@@ -202,7 +205,7 @@ class Gradients:
             group.collects, group.collected = Collects.SPILL, torch.zeros_like(group.grad_slot)
             return group.collected
         self._slots.add(group.plan.grad_slot)
-        self.transport.home.claim(group.grad_slot)
+        group.unit.transport.home.claim(group.grad_slot)
         if group.gaps:
             foreach_zero(group.gaps)
         group.collects, group.collected = Collects.SLOT, group.grad_slot
@@ -356,7 +359,7 @@ class Gradients:
         if self._theirs:
             self._add_to_theirs()
         self.norms.waits = self._has_added = False
-        self.transport.home.leave(settled=True)
+        self.home.leave(settled=True)
         self.norms.keep(squares, shown, self._shown.memory)
         if any(self._shown.hooks):
             for member, hooks in zip(members, self._shown.hooks, strict=True):

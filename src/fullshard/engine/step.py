@@ -197,7 +197,7 @@ class Runtime:
             unit.versions.mark(is_open=True)
             unit.swap_in()
             return
-        num_writes = self.gradients.transport.home.num_writes
+        num_writes = self.gradients.home.num_writes
         if is_outermost:
             self._begin_step(index, stale=num_writes != self._num_writes)
         elif num_writes != self._num_writes:  # a momentum encoder is averaged in a forward
@@ -258,7 +258,7 @@ class Runtime:
         finally:
             self._run(self.scheduler.leave_forward(index, training=training))
             if not training and not self._stack:
-                self.gradients.transport.home.leave(settled=False)
+                self.gradients.home.leave(settled=False)
                 if index == 0 and not torch.is_grad_enabled():
                     self._compare_gathers()
         return output
@@ -430,10 +430,10 @@ class Runtime:
                 follow_freezing(group)
         if not self.observed.done:
             self.observed.backward.clear()  # an earlier use reached no parameter
-        if self.gradients.transport.home.wrote:
+        if self.gradients.home.wrote:
             self._run(self.scheduler.publish())
         nothing = self.gradients.begin_backward(self.units)
-        home, sync = self.gradients.transport.home, self.gradients.sync
+        home, sync = self.gradients.home, self.gradients.sync
         stale = home.num_writes != self._num_writes and not self._stack  # p.data.mul_() since then
         self._num_writes = home.num_writes
         reduce, retains = self.gradients.expects_any, keeps_graph()
@@ -558,7 +558,7 @@ class Actions:
         self._titles = [*(f" {unit.plan.title}" for unit in units), ""]  # the last one for unit -1
         self.filling: dict[Any, Unit] = {}  # the unit whose gather was last issued into a slot
         self._of: dict[EventKind, Callable[[Event], None]] = {
-            EventKind.PUBLISH: lambda _: gradients.transport.home.publish(),
+            EventKind.PUBLISH: lambda _: gradients.home.publish(),
             EventKind.GATHER: self._gather,
             EventKind.FORWARD: self._use,
             EventKind.BACKWARD: self._use,

@@ -24,7 +24,7 @@ compares its unit with the other's phase. NCCL neither aborts nor needs it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -293,7 +293,6 @@ class Home:
         wrote: Whether this rank has written shared weights since `publish`.
         num_writes: Number of announced writes to weights.
         await_reads: Waits until a device has read the shards in host memory.
-        made: Slots that a home keeps; the same for all homes of a model.
     """
 
     wrote = False
@@ -301,7 +300,6 @@ class Home:
     def __init__(self) -> None:
         self.num_writes = 0
         self.await_reads: Callable[[], None] | None = None
-        self.made: dict[Ring, list[torch.Tensor]] = {}
 
     def open_weights(self, units: Sequence[UnitPlan]) -> None:
         """Allocate shared weights. A collective."""
@@ -394,6 +392,47 @@ class Transport(ABC):
     @abstractmethod
     def all_reduce(self, values: torch.Tensor, *, maximum: bool = False) -> None:
         """Sum (or take the maximum of) a small contiguous vector over all ranks, in place."""
+
+
+class HomeOfMeshes(Home):
+    """The homes of a model whose units have several meshes, as one.
+
+    Args:
+        homes: Homes by mesh, in an order that is equal on all ranks.
+    """
+
+    def __init__(self, homes: Mapping[Mesh, Home]) -> None:
+        super().__init__()
+        self._homes = homes
+
+    def open_weights(self, units: Sequence[UnitPlan]) -> None:
+        for mesh, home in self._homes.items():
+            home.open_weights([unit for unit in units if unit.mesh == mesh])
+
+    def weights(self, unit: int, group: int) -> Weights | None:
+        found = (home.weights(unit, group) for home in self._homes.values())
+        return next(filter(None, found), None)
+
+    def publish(self) -> None:
+        self.wrote = False
+        for home in self._homes.values():
+            home.publish()
+
+    def leave(self, *, settled: bool) -> None:
+        for home in self._homes.values():
+            home.leave(settled=settled)
+
+    def before_write(self) -> None:
+        self.num_writes += 1
+        for home in self._homes.values():
+            home.before_write()
+            self.wrote |= home.wrote
+
+
+def home_of(transports: Mapping[Mesh, Transport]) -> Home:
+    """The home of all units of a model."""
+    homes = {mesh: transport.home for mesh, transport in transports.items()}
+    return HomeOfMeshes(homes) if len(homes) > 1 else next(iter(homes.values()))
 
 
 class MessageTransport(Transport):
