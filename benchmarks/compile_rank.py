@@ -8,8 +8,7 @@ from typing import Any
 from torch._dynamo.utils import counters
 
 from benchmarks.compile import Job
-from fullshard.bench.engines import BUILDERS, GPT, Setup
-from fullshard.bench.step_rank import Feeder, timed
+from fullshard.bench.engines import BUILDERS, GPT, Feeder, Setup, timed
 
 
 class CompiledSetup(Setup):

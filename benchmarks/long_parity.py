@@ -14,8 +14,8 @@ import typer
 
 from benchmarks.command import JsonFlag, run_script
 from benchmarks.svg_lines import Axes, svg_lines
-from fullshard.bench.cases import Case
 from fullshard.bench.ranks import run_ranks
+from fullshard.bench.step import Case
 from fullshard.cli.bench import OutFlag
 from fullshard.cli.outcome import Outcome
 from fullshard.config.schema import DataConfig

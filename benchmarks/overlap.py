@@ -26,8 +26,8 @@ from benchmarks.timeline import (
     slices_of,
 )
 from fullshard.bench import ranks
-from fullshard.bench.cases import Case
 from fullshard.bench.page import Neighbours, Page, Say
+from fullshard.bench.step import Case
 from fullshard.cli.bench import OutFlag, WaitFlag, say, show
 from fullshard.cli.outcome import Outcome
 

@@ -15,8 +15,8 @@ import fullshard as fs
 from benchmarks.delay import delayed
 from benchmarks.overlap import TRACED, UNDELAYED, Job
 from benchmarks.timeline import Entry, Timeline, slices_of
-from fullshard.bench.cases import Case
 from fullshard.bench.engines import Block, build_model, make_batches
+from fullshard.bench.step import Case
 from fullshard.engine.engine import engine_of
 
 SEED, LEARNING_RATE = 0, 1e-3

@@ -13,7 +13,7 @@ from typing import Any
 
 from jinja2 import Environment
 
-from fullshard.bench.cases import FLOOR, OURS, REFERENCE
+from fullshard.bench.step import FLOOR, OURS, REFERENCE
 
 HERE = Path(__file__).parent
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from benchmarks.xla import ENGINES, ONE, PEERS, Job
 from benchmarks.xla_auto import auto_step
-from fullshard.bench.step_rank import timed
+from fullshard.bench.engines import timed
 from fullshard.launch import rendezvous
 from fullshard.models.config import config_from_settings
 from fullshard.run.on_xla import COORDINATOR

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from fullshard.checkpoint.format import AVERAGE, OWN, Kind, StoredTensor, key_of
@@ -28,7 +29,6 @@ from fullshard.engine.cuts import Cut
 from fullshard.engine.engine import Engine, engine_of
 from fullshard.engine.owned import owns_states
 from fullshard.engine.parameter import ShardedParameter
-from fullshard.engine.random_state import set_random_state
 from fullshard.engine.state import (
     DTYPES,
     Held,
@@ -41,7 +41,16 @@ from fullshard.engine.state import (
     restore_optimizer,
 )
 from fullshard.errors import CheckpointError, untrusted
-from fullshard.saving import EXTRA, GROUPS, RANDOM, SAVES, SCALARS, batches_of, ranks_of
+from fullshard.saving import (
+    EXTRA,
+    GROUPS,
+    RANDOM,
+    SAVES,
+    SCALARS,
+    batches_of,
+    ranks_of,
+    set_random_state,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -133,6 +142,7 @@ def _read_tensors(
     keys = _keys_of(checkpoint, wanted)
     states = None if optimizer is None else _optimizer_of(checkpoint, engine, model, optimizer)
     engine.home.before_write()
+    increment_version([member.param for member in engine.members])  # older graphs are refused
     others: dict[str, Any] = {}
     for key, held in zip(keys, wanted, strict=True):
         if held.whole:  # the module knows where it belongs

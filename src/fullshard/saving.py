@@ -1,4 +1,4 @@
-"""fs.save: writes the engine's state slice by slice.
+"""fs.save: writes the engine's state slice by slice, and the random states of the process.
 
 model, optimizer ---> Held ---> (staging) ---> Piece ---> this rank's files
 the caller's values ---> JSON, once if they are equal on all ranks
@@ -10,6 +10,7 @@ import fcntl
 import json
 import logging
 import os
+import random
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 import xxhash
 from torch import nn
@@ -34,6 +36,7 @@ from fullshard.checkpoint.format import (
     PLAN,
     STATE,
     Kind,
+    encode,
     file_name,
     key_of,
     kind_of,
@@ -42,11 +45,9 @@ from fullshard.checkpoint.format import (
 from fullshard.checkpoint.read import remove, superfluous
 from fullshard.checkpoint.retain import tidy
 from fullshard.checkpoint.storage import StorePath, storage_path
-from fullshard.checkpoint.values import encode
 from fullshard.engine.engine import Engine, engine_of
 from fullshard.engine.homes import Residence
 from fullshard.engine.owned import OwnedOptimizer
-from fullshard.engine.random_state import random_state
 from fullshard.engine.state import (
     Held,
     OptimizerState,
@@ -491,3 +492,30 @@ class Saves:
 
 
 SAVES = Saves()
+
+
+# ---- random states -------------------------------------------------------------------------------
+
+
+def random_state() -> dict[str, Any]:
+    """The states of torch's generators, Python's, and NumPy's global generator."""
+    numpy: Any = np.random.get_state(legacy=True)
+    kind, keys, position, has_gauss, gauss = numpy
+    state: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": [kind, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, gauss],
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """Restore a result of `random_state`."""
+    torch.set_rng_state(state["torch"])
+    random.setstate(state["python"])
+    kind, keys, position, has_gauss, gauss = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])

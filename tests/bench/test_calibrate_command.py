@@ -7,8 +7,7 @@ import torch
 from benchmarks import times
 from benchmarks.times import find_cases, summary
 
-from fullshard.bench.calibrate import crowded, host_of
-from fullshard.bench.kernels import TINY, KernelTimer
+from fullshard.bench.calibrate import TINY, KernelTimer, crowded, host_of
 from fullshard.engine.tracing import KINDS
 from fullshard.errors import ConfigError
 from fullshard.outlook.calibration import Ceilings, HostOverhead, Table, read_calibration

@@ -7,7 +7,7 @@ import torch._dynamo
 from benchmarks.compile import Job
 from benchmarks.compile_rank import measure
 
-from fullshard.bench.cases import find_case
+from fullshard.bench.step import find_case
 
 
 def measured():

@@ -6,7 +6,7 @@ import pytest
 from benchmarks import copies
 from benchmarks.copies_rank import measure
 
-from fullshard.bench.cases import find_case
+from fullshard.bench.step import find_case
 from support.ranks import on_ranks
 
 SMALL_SUMS_BYTES = 16_384  # touched bits and squared norms, a step's only other copies

@@ -5,10 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fullshard.bench.cases import CASES, PEERS, unfit_of
-from fullshard.bench.engines import BUILDERS, Experts, Setup, build_model
-from fullshard.bench.step import LOSS_TOLERANCE
-from fullshard.bench.step_rank import Feeder
+from fullshard.bench.engines import BUILDERS, Experts, Feeder, Setup, build_model
+from fullshard.bench.step import CASES, LOSS_TOLERANCE, PEERS, unfit_of
 
 TINY = {
     name: replace(CASES["tiny"], name=name, kind=CASES[name].kind, compute=CASES[name].compute)

@@ -44,7 +44,6 @@ def test_memory_is_measured_of_an_engine_alone():
     (row,) = json.loads(done.stdout)["rows"]
     # Parameters, gradients and two moments of 0.12M float32 elements are the least DDP can hold.
     assert row["memory_peak_bytes"] > 4 * 4 * 100_000
-    assert row["resident_peak_bytes"] > 4 * 4 * 100_000
 
 
 @pytest.mark.peers

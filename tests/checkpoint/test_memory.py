@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 import fullshard as fs
 from fullshard.data.tokenizer import train_tokenizer
 from fullshard.engine.engine import engine_of
+from fullshard.models.build import save_model
 from fullshard.models.config import config_from_settings, fit_to_tokenizer, quiet_libraries
-from fullshard.models.export import save_model
 from fullshard.models.generate import SamplingSettings
 from fullshard.run.generation import Request, generate
 from support.text import seeded_text

@@ -186,7 +186,7 @@ def test_output_that_another_program_made_non_blocking_arrives_whole(tmp_path, h
     program = "from fullshard.cli.app import _open_streams; _open_streams(); print('x' * 10**6)"
     if how == "a relay of rank 0":
         program = (
-            "import os, sys; from pathlib import Path; from fullshard.launch.relay import Relay\n"
+            "import os, sys; from pathlib import Path; from fullshard.launch.spawn import Relay\n"
             f"relay = Relay(Path({str(tmp_path / 'log')!r})); out = os.dup(relay.stdout_fd)\n"
             "relay.start(); os.write(out, b'x' * 10**6); os.close(out); relay.close(60.0)\n"
         )

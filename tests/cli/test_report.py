@@ -17,7 +17,7 @@ import pytest
 
 from fullshard.cli.app import invoke
 from fullshard.launch.run_lock import RunLock
-from fullshard.observe.machine import read_machine, sampled
+from fullshard.observe.metrics import read_machine, sampled
 from fullshard.observe.report import page_server
 
 
@@ -122,7 +122,7 @@ def test_use_of_the_machine_is_sampled_with_its_gpus(tmp_path, monkeypatch):
         "    return 300_000\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr("fullshard.observe.machine.SHORTEST_S", 0.02)
+    monkeypatch.setattr("fullshard.observe.metrics.SHORTEST_S", 0.02)
     with sampled(tmp_path, node=3):
         while not read_machine(tmp_path).get("3"):
             os.sched_yield()

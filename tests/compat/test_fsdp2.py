@@ -221,7 +221,7 @@ def test_a_divisor_is_that_of_its_own_unit():
 
 @on_ranks(2)
 def test_changes_between_steps_are_adopted():
-    """What users change between steps is taken over: see compat/recut.py."""
+    """What users change between steps is taken over: see compat/wrapping.py."""
     model, reference = bottom_up(build()), build()
     wanted = [losses[rank()] for losses in train_alone(reference, steps=1)]
     assert abs(train(model, steps=1)[0] - wanted[0]) < 2e-6

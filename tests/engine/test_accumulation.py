@@ -47,10 +47,13 @@ def micro_step(model, step, rank, micro, scale=1.0):
 
 def accumulate(model, step, rank, defers):
     """A micro-batch for each of `defers`, which says whether its gradients stay on the rank."""
-    losses = []
+    losses, block = [], contextlib.ExitStack()
     for micro, defer in enumerate(defers):
-        with deferring(model, defer):
-            losses.append(micro_step(model, step, rank, micro))
+        before, block = block, contextlib.ExitStack()
+        block.enter_context(deferring(model, defer))
+        before.close()  # later than the next begins, as in generators
+        losses.append(micro_step(model, step, rank, micro))
+    block.close()
     return torch.stack(losses)
 
 

@@ -114,7 +114,6 @@ def check_own_cut(build, kind, settings):
         (frozen_qwen, "sgd", {"transport": "direct", "activation_checkpointing": "selective"}),
         pytest.param(mixtral, "adafactor", {"param_dtype": "float64"}, marks=pytest.mark.long),
     ],
-    ids=str,
 )
 def test_experts_cut_by_fullshard_train_as_in_one_process(ranks, build, kind, settings):
     ranks(4)(check_own_cut, build, kind, settings, timeout=300)

@@ -67,7 +67,7 @@ def life(num_layers, folder):
 
     import fullshard as fs
     from fullshard.engine.engine import engine_of
-    from fullshard.models.export import save_model
+    from fullshard.models.build import save_model
 
     config = transformers.LlamaConfig(**SIZES, num_hidden_layers=num_layers)
     with torch.device("meta"):

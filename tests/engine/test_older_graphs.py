@@ -1,12 +1,16 @@
 """Graphs from before an update are refused where autograd refuses them in one process."""
 
+import shutil
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 import fullshard as fs
+from fullshard.engine.engine import engine_of, is_sharded
 from support.models import perturbed
 
 SIZES = {"written": 160, "small": 8}  # products that write into the slot, and such that do not
@@ -105,8 +109,20 @@ def a_frozen_weight(model, x, _):
     loss.backward()
 
 
+def after_loading(model, x, _):
+    """Weights were read from a checkpoint."""
+    loss = model(x).sum()
+    if is_sharded(model):
+        folder = engine_of(model).lead(lambda: Path(tempfile.mkdtemp()))
+        fs.load(fs.save(folder / "saved", model), model)
+        engine_of(model).lead(lambda: shutil.rmtree(folder))
+    else:
+        model.load_state_dict(model.state_dict())
+    loss.backward()
+
+
 PROGRAMS = {
-    "refused": (again, two_graphs, after_another_forward, a_frozen_weight),
+    "refused": (again, two_graphs, after_another_forward, a_frozen_weight, after_loading),
     "fine": (block_alone, before_the_step, behind_its_back, only_the_first, another_of_its_unit),
 }
 

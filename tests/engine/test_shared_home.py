@@ -139,6 +139,34 @@ def test_a_write_into_two_models_waits_for_the_readers_of_each(ranks):
     assert torch.equal(first, second)
 
 
+def differentiate_while_another_writes(before):
+    """Rank 0 is slow in a backward that sums nothing; rank 1 writes once its own is over."""
+    model, x = chain(), vectors(0, 0)["x"].requires_grad_()
+    scores = model(x)
+    if dist.get_rank() == 0:
+        scores.register_hook(lambda _: time.sleep(HOLD_S))
+    if before == "the first backward of its graph":
+        scores.square().mean().backward(retain_graph=True)
+    elif before == "another graph's backward":
+        model(x).square().mean().backward()
+    else:
+        with torch.no_grad():
+            model(x)
+    (gradient,) = torch.autograd.grad(scores.sum(), x)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(0)
+    return gradient
+
+
+@pytest.mark.parametrize(
+    "before", ["the first backward of its graph", "another graph's backward", "an evaluation"]
+)
+def test_a_write_waits_for_a_backward_of_an_older_graph(ranks, before):
+    first, second = ranks(2)(differentiate_while_another_writes, before)
+    assert torch.equal(first, second)
+
+
 def forward_before_another_has_written():
     """Rank 0 is slow to write its part; rank 1 begins its forward meanwhile."""
     model, x = chain(), vectors(0, 0)["x"]

@@ -56,6 +56,18 @@ def same(found, wanted):
     return [] if found == wanted else [f"{found} {wanted}"]
 
 
+def halve(_module, state, prefix, _metadata):
+    state[f"{prefix}weight"] = state[f"{prefix}weight"] / 2
+
+
+@on_ranks(2)
+def test_a_whole_state_has_what_a_hook_of_the_state_dict_computed():
+    one = made(0)
+    one.inner[0].register_state_dict_post_hook(halve)
+    model = fs.shard(copy.deepcopy(one), wrap=("Linear",))
+    assert not same(fs.full_state_dict(model, rank0_only=False), dict(one.state_dict()))
+
+
 @pytest.mark.parametrize("from_rank0", [False, True])
 @pytest.mark.parametrize("transport", ["c10d", "shared"])
 @on_ranks(2)

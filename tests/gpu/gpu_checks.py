@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import nn
 
 import fullshard as fs
-from fullshard.bench.cases import Case
 from fullshard.bench.engines import GPT
+from fullshard.bench.step import Case
 from fullshard.engine.engine import engine_of
 from fullshard.launch import rendezvous
 from support.parity import assert_planned_events

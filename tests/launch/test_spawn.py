@@ -138,11 +138,18 @@ def test_any_other_error_shows_the_line_of_the_users_program(run, capfd, kind, c
     assert "Error: rank one says no\n" in err
 
 
-def test_the_cause_is_shown_before_the_ranks_that_lost_their_peer(run, capfd):
-    assert run("raise_in_a_collective") == 1
+@pytest.mark.parametrize(
+    ("how", "failed", "first", "last"),
+    [
+        ("raises", 1, "ValueError: rank one says no", "After it, rank 0: RuntimeError: "),
+        ("at once", 0, "RuntimeError: ", "Before it, rank 1 ended with exit code 0.\n"),
+    ],
+)
+def test_a_rank_that_lost_its_peer_is_shown_with_it(run, capfd, how, failed, first, last):
+    assert run("end_in_a_collective", how) == 1
     err = capfd.readouterr().err
-    assert err.startswith("rank 1 of 2 failed")
-    assert err.index("ValueError: rank one says no") < err.index("After it, rank 0: RuntimeError: ")
+    assert err.startswith(f"rank {failed} of 2 failed")
+    assert err.index(first) < err.index(last)
 
 
 def test_the_same_error_on_every_rank_is_shown_once(run, capfd):

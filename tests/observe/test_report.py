@@ -12,7 +12,6 @@ from torch import nn
 
 import fullshard as fs
 from fullshard.observe.chart import Chart, Line, drawn, duration, table_of, thinned
-from fullshard.observe.machine import read_machine, sampled
 from fullshard.observe.metrics import (
     EvalRow,
     MetricsWriter,
@@ -20,7 +19,9 @@ from fullshard.observe.metrics import (
     SaveRow,
     StepRow,
     keep_rows,
+    read_machine,
     read_rows,
+    sampled,
 )
 from fullshard.observe.report import page_of, settings_of, write_report
 

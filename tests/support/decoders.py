@@ -26,10 +26,20 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+# The loop over experts, because the grouped product has no float64.
+EXPERTS = {"num_experts_per_tok": 2, "experts_implementation": "eager"}
 CONFIGS = {
     "llama": {"model_type": "llama", "rope_parameters": LLAMA3, "attention_bias": True},
     "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True},
     "qwen3": {"model_type": "qwen3", "head_dim": 16},
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4, **EXPERTS},
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        "num_experts": 8,
+        "moe_intermediate_size": 24,
+        "attention_bias": True,
+        **EXPERTS,
+    },
 }
 
 

@@ -13,7 +13,7 @@ from fullshard.engine.engine import engine_of
 from fullshard.recipes.base import IGNORED, Batch, RankTeam, Seat, causal_lm_loss, num_predicted
 from fullshard.run.loop import Loop, LoopSettings
 from fullshard.run.on_torch import TorchTrainee
-from fullshard.run.schedule import Schedule
+from fullshard.run.optim import Schedule
 
 VOCAB, LENGTH, GLOBAL_BATCH, NUM_STEPS = 11, 6, 8, 3
 RATE = 0.5

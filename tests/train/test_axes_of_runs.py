@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, OPTConfig
 
 import fullshard as fs
-from fullshard.config.schema import ShardConfig
+from fullshard.config.schema import LoraConfig, ShardConfig
 from fullshard.errors import ConfigError, DataError, EngineError
+from fullshard.models.lora import add_adapters
 from fullshard.observe.metrics import read_rows
 from fullshard.planner.arrays import ArraysPlan
 from fullshard.planner.plan import Plan
@@ -136,6 +137,7 @@ def assert_same(found, wanted):
         (MIXTURE, 4, ("context=2", "expert=2"), "replicate 1 x shard 2 x expert 2"),
         (LLAMA, 4, ("tensor=2", "optim=muon"), "replicate 1 x shard 2 x tensor 2"),
         (LLAMA, 4, ("tensor=2", "backend=jax"), "replicate 1 x shard 2 x tensor 2"),
+        (MIXTURE, 4, ("expert=2", "backend=jax"), "replicate 1 x shard 2 x expert 2"),
         (MIXTURE, 4, ("expert=2", "optim=adafactor"), "replicate 1 x shard 2 x expert 2"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
@@ -198,7 +200,7 @@ def write_mixture(folder, text, **how):
     [
         "context=2 packing=true",
         "tensor=2 lora.r=4",
-        "expert=2 lora.r=4",
+        "expert=2 lora.r=4 lora.target_modules=[q_proj,o_proj]",
         "context=2",
         "tensor=2",
     ],
@@ -361,7 +363,8 @@ def test_a_model_that_mixes_documents_may_divide_sequences():
         (MIXTURE, 6, ["expert=3"], "sharding.expert: expected a divisor of 8, dimension 0 of "),
         (MIXTURE, 8, ["expert=4", "tensor=2", "shard=2"], "(8 ranks / expert 4 / tensor 2); got 2"),
         (LLAMA, 4, ["tensor=4", "backend=jax"], "sharding.tensor: expected a divisor of 2 (which"),
-        (MIXTURE, 2, ["expert=2", "backend=jax"], "Its decoder has no experts: use shard for"),
+        (LLAMA, 2, ["expert=2", "backend=jax"], "sharding.expert: expected 1 for a model without"),
+        (MIXTURE, 3, ["expert=3", "backend=jax"], "a divisor of 8 (num_experts 8 / tensor 1); got"),
         (LLAMA, 6, ["context=4"], "context: expected a divisor of 6 (ranks / expert / tensor)"),
         (LLAMA, 8, ["context=8"], "divisor of 4 (num_attention_heads / tensor); got 8. The"),
         (LLAMA, 2, ["context=2", "max_seq_length=33"], "divisor of 33 (training.max_seq_length)"),
@@ -395,14 +398,31 @@ def test_what_does_not_fit_is_refused_before_ranks_start(runs, model, num_ranks,
     assert not (runs.folder / "refused").exists()
 
 
-def test_adapters_of_experts_that_an_axis_divides_are_refused():
+@pytest.mark.filterwarnings("ignore:The following:RuntimeWarning")  # peft's, of its own patterns
+def test_adapters_of_experts_are_refused():
+    pytest.importorskip("peft")
     with torch.device("meta"):
         config = small_config("qwen3_moe", num_experts=4, moe_intermediate_size=8)
         model = AutoModelForCausalLM.from_config(config)
-        peft = pytest.importorskip("peft")
-        of = {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.down_proj"]}
-        peft.inject_adapter_in_model(peft.LoraConfig(**of), model)
-    with pytest.raises(ConfigError, match="got adapters of model.layers.0.mlp.experts "):
+    with pytest.raises(ConfigError, match=r"got all-linear \(peft adapts experts too, which"):
+        add_adapters(model, LoraConfig(r=2))
+
+
+@pytest.mark.parametrize("is_tied", [True, False], ids=["tied", "adapted"])
+def test_experts_that_no_axis_divides_are_refused(is_tied):
+    with torch.device("meta"):
+        config = small_config("qwen3_moe", num_experts=4, moe_intermediate_size=8)
+        model = AutoModelForCausalLM.from_config(config)
+        if is_tied:
+            layers = model.model.layers
+            layers[1].mlp.experts.down_proj = layers[0].mlp.experts.down_proj
+        else:
+            peft = pytest.importorskip("peft")
+            of = {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.down_proj"]}
+            peft.inject_adapter_in_model(peft.LoraConfig(**of), model)
+    with pytest.raises(
+        ConfigError, match=rf"got model.layers.{is_tied:d}.mlp.experts\S*, which is"
+    ):
         fs.plan(model, expert=2, world_size=2)
 
 

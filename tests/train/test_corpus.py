@@ -20,9 +20,8 @@ from fullshard.data.records import identity
 from fullshard.data.text import Dataset, DatasetSettings, Source, make_dataset, written
 from fullshard.data.tokenizer import train_tokenizer
 from fullshard.errors import DataError
-from fullshard.recipes.batches import make_data
-from fullshard.recipes.registry import Command
-from fullshard.run.paths import check_paths
+from fullshard.recipes.base import make_data
+from fullshard.recipes.registry import Command, check_paths
 from support.text import seeded_text
 
 NO_HOLD_OUT = DatasetSettings(16, 300, DataConfig(validation_fraction=0))

@@ -13,13 +13,13 @@ import fullshard as fs
 from fullshard.config.schema import LoraConfig
 from fullshard.data.tokenizer import train_tokenizer
 from fullshard.errors import CheckpointError
+from fullshard.models.build import Adapters, save_model, write_folder
 from fullshard.models.config import (
     build_model,
     config_from_settings,
     fit_to_tokenizer,
     quiet_libraries,
 )
-from fullshard.models.export import Adapters, save_model, write_folder
 from fullshard.models.lora import add_adapters
 
 MODELS = {

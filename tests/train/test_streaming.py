@@ -18,10 +18,9 @@ from fullshard.data.dataset import IGNORED, BatchMaker, load_facts
 from fullshard.data.text import Dataset, DatasetSettings, Source, make_dataset
 from fullshard.data.tokenizer import train_tokenizer
 from fullshard.errors import ConfigError, DataError
-from fullshard.recipes.base import causal_lm_loss, inputs_of
-from fullshard.recipes.batches import make_data
+from fullshard.recipes.base import causal_lm_loss, inputs_of, make_data
 from fullshard.recipes.registry import Command
-from fullshard.run.schedule import plan_steps
+from fullshard.run.optim import plan_steps
 from support.text import seeded_text
 
 LENGTH, BUFFER = 16, 24

@@ -19,8 +19,7 @@ from fullshard.observe.metrics import StepRow, read_rows
 from fullshard.outlook.memory import RANK_PROCESS
 from fullshard.planner.plan import Plan
 from fullshard.planner.text import human_bytes
-from fullshard.recipes.base import causal_lm_loss
-from fullshard.recipes.batches import load_data
+from fullshard.recipes.base import causal_lm_loss, load_data
 from support.text import seeded_text
 
 pytestmark = pytest.mark.timeout(300)

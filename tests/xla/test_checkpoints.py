@@ -19,21 +19,21 @@ from support.other_axes import mesh_of
 NUM_STEPS = 2
 
 
-def sharded(model, tensor):
+def sharded(model, tensor, expert=1):
     """The sharded model; with `tensor` > 1 beside an axis under transformers' own plan."""
     if tensor == 1:
-        return fs.shard(model)
+        return fs.shard(model, expert=expert)
 
     mesh = mesh_of(1, dist.get_world_size() // tensor, tensor)
     apply_tensor_parallelism(model, mesh["tensor"], model._expand_parallel_plan(model.tp_plan))
     return fs.shard(model, mesh=mesh["shard"])
 
 
-def train_in_torch(folder, config_folder, tensor):
+def train_in_torch(folder, config_folder, name, tensor, expert):
     """Some steps of AdamW in float32, saved."""
-    config = decoders.config_of("qwen3", tie_word_embeddings=tensor == 1)
+    config = decoders.config_of(name, tie_word_embeddings=tensor == 1)
     config.save_pretrained(config_folder)
-    model = sharded(decoders.build(config).float(), tensor)
+    model = sharded(decoders.build(config).float(), tensor, expert)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(NUM_STEPS):
         ids = torch.randint(0, 96, (2, 12), generator=torch.Generator().manual_seed(step))
@@ -43,10 +43,10 @@ def train_in_torch(folder, config_folder, tensor):
     fs.save(folder, model, optimizer, step=NUM_STEPS)
 
 
-def load_in_torch(folder, config_folder, tensor):
+def load_in_torch(folder, config_folder, tensor, expert=1):
     """Whole parameters and states of a checkpoint, as torch's engine reads them."""
     config = AutoConfig.from_pretrained(config_folder)
-    model = sharded(decoders.build(config, seed=1).float(), tensor)
+    model = sharded(decoders.build(config, seed=1).float(), tensor, expert)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     step = fs.load(folder, model, optimizer)["step"]
     found = {
@@ -63,9 +63,9 @@ def through_jax(source, target, config_folder, meshes):
     """Load on one mesh, save; load that on the next, and so on; the last is in the target."""
     config = fx.decoder.DecoderConfig.of(AutoConfig.from_pretrained(config_folder))
     tx = optax.scale_by_adam()
-    for at, (replicate, shard, tensor) in enumerate(meshes):
-        devices = jax.devices()[: replicate * shard * tensor]
-        mesh = fj.make_mesh(replicate, shard, tensor=tensor, devices=devices)
+    for at, (replicate, shard, tensor, expert) in enumerate(meshes):
+        devices = jax.devices()[: replicate * shard * expert * tensor]
+        mesh = fj.make_mesh(replicate, shard, expert=expert, tensor=tensor, devices=devices)
         plan = fx.decoder.planned(config.shapes(), None, mesh)
         state, beside = fxs.checkpoints.load(plan, source, tx)
         assert int(state.step) == NUM_STEPS
@@ -76,14 +76,24 @@ def through_jax(source, target, config_folder, meshes):
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("num_ranks", "tensor"), [pytest.param(2, 1, marks=pytest.mark.long), (4, 2)]
+    ("num_ranks", "name", "tensor", "expert"),
+    [
+        pytest.param(2, "qwen3", 1, 1, marks=pytest.mark.long),
+        (4, "qwen3", 2, 1),
+        (4, "qwen3_moe", 1, 2),
+    ],
 )
-def test_no_bit_changes_from_torch_to_jax_to_torch(ranks, devices, tmp_path, num_ranks, tensor):
+def test_no_bit_changes_from_torch_to_jax_to_torch(
+    ranks, devices, tmp_path, num_ranks, name, tensor, expert
+):
     config = tmp_path / "config"
-    ranks(num_ranks)(train_in_torch, tmp_path / "torch", config, tensor)
-    meshes = [(1, 8, 1), (1, 3, 2), (2, 2, 2), (1, 3, 1), (1, 1, 2), (1, 1, 1)]
+    ranks(num_ranks)(train_in_torch, tmp_path / "torch", config, name, tensor, expert)
+    meshes = [(1, 8, 1, 1), (1, 3, 2, 1), (2, 2, 2, 1), (1, 3, 1, 1), (1, 1, 2, 1), (1, 1, 1, 1)]
+    if expert > 1:
+        meshes = [(1, 2, 1, 4), (1, 3, 1, 2), (2, 1, 2, 2), (1, 1, 1, 8), (1, 1, 1, 1)]
     last = devices(through_jax, tmp_path / "torch", tmp_path / "jax", config, meshes)
-    want_step, wanted = ranks(num_ranks)(load_in_torch, tmp_path / "torch", config, tensor)[0]
+    wanted = ranks(num_ranks)(load_in_torch, tmp_path / "torch", config, tensor, expert)
+    want_step, wanted = wanted[0]
     readers = ranks(3)(load_in_torch, last, config, 1)
     readers += ranks(4)(load_in_torch, last, config, 2) if tensor > 1 else []
     for step, found in readers:

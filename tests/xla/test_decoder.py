@@ -48,7 +48,7 @@ def differences(name, folder):
 
 
 @pytest.mark.short(1)
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mixtral", "qwen3_moe"])
 def test_logits_are_those_of_transformers(devices, tmp_path, name):
     found = devices(differences, name, tmp_path)
     for what in ("texts", "documents"):

@@ -27,7 +27,8 @@ def models_of(loss, dtype):
     """Torch's student and teacher, of other widths and architectures, and their configurations."""
     own = decoders.config_of("qwen3", tie_word_embeddings=loss == "jsd")
     # Ten entries more: they are padding, and no student speaks of them.
-    other = decoders.config_of("llama", hidden_size=48, num_hidden_layers=3, vocab_size=106)
+    kind = "mixtral" if loss == "reverse_kl" else "llama"
+    other = decoders.config_of(kind, hidden_size=48, num_hidden_layers=3, vocab_size=106)
     models = [decoders.build(own, seed=1), decoders.build(other, seed=2)]
     with torch.no_grad():
         models[1].lm_head.weight.mul_(10)  # opinions
@@ -83,8 +84,9 @@ def in_jax(case, shard, folder, batches):
     loss, alpha, dtype, cached = case
     settings, (_, configs) = settings_of(loss, alpha), models_of(loss, dtype)
     own, other = (fx.decoder.DecoderConfig.of(config) for config in configs)
-    tensor = 2 if loss == "jsd" else 1
-    mesh = fj.make_mesh(1, shard, tensor=tensor, devices=jax.devices()[: shard * tensor])
+    tensor, expert = {"jsd": (2, 1), "reverse_kl": (1, 2)}.get(loss, (1, 1))
+    own_devices = jax.devices()[: shard * tensor * expert]
+    mesh = fj.make_mesh(1, shard, tensor=tensor, expert=expert, devices=own_devices)
     sharding = {"strategy": "full_shard", "master_dtype": dtype}
     bare = fx.decoder.planned(own.shapes(), sharding, mesh)
     params, shapes, more = fj.load(bare, folder / "student").params, own.shapes(), {}
@@ -96,7 +98,9 @@ def in_jax(case, shard, folder, batches):
     state = state_of(plan, more, tx, params)
     student, teacher, given = fx.head.Decoder(own, plan), None, None
     if not cached:
-        table = fx.distill.teacher_table(other.shapes(), "full_shard", DType(dtype), plan.table)
+        table = fx.distill.teacher_table(
+            other.shapes(), "full_shard", DType(dtype), plan.table, expert
+        )
         placed = fx.plan.XlaPlan(table, mesh, jax.tree.structure(other.shapes()))
         teacher = fx.head.Decoder(other, placed)
         given = fx.step.Given(placed, fj.load(placed, folder / "teacher").params)
@@ -120,7 +124,7 @@ def in_jax(case, shard, folder, batches):
 CASES = [
     # loss, alpha, dtype, from a cache, shard
     ("forward_kl", 0.6, "float64", False, 2),
-    ("reverse_kl", 1.0, "float64", False, 1),
+    ("reverse_kl", 1.0, "float64", False, 1),  # a teacher with experts beside a dense student
     ("jsd", 0.6, "float64", False, 2),  # beside a tensor axis
     ("hidden", 0.7, "float64", False, 2),
     ("forward_kl", 0.8, "float64", True, 2),

@@ -1,5 +1,7 @@
 """Both engines train one decoder from the same weights and data to the same weights."""
 
+from functools import cache
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,10 +15,10 @@ NUM_STEPS = 20
 NUMBERS = {"betas": (0.9, 0.95), "epsilon": 1e-6, "decay": 0.1, "rate": 1e-2, "norm": 0.5}
 
 
-def in_torch(folder):
+def in_torch(name, folder):
     """Losses and final weights of torch's engine in float64; the first weights go to a folder."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    model = decoders.build(decoders.config_of("qwen3"))
+    model = decoders.build(decoders.config_of(name))
     if rank == 0:
         model.save_pretrained(folder)
     fs.shard(model)
@@ -43,10 +45,12 @@ def in_torch(folder):
     return losses, {name: value.numpy() for name, value in weights.items()}
 
 
-def in_jax(folder, strategy, replicate, shard, tensor=1):
-    config = fx.decoder.DecoderConfig.of(decoders.config_of("qwen3"))
-    devices = jax.devices()[: replicate * shard * tensor]
-    mesh = fj.make_mesh(replicate, shard, tensor=tensor, devices=devices)
+def in_jax(name, folder, strategy, replicate, shard, tensor=1, expert=1):
+    config = fx.decoder.DecoderConfig.of(decoders.config_of(name))
+    devices = jax.devices()[: replicate * shard * expert * tensor]
+    mesh = fj.make_mesh(
+        replicate, shard, expert=expert, tensor=tensor, strategy=strategy, devices=devices
+    )
     settings = {"strategy": strategy, "master_dtype": "float64"}
     plan = fx.decoder.planned(config.shapes(), settings, mesh)
     decay = plan.map(lambda _: NUMBERS["decay"])
@@ -69,27 +73,44 @@ def in_jax(folder, strategy, replicate, shard, tensor=1):
 
 @pytest.fixture(scope="module")
 def torchs(ranks, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("weights")
-    return folder, *ranks(2)(in_torch, folder)[0]
+    @cache
+    def trained(name):
+        folder = tmp_path_factory.mktemp("weights")
+        return folder, *ranks(2)(in_torch, name, folder)[0]
+
+    return trained
 
 
 @pytest.mark.parametrize(
-    "mesh",
+    ("name", "mesh"),  # strategy, replicate, shard, tensor, expert
     [
-        ("full_shard", 1, 3, 2),
-        pytest.param(("full_shard", 1, 3), marks=pytest.mark.slow),
-        pytest.param(("no_shard", 3, 1, 2), marks=pytest.mark.slow),
-        pytest.param(("hybrid_shard", 2, 2, 2), marks=pytest.mark.slow),
-        pytest.param(("full_shard", 1, 2), marks=pytest.mark.slow),
-        pytest.param(("shard_grad_op", 1, 2), marks=pytest.mark.slow),
-        pytest.param(("no_shard", 3, 1), marks=pytest.mark.slow),
-        pytest.param(("hybrid_shard", 2, 2), marks=pytest.mark.slow),
+        ("qwen3", ("full_shard", 1, 3, 2)),
+        ("qwen3_moe", ("full_shard", 1, 2, 1, 2)),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("qwen3", ("full_shard", 1, 3)),
+                ("qwen3", ("no_shard", 3, 1, 2)),
+                ("qwen3", ("hybrid_shard", 2, 2, 2)),
+                ("qwen3", ("full_shard", 1, 2)),
+                ("qwen3", ("shard_grad_op", 1, 2)),
+                ("qwen3", ("no_shard", 3, 1)),
+                ("qwen3", ("hybrid_shard", 2, 2)),
+                ("mixtral", ("full_shard", 1, 1)),
+                ("mixtral", ("full_shard", 1, 3)),
+                ("mixtral", ("full_shard", 1, 2, 2)),
+                ("mixtral", ("full_shard", 1, 1, 1, 4)),
+                ("mixtral", ("no_shard", 2, 1, 1, 2)),
+                ("qwen3_moe", ("shard_grad_op", 1, 2, 2, 2)),
+                ("qwen3_moe", ("hybrid_shard", 2, 2, 1, 2)),
+            )
+        ),
     ],
     ids=str,
 )
-def test_twenty_steps_in_float64_are_those_of_torch(torchs, devices, mesh):
-    folder, wanted_losses, wanted = torchs
-    losses, weights, as_planned = devices(in_jax, folder, *mesh)
+def test_twenty_steps_in_float64_are_those_of_torch(torchs, devices, name, mesh):
+    folder, wanted_losses, wanted = torchs(name)
+    losses, weights, as_planned = devices(in_jax, name, folder, *mesh)
     assert losses == pytest.approx(wanted_losses, rel=1e-10)
     assert weights.keys() == wanted.keys()
     for name, value in weights.items():

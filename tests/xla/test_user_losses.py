@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fullshard.errors import FullshardError
-from support.lazy import fj, fx, jax, jnp, optax, train_state
+from support.lazy import fj, jax, jnp, optax, train_state
 
 NUM_PARTS, NUM_MICRO, SAMPLES, WIDTH, LAYERS, NUM_STEPS = 4, 2, 32, 16, 4, 2
 
@@ -316,7 +316,7 @@ def mistakes():
             lambda: fj.plan({"a.b": tree["head"], "a": {"b": tree["head"]}}, None, mesh),
             lambda: fj.plan(tree, {"tensor": 2}),
             lambda: fj.plan(tree, {"tensor": 4}, fj.make_mesh(tensor=2)),
-            lambda: fx.plan.plan_with({"*w": 3}, tree, {"tensor": 2}, None, (), ()),
+            lambda: fj.plan(tree, {"expert": 2}),
             lambda: fj.make_mesh(tensor=3),
             lambda: placed({"x": torch.ones(16, 8, dtype=torch.bfloat16)}),
             lambda: fj.pad_batch({"x": np.ones(3), "y": np.ones(3, int)}, 4),
@@ -338,7 +338,7 @@ def test_mistakes_of_trees_batches_and_optimizers_are_named(devices):
         "^a.b: expected names that differ",
         "^tensor: expected 1 for a model of your own.* use shard_fsdp.params, mesh",
         "^tensor: expected 2, the mesh's; got 4",
-        "^rules: expected a dimension of layers.w, one of 0, 1, 2; got 3",
+        "^expert: expected 1 for a model of your own",
         "^tensor: expected a divisor of 8",
         r"^batch\['x'\]: expected an array that numpy reads; got Tensor .Got unsupported",
         "expected the name of the labels among x, y; got None",

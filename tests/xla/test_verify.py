@@ -57,11 +57,19 @@ def verdict_of(devices, prepared, folder, fault=None):
     return verify.judge(job, folder, time.perf_counter())
 
 
-@pytest.fixture(scope="module")
-def checked(devices, tmp_path_factory):
+MIXTURE = MODEL.replace(
+    "qwen3,", "qwen3_moe, num_experts: 8, num_experts_per_tok: 2, moe_intermediate_size: 64,"
+)
+AXES = {
+    "tensor": ("launch.num_processes=6", "freeze=['*.mlp.up_proj.*']", "sharding.tensor=2"),
+    "expert": ("launch.num_processes=4", MIXTURE, "sharding.expert=2", "freeze=['*.gate.*']"),
+}
+
+
+@pytest.fixture(scope="module", params=["tensor", pytest.param("expert", marks=pytest.mark.long)])
+def checked(devices, tmp_path_factory, request):
     """A short check in float64, of arrays that are frozen or whole, and its reference."""
-    folder = tmp_path_factory.mktemp("verify")
-    words = ("launch.num_processes=6", "freeze=['*.mlp.up_proj.*']", "sharding.tensor=2")
+    folder, words = tmp_path_factory.mktemp("verify"), AXES[request.param]
     prepared = prepared_of(*words, "gradient_accumulation_steps=2")
     job = dataclasses.replace(prepared.job, passes=prepared.job.passes[:1], num_steps=2)
     prepared = dataclasses.replace(prepared, job=job)
@@ -132,6 +140,7 @@ def test_a_low_precision_has_a_pass_of_its_own():
         (("sharding.transport=direct",), None, "transport: 'direct' is not yet supported"),
         (("model.config.attention_dropout=0.5",), None, "attention_dropout: expected one of 0.0"),
         (("sharding.tensor=4",), None, "tensor: expected a divisor of 2"),
+        (("sharding.expert=2",), None, "expert: expected 1 for a model without experts; got 2"),
         (
             ("launch.num_processes=64", "sharding.replicate=8", "sharding.shard=8"),
             None,

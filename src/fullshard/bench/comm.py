@@ -40,7 +40,7 @@ from fullshard.planner.mesh import Mesh, Topology
 from fullshard.planner.plan import Plan, make_plan
 from fullshard.planner.spec import ModelSpec, ModuleSpec, ParamSpec
 from fullshard.transport.base import Transport
-from fullshard.transport.select import make_transport, resolve_transport
+from fullshard.transport.groups import make_transport, resolve_transport
 
 MIB = 2**20
 CPU = torch.device("cpu")

@@ -192,11 +192,12 @@ def run(
         say(f"{num_ranks} ranks, {job.num_bytes / MIB:,.0f} MiB: {job.num_rounds} rounds")
         found = run_ranks(f"{__name__}:measure", job, num_ranks, **limits)
         try:
-            with offload.memory_group() as group:
-                stepped = offload.OffloadJob(job.num_bytes, job.num_rounds, job.place, group)
-                say(f"{num_ranks} ranks, state on disk: {job.num_rounds} steps")
-                measured = run_ranks(f"{offload.__name__}:measure", stepped, num_ranks, **limits)
-                steps = offload.rows(measured)
+            for count in sorted({1, num_ranks}):
+                with offload.memory_group() as group:
+                    stepped = offload.OffloadJob(job.num_bytes, job.num_rounds, job.place, group)
+                    say(f"{count} ranks, state on disk: {job.num_rounds} steps")
+                    measured = run_ranks(f"{offload.__name__}:measure", stepped, count, **limits)
+                    steps += offload.rows(measured)
         except ConfigError as error:
             absent[offload.STEP] = str(error)
     rows = [*_rows(job, found), *steps]

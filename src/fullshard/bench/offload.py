@@ -44,7 +44,7 @@ METHOD = (
     "bytes as the kernel counted for a step (/proc/self/io), read and written directly in pieces "
     f"of {CHUNK // MIB} MiB: what exceeds the written bytes is read alone, then as many bytes are "
     "read and written at once, and synced. The share of the second is the floor's time over the "
-    "step's.",
+    "step's. Several ranks also exchange messages, which take time of the same cores.",
 )
 GROUPS = Path("/sys/fs/cgroup/memory")
 LIMIT = "memory.limit_in_bytes" if GROUPS.is_dir() else "memory.max"
@@ -222,7 +222,7 @@ def rows(ranks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     num_bytes = sum(rank["read"] + rank["written"] for rank in ranks)
     return [
         {
-            "name": name,
+            "name": f"{name}, {len(ranks)} ranks" if len(ranks) > 1 else f"{name}, 1 rank",
             "num_ranks": len(ranks),
             "num_bytes": num_bytes,
             "state_bytes": ranks[0]["state"],

@@ -2,8 +2,7 @@
 
 [Note: a rank's memory]
 The proportional set size counts a page that n processes share as 1/n, so mappings that ranks share
-count once in total. Linux keeps no peak of it, so a thread samples it. The peak of the resident set
-(VmHWM) is exact, but counts shared pages in full.
+count once in total. Linux keeps no peak of it, so a thread samples it.
 """
 
 from __future__ import annotations
@@ -11,8 +10,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import importlib
-import re
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -23,25 +20,11 @@ from fullshard.launch.spawn import print_failure
 from fullshard.observe.metrics import repeated
 
 SAMPLE_EVERY_S = 0.002
-STATUS = Path("/proc/self/status")
-CLEAR_REFS = Path("/proc/self/clear_refs")
-RESET_PEAK = "5"
 
 
 def proportional_bytes() -> int:
     """Returns this process's proportional set size."""
     return psutil.Process().memory_full_info().pss
-
-
-def resident_bytes() -> int:
-    """Returns this process's resident set, shared pages in full."""
-    return psutil.Process().memory_info().rss
-
-
-def resident_peak_bytes() -> int:
-    """Returns the peak of this process's resident set since the last reset."""
-    (kibibytes,) = re.findall(r"^VmHWM:\s*(\d+)", STATUS.read_text(), re.MULTILINE)
-    return 1024 * int(kibibytes)
 
 
 def return_free_memory() -> None:
@@ -60,14 +43,12 @@ class PeakSampler:
         self.peak_bytes = max(self.peak_bytes, proportional_bytes())
 
     def __enter__(self) -> PeakSampler:
-        CLEAR_REFS.write_text(RESET_PEAK)
         self._sample()
         self._end = repeated(self._sample, SAMPLE_EVERY_S)
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._end()
-        self.resident_peak_bytes = resident_peak_bytes()
 
 
 # ---- running -------------------------------------------------------------------------------------

@@ -27,16 +27,17 @@ from fullshard.checkpoint.format import (
     ITEMSIZE,
     OLD,
     STATE,
+    GetTensor,
     Index,
     Kind,
     Manifest,
     StoredSlice,
+    decode,
     kind_of,
     name_in_file,
 )
 from fullshard.checkpoint.retain import Found, candidates, check_passed, checkpoints_in, unusable
 from fullshard.checkpoint.storage import StorePath, does_not_answer, read_file, remove_tree
-from fullshard.checkpoint.values import GetTensor, decode
 from fullshard.errors import CheckpointError, EngineError, untrusted
 
 logger = logging.getLogger(__name__)

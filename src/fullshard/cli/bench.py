@@ -14,8 +14,8 @@ from fullshard.cli.arguments import DryRunFlag
 from fullshard.cli.outcome import Outcome, check_out
 
 if TYPE_CHECKING:
-    from fullshard.bench.cases import Case, Peer
     from fullshard.bench.page import Page
+    from fullshard.bench.step import Case, Peer
 
 WaitFlag = Annotated[
     bool, typer.Option("--wait", help="Wait up to ten minutes for idle neighbours.")
@@ -53,13 +53,11 @@ def step(  # noqa: PLR0913  (one parameter an option)
         out: see `OutFlag`.
         dry_run: see `DryRunFlag`.
     """
-    from fullshard.bench import cases
-
-    peers, absent = cases.installed_peers(tuple(engine or cases.PEERS))
-    chosen = [cases.find_case(name) for name in case or cases.DEFAULT_CASES]
     from fullshard.bench import step as bench
     from fullshard.errors import VerifyError
 
+    peers, absent = bench.installed_peers(tuple(engine or bench.PEERS))
+    chosen = [bench.find_case(name) for name in case or bench.DEFAULT_CASES]
     options = bench.StepOptions(rounds, memory, wait, timeout)
     expected_s = bench.expected_s(chosen, peers, options)
     announce("bench step", expected_s, out)

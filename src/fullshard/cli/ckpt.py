@@ -160,9 +160,9 @@ def diff(
         b: Another one.
     """
     from fullshard.errors import VerifyError
-    from fullshard.formats.compare import Row, Verdict, compare
     from fullshard.formats.detect import open_source
     from fullshard.formats.hugging_face import with_model_names
+    from fullshard.formats.source import Row, Verdict, compare
 
     with open_source(a) as one, open_source(b) as other:
         if one.tensors.keys() != other.tensors.keys():  # a checkpoint, and the files of its model

@@ -67,8 +67,7 @@ def lint(
 
 def _print_refused(resolved: Resolved) -> list[str]:
     """Print what every run would refuse before it makes a plan and reads the data."""
-    from fullshard.recipes.registry import Command, check_command
-    from fullshard.run.paths import check_paths
+    from fullshard.recipes.registry import Command, check_command, check_paths
 
     def refusals(check: Callable[..., object], *arguments: Any, **options: Any) -> list[str]:
         try:

@@ -17,6 +17,7 @@ from fullshard.cli.arguments import OPEN_WORDS, ConfigFileFlag, ConfigFlag, Word
 from fullshard.cli.outcome import Outcome, check_out
 from fullshard.config.regular_files import did_you_mean_path, read_regular
 from fullshard.errors import ConfigError, untrusted
+from fullshard.recipes.registry import check_paths
 
 if TYPE_CHECKING:
     from fullshard.config.schema import RunConfig
@@ -84,7 +85,6 @@ def plan(  # noqa: PLR0913  (one parameter an option)
         return _predict_table(table, out or Path("predictions.csv"))
     hardware, own = _hardware(gpus, devices)
     check_out(out)
-    from fullshard.run.paths import check_paths
 
     resolved = load(words, config, config_file, accept_model=True)
     resolved.check_supported(planning=True)

@@ -77,7 +77,7 @@ def show(config: RunConfig, view: View, hardware: Gpus | None, out: Path | None)
     if leaves_something(config):
         print(f"auto is {choice_of(study.outlook)} here.")
     if out is not None:
-        from fullshard.observe.plan_page import write_plan_page
+        from fullshard.observe.report import write_plan_page
 
         strategies = compare(study.outlook, view.plan_of, hosts=view.topology.num_hosts)
         print(f"Figures: {write_plan_page(study, strategies, out)}")

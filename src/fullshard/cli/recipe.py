@@ -22,7 +22,7 @@ from fullshard.cli.arguments import (
 from fullshard.cli.outcome import Outcome, launch_outcome, rank_failed
 from fullshard.config.values import Backend
 from fullshard.errors import ConfigError, WillNotFitError
-from fullshard.recipes.registry import Command, check_command
+from fullshard.recipes.registry import Command, check_command, check_paths
 
 if TYPE_CHECKING:
     from fullshard.config.environment import LaunchEnvironment
@@ -109,7 +109,6 @@ def _check_first(
 ) -> LaunchEnvironment | None:
     """Check everything that needs no torch; returns the launcher that started this process."""
     from fullshard.config.environment import read_launch_environment
-    from fullshard.run.paths import check_paths
 
     launch = None if how.is_local else read_launch_environment()
     try:
@@ -125,7 +124,7 @@ def _check_first(
 def run_recipe(command: Command, resolved: Resolved, how: How) -> Outcome:
     """Run a recipe on local ranks, or as a rank where a launcher has started us."""
     launch = _check_first(command, resolved, how)
-    from fullshard.launch.signals import PREEMPTIONS, ended_by
+    from fullshard.launch.exit_codes import PREEMPTIONS, ended_by
     from fullshard.run import start  # imports torch
 
     world_size = start.world_size_of(resolved, launch)
@@ -230,7 +229,7 @@ def _checked(
 
 def _show_plan(checked: CheckedRun) -> Outcome:
     """Print the plan of a dry run."""
-    from fullshard.run.result import planned
+    from fullshard.run.console import planned
 
     facts = checked.dataset.facts
     print(f"would train into {checked.output_dir}: {checked.resume.sentence(checked.output_dir)}")

@@ -9,17 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fullshard.cli.arguments import (
-    OPEN_WORDS,
-    ConfigFileFlag,
-    ConfigFlag,
-    DryRunFlag,
-    Words,
-    load,
-)
+from fullshard.cli.arguments import OPEN_WORDS, ConfigFileFlag, ConfigFlag, DryRunFlag, Words, load
 from fullshard.cli.outcome import Outcome, launch_outcome, print_table
 from fullshard.config.values import parse
 from fullshard.errors import ConfigError
+from fullshard.recipes.registry import check_paths
 
 if TYPE_CHECKING:
     from fullshard.verify.check import PreparedCheck, Verdict
@@ -48,7 +42,6 @@ def verify(
     ranks and trained for a few steps in float64; an independent process without fullshard does the
     same unsharded. Exit code 0: equal. 8: not.
     """
-    from fullshard.run.paths import check_paths
 
     resolved = load(words, config, config_file)
     check_paths(resolved, data=False)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
+from fullshard.config.fields import Section
 from fullshard.config.names import MOVED, MOVES, RIVALS, names
 from fullshard.config.problems import ConfigProblems, Problem
 from fullshard.config.schema import RunConfig, TrainingConfig
-from fullshard.config.section import Section
 from fullshard.config.values import did_you_mean
 
 # Mappings with free keys of any type.

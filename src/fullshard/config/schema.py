@@ -15,12 +15,12 @@ from fullshard.config.fields import (
     Number,
     Positive,
     Rejected,
+    Section,
     Share,
     Text,
     as_json,
 )
 from fullshard.config.problems import ConfigProblems, Problem, show
-from fullshard.config.section import Section
 from fullshard.config.sharding import ShardConfig
 from fullshard.config.training import TrainingConfig
 from fullshard.config.values import Backend, DistillLoss, DType, Home, Strategy, TokenDType

@@ -19,12 +19,12 @@ from fullshard.config.fields import (
     Flag,
     Names,
     Rejected,
+    Section,
     Text,
     to_names,
     to_number,
 )
 from fullshard.config.problems import ConfigProblems, Problem
-from fullshard.config.section import Section
 from fullshard.config.values import (
     PREFETCH_DEPTHS,
     DType,

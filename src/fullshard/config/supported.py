@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from fullshard.config.environment import LaunchEnvironment
+from fullshard.config.fields import Section
 from fullshard.config.problems import ConfigProblems, Problem, join_key, show
 from fullshard.config.schema import RunConfig, ShardConfig
-from fullshard.config.section import Section
 from fullshard.config.sharding import Offload
 from fullshard.config.training import TrainingConfig
 from fullshard.config.values import (
@@ -52,7 +52,6 @@ _XLA: Rows = {
     "param_dtype": ("Use bfloat16", DType.FLOAT16),
     "transport": ("Use auto",),
     "context": ("Use shard for these ranks, or backend: torch",),
-    "expert": ("Its decoder has no experts: use shard for these ranks, or backend: torch",),
 }
 _XLA_TRAINING: Rows = {
     "optim": ("Use adamw_torch or sgd, or backend: torch", *BY_OWNER),

@@ -16,6 +16,7 @@ from fullshard.config.fields import (
     Positive,
     Rate,
     Rejected,
+    Section,
     Share,
     Text,
     to_names,
@@ -23,7 +24,6 @@ from fullshard.config.fields import (
 )
 from fullshard.config.names import names
 from fullshard.config.problems import ConfigProblems, Problem, show
-from fullshard.config.section import Section
 from fullshard.config.values import (
     IntervalStrategy,
     LrSchedule,

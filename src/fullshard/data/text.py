@@ -36,8 +36,13 @@ from pydantic import TypeAdapter
 from fullshard.config.environment import cache_folder
 from fullshard.config.schema import DataConfig
 from fullshard.data.arrays import Rows, TokenFile, tokens_in
-from fullshard.data.bigram import Baseline, interpolated_bigram
-from fullshard.data.dataset import IGNORED, DatasetFacts, PreparedData
+from fullshard.data.dataset import (
+    IGNORED,
+    Baseline,
+    DatasetFacts,
+    PreparedData,
+    interpolated_bigram,
+)
 from fullshard.data.order import ENDLESS, Indices, apportioned
 from fullshard.data.records import (
     Files,

@@ -22,8 +22,7 @@ from typing import Any
 
 from fullshard.config.host_memory import available_bytes
 from fullshard.errors import HangError
-from fullshard.launch.exit_codes import describe_status
-from fullshard.launch.signals import STOP_SIGNALS, die_with_parent
+from fullshard.launch.exit_codes import STOP_SIGNALS, describe_status, die_with_parent
 
 Request = tuple[bool, int]  # of a BatchMaker
 PROCESS_BYTES = 1 << 29  # of a process with transformers, a tokenizer and a part of the data

@@ -236,13 +236,14 @@ def rules_of(model: Any, config: ShardConfig) -> tuple[Rules, Rules]:
         return {}, {}
     plans = map(inner._expand_parallel_plan, (tensor, expert))
     tensor, expert = ({prefix + name: style for name, style in p.items()} for p in plans)
-    modules = dict(model.named_modules())
-    adapted = next((n for n in expert if hasattr(modules.get(n), "base_layer")), None)
-    if adapted is not None:
-        raise ConfigError(
-            f"expert: expected experts without adapters of their own; got adapters of {adapted} "
-            "(peft's target_parameters). Adapt other layers, or leave expert out."
-        )
+    known: dict[str, Any] = dict(model.named_modules()) | dict(model.named_parameters())
+    for name in (*tensor, *expert):
+        if name not in known or (name in expert and hasattr(known[name], "base_layer")):
+            raise ConfigError(
+                "tensor, expert: expected parameters that no other layer has, and experts without "
+                f"adapters; got {name}, which is tied or adapted. Untie it, name other layers in "
+                "target_modules (peft's all-linear adapts experts too), or leave the axis out."
+            )
     return _with_adapters(model, tensor), expert
 
 

@@ -162,7 +162,7 @@ class Engine:
                     holders=layout.holders(at),
                     norms=self.norms,
                     before_write=self.home.before_write,
-                    gather=_gatherer(member),
+                    gather=partial(_gather_whole, weakref.ref(member)),
                     post_accumulate=_taken_hooks(member.param),
                     states=masters.homes.states,
                     cut=member.cut,
@@ -450,10 +450,9 @@ class Engine:
         return self.norms.all_reduce(flag, asked).item()
 
 
-def _gatherer(member: Member) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Returns `member.gather_whole` with a weak reference to the model."""
-    weak = weakref.ref(member)
-    return lambda local: alive(weak, "full_tensor").gather_whole(local)
+def _gather_whole(weak: weakref.ref[Member], local: torch.Tensor) -> torch.Tensor:
+    """Calls `member.gather_whole` with a weak reference to the model."""
+    return alive(weak, "full_tensor").gather_whole(local)
 
 
 def is_sharded(model: nn.Module) -> bool:

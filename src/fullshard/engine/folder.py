@@ -20,7 +20,7 @@ import math
 import os
 import re
 from collections import defaultdict
-from collections.abc import Generator, Sequence
+from collections.abc import Collection, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,56 @@ _BLOCKS = ((".mlp.", ".block_sparse_moe."),)
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
-class FolderWeights:
+class FileNames:
+    """The names of tensors in files, by those that a model has.
+
+    Args:
+        names: All names in the files.
+        prefix: The model's `base_model_prefix`, which files of the base model lack.
+    """
+
+    def __init__(self, names: Collection[str], prefix: str = "") -> None:
+        self._names = names
+        self._prefix = f"{prefix}." if prefix else ""
+        experts: dict[tuple[str, str], dict[int, str]] = defaultdict(dict)
+        for name in names:
+            if found := _IN_FILES.fullmatch(name):
+                experts[found[1], found[3]][int(found[2])] = name
+        full = {key: of for key, of in experts.items() if of.keys() == {*range(len(of))}}
+        self._experts = {key: [of[n] for n in range(len(of))] for key, of in full.items()}
+
+    def parts(self, names: Sequence[str]) -> tuple[str, ...]:
+        """The stored tensors with a tensor's elements, in order; () if there are none.
+
+        Args:
+            names: All names of the tensor in the model.
+        """
+        for name in names:
+            for spelling in self._spellings(name):
+                found = (spelling,) if spelling in self._names else self._of_experts(spelling)
+                scales = (f"{part}{end}" for part in found for end in ("_scale_inv", "_scale"))
+                if found and not any(scale in self._names for scale in scales):  # quantized
+                    return found
+        return ()
+
+    def _spellings(self, name: str) -> list[str]:
+        spellings = [name]
+        if self._prefix:
+            bare = name.removeprefix(self._prefix)
+            spellings.append(bare if bare != name else self._prefix + name)
+        others = [s.replace(ours, theirs) for s in spellings for ours, theirs in _BLOCKS]
+        return spellings + [other for other in others if other not in spellings]
+
+    def _of_experts(self, name: str) -> tuple[str, ...]:
+        block, _, leaf = name.rpartition(".")
+        for family in _PARTS.get(leaf, ()):
+            columns = [self._experts.get((block, part), []) for part in family]
+            if columns[0] and len({len(column) for column in columns}) == 1:
+                return tuple(name for row in zip(*columns, strict=True) for name in row)
+        return ()
+
+
+class FolderWeights(FileNames):
     """The tensors of `model.safetensors`, or of the files that its index lists.
 
     Args:
@@ -73,16 +122,7 @@ class FolderWeights:
                 f"weights: expected a folder with {ONE_FILE} or {INDEX}; got '{folder}', {there}. "
                 "Save the model with save_pretrained(FOLDER)."
             )
-        self._prefix = f"{prefix}." if prefix else ""
-        experts: dict[tuple[str, str], dict[int, str]] = defaultdict(dict)
-        for name in self._files:
-            if found := _IN_FILES.fullmatch(name):
-                experts[found[1], found[3]][int(found[2])] = name
-        self._experts = {
-            key: [of[n] for n in range(len(of))]
-            for key, of in experts.items()
-            if of.keys() == set(range(len(of)))
-        }
+        super().__init__(self._files, prefix)
 
     def unused(self, model: torch.nn.Module) -> list[str]:
         """The stored tensors that the model lacks, which hints at a wrong configuration."""
@@ -94,37 +134,6 @@ class FolderWeights:
     def missing(self, tensors: Sequence[Sequence[str]]) -> list[str]:
         """The first names of the tensors that the files lack."""
         return [names[0] for names in tensors if not self.parts(names)]
-
-    def parts(self, names: Sequence[str]) -> tuple[str, ...]:
-        """The stored tensors with a tensor's elements, in order; () if there are none.
-
-        Args:
-            names: All names of the tensor in the model.
-        """
-        for name in names:
-            for spelling in self._spellings(name):
-                found = (spelling,) if spelling in self._files else self._of_experts(spelling)
-                scales = (f"{part}{end}" for part in found for end in ("_scale_inv", "_scale"))
-                if found and not any(scale in self._files for scale in scales):  # quantized
-                    return found
-        return ()
-
-    def _spellings(self, name: str) -> list[str]:
-        spellings = [name]
-        if self._prefix and name.startswith(self._prefix):
-            spellings.append(name.removeprefix(self._prefix))
-        elif self._prefix:
-            spellings.append(self._prefix + name)
-        others = [s.replace(ours, theirs) for s in spellings for ours, theirs in _BLOCKS]
-        return spellings + [other for other in others if other not in spellings]
-
-    def _of_experts(self, name: str) -> tuple[str, ...]:
-        block, _, leaf = name.rpartition(".")
-        for family in _PARTS.get(leaf, ()):
-            columns = [self._experts.get((block, part), []) for part in family]
-            if columns[0] and len({len(column) for column in columns}) == 1:
-                return tuple(name for row in zip(*columns, strict=True) for name in row)
-        return ()
 
     def read(
         self, names: Sequence[str], shape: tuple[int, ...], start: int, stop: int
@@ -200,7 +209,7 @@ class FolderWeights:
                     f"{self._files[parts[0]].name} has {coded}, codes that are values only with "
                     "their scales. Load the model with from_pretrained, then call fs.shard."
                 )
-            if not _is_made_of(shape, shapes):
+            if not is_made_of(shape, shapes):
                 more = f" in {len(parts)} parts, the first" if len(parts) > 1 else ""
                 raise ConfigError(
                     f"weights: expected {names[0]} of shape {shape}; "
@@ -220,9 +229,9 @@ class FolderWeights:
             ) from error
 
 
-def _is_made_of(shape: tuple[int, ...], parts: list[tuple[int, ...]]) -> bool:
+def is_made_of(shape: tuple[int, ...], parts: Sequence[tuple[int, ...]]) -> bool:
     """Whether the parts form a tensor: the tensor itself, or rows of experts."""
-    if parts == [shape]:
+    if [*parts] == [shape]:
         return True
     rows = {part[1:] for part in parts}
     return rows == {shape[2:]} and sum(map(math.prod, parts)) == math.prod(shape)

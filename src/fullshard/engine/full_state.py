@@ -59,12 +59,13 @@ def full_state_dict(
     engine.check_params()
     keep = not rank0_only or engine.rank == 0
     whole = {name: _to_cpu(tensor, kind) for name, tensor in whole_params(engine) if keep}
-    if not keep:
-        return {}
-    result = {}
-    for name, value in model.state_dict().items():
-        is_shard = isinstance(value, Guarded)
-        result[name] = whole[value.record.piece.name] if is_shard else _to_cpu(value, kind)
+    result: dict[str, Any] = {}
+    for name, shown in model.state_dict().items():
+        is_changed = isinstance(shown, Guarded) and shown.alias_of is None  # by a hook
+        value = shown.full_tensor() if is_changed else shown
+        if keep:
+            is_shard = isinstance(value, Guarded)
+            result[name] = whole[value.record.piece.name] if is_shard else _to_cpu(value, kind)
     return result
 
 
@@ -125,9 +126,7 @@ def whole_states(model: nn.Module, given: States, *, rank0_only: bool = True) ->
         for key, value in values.items():
             whole = value.full_tensor() if hasattr(value, "full_tensor") else value
             if keeps:
-                is_tensor = isinstance(whole, torch.Tensor)
-                kept = whole.detach().to("cpu", copy=True) if is_tensor else whole
-                states.setdefault(number, {})[key] = kept
+                states.setdefault(number, {})[key] = _to_cpu(whole, None)
     return {**given, "state": states} if keeps else {}
 
 
@@ -303,8 +302,7 @@ def _check_value(name: str, value: Any, like: Any, shape: tuple[int, ...]) -> No
 
 def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
     """The shape of the full tensor, over all axes of the mesh."""
-    record = getattr(tensor, "record", None)
-    return tuple(tensor.shape if record is None else record.shape)
+    return tuple(getattr(tensor, "record", tensor).shape)
 
 
 def _kind(tensor: torch.Tensor) -> str:

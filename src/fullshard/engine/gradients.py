@@ -92,8 +92,9 @@ class Gradients:
         self.transport = transport
         self.home = home
         self.norms = norms
-        self.sync = self.inner = Sync.ALL  # the latter reduces over the shard axis alone
-        self._synced = Sync.ALL  # `sync` at the start of the last backward
+        self.sync = self._outside = self.inner = Sync.ALL  # inner: reduces over the shard axis
+        self._blocks: dict[object, Sync] = {}  # open `no_sync` blocks
+        self.synced = Sync.ALL  # `sync` at the start of the last backward
         self.expects_any = False
         self.divisor = divisor
         self.hook: Hook | None = None  # the user's hook, which reduces instead
@@ -108,24 +109,31 @@ class Gradients:
         # Queues a copy to the host at the first `next`; its buffers are free after the last one.
         self.to_host = _at_once
         self.await_host: Callable[[], None] = lambda: None
+        self.may_leave: Callable[[], bool] = lambda: True  # whether no live graph reads weights
         self.peak_deferred_bytes = 0
 
     @contextmanager
     def no_sync(self, sync: Sync) -> Any:
-        """Context in which backwards do not reduce gradients, or only not over replicas."""
-        before = self.sync
-        self.sync = sync
+        """Context in which backwards do not reduce gradients, or only not over replicas.
+
+        Blocks may end in any order: generators hold them open.
+        """
+        block = object()
+        if not self._blocks:
+            self._outside = self.sync
+        self._blocks[block] = self.sync = sync
         try:
             yield
         finally:
-            self.sync = before
+            del self._blocks[block]
+            self.sync = next(reversed(self._blocks.values()), self._outside)
 
     # ---- during backward
 
     def begin_backward(self, units: Sequence[Unit]) -> list[int]:
         """Ask autograd which gradients will arrive; returns the units that get none."""
         self.norms.mark_changed()
-        self._synced = self.sync
+        self.synced = self.sync
         nothing, total = [], 0
         for unit in units:
             with no_guard():
@@ -137,7 +145,7 @@ class Gradients:
                 nothing.append(unit.plan.index)
         self.expects_any = total > 0
         self.norms.task = graph_task_id() if total else -2
-        kind = _KINDS[self._synced] if total else " without parameters"
+        kind = _KINDS[self.synced] if total else " without parameters"
         self.transport.phase.following = f"a backward{kind}"
         return nothing
 
@@ -151,10 +159,10 @@ class Gradients:
         waiting = unit.waiting
         waiting.append(member)
         if not unit.num_expected or member.is_large or len(waiting) == MOST_WAITING:
-            self._move(unit)
+            self.move(unit)
         return not unit.num_expected
 
-    def _move(self, unit: Unit) -> None:
+    def move(self, unit: Unit) -> None:
         """Move all waiting gradients to the unit's buffer in one call."""
         waiting, unit.waiting = unit.waiting, []
         copied: tuple[list[Any], list[Any]] = [], []
@@ -194,7 +202,7 @@ class Gradients:
         """The buffer that collects the group's gradients, chosen at the first one."""
         if group.collected is not None:
             return group.collected
-        if self._synced is Sync.NONE:
+        if self.synced is Sync.NONE:
             dtype = torch_dtype(group.plan.dtypes.accumulate)
             group.collects = Collects.DEFERRED
             group.collected = group.full.new_zeros(group.plan.layout.numel, dtype=dtype)
@@ -216,7 +224,7 @@ class Gradients:
     def reduce(self, unit: Unit) -> None:
         """Zero the missing gradients of a complete unit, and start to sum over ranks."""
         if unit.waiting:
-            self._move(unit)
+            self.move(unit)
         for group in unit.trained_groups:
             buffer = self._buffer(group)
             if group.collects is not Collects.DEFERRED:
@@ -234,7 +242,7 @@ class Gradients:
         """Receive the reduction in the gradient shards, which frees the gradient slots."""
         assert unit.reduction is not None
         scratch = unit.transport.scratch
-        waits = self._synced is Sync.INNER
+        waits = self.synced is Sync.INNER
         outs: list[torch.Tensor] = []
         for group in unit.trained_groups:
             accumulates = not waits and self._accumulates(group)
@@ -331,10 +339,6 @@ class Gradients:
             self._slots.discard(group.plan.grad_slot)
         group.collects, group.collected = Collects.NOWHERE, None
 
-    def defer(self, unit: Unit) -> None:
-        """Keep the unit's gradients unreduced."""
-        self._move(unit)
-
     def settle(self, units: Sequence[Unit]) -> None:
         """Agree on the touched parameters, set `p.grad`, and cache norms."""
         self._finish_landing()
@@ -359,7 +363,8 @@ class Gradients:
         if self._theirs:
             self._add_to_theirs()
         self.norms.waits = self._has_added = False
-        self.home.leave(settled=True)
+        if self.may_leave():
+            self.home.leave(settled=True)
         self.norms.keep(squares, shown, self._shown.memory)
         if any(self._shown.hooks):
             for member, hooks in zip(members, self._shown.hooks, strict=True):
@@ -412,7 +417,7 @@ class Gradients:
         unit.reduction.sum_into(outs)
         unit.reduction = None
         self._advance()
-        if unit.plan.mesh.replicate > 1 and self.hook is None and self._synced is Sync.ALL:
+        if unit.plan.mesh.replicate > 1 and self.hook is None and self.synced is Sync.ALL:
             # other replicas wait for these sums; as theirs, they end after the next one starts
             sums = map(unit.transport.sum_replicas, outs)
             self._landing += [steps for steps in sums if next(steps, _ENDED) is not _ENDED]

@@ -70,7 +70,8 @@ _LAYERS = """linear bilinear embedding embedding_bag prelu conv1d conv2d conv3d 
 conv_transpose2d conv_transpose3d layer_norm group_norm rms_norm batch_norm instance_norm
 multi_head_attention_forward matmul mm bmm addmm einsum __matmul__ __rmatmul__"""
 _NUMBERS = "sum mean max min amax amin any all count_nonzero std var"
-_ALIASES = frozenset(["data", "detach", "view", "view_as", "reshape", "contiguous"])
+# They return a view of the same elements.
+ALIASES = frozenset(["data", "detach", "view", "view_as", "reshape", "contiguous"])
 _FUSED = "_fused_adam_ _fused_adamw_ _fused_sgd_ _fused_adagrad_"
 
 
@@ -114,11 +115,6 @@ def rule_of(function: Any) -> tuple[Rule, str]:
             rule = Rule.RANDOM
         found = _BY_FUNCTION[function] = (rule, name)
     return found
-
-
-def is_alias(name: str) -> bool:
-    """Whether a function returns a view of the same elements."""
-    return name in _ALIASES
 
 
 def written_by(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:

@@ -119,7 +119,7 @@ def param_spec(names: tuple[str, ...], param: nn.Parameter) -> ParamSpec:
     """
     reason = None
     dtype = str(param.dtype).removeprefix("torch.")
-    if isinstance(param, ShardedParameter):  # sharded before: see compat/recut.py
+    if isinstance(param, ShardedParameter):  # sharded before: see compat/wrapping.py
         return ParamSpec(names, tuple(param.record.piece.shape), DType(dtype), param.requires_grad)
     if type(param) is not nn.Parameter and not is_distributed(param):
         reason = f"a plain nn.Parameter; got {type(param).__name__}"

@@ -134,12 +134,7 @@ class GradientNorms:
             self.mark_changed()
         return self._squares
 
-    def note_write(self, gradient: Any) -> None:
-        """Note that a function writes to a gradient or its alias."""
-        if self._squares is not None and self._knows(gradient):
-            self.mark_changed()
-
-    def _knows(self, gradient: Any) -> bool:
+    def knows(self, gradient: Any) -> bool:
         """Whether the cache has this gradient, or the one that it aliases (`.data`)."""
         source = gradient.alias_of
         return id(gradient if source is None else source) in self._shown
@@ -153,7 +148,7 @@ class GradientNorms:
             others: Further arguments of the function.
         """
         squares = self._known()
-        if squares is None or not self._knows(gradient):
+        if squares is None or not self.knows(gradient):
             return None
         is_number = not any(isinstance(other, torch.Tensor) for other in others)
         if not is_number or tuple(others) != _SQUARED.get(name, ()):
@@ -326,8 +321,9 @@ class GradientNorms:
                 found = _table(self.transport, said[wrong])
             raise EngineError(
                 f"{asked}: expected as many {wrong} on every rank; {found}. Every rank must make "
-                "each backward, optimizer.step(), zero_grad(), clipping and load_state_dict(), and "
-                "freeze the same parameters. Without a loss take zero; evaluate under no_grad()."
+                "each backward, optimizer.step(), zero_grad() (with one set_to_none), clipping and "
+                "load_state_dict(), and freeze the same parameters. Without a loss take zero; "
+                "evaluate under no_grad()."
             )
 
     def read(self, values: torch.Tensor, check: Callable[[torch.Tensor], None]) -> None:
@@ -392,7 +388,7 @@ class GradientNorms:
 
         A collective unless the cache knows them (2-norms of unchanged gradients).
         """
-        if order == 2.0 and self._known() is not None and all(map(self._knows, shards)):
+        if order == 2.0 and self._known() is not None and all(map(self.knows, shards)):
             return self._squares_of(shards)
         powers = local_powers([shard.to_local() for shard in shards], order, self._device)
         if not any(shard.record.is_cut for shard in shards):

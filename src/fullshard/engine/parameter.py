@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from fullshard.engine._torch_compat import call_outside_compile, no_guard, storage_use_count
-from fullshard.engine.guard import Rule, is_alias, misfit, norm_order, refusal, rule_of, written_by
+from fullshard.engine.guard import ALIASES, Rule, misfit, norm_order, refusal, rule_of, written_by
 from fullshard.engine.norms import TOLD_BY_SQUARES, GradientNorms, Known, by_model, norms_of
 from fullshard.engine.record import ShardRecord
 from fullshard.errors import EngineError, ShardedTensorError
@@ -391,7 +391,8 @@ def _note_writes(written: Sequence[Any], *, counts: bool = True) -> None:
             shard.known = None
             if shard.alias_of is not None:
                 shard.alias_of.known = None
-            shard.record.norms.note_write(shard)
+            if shard.record.norms.knows(shard):
+                shard.record.norms.mark_changed()
         elif any(
             isinstance(x, ShardedParameter) for x in (shard, getattr(shard, "alias_of", None))
         ):
@@ -501,8 +502,7 @@ def _replace(func: Any, _name: str, _like: Any, args: Any, _kwargs: dict[str, An
 
 def _is_mask(args: Sequence[Any]) -> bool:
     """Whether this is x[mask] = number with a mask that was computed from shards."""
-    _, index, value = args
-    return isinstance(index, Guarded) and not isinstance(value, torch.Tensor)
+    return isinstance(args[1], Guarded) and not isinstance(args[2], torch.Tensor)
 
 
 def _refuse_other_ranges(name: str, like: Any, operands: Sequence[Any]) -> None:
@@ -580,7 +580,7 @@ def _as_shard(result: Any, like: Any, name: str) -> Any:
     with no_guard():
         shard: Any = result.as_subclass(kind)
     shard.record = like.record
-    if is_alias(name):
+    if name in ALIASES:
         source = like.alias_of
         shard.alias_of = like if source is None else source  # writes to it are writes to that
     return shard

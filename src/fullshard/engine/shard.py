@@ -40,8 +40,7 @@ from fullshard.planner.plan import Plan, make_plan, units_of
 from fullshard.planner.spec import matches
 from fullshard.planner.units import UnitSettings
 from fullshard.transport.base import Transport, home_of
-from fullshard.transport.groups import own_group, tell_everyone
-from fullshard.transport.select import make_transport, resolve_transport
+from fullshard.transport.groups import make_transport, own_group, resolve_transport, tell_everyone
 
 logger = logging.getLogger(__name__)
 

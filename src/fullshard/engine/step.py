@@ -171,7 +171,9 @@ class Runtime:
         self._num_writes = 0  # into shards, that were looked at
         self._replaced: dict[int, Undo] = {}  # kept views of weights, replaced by copies
         self._copies: list[tuple[torch.Tensor, int, str]] = []  # copies returned in the last step
-        self._uses: WeakSet[Use] = WeakSet()  # alive, until `agreed`
+        self._uses: WeakSet[Use] = WeakSet()  # of live graphs; after `agreed` the outermost alone
+        self._retains = False  # the last backward kept its graph
+        gradients.may_leave = self._may_leave
 
     # ---- forward
 
@@ -218,8 +220,6 @@ class Runtime:
         self._current[index] = use
         use.num_holders = None if torch.is_grad_enabled() else unit.num_holders()
         unit.swap_in()
-        if not self.agreed:  # a new order must not take the slots of a live graph
-            self._uses.add(use)
         if not self.observed.done and use.generation == self.observed.generation:
             self.observed.forward.append(index)
 
@@ -253,12 +253,15 @@ class Runtime:
             unit.find_views(self.units, use.num_holders)
         tensors = chain(tensors, in_attributes)
         training = torch.is_grad_enabled() and self.watch(index, tensors, is_inner=False)
+        if training and not (self._stack and self.agreed):  # a new order takes the slots of each
+            self._uses.add(use)
         try:
             unit.check_writes()
         finally:
             self._run(self.scheduler.leave_forward(index, training=training))
             if not training and not self._stack:
-                self.gradients.home.leave(settled=False)
+                if self._may_leave():
+                    self.gradients.home.leave(settled=False)
                 if index == 0 and not torch.is_grad_enabled():
                     self._compare_gathers()
         return output
@@ -341,6 +344,8 @@ class Runtime:
         self._begin_hooks = [None] * len(self.units)
         for hook in self._node_hooks:
             hook.call(None)
+        if not self.awaits_backward():  # no live graph can share casts with this forward's
+            torch.clear_autocast_cache()
         if self._copies:
             self._check_copies()
         self.before_step()
@@ -363,6 +368,10 @@ class Runtime:
     def awaits_backward(self) -> bool:
         """Whether there is a live graph whose backward has not begun."""
         return any(use.task == -1 for use in self._uses)
+
+    def _may_leave(self) -> bool:
+        """Whether no live graph will read weights, so that other ranks may write shared ones."""
+        return not (self._retains or self.awaits_backward())
 
     # ---- backward
 
@@ -436,9 +445,9 @@ class Runtime:
         home, sync = self.gradients.home, self.gradients.sync
         stale = home.num_writes != self._num_writes and not self._stack  # p.data.mul_() since then
         self._num_writes = home.num_writes
-        reduce, retains = self.gradients.expects_any, keeps_graph()
+        reduce, self._retains = self.gradients.expects_any, keeps_graph()
         self.scheduler.begin_backward(
-            nothing, sync=sync, retains=retains, stale=stale, reduce=reduce
+            nothing, sync=sync, retains=self._retains, stale=stale, reduce=reduce
         )
         end = partial(self._end_backward)
         self._end = ref(end, self._close_backward)
@@ -459,7 +468,7 @@ class Runtime:
                 f"{member.piece.name}: its gradient came while the slot of {unit.plan.title} held "
                 "another unit, so it was computed from wrong weights. A tensor made inside the "
                 "unit left it unseen; return it from the unit's forward, or make the unit larger. "
-                "torch.autocast keeps casts of weights: enter it anew for each step."
+                "torch.autocast keeps casts of weights: enter it anew for each forward."
             )
         if self.gradients.collect(unit, member):
             self._run(self.scheduler.complete(unit.index))
@@ -467,14 +476,13 @@ class Runtime:
     def _end_backward(self) -> None:
         reduce = self.gradients.expects_any
         self._run(self.scheduler.end_backward())
-        if self.gradients.sync is not Sync.ALL:
+        synced = self.gradients.synced is Sync.ALL
+        if not synced:
             self.gradients.show_pending(self.units)
         self._close_backward()
         self._task = self._recomputed = self._inner = -1
         self._end = _nothing
-        if (
-            reduce and self.gradients.sync is Sync.ALL
-        ):  # made by all ranks; ranks may differ in deferred ones
+        if reduce and synced:  # made by all ranks; ranks may differ in deferred ones
             self.observed.done = self.observed.done or bool(self.observed.backward)
             self.step += 1
 
@@ -519,8 +527,7 @@ def _enter_after_hooks(begin: Callable[[Any], None], use: Use) -> None:
     """
     if use.task == graph_task_id():  # the common case
         return
-    node = current_node()
-    number = node._sequence_nr()
+    number = (node := current_node())._sequence_nr()
     if number not in use.hooked:
         use.hooked.add(number)
         node.register_prehook(begin)
@@ -565,7 +572,7 @@ class Actions:
             EventKind.RELEASE: self._release,
             EventKind.REDUCE: lambda event: gradients.reduce(units[event.unit]),
             EventKind.ACCUMULATE: lambda event: gradients.accumulate(units[event.unit]),
-            EventKind.DEFER: lambda event: gradients.defer(units[event.unit]),
+            EventKind.DEFER: lambda event: gradients.move(units[event.unit]),
             EventKind.SETTLE: lambda _: gradients.settle(units),
         }
 

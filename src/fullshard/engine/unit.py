@@ -322,13 +322,14 @@ class Versions:
         self._views |= {weakref.ref(view): (self._closed[type(view)], type(view)) for view in views}
 
     def see_writes(self) -> None:
-        """Refuse graphs from before the last writes into shards. Outside of the guard."""
+        """Refuse graphs and autocast's casts from before the last writes. Outside of the guard."""
         written = [shard._version for shard in self._shards]
         if written != self._written:
             wrote = [new != old for new, old in zip(written, self._written, strict=True)]
             self._written = written
             self._expect([at + is_new for at, is_new in zip(self._expected, wrote, strict=True)])
             self._restore()
+            torch.clear_autocast_cache()  # one torch.autocast may be around several steps
 
     def unexpected(self) -> set[int]:
         """Ids of the compute parameters that a forward wrote into, each reported once."""
@@ -475,9 +476,8 @@ class Unit:
     def name_at(self, kept: Any) -> str:
         """The name of the parameter whose memory a tensor shares."""
         at = getattr(kept, "_local_tensor", kept).data_ptr()
-        views = ((m, start, start + view.nbytes) for m, view, start in self._bound)
-        names = (clean_name(m.piece.name) for m, start, stop in views if start <= at < stop)
-        return next(names, self.plan.title)
+        found = (m for m, view, start in self._bound if 0 <= at - start < view.nbytes)
+        return next((clean_name(m.piece.name) for m in found), self.plan.title)
 
     def swap_in(self) -> None:
         """Show the compute parameters in the modules. Calls are counted, since they nest."""

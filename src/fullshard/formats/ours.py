@@ -16,10 +16,9 @@ import xxhash
 
 from fullshard.checkpoint.commit import ALONE, Documents
 from fullshard.checkpoint.files import Piece
-from fullshard.checkpoint.format import STATE, Kind, key_of, name_in_file
+from fullshard.checkpoint.format import STATE, Kind, decode, key_of, name_in_file
 from fullshard.checkpoint.read import Checkpoint
 from fullshard.checkpoint.retain import Found
-from fullshard.checkpoint.values import decode
 from fullshard.engine.state import DTYPE_NAMES, DTYPES, as_bytes
 from fullshard.errors import CheckpointError, untrusted
 from fullshard.formats.source import (

@@ -202,7 +202,7 @@ def measure(ranks: int) -> dict[str, Any]:
     from fullshard.engine.homes import default_device
     from fullshard.planner.mesh import Mesh
     from fullshard.planner.slots import Ring
-    from fullshard.transport.select import make_transport, resolve_transport
+    from fullshard.transport.groups import make_transport, resolve_transport
 
     device = default_device()
     config, mesh = ShardConfig(), Mesh(1, ranks)

@@ -2,7 +2,6 @@
 
 failure_<k>.json    why rank k failed, written by the rank itself
 stacks_<k>.txt      stacks of rank k, written on SIGUSR2
-events_<k>          last events of rank k's engine; memory-mapped, so the file outlives the rank
 log_<k>             link to logs/rank_<k>.log
 hang.json           why all ranks were ended, written by the rank whose watchdog judged
 ending              exists once a rank has failed: the others need not explain their end
@@ -157,10 +156,6 @@ class LaunchFolder:
     def stacks(self, rank: int) -> Path:
         """The rank's stacks, where the launcher asked for them."""
         return self.path / f"stacks_{rank}.txt"
-
-    def events(self, rank: int) -> Path:
-        """The last events of the rank's engine."""
-        return self.path / f"events_{rank}"
 
     def log(self, rank: int) -> Path:
         """The rank's log."""

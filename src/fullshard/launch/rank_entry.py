@@ -29,9 +29,15 @@ from fullshard.config.environment import LaunchEnvironment, read_launch_environm
 from fullshard.config.values import Strategy
 from fullshard.errors import ConfigError, FullshardError, show_log, write_anything
 from fullshard.launch import fork_server
-from fullshard.launch.exit_codes import ExitCode, as_ours
+from fullshard.launch.exit_codes import (
+    SAVE_SIGNALS,
+    ExitCode,
+    as_ours,
+    die_with_parent,
+    handled,
+    raise_stopped,
+)
 from fullshard.launch.failure import LaunchFolder, RankFailure
-from fullshard.launch.signals import SAVE_SIGNALS, die_with_parent, handled, raise_stopped
 from fullshard.observe.hang import watchdog
 from fullshard.observe.hang.judge import Verdict
 
@@ -162,8 +168,7 @@ def _say_unsharded(file: Path) -> None:
 
 def _watch(launch: LaunchEnvironment, folder: LaunchFolder) -> None:
     """Starts the watchdog, which waits for a process group."""
-    kept = folder.events(launch.rank)
-    dog = watchdog.start(launch, stacks_file=folder.stacks, kept_file=kept)
+    dog = watchdog.start(launch, stacks_file=folder.stacks)
     if dog is None:
         return
 

@@ -1,12 +1,21 @@
 """Starts supervised ranks on this machine; commands use it when torchrun does not start them.
 
-    launcher --- rank 0   terminal and logs/rank_0.log (see relay)
+    launcher --- rank 0   terminal and logs/rank_0.log (see Relay)
         |------- rank 1   logs/rank_1.log
         `------- ...      each `python -m MODULE ARGUMENTS` inside rank_entry's frame
 
 Every rank leads its own process group in the launcher's session. Ctrl-C reaches only the launcher,
 which forwards it once. Ending a rank ends the processes that it forked. The kernel kills the ranks
 when the launcher dies for any reason.
+
+[Note: the output of rank 0]
+It goes to the user's terminal and, cleaned, into its log:
+
+    rank 0  --stdout, stderr-->  pty, or a pipe where ours is none  -->  our stdout, stderr
+                                                                    `->  logs/rank_0.log
+
+With a pty the rank sees a terminal of the right size, so progress bars work. The log gets the final
+text: no colours, no overwritten lines.
 """
 
 from __future__ import annotations
@@ -16,29 +25,151 @@ import ctypes
 import fcntl
 import gc
 import os
+import re
+import select
+import selectors
 import shutil
 import socket
 import subprocess
 import sys
 import tempfile
+import termios
 import textwrap
+import threading
 import time
+import tty
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import BinaryIO
 
 from fullshard.config import host_memory
 from fullshard.config.environment import LaunchEnvironment, Launcher, current_variables
 from fullshard.errors import ConfigError
+from fullshard.launch.exit_codes import caught_stop_signals
 from fullshard.launch.failure import LaunchFolder
 from fullshard.launch.fork_server import ForkServer
-from fullshard.launch.relay import Relay
 from fullshard.launch.rendezvous import LOOPBACK, LaunchStore
-from fullshard.launch.signals import caught_stop_signals
 from fullshard.launch.supervise import LaunchResult, RankProcess, Supervisor
 from fullshard.observe.hang import watchdog
+
+_ESCAPES = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\^_])")
+_CHUNK_BYTES = 65536
+_RESIZE_S = 0.5
+_LONGEST_LINE = 1 << 20  # a longer one is cut
+
+
+class LineCleaner:
+    """Turns a stream for terminals into lines for a file."""
+
+    def __init__(self) -> None:
+        self._rest = bytearray()
+
+    def feed(self, data: bytes) -> bytes:
+        """The lines that `data` completes, as they looked when they were complete."""
+        *ended, rest = data.split(b"\n")
+        done = bytearray()
+        for end in ended:
+            self._rest += end
+            done += self._line()
+        self._rest += rest
+        return bytes(done + self._line() if len(self._rest) > _LONGEST_LINE else done)
+
+    def finish(self) -> bytes:
+        """What is left of a line without an end."""
+        line = self._line()
+        return b"" if line == b"\n" else line
+
+    def _line(self) -> bytes:
+        plain = _ESCAPES.sub(b"", self._rest).rstrip(b"\r")
+        self._rest.clear()
+        return bytes(plain.rpartition(b"\r")[2]) + b"\n"
+
+
+class Relay:
+    """One rank's output on its way. Lives as long as the launch; `close` after the rank's end."""
+
+    def __init__(self, log: Path) -> None:
+        self._log: BinaryIO = log.open("ab", buffering=0)
+        self._targets: dict[int, int] = {}  # our reading end -> where it goes
+        self._terminal: tuple[int, int] | None = None  # the pty's controlling end, our terminal
+        self.muted = threading.Event()  # set: something more important is shown from now on
+        self.stdout_fd = self._open(1)
+        self.stderr_fd = self._open(2)
+        self._thread = threading.Thread(target=self._copy, name="relay of rank 0", daemon=True)
+
+    def start(self) -> None:
+        """Begin to copy; call it once the rank holds its ends."""
+        for fd in {self.stdout_fd, self.stderr_fd}:
+            os.close(fd)  # else no end of file would ever come
+        self._thread.start()
+
+    def close(self, timeout_s: float = 2.0) -> None:
+        """Wait until everything has been copied."""
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+            return
+        self._log.close()  # no rank was started
+        for fd in {self.stdout_fd, self.stderr_fd, *self._targets}:
+            os.close(fd)
+
+    def _open(self, target: int) -> int:
+        """The rank's end of a new way to one of our streams; both share one pty, and its order."""
+        if not os.isatty(target):
+            reading, writing = os.pipe()
+            self._targets[reading] = target
+            return writing
+        if self._terminal is not None:
+            return self.stdout_fd
+        reading, writing = os.openpty()
+        tty.setraw(writing)  # our own terminal turns \n into \r\n already
+        self._terminal = reading, target
+        self._resize()
+        self._targets[reading] = target
+        return writing
+
+    def _resize(self) -> None:
+        if self._terminal is not None:
+            pty, terminal = self._terminal
+            with contextlib.suppress(termios.error):
+                termios.tcsetwinsize(pty, termios.tcgetwinsize(terminal))
+
+    def _copy(self) -> None:
+        cleaners = {fd: LineCleaner() for fd in self._targets}
+        with selectors.DefaultSelector() as selector, self._log:
+            for fd in self._targets:
+                selector.register(fd, selectors.EVENT_READ)
+            while selector.get_map():
+                self._resize()
+                for key, _ in selector.select(_RESIZE_S):
+                    data = _read(key.fd)
+                    self._log.write(cleaners[key.fd].feed(data))
+                    if data:
+                        self._show(key.fd, data)
+                        continue
+                    self._log.write(cleaners[key.fd].finish())
+                    selector.unregister(key.fd)
+                    os.close(key.fd)
+
+    def _show(self, fd: int, data: bytes) -> None:
+        while data and not self.muted.is_set():
+            try:
+                data = data[os.write(self._targets[fd], data) :]
+            except BlockingIOError:  # another program made our stream non-blocking
+                select.select([], [self._targets[fd]], [], _RESIZE_S)
+            except OSError:  # the reader is gone; the run and its log continue
+                self.muted.set()
+
+
+def _read(fd: int) -> bytes:
+    """Like os.read; the end of a pty, which Linux calls an error, is an end of file."""
+    try:
+        return os.read(fd, _CHUNK_BYTES)
+    except OSError:
+        return b""
+
 
 ENTRY = "fullshard.launch.rank_entry"
 PREFIX = "fullshard-launch-"  # of the private folder in TMPDIR
@@ -165,6 +296,8 @@ def print_failure(launch: LocalLaunch, result: LaunchResult) -> None:
         cause.text,
         f"Its log: {launch.log(cause.rank)}",
     ]
+    for rank in result.ended:  # the cause may have waited for it
+        lines.append(f"Before it, rank {rank} ended with exit code 0.")
     for other in result.others:
         if (other.type, other.message) != (cause.type, cause.message):
             summary = textwrap.shorten(other.message, 160)

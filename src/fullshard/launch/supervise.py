@@ -28,7 +28,6 @@ from fullshard.launch.exit_codes import ExitCode, describe_status, exit_code_of_
 from fullshard.launch.failure import LaunchFolder, RankFailure, first_cause
 from fullshard.launch.fork_server import Adopted
 from fullshard.launch.rank_entry import STACKS_SIGNAL
-from fullshard.observe.trace import read_kept
 
 POLL_S = 0.05
 REPORT_S = 1.0  # after the first failure: another rank may still report the cause
@@ -38,7 +37,6 @@ INTERRUPT_S = 10.0  # after Ctrl-C
 PREEMPT_S = 30.0  # after SIGTERM: schedulers usually wait this long, enough to save
 LOG_LINES = 20
 LOG_BYTES = 65_536
-EVENTS = 8
 
 
 @dataclass
@@ -87,11 +85,13 @@ class LaunchResult:
         exit_code: Typed exit code; 0 if every rank succeeded.
         failure: The first cause; None if nothing failed or a signal ended the launch.
         others: Further failures.
+        ended: Ranks that had ended without a failure before.
     """
 
     exit_code: int
     failure: RankFailure | None = None
     others: tuple[RankFailure, ...] = ()
+    ended: tuple[int, ...] = ()
 
 
 @dataclass(kw_only=True)
@@ -146,12 +146,10 @@ class Supervisor:
             rank.reap()
 
     def _fail(self) -> LaunchResult:
+        """Ends the ranks and finds the first failure."""
+        before = tuple(rank.rank for rank in self.ranks if rank.status == 0)
         self.on_failure()
         self._wait(REPORT_S)
-        return self._explain()
-
-    def _explain(self) -> LaunchResult:
-        """Ends the ranks and finds the first failure."""
         ended = {rank.rank for rank in self.ranks if rank.poll()}
         self.end_all()
         hang = RankFailure.read(self.folder.hang)
@@ -162,7 +160,7 @@ class Supervisor:
         failures = [self._failure_of(rank) for rank in failed]
         cause = first_cause(failures)
         others = tuple(failure for failure in failures if failure is not cause)
-        return LaunchResult(cause.exit_code, self._with_positions(cause), others)
+        return LaunchResult(cause.exit_code, self._with_positions(cause), others, before)
 
     def _with_positions(self, failure: RankFailure) -> RankFailure:
         """Adds the positions of all ranks to a death without a report; writes hang.txt too."""
@@ -182,18 +180,14 @@ class Supervisor:
         if report is not None:
             return report
         status = rank.status or 0
-        no_memory = status == -signal.SIGKILL and self._memory.ran_out()
         message = f"rank {rank.rank}: expected to reach its end, but it {describe_status(status)}"
-        if no_memory:
+        kind, code = ("RankExit", status) if status > 0 else ("HangError", int(ExitCode.HANG))
+        if status == -signal.SIGKILL and self._memory.ran_out():
+            kind, code = "OutOfMemoryError", int(ExitCode.OUT_OF_MEMORY)
             message += f" because memory ran out: the processes need more than {limit()}. {CURE}"
         message += "."
         if tail := _last_lines(rank.log):
             message += "\nThe last lines of its log:\n  " + "\n  ".join(tail)
-        if events := read_kept(self.folder.events(rank.rank))[-EVENTS:]:
-            message += f"\nIts last events: {'; '.join(events)}"
-        kind, code = ("RankExit", status) if status > 0 else ("HangError", int(ExitCode.HANG))
-        if no_memory:
-            kind, code = "OutOfMemoryError", int(ExitCode.OUT_OF_MEMORY)
         return RankFailure(rank.rank, kind, message, code, "", rank.ended_s)
 
     def _stop(self, caught: list[int]) -> LaunchResult:

@@ -204,6 +204,6 @@ def _environment() -> Environment:
         "place": "{:.1f}".format,
         "count": "{:,.0f}".format,
         "duration": duration,
-        "axes": lambda plan: axes_of(plan.mesh, getattr(plan, "units", ())),  # XLA's has no units
+        "axes": axes_of,
     }
     return environment

@@ -1,4 +1,4 @@
-"""Pages that need no network: `report.html` about a run, and a comparison of runs.
+"""Pages that need no network: `report.html` about a run, a comparison of runs, a plan's page.
 
 The report is drawn from the files in the run's folder: run.json, metrics.jsonl, saves.jsonl,
 machine-N.jsonl, samples.jsonl, plan.json, config.yaml and sample.txt. Missing files are left out,
@@ -11,7 +11,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -33,11 +33,14 @@ from fullshard.observe.chart import (
     table_of,
     write_page,
 )
-from fullshard.observe.machine import read_machine
-from fullshard.observe.metrics import SAMPLES, SAVES, read_rows
+from fullshard.observe.metrics import SAMPLES, SAVES, read_machine, read_rows
+from fullshard.outlook.player import Bar, Lane, held_over_time
+from fullshard.outlook.predict import Outlook
+from fullshard.outlook.search import Study
 from fullshard.planner.arrays import ArraysPlan
 from fullshard.planner.plan import Plan
 from fullshard.planner.text import check_version, human_bytes, like_neighbours
+from fullshard.planner.tracing import TensorKind
 
 logger = logging.getLogger(__name__)
 
@@ -431,3 +434,96 @@ def _plan(path: Path) -> Plan | ArraysPlan | None:
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         logger.warning("%s is left out: %s", path, error)
         return None
+
+
+# ---- the page of a plan --------------------------------------------------------------------------
+
+
+WIDTH, ROW_HEIGHT, TOP, LEFT, RIGHT = 1200.0, 34.0, 10.0, 80.0, 14.0
+
+
+def write_plan_page(study: Study, strategies: Sequence[Outlook], target: Path) -> Path:
+    """Writes the page of a configuration.
+
+    Args:
+        study: Plan, forecast, advice and scaling of the configuration.
+        strategies: Forecasts of the other strategies.
+        target: File to write.
+
+    Raises:
+        ConfigError: The file cannot be written.
+    """
+    outlook = study.outlook
+    bars, phases = outlook.bars(), outlook.phases(study.storage)
+    page = render(
+        "plan.html.j2",
+        study=study,
+        outlook=outlook,
+        plan=outlook.plan,
+        phases=phases,
+        places=[n for n in ("device", "host", "disk") if any(getattr(p, n) for p in phases)],
+        checkpoint_bytes=outlook.plan.checkpoint_bytes,
+        strategies=strategies,
+        data=_plan_charts(study, bars),
+        schedule=_schedule(outlook, bars),
+        live=False,
+    )
+    return write_page(target, page)
+
+
+def _plan_charts(study: Study, bars: Sequence[Bar]) -> dict[str, Any]:
+    """Allocated memory during a micro-batch, stacked by kind, and efficiency over ranks."""
+    rows, moments = study.outlook.rows, held_over_time(study.outlook.rows, bars)
+    unit, scale = _time_unit(moments[-1].time_s) if moments else ("", 1.0)
+    state = [row for row in rows if row.name not in list(TensorKind)]
+    largest = sorted(state, key=lambda row: -row.num_bytes)[:3]
+    kept = {row.name: row.num_bytes for row in largest}
+    kept["other state"] = sum(row.num_bytes for row in state if row not in largest)
+    memory = [{unit: scale * one.time_s, **kept, **one.held} for one in moments]
+    layers = [*kept, *TensorKind]
+    names = [name for name in layers if any(one[name] for one in memory)]
+    lines = [Line(name, "memory", name, at) for at, name in enumerate(names, 1)]
+    scaling = [{"ranks": one.world_size, "efficiency": one.efficiency} for one in study.scaling]
+    title, efficiency = "Memory during a micro-batch", Line("efficiency", "scaling", "efficiency")
+    charts = (
+        Chart(title, "bytes", lines, x=unit, is_wide=True, is_stacked=True),
+        Chart(
+            "Efficiency over ranks, at constant work per rank",
+            "%",
+            [replace(efficiency, style="dots", scale=100)],
+            x="ranks",
+            is_wide=True,
+            log2_x=True,
+        ),
+    )
+    return drawn({"memory": table_of(memory), "scaling": table_of(scaling)}, charts)
+
+
+def _schedule(outlook: Outlook, bars: Sequence[Bar]) -> str:
+    """One lane for each stream of work, with one bar for each unit."""
+    end_s = max((bar.end_s for bar in bars), default=0.0)
+    if not end_s:
+        return ""
+    lanes = {lane: [bar for bar in bars if bar.lane is lane] for lane in Lane}
+    unit, scale = _time_unit(end_s)
+    return render(
+        "schedule.svg.j2",
+        lanes=[
+            (lane, [bar for bar in own if bar.end_s > bar.start_s])
+            for lane, own in lanes.items()
+            if own
+        ],
+        units=outlook.plan.units,
+        x=lambda time_s: LEFT + time_s / end_s * (WIDTH - LEFT - RIGHT),
+        top=TOP,
+        row_height=ROW_HEIGHT,
+        width=WIDTH,
+        end_s=end_s,
+        unit=unit,
+        scale=scale,
+    )
+
+
+def _time_unit(end_s: float) -> tuple[str, float]:
+    """Unit of a time axis of this length, and units per second."""
+    return ("seconds", 1.0) if end_s >= 2 else ("milliseconds", 1000.0)

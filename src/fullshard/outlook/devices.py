@@ -10,7 +10,7 @@ share of the peak on devices of that maker. Link speeds are in one direction.
     ^ how many     ^ name ^ which variant
 
 [Note: a file of devices]
-Devices that are missing from the table, or that have other numbers:
+The table, devices.yaml, and the files of users have this form:
 
     MI400:                   # the name in --gpus: 8xMI400
       memory_gib: 402        # usable by a framework
@@ -25,14 +25,16 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, cast
 
-from fullshard.config.fields import Count, Number
+import yaml
+
+from fullshard.config.fields import Count, Flag, Number, Section
 from fullshard.config.files import read_file
 from fullshard.config.problems import ConfigProblems, Problem, show
-from fullshard.config.section import Section
 
 TERA = 1e12
 GIGA = 1e9
@@ -73,78 +75,6 @@ class Device:
         return self.name[:2] in ("H1", "H2", "H8", "GH")
 
 
-def _gpu(
-    name: str,
-    tflops: tuple[float, float],
-    memory: tuple[float, float],
-    wires: tuple[float, float],
-    domain: int = 8,
-    sold: Mapping[int, int] | None = None,
-) -> Device:
-    peak, matmul = tflops
-    bandwidth, gib = memory
-    link, fabric = wires
-    speeds = peak * TERA, matmul * TERA, bandwidth * TERA
-    return Device(name, *speeds, gib, link * GIGA, fabric * GIGA, domain, sold=sold or {})
-
-
-def _tpu(
-    name: str, tflops: float, memory: tuple[float, float], link: float, pod: int = 256
-) -> Device:
-    return replace(_gpu(name, (tflops, tflops), memory, (link, 3), pod), is_tpu=True)
-
-
-# (peak, measured) TFLOPS, (TB/s, usable GiB), (link, fabric) GB/s. Sources: ml-engineering's
-# measured matmul maxima and vendors' sheets; docs.cloud.google.com/tpu for TPUs.
-_H100_SOLD = {80: 81559, 64: 65247, 94: 95830, 96: 97871}
-DEVICES = {
-    device.name: device
-    for device in (
-        _gpu("V100", (125, 105), (0.90, 31.7), (150, 12.5), sold={32: 32768, 16: 16384}),
-        _gpu("A100-40", (312, 271.2), (1.555, 39.4), (300, 12.5)),
-        _gpu("A100", (312, 271.2), (2.039, 79.1), (300, 12.5), sold={80: 81920, 40: 40960}),
-        _gpu("A800", (312, 271.2), (2.039, 79.1), (200, 25)),
-        _gpu("H100-PCIE", (756, 600), (2.0, 79.1), (63, 25)),
-        _gpu("H100-96", (989, 740), (2.4, 95.04), (450, 50)),
-        _gpu("H100", (989, 794.5), (3.35, 79.1), (450, 50), sold=_H100_SOLD),
-        _gpu("H800", (989, 794.5), (3.35, 79.1), (200, 50), sold={80: 81559}),
-        _gpu("H200", (989, 794.5), (4.8, 139.8), (450, 50), sold={141: 143771}),
-        _gpu("GH200", (989, 828.6), (4.0, 94.5), (450, 50), sold={96: 97871, 144: 147456}),
-        _gpu("B200", (2250, 1745), (8.0, 178.4), (900, 50), sold={180: 183359, 192: 183359}),
-        _gpu("GB200", (2500, 1822), (8.0, 184.3), (900, 50), 72),
-        _gpu("GB300", (2500, 1822), (8.0, 275), (900, 100), 72),
-        _gpu("B300", (2250, 1769), (8.0, 268), (900, 100)),
-        _gpu("A10G", (70, 60), (0.60, 22.1), (12, 3), sold={24: 23028}),
-        _gpu("A10", (125, 62), (0.60, 22.1), (12, 3), sold={24: 23028}),
-        _gpu("L4", (121, 60), (0.30, 22.1), (12, 3), sold={24: 23034}),
-        _gpu("L40S", (362, 250), (0.864, 44.5), (25, 12.5), sold={48: 46068}),
-        _gpu("L40", (181, 150), (0.864, 44.5), (25, 12.5), sold={48: 46068}),
-        _gpu("A6000", (154.8, 120), (0.768, 47.5), (25, 12.5), sold={48: 49140}),
-        _gpu("RTX 3090", (71, 66), (0.936, 23.6), (7, 3), sold={24: 24576}),
-        _gpu("RTX 4090", (165.2, 155), (1.008, 23.6), (10, 3), sold={24: 24564}),
-        _gpu("RTX 5090", (209.5, 190), (1.79, 31.3), (20, 3), sold={32: 32607}),
-        _gpu("TITAN RTX", (130, 90), (0.672, 23.6), (10, 3)),
-        _gpu("T4", (65, 40), (0.32, 14.7), (10, 3), sold={16: 15360}),
-        _gpu("MI210", (181, 130), (1.6, 63.9), (150, 25)),
-        # One of its two dies, since a rank uses one.
-        _gpu("MI250", (181, 130), (1.6, 63.9), (150, 25)),
-        _gpu("MI250X", (181, 130), (1.6, 63.9), (150, 25), sold={64: 65520}),
-        _gpu("MI300X", (1307, 668.4), (5.3, 191.5), (336, 50), sold={192: 196592}),
-        _gpu("MI325X", (1307, 784.9), (6.0, 255.5), (336, 50), sold={256: 262128}),
-        _gpu("MI355X", (2500, 1565), (8.0, 287.5), (400, 50), sold={288: 294896}),
-        _gpu("GAUDI2", (432, 400), (2.46, 94.6), (150, 37.5)),
-        _gpu("GAUDI3", (1835, 1400), (3.7, 126), (300, 75)),
-        _tpu("TPU v2", 46, (0.70, 15.5), 120, 512),
-        _tpu("TPU v3", 123, (0.90, 31), 160, 1024),
-        _tpu("TPU v4", 275, (1.20, 31), 270, 4096),
-        _tpu("TPU v5e", 197, (0.82, 15.5), 200),
-        _tpu("TPU v5p", 459, (2.765, 94), 600, 8960),
-        _tpu("TPU v6e", 918, (1.638, 31), 400),
-        _tpu("TPU7x", 2307, (7.4, 188), 600, 9216),  # a chip, of two devices
-    )
-}  # fmt: skip
-
-
 def find_device(text: str, memory_gb: float | None = None) -> Device:
     """Returns the device that a text names, in the variant with that memory.
 
@@ -172,14 +102,6 @@ def _variant(device: Device, plain: str, memory_gb: float | None) -> Device:
 
 
 # ---- names of a machine's GPUs -------------------------------------------------------------------
-
-MIB = 1 << 20
-
-GPU_MEMORY = {
-    name.replace(" ", ""): {gb: mib * MIB for gb, mib in device.sold.items()}
-    for name, device in DEVICES.items()
-    if device.sold
-}
 
 _FORM = re.compile(
     r"(?:(?P<count>\d+)\s*[x*]\s*)?"
@@ -284,6 +206,20 @@ class DeviceEntry(Section):
     domain: Count = 8
     """Number of devices that the fast link joins."""
 
+    is_tpu: Flag = False
+    """XLA compiles whole programs for it, and its links form a torus."""
+
+    sold: dict[int, int] | None = None
+    """Total memory in MiB as the driver reports it, by nominal GB."""
+
+    def device(self, name: str) -> Device:
+        """The device in operations and bytes per second."""
+        matmul = self.matmul_tflops or (1 if self.is_tpu else USUAL_MATMUL) * self.bf16_tflops
+        speeds = self.bf16_tflops * TERA, matmul * TERA, self.memory_tb_s * TERA
+        links = self.link_gb_s * GIGA, self.fabric_gb_s * GIGA
+        more = self.domain, self.is_tpu, self.sold or {}
+        return Device(name, *speeds, self.memory_gib, *links, *more)
+
 
 def read_devices(path: Path) -> dict[str, Device]:
     """Returns the devices of a file by name in capitals, without spaces.
@@ -310,11 +246,23 @@ def read_devices(path: Path) -> dict[str, Device]:
 def _device(name: str, values: object) -> Device:
     if not isinstance(values, dict):
         raise ConfigProblems([Problem("", "a mapping of its numbers", show(values))])
-    entry = DeviceEntry(**{str(key): value for key, value in cast("Any", values).items()})
-    return _gpu(
-        name,
-        (entry.bf16_tflops, entry.matmul_tflops or USUAL_MATMUL * entry.bf16_tflops),
-        (entry.memory_tb_s, entry.memory_gib),
-        (entry.link_gb_s, entry.fabric_gb_s),
-        entry.domain,
+    return DeviceEntry(**{str(key): value for key, value in cast("Any", values).items()}).device(
+        name
     )
+
+
+# ---- the table -----------------------------------------------------------------------------------
+
+
+def _table() -> dict[str, Device]:
+    text = files("fullshard.outlook").joinpath("devices.yaml").read_text("utf-8")
+    rows = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    return {name: _device(name, row) for name, row in rows.items()}
+
+
+DEVICES = _table()
+GPU_MEMORY = {
+    name.replace(" ", ""): {gb: mib << 20 for gb, mib in device.sold.items()}
+    for name, device in DEVICES.items()
+    if device.sold
+}

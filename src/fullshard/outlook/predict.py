@@ -277,8 +277,7 @@ def workload(plan: Plan, config: ShardConfig, job: PlannedStep, machine: Machine
 
 def _parallelism(plan: Plan, context: int) -> Parallelism:
     """The mesh of a plan, for formulas."""
-    mesh = plan.mesh
-    expert = max((unit.mesh.inner for unit in plan.units), default=1) // mesh.inner
+    mesh, expert = plan.mesh, plan.most_parts // plan.mesh.inner
     shard, replicate = mesh.shard // context, mesh.replicate
     if mesh.shard % context:  # the context axis is a part of the replicate axis
         shard, replicate = mesh.shard, max(1, mesh.replicate // context)

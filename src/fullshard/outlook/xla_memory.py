@@ -19,7 +19,6 @@ earlier chunks, which exists until the blocks' backward.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -66,7 +65,7 @@ def at_peak(table: ArraysPlan, shape: StepShape) -> tuple[MemoryRow, ...]:
 
 def _at_the_head(table: ArraysPlan, shape: StepShape) -> list[MemoryRow]:
     outside, blocks = _large(table, inside=False), _large(table, inside=True)
-    gathered = max((_whole_bytes(a, "compute") for a in _parted(outside)), default=0)
+    gathered = max((a.whole_bytes("compute") for a in _parted(outside)), default=0)
     gradient = _largest_gradient(outside)
     of_chunk = _largest_gradient(outside, "compute") if shape.num_chunks > 1 else 0
     compute = max(ITEMSIZE[array.dtypes.compute] for array in table.arrays)
@@ -92,9 +91,9 @@ def _at_the_head(table: ArraysPlan, shape: StepShape) -> list[MemoryRow]:
 def _at_a_block(table: ArraysPlan, shape: StepShape) -> list[MemoryRow]:
     outside, blocks = _large(table, inside=False), _large(table, inside=True)
     parted = _parted(blocks)
-    one = sum(_whole_bytes(a, "compute") for a in parted)
+    one = sum(a.whole_bytes("compute") for a in parted)
     gradients = _gradient_shards(table.arrays, table)
-    sizes = [_whole_bytes(a, "reduce") for a in parted if a.trainable]
+    sizes = [a.whole_bytes("reduce") for a in parted if a.trainable]
     head = _largest_gradient(_parted(outside))
     return [
         *([] if shape.accumulates and not shape.on_cpu else [gradients]),
@@ -117,19 +116,11 @@ def _parted(arrays: Sequence[ArrayPlan]) -> list[ArrayPlan]:
 
 
 def _largest_gradient(arrays: Sequence[ArrayPlan], kind: str = "reduce") -> int:
-    return max((_whole_bytes(a, kind) for a in arrays if a.trainable), default=0)
+    return max((a.whole_bytes(kind) for a in arrays if a.trainable), default=0)
 
 
 def _gradient_shards(
     arrays: Sequence[ArrayPlan], table: ArraysPlan, name: str = "gradient shards"
 ) -> MemoryRow:
-    parts = (
-        a.part_numel(table.mesh.shard) * ITEMSIZE[a.dtypes.accumulate]
-        for a in arrays
-        if a.trainable
-    )
+    parts = (table.own_numel(a) * ITEMSIZE[a.dtypes.accumulate] for a in arrays if a.trainable)
     return MemoryRow(name, sum(parts))
-
-
-def _whole_bytes(array: ArrayPlan, kind: str) -> int:
-    return math.prod(array.part_shape) * ITEMSIZE[getattr(array.dtypes, kind)]

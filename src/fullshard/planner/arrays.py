@@ -7,11 +7,13 @@ never sharded: a scan over it gathers one block at a time.
     (layers, out, in), 4 devices, out the largest that divides:    device 0  [:, 0:out/4, :]
                                                                    device 1  [:, out/4:out/2, :] ...
 
-A tensor axis cuts other dimensions first, by rules on names. Its devices share a batch, and compute
-with their parts as they are:
+Tensor and expert axes cut other dimensions first, by rules on names. Devices compute with their
+parts as they are. Those of a tensor axis share a batch; those of an expert axis have batches of
+their own, and other arrays than experts are sharded over them too:
 
     out over tensor 2, in over shard 2:    tensor 0, shard 0  [:, 0:out/2, 0:in/2]
                                            tensor 1, shard 0  [:, out/2:out, 0:in/2] ...
+    experts over expert 2, out over shard 2:    expert 0, shard 0  [:, 0:experts/2, 0:out/2, :] ...
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ class ArrayCut:
     Attributes:
         dim: The sharded dimension; None: every device holds the whole array.
         padding: Zeros at the end of the dimension that make it divisible.
-        tensor: The dimension that the tensor axis cuts, never `dim`; None: none.
+        tensor: The dimension that the tensor axis cuts, never `dim`; None: none. Experts are cut
+            along their first dimension, over the expert and tensor axes together.
         parts: Number of parts along that dimension.
     """
 
@@ -118,17 +121,16 @@ class ArrayPlan:
         """Shape of the stored array, over all devices."""
         return ((self.num_layers,) if self.block else ()) + self.padded_shape
 
+    def whole_bytes(self, use: str) -> int:
+        """Returns the bytes of one gathered layer, in the dtype of a use in `DtypeContract`."""
+        return math.prod(self.part_shape) * ITEMSIZE[getattr(self.dtypes, use)]
+
     def names(self) -> list[str]:
         """Returns its tensors' names in a checkpoint: `layers.w` is `layers.0.w` and so on."""
         if not self.block:
             return [self.name]
         rest = self.name.removeprefix(self.block)
         return [f"{self.block}.{layer}{rest}" for layer in range(self.num_layers)]
-
-    def part_numel(self, num_parts: int) -> int:
-        """Returns the elements of one device's part, padding included."""
-        whole = math.prod(self.part_shape) * (self.num_layers if self.block else 1)
-        return whole if self.cut.dim is None else whole // num_parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +178,15 @@ class ArraysPlan(PlanDocument):
         return replace(self, optimizer=optimizer)
 
     @property
+    def most_parts(self) -> int:
+        """The largest number of parts that the tensor and expert axes cut an array into."""
+        return max([self.mesh.inner, *(array.cut.parts for array in self.arrays)])
+
+    def mesh_of(self, array: ArrayPlan) -> Mesh:
+        """Returns the mesh of an array: experts are sharded over fewer devices than the others."""
+        return self.mesh.spread(array.cut.parts)
+
+    @property
     def reshards(self) -> bool:
         """Whether blocks are gathered again in backward."""
         return row_of(self.strategy).reshard_after_forward and self.mesh.shard > 1
@@ -185,14 +196,19 @@ class ArraysPlan(PlanDocument):
         """Number of parameters, without padding."""
         return sum(array.numel for array in self.arrays)
 
+    def own_numel(self, array: ArrayPlan) -> int:
+        """Returns the elements of an array that one device stores, padding included."""
+        whole = math.prod(array.part_shape) * (array.num_layers if array.block else 1)
+        return whole if array.cut.dim is None else whole // self.mesh_of(array).shard
+
     def collectives(self, num_micro_batches: int = 1) -> dict[str, Collectives]:
         """Returns the collectives of a training step.
 
         They are those of the traced step, or, before there is one, the most that the arrays need:
         blocks are gathered again in backward if the strategy reshards. There is one per tensor. A
         small one sums the loss, the label tokens (in two parts, which float32 adds exactly) and the
-        squared norm of the gradients. The sums over a tensor axis are the model's own: the traced
-        step has them.
+        squared norm of the gradients. Sums over a tensor axis and exchanges over an expert axis are
+        the model's own: the traced step has them.
         """
         known = {
             row[1]: Collectives(*row[2:]) for row in self.traced if row[0] == num_micro_batches
@@ -217,33 +233,31 @@ class ArraysPlan(PlanDocument):
         for array in self.arrays:
             if array.cut.dim is not None:
                 times = array.num_layers * num_micro_batches if array.block else 1
-                size = math.prod(array.part_shape) * ITEMSIZE[array.dtypes.compute]
-                found = found.plus(times, size)
+                found = found.plus(times, array.whole_bytes("compute"))
         return found
 
     def _of_array(self, array: ArrayPlan) -> Iterator[tuple[str, int, int]]:
         """(kind, number, bytes of the full tensor) of an array's collectives in a micro-batch."""
-        layers, dtypes = array.num_layers or 1, array.dtypes
-        numel = math.prod(array.part_shape)
+        layers, mesh = array.num_layers or 1, self.mesh_of(array)
         if array.cut.dim is not None:
             again = bool(array.block) and self.reshards
-            yield GATHER, layers * (1 + again), numel * ITEMSIZE[dtypes.compute]
+            yield GATHER, layers * (1 + again), array.whole_bytes("compute")
         if not array.trainable:
             return
         if array.cut.dim is not None:
-            yield SCATTER, layers, numel * ITEMSIZE[dtypes.reduce]
-            if self.mesh.replicate > 1:
-                yield REDUCE, layers, numel // self.mesh.shard * ITEMSIZE[dtypes.accumulate]
-        elif self.mesh.num_copies > 1:
-            yield REDUCE, layers, numel * ITEMSIZE[dtypes.reduce]
+            yield SCATTER, layers, array.whole_bytes("reduce")
+            if mesh.replicate > 1:
+                yield REDUCE, layers, array.whole_bytes("accumulate") // mesh.shard
+        elif mesh.num_copies > 1:
+            yield REDUCE, layers, array.whole_bytes("reduce")
 
     @property
     def memory(self) -> tuple[MemoryRow, ...]:
         """Memory rows of a device, without activations and temporaries of XLA."""
-        shard, trained = self.mesh.shard, [a for a in self.arrays if a.trainable]
+        trained = [a for a in self.arrays if a.trainable]
 
         def total(arrays: Sequence[ArrayPlan], kind: str) -> int:
-            return sum(a.part_numel(shard) * ITEMSIZE[getattr(a.dtypes, kind)] for a in arrays)
+            return sum(self.own_numel(a) * ITEMSIZE[getattr(a.dtypes, kind)] for a in arrays)
 
         kept, state = self.optimizer, total(trained, "master")
         averages = MemoryRow(AVERAGE, kept.num_averages * state)
@@ -257,12 +271,9 @@ class ArraysPlan(PlanDocument):
 
     def _gathered_bytes(self) -> int:
         """Bytes of gathered arrays: outside of blocks, and one block (all blocks if kept)."""
-        total = 0
-        for array in self.arrays:
-            if array.cut.dim is not None:
-                held = 1 if self.reshards or not array.block else array.num_layers
-                total += held * math.prod(array.part_shape) * ITEMSIZE[array.dtypes.compute]
-        return total
+        cut = [array for array in self.arrays if array.cut.dim is not None]
+        held = [1 if self.reshards or not array.block else array.num_layers for array in cut]
+        return sum(n * array.whole_bytes("compute") for n, array in zip(held, cut, strict=True))
 
     @property
     def state_bytes(self) -> int:
@@ -290,16 +301,12 @@ class ArraysPlan(PlanDocument):
             total += array.numel * (itemsize + kept)
         return math.ceil(total)
 
-    def replicated(self) -> list[ArrayPlan]:
-        """Returns the arrays that are replicated because no dimension is divisible."""
-        return [a for a in self.arrays if a.cut.dim is None and self.mesh.shard > 1]
-
     def tree(self) -> str:
         """Returns arrays, cuts, collectives and memory as text."""
         mesh = self.mesh
         lines = [
             f"{self.model_kind}: {self.num_parameters:,} parameters, {self.strategy} on "
-            f"{mesh.world_size} devices ({axes_of(mesh, ())})",
+            f"{mesh.world_size} devices ({axes_of(self)})",
             *(f"  {_array_line(array)}" for array in self.arrays),
             "a step's collectives (full tensors):",
             *(
@@ -309,9 +316,10 @@ class ArraysPlan(PlanDocument):
             "memory of a device (state only):",
             *(f"  {row.name}: {human_bytes(row.num_bytes)}" for row in self.memory),
         ]
-        whole = sum(a.numel * ITEMSIZE[a.dtypes.master] for a in self.replicated())
+        whole = [a for a in self.arrays if a.cut.dim is None and self.mesh_of(a).shard > 1]
         if whole:
-            lines.append(f"replicated, since no dimension is divisible: {human_bytes(whole)}")
+            num_bytes = sum(a.numel * ITEMSIZE[a.dtypes.master] for a in whole)
+            lines.append(f"replicated, since no dimension is divisible: {human_bytes(num_bytes)}")
         return "\n".join(lines)
 
     @classmethod
@@ -322,9 +330,9 @@ class ArraysPlan(PlanDocument):
 
 
 def _array_line(array: ArrayPlan) -> str:
-    layers = f"{array.num_layers} x " if array.block else ""
-    cut = "replicated" if array.cut.dim is None else f"dim {array.cut.dim} sharded"
-    padded = f" (+{array.cut.padding})" if array.cut.padding else ""
-    padded += "" if array.cut.tensor is None else f", dim {array.cut.tensor} over tensor"
+    layers, cut = f"{array.num_layers} x " if array.block else "", array.cut
+    how = "replicated" if cut.dim is None else f"dim {cut.dim} sharded"
+    padded = f" (+{cut.padding})" if cut.padding else ""
+    parts = "" if cut.tensor is None else f", dim {cut.tensor} in {cut.parts} parts"
     frozen = "" if array.trainable else ", frozen"
-    return f"{array.name}  {layers}{array.shape}  {cut}{padded}{frozen}"
+    return f"{array.name}  {layers}{array.shape}  {how}{padded}{parts}{frozen}"

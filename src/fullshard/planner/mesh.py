@@ -136,8 +136,25 @@ class Mesh:
                 "init_device_mesh(device, (shard, expert), mesh_dim_names=('shard', 'expert')), "
                 "and call fs.shard(model, mesh=mesh['shard', 'expert'])."
             )
-        shard = max(1, block // size)
-        return Mesh(self.world_size // size // shard, shard, order_of(ranks), size)
+        return replace(self.spread(size), order=order_of(ranks))
+
+    def spread(self, size: int) -> Mesh:
+        """Returns the mesh of parameters of which `size` ranks in a row hold different parts."""
+        if size <= self.inner:
+            return self
+        shard = max(1, self.shard * self.inner // size)
+        return Mesh(self.world_size // size // shard, shard, self.order, size)
+
+    def axes(self, most_parts: int) -> dict[str, int]:
+        """Returns names and sizes of all axes, the outermost first.
+
+        Args:
+            most_parts: Number of ranks in a row that hold different experts; `inner` if none do.
+        """
+        expert, sizes = most_parts // self.inner, {"replicate": self.replicate, "shard": self.shard}
+        # Dense parameters are sharded over the expert axis too, or replicated over it.
+        sizes["replicate" if self.shard % expert else "shard"] //= expert
+        return {**sizes, "expert": expert, "tensor": self.inner}
 
     def place(self, rank: int) -> int:
         """Returns the position of a rank; see `order`."""

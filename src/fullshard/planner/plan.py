@@ -105,6 +105,11 @@ class Plan(PlanDocument):
         return RankView(rank, self.mesh.coordinates(rank)[1], slices)
 
     @property
+    def most_parts(self) -> int:
+        """Number of ranks that hold different parts of one parameter, before sharding."""
+        return max((unit.mesh.inner for unit in self.units), default=self.mesh.inner)
+
+    @property
     def num_parameters(self) -> int:
         """Number of parameters of the whole model, without padding."""
         placements = (place for group in self.groups for place in group.layout.placements)

@@ -447,7 +447,7 @@ class SlotTable:
                 raise SlotError(
                     f"{self._units[unit].title}: expected its slot to be free; it holds "
                     f"{self._units[holder].title}, whose computation is under way. Put both into "
-                    "one unit (wrap), or use strategy shard_grad_op, where no slot is shared."
+                    "one unit (wrap), use shard_grad_op, or enter torch.autocast for each forward."
                 )
         self._take(slot, unit, events)
 

@@ -19,6 +19,7 @@ from fullshard.planner.mesh import Mesh
 from fullshard.planner.units import UnitPlan
 
 if TYPE_CHECKING:
+    from fullshard.planner.arrays import ArraysPlan
     from fullshard.planner.plan import Plan
 
 SCHEMA_VERSION = 1  # of plan.json, run.json and cache.json
@@ -41,7 +42,7 @@ def render_tree(plan: Plan) -> str:
     mesh = plan.mesh
     lines = [
         f"{plan.model_kind}: {plan.num_parameters:,} parameters, {plan.strategy} on "
-        f"{mesh.world_size} ranks ({axes_of(mesh, plan.units)})",
+        f"{mesh.world_size} ranks ({axes_of(plan)})",
         f"dtypes: {contracts(plan)}",
         f"units: {len(plan.units)}, padding {padding(plan):.3%}, prefetch "
         f"{plan.depths.forward} forward, {plan.depths.backward} backward",
@@ -55,17 +56,11 @@ def render_tree(plan: Plan) -> str:
     return "\n".join([*lines, "memory of a rank (state only):", *rows])
 
 
-def axes_of(mesh: Mesh, units: Iterable[UnitPlan]) -> str:
+def axes_of(plan: Plan | ArraysPlan) -> str:
     """Returns names and sizes of the mesh's axes, without other axes of one rank."""
-    expert = max((unit.mesh.inner for unit in units), default=mesh.inner) // mesh.inner
-    replicate, shard = mesh.replicate, mesh.shard
-    if shard % expert == 0:  # dense parameters are sharded over the ranks of the expert axis too
-        shard //= expert
-    else:
-        replicate //= expert
-    found = {"replicate": replicate, "shard": shard}
-    found |= {k: v for k, v in (("expert", expert), ("tensor", mesh.inner)) if v > 1}
-    return " x ".join(f"{axis} {size}" for axis, size in found.items())
+    sizes = plan.mesh.axes(plan.most_parts)
+    shown = [axis for axis, size in sizes.items() if size > 1 or axis in ("replicate", "shard")]
+    return " x ".join(f"{axis} {sizes[axis]}" for axis in shown)
 
 
 def like_neighbours(units: Iterable[UnitPlan]) -> list[list[UnitPlan]]:

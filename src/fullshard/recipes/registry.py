@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -101,3 +102,41 @@ def of_other(key: str, got: str, command: Command) -> Problem:
     from fullshard.config.problems import Problem
 
     return Problem(key, f"this in `fullshard {command}` alone", got, "Leave it out")
+
+
+def check_paths(resolved: Resolved, *, data: bool = True, coming: Path | None = None) -> None:
+    """Raises if a path of the configuration does not exist, before torch is imported.
+
+    Args:
+        resolved: Configuration with origins, which name the line of the file in errors.
+        data: Whether the data must exist too.
+        coming: Folder of a model that will be made later.
+
+    Raises:
+        ConfigError: A model's or tokenizer's folder is missing.
+        DataError: The data is missing.
+    """
+    from fullshard.data.records import files_at, under
+    from fullshard.errors import ConfigError, DataError
+    from fullshard.models.config import check_model_folder
+
+    config, folders = resolved.config, [(resolved.config.model.name_or_path, "model")]
+    if config.teacher is not None:
+        folders.append((config.teacher.name_or_path, "teacher"))
+    tokenizer = config.data.tokenizer
+    try:
+        for named, what in folders:
+            if named is not None and Path(named) != coming:
+                check_model_folder(Path(named), f"{what}.name_or_path")
+        if tokenizer is not None and not Path(tokenizer).is_dir():
+            raise ConfigError(
+                f"data.tokenizer: expected a local folder with a tokenizer, got '{tokenizer}'. "
+                "Name the folder that holds tokenizer.json."
+            )
+        sources = {f"data.mixture.{n}": one.path for n, one in enumerate(config.data.mixture)}
+        for key, path in {"data": config.data.path, **sources}.items() if data else ():
+            if path is not None:
+                with under(key):
+                    files_at(Path(path))
+    except (ConfigError, DataError) as error:
+        raise resolved.located(error) from error

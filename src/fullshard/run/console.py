@@ -1,4 +1,4 @@
-"""The console of a run (banner, step lines, progress bar, result), and the rows that it shows.
+"""The console of a run (banner, step lines, progress bar), the rows that it shows, the result.
 
 Only rank 0 has a console. On a terminal a progress bar with the time left stays below the lines;
 elsewhere only plain lines are printed.
@@ -6,11 +6,13 @@ elsewhere only plain lines are printed.
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Any, Self
 
+import torch
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -27,8 +29,11 @@ from rich.text import Text
 from fullshard.config import host_memory
 from fullshard.config.schema import RunConfig
 from fullshard.data.dataset import DatasetFacts
+from fullshard.engine.hugging_face import import_code
 from fullshard.errors import printable
+from fullshard.launch.machine import describe_versions
 from fullshard.models.build import weights_folder
+from fullshard.models.generate import Sample
 from fullshard.observe.hang import watchdog
 from fullshard.observe.metrics import (
     AnyRow,
@@ -38,13 +43,22 @@ from fullshard.observe.metrics import (
     SaveRow,
     StepRow,
     keep_rows,
+    process_bytes,
 )
+from fullshard.observe.report import write_report
 from fullshard.observe.trackers import Names, Trackers
+from fullshard.outlook.memory import RANK_PROCESS
 from fullshard.planner.plan import Plan
 from fullshard.planner.text import axes_of, contracts, human_bytes, padding
-from fullshard.run.folder import RunFolder
+from fullshard.run.folder import RunFolder, RunStatus, now
 from fullshard.run.loop import Watcher
-from fullshard.run.schedule import StepPlan
+from fullshard.run.optim import StepPlan
+from fullshard.run.outlook import View
+
+if TYPE_CHECKING:
+    from fullshard.run.session import Session
+    from fullshard.run.xla_outlook import XlaOutlook
+
 
 LABEL_WIDTH = 10
 SAMPLE_WIDTH = 160
@@ -314,7 +328,7 @@ def plan_lines(config: RunConfig, plan: Plan, device: str) -> list[tuple[str, st
         f"{row['name']} {human_bytes(int(row['bytes']))}" for row in plan.rows() if row["bytes"]
     )
     model = f"{plan.model_kind}, {plan.num_parameters:,} parameters{frozen}"
-    axes = f"{axes_of(mesh, plan.units)}, {plan.strategy}"
+    axes = f"{axes_of(plan)}, {plan.strategy}"
     places = [f"{human_bytes(size)} {place}" for place, size in plan.peak_bytes.items() if size]
     return [
         ("model", f"{model}, {weights_line(config)}"),
@@ -328,3 +342,142 @@ def plan_lines(config: RunConfig, plan: Plan, device: str) -> list[tuple[str, st
         ("state", f"{' + '.join(places)} a rank: {rows}"),
         ("dtypes", contracts(plan)),
     ]
+
+
+# ---- the result ----------------------------------------------------------------------------------
+
+
+PACKAGES = ("fullshard", "torch", "transformers", "tokenizers", "numpy", "jax")
+
+
+def planned(view: View | XlaOutlook, steps: StepPlan | None = None) -> dict[str, Any]:
+    """For run.json: the plan and its forecast.
+
+    Args:
+        view: Plan of the run.
+        steps: Steps of the run; None if it was refused before its data was read.
+    """
+    plan = view.plan
+    outlook = view.outlook if isinstance(view, View) else None
+    found: dict[str, Any] = {
+        "digest": plan.digest(),
+        "world_size": plan.mesh.world_size,
+        "num_parameters": plan.num_parameters,
+        "num_units": plan.num_units,
+        "peak_bytes": plan.peak_bytes,
+        "expected_peak_bytes": outlook.memory_bytes if outlook else None,
+        "expected_step_time_s": outlook.step_time_s if outlook else None,
+        "expected_tokens_per_s": outlook.tokens_per_s if outlook else None,
+        "expected_wait_s": outlook.times.exposed if outlook and outlook.times else None,
+        "whole_logits": view.whole_logits if isinstance(view, View) else None,
+        "measures_process": not torch.cuda.is_available(),  # see `_memory`
+        "rows": plan.rows(),
+    }
+    if steps is None:
+        return found
+    if steps.save_every is not None:  # a checkpoint is written from a copy while training goes on
+        found["rows"] += [{"name": "checkpoint staging (host)", "bytes": plan.staging_bytes}]
+    shape = steps.order.shape
+    return {**found, "num_steps": steps.num_steps, "samples_per_step": shape.global_batch}
+
+
+def mark_running(session: Session) -> None:
+    """Records that the run is running, and what its process takes beside the model's tensors.
+
+    It is often more than the process has now: libraries allocate in the first step, too.
+    """
+    import_code(session.model_config)  # its memory does not belong to the model's tensors
+    before = max(process_bytes(), RANK_PROCESS) if session.seat.device.type == "cpu" else 0
+    foreseen = {**session.folder.read_record()["planned"], "process_bytes": before}
+    running, versions = RunStatus.RUNNING, environment()
+    session.folder.update_record(status=running, planned=foreseen, environment=versions)
+
+
+def environment() -> dict[str, str]:
+    """For run.json: versions of Python, the platform and the libraries."""
+    missing = dict.fromkeys(PACKAGES, "not installed")
+    return {"platform": platform.platform(), **missing, **describe_versions(PACKAGES)}
+
+
+def conclude(
+    session: Session, watcher: RunWatcher, sample: Sample, wall_s: float, average_loss: float | None
+) -> None:
+    """On rank 0, once model/ is written: writes and shows the results of a run.
+
+    Args:
+        session: The run.
+        watcher: Holds the last rows and the console.
+        sample: Text sampled from the trained model.
+        wall_s: Seconds since the ranks began.
+        average_loss: Held-out loss of the averaged weights (ema_decay), if any.
+    """
+    folder, last, baseline = session.folder, watcher.step, session.dataset.facts.baseline
+    assert last is not None, "a run has at least one step"
+    measured = {
+        "num_steps": last.step,
+        "train_loss": last.loss,
+        "eval_loss": watcher.evaluation.eval_loss if watcher.evaluation else None,
+        "ema_eval_loss": average_loss,
+        "stopped_early": last.step < folder.read_record()["planned"]["num_steps"],
+        "baseline_loss": baseline.nats if baseline else None,
+        "baseline_weight": baseline.weight if baseline else None,
+        "num_held_out_tokens": baseline.num_tokens if baseline else None,
+        "num_tokens": watcher.num_tokens,
+        "tokens_per_s": watcher.num_tokens / wall_s or None,  # None: all steps were done before
+        "memory_peak_bytes": last.memory_peak_bytes,
+        "wall_s": wall_s,
+    }
+    folder.sample.write_text(sample.text + "\n", encoding="utf-8")
+    folder.update_record(status=RunStatus.FINISHED, exit_code=0, ended=now(), measured=measured)
+    write_report(folder.path)
+    _print_result(watcher.console, folder, measured, sample)
+
+
+def _print_result(
+    console: RunConsole, folder: RunFolder, measured: dict[str, Any], sample: Sample
+) -> None:
+    """Shows the held-out loss next to the baseline, the sample, and where the files are."""
+    console.print_text("")
+    if measured["stopped_early"]:
+        why = "losses no longer better (training.early_stopping_patience)"
+        console.print_facts([("ended", f"after step {measured['num_steps']}: {why}", "")])
+    loss, nats = measured["eval_loss"], measured["baseline_loss"]
+    if loss is not None and nats is not None:
+        verdict = f"beaten by {nats - loss:.3f}" if loss < nats else "not beaten"
+        baseline = (
+            f"{nats:.4f} nats a token (interpolated, lambda {measured['baseline_weight']:.2f}, the "
+            f"same {measured['num_held_out_tokens']:,} tokens): {verdict}"
+        )
+        held_out = ("held-out loss", f"{loss:.4f} nats a token", "bold")
+        color = "green" if loss < nats else "red"
+        console.print_facts([held_out, ("bigram baseline", baseline, color)])
+    if measured["ema_eval_loss"] is not None:
+        text = f"{measured['ema_eval_loss']:.4f} nats a token (in {folder.model_ema})"
+        console.print_facts([("average's loss", text, "")])
+    console.print_text(f"\n{sample.text}\n")
+    rate = measured["tokens_per_s"]
+    speed = f"{rate:,.0f} tokens/s" if rate else "no step left to train"
+    console.print_facts(
+        [
+            ("time", f"{measured['wall_s']:.0f} s, {speed}", ""),
+            ("memory", _memory(folder, measured["memory_peak_bytes"]), ""),
+            ("report", str(folder.report), ""),
+            ("model", f"{folder.model}  (fullshard generate {folder.path})", ""),
+        ]
+    )
+
+
+def _memory(folder: RunFolder, peak_bytes: int) -> str:
+    """Planned and measured memory; on a CPU that of the process, without pages of files."""
+    planned = folder.read_record()["planned"]
+    expected, before = planned["expected_peak_bytes"], planned.get("process_bytes", 0)
+    measured = f"measured {human_bytes(peak_bytes)} a rank"
+    if before:
+        measured += " (without pages of files, which the kernel drops when memory is short)"
+    if expected is None:  # the compiler lays out everything but the state
+        return measured
+    told = f"planned {human_bytes(expected)} of tensors"
+    if before:
+        told += f" + {human_bytes(before)} of the process"
+        told += f" = {human_bytes(expected + before)}"
+    return f"{told}; {measured}"

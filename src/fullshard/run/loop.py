@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from fullshard.errors import DivergedError
 from fullshard.observe.metrics import EvalRow, SampleRow, SaveRow, StepRow
 from fullshard.recipes.base import Batch, Recipe, Team
-from fullshard.run.schedule import Schedule
+from fullshard.run.optim import Schedule
 from fullshard.saving import SaveSettings
 
 

@@ -21,8 +21,7 @@ from fullshard.config.schema import SftConfig
 from fullshard.config.values import DType, GradSync
 from fullshard.engine.engine import engine_of
 from fullshard.errors import ConfigError, DataError, DivergedError
-from fullshard.models.build import model_on_meta, weights_folder
-from fullshard.models.export import Adapters, save_model
+from fullshard.models.build import Adapters, model_on_meta, save_model, weights_folder
 from fullshard.models.generate import Sample, Sampler, SamplingSettings
 from fullshard.observe.hang import watchdog
 from fullshard.observe.metrics import SampleRow, memory_bytes

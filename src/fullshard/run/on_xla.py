@@ -23,8 +23,13 @@ from fullshard.config.environment import read_launch_environment
 from fullshard.config.values import DType, Optimizer
 from fullshard.errors import DivergedError
 from fullshard.launch import rendezvous
-from fullshard.models.build import build_model, model_on_meta, trainable, weights_folder
-from fullshard.models.export import write_folder
+from fullshard.models.build import (
+    build_model,
+    model_on_meta,
+    trainable,
+    weights_folder,
+    write_folder,
+)
 from fullshard.models.generate import Sample, SamplingSettings
 from fullshard.models.lora import first_values
 from fullshard.observe.metrics import memory_bytes
@@ -35,9 +40,8 @@ from fullshard.recipes.distill.loss import TOP_IDS, TOP_VALUES
 from fullshard.run.console import weights_line
 from fullshard.run.generation import Request, generate
 from fullshard.run.loop import Loop, Update, diverged
-from fullshard.run.optim import build_optimizer
+from fullshard.run.optim import build_optimizer, schedule_of
 from fullshard.run.resume import SCALER
-from fullshard.run.schedule import schedule_of
 from fullshard.run.session import Session
 from fullshard.saving import SaveSettings
 from fullshard.xla import opt_state, processes
@@ -111,7 +115,7 @@ class XlaSide:
             ("model", f"{table.num_parameters:,} parameters, {weights_line(run.config)}"),
             (
                 "mesh",
-                f"{mesh.world_size} device(s) of jax on {device}: {axes_of(mesh, ())}, "
+                f"{mesh.world_size} device(s) of jax on {device}: {axes_of(table)}, "
                 f"{table.strategy}",
             ),
             ("plan", f"{table.num_units} units; a step: {moved or 'no collectives'}"),

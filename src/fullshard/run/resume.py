@@ -45,7 +45,7 @@ from fullshard.launch.run_lock import is_holder
 from fullshard.observe.hang import watchdog
 from fullshard.run.folder import HOLDS, LAST_SAVED, RunFolder, RunStatus
 from fullshard.run.loop import Keeper, Patience, Trainee
-from fullshard.run.schedule import StepPlan
+from fullshard.run.optim import StepPlan
 from fullshard.saving import SaveSettings
 
 if TYPE_CHECKING:

@@ -24,24 +24,20 @@ from fullshard.config.values import Backend
 from fullshard.data.dataset import PreparedData
 from fullshard.engine.homes import default_device
 from fullshard.launch import rendezvous
-from fullshard.launch.exit_codes import ExitCode
+from fullshard.launch.exit_codes import SAVE_SIGNALS, ExitCode, caught_stop_signals
 from fullshard.launch.failure import LaunchFolder
-from fullshard.launch.signals import SAVE_SIGNALS, caught_stop_signals
 from fullshard.models.build import model_config_of
 from fullshard.models.config import quiet_libraries
 from fullshard.models.generate import Sample
 from fullshard.observe.hang import watchdog
-from fullshard.observe.machine import sampled
-from fullshard.observe.metrics import memory_bytes
-from fullshard.recipes.base import RowBatches, Seat, Team
-from fullshard.recipes.batches import load_data
+from fullshard.observe.metrics import memory_bytes, sampled
+from fullshard.recipes.base import RowBatches, Seat, Team, load_data
 from fullshard.recipes.registry import Command
-from fullshard.run.console import RunConsole, RunWatcher, run_lines
+from fullshard.run.console import RunConsole, RunWatcher, conclude, mark_running, run_lines
 from fullshard.run.folder import RunFolder, RunStatus, now
 from fullshard.run.loop import Loop, LoopSettings, Patience, Trainee
-from fullshard.run.result import conclude, mark_running
+from fullshard.run.optim import StepPlan, plan_steps, schedule_of
 from fullshard.run.resume import Resume, RunCheckpoints
-from fullshard.run.schedule import StepPlan, plan_steps, schedule_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -57,8 +57,9 @@ from fullshard.observe.report import write_report
 from fullshard.outlook.search import choice_of
 from fullshard.planner.spec import ITEMSIZE
 from fullshard.planner.text import human_bytes
-from fullshard.recipes.batches import make_data
+from fullshard.recipes.base import make_data
 from fullshard.recipes.registry import Command
+from fullshard.run.console import planned
 from fullshard.run.folder import (
     HOLDS,
     RunFolder,
@@ -66,9 +67,8 @@ from fullshard.run.folder import (
     begin,
     check_output_dir,
 )
-from fullshard.run.optim import KINDS, check_optimizer
+from fullshard.run.optim import KINDS, StepPlan, check_optimizer, plan_steps
 from fullshard.run.outlook import View, foresee, leaves_something, topology_of
-from fullshard.run.result import planned
 from fullshard.run.resume import (
     TEACHER,
     Resume,
@@ -83,7 +83,6 @@ from fullshard.run.resume import (
     position_of,
     sample_of_teacher,
 )
-from fullshard.run.schedule import StepPlan, plan_steps
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase

@@ -29,7 +29,7 @@ from fullshard.xla.aot import (
 from fullshard.xla.decoder import DecoderConfig, plan_table, planned
 from fullshard.xla.head import Decoder, next_token
 from fullshard.xla.opt_state import trained
-from fullshard.xla.plan import Tree, make_mesh
+from fullshard.xla.plan import Tree, mesh_for
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -159,8 +159,7 @@ def compiled_step(
     jax.config.update("jax_enable_x64", config.sharding.master_dtype is DType.FLOAT64)
     devices, sharding = devices_of(topology, world_size), config.sharding
     num_batches = sharding.num_batches(len(devices))
-    training, sizes = config.training.divided(num_batches), (sharding.replicate, sharding.shard)
-    mesh = make_mesh(*sizes, tensor=sharding.tensor, strategy=sharding.strategy, devices=devices)
+    training, mesh = config.training.divided(num_batches), mesh_for(sharding, devices)
     decoder = DecoderConfig.of(model_config)
     placed = planned(decoder.shapes(), sharding, mesh, config.freeze)
     num_micro_batches = training.gradient_accumulation_steps

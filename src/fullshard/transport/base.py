@@ -19,6 +19,12 @@ equal length. A rank that skips a backward would send messages of its forward to
 Ranks therefore compare their phases (a forward, a backward, a sum) before the first message of
 each, and the unit of every gather. Both have one tag: a rank that gathers once more than another
 compares its unit with the other's phase. NCCL neither aborts nor needs it.
+
+[Note: the fake transport]
+A single process simulates one rank of any world, without communication. Simulated peers have zeros
+as their parts of the weights, and this rank's gradients. A reduction is therefore a sum of equal
+values in rank order, with the bits that equal ranks would get. It serves tests of bookkeeping and
+host time at large world sizes; training is meaningless.
 """
 
 from __future__ import annotations
@@ -211,12 +217,10 @@ def combine_in_order(vectors: Sequence[torch.Tensor], out: torch.Tensor, *, maxi
         out: (numel,), of their dtype; not among them.
         maximum: Take the maximum.
     """
-    if not maximum:
+    if maximum:
+        out.copy_(torch.stack([*vectors]).amax(0))
+    else:
         sum_in_order(vectors, out)
-        return
-    out.copy_(vectors[0])
-    for vector in vectors[1:]:
-        torch.maximum(out, vector, out=out)
 
 
 Hook = Callable[..., object]
@@ -509,3 +513,31 @@ class MessageTransport(Transport):
                 raise EngineError(self.phase.apart)
 
         return compare
+
+
+# ---- a transport without peers -------------------------------------------------------------------
+
+
+class FakeTransport(Transport):
+    """A transport without peers."""
+
+    name = "fake"
+
+    def fetch(self, fulls: Sequence[torch.Tensor], unit: str = "") -> Fetch:  # noqa: ARG002
+        for full in fulls:
+            for index, part in enumerate(full.chunk(self.axes.mesh.shard)):
+                if index != self.axes.shard_index:
+                    part.zero_()
+        return Works(())
+
+    def reduce(self, fulls: Sequence[torch.Tensor]) -> Reduction:
+        shard, index = self.axes.mesh.shard, self.axes.shard_index
+        return Reduction(lambda: [[full.chunk(shard)[index]] * shard for full in fulls])
+
+    def sum_replicas(self, values: torch.Tensor) -> Iterator[None]:
+        sum_in_order([values.clone()] * self.axes.mesh.replicate, values)
+        yield
+
+    def all_reduce(self, values: torch.Tensor, *, maximum: bool = False) -> None:
+        if not maximum:
+            values.mul_(self.axes.mesh.world_size)

@@ -49,18 +49,22 @@ from fullshard.planner.plan import Plan
 from fullshard.planner.spec import matches
 from fullshard.planner.text import axes_of
 from fullshard.recipes.context import check_context
-from fullshard.verify.compare import Diagnosis, Row, Sides, diagnose, rows_of
-from fullshard.verify.faults import NEEDS_GATHERS, Fault
-from fullshard.verify.job import (
+from fullshard.verify.compare import (
     EXACT,
     LOW,
     NUM_TOKENS,
     SINGLE,
+    Diagnosis,
     Job,
     Pass,
+    Row,
+    Sides,
+    diagnose,
+    rows_of,
     write_batches,
     write_weights,
 )
+from fullshard.verify.faults import NEEDS_GATHERS, Fault
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -106,7 +110,7 @@ class PreparedCheck:
             "strategy": self.plan.strategy,
             "world_size": self.job.world_size,
             "mesh": {"replicate": mesh.replicate, "shard": mesh.shard},
-            "axes": axes_of(mesh, self.plan.units if isinstance(self.plan, Plan) else ()),
+            "axes": axes_of(self.plan),
             "num_units": self.plan.num_units,
             "dtypes": [choice.name for choice in self.job.passes],
             "num_steps": self.job.num_steps,

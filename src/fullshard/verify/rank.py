@@ -35,9 +35,9 @@ from fullshard.recipes.base import Batch, RankTeam, num_predicted, whole_logits_
 from fullshard.recipes.context import divide, part_of
 from fullshard.run.loop import Loop, LoopSettings, Watcher
 from fullshard.run.on_torch import TorchTrainee
-from fullshard.run.schedule import Schedule
+from fullshard.run.optim import Schedule
+from fullshard.verify.compare import WEIGHTS, Job, Pass
 from fullshard.verify.faults import Injection, injection_of
-from fullshard.verify.job import WEIGHTS, Job, Pass
 
 
 class RankResults(Watcher):

@@ -34,18 +34,18 @@ from fullshard.engine.hugging_face import read_config
 from fullshard.errors import ConfigError
 from fullshard.launch.rank_entry import run_rank
 from fullshard.models.config import quiet_libraries
-from fullshard.models.small import NUM_LAYERS, Limits, shrink
+from fullshard.models.small import NUM_LAYERS, Limits, model_arguments, shrink
 from fullshard.planner.arrays import ArrayPlan
 from fullshard.planner.mesh import row_of
 from fullshard.run.on_xla import state_of, torch_weights
 from fullshard.saving import SaveSettings
 from fullshard.verify.check import PreparedCheck, model_config_of, passes_of
+from fullshard.verify.compare import OPTIMIZER, WEIGHTS, Job, Pass
 from fullshard.verify.faults import Fault, injection_of
-from fullshard.verify.job import OPTIMIZER, WEIGHTS, Job, Pass
 from fullshard.xla import opt_state, processes
 from fullshard.xla.decoder import EMBEDDING, HEAD, DecoderConfig, loss_fn, plan_table, planned
 from fullshard.xla.opt_state import trained
-from fullshard.xla.plan import XlaPlan, make_mesh
+from fullshard.xla.plan import XlaPlan, mesh_for
 from fullshard.xla.step import State, Step, train_step
 from fullshard.xla_state import checkpoints
 
@@ -74,7 +74,7 @@ def prepare(config: RunConfig, fault: Fault | None) -> PreparedCheck:
         )
     notes: list[str] = []
     full = model_config_of(config, fault, notes)
-    DecoderConfig.of(full).check_tensor(config.sharding.tensor)
+    DecoderConfig.of(full).check_axes(config.sharding)
     world_size = _fit_devices(config, notes)
     depth = min(8, max(NUM_LAYERS, config.sharding.activation_checkpointing.every))
     small, model = shrink(full, Limits(num_layers=depth))
@@ -86,7 +86,7 @@ def prepare(config: RunConfig, fault: Fault | None) -> PreparedCheck:
         world_size=world_size,
         num_micro_batches=min(2, config.training.gradient_accumulation_steps),
         frozen=tuple(name for a in table.arrays if not a.trainable for name in a.names()),
-        model_arguments={},
+        model_arguments=model_arguments(small.config),
         fault=fault,
         num_steps=NUM_STEPS,
         optimizer={**OPTIMIZER, "learning_rate": LEARNING_RATE},
@@ -99,7 +99,7 @@ def prepare(config: RunConfig, fault: Fault | None) -> PreparedCheck:
 def _fit_devices(config: RunConfig, notes: list[str]) -> int:
     """Number of devices to play: that of the run if it is small enough."""
     asked, sharding = config.launch.world_size, config.sharding
-    sizes = (sharding.replicate or 1) * (sharding.shard or 1) * sharding.tensor
+    sizes = (sharding.replicate or 1) * (sharding.shard or 1) * sharding.expert * sharding.tensor
     fitting = asked if asked is not None and asked <= MOST_DEVICES else None
     if fitting is None:
         fitting = 2 * sizes if sharding.shard is None or sharding.replicate is None else sizes
@@ -108,8 +108,8 @@ def _fit_devices(config: RunConfig, notes: list[str]) -> int:
         raise ConfigError(
             f"sharding: expected a mesh of at most {MOST_DEVICES} devices to verify with backend: "
             f"jax, which plays them in one process; got replicate {sharding.replicate}, shard "
-            f"{sharding.shard}, tensor {sharding.tensor}. Give smaller ones: sharding.replicate=2 "
-            "sharding.shard=2."
+            f"{sharding.shard}, expert {sharding.expert}, tensor {sharding.tensor}. Give smaller "
+            "ones: sharding.replicate=2 sharding.shard=2."
         )
     if asked not in (None, fitting):
         notes.append(f"{fitting} devices instead of {asked}.")
@@ -118,7 +118,7 @@ def _fit_devices(config: RunConfig, notes: list[str]) -> int:
 
 def _passes(sharding: ShardConfig, table: ArraysPlan) -> tuple[Pass, ...]:
     """One pass in float64, one in float32, and one in the user's dtypes if those are lower."""
-    sizes = {"replicate": table.mesh.replicate, "shard": table.mesh.shard}
+    sizes = table.mesh.axes(table.most_parts)
     settings: dict[str, Any] = {key: value for key, value in sharding if key != "poison"}
     wide, *low = passes_of({**settings, **sizes}, EXACT)
 
@@ -259,9 +259,8 @@ def _planned(decoder: DecoderConfig, sharding: ShardConfig, frozen: Sequence[str
     """The plan on this process's devices; an array is frozen if its first tensor is."""
     assert sharding.replicate is not None, "the job says both"
     assert sharding.shard is not None, "the job says both"
-    sizes, tensor = (sharding.replicate, sharding.shard), sharding.tensor
-    devices = jax.devices()[: math.prod(sizes) * tensor]
-    mesh = make_mesh(*sizes, tensor=tensor, devices=devices)
+    sizes = sharding.replicate, sharding.shard, sharding.expert, sharding.tensor
+    mesh = mesh_for(sharding, jax.devices()[: math.prod(sizes)])
     shapes = decoder.shapes()
     free = planned(shapes, sharding, mesh)
     names = [array.name for array in free.table.arrays if array.names()[0] in frozen]

@@ -31,7 +31,7 @@ from fullshard.planner.arrays import ArraysPlan, Collectives
 from fullshard.xla import processes
 from fullshard.xla.census import census
 from fullshard.xla.opt_state import abstract_opt_state
-from fullshard.xla.plan import AXES, TENSOR, Tree, XlaPlan
+from fullshard.xla.plan import Tree, XlaPlan
 from fullshard.xla.step import Beside, LossFn, State, gradients, train_step
 from fullshard.xla.traced import traced_collectives, within
 
@@ -171,8 +171,8 @@ class Traced:
 
 def without_devices(table: ArraysPlan, structure: Any, platform: str = "") -> XlaPlan:
     """The plan on an abstract mesh, which can be traced but not run."""
-    sizes = (table.mesh.replicate, table.mesh.shard, table.mesh.inner)
-    mesh: Any = AbstractMesh(sizes, (*AXES, TENSOR), (AxisType.Auto,) * len(sizes))
+    names, sizes = zip(*table.mesh.axes(table.most_parts).items(), strict=True)
+    mesh: Any = AbstractMesh(sizes, names, (AxisType.Auto,) * len(sizes))
     return XlaPlan(table, mesh, structure, platform)
 
 
@@ -190,7 +190,7 @@ def trace_step(plan: XlaPlan, loss_fn: LossFn, batch: Tree, num_micro_batches: i
     # Matrix products save transposed weights.
     arrays = [array for array in plan.table.arrays if array.block]
     blocks = [tuple(map(min, array.shape, array.part_shape)) for array in arrays]
-    weights = {shape for one in blocks for shape in (one, one[::-1])}
+    weights = {shape for one in blocks for shape in (one, (*one[:-2], *one[:-3:-1]))}
     activations = gathered = 0
     for scan in _scans(program.jaxpr, inside=num_micro_batches > 1):
         for out in scan.outvars[scan.params["num_carry"] :]:

@@ -1,7 +1,9 @@
-"""A decoder as functions on trees of arrays: Llama, Qwen2 and Qwen3 (dense), with HF's names.
+"""A decoder as functions on trees of arrays, with HF's names: Llama, Qwen2, Qwen3, and mixtures of
+experts as Mixtral and Qwen3-MoE have them.
 
     model.embed_tokens.weight                       (vocabulary, hidden)
     model.layers.self_attn.q_proj.weight            (layers, heads x head_dim, hidden)     stacked
+    model.layers.mlp.experts.down_proj              (layers, experts, hidden, inner)
     ...
     model.norm.weight                               (hidden,)
     lm_head.weight                                  (vocabulary, hidden), unless tied
@@ -27,17 +29,14 @@ from fullshard.errors import ConfigError
 from fullshard.planner.arrays import ArraysPlan
 from fullshard.planner.mesh import Topology, check_divides, mesh_of
 from fullshard.planner.optimizers import states_of
-from fullshard.xla.gather import scan_blocks, shared, summed
+from fullshard.xla.experts import weighted_sum
+from fullshard.xla.gather import brought, first_expert, scan_blocks, shared, summed, taken_back
 from fullshard.xla.plan import Tree, XlaPlan, plan_with, table_of
 
 BLOCKS = ("model.layers",)
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 IGNORED = -100  # the ignored label
-MODEL_TYPES = ("llama", "qwen2", "qwen3")
-# The dimension that a tensor axis cuts, as in transformers' plans: rows of what divides the heads
-# and the inner width, columns of what joins them. The embedding and the head stay whole.
-RULES = dict.fromkeys((f"*.{name}_proj.*" for name in ("q", "k", "v", "gate", "up")), 0)
-RULES |= {"*.o_proj.weight": 1, "*.down_proj.weight": 1}
+MODEL_TYPES = ("llama", "qwen2", "qwen3", "mixtral", "qwen3_moe")
 _SAME = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "rms_norm_eps"),
     *("num_attention_heads", "num_key_value_heads"),
@@ -53,6 +52,9 @@ class DecoderConfig:
         qkv_bias: Whether queries, keys and values have biases; `o_bias`, `mlp_bias` likewise.
         qk_norm: Whether queries and keys are normalized per head.
         rope: rope_theta, rope_type and the parameters of that type.
+        num_experts: Experts of a layer, of inner width `intermediate_size`; 0: the model is dense.
+        num_experts_per_tok: Number of experts that a token chooses.
+        norm_topk_prob: Whether the weights of these are divided by their sum.
     """
 
     vocab_size: int
@@ -69,6 +71,9 @@ class DecoderConfig:
     mlp_bias: bool
     qk_norm: bool
     rope: dict[str, Any]
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    norm_topk_prob: bool = True
 
     @classmethod
     def of(cls, config: Any, key: str = "model.config") -> DecoderConfig:
@@ -88,27 +93,49 @@ class DecoderConfig:
         expect("attention_dropout", config.attention_dropout, (0.0,))
         rope = dict(config.rope_parameters)
         expect("rope_parameters.rope_type", rope.get("rope_type", "default"), ROPE_TYPES)
-        for layer in getattr(config, "layer_types", None) or ():
+        layers = getattr(config, "layer_types", None) or ()
+        for layer in layers:
             expect("layer_types", layer, ("full_attention",))
+        window = None if layers else getattr(config, "sliding_window", None)
+        expect("sliding_window", window, (None,))
         bias = bool(getattr(config, "attention_bias", False))
         return cls(
-            **{name: getattr(config, name) for name in _SAME},
+            **{name: getattr(config, name) for name in _SAME} | _of_experts(config, expect),
             head_dim=getattr(config, "head_dim", None)
             or config.hidden_size // config.num_attention_heads,
             tie_word_embeddings=bool(config.tie_word_embeddings),
             qkv_bias=bias or kind == "qwen2",
             o_bias=bias and kind != "qwen2",
             mlp_bias=bool(getattr(config, "mlp_bias", False)),
-            qk_norm=kind == "qwen3",
+            qk_norm=kind in ("qwen3", "qwen3_moe"),
             rope=rope,
         )
 
-    def check_tensor(self, tensor: int, key: str = "tensor") -> None:
-        """Raises ConfigError if a tensor axis does not divide the heads and the inner width."""
-        names = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+    def check_axes(self, sharding: ShardConfig, key: str = "", *, alone: bool = True) -> None:
+        """Checks that tensor and expert axes divide what they cut.
+
+        Args:
+            sharding: Sizes of the axes.
+            key: Before names of axes in an error.
+            alone: Whether no other model has experts.
+
+        Raises:
+            ConfigError: An axis does not divide it.
+        """
+        inner = "num_experts" if self.num_experts else "intermediate_size"
+        names = ("num_attention_heads", "num_key_value_heads", inner)
         sizes = {name: getattr(self, name) for name in names}
         said = ", ".join(f"{name} {size}" for name, size in sizes.items())
-        check_divides(key, tensor, math.gcd(*sizes.values()), f"which divides {said}")
+        tensor, expert = sharding.tensor, sharding.expert
+        check_divides(f"{key}tensor", tensor, math.gcd(*sizes.values()), f"which divides {said}")
+        if self.num_experts:
+            what = f"num_experts {self.num_experts} / tensor {tensor}"
+            check_divides(f"{key}expert", expert, self.num_experts // tensor, what)
+        elif expert > 1 and alone:
+            raise ConfigError(
+                f"{key}expert: expected 1 for a model without experts; got {expert}. Leave it out: "
+                "these devices then shard all arrays."
+            )
 
     def shapes(self, dtype: Any = jnp.float32) -> Tree:
         """Returns the tree of parameter shapes."""
@@ -130,6 +157,9 @@ class DecoderConfig:
                 "down_proj": _linear(hidden, inner, bias=self.mlp_bias),
             },
         }
+        if (num := self.num_experts) > 0:
+            cubes = {"gate_up_proj": (num, 2 * inner, hidden), "down_proj": (num, hidden, inner)}
+            layer["mlp"] = {"gate": _linear(num, hidden, bias=False), "experts": cubes}
         if self.qk_norm:
             layer["self_attn"] |= {n: {"weight": (self.head_dim,)} for n in ("q_norm", "k_norm")}
         stacked = jax.tree.map(lambda s: (self.num_hidden_layers, *s), layer, is_leaf=_is_shape)
@@ -158,18 +188,31 @@ def plan_table(model_config: Any, run: RunConfig, world_size: int, more: Tree = 
         ConfigError: The decoder does not support this model, or the mesh is impossible.
     """
     decoder, sharding = DecoderConfig.of(model_config), run.sharding
-    decoder.check_tensor(sharding.tensor)
+    decoder.check_axes(sharding, alone=run.teacher is None)
     mesh = mesh_of(sharding, Topology(world_size))
-    shapes = {**decoder.shapes(), **(more or {})}
-    table = table_of(shapes, sharding, mesh, BLOCKS, run.freeze, RULES)
+    shapes, cuts = {**decoder.shapes(), **(more or {})}, rules(sharding.expert, sharding.tensor)
+    table = table_of(shapes, sharding, mesh, BLOCKS, run.freeze, cuts)
     return replace(table, model_kind=model_config.model_type, optimizer=states_of(run.training))
+
+
+def rules(expert: int, tensor: int) -> dict[str, tuple[int, int]]:
+    """What tensor and expert axes cut, as `xla.plan.Rules` say.
+
+    As in transformers' plans, a tensor axis cuts rows of what divides the heads and the inner
+    width, and columns of what joins them. The embedding and the head stay whole. Experts are
+    divided one from another, over both axes.
+    """
+    rows = (f"*.{name}_proj.*" for name in ("q", "k", "v", "gate", "up"))
+    columns = ("*.o_proj.weight", "*.down_proj.weight")
+    found = {**dict.fromkeys(rows, (0, tensor)), **dict.fromkeys(columns, (1, tensor))}
+    return found | {"*.experts.*": (0, expert * tensor)}
 
 
 def planned(
     shapes: Tree, sharding: ShardConfig, mesh: Any = None, freeze: Sequence[str] = ()
 ) -> XlaPlan:
     """Plans the decoder's arrays, with others if any, on devices; arguments as for `plan`."""
-    return plan_with(RULES, shapes, sharding, mesh, BLOCKS, freeze)
+    return plan_with(rules, shapes, sharding, mesh, BLOCKS, freeze)
 
 
 def logits_of(config: DecoderConfig, plan: XlaPlan, params: Tree, batch: Any) -> jax.Array:
@@ -250,8 +293,25 @@ def _block(
     h = _norm(x, layer["input_layernorm"]["weight"], eps)
     x = x + _attention(config, plan, places, layer["self_attn"], h)
     h = shared(plan, _norm(x, layer["post_attention_layernorm"]["weight"], eps))
+    if config.num_experts:
+        return x + _mixture(config, plan, mlp, h.reshape(-1, x.shape[-1])).reshape(x.shape)
     inner = jax.nn.silu(_apply(mlp["gate_proj"], h)) * _apply(mlp["up_proj"], h)
     return x + _apply(mlp["down_proj"], inner, plan)
+
+
+def _mixture(config: DecoderConfig, plan: XlaPlan, mlp: Tree, x: jax.Array) -> jax.Array:
+    """(tokens, hidden), the weighted sums of the experts that tokens choose.
+
+    Tokens travel with their logits, so that all devices of an expert axis see the same choices.
+    """
+    logits = x @ shared(plan, mlp["gate"]["weight"]).T
+    tokens, logits = jnp.split(brought(plan, jnp.concatenate([x, logits], 1)), [x.shape[1]], 1)
+    shares, chosen = jax.lax.top_k(jax.nn.softmax(_wide(logits)), config.num_experts_per_tok)
+    if config.norm_topk_prob:
+        shares = shares / shares.sum(-1, keepdims=True)
+    chosen = chosen - first_expert(plan, len(mlp["experts"]["down_proj"]))
+    how = chosen, mlp["experts"], config.num_experts
+    return summed(plan, taken_back(plan, weighted_sum(tokens, shares.astype(x.dtype), *how)))
 
 
 def _attention(
@@ -324,6 +384,21 @@ def _scaled(frequencies: np.ndarray, rope: dict[str, Any]) -> np.ndarray:
             return (1 - share) * frequencies / rope["factor"] + share * frequencies
         case _:
             return frequencies
+
+
+def _of_experts(config: Any, expect: Callable[..., None]) -> dict[str, Any]:
+    """Fields of a mixture of experts; none if the model is dense."""
+    if not getattr(config, "num_experts", 0):
+        return {}
+    plain = {"router_jitter_noise": 0.0, "decoder_sparse_step": 1, "mlp_only_layers": []}
+    for name, value in plain.items():
+        expect(name, getattr(config, name, value), (value,))
+    return {
+        "num_experts": config.num_experts,
+        "num_experts_per_tok": config.num_experts_per_tok,
+        "norm_topk_prob": getattr(config, "norm_topk_prob", True),
+        "intermediate_size": getattr(config, "moe_intermediate_size", config.intermediate_size),
+    }
 
 
 def _wide(x: jax.Array) -> jax.Array:

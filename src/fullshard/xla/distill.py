@@ -20,7 +20,7 @@ from fullshard.config.values import DistillLoss, DType, Strategy
 from fullshard.errors import ConfigError
 from fullshard.planner.arrays import ArraysPlan
 from fullshard.planner.mesh import row_of
-from fullshard.xla.decoder import BLOCKS, IGNORED, RULES, head_of, hidden_of
+from fullshard.xla.decoder import BLOCKS, IGNORED, head_of, hidden_of, rules
 from fullshard.xla.head import ChunkLoss, Decoder, chunked, cross_entropy, labels_of, predicting
 from fullshard.xla.plan import Tree, table_of
 from fullshard.xla.step import LossFn
@@ -142,7 +142,7 @@ def _kl(p: jax.Array, q: jax.Array) -> jax.Array:
 
 
 def teacher_table(
-    shapes: Tree, strategy: Strategy, dtype: DType, student: ArraysPlan
+    shapes: Tree, strategy: Strategy, dtype: DType, student: ArraysPlan, expert: int = 1
 ) -> ArraysPlan:
     """Returns the plan of a teacher's arrays; needs no device.
 
@@ -151,6 +151,7 @@ def teacher_table(
         strategy: no_shard replicates it on every device; the others shard it as the student.
         dtype: The dtype in which weights are stored, gathered and computed with.
         student: The student's plan, whose mesh is used.
+        expert: Size of the expert axis.
 
     Raises:
         ConfigError: The strategy needs a different mesh than the student's.
@@ -165,4 +166,4 @@ def teacher_table(
         )
     mesh = student.mesh if own.shard_params else student.mesh.unsharded()
     settings = ShardConfig.of(None, strategy=strategy, master_dtype=dtype)
-    return table_of(shapes, settings, mesh, BLOCKS, ("*",), RULES)
+    return table_of(shapes, settings, mesh, BLOCKS, ("*",), rules(expert, mesh.inner))

@@ -9,13 +9,20 @@ the replicate axis.
 
 `shard_map` without varying types lets a model scan from a constant, as on one device.
 
-[Note: the tensor axis]
+[Note: other axes]
 Devices of the tensor axis share a batch and hold parts of arrays, which a model computes with as
 they are. Two functions make the whole of it: `shared` before products with divided rows, `summed`
 after products with divided columns.
 
     x --> shared --> rows of this device --> ... --> columns of this device --> summed --> x
     its gradient is summed                             the gradient of the sum is every device's
+
+Devices of the expert axis have batches of their own and different experts. Any number of tokens may
+choose a device's experts, and shapes must not depend on it. Each device therefore receives the
+tokens of all, computes with those that chose its experts, and the partial sums are added:
+
+    own tokens --> brought --> all tokens --> own experts --> partial sums --> taken_back --> own
+                   all-gather                                                  reduce-scatter
 
 They are collectives of the traced step like all others.
 
@@ -49,11 +56,12 @@ from jax.extend.core import jaxpr_as_fun
 from fullshard.config.values import RecomputeKind
 from fullshard.errors import ConfigError
 from fullshard.planner.arrays import ArrayPlan
-from fullshard.xla.plan import REPLICATE, SHARD, SMALL, TENSOR, Tree, XlaPlan, pad, unpad
+from fullshard.xla.plan import EXPERT, SHARD, SMALL, TENSOR, Tree, XlaPlan, live_axes, pad, unpad
 from fullshard.xla.traced import MOVES, combined, with_split_sums
 
 BLOCK_INPUT = "fullshard.block_input"
 Arrays = Sequence[jax.Array]
+Axes = tuple[str, ...]
 T = TypeVar("T")
 _GATHERS = ("all_gather", "all_to_all")  # see [Note: messages on CPUs]
 
@@ -156,27 +164,38 @@ def _at(places: Sequence[int], values: Arrays, function: Any) -> list[jax.Array]
 
 def _collect(plan: XlaPlan, arrays: Sequence[ArrayPlan], shards: Arrays) -> list[jax.Array]:
     met = [shard.astype(a.dtypes.compute) for a, shard in zip(arrays, shards, strict=True)]
-    dims = {at: array.cut.dim for at, array in enumerate(arrays) if array.cut.dim is not None}
-    limit = _limit(plan, arrays)
-    return _at([*dims], met, lambda parts: all_gather(parts, SHARD, [*dims.values()], limit))
+    for axes, own in _by_axes(arrays, plan.shard_axes):
+        met = _at(own, met, partial(all_gather, **_how(plan, arrays, axes, own)))
+    return met
 
 
 def _reduce(plan: XlaPlan, arrays: Sequence[ArrayPlan], grads: Arrays) -> list[jax.Array]:
-    mesh, limit = plan.table.mesh, _limit(plan, arrays)
     found = [grad.astype(a.dtypes.reduce) for a, grad in zip(arrays, grads, strict=True)]
-    dims = {at: array.cut.dim for at, array in enumerate(arrays) if array.cut.dim is not None}
-
-    def scattered(wholes: Arrays) -> list[jax.Array]:
-        parts = reduce_scatter(wholes, SHARD, [*dims.values()], limit)
-        return [x.astype(arrays[at].dtypes.accumulate) for at, x in zip(dims, parts, strict=True)]
-
-    found = _at([*dims], found, scattered)
-    whole = [at for at in range(len(arrays)) if at not in dims]
-    sizes = {SHARD: mesh.shard, REPLICATE: mesh.replicate}
-    for chosen, axes in (([*dims], (REPLICATE,)), (whole, (SHARD, REPLICATE))):
-        live = [axis for axis in axes if sizes[axis] > 1]
-        found = _at(chosen, found, partial(all_reduce, axes=live))
+    for axes, own in _by_axes(arrays, plan.shard_axes):
+        found = _at(own, found, partial(reduce_scatter, **_how(plan, arrays, axes, own)))
+        for at in own:
+            found[at] = found[at].astype(arrays[at].dtypes.accumulate)
+    for axes, own in _by_axes(arrays, plan.sum_axes):
+        found = _at(own, found, partial(all_reduce, axes=axes))
     return [x.astype(a.dtypes.accumulate) for x, a in zip(found, arrays, strict=True)]
+
+
+def _by_axes(
+    arrays: Sequence[ArrayPlan], axes_of: Callable[[ArrayPlan], Axes]
+) -> list[tuple[Axes, list[int]]]:
+    """The arrays that a collective needs, by the axes of it; those without axes need none."""
+    found: dict[Axes, list[int]] = {}
+    for at, array in enumerate(arrays):
+        found.setdefault(axes_of(array), []).append(at)
+    return [(axes, own) for axes, own in found.items() if axes]
+
+
+def _how(
+    plan: XlaPlan, arrays: Sequence[ArrayPlan], axes: Axes, own: Sequence[int]
+) -> dict[str, Any]:
+    """Arguments of a gather, or of its reduction."""
+    dims = [arrays[at].cut.dim for at in own]
+    return {"axis": axes, "dims": dims, "limit": _limit(plan, arrays)}
 
 
 def _limit(plan: XlaPlan, arrays: Sequence[ArrayPlan]) -> int:
@@ -303,12 +322,12 @@ def _policy(kind: RecomputeKind, *, reshards: bool) -> Any:
 
 def _is_gather(primitive: Any, params: dict[str, Any]) -> bool:
     """Whether the primitive is a gather, or the custom-gradient function around it."""
-    if primitive.name in _GATHERS:
-        return True
+    if primitive.name in _GATHERS:  # of arrays, not of tokens
+        return SHARD in params["axis_name"]
     if not primitive.name.startswith("custom_vjp"):
         return False
-    inner = params.get("call_jaxpr")
-    return any(step.primitive.name in _GATHERS for step in getattr(inner, "eqns", ()))
+    inner = getattr(params.get("call_jaxpr"), "eqns", ())
+    return any(_is_gather(step.primitive, step.params) for step in inner)
 
 
 def _all_but_gathered(primitive: Any, *_: Any, **params: Any) -> bool:
@@ -317,9 +336,9 @@ def _all_but_gathered(primitive: Any, *_: Any, **params: Any) -> bool:
 
 
 def all_gather(
-    parts: Arrays, axis: str, dims: Sequence[int], limit: int = sys.maxsize
+    parts: Arrays, axis: str | Axes, dims: Sequence[int], limit: int = sys.maxsize
 ) -> list[jax.Array]:
-    """Concatenates the shards of all devices of a mesh axis along each array's dimension.
+    """Concatenates the shards of all devices of mesh axes along each array's dimension.
 
     Arrays of fewer than `limit` elements are sent together.
     """
@@ -339,9 +358,9 @@ def all_gather(
 
 
 def reduce_scatter(
-    wholes: Arrays, axis: str, dims: Sequence[int], limit: int = sys.maxsize
+    wholes: Arrays, axis: str | Axes, dims: Sequence[int], limit: int = sys.maxsize
 ) -> list[jax.Array]:
-    """Sums over a mesh axis and returns this device's shard along each array's dimension."""
+    """Sums over mesh axes and returns this device's shard along each array's dimension."""
     num = lax.axis_size(axis)
 
     def scatter(whole: jax.Array, dim: int = 0) -> jax.Array:
@@ -383,17 +402,34 @@ def all_reduce(values: Arrays, axes: Sequence[str]) -> list[jax.Array]:
 
 
 def summed(plan: XlaPlan, x: jax.Array) -> jax.Array:
-    """The sum of all devices' parts over the tensor axis. See [Note: the tensor axis]."""
-    return _over_tensor(plan, x, (_add, _keep))
+    """The sum of all devices' parts over the tensor axis. See [Note: other axes]."""
+    return _over(plan, TENSOR, x, (_add, _keep))
 
 
 def shared(plan: XlaPlan, x: jax.Array) -> jax.Array:
     """A value that all devices of the tensor axis have; its gradient is the sum of theirs."""
-    return _over_tensor(plan, x, (_keep, _add))
+    return _over(plan, TENSOR, x, (_keep, _add))
 
 
-def _over_tensor(plan: XlaPlan, x: jax.Array, passes: tuple[Any, Any]) -> jax.Array:
-    if plan.table.mesh.inner == 1:
+def brought(plan: XlaPlan, rows: jax.Array) -> jax.Array:
+    """The rows of all devices of the expert axis, in their order."""
+    return _over(plan, EXPERT, rows, (_join, _divide))
+
+
+def taken_back(plan: XlaPlan, rows: jax.Array) -> jax.Array:
+    """This device's rows of the sum over the expert axis."""
+    return _over(plan, EXPERT, rows, (_divide, _join))
+
+
+def first_expert(plan: XlaPlan, num_own: int) -> jax.Array | int:
+    """The first of the `num_own` experts of this device."""
+    axes = live_axes(plan.mesh, (EXPERT, TENSOR))
+    return lax.axis_index(axes) * num_own if axes else 0
+
+
+def _over(plan: XlaPlan, axis: str, x: jax.Array, passes: tuple[Any, Any]) -> jax.Array:
+    """Applies one collective in forward, and another in backward."""
+    if not live_axes(plan.mesh, (axis,)):
         return x
     forward, backward = passes
     function = jax.custom_vjp(forward)
@@ -409,6 +445,14 @@ def _keep(x: jax.Array) -> jax.Array:
     return x
 
 
+def _join(rows: jax.Array) -> jax.Array:
+    return all_gather([rows], EXPERT, [0])[0]
+
+
+def _divide(rows: jax.Array) -> jax.Array:
+    return reduce_scatter([rows], EXPERT, [0])[0]
+
+
 def _packed(rows: Arrays, send: Callable[[jax.Array], jax.Array]) -> list[jax.Array]:
     """Sends the rows of all arrays of a dtype at once."""
     found: list[jax.Array] = list(rows)
@@ -422,7 +466,7 @@ def _packed(rows: Arrays, send: Callable[[jax.Array], jax.Array]) -> list[jax.Ar
     return found
 
 
-def _exchange(axis: str, rows: jax.Array) -> jax.Array:
+def _exchange(axis: str | Axes, rows: jax.Array) -> jax.Array:
     """Sends row i to rank i; row i of the result comes from rank i."""
     if rows.dtype != jnp.bfloat16:
         return lax.all_to_all(rows, axis, 0, 0, tiled=True)

@@ -14,11 +14,10 @@ from typing import Any
 import jax
 import optax
 from jax.interpreters.partial_eval import dce_jaxpr
-from jax.sharding import NamedSharding
 
 from fullshard.errors import ConfigError
 from fullshard.planner.arrays import ArrayPlan
-from fullshard.xla.plan import Tree, XlaPlan, own_shape, pad, path_name, spec_of, unpad
+from fullshard.xla.plan import Tree, XlaPlan, own_shape, pad, path_name, unpad
 
 
 @dataclass(frozen=True)
@@ -80,8 +79,7 @@ def abstract_opt_state(plan: XlaPlan, tx: optax.GradientTransformation) -> Tree:
     def kept(array: ArrayPlan | None, leaf: Any) -> jax.ShapeDtypeStruct:
         if array is None:
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=plan.replicated)
-        sharding = NamedSharding(plan.mesh, spec_of(array))
-        return jax.ShapeDtypeStruct(array.stored_shape, leaf.dtype, sharding=sharding)
+        return jax.ShapeDtypeStruct(array.stored_shape, leaf.dtype, sharding=plan.sharding(array))
 
     return map_state(plan, kept, jax.eval_shape(tx.init, trained(plan, own)))
 

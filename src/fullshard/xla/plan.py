@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -21,14 +21,17 @@ from fullshard.config.supported import check_supported
 from fullshard.config.values import Backend, DType, Strategy, did_you_mean
 from fullshard.errors import ConfigError, DataError
 from fullshard.planner.arrays import PADDED_ABOVE, ArrayPlan, ArraysPlan, cut_of
-from fullshard.planner.mesh import Mesh, Topology, check_divides, mesh_of
+from fullshard.planner.mesh import Mesh, Topology, check_divides, mesh_of, row_of
 from fullshard.planner.spec import ParamSpec, check_globs, matches
 from fullshard.planner.units import ContractRule
 
 Tree = Any  # any pytree
-Rules = Mapping[str, int]
-REPLICATE, SHARD, TENSOR = "replicate", "shard", "tensor"
-AXES = (REPLICATE, SHARD)  # of batches; a tensor axis comes last
+# (sizes of the expert and the tensor axis) -> by name pattern, the dimension that these axes cut,
+# and into how many parts.
+Rules = Callable[[int, int], Mapping[str, tuple[int, int]]]
+REPLICATE, SHARD, EXPERT, TENSOR = "replicate", "shard", "expert", "tensor"
+AXES = (REPLICATE, SHARD)  # the others follow if there are any
+BATCHES = (*AXES, EXPERT)  # axes whose devices have batches of their own
 SMALL = PADDED_ABOVE  # elements of a full array that travels with others
 # Per platform: the latency-hiding scheduler and asynchronous collectives.
 OVERLAP: dict[str, dict[str, Any]] = {
@@ -52,17 +55,19 @@ def make_mesh(
     replicate: int | None = None,
     shard: int | None = None,
     *,
+    expert: int = 1,
     tensor: int = 1,
     strategy: Strategy = Strategy.FULL_SHARD,
     devices: Sequence[Any] | None = None,
 ) -> DeviceMesh:
     """Makes a mesh with the axes ('replicate', 'shard'); adjacent devices share a shard group.
 
-    With `tensor` it has a third axis of that name, whose devices are neighbours.
+    With `expert` and `tensor` it has further axes of these names, in this order.
 
     Args:
         replicate: Number of replicas of each shard. None: derived from the strategy.
         shard: Number of devices that share one copy. None: derived from the strategy.
+        expert: Number of devices, with batches of their own, that divide the experts.
         tensor: Number of devices that share a batch and compute with parts of arrays.
         strategy: no_shard has one copy per device; hybrid strategies shard within a process.
         devices: Devices of the mesh. None: all that jax sees.
@@ -75,15 +80,29 @@ def make_mesh(
     is_alone = local == 1 < tensor  # ranks that share a batch are neighbours in their numbering
     local = max(local, tensor)
     topology = Topology(len(found), local if len(found) % local == 0 else None)
-    asked = ShardConfig(strategy=strategy, replicate=replicate, shard=shard, tensor=tensor)
-    sizes = mesh_of(asked, topology)
-    shape = (sizes.replicate, sizes.shard, tensor)[: 2 + (tensor > 1)]
+    asked = ShardConfig(
+        strategy=strategy, replicate=replicate, shard=shard, expert=expert, tensor=tensor
+    )
+    axes = mesh_of(asked, topology).axes(expert * tensor).items()
+    sizes = {axis: n for axis, n in axes if n > 1 or axis in AXES}
+    shape = tuple(sizes.values())
     if not is_alone and all(hasattr(device, "coords") for device in found):
         placed = _by_network(found, shape)
     else:
         placed = np.array(found).reshape(shape)
-    names = (*AXES, TENSOR)[: len(shape)]
-    return DeviceMesh(placed, names, axis_types=(AxisType.Auto,) * len(shape))
+    return DeviceMesh(placed, tuple(sizes), axis_types=(AxisType.Auto,) * len(shape))
+
+
+def mesh_for(config: ShardConfig, devices: Sequence[Any] | None = None) -> DeviceMesh:
+    """Makes the mesh of a configuration."""
+    return make_mesh(
+        config.replicate,
+        config.shard,
+        expert=config.expert,
+        tensor=config.tensor,
+        strategy=config.strategy,
+        devices=devices,
+    )
 
 
 def _by_network(devices: Sequence[Any], shape: Sequence[int]) -> np.ndarray:
@@ -107,24 +126,29 @@ def with_auto_axes(mesh: DeviceMesh) -> DeviceMesh:
     return DeviceMesh(mesh.devices, mesh.axis_names, axis_types=auto)
 
 
-def sizes_of(mesh: DeviceMesh) -> Mesh:
+def sizes_of(mesh: DeviceMesh, strategy: Strategy = Strategy.FULL_SHARD) -> Mesh:
     """Returns the planner's mesh for a device mesh.
 
     Raises:
         ConfigError: The mesh has other axes.
     """
     names = tuple(mesh.axis_names)
-    if names not in (AXES, (*AXES, TENSOR)):
+    if names != tuple(axis for axis in (*BATCHES, TENSOR) if axis in AXES or axis in names):
         raise ConfigError(
-            f"mesh: expected the axes {AXES}, then '{TENSOR}' if any; got {names}. Make it with "
-            "fullshard.jax.make_mesh; for axes of your own there are shard_fsdp and jax.jit."
+            f"mesh: expected the axes {AXES}, then '{EXPERT}' and '{TENSOR}' if any; got {names}. "
+            "Make it with fullshard.jax.make_mesh; for axes of your own there are shard_fsdp and "
+            "jax.jit."
         )
-    return Mesh(mesh.shape[REPLICATE], mesh.shape[SHARD], inner=mesh.shape.get(TENSOR, 1))
+    replicate, shard = (mesh.shape[axis] for axis in AXES)
+    expert, inner = mesh.shape.get(EXPERT, 1), mesh.shape.get(TENSOR, 1)
+    if row_of(strategy).shard_params:
+        return Mesh(replicate, shard * expert, inner=inner)
+    return Mesh(replicate * expert, shard, inner=inner)
 
 
-def live_axes(mesh: DeviceMesh) -> tuple[str, ...]:
+def live_axes(mesh: DeviceMesh, among: Sequence[str] = BATCHES) -> tuple[str, ...]:
     """Returns the axes of batches longer than 1; collectives over the others are no-ops."""
-    return tuple(axis for axis in AXES if mesh.shape[axis] > 1)
+    return tuple(axis for axis in among if mesh.shape.get(axis, 1) > 1)
 
 
 @dataclass(eq=False)
@@ -134,7 +158,7 @@ class XlaPlan:
     Attributes:
         table: Arrays, their sharding, collectives and memory, as plain data. A step that is traced
             adds its collectives: see [Note: traced collectives].
-        mesh: Devices over ('replicate', 'shard') or ('replicate', 'shard', 'tensor').
+        mesh: Devices over 'replicate', 'shard' and, if there are any, 'expert' and 'tensor'.
         structure: Tree structure of the parameters.
         platform: Platform of the devices: cpu, gpu, tpu; "" if it is not known.
     """
@@ -147,12 +171,35 @@ class XlaPlan:
     @cached_property
     def shardings(self) -> Tree:
         """One NamedSharding per parameter."""
-        return self.map(lambda array: NamedSharding(self.mesh, spec_of(array)))
+        return self.map(self.sharding)
 
     @cached_property
     def specs(self) -> Tree:
         """One PartitionSpec per parameter."""
-        return self.map(spec_of)
+        return self.map(lambda array: self.sharding(array).spec)
+
+    def sharding(self, array: ArrayPlan) -> NamedSharding:
+        """The sharding of an array."""
+        axes: list[Any] = [None] * len(array.stored_shape)
+        inner = live_axes(self.mesh, (EXPERT, TENSOR) if self.is_spread(array) else (TENSOR,))
+        for dim, names in ((array.cut.dim, self.shard_axes(array)), (array.cut.tensor, inner)):
+            if dim is not None:
+                axes[dim + bool(array.block)] = names
+        return NamedSharding(self.mesh, PartitionSpec(*axes))
+
+    def is_spread(self, array: ArrayPlan) -> bool:
+        """Whether the devices of the expert axis hold different parts of an array."""
+        return array.cut.parts > self.table.mesh.inner
+
+    def shard_axes(self, array: ArrayPlan) -> tuple[str, ...]:
+        """The axes over which an array is sharded; none if it is whole."""
+        is_dense = EXPERT in self.mesh.shape and not self.is_spread(array)
+        return () if array.cut.dim is None else (SHARD, EXPERT)[: 1 + is_dense]
+
+    def sum_axes(self, array: ArrayPlan) -> tuple[str, ...]:
+        """The axes over which a gradient, or this device's slice of it, is summed."""
+        axes = (SHARD, REPLICATE) if self.is_spread(array) else (SHARD, EXPERT, REPLICATE)
+        return live_axes(self.mesh, axes if array.cut.dim is None else (REPLICATE,))
 
     @property
     def replicated(self) -> NamedSharding:
@@ -172,8 +219,7 @@ class XlaPlan:
 
         def shape(array: ArrayPlan) -> jax.ShapeDtypeStruct:
             dtype = str(getattr(array.dtypes, use))
-            sharding = NamedSharding(self.mesh, spec_of(array))
-            return jax.ShapeDtypeStruct(array.stored_shape, dtype, sharding=sharding)
+            return jax.ShapeDtypeStruct(array.stored_shape, dtype, sharding=self.sharding(array))
 
         return self.map(shape)
 
@@ -269,25 +315,27 @@ def plan_with(
     blocks: Sequence[str],
     freeze: Sequence[str],
 ) -> XlaPlan:
-    """As `plan`; `rules` say which dimension a tensor axis cuts, by name pattern.
+    """As `plan`; `rules` say which dimensions a tensor and an expert axis cut, by name pattern.
 
-    Dimensions are counted without that of layers. Other arrays are whole. The model has to sum
-    over the axis, as the decoder does.
+    Dimensions are counted without that of layers. Other arrays are whole. The model has to sum and
+    to exchange over these axes, as the decoder does.
     """
     settings = ShardConfig.of(config)
     check_supported(settings, backend=Backend.JAX)
     if mesh is None:
-        asked = settings.replicate, settings.shard
-        mesh = make_mesh(*asked, tensor=settings.tensor, strategy=settings.strategy)
-    sizes, mesh = sizes_of(mesh), with_auto_axes(mesh)
-    _check_sizes(settings, sizes)
-    if sizes.inner > 1 and not rules:
+        mesh = mesh_for(settings)
+    sizes, mesh = sizes_of(mesh, settings.strategy), with_auto_axes(mesh)
+    _check_sizes(settings, mesh)
+    expert = mesh.shape.get(EXPERT, 1)
+    if rules is None and expert * sizes.inner > 1:
+        axis, size = (TENSOR, sizes.inner) if sizes.inner > 1 else (EXPERT, expert)
         raise ConfigError(
-            f"tensor: expected 1 for a model of your own, whose products this plan cannot divide; "
-            f"got {sizes.inner}. Leave it out, or let XLA divide them: name the arrays' axes, and "
+            f"{axis}: expected 1 for a model of your own, whose products this plan cannot divide; "
+            f"got {size}. Leave it out, or let XLA divide them: name the arrays' axes, and "
             "use shard_fsdp(params, mesh=..., rules=...) and create_fsdp_train_step."
         )
-    table = table_of(shapes, settings, sizes, blocks, freeze, rules)
+    cuts = None if rules is None else rules(expert, sizes.inner)
+    table = table_of(shapes, settings, sizes, blocks, freeze, cuts)
     return XlaPlan(table, mesh, jax.tree.structure(shapes), mesh.devices.flat[0].platform)
 
 
@@ -297,16 +345,16 @@ def table_of(
     sizes: Mesh,
     blocks: Sequence[str] = (),
     freeze: Sequence[str] = (),
-    rules: Rules | None = None,
+    cuts: Mapping[str, tuple[int, int]] | None = None,
 ) -> ArraysPlan:
-    """Returns the plan as data, without devices; arguments as for `plan`."""
+    """Returns the plan as data, without devices; arguments as for `plan`, cuts as of `Rules`."""
     contract = ContractRule(settings)
     named = named_leaves(shapes)
     names = [name for name, _ in named]
     check_globs("freeze", freeze, names, "arrays")
     _check_blocks(blocks, names)
     arrays = [
-        _array(name, leaf, _block_of(name, blocks), (contract, sizes, tuple(freeze), rules or {}))
+        _array(name, leaf, _block_of(name, blocks), (contract, sizes, tuple(freeze), cuts or {}))
         for name, leaf in named
     ]
     return ArraysPlan(
@@ -316,15 +364,6 @@ def table_of(
         tuple(arrays),
         settings.activation_checkpointing,
     )
-
-
-def spec_of(array: ArrayPlan) -> PartitionSpec:
-    """Returns the PartitionSpec of an array."""
-    axes: list[str | None] = [None] * len(array.stored_shape)
-    for dim, axis in ((array.cut.dim, SHARD), (array.cut.tensor, TENSOR)):
-        if dim is not None:
-            axes[dim + bool(array.block)] = axis
-    return PartitionSpec(*axes)
 
 
 def batch_spec(axes: tuple[str, ...], num_micro_batches: int = 1) -> PartitionSpec:
@@ -406,9 +445,9 @@ def _array(
     name: str,
     leaf: Any,
     block: str,
-    settings: tuple[ContractRule, Mesh, tuple[str, ...], Rules],
+    settings: tuple[ContractRule, Mesh, tuple[str, ...], Mapping[str, tuple[int, int]]],
 ) -> ArrayPlan:
-    contract, sizes, freeze, rules = settings
+    contract, sizes, freeze, cuts = settings
     shape = tuple(leaf.shape)
     if block and not shape:
         raise ConfigError(f"blocks: expected arrays with an axis of layers; {name} is a scalar.")
@@ -422,15 +461,11 @@ def _array(
         ) from None
     trainable = not matches(name, freeze)
     spec = ParamSpec((name,), own, dtype, trainable)
-    found = [dim for glob, dim in rules.items() if matches(name, (glob,))] * (sizes.inner > 1)
-    if found and found[0] not in range(len(own)):
-        dims = ", ".join(map(str, range(len(own))))
-        raise ConfigError(f"rules: expected a dimension of {name}, one of {dims}; got {found[0]}.")
-    if found:
-        check_divides("tensor", sizes.inner, own[found[0]], f"dimension {found[0]} of {name}")
-        cut = cut_of(own, sizes.shard, found[0], sizes.inner)
-    else:
-        cut = cut_of(own, sizes.shard)
+    fitting = (cut for glob, cut in cuts.items() if cut[1] > 1 and matches(name, (glob,)))
+    dim, parts = next(fitting, (None, 1))
+    if dim is not None:
+        check_divides("tensor, expert", parts, own[dim], f"dimension {dim} of {name}")
+    cut = cut_of(own, sizes.spread(parts).shard, dim, parts)
     layers = shape[0] if block else 0
     return ArrayPlan(name, own, cut, contract.of(spec), trainable, block, layers)
 
@@ -468,14 +503,13 @@ def _block_of(name: str, blocks: Sequence[str]) -> str:
     return next((block for block in blocks if name.startswith(f"{block}.")), "")
 
 
-def _check_sizes(settings: ShardConfig, sizes: Mesh) -> None:
-    there = {REPLICATE: sizes.replicate, SHARD: sizes.shard, TENSOR: sizes.inner}
-    for key, size in there.items():
-        asked = getattr(settings, key)
+def _check_sizes(settings: ShardConfig, mesh: DeviceMesh) -> None:
+    for key in (*BATCHES, TENSOR):
+        asked, size = getattr(settings, key), mesh.shape.get(key, 1)
         if asked not in (ShardConfig.model_fields[key].default, size):
             raise ConfigError(f"{key}: expected {size}, the mesh's; got {asked}. Leave it out.")
-    if settings.strategy == "no_shard" and sizes.shard > 1:
+    if settings.strategy == "no_shard" and mesh.shape[SHARD] > 1:
         raise ConfigError(
-            f"mesh: expected shard 1 under no_shard; got {sizes.shard}. Make it with "
+            f"mesh: expected shard 1 under no_shard; got {mesh.shape[SHARD]}. Make it with "
             "make_mesh(shard=1), or choose a sharded strategy."
         )

@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fullshard.errors import ConfigError, raise_together
+from fullshard.xla.plan import EXPERT, SHARD
 
 
 def join(rank: int, world_size: int, publish: Callable[[], str], *, wide: bool = False) -> None:
@@ -62,7 +63,8 @@ def connect(mesh: Mesh) -> None:
         lambda _: np.ones((1,) * mesh.devices.ndim),
     )
     with _no_stdout():
-        for along in dict.fromkeys([tuple(axes), *((axis,) for axis in axes)]):
+        both = tuple(axis for axis in axes if axis in (SHARD, EXPERT))  # other arrays than experts
+        for along in dict.fromkeys([tuple(axes), both or tuple(axes), *((axis,) for axis in axes)]):
             total = jax.shard_map(
                 partial(jax.lax.psum, axis_name=along),
                 mesh=mesh,

@@ -419,7 +419,7 @@ def _gradients(
     for at, grad in zip(plan.joined, added, strict=True):
         grads[at] = grad.astype(grads[at].dtype)
         parts[plan.trained_arrays[at].cut.tensor is not None] += jnp.sum(jnp.square(grads[at]))
-    squares = parts[0] + sum(all_reduce(parts[1:], (TENSOR,)) if parts[1:] else [])
+    squares = parts[0] + sum(all_reduce(parts[1:], live_axes(plan.mesh, (TENSOR,))))
     divisor = jnp.where(count == 0, 1, count)
     grads = [grad / divisor.astype(grad.dtype) for grad in grads]
     means = {**(metrics or {}), "loss": total, "grad_norm": jnp.sqrt(squares)}
@@ -505,11 +505,11 @@ def _wide(plan: XlaPlan, value: Any) -> Any:
 def _squares(plan: XlaPlan, grads: Sequence[jax.Array]) -> list[jax.Array]:
     """This device's share of the sum of squares of reduced gradients: copies share it equally.
 
-    Arrays that a tensor axis cuts have a sum of their own.
+    Arrays that other axes cut have a sum of their own.
     """
-    mesh = plan.table.mesh
-    found = [jnp.zeros((), jnp.float32) for _ in range(1 + (mesh.inner > 1))]
+    found = [jnp.zeros((), jnp.float32) for _ in range(1 + (plan.table.most_parts > 1))]
     for at, array in enumerate(plan.trained_arrays):
+        mesh = plan.table.mesh_of(array)
         copies = mesh.num_copies if array.cut.dim is None else mesh.replicate
         share = 0 if at in plan.joined else jnp.sum(jnp.square(grads[at])) / copies
         found[array.cut.tensor is not None] += share

@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -32,7 +33,7 @@ from fullshard.checkpoint.commit import Documents, Ranks
 from fullshard.checkpoint.files import Piece, TensorFile
 from fullshard.checkpoint.format import PLAN, STATE, Kind, key_of
 from fullshard.checkpoint.read import Checkpoint, choose
-from fullshard.engine.folder import INDEX, ONE_FILE
+from fullshard.engine.folder import INDEX, ONE_FILE, FileNames, is_made_of
 from fullshard.errors import CheckpointError
 from fullshard.formats.hugging_face import files_of
 from fullshard.formats.orbax import METADATA, open_arrays
@@ -40,7 +41,7 @@ from fullshard.loading import is_checkpoint, state_tensor
 from fullshard.planner.arrays import ArrayPlan
 from fullshard.saving import GROUPS, SAVES, SCALARS, SaveSettings, Values, write
 from fullshard.xla.opt_state import Leaf, leaves_of
-from fullshard.xla.plan import XlaPlan, named_leaves, own_shape, unpad
+from fullshard.xla.plan import REPLICATE, XlaPlan, named_leaves, own_shape, unpad
 from fullshard.xla.processes import agree, lead
 from fullshard.xla.step import State, scalar, with_optimizer
 
@@ -108,7 +109,7 @@ def _range(
 ) -> tuple[int, np.ndarray]:
     """The first index and the elements of the range of a layer that this process writes."""
     here = jax.process_index()
-    turn = at % plan.table.mesh.replicate
+    turn = at % plan.mesh.shape[REPLICATE]
     if leaf.is_fully_addressable:
         whole = unpad(array, np.asarray(leaf)[layer] if array.block else np.asarray(leaf))
         # A copy, since the next step reuses the source.
@@ -387,7 +388,7 @@ class _Saved:
 
     checkpoint: Checkpoint
 
-    def find(self, key: str) -> tuple[str, tuple[int, ...]] | None:
+    def find(self, key: str, _: tuple[int, ...] = ()) -> tuple[str, tuple[int, ...]] | None:
         tensor = self.checkpoint.index.tensors.get(self._key(key))
         return (tensor.dtype, tensor.shape) if tensor else None
 
@@ -406,17 +407,40 @@ class _Saved:
 
 @dataclass(frozen=True)
 class _Folder:
-    """Safetensors files of a Hugging Face folder as a source of ranges."""
+    """Safetensors files of a Hugging Face folder as a source of ranges.
+
+    Experts that are stacked in the model are many tensors in the files; see engine/folder.py.
+    """
 
     path: Path
     files: Mapping[str, TensorFile]
+    names: FileNames
+    known: dict[str, tuple[tuple[str, ...], list[int]]] = field(default_factory=dict)
 
-    def find(self, key: str) -> tuple[str, tuple[int, ...]] | None:
-        file = self.files.get(key)
-        return (file.entries[key][0], file.entries[key][1]) if file else None
+    def find(self, key: str, shape: tuple[int, ...] = ()) -> tuple[str, tuple[int, ...]] | None:
+        parts, _ = self._parts(key)
+        entries = [self.files[part].entries[part] for part in parts]
+        shapes = [entry[1] for entry in entries]
+        is_whole = len({entry[0] for entry in entries}) == 1 and is_made_of(shape, shapes)
+        if len(parts) > 1 and is_whole:
+            return entries[0][0], shape
+        return (entries[0][0], shapes[0]) if entries else None
 
     def read(self, key: str, start: int, out: memoryview, itemsize: int) -> None:
-        self.files[key].read(key, start * itemsize, out)
+        parts, ends = self._parts(key)
+        at = bisect_right(ends, start)
+        while out.nbytes:
+            first, size = start - (ends[at - 1] if at else 0), (ends[at] - start) * itemsize
+            self.files[parts[at]].read(parts[at], first * itemsize, out[:size])
+            start, out, at = ends[at], out[size:], at + 1
+
+    def _parts(self, key: str) -> tuple[tuple[str, ...], list[int]]:
+        """The stored tensors with a tensor's elements, in order, and where each ends."""
+        if key not in self.known:
+            parts = self.names.parts([key])
+            sizes = (math.prod(self.files[part].entries[part][1]) for part in parts)
+            self.known[key] = parts, [*itertools.accumulate(sizes)]
+        return self.known[key]
 
     @property
     def where(self) -> str:
@@ -430,7 +454,7 @@ class _Orbax:
     path: Path
     arrays: Mapping[str, Any]
 
-    def find(self, key: str) -> tuple[str, tuple[int, ...]] | None:
+    def find(self, key: str, _: tuple[int, ...] = ()) -> tuple[str, tuple[int, ...]] | None:
         array = self.arrays.get(key)
         return None if array is None else (DTYPES.get(array.dtype.name, ""), tuple(array.shape))
 
@@ -450,7 +474,8 @@ def _open_folder(path: Path) -> Generator[_Folder]:
     with ExitStack() as closing:
         names = files_of(path, ONE_FILE, INDEX)
         files = [closing.enter_context(TensorFile.open(path / name)) for name in names]
-        yield _Folder(path, {name: file for file in files for name in file.entries})
+        of_name = {name: file for file in files for name in file.entries}
+        yield _Folder(path, of_name, FileNames(of_name))
 
 
 def _read_arrays(plan: XlaPlan, source: Source, key: Callable[[str], str]) -> Any:
@@ -513,7 +538,7 @@ def _read_box(
 
 
 def _check_there(array: ArrayPlan, source: Source, key: str, name: str) -> None:
-    found = source.find(key)
+    found = source.find(key, array.shape)
     if found is None or found[1] != array.shape or found[0] not in NUMPY:
         got = "it has none" if found is None else f"it has {found[0]} {found[1]}"
         raise CheckpointError(

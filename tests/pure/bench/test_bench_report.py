@@ -9,10 +9,13 @@ import pytest
 
 from fullshard.bench import page as bench_page
 from fullshard.bench import step
-from fullshard.bench.cases import CASES, find_case, groups_of, installed_peers
 from fullshard.bench.step import (
+    CASES,
     COLUMNS,
     StepOptions,
+    find_case,
+    groups_of,
+    installed_peers,
     loss_differences,
     loss_errors,
     page_of,
@@ -31,7 +34,7 @@ def result(monkeypatch):
     def measure(others=0.0, became_idle=True, **losses):
         def run_ranks(_, job, num_ranks, **__):
             if job.mode == "memory":
-                return [dict.fromkeys(step.MEMORY_KEYS, size * 2**20) for size in (3, 2)]
+                return [{"memory_peak_bytes": size * 2**20} for size in (3, 2)]
             same = {"cpu_times_s": {name: [0.4] for name in speeds}, "prefetch": {"fsdp2": 1}}
             same["pilot_s"] = {}
             same["losses"] = {name: losses.get(name, [8.0, 7.5]) for name in speeds}
@@ -124,7 +127,7 @@ def test_unknown_cases_and_engines_are_named_with_the_choices():
 
 
 def test_a_peer_that_is_not_installed_is_listed_as_absent(monkeypatch):
-    monkeypatch.setattr("fullshard.bench.cases.find_spec", lambda name: name == "torch" or None)
+    monkeypatch.setattr("fullshard.bench.step.find_spec", lambda name: name == "torch" or None)
     present, absent = installed_peers(("fsdp2", "deepspeed", "fsdp2"))
     assert ([peer.name for peer in present], absent) == (["fsdp2"], ["deepspeed"])
 

@@ -18,7 +18,7 @@ from fullshard.launch.exit_codes import (
     exit_code_of_signal,
 )
 from fullshard.launch.failure import RankFailure, first_cause
-from fullshard.launch.relay import LineCleaner
+from fullshard.launch.spawn import LineCleaner
 
 
 class OutOfMemoryError(RuntimeError):

@@ -22,7 +22,7 @@ GATHER, REDUCE = EventKind.GATHER, EventKind.REDUCE
 
 
 def entries(*kinds_and_units, step=0):
-    return [(Event(kind, unit, 8), step, 0.0) for kind, unit in kinds_and_units]
+    return [(Event(kind, unit, 8), step) for kind, unit in kinds_and_units]
 
 
 def seen(*positions, **how):
@@ -125,7 +125,7 @@ def test_ranks_that_wait_for_each_other_are_named_before_the_timeout():
 
 
 def test_streams_hold_what_travels_and_count_what_was_dropped():
-    local = [(Event(GATHER, 3, 0), 0, 0.0)]
+    local = [(Event(GATHER, 3, 0), 0)]
     ring = [*entries((GATHER, 1), (REDUCE, 2)), *local, *entries((GATHER, 2))]
     assert streams(ring, TITLES, 0, 0) == {"0/0/gather": [0, "a", "b"], "0/0/reduce": [0, "b"]}
     many = entries(*[(GATHER, 1)] * 300)
@@ -134,7 +134,7 @@ def test_streams_hold_what_travels_and_count_what_was_dropped():
 
 def test_what_is_awaited_is_the_last_gather_of_the_unit():
     ring = entries((GATHER, 1), (GATHER, 2), (GATHER, 1), (GATHER, 3))
-    found = awaited((Event(EventKind.BACKWARD, 1), 0, 0.0), ring, TITLES, 0)
+    found = awaited((Event(EventKind.BACKWARD, 1), 0), ring, TITLES, 0)
     assert (found["doing"], found["number"]) == ("gather of a", 2)
 
 

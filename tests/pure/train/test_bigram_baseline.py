@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from fullshard.data.bigram import best_weight, interpolated_bigram
+from fullshard.data.dataset import best_weight, interpolated_bigram
 
 
 def slow_parts(train, target, vocab_size):

@@ -23,7 +23,7 @@ from fullshard.data.order import BatchShape, SampleOrder
 from fullshard.data.records import files_at
 from fullshard.data.tokenizer import train_tokenizer
 from fullshard.errors import DataError
-from fullshard.recipes.batches import load_data
+from fullshard.recipes.base import load_data
 
 # Marks nothing, and writes a turn in another way once there is a later one.
 UNMARKED = (

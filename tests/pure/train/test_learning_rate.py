@@ -5,7 +5,7 @@ import torch
 from transformers import get_scheduler
 
 from fullshard.config.values import LrSchedule
-from fullshard.run.schedule import Schedule, warmup_steps
+from fullshard.run.optim import Schedule, warmup_steps
 
 
 @pytest.mark.parametrize("kind", list(LrSchedule))

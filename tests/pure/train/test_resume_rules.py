@@ -21,6 +21,7 @@ from fullshard.data.tokenizer import numbers_tokenizer
 from fullshard.errors import CheckpointError, ConfigError, DataError
 from fullshard.recipes.distill.loss import TopK, check_facts, write_facts
 from fullshard.run.folder import RunFolder
+from fullshard.run.optim import StepPlan
 from fullshard.run.resume import (
     Resume,
     check_data,
@@ -30,7 +31,6 @@ from fullshard.run.resume import (
     own_resume,
     sample_of_teacher,
 )
-from fullshard.run.schedule import StepPlan
 
 
 def run_folder(path, **record):

@@ -6,10 +6,11 @@ import os
 from pathlib import Path
 
 import pytest
+from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers, trainers
 
 from fullshard.config.schema import DataConfig
 from fullshard.data.text import DatasetSettings, Source, make_dataset
-from fullshard.data.tokenize import pieces, shards
+from fullshard.data.tokenize import fast_encoder, pieces, shards
 from fullshard.errors import DataError
 from support.text import seeded_text
 
@@ -204,3 +205,35 @@ def test_a_column_beside_plain_text_is_said_to_have_no_effect(tmp_path, name, ha
     made = make_dataset([Source.at(path, text_column="body")], DatasetSettings(8, 300, WHOLE), None)
     said = [note for note in made.facts.notes if "text_column has no effect on" in note]
     assert bool(said) is not has_effect
+
+
+LLAMA3 = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+SPLITS = {  # as tokenizers divide text into words: its words, tokens added to it
+    "bytes": (pre_tokenizers.ByteLevel(add_prefix_space=False), ()),
+    "llama3": (pre_tokenizers.Split(Regex(LLAMA3), "isolated"), ()),
+    "spaces": (pre_tokenizers.Whitespace(), ()),
+    "a space before a text": (pre_tokenizers.ByteLevel(add_prefix_space=True), ()),
+    "a mark before a text": (pre_tokenizers.Metaspace(), ()),
+    "lines within words": (pre_tokenizers.Split("\n", "merged_with_next"), ()),
+    "one word": (None, ()),
+    "an added line": (pre_tokenizers.ByteLevel(add_prefix_space=False), (AddedToken("one\ntwo"),)),
+    "added space": (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        (AddedToken("one", rstrip=True),),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SPLITS)
+def test_text_encoded_in_parts_has_the_tokens_of_the_whole(name, monkeypatch):
+    words, added = SPLITS[name]
+    text = "one\ntwo, three\n\n four 12\n34 \u6f22\n\u5b57.\n- five\n\tsix\nseven\r\neight\n" * 30
+    tokenizer = Tokenizer(models.BPE(unk_token="?"))
+    if words is not None:
+        tokenizer.pre_tokenizer = words
+    trainer = trainers.BpeTrainer(vocab_size=90, special_tokens=["?"], show_progress=False)
+    tokenizer.train_from_iterator([text], trainer)
+    tokenizer.add_tokens(list(added))
+    monkeypatch.setattr("fullshard.data.tokenize.PART_CHARACTERS", 10)
+    whole = [tokenizer.encode(one, add_special_tokens=False).ids for one in (text, "", text[:70])]
+    assert [*fast_encoder(tokenizer.to_str())([text, "", text[:70]])] == whole

@@ -1,4 +1,4 @@
-"""Positions of the ranks, and the decision which rank causes a hang. Pure: no processes.
+"""The last events of a rank, positions of all, and the decision which causes a hang. Pure.
 
     rank 0   step 412   waits in reduce of layers.17        61 s
     rank 3   step 412   data loading (corpus.py:57 in read) 61 s   <- named
@@ -15,14 +15,77 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from array import array
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
+from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
 from fullshard.planner.events import Event, EventKind
+
+Entry = tuple[Event, int]  # an event and its step
+
+
+class EventRing:
+    """Keeps the last `capacity` events.
+
+    Args:
+        capacity: Events kept; a step of a 126-layer model has about a thousand.
+    """
+
+    def __init__(self, capacity: int = 65_536) -> None:
+        # Arrays: with 65,536 tuples a full garbage collection takes a tenth of a second longer.
+        self._capacity = capacity
+        self._events: list[Any] = [None] * capacity
+        self._steps = array("q", bytes(8 * capacity))
+        self._first = 0
+        self.count = 0  # of all events so far
+        self.open: Entry | None = None  # begun and not done
+
+    def begin(self, event: Event, step: int) -> None:
+        """Note that an action begins, which may wait for other ranks."""
+        self.open = (event, step)
+
+    def record(self, event: Event, step: int) -> None:
+        """Note one event."""
+        at = self.count % self._capacity
+        self._events[at], self._steps[at] = event, step
+        self.open = None
+        self.count += 1
+
+    def events(self, step: int | None = None) -> tuple[Event, ...]:
+        """The events of one step, or all that are kept."""
+        return tuple(event for event, at in self.copy() if step is None or at == step)
+
+    def copy(self) -> list[Entry]:
+        """What is kept, oldest first.
+
+        If another thread records meanwhile, newer events may have replaced the oldest. The watchdog
+        asks twice a second during training; slices take a tenth of the time of a loop.
+        """
+        count, capacity = self.count, self._capacity
+        begin, end = max(self._first, count - capacity), count
+        parts = [slice(begin % capacity, begin % capacity + end - begin)]
+        if parts[0].stop > capacity:
+            parts = [slice(begin % capacity, capacity), slice(0, parts[0].stop - capacity)]
+        kept: list[Entry] = []
+        for part in parts:
+            kept += zip(self._events[part], self._steps[part], strict=True)
+        return kept
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._first = self.count
+
+
+def in_words(event: Event, step: int, titles: Sequence[str]) -> str:
+    """`step 3: gather layers.17`; steps count from 1."""
+    title = titles[event.unit] if event.unit >= 0 else "the model"
+    return f"step {step + 1}: {event.kind.value} {title}"
+
 
 SETTLED_S = 3.0  # ranks that have not moved for so long are compared
 MAX_STREAM = 256  # only the last names of a stream are published
@@ -42,8 +105,6 @@ _WAITS = {
 }
 
 _STREAMS = {EventKind.GATHER: GATHER, EventKind.REDUCE: REDUCE}
-
-Entry = tuple[Event, int, float]  # an event, its step, when
 
 
 @dataclass(frozen=True)
@@ -153,7 +214,7 @@ class Verdict:
 
 def awaited(open_: Entry, entries: Sequence[Entry], titles: Sequence[str], model: int) -> dict:
     """Returns the fields of a Position for an event that has begun and not ended."""
-    event, step, _ = open_
+    event, step = open_
     kind, words = _WAITS.get(event.kind, ("", event.kind.value + " of {}"))
     title = titles[event.unit] if event.unit >= 0 else "the model"
     fields = {"doing": words.format(title), "kind": kind, "step": step + 1}
@@ -175,7 +236,7 @@ def streams(
     for of, kind in _STREAMS.items():
         names = [
             titles[event.unit]
-            for event, at, _ in entries
+            for event, at in entries
             if at == step and event.kind is of and event.num_bytes
         ]
         kept = names[-MAX_STREAM:]

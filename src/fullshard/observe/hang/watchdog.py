@@ -38,16 +38,17 @@ from fullshard.observe.hang.judge import (
     EXCHANGE,
     SETTLED_S,
     Entry,
+    EventRing,
     Position,
     Seen,
     Verdict,
     awaited,
     fallen_silent,
+    in_words,
     judge,
     left_early,
     streams,
 )
-from fullshard.observe.trace import EventRing, in_words
 from fullshard.planner.events import EventKind
 
 DEFAULT_TIMEOUT_S = 600.0
@@ -78,14 +79,12 @@ class WatchdogSettings:
         timeout_s: A rank that waits longer is stuck.
         hang_file: File of the report.
         stacks_file: File to which a rank's faulthandler writes on SIGUSR2; None: no such file.
-        kept_file: File with this rank's last events, for the launcher; None: no such file.
     """
 
     launch: LaunchEnvironment
     timeout_s: float
     hang_file: Path
     stacks_file: Callable[[int], Path] | None = None
-    kept_file: Path | None = None
 
     @property
     def supervised(self) -> bool:
@@ -403,12 +402,8 @@ def watch(ring: EventRing, titles: Sequence[str]) -> None:
     dist = sys.modules.get("torch.distributed")
     launch = read_launch_environment() if dist is not None and dist.is_initialized() else None
     dog = current() if launch is None else start(launch)
-    if dog is None:
-        return
-    dog.sampler.watch(ring, titles)
-    file = dog.settings.kept_file
-    if file is not None and not file.exists():  # a second model's events stay in memory
-        ring.keep_in(file, titles)
+    if dog is not None:
+        dog.sampler.watch(ring, titles)
 
 
 def _last_frame(trace: TracebackType | None) -> FrameType | None:
@@ -542,7 +537,7 @@ class _ModelEvents:
             position,
             **changes,
             streams=issued,
-            events=[in_words(e, at, titles) for e, at, _ in entries[-LAST_EVENTS:]],
+            events=[in_words(e, at, titles) for e, at in entries[-LAST_EVENTS:]],
         )
 
 

@@ -13,13 +13,10 @@ from fullshard.config.values import Backend, DistillLoss
 from fullshard.recipes.registry import Command, RecipeCommand
 from fullshard.recipes.sft.command import check as check_chats
 
-_DENSE = (
-    "Give the student a dense configuration: mixtures of experts, of which students are cut, are "
-    "torch's"
-)
+_UNCUT = "Give the student a configuration or a folder: only torch cuts it out of its teacher"
 _NOT_ON_XLA = {
     "teacher_offload": ("Leave it out, or use backend: torch",),
-    **dict.fromkeys(("experts", "layers"), (_DENSE,)),
+    **dict.fromkeys(("experts", "layers"), (_UNCUT,)),
 }
 
 

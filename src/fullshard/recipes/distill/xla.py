@@ -137,9 +137,9 @@ def _table(config: RunConfig, student: ArraysPlan, default: DType) -> ArraysPlan
     settings = settings_of(config)
     strategy, dtype = settings.teacher_strategy or student.strategy, settings.teacher_dtype
     teacher = _decoder(config)
-    teacher.check_tensor(student.mesh.inner, "teacher: tensor")
-    shapes = _shapes(teacher, settings)
-    return teacher_table(shapes, strategy, dtype or default, student)
+    teacher.check_axes(config.sharding, "teacher: ", alone=False)
+    shapes, expert = _shapes(teacher, settings), config.sharding.expert
+    return teacher_table(shapes, strategy, dtype or default, student, expert)
 
 
 def _shapes(teacher: DecoderConfig, settings: DistillConfig) -> Tree:

@@ -14,7 +14,8 @@ ranks in forward and backward. Two counters separate writes from reads:
 
     begun   A forward waits until every rank has begun it; earlier writes are then visible.
     done    A rank's first write after a forward waits until no rank reads the weights of that
-            forward. After a synchronised backward this is already known.
+            forward. After a synchronised backward, or an evaluation, this is already known,
+            unless a live graph will read the weights again.
 
 If a rank wrote after the forward (weights swapped for an evaluation, and back), the backward
 publishes again, as other transports would gather again.
@@ -48,8 +49,7 @@ from fullshard.transport.base import (
     torch_dtype,
 )
 from fullshard.transport.direct import DirectTransport
-from fullshard.transport.shared.board import CACHE_LINE, Board, Mark
-from fullshard.transport.shared.segment import TellAll, share_segment
+from fullshard.transport.shared.segment import CACHE_LINE, Board, Mark, TellAll, share_segment
 
 
 class SharedHome(Home):
