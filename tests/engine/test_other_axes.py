@@ -92,9 +92,9 @@ def check_parity(build, cut, work, axes=(1, 2, 2), settings=None, kinds=BOTH):
 
 
 @pytest.mark.short(1)
-@pytest.mark.parametrize("transport", ["direct", "c10d"])
+@pytest.mark.parametrize("transport", ["shared", "direct", "c10d"])
 def test_tensor_and_sequence_parallel_layers_train_as_one_process(ranks, transport):
-    kinds = BOTH if transport == "direct" else ("sgd",)
+    kinds = BOTH if transport == "shared" else ("sgd",)
     arguments = net, cut_net, train_net, (1, 2, 2), {"transport": transport}, kinds
     ranks(4)(check_parity, *arguments, timeout=300)
 
