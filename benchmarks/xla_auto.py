@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from fullshard.planner.arrays import ArrayPlan
 from fullshard.xla.decoder import DecoderConfig, head_of, hidden_of, token_loss
 from fullshard.xla.opt_state import opt_shardings
-from fullshard.xla.plan import SHARD, Tree, XlaPlan, spec_of
+from fullshard.xla.plan import SHARD, Tree, XlaPlan
 from fullshard.xla.step import State
 
 
@@ -79,7 +79,7 @@ def _all_but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
 
 def whole(placed: XlaPlan, array: ArrayPlan, leaf: jax.Array) -> jax.Array:
     """Gathered; the gradient goes back to where the array lies, which is not what jax derives."""
-    axes = tuple(spec_of(array))[1:] if array.block else tuple(spec_of(array))
+    axes = tuple(placed.sharding(array).spec)[bool(array.block) :]
     cut = NamedSharding(placed.mesh, PartitionSpec(*axes))
     gathered = jax.custom_vjp(partial(lax.with_sharding_constraint, shardings=placed.replicated))
     gathered.defvjp(

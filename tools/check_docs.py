@@ -2,7 +2,8 @@
 
     `engine/unit.py`                    a file below src/fullshard/ or the repository
     `Unit.gather` in `engine/unit.py`   the file defines the name; `a` and `b` in ... checks both
-    `Scheduler`, `judge()`              some file of the package defines the name (architecture.md)
+    `Scheduler`, `judge()`              some file of the package defines the name (architecture.md),
+                                        also `kept` in the first column of a table
 
 Paths are checked in all pages and in the docstrings and comments of the package. Pages that report
 the past (the log, decisions, the changelog) name what was there then and are left out.
@@ -31,6 +32,7 @@ _PATH = re.compile(rf"(?<![\w./-])((?:{_PART}/)+{_PART}\.py)\b")
 _NAME = r"`\.?([A-Za-z_]\w*(?:\.\w+)*)(?:\(\))?`"
 _PLACED = re.compile(rf"{_NAME}(?:(?:, | and |, and ){_NAME})* in `([\w./{{}},]+\.py)`")
 _NAMED = re.compile(r"`([A-Z]\w*[a-z]\w*(?:\.\w+)*|_?[a-z]\w*\(\))`")
+_ROW = re.compile(r"^\| `(_?[a-z]\w*)` \|", re.M)  # a table of attributes in architecture.md
 _FENCED = re.compile(r"^```.*?^```", re.S | re.M)
 # Files of users and of other tools that pages show as examples.
 _NOT_OURS = re.compile(r"^(?:models?|runs?|path|my|your|utils|torch|transformers)/")
@@ -122,10 +124,11 @@ def check_page(page: Path, root: Path, names: Names) -> list[str]:
         found += _wrong_places(text, page, root, names)
     found += _wrong_paths(text, page, root)
     if page == root / ARCHITECTURE:
+        known = names.all | {name.rpartition(".")[2] for name in names.all} | FOREIGN
         found += [
             (match.start(), f"expected {match[1]} in the package; it is not there")
-            for match in _NAMED.finditer(text)
-            if match[1].removesuffix("()") not in names.all | FOREIGN
+            for match in (*_NAMED.finditer(text), *_ROW.finditer(text))
+            if match[1].removesuffix("()") not in known
         ]
     path = page.relative_to(root)
     return [f"{path}:{_line(text, place)}: {what}" for place, what in sorted(found)]

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from fullshard.checkpoint.format import AVERAGE, OWN, Kind, StoredTensor, key_of
@@ -142,7 +141,7 @@ def _read_tensors(
     keys = _keys_of(checkpoint, wanted)
     states = None if optimizer is None else _optimizer_of(checkpoint, engine, model, optimizer)
     engine.home.before_write()
-    increment_version([member.param for member in engine.members])  # older graphs are refused
+    torch.autograd.graph.increment_version([m.param for m in engine.members])  # of older graphs
     others: dict[str, Any] = {}
     for key, held in zip(keys, wanted, strict=True):
         if held.whole:  # the module knows where it belongs
@@ -198,8 +197,7 @@ def _keys_of(checkpoint: Checkpoint, wanted: list[Held]) -> list[str]:
         name = held.names[0]
         key = checkpoint.index.find(Kind.MODEL, name)
         if key is None:
-            close = nearest(name, there)
-            hint = f" Did you mean {close}?" if close else ""
+            hint = f" Did you mean {close}?" if (close := nearest(name, there)) else ""
             raise CheckpointError(
                 f"checkpoint '{checkpoint.path}': expected {name} of shape {held.shape}; it has no "
                 f"such tensor.{hint} Build the model that was saved."

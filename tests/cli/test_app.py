@@ -181,13 +181,14 @@ def test_json_that_nobody_reads_or_nothing_takes_is_no_traceback():
         assert subprocess.run(words, stderr=full, check=False).returncode == 7
 
 
-@pytest.mark.parametrize("how", ["a command", "a relay of rank 0"])
+@pytest.mark.parametrize("how", ["a command", "a relay of rank 0", "/dev/full"])
 def test_output_that_another_program_made_non_blocking_arrives_whole(tmp_path, how):
     program = "from fullshard.cli.app import _open_streams; _open_streams(); print('x' * 10**6)"
-    if how == "a relay of rank 0":
+    log = how if how == "/dev/full" else tmp_path / "log"  # of a relay
+    if how != "a command":
         program = (
             "import os, sys; from pathlib import Path; from fullshard.launch.spawn import Relay\n"
-            f"relay = Relay(Path({str(tmp_path / 'log')!r})); out = os.dup(relay.stdout_fd)\n"
+            f"relay = Relay(Path({str(log)!r})); out = os.dup(relay.stdout_fd)\n"
             "relay.start(); os.write(out, b'x' * 10**6); os.close(out); relay.close(60.0)\n"
         )
     reading, writing = os.pipe()
@@ -199,7 +200,8 @@ def test_output_that_another_program_made_non_blocking_arrives_whole(tmp_path, h
         os.close(writing)
         with os.fdopen(reading, "rb") as pipe:
             assert pipe.read().count(b"x") == 10**6
-        assert started.stderr.read() == b""
+        said = b"/dev/full ends here: No space left on device\n" if log == how else b""
+        assert started.stderr.read() == said
 
 
 @pytest.mark.parametrize(

@@ -423,8 +423,10 @@ def mapped_over_the_batch_and_trained(model, x):
 
 @program(Chain)
 def forward_mode(model, x):
-    with torch.no_grad(), warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # torch's own use of torch.jit
+        with torch.no_grad():
+            torch.func.jvp(model, (x,), (torch.ones_like(x),))
         values, tangents = torch.func.jvp(model, (x,), (torch.ones_like(x),))
     return (values * tangents).mean()
 

@@ -14,6 +14,7 @@ from fullshard.data.text import Dataset
 from fullshard.launch.run_lock import RunLock
 from fullshard.observe.metrics import read_rows
 from fullshard.run import start as run_start
+from fullshard.run.folder import RunFolder
 from support import forked as subprocess
 from support.processes import free_port
 
@@ -125,6 +126,10 @@ def test_a_stopped_run_goes_on_with_the_same_losses(calm, tmp_path, whom):
         said = finish(config)
         assert "going on with the run" in said
     assert numbers(config) == numbers(calm)
+    if whom == "sigterm":  # as if it had been killed after its last step, without its rows
+        RunFolder(tmp_path / "run").update_record(status="running")
+        (tmp_path / "run" / "metrics.jsonl").unlink()
+        assert "no step left to train" in finish(config)
 
 
 @pytest.mark.slow

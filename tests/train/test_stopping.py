@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fullshard as fs
 from fullshard.errors import DataError, DivergedError, PreemptedError
 from fullshard.observe.metrics import EvalRow
-from fullshard.recipes.base import cross_entropy, shifted_of
+from fullshard.recipes.base import blank, cross_entropy, shifted_of
 from fullshard.run.loop import Loop, Patience, diverged
 from fullshard.transport import streams
 from support.ragged import NUM_STEPS, RaggedRecipe, Rows, make_loop
@@ -268,6 +268,15 @@ def test_batches_that_cannot_be_made_end_the_run_after_the_step_before():
     with pytest.raises(DataError, match="a file is gone"):
         loop.run()
     assert len(rows.steps) == 2
+
+
+def test_a_step_without_a_token_to_learn_is_told(caplog):
+    _, loop, recipe = make_loop(0, 1, 1, {}, rows := Rows())
+    made = recipe.micro_batches
+    recipe.micro_batches = lambda step: [blank(one) if step == 1 else one for one in made(step)]
+    loop.run()
+    assert caplog.messages == ["step 2 has no token to learn: its loss counts as 0"]
+    assert [row.loss == 0 for row in rows.steps[:3]] == [False, True, False]
 
 
 def test_a_step_on_a_device_is_over_when_its_update_is():

@@ -21,6 +21,7 @@ from fullshard.errors import ConfigError, DataError
 from fullshard.recipes.base import causal_lm_loss, inputs_of, make_data
 from fullshard.recipes.registry import Command
 from fullshard.run.optim import plan_steps
+from fullshard.run.resume import Resume, check_data
 from support.text import seeded_text
 
 LENGTH, BUFFER = 16, 24
@@ -52,12 +53,16 @@ def sources(tmp_path, *counts):
     return [Source.at(tmp_path / f"{n}.txt", w) for n, w in enumerate(weights)]
 
 
-def order_of(data, per_device, ranks, batch=None):
+def plan_of(data, per_device, ranks, batch=None):
     training = RunConfig(
         model={"config": {"model_type": "llama"}},
         training={"per_device_train_batch_size": per_device, "max_steps": 40, "seed": 3},
     ).training
-    return plan_steps(training, data.facts, ranks, batch).order
+    return plan_steps(training, data.facts, ranks, batch)
+
+
+def order_of(*args, **more):
+    return plan_of(*args, **more).order
 
 
 def steps_of(data, order, ranks, steps):
@@ -170,10 +175,19 @@ def test_a_buffer_above_the_data_is_one_pass_with_a_share_for_every_source(
 def test_another_tokenizer_is_other_data_though_the_first_part_has_none_of_its_tokens(
     tmp_path, tokenizer
 ):
-    found, other = sources(tmp_path, 300), copy.deepcopy(tokenizer)
+    found, other, written = sources(tmp_path, 300), *map(copy.deepcopy, (tokenizer, tokenizer))
     other.add_tokens(["zqzq"])
-    facts = [make_dataset(found, STREAMED, one).facts for one in (tokenizer, tokenizer, other)]
-    assert facts[0].fingerprint == facts[1].fingerprint != facts[2].fingerprint
+    written.backend_tokenizer.enable_truncation(9)  # serialized otherwise, with the same tokens
+    first, again, changed, same = (
+        plan_of(make_dataset(found, STREAMED, one), 4, 1)
+        for one in (tokenizer, tokenizer, other, written)
+    )
+    assert first.data == again.data != same.data
+    own = Resume(tmp_path, 4, in_place=True)
+    check_data(own, {"data": first.data}, same)
+    check_data(own, {"data": first.data.split()[0]}, again)  # all that older versions wrote
+    with pytest.raises(ConfigError, match=r"data\.path: expected the data of the run"):
+        check_data(own, {"data": first.data}, changed)
 
 
 def test_a_file_that_changes_during_a_run_is_refused(tmp_path, tokenizer):

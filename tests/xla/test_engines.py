@@ -84,8 +84,8 @@ def torchs(ranks, tmp_path_factory):
 @pytest.mark.parametrize(
     ("name", "mesh"),  # strategy, replicate, shard, tensor, expert
     [
-        ("qwen3", ("full_shard", 1, 3, 2)),
         ("qwen3_moe", ("full_shard", 1, 2, 1, 2)),
+        pytest.param("qwen3", ("full_shard", 1, 3, 2), marks=pytest.mark.long),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
@@ -102,7 +102,7 @@ def torchs(ranks, tmp_path_factory):
                 ("mixtral", ("full_shard", 1, 1, 1, 4)),
                 ("mixtral", ("no_shard", 2, 1, 1, 2)),
                 ("qwen3_moe", ("shard_grad_op", 1, 2, 2, 2)),
-                ("qwen3_moe", ("hybrid_shard", 2, 2, 1, 2)),
+                ("qwen3_moe", ("hybrid_shard", 2, 1, 1, 2)),
             )
         ),
     ],

@@ -28,7 +28,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -197,9 +197,7 @@ class ChatDataset(PreparedData):
         (folder / "samples.json").write_text(json.dumps(self.samples))
 
     @classmethod
-    def load(
-        cls, folder: Path, facts: DatasetFacts, tokenizer: PreTrainedTokenizerBase
-    ) -> ChatDataset:
+    def load(cls, folder: Path, facts: DatasetFacts, tokenizer: PreTrainedTokenizerBase) -> Self:
         """Maps what `save` wrote."""
         samples = tuple(json.loads((folder / "samples.json").read_text()))
         values = load_tokens(folder, 1, tokenizer)[cls.kind]

@@ -141,7 +141,8 @@ class DatasetFacts:
         baseline: Interpolated bigram over the held-out sequences, if it was computed.
         prompt: Prompt of the sample at the end of a run.
         notes: What else was done to the data, in words.
-        fingerprint: Checksum of all tokens; empty if an older version wrote the facts.
+        fingerprint: Checksum of all tokens; empty if an older version wrote the facts. Of a stream
+            two, separated by a blank: either tells that the data is the same.
         mixture: See `SampleOrder.mixture`.
         pad: Token that fills rows up.
         shuffle_buffer: Sequences of a stream that are shuffled together; numbers of training
@@ -238,6 +239,11 @@ class PreparedData(ABC):
     def save_rows(self, folder: Path) -> None:
         """Writes the rows; tokens of the cache become links."""
 
+    @classmethod
+    @abstractmethod
+    def load(cls, folder: Path, facts: DatasetFacts, tokenizer: PreTrainedTokenizerBase) -> Self:
+        """Maps what `save` wrote."""
+
 
 @dataclass(frozen=True)
 class BatchMaker:
@@ -260,12 +266,10 @@ class BatchMaker:
     def __call__(self, request: tuple[bool, int]) -> list[dict[str, Any]]:
         """The micro-batches of a step (from 0), or one batch of the evaluation."""
         held_out, number = request
-        of_all = self.evaluation[None, number] if held_out else self._of_step(number)
+        rows = self.evaluation[None, number] if held_out else self.order.of_step(number)
+        of_all = rows if held_out else self.data.dealt(rows)
         batch = partial(self.data.batch, held_out=held_out, parts=self.parts)
         return [batch(rows) for rows in of_all[:, self.seat]]
-
-    def _of_step(self, step: int) -> Indices:
-        return self.data.dealt(self.order.of_step(step))
 
 
 def divided(arrays: dict[str, Any], part: int, num_parts: int) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 from pydantic import TypeAdapter
@@ -69,6 +69,7 @@ from fullshard.data.tokenize import (
     tokenize,
 )
 from fullshard.data.tokenizer import (
+    effect_of,
     encoder_of,
     numbers_tokenizer,
     token_dtype,
@@ -185,7 +186,7 @@ class Dataset(PreparedData):
         save_tokens(folder, {"train": self.train, "held_out": self.held_out})
 
     @classmethod
-    def load(cls, folder: Path, facts: DatasetFacts, tokenizer: PreTrainedTokenizerBase) -> Dataset:
+    def load(cls, folder: Path, facts: DatasetFacts, tokenizer: PreTrainedTokenizerBase) -> Self:
         """Maps what `save` wrote; the tokens are read from disk when they are used."""
         return cls(facts, tokenizer, **load_tokens(folder, facts.sequence_length, tokenizer))
 
@@ -253,7 +254,7 @@ def make_dataset(
     # Of more than a pass, the rows of a step could lie any number of passes ahead.
     buffer = min(how.shuffle_buffer * how.streaming, max(sum(sizes), SMALL_BUFFER))
     mixture = _mixture(sources, sizes, buffer)
-    sums = list(zip(names, held_out.checksums, strict=True))
+    sums = [list(zip(one, held_out.checksums, strict=True)) for one in names]
     facts = DatasetFacts(
         origin=" + ".join(source.origin for source in sources),
         sequence_length=length,
@@ -266,7 +267,7 @@ def make_dataset(
         baseline=_baseline(train, held_out, num_ids(tokenizer)) if how.uses_baseline else None,
         prompt=_prompt(held_out if len(held_out) else train, tokenizer),
         notes=(*notes, *_said(sources, mixture)),
-        fingerprint=digest([VERSION, length, mixture, sums]),
+        fingerprint=" ".join(digest([VERSION, length, mixture, one]) for one in sums),
         mixture=mixture,
         shuffle_buffer=buffer,
         separator=_separator(tokenizer) if how.separate_documents else None,
@@ -293,8 +294,8 @@ def _training_rows(
     made: Sequence[list[TokenFile] | Parts],
     settings: DatasetSettings,
     tokenizer: PreTrainedTokenizerBase,
-) -> tuple[Rows, list[int], list[list[str]]]:
-    """The rows, how many each source has, and checksums of what they are made of.
+) -> tuple[Rows, list[int], list[list[list[str]]]]:
+    """The rows, how many each source has, and checksums of what they are made of, in any way.
 
     Raises:
         DataError: A source has fewer tokens than one sequence.
@@ -302,7 +303,7 @@ def _training_rows(
     length = settings.sequence_length
     if not settings.data.streaming:
         rows = Rows([one for one in made if not isinstance(one, Parts)], length)
-        return rows, rows.sizes, rows.checksums
+        return rows, rows.sizes, [rows.checksums]
     parts = tuple(one for one in made if isinstance(one, Parts))
     found, sizes = Sources(parts, settings.seed), list[int]()
     stream = Stream(found, length, cache_root(), words_of(tokenizer))
@@ -311,10 +312,14 @@ def _training_rows(
             sizes.append(stream.num_rows(number))
             if not sizes[-1]:
                 raise _too_few(source.files, 0, length)
+    effect = effect_of(tokenizer)
     told = [
-        [f"{stream.tokens(number, 0).checksum}:{one.key}"]
-        + [f"{s.file.name}:{s.start}:{s.stop}" for shard in one.shards for s in shard.spans]
-        for number, one in enumerate(parts)
+        [
+            [f"{stream.tokens(number, 0).checksum}:{key(one)}"]
+            + [f"{s.file.name}:{s.start}:{s.stop}" for shard in one.shards for s in shard.spans]
+            for number, one in enumerate(parts)
+        ]  # older versions wrote the first alone
+        for key in (lambda one: one.key, lambda one: digest([effect, asdict(one.how)]))
     ]
     return stream, sizes, told
 

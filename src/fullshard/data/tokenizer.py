@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import string
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fullshard.config.schema import ModelConfig
-from fullshard.data.tokenize import Encoder, fast_encoder
+from fullshard.data.tokenize import Encoder, cut, digest, fast_encoder
 from fullshard.engine.hugging_face import read_tokenizer
 from fullshard.errors import ConfigError
 
@@ -116,6 +117,16 @@ def words_of(tokenizer: PreTrainedTokenizerBase) -> str:
     if (backend := getattr(tokenizer, "backend_tokenizer", None)) is not None:
         return backend.to_str()
     return repr(sorted(tokenizer.get_vocab().items())) + settings_of(tokenizer)
+
+
+def effect_of(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Checksum of a vocabulary and of the tokens of its own words.
+
+    `words_of` may differ after an update of the tokenizers library, although no token does.
+    """
+    words = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    probe = "\n".join([string.printable, *(word for word, _ in words)])
+    return digest([words, [list(ids) for ids in encoder_of(tokenizer)([*cut(probe)])]])
 
 
 def settings_of(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -32,13 +32,14 @@ from fullshard.engine._torch_compat import (
     call_outside_compile,
     is_tracing,
     no_guard,
+    outside_modes,
     unless_compiling,
 )
 from fullshard.engine.attributes import ModuleTensors, own_modules, tensors_in
 from fullshard.engine.gradients import Gradients, follow_freezing
 from fullshard.engine.model_spec import places_of
 from fullshard.engine.norms import Count, GradientNorms
-from fullshard.engine.parameter import ShardedParameter
+from fullshard.engine.parameter import ShardedParameter, refuse_gradients
 from fullshard.engine.placing import Masters, Rings, cut_group
 from fullshard.engine.precision import cast_tensors
 from fullshard.engine.recompute import convert_reentrant
@@ -168,6 +169,8 @@ class Engine:
                     cut=member.cut,
                 )
                 self._num_trained += group.grads is not None
+                if member.cut is None and plan.mesh.world_size > 1:
+                    refuse_gradients(member.param)
                 for name in names:
                     path, _, attribute = name.rpartition(".")
                     unit.swaps.append(Swap(model.get_submodule(path), attribute, member))
@@ -316,7 +319,8 @@ class Engine:
             self._looked = self.runtime.step
             check_replicas(self.units, self.norms)
         if self.runtime.observed.done and not self.runtime.agreed:
-            with torch.inference_mode(mode=False):  # slots created now may outlive the block
+            # slots created now may outlive the block, or a transformation of torch.func
+            with outside_modes(), torch.inference_mode(mode=False):
                 self._agree_on_order()
 
     def _check_params(self, group: Group) -> None:
@@ -343,8 +347,7 @@ class Engine:
         self.runtime.agreed = True
         plan = self.plan.reordered(observed.forward, observed.backward)  # also of unused units
         if bounds[0] != -bounds[1]:  # ranks run different parts, so all issue every planned event
-            strange = set(observed.forward) - set(order.forward)
-            assert not strange, strange
+            assert set(observed.forward) <= set(order.forward), observed.forward
             self.runtime.scheduler.order = replace(order, learned=True)
         elif plan.order != replace(order, learned=True):
             self._switch_to(plan)
@@ -352,7 +355,10 @@ class Engine:
             self.runtime.scheduler.order = replace(order, learned=True)
 
     def _switch_to(self, plan: Plan) -> None:
-        """Use another plan of the same units and shards from the next forward on."""
+        """Use another plan of the same units and shards from the next forward on.
+
+        Units are bound to new slots, with new compute parameters. No live graph reads the old ones.
+        """
         self.plan = plan
         for unit, unit_plan in zip(self.units, plan.units, strict=True):
             unit.plan = unit_plan

@@ -102,14 +102,15 @@ class Gradients:
         self._slots: set[Any] = set()  # gradient slots in use
         self._shown: Shown | None = None
         self._has_added = False  # adds to earlier gradients, in a running backward
-        self._is_stale = False  # gradients were made since
+        # Whether a shard has new memory since `_shown`, whose references `num_holders` counts.
+        self._has_new_memory = False
         self._theirs: list[tuple[Member, Any]] = []  # the user's tensors in `p.grad`
         self._landing: list[Iterator[None]] = []  # sums that are not yet in their shards
         self._on_host: list[GradientShard] = []  # shards that the host may not read yet
         # Queues a copy to the host at the first `next`; its buffers are free after the last one.
         self.to_host = _at_once
         self.await_host: Callable[[], None] = lambda: None
-        self.may_leave: Callable[[], bool] = lambda: True  # whether no live graph reads weights
+        self.leave: Callable[..., None] = home.leave  # unless a live graph reads weights
         self.peak_deferred_bytes = 0
 
     @contextmanager
@@ -134,18 +135,15 @@ class Gradients:
         """Ask autograd which gradients will arrive; returns the units that get none."""
         self.norms.mark_changed()
         self.synced = self.sync
-        nothing, total = [], 0
         for unit in units:
             with no_guard():
                 for member in unit.trained_members:
                     member.expected = is_reached(member)
             unit.num_expected = sum(member.expected for member in unit.trained_members)
-            total += unit.num_expected
-            if unit.num_expected == 0:
-                nothing.append(unit.plan.index)
-        self.expects_any = total > 0
-        self.norms.task = graph_task_id() if total else -2
-        kind = _KINDS[self.synced] if total else " without parameters"
+        nothing = [unit.plan.index for unit in units if unit.num_expected == 0]
+        self.expects_any = len(nothing) < len(units)
+        self.norms.task = graph_task_id() if self.expects_any else -2
+        kind = _KINDS[self.synced] if self.expects_any else " without parameters"
         self.transport.phase.following = f"a backward{kind}"
         return nothing
 
@@ -231,7 +229,7 @@ class Gradients:
                 for member in group.members:
                     if not member.expected:
                         member.view(buffer).zero_()
-            group.collected = buffer.to(group.reduce_dtype)
+            group.collected = buffer.to(group.reduce_dtype)  # in place if it has that dtype
         fulls = [group.collected for group in unit.trained_groups if group.collected is not None]
         if self.hook is None:
             unit.reduction = unit.transport.reduce(fulls)
@@ -245,11 +243,11 @@ class Gradients:
         waits = self.synced is Sync.INNER
         outs: list[torch.Tensor] = []
         for group in unit.trained_groups:
-            accumulates = not waits and self._accumulates(group)
+            adds = not waits and self._keep_earlier(group)
             grads = group.reduced
-            self.norms.counts[Count.ADDED] += accumulates
-            self._has_added |= accumulates
-            apart = accumulates or waits or grads.is_offloaded
+            self.norms.counts[Count.ADDED] += adds
+            self._has_added |= adds
+            apart = adds or waits or grads.is_offloaded
             outs.append(scratch.take(grads.like, grads.sums.numel()) if apart else grads.sums)
         unit.reduction.sum_into(outs)
         unit.reduction = None
@@ -258,10 +256,14 @@ class Gradients:
             self._start_to_land(unit, group.reduced, out, waits=waits)
             self._forget(group)
 
-    def _accumulates(self, group: Group) -> bool:
-        """Whether `p.grad` holds earlier gradients of the engine; records those of the user.
+    def _keep_earlier(self, group: Group) -> bool:
+        """Prepare the gradient shard for a sum: keep what `p.grad` contains, zero the rest.
 
-        See [Note: gradients that are kept].
+        Tensors that the user assigned are recorded, and memory that the user kept is replaced; see
+        [Note: gradients that are kept].
+
+        Returns:
+            Whether the sum is added to earlier gradients; it replaces the shard otherwise.
         """
         with no_guard():
             grads = [member.param.grad for member in group.members]
@@ -274,7 +276,7 @@ class Gradients:
             self._theirs += [(m, g) for m, g, is_ours in found if g is not None and not is_ours]
             if _is_kept(group, ours):
                 group.show_in(group.reduced.anew())
-                self._is_stale = True
+                self._has_new_memory = True
             group.reduced.kept = ours if any(ours) else ()
             if group.reduced.kept:
                 if self.norms.disk is not None and not all(map(is_, shown, group.views)):
@@ -282,7 +284,7 @@ class Gradients:
                 for gradient, grad, is_ours in zip(group.views, shown, ours, strict=True):
                     if not is_ours:
                         gradient.zero_()
-                    elif grad is not gradient:  # just received new memory
+                    elif grad is not gradient:  # still in the former memory
                         gradient.copy_(grad)
         return bool(group.reduced.kept)
 
@@ -293,7 +295,7 @@ class Gradients:
         if grads.partial is not None:
             total.add_(grads.partial)
             grads.partial = None
-        if waits:
+        if waits:  # nothing lands: the next backward that sums over replicas adds it
             grads.partial = total.clone()
             unit.transport.scratch.give(total)
             return
@@ -334,7 +336,10 @@ class Gradients:
             self._on_host.clear()
 
     def _forget(self, group: Group) -> None:
-        """Release the buffer of a group whose gradients are reduced or dropped."""
+        """Release the buffer of a group whose gradients are reduced or dropped.
+
+        A spill and a buffer that `no_sync` kept have no other owner and are freed.
+        """
         if group.collects is Collects.SLOT:
             self._slots.discard(group.plan.grad_slot)
         group.collects, group.collected = Collects.NOWHERE, None
@@ -343,8 +348,8 @@ class Gradients:
         """Agree on the touched parameters, set `p.grad`, and cache norms."""
         self._finish_landing()
         self.norms.task = -2
-        if self._shown is None or self._is_stale:
-            self._shown, self._is_stale = Shown.of(units), False
+        if self._shown is None or self._has_new_memory:
+            self._shown, self._has_new_memory = Shown.of(units), False
         members = self._shown.members
         if not members:
             return
@@ -363,8 +368,7 @@ class Gradients:
         if self._theirs:
             self._add_to_theirs()
         self.norms.waits = self._has_added = False
-        if self.may_leave():
-            self.home.leave(settled=True)
+        self.leave(settled=True)
         self.norms.keep(squares, shown, self._shown.memory)
         if any(self._shown.hooks):
             for member, hooks in zip(members, self._shown.hooks, strict=True):

@@ -246,6 +246,27 @@ class PlacedParameter(Guarded, torch.Tensor):
     register_post_accumulate_grad_hook = ShardedParameter.register_post_accumulate_grad_hook
 
 
+def refuse_gradients(param: nn.Parameter) -> None:
+    """Refuse gradients of the object itself, which ranks would not sum: forward sees another one.
+
+    A custom function (`torch.autograd.Function`) reads it without the guard.
+    """
+    if param.requires_grad and not param._backward_hooks:
+        with no_guard():
+            torch.Tensor.register_hook(param, _refuse_gradient)
+
+
+def _refuse_gradient(_grad: torch.Tensor) -> None:
+    raise EngineError(
+        "backward to a parameter outside of its unit's forward: expected none, because its "
+        "gradient would be this rank's alone. Put a function and the weight that it reads into one "
+        "unit (wrap), train outside of fs.unsharded, and add a penalty's gradient after backward."
+    )
+
+
+_refuse_gradient.__torch_unserializable__ = True  # type: ignore[attr-defined] no warning
+
+
 def _find_shard(values: Any) -> Any:
     return next(_shards(values), None)
 

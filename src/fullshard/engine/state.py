@@ -161,8 +161,6 @@ class _Whole:
                         member.param.grad = None  # its shape differs from the parameter's now
                 member.param.__class__ = nn.Parameter  # type: ignore[assignment]
                 member.param.data = member.view(full)
-                if member.param.requires_grad and not member.param._backward_hooks:
-                    member.param.register_hook(_refuse_gradient)
                 if with_grads:
                     member.param.grad = self.grads.get(id(member))
 
@@ -196,17 +194,6 @@ class _Whole:
             engine.norms.mark_changed()
         with no_guard():
             member.param.grad = shown
-
-
-def _refuse_gradient(_grad: torch.Tensor) -> None:
-    raise EngineError(
-        "backward through a whole parameter of fs.unsharded: expected none, because its gradient "
-        "would be this rank's alone. Call backward on the model's loss outside of the block, and "
-        "add the gradient of a penalty after it: p.grad.add_(p.detach(), alpha=2 * weight)."
-    )
-
-
-_refuse_gradient.__torch_unserializable__ = True  # type: ignore[attr-defined] no warning
 
 
 def _whole_grads(unit: Unit) -> dict[int, torch.Tensor]:

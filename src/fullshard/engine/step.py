@@ -173,7 +173,7 @@ class Runtime:
         self._copies: list[tuple[torch.Tensor, int, str]] = []  # copies returned in the last step
         self._uses: WeakSet[Use] = WeakSet()  # of live graphs; after `agreed` the outermost alone
         self._retains = False  # the last backward kept its graph
-        gradients.may_leave = self._may_leave
+        gradients.leave = self._leave
 
     # ---- forward
 
@@ -260,8 +260,7 @@ class Runtime:
         finally:
             self._run(self.scheduler.leave_forward(index, training=training))
             if not training and not self._stack:
-                if self._may_leave():
-                    self.gradients.home.leave(settled=False)
+                self._leave(settled=False)
                 if index == 0 and not torch.is_grad_enabled():
                     self._compare_gathers()
         return output
@@ -328,6 +327,8 @@ class Runtime:
                     node = of.grad_fn
                     if node is None or (number := node._sequence_nr()) < use.first_node:
                         continue
+                    # A prehook runs after the hooks of tensors, but costs a handle. Inner outputs
+                    # share a tensor hook, which registers a prehook when it is called.
                     if is_inner:
                         self._node_hooks[index].add(node)
                     else:
@@ -369,9 +370,10 @@ class Runtime:
         """Whether there is a live graph whose backward has not begun."""
         return any(use.task == -1 for use in self._uses)
 
-    def _may_leave(self) -> bool:
-        """Whether no live graph will read weights, so that other ranks may write shared ones."""
-        return not (self._retains or self.awaits_backward())
+    def _leave(self, *, settled: bool) -> None:
+        """Let other ranks write shared weights, unless a live graph will read them."""
+        if not self._retains and not self.awaits_backward():
+            self.gradients.home.leave(settled=settled)
 
     # ---- backward
 
@@ -416,7 +418,11 @@ class Runtime:
             self._inner = task
 
     def _begin_backward(self, task: int) -> bool:
-        """Returns False for a backward inside another one."""
+        """Begin a backward; False for one inside another one, which changes nothing.
+
+        Raises:
+            EngineError: It is inside another one and reaches parameters, or makes a graph.
+        """
         if self._task != -1 and self._end() is None:
             self.reset()  # the last backward raised and never ended
         if self._recomputed not in (-1, task):  # a checkpoint around several models
@@ -455,9 +461,12 @@ class Runtime:
         return True
 
     def on_gradient(self, member: Member) -> None:
-        """Collect a compute parameter's final gradient, and reduce a complete unit."""
+        """Collect a compute parameter's final gradient, and reduce a complete unit.
+
+        All parameters are on one device, and autograd calls their hooks on its one thread.
+        """
         task, unit = graph_task_id(), member.group.unit
-        if self._task != task:
+        if self._task != task:  # raises in a backward inside another one, which reaches a parameter
             self._begin_backward(task)
         if not member.expected:
             if not member.compute.requires_grad:

@@ -57,7 +57,7 @@ class Member:
         cut: Placement of the parameter on other axes of the mesh; `compute` is a DTensor then.
         grad: What `param.grad` shows: a view of the gradient shard (None if frozen).
         node: The autograd node that accumulates into `compute`.
-        expected: Whether the running backward will reach the parameter on this rank.
+        expected: Whether the running backward, or the last one, reaches the parameter on this rank.
         touched: Whether it has a gradient on this rank that is not settled yet.
         target: The parameter's place in the gradient slot (None if frozen).
     """
@@ -144,8 +144,9 @@ class Group:
 
     Attributes:
         master: (part_numel,), master dtype: this rank's stored parameters.
-        full: (numel,): the slot, or the master itself if nothing is gathered.
-        part: (part_numel,): this rank's part of the slot, compute dtype.
+        full: (numel,): the slot; on a shared home the mapping of all ranks' parts; the master
+            itself if neither is needed.
+        part: (part_numel,): this rank's part of the slot, compute dtype; empty without a slot.
         members: The group's parameters, in the layout's order.
         reduce_dtype: Dtype in which gradients are reduced.
         cast: (part_numel,), master dtype, on the device: where an offloaded master is cast on its
@@ -361,7 +362,8 @@ class Unit:
         waiting: Parameters with final gradients that are not moved yet.
         memory: The storages of its slots.
         places: Table, name, shard and compute parameter of each swap.
-        divisor: Divisor of its gradients' sums; None for the model's.
+        divisor: Divisor of its gradients' sums, which FSDP2's interface sets (compat/fsdp2/); None:
+            the model's.
     """
 
     def __init__(self, plan: UnitPlan, groups: list[Group], transport: Transport) -> None:
@@ -460,7 +462,7 @@ class Unit:
         """
         if num_before is not None and (self._vain > MAX_VAIN or self.num_holders() <= num_before):
             return
-        for generations in (0, 1), () if num_before is None else (2,):
+        for generations in ((0, 1),) if num_before is None else ((0, 1), (2,)):
             found = kept_tensors(generations, self.shares_memory)
             found = [t for t in found if not any(id(t) in unit.own for unit in units)]
             self.keeps = bool(found)

@@ -234,20 +234,15 @@ def exit_code_of(error: BaseException) -> int:
             return error.exit_code
         case KeyboardInterrupt():
             return ExitCode.INTERRUPTED
-        case SystemExit():
-            return _code_of_exit(error)
+        case SystemExit(code=None):
+            return ExitCode.OK
+        case SystemExit(code=int(number)):  # Python's rule: its lowest byte
+            return number & 0xFF
         case _ if ran_out_of_memory(error):
             return ExitCode.OUT_OF_MEMORY
         case RuntimeError() if any(word in str(error).lower() for word in TIME_OUT_WORDS):
             return ExitCode.HANG
     return ExitCode.UNEXPECTED
-
-
-def _code_of_exit(error: SystemExit) -> int:
-    """Python's rule: None is success, an integer is its lowest byte, anything else is 1."""
-    if error.code is None:
-        return ExitCode.OK
-    return error.code & 0xFF if isinstance(error.code, int) else ExitCode.UNEXPECTED
 
 
 def public_name(error: BaseException) -> str:
@@ -265,8 +260,6 @@ def describe_status(status: int) -> str:
     """A process's return code in words; negative means that a signal ended it."""
     if status >= 0:
         return f"ended with exit code {status}"
-    try:
-        name = signal.Signals(-status).name
-    except ValueError:
-        name = f"signal {-status}"
-    return f"was killed by {name}"
+    with contextlib.suppress(ValueError):
+        return f"was killed by {signal.Signals(-status).name}"
+    return f"was killed by signal {-status}"

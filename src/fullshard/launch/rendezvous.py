@@ -374,8 +374,7 @@ class LaunchStore:
     """
 
     def __init__(self, host: str = LOOPBACK, port: int = 0, *, served_here: bool = True) -> None:
-        self.host = host
-        self.port = port
+        self.host, self.port = host, port
         self.store: Any = None
         self._serving: Future[None] | None = None
         self._socket: socket.socket | None = None

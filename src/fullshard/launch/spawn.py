@@ -24,6 +24,7 @@ import contextlib
 import ctypes
 import fcntl
 import gc
+import logging
 import os
 import re
 import select
@@ -54,6 +55,8 @@ from fullshard.launch.fork_server import ForkServer
 from fullshard.launch.rendezvous import LOOPBACK, LaunchStore
 from fullshard.launch.supervise import LaunchResult, RankProcess, Supervisor
 from fullshard.observe.hang import watchdog
+
+logger = logging.getLogger(__name__)
 
 _ESCAPES = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\^_])")
 _CHUNK_BYTES = 65536
@@ -144,14 +147,20 @@ class Relay:
             while selector.get_map():
                 self._resize()
                 for key, _ in selector.select(_RESIZE_S):
-                    data = _read(key.fd)
-                    self._log.write(cleaners[key.fd].feed(data))
+                    data, cleaner = _read(key.fd), cleaners[key.fd]
+                    self._write(cleaner.feed(data) if data else cleaner.finish())
                     if data:
                         self._show(key.fd, data)
                         continue
-                    self._log.write(cleaners[key.fd].finish())
                     selector.unregister(key.fd)
                     os.close(key.fd)
+
+    def _write(self, text: bytes) -> None:
+        try:
+            self._log.write(text)
+        except OSError as error:  # a rank whose output nobody reads would wait without end
+            logger.warning("%s ends here: %s", self._log.name, error.strerror)
+            self._log = Path(os.devnull).open("wb", 0)  # noqa: SIM115
 
     def _show(self, fd: int, data: bytes) -> None:
         while data and not self.muted.is_set():
@@ -294,14 +303,15 @@ def print_failure(launch: LocalLaunch, result: LaunchResult) -> None:
     lines = [
         f"rank {cause.rank} of {launch.world_size} failed (exit code {cause.exit_code}):",
         cause.text,
-        f"Its log: {launch.log(cause.rank)}",
+        *(f"Its log: {log}" for log in [launch.log(cause.rank)] if log.is_file()),
     ]
     for rank in result.ended:  # the cause may have waited for it
         lines.append(f"Before it, rank {rank} ended with exit code 0.")
     for other in result.others:
         if (other.type, other.message) != (cause.type, cause.message):
             summary = textwrap.shorten(other.message, 160)
-            lines.append(f"After it, rank {other.rank}: {other.type}: {summary}")
+            when = "After" if other.exit_code else "Before"
+            lines.append(f"{when} it, rank {other.rank}: {other.type}: {summary}")
     sys.stderr.write("\n".join(lines) + "\n")
     sys.stderr.flush()
 
@@ -399,8 +409,7 @@ def _positions(launch: LocalLaunch, store: LaunchStore, run_id: str) -> list[str
     """Last published positions of the ranks, one line per rank."""
     if store.store is None:
         return []
-    attempt = f"{run_id}.{launch.attempt}"
-    seen = watchdog.read_positions(store.store, attempt, launch.world_size)
+    seen = watchdog.read_positions(store.store, f"{run_id}.{launch.attempt}", launch.world_size)
     return watchdog.describe(seen)
 
 

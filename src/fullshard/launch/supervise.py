@@ -49,9 +49,15 @@ class RankProcess:
     status: int | None = field(default=None, init=False)  # as Popen.returncode
     ended_s: float = field(default=0.0, init=False)
 
-    def poll(self) -> int | None:
-        """Its exit status, without reaping it; None while it runs."""
-        return self._look(os.WNOHANG)
+    def poll(self, flags: int = os.WNOHANG) -> int | None:
+        """Its exit status, without reaping it; None while it runs. Without flags it waits."""
+        if self.status is None:
+            info = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT | flags)
+            if info is not None:
+                killed = info.si_code != os.CLD_EXITED
+                self.status = -info.si_status if killed else info.si_status
+                self.ended_s = time.monotonic()
+        return self.status
 
     def send(self, number: int) -> None:
         """Sends a signal to the rank, not to its process group."""
@@ -64,17 +70,8 @@ class RankProcess:
             return
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        self._look(0)
+        self.poll(0)
         self.process.wait()
-
-    def _look(self, flags: int) -> int | None:
-        if self.status is None:
-            info = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT | flags)
-            if info is not None:
-                killed = info.si_code != os.CLD_EXITED
-                self.status = -info.si_status if killed else info.si_status
-                self.ended_s = time.monotonic()
-        return self.status
 
 
 @dataclass(frozen=True)
@@ -238,12 +235,10 @@ class Supervisor:
 
 def _last_lines(log: Path) -> list[str]:
     """The last lines of a log; empty if it cannot be read."""
-    try:
-        with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - LOG_BYTES))
-            return file.read().decode(errors="replace").splitlines()[-LOG_LINES:]
-    except OSError:
-        return []
+    with contextlib.suppress(OSError), log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - LOG_BYTES))
+        return file.read().decode(errors="replace").splitlines()[-LOG_LINES:]
+    return []
 
 
 _SYSTEM = Path("/proc/vmstat")
@@ -280,12 +275,8 @@ class MemoryWatch:
         return self._count() > self._kills or time.monotonic() - self._low < 10.0
 
     def _count(self) -> int:
-        return sum(map(_read, self._counters))
-
-
-def _read(file: Path) -> int:
-    try:
-        found = _COUNT.search(file.read_text(encoding="utf-8"))
-    except OSError:
-        return 0
-    return int(found[1]) if found else 0
+        found: list[str] = []
+        for file in self._counters:
+            with contextlib.suppress(OSError):
+                found += _COUNT.findall(file.read_text(encoding="utf-8"))
+        return sum(map(int, found))

@@ -93,13 +93,15 @@ def _at_a_block(table: ArraysPlan, shape: StepShape) -> list[MemoryRow]:
     parted = _parted(blocks)
     one = sum(a.whole_bytes("compute") for a in parted)
     gradients = _gradient_shards(table.arrays, table)
-    sizes = [a.whole_bytes("reduce") for a in parted if a.trainable]
+    sizes = {a.name: a.whole_bytes("reduce") for a in parted if a.trainable}
+    # The loop over blocks of experts makes the gradients of all experts; see xla/experts.py.
+    most = max([sum(size for name, size in sizes.items() if ".experts." in name), *sizes.values()])
     head = _largest_gradient(_parted(outside))
     return [
         *([] if shape.accumulates and not shape.on_cpu else [gradients]),
         MemoryRow("gathered arrays", one if table.reshards else shape.gathered_bytes),
         MemoryRow("one block", shape.block_bytes),
-        MemoryRow("its gradients", max(sizes, default=0) if shape.on_cpu else sum(sizes)),
+        MemoryRow("its gradients", most if shape.on_cpu else sum(sizes.values())),
         MemoryRow("gradient of the embedding" if shape.on_cpu else "gradient of the head", head),
         *[MemoryRow("gradient of the head", head)] * (shape.on_cpu and shape.num_chunks > 1),
     ]

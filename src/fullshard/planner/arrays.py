@@ -260,12 +260,11 @@ class ArraysPlan(PlanDocument):
             return sum(self.own_numel(a) * ITEMSIZE[getattr(a.dtypes, kind)] for a in arrays)
 
         kept, state = self.optimizer, total(trained, "master")
-        averages = MemoryRow(AVERAGE, kept.num_averages * state)
         return (
             MemoryRow("parameter shards", total(self.arrays, "master")),
             MemoryRow("gradient shards", total(trained, "accumulate")),
             MemoryRow(kept.row, kept.num_states * state),
-            *([averages] if kept.num_averages else []),
+            *[MemoryRow(AVERAGE, kept.num_averages * state)] * (kept.num_averages > 0),
             MemoryRow("gathered arrays", self._gathered_bytes()),
         )
 

@@ -11,16 +11,17 @@ from typing import Protocol
 class EventKind(StrEnum):
     """One action of the engine on one unit.
 
-    PUBLISH: A forward of the whole model begins; every rank's part of a shared home is written.
+    PUBLISH: Every rank's part of a shared home is written; before a forward, and before a backward
+        or a unit inside a forward if weights were written.
     GATHER: The all-gather of the unit into its slot is issued; on one rank the slot is filled.
     FORWARD: The unit's forward begins; its slot holds the weights.
     RELEASE: The slot may take another unit; under poison it is filled with NaN.
     BACKWARD: The unit's backward begins; its slot holds the weights.
     REDUCE: All gradients of the unit are in its gradient slot; the reduction is issued.
-    ACCUMULATE: The reduction is complete and the gradient slot free; its part is added to the
-        gradient shard, later if replicas or a copy to the host are awaited.
+    ACCUMULATE: The reduction is complete and the gradient slot free; its part replaces the gradient
+        shard or is added to it, later if replicas or a copy to the host are awaited.
     DEFER: The unit's gradients stay on this rank, unreduced (`no_sync`).
-    SPILL: Gradients came out of order and use a buffer that the plan does not list.
+    SPILL: Gradients came out of order and use a buffer; never in a plan.
     SETTLE: Backward ends; touched bits and squared norms are summed over ranks.
     """
 

@@ -111,6 +111,7 @@ class Scheduler:
         self._shares = {around for u in sharing for around in (u, *self._ancestors[u])}
         self.reset()
         needed = {i for i in order.backward if units[i].reads_weight_in_backward}
+        # Units that are still in their slots when backward needs them.
         self._keep = self._table.last_holders(order.forward) & needed
 
     def reset(self) -> None:
@@ -119,6 +120,7 @@ class Scheduler:
         # Whether a unit's weights are available: gathered, or read from the master.
         self.is_gathered: Callable[[int], bool] = self._table.is_gathered
         self._outstanding: deque[int] = deque()
+        # Of the pass: units gathered or prefetched so far, units passed, units reduced.
         self._issued = self._position = self._reduced = 0
         self._in_forward = 0, 0  # the forward's issued and position while a backward runs
         self._retains, self._sync, self._reduces_any = False, Sync.ALL, True
@@ -130,7 +132,7 @@ class Scheduler:
 
         Args:
             unit: The outermost unit.
-            stale: Whether weights may have changed, which makes all slots stale.
+            stale: Whether shards may have been written since units were gathered.
         """
         if stale or unit == ROOT:
             self._table.clear()
@@ -142,7 +144,11 @@ class Scheduler:
         return [event_of(EventKind.PUBLISH, -1)] if unit in self._shares else []
 
     def see_writes(self) -> list[Event]:
-        """Takes over writes made inside a forward: open units now, others when they are used."""
+        """Takes over writes made inside a forward: open units now, others when they are used.
+
+        The plan has no such events: FORWARD is repeated for open units. Gathers of a recompute and
+        of a unit that the order does not expect are not in the plan either.
+        """
         self._table.clear()
         events = self.publish()
         for unit in [unit for unit, count in enumerate(self._table.open) if count]:
@@ -206,7 +212,7 @@ class Scheduler:
             nothing_expected: Units that get no gradient from it on this rank.
             sync: How its gradients are reduced.
             retains: Whether its graph stays for another backward.
-            stale: Whether weights have changed since the forward, as autograd would see them.
+            stale: Whether shards have been written since units were gathered.
             reduce: False if it reaches no parameter.
         """
         if stale:
@@ -256,7 +262,7 @@ class Scheduler:
             self._accumulate(events)
         events += self._table.release_all()
         self._issued, self._position = self._in_forward  # a forward may be in progress
-        if self._reduces_any and self._sync is Sync.ALL:
+        if self._reduces_any and self._sync is Sync.ALL:  # sums of INNER wait for such a backward
             events.append(event_of(EventKind.SETTLE, -1))
         return events
 

@@ -23,6 +23,7 @@ It is made once, before the ranks start, and mapped by every rank.
     chat    conversations -> rows, some of it learned      ChatDataset
 
 `fullshard train` is for text, `fullshard sft` for chat data; `fullshard distill` takes either.
+Another recipe may make its own (`RecipeKind.make`).
 """
 
 from __future__ import annotations
@@ -85,6 +86,8 @@ class Recipe(Protocol):
     def micro_batches(self, step: int) -> list[Batch]:
         """This rank's batches of an update (steps from 0), each with `input_ids` and `labels`.
 
+        A label of -100 counts nothing: a batch of such labels keeps a rank without data in step.
+
         If `tokens_per_step` is None, ranks may have different numbers of batches.
         """
         ...
@@ -94,7 +97,7 @@ class Recipe(Protocol):
         ...
 
     def count(self, batch: Batch) -> int:
-        """Number of items that the loss of a batch is summed over: label tokens."""
+        """Number of items that the loss of a batch is summed over, for example label tokens."""
         ...
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, int]:
@@ -268,6 +271,10 @@ class RecipeKind:
 
     Attributes:
         uses_chats: (configuration) -> whether the data is chat data.
+        make: (configuration, tokenizer or None, largest vocabulary) -> the prepared data. None:
+            text or chat data.
+        data: Classes of prepared data; `load_data` finds the one whose `kind` was saved.
+        batches: Class of a rank's batches.
         check: (configuration, tokenizer) -> None; raises ConfigError before data is read.
         check_data: (configuration, facts of the data) -> None; raises DataError.
         write: (configuration, batches, seat) -> None. Writes something in place of a trained model;
@@ -280,6 +287,9 @@ class RecipeKind:
 
     build: Callable[[RunConfig, PretrainedConfig, RowBatches, Seat, Path], nn.Module]
     uses_chats: Callable[[RunConfig], bool] = lambda _: False
+    make: Callable[[RunConfig, PreTrainedTokenizerBase | None, int], PreparedData] | None = None
+    data: Sequence[type[PreparedData]] = (Dataset, ChatDataset)
+    batches: type[RowBatches] = RowBatches
     check: Callable[[RunConfig, PreTrainedTokenizerBase | None], None] = lambda *_: None
     check_data: Callable[[RunConfig, DatasetFacts], None] = lambda *_: None
     write: Callable[[RunConfig, RowBatches, Seat], None] | None = None
@@ -288,8 +298,7 @@ class RecipeKind:
 
 def inputs_of(batch: Batch) -> Batch:
     """The entries of a batch that are inputs of the model."""
-    names = ("input_ids", "position_ids", DOCUMENTS)
-    return {name: batch[name] for name in names if name in batch}
+    return {name: batch[name] for name in ("input_ids", "position_ids", DOCUMENTS) if name in batch}
 
 
 def causal_lm_loss(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, int]:
@@ -371,14 +380,15 @@ def make_data(
     Raises:
         DataError: The data cannot be used.
     """
+    if command.kind.make is not None:
+        return command.kind.make(config, tokenizer, vocab_size)
     data, training, sft = config.data, config.training, config.sft or SftConfig()
     path, is_chat = Path(data.path) if data.path else None, command.kind.uses_chats(config)
     _check_streaming(config, command, is_chat=is_chat)
     if is_chat:
         if data.mixture:
             raise ConfigError(
-                "data.mixture: expected text or tokens, got a recipe of conversations. "
-                "Put them into one folder and name it (data.path)."
+                "data.mixture: expected text or tokens, got conversations. Use data.path."
             )
         source, notes = chat_source(path), list[str]()
         tokenizer = tokenizer or new_tokenizer([source], [source.files.spans()], vocab_size, notes)
@@ -398,12 +408,11 @@ def make_data(
 def _check_streaming(config: RunConfig, command: Command, *, is_chat: bool) -> None:
     """Raises ConfigError where rows must be numbered before training."""
     cached = command is Command.CACHE or (config.distill and config.distill.cache)
-    got = "a cache of the teacher's logits" if cached else ""
-    got = "conversations" if is_chat else got
-    if config.data.streaming and got:
+    got = "conversations" if is_chat else "a cache of the teacher's logits"
+    if config.data.streaming and (is_chat or cached):
         raise ConfigError(
             f"data.streaming: expected a run on text or tokens, got {got}, which needs all rows "
-            "before training. Leave it out."
+            "before training. Remove data.streaming."
         )
 
 
@@ -418,4 +427,5 @@ def load_data(folder: Path, model: ModelConfig) -> PreparedData:
         DataError: The folder has no data.
     """
     kind, facts, tokenizer = load_facts(folder, trust=model.trust_remote_code)
-    return (ChatDataset if kind == ChatDataset.kind else Dataset).load(folder, facts, tokenizer)
+    kinds = (made for command in Command for made in command.kind.data)
+    return next(made for made in kinds if made.kind == kind).load(folder, facts, tokenizer)

@@ -43,6 +43,7 @@ from fullshard.observe.metrics import (
     SaveRow,
     StepRow,
     keep_rows,
+    memory_bytes,
     process_bytes,
 )
 from fullshard.observe.report import write_report
@@ -411,8 +412,10 @@ def conclude(
         wall_s: Seconds since the ranks began.
         average_loss: Held-out loss of the averaged weights (ema_decay), if any.
     """
-    folder, last, baseline = session.folder, watcher.step, session.dataset.facts.baseline
-    assert last is not None, "a run has at least one step"
+    folder, baseline = session.folder, session.dataset.facts.baseline
+    done, memory = session.steps.num_steps, memory_bytes(session.seat.device)
+    # A run that was killed after its last step may have lost its rows.
+    last = watcher.step or StepRow(done, 0, None, None, 0, 0, 0, 0, 0, 0, 0, *memory)
     measured = {
         "num_steps": last.step,
         "train_loss": last.loss,
@@ -478,6 +481,5 @@ def _memory(folder: RunFolder, peak_bytes: int) -> str:
         return measured
     told = f"planned {human_bytes(expected)} of tensors"
     if before:
-        told += f" + {human_bytes(before)} of the process"
-        told += f" = {human_bytes(expected + before)}"
+        told += f" + {human_bytes(before)} of the process = {human_bytes(expected + before)}"
     return f"{told}; {measured}"

@@ -9,6 +9,7 @@ for step in steps:
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Iterable, Mapping
@@ -23,6 +24,8 @@ from fullshard.observe.metrics import EvalRow, SampleRow, SaveRow, StepRow
 from fullshard.recipes.base import Batch, Recipe, Team
 from fullshard.run.optim import Schedule
 from fullshard.saving import SaveSettings
+
+logger = logging.getLogger(__name__)
 
 
 class Watcher:
@@ -159,10 +162,9 @@ class Patience:
 
         Older versions did not save the step of the last evaluation: then none counts as missing.
         """
-        best = state.get("best")
+        best, step = state.get("best"), state.get("step")
         self._best = math.inf if best is None else float(best)
         self._waited = int(state.get("waited", 0))
-        step = state.get("step")
         self._step = None if step is None else int(step)
 
 
@@ -235,8 +237,7 @@ class Loop:
         Raises:
             DivergedError: The loss is not finite.
         """
-        loss = self.held_out_loss(step)
-        if loss is not None:
+        if (loss := self.held_out_loss(step)) is not None:
             if not math.isfinite(loss):
                 raise DivergedError(diverged("held-out loss", loss, step))
             self.settings.patience.see(loss, step)
@@ -268,6 +269,8 @@ class Loop:
         parts = self.team.exchange([*here, self.keeper.asked_to_stop()])
         totals, elapsed, data, comm, memory, peak, inputs, asked = zip(*parts, strict=True)
         self._stopping = any(asked)
+        if not update.num_tokens:
+            logger.warning("step %d has no token to learn: its loss counts as 0", step)
         loss = sum(totals) / max(1, update.num_tokens)
         if not math.isfinite(loss) and not update.is_skipped:
             raise DivergedError(diverged("loss", loss, step))
@@ -327,9 +330,7 @@ class Loop:
 def diverged(what: str, value: float, step: int, num_skipped: int = 0) -> str:
     """The message of a DivergedError."""
     skipped = f" {num_skipped} such step(s) were skipped before." if num_skipped else ""
-    advice = (
-        "Lower training.learning_rate, raise training.warmup_steps, or set training.max_grad_norm"
-    )
+    advice = "Lower training.learning_rate, raise training.warmup_steps or set max_grad_norm"
     if step == 1 and what != "held-out loss":
         advice = "No update came before it: look for such numbers in the weights and model.config"
     return f"{what} of step {step}: expected a finite number, got {value}.{skipped} {advice}."

@@ -11,7 +11,8 @@ A run that ended early (early_stopping_patience) counts as finished, whatever st
 state.json holds {global_batch, samples_seen, epoch, seed, data}. Which samples a step sees depends
 on the global batch, the seed and the step alone (see data/order.py), so "step" is the whole
 position: no sample is seen twice or left out, whatever number of ranks resumes. `data` is the
-checksum of the tokens: a run does not resume from a checkpoint that was trained on others.
+checksum of the tokens: a run does not resume from a checkpoint that was trained on others. Of a
+stream it is two checksums, of which one must be the same: see `DatasetFacts.fingerprint`.
 """
 
 from __future__ import annotations
@@ -309,15 +310,15 @@ def check_data(resume: Resume, position: Any, steps: StepPlan) -> None:
         return
     with untrusted(f"a checkpoint in '{resume.path}'", "the data position of a run"):
         trained = dict(position or {})
-    own: tuple[tuple[str, str, object], ...] = (
+    for name, key, now in (
         ("data", "data.path", steps.data),
         ("seed", "training.seed", steps.order.seed),
-    )
-    for name, key, now in own:
-        if trained.get(name, now) != now:
+    ):
+        was = trained.get(name, now)
+        if was != now and not {*str(was).split()} & {*str(now).split()}:
             raise ConfigError(
                 f"{key}: expected the {name} of the run that resumes from '{resume.path}' "
-                f"({trained[name]}); got other ones ({now}), or the order of another version. "
+                f"({was}); got other ones ({now}), or the order of another version. "
                 "Bring the old data and tokenizer (or fullshard) back, use --resume never, or "
                 "--resume PATH with another output_dir."
             )

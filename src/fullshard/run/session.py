@@ -95,7 +95,7 @@ class Session:
     def batches(self) -> RowBatches:
         """This rank's batches."""
         per_device = self.config.training.per_device_eval_batch_size
-        return RowBatches(self.dataset, per_device, self.steps.order, self.seat)
+        return self.command.kind.batches(self.dataset, per_device, self.steps.order, self.seat)
 
     def settings(self) -> LoopSettings:
         """Numbers of the loop."""

@@ -216,11 +216,8 @@ def _say_kept_batch(training: TrainingConfig, num_batches: int, steps: StepPlan)
     asked = training.per_device_train_batch_size * training.gradient_accumulation_steps
     kept = steps.order.shape.global_batch
     if asked * num_batches != kept:
-        logger.info(
-            "%d samples a step are kept from the run that resumes; the configuration has %d",
-            kept,
-            asked * num_batches,
-        )
+        told = "%d samples a step are kept from the run that resumes; the configuration has %d"
+        logger.info(told, kept, asked * num_batches)
 
 
 @contextmanager

@@ -317,18 +317,14 @@ class Sides:
             if "losses" in facts:  # losses per rank; XLA's step returns only the mean
                 wanted = self.numbers["losses"][step][self.seats[rank].batch]
                 found = self.losses(step, rank)
-                error = max(
-                    (_number_error(_at(found, i, math.nan), loss) for i, loss in enumerate(wanted)),
-                    default=0.0,
-                )
-                yield Difference(LOSS, step, rank, "", error)
+                errors = (_number_error(_at(found, i, math.nan), it) for i, it in enumerate(wanted))
+                yield Difference(LOSS, step, rank, "", max(errors, default=0.0))
             mean = _number_error(_at(facts["loss"], step, math.nan), self.numbers["loss"][step])
             yield Difference(LOSS, step, None, MEAN, mean)
 
     def _norm_errors(self, step: int) -> Iterator[Difference]:
         for rank, facts in enumerate(self.facts):
-            norm = _at(facts["norm"], step, math.nan)
-            error = _number_error(norm, self.numbers["norm"][step])
+            error = _number_error(_at(facts["norm"], step, math.nan), self.numbers["norm"][step])
             yield Difference(NORM, step, rank, "", error)
 
     def _tensor_errors(self, step: int, what: str, kind: str) -> Iterator[Difference]:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import DbrxConfig, LlamaConfig, Mamba2Config
@@ -221,6 +222,9 @@ def test_a_teachers_cache_of_other_tokens_is_refused_though_it_is_as_long(tmp_pa
     facts = DatasetFacts("a.txt", **counts, vocab_size=300, baseline=None, prompt="")
     made = [replace(facts, fingerprint=checksum_of(np.arange(8) + i)) for i in range(2)]
     TopK.create(tmp_path, [4, 4], 2)
+    padded = torch.arange(4.0).expand(4, 4)  # the teacher has one entry more than the tokenizer
+    TopK.load(tmp_path, "r+").put(1, padded, torch.clone, 3, 3)
+    assert TopK.load(tmp_path, "r+").ids[4:].tolist() == [[2, 1]] * 4
     write_facts(tmp_path, made[0])
     check_facts(tmp_path, made[0])
     with pytest.raises(DataError, match="expected logits of this run's data, with fingerprint"):

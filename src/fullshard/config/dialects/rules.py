@@ -127,8 +127,13 @@ def mapping_of(value: object) -> Mapping[object, object]:
     return cast("Mapping[object, object]", value) if isinstance(value, Mapping) else {}
 
 
-def word_among(value: object, words: Collection[str]) -> str:
+def word_among(value: object, words: Collection[str], instead: str = "") -> str:
     """Returns the word for a value; the error does not list numbers.
+
+    Args:
+        value: the value.
+        words: the accepted words.
+        instead: advice for a value that is near none of them.
 
     Raises:
         Rejected: The value is none of the words.
@@ -137,7 +142,7 @@ def word_among(value: object, words: Collection[str]) -> str:
         if word in words:
             return word
     names = [word for word in words if not word.isdecimal()] or list(words)
-    raise Rejected(f"one of {', '.join(names)}", did_you_mean(value, names))
+    raise Rejected(f"one of {', '.join(names)}", did_you_mean(value, names) or instead)
 
 
 # ---- rules ---------------------------------------------------------------------------------------
@@ -178,11 +183,11 @@ def to(
     return unless(*neutral, key=key)(rule)
 
 
-def choice(key: str, words: Mapping[str, object], why: str = "") -> Rule:
-    """Sets our key to the value of a word; None leaves the key unset."""
+def choice(key: str, words: Mapping[str, object], why: str = "", instead: str = "") -> Rule:
+    """Sets our key to the value of a word; None leaves the key unset. See `word_among`."""
 
     def rule(value: object, _: Said) -> Meaning:
-        meant = words[word_among(value, words)]
+        meant = words[word_among(value, words, instead)]
         return happens(key) if meant is None else translated({key: meant}, why)
 
     return unless()(rule)
@@ -246,7 +251,7 @@ def _rule_of(row: Mapping[str, Any]) -> Rule:
     why, neutral, check = row.get("why", ""), row.get("unless", ()), row.get("check", "")
     match row:
         case {"to": key, "words": words}:
-            return choice(key, words, why)
+            return choice(key, words, why, row.get("instead", ""))
         case {"to": key, "if_true": on}:
             return flag(key, on, why, off=row.get("if_false"))
         case {"to": key}:

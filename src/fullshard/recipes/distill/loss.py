@@ -108,12 +108,14 @@ class TopK:
         hidden: torch.Tensor,
         head: Callable[[torch.Tensor], torch.Tensor],
         chunk_size: int,
+        vocab_size: int,
     ) -> None:
-        """Writes the largest logits of a row, chunk by chunk."""
+        """Writes the largest logits of a row, chunk by chunk; those of padded entries are none."""
         begin, end = self.place(row, len(hidden))
         for start in range(begin, end, chunk_size):
             stop = min(start + chunk_size, end)
-            top = head(hidden[start - begin : stop - begin]).topk(self.values.shape[1])
+            logits = head(hidden[start - begin : stop - begin])[:, :vocab_size]
+            top = logits.topk(self.values.shape[1])
             self.values[start:stop] = top.values.float().cpu().numpy()
             self.ids[start:stop] = top.indices.cpu().numpy()
 
@@ -168,15 +170,8 @@ def _readable(folder: Path) -> AbstractContextManager[None]:
 
 
 def _told(facts: DatasetFacts) -> dict[str, Any]:
-    names = (
-        "sequence_length",
-        "num_train_sequences",
-        "num_train_tokens",
-        "vocab_size",
-        "separator",
-    )
-    names = (*names, *(("fingerprint",) if facts.fingerprint else ()))
-    return {name: getattr(facts, name) for name in names}
+    names = "sequence_length num_train_sequences num_train_tokens vocab_size separator fingerprint"
+    return {name: told for name in names.split() if (told := getattr(facts, name)) != ""}
 
 
 def with_logits(batch: Batch, kept: TopK) -> Batch:

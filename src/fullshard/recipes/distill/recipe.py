@@ -205,9 +205,8 @@ def write_cache(config: RunConfig, data: RowBatches, seat: Seat) -> None:
         def answer(h: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
             for at, row in enumerate(chosen.tolist()):  # noqa: B023  (asked at once)
                 if row >= 0:
-                    kept.put(
-                        row, h[at], partial(F.linear, weight=w, bias=b), settings.tokens_at_once
-                    )
+                    head = partial(F.linear, weight=w, bias=b)
+                    kept.put(row, h[at], head, settings.tokens_at_once, facts.vocab_size)
             return h.new_zeros(1, 1, 1)
 
         Head.of(teacher).ask(teacher, inputs_of(batch), answer)
@@ -233,8 +232,7 @@ def _uses_chats(config: RunConfig) -> bool:
 
 def _check_data(config: RunConfig, facts: DatasetFacts) -> None:
     """Checks that cached logits belong to this data."""
-    cache = settings_of(config).cache
-    if cache:
+    if cache := settings_of(config).cache:
         check_facts(Path(cache), facts)
 
 
