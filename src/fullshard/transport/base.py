@@ -414,8 +414,7 @@ class HomeOfMeshes(Home):
             home.open_weights([unit for unit in units if unit.mesh == mesh])
 
     def weights(self, unit: int, group: int) -> Weights | None:
-        found = (home.weights(unit, group) for home in self._homes.values())
-        return next(filter(None, found), None)
+        return next(filter(None, (h.weights(unit, group) for h in self._homes.values())), None)
 
     def publish(self) -> None:
         self.wrote = False

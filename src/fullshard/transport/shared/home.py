@@ -313,6 +313,8 @@ class SharedTransport(DirectTransport):
 
     def reduce(self, fulls: Sequence[torch.Tensor]) -> Reduction:
         """Sums this rank's part of every rank's slot, read in place."""
+        # Not first in `sum_replicas`, where a rank without gradients of experts comes later.
+        self._compare_places(self.axes.replicate_ranks)
         slots = self._shared.gradients
         assert slots is not None
         number = slots.show(fulls)
