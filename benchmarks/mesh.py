@@ -30,7 +30,8 @@ from fullshard.cli.outcome import Outcome
 
 NAME = "benchmarks.mesh"
 MEASURE = "benchmarks.mesh_rank:measure"
-OURS, THEIRS = "fullshard", "transformers + FSDP2"
+OURS, DIRECT, THEIRS = "fullshard", "fullshard, direct", "transformers + FSDP2"
+TRANSPORTS = {OURS: "auto", DIRECT: "direct"}
 NUM_RANKS, WARM_UP = 4, 3
 GOAL = 0.75
 SIZES: Mapping[str, Any] = {
@@ -46,7 +47,7 @@ COLUMNS = (
     "engine",
     "step, ms [95 %]",
     "ratio [95 %]",
-    "collectives a step",
+    "collectives, sends a step",
     "loss differs by",
 )
 
@@ -89,8 +90,10 @@ METHOD = (
     "error on transformers' two meshes). The engines take a step each in every round, in turn.",
     "A step is as slow as its slowest rank. Ratios are fullshard's time over transformers' in the "
     "same round: the median with a 95 % bootstrap interval.",
-    "Collectives are operations of torch.distributed in one step of rank 0, seen by a "
-    "TorchDispatchMode; a message between two ranks counts as one.",
+    "`transport: auto` shares memory between these ranks; `direct` sends messages, as transformers "
+    "and FSDP2 do.",
+    "Collectives and sends are those of process groups in one step of rank 0, seen by torch's "
+    "profiler. gloo carries out a collective as several messages.",
     "The difference of losses is the largest over all measured steps, relative.",
 )
 
@@ -150,20 +153,19 @@ def rows_of(case: MeshCase, ranks: Sequence[dict[str, Any]]) -> list[dict[str, A
     """Returns a row for each engine."""
     times = slowest([rank["times"] for rank in ranks])
     losses = largest_difference(ranks[0]["losses"], THEIRS)
-    ratio = paired_ratio(times[OURS], times[THEIRS])
     return [
         {
             "name": name,
             "case": case.name,
             "num_ranks": NUM_RANKS,
             "step_s": median_of(times[name]).to_dict(),
-            "ratio": ratio.to_dict() if name == OURS else None,
+            "ratio": None if name == THEIRS else paired_ratio(times[name], times[THEIRS]).to_dict(),
             "goal": GOAL,
             "collectives": ranks[0]["collectives"][name],
             "loss_difference": losses[name],
             "num_rounds": len(times[name]),
         }
-        for name in (OURS, THEIRS)
+        for name in (*TRANSPORTS, THEIRS)
     ]
 
 
@@ -174,9 +176,15 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
         row["name"],
         f"{1e3 * step['value']:.0f} [{1e3 * step['low']:.0f}, {1e3 * step['high']:.0f}]",
         f"{ratio['value']:.3f} [{ratio['low']:.3f}, {ratio['high']:.3f}]" if ratio else "1",
-        str(sum(row["collectives"].values())),
+        _counts(row["collectives"]),
         f"{row['loss_difference']:.1e}",
     )
+
+
+def _counts(found: Mapping[str, int]) -> str:
+    """Numbers of collectives and of sends; a receive belongs to a send."""
+    others = sum(count for name, count in found.items() if name not in ("send", "recv_", "barrier"))
+    return f"{others}, {found.get('send', 0)}"
 
 
 def main(

@@ -10,33 +10,26 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.profiler import ProfilerActivity, profile
 
 import fullshard as fs
-from benchmarks.mesh import OURS, THEIRS, WARM_UP, Job
+from benchmarks.mesh import THEIRS, TRANSPORTS, WARM_UP, Job
 
 Step = Callable[[torch.Tensor], float]
-_WAITS = ("wait_tensor", "_wrap_tensor_autograd", "barrier")
+GROUP = "c10d::"  # operations of process groups, to which all others of torch.distributed lead
 
 
-class CollectiveCounter(TorchDispatchMode):
-    """Operations of torch.distributed, by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        if func.namespace in ("c10d", "_c10d_functional") and name not in _WAITS:
-            self.found[name] += 1
-        return func(*args, **(kwargs or {}))
+def operations(found: profile) -> Counter[str]:
+    """Operations of process groups in a profile, by name, wherever they were called."""
+    names = (event.name for event in found.events() or ())
+    return Counter(name.removeprefix(GROUP) for name in names if name.startswith(GROUP))
 
 
 def measure(job: Job) -> dict[str, Any]:
     """Trains both sides in turn; returns times, losses and collectives by engine."""
     case, rank = job.case, dist.get_rank()
-    steps = {OURS: _step(_ours(job)), THEIRS: _step(_theirs(job))}
+    steps = {name: _step(_ours(job, transport)) for name, transport in TRANSPORTS.items()}
+    steps[THEIRS] = _step(_theirs(job))
     # Ranks of a tensor axis are neighbours and share a batch.
     seed = rank // case.axes.get("tensor", 1)
     draw = torch.Generator().manual_seed(seed)
@@ -46,14 +39,14 @@ def measure(job: Job) -> dict[str, Any]:
     for number in range(-WARM_UP, job.num_rounds):
         batch = torch.randint(0, 2048, (case.batch, case.length), generator=draw)
         gc.collect()
-        turn = number % 2
+        turn = number % len(steps)
         for name in [*steps][turn:] + [*steps][:turn]:
             dist.barrier()
             began = time.perf_counter()
             if number == -1:
-                with CollectiveCounter() as counter:
+                with profile(activities=[ProfilerActivity.CPU]) as step:
                     loss = steps[name](batch)
-                found[name] = counter.found
+                found[name] = operations(step)
             else:
                 loss = steps[name](batch)
             if number >= 0:
@@ -62,11 +55,11 @@ def measure(job: Job) -> dict[str, Any]:
     return {"times": times, "losses": losses, "collectives": found}
 
 
-def _ours(job: Job) -> Any:
+def _ours(job: Job, transport: str) -> Any:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(job.folder, dtype=torch.float32)
-    return fs.shard(model, **job.case.axes)
+    return fs.shard(model, transport=transport, **job.case.axes)
 
 
 def _theirs(job: Job) -> Any:

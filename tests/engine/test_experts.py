@@ -5,6 +5,7 @@ process in float64 is the reference.
 """
 
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -14,8 +15,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import fullshard as fs
+from fullshard.config.schema import ShardConfig
+from fullshard.engine.axes import cut_over_axes
 from fullshard.errors import ConfigError, EngineError, UnsupportedModelError, WrapError
-from support.experts import cut_as_transformers, mixtral, mixture_net, qwen, spread
+from fullshard.planner.mesh import Topology
+from support.experts import cut_as_transformers, mixtral, mixture_net, of, qwen, spread
 from support.other_axes import assert_numbers, check_steps, train_llama, train_net, vectors
 from support.ranks import on_ranks
 
@@ -75,12 +79,59 @@ def accumulate(model, step, seat):
         ("sgd", {"transport": "c10d", "activation_checkpointing": "block"}),
         ("adamw", {"offload": "cpu", "replicate": 2}),
         ("sgd", {"strategy": "no_shard"}),
-        ("adamw", {"strategy": "shard_grad_op", "wrap": "none"}),
+        ("adamw", {"strategy": "shard_grad_op", "wrap": "none", "transport": "direct"}),
     ],
     ids=str,
 )
 def test_frozen_experts_and_accumulation_train_as_one_process(ranks, kind, settings):
     ranks(4)(check_transformers, frozen_qwen, kind, (2, 1), settings, accumulate, timeout=300)
+
+
+# ---- transformers' experts, cut by fullshard
+
+
+def starved_qwen():
+    """All tokens take the experts of the first rank of a group."""
+    model = qwen()
+    for layer in model.model.layers:
+        layer.mlp.gate.register_forward_hook(lambda _, __, out: (*out[:2], out[2] * 0))
+    return model
+
+
+def check_own_cut(build, kind, settings):
+    def cut(model):
+        topology = Topology(dist.get_world_size())
+        return {"mesh": cut_over_axes(model, ShardConfig(expert=2), topology), **settings}
+
+    check_steps(build, cut, train_llama, (kind,))
+
+
+@pytest.mark.short(2)
+@pytest.mark.parametrize(
+    ("build", "kind", "settings"),
+    [
+        (starved_qwen, "adamw", {}),
+        (frozen_qwen, "sgd", {"transport": "direct", "activation_checkpointing": "selective"}),
+        pytest.param(mixtral, "adafactor", {"param_dtype": "float64"}, marks=pytest.mark.long),
+    ],
+)
+def test_experts_cut_by_fullshard_train_as_in_one_process(ranks, build, kind, settings):
+    ranks(4)(check_own_cut, build, kind, settings, timeout=300)
+
+
+@on_ranks(2, timeout=100)
+def test_grouped_products_without_masks_are_those_of_one_process():
+    build = partial(of, "qwen3_moe", moe_intermediate_size=12, num_experts=4, num_experts_per_tok=2)
+    alone, model = build().float(), build().float()
+    for one in (alone, model):
+        one.set_experts_implementation("grouped_mm")  # which has no float64
+    fs.shard(model, expert=2)
+    for seat in range(2):
+        train_llama(alone, 0, seat)
+    train_llama(model, 0, dist.get_rank())
+    for (name, one), ours in zip(alone.named_parameters(), model.parameters(), strict=True):
+        found = ours.grad.full_tensor()
+        torch.testing.assert_close(found, one.grad / 2, rtol=1e-4, atol=1e-6, msg=name)
 
 
 # ---- torch's own way
@@ -140,8 +191,6 @@ def with_placement(mesh, placement):
 def test_axes_that_experts_cannot_have_are_refused_by_name():
     mesh, model = mesh_of_experts(2, 2), mixture_net()
     spread(model, mesh["expert"])
-    with pytest.raises(ConfigError, match="transport: shared expects parameters that no other"):
-        fs.shard(model, transport="shared")
     with pytest.raises(ConfigError, match="sample: expected a mesh of the axes replicate and"):
         fs.shard(model, sample=vectors(0, 0))
     with pytest.raises(ConfigError, match="as this one, whose gradients nobody would sum"):

@@ -92,9 +92,9 @@ def check_parity(build, cut, work, axes=(1, 2, 2), settings=None, kinds=BOTH):
 
 
 @pytest.mark.short(1)
-@pytest.mark.parametrize("transport", ["direct", "c10d"])
+@pytest.mark.parametrize("transport", ["shared", "direct", "c10d"])
 def test_tensor_and_sequence_parallel_layers_train_as_one_process(ranks, transport):
-    kinds = BOTH if transport == "direct" else ("sgd",)
+    kinds = BOTH if transport == "shared" else ("sgd",)
     arguments = net, cut_net, train_net, (1, 2, 2), {"transport": transport}, kinds
     ranks(4)(check_parity, *arguments, timeout=300)
 
@@ -195,8 +195,6 @@ def test_what_is_not_there_is_refused_by_name():
     cut_net(model, mesh["tensor"])
     with pytest.raises(UnsupportedModelError, match=r"norm.weight: expected a DTensor of axes bes"):
         fs.shard(model)
-    with pytest.raises(ConfigError, match="transport: shared expects parameters that no other"):
-        fs.shard(model, mesh=mesh["shard"], transport="shared")
     with pytest.raises(ConfigError, match="sample: expected a mesh of the axes replicate and"):
         fs.shard(model, mesh=mesh["shard"], sample=vectors(0, 0))
     with pytest.raises(ConfigError, match="hold the same parameters as this one, whose gradients"):

@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, OPTConfig
 
 import fullshard as fs
-from fullshard.config.schema import ShardConfig
+from fullshard.config.schema import LoraConfig, ShardConfig
 from fullshard.errors import ConfigError, DataError, EngineError
+from fullshard.models.lora import add_adapters
 from fullshard.observe.metrics import read_rows
 from fullshard.planner.arrays import ArraysPlan
 from fullshard.planner.plan import Plan
@@ -186,13 +187,30 @@ def test_a_run_goes_on_over_another_mesh(runs, model, meshes, rel):
     assert rows == pytest.approx(wanted, rel=rel)
 
 
-@pytest.mark.short(1)
+def write_mixture(folder, text, **how):
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    write_model(folder, small_config("qwen3_moe", num_key_value_heads=1, **experts), text, **how)
+    file = folder / "config.json"  # the grouped matmul has no float64
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"experts_implementation": "eager"}))
+
+
+@pytest.mark.short(2)
 @pytest.mark.parametrize(
-    "axis", ["context=2 packing=true", "tensor=2 lora.r=4", "context=2", "tensor=2"]
+    "axis",
+    [
+        "context=2 packing=true",
+        "tensor=2 lora.r=4",
+        "expert=2 lora.r=4 lora.target_modules=[q_proj,o_proj]",
+        "context=2",
+        "tensor=2",
+    ],
 )
 def test_conversations_of_different_lengths_train_as_in_one_process(runs, tmp_path, axis):
     text = write_chats(tmp_path / "chat.jsonl", 64)
-    write_model(tmp_path / "base", small_config(num_key_value_heads=2, num_attention_heads=2), text)
+    if "expert" in axis:
+        write_mixture(tmp_path / "base", text)
+    else:
+        write_model(tmp_path / "base", small_config(num_key_value_heads=2), text)
     words = [f"model={tmp_path}/base", f"data.path={tmp_path}/chat.jsonl", "max_length=64"]
     words += ["master_dtype=float64", "train_batch_size=8", "max_steps=3", "learning_rate=1e-2"]
     folders = []
@@ -208,11 +226,7 @@ def test_conversations_of_different_lengths_train_as_in_one_process(runs, tmp_pa
 @pytest.mark.parametrize("is_kept", [False, True], ids=["cut student", "kept logits"])
 def test_a_student_of_divided_sequences_learns_as_in_one_process(runs, tmp_path, is_kept):
     text = write_chats(tmp_path / "chat.jsonl", 48)
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-    config = small_config("qwen3_moe", num_key_value_heads=1, **experts)
-    write_model(tmp_path / "base", config, text, sure=20)
-    file = tmp_path / "base" / "config.json"  # the grouped matmul has no float64
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"experts_implementation": "eager"}))
+    write_mixture(tmp_path / "base", text, sure=20)
     words = [f"teacher={tmp_path}/base", f"data.path={tmp_path}/chat.jsonl", "max_length=64"]
     words += ["master_dtype=float64", "teacher_dtype=float64", "train_batch_size=8", "max_steps=3"]
     words += ["learning_rate=1e-2", "distill.alpha=0.7"]
@@ -348,16 +362,9 @@ def test_a_model_that_mixes_documents_may_divide_sequences():
         (LLAMA, 4, ["tensor=2", "shard=3"], "expected a divisor of 2 (4 ranks / tensor 2); got 3"),
         (MIXTURE, 6, ["expert=3"], "sharding.expert: expected a divisor of 8, dimension 0 of "),
         (MIXTURE, 8, ["expert=4", "tensor=2", "shard=2"], "(8 ranks / expert 4 / tensor 2); got 2"),
-        (
-            LLAMA,
-            2,
-            ["tensor=2", "transport=shared"],
-            "shared together with sharding.tensor: 2 is not yet",
-        ),
         (LLAMA, 4, ["tensor=4", "backend=jax"], "sharding.tensor: expected a divisor of 2 (which"),
         (LLAMA, 2, ["expert=2", "backend=jax"], "sharding.expert: expected 1 for a model without"),
         (MIXTURE, 3, ["expert=3", "backend=jax"], "a divisor of 8 (num_experts 8 / tensor 1); got"),
-        (MIXTURE, 2, ["expert=2", "lora.r=4"], "lora: together with sharding.expert: 2 is not yet"),
         (LLAMA, 6, ["context=4"], "context: expected a divisor of 6 (ranks / expert / tensor)"),
         (LLAMA, 8, ["context=8"], "divisor of 4 (num_attention_heads / tensor); got 8. The"),
         (LLAMA, 2, ["context=2", "max_seq_length=33"], "divisor of 33 (training.max_seq_length)"),
@@ -389,6 +396,34 @@ def test_what_does_not_fit_is_refused_before_ranks_start(runs, model, num_ranks,
     )
     assert said in done.err
     assert not (runs.folder / "refused").exists()
+
+
+@pytest.mark.filterwarnings("ignore:The following:RuntimeWarning")  # peft's, of its own patterns
+def test_adapters_of_experts_are_refused():
+    pytest.importorskip("peft")
+    with torch.device("meta"):
+        config = small_config("qwen3_moe", num_experts=4, moe_intermediate_size=8)
+        model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ConfigError, match=r"got all-linear \(peft adapts experts too, which"):
+        add_adapters(model, LoraConfig(r=2))
+
+
+@pytest.mark.parametrize("is_tied", [True, False], ids=["tied", "adapted"])
+def test_experts_that_no_axis_divides_are_refused(is_tied):
+    with torch.device("meta"):
+        config = small_config("qwen3_moe", num_experts=4, moe_intermediate_size=8)
+        model = AutoModelForCausalLM.from_config(config)
+        if is_tied:
+            layers = model.model.layers
+            layers[1].mlp.experts.down_proj = layers[0].mlp.experts.down_proj
+        else:
+            peft = pytest.importorskip("peft")
+            of = {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.down_proj"]}
+            peft.inject_adapter_in_model(peft.LoraConfig(**of), model)
+    with pytest.raises(
+        ConfigError, match=rf"got model.layers.{is_tied:d}.mlp.experts\S*, which is"
+    ):
+        fs.plan(model, expert=2, world_size=2)
 
 
 def test_a_plan_follows_freezing_and_casts_of_its_model():

@@ -96,7 +96,7 @@ def resolve(name: str, world: int) -> ShardConfig:
     """
     config = ShardConfig.of(None, transport=name, wrap="none")
     check_supported(config)
-    kind = resolve_transport(config, Mesh(1, world), CPU)
+    kind = resolve_transport(config, [Mesh(1, world)], CPU)
     if kind.value != name:
         raise ConfigError(f"transport: expected {name}; the engine takes {kind.value} here.")
     return config

@@ -97,7 +97,7 @@ class Wrapped:
         check: Called with the root before an engine is created.
         on_engine: Called with the module and each new engine.
         shapes: Shapes of its parameters by name, when it was marked.
-        stale: Whether the plan must be made again before the next step.
+        needs_plan: Whether the plan must be made again before the next step.
     """
 
     strategy: Strategy
@@ -113,7 +113,7 @@ class Wrapped:
     check: Callable[[nn.Module], None] = lambda _: None
     on_engine: list[Callable[[Any, Engine], None]] = field(default_factory=list)
     shapes: dict[str, torch.Size] = field(default_factory=dict[str, torch.Size])
-    stale: bool = False
+    needs_plan: bool = False
 
     def __deepcopy__(self, memo: Any) -> Wrapped:
         """Copies the record without its engine; a copied model creates its own when it runs."""
@@ -296,7 +296,7 @@ def build(root: nn.Module) -> Engine:
     engine = replace_engines(root, lambda: shard_model(root, config, world, ring, given))
     engine.on_change = _with_changes
     for wrapped in units.values():
-        wrapped.engine_ref, wrapped.stale = weakref.ref(engine), False
+        wrapped.engine_ref, wrapped.needs_plan = weakref.ref(engine), False
     for name, wrapped in units.items():
         for tell in wrapped.on_engine:
             tell(root.get_submodule(name), engine)
@@ -326,7 +326,7 @@ def _with_changes(root: nn.Module) -> Engine | None:
         return None  # inside a forward: modules contain compute parameters
     put_back_shards(engine)
     is_new = needs_new_plan(engine)
-    if engine.norms.waits and (is_new or wrapped.stale):
+    if engine.norms.waits and (is_new or wrapped.needs_plan):
         with no_guard():
             grads = [member.param.grad for member in engine.members]
         waiting = [grad for grad in grads if isinstance(grad, PendingGradient)]
@@ -340,7 +340,7 @@ def _with_changes(root: nn.Module) -> Engine | None:
         if waiting:
             return None  # settings change once they are summed
         engine.norms.waits = False  # zero_grad() dropped them
-    return build(root) if wrapped.stale or is_new else None
+    return build(root) if wrapped.needs_plan or is_new else None
 
 
 def has_meta(module: nn.Module) -> bool:

@@ -117,24 +117,9 @@ def _of_run(config: RunConfig) -> Iterator[Problem]:
         yield from unsupported(config, _XLA_RUN)
     else:
         yield from unsupported(config.sharding, _TORCH, "sharding")
-        yield from _beside_axes(config)
     if config.training.optim in BY_OWNER and config.sharding.offload is not None:
         got = f"together with optim: {config.training.optim} is not yet supported"
         yield Problem("sharding.offload", "", got, "Leave one of the two out")
-
-
-def _beside_axes(config: RunConfig) -> Iterator[Problem]:
-    """Values that are not supported beside other axes."""
-    sharding = config.sharding
-    if config.lora is not None and sharding.expert > 1:
-        got = f"together with sharding.expert: {sharding.expert} is not yet supported"
-        yield Problem("lora", "", got, "Leave one of the two out")
-    axes = [name for name in ("tensor", "expert") if getattr(sharding, name) > 1]
-    for axis in axes[:1]:
-        beside = f"together with sharding.{axis}: {getattr(sharding, axis)} is not yet supported"
-        if sharding.transport is Transport.SHARED:
-            advice = "Leave one of the two out, or use auto"
-            yield Problem("sharding.transport", "", f"shared {beside}", advice)
 
 
 def _of_machine(config: RunConfig, launch: LaunchEnvironment | None) -> Iterator[Problem]:

@@ -94,6 +94,10 @@ def cut_over_axes(model: nn.Module, config: ShardConfig, topology: Topology) -> 
         shape, names = (len(groups), len(groups[0])), ("others", EXPERT_AXES[0])
         experts = init_device_mesh(device, shape, mesh_dim_names=names)[EXPERT_AXES[0]]
         apply_expert_parallelism(model, experts, dense["tensor"], dict(expert))
+        for name, style in expert.items():
+            if style == _DISPATCH and config.tensor == 1:
+                # Each rank gets rows of its own experts alone, so it need not mask others.
+                vars(model.get_submodule(name))["_is_expert_parallel"] = False
     return dense["replicate", "shard"]
 
 
@@ -232,6 +236,14 @@ def rules_of(model: Any, config: ShardConfig) -> tuple[Rules, Rules]:
         return {}, {}
     plans = map(inner._expand_parallel_plan, (tensor, expert))
     tensor, expert = ({prefix + name: style for name, style in p.items()} for p in plans)
+    known: dict[str, Any] = dict(model.named_modules()) | dict(model.named_parameters())
+    for name in (*tensor, *expert):
+        if name not in known or (name in expert and hasattr(known[name], "base_layer")):
+            raise ConfigError(
+                "tensor, expert: expected parameters that no other layer has, and experts without "
+                f"adapters; got {name}, which is tied or adapted. Untie it, name other layers in "
+                "target_modules (peft's all-linear adapts experts too), or leave the axis out."
+            )
     return _with_adapters(model, tensor), expert
 
 

@@ -89,11 +89,11 @@ class Engine:
     ) -> None:
         transport = transports[plan.mesh]
         for other in transports.values():
-            other.phase, other.home.made = transport.phase, transport.home.made
+            other.phase = transport.phase
         self.plan = plan
         self.config = config
         self.transport = transport
-        self.home = transport.home
+        self.home = masters.home
         self.transports = transports
         self.recorder = recorder
         self.unsharded = 0  # open `fs.unsharded` blocks
@@ -108,7 +108,7 @@ class Engine:
         self.groups = [group for unit in self.units for group in unit.groups]
         self.members = [member for unit in self.units for member in unit.members]
         divisor = plan.mesh.num_copies if config.grad_reduction is GradReduction.MEAN else 1
-        self.gradients = Gradients(transport, self.norms, divisor, self._on_spill)
+        self.gradients = Gradients(transport, self.norms, divisor, self._on_spill, self.home)
         if any(unit.plan.mesh.replicate > 1 for unit in self.units):
             self.gradients.inner = Sync.INNER
         made = streams.of(self.device)
@@ -186,7 +186,10 @@ class Engine:
         """
         for mesh, transport in self.transports.items():
             units = [unit for unit in self.plan.units if unit.mesh == mesh]
-            given |= transport.home.open_slots(units, self.plan.rings)
+            slots = [s for u in units for g in u.groups for s in (g.slot, g.grad_slot) if s]
+            used = {slot.ring for slot in slots}
+            rings = [ring for ring in self.plan.rings if ring.name in used]
+            given |= transport.home.open_slots(units, rings)
         rings = Rings(self.plan.rings, given, self.device, poison=self.config.poison)
         for unit in self.units:
             unit.bind(rings, self.runtime.on_gradient)

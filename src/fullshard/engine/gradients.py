@@ -54,7 +54,7 @@ from fullshard.engine.unit import Collects, Group, Member, Unit, alive, is_reach
 from fullshard.errors import EngineError, UnsupportedModelError
 from fullshard.planner.events import Sync
 from fullshard.planner.mesh import Mesh
-from fullshard.transport.base import Hook, Transport, reduce_by, torch_dtype
+from fullshard.transport.base import Home, Hook, Transport, reduce_by, torch_dtype
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +78,7 @@ class Gradients:
         norms: Cache of global norms, filled at the end of each backward.
         divisor: Divisor of sums over ranks.
         on_spill: Called with a unit that gets a separate buffer because its slot is in use.
+        home: The memory of the model's masters.
     """
 
     def __init__(
@@ -86,8 +87,10 @@ class Gradients:
         norms: GradientNorms,
         divisor: float,
         on_spill: Callable[[Unit], None],
+        home: Home,
     ) -> None:
         self.transport = transport
+        self.home = home
         self.norms = norms
         self.sync = self._outside = self.inner = Sync.ALL  # inner: reduces over the shard axis
         self._blocks: dict[object, Sync] = {}  # open `no_sync` blocks
@@ -107,7 +110,7 @@ class Gradients:
         # Queues a copy to the host at the first `next`; its buffers are free after the last one.
         self.to_host = _at_once
         self.await_host: Callable[[], None] = lambda: None
-        self.leave: Callable[..., None] = transport.home.leave  # unless a live graph reads weights
+        self.leave: Callable[..., None] = home.leave  # unless a live graph reads weights
         self.peak_deferred_bytes = 0
 
     @contextmanager

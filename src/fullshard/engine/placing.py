@@ -80,7 +80,7 @@ class Masters:
 
     Args:
         homes: Allocates masters that are not shared.
-        home: Allocates shared masters.
+        home: Allocates shared masters, of units on all meshes.
         units: Units of the plan.
 
     Attributes:
@@ -89,7 +89,7 @@ class Masters:
     """
 
     def __init__(self, homes: DeviceHomes, home: Home, units: Sequence[UnitPlan]) -> None:
-        self.homes, self._home = homes, home
+        self.homes, self.home = homes, home
         self.reads: dict[str, Callable[[], torch.Tensor]] = {}
         self._made: dict[tuple[int, int], Weights] = {}
         home.open_weights(units)
@@ -97,7 +97,7 @@ class Masters:
     def of(self, unit: UnitPlan, at: int) -> Weights:
         """The weights of a unit's group; `full` is empty if the group is gathered into a slot."""
         place, group = (unit.index, at), unit.groups[at]
-        found = self._home.weights(*place) or self._made.get(place)
+        found = self.home.weights(*place) or self._made.get(place)
         if found is None:
             dtype = torch_dtype(group.dtypes.master)
             master = self.homes.parameters.zeros(group.layout.part_numel, dtype)

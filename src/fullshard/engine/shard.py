@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from operator import attrgetter
 from typing import Any, cast
 
 import torch
@@ -40,7 +39,7 @@ from fullshard.planner.mesh import ROWS, Mesh, Topology, mesh_of
 from fullshard.planner.plan import Plan, make_plan, units_of
 from fullshard.planner.spec import matches
 from fullshard.planner.units import UnitSettings
-from fullshard.transport.base import Transport
+from fullshard.transport.base import Transport, home_of
 from fullshard.transport.groups import make_transport, own_group, resolve_transport, tell_everyone
 
 logger = logging.getLogger(__name__)
@@ -106,9 +105,9 @@ def shard_model(
         _check_world(topology)
     mesh = mesh_of(config, topology)
     experts = _meshes_of_experts(model, config, mesh)
-    widest = max((mesh, *experts.values()), key=attrgetter("inner"))
-    refuse_sample(given.sample, widest.inner)
-    config = ShardConfig.of(config, transport=resolve_transport(config, widest, device))
+    refuse_sample(given.sample, max(one.inner for one in (mesh, *experts.values())))
+    kind = resolve_transport(config, [mesh, *experts.values()], device)
+    config = ShardConfig.of(config, transport=kind)
     plan = plan_model(model, config, topology, given.settings, experts)
     if given.sample is not None:
         plan = trace_order(model, plan, given.sample)
@@ -118,7 +117,7 @@ def shard_model(
     transports = {mesh: make_transport(config, mesh) for mesh in meshes}
     check_equal_start(model, plan, config, transports[plan.mesh], device)
     homes = DeviceHomes.of(plan.homes, device, config.offload)
-    masters = Masters(homes, transports[plan.mesh].home, plan.units)
+    masters = Masters(homes, home_of(transports), plan.units)
     values = _values(model, plan, transports, masters, given.weights)
     if given.recut is not None:
         shards = given.recut(places_of(model), plan.view(transports[plan.mesh].rank).all_slices())

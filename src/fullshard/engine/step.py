@@ -199,7 +199,7 @@ class Runtime:
             unit.versions.mark(is_open=True)
             unit.swap_in()
             return
-        num_writes = self.gradients.transport.home.num_writes
+        num_writes = self.gradients.home.num_writes
         if is_outermost:
             self._begin_step(index, stale=num_writes != self._num_writes)
         elif num_writes != self._num_writes:  # a momentum encoder is averaged in a forward
@@ -373,7 +373,7 @@ class Runtime:
     def _leave(self, *, settled: bool) -> None:
         """Let other ranks write shared weights, unless a live graph will read them."""
         if not self._retains and not self.awaits_backward():
-            self.gradients.transport.home.leave(settled=settled)
+            self.gradients.home.leave(settled=settled)
 
     # ---- backward
 
@@ -445,10 +445,10 @@ class Runtime:
                 follow_freezing(group)
         if not self.observed.done:
             self.observed.backward.clear()  # an earlier use reached no parameter
-        if self.gradients.transport.home.wrote:
+        if self.gradients.home.wrote:
             self._run(self.scheduler.publish())
         nothing = self.gradients.begin_backward(self.units)
-        home, sync = self.gradients.transport.home, self.gradients.sync
+        home, sync = self.gradients.home, self.gradients.sync
         stale = home.num_writes != self._num_writes and not self._stack  # p.data.mul_() since then
         self._num_writes = home.num_writes
         reduce, self._retains = self.gradients.expects_any, keeps_graph()
@@ -574,7 +574,7 @@ class Actions:
         self._titles = [*(f" {unit.plan.title}" for unit in units), ""]  # the last one for unit -1
         self.filling: dict[Any, Unit] = {}  # the unit whose gather was last issued into a slot
         self._of: dict[EventKind, Callable[[Event], None]] = {
-            EventKind.PUBLISH: lambda _: gradients.transport.home.publish(),
+            EventKind.PUBLISH: lambda _: gradients.home.publish(),
             EventKind.GATHER: self._gather,
             EventKind.FORWARD: self._use,
             EventKind.BACKWARD: self._use,

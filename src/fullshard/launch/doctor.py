@@ -206,7 +206,7 @@ def measure(ranks: int) -> dict[str, Any]:
 
     device = default_device()
     config, mesh = ShardConfig(), Mesh(1, ranks)
-    kind = resolve_transport(config, mesh, device)
+    kind = resolve_transport(config, [mesh], device)
     transport = make_transport(ShardConfig.of(config, transport=kind), mesh)
     numel = BUFFER_BYTES // 4 // (64 * ranks) * 64 * ranks
     ring = Ring("doctor.grad", DType.FLOAT32, numel, count=1)

@@ -60,15 +60,16 @@ def add_adapters(model: nn.Module, lora: LoraConfig) -> None:
     """
     import peft
 
+    ends = {n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, nn.Linear)}
     try:
         peft.inject_adapter_in_model(peft_config(lora), model)
+        if any(type(module).__name__ == "ParamWrapper" for module in model.modules()):
+            raise ValueError("peft adapts experts too, which is not yet supported")
     except ValueError as error:
-        names = sorted(
-            {n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, nn.Linear)}
-        )
+        got = ", ".join(lora.target_modules) or "all-linear"
         raise ConfigError(
-            f"lora.target_modules: expected ends of layers' names, got "
-            f"{', '.join(lora.target_modules)} ({error}). Linear layers end in {', '.join(names)}."
+            f"lora.target_modules: expected ends of layers' names, got {got} ({error}). "
+            f"Linear layers end in {', '.join(sorted(ends))}."
         ) from error
 
 

@@ -165,9 +165,8 @@ def transport_here(config: ShardConfig, topology: Topology) -> ShardConfig:
         kind = Transport.C10D
     elif kind is Transport.AUTO:
         mesh = mesh_of(config, topology)
-        together = topology.ranks_per_host % mesh.shard == 0
-        is_cut = config.tensor * config.expert > 1
-        shares = mesh.shard > 1 and together and config.offload is None and not is_cut
+        together = topology.ranks_per_host % (mesh.shard * mesh.inner) == 0
+        shares = mesh.shard > 1 and together and config.offload is None
         kind = Transport.SHARED if shares and Host.here() is not None else Transport.DIRECT
     return config.model_copy(update={"transport": kind})
 

@@ -30,7 +30,7 @@ host time at large world sizes; training is meaningless.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -297,7 +297,6 @@ class Home:
         wrote: Whether this rank has written shared weights since `publish`.
         num_writes: Number of announced writes to weights.
         await_reads: Waits until a device has read the shards in host memory.
-        made: Slots that a home keeps; the same for all homes of a model.
     """
 
     wrote = False
@@ -305,7 +304,6 @@ class Home:
     def __init__(self) -> None:
         self.num_writes = 0
         self.await_reads: Callable[[], None] | None = None
-        self.made: dict[Ring, list[torch.Tensor]] = {}
 
     def open_weights(self, units: Sequence[UnitPlan]) -> None:
         """Allocate shared weights. A collective."""
@@ -398,6 +396,46 @@ class Transport(ABC):
     @abstractmethod
     def all_reduce(self, values: torch.Tensor, *, maximum: bool = False) -> None:
         """Sum (or take the maximum of) a small contiguous vector over all ranks, in place."""
+
+
+class HomeOfMeshes(Home):
+    """The homes of a model whose units have several meshes, as one.
+
+    Args:
+        homes: Homes by mesh, in an order that is equal on all ranks.
+    """
+
+    def __init__(self, homes: Mapping[Mesh, Home]) -> None:
+        super().__init__()
+        self._homes = homes
+
+    def open_weights(self, units: Sequence[UnitPlan]) -> None:
+        for mesh, home in self._homes.items():
+            home.open_weights([unit for unit in units if unit.mesh == mesh])
+
+    def weights(self, unit: int, group: int) -> Weights | None:
+        return next(filter(None, (h.weights(unit, group) for h in self._homes.values())), None)
+
+    def publish(self) -> None:
+        self.wrote = False
+        for home in self._homes.values():
+            home.publish()
+
+    def leave(self, *, settled: bool) -> None:
+        for home in self._homes.values():
+            home.leave(settled=settled)
+
+    def before_write(self) -> None:
+        self.num_writes += 1
+        for home in self._homes.values():
+            home.before_write()
+            self.wrote |= home.wrote
+
+
+def home_of(transports: Mapping[Mesh, Transport]) -> Home:
+    """The home of all units of a model."""
+    homes = {mesh: transport.home for mesh, transport in transports.items()}
+    return HomeOfMeshes(homes) if len(homes) > 1 else next(iter(homes.values()))
 
 
 class MessageTransport(Transport):

@@ -120,9 +120,8 @@ class SymmetricHome(Home):
 
     NCCL knows such memory by its address, and expects the same slots on all ranks. All ranks
     therefore allocate and register slots in the plan's order, each with the group of its
-    collectives; a ring that units of two meshes use is registered with both groups. Slots stay
-    allocated, since NCCL would take later memory at their addresses for them; rings that are not
-    alike are made anew when the order of units is learned.
+    collectives. Slots stay allocated, since NCCL would take later memory at their addresses for
+    them; rings that are not alike are made anew when the order of units is learned.
 
     Args:
         axes: The process groups of this rank.
@@ -130,22 +129,18 @@ class SymmetricHome(Home):
 
     def __init__(self, axes: Axes) -> None:
         super().__init__()
-        self._axes, self._registered = axes, set[Ring]()
+        self._axes, self._made = axes, dict[Ring, list[torch.Tensor]]()
 
-    def open_slots(self, units: Sequence[UnitPlan], rings: Sequence[Ring]) -> Slots:
+    def open_slots(self, units: Sequence[UnitPlan], rings: Sequence[Ring]) -> Slots:  # noqa: ARG002
         axes, (memory, pool, device) = self._axes, symmetric_memory()
-        groups = [group for unit in units for group in unit.groups]
-        used = {slot.ring for group in groups for slot in (group.slot, group.grad_slot) if slot}
         for ring in rings:
             group = axes.reduce_group if ring.name.endswith(".grad") else axes.gather_group
-            if ring in self._registered or group is None or ring.name not in used:
+            if ring in self._made or group is None:
                 continue
             dist.barrier(group=group)  # makes its communicator
             kind: dict[str, Any] = {"dtype": torch_dtype(ring.dtype), "device": device}
-            if ring not in self.made:
-                with torch.cuda.use_mem_pool(pool):
-                    self.made[ring] = [torch.zeros(ring.numel, **kind) for _ in range(ring.count)]
-            for slot in self.made[ring]:
+            with torch.cuda.use_mem_pool(pool):
+                self._made[ring] = [torch.zeros(ring.numel, **kind) for _ in range(ring.count)]
+            for slot in self._made[ring]:
                 memory.rendezvous(slot, group.group_name)
-            self._registered.add(ring)
-        return {ring.name: self.made[ring] for ring in rings if ring in self.made}
+        return {ring.name: self._made[ring] for ring in rings if ring in self._made}

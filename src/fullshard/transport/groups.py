@@ -255,11 +255,18 @@ def _made() -> _Made:
 # ---- the transport of a model --------------------------------------------------------------------
 
 
-def resolve_transport(config: ShardConfig, mesh: Mesh, device: torch.device) -> TransportKind:
+def resolve_transport(
+    config: ShardConfig, meshes: Sequence[Mesh], device: torch.device
+) -> TransportKind:
     """Resolves `auto`. A collective if the world is larger than 1.
 
     `shared` if the ranks of a shard axis are on one host and compute on its CPU; otherwise `direct`
     on gloo or for a single rank; otherwise `c10d`.
+
+    Args:
+        config: The configuration.
+        meshes: The mesh of the model, and those of experts.
+        device: The device that computes.
 
     Raises:
         ConfigError: The process group's backend does not serve the device or the transport.
@@ -267,7 +274,7 @@ def resolve_transport(config: ShardConfig, mesh: Mesh, device: torch.device) -> 
     asked = config.transport
     if asked is TransportKind.FAKE:
         return asked
-    if mesh.world_size == 1:
+    if meshes[0].world_size == 1:
         return TransportKind.DIRECT
     backend = dist.get_backend_config().split(",")
     serving = {entry.partition(":")[0]: entry.partition(":")[2] for entry in backend}
@@ -280,7 +287,7 @@ def resolve_transport(config: ShardConfig, mesh: Mesh, device: torch.device) -> 
     if asked in (TransportKind.DIRECT, TransportKind.SHARED) and name != "gloo":
         raise ConfigError(f"transport: {asked} expects gloo; got {name}. Use c10d or auto.")
     if asked is TransportKind.SHARED or (asked is TransportKind.AUTO and name == "gloo"):
-        obstacle = _why_not_shared(config, mesh, device)
+        obstacle = _why_not_shared(config, meshes, device)
         if obstacle is None:
             return TransportKind.SHARED
         if asked is TransportKind.SHARED:
@@ -289,18 +296,18 @@ def resolve_transport(config: ShardConfig, mesh: Mesh, device: torch.device) -> 
     return asked if asked is not TransportKind.AUTO else TransportKind.C10D
 
 
-def _why_not_shared(config: ShardConfig, mesh: Mesh, device: torch.device) -> str | None:
+def _why_not_shared(
+    config: ShardConfig, meshes: Sequence[Mesh], device: torch.device
+) -> str | None:
     """Returns what a shared home needs and lacks here; None if it is possible."""
     if device.type != "cpu":
         return f"a model on the CPU; it is on {device}."
-    if mesh.inner > 1:
-        return "parameters that no other axis of the mesh cuts (tensor or expert parallelism)."
-    if mesh.shard == 1:
+    if meshes[0].shard == 1:
         return "parameters that are cut; here every rank holds them whole."
     if config.offload is not None:
         return f"offload to be left out, since everything is on the host; got {config.offload}."
-    places = processes(mesh.world_size)
-    for ranks in mesh.shard_groups():
+    places = processes(meshes[0].world_size)
+    for ranks in chain.from_iterable(mesh.shard_groups() for mesh in meshes):
         if places[ranks[0]].host is None:
             return f"Linux with memfd_create and pidfd_open; rank {ranks[0]} has none."
         for rank in ranks:

@@ -212,7 +212,7 @@ def run_pass(folder: Path, job: Job, choice: Pass) -> None:
     """Trains, saves, loads into a fresh state and trains one more step; records all of it."""
     jax.config.update("jax_enable_x64", choice.master_dtype == "float64")  # as a run does
     decoder = DecoderConfig.of(read_config(folder, "model"))
-    placed = _planned(decoder, ShardConfig.of(choice.sharding), job.frozen)
+    placed = _planned(decoder, ShardConfig.of(choice.sharding), job)
     tx = _optimizer(placed, job)
     step = train_step(
         placed,
@@ -255,15 +255,11 @@ def _train(
     return state
 
 
-def _planned(decoder: DecoderConfig, sharding: ShardConfig, frozen: Sequence[str]) -> XlaPlan:
+def _planned(decoder: DecoderConfig, sharding: ShardConfig, job: Job) -> XlaPlan:
     """The plan on this process's devices; an array is frozen if its first tensor is."""
-    assert sharding.replicate is not None, "the job says both"
-    assert sharding.shard is not None, "the job says both"
-    sizes = sharding.replicate, sharding.shard, sharding.expert, sharding.tensor
-    mesh = mesh_for(sharding, jax.devices()[: math.prod(sizes)])
-    shapes = decoder.shapes()
+    mesh, shapes = mesh_for(sharding, jax.devices()[: job.world_size]), decoder.shapes()
     free = planned(shapes, sharding, mesh)
-    names = [array.name for array in free.table.arrays if array.names()[0] in frozen]
+    names = [array.name for array in free.table.arrays if array.names()[0] in job.frozen]
     return planned(shapes, sharding, mesh, names)
 
 

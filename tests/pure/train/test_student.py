@@ -18,7 +18,7 @@ from fullshard.models.student import (
     student_config,
     write_student,
 )
-from fullshard.recipes.distill.recipe import check_teacher
+from fullshard.recipes.registry import Command
 
 SIZES = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4}
 SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 1, "num_experts_per_tok": 2}
@@ -114,6 +114,7 @@ def test_another_tokenizer_is_refused(tmp_path):
     same, other = train_tokenizer(["some text"], 300), train_tokenizer(["quite another"], 300)
     teacher = ModelConfig(name_or_path=str(tmp_path))
     config: Any = SimpleNamespace(teacher=teacher, distill=None)
+    check_teacher = Command.DISTILL.kind.check
     check_teacher(config, same)
     with pytest.raises(ConfigError, match="expected the student's tokenizer"):
         check_teacher(config, other)

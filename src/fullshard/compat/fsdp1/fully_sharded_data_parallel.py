@@ -283,7 +283,7 @@ class FullyShardedDataParallel(HoldsShards, nn.Module):
             else:
                 wrapped.settings, wrapped.casts = wrapped.extra.pop("in_training")
             self._cast_buffers(low=mode)
-            record_of(outermost(self)).stale = True
+            record_of(outermost(self)).needs_plan = True
         return self
 
     def _assert_state(self, state: TrainingState | list[TrainingState]) -> None:

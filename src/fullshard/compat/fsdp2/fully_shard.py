@@ -166,7 +166,7 @@ class FSDPModule(HoldsShards, nn.Module, TorchFSDPModule):
         for module, wrapped in marked(self):
             if recurse or module is self:
                 wrapped.strategy = _strategy(reshard_after_forward, wrapped.options)
-        record_of(outermost(self)).stale = True
+        record_of(outermost(self)).needs_plan = True
 
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
@@ -190,7 +190,7 @@ class FSDPModule(HoldsShards, nn.Module, TorchFSDPModule):
         """Sets an option of the whole model, from the next step on."""
         root = record_of(outermost(self))
         if root.options.get(key, instead_of) != value:
-            root.options[key], root.stale = value, True
+            root.options[key], root.needs_plan = value, True
 
     def set_post_optim_event(self, event: Any) -> None:
         """Makes the next forward wait for an event, for an optimizer on another stream."""

@@ -308,17 +308,20 @@ class SharedTransport(DirectTransport):
         found = (segment.view(lanes + i * size, size, torch.uint8) for i in range(parts))
         self._lanes = [lane.view(2, -1) for lane in found]
         self._summed = 0
+        self._has_all = parts == axes.mesh.world_size  # whether all ranks share this memory
         self.home = self._shared = SharedHome(self._board, parts, self._tell_all)
 
     def reduce(self, fulls: Sequence[torch.Tensor]) -> Reduction:
         """Sums this rank's part of every rank's slot, read in place."""
+        # Not first in `sum_replicas`, where a rank without gradients of experts comes later.
+        self._compare_places(self.axes.replicate_ranks)
         slots = self._shared.gradients
         assert slots is not None
         number = slots.show(fulls)
         return Reduction(partial(slots.pull, number, fulls), partial(slots.release, number))
 
     def all_reduce(self, values: torch.Tensor, *, maximum: bool = False) -> None:
-        if self.axes.mesh.replicate > 1:
+        if not self._has_all:
             super().all_reduce(values, maximum=maximum)
             return
         for chunk in values.view(-1).split(LANE_BYTES // values.element_size()):
@@ -326,8 +329,8 @@ class SharedTransport(DirectTransport):
             combine_in_order(vectors, chunk, maximum=maximum)
 
     def _compare_places(self, ranks: Sequence[int]) -> None:
-        """Compare before messages to replicas; on one host the board finds other phases."""
-        if self.axes.mesh.replicate > 1:
+        """Compare before messages to other ranks; the board finds other phases of its own."""
+        if not self._has_all:
             super()._compare_places(ranks)
 
     def _tell_all(self, value: Any) -> list[Any]:
