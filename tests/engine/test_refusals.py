@@ -221,8 +221,8 @@ def test_a_forward_that_writes_into_its_parameters_is_refused(settings):
         texts.append(error_of(partial(run.loss, model, 0)))
         assert texts[-1] == error_of(partial(run.loss, model, 0))  # and again
     first, second = texts
-    assert first.startswith("EngineError: embed.weight: expected a forward that leaves")
-    assert second.startswith("EngineError: blocks.1.up.weight: expected a forward that leaves")
+    assert first.startswith("EngineError: embed.weight: expected a forward that does not modify")
+    assert second.startswith("EngineError: blocks.1.up.weight: expected a forward that does not modify")
 
 
 # ---- calls ------------------------------------------------------------------------------------
