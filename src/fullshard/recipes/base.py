@@ -265,7 +265,7 @@ def placed(arrays: Mapping[str, Any], device: torch.device) -> Batch:
     return {name: tensor if name == ROWS else to(tensor) for name, tensor in batch.items()}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RecipeKind:
     """What a command trains and on which data; the defaults are those of pre-training on text.
 

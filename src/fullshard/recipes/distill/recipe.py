@@ -256,7 +256,7 @@ def _build(
     return student
 
 
-_CACHE = RecipeKind(_build, _uses_chats, check=check_teacher, write=write_cache)
+_CACHE = RecipeKind(build=_build, uses_chats=_uses_chats, check=check_teacher, write=write_cache)
 _DISTILL = replace(
     _CACHE,
     check_data=_check_data,

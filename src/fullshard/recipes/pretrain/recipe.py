@@ -41,4 +41,4 @@ def sharded(
     return model, next_token(Head.of(model), config.training.loss_chunk_size)
 
 
-KINDS = {"train": RecipeKind(build)}
+KINDS = {"train": RecipeKind(build=build)}

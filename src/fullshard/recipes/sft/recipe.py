@@ -5,4 +5,4 @@ from __future__ import annotations
 from fullshard.recipes.base import RecipeKind
 from fullshard.recipes.pretrain.recipe import build
 
-KINDS = {"sft": RecipeKind(build, uses_chats=lambda _: True)}
+KINDS = {"sft": RecipeKind(build=build, uses_chats=lambda _: True)}
