@@ -87,7 +87,7 @@ def measure(job: Job) -> dict[str, Any]:
     }
     for name, (strategy, offload) in ours.items():
         model = fs.shard(
-            _model(layers), strategy=strategy, wrap=["Linear"], offload=offload, transport="direct"
+            _model(layers), strategy=strategy, wrap=["Layer"], offload=offload, transport="direct"
         )
         optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
         steps[name] = partial(_step, model, optimizer)
@@ -100,9 +100,17 @@ def measure(job: Job) -> dict[str, Any]:
     return {"times": times, "losses": losses}
 
 
+class Layer(nn.Linear):
+    """A linear layer that keeps the size of its input, so that the loss shows every layer."""
+
+    def reset_parameters(self) -> None:
+        """Called by torch."""
+        nn.init.normal_(self.weight, std=WIDTH**-0.5)
+
+
 def _model(layers: int) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)))
+    return nn.Sequential(*(Layer(WIDTH, WIDTH, bias=False) for _ in range(layers)))
 
 
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:

@@ -39,6 +39,7 @@ from fullshard.engine.state import (
     optimizer_state,
     restore_optimizer,
 )
+from fullshard.engine.unit import has_version
 from fullshard.errors import CheckpointError, untrusted
 from fullshard.saving import (
     EXTRA,
@@ -141,7 +142,8 @@ def _read_tensors(
     keys = _keys_of(checkpoint, wanted)
     states = None if optimizer is None else _optimizer_of(checkpoint, engine, model, optimizer)
     engine.home.before_write()
-    torch.autograd.graph.increment_version([m.param for m in engine.members])  # of older graphs
+    shards = [m.param for m in engine.members if has_version(m.param)]
+    torch.autograd.graph.increment_version(shards)  # of older graphs
     others: dict[str, Any] = {}
     for key, held in zip(keys, wanted, strict=True):
         if held.whole:  # the module knows where it belongs

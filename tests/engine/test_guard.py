@@ -268,6 +268,18 @@ def test_where_nothing_is_cut_all_but_random_fills_pass(ranks):
     ranks(2)(compare, on_whole_parameters)
 
 
+class Seen(torch.autograd.Function):
+    """Looks at a weight and has no gradient for it."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        return x * bool(weight.numel())
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+
 class Summed(torch.autograd.Function):
     """The guard does not see what a custom function is given."""
 
@@ -301,6 +313,9 @@ def test_a_loss_of_parts_at_rest_is_refused():
             with fs.unsharded(model):
                 assert "expected none" in error_of(model.scale.sum().backward)
     assert "expected none" in error_of(Summed.apply(model.scale).backward)
+    x = torch.ones(2, requires_grad=True)
+    Seen.apply(x, model.scale).sum().backward()
+    assert x.grad is not None
     cut, whole = texts[:4], texts[4:]
     for name, text in zip(["sum", "norm", "full_tensor", "__getitem__"], cut, strict=True):
         wanted = "a whole tensor" if text == cut[3] else "tensors that take part in autograd"

@@ -194,9 +194,10 @@ def test_without_ranks_too():
     assert outcomes(SIZES["small"], {}) == EXPECTED
 
 
-def test_weights_made_in_inference_mode_have_no_versions():
+def test_weights_made_in_inference_mode_have_no_versions(tmp_path):
     with torch.inference_mode():
         model = nn.Linear(3, 3)
     fs.shard(model)
     with torch.no_grad():
         assert model(torch.ones(1, 3)).shape == (1, 3)
+    fs.load(fs.save(tmp_path / "saved", fs.shard(nn.Linear(3, 3))), model)

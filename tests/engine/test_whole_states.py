@@ -56,15 +56,24 @@ def same(found, wanted):
     return [] if found == wanted else [f"{found} {wanted}"]
 
 
-def halve(_module, state, prefix, _metadata):
-    state[f"{prefix}weight"] = state[f"{prefix}weight"] / 2
+CHANGES = {
+    "half": lambda x: x / 2,
+    "detached": lambda x: (x / 2).detach(),
+    "data": lambda x: x.float().data,
+    "parameter": lambda x: nn.Parameter(x / 2),
+}
 
 
+@pytest.mark.parametrize("change", CHANGES)
 @on_ranks(2)
-def test_a_whole_state_has_what_a_hook_of_the_state_dict_computed():
+def test_a_whole_state_has_what_a_hook_of_the_state_dict_computed(change):
+    def hook(_module, state, prefix, _metadata):
+        state[f"{prefix}weight"] = CHANGES[change](state[f"{prefix}weight"])
+
     one = made(0)
-    one.inner[0].register_state_dict_post_hook(halve)
     model = fs.shard(copy.deepcopy(one), wrap=("Linear",))
+    for either in (one, model):
+        either.inner[0].register_state_dict_post_hook(hook)
     assert not same(fs.full_state_dict(model, rank0_only=False), dict(one.state_dict()))
 
 

@@ -142,7 +142,7 @@ def test_any_other_error_shows_the_line_of_the_users_program(run, capfd, kind, c
     ("how", "failed", "first", "last"),
     [
         ("raises", 1, "ValueError: rank one says no", "After it, rank 0: RuntimeError: "),
-        ("at once", 0, "RuntimeError: ", "Before it, rank 1 ended with exit code 0.\n"),
+        ("at once", 0, "RuntimeError: ", "Before it, ended with exit code 0: rank 1.\n"),
     ],
 )
 def test_a_rank_that_lost_its_peer_is_shown_with_it(run, capfd, how, failed, first, last):

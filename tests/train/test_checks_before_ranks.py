@@ -30,7 +30,7 @@ CASES = {
     "impossible mesh": (["sharding.shard=3"], 2, "shard"),
     "vocabulary without bytes": (["data.vocab_size=200"], 2, "at least 257"),
     "not yet": (["sharding.activation_checkpointing=offload"], 2, "not yet supported"),
-    "of another recipe": (["teacher=t"], 2, "in `fullshard distill` alone"),
+    "of another recipe": (["teacher=t"], 2, "applies to `fullshard distill` only"),
     "nothing to resume from": (["--resume", "checkpoints/1"], 7, "which does not exist"),
     "place is taken": (["training.output_dir=."], 2, "other files"),
 }

@@ -79,8 +79,8 @@ def plan(  # noqa: PLR0913  (one parameter an option)
     if table is not None:
         if words or config or config_file or gpus or nodes or devices or calibration:
             raise ConfigError(
-                "--table: expected no configuration, because every row of the table is one; got "
-                "one. Leave it out."
+                "--table: expected no configuration and no devices, because every row of the table "
+                "has its own; got some. Leave them out."
             )
         return _predict_table(table, out or Path("predictions.csv"))
     hardware, own = _hardware(gpus, devices)

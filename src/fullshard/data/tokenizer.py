@@ -25,6 +25,14 @@ Tokens = npt.NDArray[np.integer]
 END_OF_TEXT = "<|endoftext|>"
 NUM_BYTES = 256
 LONG_WORD = re.compile(r"\S{256}|\s{256}")
+# What normalizers and pre-tokenizers treat in their own ways.
+UNUSUAL = (
+    "I don't, WE'LL.  Two   blanks\u00a0one\r\nline\rline\n\n\tthe 1234567 3.14 "
+    "e\u0301\u00e9 \ufb01 \uff21 \u2018a\u2019 \u201cb\u201d \u2013\u2014\u2026 "
+    "\u00df\u1e9e\u0130\u0131 "
+    "\u6f22\u5b57\u304b\u3099 \u0e44\u0e17\u0e22 \u0645\u0631 \u200b\u200d\ufeff\x7f\x85\u2028 "
+    "\U0001f468\u200d\U0001f469 hello world the quick brown fox"
+)
 SMALLEST_VOCABULARY = NUM_BYTES + 1  # every byte, and the end of a text
 
 
@@ -125,8 +133,12 @@ def effect_of(tokenizer: PreTrainedTokenizerBase) -> str:
     `words_of` may differ after an update of the tokenizers library, although no token does.
     """
     words = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
-    probe = "\n".join([string.printable, *(word for word, _ in words)])
-    return digest([words, [list(ids) for ids in encoder_of(tokenizer)([*cut(probe)])]])
+    probe = "\n".join([string.printable, UNUSUAL, *(word for word, _ in words)])
+    try:
+        made: Any = [list(ids) for ids in encoder_of(tokenizer)([*cut(probe)])]
+    except Exception as error:  # noqa: BLE001  tokenizers raises it for words it does not have
+        made = str(error)
+    return digest([words, made])
 
 
 def settings_of(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -361,7 +361,8 @@ class Engine:
     def _switch_to(self, plan: Plan) -> None:
         """Use another plan of the same units and shards from the next forward on.
 
-        Units are bound to new slots, with new compute parameters. No live graph reads the old ones.
+        Units are bound to new slots, with new compute parameters. No live graph waits for its first
+        backward; one that was retained cannot be used again.
         """
         self.plan = plan
         for unit, unit_plan in zip(self.units, plan.units, strict=True):

@@ -19,7 +19,7 @@ from fullshard.config.values import DType, parse
 from fullshard.engine.engine import Engine, engine_of
 from fullshard.engine.optimizers import WATCHED, loaded_state, states_made
 from fullshard.engine.owned import OwnedOptimizer
-from fullshard.engine.parameter import Guarded
+from fullshard.engine.parameter import Guarded, ShardedParameter
 from fullshard.engine.state import param_names, tied_names
 from fullshard.errors import CheckpointError, EngineError, untrusted
 from fullshard.transport.base import torch_dtype
@@ -61,8 +61,9 @@ def full_state_dict(
     whole = {name: _to_cpu(tensor, kind) for name, tensor in whole_params(engine) if keep}
     result: dict[str, Any] = {}
     for name, shown in model.state_dict().items():
-        is_changed = isinstance(shown, Guarded) and shown.alias_of is None  # by a hook
-        value = shown.full_tensor() if is_changed else shown
+        source = getattr(shown, "alias_of", None)
+        is_changed = isinstance(shown, Guarded) and not isinstance(source, ShardedParameter)
+        value = shown.full_tensor() if is_changed else shown  # changed by a hook
         if keep:
             is_shard = isinstance(value, Guarded)
             result[name] = whole[value.record.piece.name] if is_shard else _to_cpu(value, kind)

@@ -256,12 +256,14 @@ def refuse_gradients(param: nn.Parameter) -> None:
             torch.Tensor.register_hook(param, _refuse_gradient)
 
 
-def _refuse_gradient(_grad: torch.Tensor) -> None:
-    raise EngineError(
-        "backward to a parameter outside of its unit's forward: expected none, because its "
-        "gradient would be this rank's alone. Put a function and the weight that it reads into one "
-        "unit (wrap), train outside of fs.unsharded, and add a penalty's gradient after backward."
-    )
+def _refuse_gradient(grad: torch.Tensor | None) -> None:
+    if grad is not None:
+        raise EngineError(
+            "backward to a parameter outside of its unit's forward: expected none, because its "
+            "gradient would be this rank's alone. Put a function and the weight that it reads into "
+            "one unit (wrap), train outside of fs.unsharded, and add a penalty's gradient after "
+            "backward."
+        )
 
 
 _refuse_gradient.__torch_unserializable__ = True  # type: ignore[attr-defined] no warning

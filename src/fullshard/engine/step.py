@@ -99,6 +99,7 @@ class Use:
         generation: The forward of the whole model that the use belongs to.
         first_node: Number of the first autograd node created in the forward.
         task: Id of the backward that has entered the use; -1 before.
+        retained: Whether that backward kept its graph.
         num_holders: Number of tensors in its slots before it; None if it makes a graph.
         hooked: Numbers of the nodes that call `_enter_backward`.
     """
@@ -108,6 +109,7 @@ class Use:
     generation: int
     first_node: int = field(default_factory=next_sequence_number)
     task: int = -1
+    retained: bool = False
     num_holders: int | None = None
     hooked: set[int] = field(default_factory=set[int])
 
@@ -172,7 +174,7 @@ class Runtime:
         self._replaced: dict[int, Undo] = {}  # kept views of weights, replaced by copies
         self._copies: list[tuple[torch.Tensor, int, str]] = []  # copies returned in the last step
         self._uses: WeakSet[Use] = WeakSet()  # of live graphs; after `agreed` the outermost alone
-        self._retains = False  # the last backward kept its graph
+        self._retains = False  # the running backward keeps its graph
         gradients.leave = self._leave
 
     # ---- forward
@@ -345,8 +347,8 @@ class Runtime:
         self._begin_hooks = [None] * len(self.units)
         for hook in self._node_hooks:
             hook.call(None)
-        if not self.awaits_backward():  # no live graph can share casts with this forward's
-            torch.clear_autocast_cache()
+        if torch.is_grad_enabled() and not self.awaits_backward():
+            torch.clear_autocast_cache()  # no live graph can share casts with this forward's
         if self._copies:
             self._check_copies()
         self.before_step()
@@ -372,7 +374,7 @@ class Runtime:
 
     def _leave(self, *, settled: bool) -> None:
         """Let other ranks write shared weights, unless a live graph will read them."""
-        if not self._retains and not self.awaits_backward():
+        if not any(use.task == -1 or use.retained for use in self._uses):
             self.gradients.home.leave(settled=settled)
 
     # ---- backward
@@ -384,7 +386,7 @@ class Runtime:
         if self._task != task and not self._begin_backward(task):
             self._enter_inner(use)
             return
-        use.task = task
+        use.task, use.retained = task, self._retains
         if use.around is not None:
             self._enter_backward(use.around)
         unit = self.units[use.unit]

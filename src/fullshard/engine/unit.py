@@ -299,7 +299,7 @@ class Versions:
     ) -> None:
         with no_guard():
             shards = [shard for shard, _ in (*slots, *own)]
-            self._shards = shards if all(map(_counts, shards)) else []
+            self._shards = shards if all(map(has_version, shards)) else []
             self._written = [shard._version for shard in self._shards]
         self._slots = tuple(compute for _, compute in slots)
         self._own = tuple(compute for _, compute in own)
@@ -560,7 +560,7 @@ class Unit:
         self._spans = [(full.data_ptr(), full.data_ptr() + full.nbytes) for full in shared]
 
 
-def _counts(shard: nn.Parameter) -> bool:
+def has_version(shard: nn.Parameter) -> bool:
     """Whether it has a version: what was made in inference_mode has none, and takes no gradient."""
     try:
         return shard._version >= 0

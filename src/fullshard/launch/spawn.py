@@ -305,8 +305,9 @@ def print_failure(launch: LocalLaunch, result: LaunchResult) -> None:
         cause.text,
         *(f"Its log: {log}" for log in [launch.log(cause.rank)] if log.is_file()),
     ]
-    for rank in result.ended:  # the cause may have waited for it
-        lines.append(f"Before it, rank {rank} ended with exit code 0.")
+    if result.ended:  # the cause may have waited for them
+        ranks = ", ".join(map(str, result.ended))
+        lines.append(f"Before it, ended with exit code 0: rank {ranks}.")
     for other in result.others:
         if (other.type, other.message) != (cause.type, cause.message):
             summary = textwrap.shorten(other.message, 160)

@@ -161,7 +161,8 @@ class Supervisor:
 
     def _with_positions(self, failure: RankFailure) -> RankFailure:
         """Adds the positions of all ranks to a death without a report; writes hang.txt too."""
-        lines = self.positions() if failure.type == "HangError" else []
+        is_silent = failure.type in ("HangError", "OutOfMemoryError")
+        lines = self.positions() if is_silent else []
         if not lines:
             return failure
         file = self.ranks[0].log.with_name("hang.txt")

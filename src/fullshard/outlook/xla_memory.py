@@ -95,7 +95,8 @@ def _at_a_block(table: ArraysPlan, shape: StepShape) -> list[MemoryRow]:
     gradients = _gradient_shards(table.arrays, table)
     sizes = {a.name: a.whole_bytes("reduce") for a in parted if a.trainable}
     # The loop over blocks of experts makes the gradients of all experts; see xla/experts.py.
-    most = max([sum(size for name, size in sizes.items() if ".experts." in name), *sizes.values()])
+    experts = (a for a in blocks if a.trainable and ".experts." in a.name)
+    most = max([sum(a.whole_bytes("reduce") for a in experts), *sizes.values()])
     head = _largest_gradient(_parted(outside))
     return [
         *([] if shape.accumulates and not shape.on_cpu else [gradients]),

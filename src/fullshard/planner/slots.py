@@ -165,7 +165,7 @@ def _family(units: Sequence[UnitPlan], unit: UnitPlan) -> str:
         return f"{kept}root"
     kind = "block" if unit.role is Role.BLOCK else "ends"
     if unit.mesh != units[0].mesh:  # a home of a mesh has its slots
-        kind = f"experts{unit.mesh.inner}-"
+        kind = f"{unit.mesh.replicate}x{unit.mesh.shard}x{unit.mesh.inner}-"
     return f"{kept}{kind}{_depth(units, unit)}."
 
 

@@ -56,7 +56,7 @@ from fullshard.data.dataset import (
 from fullshard.data.order import Indices, SampleOrder, evaluation_samples
 from fullshard.data.text import Dataset, DatasetSettings, Source, make_dataset, new_tokenizer
 from fullshard.data.worker import Request, Worker
-from fullshard.errors import ConfigError
+from fullshard.errors import ConfigError, DataError
 from fullshard.recipes.registry import Command
 from fullshard.transport.base import Transport
 
@@ -388,7 +388,8 @@ def make_data(
     if is_chat:
         if data.mixture:
             raise ConfigError(
-                "data.mixture: expected text or tokens, got conversations. Use data.path."
+                "data.mixture: expected text or tokens, got conversations. Put them into one "
+                "folder, and name it in data.path."
             )
         source, notes = chat_source(path), list[str]()
         tokenizer = tokenizer or new_tokenizer([source], [source.files.spans()], vocab_size, notes)
@@ -427,5 +428,8 @@ def load_data(folder: Path, model: ModelConfig) -> PreparedData:
         DataError: The folder has no data.
     """
     kind, facts, tokenizer = load_facts(folder, trust=model.trust_remote_code)
-    kinds = (made for command in Command for made in command.kind.data)
-    return next(made for made in kinds if made.kind == kind).load(folder, facts, tokenizer)
+    kinds = {made.kind: made for command in Command for made in command.kind.data}
+    if kind not in kinds:
+        known = ", ".join(sorted(kinds))
+        raise DataError(f"'{folder}': expected data of a kind of {known}; got '{kind}'.")
+    return kinds[kind].load(folder, facts, tokenizer)

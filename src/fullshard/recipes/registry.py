@@ -131,7 +131,7 @@ def check_paths(resolved: Resolved, *, data: bool = True, coming: Path | None = 
         if tokenizer is not None and not Path(tokenizer).is_dir():
             raise ConfigError(
                 f"data.tokenizer: expected a local folder with a tokenizer, got '{tokenizer}'. "
-                "It contains tokenizer.json."
+                "Name the folder that holds tokenizer.json."
             )
         sources = {f"data.mixture.{n}": one.path for n, one in enumerate(config.data.mixture)}
         for key, path in {"data": config.data.path, **sources}.items() if data else ():

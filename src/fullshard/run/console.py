@@ -188,6 +188,7 @@ class RunWatcher(Watcher):
         step: Row of the last update; on rank 0 also from an earlier session.
         evaluation: Row of the last evaluation.
         num_tokens: Input tokens of this session's updates.
+        done: Steps before this session.
     """
 
     def __init__(
@@ -201,7 +202,7 @@ class RunWatcher(Watcher):
         self.step: StepRow | None = None
         self.evaluation: EvalRow | None = None
         self.num_tokens = 0
-        self._done, self._utilization = done, utilization
+        self.done, self._utilization = done, utilization
         self._out: tuple[RunConsole, MetricsWriter, Trackers] | None = None
         if console is None:
             return
@@ -226,7 +227,7 @@ class RunWatcher(Watcher):
 
     def __enter__(self) -> Self:
         if self._out is not None:
-            self._out[0].start(self._done)
+            self._out[0].start(self.done)
         return self
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
@@ -413,9 +414,9 @@ def conclude(
         average_loss: Held-out loss of the averaged weights (ema_decay), if any.
     """
     folder, baseline = session.folder, session.dataset.facts.baseline
-    done, memory = session.steps.num_steps, memory_bytes(session.seat.device)
+    memory = memory_bytes(session.seat.device)
     # A run that was killed after its last step may have lost its rows.
-    last = watcher.step or StepRow(done, 0, None, None, 0, 0, 0, 0, 0, 0, 0, *memory)
+    last = watcher.step or StepRow(watcher.done, 0, None, None, 0, 0, 0, 0, 0, 0, 0, *memory)
     measured = {
         "num_steps": last.step,
         "train_loss": last.loss,

@@ -303,7 +303,7 @@ def _why_not_shared(
     if device.type != "cpu":
         return f"a model on the CPU; it is on {device}."
     if meshes[0].shard == 1:
-        return "parameters that are cut; here every rank holds them whole."
+        return "a shard axis of several ranks; here it has one."
     if config.offload is not None:
         return f"offload to be left out, since everything is on the host; got {config.offload}."
     places = processes(meshes[0].world_size)

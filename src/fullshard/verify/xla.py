@@ -74,7 +74,7 @@ def prepare(config: RunConfig, fault: Fault | None) -> PreparedCheck:
         )
     notes: list[str] = []
     full = model_config_of(config, fault, notes)
-    DecoderConfig.of(full).check_axes(config.sharding)
+    DecoderConfig.of(full).check_axes(config.sharding, alone=config.teacher is None)
     world_size = _fit_devices(config, notes)
     depth = min(8, max(NUM_LAYERS, config.sharding.activation_checkpointing.every))
     small, model = shrink(full, Limits(num_layers=depth))

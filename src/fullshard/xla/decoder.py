@@ -96,8 +96,8 @@ class DecoderConfig:
         layers = getattr(config, "layer_types", None) or ()
         for layer in layers:
             expect("layer_types", layer, ("full_attention",))
-        window = None if layers else getattr(config, "sliding_window", None)
-        expect("sliding_window", window, (None,))
+        if not layers and kind in ("mixtral", "qwen3_moe"):
+            expect("sliding_window", config.sliding_window, (None,))
         bias = bool(getattr(config, "attention_bias", False))
         return cls(
             **{name: getattr(config, name) for name in _SAME} | _of_experts(config, expect),

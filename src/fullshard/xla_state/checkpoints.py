@@ -422,7 +422,7 @@ class _Folder:
         entries = [self.files[part].entries[part] for part in parts]
         shapes = [entry[1] for entry in entries]
         is_whole = len({entry[0] for entry in entries}) == 1 and is_made_of(shape, shapes)
-        if len(parts) > 1 and is_whole:
+        if parts and is_whole:
             return entries[0][0], shape
         return (entries[0][0], shapes[0]) if entries else None
 
@@ -437,7 +437,7 @@ class _Folder:
     def _parts(self, key: str) -> tuple[tuple[str, ...], list[int]]:
         """The stored tensors with a tensor's elements, in order, and where each ends."""
         if key not in self.known:
-            parts = self.names.parts([key])
+            parts = (key,) if key in self.files else self.names.parts([key])
             sizes = (math.prod(self.files[part].entries[part][1]) for part in parts)
             self.known[key] = parts, [*itertools.accumulate(sizes)]
         return self.known[key]

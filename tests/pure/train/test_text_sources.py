@@ -6,9 +6,18 @@ import os
 from pathlib import Path
 
 import pytest
-from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers, trainers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
 
 from fullshard.config.schema import DataConfig
+from fullshard.data import tokenize
 from fullshard.data.text import DatasetSettings, Source, make_dataset
 from fullshard.data.tokenize import fast_encoder, pieces, shards
 from fullshard.errors import DataError
@@ -208,32 +217,52 @@ def test_a_column_beside_plain_text_is_said_to_have_no_effect(tmp_path, name, ha
 
 
 LLAMA3 = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-SPLITS = {  # as tokenizers divide text into words: its words, tokens added to it
-    "bytes": (pre_tokenizers.ByteLevel(add_prefix_space=False), ()),
-    "llama3": (pre_tokenizers.Split(Regex(LLAMA3), "isolated"), ()),
-    "spaces": (pre_tokenizers.Whitespace(), ()),
-    "a space before a text": (pre_tokenizers.ByteLevel(add_prefix_space=True), ()),
-    "a mark before a text": (pre_tokenizers.Metaspace(), ()),
-    "lines within words": (pre_tokenizers.Split("\n", "merged_with_next"), ()),
-    "one word": (None, ()),
-    "an added line": (pre_tokenizers.ByteLevel(add_prefix_space=False), (AddedToken("one\ntwo"),)),
-    "added space": (
-        pre_tokenizers.ByteLevel(add_prefix_space=False),
-        (AddedToken("one", rstrip=True),),
+BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False)
+# How a tokenizer divides text into words, whether it may encode it in parts, what else it has.
+SPLITS = {
+    "bytes": (BYTES, True, {}),
+    "llama3": (pre_tokenizers.Split(Regex(LLAMA3), "isolated"), True, {}),
+    "spaces": (pre_tokenizers.Whitespace(), True, {}),
+    "composed": (BYTES, True, {"normalizer": normalizers.NFC()}),
+    "a space before a text": (pre_tokenizers.ByteLevel(add_prefix_space=True), False, {}),
+    "a mark before a text": (pre_tokenizers.Metaspace(), False, {}),
+    "lines within words": (pre_tokenizers.Split("\n", "merged_with_next"), False, {}),
+    "words over lines": (
+        pre_tokenizers.Split(Regex(r"[a-z]+(\n[a-z]+)*|."), "isolated"),
+        False,
+        {},
     ),
+    "codons": (pre_tokenizers.FixedLength(3), False, {}),
+    "joined lines": (BYTES, False, {"normalizer": normalizers.Replace("\n", "")}),
+    "one word": (None, False, {}),
+    "an added line": (BYTES, False, {"token": AddedToken("one\ntwo")}),
+    "added words": (BYTES, False, {"token": AddedToken("one two")}),
+    "added space": (BYTES, False, {"token": AddedToken("one", rstrip=True)}),
 }
 
 
 @pytest.mark.parametrize("name", SPLITS)
 def test_text_encoded_in_parts_has_the_tokens_of_the_whole(name, monkeypatch):
-    words, added = SPLITS[name]
-    text = "one\ntwo, three\n\n four 12\n34 \u6f22\n\u5b57.\n- five\n\tsix\nseven\r\neight\n" * 30
+    words, divides, more = SPLITS[name]
+    text = (
+        "one\ntwo, three.\n\n four 12\n34 \u6f22\n\u5b57.\n- five,\nx\n\tsix\nseven\r\neight\n" * 30
+    )
     tokenizer = Tokenizer(models.BPE(unk_token="?"))
     if words is not None:
         tokenizer.pre_tokenizer = words
+    if "normalizer" in more:
+        tokenizer.normalizer = more["normalizer"]
     trainer = trainers.BpeTrainer(vocab_size=90, special_tokens=["?"], show_progress=False)
     tokenizer.train_from_iterator([text], trainer)
-    tokenizer.add_tokens(list(added))
+    tokenizer.add_tokens([more["token"]] if "token" in more else [])
     monkeypatch.setattr("fullshard.data.tokenize.PART_CHARACTERS", 10)
+    assert len(tokenize._divided(text)) > 50
+    assert tokenize._divides(tokenizer, json.loads(tokenizer.to_str())) == divides
     whole = [tokenizer.encode(one, add_special_tokens=False).ids for one in (text, "", text[:70])]
     assert [*fast_encoder(tokenizer.to_str())([text, "", text[:70]])] == whole
+
+
+def test_a_tokenizer_that_knows_few_words_is_tried_without_them():
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    assert [*fast_encoder(tokenizer.to_str())(["a b\na"])] == [[0, 1, 0]]

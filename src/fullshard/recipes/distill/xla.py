@@ -137,7 +137,8 @@ def _table(config: RunConfig, student: ArraysPlan, default: DType) -> ArraysPlan
     settings = settings_of(config)
     strategy, dtype = settings.teacher_strategy or student.strategy, settings.teacher_dtype
     teacher = _decoder(config)
-    teacher.check_axes(config.sharding, "teacher: ", alone=False)
+    is_dense = not any(".experts." in array.name for array in student.arrays)
+    teacher.check_axes(config.sharding, "teacher: ", alone=is_dense)
     shapes, expert = _shapes(teacher, settings), config.sharding.expert
     return teacher_table(shapes, strategy, dtype or default, student, expert)
 

@@ -322,6 +322,8 @@ class SharedTransport(DirectTransport):
 
     def all_reduce(self, values: torch.Tensor, *, maximum: bool = False) -> None:
         if not self._has_all:
+            self._summed += 1
+            self._board.tell(Mark.SUMMED, self._summed)  # for those who wait elsewhere on the board
             super().all_reduce(values, maximum=maximum)
             return
         for chunk in values.view(-1).split(LANE_BYTES // values.element_size()):
