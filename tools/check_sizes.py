@@ -27,7 +27,7 @@ EXEMPT = ("src/fullshard/compat/",)
 # number when code goes, never raise one without a line in docs/log.md that says what it bought.
 # Packages that share a budget are joined by " + ".
 BUDGETS = {
-    "bench": 1_839,
+    "bench": 1_841,
     "config": 3_356,
     "cli": 1_920,
     "engine + transport": 8_159,
@@ -37,7 +37,7 @@ BUDGETS = {
     "compat + integrations": 2_720,
     "xla + jax + xla_state": 2_926,
     "checkpoint + formats": 2_869,
-    "in all": 41_574,
+    "in all": 41_576,
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -226,7 +226,9 @@ def find_case(name: str) -> Case:
         ConfigError: There is no such case.
     """
     if name not in CASES:
-        raise ConfigError(f"case: expected one of {', '.join(CASES)}, got {name!r}.")
+        found = f"case: expected one of {', '.join(CASES)}, got {name!r}."
+        others = " `python -m benchmarks.mesh`, in a clone, measures other axes (tp, ep)."
+        raise ConfigError(found + others * (name in ("tp", "ep")))
     return CASES[name]
 
 
