@@ -30,7 +30,7 @@ def test_a_table_is_predicted_row_by_row_and_a_bad_row_ends_nothing(tmp_path, pl
     [
         (["--table", "nowhere.csv"], "--table: 'nowhere.csv': expected a CSV file"),
         (["--table", "README.md"], "--table: expected a header"),
-        (["--table", "README.md", "--nodes", "2"], "every row of the table is one"),
+        (["--table", "README.md", "--nodes", "2"], "every row of the table has its own"),
     ],
 )
 def test_a_table_that_is_none_is_refused(plan, words, said):

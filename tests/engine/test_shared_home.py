@@ -76,7 +76,7 @@ def test_a_ranks_memory_is_the_sharded_figure():
 
 @on_ranks(2)
 def test_asking_for_what_cannot_be_shared_is_refused_with_the_reason():
-    with pytest.raises(ConfigError, match="transport: shared expects parameters that are cut"):
+    with pytest.raises(ConfigError, match="transport: shared expects a shard axis of several"):
         fs.shard(Chain(2), transport="shared", strategy="no_shard")
     with pytest.raises(ConfigError, match="transport: shared expects offload to be left out"):
         fs.shard(Chain(2), transport="shared", offload="cpu")
