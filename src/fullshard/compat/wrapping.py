@@ -579,7 +579,7 @@ def shard_values(params: Mapping[str, nn.Parameter], pieces: Iterable[Slice]) ->
 
     Args:
         params: The model's parameters, by name.
-        pieces: This rank's slices in the plan, by first name.
+        pieces: This rank's slice of each parameter, by the parameter's first name.
     """
     found: Local = {}
     for piece in pieces:

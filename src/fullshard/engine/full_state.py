@@ -61,9 +61,10 @@ def full_state_dict(
     whole = {name: _to_cpu(tensor, kind) for name, tensor in whole_params(engine) if keep}
     result: dict[str, Any] = {}
     for name, shown in model.state_dict().items():
+        # What is no alias of a parameter was computed by a hook of the state dict.
         source = getattr(shown, "alias_of", None)
         is_changed = isinstance(shown, Guarded) and not isinstance(source, ShardedParameter)
-        value = shown.full_tensor() if is_changed else shown  # changed by a hook
+        value = shown.full_tensor() if is_changed else shown
         if keep:
             is_shard = isinstance(value, Guarded)
             result[name] = whole[value.record.piece.name] if is_shard else _to_cpu(value, kind)
