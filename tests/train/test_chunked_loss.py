@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig
 
 import fullshard as fs
@@ -13,7 +14,7 @@ from fullshard.config.load import load_config
 from fullshard.config.schema import LoraConfig
 from fullshard.errors import ConfigError
 from fullshard.models.lora import add_adapters
-from fullshard.recipes.base import IGNORED, whole_logits_loss
+from fullshard.recipes.base import IGNORED, cross_entropy, whole_logits_loss
 from fullshard.recipes.head import Head, next_token, whole_logits
 from support.grid import marked
 from support.logits import LargestTensor
@@ -133,6 +134,27 @@ def test_no_tensor_of_tokens_by_vocabulary_exists():
     with LargestTensor(VOCAB) as made:
         whole_logits_loss(model, given)[0].backward()
     assert made.numel >= given["input_ids"].numel() * VOCAB
+
+
+def test_the_loss_and_its_gradient_make_one_tensor_as_large_as_the_logits():
+    large = set()
+
+    class Large(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            found = func(*args, **(kwargs or {}))
+            if isinstance(found, torch.Tensor) and found.numel() == logits.numel():
+                large.add(found.untyped_storage().data_ptr())
+            return found
+
+    logits = torch.randn(11, VOCAB, dtype=torch.float64, requires_grad=True)
+    targets = torch.randint(VOCAB, (11,)).index_fill(0, torch.tensor([2, 7]), IGNORED)
+    with Large():
+        total = cross_entropy(logits, targets)
+        (total * 0.3).backward()
+    wanted = F.cross_entropy(logits, targets, reduction="sum")
+    gradient = torch.autograd.grad(wanted * 0.3, logits)[0]
+    torch.testing.assert_close((total, logits.grad), (wanted, gradient), rtol=0, atol=1e-13)
+    assert len(large) == 1
 
 
 def test_a_batch_of_which_nothing_counts_has_no_loss_and_no_gradient():

@@ -341,7 +341,7 @@ COLUMNS = "sum columns"  # all dimensions but the last
 KINDS = {
     **dict.fromkeys(("zeros", "ones", "full", "zeros_like", "ones_like", "new_zeros"), "fill"),
     **dict.fromkeys(("full_like", "fill_", "zero_", "nll_loss_backward"), "fill"),
-    **dict.fromkeys(("exp", "tanh", "sigmoid", "cos", "sin", "erf", "log"), "exp"),
+    **dict.fromkeys(("exp", "exp_", "tanh", "sigmoid", "cos", "sin", "erf", "log"), "exp"),
     **dict.fromkeys(("mean", "sum", "amax", "max"), "sum"),
     **dict.fromkeys(("clone", "copy_", "cat", "_to_copy", "slice_backward", "stack"), "copy"),
     **dict.fromkeys(("embedding", "index", "index_select", "gather"), "embedding"),
@@ -357,6 +357,8 @@ KINDS = {
 }
 _WITH_ROWS = frozenset(("add", "copy"))
 _PRODUCTS = {"mm": (0, 1), "bmm": (0, 1), "addmm": (1, 2), "baddbmm": (1, 2)}
+# Operations that touch an element for each entry of an argument, by its place.
+_CHOSEN = {"scatter_add_": 2, "nll_loss_forward": 1}
 _MADE = "_fullshard_made"  # attribute of an output that its unit made
 _ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 
@@ -374,8 +376,9 @@ def _operation(func: Any, args: Any, kwargs: Any, result: Any) -> Operation:
     is_view = not func._schema.is_mutable and theirs.issuperset(map(storage_key, made))
     if is_view or not made:
         return Operation(VIEW, "", ())
-    kind = KINDS.get(name, "add")
-    dtype = _dtype(made[0])
+    kind, dtype = KINDS.get(name, "add"), _dtype(made[0])
+    if name in _CHOSEN:
+        return Operation(kind, dtype, (max(1, _touched(args[_CHOSEN[name]])),))
     tensors = made if kind in ("fill", "embedding") else [*given, *made]
     if kind == EMBEDDING_BACKWARD:
         tensors = given

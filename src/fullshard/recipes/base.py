@@ -37,6 +37,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 from fullshard.config.schema import ModelConfig, RunConfig, SftConfig, ShardConfig
 from fullshard.config.values import GradReduction
@@ -316,9 +317,29 @@ def causal_lm_loss(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Te
 
 
 def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """The sum over (num_tokens, vocabulary) logits, in float32 at least."""
-    dtype = torch.promote_types(logits.dtype, torch.float32)
-    return F.cross_entropy(logits.to(dtype), targets, ignore_index=IGNORED, reduction="sum")
+    """The sum over (num_tokens, vocabulary) logits, in float32 at least; one backward may run."""
+    return _CrossEntropy.apply(logits, targets)  # type: ignore[no-any-return]
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Its gradient takes the place of its log-probabilities; torch makes two more tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        logs = F.log_softmax(logits, dim=-1, dtype=dtype)
+        ctx.save_for_backward(logs, targets)
+        ctx.dtype = logits.dtype
+        return F.nll_loss(logs, targets, ignore_index=IGNORED, reduction="sum")
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        logs, targets = ctx.saved_tensors
+        factors = torch.where(targets == IGNORED, 0, gradient).unsqueeze(-1)
+        found = logs.exp_().mul_(factors)
+        found.scatter_add_(1, targets.clamp(min=0).unsqueeze(-1), -factors)
+        return found.to(ctx.dtype), None
 
 
 def num_predicted(batch: Batch) -> int:
