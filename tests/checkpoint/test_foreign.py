@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import fullshard as fs
+from fullshard.checkpoint import commit
 from fullshard.checkpoint.read import remove, superfluous
 from fullshard.checkpoint.retain import checkpoints_in, newest_complete, tidy
 from fullshard.errors import CheckpointError
@@ -128,3 +129,14 @@ def test_what_comes_into_a_users_folder_during_an_export_stays(tmp_path):
     with whole_or_nothing(folder) as aside:
         (aside / "model.safetensors").write_text("ours")
     assert (folder / "model.safetensors").read_text() == "ours"
+
+
+def test_what_comes_into_the_place_of_a_checkpoint_during_its_save_stays(tmp_path, model):
+    place = commit.claim(tmp_path / "last")
+    commit.join(place, 0)
+    commit.report(place, 0, [])
+    place.target.mkdir()
+    (place.target / "notes.txt").write_text("theirs")
+    with pytest.raises(CheckpointError, match="it holds notes.txt, and no index.json"):
+        commit.conclude(place, 1, commit.Documents(None, {}, {}))
+    assert content(tmp_path) == {"last/notes.txt": b"theirs"}

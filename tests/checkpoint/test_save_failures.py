@@ -21,7 +21,7 @@ import fullshard as fs
 from fullshard import saving
 from fullshard.checkpoint import commit
 from fullshard.checkpoint.files import sync_folder
-from fullshard.checkpoint.read import find_damage, remove
+from fullshard.checkpoint.read import Checkpoint, find_damage, remove
 from fullshard.checkpoint.retain import checkpoints_in, newest_complete
 from fullshard.errors import CheckpointError, OutOfMemoryError
 from fullshard.formats.dcp import write_dcp
@@ -456,6 +456,28 @@ def test_a_reader_whose_checkpoint_is_removed_by_the_run_says_so(tmp_path):
     found = newest_complete(tmp_path)
     with pytest.raises(CheckpointError, match="to stay while it is read; it was removed"):
         find_damage(found, lambda _: remove(checkpoints_in(tmp_path)))
+
+
+def test_a_reader_whose_checkpoint_is_replaced_says_so(tmp_path, monkeypatch):
+    """Weights of one save and states of the next, each of them whole, would be read as one."""
+    model, optimizer = model_and_optimizer()
+    fs.save(tmp_path / "last", model, optimizer)
+    read, replaced = Checkpoint.read, list[str]()
+
+    def read_and_replace(self, key, *span):
+        read(self, key, *span)
+        if not replaced:
+            replaced.append(key)
+            other, states = model_and_optimizer()
+            fs.save(tmp_path / "last", other, states)
+            with monkeypatch.context() as patched:
+                patched.setattr(Checkpoint, "read", read)
+                assert fs.load(tmp_path / "last", other, states)["step"] is None
+
+    monkeypatch.setattr(Checkpoint, "read", read_and_replace)
+    with pytest.raises(CheckpointError, match="to stay while it is read; another save replaced it"):
+        fs.load(tmp_path / "last", model, optimizer)
+    assert replaced
 
 
 def test_folders_of_a_user_named_like_those_of_a_store_are_not_touched(tmp_path):

@@ -105,6 +105,31 @@ def test_a_plain_script_meets_with_its_own_arguments(launch, tmp_path):
     assert log.read_text() == "sum 3.0 --json x of local rank 1\n"
 
 
+WAITS = """
+import os, sys, time
+from pathlib import Path
+print("first", flush=True)
+Path(os.environ["LOCAL_RANK"]).touch()
+while not Path("go").exists():
+    time.sleep(0.01)
+"""
+
+
+def test_two_launches_at_a_time_write_into_logs_of_their_own(launch, tmp_path):
+    first = launch(WAITS)
+    wait_until(lambda: all((tmp_path / n).exists() for n in "01"), 60, "both ranks have started")
+    out, err = launch("print('second')", "--json").communicate(timeout=60)
+    (tmp_path / "go").touch()
+    first.communicate(timeout=60)
+    logs = tmp_path / "runs" / "launch" / "logs"
+    told = json.loads(out)["log_dir"]
+    assert Path(told).name == "logs.1", err
+    for folder, said in ((logs, "first\n"), (logs.with_name("logs.1"), "second\n")):
+        assert [(folder / f"rank_{rank}.log").read_text() for rank in (0, 1)] == [said, said]
+    assert launch("print('third')").wait(60) == 0
+    assert (logs / "rank_1.log").read_text() == "third\n"
+
+
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
 def test_launchers_of_two_machines_meet(launch, tmp_path, address):
     if ":" in address and not Path("/proc/net/if_inet6").read_text():

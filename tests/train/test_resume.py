@@ -14,7 +14,7 @@ from fullshard.data.text import Dataset
 from fullshard.launch.run_lock import RunLock
 from fullshard.observe.metrics import read_rows
 from fullshard.run import start as run_start
-from fullshard.run.folder import RunFolder
+from fullshard.run.folder import RunFolder, begin
 from support import forked as subprocess
 from support.processes import free_port
 
@@ -210,6 +210,29 @@ def test_a_start_that_another_one_overtakes_names_it(calm, tmp_path, monkeypatch
     monkeypatch.setattr(run_start, "goes_on", overtaken)
     done = fullshard("train", calm, f"output_dir={run}", "max_steps=26", "--dry-run", code=2)
     assert "training.output_dir: expected a folder that no run uses" in done.err
+
+
+def test_a_run_that_another_start_began_since_the_check_is_left_alone(
+    tmp_path, monkeypatch, fullshard
+):
+    """Its data, model and steps were not those that this start has compared."""
+    config, run = write(tmp_path), tmp_path / "run"
+    with begin(run, "train"):
+        pass
+    held = []
+
+    def overtaken(*words):
+        found = prepared(*words)
+        with begin(run, "sft") as (folder, _):
+            held.append(folder.record.read_bytes())
+        return found
+
+    prepared = run_start.prepare_run
+    monkeypatch.setattr(run_start, "prepare_run", overtaken)
+    monkeypatch.setattr(Dataset, "save", lambda *_: pytest.fail("it wrote its data"))
+    done = fullshard("train", config, code=2)
+    assert "where another start began a run while this one was checked" in done.err
+    assert (run / "run.json").read_bytes() == held[0]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])

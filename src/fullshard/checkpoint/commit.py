@@ -142,13 +142,7 @@ def claim(target: Path) -> Place:
     Raises:
         CheckpointError: It cannot be made.
     """
-    there = look_at(target)
-    if there.is_foreign:
-        raise CheckpointError(
-            f"checkpoint '{target}': expected a new folder, an empty one or a checkpoint of this "
-            f"version; it holds something else, which would be lost ({there.why.rstrip('.')}). "
-            "Use another folder."
-        )
+    _check_ours(target)
     place = Place(target, os.urandom(6).hex())
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -159,6 +153,17 @@ def claim(target: Path) -> Place:
         abandon(place)
         raise failure(target, 0, error) from error
     return place
+
+
+def _check_ours(target: Path) -> None:
+    """Raises CheckpointError if a save would replace what no save of ours wrote."""
+    there = look_at(target)
+    if there.is_foreign:
+        raise CheckpointError(
+            f"checkpoint '{target}': expected a new folder, an empty one or a checkpoint of this "
+            f"version; it holds something else, which would be lost ({there.why.rstrip('.')}). "
+            "Use another folder."
+        )
 
 
 def join(place: Place, rank: int) -> None:
@@ -287,6 +292,7 @@ def _complete(place: Place, world_size: int, documents: Documents) -> None:
     if isinstance(place.target, StorePath):
         _commit_in_store(place, Manifest(documents.step, files, place.aside.name))
         return
+    _check_ours(place.target)  # it may have come since the save began
     write_text(place.aside / COMPLETE, Manifest(documents.step, files).to_json())
     sync_folder(place.aside)
     if world_size == 1:  # nobody waits for a verdict, and no later save may come to remove it

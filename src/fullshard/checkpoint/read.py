@@ -75,8 +75,8 @@ class Checkpoint:
             checked: Whether the caller has compared all checksums.
 
         Raises:
-            CheckpointError: The checkpoint is not complete, or its index is damaged; from the
-                block: it was removed while it was read.
+            CheckpointError: The checkpoint is not complete, or its index is damaged; at the end of
+                the block: it was removed or replaced while it was read.
         """
         path = found.path
         if found.manifest is None:
@@ -87,6 +87,7 @@ class Checkpoint:
             index, state = read_tables(found)
             with ExitStack() as closing:
                 yield cls(path, found.manifest, index, state, checked=checked, _closing=closing)
+            _check_not_replaced(found)
         except CheckpointError as error:
             if path.exists():
                 raise
@@ -192,6 +193,21 @@ class Checkpoint:
                 "Take another checkpoint."
             )
         return self._files[name]
+
+
+def _check_not_replaced(found: Found) -> None:
+    """Raises CheckpointError if another save took a checkpoint's place while it was read.
+
+    Its files would be read in part, and not be compared. In a store each save has its own names.
+    """
+    last = found.path / COMPLETE
+    if isinstance(last, StorePath) or not last.is_file():
+        return
+    if Manifest.from_json(read_file(last), str(last)) != found.manifest:
+        raise CheckpointError(
+            f"checkpoint '{found.path}': expected it to stay while it is read; another save "
+            "replaced it. Read it again; save with step= to keep older ones."
+        )
 
 
 def choose(ranks: Ranks, path: Path, *, whole: bool = True) -> Found:

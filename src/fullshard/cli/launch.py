@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shlex
+from contextlib import ExitStack
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -107,16 +110,41 @@ def _run(order: LocalLaunch, max_restarts: int) -> Outcome:
     """Launch, and restart after a failure up to `max_restarts` times."""
     from fullshard.launch.spawn import launch_local_ranks, print_failure
 
-    for rank in order.ranks:
-        order.log(rank).unlink(missing_ok=True)  # of an earlier launch
-    while True:
-        result = launch_local_ranks(order)
-        if result.failure is None or order.attempt >= max_restarts:
-            facts = {"num_processes": order.num_processes, "log_dir": order.log_dir}
-            return launch_outcome(order, result, **facts, restarts=order.attempt)
-        print_failure(order, result)
-        order = replace(order, attempt=order.attempt + 1)
-        print(f"restarting: {order.attempt} of {max_restarts}")
+    with ExitStack() as held:
+        order = _with_own_logs(order, held)
+        while True:
+            result = launch_local_ranks(order)
+            if result.failure is None or order.attempt >= max_restarts:
+                facts = {"num_processes": order.num_processes, "log_dir": order.log_dir}
+                return launch_outcome(order, result, **facts, restarts=order.attempt)
+            print_failure(order, result)
+            order = replace(order, attempt=order.attempt + 1)
+            print(f"restarting: {order.attempt} of {max_restarts}")
+
+
+def _with_own_logs(order: LocalLaunch, held: ExitStack) -> LocalLaunch:
+    """The launch with the first of LOGS, LOGS.1, ... to which no other one writes these ranks.
+
+    The log of its first rank is locked. Logs of an earlier launch are removed.
+    """
+    for number in count():
+        name = order.log_dir.name + (f".{number}" if number else "")
+        placed = replace(order, log_dir=order.log_dir.with_name(name) if number else order.log_dir)
+        placed.log_dir.mkdir(parents=True, exist_ok=True)
+        first = held.enter_context(placed.log(placed.ranks[0]).open("ab"))
+        try:
+            fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            continue
+        except OSError:  # a file system without locks
+            pass
+        if number:
+            print(f"another launch writes to {order.log_dir}; logs in {placed.log_dir}")
+        first.truncate(0)
+        for rank in placed.ranks[1:]:
+            placed.log(rank).unlink(missing_ok=True)
+        return placed
+    raise AssertionError
 
 
 def _check_script(script: str, *, module: bool) -> None:

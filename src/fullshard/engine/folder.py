@@ -21,7 +21,7 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Collection, Generator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +109,7 @@ class FolderWeights(FileNames):
     def __init__(self, folder: str | Path, prefix: str = "") -> None:
         self.folder = Path(folder)
         index, one = self.folder / INDEX, self.folder / ONE_FILE
+        self._known: dict[Path, tuple[int, int] | None] = {}  # of the files, when they were found
         if index.is_file() and not one.is_file():  # as transformers does
             with untrusted(f"weights: {index}", "an index with a weight_map", ConfigError):
                 names: dict[str, str] = json.loads(read_regular(index))["weight_map"]
@@ -122,6 +123,8 @@ class FolderWeights(FileNames):
                 f"weights: expected a folder with {ONE_FILE} or {INDEX}; got '{folder}', {there}. "
                 "Save the model with save_pretrained(FOLDER)."
             )
+        for file in {*self._files.values()}:
+            self._known.setdefault(file, _size_and_time(file))
         super().__init__(self._files, prefix)
 
     def unused(self, model: torch.nn.Module) -> list[str]:
@@ -221,12 +224,23 @@ class FolderWeights(FileNames):
     def _open(self, file: Path) -> Any:
         try:
             os.close(open_regular(file))  # the library would block on a pipe
-            return safe_open(file, framework="pt")
+            opened = safe_open(file, framework="pt")
+            if self._known.setdefault(file, found := _size_and_time(file)) != found:
+                raise OSError("it was replaced while the folder is read")
+            return opened
         except (OSError, SafetensorError) as error:
             raise ConfigError(
                 f"weights: expected '{file}' to be a whole safetensors file; {error}. "
                 "Copy or download it again."
             ) from error
+
+
+def _size_and_time(file: Path) -> tuple[int, int] | None:
+    """Shows that a file was written again; file systems over networks may renumber inodes."""
+    with suppress(OSError):
+        found = file.stat()
+        return found.st_size, found.st_mtime_ns
+    return None
 
 
 def is_made_of(shape: tuple[int, ...], parts: Sequence[tuple[int, ...]]) -> bool:

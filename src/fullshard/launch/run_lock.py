@@ -1,8 +1,10 @@
 """The lock of a run's folder: one live run per folder, on this host and on others.
 
     flock(FOLDER/.lock)       held from before the first write to the end of the process that
-                              started the run; the kernel releases it however that process dies
+    flock(FOLDER)             started the run; the kernel releases both however that process dies
     beats: mtime of .lock     every BEAT_S; seen by hosts to which the file system carries no locks
+
+The lock of the folder itself stays if somebody removes .lock. Network file systems may have none.
 
 A folder that is moved keeps its lock: the process that moves it locks the new folder too.
 
@@ -28,6 +30,8 @@ LOCK = ".lock"
 BEAT_S = 5.0
 WATCH_S = 3 * BEAT_S
 TOGETHER_S = 1.0  # between the writes of two starts that saw no lock
+OUTPUT_DIR = "training.output_dir"
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 class RunLock(contextlib.ExitStack):
@@ -35,19 +39,22 @@ class RunLock(contextlib.ExitStack):
 
     Args:
         folder: Exists.
+        key: Key of the configuration that names the folder, for errors.
 
     Raises:
         ConfigError: Another live process holds it; names that process.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, key: str = OUTPUT_DIR) -> None:
         super().__init__()
         self._file = folder / LOCK
         self._descriptor = _open(self._file, os.O_RDWR | os.O_CREAT)
         self.callback(os.close, self._descriptor)
         try:
-            if not self._is_free():
-                raise held_elsewhere(folder)
+            itself = os.open(folder, _FOLDER)
+            self.callback(os.close, itself)
+            if not (_is_ours(itself) and self._is_free()):
+                raise held_elsewhere(folder, key)
             os.ftruncate(self._descriptor, 0)
             os.pwrite(self._descriptor, _signed(_kernel()), 0)
         except BaseException:
@@ -147,16 +154,12 @@ def _read(file: Path) -> tuple[str, ...]:
 
 def is_held(folder: Path) -> bool:
     """Whether a live process of this host, or of one that shares its locks, holds a folder."""
-    try:
-        descriptor = _open(folder / LOCK, os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        return not _take(descriptor, tries=1)
-    except OSError:
-        return False
-    finally:
-        os.close(descriptor)
+    for look in (partial(_open, folder / LOCK, os.O_RDONLY), partial(os.open, folder, _FOLDER)):
+        with contextlib.suppress(OSError), contextlib.ExitStack() as closing:
+            closing.callback(os.close, descriptor := look())
+            if not _take(descriptor, tries=1):
+                return True
+    return False
 
 
 def wait_until_free(folder: Path, timeout_s: float = 60.0) -> None:
@@ -166,14 +169,14 @@ def wait_until_free(folder: Path, timeout_s: float = 60.0) -> None:
         time.sleep(0.2)
 
 
-def held_elsewhere(folder: Path) -> ConfigError:
+def held_elsewhere(folder: Path, key: str = OUTPUT_DIR) -> ConfigError:
     """The error that names the holder of a folder."""
     try:
         holder = (folder / LOCK).read_text(encoding="utf-8").partition("\n")[0]
     except (OSError, UnicodeDecodeError):
         holder = ""
     return ConfigError(
-        f"training.output_dir: expected a folder that no run uses, got '{folder}', whose run is "
+        f"{key}: expected a folder that no run uses, got '{folder}', whose run is "
         f"still going on ({holder or 'it is just starting'}). Use another folder or stop that run."
     )
 
@@ -193,6 +196,13 @@ def _take(descriptor: int, tries: int = 5) -> bool:
         else:
             return True
     return False
+
+
+def _is_ours(folder: int) -> bool:
+    """Whether the lock of the folder itself is ours now, or its file system has none."""
+    with contextlib.suppress(OSError):
+        return _take(folder)
+    return True
 
 
 def _is_replaced(file: Path, descriptor: int) -> bool:

@@ -99,25 +99,33 @@ class RunFolder:
         check_version(found.get("schema_version", 1), f"'{self.record}'")
         return found
 
+    @property
+    def start_id(self) -> str | None:
+        """Identifies the start that wrote run.json; None if none did, or not a readable one."""
+        with contextlib.suppress(ConfigError):
+            return RunFolder(self.path).read_record().get("id")
+        return None
+
     def update_record(self, **fields: Any) -> None:
         """Replaces fields of run.json in one rename, so that readers never see a part of it."""
         with self._alone():
             self._update(fields)
 
     def _update(self, fields: dict[str, Any]) -> None:
-        record = self.read_record() if self.record.is_file() else {}
-        _write_json(self.record, {**record, **fields})
+        _write_json(self.record, {**self.read_record(), **fields})
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """Other ranks wait with their changes, where the file system has locks."""
-        descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
+        """Other ranks wait with their changes, where the file system has locks.
+
+        `RunLock` has the lock of the folder itself.
+        """
+        with contextlib.ExitStack() as held:
             with contextlib.suppress(OSError):
+                descriptor = os.open(self.logs, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                held.callback(os.close, descriptor)
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
             yield
-        finally:
-            os.close(descriptor)
 
     def fail(
         self,
@@ -180,7 +188,12 @@ class RunFolder:
 
 @contextlib.contextmanager
 def begin(
-    output_dir: Path, command: str, *, goes_on: bool = False, fields: Fields = lambda _moved: {}
+    output_dir: Path,
+    command: str,
+    *,
+    goes_on: bool = False,
+    fields: Fields = lambda _moved: {},
+    checked: Callable[[], None] = lambda: None,
 ) -> Iterator[tuple[RunFolder, Path | None]]:
     """Makes the folder of a new run; an older run there is moved to the first free `.1`, `.2`.
 
@@ -193,6 +206,8 @@ def begin(
         goes_on: The run in the folder continues and is not moved.
         fields: Returns further fields of the record; gets the place that the older run was moved
             to, or None.
+        checked: Raises if the folder is not what it was when the run was checked. Called once the
+            folder is locked.
 
     Yields:
         The folder, and the place that the older run was moved to (None if there was none).
@@ -208,6 +223,7 @@ def begin(
             lock = stack.enter_context(RunLock(output_dir))
         except OSError as error:
             raise _cannot_be_made(output_dir, error) from error
+        checked()
         for file in (folder.record, folder.config, folder.plan, folder.path / ELSEWHERE):
             for left in output_dir.glob(f".{file.name}.[0-9]*"):  # a kill interrupted `write_text`
                 left.unlink()

@@ -116,6 +116,7 @@ class CheckedRun:
         view: Plan of the run with its memory and time.
         output_dir: Folder of the run.
         resume: Checkpoint that the run resumes from, if any.
+        start_id: See `RunFolder.start_id`, of the run that was found in the folder.
     """
 
     resolved: Resolved
@@ -124,6 +125,16 @@ class CheckedRun:
     view: View | XlaOutlook
     output_dir: Path
     resume: Resume
+    start_id: str | None
+
+    def check_same_start(self) -> None:
+        """Raises ConfigError if another start used the folder since this run was checked."""
+        if RunFolder(self.output_dir).start_id != self.start_id:
+            raise ConfigError(
+                f"training.output_dir: expected a folder that stays as it is, got "
+                f"'{self.output_dir}', where another start began a run while this one was checked. "
+                "Start again to resume that run, or use another folder."
+            )
 
 
 def output_dir_of(resolved: Resolved, command: Command) -> Path:
@@ -172,6 +183,7 @@ def prepare_run(
     output_dir = output_dir_of(resolved, command)
     try:
         check_output_dir(output_dir)
+        start_id = RunFolder(output_dir).start_id
         resolved = with_fitting_length(resolved)
         key = "training.resume_from_checkpoint" if asked is None else "--resume"
         if asked is None:
@@ -205,7 +217,7 @@ def prepare_run(
             check_model(resume, found, model_config, dataset.tokenizer)
             _say_kept_batch(training, num_batches, steps)
         _check_disk(view, steps, RunFolder(output_dir), resume)
-        return CheckedRun(resolved, dataset, steps, view, output_dir, resume)
+        return CheckedRun(resolved, dataset, steps, view, output_dir, resume, start_id)
     except (CheckpointError, ConfigError, DataError) as error:
         # Another start may have moved the older run meanwhile.
         cause = held_elsewhere(output_dir) if is_held(output_dir) else error
@@ -241,11 +253,12 @@ def made_folder(checked: CheckedRun, command: Command) -> Iterator[tuple[RunFold
             told[TEACHER] = sample
         return {**told, "started_by": describe_command(), HOLDS: token}
 
-    goes_on, token = checked.resume.in_place, os.urandom(8).hex()
+    how: Any = {"goes_on": checked.resume.in_place, "checked": checked.check_same_start}
+    token = os.urandom(8).hex()
     place = storage_path(checked.resolved.config.training.checkpoint_dir or "")
     with StoreLock(place, token) if isinstance(place, StorePath) else nullcontext():
         check_checkpoint_dir(checked.resolved.config.training.checkpoint_dir, checked.resume)
-        with begin(checked.output_dir, command, goes_on=goes_on, fields=fields) as (folder, moved):
+        with begin(checked.output_dir, command, fields=fields, **how) as (folder, moved):
             write_text(folder.config, checked.resolved.to_yaml())
             write_text(folder.plan, checked.view.plan.to_json())
             aside = folder.path / ".data.new"

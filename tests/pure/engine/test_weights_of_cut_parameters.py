@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from typing import Any, cast
 
 import pytest
@@ -14,6 +16,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from fullshard.engine.cuts import Cut
 from fullshard.engine.folder import FolderWeights
 from fullshard.engine.initial import _Param
+from fullshard.errors import ConfigError
 from fullshard.planner.layout import Slice
 
 WHOLE = torch.arange(8.0 * 6).view(8, 6)
@@ -44,3 +47,28 @@ def test_elements_are_those_of_the_local_tensor(tmp_path, kind, rank):
         wanted = local.reshape(-1)[start:stop]
         assert torch.equal(param.read(FolderWeights(tmp_path)), wanted)
         assert torch.equal(param.local_of(WHOLE), wanted)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_folder_that_is_written_again_while_it_is_read_says_so(tmp_path, parts):
+    """A run that ends replaces its model, from which another run may be reading its weights."""
+
+    def write(value):
+        names = ["a", "b"]
+        for number in range(parts):
+            file = f"part-{number}.safetensors" if parts > 1 else "model.safetensors"
+            own = names[number::parts]
+            save_file({n: torch.full((8, 6), value) for n in own}, tmp_path / f"{file}.new")
+            (tmp_path / f"{file}.new").replace(tmp_path / file)
+        where = {name: f"part-{names.index(name)}.safetensors" for name in names}
+        if parts > 1:
+            text = json.dumps({"metadata": {}, "weight_map": where})
+            (tmp_path / "model.safetensors.index.json").write_text(text)
+
+    write(1.0)
+    found = FolderWeights(tmp_path)
+    assert found.read(["a"], (8, 6), 0, 48).max() == 1.0
+    write(2.0)
+    with pytest.raises(ConfigError, match="it was replaced while the folder is read"):
+        found.read(["b"], (8, 6), 0, 48)
+    assert FolderWeights(tmp_path).read(["b"], (8, 6), 0, 48).min() == 2.0

@@ -234,15 +234,41 @@ def test_a_teachers_cache_of_other_tokens_is_refused_though_it_is_as_long(tmp_pa
     with pytest.raises(ConfigError, match=r"cache\.json: expected schema_version 1 or older"):
         check_facts(tmp_path, made[0])
     (tmp_path / "cache.json").write_text(json.dumps(told))
-    TopK.load(tmp_path, "r+").values[1, 0] = 2.0
+    np.load(tmp_path / "values.npy", mmap_mode="r+")[1, 0] = 2.0
     with pytest.raises(DataError, match="expected the arrays that were written, got others"):
         check_facts(tmp_path, made[0])
     (tmp_path / "ids.npy").write_bytes(b"x")
     with pytest.raises(DataError, match=r"expected what `fullshard distill cache` wrote; got"):
         check_facts(tmp_path, made[0])
-    TopK.create(tmp_path, [4, 4], 2)  # a second write, which may be killed
+    (tmp_path / "cache.json").unlink()
     with pytest.raises(DataError, match=r"without cache\.json"):
         check_facts(tmp_path, made[0])
+
+
+def test_a_cache_that_is_written_again_stays_whole_for_its_readers_until_it_is(tmp_path):
+    counts = {"sequence_length": 4, "num_train_sequences": 2, "num_held_out_sequences": 0}
+    counts |= {"num_train_tokens": 8, "num_held_out_tokens": 0, "num_dropped_tokens": 0}
+    facts = DatasetFacts("a.txt", **counts, vocab_size=300, baseline=None, prompt="")
+
+    def write(value, *, whole):
+        TopK.create(tmp_path, [4, 4], 1)
+        kept = TopK.load(tmp_path, "r+")
+        kept.values[:] = value
+        if whole:
+            kept.flush()
+            write_facts(tmp_path, facts)
+
+    write(1.0, whole=True)
+    before = TopK.load(tmp_path)
+    write(2.0, whole=False)  # it is killed
+    check_facts(tmp_path, facts)
+    assert TopK.load(tmp_path).values.max() == 1.0
+    write(3.0, whole=True)
+    check_facts(tmp_path, facts)
+    assert TopK.load(tmp_path).values.min() == 3.0
+    assert (before.values == 1.0).all()  # of a run that learns from it
+    names = {"values.npy", "ids.npy", "bounds.npy", "cache.json"}
+    assert {path.name for path in tmp_path.iterdir()} == names
 
 
 def test_a_sample_tells_a_teachers_weights_or_the_cache_that_is_learned_from(tmp_path):

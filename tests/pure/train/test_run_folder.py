@@ -203,6 +203,30 @@ def test_of_two_starts_at_the_same_time_one_is_refused(tmp_path, older):
     assert ends == [0, 0, 0]
 
 
+def test_a_lock_that_somebody_removes_still_holds(tmp_path):
+    holder = in_another_process(HOLD, tmp_path / "train")
+    holder.stdin.write("go\n")
+    holder.stdin.flush()
+    assert holder.stdout.readline() == "held\n"
+    (tmp_path / "train" / run_lock.LOCK).unlink()
+    for _ in range(2):  # the first leaves a lock of its own there
+        assert run_lock.is_held(tmp_path / "train")
+        with pytest.raises(ConfigError, match="whose run is still going on"):
+            make(tmp_path / "train", goes_on=True)
+    RunFolder(tmp_path / "train").update_record(status="running")  # ranks still write
+    holder.communicate("end\n")
+    assert not run_lock.is_held(tmp_path / "train")
+    make(tmp_path / "train", goes_on=True)
+
+
+def test_a_record_that_somebody_removed_is_not_written_in_part(tmp_path):
+    folder = make(tmp_path / "train")[0]
+    folder.record.unlink()
+    with pytest.raises(ConfigError, match=r"a run's folder with run\.json"):
+        folder.update_record(**{LAST_SAVED: 3})
+    assert not folder.record.exists()
+
+
 def test_run_whose_process_was_killed_is_free_at_once(tmp_path):
     holder = in_another_process(HOLD, tmp_path / "train")
     holder.stdin.write("go\n")

@@ -27,6 +27,7 @@ The k largest logits of every training token, for runs without the teacher:
     CACHE/bounds.npy   (num_rows + 1,)             where each row begins
     CACHE/cache.json   facts of the data, and a checksum: a run with other data or another tokenizer
                        is refused, as are arrays that were not written to their end
+    CACHE/.new/        the arrays until they are written: runs go on with the older ones
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fullshard.checkpoint.files import write_text
+from fullshard.checkpoint.storage import remove_tree
 from fullshard.config.schema import DistillConfig
 from fullshard.config.values import DistillLoss
 from fullshard.data.arrays import checksum_of
@@ -57,6 +60,7 @@ from fullshard.recipes.base import Batch, cross_entropy, placed
 from fullshard.recipes.head import ChunkLoss, Head, Tokens, next_token
 
 FACTS, CHECKSUM = "cache.json", "checksum"
+ARRAYS, NEW = ("values.npy", "ids.npy", "bounds.npy"), ".new"
 TOP_VALUES, TOP_IDS = "teacher_values", "teacher_ids"  # keys of a batch with cached logits
 
 
@@ -74,7 +78,7 @@ class TopK:
 
     @classmethod
     def load(cls, folder: Path, mode: Literal["r", "r+"] = "r", part: int = 0) -> TopK:
-        """Maps a cache, to be read or (`r+`) to be written.
+        """Maps a cache to be read, or the arrays that are to be written (`r+`).
 
         Raises:
             DataError: There is none, or it is not complete.
@@ -84,21 +88,21 @@ class TopK:
                 f"distill.cache: expected what `fullshard distill cache` wrote, got '{folder}' "
                 f"without {FACTS}. Write it first, or name its folder."
             )
-        names = ("values", "ids", "bounds")
+        place = folder if mode == "r" else folder / NEW
         with _readable(folder):
-            arrays = [np.load(folder / f"{name}.npy", mmap_mode=mode) for name in names]
+            arrays = [np.load(place / name, mmap_mode=mode) for name in ARRAYS]
         return cls(*arrays, part=part)
 
     @classmethod
     def create(cls, folder: Path, lengths: Any, top_k: int) -> None:
         """Creates empty arrays of the right size, to be written by all ranks."""
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / FACTS).unlink(missing_ok=True)  # those of an older cache here
-        bounds = np.concatenate([[0], np.cumsum(lengths)])
-        np.save(folder / "bounds.npy", bounds)
-        for name, dtype in (("values", np.float16), ("ids", np.int32)):
-            file = folder / f"{name}.npy"
-            np.lib.format.open_memmap(file, "w+", dtype=dtype, shape=(int(bounds[-1]), top_k))
+        new = folder / NEW
+        new.mkdir(parents=True, exist_ok=True)
+        values, ids, bounds = (new / name for name in ARRAYS)
+        ends = np.concatenate([[0], np.cumsum(lengths)])
+        np.save(bounds, ends)
+        for file, dtype in ((values, np.float16), (ids, np.int32)):
+            np.lib.format.open_memmap(file, "w+", dtype=dtype, shape=(int(ends[-1]), top_k))
             with file.open("r+b") as opened:  # a full disk would kill a rank that writes to the map
                 os.posix_fallocate(opened.fileno(), 0, file.stat().st_size)
 
@@ -136,11 +140,14 @@ class TopK:
 
 
 def write_facts(folder: Path, facts: DatasetFacts) -> None:
-    """Writes the facts of the data; a cache with them is complete."""
+    """Puts the arrays in place, then the facts of the data; a cache with them is complete."""
     checksum = TopK.load(folder, "r+").checksum()
     told = {"schema_version": SCHEMA_VERSION, **_told(facts), CHECKSUM: checksum}
-    text = json.dumps(told, indent=2) + "\n"
-    (folder / FACTS).write_text(text, encoding="utf-8")
+    (folder / FACTS).unlink(missing_ok=True)  # those of an older cache here
+    for name in ARRAYS:
+        (folder / NEW / name).replace(folder / name)
+    write_text(folder / FACTS, json.dumps(told, indent=2) + "\n")
+    remove_tree(folder / NEW)
 
 
 def check_facts(folder: Path, facts: DatasetFacts) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -31,6 +32,7 @@ from fullshard.engine.engine import engine_of
 from fullshard.engine.hugging_face import build_on_meta
 from fullshard.engine.initial import has_weights_of
 from fullshard.errors import ConfigError
+from fullshard.launch.run_lock import RunLock
 from fullshard.models.build import build_sharded, given_model_config, sharding_for
 from fullshard.models.config import build_model, check_model_folder, config_from_folder
 from fullshard.models.student import choose, counting, is_cut, write_student
@@ -40,6 +42,7 @@ from fullshard.planner.plan import Plan
 from fullshard.recipes.base import RankTeam, Recipe, RecipeKind, RowBatches, Seat, inputs_of
 from fullshard.recipes.context import divide
 from fullshard.recipes.distill.loss import (
+    NEW,
     TOP_IDS,
     TOP_VALUES,
     Distillation,
@@ -188,8 +191,17 @@ def cut_student(
 @torch.no_grad()
 def write_cache(config: RunConfig, data: RowBatches, seat: Seat) -> None:
     """Writes the teacher's largest logits of every training token. A collective."""
-    settings, facts = settings_of(config), data.data.facts
     folder = cache_folder(config)
+    with ExitStack() as held:
+        if seat.is_first:
+            (folder / NEW).mkdir(parents=True, exist_ok=True)
+            held.enter_context(RunLock(folder / NEW, "distill.cache"))
+        _write_logits(config, data, seat, folder)
+
+
+def _write_logits(config: RunConfig, data: RowBatches, seat: Seat, folder: Path) -> None:
+    """Writes them into a folder that no other run writes. A collective."""
+    settings, facts = settings_of(config), data.data.facts
     folder.parent.mkdir(parents=True, exist_ok=True)
     teacher = build_teacher(config, seat, folder.parent)
     team = RankTeam(engine_of(teacher).transport, seat)
