@@ -137,6 +137,6 @@ def test_what_comes_into_the_place_of_a_checkpoint_during_its_save_stays(tmp_pat
     commit.report(place, 0, [])
     place.target.mkdir()
     (place.target / "notes.txt").write_text("theirs")
-    with pytest.raises(CheckpointError, match="it holds notes.txt, and no index.json"):
+    with pytest.raises(CheckpointError, match=r"it holds notes\.txt, and no index\.json"):
         commit.conclude(place, 1, commit.Documents(None, {}, {}))
     assert content(tmp_path) == {"last/notes.txt": b"theirs"}

@@ -198,11 +198,10 @@ def prepare_run(
         _check_memory(view)
         check_weights(view.config)
         dataset, model_config = _read_data(view.config, command)
-        facts = dataset.facts
         num_batches = resolved.config.sharding.num_batches(world_size)
-        steps = plan_steps(training, facts, num_batches, resume.global_batch)
+        steps = plan_steps(training, dataset.facts, num_batches, resume.global_batch)
         if resume.in_place and not goes_on(resume, output_dir, steps.num_steps):
-            resume, steps = Resume(), plan_steps(training, facts, num_batches)
+            resume, steps = Resume(), plan_steps(training, dataset.facts, num_batches)
         check_checkpoint_dir(checkpoint_dir, resume)
         if resume.in_place and resume.path is not None:
             check_same(resolved, output_dir, resume.path)
