@@ -126,7 +126,7 @@ def test_two_launches_at_a_time_write_into_logs_of_their_own(launch, tmp_path):
     assert Path(told).name == "logs.1", err
     for folder, said in ((logs, "first\n"), (logs.with_name("logs.1"), "second\n")):
         assert [(folder / f"rank_{rank}.log").read_text() for rank in (0, 1)] == [said, said]
-    assert launch("print('third')").wait(60) == 0
+    launch("print('third')").communicate(timeout=60)
     assert (logs / "rank_1.log").read_text() == "third\n"
 
 

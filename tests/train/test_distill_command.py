@@ -9,7 +9,9 @@ from transformers import AutoModelForCausalLM
 from fullshard.config.files import read_job
 from fullshard.config.load import load_config
 from fullshard.config.values import IntervalStrategy
+from fullshard.launch.run_lock import RunLock
 from fullshard.observe.metrics import read_rows
+from fullshard.recipes.distill.loss import NEW
 from support.model_folder import small_config, write_model
 from support.text import seeded_text
 
@@ -77,11 +79,12 @@ def test_every_job_of_ours_can_be_resumed_when_it_is_stopped(package, name):
 def test_logits_that_were_kept_train_without_the_teacher(fullshard, files):
     config = files / "distill.yaml"
     cache = files / "logits"
-    fullshard(
-        *("distill", "cache", config, f"distill.cache={cache}", "top_k=300"),
-        f"output_dir={files / 'caching'}",
-        code=0,
-    )
+    write = ("distill", "cache", config, f"distill.cache={cache}", "top_k=300")
+    (cache / NEW).mkdir(parents=True)
+    with RunLock(cache / NEW):  # another run writes the same cache into a folder of its own
+        done = fullshard(*write, f"output_dir={files / 'second'}", code=2)
+    assert "distill.cache: expected a folder that no run uses" in done.err
+    fullshard(*write, f"output_dir={files / 'caching'}", code=0)
     losses = []
     for name, words in (("beside", []), ("kept", [f"distill.cache={cache}"])):
         run = files / name
