@@ -469,6 +469,8 @@ def test_a_reader_whose_checkpoint_is_replaced_says_so(tmp_path, monkeypatch):
         if not replaced:
             replaced.append(key)
             other, states = model_and_optimizer()
+            with torch.no_grad():
+                next(other.parameters()).add_(1.0)
             fs.save(tmp_path / "last", other, states)
             with monkeypatch.context() as patched:
                 patched.setattr(Checkpoint, "read", read)
