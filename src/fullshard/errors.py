@@ -211,9 +211,11 @@ def untrusted(
         raise error(f"{origin}: expected {expected}; got {got}. {advice}") from caught
 
 
-def cure_of(error: OSError, otherwise: str) -> str:
+def cure_of(error: Exception, otherwise: str) -> str:
     """What to do about an error of the system: raise the limit that caused it, or `otherwise`."""
-    flag = {errno.EMFILE: "n", errno.EFBIG: "f"}.get(error.errno or 0)
+    if "can't start new thread" in str(error):
+        return "Raise the limits that `ulimit -u` and `ulimit -v` show"
+    flag = {errno.EMFILE: "n", errno.EFBIG: "f"}.get(getattr(error, "errno", None) or 0)
     return f"Raise the limit that `ulimit -{flag}` shows" if flag else otherwise
 
 

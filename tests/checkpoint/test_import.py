@@ -178,7 +178,7 @@ def test_of_deepspeeds_files_each_rank_has_one(fullshard, tmp_path):
         file = tmp_path / f"{name}_rank_00_optim_states.pt"
         torch.save({"optimizer_state_dict": part}, file)
     done = fullshard("ckpt", "import", tmp_path, tmp_path / "ours", code=7)
-    assert "expected one *_optim_states.pt a rank, from 0" in done.err
+    assert "expected one *_optim_states.pt per rank, from 0" in done.err
     file.rename(tmp_path / "zero_pp_rank_1_mp_rank_00_optim_states.pt")
     assert fullshard("ckpt", "import", tmp_path, tmp_path / "ours").exit_code == 0
 

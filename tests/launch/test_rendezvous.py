@@ -86,7 +86,7 @@ def test_ranks_of_one_machine_meet_at_a_port_that_nobody_chose(launcher, tmp_pat
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("how", ["slow", "fail", "kill"])
+@pytest.mark.parametrize("how", ["slow", "fail", "kill", "stop"])
 def test_ranks_wait_for_rank_0_to_prepare_and_name_what_it_fails_of(how, tmp_path, monkeypatch):
     """Rank 0 takes twice the time-out, and serves the store itself, as under srun."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
@@ -102,6 +102,12 @@ def test_ranks_wait_for_rank_0_to_prepare_and_name_what_it_fails_of(how, tmp_pat
             text=True,
         )
         processes.append(process)
+    try:
+        if how == "stop":
+            processes[1].wait(timeout=90)
+    finally:
+        if how == "stop":
+            processes[0].kill()
     said = [process.communicate(timeout=90) for process in processes]
     codes = [process.returncode for process in processes]
     assert "rank 0, which prepares: data: 41 % of it" in said[1][1]
@@ -112,9 +118,13 @@ def test_ranks_wait_for_rank_0_to_prepare_and_name_what_it_fails_of(how, tmp_pat
         assert codes == [6, 6], said
         assert "data.path: expected text, got none." in said[0][1]
         assert "rank 0 failed while it prepared the run: data.path: expected text" in said[1][1]
-    else:
+    elif how == "kill":
         assert codes == [-9, 5], said
         assert "Rank 0 has ended" in said[1][1]
+    else:
+        assert codes == [-9, 5], said
+        assert "rank 0 is silent for" in said[1][1]
+        assert "(last seen in preparation (" in said[1][1]
 
 
 def test_tasks_of_srun_without_a_port_are_told_which_variable_is_missing(srun):

@@ -52,8 +52,8 @@ def prepare(how):
         time.sleep(8)
         if how == "fail":
             raise DataError("data.path: expected text, got none.")
-        if how == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
+        if how in ("kill", "stop"):
+            os.kill(os.getpid(), getattr(signal, f"SIG{how.upper()}"))
         return "made"
 
     def main():

@@ -1,6 +1,7 @@
 """Python code that a model's or tokenizer's folder brings runs only where one key allows it."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -135,6 +136,30 @@ def test_one_key_runs_the_code_of_a_folder(fullshard, folder, marker, job, tmp_p
     assert (refused.exit_code, marker.exists()) == (2, False)
     allowed = fullshard("generate", tmp_path / "run", "--prompt", "Ada", "--trust-remote-code")
     assert (allowed.exit_code, marker.exists()) == (0, True), allowed.err
+
+
+LEAVES = {  # statements of a model's forward, and what is said of them
+    "sys.exit(0)": r"code\.py:\d+ ended it by sys\.exit\(0\)",
+    "'FULLSHARD_RANK' in os.environ and sys.exit(0)": r"code\.py:\d+ ended it by sys\.exit\(0\)",
+    "'FULLSHARD_RANK' in os.environ and os._exit(0)": "all ranks ended with exit code 0 before",
+}
+
+
+@pytest.mark.parametrize("statement", LEAVES)
+def test_code_that_ends_the_process_early_is_no_success(
+    statement, fullshard, folder, job, tmp_path
+):
+    make_strange(folder)
+    code = folder / "code.py"
+    begins = "    config_class = StrangeConfig\n"
+    leaves = f"    def forward(self, *args, **more):\n        {statement}\n"
+    leaves += "        return super().forward(*args, **more)\n"
+    code.write_text(f"import os, sys\n{code.read_text()}".replace(begins, begins + leaves))
+    done = fullshard("train", *job, f"model={folder}", "model.trust_remote_code=true")
+    assert done.exit_code == 1, done.err
+    assert re.search(LEAVES[statement], done.err)
+    record = tmp_path / "run" / "run.json"
+    assert not record.exists() or json.loads(record.read_text())["status"] == "failed"
 
 
 def test_attention_of_a_hub_is_refused(fullshard, folder, job):

@@ -118,8 +118,8 @@ def test_planned_and_measured_memory_are_both_of_the_whole_process(two_ranks):
     assert line.split(maxsplit=1)[1] == (
         f"planned {human_bytes(expected)} of tensors + {human_bytes(before)} of the process = "
         f"{human_bytes(expected + before)}; "
-        f"measured {human_bytes(measured)} a rank (without pages of files, which the kernel drops "
-        "when memory is short)"
+        f"measured {human_bytes(measured)} per rank (without pages of files, which the kernel "
+        "drops when memory is short)"
     )
     assert before >= RANK_PROCESS
     assert 0.9 * (expected + before) < measured < 1.1 * (expected + before)

@@ -268,9 +268,8 @@ def failure(target: Path, rank: int, error: BaseException) -> CheckpointError:
     """Converts an error of a rank into a CheckpointError."""
     if isinstance(error, CheckpointError):
         return error
-    what, cure = f"{type(error).__name__}: {error}", "Make room"
+    what, cure = f"{type(error).__name__}: {error}", cure_of(error, "Make room")
     if isinstance(error, OSError):
-        cure = cure_of(error, cure)
         what = f"{error.strerror or error} ({error.filename or target})"
     return CheckpointError(
         f"checkpoint '{target}': expected to write it; rank {rank} could not: {what}. Checkpoints "

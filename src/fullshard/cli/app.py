@@ -26,7 +26,7 @@ from fullshard.cli.outcome import JSON_HELP, Outcome, error_outcome, quiet_stdou
 from fullshard.cli.recipe import app_of
 from fullshard.config.values import did_you_mean
 from fullshard.errors import ConfigError, show_log, write_anything
-from fullshard.launch.exit_codes import ExitCode
+from fullshard.launch.exit_codes import ExitCode, left_by
 from fullshard.recipes.registry import Command
 
 RECIPES = tuple(str(recipe) for recipe in Command if "-" not in recipe)
@@ -205,6 +205,8 @@ def invoke(words: Sequence[str]) -> Outcome:
         value = command.main(list(words), prog_name="fullshard", standalone_mode=False)
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  the outermost frame
         return error_outcome(error)
+    except SystemExit as error:
+        return error_outcome(left_by(error))
     if isinstance(value, Outcome):
         return value
     return Outcome(exit_code=value if isinstance(value, int) else 0)

@@ -51,7 +51,8 @@ def _outside(ctx: typer.Context, folder: Path) -> Path:
     if within is not None:
         raise CheckpointError(
             f"FOLDER: expected a folder outside of checkpoints, got '{folder}' in '{within}', from "
-            f"which it may be pruned. Name another, such as '{within}-{ctx.info_name}'."
+            "which it may be pruned. Write outside of it, for example to "
+            f"'{within}-{ctx.info_name}'."
         )
     return folder
 

@@ -145,7 +145,7 @@ def print_plan(study: Study, hardware: Gpus | None, lack: Lack | None) -> None:
     if outlook.step_time_s is not None and outlook.tokens_per_s is not None:
         how = ", as this machine was calibrated" if outlook.is_calibrated else ""
         speed = f"{outlook.tokens_per_s:,.0f} tokens per second"
-        print(f"{outlook.step_time_s:.3g} s a step, {speed}{how}.")
+        print(f"{outlook.step_time_s:.3g} s per step, {speed}{how}.")
     machine = study.outlook.machine
     name = f"a rank's part of {machine.limit}" if hardware is None else hardware.name or "GPU"
     if lack is not None:

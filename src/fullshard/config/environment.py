@@ -66,6 +66,12 @@ class LaunchEnvironment:
     timeout_s: float | None = None
     config_file: Path | None = None
 
+    @property
+    def first_serves(self) -> bool:
+        """Whether rank 0 serves the store of the rendezvous, not the launcher."""
+        has_agent = self.launcher is Launcher.TORCHRUN and self.run_id is not None
+        return self.launcher is not Launcher.FULLSHARD and not has_agent
+
     def to_variables(self) -> dict[str, str]:
         """The variables that make a child process this rank, under our names and torch's.
 

@@ -454,7 +454,8 @@ class Engine:
             return None
         if self.transport.name == "fake":
             raise EngineError(
-                f"expected {world_size} real ranks; transport fake has one. Use another."
+                f"expected {world_size} real ranks; transport fake has one. "
+                "Set sharding.transport to auto and start the ranks."
             )
         flag = torch.tensor([float(error is not None)], device=self.device)
         asked = "what all ranks say (fs.save, fs.load, fs.owned)"

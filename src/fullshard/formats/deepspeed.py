@@ -89,7 +89,7 @@ def _files(folder: Path, what: str) -> list[Path]:
         found.append((int(match.group(1) or 0), path))
     if [rank for rank, _ in sorted(found)] != list(range(len(found))):
         raise CheckpointError(
-            f"'{folder}': expected one *_{what} a rank, from 0; got "
+            f"'{folder}': expected one *_{what} per rank, from 0; got "
             f"{', '.join(path.name for _, path in sorted(found))}. Leave out those of other saves."
         )
     return [path for _, path in sorted(found)]

@@ -24,6 +24,7 @@ from fullshard import errors
 from fullshard.errors import (
     ConfigError,
     FullshardError,
+    OutOfMemoryError,
     PreemptedError,
     WillNotFitError,
     ran_out_of_memory,
@@ -163,28 +164,43 @@ _DISK_IS_FULL = re.compile(
 )
 
 
+# In errors of the system, and of torch's store, where a process may open no more files.
+_NO_DESCRIPTOR = ("Too many open files", "Failed to init uv loop")
+
 # Errors of the system about the place of a file, which no traceback explains.
 _PLACE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR, errno.ENOTDIR, errno.ELOOP)
 
 
 def as_ours(error: BaseException) -> BaseException:
-    """Converts the errors of a full disk and of too many files; returns others unchanged."""
+    """Converts the errors of a full disk and of the limits of a process; returns others as is."""
     if isinstance(error, FullshardError):
         return error
     ours = error.ours if isinstance(error, Stopped) else _of_limits(error)
     return error if ours is None else ours.with_traceback(error.__traceback__)
 
 
+def _limit(number: int) -> int:
+    return resource.getrlimit(number)[0]
+
+
 def _of_limits(error: BaseException) -> FullshardError | None:
-    last = traceback.extract_tb(error.__traceback__)[-1:]
+    last, mapped = traceback.extract_tb(error.__traceback__)[-1:], _limit(resource.RLIMIT_AS)
     starts = not isinstance(error, OSError) or any("fork" in (at.line or "") for at in last)
     if starts and str(error).endswith(("start new thread", "Resource temporarily unavailable")):
+        limits = "ulimit -u" if mapped == resource.RLIM_INFINITY else "ulimit -u or -v"
         return ConfigError(
-            f"ulimit -u: expected to start one more process or thread, got none ({error}). Raise "
+            f"{limits}: expected to start one more process or thread, got none ({error}). Raise "
             "that limit, or pids.max of the container."
         )
-    if "Too many open files" in str(error):
-        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    is_short = ran_out_of_memory(error) or "failed to map segment" in str(error)
+    if is_short and mapped != resource.RLIM_INFINITY:
+        said = str(error) or type(error).__name__
+        return OutOfMemoryError(
+            f"ulimit -v: expected to map more memory than the {mapped >> 20:,} MiB that a process "
+            f"may, got none ({said}). Raise that limit."
+        )
+    if any(words in str(error) for words in _NO_DESCRIPTOR):
+        most = _limit(resource.RLIMIT_NOFILE)
         return ConfigError(
             f"ulimit -n: expected to open more files than the {most} that a process may, got none "
             f"({error}). Raise that limit."
@@ -198,6 +214,15 @@ def _of_limits(error: BaseException) -> FullshardError | None:
         f"{'ulimit -f' if limited else 'disk'}: expected room to write {place}, got none "
         f"({error}). {way_out}, or choose another training.output_dir, TMPDIR, "
         "XDG_CACHE_HOME or target of the output."
+    )
+
+
+def left_by(error: SystemExit) -> FullshardError:
+    """Our error where code of a model or a library ends a process of ours too early."""
+    at = traceback.extract_tb(error.__traceback__)[-1]
+    return FullshardError(
+        f"process: expected to reach its end, but {at.filename}:{at.lineno} ended it by "
+        f"sys.exit({error.code!r}). Let that code return, or raise an error."
     )
 
 

@@ -35,6 +35,7 @@ from fullshard.launch.exit_codes import (
     as_ours,
     die_with_parent,
     handled,
+    left_by,
     raise_stopped,
 )
 from fullshard.launch.failure import LaunchFolder, RankFailure
@@ -63,7 +64,7 @@ def run_rank(
             stops it.
 
     Raises:
-        SystemExit: `main` exited with code 0.
+        SystemExit: The user's script exited with code 0.
     """
     launch = read_launch_environment()
     rank = 0 if launch is None else launch.rank
@@ -75,7 +76,9 @@ def run_rank(
     try:
         with handled(SAVE_SIGNALS, partial(_on_signal, folder, plain=is_users)):
             main()
-    except BaseException as error:
+    except BaseException as caught:
+        ended = isinstance(caught, SystemExit) and not is_users
+        error = left_by(caught) if ended else caught
         failure = RankFailure.of(error, rank)
         if failure.exit_code == 0:
             raise  # sys.exit() or sys.exit(0)

@@ -133,7 +133,7 @@ def first_prepares(prepare: Callable[[], Made]) -> Made | None:
     """Returns the result of `prepare` on rank 0; the others wait for it and return None.
 
     They log what rank 0 logs, and raise its error. Call it after the rendezvous. The watchdog names
-    a rank 0 whose process is stopped, unless that process serves the store.
+    a rank 0 whose process is stopped.
 
     Args:
         prepare: Called on rank 0 only.
@@ -145,8 +145,10 @@ def first_prepares(prepare: Callable[[], Made]) -> Made | None:
     from torch.distributed.distributed_c10d import _get_default_store, get_rank, get_world_size
 
     store = PrefixStore("fullshard/preparing", _get_default_store())
+    watchdog.phase("preparation" if get_rank() == 0 else "preparation of rank 0", limited=False)
     if get_rank() != 0:
         _await_first(store)
+        watchdog.phase("")
         return None
     logger, lines, end = logging.getLogger("fullshard"), _LastLine(store), list[str]()
     logger.addHandler(lines)
@@ -158,6 +160,7 @@ def first_prepares(prepare: Callable[[], Made]) -> Made | None:
         raise
     finally:
         logger.removeHandler(lines)
+        watchdog.phase("")
         store.set("end", json.dumps(end))
         deadline = time.monotonic() + GOODBYE_S
         while store.add("heard", 0) < get_world_size() - 1 and time.monotonic() < deadline:
@@ -392,7 +395,8 @@ class LaunchStore:
         except OSError as error:
             why = os.strerror(error.errno or 0)  # without create_server's words
             raise ConfigError(
-                f"MASTER_PORT: expected a free port, got {port} ({why}). Take another."
+                f"MASTER_PORT: expected a free port, got {port} ({why}). Set "
+                "MASTER_PORT or launch.main_process_port to one that is free on this machine."
             ) from error
 
     def serve_soon(self) -> None:

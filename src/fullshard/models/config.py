@@ -135,7 +135,7 @@ def config_from_folder(model: ModelConfig, section: str = "model") -> Pretrained
 def check_model_folder(folder: Path, key: str = "model.name_or_path") -> None:
     """Raises ConfigError if a folder is not a local Hugging Face model."""
     if not folder.is_dir():
-        near = did_you_mean_path(folder) or "Name one that is here."
+        near = did_you_mean_path(folder) or "Check the path."
         raise ConfigError(
             f"{key}: expected a local model folder, got '{folder}', which is not a folder here. "
             f"{near} Nothing is downloaded during a run: to use a model of a hub, download it "
@@ -175,8 +175,8 @@ def check_vocabulary(key: str, vocab_size: int, tokenizer: PreTrainedTokenizerBa
     if vocab_size < (least := num_ids(tokenizer)):
         raise ConfigError(
             f"{key}.config.vocab_size: expected at least {least} (the tokenizer's ids), got "
-            f"{vocab_size}. Raise it or leave it out; for weights that are given use their own "
-            "tokenizer (data.tokenizer), or lower data.vocab_size."
+            f"{vocab_size}. Set {key}.config.vocab_size to {least} or leave it out; with given "
+            "weights set data.tokenizer to their own tokenizer, or lower data.vocab_size."
         )
 
 

@@ -109,7 +109,9 @@ def model_folder_of(folder: Path) -> Path:
 def _checked(_ids: Any, scores: Any) -> Any:
     """Refuses scores from which the first token, or none, would be taken."""
     if scores.isnan().any():
-        raise DivergedError("expected weights that give scores for tokens, got NaN. Take others.")
+        raise DivergedError(
+            "expected weights that give scores for tokens, got NaN. Use an earlier checkpoint."
+        )
     return scores
 
 
@@ -188,7 +190,8 @@ class Sampler:
         except (ArithmeticError, LookupError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"expected a model that can generate with its generation_config.json, got "
-                f"{type(model).__name__} ({type(error).__name__}: {error}). Correct its files."
+                f"{type(model).__name__} ({type(error).__name__}: {error}). "
+                "Correct the model's config.json or generation_config.json."
             ) from error
         end = model.generation_config.eos_token_id
         ends = end if isinstance(end, list) else [end]

@@ -341,7 +341,7 @@ def plan_lines(config: RunConfig, plan: Plan, device: str) -> list[tuple[str, st
             f"{sum(ring.count for ring in plan.rings)} slots of {human_bytes(slot_bytes)} in all, "
             f"prefetch {plan.depths.forward} forward and {plan.depths.backward} backward",
         ),
-        ("state", f"{' + '.join(places)} a rank: {rows}"),
+        ("state", f"{' + '.join(places)} per rank: {rows}"),
         ("dtypes", contracts(plan)),
     ]
 
@@ -475,7 +475,7 @@ def _memory(folder: RunFolder, peak_bytes: int) -> str:
     """Planned and measured memory; on a CPU that of the process, without pages of files."""
     planned = folder.read_record()["planned"]
     expected, before = planned["expected_peak_bytes"], planned.get("process_bytes", 0)
-    measured = f"measured {human_bytes(peak_bytes)} a rank"
+    measured = f"measured {human_bytes(peak_bytes)} per rank"
     if before:
         measured += " (without pages of files, which the kernel drops when memory is short)"
     if expected is None:  # the compiler lays out everything but the state

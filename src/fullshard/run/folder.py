@@ -35,7 +35,7 @@ from fullshard.checkpoint.retain import ELSEWHERE, checkpoints_of
 from fullshard.checkpoint.storage import StorePath, storage_path
 from fullshard.config.regular_files import did_you_mean_path
 from fullshard.errors import ConfigError
-from fullshard.launch.exit_codes import ExitCode, exit_code_of, of_place, public_name
+from fullshard.launch.exit_codes import ExitCode, exit_code_of, left_by, of_place, public_name
 from fullshard.launch.run_lock import LOCK, RunLock, held_elsewhere, is_held
 from fullshard.planner.text import SCHEMA_VERSION, check_version
 
@@ -178,7 +178,8 @@ class RunFolder:
         try:
             yield
         except BaseException as error:
-            ours = of_place(error, may_pass=rank is not None)
+            ended = isinstance(error, SystemExit)
+            ours = left_by(error) if ended else of_place(error, may_pass=rank is not None)
             message = str(ours) or "stopped by a signal"
             self.fail(public_name(ours), message, exit_code_of(ours), rank)
             if isinstance(ours, ConfigError) and ours is not error:

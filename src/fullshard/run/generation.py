@@ -131,11 +131,12 @@ def _load(request: Request, *, is_sharded: bool) -> tuple[Any, PreTrainedTokeniz
         config._experts_implementation = "eager"  # the grouped product has no float64
     settings, file = None, folder / "generation_config.json"
     if file.is_file():
-        with untrusted(f"FOLDER: '{file}'", "settings of transformers", ConfigError, "Correct it."):
+        advice = "Copy the file again, or remove it to generate with transformers' own settings."
+        with untrusted(f"FOLDER: '{file}'", "settings of transformers", ConfigError, advice):
             settings = GenerationConfig.from_pretrained(folder, local_files_only=True)
     device = default_device()
-    wanted, another = "a model folder with weights and tokenizer", "Name another folder."
-    with untrusted(f"FOLDER: '{folder}'", wanted, ConfigError, another):
+    wanted, advice = "a model folder with weights and tokenizer", "Copy or export the model again."
+    with untrusted(f"FOLDER: '{folder}'", wanted, ConfigError, advice):
         model: Any = _sharded(request, config, device) if is_sharded else read_model(folder, config)
     if settings is not None:  # without them, transformers derives some from the model
         model.generation_config = settings

@@ -119,7 +119,7 @@ class XlaSide:
                 f"{table.strategy}",
             ),
             ("plan", f"{table.num_units} units; a step: {moved or 'no collectives'}"),
-            ("state", f"{human_bytes(table.peak_bytes['device'])} a device: {rows}"),
+            ("state", f"{human_bytes(table.peak_bytes['device'])} per device: {rows}"),
         ]
         if self._teaching is not None:
             lines += self._teaching.lines(num_micro_batches)

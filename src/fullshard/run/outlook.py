@@ -289,14 +289,14 @@ class Lack:
     def refusal(self, rows: Sequence[MemoryRow], advice: Sequence[str]) -> str:
         """Why a run is not started, with the plan's rows and advice in sentences."""
         told = (
-            f"memory: expected at most {human_bytes(self.memory)} a rank of {self.where}; "
+            f"memory: expected at most {human_bytes(self.memory)} per rank of {self.where}; "
             f"the run takes {human_bytes(self.needed)}: "
             f"{Fit.NO.sentence(self.needed, self.memory)}"
         )
         if self.process:
             told += (
-                f" Tensors take {human_bytes(self.needed - self.process)} a rank; its process and "
-                f"its part of the launcher take {human_bytes(self.process)}."
+                f" Tensors take {human_bytes(self.needed - self.process)} per rank; its process "
+                f"and its part of the launcher take {human_bytes(self.process)}."
             )
         smaller = "more devices, a smaller model or batch, or shorter sequences (max_seq_length)"
         return with_plan(told, rows, advice or [smaller])
@@ -533,7 +533,7 @@ def answered(view: Callable[[], View]) -> Iterator[None]:
             raise
         found, said = view(), (str(error).splitlines() or ["no more memory"])[0]
         peak, memory = found.outlook.peak_bytes[Place.DEVICE], found.machine.memory_bytes or 0
-        expected = f"{human_bytes(peak)} of {human_bytes(memory)} a rank"
+        expected = f"{human_bytes(peak)} of {human_bytes(memory)} per rank"
         smaller = "a smaller per_device_train_batch_size, or activation_checkpointing: block"
         message = f"memory: expected to need {expected}; got: {said}"
         told = with_plan(message, found.rows, found.advice() or [smaller])

@@ -173,8 +173,8 @@ def check_checkpoint_dir(checkpoint_dir: str | None, resume: Resume) -> None:
     if root and root != (resume.path and resume.path.resolve()) and holds_checkpoints(root):
         raise ConfigError(
             f"training.checkpoint_dir: expected a place without checkpoints for a run that "
-            f"does not resume from there; '{root}' has some. Name another place, or "
-            f"--resume {root}."
+            f"does not resume from there; '{root}' has some. Set it to an empty or new folder, or "
+            f"resume from them: --resume {root}."
         )
 
 

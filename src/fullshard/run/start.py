@@ -32,6 +32,7 @@ from fullshard.config.values import DType
 from fullshard.data.dataset import PreparedData
 from fullshard.errors import CheckpointError, ConfigError, DataError, WillNotFitError
 from fullshard.launch.exit_codes import ExitCode
+from fullshard.launch.failure import RankFailure
 from fullshard.launch.fork_server import ForkServer
 from fullshard.launch.machine import (
     configured_topology,
@@ -376,7 +377,7 @@ def start_ranks(
     from the newest checkpoint.
     """
     launch = LocalLaunch(RANK_MODULE, (str(folder.path),), world_size, folder.logs, stuck_s=stuck_s)
-    result = launch_local_ranks(replace(launch, server=server))
+    result = _launched(folder, replace(launch, server=server))
     while result.exit_code != ExitCode.OK:
         _record_failure(folder, result)
         if result.exit_code in FINAL or launch.attempt == max_restarts:
@@ -387,8 +388,21 @@ def start_ranks(
         cleared = dict.fromkeys(("exit_code", "error", "ended"))
         check_saved(resume := own_resume(folder), folder)
         folder.update_record(status=RunStatus.PREPARING, resume=resume.as_json(), **cleared)
-        result = launch_local_ranks(launch)
+        result = _launched(folder, launch)
     return launch, result
+
+
+def _launched(folder: RunFolder, launch: LocalLaunch) -> LaunchResult:
+    """Runs the ranks once; exit codes of 0 are a failure if no rank recorded the end of the run."""
+    result = launch_local_ranks(launch)
+    if result.exit_code or folder.read_record().get("status") == RunStatus.FINISHED:
+        return result
+    said = (
+        "rank 0: expected to record the end of the run, but all ranks ended with exit code 0 "
+        "before. Look for os._exit in the code of the model and of libraries."
+    )
+    code = int(ExitCode.UNEXPECTED)
+    return LaunchResult(code, RankFailure(0, "RankExit", said, code, "", 0.0))
 
 
 def _record_failure(folder: RunFolder, result: LaunchResult) -> None:

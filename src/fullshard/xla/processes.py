@@ -43,7 +43,7 @@ def join(rank: int, world_size: int, publish: Callable[[], str], *, wide: bool =
         jax.distributed.initialize(publish(), world_size, rank)
     if jax.device_count() != world_size:
         raise ConfigError(
-            f"launch.num_processes: expected one process a device; got {world_size} processes "
+            f"launch.num_processes: expected one process per device; got {world_size} processes "
             f"and {jax.device_count()} devices. Set it to {jax.device_count()}, or hide devices."
         )
 

@@ -4,12 +4,15 @@ import errno
 import fcntl
 import inspect
 import os
+import resource
 import signal
 from functools import partial
+from pathlib import Path
 
 import pytest
 
 from fullshard import errors
+from fullshard.checkpoint.commit import failure as failure_of_save
 from fullshard.launch.exit_codes import (
     ExitCode,
     as_ours,
@@ -22,6 +25,10 @@ from fullshard.launch.spawn import LineCleaner
 
 
 class OutOfMemoryError(RuntimeError):
+    """Looks like torch's, without torch."""
+
+
+class DistStoreError(RuntimeError):
     """Looks like torch's, without torch."""
 
 
@@ -85,6 +92,38 @@ def test_a_limit_on_open_files_is_named():
     error = as_ours(OSError(errno.EMFILE, os.strerror(errno.EMFILE), "/proc/meminfo"))
     assert str(error).startswith("ulimit -n: expected to open more files than the ")
     assert exit_code_of(error) == 2
+
+
+def test_a_store_without_a_descriptor_names_the_limit_on_open_files():
+    error = as_ours(DistStoreError("Failed to init uv loop"))
+    assert str(error).startswith("ulimit -n: expected to open more files than the ")
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (MemoryError(), "ulimit -v: expected to map more memory than the 1,048,576 MiB"),
+        (
+            ImportError("libtorch_cpu.so: failed to map segment from shared object"),
+            "ulimit -v: expected to map more memory than the 1,048,576 MiB",
+        ),
+        (RuntimeError("can't start new thread"), "ulimit -u or -v: expected to start one more"),
+    ],
+)
+def test_a_limit_on_address_space_is_named(error, said):
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    assert not str(as_ours(error)).startswith("ulimit -v")
+    resource.setrlimit(resource.RLIMIT_AS, (1 << 40, before[1]))
+    try:
+        assert str(as_ours(error)).startswith(said)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def test_a_save_without_a_thread_names_the_limits():
+    error = RuntimeError("can't start new thread")
+    said = str(failure_of_save(Path("step-1"), 0, error))
+    assert "Raise the limits that `ulimit -u` and `ulimit -v` show" in said
 
 
 def test_a_limit_on_files_is_not_called_a_full_disk():

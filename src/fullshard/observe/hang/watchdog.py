@@ -103,13 +103,18 @@ class Watchdog:
         self.sampler = PositionSampler(self._rank, os.getpid())
         self._heard: dict[int, tuple[int, float]] = {}
         self._asked = False  # all ranks publish what they issued lately
+        self._rounds = 0  # of the thread; no more where the store does not answer
+        self._first = Position(0)
         self._shown = sys.excepthook
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="fullshard watchdog", daemon=True)
+        self._left = threading.Event()
+        self._thread = _daemon(self._run, "fullshard watchdog")
 
     def start(self) -> None:
         """Starts the watchdog's thread, which runs until the process ends."""
         self._thread.start()
+        if self._rank and self._launch.first_serves:
+            _daemon(self._watch_store, "fullshard watchdog of the store").start()
         sys.excepthook = self._on_exception
         atexit.register(self.stop)
 
@@ -123,6 +128,7 @@ class Watchdog:
         if self._channel is not None:
             with suppress(*_STORE_GONE):
                 self._publish(replace(last, beat=last.beat + 1, ended=True))
+        self._left.set()
 
     def explain(self, error: BaseException) -> Verdict | None:
         """Finds the rank that caused an error of a collective or a launcher's SIGTERM.
@@ -193,7 +199,28 @@ class Watchdog:
         while not self._stop.is_set():  # at once: a rank may die within the first seconds
             if self._channel is not None or self._connect():
                 self._look()
+            self._rounds += 1
             self._stop.wait(POLL_S)
+
+    def _watch_store(self) -> None:
+        """Ends this rank when rank 0, which serves the store, has been silent for the timeout.
+
+        A request to the store of a stopped process waits without end. Polls are counted, because a
+        clock also runs while this process is stopped.
+        """
+        rounds, polls = -1, 0
+        while polls * POLL_S <= self.settings.timeout_s + STACKS_S:
+            if self._left.wait(POLL_S):
+                return
+            polls = polls + 1 if rounds == self._rounds else 0
+            rounds = self._rounds
+        first = Seen(self._first, polls * POLL_S)
+        seen = {0: first, self._rank: Seen(self.sampler.sample())}
+        verdict = judge(seen, self.settings.timeout_s)
+        if verdict is not None:
+            self._write(verdict, {self._rank: stacks()}, seen)
+            self._say(verdict)
+            _exit()
 
     def _look(self) -> None:
         self.sampler.sample(is_asked=self._asked)
@@ -218,7 +245,10 @@ class Watchdog:
             store = TCPStore(host, port, is_master=False, timeout=timeout)
         except RuntimeError:
             self._stop.set()  # the ranks used another rendezvous
+            self._left.set()
             return False
+        # A request that timed out would leave its answer to the next one.
+        store.set_timeout(timedelta(seconds=self.settings.timeout_s + 60.0))
         self._channel = PrefixStore(f"fullshard/watchdog/{launch.run_id}.{launch.attempt}", store)
         return True
 
@@ -242,6 +272,7 @@ class Watchdog:
         """Whether no lower rank answers. Usually rank 0 does, so this asks once."""
         for rank in range(self._rank):
             seen = self._read(only=rank).get(rank)
+            self._first = seen.position if seen and rank == 0 else self._first
             if seen is None or (seen.silent_s <= SETTLED_S and not seen.position.ended):
                 return False
         return True
@@ -374,10 +405,16 @@ def start(
     return current()
 
 
-def phase(name: str, step: int = 0) -> None:
-    """Sets what this process does now; "" for work to which the timeout does not apply."""
+def phase(name: str, step: int = 0, *, limited: bool = True) -> None:
+    """Sets what this process does now: "" for the user's code.
+
+    Args:
+        name: In words.
+        step: Counted from 1.
+        limited: Whether the timeout applies; never to the user's code.
+    """
     if _current:
-        _current[0].sampler.phase(name, step)
+        _current[0].sampler.phase(name, step, limited=limited)
 
 
 def on_hang(call: Callable[[Verdict], None]) -> None:
@@ -411,6 +448,10 @@ def _last_frame(trace: TracebackType | None) -> FrameType | None:
     return frames[-1] if frames else None
 
 
+def _daemon(target: Callable[[], None], name: str) -> threading.Thread:
+    return threading.Thread(target=target, name=name, daemon=True)
+
+
 def _lives(pid: int) -> bool:
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
@@ -438,7 +479,7 @@ class PositionSampler:
 
     def __init__(self, rank: int, pid: int) -> None:
         self.last = Position(rank, pid, _host())
-        self._phase = ("", 0)
+        self._phase = ("", 0, False)
         self._models: list[_ModelEvents] = []
         self._key: Any = None
         self._since = time.perf_counter()
@@ -446,9 +487,9 @@ class PositionSampler:
         self._failed_at: str | None = None
         self._main = threading.main_thread().ident or 0
 
-    def phase(self, name: str, step: int = 0) -> None:
-        """Sets what the training loop does now; "" for work to which the timeout does not apply."""
-        self._phase = (name, step)
+    def phase(self, name: str, step: int = 0, *, limited: bool = True) -> None:
+        """Sets what this process does now; see `phase` of this module."""
+        self._phase = (name, step, limited and bool(name))
 
     def watch(self, ring: EventRing, titles: Sequence[str]) -> None:
         """Adds the events of a model.
@@ -477,7 +518,7 @@ class PositionSampler:
         begun = [ring.open if ring and in_engine else None for ring in rings]
         where = self._failed_at or _line_of(threads.get(self._main))
         del threads
-        name, step = self._phase
+        name, step, limited = self._phase
         now, cpu_s = time.perf_counter(), time.clock_gettime(time.pthread_getcpuclockid(self._main))
         key = (tuple(ring.count if ring else 0 for ring in rings), begun, name, step, blocked)
         moved = blocked and not any(begun) and cpu_s - self._cpu_s > MOVED_S
@@ -495,7 +536,7 @@ class PositionSampler:
             where=where,
             since_s=since_s,
             kind=EXCHANGE if blocked else "",
-            limited=blocked or bool(name),
+            limited=blocked or limited,
         )
         tells = is_asked or since_s > STANDS_S
         for model, entry in zip(self._models, begun, strict=True):

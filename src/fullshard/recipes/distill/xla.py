@@ -77,8 +77,8 @@ class XlaTeaching:
         yield (
             "teacher",
             f"{table.num_parameters:,} parameters of {self.folder}, {table.strategy}, "
-            f"{table.arrays[0].dtypes.compute}, {human_bytes(table.state_bytes)} a device; a step: "
-            f"all-gather {moved.count:,} x ({human_bytes(moved.num_bytes)} in all)",
+            f"{table.arrays[0].dtypes.compute}, {human_bytes(table.state_bytes)} per device; a "
+            f"step: all-gather {moved.count:,} x ({human_bytes(moved.num_bytes)} in all)",
         )
 
 
