@@ -165,9 +165,9 @@ def test_a_write_waits_for_a_backward_of_an_older_graph(ranks, before):
 @pytest.mark.parametrize("part", ["model", "unit"])
 @on_ranks(2)
 def test_a_forward_waits_until_every_rank_has_written(part):
-    """Rank 0 is slow to write its part; rank 1 begins its forward, or that of a unit, meanwhile."""
+    """Rank 1 is slow to write its part, which has the last layers; rank 0 begins meanwhile."""
     model, x = chain(), vectors(0, 0)["x"]
-    if dist.get_rank() == 0:
+    if dist.get_rank() == 1:
         time.sleep(HOLD_S)
     with torch.no_grad():
         for param in model.parameters():
