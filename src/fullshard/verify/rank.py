@@ -37,7 +37,7 @@ from fullshard.run.loop import Loop, LoopSettings, Watcher
 from fullshard.run.on_torch import TorchTrainee
 from fullshard.run.optim import Schedule
 from fullshard.verify.compare import WEIGHTS, Job, Pass
-from fullshard.verify.faults import Injection, injection_of
+from fullshard.verify.faults import Injection
 
 
 class RankResults(Watcher):
@@ -184,7 +184,7 @@ class _Training:
 
 def run_pass(folder: Path, job: Job, choice: Pass, rank: int) -> None:
     """Trains, saves, loads into a fresh model and trains one more step; records all of it."""
-    training, injection = _Training(folder, job, choice, rank), injection_of(job.fault)
+    training, injection = _Training(folder, job, choice, rank), Injection(job.fault)
     model, optimizer = training.build(injection, folder / WEIGHTS)
     results = folder / choice.name
     results.mkdir(exist_ok=True)

@@ -41,7 +41,7 @@ from fullshard.run.on_xla import state_of, torch_weights
 from fullshard.saving import SaveSettings
 from fullshard.verify.check import PreparedCheck, model_config_of, passes_of
 from fullshard.verify.compare import OPTIMIZER, WEIGHTS, Job, Pass
-from fullshard.verify.faults import Fault, injection_of
+from fullshard.verify.faults import Fault, Injection
 from fullshard.xla import opt_state, processes
 from fullshard.xla.decoder import EMBEDDING, HEAD, DecoderConfig, loss_fn, plan_table, planned
 from fullshard.xla.opt_state import trained
@@ -271,7 +271,7 @@ def _optimizer(placed: XlaPlan, job: Job) -> optax.GradientTransformation:
 
 def _batches_of(folder: Path, job: Job, *, honest: bool = False) -> Batches:
     """The samples of every step, in rank order, which is the order of the devices."""
-    found, injection = load_file(folder / "batches.safetensors"), injection_of(job.fault)
+    found, injection = load_file(folder / "batches.safetensors"), Injection(job.fault)
     ranks = range(job.num_batches)
     sources = [rank if honest else injection.source(rank, job.num_batches) for rank in ranks]
 
