@@ -307,7 +307,7 @@ class TorchSide:
                 room = min(most, data.facts.sequence_length - len(prompt))
                 found = sampler.continued([list(prompt)], room)[0] if room > 0 else []
                 decode = partial(data.tokenizer.decode, skip_special_tokens=True)
-                loop.watcher.sampled(SampleRow(step, str(decode(prompt)), str(decode(found))))
+                loop.watcher.tell(SampleRow(step, str(decode(prompt)), str(decode(found))))
 
     def sample(self, prompt: str) -> Sample:
         """Text sampled from the sharded model. A collective."""

@@ -35,7 +35,7 @@ from fullshard.recipes.base import RowBatches, Seat, Team, load_data
 from fullshard.recipes.registry import Command
 from fullshard.run.console import RunConsole, RunWatcher, conclude, mark_running, run_lines
 from fullshard.run.folder import RunFolder, RunStatus, now
-from fullshard.run.loop import Loop, LoopSettings, Patience, Trainee
+from fullshard.run.loop import Loop, LoopSettings, Patience, Trainee, Watcher
 from fullshard.run.optim import StepPlan, plan_steps, schedule_of
 from fullshard.run.resume import Resume, RunCheckpoints
 
@@ -174,12 +174,9 @@ def _carry_out(session: Session, side: Side, began: float) -> None:
     with caught_stop_signals(SAVE_SIGNALS, _is_ending) as caught:
         keeper = RunCheckpoints(folder, trainee, steps, limit, caught, settings.patience)
         done = keeper.resume(session.resume)
-        utilization = side.utilization() if console else None
-        with (
-            RunWatcher(console, folder, done, config, utilization) as watcher,
-            _measured_machine(folder),
-        ):
-            loop = Loop(trainee, data, settings, team, watcher, keeper)
+        rows = console and RunWatcher(console, folder, done, config, side.utilization())
+        with rows or nullcontext(), _measured_machine(folder):
+            loop = Loop(trainee, data, settings, team, rows or Watcher(), keeper)
             loop.run(done)
     watchdog.phase("saving", steps.num_steps)
     average_loss = side.export(loop)
@@ -187,8 +184,8 @@ def _carry_out(session: Session, side: Side, began: float) -> None:
     wall_s = time.perf_counter() - began
     drawn = side.sample(session.dataset.facts.prompt)
     watchdog.phase("")
-    if console and drawn:
-        conclude(session, watcher, drawn, wall_s, average_loss)
+    if rows and drawn:
+        conclude(session, rows, drawn, wall_s, average_loss)
 
 
 def _measured_machine(folder: RunFolder) -> AbstractContextManager[None]:

@@ -30,7 +30,7 @@ from fullshard.engine.parameter import ShardedParameter
 from fullshard.errors import CheckpointError, DivergedError, EngineError
 from fullshard.launch.rank_entry import run_rank
 from fullshard.models.config import quiet_libraries
-from fullshard.observe.metrics import StepRow
+from fullshard.observe.metrics import AnyRow, StepRow
 from fullshard.recipes.base import Batch, RankTeam, num_predicted, whole_logits_loss
 from fullshard.recipes.context import divide, part_of
 from fullshard.run.loop import Loop, LoopSettings, Watcher
@@ -55,7 +55,8 @@ class RankResults(Watcher):
         self.facts: dict[str, Any] = {name: [] for name in ("losses", "loss", "norm")}
         self.facts |= {"units": {}, "first_nan": None}
 
-    def stepped(self, row: StepRow) -> None:
+    def tell(self, row: AnyRow) -> None:
+        assert isinstance(row, StepRow), "nothing else happens here"
         self.facts["loss"].append(row.loss)
         self.facts["norm"].append(row.grad_norm)
         self.step += 1
