@@ -1,9 +1,9 @@
 """`fullshard verify` with `backend: jax`: XLA's step against one process of torch.
 
-The reference is the one for torch, which imports neither fullshard nor jax. One process (`python -m
-fullshard.verify.xla FOLDER`) plays every rank on a CPU device of its own with the step of a run, so
-every strategy can be verified on any machine. It writes the elements on each device. Only the saved
-state is gathered, because there the gather itself is checked.
+The reference is the one for torch, which imports neither fullshard nor jax. One process plays every
+rank on a CPU device of its own with the step of a run, so every strategy can be verified on any
+machine. It writes the elements on each device. Only the saved state is gathered, because there the
+gather itself is checked.
 
     float64    20 steps, the reference in float64 throughout               1e-10
     float32    20 steps, transformers' model as it is                      1e-5
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +31,6 @@ from fullshard.config.supported import check_supported
 from fullshard.config.values import Backend, DType
 from fullshard.engine.hugging_face import read_config
 from fullshard.errors import ConfigError
-from fullshard.launch.rank_entry import run_rank
 from fullshard.models.config import quiet_libraries
 from fullshard.models.small import NUM_LAYERS, Limits, model_arguments, shrink
 from fullshard.planner.arrays import ArrayPlan
@@ -53,7 +51,6 @@ if TYPE_CHECKING:
     from fullshard.planner.arrays import ArraysPlan
 
 
-RANK_MODULE = "fullshard.verify.xla"
 NUM_STEPS = 20
 LEARNING_RATE = 1e-3  # rounding noise grows faster with larger steps
 EXACT, SINGLE = 1e-10, 1e-5
@@ -92,7 +89,7 @@ def prepare(config: RunConfig, fault: Fault | None) -> PreparedCheck:
         optimizer={**OPTIMIZER, "learning_rate": LEARNING_RATE},
     )
     table = replace(table, model_kind=type(model).__name__)
-    program = (RANK_MODULE, 1)
+    program = (f"{__name__}:play", 1)
     return PreparedCheck(job, model, small.config, table, small.changes, tuple(notes), program)
 
 
@@ -293,14 +290,9 @@ def run_passes(folder: Path) -> None:
         run_pass(folder, job, choice)
 
 
-def main() -> None:
+def play(folder: Path) -> None:
     """Creates the devices and runs the job."""
-    folder = Path(sys.argv[1])
     torch.set_num_threads(1)
     quiet_libraries()
     processes.play(Job.read(folder).world_size)
     run_passes(folder)
-
-
-if __name__ == "__main__":
-    run_rank(main)
