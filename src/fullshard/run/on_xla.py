@@ -125,8 +125,8 @@ class XlaSide:
             lines += self._teaching.lines(num_micro_batches)
         return lines
 
-    def build(self, data: RowBatches) -> tuple[XlaSide, Team]:
-        """Builds the state and its programs, and the team of ranks."""
+    def build(self, data: RowBatches) -> Team:
+        """Builds the state and its programs; returns the team of ranks."""
         run, teaching, training = self._session, self._teaching, self._session.config.training
         if run.seat.is_first and run.dataset.prompts:
             logger.info("held-out prompts are not answered with backend: jax")
@@ -148,7 +148,7 @@ class XlaSide:
         self._beside = checkpoints.Extras(groups, tied=tied)
         if run.resume.path is None:
             self._state = self._initial(self._tx)
-        return self, ProcessTeam(run.config.sharding.tensor)
+        return ProcessTeam(run.config.sharding.tensor)
 
     # ---- for the loop
 

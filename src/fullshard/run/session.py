@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
-class Side(Protocol):
-    """The part of a session that depends on the engine."""
+class Side(Trainee, Protocol):
+    """The part of a session that depends on the engine, and what it trains once it is built."""
 
     def explained(self) -> AbstractContextManager[None]:
         """A context that explains errors from the plan, such as running out of memory."""
@@ -54,8 +54,8 @@ class Side(Protocol):
         """Labelled lines of the banner about the model and its plan, on rank 0."""
         ...
 
-    def build(self, data: RowBatches) -> tuple[Trainee, Team]:
-        """Builds what is trained, and the team of ranks. A collective."""
+    def build(self, data: RowBatches) -> Team:
+        """Builds what is trained; returns the team of ranks. A collective."""
         ...
 
     def utilization(self) -> float | None:
@@ -169,14 +169,14 @@ def _carry_out(session: Session, side: Side, began: float) -> None:
             folder.update_record(status=RunStatus.FINISHED, exit_code=0, ended=now())
         return
     console = _announced(session, side) if session.seat.is_first else None
-    trainee, team = side.build(data)
+    team = side.build(data)
     settings, limit = session.settings(), config.training.save_total_limit
     with caught_stop_signals(SAVE_SIGNALS, _is_ending) as caught:
-        keeper = RunCheckpoints(folder, trainee, steps, limit, caught, settings.patience)
+        keeper = RunCheckpoints(folder, side, steps, limit, caught, settings.patience)
         done = keeper.resume(session.resume)
         rows = console and RunWatcher(console, folder, done, config, side.utilization())
         with rows or nullcontext(), _measured_machine(folder):
-            loop = Loop(trainee, data, settings, team, rows or Watcher(), keeper)
+            loop = Loop(side, data, settings, team, rows or Watcher(), keeper)
             loop.run(done)
     watchdog.phase("saving", steps.num_steps)
     average_loss = side.export(loop)
