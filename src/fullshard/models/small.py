@@ -98,14 +98,6 @@ class Shrunk:
     layers: tuple[int, ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class Limits:
-    """Sizes of the small model."""
-
-    num_layers: int = NUM_LAYERS
-    vocab_size: int = VOCAB_SIZE
-
-
 def model_arguments(config: PretrainedConfig) -> dict[str, Any]:
     """Runs experts in a loop, because the grouped matmul has no float64."""
     return {"experts_implementation": "eager"} if hasattr(config, "num_experts_per_tok") else {}
@@ -139,15 +131,15 @@ def logits_of(model: nn.Module) -> torch.Tensor:
 
 def shrink(
     config: PretrainedConfig,
-    limits: Limits,
     build: Callable[[PretrainedConfig], nn.Module] = trained_once,
+    **limits: int,
 ) -> tuple[Shrunk, nn.Module]:
     """The smallest model that can be built and trained for a step.
 
     Args:
         config: Configuration of the full model.
-        limits: Sizes of the small model.
         build: Builds the model and trains a step; raises if that is impossible.
+        **limits: Sizes of the small model, as for `shrunk`.
 
     Raises:
         ConfigError: Not even the full model can be trained.
@@ -155,7 +147,7 @@ def shrink(
     error: Exception | None = None
     for depth, width in ((True, True), (False, True), (True, False), (False, False)):
         try:
-            small = shrunk(config, limits, depth=depth, width=width)
+            small = shrunk(config, depth=depth, width=width, **limits)
             return small, build(small.config)
         except Exception as fault:  # noqa: BLE001  whatever a model says to unusual numbers
             error = error or fault
@@ -165,14 +157,22 @@ def shrink(
     ) from error
 
 
-def shrunk(config: PretrainedConfig, limits: Limits, *, depth: bool, width: bool) -> Shrunk:
+def shrunk(
+    config: PretrainedConfig,
+    *,
+    depth: bool,
+    width: bool,
+    num_layers: int = NUM_LAYERS,
+    vocab_size: int = VOCAB_SIZE,
+) -> Shrunk:
     """The configuration with smaller sizes; nothing is built.
 
     Args:
         config: Configuration of the full model.
-        limits: Sizes of the small model.
         depth: Whether to drop layers.
         width: Whether to narrow layers, and to shrink vocabulary and experts.
+        num_layers: Layers of the small model.
+        vocab_size: Its vocabulary.
     """
     settings = config.to_dict()
     changes: list[Change] = []
@@ -180,12 +180,12 @@ def shrunk(config: PretrainedConfig, limits: Limits, *, depth: bool, width: bool
     for prefix, section in _sections(settings):
         found = _without_randomness(section)
         if depth:
-            chosen = _choose_layers(section, limits.num_layers)
+            chosen = _choose_layers(section, num_layers)
             found |= _fewer_layers(section, chosen)
             layers = layers or chosen
         if width:
             found |= _narrower({**section, **found})
-            found |= _smaller_vocabulary(section, limits.vocab_size)
+            found |= _smaller_vocabulary(section, vocab_size)
         changes += [
             Change(f"{prefix}{key}", section.get(key, {}), value)
             for key, value in found.items()
@@ -368,7 +368,7 @@ def check_documents(config: PretrainedConfig, key: str = "sft.packing") -> None:
     places = torch.cat([torch.arange(length) for length in LENGTHS])[None]
     try:
         with torch.enable_grad():
-            _, model = shrink(config, Limits(num_layers=2))
+            _, model = shrink(config, num_layers=2)
         ids %= model.config.get_text_config().vocab_size  # type: ignore[union-attr]
         together = model.eval()(input_ids=ids, position_ids=places, use_cache=False).logits
         parts = [model(input_ids=part, use_cache=False).logits for part in ids.split(LENGTHS, 1)]

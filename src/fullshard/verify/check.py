@@ -37,7 +37,6 @@ from fullshard.models.build import given_model_config
 from fullshard.models.config import freeze, quiet_libraries
 from fullshard.models.small import (
     Change,
-    Limits,
     Shrunk,
     fit_globs,
     logits_of,
@@ -224,10 +223,9 @@ def _shrink(
     """The small model, with units like those of the user's model."""
     depth = 2 + max(sharding["forward_prefetch"], sharding["backward_prefetch"])
     depth = min(8, max(depth, sharding["activation_checkpointing"].every, 4))
-    limits = Limits(num_layers=depth)
-    small, model = shrink(config, limits)
+    small, model = shrink(config, num_layers=depth)
     unnamed = {"ignore": (), "fp32_modules": ()}  # names are fitted to the small model later
-    wide = build_on_meta(shrunk(config, limits, depth=True, width=False).config)
+    wide = build_on_meta(shrunk(config, depth=True, width=False, num_layers=depth).config)
     wanted = fs.plan(wide, sharding | unnamed, world_size=world_size)
     if sharding["wrap"] is WrapKind.SIZE:
         share = sum(p.numel() for p in model.parameters()) / max(1, wanted.num_parameters)
@@ -237,8 +235,7 @@ def _shrink(
         # An embedding is a unit where it is as large as a block.
         width = model.get_input_embeddings().weight.shape[-1]  # type: ignore[attr-defined]
         largest = max(unit.numel for unit in found.units)
-        limits = dataclasses.replace(limits, vocab_size=2 * largest // width)
-        small, model = shrink(config, limits)
+        small, model = shrink(config, num_layers=depth, vocab_size=2 * largest // width)
         found = fs.plan(model, sharding | unnamed, world_size=world_size)
     if {unit.name for unit in wanted.units} != {unit.name for unit in found.units}:
         notes.append("The units are not those of the full width: sizes decide them.")

@@ -32,7 +32,7 @@ from fullshard.config.values import Backend, DType
 from fullshard.engine.hugging_face import read_config
 from fullshard.errors import ConfigError
 from fullshard.models.config import quiet_libraries
-from fullshard.models.small import NUM_LAYERS, Limits, model_arguments, shrink
+from fullshard.models.small import NUM_LAYERS, model_arguments, shrink
 from fullshard.planner.arrays import ArrayPlan
 from fullshard.planner.mesh import row_of
 from fullshard.run.on_xla import state_of, torch_weights
@@ -74,7 +74,7 @@ def prepare(config: RunConfig, fault: Fault | None) -> PreparedCheck:
     DecoderConfig.of(full).check_axes(config.sharding, alone=config.teacher is None)
     world_size = _fit_devices(config, notes)
     depth = min(8, max(NUM_LAYERS, config.sharding.activation_checkpointing.every))
-    small, model = shrink(full, Limits(num_layers=depth))
+    small, model = shrink(full, num_layers=depth)
     in_float64 = ShardConfig.of(config.sharding, master_dtype=DType.FLOAT64)
     wide = config.model_copy(update={"sharding": in_float64})
     table = plan_table(small.config, wide, world_size)
