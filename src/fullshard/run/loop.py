@@ -101,12 +101,11 @@ class Trainee(Protocol):
 
     def evaluated(self, step: int, loop: Loop) -> None:
         """After an evaluation. A collective."""
-        ...
 
     @property
     def texts(self) -> Mapping[str, str]:
         """Text files that a checkpoint holds besides the tokenizer's and config.yaml."""
-        ...
+        return {}
 
     def save(self, folder: Path, values: dict[str, Any], settings: SaveSettings) -> None:
         """Saves what is trained, with further values. A collective."""

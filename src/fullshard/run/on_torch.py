@@ -6,7 +6,7 @@ import contextlib
 import logging
 import math
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -37,11 +37,11 @@ from fullshard.recipes.base import (
 )
 from fullshard.run.console import plan_lines
 from fullshard.run.generation import sampling
-from fullshard.run.loop import Loop, Update, diverged
+from fullshard.run.loop import Loop, Trainee, Update, diverged
 from fullshard.run.optim import Average, apply_scaled, build_optimizer
 from fullshard.run.outlook import View, answered, topology_of, view_of
 from fullshard.run.resume import SCALER
-from fullshard.run.session import Session
+from fullshard.run.session import Session, Side
 from fullshard.saving import SaveSettings
 from fullshard.transport import streams
 
@@ -52,7 +52,7 @@ OFFLOADED_TOKENS = 20  # length of the final sample if weights are offloaded
 
 
 @dataclass
-class TorchTrainee:
+class TorchTrainee(Trainee):
     """A sharded model with its optimizer, loss scaler and average."""
 
     model: nn.Module
@@ -60,7 +60,6 @@ class TorchTrainee:
     memory_bytes: Callable[[], tuple[int, int]]
     scaler: torch.amp.GradScaler = NO_SCALER
     average: Average | None = None
-    texts: Mapping[str, str] = field(default_factory=dict[str, str])  # more files of checkpoints
     _num_skipped: int = field(default=0, init=False)  # in this session
     _last: Batch | None = field(default=None, init=False)  # repeated if other ranks have more
 
@@ -105,9 +104,6 @@ class TorchTrainee:
         finally:
             self.model.train()
         return total, count
-
-    def evaluated(self, step: int, loop: Loop) -> None:
-        """Does nothing."""
 
     def _skip(self, step: int, found: tuple[float, int, float], loop: Loop) -> None:
         """Counts a skipped update.
@@ -190,7 +186,7 @@ class TorchTrainee:
         return state, found.path
 
 
-class TorchSide(TorchTrainee):
+class TorchSide(TorchTrainee, Side):
     """The torch engine's part of a session; the model is built after the banner is printed."""
 
     def __init__(self, session: Session) -> None:

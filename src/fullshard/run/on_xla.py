@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -42,7 +41,7 @@ from fullshard.run.generation import Request, generate
 from fullshard.run.loop import Loop, Update, diverged
 from fullshard.run.optim import build_optimizer, schedule_of
 from fullshard.run.resume import SCALER
-from fullshard.run.session import Session
+from fullshard.run.session import Session, Side
 from fullshard.saving import SaveSettings
 from fullshard.xla import opt_state, processes
 from fullshard.xla.decoder import EMBEDDING, HEAD, DecoderConfig, planned
@@ -76,7 +75,7 @@ class ProcessTeam:
         return found.reshape(self.num_batches, self.tensor, -1).max(1).tolist()
 
 
-class XlaSide:
+class XlaSide(Side):
     """A session on XLA, and what it trains: the plan comes first, arrays after the banner."""
 
     _state: State  # parameters and optimizer; each step uses it up and makes the next
@@ -94,10 +93,6 @@ class XlaSide:
         self._plan = planned(shapes, config.sharding, freeze=config.freeze)
         self._teaching = recipe and recipe.teaching(config, Decoder(decoder, self._plan))
         processes.connect(self._plan.mesh)
-
-    def explained(self) -> contextlib.AbstractContextManager[None]:
-        """Explains nothing: the compiler allocates the memory."""
-        return contextlib.nullcontext()
 
     def lines(self) -> list[tuple[str, str]]:
         """Labelled lines of the banner."""
@@ -175,9 +170,6 @@ class XlaSide:
             return 0.0, 0.0
         return sum(float(total) for total, _ in sums), sum(float(count) for _, count in sums)
 
-    def evaluated(self, step: int, loop: Loop) -> None:
-        """Does nothing: prompts are not answered on XLA."""
-
     # ---- for checkpoints
 
     @property
@@ -199,10 +191,6 @@ class XlaSide:
         return dict(beside.values), path
 
     # ---- at the end
-
-    def utilization(self) -> float | None:
-        """Not known on XLA."""
-        return None
 
     def export(self, loop: Loop) -> None:  # noqa: ARG002
         """Writes the model."""

@@ -48,7 +48,7 @@ class Side(Trainee, Protocol):
 
     def explained(self) -> AbstractContextManager[None]:
         """A context that explains errors from the plan, such as running out of memory."""
-        ...
+        return nullcontext()
 
     def lines(self) -> list[tuple[str, str]]:
         """Labelled lines of the banner about the model and its plan, on rank 0."""
@@ -60,7 +60,7 @@ class Side(Trainee, Protocol):
 
     def utilization(self) -> float | None:
         """Model FLOPs utilization at one token per second; None if it is not known."""
-        ...
+        return None
 
     def export(self, loop: Loop) -> float | None:
         """Writes the model; returns the held-out loss of averaged weights, if any. A collective."""

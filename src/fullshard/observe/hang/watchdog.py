@@ -77,7 +77,7 @@ class Watchdog:
         launch: The rank, and the store of its rendezvous.
         timeout_s: A rank that waits longer is stuck.
         hang_file: File of the report.
-        stacks_file: File to which a rank's faulthandler writes on SIGUSR2, under a launcher of ours,
+        stacks_file: File to which a rank's faulthandler writes on SIGUSR2 under a launcher of ours,
             which sees which rank dies and shows the report; None: under another one.
     """
 
