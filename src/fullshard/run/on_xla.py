@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import numpy as np
 import torch
-import torch.nn.functional as F
 from jax.experimental import multihost_utils
 from optax import GradientTransformation
 
@@ -34,7 +33,7 @@ from fullshard.models.lora import first_values
 from fullshard.observe.metrics import memory_bytes
 from fullshard.planner.arrays import ArrayPlan, ArraysPlan
 from fullshard.planner.text import axes_of, human_bytes
-from fullshard.recipes.base import IGNORED, Batch, RowBatches, Team
+from fullshard.recipes.base import Batch, RowBatches, Team
 from fullshard.recipes.distill.loss import TOP_IDS, TOP_VALUES
 from fullshard.run.console import weights_line
 from fullshard.run.generation import Request, generate
@@ -120,12 +119,11 @@ class XlaSide(Side):
             lines += self._teaching.lines(num_micro_batches)
         return lines
 
-    def build(self, data: RowBatches) -> Team:
+    def build(self, data: RowBatches) -> Team:  # noqa: ARG002
         """Builds the state and its programs; returns the team of ranks."""
         run, teaching, training = self._session, self._teaching, self._session.config.training
         if run.seat.is_first and run.dataset.prompts:
             logger.info("held-out prompts are not answered with backend: jax")
-        self._row_length = data.data.row_length
         groups, self._tx = self._optimizer()
         loss = told = next_token(Decoder(self._decoder, self._plan), training.loss_chunk_size)
         if teaching is not None:
@@ -149,11 +147,10 @@ class XlaSide(Side):
 
     def update(self, step: int, batches: list[Batch], loop: Loop) -> Update:
         """Runs one program, which returns the loss and norm of all ranks."""
-        filled = [_filled(batch, self._row_length) for batch in batches]
         if self._teaching is not None:
-            filled = [self._teaching.beside(batch) for batch in filled]
+            batches = [self._teaching.beside(batch) for batch in batches]
         rate = loop.settings.schedule.learning_rate(step - 1)
-        self._state, found = self._step(self._state, _arrays(filled), learning_rate=rate)
+        self._state, found = self._step(self._state, _arrays(batches), learning_rate=rate)
         loop.look_ahead(step)
         loss, norm = float(found["loss"]), float(found["grad_norm"])
         for what, value in (("loss", loss), ("gradient norm", norm)):
@@ -164,8 +161,7 @@ class XlaSide(Side):
 
     def totals(self, batches: Iterable[Batch], loop: Loop) -> tuple[float, float]:  # noqa: ARG002
         """Sums over all ranks, returned on the first rank; zero on the others."""
-        filled = (_arrays([_filled(batch, self._row_length)]) for batch in batches)
-        sums = [self._sums(self._state, arrays) for arrays in filled]
+        sums = [self._sums(self._state, _arrays([batch])) for batch in batches]
         if not self._session.seat.is_first:
             return 0.0, 0.0
         return sum(float(total) for total, _ in sums), sum(float(count) for _, count in sums)
@@ -266,27 +262,6 @@ def _arrays(batches: Sequence[Batch]) -> dict[str, np.ndarray]:
             narrow = stacked.astype(np.int32) if stacked.dtype.kind == "i" else stacked
             found[key] = narrow if len(batches) > 1 else narrow[0]
     return found
-
-
-def _filled(batch: Batch, length: int | None) -> Batch:
-    """Rows padded to one length, because every length needs its own program.
-
-    See [Note: documents].
-    """
-    if length is None:
-        return batch
-    ids = batch["input_ids"]
-    num_rows, here = ids.shape
-    more, places = length - here, torch.arange(length)
-    first = places[:here].expand(num_rows, here)
-    own = batch.get("position_ids", first)
-    # The padding is a document of its own in each row, without labels.
-    filled = torch.cat([own, places[:more].expand(num_rows, more)], 1)
-    return batch | {
-        "input_ids": F.pad(ids, (0, more)),
-        "labels": F.pad(batch["labels"], (0, more), value=IGNORED),
-        "position_ids": filled,
-    }
 
 
 def state_of(

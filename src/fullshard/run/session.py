@@ -95,7 +95,8 @@ class Session:
     def batches(self) -> RowBatches:
         """This rank's batches."""
         per_device = self.config.training.per_device_eval_batch_size
-        return self.command.kind.batches(self.dataset, per_device, self.steps.order, self.seat)
+        data = self.dataset.padded() if self.config.backend is Backend.JAX else self.dataset
+        return self.command.kind.batches(data, per_device, self.steps.order, self.seat)
 
     def settings(self) -> LoopSettings:
         """Numbers of the loop."""
