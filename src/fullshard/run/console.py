@@ -9,7 +9,6 @@ from __future__ import annotations
 import platform
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -45,7 +44,7 @@ from fullshard.observe.metrics import (
     process_bytes,
 )
 from fullshard.observe.report import write_report
-from fullshard.observe.trackers import Names, Trackers
+from fullshard.observe.trackers import Trackers
 from fullshard.outlook.memory import RANK_PROCESS
 from fullshard.planner.plan import Plan
 from fullshard.planner.text import axes_of, contracts, human_bytes, padding
@@ -200,16 +199,7 @@ class RunWatcher(Watcher):
         self.step, self.evaluation = keep_rows(folder.metrics, done)
         self.num_tokens = 0
         self.console, self.done, self._utilization = console, done, utilization
-        training = config.training
-        names = Names(
-            project=training.project,
-            run=training.run_name or folder.path.name,
-            folder=folder.path,
-            logging_dir=Path(training.logging_dir or folder.path / "tensorboard"),
-            config=config.model_dump(mode="json"),
-            done=done,
-        )
-        self._trackers = Trackers(training.report_to, names)
+        self._trackers = Trackers(config, folder.path, done)
         self._metrics = MetricsWriter(folder.metrics)
 
     def __enter__(self) -> Self:
