@@ -229,6 +229,12 @@ def rows(table: str, other: Table | None = None) -> dict[str, Rule]:
     return found
 
 
+def marks_of(tool: str) -> frozenset[str]:
+    """The top-level keys by which a tool's file is recognized."""
+    marks = {row["tool"]: row["keys"] for row in _tables()["MARKS"]}
+    return frozenset(marks[tool].split())
+
+
 @cache
 def _tables() -> dict[str, list[dict[str, Any]]]:
     import yaml  # which a GPU's machine may lack
