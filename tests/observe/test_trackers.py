@@ -3,9 +3,9 @@
 import sys
 import types
 
-from fullshard.config.values import Tracker
+from fullshard.config.schema import RunConfig
 from fullshard.observe.metrics import EvalRow
-from fullshard.observe.trackers import Names, Trackers
+from fullshard.observe.trackers import Trackers
 
 
 def test_a_tracker_that_fails_is_said_once_and_the_others_have_all_rows(
@@ -25,8 +25,8 @@ def test_a_tracker_that_fails_is_said_once_and_the_others_have_all_rows(
         init=lambda **_: None, log=log, finish=lambda: ended.append("finished")
     )
     monkeypatch.setitem(sys.modules, "trackio", good)
-    names = Names("project", "run", tmp_path, tmp_path, {})
-    trackers = Trackers((Tracker.WANDB, Tracker.TRACKIO), names)
+    config = RunConfig(model="m", training={"report_to": ["wandb", "trackio"]})
+    trackers = Trackers(config, tmp_path, 0)
     for step in (1, 2, 3):
         trackers.write(EvalRow(step, 0.5))
     trackers.close(is_good=False)

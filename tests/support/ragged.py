@@ -10,6 +10,7 @@ from torch import nn
 import fullshard as fs
 from fullshard.config.values import LrSchedule
 from fullshard.engine.engine import engine_of
+from fullshard.observe.metrics import EvalRow, SaveRow, StepRow
 from fullshard.recipes.base import IGNORED, Batch, RankTeam, Seat, causal_lm_loss, num_predicted
 from fullshard.run.loop import Loop, LoopSettings
 from fullshard.run.on_torch import TorchTrainee
@@ -89,18 +90,13 @@ class Rows:
 
     def __init__(self) -> None:
         self.steps, self.evaluations, self.phases, self.saves = [], [], [], []
+        self._kinds = {StepRow: self.steps, EvalRow: self.evaluations, SaveRow: self.saves}
 
     def entered(self, phase, step) -> None:
         self.phases.append((phase, step))
 
-    def stepped(self, row) -> None:
-        self.steps.append(row)
-
-    def evaluated(self, row) -> None:
-        self.evaluations.append(row)
-
-    def saved(self, row) -> None:
-        self.saves.append(row)
+    def tell(self, row) -> None:
+        self._kinds[type(row)].append(row)
 
     def misses_evaluation(self, step) -> bool:
         return all(row.step != step for row in self.evaluations)

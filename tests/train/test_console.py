@@ -79,7 +79,7 @@ def test_an_evaluation_that_is_made_up_for_once_more_has_one_row(tmp_path, capsy
         console = RunConsole(num_steps=8, log_every=1)
         with RunWatcher(console, folder, 4, RunConfig(model="x")) as watcher:
             for step, loss in losses.items():
-                watcher.evaluated(EvalRow(step, loss))
+                watcher.tell(EvalRow(step, loss))
     rows = [(row["step"], row["eval_loss"]) for row in read_rows(folder.metrics)]
     assert rows == [(4, 2.0), (8, 1.5)]
     said = capsys.readouterr().out

@@ -8,6 +8,7 @@ from torch.optim import SGD, AdamW
 
 import fullshard as fs
 from fullshard.engine.engine import engine_of
+from fullshard.observe.metrics import StepRow
 from fullshard.planner.optimizers import ADAMW
 from fullshard.planner.optimizers import SGD as NO_STATES
 from fullshard.run.loop import Loop
@@ -35,8 +36,10 @@ def train_with_an_average(folder, optimizer_class):
     average = Average(optimizer, DECAY)
 
     class Watching(Rows):
-        def stepped(self, row):
-            seen.append(fs.full_state_dict(model, rank0_only=False))
+        def tell(self, row):
+            super().tell(row)
+            if isinstance(row, StepRow):
+                seen.append(fs.full_state_dict(model, rank0_only=False))
 
     trainee = replace(loop.trainee, optimizer=optimizer, average=average)
     Loop(trainee, recipe, loop.settings, loop.team, Watching()).run()

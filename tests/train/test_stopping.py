@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fullshard as fs
 from fullshard.errors import DataError, DivergedError, PreemptedError
-from fullshard.observe.metrics import EvalRow
+from fullshard.observe.metrics import EvalRow, StepRow
 from fullshard.recipes.base import blank, cross_entropy, shifted_of
 from fullshard.run.loop import Loop, Patience, diverged
 from fullshard.transport import streams
@@ -118,7 +118,7 @@ def test_patience_that_is_loaded_goes_on_counting():
 def count_what_was_made_up_for_before_a_crash():
     """The rows have the loss of step 2; the checkpoint that the run goes on from is older."""
     rows = Rows()
-    rows.evaluated(EvalRow(2, GetsNoBetter.losses[1]))
+    rows.tell(EvalRow(2, GetsNoBetter.losses[1]))
     _, bare, recipe = make_loop(torch.distributed.get_rank(), 2, 1, {}, rows)
     patience = Patience(2)
     patience.load_state_dict({"best": 2.0, "waited": 1, "step": 1})
@@ -167,8 +167,10 @@ def train_past_an_infinity(max_skipped_steps):
     weights = []
 
     class Watching(Rows):
-        def stepped(self, row):
-            super().stepped(row)
+        def tell(self, row):
+            super().tell(row)
+            if not isinstance(row, StepRow):
+                return
             weights.append(fs.full_state_dict(model, rank0_only=False)["head.weight"])
 
     loop.settings = replace(loop.settings, max_skipped_steps=max_skipped_steps)

@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from fullshard.config.load import load_config
@@ -62,7 +61,7 @@ def checks(tmp_path_factory):
 
 
 def on_a_rank(folder):
-    run_passes(Path(folder), dist.get_rank())
+    run_passes(Path(folder))
 
 
 def verdict_of(ranks, folder, prepared, fault):

@@ -3,10 +3,8 @@
 from pathlib import Path
 
 import pytest
-import torch
 
 from fullshard.observe.metrics import read_rows
-from fullshard.recipes.base import IGNORED
 from support.model_folder import small_config, write_chats, write_model
 
 # A large epsilon: rounding noise of gradients that should be zero must not decide a step.
@@ -43,22 +41,6 @@ def test_losses_are_those_of_torch(words, fullshard, tmp_path, monkeypatch, pack
     assert len(found["torch"]) == 10
     assert found["jax"] == pytest.approx(found["torch"], rel=1e-5)
     assert found["jax"][-1] < found["jax"][0]  # the rate is one that changes weights
-
-
-def test_rows_are_filled_up_with_a_document_of_its_own():
-    from fullshard.run.on_xla import _filled
-
-    ids = torch.tensor([[5, 6, 7, 8], [5, 6, 9, 0]])
-    labels = torch.tensor([[IGNORED, 6, 7, 8], [IGNORED, 6, IGNORED, IGNORED]])
-    plain = _filled({"input_ids": ids, "labels": labels}, 6)
-    assert plain["input_ids"].tolist() == [[5, 6, 7, 8, 0, 0], [5, 6, 9, 0, 0, 0]]
-    assert plain["labels"][:, 4:].eq(IGNORED).all()
-    assert plain["labels"][:, :4].equal(labels)
-    assert plain["position_ids"].tolist() == [[0, 1, 2, 3, 0, 1]] * 2
-    places = torch.tensor([[0, 1, 0, 1], [0, 1, 2, 0]])
-    packed = _filled({"input_ids": ids, "labels": labels, "position_ids": places}, 6)
-    assert packed["position_ids"].tolist() == [[0, 1, 0, 1, 0, 1], [0, 1, 2, 0, 0, 1]]
-    assert _filled({"input_ids": ids, "labels": labels}, 4)["input_ids"].equal(ids)
 
 
 @pytest.mark.parametrize(

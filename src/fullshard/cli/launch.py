@@ -20,7 +20,7 @@ from fullshard.errors import ConfigError
 
 if TYPE_CHECKING:
     from fullshard.config.schema import LaunchConfig
-    from fullshard.launch.spawn import LocalLaunch, Machines
+    from fullshard.launch.spawn import LocalLaunch
 
 app = typer.Typer()
 
@@ -89,6 +89,7 @@ def launch(  # noqa: PLR0913  (one parameter an option)
         "timeout": timeout,
     }
     place = _placed(config_file, {k: value for k, value in flags.items() if value is not None})
+    _check_address(place)
     world = place.world_size or place.num_machines * (num_visible_accelerators() or 2)
     order = LocalLaunch(
         script,
@@ -96,7 +97,7 @@ def launch(  # noqa: PLR0913  (one parameter an option)
         world // place.num_machines,
         log_dir,
         stuck_s=place.timeout,
-        machines=_machines(place),
+        machines=place,
         config_file=config_file and config_file.absolute(),
     )
     if dry_run:
@@ -191,19 +192,13 @@ def _flag_of(key: str) -> str:
     return f"{torchs[key]} ({own})" if key in torchs else own
 
 
-def _machines(place: LaunchConfig) -> Machines:
-    from fullshard.launch.spawn import Machines
-
-    count, address, port = place.num_machines, place.main_process_ip, place.main_process_port
-    if count == 1:
-        return Machines(port=port or 0)
-    if address is None or port is None:
+def _check_address(place: LaunchConfig) -> None:
+    if place.num_machines > 1 and None in (place.main_process_ip, place.main_process_port):
         raise ConfigError(
-            f"--master-addr, --master-port: expected both with --nnodes {count}, got one or "
-            "none. Name machine 0 and a free port there, the same on every machine (in a file: "
-            "main_process_ip, main_process_port)."
+            f"--master-addr, --master-port: expected both with --nnodes {place.num_machines}, got "
+            "one or none. Name machine 0 and a free port there, the same on every machine (in a "
+            "file: main_process_ip, main_process_port)."
         )
-    return Machines(count, place.machine_rank, address, port)
 
 
 def _ranks_here(text: str) -> int | None:

@@ -16,22 +16,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
-from fullshard.config.dialects.rules import Rule, each, not_yet, rows
+from fullshard.config.dialects.rules import Rule, rows
 from fullshard.config.fields import to_flag
 
 
 @cache
 def names() -> Mapping[str, Rule]:
     """Names below `training` that are no fields."""
-    return {
-        **rows("TRAINING"),
-        # Known names whose meaning is in dialects/trainer.py.
-        **each(
-            not_yet("Leave it out"),
-            "fsdp fsdp_config fsdp_min_num_params fsdp_transformer_layer_cls_to_wrap deepspeed",
-            "parallelism_config",
-        ),
-    }
+    return rows("TRAINING")
 
 
 @dataclass(frozen=True)

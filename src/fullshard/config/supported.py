@@ -7,7 +7,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from importlib.resources import files
 from pathlib import Path
 
 from fullshard.config.environment import LaunchEnvironment
@@ -15,7 +16,6 @@ from fullshard.config.fields import Section
 from fullshard.config.problems import ConfigProblems, Problem, join_key, show
 from fullshard.config.schema import RunConfig, ShardConfig
 from fullshard.config.sharding import Offload
-from fullshard.config.training import TrainingConfig
 from fullshard.config.values import (
     BY_OWNER,
     Backend,
@@ -140,83 +140,44 @@ def _of_machine(config: RunConfig, launch: LaunchEnvironment | None) -> Iterator
         yield Problem("launch.num_machines", "", got, advice)
 
 
-# ---- valid combinations that are known to cause trouble
-# -------------------------------------------
+# ---- valid combinations that are known to cause trouble ------------------------------------------
+
+
+def _is_sharded(config: RunConfig) -> bool:
+    return config.sharding.strategy not in (Strategy.NO_SHARD, Strategy.AUTO)
+
+
+_ROUNDS = (DType.BFLOAT16, DType.FLOAT16)
+_LAST = GradSync.LAST_MICRO_BATCH
+
+# When a key is reported; findings.yaml has the reasons.
+FINDINGS: Mapping[str, Callable[[RunConfig], object]] = {
+    "sharding.wrap": lambda c: c.sharding.wrap is WrapKind.NONE and _is_sharded(c),
+    "sharding.offload": lambda c: c.sharding.offload and c.sharding.strategy is Strategy.NO_SHARD,
+    "sharding.master_dtype": lambda c: c.sharding.master_dtype in _ROUNDS,
+    "sharding.reduce_dtype": lambda c: c.sharding.reduce_dtype is DType.FLOAT16,
+    "sharding.grad_sync": lambda c: c.sharding.grad_sync is _LAST and _is_sharded(c),
+    "sharding.forward_prefetch": lambda c: c.sharding.forward_prefetch >= _DEEP and _is_sharded(c),
+    "sharding.poison": lambda c: c.sharding.poison,
+    "launch.num_processes": lambda c: c.launch.world_size == 1 and _is_sharded(c),
+    "launch.main_process_port": lambda c: c.launch.num_machines == 1 and c.launch.main_process_port,
+    "training.warmup_steps": lambda c: 1 <= c.training.max_steps <= c.training.warmup_steps,
+    "training.lr_scheduler_type": lambda c: (
+        c.training.lr_scheduler_type is LrSchedule.CONSTANT
+        and (c.training.warmup_steps or c.training.warmup_ratio)
+    ),
+    "training.eval_steps": lambda c: (
+        c.training.eval_steps is not None and c.training.eval_strategy is IntervalStrategy.NO
+    ),
+    "training.learning_rate": lambda c: c.training.learning_rate == 0,
+}
 
 
 def findings(config: RunConfig) -> Iterator[tuple[str, str]]:
     """The dotted key of each such value, with the reason or advice."""
-    is_sharded = config.sharding.strategy not in (Strategy.NO_SHARD, Strategy.AUTO)
-    yield from _of_sharding(config.sharding, is_sharded=is_sharded)
-    if config.launch.world_size == 1 and is_sharded:
-        yield (
-            "launch.num_processes",
-            "one rank has nothing to share its state with; use no_shard, or more processes",
-        )
-    if config.launch.num_machines == 1 and config.launch.main_process_port is not None:
-        yield (
-            "launch.main_process_port",
-            "the ranks of one machine meet at a free port, so it has no effect; leave it out",
-        )
-    yield from _of_training(config.training)
+    import yaml  # which a GPU's machine may lack
 
-
-def _of_sharding(sharding: ShardConfig, *, is_sharded: bool) -> Iterator[tuple[str, str]]:
-    if sharding.wrap is WrapKind.NONE and is_sharded:
-        yield (
-            "sharding.wrap",
-            "the whole model is one unit, so every step gathers all of it at once and parameters "
-            "take as much memory as without sharding; use auto",
-        )
-    if sharding.offload is not None and sharding.strategy is Strategy.NO_SHARD:
-        yield (
-            "sharding.offload",
-            "every rank of a host keeps a whole copy of the state there; use full_shard",
-        )
-    if sharding.master_dtype in (DType.BFLOAT16, DType.FLOAT16):
-        yield (
-            "sharding.master_dtype",
-            "updates much smaller than a weight are rounded away; leave masters at float32",
-        )
-    if sharding.reduce_dtype is DType.FLOAT16:
-        yield (
-            "sharding.reduce_dtype",
-            "sums over ranks overflow at 65504; use bfloat16 or float32",
-        )
-    if sharding.grad_sync is GradSync.LAST_MICRO_BATCH and is_sharded:
-        yield (
-            "sharding.grad_sync",
-            "unsharded gradients of the whole model are held from the first micro-batch to the "
-            "last; use every_micro_batch unless the network is the bottleneck",
-        )
-    if sharding.forward_prefetch >= _DEEP and is_sharded:
-        yield (
-            "sharding.forward_prefetch",
-            "every unit gathered ahead is held in memory; 1 or 2 hide what can be hidden",
-        )
-    if sharding.poison:
-        yield (
-            "sharding.poison",
-            "every released slot is overwritten, which is for tests; leave it out",
-        )
-
-
-def _of_training(training: TrainingConfig) -> Iterator[tuple[str, str]]:
-    if 1 <= training.max_steps <= training.warmup_steps:
-        yield (
-            "training.warmup_steps",
-            "the warm-up ends after the last step, so the learning rate never gets there",
-        )
-    has_warmup = bool(training.warmup_steps or training.warmup_ratio)
-    if training.lr_scheduler_type is LrSchedule.CONSTANT and has_warmup:
-        yield (
-            "training.lr_scheduler_type",
-            "constant has no warm-up, though one is given; use constant_with_warmup",
-        )
-    if training.eval_steps is not None and training.eval_strategy is IntervalStrategy.NO:
-        yield (
-            "training.eval_steps",
-            "eval_strategy says no, so nothing is evaluated; leave one of the two out",
-        )
-    if training.learning_rate == 0:
-        yield "training.learning_rate", "nothing is learnt at 0"
+    text = files("fullshard.config").joinpath("findings.yaml").read_text("utf-8")
+    for key, why in yaml.safe_load(text).items():
+        if FINDINGS[key](config):
+            yield key, why

@@ -25,7 +25,7 @@ import math
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -135,17 +135,18 @@ class ChatDataset(PreparedData):
 
     Attributes:
         samples: Tokens of held-out prompts, which are answered at evaluations.
+        is_padded: All batches have the length of the longest row that there may be.
     """
 
     kind: ClassVar = "chat"
     train: ExampleRows
     held_out: ExampleRows
     samples: tuple[list[int], ...]
+    is_padded: bool = False
 
-    @property
-    def row_length(self) -> int:
-        """Rows have lengths of their own, up to this one."""
-        return max(2, self.facts.sequence_length)
+    def padded(self) -> Self:
+        """The data with rows of one length; they have lengths of their own here."""
+        return replace(self, is_padded=True)
 
     @property
     def prompts(self) -> Sequence[list[int]]:
@@ -162,7 +163,7 @@ class ChatDataset(PreparedData):
         return dealt(chosen, self.lengths)
 
     def arrays(self, chosen: Indices, *, held_out: bool) -> dict[str, Any]:
-        """Rows, padded to the longest one; -1 is a row without labels.
+        """Rows, padded to the longest one, or to one length; -1 is a row without labels.
 
         [Note: documents]
         transformers starts a new document wherever `position_ids` fall, and no token attends to
@@ -172,7 +173,8 @@ class ChatDataset(PreparedData):
         rows = self.held_out if held_out else self.train
         members = [rows.examples_of(int(row)) if row >= 0 else [] for row in chosen]
         lengths = [sum(size for _, size in documents) for documents in members]
-        shape = (len(members), max(2, *lengths))
+        least = self.facts.sequence_length if self.is_padded else 2
+        shape = (len(members), max(2, least, *lengths))
         values = np.full(shape, self.facts.pad << BITS, dtype=np.int64)
         places = np.tile(np.arange(shape[1]), (shape[0], 1))
         for at, documents in enumerate(members):
@@ -185,7 +187,7 @@ class ChatDataset(PreparedData):
             places[at, cursor:] = np.arange(shape[1] - cursor)
         ids = values >> BITS
         arrays = {"input_ids": ids, "labels": np.where(values & COUNTS, ids, IGNORED)}
-        if any(len(documents) > 1 for documents in members):
+        if self.is_padded or any(len(documents) > 1 for documents in members):
             arrays["position_ids"] = places
         return arrays
 

@@ -185,10 +185,9 @@ class PreparedData(ABC):
         """Label tokens of a row; None if rows differ."""
         return None
 
-    @property
-    def row_length(self) -> int | None:
-        """Length that rows are padded to on XLA; None if all rows have the same length."""
-        return None
+    def padded(self) -> Self:
+        """The data with rows of one length, because XLA needs a program for every length."""
+        return self
 
     @property
     def prompts(self) -> Sequence[list[int]]:

@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from fullshard.config.environment import read_launch_environment
+from fullshard.config.environment import hide_accelerators, read_launch_environment
 from fullshard.launch import rendezvous
 from fullshard.launch.spawn import LocalLaunch, launch_local_ranks
 from fullshard.launch.supervise import LaunchResult
@@ -29,6 +29,8 @@ def call_on_ranks(
     num_ranks: int,
     timeout_s: float | None = None,
     stuck_s: float = 600.0,
+    *,
+    on_cpu: bool = False,
 ) -> tuple[LocalLaunch, LaunchResult, list[Any]]:
     """Calls a function on local ranks.
 
@@ -38,6 +40,7 @@ def call_on_ranks(
         num_ranks: Number of ranks.
         timeout_s: Maximum duration; None: unlimited.
         stuck_s: Seconds after which a rank that others wait for is stuck.
+        on_cpu: Hide the accelerators of this machine from the ranks.
 
     Returns:
         The launch, its result, and the results of all ranks (none if the launch failed).
@@ -45,7 +48,7 @@ def call_on_ranks(
     with tempfile.TemporaryDirectory(prefix="fullshard-ranks-") as name:
         folder = Path(name)
         (folder / JOB_FILE).write_bytes(pickle.dumps(job))
-        words = (function, name)
+        words = (function, name, *(["cpu"] if on_cpu else []))
         launch = LocalLaunch(__name__, words, num_ranks, folder / "logs", timeout_s, stuck_s)
         result = launch_local_ranks(launch)
         ranks = range(0 if result.exit_code else num_ranks)
@@ -57,7 +60,9 @@ def _result_file(folder: Path, rank: int) -> Path:
     return folder / f"rank_{rank}.pickle"
 
 
-def _main(function: str, folder: Path) -> None:
+def _main(function: str, folder: Path, *, on_cpu: bool) -> None:
+    if on_cpu:
+        hide_accelerators()
     launch = read_launch_environment()
     assert launch is not None, "the launcher sets it"
     rendezvous.init_process_group(launch.timeout_s or 600.0)
@@ -69,4 +74,4 @@ def _main(function: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    _main(sys.argv[1], Path(sys.argv[2]))
+    _main(sys.argv[1], Path(sys.argv[2]), on_cpu="cpu" in sys.argv[3:])

@@ -176,7 +176,7 @@ def _watch(launch: LaunchEnvironment, folder: LaunchFolder) -> None:
         return
 
     def report(verdict: Verdict) -> None:
-        text = f"{verdict.message}\nThe stacks of all ranks: {dog.settings.hang_file}"
+        text = f"{verdict.message}\nThe stacks of all ranks: {dog.hang_file}"
         failure = RankFailure(verdict.rank, "HangError", text, ExitCode.HANG, "", time.monotonic())
         with contextlib.suppress(OSError):
             failure.write(folder.hang)

@@ -41,13 +41,14 @@ import time
 import tty
 import uuid
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
 from fullshard.config import host_memory
 from fullshard.config.environment import LaunchEnvironment, Launcher, current_variables
+from fullshard.config.schema import LaunchConfig
 from fullshard.errors import ConfigError
 from fullshard.launch.exit_codes import caught_stop_signals
 from fullshard.launch.failure import LaunchFolder
@@ -187,23 +188,6 @@ LEAST_RANK_BYTES = 64 << 20  # a process that has imported torch takes more
 
 
 @dataclass(frozen=True)
-class Machines:
-    """The machines of a launch; one launcher runs on each of them.
-
-    Attributes:
-        count: Number of machines, each with the same number of ranks.
-        index: Index of this machine, from 0.
-        address: Address of machine 0, whose launcher serves the store.
-        port: Port of the store, equal on every machine; 0 (any free port) with one machine only.
-    """
-
-    count: int = 1
-    index: int = 0
-    address: str = LOOPBACK
-    port: int = 0
-
-
-@dataclass(frozen=True)
 class LocalLaunch:
     """What to run on the ranks of this machine.
 
@@ -214,7 +198,7 @@ class LocalLaunch:
         log_dir: `<run's folder>/logs`; created if missing; existing logs are appended to.
         timeout_s: Maximum duration of the launch; None: unlimited.
         stuck_s: Seconds after which a rank that others wait for is stuck (`launch.timeout`).
-        machines: The machines of the launch.
+        machines: Number of machines, this one's number, and the address of machine 0.
         attempt: Number of earlier attempts of the same launch.
         config_file: Configuration for the script (`fullshard.integrations`), or None.
         server: Forks the ranks, then ends; None: each rank is started by itself.
@@ -226,7 +210,7 @@ class LocalLaunch:
     log_dir: Path
     timeout_s: float | None = None
     stuck_s: float = 600.0
-    machines: Machines = Machines()
+    machines: LaunchConfig = field(default_factory=LaunchConfig)
     attempt: int = 0
     config_file: Path | None = None
     server: ForkServer | None = None
@@ -234,12 +218,12 @@ class LocalLaunch:
     @property
     def world_size(self) -> int:
         """Number of ranks of all machines."""
-        return self.num_processes * self.machines.count
+        return self.num_processes * self.machines.num_machines
 
     @property
     def ranks(self) -> range:
         """Ranks of this machine."""
-        first = self.num_processes * self.machines.index
+        first = self.num_processes * self.machines.machine_rank
         return range(first, first + self.num_processes)
 
     def log(self, rank: int) -> Path:
@@ -265,12 +249,14 @@ def launch_local_ranks(launch: LocalLaunch) -> LaunchResult:
     launch.log_dir.mkdir(parents=True, exist_ok=True)
     if launch.attempt == 0:
         (launch.log_dir / "hang.txt").unlink(missing_ok=True)
-    machines = launch.machines
-    store = LaunchStore(machines.address, machines.port, served_here=machines.index == 0)
+    machines, is_alone = launch.machines, launch.machines.num_machines == 1
+    host = LOOPBACK if is_alone else machines.main_process_ip or LOOPBACK
+    port = machines.main_process_port or 0  # 0: any free port
+    store = LaunchStore(host, port, served_here=machines.machine_rank == 0)
     with _private_folder() as folder, caught_stop_signals() as caught:
         relay = Relay(launch.log(launch.ranks[0]))
         ranks: list[RankProcess] = []
-        run_id = uuid.uuid4().hex if machines.count == 1 else f"{store.host}:{store.port}"
+        run_id = uuid.uuid4().hex if is_alone else f"{store.host}:{store.port}"
         supervisor = Supervisor(
             ranks=ranks,
             folder=folder,
@@ -381,17 +367,17 @@ def _start(
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=err,
-            env=_defaults(launch.machines) | current_variables() | variables,
+            env=_defaults(launch.machines.num_machines) | current_variables() | variables,
             process_group=0,
         )
     return RankProcess(rank, process, log)
 
 
-def _defaults(machines: Machines) -> dict[str, str]:
+def _defaults(num_machines: int) -> dict[str, str]:
     """Variables of ranks, where the environment has none."""
     # One thread per rank: more would compete for the cores of the other ranks.
     # By default gloo binds to the address of the host's name, which may not resolve.
-    loopback = {"GLOO_SOCKET_IFNAME": _loopback()} if machines.count == 1 else {}
+    loopback = {"GLOO_SOCKET_IFNAME": _loopback()} if num_machines == 1 else {}
     return {"OMP_NUM_THREADS": "1", **loopback}
 
 
@@ -399,7 +385,7 @@ def _defaults(machines: Machines) -> dict[str, str]:
 def fork_server(modules: Sequence[str]) -> Iterator[ForkServer]:
     """A server of ranks of this machine, which imports modules while the block goes on."""
     # OpenBLAS would start threads when it is imported; a process with threads cannot fork.
-    server = ForkServer(ENTRY, modules, _defaults(Machines()) | {"OPENBLAS_NUM_THREADS": "1"})
+    server = ForkServer(ENTRY, modules, _defaults(1) | {"OPENBLAS_NUM_THREADS": "1"})
     try:
         yield server
     finally:

@@ -26,7 +26,6 @@ from fullshard.formats.export import export_together, live_source
 from fullshard.formats.source import whole_or_nothing
 from fullshard.models.config import (
     build_model,
-    check_model_folder,
     check_vocabulary,
     config_from_folder,
     config_from_settings,
@@ -135,9 +134,9 @@ def with_fitting_length(resolved: Resolved) -> Resolved:
 
 def weights_folder(config: RunConfig) -> Path | None:
     """The folder of the initial weights; None: random weights."""
-    folder = _model_folder(config)
-    if folder is None:
+    if config.model.name_or_path is None:
         return None
+    folder = Path(config.model.name_or_path)
     # An index counts as weights even if its files are missing, which is an error later.
     patterns = ("*.safetensors", "pytorch_model*.bin", "*.index.json")
     if any(path for pattern in patterns for path in folder.glob(pattern)):
@@ -161,10 +160,7 @@ def given_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase | None:
                 "Name the folder that holds tokenizer.json."
             )
         return tokenizer
-    folder = _model_folder(config)
-    if folder is not None:
-        check_model_folder(folder)
-    found = None if folder is None else load_tokenizer(config.model, folder=folder)
+    found = load_tokenizer(config.model) if config.model.name_or_path else None
     if found is None and config.teacher is not None and config.teacher.name_or_path:
         found = load_tokenizer(config.teacher, "teacher.name_or_path")
     return found
@@ -177,10 +173,6 @@ def vocab_size(config: RunConfig, model_config: PretrainedConfig) -> int:
     if config.model.config is not None and "vocab_size" not in config.model.config:
         return DEFAULT_VOCAB_SIZE
     return model_config.get_text_config().vocab_size
-
-
-def _model_folder(config: RunConfig) -> Path | None:
-    return Path(config.model.name_or_path) if config.model.name_or_path else None
 
 
 def model_on_meta(config: RunConfig, model_config: PretrainedConfig) -> nn.Module:

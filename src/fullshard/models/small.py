@@ -1,8 +1,8 @@
 """A small model of the same class: fewer layers, smaller width, smaller vocabulary.
 
 The meaning of a configuration field follows from its name; Hugging Face has several names for each
-meaning. Ratios are kept: heads to key-value heads, feed-forward to width, one layer of each kind.
-If the small model cannot be built or trained for a step, less is shrunk:
+meaning (small.yaml). Ratios are kept: heads to key-value heads, feed-forward to width, one layer of
+each kind. If the small model cannot be built or trained for a step, less is shrunk:
 
     depth and width  ->  width alone  ->  depth alone  ->  nothing but dropout
 """
@@ -13,9 +13,11 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
+from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 import torch
+import yaml
 from torch import nn
 
 from fullshard.engine.hugging_face import build, build_on_meta
@@ -34,44 +36,16 @@ VOCAB_SIZE = 96
 HEAD_DIM = 16
 NUM_HEADS = 4
 
-_DEPTH = re.compile(r"(num_)?(hidden|encoder|decoder)?_?layers?|n_layers?")
-_HIDDEN = (
-    "hidden_size",
-    "n_embd",
-    "d_model",
-    "dim",
-    "embedding_size",
-    "word_embed_proj_dim",
-    "lru_width",
+_NAMES: dict[str, Any] = yaml.safe_load(
+    files("fullshard.models").joinpath("small.yaml").read_text("utf-8")
 )
-_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
-_OTHER_HEADS = re.compile(r"(encoder|decoder)_attention_heads")
-_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
-_HEAD_DIM = ("head_dim", "d_kv", "attention_head_size", "kv_channels", "d_head")
-_FFN = re.compile(r".*(intermediate_size|ffn_dim|d_?ff|n_inner|d_inner|ffn_hidden_size)(_mlp)?")
-_EXPERTS = re.compile(r"(n_routed|moe_num|num_local|num_moe|num)_experts")
-_CHOSEN = re.compile(r"num_experts_per_(tok|token)|moe_(topk|top_k|k)|experts_per_token")
-_POSITIONS = ("max_position_embeddings", "n_positions")
-# Sizes whose ratio to others does not matter, with their largest value in the small model.
-_AT_MOST = {
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-    "n_group": 1,
-    "topk_group": 1,
-    "state_size": 8,
-    "ssm_state_size": 8,
-    "mamba_d_state": 8,
-    "n_groups": 1,
-    "mamba_n_groups": 1,
-    "first_k_dense_replace": 1,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-}
+_AT_MOST: dict[str, int] = _NAMES["at_most"]
+
+
+def _means(what: str, name: str) -> bool:
+    """Whether a field with this name has a meaning of small.yaml."""
+    names = _NAMES[what]
+    return name in names if isinstance(names, list) else bool(re.fullmatch(names, name))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,14 +70,6 @@ class Shrunk:
     config: PretrainedConfig
     changes: tuple[Change, ...]
     layers: tuple[int, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Limits:
-    """Sizes of the small model."""
-
-    num_layers: int = NUM_LAYERS
-    vocab_size: int = VOCAB_SIZE
 
 
 def model_arguments(config: PretrainedConfig) -> dict[str, Any]:
@@ -139,15 +105,15 @@ def logits_of(model: nn.Module) -> torch.Tensor:
 
 def shrink(
     config: PretrainedConfig,
-    limits: Limits,
     build: Callable[[PretrainedConfig], nn.Module] = trained_once,
+    **limits: int,
 ) -> tuple[Shrunk, nn.Module]:
     """The smallest model that can be built and trained for a step.
 
     Args:
         config: Configuration of the full model.
-        limits: Sizes of the small model.
         build: Builds the model and trains a step; raises if that is impossible.
+        **limits: Sizes of the small model, as for `shrunk`.
 
     Raises:
         ConfigError: Not even the full model can be trained.
@@ -155,7 +121,7 @@ def shrink(
     error: Exception | None = None
     for depth, width in ((True, True), (False, True), (True, False), (False, False)):
         try:
-            small = shrunk(config, limits, depth=depth, width=width)
+            small = shrunk(config, depth=depth, width=width, **limits)
             return small, build(small.config)
         except Exception as fault:  # noqa: BLE001  whatever a model says to unusual numbers
             error = error or fault
@@ -165,14 +131,22 @@ def shrink(
     ) from error
 
 
-def shrunk(config: PretrainedConfig, limits: Limits, *, depth: bool, width: bool) -> Shrunk:
+def shrunk(
+    config: PretrainedConfig,
+    *,
+    depth: bool,
+    width: bool,
+    num_layers: int = NUM_LAYERS,
+    vocab_size: int = VOCAB_SIZE,
+) -> Shrunk:
     """The configuration with smaller sizes; nothing is built.
 
     Args:
         config: Configuration of the full model.
-        limits: Sizes of the small model.
         depth: Whether to drop layers.
         width: Whether to narrow layers, and to shrink vocabulary and experts.
+        num_layers: Layers of the small model.
+        vocab_size: Its vocabulary.
     """
     settings = config.to_dict()
     changes: list[Change] = []
@@ -180,12 +154,12 @@ def shrunk(config: PretrainedConfig, limits: Limits, *, depth: bool, width: bool
     for prefix, section in _sections(settings):
         found = _without_randomness(section)
         if depth:
-            chosen = _choose_layers(section, limits.num_layers)
+            chosen = _choose_layers(section, num_layers)
             found |= _fewer_layers(section, chosen)
             layers = layers or chosen
         if width:
             found |= _narrower({**section, **found})
-            found |= _smaller_vocabulary(section, limits.vocab_size)
+            found |= _smaller_vocabulary(section, vocab_size)
         changes += [
             Change(f"{prefix}{key}", section.get(key, {}), value)
             for key, value in found.items()
@@ -219,7 +193,7 @@ def _choose_layers(section: Settings, limit: int) -> tuple[int, ...]:
 
     Four of (sliding, sliding, full, sliding, sliding, full) are 0, 1, 2, 5.
     """
-    depth = next((v for k, v in section.items() if _DEPTH.fullmatch(k) and _is_count(v)), 0)
+    depth = next((v for k, v in section.items() if _means("depth", k) and _is_count(v)), 0)
     columns = [v for v in section.values() if isinstance(v, list) and len(v) == depth]
     kinds: dict[str, int] = {}
     turns = []
@@ -234,7 +208,7 @@ def _choose_layers(section: Settings, limit: int) -> tuple[int, ...]:
 def _fewer_layers(section: Settings, layers: tuple[int, ...]) -> Settings:
     found: Settings = {}
     for key, value in section.items():
-        if _DEPTH.fullmatch(key) and _is_count(value):
+        if _means("depth", key) and _is_count(value):
             found[key] = min(value, len(layers))
             for name, column in section.items():
                 if isinstance(column, list) and len(column) == value:
@@ -252,12 +226,12 @@ def _fewer_layers(section: Settings, layers: tuple[int, ...]) -> Settings:
 
 def _narrower(section: Settings) -> Settings:
     """Fewer and narrower heads, and the sizes that depend on them."""
-    hidden = _first(section, _HIDDEN)[1]
+    hidden = _first(section, "hidden")[1]
     if not hidden:
         return {}
     found = _fewer_heads(section)
-    heads_key, heads = _first(section, _HEADS)
-    head_key, head_dim = _first(section, _HEAD_DIM)
+    heads_key, heads = _first(section, "heads")
+    head_key, head_dim = _first(section, "head_dim")
     latent = "qk_rope_head_dim" in section  # the width of its heads is in no single key
     head_dim = (0 if latent else head_dim) or (hidden // heads if heads else 64)
     narrow = min(head_dim, HEAD_DIM)
@@ -274,33 +248,33 @@ def _narrower(section: Settings) -> Settings:
     if isinstance(rotated, int):
         found["rotary_dim"] = min(rotated, max(2, 2 * (rotated * narrow // head_dim // 2)))
     if not any(name.startswith("rope_") for name in section):  # a learned table
-        found |= {k: min(section[k], 64) for k in _POSITIONS if _is_count(section.get(k))}
+        found |= {k: min(section[k], 64) for k in _NAMES["positions"] if _is_count(section.get(k))}
     return found | _mamba_heads(section, width)
 
 
 def _narrow_size(name: str, value: int, widths: tuple[int, int]) -> int | None:
     """The new value of a size when the width shrinks from the first to the second; None: kept."""
     hidden, width = widths
-    if name in _HIDDEN and value == hidden:
+    if _means("hidden", name) and value == hidden:
         return width
-    if name in _HIDDEN or _FFN.fullmatch(name):
+    if _means("hidden", name) or _means("ffn", name):
         return max(8, 8 * round(value * width / hidden / 8))
     if name in ("time_step_rank", "mamba_dt_rank"):
         return math.ceil(width / 16)
-    if _EXPERTS.fullmatch(name):
+    if _means("experts", name):
         return 4
-    return 2 if _CHOSEN.fullmatch(name) else _AT_MOST.get(name)
+    return 2 if _means("chosen_experts", name) else _AT_MOST.get(name)
 
 
 def _fewer_heads(section: Settings) -> Settings:
     """Fewer heads; keeps the ratio of heads to key-value heads, up to four."""
-    _, heads = _first(section, _HEADS)
-    kv_key, kv_heads = _first(section, _KV_HEADS)
+    _, heads = _first(section, "heads")
+    kv_key, kv_heads = _first(section, "kv_heads")
     kv_heads = kv_heads or heads
     group = min(max(1, heads // kv_heads), NUM_HEADS) if heads else 1
     few = min(kv_heads, NUM_HEADS if group == 1 else 2)
-    found = {key: few * group for key in _HEADS if _is_count(section.get(key))}
-    found |= {key: few * group for key, v in section.items() if _OTHER_HEADS.fullmatch(key) and v}
+    found = {key: few * group for key in _NAMES["heads"] if _is_count(section.get(key))}
+    found |= {key: few * group for key, v in section.items() if _means("other_heads", key) and v}
     return found | ({kv_key: few} if kv_key else {})
 
 
@@ -336,8 +310,8 @@ def fit_globs(globs: Iterable[str], num_layers: int) -> tuple[str, ...]:
     return tuple(re.sub(r"(?<=\.)\d+(?=\.|$)", fit, glob) for glob in globs)
 
 
-def _first(section: Mapping[str, Any], names: Iterable[str]) -> tuple[str, int]:
-    return next(((n, section[n]) for n in names if _is_count(section.get(n))), ("", 0))
+def _first(section: Mapping[str, Any], what: str) -> tuple[str, int]:
+    return next(((n, section[n]) for n in _NAMES[what] if _is_count(section.get(n))), ("", 0))
 
 
 def _is_count(value: Any) -> bool:
@@ -368,7 +342,7 @@ def check_documents(config: PretrainedConfig, key: str = "sft.packing") -> None:
     places = torch.cat([torch.arange(length) for length in LENGTHS])[None]
     try:
         with torch.enable_grad():
-            _, model = shrink(config, Limits(num_layers=2))
+            _, model = shrink(config, num_layers=2)
         ids %= model.config.get_text_config().vocab_size  # type: ignore[union-attr]
         together = model.eval()(input_ids=ids, position_ids=places, use_cache=False).logits
         parts = [model(input_ids=part, use_cache=False).logits for part in ids.split(LENGTHS, 1)]

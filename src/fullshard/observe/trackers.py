@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import logging
 import queue
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
+from fullshard.config.schema import RunConfig
 from fullshard.config.values import Tracker
 from fullshard.observe.metrics import EvalRow, SaveRow, StepRow
 
@@ -26,38 +27,24 @@ POLL_S = 0.2
 CLOSE_S = 60.0
 
 
-@dataclass(frozen=True)
-class Names:
-    """Names and folders of a run in a tracker.
-
-    Attributes:
-        project: Name of the project, shared by several runs.
-        run: Name of the run.
-        folder: Folder of the run, for the tracker's own files.
-        logging_dir: Folder for TensorBoard's files.
-        config: The run's configuration, as JSON values.
-        done: Number of steps finished before; later steps are logged again.
-    """
-
-    project: str
-    run: str
-    folder: Path
-    logging_dir: Path
-    config: Mapping[str, Any]
-    done: int = 0
-
-
 # What a tracker does with the values of a step (whose number is `step=`), and with the end of the
 # run (whether it succeeded).
 Log = Callable[..., Any]
 Close = Callable[[bool], Any]
 
 
-def _tensorboard(names: Names) -> tuple[Log, Close]:
+def _described(config: RunConfig, folder: Path) -> dict[str, Any]:
+    """The names of the run's project and of the run, and its configuration."""
+    project, name = config.training.project, config.training.run_name or folder.name
+    return {"project": project, "name": name, "config": config.model_dump(mode="json")}
+
+
+def _tensorboard(config: RunConfig, folder: Path, done: int) -> tuple[Log, Close]:
     import_module("tensorboard")  # torch's error does not name the package
     from torch.utils.tensorboard import SummaryWriter
 
-    writer = SummaryWriter(str(names.logging_dir), purge_step=names.done + 1)
+    place = config.training.logging_dir or folder / "tensorboard"
+    writer = SummaryWriter(str(place), purge_step=done + 1)
 
     def log(values: dict[str, float], step: int) -> None:
         for name, value in values.items():
@@ -66,28 +53,26 @@ def _tensorboard(names: Names) -> tuple[Log, Close]:
     return log, lambda _succeeded: writer.close()
 
 
-def _wandb(names: Names) -> tuple[Log, Close]:
-    folder, config = str(names.folder), dict(names.config)
-    wandb = import_module("wandb")
-    run = wandb.init(project=names.project, name=names.run, dir=folder, config=config)
+def _wandb(config: RunConfig, folder: Path, _: int) -> tuple[Log, Close]:
+    run = import_module("wandb").init(dir=str(folder), **_described(config, folder))
     return run.log, lambda succeeded: run.finish(exit_code=0 if succeeded else 1)
 
 
-def _mlflow(names: Names) -> tuple[Log, Close]:
-    mlflow = import_module("mlflow")
-    mlflow.set_experiment(names.project)
-    mlflow.start_run(run_name=names.run)
-    mlflow.log_dict(dict(names.config), "config.json")
+def _mlflow(config: RunConfig, folder: Path, _: int) -> tuple[Log, Close]:
+    mlflow, told = import_module("mlflow"), _described(config, folder)
+    mlflow.set_experiment(told["project"])
+    mlflow.start_run(run_name=told["name"])
+    mlflow.log_dict(told["config"], "config.json")
     return mlflow.log_metrics, lambda ok: mlflow.end_run("FINISHED" if ok else "FAILED")
 
 
-def _trackio(names: Names) -> tuple[Log, Close]:
+def _trackio(config: RunConfig, folder: Path, _: int) -> tuple[Log, Close]:
     trackio = import_module("trackio")
-    trackio.init(project=names.project, name=names.run, config=dict(names.config))
+    trackio.init(**_described(config, folder))
     return trackio.log, lambda _succeeded: trackio.finish()
 
 
-OPEN: Mapping[Tracker, Callable[[Names], tuple[Log, Close]]] = {
+OPEN: Mapping[Tracker, Callable[[RunConfig, Path, int], tuple[Log, Close]]] = {
     Tracker.TENSORBOARD: _tensorboard,
     Tracker.WANDB: _wandb,
     Tracker.MLFLOW: _mlflow,
@@ -102,18 +87,19 @@ class Trackers:
     that arrive faster than a tracker takes them are dropped and counted.
 
     Args:
-        asked: Trackers of `report_to`.
-        names: Names and folders of the run.
+        config: Configuration of the run, with its trackers, their names and folders.
+        folder: Folder of the run, for the trackers' own files.
+        done: Number of steps finished before; later steps are logged again.
     """
 
-    def __init__(self, asked: Sequence[Tracker], names: Names) -> None:
+    def __init__(self, config: RunConfig, folder: Path, done: int) -> None:
         self._rows: queue.Queue[StepRow | EvalRow | SaveRow] = queue.Queue(QUEUED)
         self._num_lost = 0
         self._ended = Event()
         self._is_good = False
         self._thread: Thread | None = None
-        if asked:
-            self._thread = Thread(target=self._serve, args=(asked, names), daemon=True)
+        if config.training.report_to:
+            self._thread = Thread(target=self._serve, args=(config, folder, done), daemon=True)
             self._thread.start()
 
     def write(self, row: StepRow | EvalRow | SaveRow) -> None:
@@ -142,11 +128,11 @@ class Trackers:
             lost = "training.report_to: %d rows were dropped because they arrived too fast"
             logger.warning(lost, self._num_lost)
 
-    def _serve(self, asked: Sequence[Tracker], names: Names) -> None:
+    def _serve(self, config: RunConfig, folder: Path, done: int) -> None:
         trackers: dict[Tracker, tuple[Log, Close]] = {}
-        for tracker in asked:
+        for tracker in config.training.report_to:
             with _left_out(tracker, trackers):
-                trackers[tracker] = OPEN[tracker](names)
+                trackers[tracker] = OPEN[tracker](config, folder, done)
         while not (self._ended.is_set() and self._rows.empty()):
             try:
                 row = self._rows.get(timeout=POLL_S)

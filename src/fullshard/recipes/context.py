@@ -31,7 +31,7 @@ from torch import nn
 from fullshard.config.schema import ShardConfig
 from fullshard.data.dataset import DOCUMENTS, IGNORED, SHIFTED, divided
 from fullshard.errors import ConfigError, DataError
-from fullshard.models.small import Limits, shrink
+from fullshard.models.small import shrink
 from fullshard.planner.mesh import Topology, check_divides, mesh_of
 from fullshard.recipes.base import Batch, Seat, placed, shifted_of
 from fullshard.transport.groups import exchanged_parts, own_group
@@ -104,7 +104,7 @@ def _mixes_tokens(config: Any) -> bool:
 
     with torch.random.fork_rng(), torch.no_grad():
         with torch.enable_grad():
-            _, model = shrink(config, Limits())
+            _, model = shrink(config)
         _attend_with(model, nothing, lambda *_, **__: None)
         ids = torch.arange(8)[None]
         whole, half = (

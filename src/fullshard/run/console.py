@@ -9,7 +9,6 @@ from __future__ import annotations
 import platform
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -34,20 +33,18 @@ from fullshard.errors import printable
 from fullshard.launch.machine import describe_versions
 from fullshard.models.build import weights_folder
 from fullshard.models.generate import Sample
-from fullshard.observe.hang import watchdog
 from fullshard.observe.metrics import (
     AnyRow,
     EvalRow,
     MetricsWriter,
     SampleRow,
-    SaveRow,
     StepRow,
     keep_rows,
     memory_bytes,
     process_bytes,
 )
 from fullshard.observe.report import write_report
-from fullshard.observe.trackers import Names, Trackers
+from fullshard.observe.trackers import Trackers
 from fullshard.outlook.memory import RANK_PROCESS
 from fullshard.planner.plan import Plan
 from fullshard.planner.text import axes_of, contracts, human_bytes, padding
@@ -175,17 +172,17 @@ class RunConsole:
 
 
 class RunWatcher(Watcher):
-    """Keeps the last rows; on rank 0 it also shows and writes every row.
+    """On rank 0, shows and writes every row, and keeps the last ones.
 
     Args:
-        console: Console of rank 0; None on other ranks.
+        console: Console of the run.
         folder: Folder of the run.
         done: Number of steps finished before; rows of later steps are removed, since they repeat.
         config: Configuration of the run, with its trackers.
         utilization: Model FLOPs utilization at one token per second, if known.
 
     Attributes:
-        step: Row of the last update; on rank 0 also from an earlier session.
+        step: Row of the last update, also from an earlier session.
         evaluation: Row of the last evaluation.
         num_tokens: Input tokens of this session's updates.
         done: Steps before this session.
@@ -193,84 +190,46 @@ class RunWatcher(Watcher):
 
     def __init__(
         self,
-        console: RunConsole | None,
+        console: RunConsole,
         folder: RunFolder,
         done: int,
         config: RunConfig,
         utilization: float | None = None,
     ) -> None:
-        self.step: StepRow | None = None
-        self.evaluation: EvalRow | None = None
-        self.num_tokens = 0
-        self.done, self._utilization = done, utilization
-        self._out: tuple[RunConsole, MetricsWriter, Trackers] | None = None
-        if console is None:
-            return
         self.step, self.evaluation = keep_rows(folder.metrics, done)
-        training = config.training
-        names = Names(
-            project=training.project,
-            run=training.run_name or folder.path.name,
-            folder=folder.path,
-            logging_dir=Path(training.logging_dir or folder.path / "tensorboard"),
-            config=config.model_dump(mode="json"),
-            done=done,
-        )
-        trackers = Trackers(training.report_to, names)
-        self._out = console, MetricsWriter(folder.metrics), trackers
-
-    @property
-    def console(self) -> RunConsole:
-        """The console of rank 0."""
-        assert self._out is not None, "only rank 0 asks"
-        return self._out[0]
+        self.num_tokens = 0
+        self.console, self.done, self._utilization = console, done, utilization
+        self._trackers = Trackers(config, folder.path, done)
+        self._metrics = MetricsWriter(folder.metrics)
 
     def __enter__(self) -> Self:
-        if self._out is not None:
-            self._out[0].start(self.done)
+        self.console.start(self.done)
         return self
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        if self._out is not None:
-            console, metrics, trackers = self._out
-            console.stop()
-            metrics.close()
-            trackers.close(is_good=error is None)
+        self.console.stop()
+        self._metrics.close()
+        self._trackers.close(is_good=error is None)
 
-    def entered(self, phase: str, step: int) -> None:
-        watchdog.phase(phase, step)
-
-    def stepped(self, row: StepRow) -> None:
-        self.num_tokens += round(row.tokens_per_s * row.step_time_s)
-        if self._utilization is not None:
-            row = replace(row, mfu=self._utilization * row.tokens_per_s)
-        self.step = row
-        self._tell(row)
-
-    def evaluated(self, row: EvalRow) -> None:
-        if self.evaluation is not None and self.evaluation.step == row.step:
-            return  # repeated only for the count of the patience
-        self.evaluation = row
-        self._tell(row)
-
-    def saved(self, row: SaveRow) -> None:
-        self._tell(row)
-
-    def sampled(self, row: SampleRow) -> None:
-        self._tell(row)
-
-    def _tell(self, row: AnyRow) -> None:
+    def tell(self, row: AnyRow) -> None:
         """Writes a row, then shows it."""
-        if self._out is not None:
-            console, metrics, trackers = self._out
-            metrics.write(row)
-            if not isinstance(row, SampleRow):
-                trackers.write(row)
-            console.print_row(row)
+        if isinstance(row, StepRow):
+            self.num_tokens += round(row.tokens_per_s * row.step_time_s)
+            if self._utilization is not None:
+                row = replace(row, mfu=self._utilization * row.tokens_per_s)
+            self.step = row
+        elif isinstance(row, EvalRow):
+            if self.evaluation is not None and self.evaluation.step == row.step:
+                return  # repeated only for the count of the patience
+            self.evaluation = row
+        self._metrics.write(row)
+        if not isinstance(row, SampleRow):
+            self._trackers.write(row)
+        self.console.print_row(row)
 
     def misses_evaluation(self, step: int) -> bool:
-        """Whether the rows, on rank 0, end with that step and lack its held-out loss."""
-        if self._out is None or self.step is None or self.step.step != step:
+        """Whether the rows end with that step and lack its held-out loss."""
+        if self.step is None or self.step.step != step:
             return False
         return self.evaluation is None or self.evaluation.step != step
 

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fullshard.errors import DivergedError
-from fullshard.observe.metrics import EvalRow, SampleRow, SaveRow, StepRow
+from fullshard.observe.hang import watchdog
+from fullshard.observe.metrics import AnyRow, EvalRow, SaveRow, StepRow
 from fullshard.recipes.base import Batch, Recipe, Team
 from fullshard.run.optim import Schedule
 from fullshard.saving import SaveSettings
@@ -29,17 +30,13 @@ logger = logging.getLogger(__name__)
 
 
 class Watcher:
-    """Receives every row of a run, and what the loop is doing; by default it ignores them."""
+    """Receives every row of a run, and what the loop is doing; by default it keeps no row."""
 
-    def entered(self, phase: str, step: int) -> None: ...
+    def entered(self, phase: str, step: int) -> None:
+        """Says what this rank does from now on."""
+        watchdog.phase(phase, step)
 
-    def stepped(self, row: StepRow) -> None: ...
-
-    def evaluated(self, row: EvalRow) -> None: ...
-
-    def saved(self, row: SaveRow) -> None: ...
-
-    def sampled(self, row: SampleRow) -> None: ...
+    def tell(self, row: AnyRow) -> None: ...
 
     def misses_evaluation(self, step: int) -> bool:  # noqa: ARG002
         """Whether the held-out loss after a step is due on this rank but was not recorded."""
@@ -104,12 +101,11 @@ class Trainee(Protocol):
 
     def evaluated(self, step: int, loop: Loop) -> None:
         """After an evaluation. A collective."""
-        ...
 
     @property
     def texts(self) -> Mapping[str, str]:
         """Text files that a checkpoint holds besides the tokenizer's and config.yaml."""
-        ...
+        return {}
 
     def save(self, folder: Path, values: dict[str, Any], settings: SaveSettings) -> None:
         """Saves what is trained, with further values. A collective."""
@@ -222,14 +218,14 @@ class Loop:
         for step in range(done + 1, num_steps + 1):
             if patience.is_lost:
                 return
-            self.watcher.stepped(self._step(step))
+            self.watcher.tell(self._step(step))
             last = step == num_steps
             if last or (self._evaluates_after(step) and not self._stopping):
                 self.evaluate(step)
             last = last or patience.is_lost
             began = time.perf_counter()
             if self.keeper.keep(step, stopping=self._stopping and not last, last=last):
-                self.watcher.saved(SaveRow(step, time.perf_counter() - began))
+                self.watcher.tell(SaveRow(step, time.perf_counter() - began))
 
     def evaluate(self, step: int) -> None:
         """Computes and records the held-out loss, unless nothing is held out or the run stops.
@@ -241,7 +237,7 @@ class Loop:
             if not math.isfinite(loss):
                 raise DivergedError(diverged("held-out loss", loss, step))
             self.settings.patience.see(loss, step)
-            self.watcher.evaluated(EvalRow(step, loss))
+            self.watcher.tell(EvalRow(step, loss))
         if not self._stopping:
             self.trainee.evaluated(step, self)
 

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import math
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -37,11 +37,11 @@ from fullshard.recipes.base import (
 )
 from fullshard.run.console import plan_lines
 from fullshard.run.generation import sampling
-from fullshard.run.loop import Loop, Update, diverged
+from fullshard.run.loop import Loop, Trainee, Update, diverged
 from fullshard.run.optim import Average, apply_scaled, build_optimizer
 from fullshard.run.outlook import View, answered, topology_of, view_of
 from fullshard.run.resume import SCALER
-from fullshard.run.session import Session
+from fullshard.run.session import Session, Side
 from fullshard.saving import SaveSettings
 from fullshard.transport import streams
 
@@ -52,7 +52,7 @@ OFFLOADED_TOKENS = 20  # length of the final sample if weights are offloaded
 
 
 @dataclass
-class TorchTrainee:
+class TorchTrainee(Trainee):
     """A sharded model with its optimizer, loss scaler and average."""
 
     model: nn.Module
@@ -60,8 +60,6 @@ class TorchTrainee:
     memory_bytes: Callable[[], tuple[int, int]]
     scaler: torch.amp.GradScaler = NO_SCALER
     average: Average | None = None
-    answers: Callable[[int, Loop], None] | None = None  # called with the step of an evaluation
-    texts: Mapping[str, str] = field(default_factory=dict[str, str])  # more files of checkpoints
     _num_skipped: int = field(default=0, init=False)  # in this session
     _last: Batch | None = field(default=None, init=False)  # repeated if other ranks have more
 
@@ -106,15 +104,6 @@ class TorchTrainee:
         finally:
             self.model.train()
         return total, count
-
-    def evaluated(self, step: int, loop: Loop) -> None:
-        """Answers held-out prompts."""
-        if self.answers is None:
-            return
-        try:
-            self.answers(step, loop)
-        except ConfigError as error:  # the model cannot generate, but it can be trained
-            logger.warning("no text is sampled after step %d: %s", step, error)
 
     def _skip(self, step: int, found: tuple[float, int, float], loop: Loop) -> None:
         """Counts a skipped update.
@@ -197,7 +186,7 @@ class TorchTrainee:
         return state, found.path
 
 
-class TorchSide:
+class TorchSide(TorchTrainee, Side):
     """The torch engine's part of a session; the model is built after the banner is printed."""
 
     def __init__(self, session: Session) -> None:
@@ -231,28 +220,26 @@ class TorchSide:
         why = run.folder.read_record()["planned"].get("whole_logits")
         return lines if why is None else [*lines, ("loss", f"from the logits of all tokens: {why}")]
 
-    def build(self, data: RowBatches) -> tuple[TorchTrainee, Team]:
-        """Builds the sharded model and its optimizer, and the team of ranks."""
-        run, training = self._session, self._session.config.training
-        config, seat, folder = run.config, run.seat, run.folder.path
-        kind = run.command.kind
-        self._model = kind.build(config, run.model_config, data, seat, folder)
-        self._model.train()
-        if seat.is_first:
-            self._check_plan()
-        optimizer = build_optimizer(self._model, training)
-        fp16 = config.sharding.param_dtype is DType.FLOAT16
-        decay = training.ema_decay
-        self._average = None if decay is None else Average(optimizer, decay)
-        trainee = TorchTrainee(
-            self._model,
+    def build(self, data: RowBatches) -> Team:
+        """Builds the sharded model and its optimizer; returns the team of ranks."""
+        run, seat, decay = (
+            self._session,
+            self._session.seat,
+            self._session.config.training.ema_decay,
+        )
+        model = run.command.kind.build(run.config, run.model_config, data, seat, run.folder.path)
+        optimizer = build_optimizer(model.train(), run.config.training)
+        fp16 = run.config.sharding.param_dtype is DType.FLOAT16
+        super().__init__(
+            model,
             optimizer,
             partial(memory_bytes, seat.device),
             torch.amp.GradScaler(seat.device.type, enabled=fp16),
-            self._average,
-            self._answer_prompts,
+            None if decay is None else Average(optimizer, decay),
         )
-        return trainee, RankTeam(engine_of(self._model).transport, seat)
+        if seat.is_first:
+            self._check_plan()
+        return RankTeam(engine_of(model).transport, seat)
 
     def utilization(self) -> float | None:
         """Model FLOPs utilization at one token per second; None if it is not known."""
@@ -262,8 +249,8 @@ class TorchSide:
         """Writes the model and the averaged weights; returns the held-out loss of the average."""
         folder = self._session.folder
         self._export(folder.model, folder.adapter)
-        if self._average is not None:
-            with self._average.applied():
+        if self.average is not None:
+            with self.average.applied():
                 loss = loop.held_out_loss(self._session.steps.num_steps)
                 self._export(folder.model_ema, folder.adapter_ema)
             return loss
@@ -277,17 +264,24 @@ class TorchSide:
         run = self._session
         lora = run.config.lora
         adapters = None if lora is None else Adapters(lora, weights_folder(run.config), adapter)
-        save_model(self._model, run.model_config, run.dataset.tokenizer, place, adapters)
+        save_model(self.model, run.model_config, run.dataset.tokenizer, place, adapters)
 
     def _check_plan(self) -> None:
         """Warns if the engine's plan differs from the one in the banner, and records it."""
         states = states_of(self._session.config.training)
-        found, shown = engine_of(self._model).plan.trained_by(states), self._shown_plan
+        found, shown = engine_of(self.model).plan.trained_by(states), self._shown_plan
         if found == shown:
             return
         self._session.folder.plan.write_text(found.to_json(), encoding="utf-8")
         why = f", transport {found.transport}" if found.transport is not shown.transport else ""
         logger.warning("the engine's plan differs from the one above%s; see plan.json", why)
+
+    def evaluated(self, step: int, loop: Loop) -> None:
+        """Answers held-out prompts."""
+        try:
+            self._answer_prompts(step, loop)
+        except ConfigError as error:  # the model cannot generate, but it can be trained
+            logger.warning("no text is sampled after step %d: %s", step, error)
 
     def _answer_prompts(self, step: int, loop: Loop) -> None:
         """Answers held-out prompts; plain text is continued, except after the last step."""
@@ -301,13 +295,13 @@ class TorchSide:
         most = (self._session.config.sft or SftConfig()).sample_tokens
         watchdog.phase("sampling", step)
         likely = SamplingSettings(temperature=0)
-        with sampling(self._model) as same:
-            sampler = Sampler(self._model, data.tokenizer, likely, [same])
+        with sampling(self.model) as same:
+            sampler = Sampler(self.model, data.tokenizer, likely, [same])
             for prompt in prompts:
                 room = min(most, data.facts.sequence_length - len(prompt))
                 found = sampler.continued([list(prompt)], room)[0] if room > 0 else []
                 decode = partial(data.tokenizer.decode, skip_special_tokens=True)
-                loop.watcher.sampled(SampleRow(step, str(decode(prompt)), str(decode(found))))
+                loop.watcher.tell(SampleRow(step, str(decode(prompt)), str(decode(found))))
 
     def sample(self, prompt: str) -> Sample:
         """Text sampled from the sharded model. A collective."""
@@ -315,7 +309,7 @@ class TorchSide:
         # Each token gathers the model, which is slow from the host or the disk.
         most = OFFLOADED_TOKENS if self._shown_plan.homes.offloads else None
         settings = SamplingSettings(most, seed=run.config.training.seed)
-        with sampling(self._model) as same:
-            sampler = Sampler(self._model, run.dataset.tokenizer, settings, [same])
+        with sampling(self.model) as same:
+            sampler = Sampler(self.model, run.dataset.tokenizer, settings, [same])
             (found,) = sampler.samples([prompt])
         return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,7 +14,6 @@ from typing import Any
 import jax
 import numpy as np
 import torch
-import torch.nn.functional as F
 from jax.experimental import multihost_utils
 from optax import GradientTransformation
 
@@ -35,14 +33,14 @@ from fullshard.models.lora import first_values
 from fullshard.observe.metrics import memory_bytes
 from fullshard.planner.arrays import ArrayPlan, ArraysPlan
 from fullshard.planner.text import axes_of, human_bytes
-from fullshard.recipes.base import IGNORED, Batch, RowBatches, Team
+from fullshard.recipes.base import Batch, RowBatches, Team
 from fullshard.recipes.distill.loss import TOP_IDS, TOP_VALUES
 from fullshard.run.console import weights_line
 from fullshard.run.generation import Request, generate
 from fullshard.run.loop import Loop, Update, diverged
 from fullshard.run.optim import build_optimizer, schedule_of
 from fullshard.run.resume import SCALER
-from fullshard.run.session import Session
+from fullshard.run.session import Session, Side
 from fullshard.saving import SaveSettings
 from fullshard.xla import opt_state, processes
 from fullshard.xla.decoder import EMBEDDING, HEAD, DecoderConfig, planned
@@ -76,7 +74,7 @@ class ProcessTeam:
         return found.reshape(self.num_batches, self.tensor, -1).max(1).tolist()
 
 
-class XlaSide:
+class XlaSide(Side):
     """A session on XLA, and what it trains: the plan comes first, arrays after the banner."""
 
     _state: State  # parameters and optimizer; each step uses it up and makes the next
@@ -94,10 +92,6 @@ class XlaSide:
         self._plan = planned(shapes, config.sharding, freeze=config.freeze)
         self._teaching = recipe and recipe.teaching(config, Decoder(decoder, self._plan))
         processes.connect(self._plan.mesh)
-
-    def explained(self) -> contextlib.AbstractContextManager[None]:
-        """Explains nothing: the compiler allocates the memory."""
-        return contextlib.nullcontext()
 
     def lines(self) -> list[tuple[str, str]]:
         """Labelled lines of the banner."""
@@ -125,12 +119,11 @@ class XlaSide:
             lines += self._teaching.lines(num_micro_batches)
         return lines
 
-    def build(self, data: RowBatches) -> tuple[XlaSide, Team]:
-        """Builds the state and its programs, and the team of ranks."""
+    def build(self, data: RowBatches) -> Team:  # noqa: ARG002
+        """Builds the state and its programs; returns the team of ranks."""
         run, teaching, training = self._session, self._teaching, self._session.config.training
         if run.seat.is_first and run.dataset.prompts:
             logger.info("held-out prompts are not answered with backend: jax")
-        self._row_length = data.data.row_length
         groups, self._tx = self._optimizer()
         loss = told = next_token(Decoder(self._decoder, self._plan), training.loss_chunk_size)
         if teaching is not None:
@@ -148,17 +141,16 @@ class XlaSide:
         self._beside = checkpoints.Extras(groups, tied=tied)
         if run.resume.path is None:
             self._state = self._initial(self._tx)
-        return self, ProcessTeam(run.config.sharding.tensor)
+        return ProcessTeam(run.config.sharding.tensor)
 
     # ---- for the loop
 
     def update(self, step: int, batches: list[Batch], loop: Loop) -> Update:
         """Runs one program, which returns the loss and norm of all ranks."""
-        filled = [_filled(batch, self._row_length) for batch in batches]
         if self._teaching is not None:
-            filled = [self._teaching.beside(batch) for batch in filled]
+            batches = [self._teaching.beside(batch) for batch in batches]
         rate = loop.settings.schedule.learning_rate(step - 1)
-        self._state, found = self._step(self._state, _arrays(filled), learning_rate=rate)
+        self._state, found = self._step(self._state, _arrays(batches), learning_rate=rate)
         loop.look_ahead(step)
         loss, norm = float(found["loss"]), float(found["grad_norm"])
         for what, value in (("loss", loss), ("gradient norm", norm)):
@@ -169,14 +161,10 @@ class XlaSide:
 
     def totals(self, batches: Iterable[Batch], loop: Loop) -> tuple[float, float]:  # noqa: ARG002
         """Sums over all ranks, returned on the first rank; zero on the others."""
-        filled = (_arrays([_filled(batch, self._row_length)]) for batch in batches)
-        sums = [self._sums(self._state, arrays) for arrays in filled]
+        sums = [self._sums(self._state, _arrays([batch])) for batch in batches]
         if not self._session.seat.is_first:
             return 0.0, 0.0
         return sum(float(total) for total, _ in sums), sum(float(count) for _, count in sums)
-
-    def evaluated(self, step: int, loop: Loop) -> None:
-        """Does nothing: prompts are not answered on XLA."""
 
     # ---- for checkpoints
 
@@ -199,10 +187,6 @@ class XlaSide:
         return dict(beside.values), path
 
     # ---- at the end
-
-    def utilization(self) -> float | None:
-        """Not known on XLA."""
-        return None
 
     def export(self, loop: Loop) -> None:  # noqa: ARG002
         """Writes the model."""
@@ -278,27 +262,6 @@ def _arrays(batches: Sequence[Batch]) -> dict[str, np.ndarray]:
             narrow = stacked.astype(np.int32) if stacked.dtype.kind == "i" else stacked
             found[key] = narrow if len(batches) > 1 else narrow[0]
     return found
-
-
-def _filled(batch: Batch, length: int | None) -> Batch:
-    """Rows padded to one length, because every length needs its own program.
-
-    See [Note: documents].
-    """
-    if length is None:
-        return batch
-    ids = batch["input_ids"]
-    num_rows, here = ids.shape
-    more, places = length - here, torch.arange(length)
-    first = places[:here].expand(num_rows, here)
-    own = batch.get("position_ids", first)
-    # The padding is a document of its own in each row, without labels.
-    filled = torch.cat([own, places[:more].expand(num_rows, more)], 1)
-    return batch | {
-        "input_ids": F.pad(ids, (0, more)),
-        "labels": F.pad(batch["labels"], (0, more), value=IGNORED),
-        "position_ids": filled,
-    }
 
 
 def state_of(

@@ -35,7 +35,7 @@ from fullshard.recipes.base import RowBatches, Seat, Team, load_data
 from fullshard.recipes.registry import Command
 from fullshard.run.console import RunConsole, RunWatcher, conclude, mark_running, run_lines
 from fullshard.run.folder import RunFolder, RunStatus, now
-from fullshard.run.loop import Loop, LoopSettings, Patience, Trainee
+from fullshard.run.loop import Loop, LoopSettings, Patience, Trainee, Watcher
 from fullshard.run.optim import StepPlan, plan_steps, schedule_of
 from fullshard.run.resume import Resume, RunCheckpoints
 
@@ -43,24 +43,24 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
-class Side(Protocol):
-    """The part of a session that depends on the engine."""
+class Side(Trainee, Protocol):
+    """The part of a session that depends on the engine, and what it trains once it is built."""
 
     def explained(self) -> AbstractContextManager[None]:
         """A context that explains errors from the plan, such as running out of memory."""
-        ...
+        return nullcontext()
 
     def lines(self) -> list[tuple[str, str]]:
         """Labelled lines of the banner about the model and its plan, on rank 0."""
         ...
 
-    def build(self, data: RowBatches) -> tuple[Trainee, Team]:
-        """Builds what is trained, and the team of ranks. A collective."""
+    def build(self, data: RowBatches) -> Team:
+        """Builds what is trained; returns the team of ranks. A collective."""
         ...
 
     def utilization(self) -> float | None:
         """Model FLOPs utilization at one token per second; None if it is not known."""
-        ...
+        return None
 
     def export(self, loop: Loop) -> float | None:
         """Writes the model; returns the held-out loss of averaged weights, if any. A collective."""
@@ -95,7 +95,8 @@ class Session:
     def batches(self) -> RowBatches:
         """This rank's batches."""
         per_device = self.config.training.per_device_eval_batch_size
-        return self.command.kind.batches(self.dataset, per_device, self.steps.order, self.seat)
+        data = self.dataset.padded() if self.config.backend is Backend.JAX else self.dataset
+        return self.command.kind.batches(data, per_device, self.steps.order, self.seat)
 
     def settings(self) -> LoopSettings:
         """Numbers of the loop."""
@@ -169,17 +170,14 @@ def _carry_out(session: Session, side: Side, began: float) -> None:
             folder.update_record(status=RunStatus.FINISHED, exit_code=0, ended=now())
         return
     console = _announced(session, side) if session.seat.is_first else None
-    trainee, team = side.build(data)
+    team = side.build(data)
     settings, limit = session.settings(), config.training.save_total_limit
     with caught_stop_signals(SAVE_SIGNALS, _is_ending) as caught:
-        keeper = RunCheckpoints(folder, trainee, steps, limit, caught, settings.patience)
+        keeper = RunCheckpoints(folder, side, steps, limit, caught, settings.patience)
         done = keeper.resume(session.resume)
-        utilization = side.utilization() if console else None
-        with (
-            RunWatcher(console, folder, done, config, utilization) as watcher,
-            _measured_machine(folder),
-        ):
-            loop = Loop(trainee, data, settings, team, watcher, keeper)
+        rows = console and RunWatcher(console, folder, done, config, side.utilization())
+        with rows or nullcontext(), _measured_machine(folder):
+            loop = Loop(side, data, settings, team, rows or Watcher(), keeper)
             loop.run(done)
     watchdog.phase("saving", steps.num_steps)
     average_loss = side.export(loop)
@@ -187,8 +185,8 @@ def _carry_out(session: Session, side: Side, began: float) -> None:
     wall_s = time.perf_counter() - began
     drawn = side.sample(session.dataset.facts.prompt)
     watchdog.phase("")
-    if console and drawn:
-        conclude(session, watcher, drawn, wall_s, average_loss)
+    if rows and drawn:
+        conclude(session, rows, drawn, wall_s, average_loss)
 
 
 def _measured_machine(folder: RunFolder) -> AbstractContextManager[None]:

@@ -30,13 +30,13 @@ from fullshard.config.supported import check_supported
 from fullshard.config.values import Backend, DType, Transport, WrapKind
 from fullshard.engine.hugging_face import build_on_meta
 from fullshard.errors import ConfigError, FullshardError
-from fullshard.launch.spawn import LocalLaunch, launch_local_ranks
+from fullshard.launch.local_call import call_on_ranks
+from fullshard.launch.spawn import LocalLaunch
 from fullshard.launch.supervise import LaunchResult
 from fullshard.models.build import given_model_config
 from fullshard.models.config import freeze, quiet_libraries
 from fullshard.models.small import (
     Change,
-    Limits,
     Shrunk,
     fit_globs,
     logits_of,
@@ -71,7 +71,6 @@ if TYPE_CHECKING:
 
     from fullshard.planner.arrays import ArraysPlan
 
-RANK_MODULE = "fullshard.verify.rank"
 REFERENCE = Path(__file__).with_name("reference.py")
 MOST_RANKS = 4
 TIMEOUT_S = 600.0
@@ -90,7 +89,7 @@ class PreparedCheck:
         plan: Plan that the ranks run, in float64.
         changes: Fields in which the small configuration differs from the user's.
         notes: Other differences from the user's run, in sentences.
-        program: Module that plays the ranks, and its number of processes.
+        program: Function that plays the ranks, and its number of processes.
     """
 
     job: Job
@@ -177,7 +176,7 @@ def prepare(config: RunConfig, fault: Fault | None) -> PreparedCheck:
     )
     plan = fs.plan(model, job.passes[0].sharding, world_size=world_size)
     _check_fault(fault, plan, model)
-    program = (RANK_MODULE, world_size)
+    program = ("fullshard.verify.rank:run_passes", world_size)
     return PreparedCheck(job, model, small.config, plan, small.changes, tuple(notes), program)
 
 
@@ -224,10 +223,9 @@ def _shrink(
     """The small model, with units like those of the user's model."""
     depth = 2 + max(sharding["forward_prefetch"], sharding["backward_prefetch"])
     depth = min(8, max(depth, sharding["activation_checkpointing"].every, 4))
-    limits = Limits(num_layers=depth)
-    small, model = shrink(config, limits)
+    small, model = shrink(config, num_layers=depth)
     unnamed = {"ignore": (), "fp32_modules": ()}  # names are fitted to the small model later
-    wide = build_on_meta(shrunk(config, limits, depth=True, width=False).config)
+    wide = build_on_meta(shrunk(config, depth=True, width=False, num_layers=depth).config)
     wanted = fs.plan(wide, sharding | unnamed, world_size=world_size)
     if sharding["wrap"] is WrapKind.SIZE:
         share = sum(p.numel() for p in model.parameters()) / max(1, wanted.num_parameters)
@@ -237,8 +235,7 @@ def _shrink(
         # An embedding is a unit where it is as large as a block.
         width = model.get_input_embeddings().weight.shape[-1]  # type: ignore[attr-defined]
         largest = max(unit.numel for unit in found.units)
-        limits = dataclasses.replace(limits, vocab_size=2 * largest // width)
-        small, model = shrink(config, limits)
+        small, model = shrink(config, num_layers=depth, vocab_size=2 * largest // width)
         found = fs.plan(model, sharding | unnamed, world_size=world_size)
     if {unit.name for unit in wanted.units} != {unit.name for unit in found.units}:
         notes.append("The units are not those of the full width: sizes decide them.")
@@ -335,9 +332,11 @@ def run_sides(prepared: PreparedCheck, folder: Path) -> tuple[LocalLaunch, Launc
             stderr=output,
         )
         try:
-            module, num_processes = prepared.program
-            launch = LocalLaunch(module, (str(folder),), num_processes, folder / "logs", TIMEOUT_S)
-            result = launch_local_ranks(launch)
+            function, num_processes = prepared.program
+            on_cpu = prepared.job.device == "cpu"
+            launch, result, _ = call_on_ranks(
+                function, folder, num_processes, TIMEOUT_S, on_cpu=on_cpu
+            )
             code = alone.wait(TIMEOUT_S) if result.exit_code == 0 else 0
         finally:
             alone.kill()

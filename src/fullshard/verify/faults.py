@@ -39,30 +39,29 @@ class Fault(Choice):
     REPEATED_DATA = "repeated_data"
 
 
+# Faults of gathered weights. Ranks of one host, which would share one copy, gather for them.
 NEEDS_GATHERS = (Fault.STALE_SLOT, Fault.MISSED_GATHER)
 
 
 class Injection:
-    """The base of all faults, which injects nothing. A fault overrides the method it happens in.
+    """What a rank does for a fault; without a fault it does nothing.
 
     Attributes:
+        fault: The fault.
         step: The step, from 0, whose data was requested last.
-        needs_slots: The fault needs gathered weights. Ranks of one host, which would share one
-            copy, gather for it: transport auto then means direct.
     """
 
-    needs_slots = False
-
-    def __init__(self) -> None:
+    def __init__(self, fault: str | None = None) -> None:
+        self.fault = None if fault is None else Fault(fault)
         self.step = 0
 
     def sharding(self, asked: ShardConfig, device: torch.device) -> ShardConfig:
-        """The sharding of the model.
+        """The sharding of the model, in which transport auto means direct if gathers are needed.
 
         Raises:
             ConfigError: The requested transport gathers nothing, and the fault needs a gather.
         """
-        if not self.needs_slots:
+        if self.fault not in NEEDS_GATHERS:
             return asked
         if asked.transport is Transport.SHARED:
             raise ConfigError(
@@ -74,13 +73,18 @@ class Injection:
 
     def loaded(self, model: nn.Module) -> None:
         """Called after the full weights are loaded, before the model is sharded."""
+        if self.fault is Fault.LOST_TIE:
+            _lose_ties(model)
 
     def attach(self, model: nn.Module) -> None:
         """Called after the model is sharded."""
+        if self.fault in _ATTACHED:
+            _ATTACHED[self.fault](model, self)
 
-    def source(self, batch: int, num_batches: int) -> int:  # noqa: ARG002
+    def source(self, batch: int, num_batches: int) -> int:
         """Which batches a rank of `batch` is given."""
-        return batch
+        is_last = batch == num_batches - 1
+        return 0 if is_last and self.fault is Fault.REPEATED_DATA else batch
 
 
 class _Wrapped:
@@ -106,103 +110,81 @@ class _Landing:
         self._change(outs)
 
 
-class _SkippedReduction(Injection):
+def _skip_reduction(model: nn.Module, _: Injection) -> None:
     """The reductions of the middle unit leave this rank's own gradients as they are."""
+    unit = _middle([unit for unit in engine_of(model).units if unit.trained_groups])
+    real, shard = unit.transport, unit.plan.mesh.shard
 
-    def attach(self, model: nn.Module) -> None:
-        unit = _middle([unit for unit in engine_of(model).units if unit.trained_groups])
-        real, shard = unit.transport, unit.plan.mesh.shard
+    def reduce(fulls: Tensors) -> _Landing:
+        own = [full.chunk(shard)[unit.part].clone() for full in fulls]
+        return _Landing(real.reduce(fulls), lambda outs: _copy(own, outs))
 
-        def reduce(fulls: Tensors) -> _Landing:
-            own = [full.chunk(shard)[unit.part].clone() for full in fulls]
-            return _Landing(real.reduce(fulls), lambda outs: _copy(own, outs))
+    def sum_replicas(values: torch.Tensor) -> Iterator[None]:
+        own = values.clone()
+        yield from real.sum_replicas(values)
+        values.copy_(own)
 
-        def sum_replicas(values: torch.Tensor) -> Iterator[None]:
-            own = values.clone()
-            yield from real.sum_replicas(values)
-            values.copy_(own)
-
-        unit.transport = _Wrapped(real, reduce=reduce, sum_replicas=sum_replicas)
+    unit.transport = _Wrapped(real, reduce=reduce, sum_replicas=sum_replicas)
 
 
-class _WrongDivisor(Injection):
+def _sum_for_mean(model: nn.Module, _: Injection) -> None:
     """Every reduction returns the sum instead of the mean."""
+    engine = engine_of(model)
+    num_batches = engine.plan.mesh.num_copies
 
-    def attach(self, model: nn.Module) -> None:
-        engine = engine_of(model)
-        num_batches = engine.plan.mesh.num_copies
+    def multiply(outs: Tensors) -> None:
+        for out in outs:
+            out.mul_(num_batches)
 
-        def multiply(outs: Tensors) -> None:
-            for out in outs:
-                out.mul_(num_batches)
+    def reduce(real: Callable[[Tensors], Any], fulls: Tensors) -> _Landing:
+        return _Landing(real(fulls), multiply)
 
-        def reduce(real: Callable[[Tensors], Any], fulls: Tensors) -> _Landing:
-            return _Landing(real(fulls), multiply)
-
-        for unit in engine.units:
-            real = unit.transport
-            wrapped: Any = _Wrapped(real, reduce=partial(reduce, real.reduce))
-            unit.transport = wrapped
+    for unit in engine.units:
+        real = unit.transport
+        wrapped: Any = _Wrapped(real, reduce=partial(reduce, real.reduce))
+        unit.transport = wrapped
 
 
-class _MissedGather(Injection):
+def _miss_gather(model: nn.Module, injection: Injection) -> None:
     """In the second step's forward, the gather of the middle unit does not fill its slot."""
+    unit = _middle([unit for unit in engine_of(model).units if _gathers(unit)])
+    real, missed = unit.transport, False
 
-    needs_slots = True
+    def fetch(fulls: Tensors, unit: str) -> Any:
+        nonlocal missed
+        if injection.step == 1 and not missed:
+            missed = True
+            return SimpleNamespace(wait=lambda: None)
+        return real.fetch(fulls, unit)
 
-    def attach(self, model: nn.Module) -> None:
-        unit = _middle([unit for unit in engine_of(model).units if _gathers(unit)])
-        real, missed = unit.transport, False
-
-        def fetch(fulls: Tensors, unit: str) -> Any:
-            nonlocal missed
-            if self.step == 1 and not missed:
-                missed = True
-                return SimpleNamespace(wait=lambda: None)
-            return real.fetch(fulls, unit)
-
-        unit.transport = _Wrapped(real, fetch=fetch)
+    unit.transport = _Wrapped(real, fetch=fetch)
 
 
-class _StaleSlot(Injection):
+def _keep_slot(model: nn.Module, injection: Injection) -> None:
     """From the second step on, a unit's forward computes with the weights of the first step."""
+    chosen = _middle([u for u in engine_of(model).units if u.trained_groups and _gathers(u)])
+    kept: dict[str, torch.Tensor] = {}
 
-    needs_slots = True
+    def before_forward(*_: Any) -> None:
+        for member in chosen.members:  # in the slot, since writes into parameters raise errors
+            name, weights = member.piece.name, member.view(member.group.full)
+            if injection.step == 0:
+                kept[name] = weights.clone()
+            elif name in kept:
+                weights.copy_(kept[name])
 
-    def attach(self, model: nn.Module) -> None:
-        units = [u for u in engine_of(model).units if u.trained_groups and _gathers(u)]
-        chosen = _middle(units)
-        kept: dict[str, torch.Tensor] = {}
-
-        def before_forward(*_: Any) -> None:
-            for member in chosen.members:  # in the slot, since writes into parameters raise errors
-                name, weights = member.piece.name, member.view(member.group.full)
-                if self.step == 0:
-                    kept[name] = weights.clone()
-                elif name in kept:
-                    weights.copy_(kept[name])
-
-        model.get_submodule(chosen.plan.name).register_forward_pre_hook(before_forward)
+    model.get_submodule(chosen.plan.name).register_forward_pre_hook(before_forward)
 
 
-class _LostTie(Injection):
+def _lose_ties(model: nn.Module) -> None:
     """Like a loader that assigns every name in the file and does not tie weights."""
-
-    def loaded(self, model: nn.Module) -> None:
-        seen: set[int] = set()
-        for name, param in list(model.named_parameters(remove_duplicate=False)):
-            if id(param) in seen:
-                path, _, attribute = name.rpartition(".")
-                copy = nn.Parameter(param.detach().clone(), requires_grad=param.requires_grad)
-                setattr(model.get_submodule(path), attribute, copy)
-            seen.add(id(param))
-
-
-class _RepeatedData(Injection):
-    """Like a sampler that ignores its rank."""
-
-    def source(self, batch: int, num_batches: int) -> int:
-        return 0 if batch == num_batches - 1 else batch
+    seen: set[int] = set()
+    for name, param in list(model.named_parameters(remove_duplicate=False)):
+        if id(param) in seen:
+            path, _, attribute = name.rpartition(".")
+            copy = nn.Parameter(param.detach().clone(), requires_grad=param.requires_grad)
+            setattr(model.get_submodule(path), attribute, copy)
+        seen.add(id(param))
 
 
 def _gathers(unit: Unit) -> bool:
@@ -218,16 +200,9 @@ def _copy(sources: Tensors, targets: Tensors) -> None:
         target.copy_(source)
 
 
-_INJECTIONS: dict[Fault, type[Injection]] = {
-    Fault.SKIPPED_REDUCTION: _SkippedReduction,
-    Fault.WRONG_DIVISOR: _WrongDivisor,
-    Fault.STALE_SLOT: _StaleSlot,
-    Fault.MISSED_GATHER: _MissedGather,
-    Fault.LOST_TIE: _LostTie,
-    Fault.REPEATED_DATA: _RepeatedData,
+_ATTACHED: dict[Fault | None, Callable[[nn.Module, Injection], None]] = {
+    Fault.SKIPPED_REDUCTION: _skip_reduction,
+    Fault.WRONG_DIVISOR: _sum_for_mean,
+    Fault.STALE_SLOT: _keep_slot,
+    Fault.MISSED_GATHER: _miss_gather,
 }
-
-
-def injection_of(fault: str | None) -> Injection:
-    """The injection of a fault; one that injects nothing for None."""
-    return Injection() if fault is None else _INJECTIONS[Fault(fault)]()

@@ -1,4 +1,4 @@
-"""One rank of `fullshard verify`: `python -m fullshard.verify.rank FOLDER`.
+"""One rank of `fullshard verify`.
 
 It trains with the loop of a run and writes this rank's pieces of every tensor. Only the saved state
 is gathered by the engine, because there the gather itself is checked.
@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.optim import Optimizer
@@ -28,16 +28,15 @@ from fullshard.engine.engine import engine_of
 from fullshard.engine.hugging_face import build, read_config
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.errors import CheckpointError, DivergedError, EngineError
-from fullshard.launch.rank_entry import run_rank
 from fullshard.models.config import quiet_libraries
-from fullshard.observe.metrics import StepRow
+from fullshard.observe.metrics import AnyRow, StepRow
 from fullshard.recipes.base import Batch, RankTeam, num_predicted, whole_logits_loss
 from fullshard.recipes.context import divide, part_of
 from fullshard.run.loop import Loop, LoopSettings, Watcher
 from fullshard.run.on_torch import TorchTrainee
 from fullshard.run.optim import Schedule
 from fullshard.verify.compare import WEIGHTS, Job, Pass
-from fullshard.verify.faults import Injection, injection_of
+from fullshard.verify.faults import Injection
 
 
 class RankResults(Watcher):
@@ -55,7 +54,8 @@ class RankResults(Watcher):
         self.facts: dict[str, Any] = {name: [] for name in ("losses", "loss", "norm")}
         self.facts |= {"units": {}, "first_nan": None}
 
-    def stepped(self, row: StepRow) -> None:
+    def tell(self, row: AnyRow) -> None:
+        assert isinstance(row, StepRow), "nothing else happens here"
         self.facts["loss"].append(row.loss)
         self.facts["norm"].append(row.grad_norm)
         self.step += 1
@@ -184,7 +184,7 @@ class _Training:
 
 def run_pass(folder: Path, job: Job, choice: Pass, rank: int) -> None:
     """Trains, saves, loads into a fresh model and trains one more step; records all of it."""
-    training, injection = _Training(folder, job, choice, rank), injection_of(job.fault)
+    training, injection = _Training(folder, job, choice, rank), Injection(job.fault)
     model, optimizer = training.build(injection, folder / WEIGHTS)
     results = folder / choice.name
     results.mkdir(exist_ok=True)
@@ -219,29 +219,10 @@ def _place(param: torch.Tensor) -> tuple[torch.Tensor, str]:
     return at.reshape(-1)[place.start : place.stop].clone(), place.unit
 
 
-def run_passes(folder: Path, rank: int) -> None:
+def run_passes(folder: Path) -> None:
     """Runs every pass of the folder's job on this rank, inside a process group."""
-    job = Job.read(folder)
-    for choice in job.passes:
-        run_pass(folder, job, choice, rank)
-
-
-def main() -> None:
-    """Joins the process group, runs the job and leaves."""
-    from fullshard.config.environment import hide_accelerators, read_launch_environment
-    from fullshard.launch import rendezvous
-
-    folder = Path(sys.argv[1])
-    if Job.read(folder).device == "cpu":
-        hide_accelerators()
     torch.set_num_threads(1)
     quiet_libraries()
-    launch = read_launch_environment()
-    assert launch is not None, "verify's ranks are started by our launcher"
-    rendezvous.init_process_group()
-    run_passes(folder, launch.rank)
-    rendezvous.shutdown()
-
-
-if __name__ == "__main__":
-    run_rank(main)
+    job = Job.read(folder)
+    for choice in job.passes:
+        run_pass(folder, job, choice, dist.get_rank())

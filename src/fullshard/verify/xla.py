@@ -1,9 +1,9 @@
 """`fullshard verify` with `backend: jax`: XLA's step against one process of torch.
 
-The reference is the one for torch, which imports neither fullshard nor jax. One process (`python -m
-fullshard.verify.xla FOLDER`) plays every rank on a CPU device of its own with the step of a run, so
-every strategy can be verified on any machine. It writes the elements on each device. Only the saved
-state is gathered, because there the gather itself is checked.
+The reference is the one for torch, which imports neither fullshard nor jax. One process plays every
+rank on a CPU device of its own with the step of a run, so every strategy can be verified on any
+machine. It writes the elements on each device. Only the saved state is gathered, because there the
+gather itself is checked.
 
     float64    20 steps, the reference in float64 throughout               1e-10
     float32    20 steps, transformers' model as it is                      1e-5
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -32,16 +31,15 @@ from fullshard.config.supported import check_supported
 from fullshard.config.values import Backend, DType
 from fullshard.engine.hugging_face import read_config
 from fullshard.errors import ConfigError
-from fullshard.launch.rank_entry import run_rank
 from fullshard.models.config import quiet_libraries
-from fullshard.models.small import NUM_LAYERS, Limits, model_arguments, shrink
+from fullshard.models.small import NUM_LAYERS, model_arguments, shrink
 from fullshard.planner.arrays import ArrayPlan
 from fullshard.planner.mesh import row_of
 from fullshard.run.on_xla import state_of, torch_weights
 from fullshard.saving import SaveSettings
 from fullshard.verify.check import PreparedCheck, model_config_of, passes_of
 from fullshard.verify.compare import OPTIMIZER, WEIGHTS, Job, Pass
-from fullshard.verify.faults import Fault, injection_of
+from fullshard.verify.faults import Fault, Injection
 from fullshard.xla import opt_state, processes
 from fullshard.xla.decoder import EMBEDDING, HEAD, DecoderConfig, loss_fn, plan_table, planned
 from fullshard.xla.opt_state import trained
@@ -53,7 +51,6 @@ if TYPE_CHECKING:
     from fullshard.planner.arrays import ArraysPlan
 
 
-RANK_MODULE = "fullshard.verify.xla"
 NUM_STEPS = 20
 LEARNING_RATE = 1e-3  # rounding noise grows faster with larger steps
 EXACT, SINGLE = 1e-10, 1e-5
@@ -77,7 +74,7 @@ def prepare(config: RunConfig, fault: Fault | None) -> PreparedCheck:
     DecoderConfig.of(full).check_axes(config.sharding, alone=config.teacher is None)
     world_size = _fit_devices(config, notes)
     depth = min(8, max(NUM_LAYERS, config.sharding.activation_checkpointing.every))
-    small, model = shrink(full, Limits(num_layers=depth))
+    small, model = shrink(full, num_layers=depth)
     in_float64 = ShardConfig.of(config.sharding, master_dtype=DType.FLOAT64)
     wide = config.model_copy(update={"sharding": in_float64})
     table = plan_table(small.config, wide, world_size)
@@ -92,7 +89,7 @@ def prepare(config: RunConfig, fault: Fault | None) -> PreparedCheck:
         optimizer={**OPTIMIZER, "learning_rate": LEARNING_RATE},
     )
     table = replace(table, model_kind=type(model).__name__)
-    program = (RANK_MODULE, 1)
+    program = (f"{__name__}:play", 1)
     return PreparedCheck(job, model, small.config, table, small.changes, tuple(notes), program)
 
 
@@ -271,7 +268,7 @@ def _optimizer(placed: XlaPlan, job: Job) -> optax.GradientTransformation:
 
 def _batches_of(folder: Path, job: Job, *, honest: bool = False) -> Batches:
     """The samples of every step, in rank order, which is the order of the devices."""
-    found, injection = load_file(folder / "batches.safetensors"), injection_of(job.fault)
+    found, injection = load_file(folder / "batches.safetensors"), Injection(job.fault)
     ranks = range(job.num_batches)
     sources = [rank if honest else injection.source(rank, job.num_batches) for rank in ranks]
 
@@ -293,14 +290,9 @@ def run_passes(folder: Path) -> None:
         run_pass(folder, job, choice)
 
 
-def main() -> None:
+def play(folder: Path) -> None:
     """Creates the devices and runs the job."""
-    folder = Path(sys.argv[1])
     torch.set_num_threads(1)
     quiet_libraries()
     processes.play(Job.read(folder).world_size)
     run_passes(folder)
-
-
-if __name__ == "__main__":
-    run_rank(main)

@@ -13,7 +13,7 @@ from fullshard.observe.hang.judge import (
     judge,
     streams,
 )
-from fullshard.observe.hang.watchdog import Watchdog, WatchdogSettings
+from fullshard.observe.hang.watchdog import Watchdog
 from fullshard.planner.events import Event, EventKind
 
 RANK_0 = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
@@ -139,7 +139,7 @@ def test_what_is_awaited_is_the_last_gather_of_the_unit():
 
 
 def test_a_hang_is_told_though_its_report_cannot_be_written():
-    dog = Watchdog(WatchdogSettings(read_launch_environment(RANK_0), 1.0, Path("/dev/full")))
+    dog = Watchdog(read_launch_environment(RANK_0), 1.0, Path("/dev/full"))
     told = []
     dog.on_hang.append(told.append)
     dog._write(Verdict(0, "rank 0 is stuck"), {0: "its stacks"}, {})

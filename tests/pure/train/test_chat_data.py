@@ -1,6 +1,7 @@
 """Chat data: the forms it is kept in, what of it is learned, and how rows are made of it."""
 
 import copy
+import itertools
 import json
 import pickle
 import resource
@@ -230,6 +231,26 @@ def test_rows_are_the_examples_in_their_order_though_processes_share_the_parts(
     again = make_chat_dataset(data, ChatSettings(64, 0.25, SftConfig(num_samples=2)), tokenizer)
     assert len(again.train.values.sources[0]) == 1
     assert again.facts == made.facts  # the fingerprint, too
+
+
+def test_padded_rows_have_one_length_and_padding_is_a_document_of_its_own(tokenizer, tmp_path):
+    rows = [pair("two " * n, "four") for n in (1, 2, 3, 4)]
+    settings = ChatSettings(16, 0.0, SftConfig(packing=True, num_samples=0))
+    made = make_chat_dataset(source(tmp_path, rows), settings, tokenizer)
+    chosen = np.array([0, -1])
+    plain = made.arrays(chosen, held_out=False)
+    length = plain["input_ids"].shape[1]
+    assert length < 16
+    padded = made.padded().arrays(chosen, held_out=False)
+    assert {name: array.shape for name, array in padded.items()} == dict.fromkeys(
+        ("input_ids", "labels", "position_ids"), (2, 16)
+    )
+    for name in ("input_ids", "labels"):
+        assert padded[name][:, :length].tolist() == plain[name].tolist()
+    assert (padded["labels"][:, length:] == -100).all()
+    sizes = [size for _, size in made.train.examples_of(0)]
+    places = [*(range(size) for size in sizes), range(16 - sum(sizes))]
+    assert padded["position_ids"].tolist() == [[*itertools.chain(*places)], list(range(16))]
 
 
 def test_a_saved_dataset_loads_as_it_was(tokenizer, tmp_path):

@@ -3,12 +3,12 @@
 import pytest
 
 from fullshard.models.config import config_from_settings
-from fullshard.models.small import Limits, fit_globs, shrink, shrunk
+from fullshard.models.small import fit_globs, shrink, shrunk
 
 
 def small_of(settings, **limits):
     config = config_from_settings(settings)
-    found = shrunk(config, Limits(**limits), depth=True, width=True)
+    found = shrunk(config, **limits, depth=True, width=True)
     assert type(found.config) is type(config)
     return found
 
@@ -84,7 +84,7 @@ def test_less_is_shrunk_where_a_model_cannot_be_built_otherwise():
             raise ValueError("an odd number of layers is needed")
         return small
 
-    found, built = shrink(config, Limits(), build)
+    found, built = shrink(config, build)
     assert built.num_hidden_layers == 7
     assert found.config.hidden_size < config.hidden_size
 
@@ -102,6 +102,6 @@ def test_unusual_models_still_train_a_step(model_type):
     from fullshard.models.small import trained_once
 
     config = config_from_settings({"model_type": model_type})
-    found = shrunk(config, Limits(), depth=True, width=True)
+    found = shrunk(config, depth=True, width=True)
     num_parameters = sum(param.numel() for param in trained_once(found.config).parameters())
     assert num_parameters < 3_000_000

@@ -193,11 +193,6 @@ def choice(key: str, words: Mapping[str, object], why: str = "", instead: str = 
     return unless()(rule)
 
 
-def flag(key: str, on: object, why: str = "", *, off: object = None) -> Rule:
-    """Sets our key to one of two values by a flag; None leaves the key unset."""
-    return to(key, why, read=lambda value: on if to_flag(value) else off)
-
-
 def no_effect(why: str, check: Callable[[Any], object] | None = None) -> Rule:
     """A value without effect; `check` raises if the other tool would reject it too."""
 
@@ -207,11 +202,6 @@ def no_effect(why: str, check: Callable[[Any], object] | None = None) -> Rule:
         return Meaning(Status.NO_EFFECT, why)
 
     return rule
-
-
-def lost(why: str, *neutral: object) -> Rule:
-    """A value that is lost, unless it is neutral."""
-    return unless(*neutral)(lambda _value, _said: Meaning(Status.LOST, why))
 
 
 def not_yet(instead: str, *neutral: object) -> Rule:
@@ -239,6 +229,12 @@ def rows(table: str, other: Table | None = None) -> dict[str, Rule]:
     return found
 
 
+def marks_of(tool: str) -> frozenset[str]:
+    """The top-level keys by which a tool's file is recognized."""
+    marks = {row["tool"]: row["keys"] for row in _tables()["MARKS"]}
+    return frozenset(marks[tool].split())
+
+
 @cache
 def _tables() -> dict[str, list[dict[str, Any]]]:
     import yaml  # which a GPU's machine may lack
@@ -253,11 +249,12 @@ def _rule_of(row: Mapping[str, Any]) -> Rule:
         case {"to": key, "words": words}:
             return choice(key, words, why, row.get("instead", ""))
         case {"to": key, "if_true": on}:
-            return flag(key, on, why, off=row.get("if_false"))
+            off = row.get("if_false")
+            return to(key, why, read=lambda value: on if to_flag(value) else off)
         case {"to": key}:
             return to(key, why, *neutral)
         case {"lost": why}:
-            return lost(why, *neutral)
+            return unless(*neutral)(lambda _value, _said: Meaning(Status.LOST, why))
         case {"not_yet": instead}:
             return not_yet(instead, *neutral)
         case _:

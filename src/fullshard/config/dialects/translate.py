@@ -22,6 +22,7 @@ from fullshard.config.dialects.rules import (
     is_auto,
     is_empty,
     mapping_of,
+    marks_of,
 )
 from fullshard.config.dialects.trainer import FLAT, FLAT_MARKS, TRAINING
 from fullshard.config.fields import Rejected
@@ -48,22 +49,10 @@ class Dialect:
 
 
 DIALECTS = (
-    Dialect(
-        "Accelerate",
-        frozenset({"distributed_type", "compute_environment", "deepspeed_config"}),
-        ACCELERATE,
-    ),
-    Dialect(
-        "DeepSpeed",
-        frozenset({"zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size"}),
-        DEEPSPEED,
-    ),
-    Dialect(
-        "axolotl",
-        frozenset({"base_model", "micro_batch_size", "sequence_len", "fsdp_version"}),
-        AXOLOTL,
-    ),
-    Dialect("torchtitan", frozenset({"parallelism"}), {"parallelism": TORCHTITAN}),
+    Dialect("Accelerate", marks_of("Accelerate"), ACCELERATE),
+    Dialect("DeepSpeed", marks_of("DeepSpeed"), DEEPSPEED),
+    Dialect("axolotl", marks_of("axolotl"), AXOLOTL),
+    Dialect("torchtitan", marks_of("torchtitan"), {"parallelism": TORCHTITAN}),
     Dialect("TrainingArguments", FLAT_MARKS, FLAT),
 )
 

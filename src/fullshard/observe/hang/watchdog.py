@@ -70,34 +70,26 @@ _RUNTIME = f"{_PACKAGE}/engine/step.py"
 _LIBRARIES = (_PACKAGE, *{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 
 
-@dataclass(frozen=True)
-class WatchdogSettings:
-    """Settings of a rank's watchdog.
+class Watchdog:
+    """The watchdog of this process. It publishes positions once the process group exists.
 
-    Attributes:
+    Args:
         launch: The rank, and the store of its rendezvous.
         timeout_s: A rank that waits longer is stuck.
         hang_file: File of the report.
-        stacks_file: File to which a rank's faulthandler writes on SIGUSR2; None: no such file.
+        stacks_file: File to which a rank's faulthandler writes on SIGUSR2 under a launcher of ours,
+            which sees which rank dies and shows the report; None: under another one.
     """
 
-    launch: LaunchEnvironment
-    timeout_s: float
-    hang_file: Path
-    stacks_file: Callable[[int], Path] | None = None
-
-    @property
-    def supervised(self) -> bool:
-        """Whether a launcher of ours sees which rank dies, and shows the report."""
-        return self.stacks_file is not None
-
-
-class Watchdog:
-    """The watchdog of this process. It publishes positions once the process group exists."""
-
-    def __init__(self, settings: WatchdogSettings) -> None:
-        self.settings, self._launch = settings, settings.launch
-        self._rank = settings.launch.rank
+    def __init__(
+        self,
+        launch: LaunchEnvironment,
+        timeout_s: float,
+        hang_file: Path,
+        stacks_file: Callable[[int], Path] | None = None,
+    ) -> None:
+        self._launch, self._rank, self._timeout_s = launch, launch.rank, timeout_s
+        self.hang_file, self._stacks_file = hang_file, stacks_file
         self.on_hang: list[Callable[[Verdict], None]] = []
         self._channel: Any = None
         self.sampler = PositionSampler(self._rank, os.getpid())
@@ -172,11 +164,11 @@ class Watchdog:
         """Frame of an error that another rank may have caused; ignores SIGTERM from then on."""
         frame = _last_frame(error.__traceback__) if os.getpid() == self.sampler.last.pid else None
         preempted = isinstance(error, PreemptedError)
-        if frame is None or self._channel is None or (self.settings.supervised and preempted):
+        if frame is None or self._channel is None or (self._stacks_file is not None and preempted):
             return None
         if not preempted and not (isinstance(error, RuntimeError) and is_collective(frame)):
             return None
-        if not self.settings.supervised:
+        if self._stacks_file is None:
             # torchrun sends SIGTERM to all ranks once one has died; the report comes first.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         return frame
@@ -191,7 +183,7 @@ class Watchdog:
             _exit()
 
     def _say(self, verdict: Verdict) -> None:
-        sys.stderr.write(f"HangError: {verdict.message}\nMore: {self.settings.hang_file}\n")
+        sys.stderr.write(f"HangError: {verdict.message}\nMore: {self.hang_file}\n")
 
     # ---- the thread
 
@@ -228,7 +220,7 @@ class Watchdog:
             self._beat()
         except RuntimeError:  # the store is gone
             alone = {self._rank: Seen(self.sampler.last)}
-            verdict = judge(alone, self.settings.timeout_s)
+            verdict = judge(alone, self._timeout_s)
             if verdict is not None:
                 self._end(verdict, {self._rank: stacks()}, alone)
 
@@ -261,7 +253,7 @@ class Watchdog:
         if not self._is_judge():
             return
         seen = self._read()
-        verdict = judge(seen, self.settings.timeout_s, self._launch.world_size)
+        verdict = judge(seen, self._timeout_s, self._launch.world_size)
         if verdict is not None:
             self._report(verdict, seen)
 
@@ -289,7 +281,7 @@ class Watchdog:
         if beat != position.beat:
             heard = now
         self._heard[position.rank] = position.beat, heard
-        local = position.host == self.sampler.last.host and not self.settings.supervised
+        local = position.host == self.sampler.last.host and self._stacks_file is None
         gone = local and not position.ended and not _lives(position.pid)
         return Seen(position, now - heard, gone)
 
@@ -312,7 +304,7 @@ class Watchdog:
 
     def _end(self, verdict: Verdict, texts: dict[int, str], seen: dict[int, Seen]) -> None:
         self._write(verdict, texts, seen)
-        if not self.settings.supervised:
+        if self._stacks_file is None:
             self._say(verdict)
         with suppress(*_STORE_GONE):
             self._channel.set("written", "")
@@ -329,17 +321,13 @@ class Watchdog:
 
     def _ask_by_signal(self, at: Position) -> str:
         """Stacks of a rank of this machine whose watchdog cannot run."""
-        if (
-            self.settings.stacks_file is None
-            or at.host != self.sampler.last.host
-            or not _lives(at.pid)
-        ):
+        if self._stacks_file is None or at.host != self.sampler.last.host or not _lives(at.pid):
             return "(none: the rank does not answer)\n"
         if psutil.Process(at.pid).status() == psutil.STATUS_STOPPED:
             return "(none: the process is stopped, by SIGSTOP or a debugger)\n"
         os.kill(at.pid, signal.SIGUSR2)
         time.sleep(1.0)
-        file = self.settings.stacks_file(at.rank)
+        file = self._stacks_file(at.rank)
         return (file.read_text() if file.exists() else "") or "(none: the rank does not answer)\n"
 
     def _write(self, verdict: Verdict, texts: dict[int, str], seen: dict[int, Seen]) -> None:
@@ -347,8 +335,8 @@ class Watchdog:
         for rank in sorted(texts):
             lines += ["", f"---- stacks of rank {rank} ----", texts[rank].rstrip()]
         with suppress(OSError):  # a full disk; the verdict is told without it
-            self.settings.hang_file.parent.mkdir(parents=True, exist_ok=True)
-            self.settings.hang_file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+            self.hang_file.parent.mkdir(parents=True, exist_ok=True)
+            self.hang_file.write_text("\n".join(lines) + "\n", encoding="utf-8")
         for call in self.on_hang:
             call(verdict)
 
@@ -394,13 +382,13 @@ def start(
         launch: The rank.
         timeout_s: A rank that waits longer is stuck; None: as the launch says, or ten minutes.
         run_dir: Folder of the run; None: that of the launch.
-        **files: Further files of WatchdogSettings.
+        **files: Further files of the watchdog.
     """
     if not _current and launch.master_addr is not None and launch.master_port is not None:
         folder = run_dir or launch.run_dir
         file = Path("hang.txt") if folder is None else folder / "logs" / "hang.txt"
         timeout_s = timeout_s or launch.timeout_s or DEFAULT_TIMEOUT_S
-        _current.append(Watchdog(WatchdogSettings(launch, timeout_s, file, **files)))
+        _current.append(Watchdog(launch, timeout_s, file, **files))
         _current[0].start()
     return current()
 

@@ -34,7 +34,7 @@ from fullshard.engine.initial import has_weights_of
 from fullshard.errors import ConfigError
 from fullshard.launch.run_lock import RunLock
 from fullshard.models.build import build_sharded, given_model_config, sharding_for
-from fullshard.models.config import build_model, check_model_folder, config_from_folder
+from fullshard.models.config import build_model, config_from_folder
 from fullshard.models.student import choose, counting, is_cut, write_student
 from fullshard.outlook.memory import TEACHER
 from fullshard.planner.memory import MemoryRow
@@ -74,13 +74,11 @@ def check_teacher(config: RunConfig, tokenizer: PreTrainedTokenizerBase | None) 
     teacher, settings = config.teacher, config.distill or DistillConfig()
     if teacher is None:
         return
-    folder = Path(teacher.name_or_path or "")
     if teacher.name_or_path is None:
         raise ConfigError(
             "teacher: expected a folder with weights, got a configuration, whose weights would be "
             "random. Train it first (fullshard train), and name RUN/model."
         )
-    check_model_folder(folder, "teacher")
     theirs = load_tokenizer(teacher, "teacher")
     if tokenizer is None or theirs is None or settings.loss is DistillLoss.HIDDEN:
         return
