@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -223,9 +223,8 @@ def main(
                 what = f"{NAME}: {count} ranks"
                 rows += rows_of(run_ranks(f"{NAME}:measure", job, count, what=what, timeout_s=600))
     told = ("nvme", "State on disk beside DeepSpeed", command_line(NAME), rows, COLUMNS)
-    page = Page(*told, [_cells(row) for row in rows], METHOD, neighbours.share)
-    names = ("fullshard", "torch", "deepspeed")
-    page = replace(page, became_idle=neighbours.became_idle, versions=describe_versions(names))
+    cells, versions = [_cells(row) for row in rows], ("fullshard", "torch", "deepspeed")
+    page = Page(*told, cells, METHOD, neighbours, versions=describe_versions(versions))
     return show(page, out)
 
 

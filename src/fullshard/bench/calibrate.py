@@ -26,7 +26,7 @@ from torch import nn
 
 import fullshard as fs
 from fullshard.bench.comm import TimedExchange, plan_buffer, resolve
-from fullshard.bench.page import Neighbours, Say, busy_sentence
+from fullshard.bench.page import Neighbours, Say
 from fullshard.bench.ranks import run_ranks
 from fullshard.config.load import load_config
 from fullshard.config.schema import RunConfig
@@ -560,8 +560,7 @@ def summary(calibration: Calibration, neighbours: Neighbours) -> str:
         f"{1e6 * found.host.unit_s:.0f} us per unit"
         for num_ranks, found in calibration.hosts.items()
     ]
-    busy = busy_sentence(neighbours.share, became_idle=neighbours.became_idle)
-    return "\n".join([*lines, busy])
+    return "\n".join([*lines, str(neighbours)])
 
 
 def crowded(whole: Ceilings, num_ranks: int, messages: Mapping[str, Table]) -> Ceilings:

@@ -209,8 +209,7 @@ def run(
         COLUMNS,
         [_cells(row) for row in rows],
         METHOD,
-        neighbours.share,
-        neighbours.became_idle,
+        neighbours,
         absent=absent,
     )
 
