@@ -12,7 +12,9 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
+from fullshard.config.regular_files import packaged_table
 from fullshard.outlook.constants import FITTED, SPREAD, Constants, Familiarity
 from fullshard.outlook.devices import GIGA, Device, find_device
 from fullshard.outlook.memory import FULL, GIB, peak_memory
@@ -58,40 +60,11 @@ COLUMNS = (
 GRAVE = ("device", "model")  # if one of these is assumed, only the order of magnitude is right
 TYPICAL_PARAMS = 7e9  # of a model that the row does not describe
 
-# Models with experts whose names do not show it: parameters in all and per token, in 10^9, from
-# the publishers' model cards.
-_SPARSE = {
-    "deepseek-v3-16b": (15.7, 2.4),
-    "deepseek-v3": (671.0, 37.0),
-    "mixtral-8x7b": (46.7, 12.9),
-    "mixtral-8x22b": (140.6, 39.1),
-    "gpt-oss-120b": (116.8, 5.1),
-    "gpt-oss-20b": (20.9, 3.6),
-    "nemotron v3 nano 30b": (31.6, 3.6),
-    "gemma4-26b": (26.0, 4.0),
-    "qwen3-30b": (30.5, 3.3),
-    "qwen3-235b": (235.0, 22.0),
-    "llama-4-scout": (109.0, 17.0),
-    "llama-4-maverick": (400.0, 17.0),
-    "glm-4.5-air": (106.0, 12.0),
-    "moonlight": (16.0, 3.0),
-}
-_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0}
-# State bytes per parameter of optimizers other than AdamW, by a word of the name; paged state is on
-# the host.
-_STATES = {"paged": 0, "8bit": 2, "sgd": 0, "adafactor": 0.1}
-# (share of a block's forward that is recomputed, share of its activations that is kept). The first
-# name found in the cell counts.
-_RECOMPUTE = {
-    "full/selective": (0.6, 0.4),
-    "minimal": (0.1, 0.6),
-    "qkv_proj": (0.75, 0.1),
-    "custom": (0.85, 0.0),
-    "budget": (0.2, 0.5),
-    "selective": (0.3, 0.55),
-    "full": (1.0, 0.0),
-    "none": (0.0, 1.0),
-}
+_WORDS: dict[str, Any] = packaged_table("fullshard.outlook", "published.yaml")
+_SPARSE: dict[str, tuple[float, float]] = _WORDS["sparse"]
+_BYTES: dict[str, float] = _WORDS["bytes"]
+_STATES: dict[str, float] = _WORDS["states"]
+_RECOMPUTE: dict[str, tuple[float, float]] = _WORDS["recompute"]
 _RATES = re.compile(r"(?:(\d+)\s*x\s*)?(\d+(?:\.\d+)?)\s*(tbps|tb/s|gbps|gb/s|gb)\b([^;,]*)")
 
 Row = Mapping[str, str]
