@@ -13,7 +13,7 @@ labels) and frees one of them before the gradient of the head's weight. It alloc
 blocks' gradients, and for the whole gradient of the embedding (unless the head is tied), before
 everything else, and shards each gradient at once.
 
-A head in chunks (xla/head.py) computes gradients together with logits. It also has the sum over the
+A head in chunks (xla/loss.py) computes gradients together with logits. It also has the sum over the
 earlier chunks, which exists until the blocks' backward.
 """
 

@@ -27,7 +27,7 @@ from fullshard.xla.aot import (
     without_devices,
 )
 from fullshard.xla.decoder import DecoderConfig, plan_table, planned
-from fullshard.xla.head import Decoder, next_token
+from fullshard.xla.loss import Decoder, next_token
 from fullshard.xla.opt_state import trained
 from fullshard.xla.plan import Tree, mesh_for
 

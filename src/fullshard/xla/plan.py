@@ -75,15 +75,20 @@ def make_mesh(
     Raises:
         ConfigError: The sizes do not multiply to the number of devices.
     """
-    found = list(jax.devices() if devices is None else devices)
-    local = len([device for device in found if device.process_index == found[0].process_index])
-    is_alone = local == 1 < tensor  # ranks that share a batch are neighbours in their numbering
-    local = max(local, tensor)
-    topology = Topology(len(found), local if len(found) % local == 0 else None)
     asked = ShardConfig(
         strategy=strategy, replicate=replicate, shard=shard, expert=expert, tensor=tensor
     )
-    axes = mesh_of(asked, topology).axes(expert * tensor).items()
+    return mesh_for(asked, devices)
+
+
+def mesh_for(config: ShardConfig, devices: Sequence[Any] | None = None) -> DeviceMesh:
+    """Makes the mesh of a configuration; see `make_mesh`."""
+    found = list(jax.devices() if devices is None else devices)
+    local = len([device for device in found if device.process_index == found[0].process_index])
+    is_alone = local == 1 < config.tensor  # ranks that share a batch are neighbours
+    local = max(local, config.tensor)
+    topology = Topology(len(found), local if len(found) % local == 0 else None)
+    axes = mesh_of(config, topology).axes(config.expert * config.tensor).items()
     sizes = {axis: n for axis, n in axes if n > 1 or axis in AXES}
     shape = tuple(sizes.values())
     if not is_alone and all(hasattr(device, "coords") for device in found):
@@ -91,18 +96,6 @@ def make_mesh(
     else:
         placed = np.array(found).reshape(shape)
     return DeviceMesh(placed, tuple(sizes), axis_types=(AxisType.Auto,) * len(shape))
-
-
-def mesh_for(config: ShardConfig, devices: Sequence[Any] | None = None) -> DeviceMesh:
-    """Makes the mesh of a configuration."""
-    return make_mesh(
-        config.replicate,
-        config.shard,
-        expert=config.expert,
-        tensor=config.tensor,
-        strategy=config.strategy,
-        devices=devices,
-    )
 
 
 def _by_network(devices: Sequence[Any], shape: Sequence[int]) -> np.ndarray:
