@@ -28,6 +28,7 @@ from torch import nn
 
 import fullshard as fs
 from fullshard.bench.page import paired_ratio, slowest
+from fullshard.bench.ranks import timed
 from fullshard.errors import ConfigError
 
 MIB = 2**20
@@ -203,17 +204,9 @@ def measure(job: OffloadJob) -> dict[str, Any]:
         counted()
     for _ in range(job.num_rounds):
         for name, act in ((STEP, counted), (FLOOR, replayed)):
-            times[name].append(timed(act))
+            times[name].append(timed(act)[0])
     read, written = (median(one) for one in zip(*moved, strict=True))
     return {"times": times, "read": read, "written": written, "state": step.state_bytes}
-
-
-def timed(act: Callable[[], object]) -> float:
-    """Seconds of an action that all ranks begin together."""
-    dist.barrier()
-    start = time.perf_counter()
-    act()
-    return time.perf_counter() - start
 
 
 def rows(ranks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
