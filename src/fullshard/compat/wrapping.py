@@ -35,6 +35,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 
 from fullshard.compat.errors import NotOfferedError
 from fullshard.config.schema import ShardConfig
@@ -397,9 +398,11 @@ def names_of(model: nn.Module) -> dict[int, list[str]]:
     return found
 
 
-def dtype_of(dtype: torch.dtype | None) -> DType | None:
-    """The configuration's name of a dtype."""
-    return None if dtype is None else DType(str(dtype).removeprefix("torch."))
+def settings_of(policy: MixedPrecision | MixedPrecisionPolicy) -> UnitSettings:
+    """A unit's dtypes. Parameters are stored in theirs; reduce_dtype defaults to param_dtype."""
+    given = policy.param_dtype, policy.reduce_dtype or policy.param_dtype
+    compute, reduce = (x and DType(str(x).removeprefix("torch.")) for x in given)
+    return UnitSettings(compute=compute, reduce=reduce, keeps_dtypes=True)
 
 
 # ---- without an engine, and with a new one -------------------------------------------------------
