@@ -58,7 +58,7 @@ from fullshard.observe.hang import watchdog
 from fullshard.observe.hang.judge import EventRing
 from fullshard.planner.layout import FlatLayout, Slice, clean_name
 from fullshard.planner.mesh import Mesh, Topology, resolve_mesh, row_of
-from fullshard.planner.units import ContractRule, UnitSettings, group_params
+from fullshard.planner.units import UnitSettings, group_params
 from fullshard.transport.base import torch_dtype
 from fullshard.transport.groups import copy_from_first, make_transport, topology_of
 
@@ -424,7 +424,7 @@ def cut_early(
     """
     specs = [param_spec((name,), param) for name, param in params.items()]
     part = mesh.coordinates(rank)[1]
-    for group in group_params(specs, ContractRule(ShardConfig(), settings), mesh.shard):
+    for group in group_params(specs, ShardConfig(), settings, mesh.shard):
         pieces = group.layout.slices(part)
         first = params[pieces[0].name]
         dtype = torch_dtype(group.dtypes.master)

@@ -23,7 +23,7 @@ from fullshard.errors import ConfigError, DataError
 from fullshard.planner.arrays import PADDED_ABOVE, ArrayPlan, ArraysPlan, cut_of
 from fullshard.planner.mesh import Mesh, Topology, check_divides, mesh_of, row_of
 from fullshard.planner.spec import ParamSpec, check_globs, matches
-from fullshard.planner.units import ContractRule
+from fullshard.planner.units import UnitSettings, contract_of
 
 Tree = Any  # any pytree
 # (sizes of the expert and the tensor axis) -> by name pattern, the dimension that these axes cut,
@@ -341,13 +341,12 @@ def table_of(
     cuts: Mapping[str, tuple[int, int]] | None = None,
 ) -> ArraysPlan:
     """Returns the plan as data, without devices; arguments as for `plan`, cuts as of `Rules`."""
-    contract = ContractRule(settings)
     named = named_leaves(shapes)
     names = [name for name, _ in named]
     check_globs("freeze", freeze, names, "arrays")
     _check_blocks(blocks, names)
     arrays = [
-        _array(name, leaf, _block_of(name, blocks), (contract, sizes, tuple(freeze), cuts or {}))
+        _array(name, leaf, _block_of(name, blocks), (settings, sizes, tuple(freeze), cuts or {}))
         for name, leaf in named
     ]
     return ArraysPlan(
@@ -438,9 +437,9 @@ def _array(
     name: str,
     leaf: Any,
     block: str,
-    settings: tuple[ContractRule, Mesh, tuple[str, ...], Mapping[str, tuple[int, int]]],
+    settings: tuple[ShardConfig, Mesh, tuple[str, ...], Mapping[str, tuple[int, int]]],
 ) -> ArrayPlan:
-    contract, sizes, freeze, cuts = settings
+    config, sizes, freeze, cuts = settings
     shape = tuple(leaf.shape)
     if block and not shape:
         raise ConfigError(f"blocks: expected arrays with an axis of layers; {name} is a scalar.")
@@ -460,7 +459,8 @@ def _array(
         check_divides("tensor, expert", parts, own[dim], f"dimension {dim} of {name}")
     cut = cut_of(own, sizes.spread(parts).shard, dim, parts)
     layers = shape[0] if block else 0
-    return ArrayPlan(name, own, cut, contract.of(spec), trainable, block, layers)
+    dtypes = contract_of(spec, config, UnitSettings())
+    return ArrayPlan(name, own, cut, dtypes, trainable, block, layers)
 
 
 def is_on_mesh(leaf: Any) -> bool:
