@@ -49,7 +49,7 @@ from fullshard.engine.norms import GradientNorms
 from fullshard.engine.optimizers import WATCHED
 from fullshard.engine.parameter import Guarded, PendingGradient, ShardedParameter, ShardedTensor
 from fullshard.engine.placing import present, shard_shape
-from fullshard.engine.precision import cast_output, cast_tensors
+from fullshard.engine.precision import cast_tensors
 from fullshard.engine.record import ShardRecord
 from fullshard.engine.shard import Given, shard_model
 from fullshard.engine.unit import Group, Member, address_of, gather_piece
@@ -65,21 +65,6 @@ from fullshard.transport.groups import copy_from_first, make_transport, topology
 MARK = "_fullshard_unit"
 
 
-@dataclass(frozen=True)
-class Casts:
-    """Casts of a marked module's inputs and outputs; None casts nothing.
-
-    Attributes:
-        inputs: Dtype of its floating-point arguments.
-        root_only: Whether to cast inputs only if no marked module contains it.
-        outputs: Dtype of its floating-point outputs.
-    """
-
-    inputs: torch.dtype | None = None
-    root_only: bool = False
-    outputs: torch.dtype | None = None
-
-
 @dataclass(eq=False)
 class Wrapped:
     """The record of a marked module.
@@ -90,7 +75,8 @@ class Wrapped:
         options: Fields of ShardConfig for the whole model, used if it is the outermost module.
         order: Order of the ranks in its mesh; see planner.mesh.Mesh.
         ignored: Names of parameters in it that are replicated and not reduced.
-        casts: Casts of its inputs and outputs.
+        inputs: Dtype to which its floating-point arguments are cast; None casts nothing.
+        root_only: Whether to cast them only if no marked module contains it.
         alone: Whether it belongs to this rank only; its parameters are then ignored.
         extra: Further values of the interface.
         around: Returns the next marked module that contains it.
@@ -106,7 +92,8 @@ class Wrapped:
     options: dict[str, Any]
     order: tuple[int, ...] = ()
     ignored: tuple[str, ...] = ()
-    casts: Casts = Casts()
+    inputs: torch.dtype | None = None
+    root_only: bool = False
     alone: bool = False
     extra: dict[str, Any] = field(default_factory=dict)
     around: Callable[[], nn.Module | None] = lambda: None
@@ -174,8 +161,6 @@ def mark(module: nn.Module, wrapped: Wrapped) -> None:
             record.around = weakref.ref(module)
     before = partial(call_outside_compile, _before_forward)
     module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-    if wrapped.casts.outputs is not None:
-        module.register_forward_hook(partial(cast_output, wrapped.casts.outputs))
     cut(module, wrapped)
 
 
@@ -384,9 +369,9 @@ def _before_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
     if wrapped.engine_ref() is None:
         engine = build(outermost(module))
         args, kwargs = engine.begin_call(module, args, kwargs) or (args, kwargs)
-    casts = wrapped.casts
-    if casts.inputs is not None and not (casts.root_only and ATTRIBUTE not in vars(module)):
-        return cast_tensors(args, casts.inputs), cast_tensors(kwargs, casts.inputs)
+    dtype = wrapped.inputs
+    if dtype is not None and not (wrapped.root_only and ATTRIBUTE not in vars(module)):
+        return cast_tensors(args, dtype), cast_tensors(kwargs, dtype)
     return args, kwargs
 
 

@@ -50,7 +50,6 @@ from fullshard.compat.fsdp1 import options
 from fullshard.compat.fsdp1.options import TrainingState, auto_wrap
 from fullshard.compat.state_dicts import HoldsShards, Wanted
 from fullshard.compat.wrapping import (
-    Casts,
     Wrapped,
     engine_for,
     ignored_ids,
@@ -186,7 +185,8 @@ class FullyShardedDataParallel(HoldsShards, nn.Module):
             order=order,
             ignored=names_in(self, ignored),
             alone=options.is_alone(group),
-            casts=Casts(precision.param_dtype if casts else None, root_only=not everywhere),
+            inputs=precision.param_dtype if casts else None,
+            root_only=not everywhere,
             extra={
                 **given,
                 "full_in_eval": current_variables().get("FSDP_USE_FULL_PREC_IN_EVAL") == "1",
@@ -275,10 +275,10 @@ class FullyShardedDataParallel(HoldsShards, nn.Module):
         low = wrapped.extra.get("in_training")
         if wrapped.extra["full_in_eval"] and (low is None) is not mode:
             if low is None:
-                wrapped.extra["in_training"] = (wrapped.settings, wrapped.casts)
-                wrapped.settings, wrapped.casts = settings_of(MixedPrecision()), Casts()
+                wrapped.extra["in_training"] = (wrapped.settings, wrapped.inputs)
+                wrapped.settings, wrapped.inputs = settings_of(MixedPrecision()), None
             else:
-                wrapped.settings, wrapped.casts = wrapped.extra.pop("in_training")
+                wrapped.settings, wrapped.inputs = wrapped.extra.pop("in_training")
             self._cast_buffers(low=mode)
             record_of(outermost(self)).needs_plan = True
         return self

@@ -37,7 +37,6 @@ from fullshard.compat.errors import (
 )
 from fullshard.compat.state_dicts import HoldsShards, Wanted
 from fullshard.compat.wrapping import (
-    Casts,
     Wrapped,
     engine_for,
     has_meta,
@@ -60,6 +59,7 @@ from fullshard.engine.engine import Engine
 from fullshard.engine.homes import default_device
 from fullshard.engine.model_spec import NEVER_CALLED
 from fullshard.engine.parameter import ShardedParameter
+from fullshard.engine.precision import cast_output
 from fullshard.engine.state import unsharded
 from fullshard.planner.events import Sync
 from fullshard.planner.mesh import order_of
@@ -371,16 +371,15 @@ def mark_unit(
         options={key: value for key, value in options.items() if key != "order"},
         order=options.get("order", ()),
         ignored=names_in(module, ignored),
-        casts=Casts(
-            inputs=policy.param_dtype if policy.cast_forward_inputs else None,
-            outputs=policy.output_dtype,
-        ),
+        inputs=policy.param_dtype if policy.cast_forward_inputs else None,
         extra={"mesh": None, "shared": {}},
         check=_check_values,
     )
     wrapped.on_engine.append(_on_engine)
     swap_class(module, FSDPModule, f"FSDP{kind.__name__}")
     mark(module, wrapped)
+    if policy.output_dtype is not None:
+        module.register_forward_hook(functools.partial(cast_output, policy.output_dtype))
     optim_states.show_rows(module)
 
 
