@@ -88,8 +88,7 @@ def run(job: Job, *, command: str, timeout_s: float, wait: bool, say: Say) -> Pa
         COLUMNS,
         cells,
         METHOD,
-        neighbours.share,
-        neighbours.became_idle,
+        neighbours,
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch._dynamo.utils import counters
 
 from benchmarks.compile import Job
-from fullshard.bench.engines import BUILDERS, GPT, Feeder, Setup, timed
+from fullshard.bench.engines import BUILDERS, GPT, Feeder, Setup, timed_by_all
 
 
 class CompiledSetup(Setup):
@@ -47,6 +47,6 @@ def measure(job: Job) -> dict[str, Any]:
     for i in range(job.num_rounds):
         turn = i % len(feeders)
         for key in [*feeders][turn:] + [*feeders][:turn]:
-            times[key].append(timed(feeders[key].step)[0])
+            times[key].append(timed_by_all(feeders[key].step)[0])
     recompiled = num_compiled() - before
     return {"times": times, "losses": losses, "graphs": graphs, "recompiled": recompiled}

@@ -70,7 +70,7 @@ def run(
         COLUMNS,
         [_cells(row) for row in rows],
         METHOD,
-        neighbours.share,
+        neighbours,
     )
 
 

@@ -88,7 +88,7 @@ def main(
         name, title = f"{name}_chats", "Conversations larger than memory"
     cells = [_cells(row) for row in rows]
     told = (name, title, command_line(NAME), rows, COLUMNS, cells, CHATS if chats else METHOD)
-    return show(Page(*told, neighbours.share), out)
+    return show(Page(*told, neighbours), out)
 
 
 def write_text(folder: Path, mib: int) -> None:

@@ -100,7 +100,10 @@ def judge(found: dict[str, Any], rates: list[float], seeds: list[int]) -> dict[s
 
 
 def page(
-    found: dict[str, Any], verdict: dict[str, Any], options: argparse.Namespace, shared: float
+    found: dict[str, Any],
+    verdict: dict[str, Any],
+    options: argparse.Namespace,
+    neighbours: Neighbours,
 ) -> Page:
     """All runs as a table."""
     rows = [
@@ -132,7 +135,7 @@ def page(
             "Each side is judged at the rate with the lowest mean; the interval is Student's t "
             f"over the seeds' paired differences, {CONFIDENCE:.0%}.",
         ],
-        shared,
+        neighbours,
         notes=[
             f"The teacher's held-out loss is {found['teacher_loss']:.4f}.",
             f"The teacher brings {gain} nats a token.",
@@ -155,7 +158,7 @@ def main() -> None:
         found = study(Path(name), options)
     print(json.dumps(found), flush=True)
     verdict = judge(found, options.rates, options.seeds)
-    result = page(found, verdict, options, neighbours.share)
+    result = page(found, verdict, options, neighbours)
     print(result.to_markdown())
     result.write(options.out)
 

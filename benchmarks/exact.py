@@ -110,7 +110,7 @@ def run(
         for case in cases:
             say(f"{case.name}, {case.strategy}, {case.recompute}, {case.tokens} tokens")
             rows.append(_row(case, topology))
-    return page_of(rows, topology, neighbours.share, command)
+    return page_of(rows, topology, neighbours, command)
 
 
 def _row(case: Case, topology: str | None) -> dict[str, Any]:
@@ -142,7 +142,7 @@ def row_of(case: Case, found: dict[str, Any]) -> dict[str, Any]:
 
 
 def page_of(
-    rows: Sequence[dict[str, Any]], topology: str | None, others_share: float, command: str
+    rows: Sequence[dict[str, Any]], topology: str | None, neighbours: Neighbours, command: str
 ) -> Page:
     """The page of all rows."""
     errors = sorted(abs(row["error"]) for row in rows)
@@ -163,7 +163,7 @@ def page_of(
         columns=COLUMNS,
         cells=[_cells(row) for row in rows],
         method=METHOD,
-        others_share=others_share,
+        neighbours=neighbours,
         notes=notes,
         versions=describe_versions(("fullshard", "jax", "jaxlib", "optax")),
     )

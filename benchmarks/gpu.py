@@ -230,7 +230,7 @@ def run(num_rounds: int, *, tiny: bool, command: str, say: Callable[[str], None]
         COLUMNS,
         [_cells(row) for row in rows],
         METHOD,
-        neighbours.share,
+        neighbours,
         absent=absent,
         notes=notes,
         machine=machine,

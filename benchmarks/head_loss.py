@@ -146,7 +146,7 @@ def main(
     title = "The loss of a head, in chunks"
     cells = [_cells(row) for row in rows]
     told = (NAME.partition(".")[2], title, command_line(NAME), rows, COLUMNS, cells, METHOD)
-    return show(Page(*told, neighbours.share, absent=absent), out)
+    return show(Page(*told, neighbours, absent=absent), out)
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:

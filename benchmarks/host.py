@@ -170,8 +170,7 @@ def run(world: int, num_rounds: int, *, wait: bool, say: Say) -> dict[str, objec
                     rows.append(_row(name, phase, num_parameters, host, world))
     return {
         "rows": rows,
-        "others_share": neighbours.share,
-        "became_idle": neighbours.became_idle,
+        "neighbours": neighbours,
     }
 
 

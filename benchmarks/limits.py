@@ -243,7 +243,7 @@ def run(cases: Sequence[LimitCase], *, command: str, say: Callable[[str], None])
         COLUMNS,
         [_cells(row) for row in rows],
         METHOD,
-        neighbours.share,
+        neighbours,
         notes=[_note(row) for row in rows if row["case"] == "base"],
     )
 

@@ -184,7 +184,7 @@ def run(
         COLUMNS,
         [_cells(row) for row in rows],
         METHOD,
-        neighbours.share,
+        neighbours,
         notes=(summary([row["error"] for row in rows]),),
     )
 

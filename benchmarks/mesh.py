@@ -132,8 +132,7 @@ def run(
         COLUMNS,
         [_cells(row) for row in rows],
         METHOD,
-        neighbours.share,
-        neighbours.became_idle,
+        neighbours,
         versions=describe_versions(("fullshard", "torch", "transformers")),
     )
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,7 +25,7 @@ from torch import nn
 
 import fullshard as fs
 from benchmarks.command import JsonFlag, command_line, run_script
-from fullshard.bench.offload import BYTES_PER_LAYER, MIB, WIDTH, timed
+from fullshard.bench.offload import BYTES_PER_LAYER, MIB, WIDTH
 from fullshard.bench.page import (
     Neighbours,
     Page,
@@ -35,7 +35,7 @@ from fullshard.bench.page import (
     paired_ratio,
     slowest,
 )
-from fullshard.bench.ranks import run_ranks
+from fullshard.bench.ranks import run_ranks, timed
 from fullshard.cli.bench import OutFlag, WaitFlag, say, show
 from fullshard.cli.outcome import Outcome
 from fullshard.errors import ConfigError
@@ -95,7 +95,8 @@ def measure(job: Job) -> dict[str, Any]:
     times: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(job.num_rounds):
         for name, step in steps.items():
-            times[name].append(timed(lambda step=step, name=name: losses[name].append(step())))
+            took_s, _ = timed(lambda step=step, name=name: losses[name].append(step()))
+            times[name].append(took_s)
     dist.barrier()
     return {"times": times, "losses": losses}
 
@@ -223,9 +224,8 @@ def main(
                 what = f"{NAME}: {count} ranks"
                 rows += rows_of(run_ranks(f"{NAME}:measure", job, count, what=what, timeout_s=600))
     told = ("nvme", "State on disk beside DeepSpeed", command_line(NAME), rows, COLUMNS)
-    page = Page(*told, [_cells(row) for row in rows], METHOD, neighbours.share)
-    names = ("fullshard", "torch", "deepspeed")
-    page = replace(page, became_idle=neighbours.became_idle, versions=describe_versions(names))
+    cells, versions = [_cells(row) for row in rows], ("fullshard", "torch", "deepspeed")
+    page = Page(*told, cells, METHOD, neighbours, versions=describe_versions(versions))
     return show(page, out)
 
 

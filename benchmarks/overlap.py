@@ -185,8 +185,7 @@ def run(job: Job, *, command: str, timeout_s: float, wait: bool, say: Say) -> Pa
         columns=COLUMNS,
         cells=[_cells(row) for row in rows],
         method=METHOD,
-        others_share=neighbours.share,
-        became_idle=neighbours.became_idle,
+        neighbours=neighbours,
         notes=[job.case.describe() + ".", *notes],
         drawings=_drawings(_trace(found[TRACED], results[0]["titles"])),
     )

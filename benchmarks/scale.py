@@ -166,8 +166,7 @@ def run(worlds: Sequence[int], num_rounds: int, *, wait: bool, say: Say) -> dict
         rows += [dict(zip(columns, row, strict=True)) for row in once]
     return {
         "rows": rows,
-        "others_share": neighbours.share,
-        "became_idle": neighbours.became_idle,
+        "neighbours": neighbours,
     }
 
 

@@ -210,8 +210,7 @@ def run(
         COLUMNS,
         [_cells(row) for row in rows],
         METHOD,
-        neighbours.share,
-        neighbours.became_idle,
+        neighbours,
         notes=(summary([row["error"] for row in rows]),),
     )
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from benchmarks.xla import ENGINES, ONE, PEERS, Job
 from benchmarks.xla_auto import auto_step
-from fullshard.bench.engines import timed
+from fullshard.bench.engines import timed_by_all
 from fullshard.launch import rendezvous
 from fullshard.models.config import config_from_settings
 from fullshard.run.on_xla import COORDINATOR
@@ -111,7 +111,7 @@ def _measure(job: Job) -> dict[str, Any]:
         turn = at % len(job.engines)
         for name in job.engines[turn:] + job.engines[:turn]:
             step = trainees[name].step if name in trainees else time.thread_time
-            step_s, cpu_s = timed(step)
+            step_s, cpu_s = timed_by_all(step)
             times[name].append(step_s)
             cpu_times[name].append(cpu_s)
     return {"times_s": times, "cpu_times_s": cpu_times, "losses": losses}

@@ -305,8 +305,7 @@ def main(
         columns=["model", *where, *(f"{engine}: collectives" for engine in (AUTO, *STRATEGIES))],
         cells=[cells_of(row) for row in rows],
         method=METHOD,
-        others_share=neighbours.share,
-        became_idle=neighbours.became_idle,
+        neighbours=neighbours,
         notes=notes_of(rows),
         versions=describe_versions(("fullshard", "jax", "jaxlib", "flax", "equinox", "optax")),
     )

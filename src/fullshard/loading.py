@@ -335,12 +335,16 @@ def _value(checkpoint: Checkpoint, engine: Engine, name: str, coded: Any) -> Any
 
 def state_tensor(checkpoint: Checkpoint, rank: int, path: str) -> torch.Tensor:
     """A tensor in state.json, as this rank saved it."""
-    key = key_of(Kind.STATE, path)
+    return stored_tensor(checkpoint, key_of(Kind.STATE, path), rank)
+
+
+def stored_tensor(checkpoint: Checkpoint, key: str, rank: int) -> torch.Tensor:
+    """A whole tensor of a checkpoint; of an opaque one, what a rank saved."""
     stored = checkpoint.index.tensors[key]
     dtype = DTYPES[stored.dtype]
     if stored.opaque:
         own = checkpoint.read_own(key, rank)
-        assert own is not None, path
+        assert own is not None, key
         return _tensor_of(own[1], dtype).view(own[0])
     tensor = torch.empty(stored.numel, dtype=dtype)
     checkpoint.read(key, 0, stored.numel, as_bytes(tensor))

@@ -7,7 +7,7 @@ import pytest
 from benchmarks import scale
 
 from fullshard.bench.comm import resolve
-from fullshard.bench.page import Page
+from fullshard.bench.page import Neighbours, Page
 from fullshard.errors import ConfigError
 from support import forked
 
@@ -94,9 +94,8 @@ def test_the_buffers_of_scale_are_equally_long_in_every_world():
 def test_a_transport_that_cannot_be_built_is_absent_with_the_reason():
     with pytest.raises(ConfigError, match="expected shared; the engine takes direct here") as why:
         resolve("shared", 1)
-    page = Page(
-        "comm", "Transports", "", [], ["by"], [], [], 0.0, absent={"shared": str(why.value)}
-    )
+    told = ("comm", "Transports", "", [], ["by"], [], [], Neighbours())
+    page = Page(*told, absent={"shared": str(why.value)})
     assert page.to_dict()["absent"] == ["shared"]
     assert f"Absent: shared. {why.value}" in page.to_markdown()
 

@@ -1,11 +1,11 @@
 """`python -m benchmarks.xla`: what its rows say. No times."""
 
 import json
-from types import SimpleNamespace
 
 import pytest
 from benchmarks import xla
 
+from fullshard.bench.page import Neighbours
 from support import forked
 
 
@@ -28,8 +28,7 @@ def results(slow_down=1.0, other_loss=2.0):
 
 def page(found):
     job = xla.Job(xla.find_shape("tiny"), 3)
-    idle = SimpleNamespace(share=0.0, became_idle=True)
-    return xla.page_of(job, found, {}, idle, "python -m benchmarks.xla")
+    return xla.page_of(job, found, {}, Neighbours(), "python -m benchmarks.xla")
 
 
 def test_rows_have_paired_ratios_to_one_process_and_to_auto():

@@ -91,22 +91,22 @@ def in_jax(case, shard, folder, batches):
     bare = fx.decoder.planned(own.shapes(), sharding, mesh)
     params, shapes, more = fj.load(bare, folder / "student").params, own.shapes(), {}
     if loss == "hidden":
-        more = {f"{fx.distill.PROJECTION}.weight": projection(torch, dtype).weight.detach()}
-        shapes[fx.distill.PROJECTION] = {"weight": jax.ShapeDtypeStruct((48, 32), dtype)}
+        more = {f"{fx.loss.PROJECTION}.weight": projection(torch, dtype).weight.detach()}
+        shapes[fx.loss.PROJECTION] = {"weight": jax.ShapeDtypeStruct((48, 32), dtype)}
     plan = fx.decoder.planned(shapes, sharding, mesh)
     tx = fx.opt_state.adamw((0.9, 0.999), EPSILON, plan.map(lambda _: 0.1))
     state = state_of(plan, more, tx, params)
-    student, teacher, given = fx.head.Decoder(own, plan), None, None
+    student, teacher, given = fx.loss.Decoder(own, plan), None, None
     if not cached:
-        table = fx.distill.teacher_table(
+        table = fx.decoder.teacher_table(
             other.shapes(), "full_shard", DType(dtype), plan.table, expert
         )
         placed = fx.plan.XlaPlan(table, mesh, jax.tree.structure(other.shapes()))
-        teacher = fx.head.Decoder(other, placed)
+        teacher = fx.loss.Decoder(other, placed)
         given = fx.step.Given(placed, fj.load(placed, folder / "teacher").params)
     step = fx.step.train_step(
         plan,
-        fx.distill.distillation(student, teacher, settings),
+        fx.loss.distillation(student, teacher, settings),
         tx,
         max_grad_norm=NORM,
         given=given,
@@ -116,7 +116,7 @@ def in_jax(case, shard, folder, batches):
         state, metrics = step(state, batch, learning_rate=RATE)
         losses.append(float(metrics["loss"]))
         norms.append(float(metrics["grad_norm"]))
-    told = fx.step.eval_step(plan, fx.head.next_token(student, settings.tokens_at_once))
+    told = fx.step.eval_step(plan, fx.loss.next_token(student, settings.tokens_at_once))
     total, count = told(state, batches[-1])
     return losses, norms, float(total) / float(count)
 
@@ -179,7 +179,7 @@ def compiled(chunk_size, micro_batches=1):
     )
     mesh = fj.make_mesh(1, 2, devices=jax.devices()[:2])
     plan = fj.plan(own.shapes(), {}, mesh, blocks=fx.decoder.BLOCKS)
-    table = fx.distill.teacher_table(other.shapes(), "full_shard", DType.FLOAT32, plan.table)
+    table = fx.decoder.teacher_table(other.shapes(), "full_shard", DType.FLOAT32, plan.table)
     placed = fx.plan.XlaPlan(table, mesh, jax.tree.structure(other.shapes()))
     shapes = jax.tree.map(
         lambda x, lies: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=lies),
@@ -190,9 +190,7 @@ def compiled(chunk_size, micro_batches=1):
     settings = DistillConfig(chunk_size=chunk_size)
     step = fx.step.train_step(
         plan,
-        fx.distill.distillation(
-            fx.head.Decoder(own, plan), fx.head.Decoder(other, placed), settings
-        ),
+        fx.loss.distillation(fx.loss.Decoder(own, plan), fx.loss.Decoder(other, placed), settings),
         tx,
         num_micro_batches=micro_batches,
         given=fx.step.Given(placed, shapes),

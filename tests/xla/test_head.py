@@ -24,7 +24,7 @@ def trained(shard, tied, chunk_size):
     labels = np.where(numbers.random(ids.shape) < 0.3, -100, ids)
     places = np.tile(np.r_[:4, : LENGTH - 4], (6, 1))  # two documents a row
     batch = {"input_ids": ids, "labels": labels, "position_ids": places}
-    step = fj.train_step(plan, fx.head.next_token(fx.head.Decoder(decoder, plan), chunk_size), tx)
+    step = fj.train_step(plan, fx.loss.next_token(fx.loss.Decoder(decoder, plan), chunk_size), tx)
     state, found = step(state, batch, learning_rate=0.5)
     whole = [np.asarray(leaf) for leaf in jax.tree.leaves(fj.full_params(state))]
     return float(found["loss"]), float(found["grad_norm"]), whole
@@ -59,7 +59,7 @@ def temporary():
     sizes = {}
     for chunk_size in (0, 16):
         step = fj.train_step(
-            plan, fx.head.next_token(fx.head.Decoder(decoder, plan), chunk_size), tx
+            plan, fx.loss.next_token(fx.loss.Decoder(decoder, plan), chunk_size), tx
         )
         batch = {"input_ids": ids, "labels": ids}
         program = step.compile(fx.aot.abstract_state(plan, tx), batch, learning_rate=1e-3)

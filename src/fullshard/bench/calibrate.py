@@ -26,8 +26,8 @@ from torch import nn
 
 import fullshard as fs
 from fullshard.bench.comm import TimedExchange, plan_buffer, resolve
-from fullshard.bench.page import Neighbours, Say, busy_sentence
-from fullshard.bench.ranks import run_ranks
+from fullshard.bench.page import Neighbours, Say
+from fullshard.bench.ranks import run_ranks, timed
 from fullshard.config.load import load_config
 from fullshard.config.schema import RunConfig
 from fullshard.engine.engine import Engine, engine_of
@@ -39,7 +39,7 @@ from fullshard.outlook.calibration import Calibration, Ceilings, HostOverhead, P
 from fullshard.planner.mesh import Mesh
 from fullshard.recipes.base import causal_lm_loss
 from fullshard.run.optim import build_optimizer
-from fullshard.transport.base import Axes, FakeTransport
+from fullshard.transport.base import Axes, FakeTransport, Fetch, Reduction, Works
 from fullshard.transport.groups import make_transport
 
 if TYPE_CHECKING:
@@ -366,7 +366,8 @@ def transfers(sizes: Sizes) -> Tables:
         return found
 
     def note(name: str, num_bytes: int, work: Callable[[], Any]) -> None:
-        wall_s, cpu_s = _timed(work, sizes.num_rounds)
+        turns = [timed(work) for _ in range(-2, sizes.num_rounds)]  # two to warm up
+        wall_s, cpu_s = map(median, zip(*turns[2:], strict=True))
         found.setdefault(name, []).append(((num_bytes,), wall_s))
         found.setdefault(f"{name} cpu", []).append(((num_bytes,), max(cpu_s, 1e-9)))
 
@@ -388,19 +389,6 @@ def transfers(sizes: Sizes) -> Tables:
         values = torch.ones(num_bytes // 4)
         note("direct replicas", num_bytes, lambda v=values: list(replicas.sum_replicas(v)))
     return found
-
-
-def _timed(work: Callable[[], Any], rounds: int) -> tuple[float, float]:
-    """Median wall seconds, and median processor seconds of this rank."""
-    walls, processors = [], []
-    for turn in range(-2, rounds):
-        dist.barrier()
-        start, used = time.perf_counter(), time.process_time()
-        work()
-        if turn >= 0:
-            walls.append(time.perf_counter() - start)
-            processors.append(time.process_time() - used)
-    return median(walls), median(processors)
 
 
 def host_seconds() -> dict[str, float]:
@@ -457,25 +445,12 @@ def _sharded_step(config: RunConfig, ids: torch.Tensor) -> Callable[[Callable[[]
 class _IdleTransport(FakeTransport):
     """Messages that cost nothing; a fake transport's cost grows with the number of peers."""
 
-    def fetch(self, fulls: Sequence[torch.Tensor], unit: str = "") -> Any:  # noqa: ARG002
-        return _IdleMessage(())
+    def fetch(self, fulls: Sequence[torch.Tensor], unit: str = "") -> Fetch:  # noqa: ARG002
+        return Works(())
 
-    def reduce(self, fulls: Sequence[torch.Tensor]) -> Any:
-        return _IdleMessage(fulls)
-
-
-class _IdleMessage:
-    """A message that has arrived when it is sent."""
-
-    def __init__(self, fulls: Sequence[torch.Tensor]) -> None:
-        self._fulls = fulls
-
-    def wait(self) -> None:
-        """Returns at once."""
-
-    def sum_into(self, outs: Sequence[torch.Tensor]) -> None:
-        for full, out in zip(self._fulls, outs, strict=True):
-            out.copy_(full[: out.numel()])
+    def reduce(self, fulls: Sequence[torch.Tensor]) -> Reduction:
+        num_parts = self.axes.mesh.shard
+        return Reduction(lambda: [[full[: full.numel() // num_parts]] for full in fulls])
 
 
 def make_idle(engine: Engine) -> None:
@@ -560,8 +535,7 @@ def summary(calibration: Calibration, neighbours: Neighbours) -> str:
         f"{1e6 * found.host.unit_s:.0f} us per unit"
         for num_ranks, found in calibration.hosts.items()
     ]
-    busy = busy_sentence(neighbours.share, became_idle=neighbours.became_idle)
-    return "\n".join([*lines, busy])
+    return "\n".join([*lines, str(neighbours)])
 
 
 def crowded(whole: Ceilings, num_ranks: int, messages: Mapping[str, Table]) -> Ceilings:

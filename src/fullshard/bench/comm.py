@@ -19,7 +19,6 @@ Results are checked before anything is timed.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -29,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard.bench.page import Neighbours, Page, Say, method_of, paired_ratio, slowest
-from fullshard.bench.ranks import run_ranks
+from fullshard.bench.ranks import run_ranks, timed
 from fullshard.config.host_memory import available_bytes
 from fullshard.config.schema import ShardConfig
 from fullshard.config.supported import check_supported
@@ -178,10 +177,7 @@ def measure_size(
     for i in range(num_rounds):
         first = i % len(keys)
         for key in keys[first:] + keys[:first]:
-            dist.barrier()
-            start = time.perf_counter()
-            turns[key]()
-            times[key].append(time.perf_counter() - start)
+            times[key].append(timed(turns[key])[0])
     return times
 
 
@@ -227,8 +223,7 @@ def run(
         COLUMNS,
         [_cells(row) for row in rows],
         METHOD,
-        neighbours.share,
-        neighbours.became_idle,
+        neighbours,
         absent,
     )
 

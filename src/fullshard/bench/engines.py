@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from fullshard.bench.ranks import PeakSampler, proportional_bytes, return_free_memory
+from fullshard.bench.ranks import PeakSampler, proportional_bytes, return_free_memory, timed
 from fullshard.bench.step import ADAPTER_RANK, CASES, NUM_CHOSEN, NUM_EXPERTS, Case, Kind, StepJob
 
 HEAD_WIDTH = 64
@@ -379,19 +379,17 @@ class Feeder:
         return float(loss) / dist.get_world_size()
 
 
-def timed(step: Callable[[], object]) -> tuple[float, float]:
+def timed_by_all(step: Callable[[], object]) -> tuple[float, float]:
     """Times one step.
 
     Returns:
         The seconds from when every rank is ready until every rank has finished, and the processor
         seconds of this rank alone (which a loaded machine lengthens far less).
     """
+    took_s, cpu_s = timed(step)
+    start = time.perf_counter()
     dist.barrier()
-    start, cpu_s = time.perf_counter(), time.process_time()
-    step()
-    cpu_s = time.process_time() - cpu_s
-    dist.barrier()
-    return time.perf_counter() - start, cpu_s
+    return took_s + time.perf_counter() - start, cpu_s
 
 
 def choose_prefetch(job: StepJob, engine: str) -> dict[int, float]:
@@ -401,7 +399,7 @@ def choose_prefetch(job: StepJob, engine: str) -> dict[int, float]:
         setup = replace(setup_of(job, engine), prefetch=distance)
         feeder = Feeder(job.case, BUILDERS[engine](setup))
         feeder.step()
-        best = torch.tensor([min(timed(feeder.step)[0] for _ in range(PILOT_STEPS))])
+        best = torch.tensor([min(timed_by_all(feeder.step)[0] for _ in range(PILOT_STEPS))])
         dist.all_reduce(best, op=dist.ReduceOp.MAX)
         times[distance] = float(best)
         del feeder
@@ -429,7 +427,7 @@ def measure_time(job: StepJob) -> dict[str, object]:
         # The order turns with every round, so that no engine always follows the same other one.
         turn = i % len(job.engines)
         for engine in job.engines[turn:] + job.engines[:turn]:
-            step_s, step_cpu_s = timed(feeders[engine].step)
+            step_s, step_cpu_s = timed_by_all(feeders[engine].step)
             times[engine].append(step_s)
             cpu_times[engine].append(step_cpu_s)
     return {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +23,13 @@ import fullshard as fs
 from fullshard.bench import offload
 from fullshard.bench.offload import MIB, Disk
 from fullshard.bench.page import Neighbours, Page, Say, paired_ratio, slowest
-from fullshard.bench.ranks import PeakSampler, proportional_bytes, return_free_memory, run_ranks
+from fullshard.bench.ranks import (
+    PeakSampler,
+    proportional_bytes,
+    return_free_memory,
+    run_ranks,
+    timed,
+)
 from fullshard.errors import ConfigError, VerifyError
 
 WIDTH = 1024
@@ -135,10 +140,7 @@ class TimedOperations:
             self._drop_pages()
         elif name == PEER_SAVE and self.rank == 0:
             shutil.rmtree(self.folder / "theirs", ignore_errors=True)
-        dist.barrier()
-        start = time.perf_counter()
-        self.actions[name]()
-        taken = time.perf_counter() - start
+        taken, _ = timed(self.actions[name])
         fs.wait()
         dist.barrier()
         return taken
@@ -209,8 +211,7 @@ def run(
         COLUMNS,
         [_cells(row) for row in rows],
         METHOD,
-        neighbours.share,
-        neighbours.became_idle,
+        neighbours,
         absent=absent,
     )
 

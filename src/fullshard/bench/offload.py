@@ -28,6 +28,7 @@ from torch import nn
 
 import fullshard as fs
 from fullshard.bench.page import paired_ratio, slowest
+from fullshard.bench.ranks import timed
 from fullshard.errors import ConfigError
 
 MIB = 2**20
@@ -57,39 +58,30 @@ class Disk:
     def __init__(self, folder: Path, num_bytes: int, rank: int) -> None:
         self.path = folder / f"plain-{rank}"
         self._chunks = max(1, num_bytes // CHUNK)
-        self._buffer = mmap.mmap(-1, CHUNK)  # aligned to pages, as O_DIRECT requires
-        self._buffer.write(os.urandom(CHUNK))
+        self._source = mmap.mmap(-1, CHUNK)  # aligned to pages, as O_DIRECT requires
+        self._source.write(os.urandom(CHUNK))
+        self._target = mmap.mmap(-1, CHUNK)
 
-    def write(self) -> None:
-        """Writes all bytes, then syncs."""
-        descriptor = self._open(os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        for _ in range(self._chunks):
-            os.write(descriptor, self._buffer)
+    def write(self, num_bytes: int | None = None) -> None:
+        """Writes the file anew, or so many bytes in place; then syncs."""
+        anew = os.O_CREAT | os.O_TRUNC if num_bytes is None else 0
+        descriptor = self._repeat(os.O_WRONLY | anew, os.pwritev, self._source, num_bytes)
         os.fsync(descriptor)
         os.close(descriptor)
 
-    def read(self) -> None:
-        """Reads all bytes."""
-        descriptor = self._open(os.O_RDONLY)
-        while os.readv(descriptor, [self._buffer]):
-            pass
-        os.close(descriptor)
+    def read(self, num_bytes: int | None = None) -> None:
+        """Reads the file, or so many bytes, again from the start where it ends."""
+        os.close(self._repeat(os.O_RDONLY, os.preadv, self._target, num_bytes))
 
-    def replay(self, num_bytes: int) -> None:
-        """Reads so many bytes, again from the start where the file ends."""
-        self._repeat(os.O_RDONLY, os.preadv, num_bytes)
-
-    def rewrite(self, num_bytes: int) -> None:
-        """Writes so many bytes in place, then syncs."""
-        self._repeat(os.O_WRONLY, os.pwritev, num_bytes)
-
-    def _repeat(self, flags: int, act: Callable[..., int], num_bytes: int) -> None:
-        descriptor, buffer = self._open(flags), mmap.mmap(-1, CHUNK)
-        for at in range(-(-num_bytes // CHUNK)):
+    def _repeat(
+        self, flags: int, act: Callable[..., int], buffer: mmap.mmap, num_bytes: int | None
+    ) -> int:
+        """Calls `act` for one chunk after another; returns the open file."""
+        descriptor = self._open(flags)
+        count = self._chunks if num_bytes is None else -(-num_bytes // CHUNK)
+        for at in range(count):
             act(descriptor, [buffer], at % self._chunks * CHUNK)
-        if flags == os.O_WRONLY:
-            os.fdatasync(descriptor)
-        os.close(descriptor)
+        return descriptor
 
     def _open(self, flags: int) -> int:
         try:
@@ -192,10 +184,10 @@ def measure(job: OffloadJob) -> dict[str, Any]:
 
     def replayed() -> None:
         read, written = (int(median(one)) for one in zip(*moved, strict=True))
-        disk.replay(max(0, read - written))
-        writes = threading.Thread(target=disk.rewrite, args=(written,))
+        disk.read(max(0, read - written))
+        writes = threading.Thread(target=disk.write, args=(written,))
         writes.start()
-        disk.replay(min(read, written))
+        disk.read(min(read, written))
         writes.join()
 
     times: dict[str, list[float]] = {STEP: [], FLOOR: []}
@@ -203,17 +195,9 @@ def measure(job: OffloadJob) -> dict[str, Any]:
         counted()
     for _ in range(job.num_rounds):
         for name, act in ((STEP, counted), (FLOOR, replayed)):
-            times[name].append(timed(act))
+            times[name].append(timed(act)[0])
     read, written = (median(one) for one in zip(*moved, strict=True))
     return {"times": times, "read": read, "written": written, "state": step.state_bytes}
-
-
-def timed(act: Callable[[], object]) -> float:
-    """Seconds of an action that all ranks begin together."""
-    dist.barrier()
-    start = time.perf_counter()
-    act()
-    return time.perf_counter() - start
 
 
 def rows(ranks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

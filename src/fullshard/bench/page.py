@@ -27,17 +27,6 @@ WAIT_LIMIT_S = 600.0
 Say = Callable[[str], None]
 
 
-def is_loaded(others_share: float, *, became_idle: bool) -> bool:
-    """Returns whether other processes used the machine too much for figures to count."""
-    return not became_idle or others_share >= IDLE_SHARE
-
-
-def busy_sentence(others_share: float, *, became_idle: bool) -> str:
-    """Says how much other processes used the machine."""
-    state = "LOADED" if is_loaded(others_share, became_idle=became_idle) else "idle"
-    return f"Other processes used {others_share:.0%} of the cores meanwhile: {state}."
-
-
 @dataclass(frozen=True)
 class Page:
     """The result of one run of a command.
@@ -48,8 +37,7 @@ class Page:
         columns: Headings of the table.
         cells: Rows of the table.
         method: How the figures were measured, in sentences.
-        others_share: Share of all cores that other processes used meanwhile.
-        became_idle: False if --wait gave up.
+        neighbours: How much other processes used the machine meanwhile.
         absent: What could not be measured, with the reason.
         notes: Sentences under the table.
         drawings: SVG files by name.
@@ -63,8 +51,7 @@ class Page:
     columns: Sequence[str]
     cells: Sequence[Sequence[str]]
     method: Sequence[str]
-    others_share: float
-    became_idle: bool = True
+    neighbours: Neighbours
     absent: Mapping[str, str] = field(default_factory=dict)
     notes: Sequence[str] = ()
     drawings: Mapping[str, str] = field(default_factory=dict)
@@ -74,19 +61,14 @@ class Page:
     )
     more: Mapping[str, object] = field(default_factory=dict)
 
-    @property
-    def loaded(self) -> bool:
-        """Whether other processes used the machine meanwhile."""
-        return is_loaded(self.others_share, became_idle=self.became_idle)
-
     def to_dict(self) -> dict[str, object]:
         """Returns the object that `--json` prints and `--out` keeps."""
         return {
             "schema_version": SCHEMA_VERSION,
-            "rows": [{"loaded": self.loaded, **row} for row in self.rows],
+            "rows": [{"loaded": self.neighbours.loaded, **row} for row in self.rows],
             "absent": list(self.absent),
             "why_absent": dict(self.absent),
-            "others_share": self.others_share,
+            "others_share": self.neighbours.share,
             "machine": dict(self.machine),
             "versions": dict(self.versions),
             "command": self.command,
@@ -104,8 +86,7 @@ class Page:
         lines += ["| " + " | ".join(cells) + " |" for cells in table]
         lines.append("")
         absent = [f"Absent: {name}. {why}" for name, why in self.absent.items()]
-        busy = busy_sentence(self.others_share, became_idle=self.became_idle)
-        for sentence in (*absent, *self.notes, busy):
+        for sentence in (*absent, *self.notes, str(self.neighbours)):
             lines += [sentence, ""]
         lines += ["## Method", "", *(f"- {sentence}" for sentence in self.method)]
         return "\n".join(lines) + "\n"
@@ -161,6 +142,15 @@ class Neighbours:
         own_s = sum(os.times()[:4]) - self._own_s
         capacity_s = (time.perf_counter() - self._start_s) * (psutil.cpu_count() or 1)
         self.share = max(0.0, psutil.cpu_percent() / 100 - own_s / capacity_s)
+
+    @property
+    def loaded(self) -> bool:
+        """Whether other processes used the machine too much for figures to count."""
+        return not self.became_idle or self.share >= IDLE_SHARE
+
+    def __str__(self) -> str:
+        state = "LOADED" if self.loaded else "idle"
+        return f"Other processes used {self.share:.0%} of the cores meanwhile: {state}."
 
 
 def wait_until_idle(limit_s: float, say: Say) -> bool:

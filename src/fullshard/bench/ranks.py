@@ -10,6 +10,8 @@ from __future__ import annotations
 import ctypes
 import gc
 import importlib
+import time
+from collections.abc import Callable
 from typing import Any
 
 import psutil
@@ -49,6 +51,16 @@ class PeakSampler:
 
     def __exit__(self, *exc: object) -> None:
         self._end()
+
+
+def timed(act: Callable[[], object]) -> tuple[float, float]:
+    """Seconds, and processor seconds of this rank, of an action that all ranks begin together."""
+    import torch.distributed as dist
+
+    dist.barrier()
+    start, used = time.perf_counter(), time.process_time()
+    act()
+    return time.perf_counter() - start, time.process_time() - used
 
 
 # ---- running -------------------------------------------------------------------------------------

@@ -42,8 +42,6 @@ from fullshard.bench.page import (
     Neighbours,
     Page,
     Say,
-    busy_sentence,
-    is_loaded,
     largest_difference,
     method_of,
     paired_ratio,
@@ -285,23 +283,16 @@ class CaseResult:
 
     Attributes:
         rows: The row of each engine by name, in the order of the table.
-        others_share: Share of all cores that other processes used while engines were timed.
-        became_idle: False if --wait gave up.
+        neighbours: How much other processes used the machine while engines were timed.
         pilot_s: FSDP2's best step by prefetch distance.
         unfit: Engines that cannot run this case, with the reason.
     """
 
     case: Case
     rows: Mapping[str, dict[str, Any]]
-    others_share: float
-    became_idle: bool
+    neighbours: Neighbours
     pilot_s: dict[str, float]
     unfit: dict[str, str]
-
-    @property
-    def loaded(self) -> bool:
-        """Whether other processes used the machine while this case was timed."""
-        return is_loaded(self.others_share, became_idle=self.became_idle)
 
     @property
     def removed(self) -> Estimate | None:
@@ -377,8 +368,7 @@ def run_case(case: Case, peers: Sequence[Peer], options: StepOptions, say: Say) 
     return CaseResult(
         case,
         {peer.name: rows[peer.name] for peer in peers},
-        neighbours.share,
-        neighbours.became_idle,
+        neighbours,
         next((ranks[0]["pilot_s"] for _, ranks in measured if ranks[0]["pilot_s"]), {}),
         unfit,
     )
@@ -443,8 +433,8 @@ def _case_entry(result: CaseResult) -> dict[str, object]:
     removed = result.removed
     return {
         **asdict(result.case),
-        "others_share": result.others_share,
-        "loaded": result.loaded,
+        "others_share": result.neighbours.share,
+        "loaded": result.neighbours.loaded,
         "removed_share": removed.to_dict() if removed else None,
         **{key: {name: row[key] for name, row in result.rows.items()} for key in RAW},
         "pilot_s": result.pilot_s,
@@ -478,7 +468,7 @@ def notes_of(result: CaseResult) -> list[str]:
     notes += [f"{name} is absent: {reason}." for name, reason in result.unfit.items()]
     if result.removed:
         notes.append(f"Removed share of FSDP2's overhead above the floor: {result.removed}.")
-    return [*notes, busy_sentence(result.others_share, became_idle=result.became_idle)]
+    return [*notes, str(result.neighbours)]
 
 
 def page_of(results: Sequence[CaseResult], absent: Sequence[str], command: str) -> Page:
@@ -490,7 +480,8 @@ def page_of(results: Sequence[CaseResult], absent: Sequence[str], command: str) 
         command: The command as typed.
     """
     rows: list[dict[str, Any]] = [
-        {key: value for key, value in row.items() if key not in RAW} | {"loaded": result.loaded}
+        {key: value for key, value in row.items() if key not in RAW}
+        | {"loaded": result.neighbours.loaded}
         for result in results
         for row in result.rows.values()
     ]
@@ -503,8 +494,7 @@ def page_of(results: Sequence[CaseResult], absent: Sequence[str], command: str) 
         COLUMNS,
         [_cells(row) for row in rows],
         METHOD,
-        max(result.others_share for result in results),
-        all(result.became_idle for result in results),
+        max((one.neighbours for one in results), key=lambda n: (n.loaded, n.share)),
         dict.fromkeys(absent, "It is not installed."),
         [" ".join(notes_of(result)) for result in results],
         versions=describe_versions(tuple(sorted({"torch", *packages}))),

@@ -18,6 +18,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
     offload_wrapper,
 )
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing as applied,
+)
 from torch.utils.checkpoint import checkpoint
 
 from fullshard.compat.errors import NotOfferedError
@@ -69,7 +72,7 @@ def apply_activation_checkpointing(
     model: nn.Module,
     checkpoint_wrapper_fn: Callable[[nn.Module], nn.Module] = checkpoint_wrapper,
     check_fn: Callable[[nn.Module], bool] = lambda _: True,
-    auto_wrap_policy: Callable[..., bool] | None = None,
+    auto_wrap_policy: Any = None,
 ) -> None:
     """Makes the modules that a check or policy selects recompute; never the model itself.
 
@@ -79,20 +82,7 @@ def apply_activation_checkpointing(
         check_fn: Chooses modules.
         auto_wrap_policy: Policy of FSDP that chooses modules; takes precedence.
     """
-    chosen = check_fn
-    if auto_wrap_policy is not None:
-        chosen = functools.partial(_by_policy, auto_wrap_policy)
-    for module in list(model.modules()):
-        for name, child in list(module.named_children()):
-            if chosen(child):
-                made = checkpoint_wrapper_fn(child)
-                if made is not child:
-                    setattr(module, name, made)
-
-
-def _by_policy(policy: Callable[..., bool], module: nn.Module) -> bool:
-    numel = sum(param.numel() for param in module.parameters())
-    return bool(policy(module=module, recurse=False, nonwrapped_numel=numel))
+    applied(model, checkpoint_wrapper_fn, check_fn, auto_wrap_policy)
 
 
 __all__ = [

@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import StateDictType
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fullshard.compat.errors import MisuseError, MisuseValueError
-from fullshard.compat.state_dicts import Kind, Wanted, rows_of
+from fullshard.compat.state_dicts import Wanted, rows_of
 from fullshard.compat.wrapping import engine_for, marked, names_of, own_rank, topology
 from fullshard.engine.engine import Engine
 from fullshard.engine.optimizers import WATCHED, loaded_state
@@ -50,7 +51,7 @@ def optim_state_dict(
             held[_name_of(names, param)] = own
     shards = [n for n, own in held.items() if any(isinstance(v, Guarded) for v in own.values())]
     world = max((engine.plan.mesh.world_size for engine in engines), default=1)
-    if wanted.kind is not Kind.LOCAL and world > 1:
+    if wanted.kind is not StateDictType.LOCAL_STATE_DICT and world > 1:
         shards = _agreed(shards)
     for name in [*shards, *(name for name in held if name not in set(shards))]:
         result["state"][name] = {k: _convert(v, engine, wanted) for k, v in held[name].items()}
@@ -93,11 +94,11 @@ def _convert(value: Any, engine: Engine, wanted: Wanted) -> Any:
     if not isinstance(value, Guarded):
         value = value.detach().clone()
         return value.cpu() if wanted.to_cpu else value
-    if wanted.kind is Kind.LOCAL:
+    if wanted.kind is StateDictType.LOCAL_STATE_DICT:
         local = value.to_local().reshape(-1).clone()  # type: ignore[attr-defined]
         return local.cpu() if wanted.to_cpu else local
     whole = value.full_tensor()  # type: ignore[attr-defined]
-    if wanted.kind is Kind.SHARDED and torch.distributed.is_initialized():
+    if wanted.kind is StateDictType.SHARDED_STATE_DICT and torch.distributed.is_initialized():
         return rows_of(engine, whole, wanted.mesh)
     return whole.cpu() if wanted.to_cpu else whole
 
@@ -156,7 +157,9 @@ def _part(param: torch.Tensor, value: Any) -> Any:
         return value
     if isinstance(param, ShardedParameter):
         record, shape = param.record, tuple(value.shape)
-        if shape == (record.piece.numel,) and shape != record.shape:  # Kind.LOCAL
+        if (
+            shape == (record.piece.numel,) and shape != record.shape
+        ):  # StateDictType.LOCAL_STATE_DICT
             value = value.view(param.shape)
     return loaded_state(param, value)  # a copy: a state dict belongs to one optimizer
 
@@ -251,7 +254,7 @@ def _give_rows(optimizer: Optimizer, state: States) -> States:
             engines[rows] = engine_for(module) if module is not None else None
         engine = engines[rows]
         if engine is not None:
-            wanted, values = Wanted(Kind.SHARDED), shown[number].items()
+            wanted, values = Wanted(StateDictType.SHARDED_STATE_DICT), shown[number].items()
             shown[number] = {key: _convert(value, engine, wanted) for key, value in values}
     return {**state, "state": shown}
 

@@ -14,7 +14,6 @@ import weakref
 from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from enum import Enum, auto
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -22,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import StateDictType
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -46,27 +46,19 @@ from fullshard.planner.layout import clean_name
 from fullshard.planner.mesh import Mesh
 
 
-class Kind(Enum):
-    """Kind of the values of sharded parameters in a state dict."""
-
-    FULL = auto()
-    SHARDED = auto()
-    LOCAL = auto()
-
-
 @dataclass(frozen=True)
 class Wanted:
     """Options of a state dict.
 
     Attributes:
-        kind: Kind of the values.
+        kind: Kind of the values of sharded parameters.
         to_cpu: Whether to copy values to the CPU.
         rank0_only: Whether other ranks get an empty state dict.
         mesh: Device mesh of the DTensors; None: one is created for the engine's mesh.
         follow: Whether the DTensors follow later changes of the weights.
     """
 
-    kind: Kind = Kind.FULL
+    kind: StateDictType = StateDictType.FULL_STATE_DICT
     to_cpu: bool = False
     rank0_only: bool = False
     mesh: Any = None
@@ -170,12 +162,14 @@ def prefix_of(args: Any, kwargs: Any) -> str:
 
 def convert(engine: Engine, shards: Mapping[str, Any], wanted: Wanted) -> dict[str, Any]:
     """Converts values for a state dict; a tied parameter has one value."""
-    if wanted.kind is Kind.LOCAL:
+    if wanted.kind is StateDictType.LOCAL_STATE_DICT:
         return {key: value.to_local().reshape(-1).clone() for key, value in shards.items()}
     keep = not wanted.rank0_only or own_rank() == 0
     names = {value.record.piece.name for value in shards.values()}
     made: dict[str, Any] = {}
-    as_rows = wanted.kind is Kind.SHARDED and dist.is_initialized()  # otherwise there is one rank
+    as_rows = (
+        wanted.kind is StateDictType.SHARDED_STATE_DICT and dist.is_initialized()
+    )  # otherwise there is one rank
     for name, whole in whole_params(engine, names):
         if as_rows:
             made[name] = rows_of(engine, whole, wanted.mesh)
@@ -436,7 +430,7 @@ def take_values(root: nn.Module, state: dict[str, Any]) -> None:
 
 
 def take_local(engine: Engine, state: dict[str, Any], prefix: str, module: nn.Module) -> None:
-    """Makes a module load state dicts of `Kind.LOCAL`."""
+    """Makes a module load state dicts of `StateDictType.LOCAL_STATE_DICT`."""
     for name, param in module.named_parameters(remove_duplicate=False):
         key = prefix + clean_name(name)
         value = state.get(key)

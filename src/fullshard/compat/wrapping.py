@@ -35,6 +35,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 
 from fullshard.compat.errors import NotOfferedError
 from fullshard.config.schema import ShardConfig
@@ -48,7 +49,7 @@ from fullshard.engine.norms import GradientNorms
 from fullshard.engine.optimizers import WATCHED
 from fullshard.engine.parameter import Guarded, PendingGradient, ShardedParameter, ShardedTensor
 from fullshard.engine.placing import present, shard_shape
-from fullshard.engine.precision import cast_output, cast_tensors
+from fullshard.engine.precision import cast_tensors
 from fullshard.engine.record import ShardRecord
 from fullshard.engine.shard import Given, shard_model
 from fullshard.engine.unit import Group, Member, address_of, gather_piece
@@ -57,26 +58,11 @@ from fullshard.observe.hang import watchdog
 from fullshard.observe.hang.judge import EventRing
 from fullshard.planner.layout import FlatLayout, Slice, clean_name
 from fullshard.planner.mesh import Mesh, Topology, resolve_mesh, row_of
-from fullshard.planner.units import ContractRule, UnitSettings, group_params
+from fullshard.planner.units import UnitSettings, group_params
 from fullshard.transport.base import torch_dtype
 from fullshard.transport.groups import copy_from_first, make_transport, topology_of
 
 MARK = "_fullshard_unit"
-
-
-@dataclass(frozen=True)
-class Casts:
-    """Casts of a marked module's inputs and outputs; None casts nothing.
-
-    Attributes:
-        inputs: Dtype of its floating-point arguments.
-        root_only: Whether to cast inputs only if no marked module contains it.
-        outputs: Dtype of its floating-point outputs.
-    """
-
-    inputs: torch.dtype | None = None
-    root_only: bool = False
-    outputs: torch.dtype | None = None
 
 
 @dataclass(eq=False)
@@ -89,7 +75,8 @@ class Wrapped:
         options: Fields of ShardConfig for the whole model, used if it is the outermost module.
         order: Order of the ranks in its mesh; see planner.mesh.Mesh.
         ignored: Names of parameters in it that are replicated and not reduced.
-        casts: Casts of its inputs and outputs.
+        inputs: Dtype to which its floating-point arguments are cast; None casts nothing.
+        root_only: Whether to cast them only if no marked module contains it.
         alone: Whether it belongs to this rank only; its parameters are then ignored.
         extra: Further values of the interface.
         around: Returns the next marked module that contains it.
@@ -105,7 +92,8 @@ class Wrapped:
     options: dict[str, Any]
     order: tuple[int, ...] = ()
     ignored: tuple[str, ...] = ()
-    casts: Casts = Casts()
+    inputs: torch.dtype | None = None
+    root_only: bool = False
     alone: bool = False
     extra: dict[str, Any] = field(default_factory=dict)
     around: Callable[[], nn.Module | None] = lambda: None
@@ -173,8 +161,6 @@ def mark(module: nn.Module, wrapped: Wrapped) -> None:
             record.around = weakref.ref(module)
     before = partial(call_outside_compile, _before_forward)
     module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-    if wrapped.casts.outputs is not None:
-        module.register_forward_hook(partial(cast_output, wrapped.casts.outputs))
     cut(module, wrapped)
 
 
@@ -383,9 +369,9 @@ def _before_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
     if wrapped.engine_ref() is None:
         engine = build(outermost(module))
         args, kwargs = engine.begin_call(module, args, kwargs) or (args, kwargs)
-    casts = wrapped.casts
-    if casts.inputs is not None and not (casts.root_only and ATTRIBUTE not in vars(module)):
-        return cast_tensors(args, casts.inputs), cast_tensors(kwargs, casts.inputs)
+    dtype = wrapped.inputs
+    if dtype is not None and not (wrapped.root_only and ATTRIBUTE not in vars(module)):
+        return cast_tensors(args, dtype), cast_tensors(kwargs, dtype)
     return args, kwargs
 
 
@@ -397,9 +383,11 @@ def names_of(model: nn.Module) -> dict[int, list[str]]:
     return found
 
 
-def dtype_of(dtype: torch.dtype | None) -> DType | None:
-    """The configuration's name of a dtype."""
-    return None if dtype is None else DType(str(dtype).removeprefix("torch."))
+def settings_of(policy: MixedPrecision | MixedPrecisionPolicy) -> UnitSettings:
+    """A unit's dtypes. Parameters are stored in theirs; reduce_dtype defaults to param_dtype."""
+    given = policy.param_dtype, policy.reduce_dtype or policy.param_dtype
+    compute, reduce = (x and DType(str(x).removeprefix("torch.")) for x in given)
+    return UnitSettings(compute=compute, reduce=reduce, keeps_dtypes=True)
 
 
 # ---- without an engine, and with a new one -------------------------------------------------------
@@ -421,7 +409,7 @@ def cut_early(
     """
     specs = [param_spec((name,), param) for name, param in params.items()]
     part = mesh.coordinates(rank)[1]
-    for group in group_params(specs, ContractRule(ShardConfig(), settings), mesh.shard):
+    for group in group_params(specs, ShardConfig(), settings, mesh.shard):
         pieces = group.layout.slices(part)
         first = params[pieces[0].name]
         dtype = torch_dtype(group.dtypes.master)

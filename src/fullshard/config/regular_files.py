@@ -1,12 +1,17 @@
-"""Opens regular files only, because a pipe can block its reader and a device may be endless."""
+"""Reads files: regular ones only, because a pipe can block its reader and a device may be endless.
+
+Tables that are data ship with fullshard as YAML.
+"""
 
 from __future__ import annotations
 
 import errno
 import os
 import stat
+from importlib.resources import files
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 from fullshard.config.values import nearest
 
@@ -45,6 +50,14 @@ def read_regular(path: str | PathLike[str], limit: int = LARGEST_TEXT) -> bytes:
             if len(data) > limit:
                 raise OSError(errno.EFBIG, f"it has more than {limit:,} bytes", str(path))
     return bytes(data)
+
+
+def packaged_table(package: str, name: str) -> Any:
+    """Reads a table that ships with fullshard."""
+    import yaml  # which a GPU's machine may lack
+
+    text = files(package).joinpath(name).read_text("utf-8")
+    return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
 def did_you_mean_path(path: Path) -> str:

@@ -11,12 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import xxhash
 
 from fullshard.checkpoint.commit import ALONE, Documents
 from fullshard.checkpoint.files import Piece
-from fullshard.checkpoint.format import STATE, Kind, decode, key_of, name_in_file
+from fullshard.checkpoint.format import STATE, Kind, decode, key_of
 from fullshard.checkpoint.read import Checkpoint
 from fullshard.checkpoint.retain import Found
 from fullshard.engine.state import DTYPE_NAMES, DTYPES, as_bytes
@@ -29,7 +28,7 @@ from fullshard.formats.source import (
     Source,
     check_empty,
 )
-from fullshard.loading import state_tensor
+from fullshard.loading import state_tensor, stored_tensor
 from fullshard.saving import SaveSettings, Values, write
 
 
@@ -60,26 +59,11 @@ def open_checkpoint(found: Found) -> Generator[Source]:
         yield source
 
 
-def _entry(checkpoint: Checkpoint, key: str) -> Entry:
-    stored = checkpoint.index.tensors[key]
-    dtype = DTYPES[stored.dtype]
-
-    def read() -> torch.Tensor:
-        tensor = torch.empty(stored.numel, dtype=dtype)
-        checkpoint.read(key, 0, stored.numel, as_bytes(tensor))
-        return tensor.view(stored.shape)
-
-    return Entry(dtype, stored.shape, read)
-
-
-def _own_entry(checkpoint: Checkpoint, key: str, rank: int) -> Entry:
-    def read() -> torch.Tensor:
-        own = checkpoint.read_own(key, rank)
-        assert own is not None, key
-        return torch.frombuffer(own[1], dtype=dtype).view(own[0])
-
-    dtype = DTYPES[checkpoint.index.tensors[key].dtype]
-    return Entry(dtype, tuple(read().shape), read)
+def _entry(checkpoint: Checkpoint, key: str, rank: int = 0) -> Entry:
+    """A tensor of a checkpoint; `rank` saved it if it is opaque."""
+    stored, read = checkpoint.index.tensors[key], partial(stored_tensor, checkpoint, key, rank)
+    shape = tuple(read().shape) if stored.opaque else stored.shape
+    return Entry(DTYPES[stored.dtype], shape, read)
 
 
 def _optimizer(checkpoint: Checkpoint) -> OptimizerSource | None:
@@ -93,8 +77,7 @@ def _optimizer(checkpoint: Checkpoint) -> OptimizerSource | None:
         stored = checkpoint.index.tensors[key]
         if stored.opaque:
             for piece in stored.slices:
-                entry = _own_entry(checkpoint, key, piece.rank)
-                own[f"{name_in_file(key)} of rank {piece.rank}"] = entry
+                own[f"{name} of rank {piece.rank}"] = _entry(checkpoint, key, piece.rank)
         else:
             param, _, state = name.rpartition("/")
             tensors[param, state] = _entry(checkpoint, key)

@@ -26,15 +26,13 @@ import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, cast
-
-import yaml
 
 from fullshard.config.fields import Count, Flag, Number, Section
 from fullshard.config.files import read_file
 from fullshard.config.problems import ConfigProblems, Problem, show
+from fullshard.config.regular_files import packaged_table
 
 TERA = 1e12
 GIGA = 1e9
@@ -254,13 +252,8 @@ def _device(name: str, values: object) -> Device:
 # ---- the table -----------------------------------------------------------------------------------
 
 
-def _table() -> dict[str, Device]:
-    text = files("fullshard.outlook").joinpath("devices.yaml").read_text("utf-8")
-    rows = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    return {name: _device(name, row) for name, row in rows.items()}
-
-
-DEVICES = _table()
+ROWS: dict[str, Any] = packaged_table("fullshard.outlook", "devices.yaml")
+DEVICES = {name: _device(name, row) for name, row in ROWS.items()}
 GPU_MEMORY = {
     name.replace(" ", ""): {gb: mib << 20 for gb, mib in device.sold.items()}
     for name, device in DEVICES.items()

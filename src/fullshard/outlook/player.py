@@ -20,7 +20,7 @@ A step is its micro-batches, clipping, the update, and the overhead of the train
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -75,21 +75,6 @@ class Cost:
 CostOf = Callable[[Event, bool], Cost]
 
 
-@dataclass(frozen=True, slots=True)
-class Timeline:
-    """The schedule of a micro-batch.
-
-    Attributes:
-        bars: Bars in the order of events.
-        end_s: Duration of the micro-batch.
-        exposed_s: Time that the rank waited for messages.
-    """
-
-    bars: tuple[Bar, ...]
-    end_s: float
-    exposed_s: float
-
-
 def play(events: Iterable[Event], cost_of: CostOf, *, issues_ahead: bool = False) -> Timeline:
     """Plays events in their order.
 
@@ -99,19 +84,26 @@ def play(events: Iterable[Event], cost_of: CostOf, *, issues_ahead: bool = False
         issues_ahead: Whether the host issues work ahead of the device. A prefetch is then issued
             when the unit before begins, not when it ends, and the rank never waits to accumulate.
     """
-    player = _Player(cost_of, issues_ahead=issues_ahead)
+    found = Timeline(cost_of, issues_ahead=issues_ahead)
     for event in events:
-        player.take(event)
-    end = max(player.clock, *player.wires.values())
-    return Timeline(tuple(player.bars), end, player.exposed + end - player.clock)
+        found.take(event)
+    found.wait(max(found.wires.values()))
+    return found
 
 
-class _Player:
-    """The clocks of a rank and its wires."""
+class Timeline:
+    """The schedule of a micro-batch: the clocks of a rank and its wires.
+
+    Attributes:
+        bars: Bars in the order of events.
+        end_s: When the rank is done with what it has played.
+        exposed_s: Time that the rank waited for messages.
+        wires: When each wire is free.
+    """
 
     def __init__(self, cost_of: CostOf, *, issues_ahead: bool) -> None:
         self._cost_of, self._ahead = cost_of, issues_ahead
-        self.clock = self.exposed = 0.0
+        self.end_s = self.exposed_s = 0.0
         self._begun = 0.0  # when the last unit began
         self.wires = {Lane.GATHER: 0.0, Lane.REDUCE: 0.0, Lane.OUTER: 0.0}
         self._there: dict[int, float] = {}
@@ -127,38 +119,39 @@ class _Player:
                 self._there[event.unit] = self._send(Lane.GATHER, event, cost)
             case EventKind.FORWARD | EventKind.BACKWARD:
                 self._is_backward = event.kind is EventKind.BACKWARD
-                self._wait(self._there.get(event.unit, 0.0))
-                self._begun = self.clock
-                self.clock += cost.own_s
-                self.bars.append(Bar(Lane(event.kind), event.unit, self._begun, self.clock))
+                self.wait(self._there.get(event.unit, 0.0))
+                self._begun = self.end_s
+                self.end_s += cost.own_s
+                self.bars.append(Bar(Lane(event.kind), event.unit, self._begun, self.end_s))
             case EventKind.REDUCE:
                 self._landed[event.unit] = self._send(Lane.REDUCE, event, cost)
             case EventKind.ACCUMULATE:
                 if not self._ahead:
-                    self._wait(self._landed.get(event.unit, 0.0))
+                    self.wait(self._landed.get(event.unit, 0.0))
                 if cost.wire_s:
                     self._send(Lane.OUTER, event, cost)
                 else:
-                    self.clock += cost.own_s
+                    self.end_s += cost.own_s
             case EventKind.SETTLE:
-                self._wait(self.wires[Lane.OUTER])
-                self.clock += cost.own_s
+                self.wait(self.wires[Lane.OUTER])
+                self.end_s += cost.own_s
             case _:
-                self.clock += cost.own_s
+                self.end_s += cost.own_s
 
     def _send(self, lane: Lane, event: Event, cost: Cost) -> float:
         """Starts a message and returns its arrival time."""
-        self.clock += cost.own_s
-        issued = self._begun if self._ahead and lane is Lane.GATHER else self.clock
+        self.end_s += cost.own_s
+        issued = self._begun if self._ahead and lane is Lane.GATHER else self.end_s
         start = max(self.wires[lane], issued)
         end = self.wires[lane] = start + cost.wire_s
-        self.clock += cost.beside_s
+        self.end_s += cost.beside_s
         self.bars.append(Bar(lane, event.unit, start, end))
         return end
 
-    def _wait(self, until: float) -> None:
-        self.exposed += max(0.0, until - self.clock)
-        self.clock = max(self.clock, until)
+    def wait(self, until: float) -> None:
+        """Waits for a message."""
+        self.exposed_s += max(0.0, until - self.end_s)
+        self.end_s = max(self.end_s, until)
 
 
 # ---- measured costs ------------------------------------------------------------------------------
@@ -192,7 +185,7 @@ def step_time(
     step = last.end_s + (accumulation - 1) * early.end_s + update + ceilings.host.step_s
     launch = accumulation * costs.launch_s() + ceilings.host.step_s
     kernels = step - exposed - launch - update
-    return Times(step, kernels, exposed, launch, update, bubble=0.0), last.bars
+    return Times(step, kernels, exposed, launch, update, bubble=0.0), tuple(last.bars)
 
 
 class _Measured:
@@ -211,7 +204,7 @@ class _Measured:
         if plan.transport is Transport.AUTO:
             self._transport = Transport.DIRECT.value
 
-    def play(self, events: tuple[Event, ...] | list[Event]) -> Timeline:
+    def play(self, events: Sequence[Event]) -> Timeline:
         """Plays a micro-batch; units without events compute at its end."""
         found = play(events, self.of)
         seen = {(event.kind, event.unit) for event in events}
@@ -221,7 +214,8 @@ class _Measured:
                 rest += self._compute_s(work.forward, is_backward=False)
             if (EventKind.BACKWARD, index) not in seen:
                 rest += self._compute_s(work.backward, is_backward=True)
-        return replace(found, end_s=found.end_s + rest)
+        found.end_s += rest
+        return found
 
     def of(self, event: Event, is_backward: bool) -> Cost:  # noqa: FBT001
         """Returns the cost of one event."""
@@ -378,7 +372,7 @@ def divided_bars(plan: Plan, run: Workload, times: Times) -> tuple[Bar, ...]:
             case _:
                 return Cost()
 
-    return play(plan.events, cost_of, issues_ahead=True).bars
+    return tuple(play(plan.events, cost_of, issues_ahead=True).bars)
 
 
 class HeldAt(NamedTuple):

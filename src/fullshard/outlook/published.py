@@ -12,7 +12,9 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
+from fullshard.config.regular_files import packaged_table
 from fullshard.outlook.constants import FITTED, SPREAD, Constants, Familiarity
 from fullshard.outlook.devices import GIGA, Device, find_device
 from fullshard.outlook.memory import FULL, GIB, peak_memory
@@ -58,40 +60,10 @@ COLUMNS = (
 GRAVE = ("device", "model")  # if one of these is assumed, only the order of magnitude is right
 TYPICAL_PARAMS = 7e9  # of a model that the row does not describe
 
-# Models with experts whose names do not show it: parameters in all and per token, in 10^9, from
-# the publishers' model cards.
-_SPARSE = {
-    "deepseek-v3-16b": (15.7, 2.4),
-    "deepseek-v3": (671.0, 37.0),
-    "mixtral-8x7b": (46.7, 12.9),
-    "mixtral-8x22b": (140.6, 39.1),
-    "gpt-oss-120b": (116.8, 5.1),
-    "gpt-oss-20b": (20.9, 3.6),
-    "nemotron v3 nano 30b": (31.6, 3.6),
-    "gemma4-26b": (26.0, 4.0),
-    "qwen3-30b": (30.5, 3.3),
-    "qwen3-235b": (235.0, 22.0),
-    "llama-4-scout": (109.0, 17.0),
-    "llama-4-maverick": (400.0, 17.0),
-    "glm-4.5-air": (106.0, 12.0),
-    "moonlight": (16.0, 3.0),
-}
-_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0}
-# State bytes per parameter of optimizers other than AdamW, by a word of the name; paged state is on
-# the host.
-_STATES = {"paged": 0, "8bit": 2, "sgd": 0, "adafactor": 0.1}
-# (share of a block's forward that is recomputed, share of its activations that is kept). The first
-# name found in the cell counts.
-_RECOMPUTE = {
-    "full/selective": (0.6, 0.4),
-    "minimal": (0.1, 0.6),
-    "qkv_proj": (0.75, 0.1),
-    "custom": (0.85, 0.0),
-    "budget": (0.2, 0.5),
-    "selective": (0.3, 0.55),
-    "full": (1.0, 0.0),
-    "none": (0.0, 1.0),
-}
+_WORDS: dict[str, Any] = packaged_table("fullshard.outlook", "published.yaml")
+_SPARSE: dict[str, tuple[float, float]] = _WORDS["sparse"]
+_BYTES: dict[str, float] = _WORDS["bytes"]
+_RECOMPUTE: dict[str, tuple[float, float]] = _WORDS["recompute"]
 _RATES = re.compile(r"(?:(\d+)\s*x\s*)?(\d+(?:\.\d+)?)\s*(tbps|tb/s|gbps|gb/s|gb)\b([^;,]*)")
 
 Row = Mapping[str, str]
@@ -225,8 +197,8 @@ def read_workload(row: Row) -> Workload:
     domain = _domain(cells, device, world)
     mesh, sharding = _mesh(cells, world, domain)
     kernels = _kernels(cells, device)
-    tuning = _tuning(strategy)
-    metric = _metric(cells.text("mem_metric"))
+    tuning = Tuning(_meaning("tunings", strategy))
+    metric = Metric(_meaning("metrics", cells.text("mem_metric")))
     run = Workload(
         model=model,
         device=device,
@@ -234,7 +206,7 @@ def read_workload(row: Row) -> Workload:
         sharding=sharding,
         batch=_batch(cells, mesh),
         precision=_precision(cells, device, tuning),
-        state_bytes=next((size for word, size in _STATES.items() if word in optimizer), 8),
+        state_bytes=_meaning("states", optimizer),
         updates_in_backward="in-bwd" in optimizer or "in-backward" in optimizer,
         kernels=kernels,
         tuning=tuning,
@@ -248,6 +220,11 @@ def read_workload(row: Row) -> Workload:
         doubt=tuple(cells.doubt),
     )
     return run if "activation_checkpointing" not in run.doubt else _fitting(run)
+
+
+def _meaning(table: str, text: str) -> Any:
+    """The meaning of a text in a table of published.yaml: that of the first pattern in it."""
+    return next(value for pattern, value in _WORDS[table].items() if re.search(pattern, text))
 
 
 def _fitting(run: Workload) -> Workload:
@@ -338,7 +315,7 @@ def _mesh(cells: _Cells, world: int, domain: int) -> tuple[Parallelism, Stage]:
     if world % (tensor * context * pipeline):
         context = pipeline = 1
     ranks = max(1, world // (tensor * context * pipeline))
-    sharding, shard = _stage(strategy), ranks
+    sharding, shard = Stage(_meaning("stages", strategy)), ranks
     within = re.search(r"shard (\d+)", strategy)
     stated = re.search(r"(?:fsdp\d?|zero-3)\s*=\s*(\d+)", strategy)
     if within:
@@ -351,16 +328,6 @@ def _mesh(cells: _Cells, world: int, domain: int) -> tuple[Parallelism, Stage]:
     if sharding is Stage.NOTHING:
         shard = 1
     return Parallelism(shard, ranks // shard, tensor, context, pipeline), sharding
-
-
-def _stage(strategy: str) -> Stage:
-    if "no_shard" in strategy or strategy.startswith(("ddp", "dp=")) or "zero-0" in strategy:
-        return Stage.NOTHING
-    if "zero-1" in strategy or "distributed optimizer" in strategy:
-        return Stage.OPTIMIZER
-    if "zero-2" in strategy:
-        return Stage.GRADIENTS
-    return Stage.NOTHING if "single device" in strategy else Stage.PARAMETERS
 
 
 def _batch(cells: _Cells, mesh: Parallelism) -> Batch:
@@ -377,12 +344,6 @@ def _batch(cells: _Cells, mesh: Parallelism) -> Batch:
     elif micro is None:
         cells.doubt.append("micro_batch_per_gpu")
     return Batch(seq_len, micro or max(1.0, 8192 / seq_len), accumulation or 1)
-
-
-def _tuning(strategy: str) -> Tuning:
-    if "qlora" in strategy or "nf4" in strategy:
-        return Tuning.QLORA
-    return Tuning.LORA if "lora" in strategy else Tuning.FULL
 
 
 def _precision(cells: _Cells, device: Device, tuning: Tuning) -> Precision:
@@ -433,10 +394,3 @@ def _kernels(cells: _Cells, device: Device) -> Kernels:
         offloads_activations="offload" in text,
         by_operation="selective" in text and not every,
     )
-
-
-def _metric(text: str) -> Metric:
-    for metric in (Metric.RESERVED, Metric.ACTIVE, Metric.ALLOCATED):
-        if metric.value in text.partition("(")[0] or text.startswith(f"peak {metric.value}"):
-            return metric
-    return Metric.ALLOCATED if "max alloc" in text else Metric.UNKNOWN

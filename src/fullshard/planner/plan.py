@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -30,12 +29,11 @@ from fullshard.planner.schedule import (
     registration_order,
     simulate_step,
 )
-from fullshard.planner.slots import Ring, SlotRules, assign_slots
+from fullshard.planner.slots import Ring, assign_slots
 from fullshard.planner.spec import ITEMSIZE, ModelSpec, ParamSpec, check_globs, matches
 from fullshard.planner.text import PlanDocument, decode_plan, render_tree
 from fullshard.planner.units import (
     DEFAULT_HOMES,
-    ContractRule,
     GroupPlan,
     Homes,
     Place,
@@ -44,7 +42,7 @@ from fullshard.planner.units import (
     assign_params,
     group_params,
 )
-from fullshard.planner.wrap import ModuleNames, Role, choose_units, recomputed_modules
+from fullshard.planner.wrap import Role, choose_units, recomputed_modules
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,10 +182,7 @@ class Plan(PlanDocument):
         trained = [unit for unit in unused if unit in self.order.backward]
         backward = _with_unused(backward, left[::-1], trained)
         order = Order(forward, backward, reduce_order(self.units, forward), learned, unused)
-        resident = {index for index, uses in Counter(forward).items() if uses > 1}
-        rules = SlotRules(num_slots(self.depths), self.homes, resident)
-        units, rings = assign_slots(self.units, forward, rules)
-        return _finish(replace(self, units=units, rings=rings, order=order))
+        return _finish(replace(self, order=order))
 
 
 def _with_unused(
@@ -212,11 +207,6 @@ class RankView:
     def all_slices(self) -> tuple[Slice, ...]:
         """Every slice that this rank owns, unit by unit."""
         return tuple(s for unit in self.slices for group in unit for s in group)
-
-
-def num_slots(depths: Depths) -> int:
-    """Returns the number of slots in a ring of blocks."""
-    return max(depths.forward, depths.backward) + 1
 
 
 def make_plan(
@@ -244,14 +234,12 @@ def make_plan(
     units = _bare_units(spec, config, choices, mesh, settings or {})
     depths = Depths(config.forward_prefetch, config.backward_prefetch)
     homes = _homes(config, trains=any(g.trainable for u in units for g in u.groups))
-    rules = SlotRules(num_slots(depths), homes)
-    units, rings = assign_slots(units, range(len(units)), rules)
     unfinished = Plan(
         model_kind=spec.kind,
         strategy=config.strategy,
         mesh=mesh,
         units=units,
-        rings=rings,
+        rings=(),
         order=registration_order(units),
         depths=depths,
         events=(),
@@ -293,7 +281,7 @@ def _bare_units(
                 role=choices[module.name],
                 parent=parent,
                 mesh=own_mesh,
-                groups=group_params(params, ContractRule(config, own), own_mesh.shard),
+                groups=group_params(params, config, own, own_mesh.shard),
                 reshard_after_forward=row.reshard_after_forward,
                 reads_weight_in_backward=module.reads_weight_in_backward,
             )
@@ -364,12 +352,15 @@ def units_of(
     check_globs("fp32_modules", config.fp32_modules, modules, "modules")
     named = [glob for glob, _ in config.strategies]
     check_globs("strategies", named, modules, "modules")
-    wrap = config.wrap if chosen_modules is None else ModuleNames(tuple(chosen_modules))
+    wrap = config.wrap if chosen_modules is None else frozenset(chosen_modules)
     assert not callable(wrap), "the caller passes a callable's choice as chosen_modules"
     return choose_units(spec, wrap, config.wrap_min_params, named)
 
 
 def _finish(plan: Plan) -> Plan:
-    """The plan with the events and the memory table that follow from units, rings and order."""
+    """The plan with the slots, events and memory table that follow from units and order."""
+    num_slots = max(plan.depths.forward, plan.depths.backward) + 1
+    units, rings = assign_slots(plan.units, plan.order.forward, num_slots, plan.homes)
+    plan = replace(plan, units=units, rings=rings)
     plan = replace(plan, events=simulate_step(plan.scheduler()))
     return replace(plan, memory=state_rows(plan))

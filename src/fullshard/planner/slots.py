@@ -15,7 +15,7 @@ more than once in a step are resident: they have a slot of their own.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
@@ -47,43 +47,26 @@ class Ring:
         return self.count * self.numel * ITEMSIZE[self.dtype]
 
 
-@dataclass(frozen=True, slots=True)
-class SlotRules:
-    """The rules for the number of slots.
-
-    Attributes:
-        num_slots: Units that may be gathered at once: the larger prefetch depth + 1.
-        homes: Where state is stored.
-        resident: Units that are called several times in a step.
-    """
-
-    num_slots: int
-    homes: Homes
-    resident: Collection[int] = ()
-
-    def needs_slot(self, group: GroupPlan) -> bool:
-        """Whether a group computes from a slot, not from its master or a shared mapping."""
-        if group.layout.num_parts > 1:
-            return self.homes.parameters is not Place.SHARED
-        return self.homes.offloads or group.dtypes.compute is not group.dtypes.master
-
-
 def assign_slots(
-    units: Sequence[UnitPlan], order: Sequence[int], rules: SlotRules
+    units: Sequence[UnitPlan], order: Sequence[int], num_slots: int, homes: Homes
 ) -> tuple[tuple[UnitPlan, ...], tuple[Ring, ...]]:
     """Assigns a slot to every group, and returns the units and the rings.
 
     Args:
         units: Units without slots.
-        order: Unit indices in the order of their forwards; neighbours get different slots.
-        rules: The rules for the number of slots.
+        order: Unit indices in the order of their forwards; neighbours get different slots. Units
+            that are in it repeatedly become resident.
+        num_slots: Units that may be gathered at once: the larger prefetch depth + 1.
+        homes: Where state is stored.
     """
     placed = list(units)
     rings: list[Ring] = []
-    entered = [units[index] for index in dict.fromkeys(order)]
-    for name, members in _classes(units, entered, rules).items():
+    uses = Counter(order)
+    entered = [units[index] for index in uses]
+    resident = {index for index, count in uses.items() if count > 1}
+    for name, members in _classes(units, entered, resident).items():
         first = members[0]
-        window = rules.num_slots if first.reshard_after_forward else len(units)
+        window = num_slots if first.reshard_after_forward else len(units)
         peers = [u for u in entered if _depth(units, u) == _depth(units, first)]
         turns = _take_turns(members, peers, window)
         grad_turns = _take_turns(
@@ -92,14 +75,14 @@ def assign_slots(
         sizes: dict[tuple[str, DType], int] = defaultdict(int)
         for unit in members:
             indices = turns[unit.index], grad_turns.get(unit.index, 0)
-            groups, used = _place(unit, name, indices, rules)
+            groups, used = _place(unit, name, indices, homes)
             placed[unit.index] = replace(unit, groups=groups)
             for key, numel in used.items():
                 sizes[key] = max(sizes[key], numel)
         for (ring, dtype), numel in sizes.items():
             taken = grad_turns if ring.endswith(".grad") else turns
             rings.append(Ring(ring, dtype, numel, count=len(set(taken.values()))))
-    return tuple(placed), (*rings, *_cast_rings(placed, rules))
+    return tuple(placed), (*rings, *_cast_rings(placed, homes))
 
 
 def cast_ring(master: DType) -> str:
@@ -107,10 +90,10 @@ def cast_ring(master: DType) -> str:
     return f"cast.{master}"
 
 
-def _cast_rings(units: Sequence[UnitPlan], rules: SlotRules) -> list[Ring]:
+def _cast_rings(units: Sequence[UnitPlan], homes: Homes) -> list[Ring]:
     """One slot per master dtype: offloaded parts are copied to the device before they are cast."""
     sizes: dict[DType, int] = defaultdict(int)
-    for group in (group for unit in units for group in unit.groups if rules.homes.offloads):
+    for group in (group for unit in units for group in unit.groups if homes.offloads):
         dtypes = group.dtypes
         if group.slot is not None and dtypes.compute is not dtypes.master:
             sizes[dtypes.master] = max(sizes[dtypes.master], group.layout.part_numel)
@@ -134,7 +117,7 @@ def _take_turns(
 
 
 def _classes(
-    units: Sequence[UnitPlan], entered: Sequence[UnitPlan], rules: SlotRules
+    units: Sequence[UnitPlan], entered: Sequence[UnitPlan], resident: Collection[int]
 ) -> dict[str, list[UnitPlan]]:
     """Size classes: units of one kind of role and one depth, within a factor of two in size.
 
@@ -144,7 +127,7 @@ def _classes(
     found: dict[str, list[UnitPlan]] = {}
     families: dict[str, list[UnitPlan]] = defaultdict(list)
     for unit in entered:
-        if unit.index in rules.resident and unit.role is not Role.ROOT:
+        if unit.index in resident and unit.role is not Role.ROOT:
             found[f"resident{unit.index}"] = [unit]
         else:
             families[_family(units, unit)].append(unit)
@@ -175,7 +158,7 @@ def _depth(units: Sequence[UnitPlan], unit: UnitPlan) -> int:
 
 
 def _place(
-    unit: UnitPlan, ring: str, indices: tuple[int, int], rules: SlotRules
+    unit: UnitPlan, ring: str, indices: tuple[int, int], homes: Homes
 ) -> tuple[tuple[GroupPlan, ...], dict[tuple[str, DType], int]]:
     """The unit's groups with slots, and the elements of each ring that they use."""
     index, grad_index = indices
@@ -184,7 +167,7 @@ def _place(
     for group in unit.groups:
         slot = grad_slot = None
         dtypes, numel = group.dtypes, group.layout.numel
-        if rules.needs_slot(group):
+        if _needs_slot(group, homes):
             name = f"{ring}.{dtypes.compute}"
             slot = SlotRef(name, index, used[name, dtypes.compute])
             used[name, dtypes.compute] += numel
@@ -194,3 +177,10 @@ def _place(
             used[name, dtypes.reduce] += numel
         groups.append(replace(group, slot=slot, grad_slot=grad_slot))
     return tuple(groups), used
+
+
+def _needs_slot(group: GroupPlan, homes: Homes) -> bool:
+    """Whether a group computes from a slot, not from its master or a shared mapping."""
+    if group.layout.num_parts > 1:
+        return homes.parameters is not Place.SHARED
+    return homes.offloads or group.dtypes.compute is not group.dtypes.master

@@ -198,12 +198,12 @@ def assign_params(spec: ModelSpec, names: Sequence[str]) -> list[tuple[int, list
 
 
 def group_params(
-    params: Sequence[ParamSpec], contract: ContractRule, num_parts: int
+    params: Sequence[ParamSpec], config: ShardConfig, unit: UnitSettings, num_parts: int
 ) -> tuple[GroupPlan, ...]:
     """Returns a unit's flat buffers: one per dtype contract and `requires_grad`."""
     by_key: dict[tuple[bool, DtypeContract], list[ParamSpec]] = defaultdict(list)
     for param in params:
-        by_key[not param.trainable, contract.of(param)].append(param)
+        by_key[not param.trainable, contract_of(param, config, unit)].append(param)
     groups: list[GroupPlan] = []
     for (frozen, dtypes), members in sorted(
         by_key.items(), key=lambda item: (item[0][0], item[0][1].master, item[0][1].compute)
@@ -231,28 +231,17 @@ class UnitSettings:
     keeps_dtypes: bool = False
 
 
-DEFAULT_SETTINGS = UnitSettings()
-
-
-@dataclass(frozen=True, slots=True)
-class ContractRule:
-    """The configured dtypes of a unit's parameters."""
-
-    config: ShardConfig
-    unit: UnitSettings = DEFAULT_SETTINGS
-
-    def of(self, param: ParamSpec) -> DtypeContract:
-        """Returns a parameter's dtypes: float64 stays float64, others have a float32 master."""
-        config, unit = self.config, self.unit
-        default = DType.FLOAT64 if param.dtype is DType.FLOAT64 else DType.FLOAT32
-        master = config.master_dtype or (param.dtype if unit.keeps_dtypes else default)
-        accumulate = DType.FLOAT64 if master is DType.FLOAT64 else DType.FLOAT32
-        compute, fp32 = unit.compute or config.param_dtype or master, config.fp32_modules
-        if ITEMSIZE[compute] < 4 and any(matches(name, fp32) for name in param.names):
-            compute = DType.FLOAT32
-        return DtypeContract(
-            master=master,
-            compute=compute,
-            reduce=unit.reduce or config.reduce_dtype or accumulate,
-            accumulate=accumulate,
-        )
+def contract_of(param: ParamSpec, config: ShardConfig, unit: UnitSettings) -> DtypeContract:
+    """Returns a parameter's dtypes: float64 stays float64, others have a float32 master."""
+    default = DType.FLOAT64 if param.dtype is DType.FLOAT64 else DType.FLOAT32
+    master = config.master_dtype or (param.dtype if unit.keeps_dtypes else default)
+    accumulate = DType.FLOAT64 if master is DType.FLOAT64 else DType.FLOAT32
+    compute, fp32 = unit.compute or config.param_dtype or master, config.fp32_modules
+    if ITEMSIZE[compute] < 4 and any(matches(name, fp32) for name in param.names):
+        compute = DType.FLOAT32
+    return DtypeContract(
+        master=master,
+        compute=compute,
+        reduce=unit.reduce or config.reduce_dtype or accumulate,
+        accumulate=accumulate,
+    )

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from itertools import groupby
 
@@ -38,17 +37,7 @@ class Role(StrEnum):
     HEAD = "head"
 
 
-@dataclass(frozen=True, slots=True)
-class ModuleNames:
-    """The modules that a user's callable chose."""
-
-    names: tuple[str, ...]
-
-    def __str__(self) -> str:
-        return "the callable"
-
-
-Wrap = WrapKind | tuple[str, ...] | ModuleNames
+Wrap = WrapKind | tuple[str, ...] | frozenset[str]  # class names; modules that a callable chose
 
 
 def choose_units(
@@ -75,6 +64,7 @@ def choose_units(
     chosen.pop("", None)
     if not chosen and wrap is not WrapKind.NONE and spec.numel > LARGE_MODEL:
         said = f"[{', '.join(wrap)}]" if isinstance(wrap, tuple) else wrap
+        said = "the callable" if isinstance(wrap, frozenset) else said
         raise WrapError(
             f"wrap: expected more than one unit for a model of {spec.numel:,} parameters, got "
             f"none inside {spec.kind} from {said}. One unit gathers the whole model at once. Name "
@@ -100,8 +90,8 @@ def _choose(tree: _Tree, wrap: Wrap, min_params: int) -> dict[str, Role]:
             return dict.fromkeys(blocks, Role.BLOCK) | _ends(tree, blocks)
         case WrapKind.SIZE:
             found = list(_by_size(tree, min_params))
-        case ModuleNames(names):
-            found = _named(tree, [module for module in tree.spec.modules if module.name in names])
+        case frozenset():
+            found = _named(tree, [module for module in tree.spec.modules if module.name in wrap])
         case _:
             found = _by_class(tree, wrap)
     return dict.fromkeys(found, Role.BLOCK)

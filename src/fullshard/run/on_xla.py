@@ -44,8 +44,7 @@ from fullshard.run.session import Session, Side
 from fullshard.saving import SaveSettings
 from fullshard.xla import opt_state, processes
 from fullshard.xla.decoder import EMBEDDING, HEAD, DecoderConfig, planned
-from fullshard.xla.distill import PROJECTION
-from fullshard.xla.head import Decoder, next_token
+from fullshard.xla.loss import PROJECTION, Decoder, next_token
 from fullshard.xla.opt_state import trained
 from fullshard.xla.plan import Tree, XlaPlan
 from fullshard.xla.step import State, eval_step, train_step, whole_array, with_optimizer

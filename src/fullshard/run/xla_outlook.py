@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from fullshard.config.schema import RunConfig
 from fullshard.config.training import TrainingConfig
 from fullshard.config.values import DType, Optimizer, Recompute, RecomputeKind
+from fullshard.outlook.memory import StepShape, at_peak
 from fullshard.outlook.predict import Machine
-from fullshard.outlook.xla_memory import StepShape, at_peak
 from fullshard.planner.arrays import ArraysPlan
 from fullshard.planner.memory import MemoryRow
 from fullshard.recipes.distill.xla import check_teacher, more_shapes
@@ -27,7 +27,7 @@ from fullshard.xla.aot import (
     without_devices,
 )
 from fullshard.xla.decoder import DecoderConfig, plan_table, planned
-from fullshard.xla.head import Decoder, next_token
+from fullshard.xla.loss import Decoder, next_token
 from fullshard.xla.opt_state import trained
 from fullshard.xla.plan import Tree, mesh_for
 

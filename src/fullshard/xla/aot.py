@@ -7,8 +7,7 @@ XLA reports exactly which bytes its program allocates and which collectives it i
     4x8xH100-80GB    four machines
 
 XLA's GPU compiler reads a few properties of a device. It also accepts them as text (OpenXLA's
-GpuTargetConfigProto). Properties of a compute capability are from NVIDIA's "CUDA C++ Programming
-Guide", table "Technical Specifications per Compute Capability"; others are from the data sheets.
+GpuTargetConfigProto). They are in chips.yaml.
 """
 
 from __future__ import annotations
@@ -16,7 +15,8 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -25,6 +25,7 @@ import optax
 from jax.experimental import topologies
 from jax.sharding import AbstractMesh, AxisType
 
+from fullshard.config.regular_files import packaged_table
 from fullshard.errors import ConfigError, WillNotFitError
 from fullshard.outlook.devices import parse_gpus
 from fullshard.planner.arrays import ArraysPlan, Collectives
@@ -219,51 +220,6 @@ _KEY = "--topology"
 _FORM = re.compile(r"(?:(?P<hosts>[1-9]\d*)x)?(?P<gpus>\d+x[A-Za-z]\S*)")
 
 
-@dataclass(frozen=True)
-class Capability:
-    """Properties of all chips of a compute capability, by XLA's names; memory in bytes."""
-
-    shared_memory_per_core: int
-    shared_memory_per_block_optin: int
-    threads_per_core_limit: int
-    fpus_per_core: int
-
-
-@dataclass(frozen=True)
-class Chip:
-    """Properties of a chip other than its memory size, by XLA's names.
-
-    Attributes:
-        capability: (major, minor) compute capability.
-        core_count: Number of multiprocessors.
-        memory_bandwidth: In bytes per second.
-        l2_cache_size: In bytes.
-    """
-
-    capability: tuple[int, int]
-    core_count: int
-    clock_rate_ghz: float
-    memory_bandwidth: int
-    l2_cache_size: int
-
-
-_KIB, _MIB, _GB_S = 1 << 10, 1 << 20, 10**9
-CAPABILITIES = {
-    (8, 0): Capability(164 * _KIB, 163 * _KIB, 2048, 64),
-    (8, 9): Capability(100 * _KIB, 99 * _KIB, 1536, 128),
-    (9, 0): Capability(228 * _KIB, 227 * _KIB, 2048, 128),
-    (10, 0): Capability(228 * _KIB, 227 * _KIB, 2048, 128),
-}
-CHIPS = {
-    "A100": Chip((8, 0), 108, 1.41, 2039 * _GB_S, 40 * _MIB),
-    "B200": Chip((10, 0), 148, 1.965, 8000 * _GB_S, 126 * _MIB),
-    "H100": Chip((9, 0), 132, 1.98, 3352 * _GB_S, 50 * _MIB),
-    "H200": Chip((9, 0), 132, 1.98, 4800 * _GB_S, 50 * _MIB),
-    "L4": Chip((8, 9), 58, 2.04, 300 * _GB_S, 48 * _MIB),
-    "L40S": Chip((8, 9), 142, 2.52, 864 * _GB_S, 96 * _MIB),
-}
-
-
 def gpu_devices(topology: str) -> list[Any]:
     """Returns the devices of a topology to compile for.
 
@@ -280,10 +236,10 @@ def gpu_devices(topology: str) -> list[Any]:
             f"GPUs, such as 8xH100-80GB (4x8xH100-80GB: four machines); got {topology!r}."
         )
     gpus = parse_gpus(match["gpus"], _KEY)
-    if gpus.name not in CHIPS or gpus.memory_bytes is None:
+    if gpus.name not in chips() or gpus.memory_bytes is None:
         raise ConfigError(
-            f"{_KEY}: expected one of {', '.join(CHIPS)}, which XLA can compile for while none is "
-            f"there; got {gpus.name!r}."
+            f"{_KEY}: expected one of {', '.join(chips())}, which XLA can compile for while none "
+            f"is there; got {gpus.name!r}."
         )
     if find_spec("jax_plugins") is None or find_spec("jax_plugins.xla_cuda12") is None:
         version = jax.__version__
@@ -304,28 +260,21 @@ def gpu_devices(topology: str) -> list[Any]:
     return list(described.devices)
 
 
+@cache
+def chips() -> dict[str, dict[str, Any]]:
+    """Returns the properties of each GPU, by XLA's names."""
+    return packaged_table("fullshard.xla", "chips.yaml")["chips"]
+
+
 def target_config(name: str, memory_bytes: int) -> str:
     """Returns a chip as XLA's GpuTargetConfigProto in protobuf text format."""
-    of_chip = asdict(CHIPS[name])
-    major, minor = of_chip.pop("capability")
-    numbers = {
-        "threads_per_block_limit": 1024,
-        "threads_per_warp": 32,
-        "shared_memory_per_block": 48 * _KIB,
-        "registers_per_core_limit": 64 * _KIB,
-        "registers_per_block_limit": 64 * _KIB,
-        "block_dim_limit_x": (1 << 31) - 1,
-        "block_dim_limit_y": (1 << 16) - 1,
-        "block_dim_limit_z": (1 << 16) - 1,
-        "device_memory_size": memory_bytes,
-        **asdict(CAPABILITIES[major, minor]),
-        **of_chip,
-    }
-    fields = " ".join(f"{key}: {value}" for key, value in numbers.items())
-    version = f"cuda_compute_capability {{ major: {major} minor: {minor} }}"
+    facts = {**chips()[name], "device_memory_size": memory_bytes}
+    version = f"major: {facts.pop('major')} minor: {facts.pop('minor')}"
+    fields = " ".join(f"{key}: {value}" for key, value in facts.items())
     return (
-        f'gpu_device_info {{ {fields} {version} }} platform_name: "CUDA" '
-        f'dnn_version_info {{ major: 9 minor: 8 patch: 0 }} device_description_str: "{name}"'
+        f"gpu_device_info {{ {fields} cuda_compute_capability {{ {version} }} }} "
+        'platform_name: "CUDA" dnn_version_info { major: 9 minor: 8 patch: 0 } '
+        f'device_description_str: "{name}"'
     )
 
 

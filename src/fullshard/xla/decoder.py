@@ -25,9 +25,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from fullshard.config.schema import RunConfig, ShardConfig
+from fullshard.config.values import DType, Strategy
 from fullshard.errors import ConfigError
 from fullshard.planner.arrays import ArraysPlan
-from fullshard.planner.mesh import Topology, check_divides, mesh_of
+from fullshard.planner.mesh import Topology, check_divides, mesh_of, row_of
 from fullshard.planner.optimizers import states_of
 from fullshard.xla.experts import weighted_sum
 from fullshard.xla.gather import brought, first_expert, scan_blocks, shared, summed, taken_back
@@ -193,6 +194,34 @@ def plan_table(model_config: Any, run: RunConfig, world_size: int, more: Tree = 
     shapes, cuts = {**decoder.shapes(), **(more or {})}, rules(sharding.expert, sharding.tensor)
     table = table_of(shapes, sharding, mesh, BLOCKS, run.freeze, cuts)
     return replace(table, model_kind=model_config.model_type, optimizer=states_of(run.training))
+
+
+def teacher_table(
+    shapes: Tree, strategy: Strategy, dtype: DType, student: ArraysPlan, expert: int = 1
+) -> ArraysPlan:
+    """Returns the plan of a teacher's arrays; needs no device.
+
+    Args:
+        shapes: Shapes of the teacher's arrays.
+        strategy: no_shard replicates it on every device; the others shard it as the student.
+        dtype: The dtype in which weights are stored, gathered and computed with.
+        student: The student's plan, whose mesh is used.
+        expert: Size of the expert axis.
+
+    Raises:
+        ConfigError: The strategy needs a different mesh than the student's.
+    """
+    own, theirs = row_of(strategy), row_of(student.strategy)
+    alike = theirs.shard_params and own.hybrid == theirs.hybrid
+    if own.shard_params and not alike and student.mesh.num_copies > 1:
+        raise ConfigError(
+            f"distill.teacher_strategy: expected no_shard or one like the student's "
+            f"({student.strategy}) with backend: jax, whose teacher lies on the student's mesh; "
+            f"got {strategy}. Choose such a one, shard the student likewise or use backend: torch."
+        )
+    mesh = student.mesh if own.shard_params else student.mesh.unsharded()
+    settings = ShardConfig.of(None, strategy=strategy, master_dtype=dtype)
+    return table_of(shapes, settings, mesh, BLOCKS, ("*",), rules(expert, mesh.inner))
 
 
 def rules(expert: int, tensor: int) -> dict[str, tuple[int, int]]:

@@ -23,7 +23,7 @@ from fullshard.errors import ConfigError, DataError
 from fullshard.planner.arrays import PADDED_ABOVE, ArrayPlan, ArraysPlan, cut_of
 from fullshard.planner.mesh import Mesh, Topology, check_divides, mesh_of, row_of
 from fullshard.planner.spec import ParamSpec, check_globs, matches
-from fullshard.planner.units import ContractRule
+from fullshard.planner.units import UnitSettings, contract_of
 
 Tree = Any  # any pytree
 # (sizes of the expert and the tensor axis) -> by name pattern, the dimension that these axes cut,
@@ -75,15 +75,20 @@ def make_mesh(
     Raises:
         ConfigError: The sizes do not multiply to the number of devices.
     """
-    found = list(jax.devices() if devices is None else devices)
-    local = len([device for device in found if device.process_index == found[0].process_index])
-    is_alone = local == 1 < tensor  # ranks that share a batch are neighbours in their numbering
-    local = max(local, tensor)
-    topology = Topology(len(found), local if len(found) % local == 0 else None)
     asked = ShardConfig(
         strategy=strategy, replicate=replicate, shard=shard, expert=expert, tensor=tensor
     )
-    axes = mesh_of(asked, topology).axes(expert * tensor).items()
+    return mesh_for(asked, devices)
+
+
+def mesh_for(config: ShardConfig, devices: Sequence[Any] | None = None) -> DeviceMesh:
+    """Makes the mesh of a configuration; see `make_mesh`."""
+    found = list(jax.devices() if devices is None else devices)
+    local = len([device for device in found if device.process_index == found[0].process_index])
+    is_alone = local == 1 < config.tensor  # ranks that share a batch are neighbours
+    local = max(local, config.tensor)
+    topology = Topology(len(found), local if len(found) % local == 0 else None)
+    axes = mesh_of(config, topology).axes(config.expert * config.tensor).items()
     sizes = {axis: n for axis, n in axes if n > 1 or axis in AXES}
     shape = tuple(sizes.values())
     if not is_alone and all(hasattr(device, "coords") for device in found):
@@ -91,18 +96,6 @@ def make_mesh(
     else:
         placed = np.array(found).reshape(shape)
     return DeviceMesh(placed, tuple(sizes), axis_types=(AxisType.Auto,) * len(shape))
-
-
-def mesh_for(config: ShardConfig, devices: Sequence[Any] | None = None) -> DeviceMesh:
-    """Makes the mesh of a configuration."""
-    return make_mesh(
-        config.replicate,
-        config.shard,
-        expert=config.expert,
-        tensor=config.tensor,
-        strategy=config.strategy,
-        devices=devices,
-    )
 
 
 def _by_network(devices: Sequence[Any], shape: Sequence[int]) -> np.ndarray:
@@ -348,13 +341,12 @@ def table_of(
     cuts: Mapping[str, tuple[int, int]] | None = None,
 ) -> ArraysPlan:
     """Returns the plan as data, without devices; arguments as for `plan`, cuts as of `Rules`."""
-    contract = ContractRule(settings)
     named = named_leaves(shapes)
     names = [name for name, _ in named]
     check_globs("freeze", freeze, names, "arrays")
     _check_blocks(blocks, names)
     arrays = [
-        _array(name, leaf, _block_of(name, blocks), (contract, sizes, tuple(freeze), cuts or {}))
+        _array(name, leaf, _block_of(name, blocks), (settings, sizes, tuple(freeze), cuts or {}))
         for name, leaf in named
     ]
     return ArraysPlan(
@@ -445,9 +437,9 @@ def _array(
     name: str,
     leaf: Any,
     block: str,
-    settings: tuple[ContractRule, Mesh, tuple[str, ...], Mapping[str, tuple[int, int]]],
+    settings: tuple[ShardConfig, Mesh, tuple[str, ...], Mapping[str, tuple[int, int]]],
 ) -> ArrayPlan:
-    contract, sizes, freeze, cuts = settings
+    config, sizes, freeze, cuts = settings
     shape = tuple(leaf.shape)
     if block and not shape:
         raise ConfigError(f"blocks: expected arrays with an axis of layers; {name} is a scalar.")
@@ -467,7 +459,8 @@ def _array(
         check_divides("tensor, expert", parts, own[dim], f"dimension {dim} of {name}")
     cut = cut_of(own, sizes.spread(parts).shard, dim, parts)
     layers = shape[0] if block else 0
-    return ArrayPlan(name, own, cut, contract.of(spec), trainable, block, layers)
+    dtypes = contract_of(spec, config, UnitSettings())
+    return ArrayPlan(name, own, cut, dtypes, trainable, block, layers)
 
 
 def is_on_mesh(leaf: Any) -> bool:

@@ -34,6 +34,7 @@ from fullshard.checkpoint.files import Piece, TensorFile
 from fullshard.checkpoint.format import PLAN, STATE, Kind, key_of
 from fullshard.checkpoint.read import Checkpoint, choose
 from fullshard.engine.folder import INDEX, ONE_FILE, FileNames, is_made_of
+from fullshard.engine.state import DTYPE_NAMES
 from fullshard.errors import CheckpointError
 from fullshard.formats.hugging_face import files_of
 from fullshard.formats.orbax import METADATA, open_arrays
@@ -183,12 +184,8 @@ def _facts(state: State, step: int | None, extras: Extras) -> tuple[dict[str, An
 
 # torch's names of AdamW's states, which checkpoints use
 STATE_NAMES = {"mu": "exp_avg", "nu": "exp_avg_sq"}
-DTYPES = {
-    **{"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "bool": "BOOL"},
-    **{f"int{bits}": f"I{bits}" for bits in (8, 16, 32, 64)},
-    **{f"uint{bits}": f"U{bits}" for bits in (8, 16, 32, 64)},
-    **{"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"},
-}
+DTYPES = {str(dtype).removeprefix("torch."): name for dtype, name in DTYPE_NAMES.items()}
+DTYPES |= {f"uint{bits}": f"U{bits}" for bits in (16, 32, 64)}
 NUMPY = {name: np.dtype(jnp.dtype(dtype)) for dtype, name in DTYPES.items()}
 OTHERS, VARIABLES = "$optimizer.others", "$variables"  # leaves that belong to no parameter
 

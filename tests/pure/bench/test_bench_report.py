@@ -2,7 +2,6 @@
 
 import json
 import math
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -44,7 +43,8 @@ def result(monkeypatch):
         monkeypatch.setattr(step, "run_ranks", run_ranks)
         peers, _ = installed_peers(tuple(speeds))
         found = run_case(CASES["tiny"], peers, StepOptions(), lambda _: None)
-        return replace(found, others_share=others, became_idle=became_idle)
+        found.neighbours.share, found.neighbours.became_idle = others, became_idle
+        return found
 
     return measure
 

@@ -28,12 +28,12 @@ def test_a_unit_waits_for_its_gather_and_hides_the_next_one():
         events((GATHER, 0), (GATHER, 1), (FORWARD, 0), (FORWARD, 1)),
         costs(gather=Cost(wire_s=2.0), forward=Cost(own_s=3.0)),
     )
-    assert found.bars == (
+    assert found.bars == [
         Bar(Lane.GATHER, 0, 0.0, 2.0),
         Bar(Lane.GATHER, 1, 2.0, 4.0),  # one wire
         Bar(Lane.FORWARD, 0, 2.0, 5.0),
         Bar(Lane.FORWARD, 1, 5.0, 8.0),
-    )
+    ]
     assert (found.end_s, found.exposed_s) == (8.0, 2.0)
 
 
@@ -43,11 +43,11 @@ def test_a_message_takes_what_its_thread_computes_from_the_rank():
         costs(gather=Cost(own_s=1.0, wire_s=4.0, beside_s=2.0), forward=Cost(own_s=1.0)),
     )
     # Placed by 1, under way until 5; the rank has computed for 2 beside it, then for 1, and waits.
-    assert found.bars == (
+    assert found.bars == [
         Bar(Lane.GATHER, 0, 1.0, 5.0),
         Bar(Lane.FORWARD, 1, 3.0, 4.0),
         Bar(Lane.FORWARD, 0, 5.0, 6.0),
-    )
+    ]
     assert found.exposed_s == 1.0
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from fullshard.config.values import DType, Recompute, RecomputeKind, Strategy
-from fullshard.outlook.xla_memory import StepShape, at_peak
+from fullshard.outlook.memory import StepShape, at_peak
 from fullshard.planner.arrays import ArrayPlan, ArraysPlan, cut_of
 from fullshard.planner.mesh import Mesh
 from fullshard.planner.optimizers import SGD

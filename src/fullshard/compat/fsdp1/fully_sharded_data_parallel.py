@@ -48,9 +48,8 @@ from fullshard.compat.errors import (
 )
 from fullshard.compat.fsdp1 import options
 from fullshard.compat.fsdp1.options import TrainingState, auto_wrap
-from fullshard.compat.state_dicts import HoldsShards, Kind, Wanted
+from fullshard.compat.state_dicts import HoldsShards, Wanted
 from fullshard.compat.wrapping import (
-    Casts,
     Wrapped,
     engine_for,
     ignored_ids,
@@ -60,6 +59,7 @@ from fullshard.compat.wrapping import (
     outermost,
     own_rank,
     record_of,
+    settings_of,
 )
 from fullshard.config.environment import current_variables
 from fullshard.engine import clip
@@ -85,14 +85,10 @@ _HOMOGENEOUS = {  # torch requires one value per model: (stored, given)
 }
 
 
-_KINDS: dict[StateDictType, tuple[Kind, type[StateDictConfig], type[OptimStateDictConfig]]] = {
-    StateDictType.FULL_STATE_DICT: (Kind.FULL, FullStateDictConfig, FullOptimStateDictConfig),
-    StateDictType.SHARDED_STATE_DICT: (
-        Kind.SHARDED,
-        ShardedStateDictConfig,
-        ShardedOptimStateDictConfig,
-    ),
-    StateDictType.LOCAL_STATE_DICT: (Kind.LOCAL, LocalStateDictConfig, LocalOptimStateDictConfig),
+_CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
+    StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
+    StateDictType.SHARDED_STATE_DICT: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
+    StateDictType.LOCAL_STATE_DICT: (LocalStateDictConfig, LocalOptimStateDictConfig),
 }
 _FULL = StateDictSettings(
     StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig()
@@ -180,7 +176,7 @@ class FullyShardedDataParallel(HoldsShards, nn.Module):
         looks_ahead = given["backward_prefetch"] is BackwardPrefetch.BACKWARD_PRE
         wrapped = Wrapped(
             strategy=strategy,
-            settings=options.settings_of(precision),
+            settings=settings_of(precision),
             options={
                 **sizes,
                 "offload": "cpu" if given["cpu_offload"].offload_params else None,
@@ -189,7 +185,8 @@ class FullyShardedDataParallel(HoldsShards, nn.Module):
             order=order,
             ignored=names_in(self, ignored),
             alone=options.is_alone(group),
-            casts=Casts(precision.param_dtype if casts else None, root_only=not everywhere),
+            inputs=precision.param_dtype if casts else None,
+            root_only=not everywhere,
             extra={
                 **given,
                 "full_in_eval": current_variables().get("FSDP_USE_FULL_PREC_IN_EVAL") == "1",
@@ -278,10 +275,10 @@ class FullyShardedDataParallel(HoldsShards, nn.Module):
         low = wrapped.extra.get("in_training")
         if wrapped.extra["full_in_eval"] and (low is None) is not mode:
             if low is None:
-                wrapped.extra["in_training"] = (wrapped.settings, wrapped.casts)
-                wrapped.settings, wrapped.casts = options.settings_of(None), Casts()
+                wrapped.extra["in_training"] = (wrapped.settings, wrapped.inputs)
+                wrapped.settings, wrapped.inputs = settings_of(MixedPrecision()), None
             else:
-                wrapped.settings, wrapped.casts = wrapped.extra.pop("in_training")
+                wrapped.settings, wrapped.inputs = wrapped.extra.pop("in_training")
             self._cast_buffers(low=mode)
             record_of(outermost(self)).needs_plan = True
         return self
@@ -464,7 +461,7 @@ class FullyShardedDataParallel(HoldsShards, nn.Module):
         """
         wanted = _wanted(record_of(self))
         if state_dicts.asked_by_torch():
-            wanted = Wanted(Kind.SHARDED, mesh=wanted.mesh)
+            wanted = Wanted(StateDictType.SHARDED_STATE_DICT, mesh=wanted.mesh)
         state = state_dicts.state_dict(self, wanted, super().state_dict, args, kwargs)
         prefix = state_dicts.prefix_of(args, kwargs)
         _rename(state, prefix + FSDP_PREFIX, prefix)
@@ -489,7 +486,7 @@ class FullyShardedDataParallel(HoldsShards, nn.Module):
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> StateDictSettings:
         """Sets the state-dict type; returns the previous settings."""
-        _, model_kind, optim_kind = _KINDS[state_dict_type]
+        model_kind, optim_kind = _CONFIGS[state_dict_type]
         configs: Any = state_dict_config or model_kind(), optim_state_dict_config or optim_kind()
         names = "state_dict_config", "optim_state_dict_config"
         for what, wanted, got in zip(names, (model_kind, optim_kind), configs, strict=True):
@@ -579,7 +576,7 @@ class FullyShardedDataParallel(HoldsShards, nn.Module):
     ) -> dict[str, Any]:
         """Full states by parameter name, on the CPU."""
         _warn_optim_input(optim_input)
-        wanted = Wanted(Kind.FULL, to_cpu=True, rank0_only=rank0_only)
+        wanted = Wanted(to_cpu=True, rank0_only=rank0_only)
         return optim_states.optim_state_dict(model, optim, None, wanted)
 
     @staticmethod
@@ -587,7 +584,9 @@ class FullyShardedDataParallel(HoldsShards, nn.Module):
         model: nn.Module, optim: torch.optim.Optimizer, group: Any = None
     ) -> dict[str, Any]:
         """States by parameter name, as DTensors of rows."""
-        return optim_states.optim_state_dict(model, optim, None, Wanted(Kind.SHARDED))
+        return optim_states.optim_state_dict(
+            model, optim, None, Wanted(StateDictType.SHARDED_STATE_DICT)
+        )
 
     @staticmethod
     def shard_full_optim_state_dict(
@@ -679,8 +678,8 @@ def _rename(state: dict[str, Any], old: str, new: str) -> None:
 def _wanted(wrapped: Wrapped, *, optim: bool = False) -> Wanted:
     settings: StateDictSettings = wrapped.extra["state_dict"]
     config = settings.optim_state_dict_config if optim else settings.state_dict_config
-    kind = _KINDS[settings.state_dict_type][0]
-    if kind is Kind.LOCAL and wrapped.extra["device_mesh"] is not None:
+    kind = settings.state_dict_type
+    if kind is StateDictType.LOCAL_STATE_DICT and wrapped.extra["device_mesh"] is not None:
         raise MisuseError(
             "DeviceMesh is not compatible with LOCAL_STATE_DICT. Use SHARDED_STATE_DICT."
         )
@@ -692,7 +691,7 @@ def _wanted(wrapped: Wrapped, *, optim: bool = False) -> Wanted:
 def _optim_wanted(model: nn.Module) -> Wanted:
     for _, wrapped in marked(model):
         return _wanted(wrapped, optim=True)
-    return Wanted(Kind.FULL)
+    return Wanted()
 
 
 def _from_rank0(state: Any, group: Any = None) -> Any:

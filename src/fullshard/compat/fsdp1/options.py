@@ -8,15 +8,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.fsdp._common_utils import TrainingState as TrainingState
 from torch.distributed.fsdp._wrap_utils import _auto_wrap
 
 from fullshard.compat.errors import MisuseTypeError, MisuseValueError, NotOfferedError
-from fullshard.compat.wrapping import dtype_of, mesh_sizes, topology, wrapped_of
+from fullshard.compat.wrapping import mesh_sizes, topology, wrapped_of
 from fullshard.config.values import Strategy, parse
 from fullshard.planner.mesh import order_of, row_of
-from fullshard.planner.units import UnitSettings
 
 STRATEGIES = {member: Strategy[member.name.removeprefix("_")] for member in ShardingStrategy}
 
@@ -37,13 +36,6 @@ def strategy_of(value: Any) -> ShardingStrategy:
             f"{value!r}. FSDP has no other."
         )
     return members[found]
-
-
-def settings_of(precision: MixedPrecision | None) -> UnitSettings:
-    """A unit's dtypes. Parameters are stored in theirs; reduce_dtype defaults to param_dtype."""
-    given = precision or MixedPrecision()
-    compute, reduce = given.param_dtype, given.reduce_dtype or given.param_dtype
-    return UnitSettings(compute=dtype_of(compute), reduce=dtype_of(reduce), keeps_dtypes=True)
 
 
 def mesh_options(strategy: Strategy, process_group: Any, device_mesh: Any) -> dict[str, Any]:

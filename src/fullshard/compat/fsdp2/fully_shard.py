@@ -18,7 +18,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    StateDictType,
+)
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
@@ -30,11 +35,9 @@ from fullshard.compat.errors import (
     MisuseValueError,
     NotOfferedError,
 )
-from fullshard.compat.state_dicts import HoldsShards, Kind, Wanted
+from fullshard.compat.state_dicts import HoldsShards, Wanted
 from fullshard.compat.wrapping import (
-    Casts,
     Wrapped,
-    dtype_of,
     engine_for,
     has_meta,
     ignored_ids,
@@ -45,6 +48,7 @@ from fullshard.compat.wrapping import (
     original_class,
     outermost,
     record_of,
+    settings_of,
     swap_class,
     topology,
     wrapped_of,
@@ -55,10 +59,10 @@ from fullshard.engine.engine import Engine
 from fullshard.engine.homes import default_device
 from fullshard.engine.model_spec import NEVER_CALLED
 from fullshard.engine.parameter import ShardedParameter
+from fullshard.engine.precision import cast_output
 from fullshard.engine.state import unsharded
 from fullshard.planner.events import Sync
 from fullshard.planner.mesh import order_of
-from fullshard.planner.units import UnitSettings
 
 
 class UnshardHandle:
@@ -256,7 +260,7 @@ class FSDPModule(HoldsShards, nn.Module, TorchFSDPModule):
         if has_meta(outermost(self)):
             return state_dicts.rows_on_meta(self, mesh, super().state_dict, args, kwargs)
         _close_open(self)
-        wanted = Wanted(Kind.SHARDED, mesh=mesh, follow=True)
+        wanted = Wanted(StateDictType.SHARDED_STATE_DICT, mesh=mesh, follow=True)
         return state_dicts.state_dict(self, wanted, super().state_dict, args, kwargs)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
@@ -361,23 +365,21 @@ def mark_unit(
 ) -> None:
     """Makes a module a unit."""
     kind = type(module)
-    compute, reduce = policy.param_dtype, policy.reduce_dtype or policy.param_dtype
-    settings = UnitSettings(compute=dtype_of(compute), reduce=dtype_of(reduce), keeps_dtypes=True)
     wrapped = Wrapped(
         strategy=strategy,
-        settings=settings,
+        settings=settings_of(policy),
         options={key: value for key, value in options.items() if key != "order"},
         order=options.get("order", ()),
         ignored=names_in(module, ignored),
-        casts=Casts(
-            inputs=compute if policy.cast_forward_inputs else None, outputs=policy.output_dtype
-        ),
+        inputs=policy.param_dtype if policy.cast_forward_inputs else None,
         extra={"mesh": None, "shared": {}},
         check=_check_values,
     )
     wrapped.on_engine.append(_on_engine)
     swap_class(module, FSDPModule, f"FSDP{kind.__name__}")
     mark(module, wrapped)
+    if policy.output_dtype is not None:
+        module.register_forward_hook(functools.partial(cast_output, policy.output_dtype))
     optim_states.show_rows(module)
 
 

@@ -13,11 +13,11 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cache, partial
-from importlib.resources import files
 from typing import Any, Union, cast
 
 from fullshard.config.fields import Rejected, means_same, to_flag, to_number
 from fullshard.config.problems import ConfigProblems, Problem, show
+from fullshard.config.regular_files import packaged_table
 from fullshard.config.values import did_you_mean, words_of
 
 
@@ -237,10 +237,7 @@ def marks_of(tool: str) -> frozenset[str]:
 
 @cache
 def _tables() -> dict[str, list[dict[str, Any]]]:
-    import yaml  # which a GPU's machine may lack
-
-    text = files("fullshard.config.dialects").joinpath("keys.yaml").read_text("utf-8")
-    return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    return packaged_table("fullshard.config.dialects", "keys.yaml")
 
 
 def _rule_of(row: Mapping[str, Any]) -> Rule:

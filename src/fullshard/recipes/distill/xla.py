@@ -19,9 +19,8 @@ from fullshard.planner.text import human_bytes
 from fullshard.recipes.base import Batch
 from fullshard.recipes.distill.loss import TopK, with_logits
 from fullshard.recipes.distill.recipe import settings_of
-from fullshard.xla.decoder import DecoderConfig
-from fullshard.xla.distill import PROJECTION, distillation, teacher_table
-from fullshard.xla.head import Decoder, next_token
+from fullshard.xla.decoder import DecoderConfig, teacher_table
+from fullshard.xla.loss import PROJECTION, Decoder, distillation, next_token
 from fullshard.xla.plan import Tree, XlaPlan
 from fullshard.xla.step import Given, LossFn
 from fullshard.xla_state import checkpoints
