@@ -211,7 +211,7 @@ def untrusted(
         raise error(f"{origin}: expected {expected}; got {got}. {advice}") from caught
 
 
-def cure_of(error: Exception, otherwise: str) -> str:
+def cure_of(error: BaseException, otherwise: str) -> str:
     """What to do about an error of the system: raise the limit that caused it, or `otherwise`."""
     if "can't start new thread" in str(error):
         return "Raise the limits that `ulimit -u` and `ulimit -v` show"

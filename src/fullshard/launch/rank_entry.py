@@ -77,8 +77,7 @@ def run_rank(
         with handled(SAVE_SIGNALS, partial(_on_signal, folder, plain=is_users)):
             main()
     except BaseException as caught:
-        ended = isinstance(caught, SystemExit) and not is_users
-        error = left_by(caught) if ended else caught
+        error = left_by(caught) if isinstance(caught, SystemExit) and not is_users else caught
         failure = RankFailure.of(error, rank)
         if failure.exit_code == 0:
             raise  # sys.exit() or sys.exit(0)
