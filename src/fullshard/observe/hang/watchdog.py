@@ -201,14 +201,14 @@ class Watchdog:
         clock also runs while this process is stopped.
         """
         rounds, polls = -1, 0
-        while polls * POLL_S <= self.settings.timeout_s + STACKS_S:
+        while polls * POLL_S <= self._timeout_s + STACKS_S:
             if self._left.wait(POLL_S):
                 return
             polls = polls + 1 if rounds == self._rounds else 0
             rounds = self._rounds
         first = Seen(self._first, polls * POLL_S)
         seen = {0: first, self._rank: Seen(self.sampler.sample())}
-        verdict = judge(seen, self.settings.timeout_s)
+        verdict = judge(seen, self._timeout_s)
         if verdict is not None:
             self._write(verdict, {self._rank: stacks()}, seen)
             self._say(verdict)
@@ -240,7 +240,7 @@ class Watchdog:
             self._left.set()
             return False
         # A request that timed out would leave its answer to the next one.
-        store.set_timeout(timedelta(seconds=self.settings.timeout_s + 60.0))
+        store.set_timeout(timedelta(seconds=self._timeout_s + 60.0))
         self._channel = PrefixStore(f"fullshard/watchdog/{launch.run_id}.{launch.attempt}", store)
         return True
 
