@@ -175,9 +175,10 @@ def held_elsewhere(folder: Path, key: str = OUTPUT_DIR) -> ConfigError:
         holder = (folder / LOCK).read_text(encoding="utf-8").partition("\n")[0]
     except (OSError, UnicodeDecodeError):
         holder = ""
+    who = holder or "it is just starting, or its .lock was removed"
     return ConfigError(
-        f"{key}: expected a folder that no run uses, got '{folder}', whose run is "
-        f"still going on ({holder or 'it is just starting'}). Use another folder or stop that run."
+        f"{key}: expected a folder that no run uses, got '{folder}', whose run is still going on "
+        f"({who}). Use another folder or stop that run."
     )
 
 
