@@ -160,11 +160,10 @@ def checkpoints_in(folder: Path) -> list[Found]:
     folder = steps_folder(folder)
     if not folder.is_dir():
         return []
-    now = _names_in(folder)
+    found: list[Found] = []
     for _ in range(LOOKS):
-        names, found = now, _found_in(folder, now)
-        now = _names_in(folder)
-        if now == names:
+        found = _found_in(folder, names := _names_in(folder))
+        if isinstance(folder, StorePath) or names == _names_in(folder):
             break
     return sorted(found, key=lambda f: (f.step or -1, f.path.name), reverse=True)
 
