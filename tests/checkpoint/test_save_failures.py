@@ -19,10 +19,10 @@ from torch import nn
 
 import fullshard as fs
 from fullshard import saving
-from fullshard.checkpoint import commit
+from fullshard.checkpoint import commit, read, retain
 from fullshard.checkpoint.files import sync_folder
-from fullshard.checkpoint.read import Checkpoint, find_damage, remove
-from fullshard.checkpoint.retain import checkpoints_in, newest_complete
+from fullshard.checkpoint.read import Checkpoint, choose, find_damage, remove, superfluous
+from fullshard.checkpoint.retain import Found, checkpoints_in, newest_complete
 from fullshard.errors import CheckpointError, OutOfMemoryError
 from fullshard.formats.dcp import write_dcp
 from fullshard.formats.detect import open_source
@@ -462,10 +462,10 @@ def test_a_reader_whose_checkpoint_is_replaced_says_so(tmp_path, monkeypatch):
     """Weights of one save and states of the next, each of them whole, would be read as one."""
     model, optimizer = model_and_optimizer()
     fs.save(tmp_path / "last", model, optimizer)
-    read, replaced = Checkpoint.read, list[str]()
+    before, replaced = Checkpoint.read, list[str]()
 
     def read_and_replace(self, key, *span):
-        read(self, key, *span)
+        before(self, key, *span)
         if not replaced:
             replaced.append(key)
             other, states = model_and_optimizer()
@@ -473,13 +473,56 @@ def test_a_reader_whose_checkpoint_is_replaced_says_so(tmp_path, monkeypatch):
                 next(other.parameters()).add_(1.0)
             fs.save(tmp_path / "last", other, states)
             with monkeypatch.context() as patched:
-                patched.setattr(Checkpoint, "read", read)
+                patched.setattr(Checkpoint, "read", before)
                 assert fs.load(tmp_path / "last", other, states)["step"] is None
 
     monkeypatch.setattr(Checkpoint, "read", read_and_replace)
     with pytest.raises(CheckpointError, match="to stay while it is read; another save replaced it"):
         fs.load(tmp_path / "last", model, optimizer)
     assert replaced
+
+
+@pytest.mark.parametrize("ask", [newest_complete, lambda folder: superfluous(folder, 1)])
+def test_a_run_that_saves_while_its_folder_is_looked_at_has_a_checkpoint(
+    tmp_path, monkeypatch, ask
+):
+    """Its only complete one gets its name, and the one before goes, between two looks."""
+    model, optimizer = model_and_optimizer()
+    for step in (1, 2):
+        fs.save(tmp_path, model, optimizer, step=step)
+    saving = (tmp_path / "step-00000002").rename(tmp_path / ".step-00000002.saving-3f2a")
+    looks, look = [], retain.look_at
+
+    def look_and_save(path):
+        if not looks:
+            saving.rename(tmp_path / "step-00000002")
+            remove([Found(tmp_path / "step-00000001", 1, None)])
+        looks.append(path)
+        return look(path)
+
+    monkeypatch.setattr(retain, "look_at", look_and_save)
+    found = ask(tmp_path)
+    assert found == [] or found.step == 2
+
+
+@pytest.mark.parametrize(
+    "ask", [lambda p: superfluous(p, 1) == [], lambda p: choose(commit.ALONE, p).step == 2]
+)
+def test_a_checkpoint_that_goes_while_it_is_checked_is_not_damaged(tmp_path, monkeypatch, ask):
+    model, optimizer = model_and_optimizer()
+    fs.save(tmp_path, model, optimizer, step=1)
+    check, checked = read.why_not, []
+
+    def save_and_check(entry, *ranks):
+        if not checked:  # a live run, of which one checkpoint is kept
+            fs.save(tmp_path, model, optimizer, step=2)
+            remove([entry])
+        checked.append(entry.step)
+        return check(entry, *ranks)
+
+    monkeypatch.setattr(read, "why_not", save_and_check)
+    assert ask(tmp_path)
+    assert checked == [1, 2]
 
 
 def test_folders_of_a_user_named_like_those_of_a_store_are_not_touched(tmp_path):

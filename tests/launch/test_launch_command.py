@@ -1,5 +1,6 @@
 """`fullshard launch`: scripts that know nothing of fullshard meet, end together, start again."""
 
+import contextlib
 import json
 import re
 import signal
@@ -11,6 +12,7 @@ import psutil
 import pytest
 
 from fullshard.cli.app import run
+from fullshard.launch.spawn import Relay
 from support import forked
 from support.processes import free_port, wait_until
 
@@ -128,6 +130,18 @@ def test_two_launches_at_a_time_write_into_logs_of_their_own(launch, tmp_path):
         assert [(folder / f"rank_{rank}.log").read_text() for rank in (0, 1)] == [said, said]
     launch("print('third')").communicate(timeout=60)
     assert (logs / "rank_1.log").read_text() == "third\n"
+
+
+def test_the_log_of_a_live_run_is_left_alone(launch, tmp_path):
+    log = tmp_path / "run" / "logs" / "rank_0.log"
+    log.parent.mkdir(parents=True)
+    log.write_text("step 1\n")
+    with contextlib.closing(Relay(log)):  # of `fullshard train`
+        out, err = launch("print(1)", "--log-dir", str(log.parent), "--json").communicate(
+            timeout=60
+        )
+    assert Path(json.loads(out)["log_dir"]).name == "logs.1", err
+    assert log.read_text() == "step 1\n"
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])

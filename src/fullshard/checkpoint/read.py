@@ -14,6 +14,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from os.path import lexists
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,14 @@ from fullshard.checkpoint.format import (
     kind_of,
     name_in_file,
 )
-from fullshard.checkpoint.retain import Found, candidates, check_passed, checkpoints_in, unusable
+from fullshard.checkpoint.retain import (
+    Found,
+    candidates,
+    check_passed,
+    checkpoints_in,
+    look_at,
+    unusable,
+)
 from fullshard.checkpoint.storage import StorePath, does_not_answer, read_file, remove_tree
 from fullshard.errors import CheckpointError, EngineError, untrusted
 
@@ -87,10 +95,11 @@ class Checkpoint:
             index, state = read_tables(found)
             with ExitStack() as closing:
                 yield cls(path, found.manifest, index, state, checked=checked, _closing=closing)
-            _check_not_replaced(found)
+            if why := _replaced(found):
+                raise CheckpointError(why)
         except CheckpointError as error:
             if path.exists():
-                raise
+                raise CheckpointError(_replaced(found) or str(error)) from error
             raise CheckpointError(
                 f"checkpoint '{path}': expected it to stay while it is read; it was removed, maybe "
                 "by its run (training.save_total_limit). Start again, or read a copy."
@@ -195,19 +204,18 @@ class Checkpoint:
         return self._files[name]
 
 
-def _check_not_replaced(found: Found) -> None:
-    """Raises CheckpointError if another save took a checkpoint's place while it was read.
+def _replaced(found: Found) -> str:
+    """The error if another save took a checkpoint's place while it was read, else an empty text.
 
-    Its files would be read in part, and not be compared. In a store each save has its own names.
+    Files of two saves would be read as one. In a store each save has its own names.
     """
-    last = found.path / COMPLETE
-    if isinstance(last, StorePath) or not last.is_file():
-        return
-    if Manifest.from_json(read_file(last), str(last)) != found.manifest:
-        raise CheckpointError(
-            f"checkpoint '{found.path}': expected it to stay while it is read; another save "
-            "replaced it. Read it again; save with step= to keep older ones."
-        )
+    now = found.manifest if isinstance(found.path, StorePath) else look_at(found.path).manifest
+    if now in (None, found.manifest):
+        return ""
+    return (
+        f"checkpoint '{found.path}': expected it to stay while it is read; another save "
+        "replaced it. Read it again; save with step= to keep older ones."
+    )
 
 
 def choose(ranks: Ranks, path: Path, *, whole: bool = True) -> Found:
@@ -241,6 +249,8 @@ def choose(ranks: Ranks, path: Path, *, whole: bool = True) -> Found:
             skipped.append(f"{entry.path.name}: {error}")
             if ranks.rank == 0 and num_found > 1:
                 logger.warning("skipped checkpoint %s: %s", entry.path, error)
+    if ranks.lead(lambda: any(map(_has_gone, found))):
+        return choose(ranks, path, whole=whole)
     raise unusable(path, skipped)
 
 
@@ -249,6 +259,11 @@ def _check(entry: Found, ranks: Ranks, *, whole: bool) -> None:
     why = entry.why or why_not(entry, ranks.rank, ranks.world_size * whole)
     if why:
         raise CheckpointError(why)
+
+
+def _has_gone(found: Found) -> bool:
+    """Whether a live run has renamed or removed a folder, so that one must look again."""
+    return not isinstance(found.path, StorePath) and not lexists(found.path)
 
 
 def why_not(found: Found, rank: int = 0, num_ranks: int = 1) -> str:
@@ -265,14 +280,14 @@ def why_not(found: Found, rank: int = 0, num_ranks: int = 1) -> str:
             read_tables(found)
         for name in sorted(found.manifest.files)[rank::num_ranks] if num_ranks else ():
             if checksum_of(found.files / name) != found.manifest.files[name].checksum:
-                return f"{name} has other bytes than were written"
+                return _replaced(found) or f"{name} has other bytes than were written"
     except (OSError, CheckpointError) as error:
         if does_not_answer(found.path, error):
             raise EngineError(
                 f"checkpoint: expected '{found.path}' to be read, got no answer of its store: "
                 f"{error}. It may be whole; start again."
             ) from error
-        return str(error)
+        return _replaced(found) or str(error)
     return ""
 
 
@@ -382,6 +397,8 @@ def superfluous(folder: Path, keep: int, newest: int | None = None) -> list[Foun
             going.append(entry)
         elif is_known or not (why := why_not(entry)):
             kept.append(entry)
+        elif _has_gone(entry):
+            return superfluous(folder, keep, newest)
         else:
             damaged.append(f"{entry.path.name}: {why}")
             logger.warning("%s stays, but does not count: %s", entry.path, why)

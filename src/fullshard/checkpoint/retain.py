@@ -50,6 +50,8 @@ _BEGIN_ANEW = "`fullshard train --resume never` starts again and moves this run 
 IN_RUN = "checkpoints"  # where a run's folder has them
 ELSEWHERE = "checkpoints.txt"  # names another place, where there is one (training.checkpoint_dir)
 
+LOOKS = 20  # at a folder whose names change meanwhile
+
 _STEP = re.compile(r"step-(\d+)")
 _LEFT = re.compile(rf"\.(.+)\.({SAVING}|{OLD}|{NOTES})-[0-9a-f]+")
 _IN_STORE = re.compile(rf"{COMPLETE}|({FILES}|{NOTES})-[0-9a-f]{{12}}")
@@ -152,15 +154,29 @@ def checkpoints_of(run: Path) -> Path:
 def checkpoints_in(folder: Path) -> list[Found]:
     """All checkpoints of a folder, the newest first, also those that are not complete.
 
-    A link to another entry is that entry under one more name, and is not listed.
+    A link to another entry is that entry under one more name, and is not listed. If a live run
+    renames folders meanwhile, they are looked at again: each of them may have been passed over.
     """
     folder = steps_folder(folder)
     if not folder.is_dir():
         return []
-    names = {path.name for path in folder.iterdir()}
+    found: list[Found] = []
+    for _ in range(LOOKS):
+        found = _found_in(folder, names := _names_in(folder))
+        if isinstance(folder, StorePath) or names == _names_in(folder):
+            break
+    return sorted(found, key=lambda f: (f.step or -1, f.path.name), reverse=True)
+
+
+def _names_in(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def _found_in(folder: Path, names: set[str]) -> list[Found]:
+    """The checkpoints with some names, in no order."""
     found: list[Found] = []
     real: set[str] = set()  # a folder counts once, by its own name where that is step-*
-    places = folder.iterdir()
+    places = map(folder.__truediv__, names)
     for path in sorted(places, key=lambda p: (p.name.startswith("."), p.is_symlink(), p.name)):
         left = _LEFT.fullmatch(path.name)
         is_left = left is not None and _are_steps(left[1]) and left[2] != NOTES
@@ -174,7 +190,7 @@ def checkpoints_in(folder: Path) -> list[Found]:
         if is_left and is_taken and not entry.is_foreign:
             entry = Found(path, entry.step, None, "a crash or a kill ended its save")
         found.append(entry)
-    return sorted(found, key=lambda f: (f.step or -1, f.path.name), reverse=True)
+    return found
 
 
 def candidates(path: Path) -> list[Found]:

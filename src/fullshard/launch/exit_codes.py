@@ -169,6 +169,7 @@ _NO_DESCRIPTOR = ("Too many open files", "Failed to init uv loop")
 
 # Errors of the system about the place of a file, which no traceback explains.
 _PLACE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR, errno.ENOTDIR, errno.ELOOP)
+_PLACE += (errno.EEXIST, errno.ENAMETOOLONG)
 
 
 def as_ours(error: BaseException) -> BaseException:

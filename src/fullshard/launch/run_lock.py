@@ -157,7 +157,7 @@ def is_held(folder: Path) -> bool:
     for look in (partial(_open, folder / LOCK, os.O_RDONLY), partial(os.open, folder, _FOLDER)):
         with contextlib.suppress(OSError), contextlib.ExitStack() as closing:
             closing.callback(os.close, descriptor := look())
-            if not _take(descriptor, tries=1):
+            if not _take(descriptor, fcntl.LOCK_SH, tries=1):  # which others may have, too
                 return True
     return False
 
@@ -175,9 +175,10 @@ def held_elsewhere(folder: Path, key: str = OUTPUT_DIR) -> ConfigError:
         holder = (folder / LOCK).read_text(encoding="utf-8").partition("\n")[0]
     except (OSError, UnicodeDecodeError):
         holder = ""
+    who = holder or "it is just starting, or its .lock was removed"
     return ConfigError(
-        f"{key}: expected a folder that no run uses, got '{folder}', whose run is "
-        f"still going on ({holder or 'it is just starting'}). Use another folder or stop that run."
+        f"{key}: expected a folder that no run uses, got '{folder}', whose run is still going on "
+        f"({who}). Use another folder or stop that run."
     )
 
 
@@ -186,11 +187,11 @@ def _open(file: Path, flags: int) -> int:
     return open_regular(file, flags | os.O_NOFOLLOW)
 
 
-def _take(descriptor: int, tries: int = 5) -> bool:
+def _take(descriptor: int, kind: int = fcntl.LOCK_EX, tries: int = 5) -> bool:
     """Whether the lock is ours now; `is_held` of another process has it for a moment."""
     for left in reversed(range(tries)):
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
         except BlockingIOError:
             time.sleep(0.05 * bool(left))
         else:

@@ -97,6 +97,8 @@ class Relay:
 
     def __init__(self, log: Path) -> None:
         self._log: BinaryIO = log.open("ab", buffering=0)
+        with contextlib.suppress(OSError):  # `fullshard launch` may have locked it before
+            fcntl.flock(self._log, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self._targets: dict[int, int] = {}  # our reading end -> where it goes
         self._terminal: tuple[int, int] | None = None  # the pty's controlling end, our terminal
         self.muted = threading.Event()  # set: something more important is shown from now on

@@ -33,7 +33,7 @@ from fullshard import saving
 from fullshard.checkpoint.commit import ALONE
 from fullshard.checkpoint.format import CONFIG, STATE, natural
 from fullshard.checkpoint.read import choose, read_tables
-from fullshard.checkpoint.retain import Found, checkpoints_in, newest_complete
+from fullshard.checkpoint.retain import IN_RUN, Found, checkpoints_in, newest_complete
 from fullshard.checkpoint.storage import StorePath, read_file, storage_path
 from fullshard.config.environment import read_launch_environment
 from fullshard.config.files import flatten, is_below
@@ -167,9 +167,14 @@ def holds_checkpoints(folder: Path) -> bool:
     return any(not found.is_leftover for found in checkpoints_in(folder))
 
 
-def check_checkpoint_dir(checkpoint_dir: str | None, resume: Resume) -> None:
-    """Raises ConfigError if the checkpoints of another run are where this one would save."""
+def check_checkpoint_dir(checkpoint_dir: str | None, resume: Resume, output_dir: Path) -> None:
+    """Raises ConfigError if a run would save in its own folder, or where another one has saved."""
     root = storage_path(checkpoint_dir).resolve() if checkpoint_dir else None
+    if root == output_dir.resolve():  # each of the two locks its folder
+        raise ConfigError(
+            f"training.checkpoint_dir: expected another folder than training.output_dir, got "
+            f"'{root}' for both. Leave it out to save in '{root / IN_RUN}'."
+        )
     if root and root != (resume.path and resume.path.resolve()) and holds_checkpoints(root):
         raise ConfigError(
             f"training.checkpoint_dir: expected a place without checkpoints for a run that "

@@ -203,7 +203,7 @@ def prepare_run(
         steps = plan_steps(training, dataset.facts, num_batches, resume.global_batch)
         if resume.in_place and not goes_on(resume, output_dir, steps.num_steps):
             resume, steps = Resume(), plan_steps(training, dataset.facts, num_batches)
-        check_checkpoint_dir(checkpoint_dir, resume)
+        check_checkpoint_dir(checkpoint_dir, resume, output_dir)
         if resume.in_place and resume.path is not None:
             check_same(resolved, output_dir, resume.path)
         if resume.path is not None:
@@ -255,9 +255,10 @@ def made_folder(checked: CheckedRun, command: Command) -> Iterator[tuple[RunFold
 
     how: Any = {"goes_on": checked.resume.in_place, "checked": checked.check_same_start}
     token = os.urandom(8).hex()
-    place = storage_path(checked.resolved.config.training.checkpoint_dir or "")
+    elsewhere = checked.resolved.config.training.checkpoint_dir
+    place = storage_path(elsewhere or "")
     with StoreLock(place, token) if isinstance(place, StorePath) else nullcontext():
-        check_checkpoint_dir(checked.resolved.config.training.checkpoint_dir, checked.resume)
+        check_checkpoint_dir(elsewhere, checked.resume, checked.output_dir)
         with begin(checked.output_dir, command, fields=fields, **how) as (folder, moved):
             write_text(folder.config, checked.resolved.to_yaml())
             write_text(folder.plan, checked.view.plan.to_json())
@@ -267,7 +268,7 @@ def made_folder(checked: CheckedRun, command: Command) -> Iterator[tuple[RunFold
             shutil.rmtree(folder.data, ignore_errors=True)
             aside.rename(folder.data)
             (folder.path / ELSEWHERE).unlink(missing_ok=True)
-            if checked.resolved.config.training.checkpoint_dir is not None:
+            if elsewhere is not None:
                 write_text(folder.path / ELSEWHERE, f"{place.resolve()}\n")
             yield folder, moved
 

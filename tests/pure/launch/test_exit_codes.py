@@ -19,6 +19,7 @@ from fullshard.launch.exit_codes import (
     describe_status,
     exit_code_of,
     exit_code_of_signal,
+    of_place,
 )
 from fullshard.launch.failure import RankFailure, first_cause
 from fullshard.launch.spawn import LineCleaner
@@ -130,6 +131,18 @@ def test_a_limit_on_files_is_not_called_a_full_disk():
     said = str(as_ours(OSError(errno.EFBIG, os.strerror(errno.EFBIG), "a.json")))
     assert said.startswith("ulimit -f: expected room to write a.json")
     assert "Free space" not in said
+
+
+@pytest.mark.parametrize("place", ["file", "link", "x" * 300])
+def test_a_place_where_no_folder_can_be_is_no_error_of_ours(tmp_path, place):
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "nothing")
+    with pytest.raises(OSError, match=place) as caught:
+        (tmp_path / place).mkdir(parents=True, exist_ok=True)
+    for may_pass in (False, True):
+        error = of_place(caught.value, may_pass=may_pass)
+        assert isinstance(error, errors.ConfigError)
+        assert f"{place}': expected a place that can be used" in str(error)
 
 
 def test_every_code_of_our_errors_has_a_name():

@@ -25,6 +25,7 @@ from fullshard.run.folder import RunFolder
 from fullshard.run.optim import StepPlan
 from fullshard.run.resume import (
     Resume,
+    check_checkpoint_dir,
     check_data,
     check_model,
     find_resume,
@@ -214,6 +215,16 @@ def test_a_kept_batch_has_each_sample_once_whatever_divides_it(batch, per_device
     assert shape.places - batch < shape.accumulation * ranks, (
         "a rank has none, though others have more"
     )
+
+
+def test_a_run_cannot_save_its_checkpoints_among_its_own_files(tmp_path):
+    """Its first save waited without end for a lock that the run itself had."""
+    run, link = tmp_path / "run", tmp_path / "link"
+    link.symlink_to(run)
+    for place in (run, link):
+        with pytest.raises(ConfigError, match=r"expected another folder than training\.output_dir"):
+            check_checkpoint_dir(str(place), Resume(), run)
+    check_checkpoint_dir(str(run / "checkpoints"), Resume(), run)
 
 
 def test_a_teachers_cache_of_other_tokens_is_refused_though_it_is_as_long(tmp_path):

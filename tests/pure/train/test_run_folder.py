@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
 import resource
@@ -217,6 +218,15 @@ def test_a_lock_that_somebody_removes_still_holds(tmp_path):
     holder.communicate("end\n")
     assert not run_lock.is_held(tmp_path / "train")
     make(tmp_path / "train", goes_on=True)
+
+
+def test_two_looks_at_a_folder_do_not_take_one_another_for_its_run(tmp_path):
+    place = make(tmp_path / "train")[0].path
+    for path in (place, place / run_lock.LOCK):
+        descriptor = os.open(path, os.O_RDONLY)
+        fcntl.flock(descriptor, fcntl.LOCK_SH)  # as `is_held` of another process
+        assert not run_lock.is_held(place)
+        os.close(descriptor)
 
 
 def test_a_record_that_somebody_removed_is_not_written_in_part(tmp_path):
