@@ -2,13 +2,14 @@
 
 import json
 import os
+import resource
 import socket
 import sys
 from pathlib import Path
 
 import pytest
 
-from fullshard.launch.doctor import Diagnosis, Finding, Health, anonymous
+from fullshard.launch.doctor import Diagnosis, Finding, Health, _of_system, anonymous
 from support import forked as subprocess
 
 ROOT = Path(__file__).parents[2]
@@ -61,6 +62,24 @@ def test_a_folder_that_cannot_be_written_is_broken(tmp_path):
     done = doctor(tmp_path, "--out", "file/runs", "--nproc-per-node", "1")
     assert done.returncode == 1
     assert "BROKEN  disk: cannot write into file/runs" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("number", "low", "said"),
+    [
+        (resource.RLIMIT_NOFILE, 500, ("at most 500 open files", "ulimit -n 65536")),
+        (resource.RLIMIT_AS, 7 << 30, ("of address space per process", "ulimit -v unlimited")),
+        (resource.RLIMIT_FSIZE, 4096, ("at most 4,096 bytes per file", "ulimit -f unlimited")),
+    ],
+)
+def test_low_limits_of_a_process_are_named(number, low, said):
+    before = resource.getrlimit(number)
+    resource.setrlimit(number, (low, before[1]))
+    try:
+        found = [f for f in _of_system() if f.what == "limits"]
+    finally:
+        resource.setrlimit(number, before)
+    assert any(said[0] in f.says and f.do == said[1] for f in found), found
 
 
 def test_the_block_for_a_bug_report_names_no_host_and_no_home():

@@ -97,6 +97,7 @@ def test_ranks_wait_for_rank_0_to_prepare_and_name_what_it_fails_of(how, tmp_pat
         process = subprocess.Popen(
             [sys.executable, "-m", "support.launch_job", "prepare", how],
             env={**os.environ, **job, **task},
+            cwd=tmp_path,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -125,6 +126,7 @@ def test_ranks_wait_for_rank_0_to_prepare_and_name_what_it_fails_of(how, tmp_pat
         assert codes == [-9, 5], said
         assert "rank 0 is silent for" in said[1][1]
         assert "(last seen in preparation (" in said[1][1]
+        assert "rank 0 is silent for" in (tmp_path / "hang.txt").read_text()
 
 
 def test_tasks_of_srun_without_a_port_are_told_which_variable_is_missing(srun):

@@ -347,11 +347,21 @@ def _of_memory(memory: Mapping[str, int], output_dir: Path) -> Iterator[Finding]
         yield Finding("disk", Health.BROKEN, says, "Set another training.output_dir")
 
 
+# Limit of a process, ulimit's flag, too low a value, who needs more.
+_LIMITS = (
+    (resource.RLIMIT_NOFILE, "n", 1024, "open files per process; sockets of many ranks need more"),
+    (resource.RLIMIT_NPROC, "u", 512, "processes and threads of this user; ranks start more"),
+    (resource.RLIMIT_AS, "v", 8 << 30, "bytes of address space per process; libraries map more"),
+    (resource.RLIMIT_FSIZE, "f", 1 << 30, "bytes per file; checkpoints have more"),
+)
+
+
 def _of_system() -> Iterator[Finding]:
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < 1024:
-        says = f"at most {soft} open files per process; the sockets of many ranks need more"
-        yield Finding("limits", Health.WARN, says, "ulimit -n 65536")
+    for number, flag, least, what in _LIMITS:
+        soft = resource.getrlimit(number)[0]
+        if 0 <= soft < least:  # unlimited is -1
+            do = f"ulimit -{flag} {65536 if flag == 'n' else 'unlimited'}"
+            yield Finding("limits", Health.WARN, f"at most {soft:,} {what}", do)
     try:
         socket.gethostbyname(socket.gethostname())
     except OSError:

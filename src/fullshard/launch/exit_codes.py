@@ -193,9 +193,9 @@ def _of_limits(error: BaseException) -> FullshardError | None:
             f"{limits}: expected to start one more process or thread, got none ({error}). Raise "
             "that limit, or pids.max of the container."
         )
-    is_short = ran_out_of_memory(error) or "failed to map segment" in str(error)
-    if is_short and mapped != resource.RLIM_INFINITY:
-        said = str(error) or type(error).__name__
+    segment = [line for line in str(error).splitlines() if "failed to map segment" in line]
+    if mapped != resource.RLIM_INFINITY and (segment or ran_out_of_memory(error)):
+        said = "".join(segment[:1]) or str(error) or type(error).__name__
         return OutOfMemoryError(
             f"ulimit -v: expected to map more memory than the {mapped >> 20:,} MiB that a process "
             f"may, got none ({said}). Raise that limit."

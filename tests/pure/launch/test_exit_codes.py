@@ -105,8 +105,9 @@ def test_a_store_without_a_descriptor_names_the_limit_on_open_files():
     [
         (MemoryError(), "ulimit -v: expected to map more memory than the 1,048,576 MiB"),
         (
-            ImportError("libtorch_cpu.so: failed to map segment from shared object"),
-            "ulimit -v: expected to map more memory than the 1,048,576 MiB",
+            ImportError("Please read\n\nfoo.so: failed to map segment from shared object\n"),
+            "ulimit -v: expected to map more memory than the 1,048,576 MiB that a process may, "
+            "got none (foo.so: failed to map segment from shared object). Raise",
         ),
         (RuntimeError("can't start new thread"), "ulimit -u or -v: expected to start one more"),
     ],
