@@ -11,6 +11,7 @@ from torch import nn
 import fullshard as fs
 from fullshard.errors import EngineError, ShardedTensorError
 from support.models import perturbed
+from support.parity import unlike_gradients
 from support.ranks import on_ranks
 
 WIDTH = 6
@@ -173,3 +174,85 @@ def test_a_whole_shape_is_refused_where_one_rank_holds_every_element():
         except (ShardedTensorError, AttributeError) as error:
             said.append(type(error).__name__)
     assert said == ["ShardedTensorError"] * 4 + ["AttributeError"]
+
+
+# ---- one encoder that a forward averages into another
+
+
+class Averaged(nn.Module):
+    """A unit that averages its own encoder, before or after the forward reads it."""
+
+    def __init__(self, *, first):
+        super().__init__()
+        self.query, self.key = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.key.requires_grad_(False)
+        self.pairs = list(zip(self.query.parameters(), self.key.parameters(), strict=True))
+        self.first, self.averages = first, True
+
+    def average(self):
+        with torch.no_grad():
+            for query, key in self.pairs if self.averages else ():
+                key.lerp_(query, 0.5)
+
+    def forward(self, x):
+        if self.first:
+            self.average()
+        with torch.no_grad():
+            target = self.key(x)
+        found = self.query(x) * target
+        if not self.first:
+            self.average()
+        return found
+
+
+def averaged(*, first):
+    torch.manual_seed(0)
+    return perturbed(nn.Sequential(*(Averaged(first=first) for _ in range(2))).double())
+
+
+@pytest.mark.parametrize("transport", ["c10d", "direct", "shared"])
+@on_ranks(2)
+def test_a_unit_that_writes_what_it_then_reads_is_refused(transport):
+    model = fs.shard(averaged(first=True), wrap=("Averaged",), poison=True, transport=transport)
+    with pytest.raises(EngineError, match=r"0.key.weight: expected a forward of 0 that does not"):
+        model(batch())
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@on_ranks(2)
+def test_a_unit_may_write_what_its_next_forward_reads(setting):
+    one, model = averaged(first=False), averaged(first=False)
+    fs.shard(model, wrap=("Averaged",), poison=True, **SETTINGS[setting])
+    for _ in range(3):
+        model(batch()).square().mean().backward()
+        for layer in one:
+            layer.averages = False  # until the last rank's forward
+        for rank in range(2):
+            for layer in one:
+                layer.averages = rank == 1
+            generator = torch.Generator().manual_seed(rank)
+            x = torch.randn(5, WIDTH, generator=generator, dtype=torch.float64)
+            (one(x).square().mean() / 2).backward()
+    assert unlike_gradients(model, one) == []
+
+
+class Twins(nn.Module):
+    """Averages one encoder into another through their modules, which own units and parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.key = Chain(nothing), Chain(nothing)
+        self.key.requires_grad_(False)
+
+    def forward(self, x):
+        for query, key in zip(self.query.parameters(), self.key.parameters(), strict=True):
+            key.data.lerp_(query.data, 0.5)
+        return self.query(x) * self.key(x).detach()
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@on_ranks(2)
+def test_a_write_into_an_open_unit_is_found_beside_writes_into_others(setting):
+    model = fs.shard(Twins().double(), wrap=("Layer",), poison=True, **SETTINGS[setting])
+    with pytest.raises(EngineError, match=r"key.first.weight: expected a forward that does not"):
+        model(batch())

@@ -11,8 +11,13 @@ import fullshard as fs
 from fullshard.engine.engine import engine_of
 from fullshard.errors import ConfigError
 from fullshard.planner.events import EventKind
-from support.models import CASES, Chain, float32_batch, float32_model, perturbed
-from support.parity import assert_planned_events, whole_gradients, whole_params
+from support.models import CASES, Chain, float32_batch, float32_model, perturbed, vectors
+from support.parity import (
+    assert_planned_events,
+    unlike_gradients,
+    whole_gradients,
+    whole_params,
+)
 from support.ranks import on_ranks
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -175,3 +180,30 @@ def test_norms_in_float32_beside_a_bf16_master():
     model = fs.shard(perturbed(Chain(3)), master_dtype="bf16", fp32_modules="*norm*")
     model(torch.randn(4, 12, dtype=BF16)).sum().backward()
     assert all(p.grad is not None for p in model.parameters())
+
+
+# ---- casts that several graphs share
+
+
+def accumulate(model, rank, share, *, used):
+    """One torch.autocast around all micro-batches; one graph waits for its backward."""
+    batches = [vectors(step, rank)["x"].float() for step in range(3)]
+    with torch.autocast("cpu", dtype=BF16):
+        first = share * model(batches[0]).float().square().mean()
+        for x in batches[1:]:
+            (share * model(x).float().square().mean()).backward()
+        if used:
+            first.backward()
+
+
+@pytest.mark.parametrize("used", [True, False])
+@pytest.mark.parametrize("transport", ["direct", "c10d", "shared"])
+@on_ranks(2)
+def test_micro_batches_share_casts_with_a_graph_that_is_kept(transport, used):
+    alone = perturbed(Chain(4))
+    model = fs.shard(copy.deepcopy(alone), transport=transport, poison=True)
+    for _ in range(2):
+        accumulate(model, dist.get_rank(), 1.0, used=used)
+        for rank in range(2):
+            accumulate(alone, rank, 0.5, used=used)
+    assert unlike_gradients(model, alone, rtol=1e-4, atol=1e-6) == []

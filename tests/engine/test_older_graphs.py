@@ -13,6 +13,8 @@ from torch import nn
 import fullshard as fs
 from fullshard.engine.engine import engine_of, is_sharded
 from support.models import perturbed
+from support.parity import unlike_gradients
+from support.ranks import on_ranks
 
 SIZES = {"written": 160, "small": 8}  # products that write into the slot, and such that do not
 
@@ -201,3 +203,37 @@ def test_weights_made_in_inference_mode_have_no_versions(tmp_path):
     with torch.no_grad():
         assert model(torch.ones(1, 3)).shape == (1, 3)
     fs.load(fs.save(tmp_path / "saved", fs.shard(nn.Linear(3, 3))), model)
+
+
+class Reversed(nn.Sequential):
+    """Its units run in another order than they are registered in."""
+
+    def forward(self, x):
+        for block in reversed(self):
+            x = block(x)
+        return x
+
+
+def twice(model, x):
+    """The graph of the first step is used again after the step in which its order is learned."""
+    loss = model(x).sum()
+    loss.backward(retain_graph=True)
+    for _ in range(2):
+        model(2 * x).sum().backward()
+    loss.backward()
+
+
+@pytest.mark.parametrize("transport", ["direct", "c10d", "shared"])
+@on_ranks(2)
+def test_a_graph_that_the_first_step_retained_is_used_again(transport):
+    blocks = [[Block(8) for _ in range(4)] for _ in range(2)]
+    model, alone = (perturbed(Reversed(*few).double()) for few in blocks)
+    alone.load_state_dict(model.state_dict())
+    fs.shard(model, wrap=["Block"], transport=transport, poison=True)
+    x = torch.linspace(0.1, 0.9, 16, dtype=torch.float64).view(2, 8)
+    twice(model, x)
+    twice(alone, x)
+    assert unlike_gradients(model, alone) == []
+    assert not engine_of(model).runtime.agreed
+    model(x).sum()  # the graph is gone
+    assert engine_of(model).plan.order.learned

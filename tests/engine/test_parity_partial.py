@@ -1,5 +1,7 @@
 """Parameters that get no gradient: unused, unused on one rank, frozen, adapted, turned off."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,7 +10,12 @@ import fullshard as fs
 from fullshard.engine.engine import engine_of
 from support.grid import RANKED, STRATEGIES, in_turn, prefetching
 from support.models import WIDTH, Block, mean_square, perturbed, tokens, vectors
-from support.parity import assert_parity, assert_planned_events, whole_gradients
+from support.parity import (
+    assert_parity,
+    assert_planned_events,
+    unlike_gradients,
+    whole_gradients,
+)
 from support.ranks import on_ranks
 
 
@@ -241,3 +248,33 @@ def test_a_model_without_trained_parameters_gives_gradients_of_its_inputs():
         assert torch.equal(ours.grad, theirs.grad)
     assert all(gradient is None for gradient in whole_gradients(model).values())
     assert fs.memory_stats(model)["gradient_slots"]["now"] == 0
+
+
+class Routed(torch.nn.Module):
+    """Each rank takes another block, one of which is frozen."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(Block() for _ in range(2))
+        self.blocks[1].requires_grad_(False)
+        self.head = torch.nn.Linear(WIDTH, 3)
+
+    def forward(self, x, block):
+        return self.head(self.blocks[block](x))
+
+
+@pytest.mark.parametrize("transport", ["direct", "c10d", "shared"])
+@on_ranks(2)
+def test_a_frozen_unit_on_one_ranks_way_is_gathered_by_all(transport):
+    """Its output takes no part in a graph on that rank, so nothing there enters its backward."""
+    model, alone = (perturbed(Routed().double()) for _ in range(2))
+    alone.load_state_dict(model.state_dict())
+    fs.shard(model, wrap=["Block"], transport=transport, poison=True)
+    for step in range(4):
+        own = dist.get_rank()
+        with fs.no_sync(model) if step % 2 == 0 else nullcontext():
+            mean_square(model(**vectors(step, own), block=(step + own) % 2)).backward()
+        for rank in range(2):
+            loss = mean_square(alone(**vectors(step, rank), block=(step + rank) % 2))
+            (loss / 2).backward()
+    assert unlike_gradients(model, alone) == []

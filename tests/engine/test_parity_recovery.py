@@ -10,6 +10,8 @@ from torch import nn
 import fullshard as fs
 from fullshard.engine import gradients
 from fullshard.engine.engine import engine_of
+from fullshard.engine.parameter import Guarded
+from fullshard.errors import EngineError
 from support.grid import RANKED, STRATEGIES, in_turn
 from support.models import CASES, chain, mean_square, vectors
 from support.parity import assert_parity, assert_planned_events, unlike_gradients
@@ -122,6 +124,77 @@ def test_the_step_after_many_exceptions_is_right(strategy):
 
     ((_, settings),) = in_turn([work], strategy)
     assert_parity(chain, work, settings, alone=CHAIN.work, kinds=("sgd",))
+
+
+INTERRUPT = "an interrupt in the second block"
+
+
+def read_whole(model, whole):
+    found = fs.full_state_dict(model, rank0_only=False)
+    assert [name for name in whole if not torch.equal(found[name], whole[name])] == []
+
+
+def read_state(model, _):
+    assert all(isinstance(value, Guarded) for value in model.state_dict().values())
+
+
+def open_whole(model, whole):
+    with fs.unsharded(model):
+        found = dict(model.named_parameters())
+        assert [name for name in whole if not torch.equal(found[name], whole[name])] == []
+
+
+@pytest.mark.parametrize("read", [read_whole, read_state, open_whole])
+@pytest.mark.parametrize("transport", ["direct", "shared"])
+@on_ranks(2)
+def test_what_is_read_after_an_interrupt_are_the_weights(read, transport):
+    """In the masters' dtype: modules would go on to show what the forward computes with."""
+    model = chain().float()
+    whole = {name: param.detach().clone() for name, param in model.named_parameters()}
+    fs.shard(model, poison=True, transport=transport, param_dtype="bf16")
+    fail(model, INTERRUPT)
+    read(model, whole)
+
+
+def load_whole(model, alone):
+    other = {name: value / 2 for name, value in alone.state_dict().items()}
+    model.load_state_dict(other)
+    alone.load_state_dict(other)
+
+
+def freeze_a_block(model, alone):
+    for either in (model, alone):
+        either.blocks[1].requires_grad_(False)
+        either.head.weight.requires_grad = False
+
+
+@pytest.mark.parametrize("change", [load_whole, freeze_a_block])
+@pytest.mark.parametrize("transport", ["direct", "shared", "c10d"])
+@on_ranks(2)
+def test_an_interrupt_changes_neither_gradients_nor_what_follows(change, transport):
+    """Gradients wait under no_sync, and no backward has failed."""
+    model, alone = fs.shard(chain(), poison=True, transport=transport), chain()
+    ranks = range(dist.get_world_size())
+    with fs.no_sync(model):
+        CHAIN.work(model, 0, dist.get_rank())
+    fail(model, INTERRUPT)
+    for rank in ranks:
+        (CHAIN.loss(alone(**CHAIN.batch(0, rank))) / len(ranks)).backward()
+    change(model, alone)
+    CHAIN.work(model, 1, dist.get_rank())
+    for rank in ranks:
+        (CHAIN.loss(alone(**CHAIN.batch(1, rank))) / len(ranks)).backward()
+    assert unlike_gradients(model, alone) == []
+
+
+@on_ranks(2)
+def test_an_optimizer_of_what_an_interrupted_forward_shows_is_refused():
+    model = fs.shard(chain())
+    fail(model, INTERRUPT)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    CHAIN.work(model, 0, dist.get_rank())
+    with pytest.raises(EngineError, match=r"call fs.reset"):
+        optimizer.step()
 
 
 @on_ranks(2)

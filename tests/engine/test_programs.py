@@ -416,6 +416,43 @@ def methods_other_than_forward_that_call_units(model, x):
     return model.encode(x).square().mean()
 
 
+class Tied(nn.Module):
+    """Units that share a weight, which belongs to the unit around both; one is called by itself."""
+
+    wrap = ("Part", "Pair")
+
+    def __init__(self):
+        super().__init__()
+        self.pair = Pair()
+        self.last = Part()
+        self.last.last.weight = self.pair.first.last.weight
+
+    def forward(self, x):
+        return self.last(self.pair(x))
+
+
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = Part(), Part()
+        self.second.last.bias = self.first.last.bias
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+@program(Tied)
+def tied_units_called_alone(model, x):
+    with torch.no_grad():
+        x = model.last(x) + model.pair.second(x)
+    return (model.pair.first(x) * model.last(x)).square().mean() + model.pair(x).mean()
+
+
+@program(Tied)
+def a_tied_unit_called_alone_and_the_model(model, x):
+    return square(model, model.pair.second(x)) + model.last(x).mean()
+
+
 @program(Chain)
 def mapped_over_the_batch_and_trained(model, x):
     return torch.func.vmap(model)(x).square().mean()

@@ -61,6 +61,8 @@ CHANGES = {
     "detached": lambda x: (x / 2).detach(),
     "data": lambda x: x.float().data,
     "parameter": lambda x: nn.Parameter(x / 2),
+    "flat": lambda x: x.view(-1),
+    "flat column": lambda x: x.reshape(-1).view(-1, 1) / 2 if x.dim() == 1 else x.detach().view(-1),
 }
 
 

@@ -38,10 +38,12 @@ from torch import nn
 
 from fullshard.engine._torch_compat import GRAD, graph_task_id, is_compiling, no_guard, tree_leaves
 from fullshard.engine.guard import Rule, rule_of
+from fullshard.engine.norms import Count
 from fullshard.errors import ShardedTensorError
 from fullshard.planner.layout import FlatLayout, Slice
 from fullshard.transport.base import Transport
 
+TRAINED: Any = torch.Tensor.requires_grad
 SENT_BYTES = 8 << 20  # size of the message buffer that gathers a parameter
 
 
@@ -74,6 +76,19 @@ class Computed(nn.Parameter):
         else:
             shard.grad = value
 
+    def _write_trained(self, value: Any) -> None:
+        shard = self.shard()
+        if shard is not None and shard.requires_grad is not value:
+            shard.requires_grad = value
+            shard.record.norms.counts[Count.FREEZINGS] += 1
+        TRAINED.__set__(self, value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Computed:  # noqa: FBT001, FBT002 torch's
+        """Also freezes the shard, which the next forward follows."""
+        self._write_trained(requires_grad)
+        return self
+
+    requires_grad = property(TRAINED.__get__, _write_trained)  # type: ignore[assignment]
     grad = property(_read_grad, _write_grad, lambda self: self._write_grad(None))  # type: ignore[assignment]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

@@ -8,11 +8,13 @@ every step. If they changed, every parameter outside the plan is checked.
 [Note: parts of the root]
 `generate` calls the encoder of a T5 or the base of a PEFT model, not the sharded module. When a
 module of the root unit is called from outside, the root unit is therefore entered before the
-module's forward and left after it.
+module's forward and left after it. A weight that is tied to another unit belongs to a unit around
+both, which is entered when one of them is called by itself.
 """
 
 from __future__ import annotations
 
+import sys
 import weakref
 import zlib
 from collections import OrderedDict
@@ -30,6 +32,7 @@ from fullshard.config.schema import ShardConfig
 from fullshard.config.values import GradReduction
 from fullshard.engine._torch_compat import (
     call_outside_compile,
+    graph_task_id,
     is_tracing,
     no_guard,
     outside_modes,
@@ -52,12 +55,13 @@ from fullshard.errors import EngineError, ShardedTensorError, raise_together
 from fullshard.planner.events import Event, EventKind, Recorder, Sync
 from fullshard.planner.mesh import Mesh
 from fullshard.planner.plan import Plan
-from fullshard.planner.units import UnitPlan
+from fullshard.planner.units import UnitPlan, ancestors_of
 from fullshard.transport import streams
 from fullshard.transport.base import Hook, Transport, torch_dtype
 from fullshard.transport.groups import own_group, tell_everyone, tell_from_first
 
 T = TypeVar("T")
+_CALL = nn.Module._call_impl.__code__
 ATTRIBUTE = "_fullshard"  # attribute of a sharded model that holds its engine
 _TRACED = (
     "tracing of a sharded model: expected a whole model; a trace (torch.jit.trace, make_fx, "
@@ -125,6 +129,9 @@ class Engine:
         self.handles: list[Any] = []  # of hooks, removed when the model is cut anew
         self.index_of: dict[int, int] = {}  # units by their module's id
         self._part = 0  # id of the module through which the root unit was entered
+        # By unit: units around it that own a weight inside it, and those that a call of it entered.
+        self._owners: dict[int, list[int]] = {}
+        self._entered: dict[int, list[list[int]]] = {}
         self._hook(model)
         self._root = weakref.ref(model)
         self._inventory = Inventory(model, [p[:2] for unit in self.units for p in unit.places])
@@ -206,6 +213,12 @@ class Engine:
         others = set(self.index_of)
         self.runtime.attributes = [ModuleTensors(own_modules(module, others)) for module in modules]
         self._watch_exits()
+        for unit, module in zip(self.units, modules, strict=True):
+            inside = set(map(id, module.modules()))
+            around = [self.units[at] for at in sorted(ancestors_of(self.plan.units, unit.plan))]
+            tied = [u.index for u in around if any(id(swap.module) in inside for swap in u.swaps)]
+            if tied:
+                self._owners[unit.index], self._entered[unit.index] = tied, []
         for part in own_modules(model, others)[1:]:
             first = part.register_forward_pre_hook(
                 unless_compiling(self._enter_part), prepend=True, with_kwargs=True
@@ -244,6 +257,7 @@ class Engine:
     def _enter_part(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Handle a call of a module of the root unit; see [Note: parts of the root]."""
         if self.units[0].swapped:
+            self.runtime.follow_writes()
             return None
         self._part = id(module)
         return self._pre_forward(0, module, args, kwargs)
@@ -274,25 +288,58 @@ class Engine:
                 self.norms.counts[Count.FORWARDS] += self.gradients.sync is Sync.ALL
             if not self.runtime.agreed:
                 convert_reentrant(root)  # checkpointing may have been enabled since fs.shard
-        self.runtime.enter(index, is_outermost=is_outermost)
+        begins = is_outermost
+        for owner in self._enter_owners(index) if index in self._owners else ():
+            self.runtime.enter(owner, is_outermost=begins)
+            begins = False
+        self.runtime.enter(index, is_outermost=begins)
         if is_outermost and self.config.param_dtype is not None:
             dtype = torch_dtype(self.config.param_dtype)
             return cast_tensors(args, dtype), cast_tensors(kwargs, dtype)
         return None
+
+    def _enter_owners(self, index: int) -> list[int]:
+        """The units around a unit that is called by itself, whose weights are tied to its own."""
+        closed = [at for at in self._owners[index] if not self.units[at].swapped]
+        self._entered[index].append(closed)
+        return closed
 
     def _post_forward(self, index: int, *module_args_output: Any) -> Any:
         output = module_args_output[-1]
         if self.unsharded:
             return None
         output = self.runtime.leave(index, output)
+        for owner in reversed(self._entered[index].pop() if self._entered.get(index) else []):
+            output = self.runtime.leave(owner, output)
         if index == 0 and self.config.output_dtype is not None:
             return cast_tensors(output, torch_dtype(self.config.output_dtype))
         return output
 
-    def _watch(self, index: int, _module: nn.Module, _args: Any, output: Any) -> None:
+    def _watch(self, index: int, module: nn.Module, _args: Any, output: Any) -> None:
+        if self.home.num_writes != self.runtime.num_writes and graph_task_id() == -1:
+            self._check_fresh(self.units[index], module)
         if torch.is_grad_enabled() and not self.unsharded:
             tensors = (output,) if type(output) is torch.Tensor else tensors_in(output)
             self.runtime.watch(index, tensors)
+
+    def _check_fresh(self, unit: Unit, module: nn.Module) -> None:
+        """Check that no shard of a module was written after its unit's forward began.
+
+        Raises:
+            EngineError: One was; the slot has its old values, and other ranks may still write.
+        """
+        inside = {id(param) for param in module._parameters.values()}
+        for group in unit.groups:
+            for member in group.members if group.gathers or group.plan.shared else ():
+                record = member.param.record
+                wrote = self.norms.wrote.get(record.copies, {})
+                if id(member.compute) in inside and id(record) in wrote:
+                    raise EngineError(
+                        f"{member.piece.name}: expected a forward of {unit.plan.title} that does "
+                        "not write the shards that it reads; it wrote this one, whose slot has the "
+                        "old values. Write before the forward, or make the module that is "
+                        "averaged a unit of its own (wrap)."
+                    )
 
     def _on_spill(self, unit: Unit) -> None:
         self.recorder.record(Event(EventKind.SPILL, unit.plan.index), self.runtime.step)
@@ -343,13 +390,14 @@ class Engine:
         """After the first step, compare the order of units over ranks and with the plan (law 6)."""
         observed, order = self.runtime.observed, self.plan.order
         seen = f"{observed.forward}{observed.backward}".encode()
-        code, waits = float(zlib.crc32(seen)), float(self.runtime.awaits_backward())
+        code, waits = float(zlib.crc32(seen)), float(self.runtime.has_graph())
         bounds = torch.tensor([code, -code, waits], dtype=torch.float64, device=self.device)
         bounds = self.norms.all_reduce(bounds, "the order of units", maximum=True)
-        if bounds[2]:  # a graph uses the current slots: retry at the next forward
+        plan = self.plan.reordered(observed.forward, observed.backward)  # also of unused units
+        switches = bounds[0] == -bounds[1] and plan.order != replace(order, learned=True)
+        if switches and bounds[2]:  # a graph uses the current slots: retry at the next forward
             return
         self.runtime.agreed = True
-        plan = self.plan.reordered(observed.forward, observed.backward)  # also of unused units
         if bounds[0] != -bounds[1]:  # ranks run different parts, so all issue every planned event
             assert set(observed.forward) <= set(order.forward), observed.forward
             self.runtime.scheduler.order = replace(order, learned=True)
@@ -361,8 +409,7 @@ class Engine:
     def _switch_to(self, plan: Plan) -> None:
         """Use another plan of the same units and shards from the next forward on.
 
-        Units are bound to new slots, with new compute parameters. No live graph waits for its first
-        backward; one that was retained cannot be used again.
+        Units are bound to new slots, with new compute parameters. No live graph needs the old ones.
         """
         self.plan = plan
         for unit, unit_plan in zip(self.units, plan.units, strict=True):
@@ -378,6 +425,23 @@ class Engine:
         self.runtime.actions.filling.clear()  # units may have other slots
 
     # ---- outside of training
+
+    def close_interrupted(self) -> None:
+        """Close a forward that a KeyboardInterrupt left open, for which torch calls no hook.
+
+        Modules would go on to show compute parameters. A forward that still runs has a frame.
+        """
+        if not self.runtime.is_in_forward() or graph_task_id() != -1:
+            return
+        modules = {*self.index_of, self._part}
+        for top in sys._current_frames().values():  # another thread may run it
+            frame: Any = top
+            while frame is not None:
+                if frame.f_code is _CALL and id(frame.f_locals.get("self")) in modules:
+                    return
+                frame = frame.f_back
+        self._part = 0
+        self.runtime.close_interrupted()
 
     def memory_stats(self) -> dict[str, dict[str, int]]:
         """Bytes on this rank by kind: {"now", "peak"}; "total" is the sum.
@@ -483,6 +547,7 @@ def engine_of(model: nn.Module) -> Engine:
         raise EngineError(
             f"expected a model that fs.shard was called on; got {type(model).__name__}."
         )
+    engine.close_interrupted()
     return engine
 
 

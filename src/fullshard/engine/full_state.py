@@ -65,9 +65,10 @@ def full_state_dict(
         source = getattr(shown, "alias_of", None)
         is_changed = isinstance(shown, Guarded) and not isinstance(source, ShardedParameter)
         value = shown.full_tensor() if is_changed else shown
+        shape = value.record.shape_of(value) if isinstance(value, Guarded) else None
         if keep:
-            is_shard = isinstance(value, Guarded)
-            result[name] = whole[value.record.piece.name] if is_shard else _to_cpu(value, kind)
+            own = None if shape is None else whole[value.record.piece.name].view(shape)
+            result[name] = _to_cpu(value, kind) if own is None else own
     return result
 
 

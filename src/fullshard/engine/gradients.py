@@ -558,5 +558,5 @@ def follow_freezing(group: Group) -> None:
                     f"{member.piece.name}: expected requires_grad=False as when it was sharded; "
                     "its unit has no gradient memory for it. Set requires_grad before fs.shard."
                 )
-            member.compute.requires_grad_(wanted)
+            torch.Tensor.requires_grad_(member.compute, wanted)
             member.param.record.norms.counts[Count.FREEZINGS] += 1

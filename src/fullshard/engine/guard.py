@@ -170,7 +170,8 @@ def refusal(name: str, like: Any, rule: Rule = Rule.REFUSED) -> ShardedTensorErr
         return ShardedTensorError(
             f"{name}: expected a call inside the forward of unit {record.unit}; got this rank's "
             f"shard of {what} outside of it. Call the model or the unit; or name the layer's class "
-            "in wrap=, since units may be called by themselves, in methods other than forward too."
+            "in wrap=, since units may be called by themselves, in methods other than forward too. "
+            "Put layers that read each other's weights into one unit."
         )
     if name in ("pickling", "storage", "untyped_storage", "data_ptr"):
         cure = "Save fs.full_state_dict(model); p.to_local() has this rank's elements alone"

@@ -102,7 +102,7 @@ class GradientNorms:
 
     def __init__(self, transport: Transport, device: torch.device) -> None:
         self.transport = transport
-        self._device = device
+        self.device = device
         self.counts: dict[str, int] = dict.fromkeys(Count, 0)
         # Parts of each parameter that this rank wrote, by the number of ranks that share a part.
         self.wrote: Parts = defaultdict(dict)
@@ -157,7 +157,7 @@ class GradientNorms:
 
     def meet(self, asked: str, said: Mapping[str, int] | None = None) -> None:
         """Check that all ranks request the same quantity here, with these counts. A collective."""
-        self.all_reduce(torch.zeros(1, device=self._device), asked, said)
+        self.all_reduce(torch.zeros(1, device=self.device), asked, said)
 
     def check_read(self, name: str) -> None:
         """Check that no running backward will set a parameter's gradient, which is read."""
@@ -185,7 +185,7 @@ class GradientNorms:
         """
         self.counts[Count.CLIPPINGS] += 1
         self.counts[Count.SETTINGS] += hash_of(limit)
-        if not is_at_hand(self._device):
+        if not is_at_hand(self.device):
             return
         wrote, sizes = [float(self._known() is None)], [1]
         both = zip(self._memory, self._versions, strict=True)
@@ -196,7 +196,7 @@ class GradientNorms:
             wrote += by_shard
             sizes += [mesh.replicate] * len(by_shard)
         said: dict[str, int] = {Count.SETTINGS: self.counts[Count.SETTINGS]}
-        found = self.all_reduce(from_host(wrote, self._device), "a clipping", said).tolist()
+        found = self.all_reduce(from_host(wrote, self.device), "a clipping", said).tolist()
         if found[0]:
             self.mark_changed()
         if any(count % size for count, size in zip(found, sizes, strict=True)):
@@ -237,12 +237,12 @@ class GradientNorms:
 
     def _sum(self, local: torch.Tensor, shard: Any, asked: str) -> torch.Tensor:
         own = local.sum() / shard.record.copies
-        return self.all_reduce(own.view(1).to(self._device), asked)[0]
+        return self.all_reduce(own.view(1).to(self.device), asked)[0]
 
     def _largest(self, local: torch.Tensor, asked: str) -> torch.Tensor:
         """The maximum over all ranks; NaN if any element is NaN."""
         lowest = torch.full((1,), -math.inf, dtype=torch.float64, device=local.device)
-        own = torch.cat([lowest, local.reshape(-1).double()]).max().to(self._device)
+        own = torch.cat([lowest, local.reshape(-1).double()]).max().to(self.device)
         return self.maxima(own.view(1), asked)[0]
 
     def maxima(self, values: torch.Tensor, asked: str) -> torch.Tensor:
@@ -312,12 +312,12 @@ class GradientNorms:
     ) -> None:
         """Raise the error of a count that differs between ranks."""
         for wrong in _differing(head, said, maximum=maximum):
-            if is_at_hand(self._device) and excused(wrong):
+            if is_at_hand(self.device) and excused(wrong):
                 continue
             if wrong in _UNLIKE:
                 raise EngineError(f"{asked}: {_UNLIKE[wrong]}")
             found = f"this rank has {said[wrong]}, other ranks differ"
-            if is_at_hand(self._device):
+            if is_at_hand(self.device):
                 found = _table(self.transport, said[wrong])
             raise EngineError(
                 f"{asked}: expected as many {wrong} on every rank; {found}. Every rank must make "
@@ -364,10 +364,10 @@ class GradientNorms:
         groups = [group for unit in units for group in unit.trained_groups]
         disk = groups[0].reduced.disk
         if disk is None:
-            return self._share(local_powers(tensors, 2.0, self._device), records)
+            return self._share(local_powers(tensors, 2.0, self.device), records)
         known = [power for group in groups for power in group.reduced.take_squares()]
         unread = [x for x, power in zip(tensors, known, strict=True) if power is None]
-        read = (local_powers([x], 2.0, self._device) for x in disk.stream(unread))
+        read = (local_powers([x], 2.0, self.device) for x in disk.stream(unread))
         powers = [next(read) if power is None else power for power in known]
         return self._share(torch.cat(powers), records)
 
@@ -380,7 +380,7 @@ class GradientNorms:
 
     def share_found_inf(self, found_inf: torch.Tensor) -> None:
         """Share an infinity of any rank, so that all ranks step or skip together."""
-        shared = found_inf.view(1).to(self._device)
+        shared = found_inf.view(1).to(self.device)
         found_inf.copy_(self.all_reduce(shared, "GradScaler.unscale_", maximum=True)[0])
 
     def powers(self, shards: Sequence[Any], order: float) -> torch.Tensor:
@@ -390,7 +390,7 @@ class GradientNorms:
         """
         if order == 2.0 and self._known() is not None and all(map(self.knows, shards)):
             return self._squares_of(shards)
-        powers = local_powers([shard.to_local() for shard in shards], order, self._device)
+        powers = local_powers([shard.to_local() for shard in shards], order, self.device)
         if not any(shard.record.is_cut for shard in shards):
             return powers  # replicated: no communication needed
         asked = f"norm of {clean_name(shards[0].record.piece.name)!r}"
@@ -401,7 +401,7 @@ class GradientNorms:
     def _share(self, powers: torch.Tensor, records: Sequence[ShardRecord]) -> torch.Tensor:
         """Divide by the number of ranks with the same elements, so that sums are correct."""
         counts = [record.copies for record in records]
-        return powers / from_host(counts, self._device) if max(counts, default=1) > 1 else powers
+        return powers / from_host(counts, self.device) if max(counts, default=1) > 1 else powers
 
 
 def local_powers(

@@ -29,6 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook as after_ste
 from torch.optim.optimizer import register_optimizer_step_pre_hook as before_steps
 
 from fullshard.engine._torch_compat import no_guard, register_guard_types, tree_leaves
+from fullshard.engine.computed import Computed
 from fullshard.engine.disk import Disk
 from fullshard.engine.norms import Count, hash_of
 from fullshard.engine.parameter import (
@@ -242,6 +243,12 @@ def _refuse_unsharded(optimizer: Optimizer, params: list[Any]) -> None:
     """Raise an error inside fs.unsharded, where parameters are whole but keep their records."""
     for param in params:
         record = getattr(param, "record", None)
+        if isinstance(param, Computed):
+            raise EngineError(
+                f"{type(optimizer).__name__}: expected the model's parameters; got one that its "
+                "forward sees. After a KeyboardInterrupt inside a forward, call fs.reset(model) "
+                "before model.parameters()."
+            )
         if record is not None and not isinstance(param, Guarded):
             raise EngineError(
                 f"{type(optimizer).__name__}.step inside fs.unsharded: expected shards; got "

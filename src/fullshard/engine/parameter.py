@@ -84,8 +84,9 @@ class Guarded:
         """
         if self.record.is_cut or self.record.cut is not None:
             _note_sources(self.record.norms, [self])
-            return _number(self.record.gather(self.to_local().reshape(-1)), self, "full_tensor")
-        copy: Any = lambda x: x.clone().reshape(self.record.shape)  # noqa: E731
+            whole = self.record.gather(self.to_local().reshape(-1)).view(self.record.shape_of(self))
+            return _number(whole, self, "full_tensor")
+        copy: Any = lambda x: x.clone().reshape(self.record.shape_of(self))  # noqa: E731
         return _call_on_whole(copy, "full_tensor", ((self,), {}), self, Rule.NUMBER)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from fullshard.engine.guard import misfit
 from fullshard.planner.layout import Slice, clean_name
 
 if TYPE_CHECKING:
@@ -79,6 +81,21 @@ class ShardRecord(Elements):
         one, two = self.piece, other.piece
         is_alike = (one.shape, self.cut, self.copies) == (two.shape, other.cut, other.copies)
         return is_alike and self.holders == other.holders
+
+    def shape_of(self, shard: torch.Tensor) -> tuple[int, ...]:
+        """The global shape of a shard with this record, which is flat for `p.view(-1)`.
+
+        Raises:
+            ShardedTensorError: It was viewed with another number of dimensions.
+        """
+        shape, dims = self.shape, shard.dim()
+        if not self.is_cut and self.cut is None:
+            return tuple(shard.shape)
+        if dims in (len(shape), max(1, len(shape))):
+            return shape
+        if dims == 1 or len(shape) <= 1:
+            return (math.prod(shape), *(1 for _ in range(dims - 1)))
+        raise misfit("full_tensor", shard, f"a view of {dims} dimensions")
 
     def describe(self) -> str:
         """Name, global shape and range."""

@@ -16,6 +16,7 @@ Names of safetensors: https://huggingface.co/docs/safetensors
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -33,7 +34,7 @@ from fullshard.engine.norms import Count
 from fullshard.engine.owned import OwnedOptimizer, owns_states
 from fullshard.engine.parameter import Guarded, ShardedParameter
 from fullshard.engine.placing import shard_shape
-from fullshard.engine.unit import Member, Unit
+from fullshard.engine.unit import Member, Unit, alive
 from fullshard.errors import CheckpointError, EngineError, ShardedTensorError
 
 
@@ -48,13 +49,24 @@ def numel_of(param: torch.Tensor) -> int:
 
 
 def hook_loading(model: nn.Module, engine: Engine) -> list[Any]:
-    """Make `load_state_dict` accept whole tensors on every rank, at any level of the model."""
+    """Make `load_state_dict` accept whole tensors on every rank, at any level of the model.
+
+    It and `state_dict` also close a forward that was interrupted.
+    """
     members: dict[int, dict[str, Member]] = {}
     for unit in engine.units:
         for swap in unit.swaps:
             members.setdefault(id(swap.module), {})[swap.name] = swap.member
     found = [(module, members[id(module)]) for module in model.modules() if id(module) in members]
-    return [m.register_load_state_dict_pre_hook(partial(_slice_state, own)) for m, own in found]
+    weak = weakref.ref(engine)
+
+    def close(*_: Any) -> None:
+        alive(weak, "state_dict").close_interrupted()
+
+    handles = [m.register_load_state_dict_pre_hook(close) for m, _ in found]
+    handles += [m.register_state_dict_pre_hook(close) for m, _ in found]
+    slices = [m.register_load_state_dict_pre_hook(partial(_slice_state, own)) for m, own in found]
+    return handles + slices
 
 
 def _slice_state(

@@ -170,11 +170,14 @@ class Runtime:
         self._inner = -1  # the backward inside it
         self._recomputed = -1  # the backward in which forward code ran again
         self._generation = 0  # forwards of the whole model so far
-        self._num_writes = 0  # into shards, that were looked at
+        self.num_writes = 0  # into shards, that were looked at
         self._replaced: dict[int, Undo] = {}  # kept views of weights, replaced by copies
         self._copies: list[tuple[torch.Tensor, int, str]] = []  # copies returned in the last step
         self._uses: WeakSet[Use] = WeakSet()  # of live graphs; after `agreed` the outermost alone
         self._retains = False  # the running backward keeps its graph
+        # Whether live graphs may share torch.autocast's casts of weights. Gradients come through a
+        # cast when all of them are summed, late for the later graph, and were computed from copies.
+        self._shares_casts = False
         gradients.leave = self._leave
 
     # ---- forward
@@ -182,6 +185,10 @@ class Runtime:
     def is_outermost(self, *, is_root: bool) -> bool:
         """Whether a forward is the outermost one, of the model or of a part."""
         return (is_root or not self._stack) and graph_task_id() == -1
+
+    def is_in_forward(self) -> bool:
+        """Whether a forward has begun and not ended."""
+        return bool(self._stack)
 
     def enter(self, index: int, *, is_outermost: bool) -> None:
         """Pre-forward of a unit's module.
@@ -201,13 +208,12 @@ class Runtime:
             unit.versions.mark(is_open=True)
             unit.swap_in()
             return
-        num_writes = self.gradients.home.num_writes
         if is_outermost:
-            self._begin_step(index, stale=num_writes != self._num_writes)
-        elif num_writes != self._num_writes:  # a momentum encoder is averaged in a forward
-            self._see_writes()
-            self._run(self.scheduler.see_writes())
-        self._num_writes = num_writes
+            num_writes = self.gradients.home.num_writes
+            self._begin_step(index, stale=num_writes != self.num_writes)
+            self.num_writes = num_writes
+        else:
+            self.follow_writes()
         use = Use(index, self._stack[-1] if self._stack else None, self._generation)
         weak = ref(self)  # see `alive`
         begin = self._begin_hooks[index] = lambda _: alive(weak, "backward")._enter_backward(use)
@@ -260,7 +266,8 @@ class Runtime:
         try:
             unit.check_writes()
         finally:
-            self._run(self.scheduler.leave_forward(index, training=training))
+            keeps = torch.is_grad_enabled()
+            self._run(self.scheduler.leave_forward(index, training=training, keeps=keeps))
             if not training and not self._stack:
                 self._leave(settled=False)
                 if index == 0 and not torch.is_grad_enabled():
@@ -340,15 +347,19 @@ class Runtime:
 
     def _begin_step(self, index: int, *, stale: bool) -> None:
         if self._task != -1 or self._stack or any(unit.swapped for unit in self.units):
-            self.reset()  # open since an exception; KeyboardInterrupt calls no hook
+            self.close_interrupted()  # open since an exception; KeyboardInterrupt calls no hook
         self._recomputed = -1
         # No forward runs: from here on only graphs keep uses alive (`awaits_backward`).
         self._current = [None] * len(self.units)
         self._begin_hooks = [None] * len(self.units)
         for hook in self._node_hooks:
             hook.call(None)
-        if torch.is_grad_enabled() and not self.awaits_backward():
-            torch.clear_autocast_cache()  # no live graph can share casts with this forward's
+        if torch.is_grad_enabled():
+            casts = torch.is_autocast_enabled(self.gradients.norms.device.type)
+            awaits = self.awaits_backward()
+            self._shares_casts = awaits and (casts or self._shares_casts)
+            if not awaits:  # no live graph can share casts with this forward's
+                torch.clear_autocast_cache()
         if self._copies:
             self._check_copies()
         self.before_step()
@@ -362,19 +373,33 @@ class Runtime:
         if not self.observed.done and torch.is_grad_enabled():
             self.observed = Observed(self._generation)
 
+    def follow_writes(self) -> None:
+        """Gather open units again if a forward wrote into shards: it averages another encoder."""
+        num_writes = self.gradients.home.num_writes
+        if num_writes != self.num_writes and graph_task_id() == -1:
+            self.num_writes = num_writes
+            self._see_writes()
+            self._run(self.scheduler.see_writes())
+
     def _see_writes(self) -> None:
-        """See [Note: versions] in engine/computed.py."""
+        """See [Note: versions] in engine/computed.py. What open units wrote is forgotten."""
         with no_guard():
             for unit in self.units:
+                if unit.swapped:
+                    unit.check_writes()
                 unit.versions.see_writes()
 
     def awaits_backward(self) -> bool:
         """Whether there is a live graph whose backward has not begun."""
         return any(use.task == -1 for use in self._uses)
 
+    def has_graph(self) -> bool:
+        """Whether there is a live graph that a backward may still read."""
+        return any(use.task == -1 or use.retained for use in self._uses)
+
     def _leave(self, *, settled: bool) -> None:
         """Let other ranks write shared weights, unless a live graph will read them."""
-        if not any(use.task == -1 or use.retained for use in self._uses):
+        if not self.has_graph():
             self.gradients.home.leave(settled=settled)
 
     # ---- backward
@@ -451,8 +476,8 @@ class Runtime:
             self._run(self.scheduler.publish())
         nothing = self.gradients.begin_backward(self.units)
         home, sync = self.gradients.home, self.gradients.sync
-        stale = home.num_writes != self._num_writes and not self._stack  # p.data.mul_() since then
-        self._num_writes = home.num_writes
+        stale = home.num_writes != self.num_writes and not self._stack  # p.data.mul_() since then
+        self.num_writes = home.num_writes
         reduce, self._retains = self.gradients.expects_any, keeps_graph()
         self.scheduler.begin_backward(
             nothing, sync=sync, retains=self._retains, stale=stale, reduce=reduce
@@ -474,12 +499,12 @@ class Runtime:
             if not member.compute.requires_grad:
                 return  # frozen since its forward
             raise EngineError(_REENTRANT.format(title=unit.plan.title))
-        if not self.scheduler.is_gathered(unit.index) and unit.plan.reads_weight_in_backward:
+        is_gone = not self.scheduler.is_gathered(unit.index)
+        if is_gone and unit.plan.reads_weight_in_backward and not self._shares_casts:
             raise SlotError(
                 f"{member.piece.name}: its gradient came while the slot of {unit.plan.title} held "
                 "another unit, so it was computed from wrong weights. A tensor made inside the "
-                "unit left it unseen; return it from the unit's forward, or make the unit larger. "
-                "torch.autocast keeps casts of weights: enter it anew for each forward."
+                "unit left it unseen; return it from the unit's forward, or make the unit larger."
             )
         if self.gradients.collect(unit, member):
             self._run(self.scheduler.complete(unit.index))
@@ -504,6 +529,19 @@ class Runtime:
 
     # ---- recovery
 
+    def close_interrupted(self) -> None:
+        """Reset what an exception left open.
+
+        Raises:
+            EngineError: Weights that a forward went on to show were written meanwhile.
+        """
+        try:
+            for unit in self.units:
+                if unit.swapped:
+                    unit.check_writes()
+        finally:
+            self.reset()
+
     def reset(self) -> None:
         """Reset all state that an exception left open."""
         if self._end is not _nothing:  # ranks that did not raise wait in backward for this one
@@ -518,7 +556,8 @@ class Runtime:
                 unit.swapped = 0
                 unit.show_shards()
         self._opened.clear()
-        self.gradients.reset(self.units)
+        if self._task != -1:  # not after a forward: gradients that wait under no_sync are whole
+            self.gradients.reset(self.units)
         self.scheduler.reset()
         self._stack.clear()
         self._current = [None] * len(self.units)

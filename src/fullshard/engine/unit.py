@@ -92,7 +92,7 @@ class Member:
             self.node = get_gradient_edge(self.compute).node
             self.node.register_hook(_gradient_hook(self))  # also called without a gradient
             with no_guard():  # may have been frozen since it was sharded
-                self.compute.requires_grad_(self.param.requires_grad)
+                nn.Parameter.requires_grad_(self.compute, self.param.requires_grad)
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """The compute parameter and the local tensor in it; each has a version."""
@@ -508,7 +508,8 @@ class Unit:
                     f"{member.piece.name}: expected a forward that does not modify its parameters; "
                     "it wrote into this one (max_norm, clamp_, weight averaging, p.data.copy_ ...) "
                     f"or replaced its data (p.data = ..., .float(); dtype now {view.dtype}). "
-                    "Write into the shards between steps; for another dtype name its module in "
+                    "Write into the shards between steps, after fs.reset(model) where a "
+                    "KeyboardInterrupt left a forward; for another dtype name its module in "
                     "fp32_modules, or leave param_dtype out."
                 )
 

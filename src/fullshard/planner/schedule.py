@@ -165,17 +165,24 @@ class Scheduler:
         events.append(event_of(EventKind.FORWARD, unit))
         return events
 
-    def leave_forward(self, unit: int, *, training: bool) -> list[Event]:
-        """Ends the unit's forward; with `training` a backward may follow."""
+    def leave_forward(self, unit: int, *, training: bool, keeps: bool = True) -> list[Event]:
+        """Ends the unit's forward.
+
+        Args:
+            unit: The unit.
+            training: Whether a backward may enter it.
+            keeps: Whether units may stay in their slots for a backward, which other ranks may make
+                through units that are frozen on this rank's way. Equal on all ranks.
+        """
         events: list[Event] = []
         self._table.open[unit] -= 1
         if training:
             self._table.pending_uses[unit] += 1
         if unit == ROOT:
             self._catch_up(events, backward=False)
-        if unit == ROOT and not training:
+        if unit == ROOT and not keeps:
             return events + self._table.release_all()
-        kept = training and unit in self._keep
+        kept = keeps and unit in self._keep
         again = self._last_forward.get(unit, -1) >= self._position
         if kept or again or self._table.open[unit]:
             return events
