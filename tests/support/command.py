@@ -38,6 +38,7 @@ def call(folder: Path, *words: object, code: int | None = None) -> Done:
         exit_code = run([str(word) for word in words])
     done = Done(exit_code, (folder / "out").read_text(), (folder / "err").read_text())
     assert code in (None, exit_code), f"expected exit code {code}, got {exit_code}:\n{done.err}"
+    assert "Exception in thread" not in done.out + done.err, done.err
     return done
 
 
