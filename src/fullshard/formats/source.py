@@ -22,6 +22,7 @@ from fullshard.checkpoint.format import SAVING
 from fullshard.errors import CheckpointError, untrusted
 
 CHECKPOINT = "a checkpoint"
+IN_RUN = "0"  # token of folders that only the run itself writes
 
 # Files of a Hugging Face folder that are copied together with the weights.
 COMPANIONS = ("config.json", "generation_config.json", "chat_template*", "tokenizer*")

@@ -23,7 +23,7 @@ from fullshard.engine.hugging_face import build_on_meta, num_ids
 from fullshard.engine.initial import check_weights_of, has_weights_of
 from fullshard.errors import ConfigError
 from fullshard.formats.export import export_together, live_source
-from fullshard.formats.source import whole_or_nothing
+from fullshard.formats.source import IN_RUN, whole_or_nothing
 from fullshard.models.config import (
     build_model,
     check_vocabulary,
@@ -284,7 +284,6 @@ def _projects(config: RunConfig) -> bool:
 
 
 MAX_FILE_BYTES = 5 * 10**9
-IN_RUN = "0"  # token of folders that only the run itself writes
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from fullshard.engine.folder import INDEX, ONE_FILE
 from fullshard.errors import ConfigError
 from fullshard.formats.export import ExportSettings, write_weights
 from fullshard.formats.hugging_face import open_safetensors
-from fullshard.formats.source import Entry
+from fullshard.formats.source import IN_RUN, Entry, whole_or_nothing
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -153,7 +153,7 @@ def choose(counts: Mapping[int, Sequence[float]], num_layers: int, distill: Dist
 
 
 def write_student(teacher: Path, folder: Path, config: PretrainedConfig, kept: Kept) -> None:
-    """Copies what is kept from the teacher's files into the student's folder, config.json last.
+    """Copies what is kept from the teacher's files into the student's folder, which replaces one.
 
     Raises:
         ConfigError: The teacher has no safetensors.
@@ -163,12 +163,11 @@ def write_student(teacher: Path, folder: Path, config: PretrainedConfig, kept: K
             f"teacher: expected {ONE_FILE} or {INDEX} in '{teacher}', got neither. "
             "Save the teacher with save_pretrained(FOLDER)."
         )
-    folder.mkdir(parents=True, exist_ok=True)
-    with ExitStack() as closing:
+    with whole_or_nothing(folder, IN_RUN) as aside, ExitStack() as closing:
         whole = open_safetensors(teacher, closing).tensors
         found = (_of_student(name, entry, kept) for name, entry in whole.items())
-        write_weights(dict(one for one in found if one is not None), folder, ExportSettings())
-    config.save_pretrained(folder)
+        write_weights(dict(one for one in found if one is not None), aside, ExportSettings())
+        config.save_pretrained(aside)
 
 
 def _of_student(name: str, whole: Entry, kept: Kept) -> tuple[str, Entry] | None:

@@ -1,5 +1,7 @@
 """A student cut out of a mixture of experts has the teacher's own weights, and says which."""
 
+import os
+import signal
 from types import SimpleNamespace
 from typing import Any
 
@@ -55,6 +57,23 @@ def test_keeping_everything_is_the_teacher(name, tmp_path):
     copy = AutoModelForCausalLM.from_pretrained(tmp_path / "student").eval()
     ids = torch.arange(10)[None]
     torch.testing.assert_close(copy(ids).logits, model(ids).logits, rtol=0, atol=0)
+
+
+def test_a_student_whose_writing_was_interrupted_is_written_again(tmp_path, monkeypatch):
+    model, config, kept = build("mixtral"), CONFIGS["mixtral"], Kept((0, 1, 2, 3), {}, {})
+    model.save_pretrained(tmp_path / "teacher")
+    words = (tmp_path / "teacher", tmp_path / "student", config, kept)
+    student = tmp_path / "student" / "config.json"
+    with monkeypatch.context() as patched:
+        patched.setattr(type(config), "save_pretrained", lambda *_: os.kill(os.getpid(), 9))
+        child = os.fork()
+        if child == 0:
+            write_student(*words)
+        assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    assert not student.parent.exists()
+    write_student(*words)
+    assert student.is_file()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["student", "teacher"]
 
 
 @pytest.mark.parametrize("name", CONFIGS)
