@@ -170,7 +170,7 @@ def holds_checkpoints(folder: Path) -> bool:
 def check_checkpoint_dir(checkpoint_dir: str | None, resume: Resume, output_dir: Path) -> None:
     """Raises ConfigError if a run would save in its own folder, or where another one has saved."""
     root = storage_path(checkpoint_dir).resolve() if checkpoint_dir else None
-    if root == output_dir.resolve():  # each of the two locks its folder
+    if root and root == output_dir.resolve():  # each of the two locks its folder
         raise ConfigError(
             f"training.checkpoint_dir: expected another folder than training.output_dir, got "
             f"'{root}' for both. Leave it out to save in '{root / IN_RUN}'."
