@@ -288,10 +288,8 @@ class Engine:
                 self.norms.counts[Count.FORWARDS] += self.gradients.sync is Sync.ALL
             if not self.runtime.agreed:
                 convert_reentrant(root)  # checkpointing may have been enabled since fs.shard
-        begins = is_outermost
-        for at in _to_enter(self, index) if index in self.owners else (index,):
-            self.runtime.enter(at, is_outermost=begins)
-            begins = False
+        for number, at in enumerate(_to_enter(self, index) if index in self.owners else (index,)):
+            self.runtime.enter(at, is_outermost=is_outermost and not number)
         if is_outermost and self.config.param_dtype is not None:
             dtype = torch_dtype(self.config.param_dtype)
             return cast_tensors(args, dtype), cast_tensors(kwargs, dtype)
