@@ -187,6 +187,20 @@ def test_an_interrupt_changes_neither_gradients_nor_what_follows(change, transpo
     assert unlike_gradients(model, alone) == []
 
 
+@pytest.mark.parametrize("transport", ["direct", "shared"])
+@on_ranks(2)
+def test_the_model_after_an_interrupt_in_a_part_of_its_root_begins_a_step(transport):
+    model = fs.shard(chain(), poison=True, transport=transport)
+    runtime = engine_of(model).runtime
+    handle = model.stem.register_forward_pre_hook(lambda *_: raise_it(Interrupt))
+    with pytest.raises(Interrupt):
+        model.stem(vectors(99, 0)["x"])
+    handle.remove()
+    assert runtime.stack
+    model(**vectors(0, 0))
+    assert not runtime.stack
+
+
 @on_ranks(2)
 def test_an_optimizer_of_what_an_interrupted_forward_shows_is_refused():
     model = fs.shard(chain())

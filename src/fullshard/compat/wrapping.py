@@ -245,7 +245,6 @@ def engine_for(module: nn.Module) -> Engine:
     engine = record_of(module).engine_ref()
     if engine is None:
         return build(outermost(module))
-    engine.close_interrupted()
     root = outermost(module)
     if getattr(root, ATTRIBUTE, None) is engine:
         return _with_changes(root) or engine

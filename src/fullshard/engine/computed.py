@@ -83,7 +83,7 @@ class Computed(nn.Parameter):
             shard.record.norms.counts[Count.FREEZINGS] += 1
         TRAINED.__set__(self, value)
 
-    def requires_grad_(self, requires_grad: bool = True) -> Computed:  # noqa: FBT001, FBT002 torch's
+    def requires_grad_(self, requires_grad: Any = True) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]  # noqa: FBT002
         """Also freezes the shard, which the next forward follows."""
         self._write_trained(requires_grad)
         return self

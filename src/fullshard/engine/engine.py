@@ -128,10 +128,10 @@ class Engine:
         self._looked = -1  # step of the last comparison of replicas
         self.handles: list[Any] = []  # of hooks, removed when the model is cut anew
         self.index_of: dict[int, int] = {}  # units by their module's id
-        self._part = 0  # id of the module through which the root unit was entered
+        self.part = 0  # id of the module through which the root unit was entered
         # By unit: units around it that own a weight inside it, and those that a call of it entered.
-        self._owners: dict[int, list[int]] = {}
-        self._entered: dict[int, list[list[int]]] = {}
+        self.owners: dict[int, list[int]] = {}
+        self.entered: dict[int, list[list[int]]] = {}
         self._hook(model)
         self._root = weakref.ref(model)
         self._inventory = Inventory(model, [p[:2] for unit in self.units for p in unit.places])
@@ -218,7 +218,7 @@ class Engine:
             around = [self.units[at] for at in sorted(ancestors_of(self.plan.units, unit.plan))]
             tied = [u.index for u in around if any(id(swap.module) in inside for swap in u.swaps)]
             if tied:
-                self._owners[unit.index], self._entered[unit.index] = tied, []
+                self.owners[unit.index], self.entered[unit.index] = tied, []
         for part in own_modules(model, others)[1:]:
             first = part.register_forward_pre_hook(
                 unless_compiling(self._enter_part), prepend=True, with_kwargs=True
@@ -259,13 +259,13 @@ class Engine:
         if self.units[0].swapped:
             self.runtime.follow_writes()
             return None
-        self._part = id(module)
+        self.part = id(module)
         return self._pre_forward(0, module, args, kwargs)
 
     def _leave_part(self, module: nn.Module, args: Any, output: Any) -> Any:  # noqa: ARG002 torch's
-        if self._part != id(module):
+        if self.part != id(module):
             return None
-        self._part = 0
+        self.part = 0
         return None if self.unsharded else self.runtime.leave(0, output)
 
     def _pre_forward(self, index: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -276,7 +276,7 @@ class Engine:
                     "parameters have no place at rest. Train outside of the block."
                 )
             return None
-        is_outermost = self.runtime.is_outermost(is_root=index == 0 and not self._part)
+        is_outermost = self.runtime.is_outermost(is_root=_is_root(self, index, module))
         if is_outermost:
             if is_tracing():
                 raise EngineError(_TRACED)
@@ -288,28 +288,19 @@ class Engine:
                 self.norms.counts[Count.FORWARDS] += self.gradients.sync is Sync.ALL
             if not self.runtime.agreed:
                 convert_reentrant(root)  # checkpointing may have been enabled since fs.shard
-        begins = is_outermost
-        for owner in self._enter_owners(index) if index in self._owners else ():
-            self.runtime.enter(owner, is_outermost=begins)
-            begins = False
-        self.runtime.enter(index, is_outermost=begins)
+        for number, at in enumerate(_to_enter(self, index) if index in self.owners else (index,)):
+            self.runtime.enter(at, is_outermost=is_outermost and not number)
         if is_outermost and self.config.param_dtype is not None:
             dtype = torch_dtype(self.config.param_dtype)
             return cast_tensors(args, dtype), cast_tensors(kwargs, dtype)
         return None
-
-    def _enter_owners(self, index: int) -> list[int]:
-        """The units around a unit that is called by itself, whose weights are tied to its own."""
-        closed = [at for at in self._owners[index] if not self.units[at].swapped]
-        self._entered[index].append(closed)
-        return closed
 
     def _post_forward(self, index: int, *module_args_output: Any) -> Any:
         output = module_args_output[-1]
         if self.unsharded:
             return None
         output = self.runtime.leave(index, output)
-        for owner in reversed(self._entered[index].pop() if self._entered.get(index) else []):
+        for owner in reversed(self.entered[index].pop() if self.entered.get(index) else []):
             output = self.runtime.leave(owner, output)
         if index == 0 and self.config.output_dtype is not None:
             return cast_tensors(output, torch_dtype(self.config.output_dtype))
@@ -317,29 +308,10 @@ class Engine:
 
     def _watch(self, index: int, module: nn.Module, _args: Any, output: Any) -> None:
         if self.home.num_writes != self.runtime.num_writes and graph_task_id() == -1:
-            self._check_fresh(self.units[index], module)
+            _check_fresh(self.units[index], module, self.norms)
         if torch.is_grad_enabled() and not self.unsharded:
             tensors = (output,) if type(output) is torch.Tensor else tensors_in(output)
             self.runtime.watch(index, tensors)
-
-    def _check_fresh(self, unit: Unit, module: nn.Module) -> None:
-        """Check that no shard of a module was written after its unit's forward began.
-
-        Raises:
-            EngineError: One was; the slot has its old values, and other ranks may still write.
-        """
-        inside = {id(param) for param in module._parameters.values()}
-        for group in unit.groups:
-            for member in group.members if group.gathers or group.plan.shared else ():
-                record = member.param.record
-                wrote = self.norms.wrote.get(record.copies, {})
-                if id(member.compute) in inside and id(record) in wrote:
-                    raise EngineError(
-                        f"{member.piece.name}: expected a forward of {unit.plan.title} that does "
-                        "not write the shards that it reads; it wrote this one, whose slot has the "
-                        "old values. Write before the forward, or make the module that is "
-                        "averaged a unit of its own (wrap)."
-                    )
 
     def _on_spill(self, unit: Unit) -> None:
         self.recorder.record(Event(EventKind.SPILL, unit.plan.index), self.runtime.step)
@@ -425,23 +397,6 @@ class Engine:
         self.runtime.actions.filling.clear()  # units may have other slots
 
     # ---- outside of training
-
-    def close_interrupted(self) -> None:
-        """Close a forward that a KeyboardInterrupt left open, for which torch calls no hook.
-
-        Modules would go on to show compute parameters. A forward that still runs has a frame.
-        """
-        if not self.runtime.is_in_forward() or graph_task_id() != -1:
-            return
-        modules = {*self.index_of, self._part}
-        for top in sys._current_frames().values():  # another thread may run it
-            frame: Any = top
-            while frame is not None:
-                if frame.f_code is _CALL and id(frame.f_locals.get("self")) in modules:
-                    return
-                frame = frame.f_back
-        self._part = 0
-        self.runtime.close_interrupted()
 
     def memory_stats(self) -> dict[str, dict[str, int]]:
         """Bytes on this rank by kind: {"now", "peak"}; "total" is the sum.
@@ -531,6 +486,62 @@ def _gather_whole(weak: weakref.ref[Member], local: torch.Tensor) -> torch.Tenso
     return alive(weak, "full_tensor").gather_whole(local)
 
 
+def _to_enter(engine: Engine, index: int) -> list[int]:
+    """A unit, after the units around it that are not open and own weights inside it."""
+    closed = [at for at in engine.owners[index] if not engine.units[at].swapped]
+    engine.entered[index].append(closed)
+    return [*closed, index]
+
+
+def _check_fresh(unit: Unit, module: nn.Module, norms: GradientNorms) -> None:
+    """Check that no shard of a module was written after its unit's forward began.
+
+    Raises:
+        EngineError: One was; the slot has its old values, and other ranks may still write.
+    """
+    inside = {id(param) for param in module._parameters.values()}
+    for group in unit.groups:
+        for member in group.members if group.gathers or group.plan.shared else ():
+            record = member.param.record
+            wrote = norms.wrote.get(record.copies, {})
+            if id(member.compute) in inside and id(record) in wrote:
+                raise EngineError(
+                    f"{member.piece.name}: expected a forward of {unit.plan.title} that does "
+                    "not write the shards that it reads; it wrote this one, whose slot has the "
+                    "old values. Write before the forward, or make the module that is "
+                    "averaged a unit of its own (wrap)."
+                )
+
+
+def _is_root(engine: Engine, index: int, module: nn.Module) -> bool:
+    """Whether the model itself is called, and not inside a part of the root unit."""
+    if index == 0 and engine.part not in (0, id(module)):
+        close_interrupted(engine, engine.part)
+    return index == 0 and not engine.part
+
+
+def close_interrupted(engine: Engine, part: int = 0) -> None:
+    """Close a forward that a KeyboardInterrupt left open, for which torch calls no hook.
+
+    Modules would go on to show compute parameters. A forward that still runs has a frame.
+
+    Args:
+        engine: The engine of the model.
+        part: Id of the module through which a forward began; 0: of any module.
+    """
+    if not engine.runtime.stack or graph_task_id() != -1:
+        return
+    modules = {part} if part else {*engine.index_of, engine.part}
+    for top in sys._current_frames().values():  # another thread may run it
+        frame: Any = top
+        while frame is not None:
+            if frame.f_code is _CALL and id(frame.f_locals.get("self")) in modules:
+                return
+            frame = frame.f_back
+    engine.part = 0
+    engine.runtime.close_interrupted()
+
+
 def is_sharded(model: nn.Module) -> bool:
     """Whether fs.shard was called on it."""
     return isinstance(getattr(model, ATTRIBUTE, None), Engine)
@@ -547,7 +558,7 @@ def engine_of(model: nn.Module) -> Engine:
         raise EngineError(
             f"expected a model that fs.shard was called on; got {type(model).__name__}."
         )
-    engine.close_interrupted()
+    close_interrupted(engine)
     return engine
 
 

@@ -64,7 +64,7 @@ def full_state_dict(
         # What is no alias of a parameter was computed by a hook of the state dict.
         source = getattr(shown, "alias_of", None)
         is_changed = isinstance(shown, Guarded) and not isinstance(source, ShardedParameter)
-        value = shown.full_tensor() if is_changed else shown
+        value: Any = shown.full_tensor() if is_changed else shown
         shape = value.record.shape_of(value) if isinstance(value, Guarded) else None
         if keep:
             own = None if shape is None else whole[value.record.piece.name].view(shape)

@@ -82,7 +82,7 @@ class ShardRecord(Elements):
         is_alike = (one.shape, self.cut, self.copies) == (two.shape, other.cut, other.copies)
         return is_alike and self.holders == other.holders
 
-    def shape_of(self, shard: torch.Tensor) -> tuple[int, ...]:
+    def shape_of(self, shard: Any) -> tuple[int, ...]:
         """The global shape of a shard with this record, which is flat for `p.view(-1)`.
 
         Raises:

@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 
 from fullshard.engine._torch_compat import no_guard
 from fullshard.engine.cuts import Cut
-from fullshard.engine.engine import Engine, engine_of
+from fullshard.engine.engine import Engine, close_interrupted, engine_of
 from fullshard.engine.norms import Count
 from fullshard.engine.owned import OwnedOptimizer, owns_states
 from fullshard.engine.parameter import Guarded, ShardedParameter
@@ -61,7 +61,7 @@ def hook_loading(model: nn.Module, engine: Engine) -> list[Any]:
     weak = weakref.ref(engine)
 
     def close(*_: Any) -> None:
-        alive(weak, "state_dict").close_interrupted()
+        close_interrupted(alive(weak, "state_dict"))
 
     handles = [m.register_load_state_dict_pre_hook(close) for m, _ in found]
     handles += [m.register_state_dict_pre_hook(close) for m, _ in found]

@@ -159,7 +159,7 @@ class Runtime:
         self.agreed = False  # whether ranks have agreed on the order
         self.before_step: Callable[[], None] = lambda: None
         self.attributes: Sequence[ModuleTensors] = ()  # by unit
-        self._stack: list[Use] = []  # running forwards
+        self.stack: list[Use] = []  # running forwards
         self._current: list[Use | None] = [None] * len(self.units)
         # Hooks of the outputs of each unit, on their autograd nodes.
         self._begin_hooks: list[Any] = [None] * len(self.units)
@@ -184,11 +184,7 @@ class Runtime:
 
     def is_outermost(self, *, is_root: bool) -> bool:
         """Whether a forward is the outermost one, of the model or of a part."""
-        return (is_root or not self._stack) and graph_task_id() == -1
-
-    def is_in_forward(self) -> bool:
-        """Whether a forward has begun and not ended."""
-        return bool(self._stack)
+        return (is_root or not self.stack) and graph_task_id() == -1
 
     def enter(self, index: int, *, is_outermost: bool) -> None:
         """Pre-forward of a unit's module.
@@ -214,7 +210,7 @@ class Runtime:
             self.num_writes = num_writes
         else:
             self.follow_writes()
-        use = Use(index, self._stack[-1] if self._stack else None, self._generation)
+        use = Use(index, self.stack[-1] if self.stack else None, self._generation)
         weak = ref(self)  # see `alive`
         begin = self._begin_hooks[index] = lambda _: alive(weak, "backward")._enter_backward(use)
         self._node_hooks[index].call(lambda _: _enter_after_hooks(begin, use))
@@ -224,7 +220,7 @@ class Runtime:
         except (EngineError, HangError):
             self.reset()  # the hooks of outer units must gather no more
             raise
-        self._stack.append(use)
+        self.stack.append(use)
         self._current[index] = use
         use.num_holders = None if torch.is_grad_enabled() else unit.num_holders()
         unit.swap_in()
@@ -253,22 +249,22 @@ class Runtime:
             self.scheduler.leave_recompute(index)
             return output
         use = self._current[index]
-        if use is None or use not in self._stack:
+        if use is None or use not in self.stack:
             return output
-        del self._stack[self._stack.index(use) :]
+        del self.stack[self.stack.index(use) :]
         looks = use.num_holders is not None or unit.keeps or not self.agreed
         if looks and unit.gathered and not has_modes():  # whose objects are no user's
             unit.find_views(self.units, use.num_holders)
         tensors = chain(tensors, in_attributes)
         training = torch.is_grad_enabled() and self.watch(index, tensors, is_inner=False)
-        if training and not (self._stack and self.agreed):  # a new order takes the slots of each
+        if training and not (self.stack and self.agreed):  # a new order takes the slots of each
             self._uses.add(use)
         try:
             unit.check_writes()
         finally:
             keeps = torch.is_grad_enabled()
             self._run(self.scheduler.leave_forward(index, training=training, keeps=keeps))
-            if not training and not self._stack:
+            if not training and not self.stack:
                 self._leave(settled=False)
                 if index == 0 and not torch.is_grad_enabled():
                     self._compare_gathers()
@@ -346,7 +342,7 @@ class Runtime:
         return found
 
     def _begin_step(self, index: int, *, stale: bool) -> None:
-        if self._task != -1 or self._stack or any(unit.swapped for unit in self.units):
+        if self._task != -1 or self.stack or any(unit.swapped for unit in self.units):
             self.close_interrupted()  # open since an exception; KeyboardInterrupt calls no hook
         self._recomputed = -1
         # No forward runs: from here on only graphs keep uses alive (`awaits_backward`).
@@ -476,7 +472,7 @@ class Runtime:
             self._run(self.scheduler.publish())
         nothing = self.gradients.begin_backward(self.units)
         home, sync = self.gradients.home, self.gradients.sync
-        stale = home.num_writes != self.num_writes and not self._stack  # p.data.mul_() since then
+        stale = home.num_writes != self.num_writes and not self.stack  # p.data.mul_() since then
         self.num_writes = home.num_writes
         reduce, self._retains = self.gradients.expects_any, keeps_graph()
         self.scheduler.begin_backward(
@@ -559,7 +555,7 @@ class Runtime:
         if self._task != -1:  # not after a forward: gradients that wait under no_sync are whole
             self.gradients.reset(self.units)
         self.scheduler.reset()
-        self._stack.clear()
+        self.stack.clear()
         self._current = [None] * len(self.units)
         self._task = self._recomputed = self._inner = -1
         if not self.observed.done:
