@@ -15,6 +15,7 @@ from fullshard.models.build import save_model
 from fullshard.models.config import config_from_settings, fit_to_tokenizer, quiet_libraries
 from fullshard.models.generate import SamplingSettings
 from fullshard.run.generation import Request, generate
+from support.sizes import sizes_of
 from support.text import seeded_text
 
 MIB = 1 << 20
@@ -79,14 +80,7 @@ def test_saving_takes_the_staging_copy_and_loading_one_tensor(ranks, tmp_path):
     assert max(ranks(3)(load_and_measure, tmp_path)) <= TENSOR + SLACK
 
 
-SIZES = {
-    "model_type": "llama",
-    "hidden_size": 512,
-    "intermediate_size": 1408,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 8,
-}
+SIZES = sizes_of(512, 1408, 8, 8, layers=12, model_type="llama")
 MATRIX, BLOCK = 4 * 512 * 1408, 4 * (4 * 512 * 512 + 3 * 512 * 1408)
 
 

@@ -5,8 +5,8 @@ import warnings
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
+from torch.distributed import get_rank as rank
 
 import fullshard as fs
 from fullshard.compat.fsdp1 import (
@@ -33,10 +33,6 @@ from support.compat import (
 from support.ranks import on_ranks
 
 BLOCKS = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={TransformerBlock})
-
-
-def rank():
-    return dist.get_rank()
 
 
 def wrapped(strategy="FULL_SHARD", **arguments):

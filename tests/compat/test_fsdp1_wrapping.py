@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import get_rank as rank
 from torch.distributed.device_mesh import init_device_mesh
 
 from fullshard.compat import fsdp1
@@ -27,10 +28,6 @@ from support.compat import (
 from support.ranks import on_ranks
 
 BLOCKS = ModuleWrapPolicy({TransformerBlock})
-
-
-def rank():
-    return dist.get_rank()
 
 
 @on_ranks(2)

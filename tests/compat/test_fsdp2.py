@@ -6,8 +6,8 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
+from torch.distributed import get_rank as rank
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -38,10 +38,6 @@ from support.compat import (
     train_alone,
 )
 from support.ranks import on_ranks
-
-
-def rank():
-    return dist.get_rank()
 
 
 def bottom_up(model, **settings):
@@ -80,8 +76,10 @@ def settings():
     assert model.state_dict()["head.weight"].to_local().shape == (7 - rank(), 16)
 
 
-def flattened_axes(sizes):
-    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp_replicate", "dp_shard", "cp", "tp"))
+@on_ranks(4)
+def test_several_data_parallel_axes_of_one_kind_are_flattened():
+    names = ("dp_replicate", "dp_shard", "cp", "tp")
+    mesh = init_device_mesh("cpu", (1, 2, 2, 1), mesh_dim_names=names)
     for dims, shape in (
         ({"shard": ("dp_shard", "cp"), "replicate": "dp_replicate"}, (1, 4)),
         ({"shard": "cp", "replicate": ("dp_replicate", "dp_shard")}, (2, 2)),
@@ -92,10 +90,6 @@ def flattened_axes(sizes):
         found = engine_of(model).plan.mesh
         assert (found.replicate, found.shard) == shape
         assert model.state_dict()["head.weight"].full_tensor().shape == (13, 16)
-
-
-def test_several_data_parallel_axes_of_one_kind_are_flattened(ranks):
-    ranks(4)(flattened_axes, (1, 2, 2, 1))
 
 
 def test_fully_shard_bottom_up_with_every_setting(ranks):

@@ -98,7 +98,9 @@ def test_distributed_checkpoints_of_fsdp2(ranks, tmp_path):
     ranks(2)(fsdp2_dcp, str(tmp_path / "dcp"))
 
 
-def fsdp1_dcp(folder):
+@on_ranks(2)
+def test_distributed_checkpoints_of_fsdp1(tmp_path):
+    folder = str(Path(tmp_path) / "dcp")
     model = FSDP(layers(), auto_wrap_policy=always_wrap_policy)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     step(model, optimizer)
@@ -116,10 +118,6 @@ def fsdp1_dcp(folder):
         optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, saved["optim"]))
     for param, theirs in zip(model.parameters(), wanted, strict=True):
         assert torch.equal(param.full_tensor(), theirs)
-
-
-def test_distributed_checkpoints_of_fsdp1(ranks, tmp_path):
-    ranks(2)(fsdp1_dcp, str(Path(tmp_path) / "dcp"))
 
 
 @on_ranks(2)

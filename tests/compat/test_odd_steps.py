@@ -8,16 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import get_rank as rank
 
 from fullshard.compat.fsdp1 import FullyShardedDataParallel as FSDP
 from fullshard.compat.fsdp1 import ModuleWrapPolicy, ShardingStrategy, always_wrap_policy
 from fullshard.compat.fsdp2 import fully_shard
 from support.compat import TOLERANCE, TransformerBlock, build, loss_of
 from support.ranks import on_ranks
-
-
-def rank():
-    return dist.get_rank()
 
 
 def bottom_up(model):

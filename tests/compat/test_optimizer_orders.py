@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import get_rank as rank
 
 from fullshard.compat.fsdp1 import FullyShardedDataParallel as FSDP
 from fullshard.compat.fsdp1 import ModuleWrapPolicy
@@ -14,10 +15,6 @@ from support.compat import TransformerBlock, assert_same_state, build, loss_of, 
 from support.ranks import on_ranks
 
 BLOCKS = ModuleWrapPolicy({TransformerBlock})
-
-
-def rank():
-    return dist.get_rank()
 
 
 def stepped(params, model):

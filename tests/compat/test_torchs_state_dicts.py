@@ -107,8 +107,10 @@ def test_the_recipe_for_distributed_checkpoints(ranks, tmp_path):
     ranks(2)(recipe, str(tmp_path / "dcp"))
 
 
-def in_the_background(folder):
+@on_ranks(2)
+def test_the_recipe_for_asynchronous_checkpoints(tmp_path):
     """The recipe for asynchronous saving: training goes on, what is written is what was."""
+    folder = str(tmp_path)
     for wrap in (FSDP, fully_shard):
         torch.manual_seed(0)
         model = wrap(ToyModel())
@@ -129,10 +131,6 @@ def in_the_background(folder):
         load({"app": AppState(other, twin)}, f"{name}_1")
         assert torch.equal(other.net2.weight.full_tensor(), wanted)
         assert torch.equal(step(other, twin), after)
-
-
-def test_the_recipe_for_asynchronous_checkpoints(ranks, tmp_path):
-    ranks(2)(in_the_background, str(tmp_path))
 
 
 def whole():
@@ -179,7 +177,10 @@ def kept_run(**settings):
     return model, optimizer, state
 
 
-def kept_state_follows(folder, kernel):
+@pytest.mark.parametrize("kernel", ["foreach", "fused"])  # a fused step counts no version
+@on_ranks(2)
+def test_a_kept_state_dict_follows_the_weights_as_torchs_do(tmp_path, kernel):
+    folder = tmp_path
     model, optimizer, state = kept_run(**{kernel: True})
     before = {name: value.full_tensor() for name, value in state.items()}
     step(model, optimizer)
@@ -197,8 +198,7 @@ def kept_state_follows(folder, kernel):
     for saved, values in (("kept", wanted), ("async", later)):
         read = {name: torch.zeros_like(value) for name, value in before.items()}
         dcp.load({"model": read}, checkpoint_id=folder / saved)
-        for name, value in values.items():
-            assert torch.equal(read[name], value), (saved, name)
+        torch.testing.assert_close(read, values, rtol=0, atol=0)
 
     # a checkpoint is read into the state dict, loaded, and saved from it after one more step
     dcp.load({"model": state}, checkpoint_id=folder / "kept")
@@ -218,11 +218,6 @@ def kept_state_follows(folder, kernel):
         assert again[name].to_local().data_ptr() == value.to_local().data_ptr(), name
     for name, param in model.named_parameters():
         assert torch.equal(again[name].full_tensor(), param.full_tensor()), name
-
-
-@pytest.mark.parametrize("kernel", ["foreach", "fused"])  # a fused step counts no version
-def test_a_kept_state_dict_follows_the_weights_as_torchs_do(ranks, tmp_path, kernel):
-    ranks(2)(kept_state_follows, tmp_path, kernel)
 
 
 @on_ranks(2)

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 import fullshard as fs
-from fullshard.engine.engine import ATTRIBUTE, engine_of
+from fullshard.engine.engine import engine_of, is_sharded
 from fullshard.planner.events import EventKind
 from support.grid import STRATEGIES, marked, prefetching
-from support.models import CASES, chain, mean_square, vectors
+from support.models import CASES, CHAIN, chain, mean_square, vectors
 from support.parity import (
     assert_parity,
     assert_planned_events,
@@ -28,18 +28,16 @@ RANKED = marked(
     itertools.product(STRATEGIES, (1, 2, 3)),
     lambda strategy, ranks: ranks == 2 and strategy != "shard_grad_op",
 )
-CHAIN = CASES["chain"]
 
 
-def deferring(model, yes=True):
+def deferring(model, yes=True, **how):
     """fs.no_sync where the model is sharded and `yes`; nothing in one process."""
-    return fs.no_sync(model) if yes and hasattr(model, ATTRIBUTE) else contextlib.nullcontext()
+    is_deferred = yes and is_sharded(model)
+    return fs.no_sync(model, **how) if is_deferred else contextlib.nullcontext()
 
 
-def micro_step(model, step, rank, micro, scale=1.0):
-    loss = CHAIN.loss(model(**CHAIN.batch(10 * step + micro, rank)))
-    (scale * loss).backward()
-    return loss.detach()
+def micro_step(model, step, rank, micro):
+    return CHAIN.work(model, 10 * step + micro, rank)
 
 
 # ---- which backwards defer -----------------------------------------------------------------------
@@ -105,28 +103,21 @@ def test_language_models_accumulate_as_in_one_process():
 # ---- what a deferred micro-batch alone has touched -----------------------------------------------
 
 
-def different_blocks(model, step, rank):
+def all_deferred_and_some_reduced(model, step, rank, some):
     """The reducing micro-batch skips blocks that the deferred one used."""
     with deferring(model):
-        mean_square(model(**vectors(10 * step, rank), order=(0, 1, 2, 3))).backward()
-    loss = mean_square(model(**vectors(10 * step + 1, rank), order=(0, 3)))
-    loss.backward()
-    return loss.detach()
+        micro_step(model, step, rank, 0)
+    return CHAIN.work(model, 10 * step + 1, rank, order=some)
 
 
-def only_deferred_reaches_the_blocks(model, step, rank):
-    """The reducing backward reaches the root's parameters alone."""
-    with deferring(model):
-        mean_square(model(**vectors(10 * step, rank))).backward()
-    loss = mean_square(model(**vectors(10 * step + 1, rank), order=()))
-    loss.backward()
-    return loss.detach()
+# Without blocks the reducing backward reaches the root's parameters alone.
+SOME = [partial(all_deferred_and_some_reduced, some=some) for some in ((0, 3), ())]
 
 
 @pytest.mark.parametrize(("strategy", "world_size"), RANKED)
 @on_ranks("world_size")
 def test_gradients_of_a_deferred_backward_alone_are_reduced_too(strategy):
-    for work in (different_blocks, only_deferred_reaches_the_blocks):
+    for work in SOME:
         assert_parity(chain, work, {"strategy": strategy}, kinds=("adamw",))
 
 
@@ -140,7 +131,7 @@ def as_many_as_the_rank(model, step, rank, with_dummies):
     backward gathers too, a micro-batch that does not count is scaled by zero.
     """
     for micro in range(3):
-        if hasattr(model, ATTRIBUTE):
+        if is_sharded(model):
             with fs.no_sync(model):
                 loss = CHAIN.loss(model(**CHAIN.batch(10 * step + micro, rank)))
                 if micro <= rank:
@@ -181,29 +172,30 @@ def test_replicas_may_leave_micro_batches_out():
 # ---- events and memory ---------------------------------------------------------------------------
 
 
-def events_of(defers):
-    """How often a unit's gradients were reduced and deferred in the third step."""
+UNITS = 5  # the root and four blocks
+
+
+@pytest.mark.parametrize(
+    ("defers", "wanted"),
+    [
+        ((False, False, False), [3 * UNITS, 3 * UNITS, 0, 3]),
+        ((True, True, False), [UNITS, UNITS, 2 * UNITS, 1]),
+        ((False, True, False), [2 * UNITS, 2 * UNITS, UNITS, 2]),
+    ],
+)
+@on_ranks(2)
+def test_a_deferred_backward_reduces_nothing_and_settles_nothing(defers, wanted):
     model = fs.shard(chain(), poison=True)
     engine = engine_of(model)
     for step in range(3):
         engine.recorder.clear()
         accumulate(model, step, dist.get_rank(), defers)
     counts = Counter(event.kind for event in engine.recorder.events())
+    kinds = (EventKind.REDUCE, EventKind.ACCUMULATE, EventKind.DEFER, EventKind.SETTLE)
+    assert [counts[kind] for kind in kinds] == wanted
     engine.recorder.clear()
     CHAIN.work(model, 9, dist.get_rank())
     assert_planned_events(model, engine.runtime.step - 1)
-    kinds = (EventKind.REDUCE, EventKind.ACCUMULATE, EventKind.DEFER, EventKind.SETTLE)
-    return [counts[kind] for kind in kinds]
-
-
-def test_a_deferred_backward_reduces_nothing_and_settles_nothing(ranks):
-    units = 5  # the root and four blocks
-    for defers, wanted in {
-        (False, False, False): [3 * units, 3 * units, 0, 3],
-        (True, True, False): [units, units, 2 * units, 1],
-        (False, True, False): [2 * units, 2 * units, units, 2],
-    }.items():
-        assert ranks(2)(events_of, defers) == [wanted] * 2
 
 
 @pytest.mark.parametrize(
@@ -241,11 +233,10 @@ def test_deferred_gradients_are_whole_in_the_accumulate_dtype_and_freed(settings
 
 def outer_waits(model, step, rank):
     """Two micro-batches whose sum over replicas waits for the third."""
-    case, losses = CASES["chain"], []
+    losses = []
     for micro in range(3):
-        waits = hasattr(model, "_fullshard") and micro < 2
-        with fs.no_sync(model, outer_only=True) if waits else contextlib.nullcontext():
-            losses.append(case.work(model, 10 * step + micro, rank))
+        with deferring(model, micro < 2, outer_only=True):
+            losses.append(micro_step(model, step, rank, micro))
     return torch.stack(losses).sum()
 
 
@@ -263,19 +254,9 @@ def outer_waits_beside_kept_gradients(model, step, rank):
 def test_sums_wait_for_replicas_while_the_caller_keeps_gradients():
     try:
         settings = {"strategy": "no_shard"}
-        assert_parity(CASES["chain"].build, outer_waits_beside_kept_gradients, settings)
+        assert_parity(CHAIN.build, outer_waits_beside_kept_gradients, settings)
     finally:
         KEPT.clear()
-
-
-def check_outer(settings):
-    case = CASES["chain"]
-    model = assert_parity(case.build, outer_waits, settings)
-    ring = engine_of(model).recorder.events(2)
-    kinds = Counter(event.kind for event in ring)
-    sent = [event.num_bytes for event in ring if event.kind is EventKind.REDUCE]
-    stats = fs.memory_stats(model)
-    return kinds, sent, stats["deferred_gradients"], stats["gradient_shards"]["now"]
 
 
 @pytest.mark.parametrize(
@@ -287,16 +268,19 @@ def check_outer(settings):
         pytest.param("c10d", "ordered", marks=SLOW),
     ],
 )
-def test_the_sum_over_replicas_may_wait_alone(ranks, transport, reduction):
-    settings = {"strategy": "hybrid_shard", "replicate": 2, "transport": transport}
-    for kinds, sent, deferred, shards in ranks(4)(
-        check_outer, {**settings, "reduction": reduction}, timeout=100
-    ):
-        units = kinds[EventKind.REDUCE] // 3
-        assert kinds[EventKind.DEFER] == 0
-        assert kinds[EventKind.SETTLE] == 1
-        assert sum(sent[:units]) < sum(sent[-units:])  # the last one also goes across
-        assert deferred == {"now": 0, "peak": shards}
+@on_ranks(4, timeout=100)
+def test_the_sum_over_replicas_may_wait_alone(transport, reduction):
+    settings = {"transport": transport, "reduction": reduction, "replicate": 2}
+    model = assert_parity(CHAIN.build, outer_waits, {"strategy": "hybrid_shard", **settings})
+    ring = engine_of(model).recorder.events(2)
+    kinds = Counter(event.kind for event in ring)
+    sent = [event.num_bytes for event in ring if event.kind is EventKind.REDUCE]
+    assert (kinds[EventKind.DEFER], kinds[EventKind.SETTLE]) == (0, 1)
+    assert sum(sent[:UNITS]) < sum(sent[-UNITS:])  # the last one also goes across
+    assert len(sent) == 3 * UNITS
+    stats = fs.memory_stats(model)
+    shards = stats["gradient_shards"]["now"]
+    assert stats["deferred_gradients"] == {"now": 0, "peak": shards}
 
 
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=SLOW), 2])
@@ -304,4 +288,4 @@ def test_the_sum_over_replicas_may_wait_alone(ranks, transport, reduction):
 def test_nothing_is_lost_where_no_sum_over_replicas_waits():
     for strategy in ("full_shard", "no_shard"):
         for mixed in ({}, {"strategies": {"blocks.1": "no_shard"}}):
-            assert_parity(CASES["chain"].build, outer_waits, {"strategy": strategy, **mixed})
+            assert_parity(CHAIN.build, outer_waits, {"strategy": strategy, **mixed})

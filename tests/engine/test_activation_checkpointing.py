@@ -11,49 +11,41 @@ import fullshard as fs
 from fullshard.compat.fsdp2 import apply_activation_checkpointing
 from fullshard.engine.engine import engine_of
 from fullshard.errors import ConfigError, EngineError, WrapError
+from support.grid import STRATEGIES
 from support.models import CASES, LLAMA, Chain, hugging_face, perturbed
-from support.parity import train_sharded
 from support.ranks import on_ranks
+from support.recompute import assert_bits, trained
 
 KINDS = ("block", "selective", "every_2")
 WRAPS = ("auto", "none", ["LlamaDecoderLayer", "LlamaMLP"])
 
 
-def run(case, settings):
-    torch.manual_seed(dist.get_rank())  # dropout's numbers
-    model, steps = train_sharded(case.build, case.work, settings, num_steps=2)
-    return engine_of(model), steps
+HYBRID = {"strategy": "hybrid_shard", "replicate": 2}
 
 
-def check_bits(name, settings):
-    """Every step has the bits of the same run without recompute."""
-    case = CASES[name]
-    _, wanted = run(case, settings)
+@pytest.mark.parametrize(
+    ("world_size", "settings"),
+    [
+        *((2, {"strategy": strategy}) for strategy in STRATEGIES),
+        *((2, {"wrap": wrap}) for wrap in WRAPS[:2]),
+        pytest.param(2, {"wrap": WRAPS[2]}, marks=pytest.mark.long),
+        pytest.param(4, HYBRID, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+@on_ranks("world_size", timeout=100)
+def test_recompute_gives_the_bits_of_no_recompute(settings):
+    case, plans = CASES["llama"], []
+    settings = {"transport": "direct", **settings}
+    wanted = trained(case.build, case.work, settings)
+
+    def note(model):
+        plans.append(engine_of(model).plan)
+
     for kind in KINDS:
-        engine, found = run(case, {**settings, "activation_checkpointing": kind})
-        assert len(engine.plan.recompute) == (2 if kind == "every_2" else 3)
-        for ours, theirs in zip(found, wanted, strict=True):
-            assert torch.equal(ours.losses[0], theirs.losses[0]), kind
-            for key, gradient in theirs.gradients.items():
-                assert torch.equal(ours.gradients[key], gradient), (kind, key)
-            for key, param in theirs.params.items():
-                assert torch.equal(ours.params[key], param), (kind, key)
-
-
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
-def test_recompute_gives_the_bits_of_no_recompute(ranks, strategy):
-    ranks(2)(check_bits, "llama", {"strategy": strategy}, timeout=100)
-
-
-@pytest.mark.short(2)
-@pytest.mark.parametrize("wrap", WRAPS)
-def test_recompute_gives_the_same_bits_with_any_units(ranks, wrap):
-    ranks(2)(check_bits, "llama", {"wrap": wrap}, timeout=100)
-
-
-@pytest.mark.slow
-def test_recompute_gives_the_same_bits_on_hybrid_meshes(ranks):
-    ranks(4)(check_bits, "llama", {"strategy": "hybrid_shard", "replicate": 2}, timeout=100)
+        given = {**settings, "activation_checkpointing": kind}
+        assert_bits(trained(case.build, case.work, given, after=note), wanted)
+    assert [len(plan.recompute) for plan in plans] == [3, 3, 2]
 
 
 CACHES = {  # of models whose blocks get the cache by name and by place
@@ -104,14 +96,9 @@ def saved_bytes(kind):
     return saved.num_bytes
 
 
-def test_recompute_keeps_less(ranks):
-    (found,) = zip(*ranks(1)(all_saved_bytes), strict=True)
-    none, block, every = found[0]
+def test_recompute_keeps_less():
+    none, block, every = map(saved_bytes, ("none", "block", "every_2"))
     assert block < every < none
-
-
-def all_saved_bytes():
-    return [[saved_bytes(kind) for kind in ("none", "block", "every_2")]]
 
 
 SPELLINGS = ("gradient_checkpointing_enable", "activation_checkpointing_enable")

@@ -9,7 +9,7 @@ from torch import nn
 
 import fullshard as fs
 from support.ranks import on_ranks
-from support.scripts import Run, compare, error_of
+from support.scripts import compare, counted, error_of, sharded_run
 
 ORDERS = [1.0, 2.0, 3.0, math.inf]
 CLIP = 0.05  # below every norm that occurs, so that clipping changes the weights
@@ -203,28 +203,13 @@ def test_a_line_of_torch_gives_what_one_process_gives(name):
     compare(partial(trained, clip=LINES[name]))
 
 
-def patched_counter(patch, name):
-    """A list that grows by one with each call of torch's function."""
-    original, calls = getattr(torch, name), []
-
-    def call(*args, **kwargs):
-        calls.append(1)
-        return original(*args, **kwargs)
-
-    patch.setattr(torch, name, call)
-    return calls
-
-
 @on_ranks(2)
 def test_torchs_clipping_takes_its_foreach_path():
-    run = Run(2, torch.distributed.get_rank())
-    model = run.shard(run.model())
+    run, model = sharded_run()
     run.loss(model, 0).backward()
-    names = ("_foreach_norm", "_foreach_mul_")
-    with pytest.MonkeyPatch.context() as patch:
-        counts = [patched_counter(patch, name) for name in names]
+    with counted("_foreach_norm", "_foreach_mul_") as calls:
         clip_norm(model)
-    assert [len(count) for count in counts] == [1, 1]
+    assert [call.call_count for call in calls.values()] == [1, 1]
 
 
 # ---- ours -------------------------------------------------------------------------------------
@@ -288,16 +273,14 @@ def test_parameters_that_are_left_out_take_part_in_clipping(ranks, ours):
 @on_ranks(2)
 def test_a_gradient_that_is_left_out_is_clipped_without_others():
     """Norms of the only gradient, of a parameter that is left out, before any backward."""
-    run = Run(torch.distributed.get_world_size(), torch.distributed.get_rank())
-    model = run.shard(run.model(), ignore=["scale"])
+    _, model = sharded_run(ignore=["scale"])
     model.scale.grad = torch.full_like(model.scale, 3.0)
     assert {fs.clip_grad_norm_(model, 10.0, order).item() for order in ORDERS} == {3.0}
 
 
 def clip_beside_unequal_gradients():
     """One rank alone has a gradient of a parameter that is left out, and a large one."""
-    run = Run(torch.distributed.get_world_size(), torch.distributed.get_rank())
-    model = run.shard(run.model(), ignore=["scale"])
+    run, model = sharded_run(ignore=["scale"])
     run.loss(model, 0).backward()
     model.scale.grad = torch.full_like(model.scale, 100.0) if run.rank == 0 else None
     return fs.clip_grad_norm_(model, CLIP).item(), fs.global_norm([model.head.weight.grad]).item()
@@ -330,8 +313,7 @@ def test_global_norm_is_the_norm_of_the_whole(ranks):
 
 @on_ranks(2)
 def test_the_global_norm_has_what_one_rank_alone_wrote():
-    run = Run(2, torch.distributed.get_rank())
-    model = run.shard(run.model())
+    run, model = sharded_run()
     run.loss(model, 0).backward()
     grads = [p.grad for p in model.parameters() if p.grad is not None]
     if torch.distributed.get_rank() == 1:
@@ -343,27 +325,20 @@ def test_the_global_norm_has_what_one_rank_alone_wrote():
 
 @on_ranks(2)
 def test_without_gradients_the_norm_is_zero():
-    run = Run(2, torch.distributed.get_rank())
-    model = run.shard(run.model())
+    _, model = sharded_run()
     norm = fs.clip_grad_norm_(model, 1.0)
     assert (norm.item(), type(norm).__name__, norm.dim()) == (0.0, "Tensor", 0)
 
 
-def not_finite():
-    run = Run(2, torch.distributed.get_rank())
-    model = run.shard(run.model())
+@on_ranks(2)
+def test_a_norm_that_is_not_finite_is_said_on_every_rank():
+    run, model = sharded_run()
     (run.loss(model, 0) * math.inf).backward()
     params = list(model.parameters())
     strict = partial(nn_utils.clip_grad_norm_, params, 1.0, error_if_nonfinite=True)
-    texts = [error_of(strict), str(fs.clip_grad_norm_(model, 1.0))]
-    return [*texts, str(all(p.grad.isnan().to_local().all() for p in params if p.grad is not None))]
-
-
-def test_a_norm_that_is_not_finite_is_said_on_every_rank(ranks):
-    texts = ranks(2)(not_finite)
-    assert texts[0] == texts[1]
-    assert "The total norm of order 2.0 for gradients" in texts[0][0]
-    assert texts[0][1:] == ["tensor(nan, dtype=torch.float64)", "True"]
+    assert "The total norm of order 2.0 for gradients" in error_of(strict)
+    assert str(fs.clip_grad_norm_(model, 1.0)) == "tensor(nan, dtype=torch.float64)"
+    assert all(p.grad.isnan().to_local().all() for p in params if p.grad is not None)
 
 
 # ---- several models ---------------------------------------------------------------------------
@@ -429,8 +404,7 @@ def test_a_norm_after_a_fused_step_is_that_of_the_unscaled_gradients(ranks):
 def log_on_rank_zero_only():
     """Norms between backward and step, on one rank, in every spelling that needs no collective."""
     rank = torch.distributed.get_rank()
-    run = Run(2, rank)
-    model = run.shard(run.model())
+    run, model = sharded_run()
     run.loss(model, 0).backward()
     norms = None
     if rank == 0:

@@ -1,5 +1,6 @@
 """Blocks compiled by torch.compile: one process's numbers, and nothing compiled twice."""
 
+import contextlib
 import warnings
 from dataclasses import replace
 
@@ -12,7 +13,7 @@ from torch._dynamo.utils import counters
 
 import fullshard as fs
 from fullshard.engine.unit import AWAY
-from support.models import CASES
+from support.models import CHAIN, chain
 from support.parity import assert_planned_events, assert_same, finish_step
 from support.reference import make_optimizer, train_alone
 
@@ -36,18 +37,20 @@ def without_wrapper(tensors):
     return {name.replace("_orig_mod.", ""): value for name, value in tensors.items()}
 
 
-def check(how, early, strategy, backend):
+@contextlib.contextmanager
+def compiling():
+    """Nothing that was compiled before stays, and nothing of it afterwards."""
+    torch._dynamo.reset()
     with warnings.catch_warnings():  # the compiler asks activations for their .grad
         warnings.simplefilter("ignore", DeprecationWarning)  # of its own imports
         warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not")
-        check_quietly(how, early, strategy, backend)
+        yield
     torch._dynamo.reset()
 
 
-def check_quietly(how, early, strategy, backend):
-    torch._dynamo.reset()
-    case = CASES["chain"]
-    model = case.build()
+@compiling()
+def check(how, early, strategy, backend):
+    model = chain()
     if early:
         HOW[how](model.blocks, backend)
     fs.shard(model, poison=True, strategy=strategy, wrap="auto")
@@ -56,16 +59,15 @@ def check_quietly(how, early, strategy, backend):
     optimizer = make_optimizer("adamw", model.parameters())
     steps, graphs = [], []
     for step in range(NUM_STEPS):
-        loss = case.work(model, step, dist.get_rank())
+        loss = CHAIN.work(model, step, dist.get_rank())
         done = finish_step(model, optimizer, [loss])
         gradients, params = without_wrapper(done.gradients), without_wrapper(done.params)
         steps.append(replace(done, gradients=gradients, params=params))
         graphs.append(counters["stats"]["unique_graphs"])
     assert graphs[0] > 0, "nothing was compiled"
     assert graphs[0] == graphs[-1], graphs
-    wanted = train_alone(
-        case.build, case.work, world_size=dist.get_world_size(), kind="adamw", num_steps=NUM_STEPS
-    )
+    size = dist.get_world_size()
+    wanted = train_alone(chain, CHAIN.work, world_size=size, kind="adamw", num_steps=NUM_STEPS)
     assert_same(steps, wanted)
     if how == "in place":
         assert_planned_events(model, NUM_STEPS - 1)
@@ -112,21 +114,17 @@ class Leaky(nn.Module):
         return self.down(halfway)
 
 
+@compiling()
 def gradient_of_what_was_left(*, broken, hidden=False):
     """Of a loss of what the first of four blocks left alone: its slot holds the third by then."""
-    torch._dynamo.reset()
     LEAKED.clear()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), *(Leaky(broken=broken, hidden=hidden) for _ in range(4)))
     fs.shard(model, wrap=["Leaky"], transport="fake", shard=2, poison=True)
     for block in model[1:]:
         block.compile(backend="aot_eager")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not")
-        model(torch.ones(2, 4))
-        (LEAKED[0] if hidden else model[1].kept).square().sum().backward()
-    torch._dynamo.reset()
+    model(torch.ones(2, 4))
+    (LEAKED[0] if hidden else model[1].kept).square().sum().backward()
     return model[0].weight.grad.to_local()
 
 
@@ -140,21 +138,17 @@ def test_what_leaves_a_broken_graph_in_its_middle_is_an_error():
         gradient_of_what_was_left(broken=True, hidden=True)
 
 
+@compiling()
 def test_equal_blocks_share_one_graph():
     """More blocks than torch compiles variants of one function (8) before it gives up."""
-    torch._dynamo.reset()
     model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)) for _ in range(10)))
     fs.shard(model, wrap=lambda module: module in list(model), transport="fake", shard=2)
     for block in model:
         block.compile(backend="aot_eager")
     before = counters["stats"]["unique_graphs"]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not")
-        for _ in range(2):
-            model(torch.ones(2, 4, requires_grad=True)).sum().backward()
+    for _ in range(2):
+        model(torch.ones(2, 4, requires_grad=True)).sum().backward()
     assert counters["stats"]["unique_graphs"] - before == 1
-    torch._dynamo.reset()
 
 
 def stepped(*, compiled):

@@ -11,7 +11,7 @@ import fullshard as fs
 from fullshard.engine.engine import engine_of
 from fullshard.errors import ConfigError
 from fullshard.planner.events import EventKind
-from support.models import CASES, Chain, float32_batch, float32_model, perturbed, vectors
+from support.models import CASES, CHAIN, Chain, float32_batch, float32_model, perturbed, vectors
 from support.parity import (
     assert_planned_events,
     unlike_gradients,
@@ -48,41 +48,31 @@ def emulated_gradients(name, world_size):
     case, whole, total = CASES[name], float32_model(name), {}
     for rank in range(world_size):
         model = mixed(whole)
-        inputs = float32_batch(name, 0, rank)
-        inputs = {k: v.to(BF16) if v.is_floating_point() else v for k, v in inputs.items()}
-        case.loss(model(**inputs)).backward()
+        case.loss(model(**float32_batch(name, 0, rank, BF16))).backward()
         for key, param in model.named_parameters():
             total[key] = total.get(key, 0.0) + param.grad.float()
     return {key: value / world_size for key, value in total.items()}
 
 
-def gathers(engine):
-    return [e.unit for e in engine.recorder.events(0) if e.kind is EventKind.GATHER]
-
-
-def check_fp32_modules(name, settings):
-    case = CASES[name]
+@pytest.mark.parametrize("transport", ["direct", "c10d"])
+@pytest.mark.parametrize("name", ["chain", "tied llama"])
+@on_ranks(2)
+def test_modules_in_float32_have_the_bits_of_an_emulation(name, transport):
     wanted = emulated_gradients(name, dist.get_world_size())
-    model = fs.shard(float32_model(name), param_dtype="bf16", poison=True, **settings)
+    settings = {"fp32_modules": "*norm*", "transport": transport, "poison": True}
+    model = fs.shard(float32_model(name), param_dtype="bf16", **settings)
     engine = engine_of(model)
     calls, fetch = [], engine.transport.fetch
     engine.transport.fetch = lambda fulls, unit="": calls.append(len(fulls)) or fetch(fulls, unit)
-    case.loss(model(**float32_batch(name, 0, dist.get_rank()))).backward()
+    CASES[name].loss(model(**float32_batch(name, 0, dist.get_rank()))).backward()
+    own = list(calls)  # whole_gradients uses an exchange of its own
     found = whole_gradients(model)
     wrong = [key for key in wanted if not torch.equal(found[key], wanted[key])]
     assert not wrong, wrong
     assert_planned_events(model, 0)
-    return calls, gathers(engine)
-
-
-@pytest.mark.parametrize("transport", ["direct", "c10d"])
-@pytest.mark.parametrize("name", ["chain", "tied llama"])
-def test_modules_in_float32_have_the_bits_of_an_emulation(ranks, name, transport):
-    found = ranks(2)(check_fp32_modules, name, {"fp32_modules": "*norm*", "transport": transport})
-    for calls, units in found:
-        own = calls[: len(units)]  # whole_gradients comes after them and uses its own exchange
-        assert len(own) == len(units)  # one collective for both dtypes
-        assert 2 in own
+    gathers = [e.unit for e in engine.recorder.events(0) if e.kind is EventKind.GATHER]
+    assert len(own) == len(gathers)  # one collective for both dtypes
+    assert 2 in own
 
 
 def test_a_module_that_is_not_there_is_refused():
@@ -97,14 +87,13 @@ def test_a_module_that_is_not_there_is_refused():
 @on_ranks(2)
 def test_bf16_masters_accumulate_in_float32(strategy):
     """Two backwards, then a step: sums in float32, cast once."""
-    case, rank, size = CASES["chain"], dist.get_rank(), dist.get_world_size()
+    case, rank, size = CHAIN, dist.get_rank(), dist.get_world_size()
     whole = float32_model("chain").to(BF16)
     sums = {key: torch.zeros_like(p, dtype=FP32) for key, p in whole.named_parameters()}
     for step in range(2):
         total = {key: torch.zeros_like(value) for key, value in sums.items()}
         for other in range(size):
-            inputs = {k: v.to(BF16) for k, v in float32_batch("chain", step, other).items()}
-            case.loss(whole(**inputs)).backward()
+            case.loss(whole(**float32_batch("chain", step, other, BF16))).backward()
             for key, param in whole.named_parameters():
                 total[key] += param.grad.float()
                 param.grad = None
@@ -112,14 +101,14 @@ def test_bf16_masters_accumulate_in_float32(strategy):
             sums[key] += total[key] / size
     model = fs.shard(float32_model("chain"), master_dtype="bf16", strategy=strategy, poison=True)
     for step in range(2):
-        case.loss(model(x=float32_batch("chain", step, rank)["x"].to(BF16))).backward()
+        case.loss(model(**float32_batch("chain", step, rank, BF16))).backward()
     assert all(p.dtype is BF16 and p.grad.dtype is BF16 for p in model.parameters())
     found = whole_gradients(model)
     for key, value in sums.items():
         assert torch.equal(found[key], value.to(BF16)), key
     for param in model.parameters():
         param.grad.mul_(0.5)  # a change of what is shown counts
-    case.loss(model(x=float32_batch("chain", 0, rank)["x"].to(BF16))).backward()
+    case.loss(model(**float32_batch("chain", 0, rank, BF16))).backward()
     norm = fs.clip_grad_norm_(model, 1e-3)
     assert norm > 1e-3
     clipped = fs.global_norm([p.grad for p in model.parameters()])

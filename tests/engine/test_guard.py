@@ -8,24 +8,20 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed import get_rank as rank
 from torch.nn import functional
 
 import fullshard as fs
 from fullshard.engine.parameter import ShardedGradient, ShardedParameter, ShardedTensor
 from support.ranks import on_ranks
-from support.scripts import Run, Tiny, compare, error_of
+from support.scripts import Run, Tiny, compare, error_of, sharded_run
 
 Function = Callable[[torch.Tensor], Any]
 
 
-def rank():
-    return torch.distributed.get_rank()
-
-
 def trained(**config):
     """A sharded model after a backward."""
-    run = Run(torch.distributed.get_world_size(), rank())
-    model = run.shard(run.model(), **config)
+    run, model = sharded_run(**config)
     run.loss(model, 0).backward()
     return run, model
 
@@ -419,7 +415,15 @@ def test_finite_gradients_and_sums_of_squares_are_known_on_one_rank_alone():
                 torch.testing.assert_close(p.grad.pow(2).sum(), p.grad.norm() ** 2)
 
 
-def asked_alone(num_steps):
+@pytest.mark.parametrize(
+    ("num_steps", "said"),
+    [
+        (1, "expected the same call on every rank"),  # the other one asks for the order of units
+        (2, "where this rank has not been"),
+    ],
+)
+@on_ranks(2)
+def test_a_question_that_one_rank_asks_alone_is_refused_on_all(num_steps, said):
     """Rank 0 asks for what no rank knows by itself; the other goes on to its next forward."""
     run, model = trained()
     for _ in range(num_steps - 1):
@@ -430,14 +434,7 @@ def asked_alone(num_steps):
             model.head.weight.detach().abs().mean()
         run.loss(model, 1).backward()
 
-    return error_of(ask_and_train)
-
-
-def test_a_question_that_one_rank_asks_alone_is_refused_on_all(ranks):
-    for text in ranks(2)(asked_alone, 1):  # the other one asks for the order of units
-        assert "expected the same call on every rank" in text
-    for text in ranks(2)(asked_alone, 2):
-        assert "where this rank has not been" in text
+    assert said in error_of(ask_and_train)
 
 
 @on_ranks(2)

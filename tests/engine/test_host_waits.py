@@ -15,7 +15,7 @@ import fullshard as fs
 from fullshard.engine import engine, norms
 from fullshard.engine import step as stepping
 from fullshard.transport import base, streams
-from support.models import CASES
+from support.models import CHAIN
 from support.ranks import on_ranks
 
 WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "item", "is_nonzero"}
@@ -125,7 +125,7 @@ CLIPS = {
 )
 @on_ranks(2)
 def test_no_step_waits_for_its_device(settings, clip):
-    case = CASES["chain"]
+    case = CHAIN
     model = fs.shard(case.build(), **settings)
     elementwise = partial(torch.optim.SGD, lr=1e-3, momentum=0.9, foreach=True)
     optimizer = elementwise(model.parameters())

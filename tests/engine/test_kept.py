@@ -17,7 +17,7 @@ from fullshard.engine.attributes import MAX_ITEMS, ModuleTensors, own_modules
 from fullshard.engine.engine import engine_of
 from fullshard.errors import ShardedTensorError, SlotError
 from support.grid import chequered
-from support.models import perturbed
+from support.models import backward_of, perturbed
 from support.parity import assert_parity, unlike_gradients
 from support.ranks import on_ranks
 
@@ -63,9 +63,7 @@ def backward(model, step, rank):
     generator = torch.Generator().manual_seed(10 * step + rank)
     output = model(torch.randn(4, WIDTH, generator=generator, dtype=torch.float64))
     kept = [block.router.loss() for block in list(model)[:5]]
-    loss = kept[0] + kept[2] if step == 1 else output.square().mean() + sum(kept)
-    loss.backward()
-    return loss.detach()
+    return backward_of(kept[0] + kept[2] if step == 1 else output.square().mean() + sum(kept))
 
 
 @pytest.mark.parametrize("how", ["tensor", "list", "mapping"])

@@ -12,6 +12,7 @@ from torch import nn
 import fullshard as fs
 from fullshard.engine.engine import engine_of
 from fullshard.errors import ShardedTensorError
+from support.ranks import on_ranks
 
 
 def _trained(transport):
@@ -24,24 +25,16 @@ def _trained(transport):
     return model
 
 
-def delete_models(transport):
-    """Which engines are alive after their models went, and how many threads there are then."""
-    alive, threads = [], []
+@pytest.mark.parametrize("transport", ["direct", "c10d"])
+@on_ranks(2)
+def test_deleted_model_is_freed_with_its_groups_and_threads(transport):
+    threads = []
     for _ in range(3):
-        model = _trained(transport)
-        engine = weakref.ref(engine_of(model))
-        del model
+        engine = weakref.ref(engine_of(_trained(transport)))
         gc.collect()
-        alive.append(engine() is not None)
+        assert engine() is None
         threads.append(len(list(Path("/proc/self/task").iterdir())))
-    return alive, threads
-
-
-def test_deleted_model_is_freed_with_its_groups_and_threads(ranks):
-    for transport in ("direct", "c10d"):
-        for alive, threads in ranks(2)(delete_models, transport):
-            assert alive == [False, False, False]
-            assert threads[1] == threads[2], threads
+    assert threads[1] == threads[2], threads
 
 
 def test_deleted_model_is_freed_without_a_process_group():

@@ -15,16 +15,11 @@ from typing import Any
 import pytest
 
 from support.memory_groups import MIB, memory_group
+from support.sizes import sizes_of
 
 LIMIT_MIB = 560  # modules: about 360; slots and buffers: 77; weights would be 204 more
 ROOT = Path(__file__).parents[2]
-SIZES = {
-    "hidden_size": 512,
-    "intermediate_size": 1408,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 8,
-    "vocab_size": 2048,
-}
+SIZES = sizes_of(512, 1408, 8, 8, vocab_size=2048)
 NUM_LAYERS = 16
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="cgroups are Linux's")

@@ -32,7 +32,12 @@ def first_half(model):
     return found
 
 
-def check(transport, order, folder):
+@pytest.mark.parametrize(
+    ("transport", "order"), chequered(["c10d", "direct", "shared"], [ORDER, FALLING]), ids=str
+)
+@on_ranks(4)
+def test_shard_groups_are_those_of_the_mesh(transport, order, tmp_path):
+    folder = str(tmp_path / "saved")
     mesh = device_mesh(order)
     wrap = partial(fs.shard, mesh=mesh, strategy="hybrid_shard", wrap=["TransformerBlock"])
     model = assert_trains_as_one(lambda net: wrap(net, transport=transport, poison=True))
@@ -42,13 +47,6 @@ def check(transport, order, folder):
     fs.load(folder, other)
     for one, two in zip(model.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(one.full_tensor(), two.full_tensor(), rtol=0, atol=0)
-
-
-@pytest.mark.parametrize(
-    ("transport", "order"), chequered(["c10d", "direct", "shared"], [ORDER, FALLING]), ids=str
-)
-def test_shard_groups_are_those_of_the_mesh(ranks, tmp_path, transport, order):
-    ranks(4)(check, transport, order, str(tmp_path / "saved"))
 
 
 def refused_where_torch_sorts(order):

@@ -51,9 +51,9 @@ def make(kind, **fields):
     return auto.from_config(config)
 
 
-def on_meta(kind):
+def on_meta(build, *args):
     with torch.device("meta"):
-        return make(kind)
+        return build(*args)
 
 
 def seeded(build, *args):
@@ -73,25 +73,17 @@ def assert_equal_to(model, whole, buffers=True):
             assert torch.equal(buffer, theirs[name]), name
 
 
-def check_initialised(kind):
+@pytest.mark.parametrize(
+    ("kind", "world_size"), [*((kind, 2) for kind in KINDS), ("llama", 1), ("llama", 3)]
+)
+@on_ranks("world_size")
+def test_hugging_face_models_are_initialised_as_unsharded(kind):
     whole = seeded(make, kind)
-    torch.manual_seed(3)
-    with torch.device("meta"):
-        model = make(kind)
+    model = seeded(on_meta, make, kind)
     ids = {name: id(param) for name, param in model.named_parameters()}
     fs.shard(model, poison=True)
     assert {name: id(param) for name, param in model.named_parameters()} == ids
     assert_equal_to(model, whole)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_hugging_face_models_are_initialised_as_unsharded(ranks, kind):
-    ranks(2)(check_initialised, kind)
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_any_number_of_ranks_initialises_the_same_weights(ranks, world_size):
-    ranks(world_size)(check_initialised, "llama")
 
 
 class Own(nn.Module):
@@ -139,8 +131,7 @@ def test_modules_of_ones_own_are_initialised_as_unsharded(build):
     whole = seeded(build)
     if hasattr(whole, "init_weights"):  # alone, as after model.to_empty(), without constructors
         seeded(whole.init_weights)
-    with torch.device("meta"):
-        model = build()
+    model = on_meta(build)
     torch.manual_seed(3)
     fs.shard(model)
     assert_equal_to(model, whole)
@@ -156,15 +147,13 @@ class Forgotten(nn.Module):
 
 
 def test_what_is_left_uninitialised_is_named():
-    with torch.device("meta"):
-        model = Forgotten()
+    model = on_meta(Forgotten)
     with pytest.raises(UnsupportedModelError, match="scale: expected a model on meta"):
         fs.shard(model)
 
 
 def test_a_weak_reference_to_a_parameter_on_meta_is_refused():
-    with torch.device("meta"):
-        model = nn.Linear(4, 4)
+    model = on_meta(nn.Linear, 4, 4)
     reference = weakref.ref(model.weight)
     with pytest.raises(UnsupportedModelError, match=r"weight: .*weak reference"):
         fs.shard(model)
@@ -173,8 +162,7 @@ def test_a_weak_reference_to_a_parameter_on_meta_is_refused():
 
 def check_read(folder, strategy):
     whole = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(whole.config)
+    model = on_meta(transformers.AutoModelForCausalLM.from_config, whole.config)
     torch.manual_seed(dist.get_rank())  # reading draws nothing
     fs.shard(model, weights=folder, strategy=strategy)
     assert_equal_to(model, whole)
@@ -206,7 +194,7 @@ def test_quantized_weights_are_not_taken_for_values(tmp_path):
     stored = load_file(tmp_path / "model.safetensors")
     name = "model.layers.0.mlp.experts.1.down_proj.weight"
     coded = {**stored, name: stored[name].to(torch.float8_e4m3fn)}
-    model = on_meta("qwen3_moe")
+    model = on_meta(make, "qwen3_moe")
     save_file(coded, tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match=r"expected .*down_proj in floating point; .* F8_E4M3"):
         fs.shard(model, weights=tmp_path)
@@ -228,21 +216,21 @@ def test_an_expert_that_is_not_in_the_files_is_missed(tmp_path, lost):
     assert len(kept) == len(stored) - 1
     save_file(kept, tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match=r"weights: .*(lacks|expected) model\.layers\.1\.mlp"):
-        fs.shard(on_meta("qwen3_moe"), weights=tmp_path)
+        fs.shard(on_meta(make, "qwen3_moe"), weights=tmp_path)
 
 
 def test_a_folder_that_is_none_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"weights: expected a folder .* none of these"):
-        fs.shard(on_meta("llama"), weights=tmp_path)
+        fs.shard(on_meta(make, "llama"), weights=tmp_path)
     with pytest.raises(ConfigError, match="no such folder"):
-        fs.shard(on_meta("llama"), weights=tmp_path / "nowhere")
+        fs.shard(on_meta(make, "llama"), weights=tmp_path / "nowhere")
 
 
 def test_a_folder_that_lacks_a_tensor_is_refused(tmp_path):
     save_file({"model.norm.weight": torch.ones(32)}, tmp_path / "model.safetensors")
     lacks = r"it lacks model.embed_tokens.weight, lm_head.weight, \S+ and \d+ more"
     with pytest.raises(ConfigError, match=lacks):
-        fs.shard(on_meta("llama"), weights=tmp_path)
+        fs.shard(on_meta(make, "llama"), weights=tmp_path)
 
 
 @pytest.fixture
@@ -254,7 +242,7 @@ def llama_folder(tmp_path):
 
 def test_tied_weights_that_differ_in_the_files_are_refused(llama_folder):
     folder, stored = llama_folder
-    model = on_meta("llama")
+    model = on_meta(make, "llama")
     model.lm_head.weight = model.model.embed_tokens.weight
     with pytest.raises(ConfigError, match=r"expected lm_head.weight to equal model.embed_tokens"):
         check_weights_of(model, folder)
@@ -265,12 +253,12 @@ def test_tied_weights_that_differ_in_the_files_are_refused(llama_folder):
 
 def test_weights_that_the_model_has_not_are_named(llama_folder, caplog):
     folder, stored = llama_folder
-    check_weights_of(on_meta("llama"), folder)
+    check_weights_of(on_meta(make, "llama"), folder)
     assert not caplog.text
     stored["model.layers.7.mlp.up_proj.weight"] = torch.ones(2)
     stored["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(2)  # of older versions
     save_file(stored, folder / "model.safetensors")
-    check_weights_of(on_meta("llama"), folder)
+    check_weights_of(on_meta(make, "llama"), folder)
     assert "weights that its config.json does not: model.layers.7.mlp.up_proj" in caplog.text
 
 
@@ -285,11 +273,11 @@ def test_a_tensor_that_two_files_hold_is_refused(llama_folder):
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": table}))
     with pytest.raises(ConfigError, match=f"expected {min(one)} in .*a.safetensors' alone"):
-        check_weights_of(on_meta("llama"), folder)
+        check_weights_of(on_meta(make, "llama"), folder)
     save_file(other, folder / "b.safetensors")
-    check_weights_of(on_meta("llama"), folder)
+    check_weights_of(on_meta(make, "llama"), folder)
     save_file({name: value + 1 for name, value in stored.items()}, folder / "model.safetensors")
-    model = fs.shard(on_meta("llama"), weights=folder)  # which transformers would load, too
+    model = fs.shard(on_meta(make, "llama"), weights=folder)  # which transformers would load, too
     got = fs.full_state_dict(model)["model.norm.weight"]
     assert torch.equal(got, stored["model.norm.weight"] + 1)
 
@@ -302,8 +290,7 @@ def test_weights_for_a_model_that_has_values_are_refused(tmp_path):
 @on_ranks(2)
 def test_ranks_of_different_seeds_are_refused():
     torch.manual_seed(dist.get_rank())
-    with torch.device("meta"):
-        model = nn.Linear(4, 4)
+    model = on_meta(nn.Linear, 4, 4)
     with pytest.raises(ConfigError, match="the same random state on every rank"):
         fs.shard(model)
     with pytest.raises(ConfigError, match="weight and 1 more: expected the same weights"):
@@ -311,8 +298,7 @@ def test_ranks_of_different_seeds_are_refused():
 
 
 def test_what_was_put_into_a_model_since_it_was_built_is_named():
-    model = on_meta("llama")
-    with torch.device("meta"):
-        model.value_head = nn.Linear(32, 1)
+    model = on_meta(make, "llama")
+    model.value_head = on_meta(nn.Linear, 32, 1)
     with pytest.raises(UnsupportedModelError, match=r"value_head.weight, value_head.bias"):
         fs.shard(model)

@@ -16,16 +16,11 @@ from typing import Any
 
 import pytest
 
+from support.sizes import sizes_of
+
 WORLD_SIZE = 4
 SLACK_BYTES = 24 * 2**20  # one matrix twice, stacks of threads, message buffers
-SIZES = {
-    "hidden_size": 512,
-    "intermediate_size": 1408,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 8,
-    "vocab_size": 2048,
-}
+SIZES = sizes_of(512, 1408, 8, 8, layers=28, vocab_size=2048)
 LARGE = 2**16  # allocations from here on are mappings of their own, which end when they are freed
 HELD_ROWS = ("parameter shards", "gradient shards", "slots", "gradient slots", "buffers")
 

@@ -15,8 +15,10 @@ import torch
 import fullshard as fs
 from fullshard.engine.engine import engine_of
 from fullshard.errors import ConfigError, EngineError
+from support.grid import STRATEGIES
 from support.models import CASES, Chain, perturbed
 from support.parity import assert_parity, assert_planned_events
+from support.ranks import on_ranks
 
 KINDS = {
     "parameters": ("parameter shards", "parameter_shards"),
@@ -24,7 +26,20 @@ KINDS = {
 }
 
 
-def check(name, settings):
+@pytest.mark.parametrize(
+    ("world_size", "name", "settings"),
+    [
+        *(
+            (world_size, "tied llama", {"strategy": strategy})
+            for world_size in (1, 2)
+            for strategy in STRATEGIES
+        ),
+        (4, "chain", {"strategy": "hybrid_shard", "replicate": 2}),
+    ],
+    ids=str,
+)
+@on_ranks("world_size", timeout=100)
+def test_offloaded_state_trains_as_in_one_process(name, settings):
     case = CASES[name]
     model = assert_parity(case.build, case.work, {**settings, "offload": "cpu"})
     assert_planned_events(model, 1)
@@ -37,26 +52,6 @@ def check(name, settings):
     assert rows["slots"].num_bytes == stats["slots"]["now"] > 0
     assert rows["communication buffers"].num_bytes == stats["communication_buffers"]["now"]
     assert plan.peak_bytes["host"] > 0
-
-
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_offloaded_state_trains_as_in_one_process(ranks, world_size, strategy):
-    ranks(world_size)(check, "tied llama", {"strategy": strategy}, timeout=100)
-
-
-def test_offloaded_state_trains_on_a_hybrid_mesh(ranks):
-    ranks(4)(check, "chain", {"strategy": "hybrid_shard", "replicate": 2}, timeout=100)
-
-
-def test_parts_of_the_state_alone_are_refused():
-    with pytest.raises(ConfigError, match=r"offload: .*optimizer: device.*Write offload: cpu"):
-        fs.shard(Chain(3), offload={"parameters": "cpu", "gradients": "cpu"})
-
-
-def test_what_trains_is_not_on_disk_in_part():
-    with pytest.raises(ConfigError, match=r"got parameters: nvme.*nothing trains may offload"):
-        fs.shard(Chain(3), offload={"parameters": "nvme"})
 
 
 def trained(folder, offload, strategy, checkpoint=None):
@@ -217,17 +212,26 @@ def test_a_model_whose_shard_failed_half_way_is_refused(tmp_path, monkeypatch):
         fs.shard(model)
 
 
+CPU = {"parameters": "cpu", "gradients": "cpu"}
+
+
 @pytest.mark.parametrize(
-    ("offload", "why"),
+    ("trains", "offload", "why"),
     [
-        ({"folder": "x"}, "folder: no effect without nvme"),
-        ({"parameters": "cpu", "folder": "x"}, "folder: no effect without nvme"),
-        ({"parameters": "cpu", "optimizer": "cpu"}, "offload: expected cpu or nvme for each of"),
+        (True, CPU, r"offload: .*optimizer: device.*Write offload: cpu"),
+        (True, {"parameters": "nvme"}, r"got parameters: nvme.*nothing trains may offload"),
+        (False, {"folder": "x"}, "folder: no effect without nvme"),
+        (False, {"parameters": "cpu", "folder": "x"}, "folder: no effect without nvme"),
+        (
+            False,
+            {"parameters": "cpu", "optimizer": "cpu"},
+            "offload: expected cpu or nvme for each of",
+        ),
     ],
 )
-def test_what_would_have_no_effect_is_refused(offload, why):
+def test_offload_in_part_or_without_effect_is_refused(trains, offload, why):
     with pytest.raises(ConfigError, match=why):
-        fs.shard(Chain(3).requires_grad_(requires_grad=False), offload=offload)
+        fs.shard(Chain(3).requires_grad_(requires_grad=trains), offload=offload)
 
 
 def test_a_folder_that_cannot_hold_the_files_is_named(tmp_path):

@@ -3,6 +3,7 @@
 import copy
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from fullshard.engine import optimizers
 from fullshard.errors import EngineError
 from support.models import chain, mean_square, vectors
 from support.ranks import on_ranks
-from support.scripts import Run, compare, differences, error_of, train
+from support.scripts import Run, compare, counted, differences, error_of, sharded_run, train
 
 MODES: dict[str, dict[str, Any]] = {
     "for-loop": {"foreach": False},
@@ -120,8 +121,7 @@ def test_optimizers_in_hooks_on_gradients_step_as_in_one_process(ranks, config):
 
 def refusals():
     """What the first step of each whole-matrix optimizer says."""
-    run = Run(2, torch.distributed.get_rank())
-    model = run.shard(run.model())
+    run, model = sharded_run()
     matrices = [p for n, p in model.blocks.named_parameters() if n.endswith("mid.weight")]
     run.loss(model, 0).backward()
     before = run.result(model)
@@ -145,8 +145,7 @@ def test_an_optimizer_that_mixes_elements_is_refused_at_its_first_step(ranks, sn
 
 @on_ranks(2)
 def test_a_learning_rate_of_zero_hides_nothing_from_the_probe():
-    run = Run(2, torch.distributed.get_rank())
-    model = run.shard(run.model())
+    run, model = sharded_run()
     optimizer = optim.Adafactor(model.parameters(), lr=0.0)
     run.loss(model, 0).backward()
     assert error_of(optimizer.step).startswith("NotElementwise")
@@ -217,16 +216,13 @@ def reloaded(run, kind, settings, strategy):
     return run.result(model, types=[sorted(state) for state in optimizer.state.values()])
 
 
-def compare_reloaded(name, strategy):
-    for kind, settings in SETTINGS[name]:
-        compare(partial(reloaded, kind=kind, settings=settings, strategy=strategy))
-        compare(partial(unsharded_state_loaded, when="later", kind=kind, settings=settings))
-
-
 @pytest.mark.short(3)
 @pytest.mark.parametrize("name", SETTINGS)
-def test_optimizers_go_on_from_their_own_state_dicts(ranks, name):
-    ranks(2)(compare_reloaded, name, "full_shard")
+@on_ranks(2)
+def test_optimizers_go_on_from_their_own_state_dicts(name):
+    for kind, settings in SETTINGS[name]:
+        compare(partial(reloaded, kind=kind, settings=settings, strategy="full_shard"))
+        compare(partial(unsharded_state_loaded, when="later", kind=kind, settings=settings))
 
 
 class OwnShapes(optim.Optimizer):
@@ -250,28 +246,20 @@ def test_states_of_this_ranks_shape_go_round_too(ranks):
 # ---- the probe ----
 
 
-def probes(schedule):
-    """How often classes are probed in a schedule's steps."""
-    run = Run(2, torch.distributed.get_rank())
-    model = run.shard(run.model())
+@pytest.mark.parametrize(("schedule", "count"), [("moved", 1), ("zeroed", 2)])
+@on_ranks(2)
+def test_a_schedule_of_numbers_is_probed_once_and_a_number_turned_off_again(schedule, count):
+    run, model = sharded_run()
     optimizer = optim.AdamW(model.parameters(), lr=1e-2)
     cycle = optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20)
-    found = []
-    with pytest.MonkeyPatch.context() as patch:
-        real = optimizers.probe
-        patch.setattr(optimizers, "probe", lambda *args: found.append(1) or real(*args))
+    with patch.object(optimizers, "probe", wraps=optimizers.probe) as probed:
         for step in range(10):
             run.loss(model, step).backward()
             optimizer.step()
             cycle.step()
             if schedule == "zeroed" and step == 5:
                 optimizer.param_groups[0]["weight_decay"] = 0.0
-    return len(found)
-
-
-def test_a_schedule_of_numbers_is_probed_once_and_a_number_turned_off_again(ranks):
-    assert ranks(2)(probes, "moved") == [1, 1]
-    assert ranks(2)(probes, "zeroed") == [2, 2]
+    assert probed.call_count == count
 
 
 def test_the_probe_is_where_the_parameters_are():
@@ -312,8 +300,7 @@ class OneRateForAll(optim.SGD):
 
 @on_ranks(2)
 def test_what_a_step_needs_of_whole_tensors_is_refused_by_the_optimizers_name():
-    run = Run(2, torch.distributed.get_rank())
-    model = run.shard(run.model())
+    run, model = sharded_run()
     run.loss(model, 0).backward()
     text = error_of(OneRateForAll(model.parameters(), lr=0.1).step)
     assert text.startswith("NotElementwiseError: OneRateForAll.step calls flatten: expected")
@@ -371,47 +358,6 @@ def test_an_outer_optimizer_is_tried_unless_others_have_all_its_parameters():
     assert "Container.step calls flatten: expected" in found["out of sight"]
 
 
-# ---- ranks that leave something out ----
-
-
-def left_out(what, strategy):
-    """Rank 1 leaves out a part of step 1."""
-    rank = torch.distributed.get_rank()
-    run = Run(2, rank)
-    model = run.shard(run.model(), strategy=strategy)
-    optimizer = optim.SGD(model.parameters(), lr=0.1)
-
-    def steps():
-        for step in range(4):
-            skips = what if (step, rank) == (1, 1) else ""
-            loss = run.loss(model, step)
-            if skips not in ("backward", "both"):
-                loss.backward()
-            if skips not in ("step", "both"):
-                optimizer.step()
-            optimizer.zero_grad()
-
-    return error_of(steps)
-
-
-@pytest.mark.parametrize(
-    ("what", "strategy"),
-    [("step", "full_shard"), *((what, "no_shard") for what in ("step", "backward", "both"))],
-)
-def test_a_rank_that_leaves_out_a_step_or_a_backward_is_named(ranks, what, strategy):
-    number = "forwards that train" if what == "both" else "optimizer steps"
-    for text in ranks(2)(left_out, what, strategy):
-        assert text.startswith(f"EngineError: backward: expected as many {number} on every rank")
-        assert "rank 1 has made" in text
-
-
-@pytest.mark.parametrize("what", ["backward", "both"])
-def test_ranks_that_share_weights_do_not_wait_for_what_never_comes(ranks, what):
-    for text in ranks(2)(left_out, what, "full_shard"):
-        assert text.startswith("EngineError: ")
-        assert "where this rank has not been" in text
-
-
 # ---- the fast paths ---------------------------------------------------------------------------
 
 
@@ -425,29 +371,15 @@ def test_ranks_that_share_weights_do_not_wait_for_what_never_comes(ranks, what):
 )
 @on_ranks(2)
 def test_a_step_of_adamw_is_one_call_an_operation(settings, wanted):
-    run = Run(2, torch.distributed.get_rank())
-    model = run.shard(run.model())
+    run, model = sharded_run()
     optimizer = optim.AdamW(model.parameters(), **settings)
     for step in range(2):  # at the first one the class is probed
         run.loss(model, step).backward()
         if step == 0:
             optimizer.step()
-    calls = dict.fromkeys(wanted, 0)
-
-    def counted(name):
-        original = getattr(torch, name)
-
-        def call(*args, **kwargs):
-            calls[name] += 1
-            return original(*args, **kwargs)
-
-        return call
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name in calls:
-            patch.setattr(torch, name, counted(name))
+    with counted(*wanted) as calls:
         optimizer.step()
-    assert calls == wanted
+    assert {name: call.call_count for name, call in calls.items()} == wanted
 
 
 def steps(model, optimizer):

@@ -17,7 +17,16 @@ from fullshard.engine.engine import engine_of
 from fullshard.planner.memory import whole_bytes
 from fullshard.planner.optimizers import OptimizerStates
 from support.ranks import on_ranks
-from support.scripts import Run, compare, differences, error_of, train
+from support.scripts import (
+    Run,
+    bytes_with_gradients,
+    compare,
+    differences,
+    error_of,
+    sharded_run,
+    train,
+    whole_parameters,
+)
 
 MUON = {"lr": 0.02, "weight_decay": 0.1}
 ADAMW = {"lr": 1e-2, "eps": 1e-4}
@@ -142,8 +151,7 @@ def test_frozen_left_out_uncut_and_untouched_parameters(ranks, world_size):
 
 
 def states_of_owners():
-    run = Run(3, dist.get_rank())
-    model = run.shard(run.model())
+    run, model = sharded_run()
     optimizer = fs.owned(model, partial(optim.Adafactor, lr=1e-2))
     train(run, model, optimizer, 1)
     names = {id(p): n for n, p in model.named_parameters()}
@@ -163,11 +171,11 @@ def test_each_state_lies_whole_with_one_owner(ranks):
 
 @on_ranks(2)
 def test_whole_parameters_hold_no_memory_between_steps():
-    run = Run(2, dist.get_rank())
-    model = run.shard(run.model())
-    optimizer = fs.owned(model, partial(optim.Adafactor, lr=1e-2))
-    train(run, model, optimizer, 1)
-    wholes = [p for group in optimizer._inner.param_groups for p in group["params"]]
+    run, model = sharded_run()
+    optimizer, found = fs.owned(model, partial(optim.Adafactor, lr=1e-2)), []
+    with whole_parameters(found.append):
+        train(run, model, optimizer, 1)
+    wholes = found[-1]
     assert all(p.grad is None for p in wholes)
     assert max(p.untyped_storage().nbytes() for p in wholes) == 8
 
@@ -224,8 +232,7 @@ class Switched(optim.SGD):
 
 
 def refusals(rank_without):
-    run = Run(2, dist.get_rank())
-    model = run.shard(run.model())
+    run, model = sharded_run()
     adafactor = partial(optim.Adafactor, lr=1e-2)
     optimizer = fs.owned(model, adafactor)
     adamw = optim.AdamW([model.scale])
@@ -325,15 +332,10 @@ def test_wholes_of_a_tensor_axis_alone_are_gathered_in_rounds_as_planned():
     parallelize_module(model, mesh["tensor"], {str(at): style for at in range(3)})
     fs.shard(model, mesh=mesh["shard"], wrap="Linear")
     optimizer = fs.owned(model, optim.Adafactor)
-    inner, seen = optimizer._inner, []
-
-    def held(*_):
-        params = [p for p in inner.param_groups[0]["params"] if p.grad is not None]
-        seen.append(sum(p.nbytes + p.grad.nbytes for p in params))
-
-    inner.register_step_pre_hook(held)
+    seen: list[int] = []
     model(torch.ones(2, 8)).sum().backward()
-    optimizer.step()
+    with whole_parameters(lambda params: seen.append(bytes_with_gradients(params))):
+        optimizer.step()
     wholes = OptimizerStates("", 0, owned=Optimizer.ADAMW_BNB_8BIT)  # without temporaries
     assert seen == [2 * 4 * 8 * 8] * 3
     parts = seen[0] // 2  # allocated before, as the owner's part and its gradient

@@ -9,11 +9,11 @@ import fullshard as fs
 from fullshard.engine.engine import ATTRIBUTE
 from fullshard.errors import ShardedTensorError
 from support.grid import PAIRED, RANKED, STRATEGIES, in_turn, prefetching
-from support.models import CASES, WIDTH, chain, perturbed, vectors
+from support.models import CASES, CHAIN, WIDTH, backward_of, chain, perturbed, vectors
 from support.parity import assert_parity, whole_gradients
 from support.ranks import on_ranks
 
-CHAIN, LLAMA = CASES["chain"], CASES["llama"]
+LLAMA = CASES["llama"]
 # No prefetch, so that every gather is on demand; and depth 2, where slots are taken early.
 DEPTHS = ((0, 0), (2, 2))
 
@@ -24,9 +24,7 @@ DEPTHS = ((0, 0), (2, 2))
 def two_forwards_one_backward(model, step, rank):
     first = CHAIN.loss(model(**CHAIN.batch(step, rank)))
     second = CHAIN.loss(model(**CHAIN.batch(step + 50, rank)))
-    loss = first + 2 * second
-    loss.backward()
-    return loss.detach()
+    return backward_of(first + 2 * second)
 
 
 def three_forwards_backwards_in_another_order(model, step, rank):
@@ -196,37 +194,31 @@ def biased():
 
 
 def pass_through(model, step, rank):
-    loss = model(**vectors(step, rank))["scores"].square().mean()
-    loss.backward()
-    return loss.detach()
+    return backward_of(model(**vectors(step, rank))["scores"].square().mean())
 
 
 def loss_on_the_handed_on_output(model, step, rank):
     output = model(**vectors(step, rank))
-    loss = output["scores"].square().mean() + output["bias"][0].mean()
-    loss.backward()
-    return loss.detach()
+    return backward_of(output["scores"].square().mean() + output["bias"][0].mean())
 
 
 def losses_on_hidden_states(model, step, rank):
     output = model(**vectors(step, rank))
-    loss = sum((k + 1) * state.square().mean() for k, state in enumerate(output["states"]))
-    loss.backward()
-    return loss.detach()
+    return backward_of(
+        sum((k + 1) * state.square().mean() for k, state in enumerate(output["states"]))
+    )
 
 
 def loss_on_an_early_state_alone(model, step, rank):
     """Later blocks take part in forward and get no gradient at all."""
-    loss = model(**vectors(step, rank))["states"][2].square().mean()
-    loss.backward()
-    return loss.detach()
+    return backward_of(model(**vectors(step, rank))["states"][2].square().mean())
 
 
 def hidden_states_of_llama(model, step, rank):
     output = model(**LLAMA.batch(step, rank), output_hidden_states=True)
-    loss = output.loss + sum(state.square().mean() for state in output.hidden_states[1:])
-    loss.backward()
-    return loss.detach()
+    return backward_of(
+        output.loss + sum(state.square().mean() for state in output.hidden_states[1:])
+    )
 
 
 EXITS = (

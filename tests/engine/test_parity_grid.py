@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from support.grid import PAIRED, STRATEGIES, marked, prefetching
-from support.models import CASES
+from support.models import CASES, CHAIN
 from support.parity import assert_parity, assert_planned_events
 from support.ranks import on_ranks
 
@@ -101,7 +101,7 @@ def test_units_of_different_strategies_train_as_in_one_process(ranks, world_size
 @pytest.mark.parametrize(("strategy", "world_size"), PAIRED)
 @on_ranks("world_size", timeout=100)
 def test_every_prefetch_depth_trains_as_in_one_process(strategy):
-    case = CASES["chain"]
+    case = CHAIN
     for settings in prefetching(strategy, FEW_DEPTHS if dist.get_world_size() == 2 else DEPTHS):
         model = assert_parity(case.build, case.work, settings, kinds=("sgd",))
         for step in range(3):

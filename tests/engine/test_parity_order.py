@@ -14,7 +14,7 @@ import fullshard as fs
 from fullshard.engine import placing
 from fullshard.engine.engine import engine_of
 from support.grid import PAIRED, STRATEGIES, in_turn, marked, prefetching
-from support.models import CASES, WIDTH, chain, mean_square, vectors
+from support.models import CHAIN, WIDTH, chain, mean_square, vectors
 from support.parity import assert_parity, assert_planned_events
 from support.ranks import on_ranks
 
@@ -40,7 +40,7 @@ BUILDS = {name: partial(chain, 4, order) for name, order in ORDERS.items()}  # o
 @on_ranks("world_size", timeout=100)
 def test_the_order_is_learned_and_events_are_then_those_of_the_new_plan(strategy):
     for name, settings in in_turn(ORDERS, strategy, FEW_DEPTHS):
-        model = assert_parity(BUILDS[name], CASES["chain"].work, settings, kinds=("adamw",))
+        model = assert_parity(BUILDS[name], CHAIN.work, settings, kinds=("adamw",))
         order = engine_of(model).plan.order
         called = [index for index in order.forward if index > 0 and index not in order.unused]
         assert called == [block + 1 for block in ORDERS[name]]
@@ -84,9 +84,7 @@ def test_units_that_get_other_slots_with_the_learned_order_stay_open_in_their_fo
 
     def work(model, step, rank):
         order = (1, 3, 0) if step == 0 else (2, 3, 0, 1)
-        loss = mean_square(model(**vectors(step, rank), order=order))
-        loss.backward()
-        return loss.detach()
+        return CHAIN.work(model, step, rank, order=order)
 
     settings = {"strategy": "shard_grad_op", "transport": "direct", "wrap": ("Block", "Linear")}
     settings |= {"forward_prefetch": 2, "backward_prefetch": 2}
@@ -99,9 +97,7 @@ def test_units_that_get_other_slots_with_the_learned_order_stay_open_in_their_fo
 def changing_order(model, step, rank):
     """What the first step showed does not come again."""
     orders = [(0, 1, 2, 3), (3, 1, 0), (2, 2, 0, 1, 3)]
-    loss = mean_square(model(**vectors(step, rank), order=orders[step]))
-    loss.backward()
-    return loss.detach()
+    return CHAIN.work(model, step, rank, order=orders[step])
 
 
 @pytest.mark.parametrize(("strategy", "world_size"), PAIRED)
@@ -180,9 +176,7 @@ FEW_SKIPS = ("two inside", "all, from the second step on")
 
 def skipping(model, step, rank, name, world_size):
     order = SKIPS[name][step] if rank == world_size - 1 else ALL
-    loss = mean_square(model(**vectors(step, rank), order=order))
-    loss.backward()
-    return loss.detach()
+    return CHAIN.work(model, step, rank, order=order)
 
 
 @pytest.mark.short(4)
@@ -205,9 +199,7 @@ def test_blocks_skipped_on_one_rank_neither_hang_nor_miss_a_reduction(name, stra
 def later_blocks(model, step, rank):
     """Blocks that the first step, which shows the order, uses on no rank, then on some."""
     order = (2, 0) if step == 0 else [(0, 1), (2, 3), (3, 0)][(rank + step) % 3]
-    loss = mean_square(model(**vectors(step, rank), order=order))
-    loss.backward()
-    return loss.detach()
+    return CHAIN.work(model, step, rank, order=order)
 
 
 @pytest.mark.parametrize(("strategy", "world_size"), PAIRED)
@@ -248,5 +240,5 @@ def test_an_order_traced_from_a_sample_is_run_from_the_first_step():
     for order in ORDERS.values():
         model = chain(4, order)
         fs.shard(model, sample=(torch.zeros(5, 12, dtype=torch.float64),), poison=True)
-        CASES["chain"].work(model, 0, dist.get_rank())
+        CHAIN.work(model, 0, dist.get_rank())
         assert_planned_events(model, 0)

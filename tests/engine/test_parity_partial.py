@@ -9,7 +9,7 @@ import torch.distributed as dist
 import fullshard as fs
 from fullshard.engine.engine import engine_of
 from support.grid import RANKED, STRATEGIES, in_turn, prefetching
-from support.models import WIDTH, Block, mean_square, perturbed, tokens, vectors
+from support.models import CHAIN, WIDTH, Block, backward_of, mean_square, perturbed, tokens, vectors
 from support.parity import (
     assert_parity,
     assert_planned_events,
@@ -70,30 +70,22 @@ def sometimes():
 
 
 def never_used(model, step, rank):
-    loss = mean_square(model(**vectors(step, rank)))
-    loss.backward()
-    return loss.detach()
+    return CHAIN.work(model, step, rank)
 
 
 def used_in_some_steps(model, step, rank):
     """A parameter that had a gradient has none in the next step, in which AdamW leaves it alone."""
-    loss = mean_square(model(**vectors(step, rank), use=(step, 3), gated=step == 1))
-    loss.backward()
-    return loss.detach()
+    return CHAIN.work(model, step, rank, use=(step, 3), gated=step == 1)
 
 
 def used_on_one_rank(model, step, rank):
     """Other ranks contribute nothing; the mean over ranks still divides by their number."""
-    loss = mean_square(model(**vectors(step, rank), use=(1, step) if rank == 1 else ()))
-    loss.backward()
-    return loss.detach()
+    return CHAIN.work(model, step, rank, use=(1, step) if rank == 1 else ())
 
 
 def used_everywhere_but_on_one_rank(model, step, rank):
     here = rank != 1
-    loss = mean_square(model(**vectors(step, rank), use=(0, 1, 2, 3) if here else (), gated=here))
-    loss.backward()
-    return loss.detach()
+    return CHAIN.work(model, step, rank, use=(0, 1, 2, 3) if here else (), gated=here)
 
 
 def head_alone_on_one_rank(model, step, rank):
@@ -131,9 +123,7 @@ def test_experts_that_few_tokens_reach_train_as_in_one_process():
 
     def few_tokens(model, step, rank):
         batch = {name: ids[:1, :2] for name, ids in tokens(step, rank).items()}
-        loss = model(**batch, output_router_logits=False).loss
-        loss.backward()
-        return loss.detach()
+        return backward_of(model(**batch, output_router_logits=False).loss)
 
     assert_parity(case.build, few_tokens, {}, kinds=("adamw",))
 

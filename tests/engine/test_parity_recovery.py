@@ -13,12 +13,9 @@ from fullshard.engine.engine import engine_of
 from fullshard.engine.parameter import Guarded
 from fullshard.errors import EngineError
 from support.grid import RANKED, STRATEGIES, in_turn
-from support.models import CASES, chain, mean_square, vectors
+from support.models import CHAIN, chain, mean_square, vectors
 from support.parity import assert_parity, assert_planned_events, unlike_gradients
 from support.ranks import on_ranks
-
-CHAIN = CASES["chain"]
-
 
 # ---- exceptions ----------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fullshard as fs
-from support.models import perturbed
+from support.models import backward_of, perturbed
 from support.parity import assert_parity
 from support.ranks import on_ranks
 
@@ -137,9 +137,7 @@ def test_parts_used_outside_of_forward_are_those_of_one_process(name):
     build = partial(made, program)
 
     def work(model, step, rank):
-        loss = program(model, batch(rank, step))
-        loss.backward()
-        return loss.detach()
+        return backward_of(program(model, batch(rank, step)))
 
     for transport in TRANSPORTS:
         assert_parity(build, work, {"transport": transport}, kinds=("sgd",))

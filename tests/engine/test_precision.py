@@ -18,7 +18,7 @@ from fullshard.config.values import Reduction
 from fullshard.engine.engine import engine_of
 from fullshard.planner.mesh import Mesh
 from support.grid import STRATEGIES
-from support.models import CASES, float32_batch, float32_model, mean_square
+from support.models import CASES, backward_of, float32_batch, float32_model, mean_square
 from support.parity import assert_planned_events, whole_gradients, whole_params
 from support.ranks import on_ranks
 from support.streams import Groups, Played
@@ -47,11 +47,8 @@ def emulate(name, dtype):
         for rank in range(size):
             for whole, low in pairs:
                 low.data = whole.detach().to(dtype)
-            inputs = float32_batch(name, step, rank)
-            inputs = {k: v.to(dtype) if v.is_floating_point() else v for k, v in inputs.items()}
-            loss = case.loss(compute(**inputs))
-            loss.backward()
-            losses.append(loss.detach())
+            inputs = float32_batch(name, step, rank, dtype)
+            losses.append(backward_of(case.loss(compute(**inputs))))
             for at, (_, low) in enumerate(pairs):
                 total[at] += low.grad.float()
                 low.grad = None
@@ -64,20 +61,23 @@ def emulate(name, dtype):
     return steps
 
 
-def train(name, settings):
-    """The same, sharded; this rank's losses."""
+def steps_of(name, model, gradients, params):
+    """A sharded model's: this rank's losses, whole gradients and parameters."""
     case, rank = CASES[name], dist.get_rank()
-    model = fs.shard(float32_model(name), poison=True, **settings)
     optimizer = make_optimizer(model.parameters())
     steps = []
     for step in range(NUM_STEPS):
-        loss = case.loss(model(**float32_batch(name, step, rank)))
-        loss.backward()
-        gradients = whole_gradients(model)
+        loss = backward_of(case.loss(model(**float32_batch(name, step, rank))))
+        found = gradients(model)
         optimizer.step()
         optimizer.zero_grad()
-        steps.append((loss.detach(), gradients, whole_params(model)))
-    return model, steps
+        steps.append((loss, found, params(model)))
+    return steps
+
+
+def train(name, settings):
+    model = fs.shard(float32_model(name), poison=True, **settings)
+    return model, steps_of(name, model, whole_gradients, whole_params)
 
 
 def assert_bits(found, wanted, what):
@@ -99,7 +99,19 @@ def assert_bits(found, wanted, what):
 # ---- the emulation -------------------------------------------------------------------------------
 
 
-def check_emulation(name, dtype):
+@pytest.mark.parametrize(
+    ("name", "world_size", "dtype"),
+    [
+        *(
+            pytest.param(name, size, "bf16", marks=[] if (name, size) in FAST else pytest.mark.slow)
+            for name in NAMES
+            for size in (1, 2, 3)
+        ),
+        ("chain", 2, "fp16"),
+    ],
+)
+@on_ranks("world_size", timeout=100)
+def test_low_precision_compute_has_the_bits_of_its_emulation(name, dtype):
     wanted = emulate(name, DTYPES[dtype])
     for strategy in STRATEGIES:
         for transport in ({}, {"transport": "c10d", "reduction": "ordered"}):
@@ -107,22 +119,6 @@ def check_emulation(name, dtype):
             model, found = train(name, settings)
             assert_bits(found, wanted, f"{name}, {settings}")
             assert_planned_events(model, NUM_STEPS - 1)
-
-
-@pytest.mark.parametrize(
-    ("name", "world_size"),
-    [
-        pytest.param(name, size, marks=[] if (name, size) in FAST else pytest.mark.slow)
-        for name in NAMES
-        for size in (1, 2, 3)
-    ],
-)
-def test_bfloat16_compute_has_the_bits_of_its_emulation(ranks, name, world_size):
-    ranks(world_size)(check_emulation, name, "bf16", timeout=100)
-
-
-def test_float16_compute_has_the_bits_of_its_emulation(ranks):
-    ranks(2)(check_emulation, "chain", "fp16")
 
 
 @on_ranks(3)
@@ -181,25 +177,19 @@ def train_fsdp2(name):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    case, rank = CASES[name], dist.get_rank()
     model = float32_model(name)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for module in model.modules():
-        if type(module).__name__ in case.blocks:
+        if type(module).__name__ in CASES[name].blocks:
             fully_shard(module, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
-    optimizer = make_optimizer(model.parameters())
-    steps = []
-    for step in range(NUM_STEPS):
-        loss = case.loss(model(**float32_batch(name, step, rank)))
-        loss.backward()
-        gradients = {n: p.grad.full_tensor() for n, p in model.named_parameters()}
-        optimizer.step()
-        optimizer.zero_grad()
-        params = {n: p.full_tensor().detach().clone() for n, p in model.named_parameters()}
-        steps.append((loss.detach(), gradients, params))
-    return steps
+    return steps_of(
+        name,
+        model,
+        lambda model: {n: p.grad.full_tensor() for n, p in model.named_parameters()},
+        lambda model: {n: p.full_tensor().detach().clone() for n, p in model.named_parameters()},
+    )
 
 
 @pytest.mark.parametrize(
@@ -313,19 +303,15 @@ class Inputs(nn.Module):
         return self.linear(x) * more["list"][0] * scale
 
 
-def inputs_seen(settings):
+@pytest.mark.parametrize("settings", [{"param_dtype": "bf16"}, {}])
+@on_ranks(2)
+def test_floating_point_inputs_are_cast_and_others_are_not(settings):
     model = fs.shard(Inputs(), **settings)
     x = torch.ones(2, 4, requires_grad=True)
     more = {"list": [torch.ones(4)], "tuple": (1, torch.ones(4)), "ids": torch.arange(4)}
     model(x, mask=torch.ones(2, dtype=torch.bool), more=more, scale=0.5).sum().backward()
     assert x.grad.dtype == torch.float32
     assert more["list"][0].dtype == torch.float32, "the caller's own tensors stay as they are"
-    return {name: str(dtype) for name, dtype in model.seen.items()}
-
-
-def test_floating_point_inputs_are_cast_and_others_are_not(ranks):
-    for dtype, settings in {"bfloat16": {"param_dtype": "bf16"}, "float32": {}}.items():
-        for seen in ranks(2)(inputs_seen, settings):
-            assert {seen[name] for name in ("x", "list", "tuple")} == {f"torch.{dtype}"}
-            assert (seen["ids"], seen["mask"]) == ("torch.int64", "torch.bool")
-            assert seen["scale"] == "<class 'float'>"
+    dtype = torch.bfloat16 if settings else torch.float32
+    wanted = dict.fromkeys(("x", "list", "tuple"), dtype)
+    assert model.seen == {**wanted, "ids": torch.int64, "mask": torch.bool, "scale": float}

@@ -17,19 +17,12 @@ from torch import nn
 import fullshard as fs
 from fullshard.engine import unit
 from fullshard.engine.engine import is_sharded
-from fullshard.errors import EngineError, ShardedTensorError
+from fullshard.errors import ShardedTensorError
 from support.grid import chequered
-from support.models import perturbed
 from support.parity import unlike_gradients
+from support.programs import SETTINGS, WIDTH, Chain, Layer, batch, made, said_of, square
 from support.ranks import on_ranks
 
-WIDTH = 6
-SETTINGS: dict[str, dict[str, Any]] = {
-    "c10d": {"transport": "c10d"},
-    "direct": {"transport": "direct"},
-    "shared": {"transport": "shared"},
-    "no_shard": {"strategy": "no_shard"},
-}
 Work = Callable[[Any, torch.Tensor], torch.Tensor]  # of a model and a batch; a loss
 PROGRAMS: dict[str, tuple[Callable[[], nn.Module], Work]] = {}
 
@@ -42,16 +35,6 @@ def program(build):
         return work
 
     return add
-
-
-def made(build):
-    torch.manual_seed(0)
-    return perturbed(build().double())
-
-
-def batch(rank, step=0):
-    generator = torch.Generator().manual_seed(10 * step + rank)
-    return torch.randn(5, WIDTH, generator=generator, dtype=torch.float64)
 
 
 def shares(model):
@@ -94,35 +77,6 @@ def off(name, everywhere=SETTINGS):
     return wrong
 
 
-class Chain(nn.Module):
-    """Layers that are units, and what comes before and after."""
-
-    wrap = ("Layer",)
-
-    def __init__(self, layer=None):
-        super().__init__()
-        layer = layer or Layer
-        self.wrap = (layer.__name__,)
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.layers = nn.ModuleList(layer() for _ in range(4))
-        self.head = nn.Linear(WIDTH, 3)
-
-    def forward(self, x):
-        x = self.first(x)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
-
-
-class Layer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        return x + torch.tanh(self.linear(x))
-
-
 # ---- backwards inside a backward
 
 
@@ -159,10 +113,6 @@ class Implicit(Layer):
 
 class Anew(Implicit):
     anew = True
-
-
-def square(model, x):
-    return model(x).square().mean()
 
 
 @program(Chain)
@@ -645,14 +595,7 @@ REFUSED: dict[Callable[[Any, torch.Tensor], None], str] = {
 @pytest.mark.parametrize("refused", REFUSED, ids=lambda refused: refused.__name__)
 @on_ranks(2)
 def test_what_cannot_be_right_is_refused_on_all_ranks(refused):
-    said = []
-    for settings in SETTINGS.values():
-        model = fs.shard(made(Chain), wrap=Chain.wrap, poison=True, **settings)
-        try:
-            refused(model, batch(dist.get_rank()))
-            said.append("nothing")
-        except (EngineError, ShardedTensorError) as error:
-            said.append(str(error))
+    said = said_of(Chain, refused)
     # Under no_shard parameters are whole: what happens is what happens in one process.
     is_whole = refused in (a_returned_view_written, a_layer_called_outside_of_its_unit)
     for text in said[:-1] if is_whole else said:

@@ -5,6 +5,7 @@ where they share memory, each would wait for the other.
 """
 
 import contextlib
+import itertools
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -21,8 +22,9 @@ from fullshard.planner.mesh import Mesh
 from fullshard.transport.base import Axes
 from fullshard.transport.c10d import C10dTransport
 from support.grid import chequered
+from support.models import generator_of
 from support.ranks import on_ranks
-from support.scripts import Run, error_of
+from support.scripts import Run, error_of, sharded_run
 
 TRANSPORTS = ("direct", "shared", "c10d")
 ODD = (2, 1)  # the step and the rank that differ
@@ -143,8 +145,7 @@ ELSEWHERE: list[Callable[..., None]] = [
 def one_rank_differs(name, transport, strategy="full_shard", sizes=None):
     """What is said at once, and by the next call of a script that goes on."""
     rank = torch.distributed.get_rank()
-    run = Run(torch.distributed.get_world_size(), rank)
-    model = run.shard(run.model(), transport=transport, strategy=strategy, **(sizes or {}))
+    run, model = sharded_run(transport=transport, strategy=strategy, **(sizes or {}))
     optimizer = optim.SGD(model.parameters(), lr=0.1)
     does = next(odd for odd in ELSEWHERE if odd.__name__ == name)
 
@@ -191,8 +192,7 @@ def test_ranks_that_keep_whole_weights_gather_once_or_have_replicas_are_told_too
 @on_ranks(2)
 def test_ranks_that_ask_for_other_parameters_get_none(transport):
     """Each rank asks for the whole of another parameter."""
-    run = Run(2, torch.distributed.get_rank())
-    model = run.shard(run.model(), transport=transport)
+    run, model = sharded_run(transport=transport)
     params = [block.norm.weight for block in model.blocks]
     text = error_of(params[run.rank].full_tensor)
     assert text.startswith("EngineError: "), text
@@ -202,56 +202,74 @@ def test_ranks_that_ask_for_other_parameters_get_none(transport):
 # ---- what no message shows: counted, and compared in the next backward ---------------------------
 
 
-def leaves_out(what, transport, settings=None):
-    rank = torch.distributed.get_rank()
-    run = Run(torch.distributed.get_world_size(), rank)
-    model = run.shard(run.model(), transport=transport, **(settings or {}))
+def leaves_out(what, settings):
+    run, model = sharded_run(**settings)
     optimizer = optim.SGD(model.parameters(), lr=0.1)
     whole = fs.full_state_dict(model, rank0_only=False)
+    more = {
+        "load": lambda: model.load_state_dict(whole),
+        "freeze": lambda: model.blocks[0].norm.weight.requires_grad_(False),
+        "write": lambda: torch._foreach_mul_([p.detach() for p in model.parameters()], 2),
+    }
 
     def steps():
         for step in range(5):
-            skips = what if (step, rank) == ODD else ""
-            if skips == "load":
-                model.load_state_dict(whole)
-            if skips == "freeze":
-                model.blocks[0].norm.weight.requires_grad_(False)
-            if skips == "write":
-                torch._foreach_mul_([p.detach() for p in model.parameters()], 2)
-            run.loss(model, step).backward()
+            skips = what if (step, run.rank) == ODD else ""
+            more.get(skips, lambda: None)()
+            loss = run.loss(model, step)
+            if skips not in ("backward", "both"):
+                loss.backward()
             if skips == "assign":
                 model.blocks[0].down.weight.grad = model.blocks[0].down.weight.grad * 3
-            if what != "assign" and skips != "clipping":
+            if what not in ("assign", "backward", "both") and skips != "clipping":
                 fs.clip_grad_norm_(model, 1e-3)
             if skips == "torch":
                 nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-            optimizer.step()
+            if skips not in ("step", "both"):
+                optimizer.step()
             if skips != "zero_grad":
                 optimizer.zero_grad()
 
     return error_of(steps)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+COUNTED = {
+    "zero_grad": "gradients that were there before a backward",
+    "load": "tensors in load_state_dict",
+    "freeze": "changes of requires_grad",
+    "write": "writes into parameters",
+    "step": "optimizer steps",
+    "backward": "optimizer steps",
+    "both": "forwards that train",
+}
+
+
 @pytest.mark.parametrize(
-    ("what", "number"),
+    ("what", "settings"),
     [
-        ("zero_grad", "gradients that were there before a backward"),
-        ("load", "tensors in load_state_dict"),
-        ("freeze", "changes of requires_grad"),
-        ("write", "writes into parameters"),
+        *itertools.product(list(COUNTED)[:4], [{"transport": name} for name in TRANSPORTS]),
+        ("step", {}),
+        *((what, {"strategy": "no_shard"}) for what in ("step", "backward", "both")),
     ],
+    ids=str,
 )
-def test_a_rank_that_leaves_out_what_needs_no_message_is_named(ranks, what, number, transport):
-    for text in ranks(2)(leaves_out, what, transport):
-        assert text.startswith(f"EngineError: backward: expected as many {number} on every rank")
+def test_a_rank_that_leaves_out_what_needs_no_message_is_named(ranks, what, settings):
+    for text in ranks(2)(leaves_out, what, settings):
+        wanted = f"EngineError: backward: expected as many {COUNTED[what]} on every rank"
+        assert text.startswith(wanted)
         assert "rank 1 has made" in text
+
+
+@pytest.mark.parametrize("what", ["backward", "both"])
+def test_ranks_that_share_weights_do_not_wait_for_what_never_comes(ranks, what):
+    for text in ranks(2)(leaves_out, what, {"transport": "shared"}):
+        assert text.startswith("EngineError: ")
+        assert "where this rank has not been" in text
 
 
 def has_another(number, settings):
     """Rank 1 has another number from the third step on."""
-    run = Run(dist.get_world_size(), dist.get_rank())
-    model = run.shard(run.model(), transport="direct", **settings)
+    run, model = sharded_run(transport="direct", **settings)
     optimizer = optim.SGD(model.parameters(), lr=0.1)
 
     def steps():
@@ -288,8 +306,7 @@ def test_a_rank_with_another_setting_is_refused(settings):
 
 def averages_alone(asks, keeps, transport):
     """Rank 0 alone updates an average, as under DDP: a second model, or clones of the model's."""
-    run = Run(2, dist.get_rank())
-    model = run.shard(run.model(), transport=transport)
+    run, model = sharded_run(transport=transport)
     average = dict(model.named_parameters())
     if keeps == "clones":
         average = {name: param.detach().clone() for name, param in average.items()}
@@ -323,8 +340,7 @@ def test_an_average_of_one_rank_is_found_when_it_is_used(ranks, asks, keeps, wro
 @on_ranks(2)
 def test_ranks_may_read_whole_weights_alone_and_write_only_where_they_have_elements(strategy):
     """The error of a right program whose ranks make other calls of functions of parameters."""
-    run = Run(2, torch.distributed.get_rank())
-    model = run.shard(run.model(), transport="direct", strategy=strategy)
+    run, model = sharded_run(transport="direct", strategy=strategy)
     weight = model.head.weight
 
     def steps():
@@ -347,22 +363,21 @@ def test_ranks_may_read_whole_weights_alone_and_write_only_where_they_have_eleme
 
 def test_replicas_with_other_gradients_are_found_in_the_next_backward(ranks):
     for size, settings in ((2, {"strategy": "no_shard"}), (4, REPLICAS)):
-        for text in ranks(size)(leaves_out, "assign", "direct", settings):
+        for text in ranks(size)(leaves_out, "assign", {"transport": "direct", **settings}):
             assert text.startswith("EngineError: backward: expected the same weights on all rep")
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("what", ["clipping", "torch"])
 def test_a_rank_that_clips_alone_or_not_is_found_before_it_gets_a_norm(ranks, what, transport):
-    for text in ranks(2)(leaves_out, what, transport):
+    for text in ranks(2)(leaves_out, what, {"transport": transport}):
         assert text.startswith("EngineError: "), text
         assert transport == "shared" or "a sum (a clipping)" in text, text
 
 
 def written(which, clip, settings):
     """The error of clipping after these ranks halved their gradients; else the norm is right."""
-    run = Run(dist.get_world_size(), dist.get_rank())
-    model = run.shard(run.model(), **settings)
+    run, model = sharded_run(**settings)
     run.loss(model, 0).backward()
     grads = [param.grad for param in model.parameters() if param.grad is not None]
     for grad in grads if run.rank in which else []:
@@ -513,31 +528,52 @@ def test_a_rank_that_waits_alone_over_c10d_gets_a_typed_error(ranks):
 # ---- all ranks raise, at different units ---------------------------------------------------------
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
-@on_ranks(2)
-def test_ranks_may_raise_in_different_units_of_one_backward(transport, strategy):
-    """Weights after steps of which two raised in another block on each rank; without these."""
-    rank = torch.distributed.get_rank()
-    results = []
-    for is_tried in (True, False):
-        run = Run(2, rank)
-        model = run.shard(run.model(), transport=transport, strategy=strategy)
-        optimizer = optim.AdamW(model.parameters())
-        at = [-1]
-        model.blocks[1 + rank].mid.register_forward_hook(
-            lambda *args, at=at: Raising.apply(args[-1], lambda: at[0] in (1, 3))
-        )
-        for step in range(6):
-            at[0] = step if is_tried else -1
-            if step in (1, 3) and not is_tried:
-                continue
-            with contextlib.suppress(Mine):
-                run.loss(model, step).backward()
-                optimizer.step()
-            optimizer.zero_grad()
-        results.append(
-            nn.utils.parameters_to_vector(fs.full_state_dict(model, rank0_only=False).values())
-        )
-    found, wanted = results[0], results[1]
+def around(model, waits):
+    return fs.no_sync(model, outer_only=True) if waits else contextlib.nullcontext()
+
+
+def weights_after(settings, waits, *, is_tried):
+    """After steps of which two raised in another unit on each rank, or were left out."""
+    rank, sizes, raises = dist.get_rank(), (6, 40, 16, 72, 24, 4), [False]
+    torch.manual_seed(0)
+    model = nn.Sequential(*itertools.starmap(nn.Linear, itertools.pairwise(sizes)))
+    fs.shard(model, wrap="Linear", **settings)
+    optimizer = optim.AdamW(model.parameters())
+    model[rank].register_forward_hook(lambda *args: Raising.apply(args[-1], lambda: raises[0]))
+    for step in range(6):
+        x = torch.randn(3, sizes[0], generator=generator_of(step, rank))
+        raises[0] = step in (1, 3)
+        if not raises[0]:
+            model(x).square().sum().backward()
+            optimizer.step()
+        elif is_tried:
+            with pytest.raises(Mine), around(model, waits[0]):
+                model(x).square().sum().backward()
+            for other in waits[1:]:
+                with around(model, other):
+                    model(x)
+        optimizer.zero_grad()
+    return nn.utils.parameters_to_vector(fs.full_state_dict(model, rank0_only=False).values())
+
+
+@pytest.mark.parametrize(
+    ("world_size", "settings", "waits"),
+    [
+        *(
+            (2, {"transport": transport, "strategy": strategy}, [False])
+            for transport in TRANSPORTS
+            for strategy in ("full_shard", "shard_grad_op")
+        ),
+        *(
+            (4, {"transport": transport, **REPLICAS}, waits)
+            for transport in ("direct", "c10d")
+            for waits in ([False, True], [True, False])
+        ),
+    ],
+    ids=str,
+)
+@on_ranks("world_size")
+def test_ranks_may_raise_in_different_units_of_one_backward(settings, waits):
+    """Whether sums over replicas wait in the backward that raises, and in a forward after it."""
+    found, wanted = (weights_after(settings, waits, is_tried=tried) for tried in (True, False))
     assert torch.equal(found, wanted)

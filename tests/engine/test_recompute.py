@@ -19,7 +19,7 @@ from torch.utils.checkpoint import (
 import fullshard as fs
 from fullshard.errors import EngineError
 from support.grid import STRATEGIES
-from support.models import CASES, Chain, mean_square, perturbed, vectors
+from support.models import CASES, CHAIN, Chain, backward_of, mean_square, perturbed, vectors
 from support.parity import assert_parity, whole_gradients
 from support.ranks import on_ranks
 from support.recompute import assert_bits, compare, is_same, trained
@@ -128,9 +128,7 @@ def seeded(step, rank):
 
 def one_forward(model, step, rank):
     seeded(step, rank)
-    loss = mean_square(model(**vectors(step, rank)))
-    loss.backward()
-    return loss.detach()
+    return CHAIN.work(model, step, rank)
 
 
 def two_forwards_one_backward(model, step, rank):
@@ -153,16 +151,15 @@ def evaluation_between(model, step, rank):
     loss = mean_square(model(**vectors(step, rank)))
     with torch.no_grad():
         model(**vectors(step + 90, rank))
-    loss.backward()
-    return loss.detach()
+    return backward_of(loss)
 
 
 def whole_model(model, step, rank):
     """The root, too, is inside of what is recomputed."""
     seeded(step, rank)
-    loss = mean_square(recompute(lambda x: model(x), vectors(step, rank)["x"].requires_grad_()))
-    loss.backward()
-    return loss.detach()
+    return backward_of(
+        mean_square(recompute(lambda x: model(x), vectors(step, rank)["x"].requires_grad_()))
+    )
 
 
 def accumulation(model, step, rank):
@@ -224,9 +221,7 @@ def test_units_lie_around_or_inside_of_what_recomputes():
 def whole_model_without(model, step, rank):
     """What `whole_model` does, without its recompute."""
     seeded(step, rank)
-    loss = mean_square(model(vectors(step, rank)["x"].requires_grad_()))
-    loss.backward()
-    return loss.detach()
+    return backward_of(mean_square(model(vectors(step, rank)["x"].requires_grad_())))
 
 
 @pytest.mark.parametrize(
@@ -350,9 +345,9 @@ def named():
 
 
 def loss_of_named(model, step, rank):
-    loss = model(torch.full((2, 6), 0.1 * (step + rank), dtype=torch.float64)).square().mean()
-    loss.backward()
-    return loss.detach()
+    return backward_of(
+        model(torch.full((2, 6), 0.1 * (step + rank), dtype=torch.float64)).square().mean()
+    )
 
 
 @on_ranks(2)

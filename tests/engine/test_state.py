@@ -1,22 +1,22 @@
 """Weights in and out: state dicts, loading, whole blocks, averages."""
 
 import copy
+import itertools
 import os
 import pickle
+import re
 from functools import partial
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed import get_rank as rank
 
 import fullshard as fs
 from fullshard.errors import ConfigError
+from support.grid import STRATEGIES
 from support.ranks import on_ranks
 from support.scripts import Run, Tiny, compare, differences, error_of, tokens_of
-
-
-def rank():
-    return torch.distributed.get_rank()
 
 
 def sharded(tied=False, **config):
@@ -32,7 +32,12 @@ def same(found, wanted):
 # ---- full_state_dict --------------------------------------------------------------------------
 
 
-def full_state(tied, strategy):
+@pytest.mark.parametrize(
+    ("tied", "strategy", "world_size"),
+    [*itertools.product([False, True], STRATEGIES, [2]), (True, "full_shard", 3)],
+)
+@on_ranks("world_size")
+def test_full_state_dict_is_the_unsharded_state_dict(tied, strategy):
     _, model, whole = sharded(tied, strategy=strategy)
     state, wanted = fs.full_state_dict(model, rank0_only=False), whole.state_dict()
     assert list(state) == list(wanted)
@@ -50,34 +55,22 @@ def full_state(tied, strategy):
     assert same(small["head.weight"], wanted["head.weight"].bfloat16())
 
 
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
-@pytest.mark.parametrize("tied", [False, True])
-def test_full_state_dict_is_the_unsharded_state_dict(ranks, tied, strategy):
-    ranks(2)(full_state, tied, strategy)
-
-
-def dtypes_of_a_full_state():
+@on_ranks(2)
+def test_a_full_state_dict_has_a_floating_point_dtype_or_is_refused():
     _, model, _ = sharded(tied=False)
-    said = []
-    for dtype in (torch.int8, torch.bool, "int8", "bflot16", 16):
-        with pytest.raises(ConfigError) as error:
+    start = "fs.full_state_dict: dtype: expected one of float64, float32, bfloat16, float16; got "
+    for dtype, got in {
+        torch.int8: "torch.int8",
+        torch.bool: "torch.bool",
+        "int8": "'int8'",
+        "bflot16": "'bflot16'. Did you mean 'bfloat16'?",
+        16: "16",
+    }.items():
+        with pytest.raises(ConfigError, match=f"^{re.escape(start + got)}$"):
             fs.full_state_dict(model, dtype=dtype)
-        said.append(str(error.value))
     words = [fs.full_state_dict(model, dtype=d, rank0_only=False) for d in ("bf16", torch.bfloat16)]
     assert same(*(state["head.weight"] for state in words))
-    return [*said, words[0]["head.weight"].dtype]
-
-
-def test_a_full_state_dict_has_a_floating_point_dtype_or_is_refused(ranks):
-    start = "fs.full_state_dict: dtype: expected one of float64, float32, bfloat16, float16; got "
-    for *said, dtype in ranks(2)(dtypes_of_a_full_state):
-        got = ["torch.int8", "torch.bool", "'int8'", "'bflot16'. Did you mean 'bfloat16'?", "16"]
-        assert said == [start + each for each in got]
-        assert dtype == torch.bfloat16
-
-
-def test_full_state_dict_is_the_same_on_three_ranks(ranks):
-    ranks(3)(full_state, True, "full_shard")
+    assert words[0]["head.weight"].dtype == torch.bfloat16
 
 
 class WithExtras(Tiny):
@@ -240,7 +233,7 @@ def test_where_nothing_is_cut_torch_save_works(tmp_path):
 # ---- fs.unsharded -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @on_ranks(2)
 def test_inside_unsharded_parameters_are_whole_and_edits_are_kept(strategy):
     run, model, whole = sharded(strategy=strategy)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed import get_rank as rank
 
 import fullshard as fs
 from fullshard.engine.engine import engine_of
@@ -19,11 +20,7 @@ from fullshard.engine.parameter import ShardedParameter
 from fullshard.errors import EngineError
 from support.grid import STRATEGIES, marked
 from support.ranks import on_ranks
-from support.scripts import Run, Tiny, compare, error_of
-
-
-def rank():
-    return torch.distributed.get_rank()
+from support.scripts import Run, Tiny, compare, error_of, sharded_run
 
 
 def test_the_public_names_and_their_arguments_are_these(snapshot):
@@ -219,8 +216,7 @@ def test_memory_stats_is_what_tensors_hold_and_what_was_planned(ranks, strategy,
 
 
 def _train_and_drop():
-    run = Run(2, rank())
-    model = run.shard(run.model())
+    run, model = sharded_run()
     optimizer = torch.optim.AdamW(model.parameters())
     run.loss(model, 0).backward()
     optimizer.step()

@@ -12,6 +12,7 @@ from fullshard.compat.fsdp2 import fully_shard
 from fullshard.compat.wrapping import record_of
 from fullshard.engine.engine import engine_of
 from fullshard.errors import ConfigError
+from fullshard.planner.units import SlotRef
 from fullshard.transport import c10d
 from support.experts import cut_as_transformers, qwen
 from support.models import Chain, chain, mean_square, perturbed, vectors
@@ -53,9 +54,12 @@ class Memory:
 
 
 def slots_of(model):
+    engine = engine_of(model)
     return {
-        name: [slot.data_ptr() for slot in slots]
-        for name, slots in engine_of(model).rings._buffers.items()
+        ring.name: [
+            engine.rings.view(SlotRef(ring.name, at, 0), 1).data_ptr() for at in range(ring.count)
+        ]
+        for ring in engine.plan.rings
     }
 
 
@@ -169,17 +173,17 @@ def test_set_symm_mem_for_comm_registers_the_slots(ranks):
     assert one == two > 0
 
 
-def refused(settings):
-    with pytest.raises(ConfigError) as caught:
-        fs.shard(chain().float(), symmetric_memory=True, **settings)
-    return str(caught.value)
-
-
-def test_what_cannot_be_symmetric_is_refused(ranks):
-    for said in ranks(2)(refused, {"transport": "direct"}):
-        assert said == ("symmetric_memory: expected transport c10d on NCCL; got direct.")
-    for said in ranks(2)(refused, {"transport": "c10d"}):
-        assert said.startswith("symmetric_memory: expected torch 2.11 or newer with symmetric")
+@pytest.mark.parametrize(
+    ("transport", "said"),
+    [
+        ("direct", r"transport c10d on NCCL; got direct\.$"),
+        ("c10d", "torch 2.11 or newer with symmetric"),
+    ],
+)
+@on_ranks(2)
+def test_what_cannot_be_symmetric_is_refused(transport, said):
+    with pytest.raises(ConfigError, match=f"^symmetric_memory: expected {said}"):
+        fs.shard(chain().float(), symmetric_memory=True, transport=transport)
 
 
 def test_another_backend_of_symmetric_memory_is_refused():

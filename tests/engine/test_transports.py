@@ -18,24 +18,13 @@ from fullshard.transport import _torch_compat
 from fullshard.transport.base import Works
 from fullshard.transport.groups import _MADE
 from support.grid import STRATEGIES
-from support.models import CASES, Case, chain, mean_square, vectors
+from support.models import chain, float32_case, mean_square, vectors
 from support.parity import assert_planned_events, train_sharded
 from support.rank_worker import COLLECTIVE_TIMEOUT
 from support.ranks import on_ranks
 
 ORDERED = {"transport": "c10d", "reduction": "ordered"}
 NATIVE = {"transport": "c10d", "reduction": "native"}
-
-
-def in_float32(name):
-    """A case whose sums round, so that another order of them shows."""
-    case = CASES[name]
-
-    def batch(step, rank):
-        made = case.batch(step, rank)
-        return {k: v.float() if v.is_floating_point() else v for k, v in made.items()}
-
-    return Case(lambda: case.build().float(), batch, case.loss, case.blocks)
 
 
 def bits_of(case, settings):
@@ -60,7 +49,7 @@ def differing(ours, theirs):
 
 def check_bits(name, settings):
     """All but the native sum agree in every bit; that one is counted apart."""
-    case = in_float32(name)
+    case = float32_case(name)
     direct = bits_of(case, {**settings, "transport": "direct"})
     if settings["strategy"] != "no_shard" and settings.get("replicate") != 4:
         assert not differing(direct, bits_of(case, {**settings, "transport": "shared"}))
@@ -75,14 +64,6 @@ def check_bits(name, settings):
     return len(differing(native, direct))
 
 
-def in_every_strategy(name):
-    settings = {strategy: {"strategy": strategy} for strategy in STRATEGIES}
-    if dist.get_world_size() == 4:
-        for replicate in (1, 2, 4):
-            settings[f"hybrid {replicate}"] = {"strategy": "hybrid_shard", "replicate": replicate}
-    return {name_: check_bits(name, fields) for name_, fields in settings.items()}
-
-
 @pytest.mark.short(1)
 @pytest.mark.parametrize(
     ("name", "world_size"),
@@ -95,16 +76,21 @@ def in_every_strategy(name):
         pytest.param("llama", 4, marks=pytest.mark.slow),
     ],
 )
-def test_transports_agree_bit_for_bit_and_the_native_sum_within_rounding(ranks, name, world_size):
-    found = ranks(world_size)(in_every_strategy, name, timeout=100)
-    if world_size == 2:  # a sum of two has one order
-        assert found == [dict.fromkeys(STRATEGIES, 0)] * 2
+@on_ranks("world_size", timeout=100)
+def test_transports_agree_bit_for_bit_and_the_native_sum_within_rounding(name):
+    size = dist.get_world_size()
+    settings = [{"strategy": strategy} for strategy in STRATEGIES]
+    if size == 4:
+        settings += [{"strategy": "hybrid_shard", "replicate": number} for number in (1, 2, 4)]
+    for fields in settings:
+        count = check_bits(name, fields)
+        assert size > 2 or count == 0  # a sum of two has one order
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 @on_ranks("world_size")
 def test_bits_agree_with_bfloat16_on_the_wire():
-    settings, case = {"param_dtype": "bf16", "reduce_dtype": "bf16"}, in_float32("chain")
+    settings, case = {"param_dtype": "bf16", "reduce_dtype": "bf16"}, float32_case("chain")
     direct = bits_of(case, {**settings, "transport": "direct"})
     for other in ({"transport": "shared"}, ORDERED):
         assert differing(direct, bits_of(case, settings | other)) == []
@@ -112,7 +98,7 @@ def test_bits_agree_with_bfloat16_on_the_wire():
 
 def sums_of_many(most_rounded):
     """How bits of `auto` differ from `direct`, if this many ranks may be summed in bfloat16."""
-    case, found = in_float32("chain"), []
+    case, found = float32_case("chain"), []
     settings = {"param_dtype": "bf16", "reduce_dtype": "bf16", "fp32_modules": ["blocks.0.norm"]}
     with patch.object(values, "MOST_ROUNDED", most_rounded):
         direct = bits_of(case, {**settings, "transport": "direct"})
@@ -122,28 +108,24 @@ def sums_of_many(most_rounded):
     return found
 
 
-def test_bfloat16_of_many_ranks_is_summed_in_float32(ranks):
+def test_bfloat16_of_many_ranks_is_summed_float32_case(ranks):
     assert ranks(3)(sums_of_many, 2) == [[False, True]] * 3
     assert ranks(3)(sums_of_many, 3) == [[True, True]] * 3
 
 
-def planned_and_used(settings):
-    model = fs.shard(chain().float(), wrap=["Block"], transport="c10d", **settings)
+@pytest.mark.parametrize("reduction", ["native", "ordered"])
+@pytest.mark.parametrize("more", [{}, {"strategy": "hybrid_shard", "replicate": 2}], ids=str)
+@on_ranks(4)
+def test_receive_buffers_of_c10d_are_planned(reduction, more):
+    settings = {"transport": "c10d", "reduction": reduction, "reduce_dtype": "bf16", **more}
+    model = fs.shard(chain().float(), wrap=["Block"], **settings)
     for step in range(3):
         mean_square(model(vectors(step, dist.get_rank())["x"].float())).backward()
         model.zero_grad()
     rows = {row.name: row.num_bytes for row in engine_of(model).plan.memory}
     used = fs.memory_stats(model)["communication_buffers"]["now"]
-    return rows["communication buffers"], used
-
-
-@pytest.mark.parametrize("reduction", ["native", "ordered"])
-@pytest.mark.parametrize("more", [{}, {"strategy": "hybrid_shard", "replicate": 2}], ids=str)
-def test_receive_buffers_of_c10d_are_planned(ranks, reduction, more):
-    settings = {"reduction": reduction, "reduce_dtype": "bf16", **more}
-    for planned, used in ranks(4)(planned_and_used, settings):
-        assert planned == used
-        assert (used > 0) is (reduction == "ordered")  # the other is received in gradient slots
+    assert rows["communication buffers"] == used
+    assert (used > 0) is (reduction == "ordered")  # the other is received in gradient slots
 
 
 # ---- runs repeat ---------------------------------------------------------------------------------
@@ -154,7 +136,7 @@ def test_receive_buffers_of_c10d_are_planned(ranks, reduction, more):
 )
 @on_ranks(3)
 def test_the_same_ranks_give_the_same_bits_again(transport):
-    case = in_float32("chain")
+    case = float32_case("chain")
     first, again = (bits_of(case, transport) for _ in range(2))
     assert differing(first, again) == []
 
@@ -212,7 +194,7 @@ def test_fake_ranks_receive_what_the_plan_says():
 
 def equal_ranks(settings):
     """Every rank is given the first rank's batch; three steps, in float32."""
-    case, found = in_float32("chain"), []
+    case, found = float32_case("chain"), []
     model = fs.shard(case.build(), strategy="no_shard", **settings)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(3):

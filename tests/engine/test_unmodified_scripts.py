@@ -108,10 +108,7 @@ def momentum_encoder_averaged_in_forward(run):
         model = run.model(Twins).requires_grad_(True)  # so that both are cut alike
         run.shard(model, transport=transport, wrap=["Block"]).keys.requires_grad_(False)
         optimizer = optim.SGD(model.parameters(), lr=0.1)
-        for step in range(3):
-            run.loss(model, step).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        train(run, model, optimizer, 3)
         results.append(run.result(model))
     return results
 

@@ -7,7 +7,7 @@ from torch import nn
 
 import fullshard as fs
 from fullshard.errors import EngineError
-from support.models import CASES, Chain, perturbed, vectors
+from support.models import CASES, Chain, backward_of, perturbed, vectors
 from support.parity import assert_parity
 from support.ranks import on_ranks
 
@@ -50,20 +50,15 @@ def build_routed():
 
 
 def route(model, step, rank):
-    loss = model(vectors(step, rank)["x"], rank).square().mean()
-    loss.backward()
-    return loss.detach()
-
-
-def check_routed(settings):
-    assert_parity(build_routed, route, settings)
+    return backward_of(model(vectors(step, rank)["x"], rank).square().mean())
 
 
 @pytest.mark.short(3)
 @pytest.mark.parametrize("wrap", ["auto", "none", ["Linear"]])
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
-def test_ranks_may_use_disjoint_experts(ranks, strategy, wrap):
-    ranks(3)(check_routed, {"strategy": strategy, "wrap": wrap})
+@on_ranks(3)
+def test_ranks_may_use_disjoint_experts(wrap, strategy):
+    assert_parity(build_routed, route, {"strategy": strategy, "wrap": wrap})
 
 
 def train_on(model, steps):

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from fullshard.cli.app import invoke
+from support.sizes import sizes_of
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = "examples/plan_llama_405b.yaml"
@@ -75,13 +76,7 @@ def test_a_page_that_cannot_be_written_is_a_typed_error(tmp_path, monkeypatch):
     assert outcome.exit_code == 2
 
 
-SMALL = {
-    "num_hidden_layers": 1,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-}
+SMALL = sizes_of(256, 512, 4, 4, layers=1)
 
 
 def contrast(one, other):

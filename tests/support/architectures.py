@@ -17,7 +17,7 @@ from torch import nn
 
 from support import inputs
 from support.inputs import VOCABULARY, language
-from support.models import Batch, perturbed
+from support.models import Batch, backward_of, perturbed
 from support.reference import TOLERANCE
 
 SIZES: dict[str, Any] = {
@@ -75,9 +75,7 @@ class Architecture:
 
     def work(self, model: nn.Module, step: int, rank: int) -> torch.Tensor:
         """One forward and backward; the loss that the model computes itself."""
-        loss = model(**self.batch(step, rank)).loss
-        loss.backward()
-        return loss.detach()
+        return backward_of(model(**self.batch(step, rank)).loss)
 
 
 def without_dropout(config: Any) -> None:

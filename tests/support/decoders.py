@@ -8,16 +8,9 @@ from typing import Any
 import torch
 
 from fullshard.verify.reference import Wide
+from support.sizes import sizes_of
 
-SIZES = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
+SIZES = sizes_of(32, 48, 4, 2, layers=2, vocab_size=96, max_position_embeddings=64)
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 500.0,

@@ -6,15 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from support.sizes import sizes_of
+
 VOCABULARY = 300
-SIZES = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "max_position_embeddings": 64,
-}
+SIZES = sizes_of(32, 64, 2, layers=2, vocab_size=VOCABULARY, max_position_embeddings=64)
 
 
 def small_config(kind: str = "llama", **fields: Any) -> Any:

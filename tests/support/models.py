@@ -7,11 +7,14 @@ gathered looks right while all of its elements are one.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+
+from support.sizes import sizes_of
 
 Batch = dict[str, torch.Tensor]
 WIDTH = 12  # of the chains
@@ -34,11 +37,15 @@ class Case:
     loss: Callable[[Any], torch.Tensor]
     blocks: tuple[str, ...]
 
-    def work(self, model: nn.Module, step: int, rank: int) -> torch.Tensor:
-        """One forward and backward; the loss."""
-        loss = self.loss(model(**self.batch(step, rank)))
-        loss.backward()
-        return loss.detach()
+    def work(self, model: nn.Module, step: int, rank: int, **options: Any) -> torch.Tensor:
+        """One forward, with more arguments than the batch, and backward; the loss."""
+        return backward_of(self.loss(model(**self.batch(step, rank), **options)))
+
+
+def backward_of(loss: torch.Tensor) -> torch.Tensor:
+    """Run backward; the loss, without its graph."""
+    loss.backward()
+    return loss.detach()
 
 
 def perturbed(model: nn.Module, scale: float = 0.1, seed: int = 1) -> nn.Module:
@@ -89,15 +96,7 @@ LLAMA = {
 
 
 # Of a run; its sizes divide over nothing.
-ODD_LLAMA = {
-    "model_type": "llama",
-    "vocab_size": 127,
-    "hidden_size": 36,
-    "intermediate_size": 55,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 3,
-    "num_key_value_heads": 3,
-}
+ODD_LLAMA = sizes_of(36, 55, 3, 3, layers=2, model_type="llama", vocab_size=127)
 
 
 def llama() -> nn.Module:
@@ -287,6 +286,7 @@ CASES = {
     "albert": Case(albert, tokens, loss_of_output, ("AlbertLayer",)),
     "chain": Case(chain, vectors, mean_square, ("Block",)),
 }
+CHAIN = CASES["chain"]
 
 
 def float32_model(name: str) -> nn.Module:
@@ -294,7 +294,13 @@ def float32_model(name: str) -> nn.Module:
     return CASES[name].build().float()
 
 
-def float32_batch(name: str, step: int, rank: int) -> Batch:
-    """A case's batch with floating point inputs in float32: the engine casts them."""
+def float32_batch(name: str, step: int, rank: int, dtype: torch.dtype = torch.float32) -> Batch:
+    """A case's batch with floating point inputs in float32, which the engine casts, or another."""
     made = CASES[name].batch(step, rank)
-    return {key: v.float() if v.is_floating_point() else v for key, v in made.items()}
+    return {key: v.to(dtype) if v.is_floating_point() else v for key, v in made.items()}
+
+
+def float32_case(name: str) -> Case:
+    """A case whose sums round, so that another order of them shows."""
+    build, batch = partial(float32_model, name), partial(float32_batch, name)
+    return replace(CASES[name], build=build, batch=batch)

@@ -20,9 +20,10 @@ from torch.distributed.tensor.parallel import (
 )
 
 import fullshard as fs
-from support.models import perturbed
+from support.models import backward_of, perturbed
 from support.parity import assert_same
 from support.reference import MAX_NORM, NUM_STEPS, Step, make_optimizer, train_alone
+from support.sizes import sizes_of
 
 WIDTH, LENGTH = 12, 8
 
@@ -82,14 +83,7 @@ def cut_net(model: nn.Module, mesh: DeviceMesh) -> None:
 
 # ---- batches and steps
 
-LLAMA = {
-    "vocab_size": 50,
-    "hidden_size": 16,
-    "intermediate_size": 26,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
+LLAMA = sizes_of(16, 26, 4, 2, layers=2, vocab_size=50)
 
 
 def vectors(step: int, seat: int) -> torch.Tensor:
@@ -104,9 +98,7 @@ def tokens(step: int, seat: int) -> torch.Tensor:
 
 def train_llama(model: nn.Module, step: int, seat: int) -> torch.Tensor:
     batch = tokens(step, seat)
-    loss = model(input_ids=batch, labels=batch).loss
-    loss.backward()
-    return loss.detach()
+    return backward_of(model(input_ids=batch, labels=batch).loss)
 
 
 def train(
@@ -182,9 +174,7 @@ def assert_numbers(model: nn.Module, alone: nn.Module, seats: int) -> None:
 
 
 def train_net(model: nn.Module, step: int, seat: int) -> torch.Tensor:
-    loss = model(vectors(step, seat)).pow(2).mean()
-    loss.backward()
-    return loss.detach()
+    return backward_of(model(vectors(step, seat)).pow(2).mean())
 
 
 def whole_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

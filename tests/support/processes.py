@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -23,6 +26,26 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def newest_child() -> psutil.Process:
+    """The process that this one started last."""
+    return max(psutil.Process().children(), key=lambda child: child.create_time())
+
+
+def finished(
+    *words: object, code: int = 0, run: Callable[..., Any] = subprocess.run, **how: Any
+) -> subprocess.CompletedProcess[str]:
+    """A command that has ended with this code, and what it wrote."""
+    options = {"capture_output": True, "text": True, "timeout": 110, "check": False, **how}
+    done = run([*map(str, words)], **options)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done
+
+
+def python(*words: object, **how: Any) -> subprocess.CompletedProcess[str]:
+    """The same of this Python."""
+    return finished(sys.executable, *words, **how)
 
 
 def is_running(pid: int) -> bool:

@@ -17,13 +17,17 @@ ranks' losses, whose gradient is what the ranks' mean gradient should be.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest.mock import MagicMock, patch
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import fullshard as fs
+from fullshard.engine.parameter import ShardedParameter
 from fullshard.errors import FullshardError
 from support.models import perturbed
 
@@ -118,6 +122,33 @@ class Run:
 Script = Callable[[Run], Any]
 
 
+def sharded_run(**config: Any) -> tuple[Run, Any]:
+    """This rank's side of a comparison, and a model that is sharded on it."""
+    run = Run(torch.distributed.get_world_size(), torch.distributed.get_rank())
+    return run, run.shard(run.model(), **config)
+
+
+@contextmanager
+def whole_parameters(seen: Callable[[list[nn.Parameter]], Any]) -> Iterator[None]:
+    """Inside, `seen` is called with the whole parameters of each owner's optimizer that steps."""
+
+    def look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        if not any(isinstance(param, ShardedParameter) for param in params):
+            seen(params)
+
+    hook = register_optimizer_step_pre_hook(look)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def bytes_with_gradients(params: Iterable[nn.Parameter]) -> int:
+    """Of parameters that have a gradient, with it."""
+    return sum(p.nbytes + p.grad.nbytes for p in params if p.grad is not None)
+
+
 def tokens_of(step: int, rank: int) -> torch.Tensor:
     """(3, 5) token ids."""
     generator = torch.Generator().manual_seed(100 * step + rank)
@@ -180,6 +211,16 @@ def _as_float64(value: Any) -> torch.Tensor:
     return torch.as_tensor(value).to(torch.float64)
 
 
+@contextmanager
+def counted(*names: str) -> Iterator[dict[str, MagicMock]]:
+    """Counts calls of functions of torch, each of which it still makes."""
+    with ExitStack() as stack:
+        yield {
+            name: stack.enter_context(patch.object(torch, name, wraps=getattr(torch, name)))
+            for name in names
+        }
+
+
 def error_of(function: Callable[[], Any]) -> str:
     """Class and text of the typed error that a call raises, or what it did instead."""
     try:
@@ -189,3 +230,9 @@ def error_of(function: Callable[[], Any]) -> str:
     except Exception as error:  # noqa: BLE001 the text shows what a user would meet
         return f"UNTYPED {type(error).__name__}: {error}"
     return f"NO ERROR: {type(result).__name__}"
+
+
+def said_by(calls: Iterable[Callable[[], Any]]) -> list[str]:
+    """The text of the typed error that each call raises; of any other outcome, what it was."""
+    texts = [error_of(call) for call in calls]
+    return [t if t.startswith(("UNTYPED", "NO ERROR")) else t.partition(": ")[2] for t in texts]

@@ -9,6 +9,7 @@ import pytest
 
 from fullshard.outlook.memory import LAUNCHER_PROCESS, RANK_PROCESS, WORKER_PROCESS
 from support.memory_groups import MIB, memory_group
+from support.sizes import sizes_of
 from support.text import seeded_text
 
 pytestmark = [
@@ -16,15 +17,7 @@ pytestmark = [
     pytest.mark.timeout(200),
 ]
 
-SIZES = {
-    "model_type": "llama",
-    "hidden_size": 512,
-    "intermediate_size": 1408,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 8,
-    "vocab_size": 4096,
-}
+SIZES = sizes_of(512, 1408, 8, 8, layers=6, model_type="llama", vocab_size=4096)
 FILL = """
 open("/proc/self/oom_score_adj", "w").write("900")  # the kernel kills this, not its launcher
 held = bytearray(1 << 30)

@@ -22,6 +22,7 @@ from fullshard.recipes.base import causal_lm_loss, inputs_of, make_data
 from fullshard.recipes.registry import Command
 from fullshard.run.optim import plan_steps
 from fullshard.run.resume import Resume, check_data
+from support.sizes import sizes_of
 from support.text import seeded_text
 
 LENGTH, BUFFER = 16, 24
@@ -244,12 +245,9 @@ def test_documents_of_a_sequence_are_learned_as_if_each_were_alone(tmp_path, tok
     assert (arrays["labels"][3] == IGNORED).all()
     torch.manual_seed(0)
     config = LlamaConfig(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
         vocab_size=300,
         max_position_embeddings=96,
+        **sizes_of(32, 48, 2, layers=2),
     )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
     batch = {

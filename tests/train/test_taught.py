@@ -21,6 +21,7 @@ from fullshard.recipes.distill.recipe import build_student, build_teacher
 from fullshard.recipes.registry import Command, check_command
 from fullshard.run.optim import build_optimizer
 from fullshard.run.outlook import look_at, view_of
+from support.sizes import sizes_of
 
 TOLERANCE = 0.03
 
@@ -31,14 +32,7 @@ pytestmark = pytest.mark.timeout(300)
 def folder(tmp_path_factory):
     """A teacher that is wider and deeper than its student."""
     found = tmp_path_factory.mktemp("teacher")
-    config = LlamaConfig(
-        vocab_size=2000,
-        hidden_size=192,
-        intermediate_size=512,
-        num_hidden_layers=5,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
+    config = LlamaConfig(vocab_size=2000, **sizes_of(192, 512, 4, 2, layers=5))
     AutoModelForCausalLM.from_config(config).save_pretrained(found)
     return found
 

@@ -12,15 +12,9 @@ from fullshard.engine.tracing import MOST_OPERATIONS, trace_step
 from fullshard.planner.tracing import peak
 from fullshard.run import tracing
 from fullshard.run.tracing import Tracer
+from support.sizes import sizes_of
 
-SIZES = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
+SIZES = sizes_of(32, 48, 4, 2, vocab_size=96, max_position_embeddings=64)
 # Its keys are wider than its values.
 DEEPSEEK = {
     **{"num_key_value_heads": 4, "n_routed_experts": 8, "num_experts_per_tok": 2},

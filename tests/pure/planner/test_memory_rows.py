@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fullshard as fs
+from support.sizes import sizes_of
 
 ITEMSIZE = {"fp64": 8, "fp32": 4, "bf16": 2}
 ALIGNMENT = 64
@@ -136,15 +137,7 @@ def test_peak_is_the_sum_of_the_rows():
 
 # ---- the tree ------------------------------------------------------------------------------------
 
-LLAMA = {
-    "model_type": "llama",
-    "vocab_size": 4096,
-    "hidden_size": 64,
-    "intermediate_size": 172,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
+LLAMA = sizes_of(64, 172, 4, 2, layers=4, model_type="llama", vocab_size=4096)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from fullshard.cli.generate import _read_prompts
 from fullshard.errors import DivergedError
 from fullshard.models.generate import Sampler, SamplingSettings, model_folder_of
+from support.sizes import sizes_of
 
 TOKENIZER: Any = SimpleNamespace(pad_token_id=0)
 
@@ -32,10 +33,7 @@ class Letters:
 @pytest.fixture(scope="module")
 def model():
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
-        num_attention_heads=2, eos_token_id=None,
-    )  # fmt: skip
+    config = LlamaConfig(vocab_size=64, eos_token_id=None, **sizes_of(16, 24, 2, layers=1))
     return AutoModelForCausalLM.from_config(config).eval()
 
 

@@ -23,15 +23,9 @@ from fullshard.models.config import (
 )
 from fullshard.models.generate import SamplingSettings
 from fullshard.run.generation import Request, generate
+from support.sizes import sizes_of
 
-SETTINGS = {
-    "model_type": "llama",
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "max_position_embeddings": 64,
-}
+SETTINGS = sizes_of(16, 32, 2, layers=1, model_type="llama", max_position_embeddings=64)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import pytest
 
 from fullshard.models.config import config_from_settings
 from fullshard.models.small import fit_globs, shrink, shrunk
+from support.sizes import sizes_of
 
 
 def small_of(settings, **limits):
@@ -15,15 +16,9 @@ def small_of(settings, **limits):
 
 def test_heads_and_feed_forward_keep_their_ratios():
     small = small_of(
-        {
-            "model_type": "llama",
-            "hidden_size": 4096,
-            "intermediate_size": 14336,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "vocab_size": 128256,
-            "tie_word_embeddings": True,
-        }
+        sizes_of(
+            4096, 14336, 32, 8, model_type="llama", vocab_size=128256, tie_word_embeddings=True
+        )
     ).config
     assert (small.num_attention_heads, small.num_key_value_heads) == (8, 2)
     assert small.hidden_size == 8 * 16
@@ -60,14 +55,7 @@ def test_table_of_positions_is_shrunk_where_it_is_learned():
 
 
 def test_small_model_is_left_as_it_is():
-    settings = {
-        "model_type": "llama",
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "vocab_size": 50,
-    }
+    settings = sizes_of(32, 48, 4, layers=2, model_type="llama", vocab_size=50)
     assert small_of(settings).changes == ()
 
 
