@@ -5,8 +5,10 @@ where they share memory, each would wait for the other.
 """
 
 import contextlib
+import re
 from collections.abc import Callable
 from datetime import timedelta
+from itertools import chain
 
 import pytest
 import torch
@@ -24,10 +26,16 @@ from support.grid import chequered
 from support.ranks import on_ranks
 from support.scripts import Run, error_of
 
-TRANSPORTS = ("direct", "shared", "c10d")
+TRANSPORTS = ("direct", "shared", "c10d", "offloaded")
 ODD = (2, 1)  # the step and the rank that differ
 REPLICAS = {"strategy": "hybrid_shard", "replicate": 2, "shard": 2}
 NO_ERROR = "NO ERROR: NoneType"
+
+
+def over(transport):
+    """Settings of a transport; `offloaded` gathers in shared memory."""
+    offload = "cpu" if transport == "offloaded" else None
+    return {"transport": "shared" if offload else transport, "offload": offload}
 
 
 class Mine(Exception):
@@ -144,7 +152,7 @@ def one_rank_differs(name, transport, strategy="full_shard", sizes=None):
     """What is said at once, and by the next call of a script that goes on."""
     rank = torch.distributed.get_rank()
     run = Run(torch.distributed.get_world_size(), rank)
-    model = run.shard(run.model(), transport=transport, strategy=strategy, **(sizes or {}))
+    model = run.shard(run.model(), strategy=strategy, **over(transport), **(sizes or {}))
     optimizer = optim.SGD(model.parameters(), lr=0.1)
     does = next(odd for odd in ELSEWHERE if odd.__name__ == name)
 
@@ -181,6 +189,11 @@ def test_ranks_that_keep_whole_weights_gather_once_or_have_replicas_are_told_too
     for strategy in ("shard_grad_op", "no_shard"):
         for texts in ranks(2)(one_rank_differs, "skips_backward", "direct", strategy):
             assert texts[0].startswith("EngineError: "), texts
+    for depth in range(3):  # without poison, slots that a peer has not copied are in use for longer
+        settings = ("offloaded", "full_shard", {"poison": False, "forward_prefetch": depth})
+        for name in ("raises_in_forward", "raises_in_backward"):
+            for text in chain(*ranks(2)(one_rank_differs, name, *settings)):
+                assert "all ranks must make the same calls" in text, text
     for transport in ("direct", "c10d"):
         settings = (transport, "hybrid_shard", {"replicate": 2, "shard": 2})
         for texts in ranks(4)(one_rank_differs, "raises_in_backward", *settings):
@@ -192,7 +205,7 @@ def test_ranks_that_keep_whole_weights_gather_once_or_have_replicas_are_told_too
 def test_ranks_that_ask_for_other_parameters_get_none(transport):
     """Each rank asks for the whole of another parameter."""
     run = Run(2, torch.distributed.get_rank())
-    model = run.shard(run.model(), transport=transport)
+    model = run.shard(run.model(), **over(transport))
     params = [block.norm.weight for block in model.blocks]
     text = error_of(params[run.rank].full_tensor)
     assert text.startswith("EngineError: "), text
@@ -205,7 +218,7 @@ def test_ranks_that_ask_for_other_parameters_get_none(transport):
 def leaves_out(what, transport, settings=None):
     rank = torch.distributed.get_rank()
     run = Run(torch.distributed.get_world_size(), rank)
-    model = run.shard(run.model(), transport=transport, **(settings or {}))
+    model = run.shard(run.model(), **over(transport), **(settings or {}))
     optimizer = optim.SGD(model.parameters(), lr=0.1)
     whole = fs.full_state_dict(model, rank0_only=False)
 
@@ -289,7 +302,7 @@ def test_a_rank_with_another_setting_is_refused(settings):
 def averages_alone(asks, keeps, transport):
     """Rank 0 alone updates an average, as under DDP: a second model, or clones of the model's."""
     run = Run(2, dist.get_rank())
-    model = run.shard(run.model(), transport=transport)
+    model = run.shard(run.model(), **over(transport))
     average = dict(model.named_parameters())
     if keeps == "clones":
         average = {name: param.detach().clone() for name, param in average.items()}
@@ -386,7 +399,7 @@ def clips_nothing_by_torch(model):
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_norm_is_right_or_refused_after_one_rank_wrote_into_its_gradients(ranks, transport):
-    settings = {"transport": transport}
+    settings = over(transport)
     assert ranks(2)(written, (0,), clips_nothing, settings) == [NO_ERROR] * 2
     for text in ranks(2)(written, (0,), clips_nothing_by_torch, settings):
         assert text.startswith("EngineError: "), text
@@ -428,7 +441,7 @@ def repeats(transport, times, width=6, evaluates=False, prefetch=0):
     model = Repeating(width).double()
     options = {"forward_prefetch": prefetch, "backward_prefetch": prefetch}
     options |= REPLICAS if len(times) == 4 else {}
-    options["transport"] = transport.replace("native", "c10d")
+    options |= over(transport.replace("native", "c10d"))
     fs.shard(model, wrap=["Sequential"], poison=True, **options)
     for each in engine_of(model).transports.values():
         each._compares &= transport != "native"
@@ -447,7 +460,7 @@ def repeats(transport, times, width=6, evaluates=False, prefetch=0):
 
 LATE = "expected every rank to call the same units in the same order"
 AT_ONCE = ", a gather of blocks."
-SAID = [("direct", AT_ONCE), ("c10d", AT_ONCE), ("native", LATE)]
+SAID = [("direct", AT_ONCE), ("c10d", AT_ONCE), ("offloaded", AT_ONCE), ("native", LATE)]
 
 
 ONE, OTHER = (2, 1, 1, 1), (1, 1, 2, 1)
@@ -461,7 +474,7 @@ def test_ranks_that_call_different_units_learn_it_before_numbers(ranks, transpor
         assert said in text
 
 
-@pytest.mark.parametrize("transport", ["c10d", "direct", "native"])
+@pytest.mark.parametrize("transport", ["c10d", "direct", "offloaded", "native"])
 def test_ranks_that_call_the_same_units_or_share_weights_do_not(ranks, transport):
     assert ranks(2)(repeats, transport, [OTHER, OTHER], 6, False, 1) == [NO_ERROR] * 2
     assert ranks(2)(repeats, "shared", [ONE, OTHER]) == [NO_ERROR] * 2
@@ -469,19 +482,18 @@ def test_ranks_that_call_the_same_units_or_share_weights_do_not(ranks, transport
 
 
 @pytest.mark.parametrize("evaluates", [False, True])
-@pytest.mark.parametrize("transport", ["c10d", "direct"])
+@pytest.mark.parametrize("transport", ["c10d", "direct", "offloaded"])
 def test_units_of_other_sizes_end_no_process(ranks, transport, evaluates):
     for times in ([ONE, (1, 1, 1, 2)], [(1, 1, 1, 2), ONE]):
         for text in ranks(2)(repeats, transport, times, 300, evaluates):
             assert AT_ONCE in text, text
 
 
-@pytest.mark.parametrize("transport", ["c10d", "direct"])
+@pytest.mark.parametrize("transport", ["c10d", "direct", "offloaded"])
 def test_a_rank_that_gathers_once_more_meets_one_that_is_in_backward(ranks, transport):
     texts = ranks(2)(repeats, transport, [(1, 1, 1, 1, 1), (1, 1, 1, 1)], timeout=20)
-    assert (
-        "a gather of blocks.0: expected every rank to come here; rank 1 is at a backw" in texts[0]
-    )
+    gather = "a gather of blocks.0" + r" \(number \d+\)" * (transport == "offloaded")
+    assert re.search(f"{gather}: expected every rank to come here; rank 1 is at a backw", texts[0])
     assert texts[1].startswith("EngineError: a backward")
     assert "expected every rank to come here; rank 0 is at a forward" in texts[1]
 
@@ -522,7 +534,7 @@ def test_ranks_may_raise_in_different_units_of_one_backward(transport, strategy)
     results = []
     for is_tried in (True, False):
         run = Run(2, rank)
-        model = run.shard(run.model(), transport=transport, strategy=strategy)
+        model = run.shard(run.model(), strategy=strategy, **over(transport))
         optimizer = optim.AdamW(model.parameters())
         at = [-1]
         model.blocks[1 + rank].mid.register_forward_hook(
