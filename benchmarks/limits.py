@@ -9,6 +9,7 @@ make memory groups (as root, or in a delegated group).
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -28,7 +29,6 @@ from fullshard.cli.bench import OutFlag, say, show
 from fullshard.cli.outcome import Outcome
 from fullshard.config.load import load_config
 from fullshard.errors import ConfigError
-from fullshard.observe.metrics import process_bytes
 from fullshard.outlook.memory import LAUNCHER_PROCESS, MIB, RANK_PROCESS, WORKER_PROCESS
 from fullshard.planner.mesh import Topology
 from fullshard.run.outlook import foresee
@@ -64,10 +64,10 @@ METHOD = (
     "tokens a rank and step, two steps, an evaluation, an exported model and a sample of text.",
     "Planned tensors: the peak of the largest rank in memory, device and host. Base: "
     f"{RANK_PROCESS >> 20} MiB, the process of a rank without its tensors. Measured: the peak of "
-    "the largest rank's anonymous and shared memory (RssAnon + RssShmem), sampled every "
-    f"{SAMPLE_S * 1000:.0f} ms; a page that ranks share counts in each of them, but "
-    "once in the plan. Files: the peak of the group's page cache, which the kernel drops when "
-    "memory is short; dirty is the part that it must write first.",
+    "the largest rank's anonymous and shared memory (Pss_Anon + Pss_Shmem: a page that n ranks "
+    f"share counts as 1/n in each), sampled every {SAMPLE_S * 1000:.0f} ms. Files: the peak of the "
+    "group's page cache, which the kernel drops when memory is short; dirty is the part that it "
+    "must write first.",
     f"The limit is {SLACK} times ranks x (planned + base + {WORKER_PROCESS >> 20} MiB of the "
     f"process that makes batches) + {LAUNCHER_PROCESS >> 20} MiB of the launcher. No process was "
     "killed, else the command fails.",
@@ -139,7 +139,9 @@ class Peaks:
         pids = sorted(map(int, (self._group / "cgroup.procs").read_text().split()))
         for pid in pids if len(pids) > 1 else ():  # the launcher alone has not started any rank
             with suppress(OSError):  # it has ended
-                self.processes[pid] = max(self.processes.get(pid, 0), process_bytes(pid))
+                text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+                found = map(int, re.findall(r"^Pss_(?:Anon|Shmem):\s*(\d+)", text, re.MULTILINE))
+                self.processes[pid] = max(self.processes.get(pid, 0), 1024 * sum(found))
         lines = (self._group / "memory.stat").read_text().splitlines()
         stat = {name: int(value) for name, value in map(str.split, lines)}
         files = stat.get("total_cache", stat.get("file", 0))

@@ -27,17 +27,17 @@ EXEMPT = ("src/fullshard/compat/",)
 # number when code goes, never raise one without a line in docs/log.md that says what it bought.
 # Packages that share a budget are joined by " + ".
 BUDGETS = {
-    "bench": 1_806,
+    "bench": 1_807,
     "config": 3_305,
     "cli": 1_941,
-    "engine + transport": 8_289,
+    "engine + transport": 8_351,
     "planner + outlook": 4_194,
-    "data + models + recipes + run + verify": 9_097,
+    "data + models + recipes + run + verify": 9_095,
     "observe + launch": 3_377,
     "compat + integrations": 2_706,
     "xla + jax + xla_state": 2_870,
     "checkpoint + formats": 2_892,
-    "in all": 41_517,
+    "in all": 41_578,
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -59,7 +59,8 @@ def trained(folder, offload, strategy, checkpoint=None):
     model = perturbed(Chain(3)).double()
     if offload is not None:
         offload = {**offload, "folder": folder}
-    fs.shard(model, strategy=strategy, transport="direct", offload=offload, poison=True)
+    transport = "direct" if offload is None else "auto"  # full shards are gathered in memory
+    fs.shard(model, strategy=strategy, transport=transport, offload=offload, poison=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
     for step in range(4):
@@ -132,7 +133,8 @@ def large(folder, name, settings):
     model = torch.nn.Sequential(torch.nn.Linear(33, 90_001), torch.nn.Linear(90_001, 35))
     offload = None if folder is None else {**dict.fromkeys(KINDS, "nvme"), "folder": folder}
     offload = offload and {**offload, "optimizer": "nvme"}
-    fs.shard(model, wrap=["Linear"], transport="direct", offload=offload, **settings)
+    transport = "direct" if offload is None else "auto"
+    fs.shard(model, wrap=["Linear"], transport=transport, offload=offload, **settings)
     optimizer = OPTIMIZERS[name](model.parameters())
     for at in range(6):
         x = torch.linspace(-1, 1, 4 * 33).view(4, 33) * (at + 1)

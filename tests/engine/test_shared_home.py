@@ -78,11 +78,25 @@ def test_a_ranks_memory_is_the_sharded_figure():
 def test_asking_for_what_cannot_be_shared_is_refused_with_the_reason():
     with pytest.raises(ConfigError, match="transport: shared expects a shard axis of several"):
         fs.shard(Chain(2), transport="shared", strategy="no_shard")
-    with pytest.raises(ConfigError, match="transport: shared expects offload to be left out"):
-        fs.shard(Chain(2), transport="shared", offload="cpu")
 
 
 # ---- who may write when --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+@on_ranks(2)
+def test_a_slot_of_offloaded_weights_waits_for_peers_that_still_copy_it(slow):
+    """One rank enters each unit late, when the other would have filled the slots again."""
+    model, x = perturbed(Chain(12).double()), vectors(0, 0)["x"]
+    wanted = model(x)
+    prefetch = {"forward_prefetch": 10 * slow}  # more gathers than places
+    chained = fs.shard(model, offload="cpu", transport="shared", poison=True, **prefetch)
+    if dist.get_rank() == slow:
+        for block in model.blocks:
+            block.register_forward_hook(lambda *_: time.sleep(0.02))
+    for _ in range(2):
+        with torch.no_grad():
+            assert torch.equal(chained(x), wanted)
 
 
 def write_while_another_reads(grad):

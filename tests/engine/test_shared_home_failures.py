@@ -69,7 +69,9 @@ def test_a_rank_that_is_killed_at_a_barrier_is_named_and_leaves_nothing(tmp_path
             job.kill()
             job.stderr.close()
     assert jobs[1].returncode == -signal.SIGKILL
-    assert f"expected rank 1 (process {jobs[1].pid}) to take part; it has ended" in survivor
+    named = f"expected rank 1 (process {jobs[1].pid}) to take part; it has ended"
+    by_message = "expected every rank to take part; one has ended or closed its connection"
+    assert named in survivor or (mark in ("PLACED", "FETCHED") and by_message in survivor)
     assert jobs[0].returncode == 1
     assert time.monotonic() - start < 30
     assert not segments()

@@ -52,7 +52,8 @@ def check_bits(name, settings):
     case = float32_case(name)
     direct = bits_of(case, {**settings, "transport": "direct"})
     if settings["strategy"] != "no_shard" and settings.get("replicate") != 4:
-        assert not differing(direct, bits_of(case, {**settings, "transport": "shared"}))
+        for shared in ({"transport": "shared"}, {"transport": "shared", "offload": "cpu"}):
+            assert not differing(direct, bits_of(case, settings | shared))
     assert not differing(direct, bits_of(case, {**settings, **ORDERED}))
     native = bits_of(case, {**settings, **NATIVE})
     for ours, theirs in zip(native, direct, strict=True):

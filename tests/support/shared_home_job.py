@@ -25,7 +25,8 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(file, 2), rank=rank, world_size=2)
     torch.manual_seed(0)
-    model = fs.shard(Chain(3).double(), transport="shared")
+    offload = "cpu" if mark in (Mark.PLACED, Mark.FETCHED) else None
+    model = fs.shard(Chain(3).double(), transport="shared", offload=offload)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(4):
         if rank == 1 and step == STEP:

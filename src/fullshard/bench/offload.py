@@ -41,11 +41,11 @@ CACHED = 0.25  # of the state
 METHOD = (
     f"{STEP}: forward, backward and AdamW's update of a stack of linear layers, each a unit, whose "
     "parameters, gradients and moments are on disk, in a memory group (cgroup) whose limit is the "
-    f"ranks' anonymous memory, {SLACK // MIB} MiB, and {CACHED:.0%} of the state. {FLOOR}: as many "
-    "bytes as the kernel counted for a step (/proc/self/io), read and written directly in pieces "
-    f"of {CHUNK // MIB} MiB: what exceeds the written bytes is read alone, then as many bytes are "
-    "read and written at once, and synced. The share of the second is the floor's time over the "
-    "step's. Several ranks also exchange messages, which take time of the same cores.",
+    f"ranks' anonymous and shared memory, {SLACK // MIB} MiB, and {CACHED:.0%} of the state. "
+    f"{FLOOR}: as many bytes as the kernel counted for a step (/proc/self/io), read and written "
+    f"directly in pieces of {CHUNK // MIB} MiB: what exceeds the written bytes is read alone, then "
+    "as many bytes are read and written at once, and synced. The share of the second is the "
+    "floor's time over the step's.",
 )
 GROUPS = Path("/sys/fs/cgroup/memory")
 LIMIT = "memory.limit_in_bytes" if GROUPS.is_dir() else "memory.max"
@@ -160,6 +160,7 @@ class OffloadedStep:
         lines = (group / "memory.stat").read_text().splitlines()
         stat = {name: int(value) for name, value in map(str.split, lines)}
         held = stat.get("total_rss", stat.get("anon", 0)) + stat.get("kernel", 0)
+        held += stat.get("total_shmem", stat.get("shmem", 0))
         (group / LIMIT).write_text(str(held + SLACK + int(CACHED * self.state_bytes)))
 
 

@@ -211,7 +211,7 @@ class Gradients:
             group.collects, group.collected = Collects.SPILL, torch.zeros_like(group.grad_slot)
             return group.collected
         self._slots.add(group.plan.grad_slot)
-        group.unit.transport.home.claim(group.grad_slot)
+        group.unit.transport.claim(group.grad_slot)
         if group.gaps:
             foreach_zero(group.gaps)
         group.collects, group.collected = Collects.SLOT, group.grad_slot

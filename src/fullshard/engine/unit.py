@@ -411,6 +411,8 @@ class Unit:
 
     def start_gather(self) -> None:
         """Copy this rank's part to the slot and start to fetch the other parts."""
+        for group in self.gathered:
+            self.transport.claim(group.full)
         loads = [load for group in self.gathered if (load := group.load()) is not None]
         if self.gathered:
             fulls = [group.full for group in self.gathered]
@@ -427,6 +429,7 @@ class Unit:
     def poison(self) -> None:
         """Fill the slot with NaN, so that stale reads are visible (law 2)."""
         for group in self.gathered:
+            self.transport.claim(group.full)
             group.full.fill_(float("nan"))
 
     def check_params(self) -> None:

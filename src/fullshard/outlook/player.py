@@ -288,8 +288,8 @@ class _Measured:
     def _gather(self, unit: UnitPlan) -> Cost:
         gathered = [group for group in unit.groups if group.slot is not None]
         own_s = self._passes_s("copy", gathered, "master", "compute")
-        if unit.mesh.shard == 1 or not gathered:
-            return Cost(own_s)
+        if not gathered or not self._is_sent(unit):  # other ranks' parts are copied, too
+            return Cost(own_s * unit.mesh.shard)
         size = sum(g.layout.numel * ITEMSIZE[g.dtypes.compute] for g in gathered)
         return self._message(f"{self._transport} fetch", size, own_s=own_s)
 

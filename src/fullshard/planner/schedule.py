@@ -274,9 +274,9 @@ class Scheduler:
         return events
 
     def abandon_backward(self) -> list[Event]:
-        """Ends a backward that raised; returns the collectives that other ranks wait for."""
+        """Ends a backward that raised; returns what other ranks wait for, as for a gather's end."""
         self._table.open = [0] * len(self.units)
-        needed = (EventKind.GATHER, EventKind.REDUCE, EventKind.ACCUMULATE)
+        needed = (EventKind.GATHER, EventKind.RELEASE, EventKind.REDUCE, EventKind.ACCUMULATE)
         return [event for event in self.end_backward() if event.kind in needed]
 
     # ---- inside

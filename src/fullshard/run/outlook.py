@@ -166,7 +166,7 @@ def transport_here(config: ShardConfig, topology: Topology) -> ShardConfig:
     elif kind is Transport.AUTO:
         mesh = mesh_of(config, topology)
         together = topology.ranks_per_host % (mesh.shard * mesh.inner) == 0
-        shares = mesh.shard > 1 and together and config.offload is None
+        shares = mesh.shard > 1 and together
         kind = Transport.SHARED if shares and Host.here() is not None else Transport.DIRECT
     return config.model_copy(update={"transport": kind})
 

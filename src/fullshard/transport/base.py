@@ -329,7 +329,7 @@ class Home:
             self.await_reads()
 
     def claim(self, slot: torch.Tensor) -> None:
-        """Wait until a gradient slot may be overwritten."""
+        """Wait until no rank reads a slot, which may then be overwritten."""
 
 
 @dataclass
@@ -383,6 +383,10 @@ class Transport(ABC):
 
         They must not be written before `Reduction.sum_into` returns.
         """
+
+    def claim(self, slot: torch.Tensor) -> None:
+        """Wait until a slot may be overwritten."""
+        self.home.claim(slot)
 
     @abstractmethod
     def sum_replicas(self, values: torch.Tensor) -> Iterator[None]:

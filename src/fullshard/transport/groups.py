@@ -287,7 +287,7 @@ def resolve_transport(
     if asked in (TransportKind.DIRECT, TransportKind.SHARED) and name != "gloo":
         raise ConfigError(f"transport: {asked} expects gloo; got {name}. Use c10d or auto.")
     if asked is TransportKind.SHARED or (asked is TransportKind.AUTO and name == "gloo"):
-        obstacle = _why_not_shared(config, meshes, device)
+        obstacle = _why_not_shared(meshes, device)
         if obstacle is None:
             return TransportKind.SHARED
         if asked is TransportKind.SHARED:
@@ -296,16 +296,12 @@ def resolve_transport(
     return asked if asked is not TransportKind.AUTO else TransportKind.C10D
 
 
-def _why_not_shared(
-    config: ShardConfig, meshes: Sequence[Mesh], device: torch.device
-) -> str | None:
+def _why_not_shared(meshes: Sequence[Mesh], device: torch.device) -> str | None:
     """Returns what a shared home needs and lacks here; None if it is possible."""
     if device.type != "cpu":
         return f"a model on the CPU; it is on {device}."
     if meshes[0].shard == 1:
         return "a shard axis of several ranks; here it has one."
-    if config.offload is not None:
-        return f"offload to be left out, since everything is on the host; got {config.offload}."
     places = processes(meshes[0].world_size)
     for ranks in chain.from_iterable(mesh.shard_groups() for mesh in meshes):
         if places[ranks[0]].host is None:
@@ -349,4 +345,4 @@ def make_transport(config: ShardConfig, mesh: Mesh) -> Transport:
         return [said[rank] for rank in axes.shard_ranks]
 
     pids = [processes(mesh.world_size)[rank].pid for rank in axes.shard_ranks]
-    return SharedTransport(axes, pids, tell_all)
+    return SharedTransport(axes, pids, tell_all, gathers=config.offload is not None)

@@ -102,6 +102,20 @@ def test_a_shared_home_gathers_nothing_and_pulls_where_it_accumulates():
     assert times.step == pytest.approx(10 * WORK_S + pulled)
 
 
+def test_offloaded_weights_are_copied_from_every_rank_of_a_shared_home():
+    plan, bare = (
+        plan_of(transport=Transport.SHARED, offload="cpu"),
+        calibrated(shared_reduce=NOTHING),
+    )
+    (measured,) = bare.hosts.values()
+    tables = {"copy float32": by_size(FETCH_S)}
+    measured = replace(measured, operations={**measured.operations, **tables})
+    gathers = [e.unit for e in plan.events if e.kind.value == "gather"]
+    copied = sum(2 * FETCH_S * gathered_bytes(plan, unit) for unit in gathers)  # read and written
+    times = told(plan, Calibration({"cores": 64}, {2: measured}))
+    assert times.step == pytest.approx(10 * WORK_S + copied)
+
+
 def test_replicas_sum_what_they_hold_whole_beside_the_backward():
     plan = plan_of(strategy="no_shard")
     times = told(plan, calibrated(direct_replicas=FETCH_S))

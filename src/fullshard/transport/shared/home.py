@@ -1,18 +1,21 @@
-"""The transport of ranks on one host, with weights and gradient slots in memory that all map.
+"""The transport of ranks on one host, with weights and slots in memory that all map.
 
 Nothing is gathered. All ranks map one copy of the weights, and each rank updates its own part. Each
 rank collects gradients in its own slots, which the other ranks map too, and sums its part of all
-ranks' slots in place, in rank order. Everything else (full state dicts, whole tensors, sums over
-the replicate axis) is sent in messages.
+ranks' slots in place, in rank order. Offloaded weights are gathered: each rank loads its part into
+its own slot, from which the other ranks copy it. Everything else (full state dicts, whole tensors,
+sums over the replicate axis) is sent in messages.
 
     segment of weights      group 0: | part 0 | part 1 |   group 1: | part 0 | part 1 |  ...
     segment of gradients    rank 0: | where | slots | overflow |    rank 1: | where | slots | ...
+    segment of slots        the same, for offloaded weights
 
 [Note: who may write when]
 A rank's part of the weights is written by that rank alone (optimizer, loading) and read by all
 ranks in forward and backward. Two counters separate writes from reads:
 
     begun   A forward waits until every rank has begun it; earlier writes are then visible.
+            (Where weights are gathered: compared phases.)
     done    A rank's first write after a forward waits until no rank reads the weights of that
             forward. After a synchronised backward, or an evaluation, this is already known,
             unless a live graph will read the weights again.
@@ -20,27 +23,31 @@ ranks in forward and backward. Two counters separate writes from reads:
 If a rank wrote after the forward (weights swapped for an evaluation, and back), the backward
 publishes again, as other transports would gather again.
 
-A gradient slot is written by its own rank and read by all ranks. The counter `ready` is the last
-reduction that a rank has collected, `pulled` the last one that it has read from all ranks. A slot
-is written again when all ranks have pulled it.
+A slot is written by its own rank and read by all ranks. The counter `ready` is the last reduction
+that a rank has collected, `pulled` the last one that it has read from all ranks. A slot is written
+again when all ranks have pulled it. `placed` and `fetched` are the same for gathers.
 """
 
 from __future__ import annotations
 
 import pickle
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from mmap import PAGESIZE
 from typing import Any
 
 import torch
 
+from fullshard.errors import EngineError
 from fullshard.planner.layout import align
 from fullshard.planner.slots import Ring
 from fullshard.planner.units import UnitPlan
 from fullshard.transport.base import (
     Axes,
+    Fetch,
     Home,
     Reduction,
     Slots,
@@ -70,7 +77,8 @@ class SharedHome(Home):
         self._forward = 0
         self._reading = False
         self.wrote = False
-        self.gradients: GradientSlots | None = None
+        self.gradients: PeerSlots | None = None
+        self.gathered: PeerSlots | None = None  # of offloaded weights
 
     # ---- weights
 
@@ -135,28 +143,43 @@ class SharedHome(Home):
     # ---- gradients
 
     def open_slots(self, units: Sequence[UnitPlan], rings: Sequence[Ring]) -> Slots:
-        self.gradients = None  # frees earlier slots before new ones are allocated
+        self.gradients = self.gathered = None  # frees them before new ones are allocated
         most = max([1, *(len(unit.groups) for unit in units)])  # all may be left out of sharding
-        self.gradients = GradientSlots(self._board, self._num_parts, most, rings, self._tell_all)
-        return self.gradients.slots
+        make = partial(PeerSlots, self._board, self._num_parts, most, self._tell_all)
+        reduced = [ring for ring in rings if ring.name.endswith(".grad")]
+        others = [ring for ring in rings if ring not in reduced]
+        self.gradients = make(reduced, (Mark.READY, Mark.PULLED))
+        if not others:
+            return self.gradients.slots
+        self.gathered = make(others, (Mark.PLACED, Mark.FETCHED))
+        return self.gradients.slots | self.gathered.slots
 
     def claim(self, slot: torch.Tensor) -> None:
-        assert self.gradients is not None
-        self.gradients.claim(slot)
+        for slots in (self.gradients, self.gathered):
+            if slots is not None and slot in slots:
+                slots.claim(slot)
 
 
-# ---- gradient slots, and the addresses of each rank's last reductions
+# ---- slots, and the addresses of each rank's last reductions or gathers
 
 OVERFLOWS = 2  # one reduction runs while the next one starts
 DEPTH = 8  # reductions whose places peers can look up
 WORD_BYTES = 8  # size of a place
 
 
-class GradientSlots:
-    """Gradient slots that each rank writes and all ranks read. Creating them is a collective.
+class PeerSlots:
+    """Slots that each rank writes and all ranks read. Creating them is a collective.
 
     Gradients outside the slots (that came out of order, or were summed over micro-batches) are
     copied into the overflow, which takes memory only while it is used.
+
+    Args:
+        board: Progress of the ranks.
+        num_parts: Number of ranks that share memory.
+        most_groups: Most buffers of a reduction or gather.
+        tell_all: Returns the values of all parts.
+        ours: Rings of the slots.
+        marks: Counters of the reductions, or gathers, that a rank has shown and has read.
     """
 
     def __init__(
@@ -164,12 +187,13 @@ class GradientSlots:
         board: Board,
         num_parts: int,
         most_groups: int,
-        rings: Sequence[Ring],
         tell_all: TellAll,
+        ours: Sequence[Ring],
+        marks: tuple[Mark, Mark],
     ) -> None:
         self._board = board
-        self._shown, self._pulled = board.value(Mark.READY), board.value(Mark.PULLED)
-        ours = [ring for ring in rings if ring.name.endswith(".grad")]
+        self._ready, self._done = marks
+        self.number, self._pulled = map(board.value, marks)  # the last reductions or gathers
         starts, end = {}, align(DEPTH * most_groups * WORD_BYTES, PAGESIZE)
         for ring in ours:
             starts[ring.name] = end
@@ -197,61 +221,65 @@ class GradientSlots:
         self._views: dict[tuple[int, int, int, torch.dtype], torch.Tensor] = {}
 
     def _cut(self, ring: Ring, start: int) -> list[torch.Tensor]:
-        whole = self._segment.view(start, ring.count * ring.numel, torch_dtype(ring.dtype))
-        return list(whole.split(ring.numel))
+        dtype, size = torch_dtype(ring.dtype), ring.num_bytes // ring.count
+        return [self._segment.view(start + i * size, ring.numel, dtype) for i in range(ring.count)]
+
+    def __contains__(self, full: torch.Tensor) -> bool:
+        return 0 <= full.data_ptr() - self._address < self._overflow_at
 
     def claim(self, slot: torch.Tensor) -> None:
         number = self._last.get(self._slot_at(slot.data_ptr() - self._address), 0)
-        self._board.await_all(Mark.PULLED, number, "a gradient slot")
+        self._board.await_all(self._done, number, "a slot")
 
     def _slot_at(self, place: int) -> int:
         """The start of the slot that contains a place."""
         return self._starts[bisect_right(self._starts, place) - 1]
 
     def show(self, fulls: Sequence[torch.Tensor]) -> int:
-        """Publish the places of this rank's gradients.
+        """Publish the places of this rank's buffers.
 
         Args:
             fulls: (numel,) each; a buffer outside the slots is copied to the overflow.
 
         Returns:
-            The number of the reduction.
+            The number of the reduction or gather.
         """
-        number = self._shown = self._shown + 1
+        number = self.number = self.number + 1
         if number > DEPTH:
-            self._board.await_all(Mark.PULLED, number - DEPTH, "a reduction")
+            self._board.await_all(self._done, number - DEPTH, "a slot")
         places = []
         for full in fulls:
             place = full.data_ptr() - self._address
-            if not 0 <= place < self._overflow_at:
+            if full not in self:
                 place = self._overflow(number, full)
             else:
                 self._last[self._slot_at(place)] = number
             places.append(place)
         self._where[self._board.part][number % DEPTH, : len(places)] = torch.tensor(places)
-        self._board.tell(Mark.READY, number)
+        self._board.tell(self._ready, number)
         return number
 
     def pull(self, number: int, fulls: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-        """This rank's part of every rank's gradients, in rank order, for each buffer."""
-        self._board.await_all(Mark.READY, number, "a reduction")
+        """A part of every rank's buffers, in rank order: this rank's to sum, or its own to copy."""
+        what = "a reduction" if self._ready is Mark.READY else "a gather"
+        self._board.await_all(self._ready, number, what)
         places = [where[number % DEPTH].tolist() for where in self._where]
         by_group = zip(fulls, zip(*places, strict=True), strict=False)
         return [[self._view(i, at, full) for i, at in enumerate(ats)] for full, ats in by_group]
 
     def release(self, number: int) -> None:
-        """Note that this rank has read the gradients of a reduction."""
+        """Note that this rank has read the buffers of a reduction or gather."""
         self._pulled = max(self._pulled, number)  # a reset finishes reductions in any order
-        self._board.tell(Mark.PULLED, self._pulled)
+        self._board.tell(self._done, self._pulled)
 
-    def _view(self, part: int, place: int, like: torch.Tensor) -> torch.Tensor:
-        """(part_numel,): this rank's part of a peer's buffer."""
-        key = part, place, like.numel(), like.dtype
+    def _view(self, rank: int, place: int, like: torch.Tensor) -> torch.Tensor:
+        """(part_numel,): a part of a peer's buffer."""
+        key = rank, place, like.numel(), like.dtype
         found = self._views.get(key)
         if found is None:
-            whole = self._segment.view(part * self._lane_bytes + place, like.numel(), like.dtype)
-            found = whole.chunk(len(self._where))[self._board.part]
-            self._views[key] = found
+            whole = self._segment.view(rank * self._lane_bytes + place, like.numel(), like.dtype)
+            part = self._board.part if self._ready is Mark.READY else rank
+            found = self._views[key] = whole.chunk(len(self._where))[part]
         return found
 
     def _overflow(self, number: int, full: torch.Tensor) -> int:
@@ -275,7 +303,7 @@ class GradientSlots:
     def _free_overflow(self, lane: int) -> None:
         number, used = self._overflows[lane]
         if used:
-            self._board.await_all(Mark.PULLED, number, "a reduction")
+            self._board.await_all(self._done, number, "a reduction")
             start = self._base + self._overflow_at + lane * self._overflow_bytes
             self._segment.give_back(start, used)
             self._overflows[lane] = [number, 0]
@@ -286,18 +314,28 @@ class GradientSlots:
 LANE_BYTES = 65536  # most bytes of a small sum, an address or an error in one exchange
 
 
+@dataclass(frozen=True)
+class _Copies:
+    """A gather that copies the peers' parts when it is waited for."""
+
+    wait: Callable[[], None]
+
+
 class SharedTransport(DirectTransport):
-    """Reads gradients from peers' slots; sends messages for everything outside shared memory.
+    """Reads peers' slots; sends messages for everything outside shared memory.
 
     Args:
         axes: This rank's place; all ranks of the shard axis are on one host.
         pids: Process ids of the shard axis.
         tell_all: Exchanges values between the ranks of the shard axis until they share memory.
+        gathers: Whether weights are gathered, whose ranks compare every gather by messages.
     """
 
     name = "shared"
 
-    def __init__(self, axes: Axes, pids: Sequence[int], tell_all: TellAll) -> None:
+    def __init__(
+        self, axes: Axes, pids: Sequence[int], tell_all: TellAll, *, gathers: bool
+    ) -> None:
         super().__init__(axes)
         parts, part = axes.mesh.shard, axes.shard_index
         lanes = align(Board.bytes_of(parts), CACHE_LINE)
@@ -308,17 +346,52 @@ class SharedTransport(DirectTransport):
         found = (segment.view(lanes + i * size, size, torch.uint8) for i in range(parts))
         self._lanes = [lane.view(2, -1) for lane in found]
         self._summed = 0
-        self._has_all = parts == axes.mesh.world_size  # whether all ranks share this memory
+        self._gathers = gathers
+        # Whether all ranks meet on the board: they share this memory and gather nothing.
+        self._has_all = parts == axes.mesh.world_size and not gathers
+        self._fetches: deque[tuple[int, Callable[[], None]]] = deque()  # not yet copied
         self.home = self._shared = SharedHome(self._board, parts, self._tell_all)
+
+    def fetch(self, fulls: Sequence[torch.Tensor], unit: str = "") -> Fetch:
+        slots = self._shared.gathered
+        if slots is None or not all(full in slots for full in fulls):
+            return super().fetch(fulls, unit)
+        compare = self._compare_units(f"{unit} (number {slots.number + 1})")
+        if len(self._fetches) == DEPTH:  # peers wait for this rank before they show as many more
+            self._finish(self._fetches[0][0])
+        number = slots.show(fulls)
+
+        def copy() -> None:
+            compare()
+            pulled = self._await(slots.pull, number, fulls)
+            for full, parts in zip(fulls, pulled, strict=True):
+                for mine, part in zip(full.chunk(len(parts)), parts, strict=True):
+                    if mine.data_ptr() != part.data_ptr():
+                        mine.copy_(part)
+            slots.release(number)
+
+        self._fetches.append((number, copy))
+        return _Copies(partial(self._finish, number))
+
+    def _finish(self, last: int) -> None:
+        """Copy all gathers up to one, in order, since `fetched` is a count; each once."""
+        while self._fetches and self._fetches[0][0] <= last:
+            self._fetches.popleft()[1]()
+
+    def claim(self, slot: torch.Tensor) -> None:
+        if self._gathers:
+            self._compare_places(self.axes.shard_ranks)
+        self._await(super().claim, slot)
 
     def reduce(self, fulls: Sequence[torch.Tensor]) -> Reduction:
         """Sums this rank's part of every rank's slot, read in place."""
         # Not first in `sum_replicas`, where a rank without gradients of experts comes later.
-        self._compare_places(self.axes.replicate_ranks)
+        self._compare_places(self.axes.shard_ranks if self._gathers else self.axes.replicate_ranks)
         slots = self._shared.gradients
         assert slots is not None
         number = slots.show(fulls)
-        return Reduction(partial(slots.pull, number, fulls), partial(slots.release, number))
+        receive = partial(self._await, slots.pull, number, fulls)
+        return Reduction(receive, partial(slots.release, number))
 
     def all_reduce(self, values: torch.Tensor, *, maximum: bool = False) -> None:
         if not self._has_all:
@@ -332,8 +405,19 @@ class SharedTransport(DirectTransport):
 
     def _compare_places(self, ranks: Sequence[int]) -> None:
         """Compare before messages to other ranks; the board finds other phases of its own."""
+        if self._gathers and self.phase.following:  # found by those who wait on the board
+            self._board.tell(Mark.BEGUN, self._board.value(Mark.BEGUN) + 1)
         if not self._has_all:
             super()._compare_places(ranks)
+
+    def _await(self, wait: Callable[..., Any], *args: Any) -> Any:
+        """Wait on the board; a peer that is elsewhere waits for this rank's message."""
+        try:
+            return wait(*args)
+        except EngineError:
+            if self._gathers:
+                self._start_comparison(f"{self.phase.running}, a slot", self._everyone)()
+            raise
 
     def _tell_all(self, value: Any) -> list[Any]:
         """Returns the values of all parts, while segments are created."""

@@ -13,12 +13,12 @@ ranks now, instead of ending one of them with SIGBUS later.
 [Note: progress]
 A board has the progress counters of the ranks:
 
-    line of rank 0   begun | done | ready | pulled | summed      each counter on a cache line
-    line of rank 1   begun | done | ready | pulled | summed      of its own; only its rank writes it
+    line of rank 0   begun | done | ready | pulled | ...      each counter on a cache line
+    line of rank 1   begun | done | ready | pulled | ...      of its own; only its rank writes it
 
 A waiting rank watches its peers. It stops waiting for a peer that has ended, or that is ahead in
 another counter: all ranks pass the same points in one order, so a peer that is ahead elsewhere will
-never arrive.
+never arrive. (Gathers and reductions may change places.)
 
 [Note: counters]
 One process writes a counter in shared memory and others wait for it. A waiter spins for some
@@ -240,6 +240,8 @@ class Mark(IntEnum):
     READY: reductions whose gradients the rank has collected.
     PULLED: reductions that the rank has finished reading.
     SUMMED: small sums to which the rank has contributed its vector.
+    PLACED: gathers of offloaded weights whose parts the rank has loaded.
+    FETCHED: gathers that the rank has finished copying.
     """
 
     BEGUN = 0
@@ -247,6 +249,8 @@ class Mark(IntEnum):
     READY = 2
     PULLED = 3
     SUMMED = 4
+    PLACED = 5
+    FETCHED = 6
 
 
 _PLACES = {
@@ -325,7 +329,8 @@ class Board:
                 )
         for part, other in product(self._others, _PLACES):
             is_further = self._counters[part][other].value > self.value(other)
-            if other is not mark and is_further and is_late(part):
+            is_apart = other is Mark.READY and mark in (Mark.PLACED, Mark.FETCHED)
+            if other is not mark and not is_apart and is_further and is_late(part):
                 raise EngineError(
                     f"{doing}: expected rank {self._ranks[part]} to come here; it "
                     f"waits at {_PLACES[other]}, where this rank has not been. {CURE}"
