@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -43,14 +44,15 @@ def call_outside_compile(function: Callable[..., Any], *args: Any) -> Any:
     return function(*args)
 
 
-def unless_compiling(function: Callable[..., Any], *args: Any) -> Callable[..., Any]:
+def unless_compiling(function: Callable[..., Any]) -> Callable[..., Any]:
     """A hook that compiled code does without: calling it would cut the graph in two.
 
-    No `partial`: its arguments differ from layer to layer, and each would compile code of its own.
+    A `partial` alone would not do: its arguments differ from layer to layer, and each would compile
+    code of its own.
     """
 
-    def hook(*more: Any) -> Any:
-        return None if torch.compiler.is_compiling() else function(*args, *more)
+    def hook(*args: Any) -> Any:
+        return None if torch.compiler.is_dynamo_compiling() else function(*args)
 
     return hook
 
@@ -68,7 +70,7 @@ def outside_modes() -> Generator[None]:
 def has_modes() -> bool:
     """Whether dispatch or function modes are on: turning them off costs five microseconds."""
     modes = torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack()
-    return bool(modes) or is_transforming()
+    return bool(modes or is_transforming())
 
 
 def is_tracing() -> bool:
@@ -82,12 +84,8 @@ def is_profiling() -> bool:
     return torch._C._autograd._profiler_enabled()  # type: ignore[attr-defined]
 
 
-_interpreters: Any = torch._C._functorch.peek_interpreter_stack  # pyright: ignore
-
-
-def is_transforming() -> bool:
-    """Whether a transformation of torch.func (vmap, grad, jvp) is under way."""
-    return _interpreters() is not None
+# The transformation of torch.func (vmap, grad, jvp) that is under way, or None.
+is_transforming: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack  # pyright: ignore
 
 
 def unwrapped(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
@@ -152,6 +150,9 @@ def is_compiling() -> bool:
     return torch._guards.TracingContext.try_get() is not None  # pyright: ignore
 
 
+# Turns gradients on or off, as torch.no_grad does in a microsecond.
+enable_gradients: Callable[[bool], None] = torch._C._set_grad_enabled
+
 # Whether the running backward keeps its graph (retain_graph=True).
 keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph  # type: ignore[attr-defined]
 
@@ -168,14 +169,12 @@ class NodeHook:
 
     def __init__(self) -> None:
         self._holder = torch.empty(0, device="cpu")  # torch takes the hooks of a tensor
+        # Calls the function before a node.
+        self.add: Callable[[Any], None] = methodcaller("_register_hook_dict", self._holder)
 
     def call(self, function: Callable[[Any], None] | None) -> None:
         """Choose the function for nodes that are added from now on; None: hold none."""
         self._holder._backward_hooks = None if function is None else {0: function}
-
-    def add(self, node: Any) -> None:
-        """Call the function before this node."""
-        node._register_hook_dict(self._holder)
 
 
 # The autograd node that this thread computes, also while its hooks are called.

@@ -240,7 +240,7 @@ class Engine:
         frozen = {id(swap.module) for _, swap in swaps if swap.member.grad is None}
         for key, (index, swap) in {id(swap.module): (i, swap) for i, swap in swaps}.items():
             if key not in self.index_of:
-                hook: Callable[..., Any] = unless_compiling(self._watch, index)
+                hook: Callable[..., Any] = unless_compiling(partial(self._watch, index))
                 if key in frozen:
                     hook = partial(call_outside_compile, self._watch, index)
                 self.handles.append(swap.module.register_forward_hook(hook))

@@ -408,18 +408,17 @@ def local_powers(
     tensors: Sequence[torch.Tensor], order: float, device: torch.device
 ) -> torch.Tensor:
     """(len(tensors),), float64: this rank's sums of |x|^order (maxima for inf)."""
-    filled = [tensor for tensor in tensors if tensor.numel()]
+    at = [index for index, tensor in enumerate(tensors) if tensor.numel()]
     powers = torch.zeros(len(tensors), dtype=torch.float64, device=device)
-    if not filled:
+    if not at:
         return powers
-    norms = foreach_norm(filled, order)
+    norms = foreach_norm([tensors[index] for index in at], order)
     if len({(norm.dtype, norm.device) for norm in norms}) > 1:
         norms = [norm.to(device, torch.float64) for norm in norms]
     values = torch.stack(norms).to(device, torch.float64)
     values = values if order == math.inf else values**order
-    if len(filled) == len(tensors):
+    if len(at) == len(tensors):
         return values
-    at = [index for index, tensor in enumerate(tensors) if tensor.numel()]
     return powers.index_copy_(0, from_host(at, device, torch.int64), values)
 
 

@@ -59,6 +59,7 @@ import torch
 from fullshard.engine._torch_compat import (
     NodeHook,
     current_node,
+    enable_gradients,
     graph_task_id,
     has_modes,
     is_profiling,
@@ -72,7 +73,7 @@ from fullshard.engine._torch_compat import (
 )
 from fullshard.engine.attributes import ModuleTensors, Undo, change_tensors, put_back, tensors_in
 from fullshard.engine.computed import Released
-from fullshard.engine.gradients import Gradients, follow_freezing
+from fullshard.engine.gradients import MOST_WAITING, Gradients, follow_freezing
 from fullshard.engine.norms import Count
 from fullshard.engine.parameter import Guarded
 from fullshard.engine.unit import Member, Unit, alive, is_reached
@@ -213,7 +214,9 @@ class Runtime:
         use = Use(index, self.stack[-1] if self.stack else None, self._generation)
         weak = ref(self)  # see `alive`
         begin = self._begin_hooks[index] = lambda _: alive(weak, "backward")._enter_backward(use)
-        self._node_hooks[index].call(lambda _: _enter_after_hooks(begin, use))
+        self._node_hooks[index].call(
+            lambda _: None if use.task == graph_task_id() else _enter_after_hooks(begin, use)
+        )
         events = self.scheduler.enter_forward(index)
         try:
             self._run(events)
@@ -325,7 +328,7 @@ class Runtime:
             return False
         found = False
         for tensor in tensors if not is_transforming() else unwrapped(tensors):
-            if tensor.requires_grad and not issubclass(type(tensor), (Guarded, Released)):
+            if tensor.requires_grad and not issubclass(type(tensor), _NOT_MADE):
                 found = True
                 base = tensor._base  # of a modified view
                 for of in (tensor,) if base is None else (tensor, base):
@@ -484,9 +487,10 @@ class Runtime:
         return True
 
     def on_gradient(self, member: Member) -> None:
-        """Collect a compute parameter's final gradient, and reduce a complete unit.
+        """Move a compute parameter's final gradient to its unit's buffer, now or with others.
 
-        All parameters are on one device, and autograd calls their hooks on its one thread.
+        The last one completes the unit. All parameters are on one device, and autograd calls their
+        hooks on its one thread.
         """
         task, unit = graph_task_id(), member.group.unit
         if self._task != task:  # raises in a backward inside another one, which reaches a parameter
@@ -502,7 +506,11 @@ class Runtime:
                 "another unit, so it was computed from wrong weights. A tensor made inside the "
                 "unit left it unseen; return it from the unit's forward, or make the unit larger."
             )
-        if self.gradients.collect(unit, member):
+        unit.waiting.append(member)
+        unit.num_expected -= 1
+        if not unit.num_expected or member.is_large or len(unit.waiting) == MOST_WAITING:
+            self.gradients.move(unit)
+        if not unit.num_expected:
             self._run(self.scheduler.complete(unit.index))
 
     def _end_backward(self) -> None:
@@ -571,12 +579,13 @@ def _enter_after_hooks(begin: Callable[[Any], None], use: Use) -> None:
 
     They may differentiate through other units. If the backward ends at the tensor, nothing follows.
     """
-    if use.task == graph_task_id():  # the common case
-        return
     number = (node := current_node())._sequence_nr()
     if number not in use.hooked:
         use.hooked.add(number)
         node.register_prehook(begin)
+
+
+_NOT_MADE = (Guarded, Released)  # classes of tensors that a unit's forward only passes on
 
 
 def _nothing() -> None:
@@ -627,11 +636,13 @@ class Actions:
         if has_modes():
             with outside_modes(), torch.no_grad():
                 self._run(events, step)
-        elif torch.is_grad_enabled():
-            with torch.no_grad():
-                self._run(events, step)
-        else:
+            return
+        was_enabled = torch.is_grad_enabled()
+        enable_gradients(False)
+        try:
             self._run(events, step)
+        finally:
+            enable_gradients(was_enabled)
 
     def _run(self, events: Sequence[Event], step: int) -> None:
         recorder, act = self.recorder, self._act_named if is_profiling() else self._act

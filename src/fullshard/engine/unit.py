@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -40,12 +40,13 @@ if TYPE_CHECKING:
 
 AWAY = 1 << 20  # added to the version of weights whose slot holds another unit
 LARGE_NUMEL = 16_384
+ZEROED_BYTES = 8192  # in the time of a call
 MAX_VAIN = 5  # searches for kept views that find none
 Pair = tuple[nn.Parameter, torch.Tensor]  # a shard, and what forward sees of it
 T = TypeVar("T")
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class Member:
     """One parameter of a group.
 
@@ -55,6 +56,7 @@ class Member:
         compute: The full parameter that forward sees; its `.data` is a view of the slot.
         offset: Where the parameter begins in the flat buffer, in elements.
         cut: Placement of the parameter on other axes of the mesh; `compute` is a DTensor then.
+        is_large: Whether its gradient is moved at once, to save memory rather than calls.
         grad: What `param.grad` shows: a view of the gradient shard (None if frozen).
         node: The autograd node that accumulates into `compute`.
         expected: Whether the running backward, or the last one, reaches the parameter on this rank.
@@ -68,11 +70,17 @@ class Member:
     offset: int
     cut: Cut | None = None
     group: Group = field(init=False, repr=False)
+    numel: int = field(init=False)
+    is_large: bool = field(init=False)
     grad: ShardedGradient | None = None
     node: Any = None
     expected: bool = False
     touched: bool = False
     target: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self.numel = math.prod(self.piece.shape)
+        self.is_large = self.numel > LARGE_NUMEL
 
     def bind(self, slot: torch.Tensor, *, trainable: bool) -> None:
         """Make the compute parameter, a view of a (numel,) slot.
@@ -119,15 +127,6 @@ class Member:
         full = gather_piece(unit.transport, layout, self.piece, local.to(self.group.full.device))
         return full if self.cut is None else self.cut.whole_of(full)
 
-    @cached_property
-    def numel(self) -> int:
-        return math.prod(self.piece.shape)
-
-    @cached_property
-    def is_large(self) -> bool:
-        """Whether its gradient is moved at once, to save memory rather than calls."""
-        return self.numel > LARGE_NUMEL
-
 
 class Collects(Enum):
     """Where a group collects the gradients of a backward."""
@@ -154,7 +153,7 @@ class Group:
         disk: Has the master; None: memory has it.
         grads: Reduced gradients; None if frozen.
         grad_slot: (numel,), reduce dtype: the group's gradient slot.
-        gaps: Padding of the gradient slot.
+        gaps: Padding of the gradient slot; all of a small slot, which is zeroed in one call.
         collects: Where unreduced gradients are.
         collected: (numel,): unreduced gradients; during a reduction, in the reduce dtype.
         addresses: Where each shard was placed; see `address_of`.
@@ -182,7 +181,7 @@ class Group:
         """Whether all shards are in place and trained as when sharded. Outside the guard."""
         dtype, shards = self.master.dtype, [member.param for member in self.members]
         return (
-            [shard.data_ptr() or address_of(shard) for shard in shards] == self.addresses
+            [x.data_ptr() or x.untyped_storage().data_ptr() for x in shards] == self.addresses
             and [shard.dtype for shard in shards] == [dtype] * len(shards)
             and self.is_trained_as_before()
         )
@@ -203,7 +202,8 @@ class Group:
                 self.cast = rings.cast(plan.dtypes.master, plan.layout.part_numel)
         if plan.grad_slot is not None:
             slot = self.grad_slot = rings.view(plan.grad_slot, numel)
-            self.gaps = [slot[start:stop] for start, stop in _padding(plan.layout)]
+            gaps = [slot[start:stop] for start, stop in _padding(plan.layout)]
+            self.gaps = [slot] if slot.nbytes < ZEROED_BYTES * len(gaps) else gaps
         is_whole = plan.layout.num_parts == 1 and not self.gathers
         for member in self.members:
             member.bind(self.full, trainable=plan.trainable)
@@ -289,13 +289,13 @@ class Versions:
     """Versions of one unit's compute parameters.
 
     Args:
+        unit: The unit; None without parameters.
         slots: Shards and compute parameters that are views of slots.
         own: Shards and compute parameters that are views of the shards.
-        may_write_own: Whether a forward may write into the latter.
     """
 
     def __init__(
-        self, slots: Sequence[Pair] = (), own: Sequence[Pair] = (), *, may_write_own: bool = False
+        self, unit: Unit | None = None, slots: Sequence[Pair] = (), own: Sequence[Pair] = ()
     ) -> None:
         with no_guard():
             shards = [shard for shard, _ in (*slots, *own)]
@@ -303,8 +303,12 @@ class Versions:
             self._written = [shard._version for shard in self._shards]
         self._slots = tuple(compute for _, compute in slots)
         self._own = tuple(compute for _, compute in own)
-        self._views: dict[weakref.ref[Any], tuple[type, type]] = {}  # of slots, with their classes
-        self._closed: dict[type, type] = {}  # classes while the slots may hold other units
+        # Classes of tensors while the slots may hold other units.
+        self._closed = {kind: released(kind, unit) for kind in set(map(type, self._slots))}
+        kinds = [type(tensor) for tensor in self._slots]
+        self._kinds = {True: kinds, False: [self._closed[kind] for kind in kinds]}
+        self._views: dict[weakref.ref[Any], tuple[type, type]] = {}  # kept, with their classes
+        may_write_own = unit is not None and unit.plan.mesh.world_size == 1
         self._checked = self._slots if may_write_own else (*self._slots, *self._own)
         self._is_open = True
         self._expect([tensor._version for tensor in (*self._slots, *self._own)])
@@ -314,6 +318,8 @@ class Versions:
         if self._is_open is not is_open:
             self._is_open = is_open
             set_versions(self._slots, self._marks[is_open])
+            for own, kind in zip(self._slots, self._kinds[is_open], strict=True):
+                own.__class__ = kind
             for weak, kinds in self._views.items():
                 tensor = weak()
                 if tensor is not None:
@@ -502,9 +508,10 @@ class Unit:
         Raises:
             EngineError: A parameter was written.
         """
-        written = self.versions.unexpected()
-        if not written and [view.data_ptr() for _, view, _ in self._bound] == self._addresses:
-            return
+        with no_guard():  # twice as fast
+            written = self.versions.unexpected()
+            if not written and [view.data_ptr() for _, view, _ in self._bound] == self._addresses:
+                return
         for member, view, address in self._bound:
             if view.data_ptr() != address or any(id(t) in written for t in member.tensors()):
                 raise EngineError(
@@ -555,8 +562,7 @@ class Unit:
         pairs = [
             [(m.param, tensor) for m in many for tensor in m.tensors()] for many in (slots, own)
         ]
-        self.versions = Versions(*pairs, may_write_own=self.plan.mesh.world_size == 1)
-        self.versions.add([tensor for _, tensor in pairs[0]], self)
+        self.versions = Versions(self, *pairs)
         self.own = {id(t) for g in self.groups for t in (g.full, g.part, g.full._base)}
         self.own |= {id(m.tensors()[-1]) for m in self.members}
         self.memory = {g.full.untyped_storage()._cdata for g in self.gathered}
@@ -612,7 +618,7 @@ def _gradient_hook(member: Member) -> Callable[..., None]:
 
 
 def _on_gradient(weak: weakref.ref[Member], *_: Any) -> None:
-    member = alive(weak, "backward")
+    member = weak() or alive(weak, "backward")
     member.group.unit.on_gradient(member)
 
 
