@@ -68,7 +68,7 @@ class HostReads(TorchFunctionMode):
 
 
 @contextmanager
-def watched():
+def watched(model):
     """Sees the engine's own operations too, which run outside of a user's modes.
 
     To the engine, the CPU is a device with streams, and messages are compared as over NCCL.
@@ -90,6 +90,7 @@ def watched():
     patches = [
         patch.object(stepping, "has_modes", lambda: False),
         patch.object(streams, "of", lambda _: device),
+        patch.object(engine.engine_of(model).norms, "streams", device),
         patch.object(norms.GradientNorms, "read_earlier", arrived),
         patch.object(base.MessageTransport, "_start_comparison", lambda *_: lambda: None),
     ]
@@ -134,7 +135,7 @@ def test_no_step_waits_for_its_device(settings, clip):
     found = []
     for step in range(4):
         batch = case.batch(step, dist.get_rank())
-        around = watched() if step >= 2 else nullcontext()  # the order is learned until then
+        around = watched(model) if step >= 2 else nullcontext()  # the order is learned until then
         with around as mode, patch.object(engine, "STEPS", 2):  # replicas are compared, too
             with fs.no_sync(model):
                 case.loss(model(**batch)).backward()

@@ -103,6 +103,8 @@ class GradientNorms:
     def __init__(self, transport: Transport, device: torch.device) -> None:
         self.transport = transport
         self.device = device
+        self.streams = streams.of(device)  # None: the host reads tensors without waiting
+        self._num_ranks = transport.axes.mesh.world_size
         self.counts: dict[str, int] = dict.fromkeys(Count, 0)
         # Parts of each parameter that this rank wrote, by the number of ranks that share a part.
         self.wrote: Parts = defaultdict(dict)
@@ -185,7 +187,7 @@ class GradientNorms:
         """
         self.counts[Count.CLIPPINGS] += 1
         self.counts[Count.SETTINGS] += hash_of(limit)
-        if not is_at_hand(self.device):
+        if self.streams is not None:
             return
         wrote, sizes = [float(self._known() is None)], [1]
         both = zip(self._memory, self._versions, strict=True)
@@ -286,11 +288,10 @@ class GradientNorms:
             for count, which, at, size in within, (Count.WEIGHTS, part, replica, mesh.replicate):
                 weight = (1 + which) * (-1 if at else size - 1)
                 pairs[list(said).index(count)] = (weight * said[count], 0)
-        everyone = self.transport.axes.mesh.world_size
         for what, written in ((Count.WRITES, self.wrote), (Count.SOURCES, self.copied)):
             if what in said:
                 parts = {n: {at for at, *_ in chain(*them.values())} for n, them in written.items()}
-                said[what] = wrote = any(n * len(at) == everyone for n, at in parts.items())
+                said[what] = wrote = any(n * len(at) == self._num_ranks for n, at in parts.items())
                 pairs[list(said).index(what)] = (float(wrote), float(not parts))
                 if wrote or what == Count.WRITES:  # tensors are gathered one by one
                     written.clear()
@@ -312,12 +313,12 @@ class GradientNorms:
     ) -> None:
         """Raise the error of a count that differs between ranks."""
         for wrong in _differing(head, said, maximum=maximum):
-            if is_at_hand(self.device) and excused(wrong):
+            if self.streams is None and excused(wrong):
                 continue
             if wrong in _UNLIKE:
                 raise EngineError(f"{asked}: {_UNLIKE[wrong]}")
             found = f"this rank has {said[wrong]}, other ranks differ"
-            if is_at_hand(self.device):
+            if self.streams is None:
                 found = _table(self.transport, said[wrong])
             raise EngineError(
                 f"{asked}: expected as many {wrong} on every rank; {found}. Every rank must make "
@@ -331,7 +332,7 @@ class GradientNorms:
 
         All ranks call it alike, so that they raise errors together.
         """
-        device = streams.of(values.device)
+        device = self.streams
         if device is None:
             check(values)
             return

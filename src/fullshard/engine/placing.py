@@ -12,7 +12,7 @@ from torch import nn
 from fullshard.config.values import DType
 from fullshard.engine._torch_compat import is_distributed, no_guard, plain
 from fullshard.engine.cuts import Cut
-from fullshard.engine.gradient_shard import GradientShard
+from fullshard.engine.gradients import GradientShard
 from fullshard.engine.homes import DeviceHomes
 from fullshard.engine.parameter import PlacedParameter, ShardedParameter
 from fullshard.engine.unit import Group, Member, address_of

@@ -26,7 +26,6 @@ from fullshard.engine._torch_compat import (
 from fullshard.engine.computed import Computed, Released, gather_piece, kept_tensors, released
 from fullshard.engine.cuts import Cut
 from fullshard.engine.disk import Disk
-from fullshard.engine.gradient_shard import GradientShard
 from fullshard.engine.norms import Count
 from fullshard.engine.parameter import Guarded, ShardedGradient
 from fullshard.errors import EngineError
@@ -35,6 +34,7 @@ from fullshard.planner.units import GroupPlan, UnitPlan
 from fullshard.transport.base import Fetch, Reduction, Transport
 
 if TYPE_CHECKING:
+    from fullshard.engine.gradients import GradientShard
     from fullshard.engine.parameter import ShardedParameter
     from fullshard.engine.placing import Rings
 
