@@ -159,7 +159,9 @@ class DelayTransport:
         self.outer_waited_s = 0.0
         self.name, self.rank, self.scratch = inner.name, inner.rank, inner.scratch
         self.axes, self.home, self.phase, self._mesh = inner.axes, inner.home, inner.phase, mesh
-        self.claim = inner.claim
+
+    def claim(self, slot: torch.Tensor) -> None:
+        self.inner.claim(slot)
 
     def fetch(self, fulls: Sequence[torch.Tensor], unit: str = "") -> Fetch:
         under_way = self.inner.fetch(fulls, unit)

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig
 import fullshard as fs
 from fullshard.config.load import load_config
 from fullshard.config.schema import LoraConfig
-from fullshard.errors import ConfigError
+from fullshard.errors import ConfigError, EngineError
 from fullshard.models.lora import add_adapters
 from fullshard.recipes.base import IGNORED, cross_entropy, whole_logits_loss
 from fullshard.recipes.head import Head, next_token, whole_logits
@@ -150,7 +150,9 @@ def test_the_loss_and_its_gradient_make_one_tensor_as_large_as_the_logits():
     targets = torch.randint(VOCAB, (11,)).index_fill(0, torch.tensor([2, 7]), IGNORED)
     with Large():
         total = cross_entropy(logits, targets)
-        (total * 0.3).backward()
+        (total * 0.3).backward(retain_graph=True)
+    with pytest.raises(EngineError, match="expected one backward"):
+        total.backward()
     wanted = F.cross_entropy(logits, targets, reduction="sum")
     gradient = torch.autograd.grad(wanted * 0.3, logits)[0]
     torch.testing.assert_close((total, logits.grad), (wanted, gradient), rtol=0, atol=1e-13)

@@ -95,7 +95,7 @@ class Checkpoint:
             index, state = read_tables(found)
             with ExitStack() as closing:
                 yield cls(path, found.manifest, index, state, checked=checked, _closing=closing)
-            if why := _replaced(found):
+            if why := _replaced(found, stays=True):
                 raise CheckpointError(why)
         except CheckpointError as error:
             if path.exists():
@@ -204,17 +204,22 @@ class Checkpoint:
         return self._files[name]
 
 
-def _replaced(found: Found) -> str:
+def _replaced(found: Found, *, stays: bool = False) -> str:
     """The error if another save took a checkpoint's place while it was read, else an empty text.
 
     Files of two saves would be read as one. In a store each save has its own names.
+
+    Args:
+        found: The checkpoint as it was found.
+        stays: It must also be complete still: another save may be about to take its place.
     """
     now = found.manifest if isinstance(found.path, StorePath) else look_at(found.path).manifest
-    if now in (None, found.manifest):
+    if now == found.manifest or (now is None and not stays):
         return ""
+    what = "it was removed or changed" if now is None else "another save replaced it"
     return (
-        f"checkpoint '{found.path}': expected it to stay while it is read; another save "
-        "replaced it. Read it again; save with step= to keep older ones."
+        f"checkpoint '{found.path}': expected it to stay while it is read; {what}. "
+        "Read it again; save with step= to keep older ones."
     )
 
 

@@ -126,24 +126,27 @@ def _run(order: LocalLaunch, max_restarts: int) -> Outcome:
 def _with_own_logs(order: LocalLaunch, held: ExitStack) -> LocalLaunch:
     """The launch with the first of LOGS, LOGS.1, ... to which no other one writes these ranks.
 
-    The log of its first rank is locked. Logs of an earlier launch are removed.
+    They are locked. Logs of an earlier launch are emptied.
     """
     for number in count():
-        name = order.log_dir.name + (f".{number}" if number else "")
-        placed = replace(order, log_dir=order.log_dir.with_name(name) if number else order.log_dir)
+        there = order.log_dir.absolute()
+        there = there.with_name(f"{there.name}.{number}") if number else order.log_dir
+        placed = replace(order, log_dir=there)
         placed.log_dir.mkdir(parents=True, exist_ok=True)
-        first = held.enter_context(placed.log(placed.ranks[0]).open("ab"))
-        try:
-            fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            continue
-        except OSError:  # a file system without locks
-            pass
+        with ExitStack() as taken:
+            logs = [taken.enter_context(placed.log(rank).open("ab")) for rank in placed.ranks]
+            try:
+                for log in logs:
+                    fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                continue
+            except OSError:  # a file system without locks
+                pass
+            held.push(taken.pop_all())
         if number:
             print(f"another launch writes to {order.log_dir}; logs in {placed.log_dir}")
-        first.truncate(0)
-        for rank in placed.ranks[1:]:
-            placed.log(rank).unlink(missing_ok=True)
+        for log in logs:
+            log.truncate(0)
         return placed
     raise AssertionError
 

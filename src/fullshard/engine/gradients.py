@@ -253,6 +253,19 @@ class Gradients:
         self.transport.phase.following = f"a backward{kind}"
         return nothing
 
+    def collect(self, unit: Unit, member: Member) -> bool:
+        """Move a final gradient to the unit's buffer, now or together with others.
+
+        Returns:
+            Whether it was the unit's last one; all are then in the buffer.
+        """
+        unit.num_expected -= 1
+        waiting = unit.waiting
+        waiting.append(member)
+        if not unit.num_expected or member.is_large or len(waiting) == MOST_WAITING:
+            self.move(unit)
+        return not unit.num_expected
+
     def move(self, unit: Unit) -> None:
         """Move all waiting gradients to the unit's buffer in one call."""
         waiting, unit.waiting = unit.waiting, []

@@ -73,7 +73,7 @@ from fullshard.engine._torch_compat import (
 )
 from fullshard.engine.attributes import ModuleTensors, Undo, change_tensors, put_back, tensors_in
 from fullshard.engine.computed import Released
-from fullshard.engine.gradients import MOST_WAITING, Gradients, follow_freezing
+from fullshard.engine.gradients import Gradients, follow_freezing
 from fullshard.engine.norms import Count
 from fullshard.engine.parameter import Guarded
 from fullshard.engine.unit import Member, Unit, alive, is_reached
@@ -487,10 +487,9 @@ class Runtime:
         return True
 
     def on_gradient(self, member: Member) -> None:
-        """Move a compute parameter's final gradient to its unit's buffer, now or with others.
+        """Collect a compute parameter's final gradient, and reduce a complete unit.
 
-        The last one completes the unit. All parameters are on one device, and autograd calls their
-        hooks on its one thread.
+        All parameters are on one device, and autograd calls their hooks on its one thread.
         """
         task, unit = graph_task_id(), member.group.unit
         if self._task != task:  # raises in a backward inside another one, which reaches a parameter
@@ -506,11 +505,7 @@ class Runtime:
                 "another unit, so it was computed from wrong weights. A tensor made inside the "
                 "unit left it unseen; return it from the unit's forward, or make the unit larger."
             )
-        unit.waiting.append(member)
-        unit.num_expected -= 1
-        if not unit.num_expected or member.is_large or len(unit.waiting) == MOST_WAITING:
-            self.gradients.move(unit)
-        if not unit.num_expected:
+        if self.gradients.collect(unit, member):
             self._run(self.scheduler.complete(unit.index))
 
     def _end_backward(self) -> None:

@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import IntEnum
 from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -194,7 +195,9 @@ def _of_limits(error: BaseException) -> FullshardError | None:
             "that limit, or pids.max of the container."
         )
     segment = [line for line in str(error).splitlines() if "failed to map segment" in line]
-    if mapped != resource.RLIM_INFINITY and (segment or ran_out_of_memory(error)):
+    is_devices = type(error).__name__ == "OutOfMemoryError"  # torch's
+    ran_out = ran_out_of_memory(error) and not is_devices
+    if mapped != resource.RLIM_INFINITY and (segment or ran_out):
         said = "".join(segment[:1]) or str(error) or type(error).__name__
         return OutOfMemoryError(
             f"ulimit -v: expected to map more memory than the {mapped >> 20:,} MiB that a process "
@@ -219,7 +222,15 @@ def _of_limits(error: BaseException) -> FullshardError | None:
 
 
 def left_by(error: SystemExit) -> FullshardError:
-    """Our error where code of a model or a library ends a process of ours too early."""
+    """Our error where code of a model or a library ends a process of ours too early.
+
+    Raises:
+        SystemExit: The command line's own library ended it: after completing words, or because
+            nobody reads the output.
+    """
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if frames[-1].f_globals.get("__name__", "").partition(".")[0] in ("typer", "click", "rich"):
+        raise error
     at = traceback.extract_tb(error.__traceback__)[-1]
     return FullshardError(
         f"process: expected to reach its end, but {at.filename}:{at.lineno} ended it by "
@@ -242,6 +253,8 @@ def of_place(error: BaseException, *, may_pass: bool = False) -> BaseException:
             "record. Rename the file or folder."
         )
     codes = _PLACE[3:] if may_pass else _PLACE
+    if isinstance(error, FileExistsError) and Path(str(error.filename)).is_dir():
+        return error  # two processes made a folder at a time
     if isinstance(error, OSError) and error.errno in codes and error.filename is not None:
         return ConfigError(
             f"'{error.filename2 or error.filename}': expected a place that can be used, got "

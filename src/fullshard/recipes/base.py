@@ -57,7 +57,7 @@ from fullshard.data.dataset import (
 from fullshard.data.order import Indices, SampleOrder, evaluation_samples
 from fullshard.data.text import Dataset, DatasetSettings, Source, make_dataset, new_tokenizer
 from fullshard.data.worker import Request, Worker
-from fullshard.errors import ConfigError, DataError
+from fullshard.errors import ConfigError, DataError, EngineError
 from fullshard.recipes.registry import Command
 from fullshard.transport.base import Transport
 
@@ -329,12 +329,15 @@ class _CrossEntropy(torch.autograd.Function):
         dtype = torch.promote_types(logits.dtype, torch.float32)
         logs = F.log_softmax(logits, dim=-1, dtype=dtype)
         ctx.save_for_backward(logs, targets)
-        ctx.dtype = logits.dtype
+        ctx.dtype, ctx.is_spent = logits.dtype, False
         return F.nll_loss(logs, targets, ignore_index=IGNORED, reduction="sum")
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if ctx.is_spent:  # also under saved_tensors_hooks, where torch does not see the write
+            raise EngineError("cross-entropy: expected one backward, whose gradient replaces it.")
+        ctx.is_spent = True
         logs, targets = ctx.saved_tensors
         factors = torch.where(targets == IGNORED, 0, gradient).unsqueeze(-1)
         found = logs.exp_().mul_(factors)

@@ -228,7 +228,8 @@ class TorchSide(TorchTrainee, Side):
             self._session.config.training.ema_decay,
         )
         model = run.command.kind.build(run.config, run.model_config, data, seat, run.folder.path)
-        optimizer = build_optimizer(model.train(), run.config.training)
+        model.train()  # some models' own returns nothing
+        optimizer = build_optimizer(model, run.config.training)
         fp16 = run.config.sharding.param_dtype is DType.FLOAT16
         super().__init__(
             model,

@@ -202,7 +202,7 @@ class Watchdog:
         """
         rounds, polls = -1, 0
         while polls * POLL_S <= self._timeout_s + STACKS_S:
-            if self._left.wait(POLL_S):
+            if self._left.wait(POLL_S) or not self._thread.is_alive():
                 return
             polls = polls + 1 if rounds == self._rounds else 0
             rounds = self._rounds

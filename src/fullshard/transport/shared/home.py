@@ -362,13 +362,15 @@ class SharedTransport(DirectTransport):
         number = slots.show(fulls)
 
         def copy() -> None:
-            compare()
-            pulled = self._await(slots.pull, number, fulls)
-            for full, parts in zip(fulls, pulled, strict=True):
-                for mine, part in zip(full.chunk(len(parts)), parts, strict=True):
-                    if mine.data_ptr() != part.data_ptr():
-                        mine.copy_(part)
-            slots.release(number)
+            try:
+                compare()
+                pulled = self._await(slots.pull, number, fulls)
+                for full, parts in zip(fulls, pulled, strict=True):
+                    for mine, part in zip(full.chunk(len(parts)), parts, strict=True):
+                        if mine.data_ptr() != part.data_ptr():
+                            mine.copy_(part)
+            finally:  # peers wait for it, also after an interrupt here
+                slots.release(number)
 
         self._fetches.append((number, copy))
         return _Copies(partial(self._finish, number))
