@@ -82,7 +82,13 @@ def apply_activation_checkpointing(
         check_fn: Chooses modules.
         auto_wrap_policy: Policy of FSDP that chooses modules; takes precedence.
     """
-    applied(model, checkpoint_wrapper_fn, check_fn, auto_wrap_policy)
+
+    def wrap(
+        module: nn.Module, **_: Any
+    ) -> nn.Module:  # given what FSDP's policy leaves on modules
+        return checkpoint_wrapper_fn(module)
+
+    applied(model, wrap, check_fn, auto_wrap_policy)
 
 
 __all__ = [

@@ -104,7 +104,6 @@ class GradientNorms:
         self.transport = transport
         self.device = device
         self.streams = streams.of(device)  # None: the host reads tensors without waiting
-        self._num_ranks = transport.axes.mesh.world_size
         self.counts: dict[str, int] = dict.fromkeys(Count, 0)
         # Parts of each parameter that this rank wrote, by the number of ranks that share a part.
         self.wrote: Parts = defaultdict(dict)
@@ -291,7 +290,9 @@ class GradientNorms:
         for what, written in ((Count.WRITES, self.wrote), (Count.SOURCES, self.copied)):
             if what in said:
                 parts = {n: {at for at, *_ in chain(*them.values())} for n, them in written.items()}
-                said[what] = wrote = any(n * len(at) == self._num_ranks for n, at in parts.items())
+                mesh = self.transport.axes.mesh
+                wrote = any(n * len(at) == mesh.world_size for n, at in parts.items())
+                said[what] = wrote
                 pairs[list(said).index(what)] = (float(wrote), float(not parts))
                 if wrote or what == Count.WRITES:  # tensors are gathered one by one
                     written.clear()

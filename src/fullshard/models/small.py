@@ -13,13 +13,13 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
-from importlib.resources import files
-from typing import TYPE_CHECKING, Any
+from functools import cache
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-import yaml
 from torch import nn
 
+from fullshard.config.regular_files import packaged_table
 from fullshard.engine.hugging_face import build, build_on_meta
 from fullshard.errors import ConfigError
 from fullshard.models.config import RANDOM
@@ -36,15 +36,15 @@ VOCAB_SIZE = 96
 HEAD_DIM = 16
 NUM_HEADS = 4
 
-_NAMES: dict[str, Any] = yaml.safe_load(
-    files("fullshard.models").joinpath("small.yaml").read_text("utf-8")
-)
-_AT_MOST: dict[str, int] = _NAMES["at_most"]
+
+@cache
+def _names() -> dict[str, Any]:
+    return cast("dict[str, Any]", packaged_table("fullshard.models", "small.yaml"))
 
 
 def _means(what: str, name: str) -> bool:
     """Whether a field with this name has a meaning of small.yaml."""
-    names = _NAMES[what]
+    names = _names()[what]
     return name in names if isinstance(names, list) else bool(re.fullmatch(names, name))
 
 
@@ -240,7 +240,7 @@ def _narrower(section: Settings) -> Settings:
         width = found[heads_key] * narrow * hidden / (hidden if latent else heads * head_dim)
     width = min(hidden, max(narrow, round(width / narrow) * narrow))
     if head_key:
-        found[head_key] = min(narrow, _AT_MOST["qk_rope_head_dim"]) if latent else narrow
+        found[head_key] = min(narrow, _names()["at_most"]["qk_rope_head_dim"]) if latent else narrow
     for name, value in section.items():
         if _is_count(value) and (now := _narrow_size(name, value, (hidden, width))):
             found[name] = min(value, now)
@@ -248,7 +248,9 @@ def _narrower(section: Settings) -> Settings:
     if isinstance(rotated, int):
         found["rotary_dim"] = min(rotated, max(2, 2 * (rotated * narrow // head_dim // 2)))
     if not any(name.startswith("rope_") for name in section):  # a learned table
-        found |= {k: min(section[k], 64) for k in _NAMES["positions"] if _is_count(section.get(k))}
+        found |= {
+            k: min(section[k], 64) for k in _names()["positions"] if _is_count(section.get(k))
+        }
     return found | _mamba_heads(section, width)
 
 
@@ -263,7 +265,7 @@ def _narrow_size(name: str, value: int, widths: tuple[int, int]) -> int | None:
         return math.ceil(width / 16)
     if _means("experts", name):
         return 4
-    return 2 if _means("chosen_experts", name) else _AT_MOST.get(name)
+    return 2 if _means("chosen_experts", name) else _names()["at_most"].get(name)
 
 
 def _fewer_heads(section: Settings) -> Settings:
@@ -273,7 +275,7 @@ def _fewer_heads(section: Settings) -> Settings:
     kv_heads = kv_heads or heads
     group = min(max(1, heads // kv_heads), NUM_HEADS) if heads else 1
     few = min(kv_heads, NUM_HEADS if group == 1 else 2)
-    found = {key: few * group for key in _NAMES["heads"] if _is_count(section.get(key))}
+    found = {key: few * group for key in _names()["heads"] if _is_count(section.get(key))}
     found |= {key: few * group for key, v in section.items() if _means("other_heads", key) and v}
     return found | ({kv_key: few} if kv_key else {})
 
@@ -311,7 +313,7 @@ def fit_globs(globs: Iterable[str], num_layers: int) -> tuple[str, ...]:
 
 
 def _first(section: Mapping[str, Any], what: str) -> tuple[str, int]:
-    return next(((n, section[n]) for n in _NAMES[what] if _is_count(section.get(n))), ("", 0))
+    return next(((n, section[n]) for n in _names()[what] if _is_count(section.get(n))), ("", 0))
 
 
 def _is_count(value: Any) -> bool:
