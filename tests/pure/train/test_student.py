@@ -59,6 +59,7 @@ def test_keeping_everything_is_the_teacher(name, tmp_path):
     torch.testing.assert_close(copy(ids).logits, model(ids).logits, rtol=0, atol=0)
 
 
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # of jax, where a test imported it
 def test_a_student_whose_writing_was_interrupted_is_written_again(tmp_path, monkeypatch):
     model, config, kept = build("mixtral"), CONFIGS["mixtral"], Kept((0, 1, 2, 3), {}, {})
     model.save_pretrained(tmp_path / "teacher")
