@@ -213,10 +213,11 @@ def _replaced(found: Found, *, stays: bool = False) -> str:
         found: The checkpoint as it was found.
         stays: It must also be complete still: another save may be about to take its place.
     """
-    now = found.manifest if isinstance(found.path, StorePath) else look_at(found.path).manifest
-    if now == found.manifest or (now is None and not stays):
+    now = found if isinstance(found.path, StorePath) else look_at(found.path)
+    if now.manifest == found.manifest or (now.manifest is None and not stays):
         return ""
-    what = "it was removed or changed" if now is None else "another save replaced it"
+    changed = f"it was removed or changed ({now.why})"
+    what = changed if now.manifest is None else "another save replaced it"
     return (
         f"checkpoint '{found.path}': expected it to stay while it is read; {what}. "
         "Read it again; save with step= to keep older ones."
