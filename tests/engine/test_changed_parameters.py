@@ -12,15 +12,9 @@ import fullshard as fs
 from fullshard.errors import EngineError, ShardedTensorError
 from support.models import perturbed
 from support.parity import unlike_gradients
+from support.programs import SETTINGS, WIDTH
 from support.ranks import on_ranks
 
-WIDTH = 6
-SETTINGS: dict[str, dict[str, Any]] = {
-    "c10d": {"transport": "c10d"},
-    "direct": {"transport": "direct"},
-    "shared": {"transport": "shared"},
-    "no_shard": {"strategy": "no_shard"},
-}
 Change = Callable[[Any, torch.Tensor], Any]  # of a layer and what comes in
 
 

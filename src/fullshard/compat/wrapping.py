@@ -567,7 +567,7 @@ def shard_values(params: Mapping[str, nn.Parameter], pieces: Iterable[Slice]) ->
 
     Args:
         params: The model's parameters, by name.
-        pieces: This rank's slice of each parameter, by the parameter's first name.
+        pieces: The slices of this rank, each under the first name of its parameter.
     """
     found: Local = {}
     for piece in pieces:

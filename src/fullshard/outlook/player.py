@@ -96,7 +96,7 @@ class Timeline:
 
     Attributes:
         bars: Bars in the order of events.
-        end_s: When the rank is done with what it has played.
+        end_s: Time at which the rank finishes its last event.
         exposed_s: Time that the rank waited for messages.
         wires: When each wire is free.
     """
