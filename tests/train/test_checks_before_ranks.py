@@ -19,6 +19,11 @@ CASES = {
         6,
         "at least 4 held-out tokens",
     ),
+    "nothing to wait for": (
+        ["data.validation_fraction=0", "eval_steps=1", "early_stopping_patience=1"],
+        2,
+        "early_stopping_patience: expected held-out data",
+    ),
     "too few sequences": (
         ["per_device_train_batch_size=1", "gradient_accumulation_steps=100000"],
         6,

@@ -35,7 +35,7 @@ from fullshard.errors import ConfigError
 from fullshard.launch.run_lock import RunLock
 from fullshard.models.build import build_sharded, given_model_config, sharding_for
 from fullshard.models.config import build_model, config_from_folder
-from fullshard.models.student import choose, counting, is_cut, write_student
+from fullshard.models.student import STUDENT, choose, counting, is_cut, write_student
 from fullshard.outlook.memory import TEACHER
 from fullshard.planner.memory import MemoryRow
 from fullshard.planner.plan import Plan
@@ -256,7 +256,7 @@ def _build(
     else:
         teacher = build_teacher(config, seat, folder)
         if is_cut(settings):
-            place = folder / "student"
+            place = folder / STUDENT
             cut_student(config, teacher, data, place, seat)
             whole = settings.model_copy(update={"experts": None, "layers": None})
             model = ModelConfig(name_or_path=str(place))
