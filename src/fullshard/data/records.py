@@ -228,14 +228,18 @@ def _matching(place: Path, parts: Sequence[str]) -> Iterator[Path]:
             if fnmatch.fnmatchcase(entry.name, part):
                 yield from _matching(entry, rest)
         elif entry.is_dir():
-            if entry.is_symlink() and entry.parent.resolve().is_relative_to(entry.resolve()):
-                raise DataError(
-                    f"data.path: expected a folder for each '**', got the link '{entry}', which "
-                    "leads back to a folder that it is in. Remove it, or write a longer pattern."
-                )
+            _check_leads_on(entry)
             yield from _matching(entry, parts)
         elif not rest:
             yield entry
+
+
+def _check_leads_on(folder: Path) -> None:
+    if folder.is_symlink() and folder.parent.resolve().is_relative_to(folder.resolve()):
+        raise DataError(
+            f"data.path: expected a folder for each '**', got the link '{folder}', which leads "
+            "back to a folder that it is in. Remove it, or write a longer pattern."
+        )
 
 
 def _files_below(folder: Path) -> Iterator[Path]:
