@@ -8,6 +8,8 @@ import sys
 import pytest
 
 from fullshard.run.folder import begin
+from support import forked
+from support.processes import free_port
 
 pytestmark = pytest.mark.timeout(240)  # the first test imports transformers
 
@@ -55,6 +57,23 @@ def test_bad_input_is_said_before_any_rank_starts(
     assert expected in done.err
     assert done.out == ""
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_place_that_cannot_be_used_is_one_error_under_another_launcher(tmp_path, write_config):
+    (tmp_path / "run" / "run.json").mkdir(parents=True)
+    ranks = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    command = [
+        sys.executable,
+        "-m",
+        "fullshard",
+        "train",
+        str(write_config(tmp_path)),
+        "num_processes=1",
+    ]
+    done = forked.run(command, timeout=100, env=os.environ | ranks | place, capture_output=True)
+    assert (done.returncode, b"Traceback" in done.stderr) == (2, False), done.stderr
+    assert b"expected a place that can be used, got 'Is a directory'" in done.stderr
 
 
 WITHOUT_TORCH = [
