@@ -277,5 +277,5 @@ def test_docstrings_that_are_gone_are_named(monkeypatch):
     """transformers reads them when it builds a model, and names the configuration."""
     flags = SimpleNamespace(optimize=2)
     monkeypatch.setattr("fullshard.models.config.sys", SimpleNamespace(flags=flags))
-    with pytest.raises(ConfigError, match="PYTHONOPTIMIZE: expected at most 1, .* got 2"):
+    with pytest.raises(ConfigError, match=r"PYTHONOPTIMIZE: expected at most 1, .* got 2"):
         quiet_libraries()
