@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 
@@ -74,6 +75,17 @@ def test_a_place_that_cannot_be_used_is_one_error_under_another_launcher(tmp_pat
     done = forked.run(command, timeout=100, env=os.environ | ranks | place, capture_output=True)
     assert (done.returncode, b"Traceback" in done.stderr) == (2, False), done.stderr
     assert b"expected a place that can be used, got 'Is a directory'" in done.stderr
+
+
+def test_a_signal_before_the_checks_ends_the_command_with_its_code(
+    tmp_path, monkeypatch, fullshard, write_config
+):
+    def stopped(*_):
+        signal.raise_signal(signal.SIGUSR1)
+
+    monkeypatch.setattr("fullshard.run.start.world_size_of", stopped)  # after torch's import
+    done = fullshard("train", write_config(tmp_path), code=75)
+    assert "expected to reach its end, got SIGUSR1" in done.err
 
 
 WITHOUT_TORCH = [

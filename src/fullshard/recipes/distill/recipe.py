@@ -242,6 +242,8 @@ def _check_data(config: RunConfig, facts: DatasetFacts) -> None:
     """Checks that cached logits belong to this data."""
     if cache := settings_of(config).cache:
         check_facts(Path(cache), facts)
+        kept = TopK.load(Path(cache)).values.shape[1]
+        logger.info("the teacher's %d largest logits of each token come from %s", kept, cache)
 
 
 def _build(
