@@ -9,7 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from fullshard.launch.doctor import Diagnosis, Finding, Health, _of_system, anonymous
+from fullshard.launch.doctor import (
+    GIB,
+    Diagnosis,
+    Finding,
+    Health,
+    _of_memory,
+    _of_system,
+    anonymous,
+)
 from support import forked as subprocess
 
 ROOT = Path(__file__).parents[2]
@@ -43,6 +51,13 @@ def test_ranks_talk_and_are_measured(tmp_path):
     assert "node-17" not in done.stdout + done.stderr
     assert found["report"] in done.stderr  # with --json the text goes to standard error
     assert list(tmp_path.iterdir()) == []  # the disk was tried, and nothing is left
+
+
+def test_a_folder_that_was_there_stays(tmp_path):
+    memory = {"host_bytes": GIB, "disk_bytes": GIB}
+    for out in (tmp_path, tmp_path / "runs"):
+        assert all(one.health is Health.OK for one in _of_memory(memory, out))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_is_broken_is_named_and_the_exit_code_says_so(tmp_path):

@@ -258,7 +258,8 @@ def test_a_hang_of_a_script_without_fullshard_is_named(launch, tmp_path):
         (["--nnodes", "2", "-m", "x"], "--master-addr, --master-port: expected both"),
         (["--nproc-per-node", "two", "-m", "x"], "--nproc-per-node: expected a number"),
         (["--nproc-per-node", "gpu", "-m", "x"], "--nproc-per-node: expected a GPU on this"),
-        (["--timeout", "-1", "-m", "x"], "--timeout: expected a number >= 1, got -1.0\n"),
+        (["--timeout", "-1", "-m", "x"], "--timeout: expected a number >= 1 and < 1,000,000,000;"),
+        (["--log-dir", "/proc/no", "-m", "x"], "--log-dir: '/proc/no': expected a folder to write"),
         (["--num_processes", "0", "-m", "x"], "--num-processes: expected an integer >= 1, got 0"),
         (
             ["--num_processes", "2", "--nproc-per-node", "3", "-m", "x"],

@@ -2,12 +2,15 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 
 import pytest
 
 from fullshard.run.folder import begin
+from support import forked
+from support.processes import free_port
 
 pytestmark = pytest.mark.timeout(240)  # the first test imports transformers
 
@@ -18,6 +21,11 @@ CASES = {
         ["data.path=short.txt", "max_seq_length=4", "data.validation_fraction=0.01"],
         6,
         "at least 4 held-out tokens",
+    ),
+    "nothing to wait for": (
+        ["data.validation_fraction=0", "eval_steps=1", "early_stopping_patience=1"],
+        2,
+        "early_stopping_patience: expected held-out data",
     ),
     "too few sequences": (
         ["per_device_train_batch_size=1", "gradient_accumulation_steps=100000"],
@@ -50,6 +58,34 @@ def test_bad_input_is_said_before_any_rank_starts(
     assert expected in done.err
     assert done.out == ""
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_place_that_cannot_be_used_is_one_error_under_another_launcher(tmp_path, write_config):
+    (tmp_path / "run" / "run.json").mkdir(parents=True)
+    ranks = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    command = [
+        sys.executable,
+        "-m",
+        "fullshard",
+        "train",
+        str(write_config(tmp_path)),
+        "num_processes=1",
+    ]
+    done = forked.run(command, timeout=100, env=os.environ | ranks | place, capture_output=True)
+    assert (done.returncode, b"Traceback" in done.stderr) == (2, False), done.stderr
+    assert b"expected a place that can be used, got 'Is a directory'" in done.stderr
+
+
+def test_a_signal_before_the_checks_ends_the_command_with_its_code(
+    tmp_path, monkeypatch, fullshard, write_config
+):
+    def stopped(*_):
+        signal.raise_signal(signal.SIGUSR1)
+
+    monkeypatch.setattr("fullshard.run.start.world_size_of", stopped)  # after torch's import
+    done = fullshard("train", write_config(tmp_path), code=75)
+    assert "expected to reach its end, got SIGUSR1" in done.err
 
 
 WITHOUT_TORCH = [

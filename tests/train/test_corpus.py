@@ -1,5 +1,6 @@
 """Data from files: mixtures, arrays of tokens, what a start that was killed goes on with."""
 
+import glob
 import json
 import os
 import shutil
@@ -295,6 +296,9 @@ def test_arrays_that_cannot_be_tokens_of_this_tokenizer_are_refused(tmp_path, to
     refused(tmp_path / "a.bin", "token ids below 300, .*, got 300 in", tokenizer=tokenizer)
     (ids % 300).astype(np.uint32).tofile(tmp_path / "b.bin")
     refused(tmp_path / "b.bin", "every second uint16 is 0: set data.dtype", tokenizer=tokenizer)
+    ids.astype(np.int64).tofile(tmp_path / "b.bin")
+    wide = DatasetSettings(16, 300, DataConfig(validation_fraction=0, dtype="uint32"))
+    refused(tmp_path / "b.bin", "every second uint32 is 0: set data.dtype", wide, tokenizer)
     np.save(tmp_path / "c.npy", (ids % 200).astype(np.uint8))
     refused(
         tmp_path / "c.npy",
@@ -313,12 +317,22 @@ def test_arrays_that_cannot_be_tokens_of_this_tokenizer_are_refused(tmp_path, to
     refused(tmp_path / "g.npy", "got -1 in", tokenizer=tokenizer)
 
 
-def test_patterns_name_files(tmp_path, tokenizer):
+def test_patterns_name_files(tmp_path, monkeypatch):
     for name in ("a.txt", "below/b.txt", "c.md"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(seeded_text(30))
-    files = Source.at(tmp_path / "**" / "*.txt").files.files
-    assert files == (tmp_path / "a.txt", tmp_path / "below" / "b.txt")
+    (tmp_path / ".hidden").mkdir()
+    (tmp_path / ".hidden" / "d.txt").write_text("text")
+    (tmp_path / "linked").symlink_to("below")
+    monkeypatch.chdir(tmp_path)
+    for pattern in ("**/*.txt", "*.txt", "*/b.txt", "**", "[ab]*", ".*/*", "below/*", "*/../a.*"):
+        for place in (Path(), tmp_path):
+            expected = sorted(
+                Path(name)
+                for name in glob.glob(str(place / pattern), recursive=True)  # noqa: PTH207
+                if Path(name).is_file()
+            )
+            assert list(Source.at(place / pattern).files.files) == expected
     with pytest.raises(DataError, match=r"got '.*\*.html', which does not exist"):
         Source.at(tmp_path / "*.html")
 

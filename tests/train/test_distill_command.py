@@ -1,6 +1,7 @@
 """`fullshard distill` on real ranks: a student cut out of its teacher, going on, kept logits."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -55,6 +56,12 @@ def test_a_student_cut_out_of_its_teacher_learns_goes_on_and_opens_anywhere(full
     student = AutoModelForCausalLM.from_pretrained(run / "model")
     assert (student.config.num_hidden_layers, student.config.num_experts) == (2, 2)
     assert student.generate(torch.tensor([[5, 6]]), max_new_tokens=3).shape == (1, 5)
+    record = json.loads((run / "run.json").read_text())
+    del record["last_saved_step"]
+    (run / "run.json").write_text(json.dumps({**record, "status": "failed"}))
+    shutil.rmtree(run / "checkpoints")  # as if it had ended before its first save
+    again = fullshard(*words, f"output_dir={run}", "layers=1", "max_steps=1", code=0)
+    assert "layers 0 of the teacher are kept" in again.out + again.err
 
 
 @pytest.mark.slow

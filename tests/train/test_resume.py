@@ -370,6 +370,13 @@ def test_a_run_that_goes_on_keeps_its_tokens_and_reads_its_record(calm, tmp_path
     shutil.rmtree(tmp_path / "run" / "data")  # as a kill leaves it while its parts are replaced
     changed = fullshard(*words, code=2)
     assert "data.path: expected the data of the run that resumes" in changed.err
+    record = json.loads((calm.parent / "run" / "run.json").read_text())
+    del record["last_saved_step"]
+    unsaved = json.dumps({**record, "status": "failed"})  # it ended before its first save
+    (tmp_path / "run" / "run.json").write_text(unsaved)
+    (tmp_path / "run" / "checkpoints").rename(tmp_path / "aside")
+    assert "6 samples per step are kept" in fullshard(*words, "train_batch_size=8", code=0).err
+    (tmp_path / "aside").rename(tmp_path / "run" / "checkpoints")
     for wrong in ({"planned": "x"}, {"planned": {"samples_per_step": -4}}, {"measured": None}):
         record = json.loads((calm.parent / "run" / "run.json").read_text())
         (tmp_path / "run" / "run.json").write_text(json.dumps({**record, **wrong}))

@@ -1,5 +1,8 @@
 """Both engines train one decoder from the same weights and data to the same weights."""
 
+import os
+import subprocess
+import sys
 from functools import cache
 
 import pytest
@@ -116,3 +119,11 @@ def test_twenty_steps_in_float64_are_those_of_torch(torchs, devices, name, mesh)
     for name, value in weights.items():
         assert abs(value - wanted[name]).max() <= 1e-10 * abs(wanted[name]).max(), name
     assert as_planned
+
+
+@pytest.mark.parametrize(("name", "value"), [("JAX_PLATFORMS", "nope"), ("JAX_DISABLE_JIT", "1")])
+def test_a_setting_with_which_jax_cannot_train_is_named(name, value):
+    words = "from fullshard.xla.processes import join; join(0, 1, str)"
+    env = os.environ | {name: value}
+    done = subprocess.run([sys.executable, "-c", words], env=env, capture_output=True, timeout=100)
+    assert f"ConfigError: {name}: expected".encode() in done.stderr

@@ -16,7 +16,7 @@ import typer
 from fullshard.cli.arguments import DryRunFlag
 from fullshard.cli.outcome import Outcome, launch_outcome
 from fullshard.config.regular_files import did_you_mean_path
-from fullshard.errors import ConfigError
+from fullshard.errors import ConfigError, untrusted
 
 if TYPE_CHECKING:
     from fullshard.config.schema import LaunchConfig
@@ -132,7 +132,10 @@ def _with_own_logs(order: LocalLaunch, held: ExitStack) -> LocalLaunch:
         there = order.log_dir.absolute()
         there = there.with_name(f"{there.name}.{number}") if number else order.log_dir
         placed = replace(order, log_dir=there)
-        placed.log_dir.mkdir(parents=True, exist_ok=True)
+        with untrusted(
+            f"--log-dir: '{there}'", "a folder to write to", ConfigError, "Name another."
+        ):
+            there.mkdir(parents=True, exist_ok=True)
         with ExitStack() as taken:
             logs = [taken.enter_context(placed.log(rank).open("ab")) for rank in placed.ranks]
             try:

@@ -55,7 +55,7 @@ def plan(  # noqa: PLR0913  (one parameter an option)
     out: Path | None = None,
     exact: Annotated[bool, typer.Option("--exact")] = False,
     topology: str | None = None,
-    optimizer_bytes: Annotated[float | None, typer.Option(min=0)] = None,
+    optimizer_bytes: Annotated[float | None, typer.Option(min=0, max=1e9)] = None,
 ) -> Outcome:
     """Forecast the memory of every rank and the time of a step, and advise what to change.
 

@@ -125,6 +125,14 @@ def run_recipe(command: Command, resolved: Resolved, how: How) -> Outcome:
     """Run a recipe on local ranks, or as a rank where a launcher has started us."""
     launch = _check_first(command, resolved, how)
     from fullshard.launch.exit_codes import PREEMPTIONS, ended_by
+
+    with ended_by(() if launch or how.dry_run else PREEMPTIONS):
+        return _run(command, resolved, how, launch)
+
+
+def _run(
+    command: Command, resolved: Resolved, how: How, launch: LaunchEnvironment | None
+) -> Outcome:
     from fullshard.run import start  # imports torch
 
     world_size = start.world_size_of(resolved, launch)
@@ -133,8 +141,7 @@ def run_recipe(command: Command, resolved: Resolved, how: How) -> Outcome:
         return _be_a_rank(command, resolved, launch, how.resume)
     if how.dry_run:
         return _show_plan(start.prepare_run(resolved, world_size, command, how.resume))
-    with ended_by(PREEMPTIONS):
-        return _lead_ranks(command, resolved, world_size, how)
+    return _lead_ranks(command, resolved, world_size, how)
 
 
 def _lead_ranks(command: Command, resolved: Resolved, world_size: int, how: How) -> Outcome:

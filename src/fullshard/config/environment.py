@@ -16,6 +16,7 @@ import os
 import re
 from collections import UserDict
 from collections.abc import Mapping
+from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple, Never
@@ -91,6 +92,7 @@ class LaunchEnvironment:
 
 
 OURS = "FULLSHARD_"
+LONGEST_S = 10**9  # torch counts longer time-outs in more nanoseconds than it has bits for
 
 
 class _Names(NamedTuple):
@@ -208,13 +210,13 @@ class _Variables(UserDict[str, str]):
             _refuse(name, f"an integer >= {at_least}{most}", show(value))
         return int(value)
 
-    def number(self, name: str) -> float | None:
+    def seconds(self, name: str) -> float | None:
         if not (value := self.get(name)):
             return None
-        try:
-            return float(value)
-        except ValueError:
-            _refuse(name, "a number", repr(value))
+        with suppress(ValueError):
+            if 0 < float(value) < LONGEST_S:
+                return float(value)
+        _refuse(name, f"a number > 0 and < {LONGEST_S:,}", repr(value))
 
     def needed(self, name: str, *, at_least: int, because: str) -> int:
         value = self.integer(name, at_least=at_least)
@@ -281,7 +283,7 @@ def _launched(
         "master_addr": reader.get(prefix + "MASTER_ADDR") or None,
         "master_port": reader.integer(prefix + "MASTER_PORT", at_least=1, below=65536),
         "run_dir": reader.path(OURS + "RUN_DIR"),
-        "timeout_s": reader.number(OURS + "TIMEOUT"),
+        "timeout_s": reader.seconds(OURS + "TIMEOUT"),
         "config_file": reader.path(OURS + "CONFIG_FILE"),
         "run_id": reader.get(names.run_id),
         "attempt": attempt or 0,

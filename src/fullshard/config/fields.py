@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 import os.path
+import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
@@ -122,7 +123,7 @@ class Number:
             return 0
         number = to_number(value)
         if number is None or (whole and number != int(number)):
-            too_large = str(value).strip().lstrip("-+").isdecimal()
+            too_large = number is None and _DIGITS.fullmatch(str(value).strip())
             raise Rejected(self.expected(whole=whole), "The limit is 2^63 - 1" if too_large else "")
         if not all(holds(number, bound) for bound, _, holds, _ in self._bounds()):
             raise Rejected(self.expected(whole=whole))
@@ -143,6 +144,7 @@ def to_number(value: object) -> int | float | None:
     return value
 
 
+_DIGITS = re.compile(r"[-+]?[\d.]+(e\+?\d+)?")
 _TOO_LARGE = 2**63  # above any count, size or rate; also excludes infinity and NaN
 
 

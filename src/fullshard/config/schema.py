@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Self, cast
 
 from pydantic import BeforeValidator, field_validator, model_validator
 
+from fullshard.config.environment import LONGEST_S
 from fullshard.config.fields import (
     Count,
     Depth,
@@ -264,7 +265,7 @@ class LaunchConfig(Section):
     main_process_port: Annotated[int, Number(at_least=1, below=65536)] | None = None
     """Port of the rendezvous on the host of rank 0, if there are several machines."""
 
-    timeout: Annotated[float, Number(at_least=1)] = 600.0
+    timeout: Annotated[float, Number(at_least=1, below=LONGEST_S)] = 600.0
     """Seconds after which a waiting rank counts as stuck (alias ddp_timeout)."""
 
     @model_validator(mode="after")

@@ -197,8 +197,8 @@ def _bin(file: Path, dtype: str | None) -> tuple[TokenFile, str]:
         raise ValueError(f"{size - offset:,} bytes are no whole number of {found}")
     count = (size - offset) // found.itemsize
     tokens = TokenFile(str(file.absolute()), found.name, offset, count)
-    if dtype is None and count > 1 and not tokens.mapped()[1 : 1 << 16 : 2].any():
-        raise ValueError("every second uint16 is 0: set data.dtype, perhaps to uint32")
+    if not says and count > 1 and not tokens.mapped()[1 : 1 << 16 : 2].any():
+        raise ValueError(f"every second {found} is 0: set data.dtype, perhaps to a wider one")
     return tokens, says
 
 

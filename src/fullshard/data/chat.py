@@ -33,9 +33,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from fullshard.config.regular_files import read_regular
 from fullshard.config.schema import ModelConfig, SftConfig
 from fullshard.data.records import Kind, Record, Span, files_at, read_records
-from fullshard.errors import ConfigError, DataError
+from fullshard.errors import ConfigError, DataError, untrusted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -260,7 +261,9 @@ def set_template(tokenizer: PreTrainedTokenizerBase, path: Path | None, model: M
         return
     files = (path / "chat_template.jinja",) if path.is_dir() else (path,)
     if files[0].is_file():
-        tokenizer.chat_template = files[0].read_text(encoding="utf-8")
+        cure = "Convert it, or name another file."
+        with untrusted(f"sft.chat_template_path: '{files[0]}'", "UTF-8 text", ConfigError, cure):
+            tokenizer.chat_template = read_regular(files[0]).decode("utf-8-sig")
         return
     from fullshard.data.tokenizer import load_tokenizer
 

@@ -12,13 +12,14 @@ exception is a list in a .json file, which is read as a whole.
 from __future__ import annotations
 
 import codecs
+import fnmatch
 import glob
 import itertools
 import json
 import mmap
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -141,8 +142,8 @@ def files_at(path: Path) -> Files:
             return Files(path, (path,), Kind.DATASETS)
         named = [path]
         if glob.has_magic(str(path)) and not path.exists():
-            matched = glob.glob(str(path), recursive=True)  # noqa: PTH207
-            named = sorted(map(Path, matched)) or named
+            named = sorted({*_matching(Path(path.anchor), path.relative_to(path.anchor).parts)})
+            named = named or [path]
             named = [one for one in named if one.is_file()] or named
         found = dict.fromkeys(file for one in named for file in _files_at(one))
     except OSError as error:
@@ -196,6 +197,49 @@ def _files_at(path: Path) -> list[Path]:
         f"data.path: expected a file or folder, got '{path}', {got}. "
         + (did_you_mean_path(path) or "Name a file or a folder of files.")
     )
+
+
+def _matching(place: Path, parts: Sequence[str]) -> Iterator[Path]:
+    """What a pattern matches, as `glob` finds it, which passes over folders that it cannot read.
+
+    Args:
+        place: A file or folder.
+        parts: What follows it in the pattern.
+
+    Raises:
+        DataError: `**` leads through a link into a folder that contains the link.
+        OSError: A folder cannot be read.
+    """
+    if not parts:
+        yield place
+        return
+    part, rest = parts[0], parts[1:]
+    if not glob.has_magic(part):
+        with suppress(FileNotFoundError, NotADirectoryError):
+            (place / part).lstat()
+            yield from _matching(place / part, rest)
+        return
+    if part == "**":
+        yield from _matching(place, rest)
+    for entry in place.iterdir() if place.is_dir() else ():
+        if entry.name.startswith(".") > part.startswith("."):
+            continue
+        if part != "**":
+            if fnmatch.fnmatchcase(entry.name, part):
+                yield from _matching(entry, rest)
+        elif entry.is_dir():
+            _check_leads_on(entry)
+            yield from _matching(entry, parts)
+        elif not rest:
+            yield entry
+
+
+def _check_leads_on(folder: Path) -> None:
+    if folder.is_symlink() and folder.parent.resolve().is_relative_to(folder.resolve()):
+        raise DataError(
+            f"data.path: expected a folder for each '**', got the link '{folder}', which leads "
+            "back to a folder that it is in. Remove it, or write a longer pattern."
+        )
 
 
 def _files_below(folder: Path) -> Iterator[Path]:
@@ -494,7 +538,9 @@ def _read_parquet(span: Span, columns: Sequence[str] | None) -> Iterator[Any]:
     ]
     first = starts[groups[0]] if groups else 0
     with open_parquet(span.file) as reader:
-        columns = _among(reader.schema_arrow.names, columns)
+        columns = _among(names := reader.schema_arrow.names, columns)
+        if twice := [name for name in columns or names if names.count(name) > 1]:
+            raise ValueError(f"it has {names.count(twice[0])} columns {twice[0]!r}")
         batches = reader.iter_batches(1024, row_groups=groups, columns=columns)
         values = (value for batch in batches for value in batch.to_pylist())
         yield from itertools.islice(values, span.start - first, span.stop - first)

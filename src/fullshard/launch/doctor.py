@@ -337,10 +337,11 @@ def _of_memory(memory: Mapping[str, int], output_dir: Path) -> Iterator[Finding]
         do = "Run docker with --shm-size=8g, or use fewer workers"
         yield Finding("memory", Health.WARN, says, do)
     try:
+        is_new = not output_dir.exists()
         output_dir.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=output_dir):
             pass
-        if not any(output_dir.iterdir()):
+        if is_new:
             output_dir.rmdir()
     except OSError as error:
         says = f"cannot write into {output_dir}: {error.strerror}"

@@ -250,7 +250,7 @@ def of_place(error: BaseException, *, may_pass: bool = False) -> BaseException:
         shown = error.object[max(0, error.start - 40) : error.end + 20]
         return ConfigError(
             f"{shown!a}: expected names in UTF-8, got one that is not, which no file of a run can "
-            "record. Rename the file or folder."
+            "record. Rename the file or folder; if it is in UTF-8, set LC_ALL=C.UTF-8."
         )
     codes = _PLACE[3:] if may_pass else _PLACE
     if isinstance(error, FileExistsError) and Path(str(error.filename)).is_dir():

@@ -35,7 +35,7 @@ import psutil
 from fullshard import errors
 from fullshard.config.environment import LaunchEnvironment, Launcher, read_launch_environment
 from fullshard.errors import ConfigError, HangError, printable
-from fullshard.launch.exit_codes import as_ours
+from fullshard.launch.exit_codes import of_place
 from fullshard.observe.hang import watchdog
 
 if TYPE_CHECKING:
@@ -155,8 +155,10 @@ def first_prepares(prepare: Callable[[], Made]) -> Made | None:
     try:
         return prepare()
     except BaseException as error:
-        ours = as_ours(error)
+        ours = of_place(error)
         end = [type(ours).__name__, str(ours)]
+        if ours is not error:
+            raise ours from error
         raise
     finally:
         logger.removeHandler(lines)

@@ -143,8 +143,8 @@ def weights_folder(config: RunConfig) -> Path | None:
         return folder
     if other := next((path for one in _OTHER_WEIGHTS for path in folder.glob(one)), None):
         raise ConfigError(
-            "model.name_or_path: expected weights in safetensors or pytorch_model.bin, or none at "
-            f"all to begin from random ones; got '{other}'. Convert it with the tool that wrote it."
+            "model.name_or_path: expected weights in safetensors, or none at all to begin from "
+            f"random ones; got '{other}'. Convert it with the tool that wrote it."
         )
     return None
 

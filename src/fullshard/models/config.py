@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import inspect
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,6 +44,11 @@ def quiet_libraries() -> None:
                 f"model: Hugging Face models need {package}, which is not installed. "
                 "Run pip install 'fullshard[hf]'."
             )
+    if sys.flags.optimize > 1:
+        raise ConfigError(
+            "PYTHONOPTIMIZE: expected at most 1, because transformers builds its models from "
+            "docstrings; got 2, which removes them (python -OO)."
+        )
 
     from transformers.utils import logging
 

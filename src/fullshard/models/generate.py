@@ -157,6 +157,9 @@ class Sampler:
         for number, batch in enumerate(_batches(rows, batch_size)):
             ids = [rows[index] for index in batch]
             most = self.settings.max_new_tokens or self._room(len(ids[0]))
+            if (room := self._room(len(ids[0]), most)) < most:
+                told = "the model has no positions for more than %d of %d new tokens here"
+                logger.warning(told, room, most)
             for index, new in zip(batch, self.continued(ids, most, number), strict=True):
                 text: str = self.tokenizer.decode(new, skip_special_tokens=True)
                 found[index] = Sample(prompts[index], text, len(new))
@@ -188,6 +191,11 @@ class Sampler:
                     **settings.arguments(),
                 )
         except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+            if self._room(len(rows[0]), most) < most:
+                raise ConfigError(
+                    f"--max-new-tokens: expected at most {self._room(len(rows[0]), most)}, for "
+                    f"which the model has positions after the prompt, got {most}."
+                ) from None
             raise ConfigError(
                 f"expected a model that can generate with its generation_config.json, got "
                 f"{type(model).__name__} ({type(error).__name__}: {error}). "
@@ -229,10 +237,10 @@ class Sampler:
             )
         return ids
 
-    def _room(self, num_prompt_tokens: int) -> int:
-        """Number of tokens that fit into the model's positions after a prompt."""
+    def _room(self, num_prompt_tokens: int, most: int = MOST_NEW_TOKENS) -> int:
+        """Number of tokens, at most `most`, that fit into the model's positions after a prompt."""
         positions = num_positions(self.model.config)
-        return min(MOST_NEW_TOKENS, positions - num_prompt_tokens) if positions else MOST_NEW_TOKENS
+        return min(most, positions - num_prompt_tokens) if positions else most
 
 
 def _batches(rows: Sequence[Sequence[int]], size: int) -> list[list[int]]:

@@ -31,6 +31,8 @@ from fullshard.formats.source import IN_RUN, Entry, whole_or_nothing
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+STUDENT = "student"  # its folder in the run's
+
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _ROUTER = re.compile(r"\.(mlp|block_sparse_moe)\.gate\.weight$")
@@ -80,11 +82,12 @@ def student_config(teacher: PretrainedConfig, distill: DistillConfig) -> Pretrai
             f"got {made.model_type}. Give the student a configuration of its own."
         )
     layers = kept_layers(made.num_hidden_layers, distill.layers)
-    for name, value in list(vars(made).items()):
-        if isinstance(value, list) and len(value) == made.num_hidden_layers:
-            setattr(made, name, [value[layer] for layer in layers])  # one entry per layer
-    if getattr(made, "mlp_only_layers", None):
-        made.mlp_only_layers = [n for n, old in enumerate(layers) if old in made.mlp_only_layers]
+    if kinds := getattr(made, "layer_types", None):
+        made.layer_types = [kinds[layer] for layer in layers]
+    if (dense := getattr(made, "mlp_only_layers", None)) is not None:
+        every = made.decoder_sparse_step
+        made.mlp_only_layers = [n for n, i in enumerate(layers) if i in dense or (i + 1) % every]
+        made.decoder_sparse_step = 1
     made.num_hidden_layers = len(layers)
     if distill.experts is not None:
         key = next(key for key in _EXPERT_KEYS if hasattr(made, key))

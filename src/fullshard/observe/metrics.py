@@ -167,7 +167,9 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
             row = json.loads(line)
             kind: Any = next((kind for word, kind in KINDS.items() if word in row), None)
             kind(**row)
-            if line.endswith("\n") and type(row["step"]) is int:
+            values = (row[name] for name in row if kind is not SampleRow)
+            are_numbers = all(isinstance(value, int | float | None) for value in values)
+            if line.endswith("\n") and type(row["step"]) is int and are_numbers:
                 yield row
 
 

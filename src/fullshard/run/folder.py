@@ -10,6 +10,7 @@ runs/train/
   model/             a Hugging Face folder           sample.txt     what the model writes
   model_ema/         its average over the run (ema_decay)
   adapter/           the adapters alone (lora); adapter_ema/
+  student/           what was cut out of the teacher (distill.layers, distill.experts)
   logs/rank_k.log    checkpoints/step-00000100/
   checkpoints.txt    where the checkpoints are, if elsewhere (training.checkpoint_dir)
 """

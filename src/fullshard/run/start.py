@@ -28,8 +28,8 @@ from fullshard.config.environment import LaunchEnvironment
 from fullshard.config.load import Resolved
 from fullshard.config.schema import RunConfig
 from fullshard.config.training import TrainingConfig
-from fullshard.config.values import DType
-from fullshard.data.dataset import PreparedData
+from fullshard.config.values import DType, IntervalStrategy
+from fullshard.data.dataset import DatasetFacts, PreparedData
 from fullshard.errors import CheckpointError, ConfigError, DataError, WillNotFitError
 from fullshard.launch.exit_codes import ExitCode
 from fullshard.launch.failure import RankFailure
@@ -54,6 +54,7 @@ from fullshard.models.build import (
     with_fitting_length,
 )
 from fullshard.models.small import check_documents
+from fullshard.models.student import STUDENT
 from fullshard.observe.report import write_report
 from fullshard.outlook.search import choice_of
 from fullshard.planner.spec import ITEMSIZE
@@ -215,7 +216,7 @@ def prepare_run(
                 check_loads(found, model, KINDS[training.optim])
                 model_config = getattr(model, "config", model_config)  # some classes change it
             check_model(resume, found, model_config, dataset.tokenizer)
-            _say_kept_batch(training, num_batches, steps)
+        _say_kept_batch(training, num_batches, steps)
         _check_disk(view, steps, RunFolder(output_dir), resume)
         return CheckedRun(resolved, dataset, steps, view, output_dir, resume, start_id)
     except (CheckpointError, ConfigError, DataError) as error:
@@ -267,6 +268,8 @@ def made_folder(checked: CheckedRun, command: Command) -> Iterator[tuple[RunFold
             checked.dataset.save(aside)
             shutil.rmtree(folder.data, ignore_errors=True)
             aside.rename(folder.data)
+            if checked.resume.path is None:  # perhaps of another teacher, or cut in another way
+                shutil.rmtree(folder.path / STUDENT, ignore_errors=True)
             (folder.path / ELSEWHERE).unlink(missing_ok=True)
             if elsewhere is not None:
                 write_text(folder.path / ELSEWHERE, f"{place.resolve()}\n")
@@ -288,11 +291,24 @@ def _read_data(config: RunConfig, command: Command) -> tuple[PreparedData, Pretr
     dataset = make_data(config, command, tokenizer, entries)
     model_config = model_config_of(config, dataset.tokenizer)
     kind.check_data(config, dataset.facts)
+    _check_held_out(config.training, dataset.facts)
     if config.sft is not None and config.sft.packing and kind.uses_chats(config):
         check_documents(model_config)
     if dataset.facts.separator is not None:
         check_documents(model_config, "data.separate_documents")
     return dataset, model_config
+
+
+def _check_held_out(training: TrainingConfig, facts: DatasetFacts) -> None:
+    """Raises ConfigError, or warns, if evaluations are asked for and nothing is held out."""
+    if facts.num_held_out_sequences or training.evaluates is IntervalStrategy.NO:
+        return
+    if training.early_stopping_patience is not None:
+        raise ConfigError(
+            "training.early_stopping_patience: expected held-out data, whose loss it waits for, "
+            "got none. Raise data.validation_fraction, or leave it out."
+        )
+    logger.warning("nothing is held out: there are no evaluations (data.validation_fraction)")
 
 
 def _check_trains_tokenizer(config: RunConfig, tokenizer: PreTrainedTokenizerBase | None) -> None:

@@ -17,7 +17,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fullshard.errors import ConfigError, raise_together
+from fullshard.errors import ConfigError, raise_together, untrusted
 from fullshard.xla.plan import EXPERT, SHARD
 
 
@@ -31,8 +31,13 @@ def join(rank: int, world_size: int, publish: Callable[[], str], *, wide: bool =
         wide: Whether to enable float64.
 
     Raises:
-        ConfigError: A process has more than one device.
+        ConfigError: A process has more than one device, or none, or compiles nothing.
     """
+    if jax.config.jax_disable_jit:
+        raise ConfigError(
+            "JAX_DISABLE_JIT: expected false, because a step is one compiled program, which takes "
+            "minutes without the compiler; got true. Unset it."
+        )
     jax.config.update("jax_enable_x64", wide)
     jax.config.update("jax_enable_preemption_service", False)  # the run handles signals
     if world_size > 1:
@@ -41,10 +46,13 @@ def join(rank: int, world_size: int, publish: Callable[[], str], *, wide: bool =
         # is awaited before the next starts.
         jax.config.update("jax_cpu_enable_async_dispatch", False)
         jax.distributed.initialize(publish(), world_size, rank)
-    if jax.device_count() != world_size:
+    expected = "a platform with a device that jax can use here"
+    with untrusted("JAX_PLATFORMS", expected, ConfigError, "Unset it, or name another."):
+        count = jax.device_count()
+    if count != world_size:
         raise ConfigError(
             f"launch.num_processes: expected one process per device; got {world_size} processes "
-            f"and {jax.device_count()} devices. Set it to {jax.device_count()}, or hide devices."
+            f"and {count} devices. Set it to {count}, or hide devices."
         )
 
 

@@ -125,7 +125,11 @@ def test_an_ambiguous_name_lists_what_it_may_mean(load):
         ("lr=5", "lr: unknown key. Did you mean 'learning_rate'?"),
         ("epochs=5", "epochs: unknown key. Did you mean 'num_train_epochs'?"),
         ("seed=x", "seed: expected an integer >= 0, got 'x'"),
-        ("timeout=1:30", "timeout: expected a number >= 1, got '1:30'"),
+        (
+            "weight_decay=1e300",
+            "weight_decay: expected a number >= 0, got '1e300'. The limit is 2^63",
+        ),
+        ("timeout=1:30", "timeout: expected a number >= 1 and < 1,000,000,000; got '1:30'"),
         ("strategy=ful", "strategy: expected one of full_shard, shard_grad_op, "),
         ("auto_find_batch_size=true", "auto_find_batch_size: 'true' is not yet supported"),
         ("=5", "expected key=value, got '=5'"),

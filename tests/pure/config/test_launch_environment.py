@@ -173,6 +173,8 @@ def test_a_rendezvous_on_this_machine_has_one_machine():
         {**TORCHRUN, "RANK": "0"},
         without(TORCHRUN, "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
         {"FULLSHARD_RANK": "0"},
+        {**TORCHRUN, "FULLSHARD_TIMEOUT": "nan"},
+        {**TORCHRUN, "FULLSHARD_TIMEOUT": "-1"},
         without(SRUN, "SLURM_LOCALID"),
         {**SRUN, "SLURM_STEP_TASKS_PER_NODE": "four"},
     ],

@@ -23,7 +23,7 @@ from fullshard.data.chat_rows import ChatSettings, best_fit, chat_source, dealt,
 from fullshard.data.order import BatchShape, SampleOrder
 from fullshard.data.records import files_at
 from fullshard.data.tokenizer import train_tokenizer
-from fullshard.errors import DataError
+from fullshard.errors import ConfigError, DataError
 from fullshard.recipes.base import load_data
 
 # Marks nothing, and writes a turn in another way once there is a later one.
@@ -411,3 +411,13 @@ def test_ranks_of_a_micro_batch_get_rows_of_like_length():
         return (by_micro.max(axis=1, keepdims=True) - by_micro).sum()
 
     assert waiting(dealt(chosen, lengths)) < waiting(chosen) / 3
+
+
+def test_a_file_of_a_template_is_utf_8_and_its_mark_is_no_text(tmp_path, tokenizer):
+    made, file = copy.deepcopy(tokenizer), tmp_path / "chat.jinja"
+    file.write_bytes(b"\xef\xbb\xbf{{ messages }}")
+    set_template(made, file, ModelConfig(name_or_path="MODEL"))
+    assert made.chat_template == "{{ messages }}"
+    file.write_bytes("{{ messages }}".encode("utf-16"))
+    with pytest.raises(ConfigError, match=r"chat.jinja': expected UTF-8 text; got UnicodeDecode"):
+        set_template(made, file, ModelConfig(name_or_path="MODEL"))

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from fullshard.cli.generate import _read_prompts
-from fullshard.errors import DivergedError
+from fullshard.errors import ConfigError, DivergedError
 from fullshard.models.generate import Sampler, SamplingSettings, model_folder_of
 from support.sizes import sizes_of
 
@@ -54,6 +54,22 @@ def test_a_model_older_than_the_checkpoints_of_its_run_is_told(tmp_path, caplog)
         (tmp_path / "run.json").write_text(json.dumps(record))
         assert model_folder_of(tmp_path) == tmp_path / "model"
     assert "is of step 4; checkpoints of later steps" in caplog.text
+
+
+def test_more_tokens_than_positions_are_told_or_refused(caplog):
+    for config in (
+        LlamaConfig(**sizes_of(16, 24, 2, layers=1, vocab_size=64, max_position_embeddings=8)),
+        GPT2Config(n_embd=16, n_layer=1, n_head=2, n_positions=8, vocab_size=64, eos_token_id=None),
+    ):
+        sampler = Sampler(
+            AutoModelForCausalLM.from_config(config).eval(), Letters(), SamplingSettings(9)
+        )
+        if config.model_type == "llama":  # it turns positions by any angle
+            assert sampler.samples(["abc"])
+            assert "no positions for more than 5 of 9 new tokens" in caplog.text
+        else:
+            with pytest.raises(ConfigError, match=r"max-new-tokens: expected at most 5, .* got 9"):
+                sampler.samples(["abc"])
 
 
 @pytest.mark.parametrize("temperature", [0, 0.7])

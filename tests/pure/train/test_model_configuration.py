@@ -1,6 +1,7 @@
 """Model configurations: every key is known, every fault is said before a rank starts."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from fullshard.models.config import (
     config_from_settings,
     fit_to_tokenizer,
     freeze,
+    quiet_libraries,
 )
 from fullshard.models.generate import SamplingSettings
 from fullshard.run.generation import Request, generate
@@ -269,3 +271,11 @@ def test_a_prompt_longer_than_the_model_is_cut_and_no_text_or_seed_is_a_raw_erro
         generate(Request(tmp_path, ("a\udcff",), SamplingSettings(2)))
     with pytest.raises(ConfigError, match="--seed: expected an integer >= 0"):
         SamplingSettings(seed=1 << 70)
+
+
+def test_docstrings_that_are_gone_are_named(monkeypatch):
+    """transformers reads them when it builds a model, and names the configuration."""
+    flags = SimpleNamespace(optimize=2)
+    monkeypatch.setattr("fullshard.models.config.sys", SimpleNamespace(flags=flags))
+    with pytest.raises(ConfigError, match=r"PYTHONOPTIMIZE: expected at most 1, .* got 2"):
+        quiet_libraries()

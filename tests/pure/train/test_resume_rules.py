@@ -19,7 +19,7 @@ from fullshard.data.arrays import checksum_of
 from fullshard.data.dataset import DatasetFacts
 from fullshard.data.order import BatchShape, SampleOrder
 from fullshard.data.tokenizer import numbers_tokenizer
-from fullshard.errors import CheckpointError, ConfigError, DataError
+from fullshard.errors import CheckpointError, ConfigError, DataError, DivergedError
 from fullshard.recipes.distill.loss import TopK, check_facts, write_facts
 from fullshard.run.folder import RunFolder
 from fullshard.run.optim import StepPlan
@@ -236,6 +236,9 @@ def test_a_teachers_cache_of_other_tokens_is_refused_though_it_is_as_long(tmp_pa
     padded = torch.arange(4.0).expand(4, 4)  # the teacher has one entry more than the tokenizer
     TopK.load(tmp_path, "r+").put(1, padded, torch.clone, 3, 3)
     assert TopK.load(tmp_path, "r+").ids[4:].tolist() == [[2, 1]] * 4
+    for odd in (float("nan"), 7e4):
+        with pytest.raises(DivergedError, match="teacher: expected finite logits below 65,504"):
+            TopK.load(tmp_path, "r+").put(0, padded.clone().fill_(odd), torch.clone, 3, 3)
     write_facts(tmp_path, made[0])
     check_facts(tmp_path, made[0])
     with pytest.raises(DataError, match="expected logits of this run's data, with fingerprint"):

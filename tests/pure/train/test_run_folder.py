@@ -20,7 +20,7 @@ from fullshard.checkpoint.files import write_text
 from fullshard.cli.app import run
 from fullshard.errors import CheckpointError, ConfigError
 from fullshard.launch import run_lock
-from fullshard.observe.metrics import EvalRow, MetricsWriter, SaveRow
+from fullshard.observe.metrics import EvalRow, MetricsWriter, SaveRow, read_rows
 from fullshard.observe.report import write_report
 from fullshard.run import start as run_start
 from fullshard.run.folder import (
@@ -377,9 +377,15 @@ def test_report_of_odd_files_is_typed_or_leaves_them_out(tmp_path):
         with pytest.raises(ConfigError, match=r"RUN_DIR: .*a run's folder with run\.json"):
             write_report(tmp_path)
     (tmp_path / "run.json").write_text(json.dumps({**record, "measured": {}}))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "eval_loss": "low"}\n')
+    assert list(read_rows(tmp_path / "metrics.jsonl")) == []
     for content in (b"\x80\xff", b"[]", b'{"arrays": 3}'):
         (tmp_path / "plan.json").write_bytes(content)
         assert write_report(tmp_path).is_file()
+    for odd in ({"error": [1]}, {"planned": {"num_parameters": "many"}}):
+        (tmp_path / "run.json").write_text(json.dumps({**record, "measured": {}, **odd}))
+        with pytest.raises(ConfigError, match=r"RUN_DIR: .* expected files as a run writes them"):
+            write_report(tmp_path)
     (tmp_path / "run.json").write_text("[]")
     with pytest.raises(ConfigError, match="run folder: expected"):
         RunFolder(tmp_path).read_record()

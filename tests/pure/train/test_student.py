@@ -140,3 +140,14 @@ def test_another_tokenizer_is_refused(tmp_path):
         check_teacher(config, other)
     config.distill = DistillConfig(loss="hidden")
     check_teacher(config, other)
+
+
+def test_layers_stay_dense_or_sparse_and_other_lists_as_they_are():
+    config = Qwen3MoeConfig(decoder_sparse_step=2, eos_token_id=[1, 2, 3, 4], **SIZES)
+    student = student_config(config, DistillConfig(layers=2))
+    with torch.device("meta"):
+        whole, part = map(AutoModelForCausalLM.from_config, (config, student))
+    kinds = [[type(layer.mlp) for layer in model.model.layers] for model in (whole, part)]
+    assert kinds[1] == [kinds[0][0], kinds[0][3]]
+    assert len({*kinds[1]}) == 2
+    assert student.eos_token_id == [1, 2, 3, 4]

@@ -157,6 +157,13 @@ def test_null_record_of_a_parquet_file_is_refused(tmp_path):
     assert "record 1" in message(write_parquet(tmp_path, text=["x", None]))
 
 
+def test_columns_of_one_name_are_refused(tmp_path):
+    pyarrow, parquet = (pytest.importorskip(name) for name in ("pyarrow", "pyarrow.parquet"))
+    table = pyarrow.table([["a", "b"], ["c", "d"]], names=["text", "text"])
+    parquet.write_table(table, tmp_path / "a.parquet")
+    assert "it has 2 columns 'text'" in message(tmp_path / "a.parquet")
+
+
 def test_file_that_is_no_parquet_is_said(tmp_path):
     assert "expected a parquet file; got ArrowInvalid" in message(
         write(tmp_path / "a.parquet", "not parquet")
@@ -205,6 +212,8 @@ def test_nothing_of_a_folder_is_left_out_in_silence(tmp_path, monkeypatch, what)
     assert f"got '{place}'" in said
     words = {"link": "a link to nothing", "linked": "a link to a folder", "pipe": "a pipe"}
     assert words.get(what, "Permission denied") in said
+    if what in ("linked", "folder"):  # `glob` takes each file forty times, or leaves some out
+        assert f"'{place}'" in message(tmp_path / "**" / "*.txt")
 
 
 @pytest.mark.parametrize(("name", "has_effect"), [("a.txt", False), ("a.jsonl", True)])

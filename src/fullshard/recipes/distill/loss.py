@@ -53,7 +53,7 @@ from fullshard.config.schema import DistillConfig
 from fullshard.config.values import DistillLoss
 from fullshard.data.arrays import checksum_of
 from fullshard.data.dataset import ROWS, DatasetFacts
-from fullshard.errors import DataError, untrusted
+from fullshard.errors import DataError, DivergedError, untrusted
 from fullshard.models.lora import PROJECTION
 from fullshard.planner.text import SCHEMA_VERSION, check_version
 from fullshard.recipes.base import Batch, cross_entropy, placed
@@ -114,13 +114,22 @@ class TopK:
         chunk_size: int,
         vocab_size: int,
     ) -> None:
-        """Writes the largest logits of a row, chunk by chunk; those of padded entries are none."""
+        """Writes the largest logits of a row, chunk by chunk; those of padded entries are none.
+
+        Raises:
+            DivergedError: They are not finite, or become so in float16.
+        """
         begin, end = self.place(row, len(hidden))
         for start in range(begin, end, chunk_size):
             stop = min(start + chunk_size, end)
             logits = head(hidden[start - begin : stop - begin])[:, :vocab_size]
             top = logits.topk(self.values.shape[1])
-            self.values[start:stop] = top.values.float().cpu().numpy()
+            self.values[start:stop] = top.values.half().cpu().numpy()
+            if not np.isfinite(self.values[start:stop]).all():
+                raise DivergedError(
+                    "teacher: expected finite logits below 65,504, which float16 holds, got others."
+                    " Check its weights and config.json, or learn from it without a cache."
+                )
             self.ids[start:stop] = top.indices.cpu().numpy()
 
     def place(self, row: int, width: int) -> tuple[int, int]:

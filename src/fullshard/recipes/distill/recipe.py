@@ -35,7 +35,7 @@ from fullshard.errors import ConfigError
 from fullshard.launch.run_lock import RunLock
 from fullshard.models.build import build_sharded, given_model_config, sharding_for
 from fullshard.models.config import build_model, config_from_folder
-from fullshard.models.student import choose, counting, is_cut, write_student
+from fullshard.models.student import STUDENT, choose, counting, is_cut, write_student
 from fullshard.outlook.memory import TEACHER
 from fullshard.planner.memory import MemoryRow
 from fullshard.planner.plan import Plan
@@ -242,6 +242,8 @@ def _check_data(config: RunConfig, facts: DatasetFacts) -> None:
     """Checks that cached logits belong to this data."""
     if cache := settings_of(config).cache:
         check_facts(Path(cache), facts)
+        kept = TopK.load(Path(cache)).values.shape[1]
+        logger.info("the teacher's %d largest logits of each token come from %s", kept, cache)
 
 
 def _build(
@@ -256,7 +258,7 @@ def _build(
     else:
         teacher = build_teacher(config, seat, folder)
         if is_cut(settings):
-            place = folder / "student"
+            place = folder / STUDENT
             cut_student(config, teacher, data, place, seat)
             whole = settings.model_copy(update={"experts": None, "layers": None})
             model = ModelConfig(name_or_path=str(place))
