@@ -11,6 +11,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 import fullshard as fs
+from fullshard.checkpoint.files import TensorFile
 from fullshard.checkpoint.read import Checkpoint, remove, superfluous
 from support.models import perturbed
 from support.scripts import Tiny, tokens_of
@@ -254,6 +255,29 @@ def test_nothing_is_named_that_was_made_of_a_replaced_checkpoint(
     assert "to stay while it is read; another save replaced it" in done.err
     assert sorted(tmp_path.glob("*first*")) == [tmp_path / "first"]
     assert not list(tmp_path.glob("*second*"))
+
+
+@pytest.mark.parametrize("command", ["export", "import"])
+def test_nothing_is_named_that_was_made_of_weights_that_were_written_again(
+    fullshard, tmp_path, monkeypatch, command
+):
+    """`save_pretrained` of a live program writes in place: a copy would have weights of both."""
+    folder, read, reads = tmp_path / "model", TensorFile.read, []
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "none"}')
+    weights = {name: torch.full((4, 4), float(at)) for at, name in enumerate("ab")}
+    save_file(weights, folder / "model.safetensors")
+
+    def read_and_write(self, *span):
+        read(self, *span)
+        reads.append(span)
+        if len(reads) == 1:
+            save_file({name: -w for name, w in weights.items()}, folder / "model.safetensors")
+
+    monkeypatch.setattr(TensorFile, "read", read_and_write)
+    done = fullshard("ckpt", command, folder, tmp_path / "made", code=7)
+    assert "model.safetensors': expected it to stay while it is read; it was written" in done.err
+    assert not list(tmp_path.glob("*made*"))
 
 
 LIMITED = """
