@@ -11,7 +11,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 import fullshard as fs
-from fullshard.checkpoint.read import remove, superfluous
+from fullshard.checkpoint.files import TensorFile
+from fullshard.checkpoint.read import Checkpoint, remove, superfluous
 from support.models import perturbed
 from support.scripts import Tiny, tokens_of
 
@@ -225,6 +226,58 @@ def test_a_mistyped_folder_is_told_its_neighbour(fullshard, run_dir):
     assert f"which does not exist. Did you mean '{run_dir}'?" in done.err
     assert "ckpt ls" not in done.err
     assert fullshard("ckpt", "ls", "x" * 5000).exit_code == 7
+
+
+@pytest.mark.parametrize(
+    "words", [("export", "--config"), ("export", "--format", "dcp"), ("import",)], ids=" ".join
+)
+def test_nothing_is_named_that_was_made_of_a_replaced_checkpoint(
+    fullshard, run_dir, tmp_path, monkeypatch, words
+):
+    command, *options = words
+    if options == ["--config"]:
+        (tmp_path / "config.json").write_text('{"model_type": "none"}')
+        options.append(tmp_path)
+    newest = run_dir / "checkpoints" / "step-00000003"
+    read, reads, swap_at = Checkpoint.read, [], []
+
+    def read_and_swap(self, key, *span):
+        read(self, key, *span)
+        reads.append(key)
+        if swap_at == [len(reads)]:  # the last read of a whole and undamaged checkpoint
+            newest.rename(tmp_path / "old")
+            newest.with_name("step-00000002").rename(newest)
+
+    monkeypatch.setattr(Checkpoint, "read", read_and_swap)
+    fullshard("ckpt", command, newest, tmp_path / "first", *options, code=0)
+    swap_at.append(2 * len(reads))
+    done = fullshard("ckpt", command, newest, tmp_path / "second", *options, code=7)
+    assert "to stay while it is read; another save replaced it" in done.err
+    assert sorted(tmp_path.glob("*first*")) == [tmp_path / "first"]
+    assert not list(tmp_path.glob("*second*"))
+
+
+@pytest.mark.parametrize("command", ["export", "import"])
+def test_nothing_is_named_that_was_made_of_weights_that_were_written_again(
+    fullshard, tmp_path, monkeypatch, command
+):
+    """`save_pretrained` of a live program writes in place: a copy would have weights of both."""
+    folder, read, reads = tmp_path / "model", TensorFile.read, []
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "none"}')
+    weights = {name: torch.full((4, 4), float(at)) for at, name in enumerate("ab")}
+    save_file(weights, folder / "model.safetensors")
+
+    def read_and_write(self, *span):
+        read(self, *span)
+        reads.append(span)
+        if len(reads) == 1:
+            save_file({name: -w for name, w in weights.items()}, folder / "model.safetensors")
+
+    monkeypatch.setattr(TensorFile, "read", read_and_write)
+    done = fullshard("ckpt", command, folder, tmp_path / "made", code=7)
+    assert "model.safetensors': expected it to stay while it is read; it was written" in done.err
+    assert not list(tmp_path.glob("*made*"))
 
 
 LIMITED = """

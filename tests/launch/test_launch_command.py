@@ -132,16 +132,24 @@ def test_two_launches_at_a_time_write_into_logs_of_their_own(launch, tmp_path):
     assert (logs / "rank_1.log").read_text() == "third\n"
 
 
+SAYS_ITS_REPORT = """
+from fullshard.observe.hang import watchdog
+print(watchdog.current().hang_file)
+"""
+
+
 def test_the_log_of_a_live_run_is_left_alone(launch, tmp_path):
     log = tmp_path / "run" / "logs" / "rank_0.log"
     log.parent.mkdir(parents=True)
     log.write_text("step 1\n")
     with contextlib.closing(Relay(log)):  # of `fullshard train`
-        out, err = launch("print(1)", "--log-dir", str(log.parent), "--json").communicate(
+        out, err = launch(SAYS_ITS_REPORT, "--log-dir", log.parent, "--json").communicate(
             timeout=60
         )
-    assert Path(json.loads(out)["log_dir"]).name == "logs.1", err
+    own = Path(json.loads(out)["log_dir"])
+    assert own.name == "logs.1", err
     assert log.read_text() == "step 1\n"
+    assert (own / "rank_1.log").read_text() == f"{own / 'hang.txt'}\n"
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
@@ -234,11 +242,12 @@ def test_a_module_that_cannot_run_is_one_error(module, capfd, tmp_path):
 
 @pytest.mark.slow
 def test_a_hang_of_a_script_without_fullshard_is_named(launch, tmp_path):
-    process = launch(STUCK, "--timeout", "3")
+    process = launch(STUCK, "--timeout", "3", "--log-dir", "said")
     _, err = process.communicate(timeout=60)
     assert process.returncode == 5
     assert "rank 1 is in the user's code (script.py:6 in <module>)" in err
     assert "rank 0 waits in a collective of script.py:7 in <module>" in err
+    assert "rank 1 is in the user's code" in (tmp_path / "said" / "hang.txt").read_text()
 
 
 @pytest.mark.parametrize(

@@ -41,8 +41,8 @@ def goes_wrong(step: int) -> bool:
     """Whether this rank commits its fault now; the time of it is left for the test."""
     if dist.get_rank() != FAULTY or step != FAULT_AT:
         return False
-    if "FULLSHARD_RUN_DIR" in os.environ:
-        (Path(os.environ["FULLSHARD_RUN_DIR"]) / "fault").touch()
+    if "FULLSHARD_LOG_DIR" in os.environ:
+        (Path(os.environ["FULLSHARD_LOG_DIR"]).parent / "fault").touch()
     return True
 
 

@@ -1,12 +1,18 @@
-"""What a run left in its folder."""
+"""What a run left in its folder, and what comes between its start and its ranks."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pytest
+
 from fullshard.observe.metrics import read_rows
+from fullshard.recipes.distill.loss import CHECKSUM, TopK
+from fullshard.run import start
 
 
 def record_of(run: Path) -> dict[str, Any]:
@@ -24,3 +30,21 @@ def numbers(run: Path, *kinds: str) -> dict[str, float]:
 def losses(run: Path) -> dict[int, float]:
     """By step."""
     return {row["step"]: row["loss"] for row in read_rows(run / "metrics.jsonl") if "loss" in row}
+
+
+def other_cache_at_the_start(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    """Another teacher's logits of the same data take a cache's place before ranks are started."""
+    other = shutil.copytree(cache, cache.with_name("other"))
+    values = np.load(other / "values.npy", mmap_mode="r+")
+    values[:] *= 0.5
+    told = json.loads((other / "cache.json").read_text())
+    told[CHECKSUM] = TopK.load(other).checksum()
+    (other / "cache.json").write_text(json.dumps(told))
+    start_ranks = start.start_ranks
+
+    def swap_and_start(*given: Any) -> Any:
+        cache.rename(cache.with_name("first"))
+        other.rename(cache)
+        return start_ranks(*given)
+
+    monkeypatch.setattr(start, "start_ranks", swap_and_start)

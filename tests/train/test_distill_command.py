@@ -14,6 +14,7 @@ from fullshard.launch.run_lock import RunLock
 from fullshard.observe.metrics import read_rows
 from fullshard.recipes.distill.loss import NEW
 from support.model_folder import small_config, write_model
+from support.runs import other_cache_at_the_start
 from support.text import seeded_text
 
 pytestmark = pytest.mark.timeout(400)
@@ -83,7 +84,7 @@ def test_every_job_of_ours_can_be_resumed_when_it_is_stopped(package, name):
 
 
 @pytest.mark.long
-def test_logits_that_were_kept_train_without_the_teacher(fullshard, files):
+def test_logits_that_were_kept_train_without_the_teacher(fullshard, files, monkeypatch):
     config = files / "distill.yaml"
     cache = files / "logits"
     write = ("distill", "cache", config, f"distill.cache={cache}", "top_k=300")
@@ -99,6 +100,12 @@ def test_logits_that_were_kept_train_without_the_teacher(fullshard, files):
         losses.append([row["loss"] for row in read_rows(run / "metrics.jsonl") if "loss" in row])
     assert losses[1] == pytest.approx(losses[0], rel=2e-3)  # logits are kept in float16
     facts = json.loads((cache / "cache.json").read_text())
+    with monkeypatch.context() as patched:
+        other_cache_at_the_start(patched, cache)
+        kept = (f"distill.cache={cache}", f"output_dir={files / 'swapped'}", "layers=null")
+        done = fullshard("distill", config, *kept)
+    said = "the weights and the config.json (or the distill.cache)"
+    assert (done.exit_code, said in done.err) == (2, True), done.err
     (cache / "cache.json").write_text(json.dumps(facts | {"num_train_tokens": 1}))
     done = fullshard("distill", config, f"distill.cache={cache}", f"output_dir={files / 'no'}")
     assert (done.exit_code, "expected logits of this run's data" in done.err) == (6, True), done.err

@@ -6,6 +6,7 @@ from transformers import AutoModelForCausalLM
 
 from fullshard.observe.metrics import read_rows
 from support.model_folder import small_config, write_chats, write_model
+from support.runs import other_cache_at_the_start
 from support.text import seeded_text
 
 pytestmark = pytest.mark.timeout(600)
@@ -89,7 +90,7 @@ def test_losses_are_those_of_torch(folder, fullshard, tmp_path, words):
 
 
 @pytest.mark.slow
-def test_logits_of_torch_train_here_and_runs_go_on(folder, fullshard, tmp_path):
+def test_logits_of_torch_train_here_and_runs_go_on(folder, fullshard, tmp_path, monkeypatch):
     """From a cache that torch wrote; from a checkpoint of the other engine; for a step more."""
     kept = f"distill.cache={tmp_path / 'logits'}"
     words = ("distill", "cache", folder / "drawn.yaml", kept, "top_k=20")
@@ -109,6 +110,10 @@ def test_logits_of_torch_train_here_and_runs_go_on(folder, fullshard, tmp_path):
     fullshard("distill", *given, "max_steps=5", code=0)
     rows = read_rows(tmp_path / "jax" / "metrics.jsonl")
     assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4, 5]
+    other_cache_at_the_start(monkeypatch, tmp_path / "logits")
+    done = fullshard("distill", *given[:-1], f"output_dir={tmp_path / 'swapped'}")
+    said = "the weights and the config.json (or the distill.cache)"
+    assert (done.exit_code, said in done.err) == (2, True), done.err
 
 
 @pytest.mark.slow

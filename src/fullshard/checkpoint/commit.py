@@ -124,11 +124,13 @@ class Documents:
         step: Step of the checkpoint, or None.
         texts: Contents of further files by name.
         tied: Further names of parameters: second name -> first name.
+        check: Called before the checkpoint gets its name; raises if it must not.
     """
 
     step: int | None
     texts: Mapping[str, str]
     tied: Mapping[str, str]
+    check: Callable[[], None] = lambda: None
 
 
 def beside(target: Path, what: str, token: str) -> Path:
@@ -288,6 +290,7 @@ def _complete(place: Place, world_size: int, documents: Documents) -> None:
     for name, text in {**documents.texts, INDEX: index.to_json()}.items():
         files[name] = write_text(place.aside / name, text)
     sync_folder(place.aside)
+    documents.check()
     if isinstance(place.target, StorePath):
         _commit_in_store(place, Manifest(documents.step, files, place.aside.name))
         return

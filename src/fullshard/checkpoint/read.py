@@ -95,8 +95,7 @@ class Checkpoint:
             index, state = read_tables(found)
             with ExitStack() as closing:
                 yield cls(path, found.manifest, index, state, checked=checked, _closing=closing)
-            if why := _replaced(found, stays=True):
-                raise CheckpointError(why)
+            check_stays(found)
         except CheckpointError as error:
             if path.exists():
                 raise CheckpointError(_replaced(found) or str(error)) from error
@@ -202,6 +201,12 @@ class Checkpoint:
                 "Take another checkpoint."
             )
         return self._files[name]
+
+
+def check_stays(found: Found) -> None:
+    """Raises CheckpointError if a checkpoint was removed or replaced since it was found."""
+    if why := _replaced(found, stays=True):
+        raise CheckpointError(why)
 
 
 def _replaced(found: Found, *, stays: bool = False) -> str:

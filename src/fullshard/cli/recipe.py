@@ -205,7 +205,7 @@ def _be_a_rank(
             yield
 
     def main() -> None:
-        init_process_group(resolved.config.launch.timeout, folder.path)
+        init_process_group(resolved.config.launch.timeout, folder.logs)
         with ExitStack() as held:
             first_prepares(lambda: held.enter_context(prepared()))
             try:

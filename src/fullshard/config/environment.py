@@ -46,7 +46,7 @@ class LaunchEnvironment:
         master_addr: host of the rendezvous; None if it is not set.
         master_port: port of the rendezvous; None if it is not set.
         launch_dir: folder of the messages between launcher and ranks (our own launcher).
-        run_dir: the run's folder (our own launcher).
+        log_dir: folder of the ranks' logs (our own launcher).
         run_id: equal on every rank and different for every launch; None if unknown.
         attempt: number of restarts before this launch.
         timeout_s: seconds after which a rank counts as stuck; None if it is not set.
@@ -61,7 +61,7 @@ class LaunchEnvironment:
     master_addr: str | None = None
     master_port: int | None = None
     launch_dir: Path | None = None
-    run_dir: Path | None = None
+    log_dir: Path | None = None
     run_id: str | None = None
     attempt: int = 0
     timeout_s: float | None = None
@@ -282,7 +282,7 @@ def _launched(
     found: dict[str, Any] = {
         "master_addr": reader.get(prefix + "MASTER_ADDR") or None,
         "master_port": reader.integer(prefix + "MASTER_PORT", at_least=1, below=65536),
-        "run_dir": reader.path(OURS + "RUN_DIR"),
+        "log_dir": reader.path(OURS + "LOG_DIR"),
         "timeout_s": reader.seconds(OURS + "TIMEOUT"),
         "config_file": reader.path(OURS + "CONFIG_FILE"),
         "run_id": reader.get(names.run_id),

@@ -124,7 +124,7 @@ class FolderWeights(FileNames):
                 "Save the model with save_pretrained(FOLDER)."
             )
         for file in {*self._files.values()}:
-            self._known.setdefault(file, _size_and_time(file))
+            self._known.setdefault(file, size_and_time(file))
         super().__init__(self._files, prefix)
 
     def unused(self, model: torch.nn.Module) -> list[str]:
@@ -225,7 +225,7 @@ class FolderWeights(FileNames):
         try:
             os.close(open_regular(file))  # the library would block on a pipe
             opened = safe_open(file, framework="pt")
-            if self._known.setdefault(file, found := _size_and_time(file)) != found:
+            if self._known.setdefault(file, found := size_and_time(file)) != found:
                 raise OSError("it was replaced while the folder is read")
             return opened
         except (OSError, SafetensorError) as error:
@@ -235,7 +235,7 @@ class FolderWeights(FileNames):
             ) from error
 
 
-def _size_and_time(file: Path) -> tuple[int, int] | None:
+def size_and_time(file: Path) -> tuple[int, int] | None:
     """Shows that a file was written again; file systems over networks may renumber inodes."""
     with suppress(OSError):
         found = file.stat()

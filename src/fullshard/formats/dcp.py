@@ -206,4 +206,5 @@ def write_dcp(
         except CheckpointException as error:  # torch's type is no Exception and hides a full disk
             cause = next(iter(error.failures.values()))[0]
             raise cause from error
+        source.check()
     return left

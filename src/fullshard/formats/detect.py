@@ -17,12 +17,13 @@ import json
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from fullshard.checkpoint.format import natural
 from fullshard.checkpoint.retain import candidates, newest_complete
 from fullshard.config.regular_files import read_regular
-from fullshard.engine.folder import INDEX, ONE_FILE
+from fullshard.engine.folder import INDEX, ONE_FILE, size_and_time
 from fullshard.errors import CheckpointError, untrusted
 from fullshard.formats import orbax
 from fullshard.formats.deepspeed import open_deepspeed, steps_folder
@@ -37,6 +38,7 @@ FSDP_BIN = "pytorch_model_fsdp.bin"
 # Weights of each format, in the order in which `_open_other` looks for them.
 FORMATS = (ONE_FILE, INDEX), (BIN, BIN_INDEX), (FSDP_BIN,), ("model_world_size_*",), ("latest",)
 FORMATS += (".metadata",), (FSDP_FOLDER,), (orbax.METADATA,)
+WEIGHTS = (".safetensors", ".bin", ".pt", ".distcp")  # suffixes of files with tensors
 # Files of a Trainer's checkpoint: its step, and what is not imported.
 TRAINER_STATE, TRAINERS = "trainer_state.json", ("optimizer.pt", "scheduler.pt", "rng_state*.pth")
 # Folders in which tools put config.json and the tokenizer.
@@ -48,13 +50,15 @@ def open_source(path: Path) -> Generator[Source]:
     """Opens a path of any known format.
 
     Raises:
-        CheckpointError: The format is unknown, or it cannot be read.
+        CheckpointError: The format is unknown, or it cannot be read; at the end of the block: it
+            was written again while it was read.
     """
     with ExitStack() as closing:
         if _is_ours(path):
             yield closing.enter_context(open_checkpoint(newest_complete(path, warns=True)))
             return
         with untrusted(f"'{path}'", "a checkpoint of a known tool"):
+            check = partial(_check_stay, _weights_in(path))
             source = _open_other(path, closing)
             if not source.companions and path.is_dir():
                 folders = (path / name for name in BESIDE)
@@ -72,7 +76,25 @@ def open_source(path: Path) -> Generator[Source]:
             if source.step is not None:
                 natural(source.step)
         tensors = {n: replace(e, origin=f"'{path}': {n}") for n, e in source.tensors.items()}
-        yield replace(source, tensors=tensors)
+        yield replace(source, tensors=tensors, check=check)
+        check()
+
+
+def _weights_in(path: Path) -> dict[Path, tuple[int, int] | None]:
+    """Size and time of each file with tensors, which change when it is written again."""
+    inside = (file for depth in ("*", "*/*") for file in path.glob(depth))
+    files = [path] if path.is_file() else [file for file in inside if file.suffix in WEIGHTS]
+    return {file: size_and_time(file) for file in files}
+
+
+def _check_stay(known: dict[Path, tuple[int, int] | None]) -> None:
+    """Raises CheckpointError if a file was written again; two saves would be read as one."""
+    for file, was in known.items():
+        if size_and_time(file) not in (was, None):
+            raise CheckpointError(
+                f"'{file}': expected it to stay while it is read; it was written again. Read it "
+                "again once the program that writes it has ended."
+            )
 
 
 def _check_whole(path: Path, source: Source) -> None:

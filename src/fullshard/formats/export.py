@@ -121,6 +121,7 @@ def export_folder(source: Source, folder: Path, settings: ExportSettings) -> lis
         for name, data in source.companions.items():
             (aside / name).write_bytes(data)
         notes = write_model(source, aside, settings)
+        source.check()
     return [*source.left_out, *notes]
 
 

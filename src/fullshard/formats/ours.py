@@ -16,7 +16,7 @@ import xxhash
 from fullshard.checkpoint.commit import ALONE, Documents
 from fullshard.checkpoint.files import Piece
 from fullshard.checkpoint.format import STATE, Kind, decode, key_of
-from fullshard.checkpoint.read import Checkpoint
+from fullshard.checkpoint.read import Checkpoint, check_stays
 from fullshard.checkpoint.retain import Found
 from fullshard.engine.state import DTYPE_NAMES, DTYPES, as_bytes
 from fullshard.errors import CheckpointError, untrusted
@@ -55,6 +55,7 @@ def open_checkpoint(found: Found) -> Generator[Source]:
                 companions=companions,
                 step=checkpoint.state["step"],
                 left_out=tuple(f"the extra state {name}" for name in checkpoint.state["extra"]),
+                check=partial(check_stays, found),
             )
         yield source
 
@@ -95,7 +96,8 @@ def write_checkpoint(source: Source, folder: Path, on_bytes: Callable[[int], Non
     check_empty(folder, "import")
     with untrusted(source.what, "tensors and settings that a checkpoint can hold"):
         pieces, texts, tied = _contents(source, on_bytes)
-    write(ALONE, folder, pieces, Documents(source.step, texts, tied), SaveSettings())
+    documents = Documents(source.step, texts, tied, source.check)
+    write(ALONE, folder, pieces, documents, SaveSettings())
 
 
 def _contents(

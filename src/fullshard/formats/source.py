@@ -113,6 +113,8 @@ class Source:
         companions: Configuration and tokenizer files: name -> bytes.
         step: Number of steps of the run; None if unknown.
         left_out: Descriptions of content that is not read.
+        check: Raises CheckpointError if its files were replaced since it was opened; called before
+            what was made of it gets its name.
     """
 
     what: str
@@ -122,6 +124,7 @@ class Source:
     companions: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
     step: int | None = None
     left_out: tuple[str, ...] = ()
+    check: Callable[[], None] = lambda: None
 
     @property
     def num_bytes(self) -> int:

@@ -49,7 +49,7 @@ _SERVED: list[LaunchStore] = []  # stores served by this process as rank 0 of an
 TIMEOUT_MARGIN_S = 60.0  # the watchdog reports before torch's timeout ends a rank
 
 
-def init_process_group(timeout_s: float = 600.0, run_dir: Path | None = None) -> None:
+def init_process_group(timeout_s: float = 600.0, log_dir: Path | None = None) -> None:
     """Creates the default process group: gloo for CPUs, and NCCL if CUDA is visible.
 
     Does nothing if this process is not a rank, or if the group exists.
@@ -57,7 +57,7 @@ def init_process_group(timeout_s: float = 600.0, run_dir: Path | None = None) ->
     Args:
         timeout_s: Seconds after which a rank that waits for its peers is stuck; the watchdog then
             names the missing rank, before torch's own error.
-        run_dir: Folder of the run, for the watchdog's report.
+        log_dir: Folder of the watchdog's report.
 
     Raises:
         ConfigError: The launch is invalid: no address of rank 0, more local ranks than GPUs.
@@ -94,7 +94,7 @@ def init_process_group(timeout_s: float = 600.0, run_dir: Path | None = None) ->
         raise ours from error
     if launch.rank == 0 and _SERVED:
         _port_file(launch).unlink(missing_ok=True)  # all ranks have connected
-    watchdog.start(launch, timeout_s, run_dir)
+    watchdog.start(launch, timeout_s, log_dir)
 
 
 def _named(
@@ -212,10 +212,15 @@ def free_address(host: str | None) -> str:
 
 
 def shutdown() -> None:
-    """Destroys the process group, if there is one; all ranks must call it at their end."""
+    """Destroys the process group, if there is one; all ranks must call it at their end.
+
+    They meet there. A rank that has ended without a word (`os._exit(0)`) is an error of the others.
+    """
+    import torch
     import torch.distributed as dist
 
     if dist.is_initialized():
+        dist.all_reduce(torch.zeros(1))
         dist.destroy_process_group()
 
 

@@ -344,7 +344,7 @@ def _environment(
         master_addr=store.host,
         master_port=store.port,
         launch_dir=folder.path,
-        run_dir=launch.log_dir.absolute().parent,
+        log_dir=launch.log_dir.absolute(),
         run_id=run_id,
         attempt=launch.attempt,
         timeout_s=launch.stuck_s,

@@ -257,14 +257,7 @@ def check_same(resolved: Resolved, output_dir: Path, checkpoints: Path) -> None:
         return
     before = flatten(load_config(folder.config, []).config.to_dict())
     now = flatten(resolved.config.to_dict())
-    known = folder.read_record().get(TEACHER)
-    samples = [sample_of_teacher(resolved.config, *more) for more in ((CONFIG,), ())]
-    if known is not None and known not in samples:  # an older fullshard took weights alone
-        raise ConfigError(
-            f"teacher: expected the weights and the config.json from which the run in "
-            f"'{output_dir}' learned so far; got others in their place. Bring them back, use "
-            "--resume never, or another output_dir."
-        )
+    check_teacher(resolved.config, folder)
     changed = [key for key in {**before, **now} if before.get(key) != now.get(key)]
     for key in changed:
         if is_below(key, SAME):
@@ -276,6 +269,21 @@ def check_same(resolved: Resolved, output_dir: Path, checkpoints: Path) -> None:
     told = [f"{key} {before.get(key)} -> {now.get(key)}" for key in changed]
     if told:
         logger.info("changed since the run began: %s", ", ".join(told))
+
+
+def check_teacher(config: RunConfig, folder: RunFolder) -> None:
+    """Raises ConfigError if the teacher is not the one that run.json has a sample of.
+
+    Ranks call it once they have opened what they learn from.
+    """
+    known = folder.read_record().get(TEACHER)
+    samples = [sample_of_teacher(config, *more) for more in ((CONFIG,), ())]
+    if known is not None and known not in samples:  # an older fullshard took weights alone
+        raise ConfigError(
+            f"teacher: expected the weights and the config.json (or the distill.cache) from which "
+            f"the run in '{folder.path}' learned so far; got others in their place. Bring them "
+            "back, use --resume never, or another output_dir."
+        )
 
 
 def sample_of_teacher(config: RunConfig, *more: str) -> str | None:

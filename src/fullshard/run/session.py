@@ -37,7 +37,7 @@ from fullshard.run.console import RunConsole, RunWatcher, conclude, mark_running
 from fullshard.run.folder import RunFolder, RunStatus, now
 from fullshard.run.loop import Loop, LoopSettings, Patience, Trainee, Watcher
 from fullshard.run.optim import StepPlan, plan_steps, schedule_of
-from fullshard.run.resume import Resume, RunCheckpoints
+from fullshard.run.resume import Resume, RunCheckpoints, check_teacher
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -126,7 +126,7 @@ def run(config: RunConfig, run_dir: Path) -> None:
     launch = read_launch_environment()
     rank = launch.rank if launch else 0
     with folder.recorded(rank):
-        rendezvous.init_process_group(config.launch.timeout, run_dir)
+        rendezvous.init_process_group(config.launch.timeout, folder.logs)
         if folder.config.is_file():  # else load_data says that machines do not share the folder
             config = load_config(folder.config).config
         watchdog.on_hang(
@@ -138,7 +138,7 @@ def run(config: RunConfig, run_dir: Path) -> None:
         device = default_device() if uses_torch else torch.device("cpu")  # measures the process
         world_size = launch.world_size if launch else 1
         train(config, folder, Seat(rank, world_size, device, config.sharding))
-    rendezvous.shutdown()
+        rendezvous.shutdown()
 
 
 def train(config: RunConfig, folder: RunFolder, seat: Seat) -> None:
@@ -171,6 +171,7 @@ def _carry_out(session: Session, side: Side, began: float) -> None:
         return
     console = _announced(session, side) if session.seat.is_first else None
     team = side.build(data)
+    check_teacher(config, folder)
     settings, limit = session.settings(), config.training.save_total_limit
     with caught_stop_signals(SAVE_SIGNALS, _is_ending) as caught:
         keeper = RunCheckpoints(folder, side, steps, limit, caught, settings.patience)

@@ -119,6 +119,7 @@ class CheckedRun:
         output_dir: Folder of the run.
         resume: Checkpoint that the run resumes from, if any.
         start_id: See `RunFolder.start_id`, of the run that was found in the folder.
+        teacher: See `sample_of_teacher`; taken before the teacher was checked.
     """
 
     resolved: Resolved
@@ -128,6 +129,7 @@ class CheckedRun:
     output_dir: Path
     resume: Resume
     start_id: str | None
+    teacher: str | None
 
     def check_same_start(self) -> None:
         """Raises ConfigError if another start used the folder since this run was checked."""
@@ -198,7 +200,7 @@ def prepare_run(
             resolved = replace(resolved, config=view.config)
             logger.info("auto is %s here", choice_of(view.outlook))
         _check_memory(view)
-        check_weights(view.config)
+        teacher = _checked_weights(view.config)
         dataset, model_config = _read_data(view.config, command)
         num_batches = resolved.config.sharding.num_batches(world_size)
         steps = plan_steps(training, dataset.facts, num_batches, resume.global_batch)
@@ -218,11 +220,17 @@ def prepare_run(
             check_model(resume, found, model_config, dataset.tokenizer)
         _say_kept_batch(training, num_batches, steps)
         _check_disk(view, steps, RunFolder(output_dir), resume)
-        return CheckedRun(resolved, dataset, steps, view, output_dir, resume, start_id)
+        return CheckedRun(resolved, dataset, steps, view, output_dir, resume, start_id, teacher)
     except (CheckpointError, ConfigError, DataError) as error:
         # Another start may have moved the older run meanwhile.
         cause = held_elsewhere(output_dir) if is_held(output_dir) else error
         raise resolved.located(cause) from error
+
+
+def _checked_weights(config: RunConfig) -> str | None:
+    """Checks the weights that the run begins with; returns a sample of its teacher's."""
+    check_weights(config)
+    return sample_of_teacher(config, CONFIG)
 
 
 def _say_kept_batch(training: TrainingConfig, num_batches: int, steps: StepPlan) -> None:
@@ -250,8 +258,8 @@ def made_folder(checked: CheckedRun, command: Command) -> Iterator[tuple[RunFold
             "resume": resume.as_json(),
             "planned": planned(checked.view, checked.steps),
         }
-        if (sample := sample_of_teacher(checked.resolved.config, CONFIG)) is not None:
-            told[TEACHER] = sample
+        if checked.teacher is not None:
+            told[TEACHER] = checked.teacher
         return {**told, "started_by": describe_command(), HOLDS: token}
 
     how: Any = {"goes_on": checked.resume.in_place, "checked": checked.check_same_start}

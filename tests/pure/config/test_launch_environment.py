@@ -141,7 +141,7 @@ def test_what_is_written_for_a_child_is_what_it_reads(size, run_id):
         local_rank=local_rank,
         local_world_size=local_world_size,
         launch_dir=Path("/tmp/launch"),
-        run_dir=Path("runs/a b"),
+        log_dir=Path("runs/a b"),
         run_id=run_id,
     )
     variables = launch.to_variables()

@@ -373,7 +373,7 @@ WATCHED: list[Sequence[str]] = []  # units of each model of this process
 def start(
     launch: LaunchEnvironment,
     timeout_s: float | None = None,
-    run_dir: Path | None = None,
+    log_dir: Path | None = None,
     **files: Any,
 ) -> Watchdog | None:
     """Starts the watchdog of a launched rank, or returns the running one; None without a store.
@@ -381,12 +381,11 @@ def start(
     Args:
         launch: The rank.
         timeout_s: A rank that waits longer is stuck; None: as the launch says, or ten minutes.
-        run_dir: Folder of the run; None: that of the launch.
+        log_dir: Folder of the report; None: that of the launch, or the working directory.
         **files: Further files of the watchdog.
     """
     if not _current and launch.master_addr is not None and launch.master_port is not None:
-        folder = run_dir or launch.run_dir
-        file = Path("hang.txt") if folder is None else folder / "logs" / "hang.txt"
+        file = (log_dir or launch.log_dir or Path()) / "hang.txt"
         timeout_s = timeout_s or launch.timeout_s or DEFAULT_TIMEOUT_S
         _current.append(Watchdog(launch, timeout_s, file, **files))
         _current[0].start()

@@ -159,13 +159,12 @@ def write_facts(folder: Path, facts: DatasetFacts) -> None:
     remove_tree(folder / NEW)
 
 
-def check_facts(folder: Path, facts: DatasetFacts, *, reads_all: bool = True) -> None:
+def check_facts(folder: Path, facts: DatasetFacts) -> None:
     """Raises DataError if a cache was made from other data than the run's, or is damaged.
 
     Args:
         folder: The cache.
         facts: Those of the run's data.
-        reads_all: Compare the checksum of the arrays, too.
     """
     arrays = TopK.load(folder)
     with _readable(folder):
@@ -178,7 +177,7 @@ def check_facts(folder: Path, facts: DatasetFacts, *, reads_all: bool = True) ->
                 f"with {found.get(key)} in '{folder}'. Write the cache again (fullshard distill "
                 "cache), from the same data and seed."
             )
-    if reads_all and found.get(CHECKSUM) != arrays.checksum():
+    if found.get(CHECKSUM) != arrays.checksum():
         raise DataError(
             f"distill.cache: expected the arrays that were written, got others in '{folder}' "
             f"(checksum {found.get(CHECKSUM)}; older versions wrote none). Write the cache again."

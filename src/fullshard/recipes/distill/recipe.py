@@ -253,8 +253,6 @@ def _build(
     settings = settings_of(config)
     if settings.cache is not None:
         teacher = TopK.load(Path(settings.cache), part=seat.parts[0])
-        # Another cache may have taken its place since the start, or since the attempt before.
-        check_facts(Path(settings.cache), data.data.facts, reads_all=False)
     else:
         teacher = build_teacher(config, seat, folder)
         if is_cut(settings):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 import jax
@@ -35,12 +34,14 @@ class XlaTeaching:
         student: The trained model.
         teacher: The teacher; None if a cache replaces it.
         folder: Folder of the teacher's weights, or of the cache.
+        kept: The cache, if there is one.
     """
 
     settings: DistillConfig
     student: Decoder
     teacher: Decoder | None
     folder: Path
+    kept: TopK | None = None
 
     @property
     def loss(self) -> LossFn:
@@ -60,11 +61,7 @@ class XlaTeaching:
 
     def beside(self, batch: Batch) -> Batch:
         """The batch with cached logits, if there is a cache."""
-        return batch if self._kept is None else with_logits(batch, self._kept)
-
-    @cached_property
-    def _kept(self) -> TopK | None:
-        return None if self.teacher is not None else TopK.load(self.folder)
+        return batch if self.kept is None else with_logits(batch, self.kept)
 
     def lines(self, num_micro_batches: int) -> Iterator[tuple[str, str]]:
         """Labelled lines of the banner."""
@@ -89,7 +86,8 @@ def teaching(config: RunConfig, student: Decoder) -> XlaTeaching:
     """
     settings = settings_of(config)
     if settings.cache is not None:
-        return XlaTeaching(settings, student, None, Path(settings.cache))
+        folder = Path(settings.cache)
+        return XlaTeaching(settings, student, None, folder, TopK.load(folder))
     assert config.teacher is not None, "checked before"
     default = DType.FLOAT32 if jax.default_backend() == "cpu" else DType.BFLOAT16
     decoder, table = _decoder(config), _table(config, student.plan.table, default)
