@@ -62,15 +62,15 @@ COLUMNS = (
 METHOD = (
     "Llama with 11 million parameters (tiny: 0.03 million), float32, AdamW, one sequence of 16 "
     "tokens a rank and step, two steps, an evaluation, an exported model and a sample of text.",
-    "Planned tensors: the peak of the largest rank in memory, device and host. Base: "
-    f"{RANK_PROCESS >> 20} MiB, the process of a rank without its tensors. Measured: the peak of "
+    "Planned tensors: the peak of the largest rank in memory, device and host. Base: what a rank "
+    "of the tiny model takes beyond its tensors, with as many ranks. Measured: the peak of "
     "the largest rank's anonymous and shared memory (Pss_Anon + Pss_Shmem: a page that n ranks "
     f"share counts as 1/n in each), sampled every {SAMPLE_S * 1000:.0f} ms. Files: the peak of the "
     "group's page cache, which the kernel drops when memory is short; dirty is the part that it "
     "must write first.",
-    f"The limit is {SLACK} times ranks x (planned + base + {WORKER_PROCESS >> 20} MiB of the "
-    f"process that makes batches) + {LAUNCHER_PROCESS >> 20} MiB of the launcher. No process was "
-    "killed, else the command fails.",
+    f"The limit is {SLACK} times ranks x (planned + {RANK_PROCESS >> 20} MiB of a rank's process + "
+    f"{WORKER_PROCESS >> 20} MiB of the process that makes batches) + {LAUNCHER_PROCESS >> 20} MiB "
+    "of the launcher. No process was killed, else the command fails.",
     "Losses: the largest difference between a loss of the run (steps and evaluation) and that of "
     "the same run without offload.",
 )
@@ -98,6 +98,7 @@ class LimitCase:
 KINDS = ("parameters", "gradients", "optimizer")
 CASES = (
     LimitCase("base", sizes=TINY),
+    LimitCase("base, 2 ranks", num_ranks=2, sizes=TINY),
     LimitCase("memory"),
     LimitCase("cpu", ("offload=cpu",)),
     LimitCase("nvme", ("offload=nvme",)),
@@ -195,8 +196,8 @@ def measure(case: LimitCase, folder: Path) -> dict[str, Any]:
     config = load_config(None, words).config
     outlook = foresee(config, Topology(case.num_ranks, case.num_ranks)).outlook  # type: ignore
     planned = outlook.peak_bytes["device"] + outlook.peak_bytes["host"]
-    expected = planned + RANK_PROCESS
-    limit = round(SLACK * (case.num_ranks * (expected + WORKER_PROCESS) + LAUNCHER_PROCESS))
+    of_rank = planned + RANK_PROCESS + WORKER_PROCESS
+    limit = round(SLACK * (case.num_ranks * of_rank + LAUNCHER_PROCESS))
     peaks = train(words, folder, limit)
     launcher, *ranks = peaks.processes.values()  # in the order in which they started
     if not (folder / "weights").exists():
@@ -208,7 +209,6 @@ def measure(case: LimitCase, folder: Path) -> dict[str, Any]:
         "num_ranks": case.num_ranks,
         "limit_bytes": limit,
         "planned_bytes": planned,
-        "expected_bytes": expected,
         "measured_bytes": max(ranks),
         "launcher_bytes": launcher,
         "file_bytes": peaks.files,
@@ -221,6 +221,7 @@ def run(cases: Sequence[LimitCase], *, command: str, say: Callable[[str], None])
     """Measures every case."""
     rows: list[dict[str, Any]] = []
     references: dict[tuple[int, bool, int], list[float]] = {}
+    bases: dict[int, int] = {}
     with Neighbours() as neighbours:
         for sizes in (TINY, SIZES):
             with tempfile.TemporaryDirectory(prefix="fullshard-limits-") as name:
@@ -230,6 +231,10 @@ def run(cases: Sequence[LimitCase], *, command: str, say: Callable[[str], None])
                 for case in (case for case in cases if case.sizes == sizes):
                     say(case.name)
                     row = measure(case, folder)
+                    if sizes is TINY:
+                        bases[case.num_ranks] = row["measured_bytes"] - row["planned_bytes"]
+                    base = bases.get(case.num_ranks, RANK_PROCESS)
+                    row["expected_bytes"] = row["planned_bytes"] + base
                     key = (case.num_ranks, case.from_folder, len(case.sizes))
                     if not case.words:
                         references[key] = row["losses"]
@@ -246,14 +251,14 @@ def run(cases: Sequence[LimitCase], *, command: str, say: Callable[[str], None])
         [_cells(row) for row in rows],
         METHOD,
         neighbours,
-        notes=[_note(row) for row in rows if row["case"] == "base"],
+        notes=[_note(row) for row in rows if row["case"].startswith("base")],
     )
 
 
 def _note(base: dict[str, Any]) -> str:
     return (
-        f"The tiny model measures the base: {base['measured_bytes'] / MIB:.0f} MiB for a rank and "
-        f"{base['launcher_bytes'] / MIB:.0f} MiB for the launcher, page tables aside."
+        f"Base of {base['num_ranks']} rank(s): {base['measured_bytes'] / MIB:.0f} MiB for a rank "
+        f"and {base['launcher_bytes'] / MIB:.0f} MiB for the launcher, page tables aside."
     )
 
 

@@ -33,7 +33,7 @@ def join(rank: int, world_size: int, publish: Callable[[], str], *, wide: bool =
     Raises:
         ConfigError: A process has more than one device, or none, or compiles nothing.
     """
-    if jax.config.jax_disable_jit:
+    if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
         raise ConfigError(
             "JAX_DISABLE_JIT: expected false, because a step is one compiled program, which takes "
             "minutes without the compiler; got true. Unset it."
