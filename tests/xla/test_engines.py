@@ -127,3 +127,12 @@ def test_a_setting_with_which_jax_cannot_train_is_named(name, value):
     env = os.environ | {name: value}
     done = subprocess.run([sys.executable, "-c", words], env=env, capture_output=True, timeout=100)
     assert f"ConfigError: {name}: expected".encode() in done.stderr
+
+
+def test_checks_of_a_users_own_functions_are_off_in_a_run():
+    words = "import jax.numpy as np; from fullshard.xla.processes import join; join(0, 1, str); "
+    words += "np.ones(2, np.int32) + np.ones((2, 2), np.float32)"
+    checks = {"JAX_NUMPY_DTYPE_PROMOTION": "strict", "JAX_NUMPY_RANK_PROMOTION": "raise"}
+    command, env = [sys.executable, "-c", words], os.environ | checks
+    done = subprocess.run(command, env=env, capture_output=True, timeout=100)
+    assert done.returncode == 0, done.stderr
