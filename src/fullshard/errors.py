@@ -32,7 +32,9 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-_NO_MEMORY = re.compile(r"(can't|cannot) allocate memory|not enough memory", re.IGNORECASE)
+_NO_MEMORY = re.compile(
+    r"(can't|cannot) allocate memory|not enough memory|failed to map segment", re.IGNORECASE
+)
 _BIDI = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
 
 

@@ -140,6 +140,7 @@ def leave_at_the_end():
     def main():
         rendezvous.init_process_group(timeout_s=20)
         if RANK == 0:
+            time.sleep(1.0)  # its watchdog has said where it is
             os._exit(0)
         rendezvous.shutdown()
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fullshard.errors import ConfigError
+from fullshard.errors import ConfigError, ran_out_of_memory
 
 if TYPE_CHECKING:
     import torch
@@ -104,9 +104,9 @@ def build_on_meta(config: PretrainedConfig, dtype: torch.dtype | None = None) ->
     try:
         with torch.device("meta"):
             model: Any = build(config, dtype=dtype or torch.float32)
-    except ConfigError:
-        raise
     except Exception as error:
+        if isinstance(error, ConfigError) or ran_out_of_memory(error):
+            raise
         raise ConfigError(
             f"model: expected a configuration of a causal language model, got one of type "
             f"'{config.model_type}' from which transformers cannot build a model "

@@ -12,7 +12,8 @@ from fullshard.config.load import load_config
 from fullshard.config.schema import ModelConfig
 from fullshard.data.tokenizer import train_tokenizer
 from fullshard.engine.hugging_face import build_on_meta
-from fullshard.errors import ConfigError
+from fullshard.errors import ConfigError, untrusted
+from fullshard.launch.exit_codes import exit_code_of
 from fullshard.models.build import with_fitting_length
 from fullshard.models.config import (
     build_model,
@@ -279,3 +280,17 @@ def test_docstrings_that_are_gone_are_named(monkeypatch):
     monkeypatch.setattr("fullshard.models.config.sys", SimpleNamespace(flags=flags))
     with pytest.raises(ConfigError, match=r"PYTHONOPTIMIZE: expected at most 1, .* got 2"):
         quiet_libraries()
+
+
+def test_a_library_that_cannot_be_mapped_is_no_mistake_in_a_configuration(monkeypatch):
+    """transformers imports late: under `ulimit -v` the error said that it cannot build a Llama."""
+
+    def build(*_, **__):
+        raise ImportError("libx.so: failed to map segment from shared object")
+
+    monkeypatch.setattr("fullshard.engine.hugging_face.build", build)
+    with pytest.raises(ImportError) as found:
+        build_on_meta(config_from_settings(SETTINGS))
+    assert exit_code_of(found.value) == 4
+    with pytest.raises(ImportError), untrusted("a.json", "a table"):
+        build()
