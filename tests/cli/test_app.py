@@ -387,3 +387,16 @@ def test_a_missing_file_that_no_check_names_keeps_its_traceback(capsys):
         done = outcome.error_outcome(error)
     assert done.exit_code not in (0, 2)
     assert "Traceback" in capsys.readouterr().err
+
+
+SECOND = """\
+import atexit, signal
+from fullshard.cli import app
+app.run = lambda words: 75  # what a first signal brought
+atexit.register(signal.raise_signal, signal.SIGTERM)
+app.main()
+"""
+
+
+def test_a_second_signal_at_the_end_leaves_the_exit_code():
+    assert subprocess.run([sys.executable, "-c", SECOND], check=False).returncode == 75

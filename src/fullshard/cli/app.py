@@ -13,6 +13,7 @@ import copy
 import gc
 import os
 import re
+import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -26,7 +27,7 @@ from fullshard.cli.outcome import JSON_HELP, Outcome, error_outcome, quiet_stdou
 from fullshard.cli.recipe import app_of
 from fullshard.config.values import did_you_mean
 from fullshard.errors import ConfigError, show_log, write_anything
-from fullshard.launch.exit_codes import ExitCode, left_by
+from fullshard.launch.exit_codes import SAVE_SIGNALS, ExitCode, left_by
 from fullshard.recipes.registry import Command
 
 RECIPES = tuple(str(recipe) for recipe in Command if "-" not in recipe)
@@ -133,7 +134,10 @@ def main() -> None:
     """Run the command line of this process and end it with the command's exit code."""
     _open_streams()
     atexit.register(gc.freeze)  # a process that ends need not look for garbage: a second less
-    sys.exit(run(sys.argv[1:]))
+    code = run(sys.argv[1:])
+    for number in SAVE_SIGNALS:  # a second one would end the process with another code
+        signal.signal(number, signal.SIG_IGN)
+    sys.exit(code)
 
 
 def _open_streams() -> None:
