@@ -307,3 +307,17 @@ def test_a_forked_process_leaves_state_on_disk_alone(tmp_path):
     assert os.waitpid(pid, 0)[1] == 0
     assert all(map(torch.equal, moments, before))
     assert all(moment.any() for moment in before)
+
+
+@pytest.mark.parametrize("moved", [OSError(5, "Input/output error"), 0])
+def test_a_disk_that_fails_in_a_step_is_named(tmp_path, monkeypatch, moved):
+    model, _ = stepped(tmp_path, num_steps=1)
+
+    def preadv(*_):
+        if isinstance(moved, OSError):
+            raise moved
+        return moved
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    with pytest.raises(EngineError, match=r"state on nvme: expected preadv of .*; (Input|the fil)"):
+        model(torch.ones(2, 12))
