@@ -197,20 +197,6 @@ def test_slots_in_shared_memory_are_used_again_or_freed_first(is_alone):
     assert not any(alive)
 
 
-@pytest.mark.parametrize("transport", ["direct", "c10d"])
-@on_ranks(2)
-def test_a_unit_that_was_prefetched_for_nothing_does_not_delay_the_learned_order(transport):
-    """Its message would be taken for one of the next step."""
-
-    def work(model, step, rank):
-        with torch.no_grad():
-            model.blocks[2](torch.ones(1, WIDTH, dtype=torch.float64))
-        return CHAIN.work(model, step, rank)
-
-    for name in ("backwards", "alternating"):
-        assert_parity(BUILDS[name], work, {"transport": transport}, kinds=("sgd",))
-
-
 # ---- blocks skipped on one rank ------------------------------------------------------------------
 
 ALL = (0, 1, 2, 3)
