@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+from collections import Counter
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -24,6 +25,7 @@ from fullshard.checkpoint.format import AVERAGE, OWN, Kind, StoredTensor, key_of
 from fullshard.checkpoint.read import Checkpoint, choose
 from fullshard.checkpoint.retain import Found, candidates
 from fullshard.config.values import nearest
+from fullshard.engine._torch_compat import storage_key
 from fullshard.engine.cuts import Cut
 from fullshard.engine.engine import Engine, engine_of
 from fullshard.engine.owned import owns_states
@@ -250,7 +252,7 @@ def _optimizer_of(
     found = OptimizerState(kind, [], scalars, groups)
     held = {item.names[0]: item for item in model_tensors(model)}
     params = dict(model.named_parameters())
-    before = {old.names: old.local for old in optimizer_state(model, optimizer).tensors}
+    before = _fillable(engine, params, optimizer_state(model, optimizer).tensors)
     for name in checkpoint.index.names(Kind.OPTIMIZER):
         param, _, state = name.rpartition("/")
         key = key_of(Kind.OPTIMIZER, name)
@@ -272,6 +274,18 @@ def _optimizer_of(
             local = _new_state(params[param], count, dtype)
         found.tensors.append(replace(of, names=(param, state), local=local, whole=False))
     return found
+
+
+def _fillable(
+    engine: Engine, params: dict[str, nn.Parameter], states: list[Held]
+) -> dict[tuple[str, ...], torch.Tensor]:
+    """States by name that may be filled in place: an optimizer may keep a gradient as a state."""
+    others: list[Any] = [group.master for group in engine.groups]
+    others += [group.grads.shown for group in engine.groups if group.grads is not None]
+    left_out = [param for param in params.values() if not isinstance(param, ShardedParameter)]
+    others += [x for param in left_out for x in (param, param.grad) if x is not None]
+    users = Counter(map(storage_key, [*others, *(state.local for state in states)]))
+    return {state.names: state.local for state in states if users[storage_key(state.local)] == 1}
 
 
 def _owned_state(stored: StoredTensor, names: tuple[str, str], device: torch.device) -> Held:

@@ -254,3 +254,51 @@ def test_copies_that_are_saved_from_are_freed_with_their_model(tmp_path):
     with_model = copies()
     del model
     assert copies() == before < with_model
+
+
+class Keeps(torch.optim.SGD):
+    """Keeps the gradients of its last step as they are, and two states in one memory at first."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for param in self.param_groups[0]["params"]:
+            own = self.state[param]
+            own["last"] = param.grad
+            own["slow"], own["fast"] = own.get("fast"), torch.full_like(param, len(own))
+            own["slow"] = own["fast"] if own["slow"] is None else own["slow"]
+
+
+def local_of(state):
+    return state.to_local() if hasattr(state, "to_local") else state
+
+
+def loads_beside_gradients(folder, settings):
+    """A step after a save, a load, and micro-batches that add to the gradients that are there."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    fs.shard(model, ignore=["1"], **settings)
+    optimizer = Keeps(model.parameters(), lr=0.1)
+    for step in range(2):
+        model(torch.full((1, 8), step + 1.0)).sum().backward()
+        optimizer.step()
+        if step == 1:
+            fs.save(folder, model, optimizer)
+            saved = [
+                {key: local_of(value).clone() for key, value in optimizer.state[param].items()}
+                for param in model.parameters()
+            ]
+        optimizer.zero_grad()
+    optimizer.state.clear()
+    model(torch.ones(1, 8)).sum().backward()
+    optimizer.step()  # its states share memory with each other, and with gradients
+    fs.load(folder, model, optimizer)
+    model(torch.ones(1, 8)).sum().backward()
+    optimizer.zero_grad(set_to_none=False)
+    for param, wanted in zip(model.parameters(), saved, strict=True):
+        for key, value in wanted.items():
+            assert torch.equal(local_of(optimizer.state[param][key]), value), key
+
+
+@pytest.mark.parametrize("settings", [{"transport": "direct"}, {"strategy": "no_shard"}], ids=str)
+def test_a_loaded_state_shares_no_memory_with_gradients_or_other_states(ranks, tmp_path, settings):
+    ranks(2)(loads_beside_gradients, str(tmp_path / "c"), settings)

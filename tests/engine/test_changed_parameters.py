@@ -176,17 +176,19 @@ def test_a_whole_shape_is_refused_where_one_rank_holds_every_element():
 class Averaged(nn.Module):
     """A unit that averages its own encoder, before or after the forward reads it."""
 
-    def __init__(self, *, first):
+    def __init__(self, *, first, asks=False):
         super().__init__()
         self.query, self.key = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.key.requires_grad_(False)
         self.pairs = list(zip(self.query.parameters(), self.key.parameters(), strict=True))
-        self.first, self.averages = first, True
+        self.first, self.averages, self.asks = first, True, asks
 
     def average(self):
         with torch.no_grad():
             for query, key in self.pairs if self.averages else ():
                 key.lerp_(query, 0.5)
+                if self.asks:
+                    key.full_tensor()
 
     def forward(self, x):
         if self.first:
@@ -199,15 +201,18 @@ class Averaged(nn.Module):
         return found
 
 
-def averaged(*, first):
+def averaged(**options):
     torch.manual_seed(0)
-    return perturbed(nn.Sequential(*(Averaged(first=first) for _ in range(2))).double())
+    return perturbed(nn.Sequential(*(Averaged(**options) for _ in range(2))).double())
 
 
+@pytest.mark.parametrize("asks", [False, True])
 @pytest.mark.parametrize("transport", ["c10d", "direct", "shared"])
 @on_ranks(2)
-def test_a_unit_that_writes_what_it_then_reads_is_refused(transport):
-    model = fs.shard(averaged(first=True), wrap=("Averaged",), poison=True, transport=transport)
+def test_a_unit_that_writes_what_it_then_reads_is_refused(transport, asks):
+    """Also if ranks compared their writes in between."""
+    model = averaged(first=True, asks=asks)
+    fs.shard(model, wrap=("Averaged",), poison=True, transport=transport)
     with pytest.raises(EngineError, match=r"0.key.weight: expected a forward of 0 that does not"):
         model(batch())
 
@@ -250,3 +255,40 @@ def test_a_write_into_an_open_unit_is_found_beside_writes_into_others(setting):
     model = fs.shard(Twins().double(), wrap=("Layer",), poison=True, **SETTINGS[setting])
     with pytest.raises(EngineError, match=r"key.first.weight: expected a forward that does not"):
         model(batch())
+
+
+class Teaches(nn.Module):
+    """A unit that copies its weight into another unit before it reads its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.pupils = nn.Linear(WIDTH, WIDTH), []
+
+    def forward(self, x):
+        with torch.no_grad():
+            for pupil, weight in self.pupils:
+                pupil.copy_(weight)
+        return torch.tanh(self.linear(x))
+
+
+def taught():
+    torch.manual_seed(0)
+    model = perturbed(nn.Sequential(Teaches(), Teaches()).double())
+    model[0].pupils.append((model[1].linear.weight, model[0].linear.weight))
+    return model
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@on_ranks(2)
+def test_a_unit_written_before_its_forward_may_write_another_unit_inside_it(setting):
+    one, model = taught(), taught()
+    fs.shard(model, wrap=("Teaches",), poison=True, **SETTINGS[setting])
+    for _ in range(2):
+        with torch.no_grad():
+            torch._foreach_mul_([*one.parameters(), *model.parameters()], 0.9)
+        model(batch()).square().mean().backward()
+        for rank in range(2):
+            generator = torch.Generator().manual_seed(rank)
+            x = torch.randn(5, WIDTH, generator=generator, dtype=torch.float64)
+            (one(x).square().mean() / 2).backward()
+        assert unlike_gradients(model, one) == []

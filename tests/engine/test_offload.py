@@ -54,6 +54,26 @@ def test_offloaded_state_trains_as_in_one_process(name, settings):
     assert plan.peak_bytes["host"] > 0
 
 
+def adapted():
+    """Blocks with two flat buffers: trained and frozen parameters."""
+    model = CASES["chain"].build()
+    for name, param in model.named_parameters():
+        param.requires_grad_("bias" not in name)
+    return model
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("transport", ["direct", "c10d"])
+@on_ranks("world_size")
+def test_units_of_several_offloaded_buffers_are_gathered_by_messages(transport):
+    for offload in ("cpu", "nvme"):
+        settings = {"transport": transport, "offload": offload, "wrap": ["Block"]}
+        model = assert_parity(adapted, CASES["chain"].work, settings)
+        assert engine_of(model).transport.name == transport
+        assert any(len(unit.gathered) > 1 for unit in engine_of(model).units)
+        assert_planned_events(model, 1)
+
+
 def trained(folder, offload, strategy, checkpoint=None):
     """Losses of four steps of AdamW; the last two after loading what was saved after two."""
     model = perturbed(Chain(3)).double()
@@ -287,3 +307,17 @@ def test_a_forked_process_leaves_state_on_disk_alone(tmp_path):
     assert os.waitpid(pid, 0)[1] == 0
     assert all(map(torch.equal, moments, before))
     assert all(moment.any() for moment in before)
+
+
+@pytest.mark.parametrize("moved", [OSError(5, "Input/output error"), 0])
+def test_a_disk_that_fails_in_a_step_is_named(tmp_path, monkeypatch, moved):
+    model, _ = stepped(tmp_path, num_steps=1)
+
+    def preadv(*_):
+        if isinstance(moved, OSError):
+            raise moved
+        return moved
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    with pytest.raises(EngineError, match=r"state on nvme: expected preadv of .*; (Input|the fil)"):
+        model(torch.ones(2, 12))

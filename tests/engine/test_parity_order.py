@@ -15,7 +15,7 @@ from fullshard.engine import placing
 from fullshard.engine.engine import engine_of
 from support.grid import PAIRED, STRATEGIES, in_turn, marked, prefetching
 from support.models import CHAIN, WIDTH, chain, mean_square, vectors
-from support.parity import assert_parity, assert_planned_events
+from support.parity import assert_parity, assert_planned_events, unlike_gradients
 from support.ranks import on_ranks
 
 DEPTHS = ((0, 0), (1, 1), (2, 1), (0, 2))
@@ -159,6 +159,44 @@ def test_rings_are_freed_before_others_are_made():
     assert made.alive == 0
 
 
+def learn_beside_peers(order, is_alone):
+    """As `learn`, with offloaded weights in shared memory: their memory, and whether it was freed.
+
+    Where segments are made, all ranks meet: by then, none may map a former one.
+    """
+    model: Any = fs.shard(chain(), wrap=["Block"], transport="shared", offload="cpu", poison=True)
+    home, alone, alive = engine_of(model).transport.home, chain(), []
+    CHAIN.work(model, 0, dist.get_rank(), order=order)
+    if is_alone:
+        with torch.no_grad():  # prefetches units that are never entered
+            model.blocks[order[0]](torch.ones(1, WIDTH, dtype=torch.float64))
+    old = [weakref.ref(slots._segment.mapping) for slots in (home.gathered, home.gradients)]
+    tell = home._tell_all
+
+    def tell_all(value):
+        alive.extend(segment() is not None for segment in old)
+        return tell(value)
+
+    home._tell_all = tell_all
+    model.zero_grad()
+    CHAIN.work(model, 1, dist.get_rank(), order=order)
+    assert engine_of(model).runtime.agreed
+    for rank in range(2):
+        (CHAIN.loss(alone(**CHAIN.batch(1, rank), order=order)) / 2).backward()
+    assert unlike_gradients(model, alone) == []
+    return [segment() is not None for segment in old], alive
+
+
+@pytest.mark.parametrize("is_alone", [False, True])
+@on_ranks(2)
+def test_slots_in_shared_memory_are_used_again_or_freed_first(is_alone):
+    assert learn_beside_peers((3, 1, 2, 0), is_alone) == ([True, True], [])
+    kept, alive = learn_beside_peers((0, 1, 2, 3, 0, 1, 2, 3), is_alone)
+    assert kept == [False, False]
+    assert len(alive) > 0
+    assert not any(alive)
+
+
 # ---- blocks skipped on one rank ------------------------------------------------------------------
 
 ALL = (0, 1, 2, 3)
@@ -242,3 +280,13 @@ def test_an_order_traced_from_a_sample_is_run_from_the_first_step():
         fs.shard(model, sample=(torch.zeros(5, 12, dtype=torch.float64),), poison=True)
         CHAIN.work(model, 0, dist.get_rank())
         assert_planned_events(model, 0)
+
+
+@pytest.mark.parametrize("name", SKIPS)
+@on_ranks(2, timeout=40)
+def test_blocks_skipped_on_one_rank_are_gathered_from_the_host(name):
+    """A rank that skips a unit does not copy it, and must not keep its peers from going on."""
+    work = partial(skipping, name=name, world_size=2)
+    for settings in prefetching("full_shard", FEW_DEPTHS):
+        offloaded = {**settings, "transport": "shared", "offload": "cpu"}
+        assert_parity(chain, work, offloaded, kinds=("sgd",))

@@ -268,3 +268,42 @@ def test_a_frozen_unit_on_one_ranks_way_is_gathered_by_all(transport):
             loss = mean_square(alone(**vectors(step, rank), block=(step + rank) % 2))
             (loss / 2).backward()
     assert unlike_gradients(model, alone) == []
+
+
+class Prompted(torch.nn.Module):
+    """A trained prompt of the root passes through a frozen block, where a rank has one."""
+
+    def __init__(self):
+        super().__init__()
+        self.prompt = torch.nn.Parameter(torch.zeros(WIDTH))
+        self.blocks = torch.nn.ModuleList(Block() for _ in range(4))
+        self.blocks[:2].requires_grad_(False)
+        self.head = torch.nn.Linear(WIDTH, 3)
+
+    def forward(self, x, is_prompted):
+        x = x + self.prompt if is_prompted else x
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("first", [(0,), (1,), (0, 1)], ids=str)
+@pytest.mark.parametrize("defers", [False, True])
+@pytest.mark.parametrize("transport", ["direct", "c10d", "shared", "offloaded"])
+@on_ranks(2)
+def test_gradients_may_pass_through_the_first_frozen_units_on_some_ranks(transport, defers, first):
+    """In the first step on ranks `first`, later on all of them in turn."""
+    model, alone = (perturbed(Prompted().double()) for _ in range(2))
+    alone.load_state_dict(model.state_dict())
+    offload = {"transport": "shared", "offload": "cpu"}
+    settings = offload if transport == "offloaded" else {"transport": transport}
+    fs.shard(model, wrap=["Block"], poison=True, **settings)
+    for step in range(4):
+        prompted = first if step == 0 else (step % 2,)
+        with fs.no_sync(model) if defers and step % 2 == 0 else nullcontext():
+            own = dist.get_rank()
+            mean_square(model(**vectors(step, own), is_prompted=own in prompted)).backward()
+        for rank in range(2):
+            loss = mean_square(alone(**vectors(step, rank), is_prompted=rank in prompted))
+            (loss / 2).backward()
+    assert unlike_gradients(model, alone) == []

@@ -1,5 +1,6 @@
 """Ranks that map one copy of the weights, when something fails: memory, a peer, the sandbox."""
 
+import errno
 import gc
 import os
 import signal
@@ -14,6 +15,7 @@ import torch.distributed as dist
 
 import fullshard as fs
 from fullshard.config import host_memory
+from fullshard.engine.engine import engine_of
 from fullshard.errors import OutOfMemoryError
 from fullshard.transport.shared import segment
 from fullshard.transport.shared.segment import Mark
@@ -148,3 +150,17 @@ def without_pidfd():
 
 def test_a_sandbox_without_process_descriptors_shares_nothing():
     assert without_pidfd() is None
+
+
+@on_ranks(2)
+def test_a_host_without_memory_for_deferred_gradients_is_said_in_backward():
+    model = chain()
+
+    def populate(*_):
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    engine_of(model).transport.home.gradients._segment.populate = populate
+    with fs.no_sync(model):
+        model(vectors(0, 0)["x"]).square().mean().backward()
+    with pytest.raises(OutOfMemoryError, match=r"transport shared: expected .*Cannot allocate mem"):
+        model(vectors(0, 0)["x"]).square().mean().backward()

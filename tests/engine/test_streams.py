@@ -306,8 +306,10 @@ def learns_another_order(trial, model, played):
         other = fs.shard(Twice(), transport="fake", wrap=["Block"], **FULL)
     played.watch(other)
     played.join(played.now, DEFAULT)
-    for _ in range(2):
-        other(torch.randn(3, WIDTH)).backward()
+    other(torch.randn(3, WIDTH)).backward()
+    with torch.no_grad():  # prefetches a unit that is never entered
+        other.blocks[1](torch.randn(3, WIDTH))
+    other(torch.randn(3, WIDTH)).backward()
 
 
 class Towers(Chain):
@@ -414,7 +416,7 @@ def is_caught(mutant: Mutant) -> bool:
 
 
 def test_the_waits_are_these():
-    assert len(WAITS) == 30, WAITS
+    assert len(WAITS) == 31, WAITS
 
 
 @pytest.mark.short(12)

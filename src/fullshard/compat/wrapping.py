@@ -430,7 +430,7 @@ def cut_early(
                 copies=mesh.replicate,
                 holders=group.layout.holders(placement),
                 norms=_EarlyNorms(mesh, local.device),
-                before_write=lambda: None,  # no other rank reads early shards
+                before_write=lambda: 0,  # no other rank reads early shards
                 gather=gather,
                 post_accumulate=OrderedDict() if hooks is None else hooks,
             )

@@ -34,7 +34,7 @@ from typing import Any
 
 import torch
 
-from fullshard.errors import ConfigError
+from fullshard.errors import ConfigError, EngineError
 from fullshard.planner.memory import DISK_PIECE, DISK_ROOM, NUM_DISK_ROOMS
 from fullshard.transport.base import Fetch
 
@@ -108,7 +108,7 @@ class Room:
         at, taken = self.used, self.take(like, place)
         first = place.offset - place.offset % PAGE
         while at < self.used:
-            done = os.preadv(place.descriptor, [self._bytes[at : self.used]], first)
+            done = _moved(os.preadv, place, self._bytes[at : self.used], first)
             at, first = at + done, first + done
         return taken
 
@@ -122,7 +122,7 @@ class Room:
         at = taken.data_ptr() - self._address - place.offset  # of the file's start
         while first < last:
             piece = self._bytes[at + first : at + last]
-            first += os.pwritev(place.descriptor, [piece], first)
+            first += _moved(os.pwritev, place, piece, first)
         head, tail = -place.offset % PAGE // to.itemsize, stop % PAGE // to.itemsize
         for edge in (slice(0, head), slice(to.numel() - tail, None)):
             to.view(-1)[edge].copy_(taken.view(-1)[edge])
@@ -300,6 +300,24 @@ class Gather:
         self.start()
         fetch: Any = self._fetch
         fetch.wait()
+
+
+def _moved(call: Callable[..., int], place: Place, piece: memoryview, at: int) -> int:
+    """Number of bytes of a file that a call has read or written.
+
+    Raises:
+        EngineError: It moved none.
+    """
+    try:
+        if done := call(place.descriptor, [piece], at):
+            return done
+        error = "the file ends there"
+    except OSError as failed:
+        error = failed.strerror
+    raise EngineError(
+        f"state on nvme: expected {call.__name__} of {piece.nbytes:,} bytes; {error}. The disk is "
+        "damaged, full or gone. Name a folder on another one (offload.folder), and resume."
+    )
 
 
 def _rounded(nbytes: int) -> int:

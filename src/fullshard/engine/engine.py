@@ -41,7 +41,7 @@ from fullshard.engine._torch_compat import (
 from fullshard.engine.attributes import ModuleTensors, own_modules, tensors_in
 from fullshard.engine.gradients import Gradients, follow_freezing
 from fullshard.engine.model_spec import places_of
-from fullshard.engine.norms import Count, GradientNorms
+from fullshard.engine.norms import Count, GradientNorms, from_host
 from fullshard.engine.parameter import ShardedParameter, refuse_gradients
 from fullshard.engine.placing import Masters, Rings, cut_group
 from fullshard.engine.precision import cast_tensors
@@ -57,7 +57,7 @@ from fullshard.planner.mesh import Mesh
 from fullshard.planner.plan import Plan
 from fullshard.planner.units import UnitPlan, ancestors_of
 from fullshard.transport import streams
-from fullshard.transport.base import Hook, Transport, torch_dtype
+from fullshard.transport.base import Hook, Slots, Transport, torch_dtype
 from fullshard.transport.groups import own_group, tell_everyone, tell_from_first
 
 T = TypeVar("T")
@@ -81,6 +81,8 @@ class Engine:
         recorder: Records every event.
         masters: Allocates the shards, and reads initial values.
     """
+
+    _looked = -1  # step of the last comparison of replicas
 
     def __init__(
         self,
@@ -124,8 +126,8 @@ class Engine:
         if disk is not None and self.device.type == "cpu":
             self.gradients.to_host = disk.to_disk
         self.runtime.before_step = self._before_step
+        self.runtime.agree_on_frozen = partial(_agree_on_frozen, self.runtime)
         self.rings = self._bind({})
-        self._looked = -1  # step of the last comparison of replicas
         self.handles: list[Any] = []  # of hooks, removed when the model is cut anew
         self.index_of: dict[int, int] = {}  # units by their module's id
         self.part = 0  # id of the module through which the root unit was entered
@@ -185,19 +187,17 @@ class Engine:
                 group.show_in(group.grads)
         return unit
 
-    def _bind(self, given: dict[str, list[torch.Tensor]]) -> Rings:
-        """Create the plan's rings, except given ones, and bind the units to them.
-
-        Args:
-            given: Slots by ring, to which those of the transports' homes are added.
-        """
+    def _bind(self, kept: Slots) -> Rings:
+        """Create the plan's rings, except kept ones, and bind the units to them."""
+        shared: Slots = {}
         for mesh, transport in self.transports.items():
             units = [unit for unit in self.plan.units if unit.mesh == mesh]
             slots = [s for u in units for g in u.groups for s in (g.slot, g.grad_slot) if s]
             used = {slot.ring for slot in slots}
             rings = [ring for ring in self.plan.rings if ring.name in used]
-            given |= transport.home.open_slots(units, rings)
-        rings = Rings(self.plan.rings, given, self.device, poison=self.config.poison)
+            shared |= transport.home.open_slots(units, rings)
+        poison = self.config.poison
+        rings = Rings(self.plan.rings, shared, self.device, poison=poison, kept=kept)
         for unit in self.units:
             unit.bind(rings, self.runtime.on_gradient)
         return rings
@@ -308,7 +308,7 @@ class Engine:
 
     def _watch(self, index: int, module: nn.Module, _args: Any, output: Any) -> None:
         if self.home.num_writes != self.runtime.num_writes and graph_task_id() == -1:
-            _check_fresh(self.units[index], module, self.norms)
+            _check_fresh(self.units[index], module, self.runtime.num_writes)
         if torch.is_grad_enabled() and not self.unsharded:
             tensors = (output,) if type(output) is torch.Tensor else tensors_in(output)
             self.runtime.watch(index, tensors)
@@ -363,6 +363,8 @@ class Engine:
         observed, order = self.runtime.observed, self.plan.order
         seen = f"{observed.forward}{observed.backward}".encode()
         code, waits = float(zlib.crc32(seen)), float(self.runtime.has_graph())
+        for unit in self.units:  # prefetched and never entered; peers read slots until then
+            unit.wait()
         bounds = torch.tensor([code, -code, waits], dtype=torch.float64, device=self.device)
         bounds = self.norms.all_reduce(bounds, "the order of units", maximum=True)
         plan = self.plan.reordered(observed.forward, observed.backward)  # also of unused units
@@ -372,11 +374,11 @@ class Engine:
         self.runtime.agreed = True
         if bounds[0] != -bounds[1]:  # ranks run different parts, so all issue every planned event
             assert set(observed.forward) <= set(order.forward), observed.forward
-            self.runtime.scheduler.order = replace(order, learned=True)
+            self.runtime.scheduler.follow(replace(self.runtime.scheduler.order, learned=True))
         elif plan.order != replace(order, learned=True):
             self._switch_to(plan)
         else:
-            self.runtime.scheduler.order = replace(order, learned=True)
+            self.runtime.scheduler.follow(replace(order, learned=True))
 
     def _switch_to(self, plan: Plan) -> None:
         """Use another plan of the same units and shards from the next forward on.
@@ -481,6 +483,28 @@ class Engine:
         return self.norms.all_reduce(flag, asked).item()
 
 
+def _agree_on_frozen(runtime: Runtime) -> None:
+    """Plan the backward of frozen units that any rank enters in the first step.
+
+    The plan has none for units before the first trained one, through which gradients of other
+    units' parameters may pass, on some ranks alone. A collective if there are such units.
+    """
+    scheduler, norms = runtime.scheduler, runtime.gradients.norms
+    found = scheduler.unplanned()
+    waits = {unit: float(yes) for unit, yes in found.items() if runtime.units[unit].gathered}
+    is_apart = norms.transport.axes.mesh.replicate > 1 and runtime.gradients.sync is not Sync.ALL
+    if not waits or is_apart:  # replicas may differ in deferred backwards
+        return
+    phase = norms.transport.phase
+    following, bits = phase.following, from_host([*waits.values()], norms.device)
+    with outside_modes():
+        bits = norms.all_reduce(bits, "frozen units in backward", maximum=True)
+    phase.following = following
+    entered = (unit for unit, bit in zip(waits, bits.tolist(), strict=True) if bit)
+    order = scheduler.order
+    scheduler.follow(replace(order, backward=(*order.backward, *entered)))
+
+
 def _gather_whole(weak: weakref.ref[Member], local: torch.Tensor) -> torch.Tensor:
     """Calls `member.gather_whole` with a weak reference to the model."""
     return alive(weak, "full_tensor").gather_whole(local)
@@ -493,8 +517,13 @@ def _to_enter(engine: Engine, index: int) -> list[int]:
     return [*closed, index]
 
 
-def _check_fresh(unit: Unit, module: nn.Module, norms: GradientNorms) -> None:
-    """Check that no shard of a module was written after its unit's forward began.
+def _check_fresh(unit: Unit, module: nn.Module, num_followed: int) -> None:
+    """Check that no shard of a module was written after its unit's slot was filled.
+
+    Args:
+        unit: The unit.
+        module: A module of it, whose forward has read its parameters.
+        num_followed: Number of writes into shards that open units have followed.
 
     Raises:
         EngineError: One was; the slot has its old values, and other ranks may still write.
@@ -502,9 +531,7 @@ def _check_fresh(unit: Unit, module: nn.Module, norms: GradientNorms) -> None:
     inside = {id(param) for param in module._parameters.values()}
     for group in unit.groups:
         for member in group.members if group.gathers or group.plan.shared else ():
-            record = member.param.record
-            wrote = norms.wrote.get(record.copies, {})
-            if id(member.compute) in inside and id(record) in wrote:
+            if id(member.compute) in inside and member.param.record.last_write > num_followed:
                 raise EngineError(
                     f"{member.piece.name}: expected a forward of {unit.plan.title} that does "
                     "not write the shards that it reads; it wrote this one, whose slot has the "

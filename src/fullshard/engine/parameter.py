@@ -407,7 +407,7 @@ def _note_writes(written: Sequence[Any], *, counts: bool = True) -> None:
     """Tell the models of shards about writes."""
     if set(map(type, written)) == _STATES and all(map(is_, map(_ALIAS, written), repeat(None))):
         return  # the fast path for optimizer states
-    notified: set[Any] = set()
+    notified: dict[Any, int] = {}  # the number of the write, by model
     for shard in written:
         if isinstance(shard, _LISTS):
             _note_writes(shard, counts=counts)
@@ -424,8 +424,8 @@ def _note_writes(written: Sequence[Any], *, counts: bool = True) -> None:
             if counts and record.cut is None:
                 model.wrote[record.copies][id(record)] = record.holders
             if model not in notified:
-                notified.add(model)
-                record.before_write()
+                notified[model] = record.before_write()
+            record.last_write = notified[model] if counts else record.last_write
 
 
 def _copy(func: Any, name: str, like: Any, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from fullshard.errors import UnsupportedModelError
 from fullshard.planner.layout import Slice
 from fullshard.planner.slots import Ring, cast_ring
 from fullshard.planner.units import GroupPlan, SlotRef, UnitPlan
-from fullshard.transport.base import Home, Weights, torch_dtype
+from fullshard.transport.base import Home, Slots, Weights, torch_dtype
 
 
 def shard_shape(piece: Slice, *, whole: bool) -> tuple[int, ...]:
@@ -156,32 +155,37 @@ class Rings:
 
     Args:
         rings: The rings of the plan.
-        given: Existing slots, by name of the ring.
+        shared: Slots that homes of transports own, by name of the ring.
         device: Device on which the other slots are allocated.
-        poison: Fill all slots with NaN.
+        poison: Fill slots that are not kept with NaN.
+        kept: Slots of rings that are alike in the plan before, by name of the ring.
     """
 
     def __init__(
         self,
         rings: Sequence[Ring],
-        given: Mapping[str, list[torch.Tensor]],
+        shared: Slots,
         device: torch.device,
         *,
         poison: bool,
+        kept: Slots | None = None,
     ) -> None:
-        self._rings, self._buffers = rings, dict(given)
+        self._rings, self._shared = rings, set(shared)
+        self._buffers = {**(kept or {}), **shared}
         for ring in rings:
-            if ring.name not in given:
+            if ring.name not in self._buffers:
                 kind: dict[str, Any] = {"dtype": torch_dtype(ring.dtype), "device": device}
                 slots = [torch.zeros(ring.numel, **kind) for _ in range(ring.count)]
                 self._buffers[ring.name] = slots
-        for slot in chain(*self._buffers.values()) if poison else ():
-            slot.fill_(float("nan"))
+        for name in self._buffers.keys() - (kept or {}).keys() if poison else ():
+            for slot in self._buffers[name]:
+                slot.fill_(float("nan"))
 
-    def give(self, rings: Sequence[Ring]) -> dict[str, list[torch.Tensor]]:
-        """Give away the slots of rings that are alike, and drop all others."""
+    def give(self, rings: Sequence[Ring]) -> Slots:
+        """Give away the slots of rings that are alike, and drop all others and those of homes."""
         held, self._buffers = self._buffers, {}
-        return {ring.name: held[ring.name] for ring in rings if ring in self._rings}
+        own = [ring for ring in rings if ring in self._rings and ring.name not in self._shared]
+        return {ring.name: held[ring.name] for ring in own}
 
     def view(self, ref: SlotRef, numel: int) -> torch.Tensor:
         """(numel,): a group's part of its slot."""

@@ -54,11 +54,12 @@ class ShardRecord(Elements):
         copies: Ranks that hold the same elements.
         holders: (part, start, stop) of each part of the (local) tensor; the same on every rank.
         norms: Global norms of the model's gradients.
-        before_write: Waits until no other rank reads these elements.
+        before_write: Waits until no other rank reads these elements; returns the write's number.
         gather: Gathers the full tensor from (n_local,) plain elements. A collective.
         post_accumulate: The user's hooks, called with the reduced gradient.
         states: Allocates optimizer states; None if they are on the device of the parameter.
         compute: Returns the compute parameter if it shares memory with the whole parameter.
+        last_write: Number of the last write into it.
     """
 
     unit: str
@@ -67,11 +68,12 @@ class ShardRecord(Elements):
     copies: int
     holders: Sequence[tuple[int, int, int]]
     norms: GradientNorms
-    before_write: Callable[[], None]
+    before_write: Callable[[], int]
     gather: Callable[[torch.Tensor], torch.Tensor]
     post_accumulate: OrderedDict[int, Callable[[torch.Tensor], None]]
     states: Residence | None = None
     compute: Callable[[], nn.Parameter] | None = None
+    last_write: int = 0
 
     def __reduce__(self) -> Any:
         return type(None), ()  # a whole parameter may be pickled inside forward

@@ -159,6 +159,7 @@ class Runtime:
         self.observed = Observed()
         self.agreed = False  # whether ranks have agreed on the order
         self.before_step: Callable[[], None] = lambda: None
+        self.agree_on_frozen: Callable[[], None] = lambda: None  # in the first backward
         self.attributes: Sequence[ModuleTensors] = ()  # by unit
         self.stack: list[Use] = []  # running forwards
         self._current: list[Use | None] = [None] * len(self.units)
@@ -478,6 +479,8 @@ class Runtime:
         stale = home.num_writes != self.num_writes and not self.stack  # p.data.mul_() since then
         self.num_writes = home.num_writes
         reduce, self._retains = self.gradients.expects_any, keeps_graph()
+        if reduce and not self.observed.done:
+            self.agree_on_frozen()
         self.scheduler.begin_backward(
             nothing, sync=sync, retains=self._retains, stale=stale, reduce=reduce
         )

@@ -433,10 +433,15 @@ class Unit:
             self.fetch = None
 
     def poison(self) -> None:
-        """Fill the slot with NaN, so that stale reads are visible (law 2)."""
+        """Fill the slot with NaN, so that stale reads are visible (law 2).
+
+        Peers copy this rank's part of a slot in shared memory. One that does not enter the unit may
+        do so much later, and wait for this rank meanwhile.
+        """
         for group in self.gathered:
-            self.transport.claim(group.full)
-            group.full.fill_(float("nan"))
+            for at, part in enumerate(group.full.chunk(group.plan.layout.num_parts)):
+                if at != self.part or not self.transport.home.is_read(group.full):
+                    part.fill_(float("nan"))
 
     def check_params(self) -> None:
         """Check that the modules hold the parameters that they were sharded with.

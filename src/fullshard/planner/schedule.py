@@ -96,7 +96,6 @@ class Scheduler:
 
     def __init__(self, units: Sequence[UnitPlan], order: Order, depths: Depths) -> None:
         self.units = tuple(units)
-        self.order = order
         self._depths = depths
         self._reduce_bytes = {
             Sync.ALL: [sum(g.reduce_bytes(u.mesh.replicate) for g in u.groups) for u in units],
@@ -106,7 +105,7 @@ class Scheduler:
         self._reduces = set(order.reduce)
         self._last_forward = {unit: at for at, unit in enumerate(order.forward)}
         self._first_forward = {unit: order.forward.index(unit) for unit in set(order.forward)}
-        self._last_backward = {unit: at for at, unit in enumerate(order.backward)}
+        self.follow(order)
         sharing = [u.index for u in units if any(group.shared for group in u.groups)]
         self._shares = {around for u in sharing for around in (u, *self._ancestors[u])}
         self.reset()
@@ -124,6 +123,19 @@ class Scheduler:
         self._issued = self._position = self._reduced = 0
         self._in_forward = 0, 0  # the forward's issued and position while a backward runs
         self._retains, self._sync, self._reduces_any = False, Sync.ALL, True
+
+    def follow(self, order: Order) -> None:
+        """Use another order, with the same forwards."""
+        self.order = order
+        self._last_backward = {unit: at for at, unit in enumerate(order.backward)}
+
+    def unplanned(self) -> dict[int, bool]:
+        """Units without a planned backward, in the order of one; whether a graph contains each."""
+        trace = nominal_trace(self.units, self.order.forward)
+        left = dict.fromkeys(unit for what, unit in reversed(trace) if what == "leave")
+        reads = (unit for unit in left if self._reads(unit, backward=True))
+        uses = self._table.pending_uses
+        return {unit: uses[unit] > 0 for unit in reads if unit not in self._last_backward}
 
     # ---- forward
 

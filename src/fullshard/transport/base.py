@@ -322,14 +322,23 @@ class Home:
     def leave(self, *, settled: bool) -> None:
         """Note that this rank has finished reading the weights; `settled`: all ranks have."""
 
-    def before_write(self) -> None:
-        """Wait until no rank reads the weights that this rank is about to write."""
+    def before_write(self) -> int:
+        """Wait until no rank reads the weights that this rank is about to write.
+
+        Returns:
+            The number of the write.
+        """
         self.num_writes += 1
         if self.await_reads is not None:
             self.await_reads()
+        return self.num_writes
 
     def claim(self, slot: torch.Tensor) -> None:
         """Wait until no rank reads a slot, which may then be overwritten."""
+
+    def is_read(self, slot: torch.Tensor) -> bool:  # noqa: ARG002 shared homes use it
+        """Whether another rank reads this rank's part of a slot."""
+        return False
 
 
 @dataclass
@@ -429,11 +438,12 @@ class HomeOfMeshes(Home):
         for home in self._homes.values():
             home.leave(settled=settled)
 
-    def before_write(self) -> None:
+    def before_write(self) -> int:
         self.num_writes += 1
         for home in self._homes.values():
             home.before_write()
             self.wrote |= home.wrote
+        return self.num_writes
 
 
 def home_of(transports: Mapping[Mesh, Transport]) -> Home:

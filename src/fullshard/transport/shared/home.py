@@ -56,7 +56,14 @@ from fullshard.transport.base import (
     torch_dtype,
 )
 from fullshard.transport.direct import DirectTransport
-from fullshard.transport.shared.segment import CACHE_LINE, Board, Mark, TellAll, share_segment
+from fullshard.transport.shared.segment import (
+    CACHE_LINE,
+    Board,
+    Mark,
+    TellAll,
+    share_segment,
+    typed,
+)
 
 
 class SharedHome(Home):
@@ -129,10 +136,11 @@ class SharedHome(Home):
             if self.gradients is not None:
                 self.gradients.free_overflows()
 
-    def before_write(self) -> None:
+    def before_write(self) -> int:
         self.wrote = True
         self.num_writes += 1
         self._await_readers()
+        return self.num_writes
 
     def _await_readers(self) -> None:
         if self._reading:
@@ -143,21 +151,27 @@ class SharedHome(Home):
     # ---- gradients
 
     def open_slots(self, units: Sequence[UnitPlan], rings: Sequence[Ring]) -> Slots:
-        self.gradients = self.gathered = None  # frees them before new ones are allocated
         most = max([1, *(len(unit.groups) for unit in units)])  # all may be left out of sharding
         make = partial(PeerSlots, self._board, self._num_parts, most, self._tell_all)
         reduced = [ring for ring in rings if ring.name.endswith(".grad")]
         others = [ring for ring in rings if ring not in reduced]
-        self.gradients = make(reduced, (Mark.READY, Mark.PULLED))
+        if self.gradients is not None and self.gradients.rings != reduced:
+            self.gradients = None  # frees them before new ones are allocated
+        if self.gathered is not None and self.gathered.rings != others:
+            self.gathered = None
+        self.gradients = self.gradients or make(reduced, (Mark.READY, Mark.PULLED))
         if not others:
             return self.gradients.slots
-        self.gathered = make(others, (Mark.PLACED, Mark.FETCHED))
+        self.gathered = self.gathered or make(others, (Mark.PLACED, Mark.FETCHED))
         return self.gradients.slots | self.gathered.slots
 
     def claim(self, slot: torch.Tensor) -> None:
         for slots in (self.gradients, self.gathered):
             if slots is not None and slot in slots:
                 slots.claim(slot)
+
+    def is_read(self, slot: torch.Tensor) -> bool:
+        return self.gathered is not None and self.gathered.is_read(slot)
 
 
 # ---- slots, and the addresses of each rank's last reductions or gathers
@@ -191,7 +205,7 @@ class PeerSlots:
         ours: Sequence[Ring],
         marks: tuple[Mark, Mark],
     ) -> None:
-        self._board = board
+        self._board, self.rings = board, ours
         self._ready, self._done = marks
         self.number, self._pulled = map(board.value, marks)  # the last reductions or gathers
         starts, end = {}, align(DEPTH * most_groups * WORD_BYTES, PAGESIZE)
@@ -228,8 +242,13 @@ class PeerSlots:
         return 0 <= full.data_ptr() - self._address < self._overflow_at
 
     def claim(self, slot: torch.Tensor) -> None:
-        number = self._last.get(self._slot_at(slot.data_ptr() - self._address), 0)
-        self._board.await_all(self._done, number, "a slot")
+        self._board.await_all(self._done, self._last_of(slot), "a slot")
+
+    def is_read(self, slot: torch.Tensor) -> bool:
+        return not self._board.has_all(self._done, self._last_of(slot))
+
+    def _last_of(self, slot: torch.Tensor) -> int:
+        return self._last.get(self._slot_at(slot.data_ptr() - self._address), 0)
 
     def _slot_at(self, place: int) -> int:
         """The start of the slot that contains a place."""
@@ -291,8 +310,9 @@ class PeerSlots:
         start = self._overflow_at + lane * self._overflow_bytes + used
         self._overflows[lane] = [number, used + align(full.nbytes, PAGESIZE)]
         assert self._overflows[lane][1] <= self._overflow_bytes, self._overflows
-        self._segment.populate(self._base + start, full.nbytes)
-        self._segment.view(self._base + start, full.numel(), full.dtype).copy_(full)
+        at, nbytes = self._base + start, full.nbytes
+        typed(nbytes, self._board.part, self._segment.populate, at, nbytes)
+        self._segment.view(at, full.numel(), full.dtype).copy_(full)
         return start
 
     def free_overflows(self) -> None:
@@ -391,7 +411,7 @@ class SharedTransport(DirectTransport):
         self._compare_places(self.axes.shard_ranks if self._gathers else self.axes.replicate_ranks)
         slots = self._shared.gradients
         assert slots is not None
-        number = slots.show(fulls)
+        number = self._await(slots.show, fulls)
         receive = partial(self._await, slots.pull, number, fulls)
         return Reduction(receive, partial(slots.release, number))
 

@@ -148,7 +148,7 @@ def share_segment(
     """
 
     def together(function: Callable[..., Any], *args: Any) -> Any:
-        return raise_together(tell_all, part, partial(_typed, num_bytes, part, function, *args))
+        return raise_together(tell_all, part, partial(typed, num_bytes, part, function, *args))
 
     with ExitStack() as opened:
         made = together(lambda: _create(opened, num_bytes) if part == 0 else None)
@@ -164,7 +164,7 @@ def share_segment(
     return segment
 
 
-def _typed(num_bytes: int, part: int, function: Callable[..., Any], *args: Any) -> Any:
+def typed(num_bytes: int, part: int, function: Callable[..., Any], *args: Any) -> Any:
     """Calls a function; the system's errors get a type and say what to do."""
     try:
         return function(*args)
@@ -309,6 +309,10 @@ class Board:
             if counter.value < value:
                 until = time.monotonic() + TIMEOUT_S
                 counter.wait(value, partial(self._check_peers, (mark, value), part, doing, until))
+
+    def has_all(self, mark: Mark, value: int) -> bool:
+        """Whether every other part's counter is at least `value`."""
+        return all(self._counters[part][mark].value >= value for part in self._others)
 
     def value(self, mark: Mark) -> int:
         """The value of a counter of this part."""
