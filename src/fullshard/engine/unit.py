@@ -473,7 +473,11 @@ class Unit:
             units: All units, whose own views of the slots are none.
             num_before: Holders of the slots before the forward; None if it makes a graph.
         """
-        if num_before is not None and (self._vain > MAX_VAIN or self.num_holders() <= num_before):
+        if (
+            num_before is not None
+            and not self.keeps  # else a view may replace a known one
+            and (self._vain > MAX_VAIN or self.num_holders() <= num_before)
+        ):
             return
         for generations in ((0, 1),) if num_before is None else ((0, 1), (2,)):
             found = kept_tensors(generations, self.shares_memory)
