@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.utils.flop_counter import FlopCounterMode
 
 import fullshard as fs
 from fullshard.engine.attributes import MAX_ITEMS, ModuleTensors, own_modules
@@ -194,14 +195,15 @@ def test_a_weight_that_a_hook_keeps_is_never_that_of_another_unit(transport, how
         settings["mesh"] = mesh["shard"]
     fs.shard(model, wrap=["Linear"], transport=transport, **settings)  # its hook comes after these
     said, wrong = [], []
-    for grad in (False, True):
-        with torch.set_grad_enabled(grad):
+    modes = (torch.device("cpu"), FlopCounterMode(display=False), contextlib.nullcontext())
+    for mode, grad in ((mode, grad) for mode in modes for grad in (False, True)):
+        with torch.set_grad_enabled(grad), mode:
             loss = model(torch.ones(2, WIDTH)).sum()
         for at, weight in kept.items():
             try:
-                wrong += (
-                    [] if torch.equal(local(weight.square().detach()), whole[at].square()) else [at]
-                )
+                with torch.no_grad():
+                    is_own = torch.equal(local(weight.square()), whole[at].square())
+                wrong += [] if is_own else [at]
             except ShardedTensorError as error:
                 said.append(str(error).partition(",")[0])
     loss.backward()

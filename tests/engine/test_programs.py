@@ -460,6 +460,16 @@ class Weighted(Chain):
         return super().forward(x) * self.scale
 
 
+class Backwards(Weighted):
+    """Whose order is learned in the first step."""
+
+    def forward(self, x):
+        x = self.first(x)
+        for layer in reversed(self.layers):
+            x = layer(x)
+        return self.head(x) * self.scale
+
+
 def uncertainty(model, x):
     return torch.exp(-model.scale) * square(model, x) + model.scale
 
@@ -488,6 +498,7 @@ OUTSIDE = {
     work.__name__: (Weighted, work)
     for work in (uncertainty, input_scaled, penalty, head_alone, written_into_plain_tensors)
 }
+OUTSIDE["input scaled before an order is learned"] = (Backwards, input_scaled)
 WHOLE = {
     "no_shard": {"strategy": "no_shard"},
     "one shard": {"strategy": "hybrid_shard", "shard": 1},

@@ -303,7 +303,8 @@ def has_another(number, settings):
 
 @pytest.mark.parametrize("number", ["lr", "max_norm", "max_norm of torch"])
 def test_a_rank_that_updates_with_another_number_is_found(ranks, number):
-    for size, settings in ((2, {}), (4, REPLICAS)):
+    """Also where no parameter has elements on all ranks, as in most units of four."""
+    for size, settings in ((2, {}), (4, {}), (4, REPLICAS)):
         for text in ranks(size)(has_another, number, settings):
             assert text.startswith("EngineError: "), text
             assert "with the same numbers on every rank (lr, " in text

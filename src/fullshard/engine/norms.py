@@ -88,7 +88,8 @@ class Count(StrEnum):
     REPLICAS = "gathers of each replica"  # of units on the model's hybrid mesh
     WRITES = "writes into parameters"  # in place, by users
     SOURCES = "writes into tensors that were copied into parameters or gathered"  # averages
-    SETTINGS = "settings"  # a hash of those of optimizers and clippings
+    SETTINGS = "settings"  # a hash of those of clippings, and of groups of which all have elements
+    GROUPS = "settings of groups"  # of all groups, unless a rank leaves out empty shards
     WEIGHTS = "weights of replicas"  # a hash of some of them, other ones at each step
 
 
@@ -104,7 +105,8 @@ class GradientNorms:
         self.transport = transport
         self.device = device
         self.streams = streams.of(device)  # None: the host reads tensors without waiting
-        self.counts: dict[str, int] = dict.fromkeys(Count, 0)
+        self.counts: Counter[str] = Counter(dict.fromkeys(Count, 0))
+        self.unlisted: set[int] = set()  # ids of records of empty shards that no optimizer had
         # Parts of each parameter that this rank wrote, by the number of ranks that share a part.
         self.wrote: Parts = defaultdict(dict)
         self.copied: Parts = defaultdict(dict)  # of what it wrote and then copied or gathered
@@ -296,6 +298,8 @@ class GradientNorms:
                 pairs[list(said).index(what)] = (float(wrote), float(not parts))
                 if wrote or what == Count.WRITES:  # tensors are gathered one by one
                     written.clear()
+        if Count.GROUPS in said and self.unlisted:  # it may also leave out groups
+            pairs[list(said).index(Count.GROUPS)] = (math.inf, math.inf)  # equal to all
         head = from_host([1.0, *(x for pair in pairs for x in pair)], values.device)
         vector = torch.cat([head, values.double()])
         self.transport.phase.following = f"a sum ({asked})"
@@ -479,14 +483,18 @@ _ORDER = (
     "and the numbers since then are wrong. Let all ranks agree on a branch or on a number of calls "
     "(dist.broadcast, dist.all_reduce) before it."
 )
+_SETTINGS = (
+    "expected optimizers and clipping with the same numbers on every rank (lr, "
+    "weight_decay, betas, max_norm ...); a rank had others since the last backward, so parts of "
+    "the model were updated in different ways. Let all ranks decide alike: a schedule that follows "
+    "the loss needs the loss of all ranks (dist.all_reduce)."
+)
 _UNLIKE = {  # errors of hashes that differ between ranks
     "": "expected the same call on every rank; another rank is elsewhere, and its numbers would "
     "have met these. Call it on every rank, and let one of them log it; p.to_local() has this "
     "rank's elements.",
-    Count.SETTINGS: "expected optimizers and clipping with the same numbers on every rank (lr, "
-    "weight_decay, betas, max_norm ...); a rank had others since the last backward, so parts of "
-    "the model were updated in different ways. Let all ranks decide alike: a schedule that follows "
-    "the loss needs the loss of all ranks (dist.all_reduce).",
+    Count.SETTINGS: _SETTINGS,
+    Count.GROUPS: _SETTINGS,
     Count.WEIGHTS: UNEQUAL_REPLICAS,
     Count.GATHERS: _ORDER,
     Count.REPLICAS: _ORDER,

@@ -18,6 +18,7 @@ from __future__ import annotations
 import inspect
 import math
 import weakref
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from operator import methodcaller
@@ -97,8 +98,7 @@ class _Watch:
         if any(norms.waits for norms in models):
             _refuse_pending(optimizer)
         for norms, settings in models.items():
-            norms.counts[Count.STEPS] += 1
-            norms.counts[Count.SETTINGS] += settings
+            norms.counts.update({Count.STEPS: 1, **settings})
         disk = next((norms.disk for norms in models if norms.disk is not None), None)
         if disk is not None and not args[1:] and not kwargs and self._takes_turns(optimizer):
             self._kept = step_in_turns(optimizer, disk)
@@ -129,19 +129,19 @@ class _Watch:
                 return False
         return True
 
-    def look(self, optimizer: Optimizer) -> dict[Any, int]:
+    def look(self, optimizer: Optimizer) -> dict[Any, Counter[str]]:
         """Check an optimizer while its groups have all shards.
 
         Returns:
-            The models they are of, and a hash of the settings of each.
+            The models they are of, and hashes of the settings of each.
         """
-        models: dict[Any, int] = {}
+        models: dict[Any, Counter[str]] = defaultdict(Counter)
         trusted = optimizer in self.trusted
         for group in optimizer.param_groups:
             _refuse_unsharded(optimizer, group["params"])
             shards = [p for p in group["params"] if isinstance(p, ShardedParameter)]
             for norms in {p.record.norms for p in shards}:
-                models[norms] = models.get(norms, 0) + _hash_of(group, shards, norms)
+                models[norms].update(_hashes_of(group, shards, norms))
             first = None if trusted else next((p for p in shards if p.record.is_cut), None)
             if first is not None:
                 self._probe_once(optimizer, group, first)
@@ -196,17 +196,20 @@ def _is_the_same_in_turns(make: Callable[[list[Any]], Optimizer]) -> bool:
     return all(map(partial(torch.allclose, rtol=1e-6, atol=1e-8), together, found))
 
 
-def _hash_of(group: dict[str, Any], shards: Sequence[Any], norms: Any) -> int:
-    """A hash of a group's settings, if all ranks of a model have elements of one of its shards.
+def _hashes_of(group: dict[str, Any], shards: Sequence[Any], norms: Any) -> dict[str, int]:
+    """A hash of a group's settings, which ranks of a model compare.
 
-    A rank may leave out other shards (`if p.numel()`), and with them the group.
+    A rank may leave out shards without elements (`if p.numel()`), and with them the group. Then
+    only groups count of which all ranks have elements of one shard.
     """
     if norms.transport is None:  # shards of compat, before their engine
-        return 0
-    world = norms.transport.axes.mesh.world_size
+        return {}
+    if norms.unlisted:
+        norms.unlisted -= {id(p.record) for p in shards}
+    world, found = norms.transport.axes.mesh.world_size, hash_of(settings_in(group))
     ours = (p.record for p in shards if p.record.norms is norms and p.record.cut is None)
     is_everywhere = any(one.copies * len(one.holders) == world for one in ours)
-    return hash_of(settings_in(group)) if is_everywhere else 0
+    return {Count.GROUPS: found, Count.SETTINGS: found * is_everywhere}
 
 
 def _steps_others(optimizer: Optimizer) -> bool:

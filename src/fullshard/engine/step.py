@@ -257,7 +257,7 @@ class Runtime:
             return output
         del self.stack[self.stack.index(use) :]
         looks = use.num_holders is not None or unit.keeps or not self.agreed
-        if looks and unit.gathered and not has_modes():  # whose objects are no user's
+        if looks and unit.gathered:
             unit.find_views(self.units, use.num_holders)
         tensors = chain(tensors, in_attributes)
         training = torch.is_grad_enabled() and self.watch(index, tensors, is_inner=False)

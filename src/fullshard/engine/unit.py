@@ -206,7 +206,8 @@ class Group:
             self.gaps = [slot] if slot.nbytes < ZEROED_BYTES * len(gaps) else gaps
         is_whole = plan.layout.num_parts == 1 and not self.gathers
         for member in self.members:
-            member.bind(self.full, trainable=plan.trainable)
+            if member.node is None:  # else `unbind` left it
+                member.bind(self.full, trainable=plan.trainable)
             member.target = None if self.grad_slot is None else member.view(self.grad_slot)
             compute = partial(_current, weakref.ref(member)) if is_whole else None
             member.param.record.compute = compute
@@ -233,8 +234,8 @@ class Group:
         if self.gathers:
             self.full = self.part = self.full.new_empty(0)
         self.grad_slot, self.cast, self.gaps = None, None, []
-        for member in self.members:
-            member.compute, member.node, member.target = nn.Parameter(torch.empty(0)), None, None
+        for member in self.members if self.gathers else ():  # graphs may have used the others
+            member.compute, member.node = nn.Parameter(torch.empty(0)), None
 
     def show_in(self, grads: GradientShard) -> None:
         """Make `p.grad` views of these gradients."""
@@ -478,7 +479,11 @@ class Unit:
             units: All units, whose own views of the slots are none.
             num_before: Holders of the slots before the forward; None if it makes a graph.
         """
-        if num_before is not None and (self._vain > MAX_VAIN or self.num_holders() <= num_before):
+        if (
+            num_before is not None
+            and not self.keeps  # else a view may replace a known one
+            and (self._vain > MAX_VAIN or self.num_holders() <= num_before)
+        ):
             return
         for generations in ((0, 1),) if num_before is None else ((0, 1), (2,)):
             found = kept_tensors(generations, self.shares_memory)
