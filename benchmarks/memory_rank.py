@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 import fullshard as fs
 from benchmarks.memory import Job, MemoryCase
 from fullshard.config.schema import RunConfig
-from fullshard.config.values import Transport
+from fullshard.config.values import TransportKind
 from fullshard.models.build import given_model_config
 from fullshard.outlook.predict import Machine, Outlook
 from fullshard.planner.units import Place
@@ -75,7 +75,7 @@ def train(config: RunConfig) -> object:
 
 def _mapped_bytes(outlook: Outlook) -> int:
     """What ranks of one host map together: weights, and gradient slots that peers read."""
-    if outlook.plan.transport is not Transport.SHARED:
+    if outlook.plan.transport is not TransportKind.SHARED:
         return 0
     return sum(
         row.num_bytes

@@ -17,7 +17,7 @@ from fullshard.checkpoint.storage import storage_path
 from fullshard.config.environment import read_launch_environment
 from fullshard.config.schema import ShardConfig
 from fullshard.config.supported import check_supported
-from fullshard.config.values import Transport
+from fullshard.config.values import TransportKind
 from fullshard.engine import shard as engine_shard
 from fullshard.engine import state
 from fullshard.engine.axes import cut_over_axes
@@ -118,7 +118,7 @@ def shard(
     check_supported(settings)
     is_path = isinstance(weights, str | PathLike)
     checkpoint = Path(weights) if is_path and loading.is_checkpoint(weights) else None
-    given = engine_shard.Given(sample, None if checkpoint else weights)
+    given = engine_shard.ShardInputs(sample, None if checkpoint else weights)
     if mesh is None and settings.tensor * settings.expert > 1:
         engine_shard.refuse_nested_engine(model)  # before parameters are replaced
         engine_shard.refuse_sample(sample, settings.tensor * settings.expert)
@@ -288,7 +288,7 @@ def _with_mesh(settings: ShardConfig, mesh: Any) -> ShardConfig:
 
 def _topology(settings: ShardConfig, mesh: Any) -> Topology:
     """The ranks that there are, by process group or environment; those asked for under fake."""
-    if settings.transport is Transport.FAKE:
+    if settings.transport is TransportKind.FAKE:
         return Topology((settings.replicate or 1) * (settings.shard or 1))
     if dist.is_initialized():
         world = dist.get_world_size()

@@ -333,7 +333,7 @@ def _piece(kind: Kind, held: Held, stage: Stage) -> Piece:
     return Piece(key, held.dtype, held.shape, *span, held.opaque)
 
 
-def _open_place(ranks: Ranks, target: Path, settings: SaveSettings) -> commit.Place:
+def _open_place(ranks: Ranks, target: Path, settings: SaveSettings) -> commit.Paths:
     """Makes the temporary folder, which all ranks see. A collective."""
 
     def claim() -> str:
@@ -342,7 +342,7 @@ def _open_place(ranks: Ranks, target: Path, settings: SaveSettings) -> commit.Pl
         tidy(target)
         return commit.claim(target).token
 
-    place = commit.Place(target, ranks.lead(claim))
+    place = commit.Paths(target, ranks.lead(claim))
     try:
         ranks.agree(partial(commit.join, place, ranks.rank))
     except CheckpointError:
@@ -354,7 +354,7 @@ def _open_place(ranks: Ranks, target: Path, settings: SaveSettings) -> commit.Pl
 
 def _write_files(
     ranks: Ranks,
-    place: commit.Place,
+    place: commit.Paths,
     pieces: list[Piece],
     documents: commit.Documents,
     keep: int | None,

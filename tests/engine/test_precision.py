@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fullshard as fs
-from fullshard.config.values import Reduction
+from fullshard.config.values import ReductionKind
 from fullshard.engine.engine import engine_of
 from fullshard.planner.mesh import Mesh
 from support.grid import STRATEGIES
@@ -134,7 +134,7 @@ def test_a_bfloat16_wire_is_summed_in_float32():
 @pytest.mark.parametrize("num_ranks", [2, 3, 8])
 def test_a_sum_may_exceed_the_range_of_float16(num_ranks):
     """NCCL sums in the dtype of the wire, as alike ranks here do."""
-    groups, config = Groups(Played()), SimpleNamespace(reduction=Reduction.NATIVE)
+    groups, config = Groups(Played()), SimpleNamespace(reduction=ReductionKind.NATIVE)
     with groups.in_place():
         transport = groups.make_transport(config, Mesh(1, num_ranks))
         gradients = [torch.full((64 * num_ranks,), 20_000.0, dtype=dtype) for dtype in KINDS]

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn, optim
 
 import fullshard as fs
-from fullshard.config.values import Reduction
+from fullshard.config.values import ReductionKind
 from fullshard.engine.engine import engine_of
 from fullshard.errors import EngineError
 from fullshard.planner.mesh import Mesh
@@ -526,7 +526,7 @@ def test_ranks_of_one_replica_must_call_the_same_units(ranks, transport, said):
 def waits_alone():
     group = torch.distributed.new_group(timeout=timedelta(seconds=1))
     axes = Axes.of(Mesh(1, 2), torch.distributed.get_rank(), gather_group=group)
-    transport = C10dTransport(axes, Reduction.NATIVE)
+    transport = C10dTransport(axes, ReductionKind.NATIVE)
     transport.phase.following = "a forward of the model"
     text = error_of(transport.fetch([torch.zeros(128)]).wait) if axes.rank == 0 else ""
     torch.distributed.barrier()

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import fullshard as fs
 from fullshard.config import values
-from fullshard.config.values import Transport
+from fullshard.config.values import TransportKind
 from fullshard.engine.engine import engine_of
 from fullshard.errors import EngineError
 from fullshard.transport import _torch_compat
@@ -171,7 +171,7 @@ def test_fake_ranks_run_the_plan_of_any_world(sizes, strategy):
     world_size = math.prod(sizes.values())
     engine = engine_of(model)
     assert engine.plan.mesh.world_size == world_size
-    assert engine.plan.transport is Transport.FAKE
+    assert engine.plan.transport is TransportKind.FAKE
     settings = {"transport": "fake", "strategy": strategy, **sizes}
     wanted = fs.plan(chain(), world_size=world_size, **settings)
     for step in range(3):

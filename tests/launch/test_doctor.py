@@ -11,7 +11,7 @@ import pytest
 
 from fullshard.launch.doctor import (
     GIB,
-    Diagnosis,
+    DoctorReport,
     Finding,
     Health,
     _of_memory,
@@ -100,7 +100,7 @@ def test_low_limits_of_a_process_are_named(number, low, said):
 def test_the_block_for_a_bug_report_names_no_host_and_no_home():
     text = f"{Path.home()}/x on {socket.gethostname()}"
     finding = Finding("disk", Health.BROKEN, text)
-    report = Diagnosis({}, {}, {}, {}, {}, (finding,)).report()
+    report = DoctorReport({}, {}, {}, {}, {}, (finding,)).report()
     assert "broken: disk: " in report
     for name in (str(Path.home()), socket.gethostname()):
         if len(name) > 1 and name != "localhost":

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 
 import fullshard as fs
 from fullshard.bench import offload
-from fullshard.bench.offload import MIB, Disk
+from fullshard.bench.offload import MIB, PlainFiles
 from fullshard.bench.page import Neighbours, Page, Say, paired_ratio, slowest
 from fullshard.bench.ranks import (
     PeakSampler,
@@ -102,7 +102,7 @@ class TimedOperations:
         fully_shard(peer)
         model_state, optimizer_state = get_state_dict(peer, updated(peer))
         states: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
-        disk = Disk(self.folder, job.num_bytes // dist.get_world_size(), self.rank)
+        disk = PlainFiles(self.folder, job.num_bytes // dist.get_world_size(), self.rank)
         ours, theirs = self.folder / "ours", self.folder / "theirs"
         self.actions: dict[str, Callable[[], object]] = {
             DISK_WRITE: disk.write,

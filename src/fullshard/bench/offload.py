@@ -52,7 +52,7 @@ LIMIT = "memory.limit_in_bytes" if GROUPS.is_dir() else "memory.max"
 GROUPS = GROUPS if GROUPS.is_dir() else GROUPS.parent
 
 
-class Disk:
+class PlainFiles:
     """Plain files of a rank's share, which show the disk's own speed."""
 
     def __init__(self, folder: Path, num_bytes: int, rank: int) -> None:
@@ -173,7 +173,7 @@ def measure(job: OffloadJob) -> dict[str, Any]:
     dist.barrier()
     if rank == 0:
         step.limit(group)
-    disk = Disk(Path(job.place), step.state_bytes // dist.get_world_size(), rank)
+    disk = PlainFiles(Path(job.place), step.state_bytes // dist.get_world_size(), rank)
     disk.write()
     moved: list[tuple[int, int]] = []
 

@@ -60,7 +60,7 @@ READERS = 32  # threads that read notes: a store takes tens of milliseconds for 
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Paths:
     """Paths of one save.
 
     Attributes:
@@ -138,14 +138,14 @@ def beside(target: Path, what: str, token: str) -> Path:
     return target.with_name(f".{target.name}.{what}-{token}")
 
 
-def claim(target: Path) -> Place:
+def claim(target: Path) -> Paths:
     """Creates the temporary folder of a save. Called on the first rank only.
 
     Raises:
         CheckpointError: It cannot be made.
     """
     _check_ours(target)
-    place = Place(target, os.urandom(6).hex())
+    place = Paths(target, os.urandom(6).hex())
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         place.notes.mkdir()
@@ -168,7 +168,7 @@ def _check_ours(target: Path) -> None:
         )
 
 
-def join(place: Place, rank: int) -> None:
+def join(place: Paths, rank: int) -> None:
     """Creates an empty note.
 
     Raises:
@@ -185,7 +185,7 @@ def join(place: Place, rank: int) -> None:
         raise failure(place.target, rank, error) from error
 
 
-def report(place: Place, rank: int, outcome: Sequence[Written] | CheckpointError) -> None:
+def report(place: Paths, rank: int, outcome: Sequence[Written] | CheckpointError) -> None:
     """Writes the note of this rank: what it wrote, or its error."""
     if isinstance(outcome, CheckpointError):
         _fill_note(place.note(rank), str(outcome))
@@ -200,7 +200,7 @@ def report(place: Place, rank: int, outcome: Sequence[Written] | CheckpointError
         _fill_note(place.note(rank), str(failure(place.target, rank, error)))
 
 
-def conclude(place: Place, world_size: int, documents: Documents) -> None:
+def conclude(place: Paths, world_size: int, documents: Documents) -> None:
     """Waits for all ranks, then completes the checkpoint. Called on the first rank only.
 
     Raises:
@@ -227,7 +227,7 @@ def conclude(place: Place, world_size: int, documents: Documents) -> None:
             place.note(0).unlink(missing_ok=True)
 
 
-def await_verdict(place: Place, rank: int, world_size: int = 1) -> None:
+def await_verdict(place: Paths, rank: int, world_size: int = 1) -> None:
     """Waits until the first rank has completed the checkpoint.
 
     A rank that was stopped for longer than the first rank waits for farewells still finds the
@@ -247,13 +247,13 @@ def await_verdict(place: Place, rank: int, world_size: int = 1) -> None:
         raise CheckpointError(text)
 
 
-def abandon(place: Place) -> None:
+def abandon(place: Paths) -> None:
     """Removes the files of a save that will not be finished."""
     discard(place)
     remove_tree(place.notes)
 
 
-def discard(place: Place) -> None:
+def discard(place: Paths) -> None:
     """Removes the files of a save that was not committed."""
     if isinstance(place.target, StorePath):
         try:  # a request that failed or was interrupted may have been carried out
@@ -279,7 +279,7 @@ def failure(target: Path, rank: int, error: BaseException) -> CheckpointError:
     )
 
 
-def _complete(place: Place, world_size: int, documents: Documents) -> None:
+def _complete(place: Paths, world_size: int, documents: Documents) -> None:
     files: dict[str, FileFacts] = {}
     tensors: list[tuple[str, StoredTensor]] = []
     for text in _at_once(lambda rank: place.record(rank).read_text(), world_size):
@@ -302,7 +302,7 @@ def _complete(place: Place, world_size: int, documents: Documents) -> None:
     put_in_place(place)
 
 
-def _commit_in_store(place: Place, manifest: Manifest) -> None:
+def _commit_in_store(place: Paths, manifest: Manifest) -> None:
     """See [Note: no rename].
 
     Raises:
@@ -327,7 +327,7 @@ def _at_once(read: Callable[[int], str], world_size: int) -> list[str]:
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-def put_in_place(place: Place) -> None:
+def put_in_place(place: Paths) -> None:
     """Renames the temporary folder; removes an older folder of that name afterwards."""
     old = beside(place.target, OLD, place.token)
     if place.target.exists():
@@ -391,7 +391,7 @@ def _read_note(path: Path, target: Path, least_s: float = 0.0) -> str:
     )
 
 
-def _is_over(place: Place) -> bool:
+def _is_over(place: Paths) -> bool:
     """Whether no rank but the first needs the verdict any longer; it is removed then."""
     if any(note != place.note(0) for note in place.notes.glob("rank-?????")):
         return False

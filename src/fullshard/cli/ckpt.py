@@ -163,7 +163,7 @@ def diff(
     from fullshard.errors import VerifyError
     from fullshard.formats.detect import open_source
     from fullshard.formats.hugging_face import with_model_names
-    from fullshard.formats.source import Row, Verdict, compare
+    from fullshard.formats.source import Match, Row, compare
 
     with open_source(a) as one, open_source(b) as other:
         if one.tensors.keys() != other.tensors.keys():  # a checkpoint, and the files of its model
@@ -173,7 +173,7 @@ def diff(
             for row in compare(one, other):
                 rows.append(row)
                 advance(1)
-    differ = [row for row in rows if row.verdict is not Verdict.SAME]
+    differ = [row for row in rows if row.verdict is not Match.SAME]
     if differ:
         print_table(
             ("tensor", "", "max difference", ""),

@@ -196,7 +196,7 @@ def _rows(whole: torch.Tensor, on: DeviceMesh, mesh: Mesh, rank: int) -> DTensor
     )
 
 
-class Rows(DTensor):
+class FollowingRows(DTensor):
     """Rows that follow their weight. In torch's FSDP2 they share its memory, and savers rely on it.
 
     The first read after a change gathers all rows of the state dict again: a collective.
@@ -215,7 +215,7 @@ class Rows(DTensor):
     def requires_grad_(self, *args: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """A copy that follows nothing: `load_state_dict(assign=True)` makes a parameter of it."""
         copy: Any = self.plain().clone()
-        copy.__class__ = Rows
+        copy.__class__ = FollowingRows
         return DTensor.requires_grad_(copy, *args)
 
     def plain(self) -> DTensor:
@@ -271,7 +271,7 @@ class _Source:
                 values[key] = row
             elif isinstance(value, DTensor):
                 self.shards[name], self.rows[name], _SOURCES[value] = shards[key], value, self
-                value.__class__ = Rows
+                value.__class__ = FollowingRows
             if isinstance(value, DTensor):
                 self.seen[name] = self._versions(name)
         return values
@@ -283,7 +283,7 @@ class _Source:
         known = id(home), getattr(home, "num_writes", 0), self.shards[name]._version
         return known, row._version + _LOCAL.__get__(row)._version
 
-    def update(self, row: Rows) -> None:
+    def update(self, row: FollowingRows) -> None:
         """Reads all rows again if the weight of this one has changed."""
         module = self.module()
         name = next(name for name, one in self.rows.items() if one is row)
@@ -323,7 +323,7 @@ def _follow(
 
 def unfollowed(state: Mapping[str, Any]) -> dict[str, Any]:
     """A state dict to load, of rows as they are before the first weight changes."""
-    rows = {key: value for key, value in state.items() if isinstance(value, Rows)}
+    rows = {key: value for key, value in state.items() if isinstance(value, FollowingRows)}
     plain = {key: value.plain() for key, value in rows.items()}
     for source in {_SOURCES[value] for value in rows.values() if value in _SOURCES}:
         source.loaded()

@@ -41,8 +41,7 @@ from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 from fullshard.compat.errors import NotOfferedError
 from fullshard.config.schema import ShardConfig
 from fullshard.config.supported import check_supported
-from fullshard.config.values import DType, Strategy, WrapKind
-from fullshard.config.values import Transport as TransportKind
+from fullshard.config.values import DType, Strategy, TransportKind, WrapKind
 from fullshard.engine._torch_compat import call_outside_compile, no_guard
 from fullshard.engine.engine import ATTRIBUTE, Engine
 from fullshard.engine.model_spec import NEVER_CALLED, param_spec, places_of
@@ -52,7 +51,7 @@ from fullshard.engine.parameter import Guarded, PendingGradient, ShardedParamete
 from fullshard.engine.placing import present, shard_shape
 from fullshard.engine.precision import cast_tensors
 from fullshard.engine.record import ShardRecord
-from fullshard.engine.shard import Given, shard_model
+from fullshard.engine.shard import ShardInputs, shard_model
 from fullshard.engine.unit import Group, Member, address_of, gather_piece
 from fullshard.errors import EngineError, UnsupportedModelError
 from fullshard.observe.hang import watchdog
@@ -278,7 +277,7 @@ def build(root: nn.Module) -> Engine:
     check_supported(config)
     settings = {n: replace(w.settings, strategy=w.strategy) for n, w in units.items()}
     alone = all(wrapped.alone for wrapped in units.values())
-    given = Given(settings=settings, alone=alone, recut=shard_values)
+    given = ShardInputs(settings=settings, alone=alone, recut=shard_values)
     world, ring = Topology(1) if alone else ranks, EventRing()
     engine = replace_engines(root, lambda: shard_model(root, config, world, ring, given))
     engine.on_change = _with_changes

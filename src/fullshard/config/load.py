@@ -62,7 +62,7 @@ _NO_MODEL = {"name_or_path": None, "config": None, "trust_remote_code": False}
 ErrorT = TypeVar("ErrorT", bound=FullshardError)
 
 
-class Index:
+class Origins:
     """Finds the origin of a key under any of its names."""
 
     def __init__(self, written: Mapping[str, Origin], source: str) -> None:
@@ -136,7 +136,7 @@ class Resolved:
 
     config: RunConfig
     origins: Mapping[str, Origin]
-    index: Index = dataclasses.field(repr=False)
+    index: Origins = dataclasses.field(repr=False)
     notes: tuple[Note, ...] = ()
     dialects: tuple[str, ...] = ()
     job: str = ""
@@ -246,8 +246,8 @@ def _load(
         origins, merged = _merge(files)
     except ConfigProblems as error:  # `${nowhere}`, `???`: without a place
         written = {key: origin for file in files for key, origin in file.origins.items()}
-        raise error.map(Index(written, name).locate) from None
-    index = Index(origins, name)
+        raise error.map(Origins(written, name).locate) from None
+    index = Origins(origins, name)
     problems += [problem for layer in layers for problem in layer.problems]
     problems += map(index.locate, _set_implied(merged))
     is_without_model = False
@@ -451,7 +451,7 @@ def _near(problem: Problem) -> Problem:
     return dataclasses.replace(problem, advice=near or problem.advice)
 
 
-def _judge(note: Note, index: Index) -> Note:
+def _judge(note: Note, index: Origins) -> Note:
     """Updates the notes of keys that another key has replaced."""
     deciding = [
         index.origin_of(target, is_default=False, sources=derived_from(target))
@@ -466,7 +466,7 @@ def _judge(note: Note, index: Index) -> Note:
     return dataclasses.replace(note, status=Status.NO_EFFECT, why=f"{decides} decides")
 
 
-def _origins(config: RunConfig, index: Index) -> dict[str, Origin]:
+def _origins(config: RunConfig, index: Origins) -> dict[str, Origin]:
     """The origin of every value, by dotted key."""
     # model has no default, so any key of it was written
     defaults = flatten({**RunConfig(model=config.model).to_dict(), "model": dict(_NO_MODEL)})

@@ -24,7 +24,7 @@ from fullshard.config.fields import (
 from fullshard.config.problems import ConfigProblems, Problem, show
 from fullshard.config.sharding import ShardConfig
 from fullshard.config.training import TrainingConfig
-from fullshard.config.values import Backend, DistillLoss, DType, Home, Strategy, TokenDType
+from fullshard.config.values import Backend, DistillLoss, DType, HomeKind, Strategy, TokenDType
 
 
 class ModelConfig(Section):
@@ -213,7 +213,7 @@ class DistillConfig(Section):
     teacher_strategy: Strategy | None = None
     """Sharding strategy of the teacher. None: the student's."""
 
-    teacher_offload: Home | None = None
+    teacher_offload: HomeKind | None = None
     """Where the teacher's weights are kept between forwards: cpu | nvme (files in the run's
     folder). None: on the device."""
 

@@ -30,12 +30,12 @@ from fullshard.config.values import (
     DType,
     GradReduction,
     GradSync,
-    Home,
+    HomeKind,
     Recompute,
     RecomputeKind,
-    Reduction,
+    ReductionKind,
     Strategy,
-    Transport,
+    TransportKind,
     WrapKind,
     did_you_mean,
     parse,
@@ -56,13 +56,13 @@ class Offload(Section):
         "optim": "optimizer",
     }
 
-    parameters: Home | None = None
+    parameters: HomeKind | None = None
     """Master parameters. cpu: copied to the device before every gather. nvme: read unit by unit."""
 
-    gradients: Home | None = None
+    gradients: HomeKind | None = None
     """Reduced gradients, copied to the host or to nvme after every reduction."""
 
-    optimizer: Home | None = None
+    optimizer: HomeKind | None = None
     """Optimizer state; the optimizer then runs on the host. With nvme, states made by
     `torch.zeros_like(parameter)`, such as AdamW's, are on nvme, others on the host."""
 
@@ -72,7 +72,7 @@ class Offload(Section):
     @model_validator(mode="after")
     def _has_use_of_its_folder(self) -> Self:
         homes = (self.parameters, self.gradients, self.optimizer)
-        if self.folder is not None and Home.NVME not in homes:
+        if self.folder is not None and HomeKind.NVME not in homes:
             advice = "Set parameters, gradients or optimizer to nvme, or leave folder out"
             raise ConfigProblems([Problem("folder", "", "no effect without nvme", advice)])
         return self
@@ -159,7 +159,7 @@ def _read_offload(value: object) -> object:
     if isinstance(value, str) and words_of(value)[0] in ("none", "no", "false"):
         return None
     try:
-        home = Home.CPU if value is True else parse(Home, value, "")
+        home = HomeKind.CPU if value is True else parse(HomeKind, value, "")
     except ConfigProblems as error:
         raise Rejected(
             "one of cpu, nvme, or a mapping of parameters, gradients, optimizer to these",
@@ -251,7 +251,7 @@ class ShardConfig(Section):
     grad_reduction: GradReduction = GradReduction.MEAN
     """mean | sum of the ranks' gradients."""
 
-    reduction: Reduction = Reduction.NATIVE
+    reduction: ReductionKind = ReductionKind.NATIVE
     """Sums of gradients over c10d. native: by the backend, in `reduce_dtype`. ordered: by each
     rank, in rank order and in float32, bit-identical to the other transports; receives whole
     gradient slots, and sends more between hosts. auto: ordered for 16-bit gradients of more than 8
@@ -279,7 +279,7 @@ class ShardConfig(Section):
     """every_micro_batch (least memory) | last_micro_batch (least traffic; unsharded gradients stay
     in memory) | last_micro_batch_outer (only the replicate axis waits)."""
 
-    transport: Transport = Transport.AUTO
+    transport: TransportKind = TransportKind.AUTO
     """auto | c10d | direct | shared | fake: what moves the bytes."""
 
     symmetric_memory: Flag = False

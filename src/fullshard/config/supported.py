@@ -26,7 +26,7 @@ from fullshard.config.values import (
     Recompute,
     RecomputeKind,
     Strategy,
-    Transport,
+    TransportKind,
     WrapKind,
 )
 
@@ -128,7 +128,7 @@ def _of_machine(config: RunConfig, launch: LaunchEnvironment | None) -> Iterator
     if folder is not None and not (Path(folder).is_dir() and os.access(folder, os.W_OK)):
         advice = "Create it on every machine, on a disk with enough space"
         yield Problem("sharding.offload.folder", "a folder to write to", show(folder), advice)
-    if config.sharding.transport is Transport.FAKE:
+    if config.sharding.transport is TransportKind.FAKE:
         advice = "It moves no data between ranks: it is for plans and tests"
         yield Problem("sharding.transport", "a real transport", "'fake'", advice)
     if config.launch.num_machines > 1 and launch is None:

@@ -76,7 +76,7 @@ class DType(Choice):
     FLOAT16 = "float16", "fp16 f16 half"
 
 
-class Transport(Choice):
+class TransportKind(Choice):
     """The communication of gathers and reductions."""
 
     AUTO = "auto"
@@ -96,7 +96,7 @@ class GradReduction(Choice):
 MOST_ROUNDED = 8  # ranks whose 16-bit gradients the backend may sum, which rounds each sum
 
 
-class Reduction(Choice):
+class ReductionKind(Choice):
     """Who sums gradients over c10d, and in which order.
 
     The bits of `ordered` are those of other transports. `auto` is `ordered` for 16-bit gradients
@@ -110,7 +110,7 @@ class Reduction(Choice):
     def is_ordered(self, itemsize: int, num_ranks: int) -> bool:
         """Whether elements of this size from so many ranks are summed in rank order."""
         many = itemsize < 4 and num_ranks > MOST_ROUNDED
-        return self is Reduction.ORDERED or (self is Reduction.AUTO and many)
+        return self is ReductionKind.ORDERED or (self is ReductionKind.AUTO and many)
 
 
 class GradSync(Choice):
@@ -169,7 +169,7 @@ class MatmulPrecision(Choice):
     MEDIUM = "medium"  # bfloat16
 
 
-class Home(Choice):
+class HomeKind(Choice):
     """The memory of offloaded state between uses."""
 
     CPU = "cpu", "host"

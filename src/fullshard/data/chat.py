@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from fullshard.config.regular_files import read_regular
 from fullshard.config.schema import ModelConfig, SftConfig
-from fullshard.data.records import Kind, Record, Span, files_at, read_records
+from fullshard.data.records import FileKind, Record, Span, files_at, read_records
 from fullshard.errors import ConfigError, DataError, untrusted
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ Example = Turns | Pair
 def is_chat(path: Path) -> bool:
     """Whether the first record is chat data; plain text has no records."""
     files = files_at(path)
-    if files.kind is Kind.TEXT:
+    if files.kind is FileKind.TEXT:
         return False
     first = next((one for span in files.spans() for one in read_records(span)), None)
     return first is not None and isinstance(first.value, dict) and _reader(first.value) is not None

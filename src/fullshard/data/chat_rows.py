@@ -48,8 +48,8 @@ from fullshard.data.chat import (
 )
 from fullshard.data.dataset import IGNORED, DatasetFacts, PreparedData
 from fullshard.data.order import Indices
-from fullshard.data.records import Files, Kind, Span, files_at
-from fullshard.data.text import Source, cache_root, load_tokens, save_tokens, written
+from fullshard.data.records import FileKind, Files, Span, files_at
+from fullshard.data.text import Corpus, cache_root, load_tokens, save_tokens, written
 from fullshard.data.tokenize import Shard, TokenSettings, digest, shards, tokenize
 from fullshard.data.tokenizer import settings_of, words_of
 from fullshard.engine.hugging_face import num_ids
@@ -219,7 +219,7 @@ def chat_values(
         yield values
 
 
-def chat_source(path: Path | None) -> Source:
+def chat_source(path: Path | None) -> Corpus:
     """Files of conversations; None: questions about Python's library, and their docstrings.
 
     Raises:
@@ -228,14 +228,14 @@ def chat_source(path: Path | None) -> Source:
     if path is None:
         files = written("questions", ".jsonl", [question_answers()])
         origin = "docstrings of Python's library (ship with Python)"
-        return Source(Files(files[0], files, Kind.JSONL), 1.0, "", origin, texts=_texts)
+        return Corpus(Files(files[0], files, FileKind.JSONL), 1.0, "", origin, texts=_texts)
     files = files_at(path)
-    if files.kind in (Kind.TEXT, Kind.ARRAY):
+    if files.kind in (FileKind.TEXT, FileKind.ARRAY):
         raise DataError(
             f"data.path: expected chat data (JSONL, JSON, parquet, a datasets folder), got "
             f"{files.kind} in '{path}'. Use `fullshard train` for plain text."
         )
-    return Source(files, 1.0, "", files.origin, texts=_texts)
+    return Corpus(files, 1.0, "", files.origin, texts=_texts)
 
 
 def _texts(shard: Shard, _column: str) -> Iterator[str]:
@@ -243,7 +243,7 @@ def _texts(shard: Shard, _column: str) -> Iterator[str]:
 
 
 def make_chat_dataset(
-    source: Source,
+    source: Corpus,
     settings: ChatSettings,
     tokenizer: PreTrainedTokenizerBase,
     notes: Sequence[str] = (),

@@ -30,7 +30,7 @@ from fullshard.data.arrays import tokens_in
 from fullshard.errors import DataError, untrusted
 
 
-class Kind(StrEnum):
+class FileKind(StrEnum):
     """Kinds of data files."""
 
     TEXT = "text"
@@ -42,12 +42,12 @@ class Kind(StrEnum):
 
 
 SUFFIXES = {
-    ".jsonl": Kind.JSONL,
-    ".ndjson": Kind.JSONL,
-    ".json": Kind.JSON,
-    ".parquet": Kind.PARQUET,
-    ".bin": Kind.ARRAY,
-    ".npy": Kind.ARRAY,
+    ".jsonl": FileKind.JSONL,
+    ".ndjson": FileKind.JSONL,
+    ".json": FileKind.JSON,
+    ".parquet": FileKind.PARQUET,
+    ".bin": FileKind.ARRAY,
+    ".npy": FileKind.ARRAY,
 }
 TABLES = (".csv", ".tsv")
 PACKED = {
@@ -75,7 +75,7 @@ class Span:
     """
 
     file: Path
-    kind: Kind
+    kind: FileKind
     start: int
     stop: int
     size: int
@@ -102,7 +102,7 @@ class Record:
 
     def __str__(self) -> str:
         """Its place, for messages: `chat.jsonl:12`."""
-        if self.span.kind is not Kind.JSONL:
+        if self.span.kind is not FileKind.JSONL:
             return f"{self.span.file}, record {self.number}"
         return f"{self.span.file}:{_line(self.span.file, self.span.start) + self.number}"
 
@@ -119,7 +119,7 @@ class Files:
 
     path: Path
     files: tuple[Path, ...]
-    kind: Kind
+    kind: FileKind
 
     @property
     def origin(self) -> str:
@@ -139,7 +139,7 @@ def files_at(path: Path) -> Files:
     """
     try:
         if any((path / mark).is_file() for mark in DATASETS_MARKS):
-            return Files(path, (path,), Kind.DATASETS)
+            return Files(path, (path,), FileKind.DATASETS)
         named = [path]
         if glob.has_magic(str(path)) and not path.exists():
             named = sorted({*_matching(Path(path.anchor), path.relative_to(path.anchor).parts)})
@@ -158,7 +158,7 @@ def files_at(path: Path) -> Files:
             f"data.path: expected text, JSONL or parquet, got the table '{table}'. Write its rows "
             "as JSONL, or rename it to .txt to train on its lines as they are."
         )
-    examples = {SUFFIXES.get(file.suffix.lower(), Kind.TEXT): file for file in files}
+    examples = {SUFFIXES.get(file.suffix.lower(), FileKind.TEXT): file for file in files}
     if len(examples) != 1:
         listed = ", ".join(f"{kind} ({examples[kind].name})" for kind in sorted(examples))
         raise DataError(
@@ -265,25 +265,25 @@ def _files_below(folder: Path) -> Iterator[Path]:
             yield from _files_below(entry)
 
 
-def whole(file: Path, kind: Kind, dtype: str | None = None) -> Span:
+def whole(file: Path, kind: FileKind, dtype: str | None = None) -> Span:
     """The span of a full file; `dtype` is data.dtype, for arrays."""
     with _reading(file):
-        if kind is Kind.JSON:
+        if kind is FileKind.JSON:
             with file.open("rb") as opened:
                 start = opened.read(PIECE).removeprefix(codecs.BOM_UTF8).lstrip()
-            kind = Kind.JSON if start.startswith(b"[") else Kind.JSONL
+            kind = FileKind.JSON if start.startswith(b"[") else FileKind.JSONL
         size = sum(num_bytes for num_bytes, *_ in identity(file))
         match kind:
-            case Kind.TEXT | Kind.JSONL:
+            case FileKind.TEXT | FileKind.JSONL:
                 stop = size
-            case Kind.ARRAY:
+            case FileKind.ARRAY:
                 stop = tokens_in(file, dtype).count
-            case Kind.JSON:
+            case FileKind.JSON:
                 stop = len(_read_list(file))
-            case Kind.PARQUET:
+            case FileKind.PARQUET:
                 with open_parquet(file) as reader:
                     stop = reader.metadata.num_rows
-            case Kind.DATASETS:
+            case FileKind.DATASETS:
                 stop = len(_open_datasets(file))
     return Span(file, kind, 0, stop, size)
 
@@ -306,12 +306,12 @@ def read_records(span: Span, columns: Sequence[str] | None = None) -> Iterator[R
     """
     with _reading(span.file):
         match span.kind:
-            case Kind.JSONL:
+            case FileKind.JSONL:
                 yield from _read_jsonl(span)
                 return
-            case Kind.PARQUET:
+            case FileKind.PARQUET:
                 values = _read_parquet(span, columns)
-            case Kind.DATASETS:
+            case FileKind.DATASETS:
                 found = _open_datasets(span.file)
                 found = found.select_columns(_among(found.column_names, columns))
                 values = found.select(range(span.start, span.stop))
@@ -477,7 +477,7 @@ def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _read_list(file: Path) -> list[Any]:
-    content = "".join(read_text(whole(file, Kind.TEXT)))
+    content = "".join(read_text(whole(file, FileKind.TEXT)))
     try:
         return _parsed(content, file)
     except json.JSONDecodeError as error:

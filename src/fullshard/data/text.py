@@ -45,8 +45,8 @@ from fullshard.data.dataset import (
 )
 from fullshard.data.order import ENDLESS, Indices, apportioned
 from fullshard.data.records import (
+    FileKind,
     Files,
-    Kind,
     Span,
     check_column,
     files_at,
@@ -93,7 +93,7 @@ EMBEDDED = "the language reference in pydoc_data (ships with Python)"
 
 
 @dataclass(frozen=True)
-class Source:
+class Corpus:
     """A source of data, one of several in a mixture.
 
     Attributes:
@@ -115,7 +115,7 @@ class Source:
     @classmethod
     def at(
         cls, path: Path | None, weight: float = 1.0, text_column: str = "text", key: str = "data"
-    ) -> Source:
+    ) -> Corpus:
         """The source at a path; None: the text that ships with Python.
 
         Raises:
@@ -125,7 +125,7 @@ class Source:
             return cls(_embedded(), weight, text_column, EMBEDDED)
         with under(key):
             files = files_at(path)
-            for file in files.files if files.kind is Kind.PARQUET else ():
+            for file in files.files if files.kind is FileKind.PARQUET else ():
                 check_column(file, text_column)
         return cls(files, weight, text_column, files.origin, key)
 
@@ -229,7 +229,7 @@ def _linked(tokens: TokenFile, folder: Path, root: Path) -> TokenFile:
 
 
 def make_dataset(
-    sources: Sequence[Source], settings: DatasetSettings, tokenizer: PreTrainedTokenizerBase | None
+    sources: Sequence[Corpus], settings: DatasetSettings, tokenizer: PreTrainedTokenizerBase | None
 ) -> Dataset:
     """Splits and tokenizes sources, and fits the baseline if requested.
 
@@ -290,7 +290,7 @@ def _separator(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def _training_rows(
-    sources: Sequence[Source],
+    sources: Sequence[Corpus],
     made: Sequence[list[TokenFile] | Parts],
     settings: DatasetSettings,
     tokenizer: PreTrainedTokenizerBase,
@@ -327,7 +327,7 @@ def _training_rows(
 # ---- held out -----------------------------------------------------------------------------------
 
 
-def _split(source: Source, settings: DatasetSettings) -> tuple[list[Span], list[Span]]:
+def _split(source: Corpus, settings: DatasetSettings) -> tuple[list[Span], list[Span]]:
     with under(source.key):
         train, rest = split(source.files.spans(settings.data.dtype), settings)
         if not train:
@@ -360,9 +360,9 @@ def _cut(span: Span, place: int, *, first: bool) -> int:
     if place == 0 and not first:
         return 0
     match span.kind:
-        case Kind.TEXT:
+        case FileKind.TEXT:
             return line_start(span.file, place, within=LINE_BYTES)
-        case Kind.JSONL:
+        case FileKind.JSONL:
             return line_start(span.file, place) or (next_line(span.file, 0) if first else 0)
         case _:
             return max(place, int(first))
@@ -389,7 +389,7 @@ def _temporary() -> tempfile.TemporaryDirectory[str]:
 
 
 def _tokens(
-    source: Source,
+    source: Corpus,
     parts: tuple[list[Span], list[Span]],
     settings: DatasetSettings,
     tokenizer: PreTrainedTokenizerBase,
@@ -420,7 +420,7 @@ def _tokens(
 
 def _arrays(files: Files, dtype: str | None, vocab_size: int) -> dict[Path, TokenFile]:
     """The existing tokens of each file, if the files are arrays."""
-    found = {file: tokens_in(file, dtype) for file in files.files if files.kind is Kind.ARRAY}
+    found = {file: tokens_in(file, dtype) for file in files.files if files.kind is FileKind.ARRAY}
     for file, array in found.items():
         if np.iinfo(array.dtype).max < vocab_size - 1:
             raise DataError(
@@ -432,16 +432,16 @@ def _arrays(files: Files, dtype: str | None, vocab_size: int) -> dict[Path, Toke
 
 
 def new_tokenizer(
-    sources: Sequence[Source],
+    sources: Sequence[Corpus],
     parts: Sequence[Sequence[Span]],
     vocab_size: int,
     notes: list[str],
 ) -> PreTrainedTokenizerBase:
     """Trains a tokenizer on at most `TRAINING_BYTES`; for arrays alone it shows numbers."""
-    if all(source.files.kind is Kind.ARRAY for source in sources):
+    if all(source.files.kind is FileKind.ARRAY for source in sources):
         notes.append("no tokenizer is named: tokens are shown as their numbers")
         return numbers_tokenizer(vocab_size)
-    array = next((one for one in sources if one.files.kind is Kind.ARRAY), None)
+    array = next((one for one in sources if one.files.kind is FileKind.ARRAY), None)
     if array is not None:
         raise DataError(
             f"data.tokenizer: expected the tokenizer that made '{array.files.path}', since text is "
@@ -455,7 +455,7 @@ def new_tokenizer(
     return _trained(found[::every], vocab_size)
 
 
-def _trained(found: Sequence[tuple[Source, Shard]], vocab_size: int) -> PreTrainedTokenizerBase:
+def _trained(found: Sequence[tuple[Corpus, Shard]], vocab_size: int) -> PreTrainedTokenizerBase:
     """A tokenizer trained on some parts, from the cache or now; read from its files in both cases.
 
     Both must be the same, because tokens are cached under the checksum of the tokenizer.
@@ -485,7 +485,7 @@ def _placed(folder: Path, *, damaged: bool) -> Iterator[Path]:
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def _texts(found: Sequence[tuple[Source, Shard]]) -> Iterator[str]:
+def _texts(found: Sequence[tuple[Corpus, Shard]]) -> Iterator[str]:
     size = sum(shard.num_bytes for _, shard in found)
     if size > SHARD_BYTES:
         logger.info("data: a tokenizer is trained on %s MiB", f"{size / 2**20:,.0f}")
@@ -500,7 +500,7 @@ def _texts(found: Sequence[tuple[Source, Shard]]) -> Iterator[str]:
 
 
 def _mixture(
-    sources: Sequence[Source], sizes: Sequence[int], buffer: int
+    sources: Sequence[Corpus], sizes: Sequence[int], buffer: int
 ) -> tuple[tuple[int, int], ...]:
     """(sequences, places in an epoch or in the buffer) of each source; see `SampleOrder.mixture`.
 
@@ -518,9 +518,10 @@ def _mixture(
     return tuple(zip([ENDLESS] * len(sizes) if buffer else sizes, places, strict=True))
 
 
-def _said(sources: Sequence[Source], mixture: tuple[tuple[int, int], ...]) -> Iterator[str]:
+def _said(sources: Sequence[Corpus], mixture: tuple[tuple[int, int], ...]) -> Iterator[str]:
     for source in sources:
-        if source.text_column != "text" and (kind := source.files.kind) in (Kind.TEXT, Kind.ARRAY):
+        kind = source.files.kind
+        if source.text_column != "text" and kind in (FileKind.TEXT, FileKind.ARRAY):
             yield f"text_column has no effect on {source.origin}, which is {kind}, not records"
     for source, (size, places) in zip(sources, mixture, strict=False):
         told = f"{places:,} of an epoch's sequences, {places / size:.2f} passes over the source"
@@ -552,7 +553,7 @@ def _embedded() -> Files:
     from pydoc_data.topics import topics
 
     files = written("topics", ".txt", [topics[name] for name in sorted(topics) if topics[name]])
-    return Files(files[0].parent, files, Kind.TEXT)
+    return Files(files[0].parent, files, FileKind.TEXT)
 
 
 def written(name: str, suffix: str, texts: Sequence[str]) -> tuple[Path, ...]:

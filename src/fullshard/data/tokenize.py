@@ -44,7 +44,7 @@ from fullshard.config.values import nearest
 from fullshard.data.arrays import Rows, TokenFile, checksum_of, map_tokens
 from fullshard.data.order import ENDLESS, permuted
 from fullshard.data.records import (
-    Kind,
+    FileKind,
     Record,
     Span,
     identity,
@@ -134,7 +134,7 @@ def shards(spans: Iterable[Span], arrays: Mapping[Path, TokenFile]) -> list[Shar
     held: list[Span] = []
     size = 0
     for part in (part for span in spans for part in _parts(span)):
-        if part.kind is Kind.ARRAY:
+        if part.kind is FileKind.ARRAY:
             found.append(Shard((part,), arrays[part.file].part(part.start, part.stop)))
             continue
         held.append(part)
@@ -153,13 +153,13 @@ def _parts(span: Span) -> Iterator[Span]:
 def _cuts(span: Span) -> Iterable[int]:
     """Places at which a span may be divided into shards."""
     match span.kind:
-        case Kind.TEXT | Kind.JSONL:
-            limit = SHARD_BYTES // 2 if span.kind is Kind.TEXT else None
+        case FileKind.TEXT | FileKind.JSONL:
+            limit = SHARD_BYTES // 2 if span.kind is FileKind.TEXT else None
             places = range(span.start + SHARD_BYTES, span.stop, SHARD_BYTES)
             return (line_start(span.file, place, within=limit) for place in places)
-        case Kind.PARQUET:  # only full row groups can be decoded
+        case FileKind.PARQUET:  # only full row groups can be decoded
             return [row for row in row_groups(span.file) if span.start < row < span.stop]
-        case Kind.DATASETS | Kind.ARRAY:
+        case FileKind.DATASETS | FileKind.ARRAY:
             count = max(1, span.size // SHARD_BYTES)
             return np.linspace(span.start, span.stop, count + 1)[1:-1].astype(int).tolist()
         case _:
@@ -344,7 +344,7 @@ def pieces(shard: Shard, text_column: str) -> Iterator[str | None]:
         DataError: A record has no text; names its place.
     """
     for span in shard.spans:
-        if span.kind is Kind.TEXT:
+        if span.kind is FileKind.TEXT:
             text = ""
             for text in read_text(span):
                 yield text

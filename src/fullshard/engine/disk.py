@@ -44,7 +44,7 @@ PUNCH_HOLE = 3  # a mode of fallocate, which keeps the file's size
 
 
 @dataclass(frozen=True)
-class Place:
+class Extent:
     """Where the bytes of a tensor are."""
 
     descriptor: int
@@ -96,14 +96,14 @@ class Room:
         self._address = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
         self.used = 0
 
-    def take(self, like: torch.Tensor, place: Place) -> torch.Tensor:
+    def take(self, like: torch.Tensor, place: Extent) -> torch.Tensor:
         """Room for a tensor, as far from the start of a page as on disk."""
         at = self.used + place.offset % PAGE
         self.used = _rounded(at + place.nbytes)
         flat = torch.frombuffer(self._memory, dtype=like.dtype, count=like.numel(), offset=at)
         return flat.view(like.shape)
 
-    def read(self, like: torch.Tensor, place: Place) -> torch.Tensor:
+    def read(self, like: torch.Tensor, place: Extent) -> torch.Tensor:
         """Reads whole pages into new room; returns the tensor in it."""
         at, taken = self.used, self.take(like, place)
         first = place.offset - place.offset % PAGE
@@ -112,7 +112,7 @@ class Room:
             at, first = at + done, first + done
         return taken
 
-    def write(self, to: torch.Tensor, place: Place, taken: torch.Tensor) -> None:
+    def write(self, to: torch.Tensor, place: Extent, taken: torch.Tensor) -> None:
         """Writes a tensor that has taken room: whole pages directly, others through the mapping."""
         stop = place.offset + place.nbytes
         first, last = _rounded(place.offset), stop - stop % PAGE
@@ -186,13 +186,13 @@ class Disk:
                 "distillation's teacher: output_dir), and start anew."
             ) from error
 
-    def place_of(self, tensor: torch.Tensor) -> Place | None:
+    def place_of(self, tensor: torch.Tensor) -> Extent | None:
         """Where a tensor is; None if it is in memory."""
         if tensor.device.type == "cpu":
             at = tensor.data_ptr()
             for file in self._files:
                 if file.address <= at < file.address + file.nbytes and file.alive.alive:
-                    return Place(file.descriptor, at - file.address, tensor.nbytes)
+                    return Extent(file.descriptor, at - file.address, tensor.nbytes)
         return None
 
     # ---- one read, and one write or change, at a time, on any thread

@@ -14,8 +14,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from fullshard.config.schema import ShardConfig
-from fullshard.config.values import Transport as TransportKind
-from fullshard.config.values import WrapKind
+from fullshard.config.values import TransportKind, WrapKind
 from fullshard.engine._torch_compat import plain, storage_key
 from fullshard.engine.attributes import ModuleTensors, tensors_in
 from fullshard.engine.axes import one_place
@@ -48,7 +47,7 @@ Recut = Callable[[Mapping[str, nn.Parameter], Iterable[Slice]], dict[str, torch.
 
 
 @dataclass(frozen=True)
-class Given:
+class ShardInputs:
     """Further inputs of `shard_model`.
 
     Attributes:
@@ -68,7 +67,7 @@ class Given:
     recut: Recut | None = None
 
 
-NOTHING = Given()
+NOTHING = ShardInputs()
 
 
 def shard_model(
@@ -76,7 +75,7 @@ def shard_model(
     config: ShardConfig,
     topology: Topology,
     recorder: Recorder,
-    given: Given = NOTHING,
+    given: ShardInputs = NOTHING,
 ) -> Engine:
     """Shards a model in place over the default process group.
 

@@ -84,19 +84,19 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None) 
 
     def read() -> dict[str, Any]:
         with untrusted(f"'{path}'", "a tree of arrays that orbax wrote"):
-            return loading.load_open(_Tree.at(path), engine, model, optimizer)
+            return loading.load_open(_OrbaxTree.at(path), engine, model, optimizer)
 
     return engine.agree(read)
 
 
 @dataclass(frozen=True)
-class _Tree(Checkpoint):
+class _OrbaxTree(Checkpoint):
     """A tree as a checkpoint of a model alone."""
 
     arrays: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     @classmethod
-    def at(cls, folder: Path) -> _Tree:
+    def at(cls, folder: Path) -> _OrbaxTree:
         found = open_arrays(folder)[0]
         own = {n.removeprefix("params."): a for n, a in found.items() if n.startswith("params.")}
         arrays = {key_of(Kind.MODEL, name): array for name, array in (own or found).items()}

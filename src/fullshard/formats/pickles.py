@@ -23,7 +23,7 @@ from fullshard.config.regular_files import open_regular, read_regular
 from fullshard.errors import CheckpointError, untrusted
 
 
-class Record:
+class Foreign:
     """A stand-in for another tool's object: its constructor arguments and attributes."""
 
     def __init__(self, *arguments: Any) -> None:
@@ -74,7 +74,7 @@ _PARTS = (
 )
 
 
-class _Attribute(Record):
+class _Attribute(Foreign):
     """Resolves the attributes that a pickle reads from a class: nested classes, enum members."""
 
 
@@ -89,7 +89,7 @@ def _stand_in(name: str, base: type) -> tuple[Any, str]:
 
 
 _ALLOWED: list[tuple[Any, str]] = [
-    _stand_in(f"{module}.{name}", Record)
+    _stand_in(f"{module}.{name}", Foreign)
     for module, names in _RECORDS.items()
     for name in names.split()
 ]
@@ -176,7 +176,7 @@ class _NamedOnly(pickle.Unpickler):
 
     def __init__(self, file: io.BytesIO, records: Collection[str], plain: Collection[str]) -> None:
         super().__init__(file)
-        self._records = {name: type(name.rpartition(".")[2], (Record,), {}) for name in records}
+        self._records = {name: type(name.rpartition(".")[2], (Foreign,), {}) for name in records}
         self._plain = plain
 
     def find_class(self, module: str, name: str) -> Any:
@@ -194,7 +194,7 @@ def read_listed(path: Path, records: Collection[str], plain: Collection[str]) ->
 
     Args:
         path: Path of the file.
-        records: Names of classes and functions that become stand-ins (`Record`).
+        records: Names of classes and functions that become stand-ins (`Foreign`).
         plain: Immutable values and C classes.
 
     Raises:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from fullshard.checkpoint.commit import Place, failure, put_in_place
+from fullshard.checkpoint.commit import Paths, failure, put_in_place
 from fullshard.checkpoint.files import sync_folder
 from fullshard.checkpoint.format import SAVING
 from fullshard.errors import CheckpointError, untrusted
@@ -155,7 +155,7 @@ def whole_or_nothing(folder: Path, token: str | None = None) -> Generator[Path]:
         CheckpointError: The file system refused.
     """
     folder = Path(realpath(folder))  # links stay
-    place = Place(folder, token or f"{os.getpid():x}")
+    place = Paths(folder, token or f"{os.getpid():x}")
     try:
         for left in {place.aside, *(() if token else _of_dead_processes(folder))}:
             shutil.rmtree(left, ignore_errors=True)  # left by a kill
@@ -190,7 +190,7 @@ def _of_dead_processes(folder: Path) -> Generator[Path]:
 CHUNK = 1 << 22  # elements compared at a time, to bound the memory of wider copies
 
 
-class Verdict(StrEnum):
+class Match(StrEnum):
     """How two tensors of one name compare."""
 
     SAME = "same"
@@ -213,7 +213,7 @@ class Row:
     """
 
     name: str
-    verdict: Verdict
+    verdict: Match
     max_abs: float | None = None
     about: str = ""
 
@@ -225,7 +225,7 @@ def compare(a: Source, b: Source) -> Iterator[Row]:
     if one is not None and other is not None:
         yield from _pairs(_states(one), _states(other), {})
     elif (one is not None or other is not None) and a.what == b.what == CHECKPOINT:
-        yield Row("optimizer", Verdict.ONLY_B if one is None else Verdict.ONLY_A)
+        yield Row("optimizer", Match.ONLY_B if one is None else Match.ONLY_A)
 
 
 def _pairs(
@@ -233,22 +233,22 @@ def _pairs(
 ) -> Iterator[Row]:
     for name, entry in a.items():
         other = b.get(name) or b.get(tied.get(name, name))
-        yield Row(name, Verdict.ONLY_A) if other is None else _compared(name, entry, other)
+        yield Row(name, Match.ONLY_A) if other is None else _compared(name, entry, other)
     for name in b:
         if name not in a and tied.get(name) not in a:
-            yield Row(name, Verdict.ONLY_B)
+            yield Row(name, Match.ONLY_B)
 
 
 def _compared(name: str, a: Entry, b: Entry) -> Row:
     if a.shape != b.shape:
-        return Row(name, Verdict.SHAPE, None, f"{a.shape} and {b.shape}")
+        return Row(name, Match.SHAPE, None, f"{a.shape} and {b.shape}")
     one, other = a.read(), b.read()
     worst = _max_abs(one, other)
     if one.dtype is other.dtype:
-        return Row(name, Verdict.DIFFERENT if worst > 0 else Verdict.SAME, worst)
+        return Row(name, Match.DIFFERENT if worst > 0 else Match.SAME, worst)
     narrow = min(one.dtype, other.dtype, key=lambda dtype: dtype.itemsize)
     rounded = _max_abs(one.to(narrow), other.to(narrow)) == 0
-    verdict = Verdict.ROUNDED if rounded else Verdict.DIFFERENT
+    verdict = Match.ROUNDED if rounded else Match.DIFFERENT
     return Row(name, verdict, worst, f"{one.dtype} and {other.dtype}")
 
 

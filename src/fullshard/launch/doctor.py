@@ -65,7 +65,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Diagnosis:
+class DoctorReport:
     """All facts and findings."""
 
     machine: dict[str, Any]
@@ -112,7 +112,7 @@ def anonymous(text: str) -> str:
     return text
 
 
-def examine(output_dir: Path, num_ranks: int | None = None) -> Diagnosis:
+def examine(output_dir: Path, num_ranks: int | None = None) -> DoctorReport:
     """Runs all checks; starts local ranks, which takes some seconds.
 
     Args:
@@ -133,7 +133,7 @@ def examine(output_dir: Path, num_ranks: int | None = None) -> Diagnosis:
         *_of_system(),
         talk,
     )
-    return Diagnosis(machine, versions, memory, variables, ranks, findings)
+    return DoctorReport(machine, versions, memory, variables, ranks, findings)
 
 
 # ---- facts

@@ -40,7 +40,7 @@ from fullshard.launch.exit_codes import (
 )
 from fullshard.launch.failure import LaunchFolder, RankFailure
 from fullshard.observe.hang import watchdog
-from fullshard.observe.hang.judge import Verdict
+from fullshard.observe.hang.judge import Culprit
 
 STACKS_SIGNAL = signal.SIGUSR2  # SIGUSR1 is what schedulers send as a warning
 
@@ -174,7 +174,7 @@ def _watch(launch: LaunchEnvironment, folder: LaunchFolder) -> None:
     if dog is None:
         return
 
-    def report(verdict: Verdict) -> None:
+    def report(verdict: Culprit) -> None:
         text = f"{verdict.message}\nThe stacks of all ranks: {dog.hang_file}"
         failure = RankFailure(verdict.rank, "HangError", text, ExitCode.HANG, "", time.monotonic())
         with contextlib.suppress(OSError):

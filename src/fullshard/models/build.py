@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import fullshard as fs
-from fullshard.checkpoint.commit import Place
+from fullshard.checkpoint.commit import Paths
 from fullshard.config.schema import LoraConfig, RunConfig, ShardConfig
 from fullshard.config.values import DistillLoss, DType
 from fullshard.data.tokenizer import load_tokenizer
@@ -331,7 +331,7 @@ def save_model(
         source = merged(source, adapters.lora)
     # config.json names the dtype of the weights, in which readers load them.
     shell = cast("PreTrainedModel", build_on_meta(config, next(model.parameters()).dtype))
-    aside = Place(folder, IN_RUN).aside
+    aside = Paths(folder, IN_RUN).aside
     with ExitStack() as writing:
 
         def begin() -> None:

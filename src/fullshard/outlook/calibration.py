@@ -179,7 +179,7 @@ class _Ranks:
 
 
 @dataclass
-class _File:
+class _CalibrationFile:
     """The members of a calibration file that are read."""
 
     schema_version: Literal[1]
@@ -220,7 +220,7 @@ def read_calibration(path: Path) -> Calibration:
         ConfigError: The file cannot be read, has another version, or has a wrong value.
     """
     try:
-        values = TypeAdapter(_File).validate_json(read_regular(path))
+        values = TypeAdapter(_CalibrationFile).validate_json(read_regular(path))
     except OSError as error:
         got = error.strerror or str(error)
         problem = Problem("", "a file of fullshard bench calibrate", got, AGAIN, str(path))

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
-from fullshard.config.values import GradSync, Transport
+from fullshard.config.values import GradSync, TransportKind
 from fullshard.outlook.calibration import Calibration, Ceilings
 from fullshard.outlook.speed import Times, traffic
 from fullshard.outlook.workload import Workload
@@ -201,8 +201,8 @@ class _Measured:
         # Share of messages' processor time without an idle core: each rank has a message thread.
         self._contended = min(1.0, max(0.0, (2 * ranks - cores) / ranks))
         self._transport = plan.transport.value
-        if plan.transport is Transport.AUTO:
-            self._transport = Transport.DIRECT.value
+        if plan.transport is TransportKind.AUTO:
+            self._transport = TransportKind.DIRECT.value
 
     def play(self, events: Sequence[Event]) -> Timeline:
         """Plays a micro-batch; units without events compute at its end."""
@@ -283,7 +283,7 @@ class _Measured:
 
     def _is_sent(self, unit: UnitPlan) -> bool:
         """Whether a reduction runs beside the rank's work; in a shared home it does not."""
-        return unit.mesh.shard > 1 and self._plan.transport is not Transport.SHARED
+        return unit.mesh.shard > 1 and self._plan.transport is not TransportKind.SHARED
 
     def _gather(self, unit: UnitPlan) -> Cost:
         gathered = [group for group in unit.groups if group.slot is not None]

@@ -17,7 +17,7 @@ from itertools import product
 from typing import Any
 
 from fullshard.config.sharding import Offload, ShardConfig
-from fullshard.config.values import DType, Home, Recompute, RecomputeKind, Strategy
+from fullshard.config.values import DType, HomeKind, Recompute, RecomputeKind, Strategy
 from fullshard.errors import ConfigError, WillNotFitError, WrapError
 from fullshard.outlook.memory import DEFAULT_STORAGE, Fit, Storage, peak_memory
 from fullshard.outlook.predict import Machine, Outlook, PlannedStep, look
@@ -39,7 +39,7 @@ RECOMPUTES = (Recompute(RecomputeKind.NONE), Recompute(RecomputeKind.BLOCK))
 HYBRID = (Strategy.HYBRID_SHARD, Strategy.HYBRID_SHARD_ZERO2)
 FLAT = (Strategy.FULL_SHARD, Strategy.SHARD_GRAD_OP, Strategy.NO_SHARD)
 
-ON_HOST = Offload(parameters=Home.CPU, gradients=Home.CPU, optimizer=Home.CPU)
+ON_HOST = Offload(parameters=HomeKind.CPU, gradients=HomeKind.CPU, optimizer=HomeKind.CPU)
 
 PlanOf = Callable[[ShardConfig], Plan]
 PlanAt = Callable[[ShardConfig, Topology], Plan]

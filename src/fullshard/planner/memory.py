@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fullshard.config.values import DType, GradSync, Reduction, Transport
+from fullshard.config.values import DType, GradSync, ReductionKind, TransportKind
 from fullshard.planner.events import EventKind
 from fullshard.planner.layout import ALIGNMENT, Bounds, owned_numels
 from fullshard.planner.optimizers import OptimizerStates, owned_tensors
@@ -245,27 +245,27 @@ class _Pool:
 
 
 def _received(
-    groups: Sequence[GroupPlan], transport: Transport, reduction: Reduction
+    groups: Sequence[GroupPlan], transport: TransportKind, reduction: ReductionKind
 ) -> list[_Buffer]:
     """The receive buffers of one unit's reduction."""
     found: list[_Buffer] = []
     for group in (group for group in groups if group.trainable and group.layout.num_parts > 1):
         parts, dtype = group.layout.num_parts, group.dtypes.reduce
-        if transport is Transport.DIRECT:
+        if transport is TransportKind.DIRECT:
             found += [(dtype, group.layout.part_numel)] * (parts - 1)
-        elif transport is not Transport.SHARED and reduction.is_ordered(ITEMSIZE[dtype], parts):
+        elif transport is not TransportKind.SHARED and reduction.is_ordered(ITEMSIZE[dtype], parts):
             found.append((dtype, group.layout.numel))  # other sums are received in gradient slots
     return found
 
 
 def _exchanged(
-    group: GroupPlan, transport: Transport, reduction: Reduction, replicate: int
+    group: GroupPlan, transport: TransportKind, reduction: ReductionKind, replicate: int
 ) -> tuple[list[_Buffer], list[_Buffer]] | None:
     """What the largest replica's chunk is received from the others in, and added up in."""
     if replicate == 1:
         return None
     dtype, numel = group.dtypes.accumulate, group.layout.part_numel
-    if transport in (Transport.DIRECT, Transport.SHARED):
+    if transport in (TransportKind.DIRECT, TransportKind.SHARED):
         chunk = dtype, ALIGNMENT * -(-(numel // ALIGNMENT) // replicate)
         return [chunk] * (replicate - 1), [chunk]
     ordered = reduction.is_ordered(ITEMSIZE[dtype], replicate)

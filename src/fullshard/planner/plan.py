@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from fullshard.config.schema import ShardConfig
-from fullshard.config.values import GradSync, Home, Reduction, Strategy, Transport
+from fullshard.config.values import GradSync, HomeKind, ReductionKind, Strategy, TransportKind
 from fullshard.errors import ConfigError, WrapError
 from fullshard.planner.events import Event
 from fullshard.planner.layout import Slice
@@ -78,14 +78,16 @@ class Plan(PlanDocument):
     depths: Depths
     events: tuple[Event, ...]
     memory: tuple[MemoryRow, ...]
-    transport: Transport
+    transport: TransportKind
     buffer_bytes: int
     grad_sync: GradSync = GradSync.EVERY_MICRO_BATCH
     recompute: tuple[str, ...] = ()
     homes: Homes = DEFAULT_HOMES
     optimizer: OptimizerStates = ADAMW
     saved_buffer_bytes: int = 0
-    reduction: Reduction = field(default=Reduction.NATIVE, metadata={"omitted": Reduction.NATIVE})
+    reduction: ReductionKind = field(
+        default=ReductionKind.NATIVE, metadata={"omitted": ReductionKind.NATIVE}
+    )
 
     def trained_by(self, optimizer: OptimizerStates) -> Plan:
         """Returns the plan with another optimizer."""
@@ -317,13 +319,13 @@ def _rows_of(config: ShardConfig, names: Sequence[str]) -> dict[str, StrategyRow
     return rows
 
 
-_PLACES = {None: Place.DEVICE, Home.CPU: Place.HOST, Home.NVME: Place.DISK}
+_PLACES = {None: Place.DEVICE, HomeKind.CPU: Place.HOST, HomeKind.NVME: Place.DISK}
 
 
 def _homes(config: ShardConfig, *, trains: bool) -> Homes:
     """Where state is stored. torch's optimizers need all three kinds in one place."""
     if config.offload is None:
-        shared = config.transport is Transport.SHARED
+        shared = config.transport is TransportKind.SHARED
         return Homes(parameters=Place.SHARED) if shared else Homes()
     kinds = (config.offload.parameters, config.offload.gradients, config.offload.optimizer)
     if None not in kinds:

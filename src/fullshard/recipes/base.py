@@ -55,7 +55,7 @@ from fullshard.data.dataset import (
     load_facts,
 )
 from fullshard.data.order import Indices, SampleOrder, evaluation_samples
-from fullshard.data.text import Dataset, DatasetSettings, Source, make_dataset, new_tokenizer
+from fullshard.data.text import Corpus, Dataset, DatasetSettings, make_dataset, new_tokenizer
 from fullshard.data.worker import Request, Worker
 from fullshard.errors import ConfigError, DataError, EngineError
 from fullshard.recipes.registry import Command
@@ -424,10 +424,10 @@ def make_data(
     settings = DatasetSettings(training.max_seq_length, vocab_size, data, training.seed)
     column = data.text_column
     sources = [
-        Source.at(Path(one.path), one.weight, one.text_column or column, f"data.mixture.{number}")
+        Corpus.at(Path(one.path), one.weight, one.text_column or column, f"data.mixture.{number}")
         for number, one in enumerate(data.mixture)
     ]
-    return make_dataset(sources or [Source.at(path, text_column=column)], settings, tokenizer)
+    return make_dataset(sources or [Corpus.at(path, text_column=column)], settings, tokenizer)
 
 
 def _check_streaming(config: RunConfig, command: Command, *, is_chat: bool) -> None:

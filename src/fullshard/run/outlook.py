@@ -15,7 +15,7 @@ import fullshard as fs
 from fullshard.config import host_memory
 from fullshard.config.environment import cache_folder, read_launch_environment
 from fullshard.config.schema import RunConfig, ShardConfig, TrainingConfig
-from fullshard.config.values import Backend, IntervalStrategy, Strategy, Transport
+from fullshard.config.values import Backend, IntervalStrategy, Strategy, TransportKind
 from fullshard.engine.axes import LocalModel, has_experts, one_place, rules_of
 from fullshard.engine.hugging_face import build_on_meta
 from fullshard.errors import ConfigError, OutOfMemoryError, ran_out_of_memory
@@ -159,15 +159,15 @@ def transport_here(config: ShardConfig, topology: Topology) -> ShardConfig:
     Decides like `resolve_transport`, but before there are ranks. Ranks of a host are neighbours.
     """
     kind = config.transport
-    if topology.world_size == 1 and kind is not Transport.FAKE:
-        kind = Transport.DIRECT
-    elif kind is Transport.AUTO and torch.cuda.is_available():
-        kind = Transport.C10D
-    elif kind is Transport.AUTO:
+    if topology.world_size == 1 and kind is not TransportKind.FAKE:
+        kind = TransportKind.DIRECT
+    elif kind is TransportKind.AUTO and torch.cuda.is_available():
+        kind = TransportKind.C10D
+    elif kind is TransportKind.AUTO:
         mesh = mesh_of(config, topology)
         together = topology.ranks_per_host % (mesh.shard * mesh.inner) == 0
         shares = mesh.shard > 1 and together
-        kind = Transport.SHARED if shares and Host.here() is not None else Transport.DIRECT
+        kind = TransportKind.SHARED if shares and Host.here() is not None else TransportKind.DIRECT
     return config.model_copy(update={"transport": kind})
 
 
@@ -430,7 +430,7 @@ def _ways(
     """
     local, world = topology.ranks_per_host, topology.world_size
     sizes = sharding.tensor, sharding.expert, sharding.context, sharding.shard, sharding.replicate
-    is_free = job.optimizer.owned is None and sharding.transport is not Transport.SHARED
+    is_free = job.optimizer.owned is None and sharding.transport is not TransportKind.SHARED
     is_given = not sharding.model_fields_set.isdisjoint(AXES)
     if is_given or sizes != (1, 1, 1, None, None) or not is_free:
         return []

@@ -342,7 +342,7 @@ class Home:
 
 
 @dataclass
-class Phase:
+class ComparedPhase:
     """What a model's ranks compare. See [Note: places].
 
     Attributes:
@@ -375,7 +375,7 @@ class Transport(ABC):
         self.axes, self.rank = axes, axes.rank
         self.scratch = Scratch()
         self.home = Home()
-        self.phase = Phase()
+        self.phase = ComparedPhase()
 
     @abstractmethod
     def fetch(self, fulls: Sequence[torch.Tensor], unit: str = "") -> Fetch:

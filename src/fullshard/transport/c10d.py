@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fullshard.config.values import Reduction as ReductionKind
+from fullshard.config.values import ReductionKind
 from fullshard.planner.slots import Ring
 from fullshard.planner.units import UnitPlan
 from fullshard.transport._torch_compat import (

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from fullshard.config.environment import read_launch_environment
 from fullshard.config.schema import ShardConfig
-from fullshard.config.values import Transport as TransportKind
+from fullshard.config.values import TransportKind
 from fullshard.errors import ConfigError
 from fullshard.planner.mesh import Mesh, Topology, order_of
 from fullshard.transport._torch_compat import is_gloo, new_group_of

@@ -27,7 +27,7 @@ from torch import nn
 import fullshard as fs
 from fullshard.config.schema import RunConfig, ShardConfig
 from fullshard.config.supported import check_supported
-from fullshard.config.values import Backend, DType, Transport, WrapKind
+from fullshard.config.values import Backend, DType, TransportKind, WrapKind
 from fullshard.engine.hugging_face import build_on_meta
 from fullshard.errors import ConfigError, FullshardError
 from fullshard.launch.local_call import call_on_ranks
@@ -57,8 +57,8 @@ from fullshard.verify.compare import (
     Diagnosis,
     Job,
     Pass,
-    Row,
     Sides,
+    WorstRow,
     diagnose,
     rows_of,
     write_batches,
@@ -129,7 +129,7 @@ class Verdict:
         time_s: Seconds that both sides took.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[WorstRow, ...]
     diagnosis: Diagnosis | None
     time_s: float
 
@@ -148,7 +148,7 @@ def prepare(config: RunConfig, fault: Fault | None) -> PreparedCheck:
         from fullshard.verify import xla
 
         return xla.prepare(config, fault)
-    if config.sharding.transport is Transport.FAKE:
+    if config.sharding.transport is TransportKind.FAKE:
         raise ConfigError("transport: expected a real one, got 'fake', which moves nothing.")
     check_supported(config.sharding.without("context"))  # the rest of it does not matter here
     notes: list[str] = []
@@ -357,7 +357,7 @@ def judge(job: Job, folder: Path, began: float) -> Verdict:
         folder: Folder with the results.
         began: Time of the start, from time.perf_counter().
     """
-    rows: list[Row] = []
+    rows: list[WorstRow] = []
     diagnosis = None
     for choice in job.passes:
         sides = Sides(folder, job, choice)

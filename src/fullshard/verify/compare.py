@@ -206,7 +206,7 @@ class Difference:
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class WorstRow:
     """The worst error of one kind.
 
     Attributes:
@@ -374,7 +374,7 @@ class Sides:
         return share * max(sizes, default=1.0)
 
 
-def rows_of(sides: Sides, differences: list[Difference]) -> list[Row]:
+def rows_of(sides: Sides, differences: list[Difference]) -> list[WorstRow]:
     """The worst error of each kind; a kind without any value counts as unequal."""
     rows = []
     last = sides.job.num_steps
@@ -385,7 +385,7 @@ def rows_of(sides: Sides, differences: list[Difference]) -> list[Row]:
             default=Difference(kind, 0, None, "nothing", math.inf),
         )
         choice = sides.choice
-        rows.append(Row(kind, choice.name, worst.error, choice.tolerance, worst.where()))
+        rows.append(WorstRow(kind, choice.name, worst.error, choice.tolerance, worst.where()))
     return rows
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from fullshard.config.schema import ShardConfig
-from fullshard.config.values import Choice, Transport
+from fullshard.config.values import Choice, TransportKind
 from fullshard.engine.engine import engine_of
 from fullshard.engine.unit import Unit
 from fullshard.errors import ConfigError
@@ -63,13 +63,13 @@ class Injection:
         """
         if self.fault not in NEEDS_GATHERS:
             return asked
-        if asked.transport is Transport.SHARED:
+        if asked.transport is TransportKind.SHARED:
             raise ConfigError(
                 "--inject: expected a transport that gathers for a fault of gathered weights; got "
                 "sharding.transport='shared'. Leave it out, or use direct."
             )
-        auto = asked.transport is Transport.AUTO and device.type == "cpu"
-        return ShardConfig.of(asked, transport=Transport.DIRECT) if auto else asked
+        auto = asked.transport is TransportKind.AUTO and device.type == "cpu"
+        return ShardConfig.of(asked, transport=TransportKind.DIRECT) if auto else asked
 
     def loaded(self, model: nn.Module) -> None:
         """Called after the full weights are loaded, before the model is sharded."""

@@ -58,7 +58,7 @@ def run_pass(folder: Path, job: dict[str, Any], settings: dict[str, Any]) -> Non
         job: Numbers of the job.
         settings: Dtypes of this pass.
     """
-    training = _Training(folder, job, settings)
+    training = _ReferenceTraining(folder, job, settings)
     for step in range(job["num_steps"]):
         training.step(step)
     training.write_state()
@@ -69,7 +69,7 @@ def run_pass(folder: Path, job: dict[str, Any], settings: dict[str, Any]) -> Non
     (target / "reference.json").write_text(json.dumps(training.numbers))
 
 
-class _Training:
+class _ReferenceTraining:
     """A model, its master weights and the results so far."""
 
     def __init__(self, folder: Path, job: dict[str, Any], settings: dict[str, Any]) -> None:

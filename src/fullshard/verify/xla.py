@@ -129,7 +129,7 @@ def _passes(sharding: ShardConfig, table: ArraysPlan) -> tuple[Pass, ...]:
 Batches = list[dict[str, np.ndarray]]
 
 
-class Seen(NamedTuple):
+class SeenState(NamedTuple):
     """An optimizer's state, and the gradients of its last update."""
 
     gradients: Any
@@ -140,13 +140,13 @@ def seeing(tx: optax.GradientTransformation) -> optax.GradientTransformationExtr
     """The optimizer with its gradients in its state, sharded like their parameters."""
     inner = optax.with_extra_args_support(tx)
 
-    def init(params: Any) -> Seen:
-        return Seen(jax.tree.map(jnp.zeros_like, params), inner.init(params))
+    def init(params: Any) -> SeenState:
+        return SeenState(jax.tree.map(jnp.zeros_like, params), inner.init(params))
 
-    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Seen]:
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, SeenState]:
         found, after = inner.update(updates, state.inner, params, **extra)
         kept = jax.tree.map(lambda update, old: update.astype(old.dtype), updates, state.gradients)
-        return found, Seen(kept, after)
+        return found, SeenState(kept, after)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -231,7 +231,7 @@ def run_pass(folder: Path, job: Job, choice: Pass) -> None:
     place = folder / choice.name / "checkpoint"
     checkpoints.save(place, replace(state, opt_state=state.opt_state.inner), SaveSettings())
     fresh, _ = checkpoints.load(placed, place, tx)
-    seen = Seen(state.opt_state.gradients, fresh.opt_state)
+    seen = SeenState(state.opt_state.gradients, fresh.opt_state)
     again = replace(fresh, opt_state=seen)
     _train(again, step, _batches_of(folder, job, honest=True), [job.num_steps], (job, record))
     record.write(folder / choice.name)

@@ -100,7 +100,7 @@ class Beside(NamedTuple):
     """Further arguments of a loss function; None if absent.
 
     Attributes:
-        given: The arrays of `Given`.
+        given: The arrays of `Fixed`.
         rng: The step's key.
         variables: The state's variables.
     """
@@ -111,7 +111,7 @@ class Beside(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Given:
+class Fixed:
     """Constant arrays that a loss reads, such as a teacher's weights.
 
     Attributes:
@@ -175,7 +175,7 @@ class Step:
     """
 
     def __init__(
-        self, plan: XlaPlan, runs: tuple[Any, Any], num_micro_batches: int, given: Given | None
+        self, plan: XlaPlan, runs: tuple[Any, Any], num_micro_batches: int, given: Fixed | None
     ) -> None:
         self.plan = plan
         self.num_micro_batches = num_micro_batches
@@ -257,7 +257,7 @@ def train_step(  # noqa: PLR0913  (settings by name)
     *,
     max_grad_norm: float | None = None,
     num_micro_batches: int = 1,
-    given: Given | None = None,
+    given: Fixed | None = None,
     compiler_options: Mapping[str, Any] | None = None,
 ) -> Step:
     """Makes the compiled function of one update.
@@ -301,7 +301,7 @@ def train_step(  # noqa: PLR0913  (settings by name)
     return Step(plan, (ran, compiled(update, out_shardings=stored)), num_micro_batches, given)
 
 
-def _seeing(loss_fn: LossFn, given: Given | None) -> Callable[[Tree], LossFn]:
+def _seeing(loss_fn: LossFn, given: Fixed | None) -> Callable[[Tree], LossFn]:
     """The loss as a function of (parameters, batch), with the given arrays bound.
 
     The given arrays outside of blocks are gathered here, once for all micro-batches.
@@ -353,7 +353,7 @@ def _on_devices(plan: XlaPlan, function: Any, in_specs: Any, out_specs: Any) -> 
 
 
 def gradients(
-    plan: XlaPlan, loss_fn: LossFn, num_micro_batches: int, batch: Any, given: Given | None = None
+    plan: XlaPlan, loss_fn: LossFn, num_micro_batches: int, batch: Any, given: Fixed | None = None
 ) -> Any:
     """Makes (parameters, batch, Beside) -> gradients, metrics and variables, over all devices.
 

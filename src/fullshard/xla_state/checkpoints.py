@@ -403,7 +403,7 @@ class _Saved:
 
 
 @dataclass(frozen=True)
-class _Folder:
+class _FolderOfModel:
     """Safetensors files of a Hugging Face folder as a source of ranges.
 
     Experts that are stacked in the model are many tensors in the files; see engine/folder.py.
@@ -463,16 +463,16 @@ class _Orbax:
         return f"folder '{self.path}'"
 
 
-Source = _Saved | _Folder | _Orbax
+Source = _Saved | _FolderOfModel | _Orbax
 
 
 @contextmanager
-def _open_folder(path: Path) -> Generator[_Folder]:
+def _open_folder(path: Path) -> Generator[_FolderOfModel]:
     with ExitStack() as closing:
         names = files_of(path, ONE_FILE, INDEX)
         files = [closing.enter_context(TensorFile.open(path / name)) for name in names]
         of_name = {name: file for file in files for name in file.entries}
-        yield _Folder(path, of_name, FileNames(of_name))
+        yield _FolderOfModel(path, of_name, FileNames(of_name))
 
 
 def _read_arrays(plan: XlaPlan, source: Source, key: Callable[[str], str]) -> Any:

@@ -15,7 +15,7 @@ from fullshard.config.dialects.translate import DIALECTS
 from fullshard.config.explain import text_of
 from fullshard.config.files import parse_text
 from fullshard.config.load import load_config
-from fullshard.config.values import DType, Home, Strategy, WrapKind
+from fullshard.config.values import DType, HomeKind, Strategy, WrapKind
 from fullshard.errors import ConfigError
 
 FOLDER = Path(__file__).parent / "dialects"
@@ -83,13 +83,17 @@ def test_a_strategy_stays_what_it_is(load, prefix, written, strategy):
     ("written", "strategy", "offload"),
     [
         ("full_shard", Strategy.FULL_SHARD, None),
-        ("full_shard auto_wrap offload", Strategy.FULL_SHARD, Home.CPU),
+        ("full_shard auto_wrap offload", Strategy.FULL_SHARD, HomeKind.CPU),
         ("[shard_grad_op, auto_wrap]", Strategy.SHARD_GRAD_OP, None),
         ("no_shard", Strategy.NO_SHARD, None),
         ("hybrid_shard,auto_wrap", Strategy.HYBRID_SHARD, None),
-        ("[hybrid_shard_zero2, offload]", Strategy.HYBRID_SHARD_ZERO2, Home.CPU),
+        ("[hybrid_shard_zero2, offload]", Strategy.HYBRID_SHARD_ZERO2, HomeKind.CPU),
         ("true", Strategy.FULL_SHARD, None),
-        ("{fsdp_sharding_strategy: 2, offload_params: 'true'}", Strategy.SHARD_GRAD_OP, Home.CPU),
+        (
+            "{fsdp_sharding_strategy: 2, offload_params: 'true'}",
+            Strategy.SHARD_GRAD_OP,
+            HomeKind.CPU,
+        ),
     ],
 )
 @pytest.mark.parametrize("form", ["fsdp: {}", "training: {{fsdp: {}}}"])
@@ -182,7 +186,7 @@ def test_what_is_on_nvme_is_there_and_the_rest_on_the_host(load, written, homes,
     for text in ({"zero_optimization": {"stage": 3, **written}}, accelerate):
         offload = load(json.dumps(text)).config.sharding.offload
         found = (offload.parameters, offload.gradients, offload.optimizer)
-        assert found == tuple(Home(word) for word in homes.split())
+        assert found == tuple(HomeKind(word) for word in homes.split())
         assert offload.folder == folder
 
 
@@ -274,7 +278,7 @@ def test_a_recipe_is_laid_over_a_machine_file_and_the_command_line_over_both(loa
     assert (config.model.name_or_path, config.training.learning_rate) == ("x", 1e-4)
     assert (config.training.max_steps, config.launch.num_processes) == (100, 2)
     assert config.sharding.param_dtype is None  # the recipe's bf16: false
-    assert config.sharding.offload.parameters is Home.CPU
+    assert config.sharding.offload.parameters is HomeKind.CPU
     assert resolved.dialects == ("Accelerate", "TrainingArguments")
     notes = {note.key: note for note in resolved.notes}
     assert notes["num_processes"].status is Status.NO_EFFECT
@@ -296,7 +300,7 @@ def test_the_command_line_speaks_hugging_face_too(load):
     assert sharding.param_dtype is DType.FLOAT16
     typed = load(file, "distillation.training.fsdp=hybrid_shard", "fsdp_config.offload_params=yes")
     assert typed.config.strategy is Strategy.HYBRID_SHARD
-    assert typed.config.sharding.offload.parameters is Home.CPU
+    assert typed.config.sharding.offload.parameters is HomeKind.CPU
 
 
 def test_a_typed_file_does_not_replace_what_another_file_says_in_silence(load, tmp_path):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from fullshard.config.schema import ShardConfig
 from fullshard.config.sharding import Offload
-from fullshard.config.values import DType, Home, Recompute, RecomputeKind, Strategy, WrapKind
+from fullshard.config.values import DType, HomeKind, Recompute, RecomputeKind, Strategy, WrapKind
 from fullshard.errors import ConfigError
 
 CONTRACT = {
@@ -105,7 +105,7 @@ def test_equal_configurations_are_equal_keys_of_a_dictionary():
 
 
 names = st.lists(st.text(st.sampled_from("abc_*.[]0"), min_size=1), max_size=3).map(tuple)
-homes = st.none() | st.sampled_from(Home)
+homes = st.none() | st.sampled_from(HomeKind)
 configs = st.builds(
     dict,
     strategy=st.sampled_from(Strategy),

@@ -5,9 +5,9 @@ from pathlib import Path
 
 from fullshard.config.environment import read_launch_environment
 from fullshard.observe.hang.judge import (
+    Culprit,
     Position,
     Seen,
-    Verdict,
     awaited,
     fallen_silent,
     judge,
@@ -142,5 +142,5 @@ def test_a_hang_is_told_though_its_report_cannot_be_written():
     dog = Watchdog(read_launch_environment(RANK_0), 1.0, Path("/dev/full"))
     told = []
     dog.on_hang.append(told.append)
-    dog._write(Verdict(0, "rank 0 is stuck"), {0: "its stacks"}, {})
-    assert told == [Verdict(0, "rank 0 is stuck")]
+    dog._write(Culprit(0, "rank 0 is stuck"), {0: "its stacks"}, {})
+    assert told == [Culprit(0, "rank 0 is stuck")]

@@ -5,7 +5,7 @@ from dataclasses import asdict, replace
 import pytest
 
 from fullshard.config.schema import ShardConfig
-from fullshard.config.values import DType, GradSync, Transport
+from fullshard.config.values import DType, GradSync, TransportKind
 from fullshard.outlook.calibration import Calibration, Ceilings, HostOverhead, Table
 from fullshard.outlook.player import step_time
 from fullshard.planner.mesh import Topology
@@ -95,7 +95,7 @@ def test_a_message_on_a_busy_machine_takes_processor_time_from_the_work():
 
 
 def test_a_shared_home_gathers_nothing_and_pulls_where_it_accumulates():
-    plan = plan_of(transport=Transport.SHARED)
+    plan = plan_of(transport=TransportKind.SHARED)
     times = told(plan, calibrated(shared_fetch=1e-9, shared_reduce=FETCH_S, direct_fetch=1.0))
     pulled = sum(FETCH_S * gathered_bytes(plan, unit.index) for unit in plan.units)
     assert times.exposed == 0.0
@@ -104,7 +104,7 @@ def test_a_shared_home_gathers_nothing_and_pulls_where_it_accumulates():
 
 def test_offloaded_weights_are_copied_from_every_rank_of_a_shared_home():
     plan, bare = (
-        plan_of(transport=Transport.SHARED, offload="cpu"),
+        plan_of(transport=TransportKind.SHARED, offload="cpu"),
         calibrated(shared_reduce=NOTHING),
     )
     (measured,) = bare.hosts.values()
@@ -128,7 +128,7 @@ def test_replicas_sum_what_they_hold_whole_beside_the_backward():
     ("grad_sync", "reductions"), [(GradSync.EVERY_MICRO_BATCH, 3), (GradSync.LAST_MICRO_BATCH, 1)]
 )
 def test_micro_batches_reduce_as_often_as_they_are_told(grad_sync, reductions):
-    plan = plan_of(transport=Transport.SHARED, grad_sync=grad_sync)
+    plan = plan_of(transport=TransportKind.SHARED, grad_sync=grad_sync)
     times = told(plan, calibrated(shared_reduce=FETCH_S), accumulation=3)
     pulled = sum(FETCH_S * gathered_bytes(plan, unit.index) for unit in plan.units)
     assert times.step == pytest.approx(3 * 10 * WORK_S + reductions * pulled)

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from fullshard.config.schema import DataConfig, ModelConfig
 from fullshard.data.arrays import Rows, tokens_in
-from fullshard.data.records import Files, Kind, read_records, read_text
-from fullshard.data.text import DatasetSettings, Source, make_dataset, split
+from fullshard.data.records import FileKind, Files, read_records, read_text
+from fullshard.data.text import Corpus, DatasetSettings, make_dataset, split
 from fullshard.data.tokenize import cut, encode
 from fullshard.data.tokenizer import (
     encoder_of,
@@ -40,18 +40,18 @@ def held_out(folder, kind, fraction, *contents):
 @FIXTURES
 @given(st.lists(texts, min_size=1, max_size=8), st.floats(0.0, 0.9))
 def test_running_text_is_cut_once_and_nothing_is_lost(tmp_path, documents, fraction):
-    train, rest = held_out(tmp_path, Kind.TEXT, fraction, *documents)
+    train, rest = held_out(tmp_path, FileKind.TEXT, fraction, *documents)
     assert "".join(train + rest) == "".join(documents)
     assert sum(map(len, rest)) >= fraction * sum(map(len, documents))
 
 
 def test_running_text_is_cut_at_a_line_end(tmp_path):
-    parts = held_out(tmp_path, Kind.TEXT, 0.3, "one\ntwo\nthree\nfour\n")
+    parts = held_out(tmp_path, FileKind.TEXT, 0.3, "one\ntwo\nthree\nfour\n")
     assert parts == [["one\ntwo\n"], ["three\nfour\n"]]
 
 
 def test_running_text_without_lines_is_cut_between_characters(tmp_path):
-    train, rest = held_out(tmp_path, Kind.TEXT, 0.5, "\u20ac" * 101)
+    train, rest = held_out(tmp_path, FileKind.TEXT, 0.5, "\u20ac" * 101)
     assert train + rest == ["\u20ac" * 50, "\u20ac" * 51]
 
 
@@ -59,18 +59,18 @@ def test_running_text_without_lines_is_cut_between_characters(tmp_path):
 @given(st.integers(2, 60), st.floats(0.01, 0.9))
 def test_records_stay_whole_and_at_least_one_is_on_each_side(tmp_path, count, fraction):
     lines = [f'{{"text": "record {number}"}}\n' for number in range(count)]
-    train, rest = held_out(tmp_path, Kind.JSONL, fraction, "".join(lines))
+    train, rest = held_out(tmp_path, FileKind.JSONL, fraction, "".join(lines))
     assert ("".join(train) + "".join(rest)).splitlines(keepends=True) == lines
     assert "".join(train).endswith("\n")
     assert rest
 
 
 def test_no_fraction_holds_nothing_out(tmp_path):
-    assert held_out(tmp_path, Kind.JSONL, 0.0, "1\n", "2\n") == [["1\n", "2\n"], []]
+    assert held_out(tmp_path, FileKind.JSONL, 0.0, "1\n", "2\n") == [["1\n", "2\n"], []]
 
 
 def test_a_single_record_is_trained_on(tmp_path):
-    assert held_out(tmp_path, Kind.JSONL, 0.1, '{"text": "a"}') == [['{"text": "a"}'], []]
+    assert held_out(tmp_path, FileKind.JSONL, 0.1, '{"text": "a"}') == [['{"text": "a"}'], []]
 
 
 def test_sequences_are_the_stream_of_all_files_and_the_rest_is_dropped(tmp_path):
@@ -94,7 +94,7 @@ def test_too_few_tokens_for_one_sequence_says_how_many_there_are(
     (tmp_path / "a.txt").write_text(seeded_text(12 if fraction else 2))
     settings = DatasetSettings(100, 300, DataConfig(validation_fraction=fraction))
     with pytest.raises(DataError, match=f"at least {what}"):
-        make_dataset([Source.at(tmp_path / "a.txt")], settings, None)
+        make_dataset([Corpus.at(tmp_path / "a.txt")], settings, None)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_text_is_read_in_pieces_and_a_character_is_never_cut(tmp_path, monkeypat
     monkeypatch.setattr("fullshard.data.records.PIECE", 7)
     text = "\ufeffgr\u00fc\u00dfe \u20ac\n" * 9 + "\U0001f600" * 9
     (tmp_path / "a.txt").write_text(text)
-    (span,) = Files(tmp_path, (tmp_path / "a.txt",), Kind.TEXT).spans()
+    (span,) = Files(tmp_path, (tmp_path / "a.txt",), FileKind.TEXT).spans()
     assert "".join(read_text(span)) == text[1:]
     middle = text[:30].encode()
     assert "".join(read_text(span.part(len(middle), span.stop))) == text[30:]
@@ -147,7 +147,7 @@ def test_text_is_read_in_pieces_and_a_character_is_never_cut(tmp_path, monkeypat
 def test_lines_of_a_span_are_those_that_begin_in_it(tmp_path):
     lines = [f"{number}\n" for number in range(30)]
     (tmp_path / "a.jsonl").write_text("".join(lines))
-    (span,) = Files(tmp_path, (tmp_path / "a.jsonl",), Kind.JSONL).spans()
+    (span,) = Files(tmp_path, (tmp_path / "a.jsonl",), FileKind.JSONL).spans()
     found = [r.value for at in range(0, 80, 8) for r in read_records(span.part(at, at + 8))]
     assert len(found) >= 30
     place = sum(map(len, lines[:12]))

@@ -202,7 +202,7 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Culprit:
     """The rank that causes a hang, and why."""
 
     rank: int
@@ -251,7 +251,7 @@ def _stream(model: int, step: int, kind: str) -> str:
 # ---- what is wrong
 
 
-def judge(seen: Mapping[int, Seen], timeout_s: float, world_size: int = 0) -> Verdict | None:
+def judge(seen: Mapping[int, Seen], timeout_s: float, world_size: int = 0) -> Culprit | None:
     """Returns the first problem that it finds, or None.
 
     If a rank waits for longer than `timeout_s`, ranks that were never seen are named: they stopped
@@ -275,12 +275,12 @@ def judge(seen: Mapping[int, Seen], timeout_s: float, world_size: int = 0) -> Ve
     return _verdict(expected, silent or busy or over, here)
 
 
-def _verdict(expected: str, named: Sequence[Seen], all_: Sequence[Seen]) -> Verdict:
+def _verdict(expected: str, named: Sequence[Seen], all_: Sequence[Seen]) -> Culprit:
     culprits = "; ".join(f"rank {one.position.rank} {one.words}" for one in named)
     rest = [one for one in all_ if one not in named and not one.position.ended]
     groups = Counter(one.position.words for one in rest)
     others = "".join(f"; {_others_at(rest, words, alone=len(groups) == 1)}" for words in groups)
-    return Verdict(named[0].position.rank, f"run: expected {expected}, but {culprits}{others}.")
+    return Culprit(named[0].position.rank, f"run: expected {expected}, but {culprits}{others}.")
 
 
 def _others_at(rest: Sequence[Seen], words: str, *, alone: bool) -> str:
@@ -294,7 +294,7 @@ def _others_at(rest: Sequence[Seen], words: str, *, alone: bool) -> str:
     return f"{who} {'wait' if verb == 'waits' else 'are'} {place}"
 
 
-def _different_streams(here: Sequence[Seen]) -> Verdict | None:
+def _different_streams(here: Sequence[Seen]) -> Culprit | None:
     for key in sorted({key for one in here for key in one.position.streams}):
         lists = {
             one.position.rank: one.position.streams[key]
@@ -310,7 +310,7 @@ def _different_streams(here: Sequence[Seen]) -> Verdict | None:
         _, step, kind = key.split("/")
         fellows = [other for other in at if at[other] == usual and other != rank]
         who = "the others" if len(fellows) > 1 else f"rank {fellows[0]}"
-        return Verdict(
+        return Culprit(
             rank,
             f"run: expected all ranks to issue the same collectives, but in backward "
             f"{int(step) + 1} or its forward rank {rank} issues {kind} of {at[rank]} as its "
@@ -337,12 +337,12 @@ def _name_at(stream: Sequence[str | int], place: int) -> str:
     return str(stream[place - int(stream[0]) + 1])
 
 
-def left_early(seen: Mapping[int, Seen], waiting: Position) -> Verdict | None:
+def left_early(seen: Mapping[int, Seen], waiting: Position) -> Culprit | None:
     """Returns a verdict if a rank has ended while another still waits for it."""
     left = [one.position for one in seen.values() if one.position.ended]
     if not left:
         return None
-    return Verdict(
+    return Culprit(
         left[0].rank,
         f"run: expected all ranks to end together, but rank {left[0].rank} has ended "
         f"(step {left[0].step}) while rank {waiting.rank} waits in {waiting.doing}, "
@@ -350,27 +350,27 @@ def left_early(seen: Mapping[int, Seen], waiting: Position) -> Verdict | None:
     )
 
 
-def fallen_silent(seen: Iterable[Seen], silent_s: float) -> Verdict | None:
+def fallen_silent(seen: Iterable[Seen], silent_s: float) -> Culprit | None:
     """Names a rank that has been silent for `silent_s`; call it after a failed collective only."""
     silent = [one for one in seen if one.silent_s >= silent_s and not one.position.ended]
     if not silent:
         return None
     rank, place = silent[0].position.rank, silent[0].position.place
-    return Verdict(
+    return Culprit(
         rank,
         f"run: expected every rank to be alive, but rank {rank} no longer answers "
         f"(last seen in {place}). Its own log contains the reason.",
     )
 
 
-def _left_early(here: Sequence[Seen]) -> Verdict | None:
+def _left_early(here: Sequence[Seen]) -> Culprit | None:
     alive = [one for one in here if not one.position.ended]
     if not all(one.position.kind and one.stands_s > SETTLED_S for one in alive) or not alive:
         return None
     return left_early({one.position.rank: one for one in here}, alive[0].position)
 
 
-def _deadlock(here: Sequence[Seen]) -> Verdict | None:
+def _deadlock(here: Sequence[Seen]) -> Culprit | None:
     still = [
         one
         for one in here
@@ -379,7 +379,7 @@ def _deadlock(here: Sequence[Seen]) -> Verdict | None:
     for one, other in combinations(still, 2):
         first, second = one.position, other.position
         if _lacks(first, second) and _lacks(second, first):
-            return Verdict(
+            return Culprit(
                 second.rank,
                 f"run: expected all ranks to issue the same collectives, but rank {second.rank} "
                 f"waits in {second.doing}, step {second.step}, which rank {first.rank} has not "

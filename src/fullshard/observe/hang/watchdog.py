@@ -37,11 +37,11 @@ from fullshard.errors import HangError, PreemptedError
 from fullshard.observe.hang.judge import (
     EXCHANGE,
     SETTLED_S,
+    Culprit,
     Entry,
     EventRing,
     Position,
     Seen,
-    Verdict,
     awaited,
     fallen_silent,
     in_words,
@@ -90,7 +90,7 @@ class Watchdog:
     ) -> None:
         self._launch, self._rank, self._timeout_s = launch, launch.rank, timeout_s
         self.hang_file, self._stacks_file = hang_file, stacks_file
-        self.on_hang: list[Callable[[Verdict], None]] = []
+        self.on_hang: list[Callable[[Culprit], None]] = []
         self._channel: Any = None
         self.sampler = PositionSampler(self._rank, os.getpid())
         self._heard: dict[int, tuple[int, float]] = {}
@@ -122,7 +122,7 @@ class Watchdog:
                 self._publish(replace(last, beat=last.beat + 1, ended=True))
         self._left.set()
 
-    def explain(self, error: BaseException) -> Verdict | None:
+    def explain(self, error: BaseException) -> Culprit | None:
         """Finds the rank that caused an error of a collective or a launcher's SIGTERM.
 
         Call it in the main thread of a process that will end. A preempted rank publishes that it
@@ -158,7 +158,7 @@ class Watchdog:
                 time.sleep(POLL_S / 2)
         if preempted:  # rank 0 may have got the same signal
             return None
-        return Verdict(0, "run: expected rank 0 to be alive, but the store that it serves is gone.")
+        return Culprit(0, "run: expected rank 0 to be alive, but the store that it serves is gone.")
 
     def _frame_of(self, error: BaseException) -> FrameType | None:
         """Frame of an error that another rank may have caused; ignores SIGTERM from then on."""
@@ -182,7 +182,7 @@ class Watchdog:
             self._say(verdict)
             _exit()
 
-    def _say(self, verdict: Verdict) -> None:
+    def _say(self, verdict: Culprit) -> None:
         sys.stderr.write(f"HangError: {verdict.message}\nMore: {self.hang_file}\n")
 
     # ---- the thread
@@ -287,7 +287,7 @@ class Watchdog:
 
     # ---- the end
 
-    def _report(self, verdict: Verdict, seen: dict[int, Seen]) -> None:
+    def _report(self, verdict: Culprit, seen: dict[int, Seen]) -> None:
         """Collects the stacks of all ranks, writes the report and ends."""
         self._channel.add("alarm", _VERDICT)
         texts = {self._rank: stacks()}
@@ -302,7 +302,7 @@ class Watchdog:
             texts[rank] = self._ask_by_signal(seen[rank].position)
         self._end(verdict, texts, seen)
 
-    def _end(self, verdict: Verdict, texts: dict[int, str], seen: dict[int, Seen]) -> None:
+    def _end(self, verdict: Culprit, texts: dict[int, str], seen: dict[int, Seen]) -> None:
         self._write(verdict, texts, seen)
         if self._stacks_file is None:
             self._say(verdict)
@@ -330,7 +330,7 @@ class Watchdog:
         file = self._stacks_file(at.rank)
         return (file.read_text() if file.exists() else "") or "(none: the rank does not answer)\n"
 
-    def _write(self, verdict: Verdict, texts: dict[int, str], seen: dict[int, Seen]) -> None:
+    def _write(self, verdict: Culprit, texts: dict[int, str], seen: dict[int, Seen]) -> None:
         lines = [verdict.message, "", *describe(seen)]
         for rank in sorted(texts):
             lines += ["", f"---- stacks of rank {rank} ----", texts[rank].rstrip()]
@@ -404,7 +404,7 @@ def phase(name: str, step: int = 0, *, limited: bool = True) -> None:
         _current[0].sampler.phase(name, step, limited=limited)
 
 
-def on_hang(call: Callable[[Verdict], None]) -> None:
+def on_hang(call: Callable[[Culprit], None]) -> None:
     """Adds a function that the judging rank calls before all ranks end."""
     if _current:
         _current[0].on_hang.append(call)

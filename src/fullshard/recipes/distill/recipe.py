@@ -22,7 +22,7 @@ from torch import nn
 import fullshard as fs
 from fullshard.config.schema import DistillConfig, ModelConfig, RunConfig, ShardConfig
 from fullshard.config.sharding import Offload
-from fullshard.config.values import DistillLoss, DType, Home
+from fullshard.config.values import DistillLoss, DType, HomeKind
 from fullshard.data.chat import is_chat
 from fullshard.data.dataset import DatasetFacts
 from fullshard.data.order import evaluation_samples
@@ -144,7 +144,7 @@ def teacher_sharding(
     own = ("transport", "forward_prefetch", "wrap", *axes)
     shared = {name: getattr(config.sharding, name) for name in own}
     if settings.teacher_offload is not None:
-        folder = str(run) if settings.teacher_offload is Home.NVME else None
+        folder = str(run) if settings.teacher_offload is HomeKind.NVME else None
         shared["offload"] = Offload(parameters=settings.teacher_offload, folder=folder)
     strategy = settings.teacher_strategy or config.sharding.strategy
     found = ShardConfig.of(shared, strategy=strategy, master_dtype=str(dtype))

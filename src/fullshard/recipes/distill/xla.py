@@ -21,7 +21,7 @@ from fullshard.recipes.distill.recipe import settings_of
 from fullshard.xla.decoder import DecoderConfig, teacher_table
 from fullshard.xla.loss import PROJECTION, Decoder, distillation, next_token
 from fullshard.xla.plan import Tree, XlaPlan
-from fullshard.xla.step import Given, LossFn
+from fullshard.xla.step import Fixed, LossFn
 from fullshard.xla_state import checkpoints
 
 
@@ -53,11 +53,11 @@ class XlaTeaching:
         """The loss of an evaluation: the student's cross-entropy."""
         return next_token(self.student, self.settings.tokens_at_once)
 
-    def given(self) -> Given | None:
+    def given(self) -> Fixed | None:
         """The teacher's arrays; each process reads its devices' bytes. A collective."""
         if self.teacher is None:
             return None
-        return Given(self.teacher.plan, checkpoints.load(self.teacher.plan, self.folder)[0].params)
+        return Fixed(self.teacher.plan, checkpoints.load(self.teacher.plan, self.folder)[0].params)
 
     def beside(self, batch: Batch) -> Batch:
         """The batch with cached logits, if there is a cache."""
