@@ -302,7 +302,7 @@ class Gather:
         fetch.wait()
 
 
-def _moved(call: Callable[..., int], place: Place, piece: memoryview, at: int) -> int:
+def _moved(call: Callable[..., int], place: Extent, piece: memoryview, at: int) -> int:
     """Number of bytes of a file that a call has read or written.
 
     Raises:
