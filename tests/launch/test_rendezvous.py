@@ -129,41 +129,6 @@ def test_ranks_wait_for_rank_0_to_prepare_and_name_what_it_fails_of(how, tmp_pat
         assert "rank 0 is silent for" in (tmp_path / "hang.txt").read_text()
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("launcher", ["srun", "torchrun"])
-def test_a_rank_that_leaves_without_a_word_is_an_error_of_the_others(
-    launcher, tmp_path, monkeypatch
-):
-    """Nobody waits for it any longer: its exit code of 0 would make the launch a success."""
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    if launcher == "torchrun":
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc-per-node=2", "-m", "support.launch_job", "leave_at_the_end"]
-        done = subprocess.run(command, timeout=90, capture_output=True, text=True, cwd=tmp_path)
-        assert done.returncode == 1
-        assert "HangError: run: expected every rank to be alive, but rank 0 is gone" in done.stderr
-        assert "exitcode  : 5" in done.stderr
-        return
-    job = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "support.launch_job", "leave_at_the_end"],
-            env={
-                **os.environ,
-                **job,
-                **dict.fromkeys(["SLURM_PROCID", "SLURM_LOCALID"], str(rank)),
-            },
-            cwd=tmp_path,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    said = [process.communicate(timeout=90)[1] for process in processes]
-    assert [process.returncode for process in processes] == [0, 5], said
-    assert "rank 0" in said[1]
-
-
 def test_tasks_of_srun_without_a_port_are_told_which_variable_is_missing(srun):
     srun(2, SLURM_STEP_NODELIST="gpu[07-08]")
     with pytest.raises(

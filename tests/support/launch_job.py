@@ -132,21 +132,6 @@ def end_in_a_collective(how):
     dist.barrier()
 
 
-def leave_at_the_end():
-    """Rank 0 ends without a word when its work is done; the others end as they should."""
-    from fullshard.launch import rendezvous
-    from fullshard.launch.rank_entry import run_rank
-
-    def main():
-        rendezvous.init_process_group(timeout_s=20)
-        if RANK == 0:
-            time.sleep(1.0)  # its watchdog has said where it is
-            os._exit(0)
-        rendezvous.shutdown()
-
-    run_rank(main)
-
-
 def raise_everywhere():
     """Fail alike on every rank."""
     raise ValueError("all say no")

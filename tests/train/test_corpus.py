@@ -323,7 +323,6 @@ def test_patterns_name_files(tmp_path, monkeypatch):
         (tmp_path / name).write_text(seeded_text(30))
     (tmp_path / ".hidden").mkdir()
     (tmp_path / ".hidden" / "d.txt").write_text("text")
-    (tmp_path / "linked").symlink_to("below")
     monkeypatch.chdir(tmp_path)
     for pattern in ("**/*.txt", "*.txt", "*/b.txt", "**", "[ab]*", ".*/*", "below/*", "*/../a.*"):
         for place in (Path(), tmp_path):
@@ -335,6 +334,12 @@ def test_patterns_name_files(tmp_path, monkeypatch):
             assert list(Corpus.at(place / pattern).files.files) == expected
     with pytest.raises(DataError, match=r"got '.*\*.html', which does not exist"):
         Corpus.at(tmp_path / "*.html")
+    (tmp_path / "below" / "c").mkdir()
+    for link, target in (("linked", "below"), ("below/c/back", "../../below"), ("below/z", "c")):
+        (tmp_path / link).symlink_to(target)
+        with pytest.raises(DataError, match=r"one way to each folder of a '\*\*', got '.*/"):
+            Corpus.at(tmp_path / "**" / "*.txt")
+        (tmp_path / link).unlink()
 
 
 def test_datasets_and_row_groups_are_read_in_parts(tmp_path, tokenizer, monkeypatch):

@@ -144,7 +144,7 @@ def to_number(value: object) -> int | float | None:
     return value
 
 
-_DIGITS = re.compile(r"[-+]?[\d.]+(e\+?\d+)?")
+_DIGITS = re.compile(r"[-+]?\d+(\.\d*)?(e\+?\d+)?")
 _TOO_LARGE = 2**63  # above any count, size or rate; also excludes infinity and NaN
 
 

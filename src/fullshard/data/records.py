@@ -199,15 +199,18 @@ def _files_at(path: Path) -> list[Path]:
     )
 
 
-def _matching(place: Path, parts: Sequence[str]) -> Iterator[Path]:
+def _matching(
+    place: Path, parts: Sequence[str], entered: set[Path] | None = None
+) -> Iterator[Path]:
     """What a pattern matches, as `glob` finds it, which passes over folders that it cannot read.
 
     Args:
         place: A file or folder.
         parts: What follows it in the pattern.
+        entered: Folders that the `**` before it has entered, without links.
 
     Raises:
-        DataError: `**` leads through a link into a folder that contains the link.
+        DataError: `**` enters a folder twice, because a link leads to it.
         OSError: A folder cannot be read.
     """
     if not parts:
@@ -220,26 +223,29 @@ def _matching(place: Path, parts: Sequence[str]) -> Iterator[Path]:
             yield from _matching(place / part, rest)
         return
     if part == "**":
+        entered = _enter(place, set() if entered is None else entered)
         yield from _matching(place, rest)
     for entry in place.iterdir() if place.is_dir() else ():
-        if entry.name.startswith(".") > part.startswith("."):
+        hidden = entry.name.startswith(".") > part.startswith(".")
+        if hidden or entry.name == "lost+found":  # a file system's own, which users may not read
             continue
         if part != "**":
             if fnmatch.fnmatchcase(entry.name, part):
                 yield from _matching(entry, rest)
         elif entry.is_dir():
-            _check_leads_on(entry)
-            yield from _matching(entry, parts)
+            yield from _matching(entry, parts, entered)
         elif not rest:
             yield entry
 
 
-def _check_leads_on(folder: Path) -> None:
-    if folder.is_symlink() and folder.parent.resolve().is_relative_to(folder.resolve()):
+def _enter(folder: Path, entered: set[Path]) -> set[Path]:
+    if (target := folder.resolve()) in entered:
         raise DataError(
-            f"data.path: expected a folder for each '**', got the link '{folder}', which leads "
-            "back to a folder that it is in. Remove it, or write a longer pattern."
+            f"data.path: expected one way to each folder of a '**', got '{folder}', which is "
+            f"'{target}' again. Remove the link, or write a longer pattern."
         )
+    entered.add(target)
+    return entered
 
 
 def _files_below(folder: Path) -> Iterator[Path]:

@@ -38,9 +38,10 @@ FSDP_BIN = "pytorch_model_fsdp.bin"
 # Weights of each format, in the order in which `_open_other` looks for them.
 FORMATS = (ONE_FILE, INDEX), (BIN, BIN_INDEX), (FSDP_BIN,), ("model_world_size_*",), ("latest",)
 FORMATS += (".metadata",), (FSDP_FOLDER,), (orbax.METADATA,)
-WEIGHTS = (".safetensors", ".bin", ".pt", ".distcp")  # suffixes of files with tensors
+WEIGHTS = (".safetensors", ".bin", ".pt", ".distcp", ".ocdbt")  # suffixes of files with tensors
 # Files of a Trainer's checkpoint: its step, and what is not imported.
 TRAINER_STATE, TRAINERS = "trainer_state.json", ("optimizer.pt", "scheduler.pt", "rng_state*.pth")
+NOT_READ = {*TRAINERS, "training_args.bin"}
 # Folders in which tools put config.json and the tokenizer.
 BESIDE = ("", "huggingface", "..")
 
@@ -84,7 +85,13 @@ def _weights_in(path: Path) -> dict[Path, tuple[int, int] | None]:
     """Size and time of each file with tensors, which change when it is written again."""
     inside = (file for depth in ("*", "*/*") for file in path.glob(depth))
     files = [path] if path.is_file() else [file for file in inside if file.suffix in WEIGHTS]
-    return {file: size_and_time(file) for file in files}
+    read = (file for file in files if file.name not in NOT_READ)
+    return {file: size_and_time(file) for file in read if file.parent == path or not _of_step(file)}
+
+
+def _of_step(file: Path) -> bool:
+    """Whether a file is of another checkpoint of a Trainer."""
+    return file.parent.name.startswith("checkpoint-")
 
 
 def _check_stay(known: dict[Path, tuple[int, int] | None]) -> None:

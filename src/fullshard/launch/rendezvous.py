@@ -212,15 +212,10 @@ def free_address(host: str | None) -> str:
 
 
 def shutdown() -> None:
-    """Destroys the process group, if there is one; all ranks must call it at their end.
-
-    They meet there. A rank that has ended without a word (`os._exit(0)`) is an error of the others.
-    """
-    import torch
+    """Destroys the process group, if there is one; all ranks must call it at their end."""
     import torch.distributed as dist
 
     if dist.is_initialized():
-        dist.all_reduce(torch.zeros(1))
         dist.destroy_process_group()
 
 

@@ -195,7 +195,7 @@ class Sampler:
                 raise ConfigError(
                     f"--max-new-tokens: expected at most {self._room(len(rows[0]), most)}, for "
                     f"which the model has positions after the prompt, got {most}."
-                ) from None
+                ) from error
             raise ConfigError(
                 f"expected a model that can generate with its generation_config.json, got "
                 f"{type(model).__name__} ({type(error).__name__}: {error}). "

@@ -163,8 +163,10 @@ def page_of(folders: Sequence[Path], *, live: bool = False) -> str:
         live: The page asks its server for itself again and again.
     """
     runs = [Run.read(folder) for folder in folders]
-    origin, expected = f"RUN_DIR: '{folders[0]}'", "files as a run writes them"
-    with untrusted(origin, expected, ConfigError, "Look at run.json, or name another folder."):
+    names, expected = ", ".join(map(str, folders)), "files as a run writes them"
+    with untrusted(
+        f"RUN_DIR: '{names}'", expected, ConfigError, "Look at run.json, or name another folder."
+    ):
         if len(runs) > 1:
             return render("compare.html.j2", **compared(runs), live=live)
         return render("report.html.j2", **gather(runs[0]), live=live)

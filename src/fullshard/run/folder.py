@@ -4,7 +4,7 @@ runs/train/
   config.yaml        resolved, with origins          plan.json      what the engine ran
   run.json           status, planned, measured       metrics.jsonl  one object a step
   saves.jsonl        how long each save took         metrics.csv    the same as a table
-  samples.jsonl      texts while it trains           hang.txt       of a hang, who waits where
+  samples.jsonl      texts while it trains           logs/hang.txt  of a hang, who waits where
   machine-N.jsonl    use of each machine over time
   data/              tokens that the ranks map       report.html    drawn from the others
   model/             a Hugging Face folder           sample.txt     what the model writes

@@ -13,7 +13,7 @@ import logging
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -277,7 +277,8 @@ def made_folder(checked: CheckedRun, command: Command) -> Iterator[tuple[RunFold
             shutil.rmtree(folder.data, ignore_errors=True)
             aside.rename(folder.data)
             if checked.resume.path is None:  # perhaps of another teacher, or cut in another way
-                shutil.rmtree(folder.path / STUDENT, ignore_errors=True)
+                with suppress(FileNotFoundError):
+                    shutil.rmtree(folder.path / STUDENT)
             (folder.path / ELSEWHERE).unlink(missing_ok=True)
             if elsewhere is not None:
                 write_text(folder.path / ELSEWHERE, f"{place.resolve()}\n")
