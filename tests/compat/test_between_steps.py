@@ -45,25 +45,6 @@ def test_parameters_are_replaced_by_what_was_made_of_shards():
 
 
 @on_ranks(2)
-def test_averages_that_are_swapped_in_for_an_evaluation_are_swapped_out():
-    for wrap in (FSDP, fully_shard):
-        reference, model, x = stack(), wrap(stack()), torch.ones(2, 5)
-        model(x)
-        for net in (reference, model):
-            params = list(net.parameters())
-            averages, before = [p.data * 0.5 for p in params], [p.data for p in params]
-            for param, average in zip(params, averages, strict=True):
-                param.data = average
-            swapped = net(x).detach()
-            for param, own in zip(params, before, strict=True):
-                param.data = own
-            found = (swapped, net(x).detach())
-            if net is reference:
-                wanted = found
-        torch.testing.assert_close(found, wanted)
-
-
-@on_ranks(2)
 def test_changes_while_gradients_wait_are_put_off_or_refused():
     reference, model, frozen = stack(), stack(), stack()
     frozen[0].requires_grad_(False)

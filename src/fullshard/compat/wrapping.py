@@ -25,7 +25,6 @@ such changes (a dtype, another Parameter object, `requires_grad`) through `Engin
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -489,21 +488,9 @@ def put_back_shards(engine: Engine) -> None:
                 moved = address_of(param) != address_of(home) and param.device == home.device
                 if is_alike and moved:
                     engine.home.before_write()
-                    _keep_apart(home)
                     home.copy_(param.detach().reshape(-1))
                     whole = group.plan.layout.num_parts == 1
                     param.data = home.view(shard_shape(member.piece, whole=whole))
-
-
-def _keep_apart(home: torch.Tensor) -> None:
-    """Give what users kept of a shard (`old = p.data`) memory of its own before that is written.
-
-    Outside the guard. A swap of averages puts it back later.
-    """
-    start, stop = home.data_ptr(), home.data_ptr() + home.nbytes
-    for kept in [x for x in gc.get_objects() if type(x) is ShardedTensor]:
-        if start <= kept.data_ptr() < stop:
-            kept.data, kept.alias_of = kept.clone(), None
 
 
 def needs_new_plan(engine: Engine) -> bool:
