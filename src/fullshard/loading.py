@@ -284,6 +284,7 @@ def _fillable(
     others += [group.grads.shown for group in engine.groups if group.grads is not None]
     left_out = [param for param in params.values() if not isinstance(param, ShardedParameter)]
     others += [x for param in left_out for x in (param, param.grad) if x is not None]
+    others = [x for x in others if x.layout is torch.strided]
     users = Counter(map(storage_key, [*others, *(state.local for state in states)]))
     return {state.names: state.local for state in states if users[storage_key(state.local)] == 1}
 

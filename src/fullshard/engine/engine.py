@@ -179,7 +179,7 @@ class Engine:
                 )
                 self._num_trained += group.grads is not None
                 if group.grads is not None and not member.piece.numel:
-                    self.norms.unlisted.add(id(member.param.record))
+                    self.norms.empty.add(id(member.param.record))
                 if member.cut is None and plan.mesh.world_size > 1:
                     refuse_gradients(member.param)
                 for name in names:

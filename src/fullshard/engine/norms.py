@@ -106,7 +106,9 @@ class GradientNorms:
         self.device = device
         self.streams = streams.of(device)  # None: the host reads tensors without waiting
         self.counts: Counter[str] = Counter(dict.fromkeys(Count, 0))
-        self.unlisted: set[int] = set()  # ids of records of empty shards that no optimizer had
+        self.empty: set[int] = set()  # ids of records of empty shards
+        self.listed: set[int] = set()  # of shards in steps since the last sum
+        self.leaves_out = False  # whether steps left out empty shards, perhaps with their groups
         # Parts of each parameter that this rank wrote, by the number of ranks that share a part.
         self.wrote: Parts = defaultdict(dict)
         self.copied: Parts = defaultdict(dict)  # of what it wrote and then copied or gathered
@@ -298,8 +300,11 @@ class GradientNorms:
                 pairs[list(said).index(what)] = (float(wrote), float(not parts))
                 if wrote or what == Count.WRITES:  # tensors are gathered one by one
                     written.clear()
-        if Count.GROUPS in said and self.unlisted:  # it may also leave out groups
-            pairs[list(said).index(Count.GROUPS)] = (math.inf, math.inf)  # equal to all
+        if Count.GROUPS in said:
+            self.leaves_out |= bool(self.listed) and not self.empty <= self.listed
+            self.listed.clear()
+            if self.leaves_out:
+                pairs[list(said).index(Count.GROUPS)] = (math.inf, math.inf)  # equal to all
         head = from_host([1.0, *(x for pair in pairs for x in pair)], values.device)
         vector = torch.cat([head, values.double()])
         self.transport.phase.following = f"a sum ({asked})"

@@ -204,8 +204,8 @@ def _hashes_of(group: dict[str, Any], shards: Sequence[Any], norms: Any) -> dict
     """
     if norms.transport is None:  # shards of compat, before their engine
         return {}
-    if norms.unlisted:
-        norms.unlisted -= {id(p.record) for p in shards}
+    if norms.empty and not norms.leaves_out:
+        norms.listed.update(id(p.record) for p in shards)
     world, found = norms.transport.axes.mesh.world_size, hash_of(settings_in(group))
     ours = (p.record for p in shards if p.record.norms is norms and p.record.cut is None)
     is_everywhere = any(one.copies * len(one.holders) == world for one in ours)

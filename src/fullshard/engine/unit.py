@@ -234,8 +234,10 @@ class Group:
         if self.gathers:
             self.full = self.part = self.full.new_empty(0)
         self.grad_slot, self.cast, self.gaps = None, None, []
-        for member in self.members if self.gathers else ():  # graphs may have used the others
-            member.compute, member.node = nn.Parameter(torch.empty(0)), None
+        for member in self.members:
+            member.target = None
+            if self.gathers:  # graphs may have used the others
+                member.compute, member.node = nn.Parameter(torch.empty(0)), None
 
     def show_in(self, grads: GradientShard) -> None:
         """Make `p.grad` views of these gradients."""
@@ -558,6 +560,7 @@ class Unit:
     def bind(self, rings: Rings, on_gradient: Callable[[Member], None]) -> None:
         """Point the compute parameters at their slot, and hook their gradients."""
         self.on_gradient = on_gradient
+        self.versions.mark(is_open=True)  # tensors that are bound again have their own class
         for group in self.groups:
             group.bind(rings, self.part)
         self.places = [
