@@ -103,7 +103,7 @@ def in_jax(case, shard, folder, batches):
         )
         placed = fx.plan.XlaPlan(table, mesh, jax.tree.structure(other.shapes()))
         teacher = fx.loss.Decoder(other, placed)
-        given = fx.step.Given(placed, fj.load(placed, folder / "teacher").params)
+        given = fx.step.Fixed(placed, fj.load(placed, folder / "teacher").params)
     step = fx.step.train_step(
         plan,
         fx.loss.distillation(student, teacher, settings),
@@ -193,7 +193,7 @@ def compiled(chunk_size, micro_batches=1):
         fx.loss.distillation(fx.loss.Decoder(own, plan), fx.loss.Decoder(other, placed), settings),
         tx,
         num_micro_batches=micro_batches,
-        given=fx.step.Given(placed, shapes),
+        given=fx.step.Fixed(placed, shapes),
     )
     lead = (micro_batches,) if micro_batches > 1 else ()
     ids = jax.ShapeDtypeStruct(
