@@ -2,7 +2,7 @@
 
     a file       <= 700 lines, all of them counted
     a function   <=  60 lines, its docstring and decorators aside
-    a class      <=  25 methods
+    a class      <=  25 methods, and a name that no other class at the top of a file has
 
 The compat facades are exempt from the limits, since their shape is not ours; their code counts.
 "Code" in the totals means lines that hold code: no blank lines, no comments, no docstrings.
@@ -157,10 +157,25 @@ def check_budgets(totals: dict[str, int]) -> list[Finding]:
     ]
 
 
+def check_names(sources: dict[str, str]) -> list[Finding]:
+    """Classes of fullshard whose name another one has; the facades have torch's names."""
+    first: dict[str, str] = {}
+    found = []
+    for path, source in sources.items():
+        for node in ast.parse(source).body:
+            if isinstance(node, ast.ClassDef):
+                where = f"{path}:{node.lineno}"
+                if (other := first.setdefault(node.name, where)) != where:
+                    what = f"{node.name}: expected one class of this name, got another in {other}"
+                    found.append(Finding(path, node.lineno, what))
+    return found
+
+
 def main(root: Path) -> int:
     """Checks every Python file below the folders named in CHECKED; 1 where a limit is broken."""
     totals: dict[str, int] = defaultdict(int)
     found: list[Finding] = []
+    inside: dict[str, str] = {}
     for folder in CHECKED:
         for file in sorted((root / folder).rglob("*.py")):
             path = file.relative_to(root).as_posix()
@@ -168,8 +183,10 @@ def main(root: Path) -> int:
             totals[package_of(path)] += code_lines(source)
             if not path.startswith(EXEMPT):
                 found.extend(check_source(source, path))
+                if folder == "src":
+                    inside[path] = source
     print_totals(totals)
-    for finding in (found := found + check_budgets(totals)):
+    for finding in (found := found + check_names(inside) + check_budgets(totals)):
         print(finding)
     return 1 if found else 0
 

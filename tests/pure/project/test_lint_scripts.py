@@ -69,6 +69,12 @@ def test_code_above_a_budget_is_found_and_tests_do_not_count():
     assert len(check_sizes.check_budgets({"errors": most, "launch": 1})) == 1
 
 
+def test_two_classes_of_one_name_are_found():
+    sources = {"a.py": "class Place: ...\n", "b.py": "\nclass Place: ...\nclass Slot: ...\n"}
+    (found,) = check_sizes.check_names(sources)
+    assert str(found) == "b.py:2: Place: expected one class of this name, got another in a.py:1"
+
+
 CODE = "LIMIT = 3\n\nclass Unit:\n    plan: int\n\n    def gather(self):\n        self.fetch = 1\n"
 
 
