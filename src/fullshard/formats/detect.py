@@ -83,15 +83,11 @@ def open_source(path: Path) -> Generator[Source]:
 
 def _weights_in(path: Path) -> dict[Path, tuple[int, int] | None]:
     """Size and time of each file with tensors, which change when it is written again."""
-    inside = (file for depth in ("*", "*/*") for file in path.glob(depth))
-    files = [path] if path.is_file() else [file for file in inside if file.suffix in WEIGHTS]
-    read = (file for file in files if file.name not in NOT_READ)
-    return {file: size_and_time(file) for file in read if file.parent == path or not _of_step(file)}
-
-
-def _of_step(file: Path) -> bool:
-    """Whether a file is of another checkpoint of a Trainer."""
-    return file.parent.name.startswith("checkpoint-")
+    if path.is_file():
+        return {path: size_and_time(path)}
+    folders = (path, *(one for one in path.iterdir() if not one.name.startswith("checkpoint-")))
+    files = (file for one in folders for file in one.glob("*") if file.suffix in WEIGHTS)
+    return {file: size_and_time(file) for file in files if file.name not in NOT_READ}
 
 
 def _check_stay(known: dict[Path, tuple[int, int] | None]) -> None:
