@@ -149,7 +149,11 @@ def _run(seat: Seat, store: Any, body: Body) -> tuple[str, Any]:
 def _reset_torch() -> None:
     """Give every body the same start: seeds, one thread, default modes."""
     import torch
+    from torch.utils import _device
 
+    # `with torch.device(...)` knows constructors by the list that its first use keeps: a body that
+    # replaces one for a while must not be that first use, or the real one is missing ever after.
+    _device._device_constructors()
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float32)
     torch.set_grad_enabled(True)
