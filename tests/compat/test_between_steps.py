@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fullshard as fs
 from fullshard.compat.fsdp1 import FullyShardedDataParallel as FSDP
-from fullshard.compat.fsdp1 import MixedPrecision, ModuleWrapPolicy
+from fullshard.compat.fsdp1 import MixedPrecision, ModuleWrapPolicy, ShardingStrategy
 from fullshard.compat.fsdp2 import fully_shard
 from fullshard.errors import EngineError, ShardedTensorError
 from support.ranks import on_ranks
@@ -42,6 +42,64 @@ def test_parameters_are_replaced_by_what_was_made_of_shards():
             RuntimeError, match=r"Cannot writeback .* 0.weight .*\(5, 5\).*\(6, 6\)"
         ):
             model(x)
+
+
+def layers():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 7))
+
+
+def exchange(net):
+    """Outputs of a model whose script assigns the data of parameters, again and again."""
+    x, params, found = torch.ones(2, 5), list(net.parameters()), []
+    own, views = [p.data for p in params], [p.detach().view(-1) for p in params]
+    averages = [p.data * 0.5 for p in params]
+    optimizer = torch.optim.SGD(params, 0.1)
+
+    def see(*, step=False):
+        loss = net(x).square().mean()
+        found.append(loss.item())
+        if step:
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    def put(values):
+        for param, value in zip(params, values, strict=True):
+            param.data = value
+
+    for view in views:
+        view.mul_(1.5)
+    see(step=True)
+    for trains in (False, True):
+        put(averages)
+        see(step=trains)
+        see()
+        put(own)
+        see(step=True)
+        for value in own:
+            value.mul_(0.9)
+        see()
+        for value, average in zip(own, averages, strict=True):
+            average.lerp_(value, 0.1)
+    for view in views:  # of parameters, still
+        view.mul_(1.1)
+    see()
+    first, second = params[0], params[2]  # alike
+    first.data, second.data = second.data, first.data
+    see()
+    return found
+
+
+@on_ranks(2)
+def test_data_that_is_swapped_in_and_out_is_that_of_one_process():
+    wanted, model = exchange(layers()), layers()
+    for part in (*model, model):
+        fully_shard(part)
+    wrapped = FSDP(layers(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+    whole = FSDP(layers(), sharding_strategy=ShardingStrategy.NO_SHARD)
+    for net in (model, wrapped, whole):
+        assert exchange(net) == pytest.approx(wanted, rel=1e-5)
 
 
 @on_ranks(2)

@@ -479,18 +479,30 @@ def _early_gather(
 
 
 def put_back_shards(engine: Engine) -> None:
-    """Copies moved shards (`p.data = ...` of the shard's size) back. No collective."""
+    """Copies moved shards (`p.data = ...` of the shard's size) back. No collective.
+
+    Tensors that shared memory with a shard before it was moved (`old = p.data`) keep their values;
+    those that share it now (the value assigned) share the place that it is copied to.
+    """
+    moved: list[tuple[Group, Member, torch.Tensor]] = []
     with no_guard():
         for group in engine.groups:
             for member in [] if group.is_in_place() else group.members:
                 param, home = member.param, member.local(group.master)
                 is_alike = (param.numel(), param.dtype) == (home.numel(), home.dtype)
-                moved = address_of(param) != address_of(home) and param.device == home.device
-                if is_alike and moved:
-                    engine.home.before_write()
-                    home.copy_(param.detach().reshape(-1))
-                    whole = group.plan.layout.num_parts == 1
-                    param.data = home.view(shard_shape(member.piece, whole=whole))
+                is_moved = address_of(param) != address_of(home) and param.device == home.device
+                if is_alike and is_moved:
+                    moved.append((group, member, param.detach().reshape(-1)))
+        homes = [group.master.untyped_storage().data_ptr() for group in engine.groups if moved]
+        values = [x.clone() if x.untyped_storage().data_ptr() in homes else x for *_, x in moved]
+        for (group, member, _), value in zip(moved, values, strict=True):  # two may be swapped
+            param, home = member.param, member.local(group.master)
+            engine.home.before_write()
+            param.record.move_aliases(home, home.clone(), None)
+            home.copy_(value)
+            param.record.move_aliases(value, home, param)
+            whole = group.plan.layout.num_parts == 1
+            param.data = home.view(shard_shape(member.piece, whole=whole))
 
 
 def needs_new_plan(engine: Engine) -> bool:
@@ -528,7 +540,10 @@ def replace_engines(model: nn.Module, shard: Callable[[], Engine]) -> Engine:
         grads: list[Any] = [param.grad for param in _shards(model)]
         kept = [grad if grad is None else grad.to_local().clone() for grad in grads]
     before = [(param, param.record) for param in _shards(model)]
+    aliased = [(p, record, p.to_local()) for p, record in before if record.alive_aliases()]
     engine = shard()
+    for param, record, local in aliased:
+        _follow(param, record, local)
     states = {id(param): state for param, state in WATCHED.states()}
     shown = {id(member.param): member.grad for member in engine.members}
     for (param, record), grad in zip(before, kept, strict=True):
@@ -539,8 +554,16 @@ def replace_engines(model: nn.Module, shard: Callable[[], Engine]) -> Engine:
                     own[key] = param.as_state(recut(state.to_local(), record, piece).clone())
             if grad is not None:
                 _show_gradient(param, shown.get(id(param)), recut(grad, record, piece))
-    del old  # alive until here, because its records gather resharded values
+    del old, aliased  # alive until here, because its records gather resharded values
     return engine
+
+
+def _follow(param: ShardedParameter, record: ShardRecord, before: torch.Tensor) -> None:
+    """Lets tensors that shared memory with a shard share that of the new one, if it is alike."""
+    if param.record.is_cut_like(record):
+        param.record.aliases = record.aliases
+        with no_guard():
+            param.record.move_aliases(before.reshape(-1), param.to_local().reshape(-1), param)
 
 
 def _show_gradient(param: ShardedParameter, shown: Any, local: torch.Tensor) -> None:

@@ -504,6 +504,8 @@ def _replace(func: Any, _name: str, _like: Any, args: Any, _kwargs: dict[str, An
     if not isinstance(gradient, ShardedGradient):
         with no_guard():
             func(gradient, data)  # a parameter: detected at the next forward
+        if isinstance(gradient, ShardedParameter) and type(data) is ShardedTensor:
+            _share(gradient, data)
         return
     if data.dtype is not gradient.dtype or data.shape != gradient.shape:
         raise ShardedTensorError(
@@ -522,6 +524,14 @@ def _replace(func: Any, _name: str, _like: Any, args: Any, _kwargs: dict[str, An
             "p.grad.detach()). Keep p.grad.clone(), or write p.grad = ..."
         )
     gradient.copy_(data)
+
+
+def _share(param: ShardedParameter, data: ShardedTensor) -> None:
+    """Note that both share memory from now on, as in one process."""
+    is_free = data.alias_of is None or data.alias_of is param
+    if is_free and param.record.is_cut_like(data.record):
+        data.record, data.alias_of = param.record, param
+        param.record.add_alias(data)
 
 
 def _is_mask(args: Sequence[Any]) -> bool:
@@ -607,6 +617,8 @@ def _as_shard(result: Any, like: Any, name: str) -> Any:
     if name in ALIASES:
         source = like.alias_of
         shard.alias_of = like if source is None else source  # writes to it are writes to that
+        if kind is ShardedTensor:
+            own.record.add_alias(shard)
     return shard
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -60,6 +61,7 @@ class ShardRecord(Elements):
         states: Allocates optimizer states; None if they are on the device of the parameter.
         compute: Returns the compute parameter if it shares memory with the whole parameter.
         last_write: Number of the last write into it.
+        aliases: Weak references to tensors that share its memory, such as `old = p.data`.
     """
 
     unit: str
@@ -74,6 +76,30 @@ class ShardRecord(Elements):
     states: Residence | None = None
     compute: Callable[[], nn.Parameter] | None = None
     last_write: int = 0
+    aliases: list[weakref.ref[torch.Tensor]] = field(default_factory=list[Any])
+
+    def add_alias(self, alias: torch.Tensor) -> None:
+        """Note a tensor that shares the shard's memory, for as long as it is alive."""
+        self.aliases = [*map(weakref.ref, self.alive_aliases()), weakref.ref(alias)]
+
+    def alive_aliases(self) -> list[Any]:
+        """Tensors that may share the shard's memory."""
+        return [alias for known in self.aliases if (alias := known()) is not None]
+
+    def move_aliases(self, before: torch.Tensor, after: torch.Tensor, of: Any) -> None:
+        """Let tensors that share memory with `before` share that of `after`. Outside the guard.
+
+        Args:
+            before: Contiguous.
+            after: Has as many elements, in the same order; the caller has copied them.
+            of: The shard that has the memory of `after`; None if it has not.
+        """
+        for alias in self.alive_aliases():
+            at = alias.data_ptr() - before.data_ptr()
+            if 0 <= at < before.nbytes and alias.dtype is before.dtype:
+                at = after.storage_offset() + at // before.element_size()
+                alias.data = after.as_strided(alias.shape, alias.stride(), at)
+                alias.record, alias.alias_of = self, of
 
     def __reduce__(self) -> Any:
         return type(None), ()  # a whole parameter may be pickled inside forward
