@@ -1,7 +1,9 @@
 """torch's FSDP2 calls, only imports changed."""
 
 import copy
+import gc
 import warnings
+import weakref
 from unittest.mock import patch
 
 import pytest
@@ -381,3 +383,15 @@ def test_the_next_forward_waits_for_the_optimizers_event():
         assert log[:2] == ["waited", "begins"]
         model(batch)
     assert log.count("waited") == 1
+
+
+@on_ranks(2)
+def test_a_model_that_is_dropped_while_a_unit_is_shown_whole_is_freed():
+    model = build()
+    bottom_up(model)
+    model.unshard()
+    model.layers[0].unshard()
+    weak = weakref.ref(model)
+    del model
+    gc.collect()
+    assert weak() is None

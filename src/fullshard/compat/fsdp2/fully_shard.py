@@ -110,15 +110,15 @@ class FSDPModule(HoldsShards, nn.Module, TorchFSDPModule):
         index = engine.index_of.get(id(self))
         is_busy = any(unit.swapped for unit in engine.units)
         if index is not None and self not in _OPEN and not is_busy:
-            stack = _OPEN[self] = ExitStack()
+            _OPEN[self] = None
+            stack = record_of(self).extra["open"] = ExitStack()
             units = [engine.units[index]]
             stack.enter_context(unsharded(outermost(self), writeback=False, units=units))
         return UnshardHandle() if async_op else None
 
     def reshard(self) -> None:
         """Shows shards again."""
-        if self in _OPEN:
-            _OPEN.pop(self).close()
+        _close(self)
 
     # ---- gradients
 
@@ -291,7 +291,7 @@ class FSDPModule(HoldsShards, nn.Module, TorchFSDPModule):
         return result
 
 
-_OPEN: Any = WeakIdKeyDictionary()  # modules that `unshard` shows whole, with what ends it
+_OPEN: Any = WeakIdKeyDictionary()  # modules that `unshard` shows whole; their record can end it
 
 
 def _refuse(name: str) -> None:
@@ -551,8 +551,13 @@ def _apply_settings(root: nn.Module, engine: Engine) -> None:
 def _close_open(module: nn.Module) -> None:
     """Shows shards everywhere in the model."""
     for inner in outermost(module).modules() if _OPEN else ():
-        if inner in _OPEN:
-            _OPEN.pop(inner).close()
+        _close(inner)
+
+
+def _close(module: nn.Module) -> None:
+    if module in _OPEN:
+        del _OPEN[module]
+        record_of(module).extra.pop("open").close()
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
