@@ -400,3 +400,34 @@ app.main()
 
 def test_a_second_signal_at_the_end_leaves_the_exit_code():
     assert subprocess.run([sys.executable, "-c", SECOND], check=False).returncode == 75
+
+
+LINGERS = """\
+import os, signal, threading, time
+from fullshard.cli import app
+app.run = lambda words: 75
+def linger():
+    time.sleep(1)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(60)
+threading.Thread(target=linger).start()
+app.main()
+"""
+
+
+def test_a_signal_at_the_end_does_not_wait_for_threads():
+    done = subprocess.run([sys.executable, "-c", LINGERS], check=False, timeout=30)
+    assert done.returncode == 75
+
+
+def test_a_misspelt_variable_is_said_once():
+    done = process(*COMMAND, "--version", FULLSHARD_TIMOUT="5", FULLSHARD_LOG_DIR="x")
+    said = "FULLSHARD_TIMOUT has no effect. Did you mean 'FULLSHARD_TIMEOUT'?\n"
+    assert (done.returncode, done.stderr) == (0, said)
+
+
+@pytest.mark.parametrize("name", ["TORCH_LOGS", "TORCH_DISTRIBUTED_DEBUG"])
+def test_a_variable_that_torch_refuses_is_named(name):
+    done = process(*COMMAND, "doctor", **{name: "nope"})
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert done.stderr.startswith(f"ConfigError: {name}: expected a value that torch knows. ")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import copy
 import gc
+import logging
 import os
 import re
 import signal
@@ -25,10 +26,13 @@ from typer.core import TyperGroup
 
 from fullshard.cli.outcome import JSON_HELP, Outcome, error_outcome, quiet_stdout, sink, write_json
 from fullshard.cli.recipe import app_of
+from fullshard.config.environment import unknown_variables
 from fullshard.config.values import did_you_mean
 from fullshard.errors import ConfigError, show_log, write_anything
-from fullshard.launch.exit_codes import SAVE_SIGNALS, ExitCode, left_by
+from fullshard.launch.exit_codes import SAVE_SIGNALS, ExitCode, end_now, left_by
 from fullshard.recipes.registry import Command
+
+logger = logging.getLogger(__name__)
 
 RECIPES = tuple(str(recipe) for recipe in Command if "-" not in recipe)
 COMMANDS = (
@@ -134,10 +138,16 @@ def main() -> None:
     """Run the command line of this process and end it with the command's exit code."""
     _open_streams()
     atexit.register(gc.freeze)  # a process that ends need not look for garbage: a second less
+    atexit.register(_on_save_signals, signal.SIG_IGN)  # Python drops other handlers soon
     code = run(sys.argv[1:])
-    for number in SAVE_SIGNALS:  # a second one would end the process with another code
-        signal.signal(number, signal.SIG_IGN)
+    # A further signal would end the process with another code. Threads may still run.
+    _on_save_signals(lambda *_: end_now(code))
     sys.exit(code)
+
+
+def _on_save_signals(handler: Any) -> None:
+    for number in SAVE_SIGNALS:
+        signal.signal(number, handler)
 
 
 def _open_streams() -> None:
@@ -168,6 +178,8 @@ def run(words: Sequence[str]) -> int:
     as_json = "--json" in own
     words = [*map(_expanded, own), *words[len(own) :]]
     show_log()
+    for told in unknown_variables():
+        logger.warning(told)
     outcome = None
     try:
         with quiet_stdout(as_json) as stdout:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Never
 
 from fullshard.config.problems import ConfigProblems, Problem, show
+from fullshard.config.values import did_you_mean
 
 
 class Launcher(StrEnum):
@@ -173,6 +174,17 @@ def notable_variables() -> dict[str, str]:
         for name, value in sorted(os.environ.items())
         if name.startswith(_NOTABLE) and not name.endswith(("TOKEN", "KEY", "SECRET"))
     }
+
+
+def unknown_variables() -> list[str]:
+    """Variables with our prefix that nothing reads, in words."""
+    fields = [field.name for field in dataclasses.fields(LaunchEnvironment)]
+    known = [OURS + name.upper().removesuffix("_S") for name in fields]
+    return [
+        f"{name} has no effect. {did_you_mean(name, known) or 'It is unknown.'}"
+        for name in sorted(os.environ)
+        if name.startswith(OURS) and name not in known
+    ]
 
 
 def settings_of_accelerate() -> list[str]:

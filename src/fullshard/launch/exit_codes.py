@@ -12,6 +12,7 @@ import os
 import re
 import resource
 import signal
+import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -135,6 +136,14 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
+def end_now(code: int) -> NoReturn:
+    """Ends the process without waiting for its threads."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
+
+
 class ExitCode(IntEnum):
     """Exit code of a process."""
 
@@ -168,16 +177,19 @@ _DISK_IS_FULL = re.compile(
 # In errors of the system, and of torch's store, where a process may open no more files.
 _NO_DESCRIPTOR = ("Too many open files", "Failed to init uv loop")
 
+# Values of variables that torch refuses while it is imported, and their variables.
+_VARIABLES = re.compile(r"Invalid log settings|The value of (TORCH_\w+) must be")
+
 # Errors of the system about the place of a file, which no traceback explains.
 _PLACE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR, errno.ENOTDIR, errno.ELOOP)
 _PLACE += (errno.EEXIST, errno.ENAMETOOLONG)
 
 
 def as_ours(error: BaseException) -> BaseException:
-    """Converts the errors of a full disk and of the limits of a process; returns others as is."""
+    """Converts the errors of a full disk and of what a process was given; returns others as is."""
     if isinstance(error, FullshardError):
         return error
-    ours = error.ours if isinstance(error, Stopped) else _of_limits(error)
+    ours = error.ours if isinstance(error, Stopped) else _of_surroundings(error)
     return error if ours is None else ours.with_traceback(error.__traceback__)
 
 
@@ -185,7 +197,7 @@ def _limit(number: int) -> int:
     return resource.getrlimit(number)[0]
 
 
-def _of_limits(error: BaseException) -> FullshardError | None:
+def _of_surroundings(error: BaseException) -> FullshardError | None:
     last, mapped = traceback.extract_tb(error.__traceback__)[-1:], _limit(resource.RLIMIT_AS)
     starts = not isinstance(error, OSError) or any("fork" in (at.line or "") for at in last)
     if starts and str(error).endswith(("start new thread", "Resource temporarily unavailable")):
@@ -208,6 +220,12 @@ def _of_limits(error: BaseException) -> FullshardError | None:
         return ConfigError(
             f"ulimit -n: expected to open more files than the {most} that a process may, got none "
             f"({error}). Raise that limit."
+        )
+    if variable := _VARIABLES.search(str(error)):
+        said = " ".join(str(error).split("For more")[0].split()).rstrip(".")
+        return ConfigError(
+            f"{variable[1] or 'TORCH_LOGS'}: expected a value that torch knows. {said}. Correct "
+            "the variable, or unset it."
         )
     if not _DISK_IS_FULL.search(str(error)):
         return None

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from fullshard.config.environment import LaunchEnvironment, read_launch_environment
 from fullshard.config.values import Strategy
@@ -34,6 +34,7 @@ from fullshard.launch.exit_codes import (
     ExitCode,
     as_ours,
     die_with_parent,
+    end_now,
     handled,
     left_by,
     raise_stopped,
@@ -87,7 +88,7 @@ def run_rank(
         failure = _explained(failure, as_ours(error), folder)
         _report(failure, folder)
         tell(failure)
-        _end_now(failure.exit_code)
+        end_now(failure.exit_code)
 
 
 def _explained(
@@ -124,13 +125,6 @@ def _report(failure: RankFailure, folder: LaunchFolder | None) -> None:
             out.write(failure.text + "\n")
     with contextlib.suppress(OSError):
         failure.write(folder.failure(failure.rank))
-
-
-def _end_now(code: int) -> NoReturn:
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
-    os._exit(code)
 
 
 def _main() -> None:
