@@ -36,7 +36,7 @@ from fullshard.checkpoint.read import choose, read_tables
 from fullshard.checkpoint.retain import IN_RUN, Found, checkpoints_in, newest_complete
 from fullshard.checkpoint.storage import StorePath, read_file, storage_path
 from fullshard.config.environment import read_launch_environment
-from fullshard.config.files import flatten, is_below
+from fullshard.config.files import File, flatten, is_below, parse_text
 from fullshard.config.load import Resolved, load_config
 from fullshard.config.schema import RunConfig
 from fullshard.config.values import nearest
@@ -55,11 +55,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TEACHER = "teacher"  # key of run.json: the sample of its weights
-SAMPLE_BYTES, WEIGHTS = 4096, ("*.safetensors", "pytorch_model*.bin")
+SAMPLE_BYTES, WEIGHTS = 4096, "*.safetensors"
+# What a sample contains: now; by an older fullshard, which took weights alone, and ones not read.
+_SAMPLED = ((CONFIG,), (), (CONFIG, "pytorch_model*.bin"), ("pytorch_model*.bin",))
 # Keys of a checkpoint's state.
 POSITION, SCALER, PATIENCE = "position", "scaler", "patience"
 # Keys of a model's configuration that change no forward.
 _FREE_KEYS = re.compile(r"(^|\.)_|architectures|dtype|transformers_version|use_cache|_token_id$")
+_ANEW = "Use --resume never, or another output_dir."
 # Sections and keys that must not change when a run resumes.
 SAME = ("data", "model", "teacher", "freeze", "lora", "training.max_seq_length", "training.seed")
 
@@ -238,8 +241,7 @@ def check_saved(resume: Resume, folder: RunFolder) -> None:
 
 def _readable(folder: RunFolder) -> AbstractContextManager[None]:
     """A context for reading values of a record that another program may have written."""
-    advice = "Use --resume never, or another output_dir."
-    return untrusted(folder.record, "the record of a run", ConfigError, advice)
+    return untrusted(folder.record, "the record of a run", ConfigError, _ANEW)
 
 
 def check_same(resolved: Resolved, output_dir: Path, checkpoints: Path) -> None:
@@ -251,11 +253,17 @@ def check_same(resolved: Resolved, output_dir: Path, checkpoints: Path) -> None:
         CheckpointError: There are checkpoints, but none is complete; the run does not start over.
         ConfigError: Data or model changed; names the key.
     """
-    newest_complete(checkpoints)
+    saved = newest_complete(checkpoints)
     folder = RunFolder(output_dir)
-    if not folder.config.is_file():  # the run was killed before it was prepared
-        return
-    before = flatten(load_config(folder.config, []).config.to_dict())
+    source: Path | File = folder.config
+    if not folder.config.is_file():
+        is_own = checkpoints == folder.checkpoints and saved.manifest is not None
+        if not is_own or folder.config.name not in saved.manifest.files:
+            return  # the run was killed before it was prepared
+        copy = saved.files / folder.config.name
+        with untrusted(copy, "the configuration of the run that resumes", advice=_ANEW):
+            source = parse_text(read_file(copy).decode(), str(copy))
+    before = flatten(load_config([source]).config.to_dict())
     now = flatten(resolved.config.to_dict())
     check_teacher(resolved.config, folder)
     changed = [key for key in {**before, **now} if before.get(key) != now.get(key)]
@@ -277,8 +285,8 @@ def check_teacher(config: RunConfig, folder: RunFolder) -> None:
     Ranks call it once they have opened what they learn from.
     """
     known = folder.read_record().get(TEACHER)
-    samples = [sample_of_teacher(config, *more) for more in ((CONFIG,), ())]
-    if known is not None and known not in samples:  # an older fullshard took weights alone
+    samples = [sample_of_teacher(config, *more) for more in _SAMPLED]
+    if known is not None and known not in samples:
         raise ConfigError(
             f"teacher: expected the weights and the config.json (or the distill.cache) from which "
             f"the run in '{folder.path}' learned so far; got others in their place. Bring them "
@@ -295,7 +303,7 @@ def sample_of_teacher(config: RunConfig, *more: str) -> str | None:
     teacher, cache = config.teacher, config.distill and config.distill.cache
     place, kinds = cache, ("cache.json",)
     if not cache:
-        place, kinds = teacher and teacher.name_or_path, (*WEIGHTS, *more)
+        place, kinds = teacher and teacher.name_or_path, (WEIGHTS, *more)
     if place is None:
         return None
     found = xxhash.xxh3_128()

@@ -13,6 +13,7 @@ from transformers import DbrxConfig, LlamaConfig, Mamba2Config
 
 from fullshard.checkpoint.commit import Documents, claim, conclude, join, report
 from fullshard.checkpoint.retain import newest_complete
+from fullshard.config.load import load_config
 from fullshard.config.schema import RunConfig
 from fullshard.config.training import TrainingConfig
 from fullshard.data.arrays import checksum_of
@@ -28,6 +29,7 @@ from fullshard.run.resume import (
     check_checkpoint_dir,
     check_data,
     check_model,
+    check_same,
     find_resume,
     goes_on,
     own_resume,
@@ -174,6 +176,19 @@ def test_a_checkpoint_of_another_run_is_not_resumed_in_place_of_the_own(tmp_path
         check_data(own, trained, steps)
 
 
+def test_a_run_without_its_configuration_has_that_of_its_checkpoint(tmp_path):
+    folder, began = run_folder(tmp_path / "run"), tmp_path / "other"
+    own, other = load_config(None), load_config(None, ["freeze=[lm_head.*]"])
+    checkpoint(folder.checkpoints / "step-00000003", **{"config.yaml": own.to_yaml()})
+    checkpoint(began / "step-00000003", **{"config.yaml": own.to_yaml()})
+    check_same(own, folder.path, folder.checkpoints)
+    check_same(other, folder.path, began)  # of another run, which may have other settings
+    with pytest.raises(ConfigError, match=r"^freeze: expected the value of the run that resumes"):
+        check_same(other, folder.path, folder.checkpoints)
+    checkpoint(folder.checkpoints / "step-00000004")  # saved by an earlier version
+    check_same(other, folder.path, folder.checkpoints)
+
+
 def test_weights_that_would_fit_another_model_or_tokenizer_are_not_taken(tmp_path):
     before = LlamaConfig(hidden_size=64)
     texts = {"config.json": before.to_json_string()}
@@ -291,6 +306,7 @@ def test_a_sample_tells_a_teachers_weights_or_the_cache_that_is_learned_from(tmp
         teacher / "config.json",
         teacher / "model.safetensors",
         teacher / "training_args.bin",
+        teacher / "pytorch_model.bin",  # never read
         cache / "cache.json",
     ):
         file.parent.mkdir(exist_ok=True)
@@ -299,6 +315,7 @@ def test_a_sample_tells_a_teachers_weights_or_the_cache_that_is_learned_from(tmp
     config, cached = RunConfig(**learned), RunConfig(**learned, distill={"cache": str(cache)})
     before = sample_of_teacher(config, "config.json"), sample_of_teacher(cached)
     (teacher / "training_args.bin").write_bytes(b"1")  # no weights
+    (teacher / "pytorch_model.bin").unlink()
     assert (sample_of_teacher(config, "config.json"), sample_of_teacher(cached)) == before
     (teacher / "model.safetensors").write_bytes(b"0" * 8999 + b"1")
     assert sample_of_teacher(config, "config.json") != before[0]
