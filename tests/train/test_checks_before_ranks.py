@@ -41,6 +41,11 @@ CASES = {
     "of another recipe": (["teacher=t"], 2, "applies to `fullshard distill` only"),
     "nothing to resume from": (["--resume", "checkpoints/1"], 7, "which does not exist"),
     "place is taken": (["training.output_dir=."], 2, "other files"),
+    "among its data": (
+        ["data.path=texts", "training.output_dir=texts/runs/a"],
+        2,
+        "training.output_dir: expected a folder outside of data.path, because the next start",
+    ),
 }
 
 
@@ -51,6 +56,8 @@ def test_bad_input_is_said_before_any_rank_starts(
     config = write_config(tmp_path)
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "short.txt").write_text("A few words only.")
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "short.txt").write_text("A few words only.")
     monkeypatch.chdir(tmp_path)
     before = sorted(tmp_path.iterdir())
     words, code, expected = CASES[name]

@@ -129,6 +129,15 @@ def test_a_setting_with_which_jax_cannot_train_is_named(name, value):
     assert f"ConfigError: {name}: expected".encode() in done.stderr
 
 
+def test_a_platform_that_nobody_named_is_not_blamed_on_a_variable():
+    words = "import jax; from fullshard.xla.processes import join; "
+    words += "jax.config.update('jax_platforms', None); "
+    words += "jax.device_count = lambda: 1 / 0; join(0, 1, str)"
+    env = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
+    done = subprocess.run([sys.executable, "-c", words], env=env, capture_output=True, timeout=100)
+    assert b"ConfigError: backend: expected a platform" in done.stderr
+
+
 def test_checks_of_a_users_own_functions_are_off_in_a_run():
     words = "import jax.numpy as np; from fullshard.xla.processes import join; join(0, 1, str); "
     words += "np.ones(2, np.int32) + np.ones((2, 2), np.float32)"

@@ -136,7 +136,27 @@ def check_paths(resolved: Resolved, *, data: bool = True, coming: Path | None = 
         sources = {f"data.mixture.{n}": one.path for n, one in enumerate(config.data.mixture)}
         for key, path in {"data": config.data.path, **sources}.items() if data else ():
             if path is not None:
+                _check_apart(config, f"{key}.path", Path(path))
                 with under(key):
                     files_at(Path(path))
     except (ConfigError, DataError) as error:
         raise resolved.located(error) from error
+
+
+def _check_apart(config: RunConfig, key: str, data: Path) -> None:
+    """Raises ConfigError if the next start would read files of the run as data."""
+    from fullshard.errors import ConfigError
+
+    training = config.training
+    outputs = {"output_dir": training.output_dir or "runs"}
+    for name, output in {**outputs, "checkpoint_dir": training.checkpoint_dir}.items():
+        if not output or "://" in output or not data.is_dir():
+            continue
+        below, folder = Path(output).resolve(), data.resolve()
+        hidden = any(part.startswith(".") for part in below.parts[len(folder.parts) :])
+        if below.is_relative_to(folder) and not hidden:
+            raise ConfigError(
+                f"training.{name}: expected a folder outside of {key}, because the next start "
+                f"would read what is in it as data; got '{output}' in '{data}'. Name another "
+                f"folder, or only the data in {key}, such as '{data / '*.txt'}'."
+            )

@@ -50,7 +50,8 @@ CURE = (
     "One of them left out or added a forward, a backward, a unit's call or a question that spans "
     "all ranks (p.norm(), p.grad.mean()), or raised an error that it caught: all ranks must make "
     "the same calls. Where a rank has no loss, multiply one by zero; let ranks agree on a branch "
-    "(dist.broadcast), or make a recomputed block of which each runs other parts one unit (wrap)."
+    "(dist.broadcast) and on whether gradients pass through frozen units, or make a recomputed "
+    "block of which each runs other parts one unit (wrap)."
 )
 Slots = dict[str, list[torch.Tensor]]  # (numel,) each, by ring
 

@@ -50,8 +50,10 @@ def join(rank: int, world_size: int, publish: Callable[[], str], *, wide: bool =
         # is awaited before the next starts.
         jax.config.update("jax_cpu_enable_async_dispatch", False)
         jax.distributed.initialize(publish(), world_size, rank)
-    expected = "a platform with a device that jax can use here"
-    with untrusted("JAX_PLATFORMS", expected, ConfigError, "Unset it, or name another."):
+    expected, asked = "a platform with a device that jax can use here", jax.config.jax_platforms
+    key = "JAX_PLATFORMS" if asked else "backend"
+    advice = "Unset it, or name another." if asked else "Use backend: torch, or mend jax."
+    with untrusted(key, expected, ConfigError, advice):
         count = jax.device_count()
     if count != world_size:
         raise ConfigError(
