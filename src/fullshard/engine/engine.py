@@ -50,7 +50,7 @@ from fullshard.engine.record import ShardRecord
 from fullshard.engine.replicas import STEPS, check_replicas
 from fullshard.engine.step import Runtime
 from fullshard.engine.streamed import StreamedRuntime
-from fullshard.engine.unit import Group, Member, Swap, Unit, address_of, alive
+from fullshard.engine.unit import Collects, Group, Member, Swap, Unit, address_of, alive
 from fullshard.errors import EngineError, ShardedTensorError, raise_together
 from fullshard.planner.events import Event, EventKind, Recorder, Sync
 from fullshard.planner.mesh import Mesh
@@ -103,6 +103,7 @@ class Engine:
         self.transports = transports
         self.recorder = recorder
         self.unsharded = 0  # open `fs.unsharded` blocks
+        self._most_spilled = 0  # bytes
         self.rank = transport.rank
         params = places_of(model)
         self.device = masters.homes.device
@@ -317,6 +318,11 @@ class Engine:
 
     def _on_spill(self, unit: Unit) -> None:
         self.recorder.record(Event(EventKind.SPILL, unit.plan.index), self.runtime.step)
+        self._most_spilled = max(self._most_spilled, self._spilled_bytes())
+
+    def _spilled_bytes(self) -> int:
+        spills = [group.collected for group in self.groups if group.collects is Collects.SPILL]
+        return sum(buffer.nbytes for buffer in spills if buffer is not None)
 
     def reduce_with(self, hook: Hook) -> None:
         """Make a hook reduce gradients from the next backward on; see `reduce_by`."""
@@ -406,8 +412,8 @@ class Engine:
         """Bytes on this rank by kind: {"now", "peak"}; "total" is the sum.
 
         Kinds: parameter_shards, gradient_shards, shared_weights_to_compute_with, slots,
-        gradient_slots, communication_buffers, deferred_gradients, buffers. Shared memory counts by
-        this rank's part.
+        gradient_slots, communication_buffers, deferred_gradients, spilled_gradients, buffers.
+        Shared memory counts by this rank's part.
         """
         groups, root = self.groups, alive(self._root, "memory_stats")
         fixed = {
@@ -427,6 +433,7 @@ class Engine:
         deferred = sum(kept.nbytes for group in groups for kept in group.deferred)
         peak = max(deferred, self.gradients.peak_deferred_bytes)
         rows["deferred_gradients"] = {"now": deferred, "peak": peak}
+        rows["spilled_gradients"] = {"now": self._spilled_bytes(), "peak": self._most_spilled}
         rows["total"] = {when: sum(row[when] for row in rows.values()) for when in ("now", "peak")}
         return rows
 
