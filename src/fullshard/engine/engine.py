@@ -83,6 +83,7 @@ class Engine:
     """
 
     _looked = -1  # step of the last comparison of replicas
+    _most_spilled = 0  # bytes
 
     def __init__(
         self,
@@ -103,7 +104,6 @@ class Engine:
         self.transports = transports
         self.recorder = recorder
         self.unsharded = 0  # open `fs.unsharded` blocks
-        self._most_spilled = 0  # bytes
         self.rank = transport.rank
         params = places_of(model)
         self.device = masters.homes.device
