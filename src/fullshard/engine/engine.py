@@ -50,7 +50,7 @@ from fullshard.engine.record import ShardRecord
 from fullshard.engine.replicas import STEPS, check_replicas
 from fullshard.engine.step import Runtime
 from fullshard.engine.streamed import StreamedRuntime
-from fullshard.engine.unit import Collects, Group, Member, Swap, Unit, address_of, alive
+from fullshard.engine.unit import Group, Member, Swap, Unit, address_of, alive
 from fullshard.errors import EngineError, ShardedTensorError, raise_together
 from fullshard.planner.events import Event, EventKind, Recorder, Sync
 from fullshard.planner.mesh import Mesh
@@ -318,11 +318,8 @@ class Engine:
 
     def _on_spill(self, unit: Unit) -> None:
         self.recorder.record(Event(EventKind.SPILL, unit.plan.index), self.runtime.step)
-        self._most_spilled = max(self._most_spilled, self._spilled_bytes())
-
-    def _spilled_bytes(self) -> int:
-        spills = [group.collected for group in self.groups if group.collects is Collects.SPILL]
-        return sum(buffer.nbytes for buffer in spills if buffer is not None)
+        spilled = sum(group.spilled_bytes for group in self.groups)
+        self._most_spilled = max(self._most_spilled, spilled)
 
     def reduce_with(self, hook: Hook) -> None:
         """Make a hook reduce gradients from the next backward on; see `reduce_by`."""
@@ -433,7 +430,8 @@ class Engine:
         deferred = sum(kept.nbytes for group in groups for kept in group.deferred)
         peak = max(deferred, self.gradients.peak_deferred_bytes)
         rows["deferred_gradients"] = {"now": deferred, "peak": peak}
-        rows["spilled_gradients"] = {"now": self._spilled_bytes(), "peak": self._most_spilled}
+        spilled = sum(group.spilled_bytes for group in groups)
+        rows["spilled_gradients"] = {"now": spilled, "peak": self._most_spilled}
         rows["total"] = {when: sum(row[when] for row in rows.values()) for when in ("now", "peak")}
         return rows
 
