@@ -13,6 +13,8 @@ import torch.distributed as dist
 import fullshard as fs
 from fullshard.engine import placing
 from fullshard.engine.engine import engine_of
+from fullshard.planner.events import EventKind
+from fullshard.planner.memory import most_spilled_bytes
 from support.grid import PAIRED, STRATEGIES, in_turn, marked, prefetching
 from support.models import CHAIN, WIDTH, chain, mean_square, vectors
 from support.parity import assert_parity, assert_planned_events, unlike_gradients
@@ -62,6 +64,57 @@ def two_graphs(model, step, rank):
 @on_ranks(2)
 def test_an_order_is_not_learned_while_a_graph_waits_for_its_backward():
     assert_parity(BUILDS["backwards"], two_graphs, {"transport": "direct"}, kinds=("sgd",))
+
+
+class Uneven(torch.nn.Module):
+    """A block whose gradients have two buffers of one dtype, the first of a size of its own."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(WIDTH)
+        self.up, self.down = torch.nn.Linear(WIDTH, inner), torch.nn.Linear(inner, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(self.norm(x.float()).bfloat16()))).bfloat16()
+
+
+class Falling(torch.nn.Sequential):
+    """Modules that run from the last to the first."""
+
+    def forward(self, x):
+        for module in reversed(self):
+            x = module(x)
+        return x.float()
+
+
+def spilled(sample):
+    """The first gradients of such a model; whether they spilled; bytes that spilled, and may."""
+    torch.manual_seed(0)
+    model, x = Falling(*map(Uneven, (33, 36, 40, 47))), torch.randn(3, WIDTH)
+    settings = {"param_dtype": "bf16", "reduce_dtype": "fp32", "fp32_modules": ["*.norm"]}
+    fs.shard(model, sample=sample, wrap=["Uneven"], transport="fake", shard=2, **settings)
+    most, found, events = most_spilled_bytes(engine_of(model).plan), [], []
+    for _ in range(2):
+        model(x).square().mean().backward()
+        found.append([param.grad.to_local().clone() for param in model.parameters()])
+        ring = engine_of(model).recorder
+        events.append(sum(event.kind is EventKind.SPILL for event in ring.events()))
+        ring.clear()
+        model.zero_grad()
+    spills = fs.memory_stats(model)["spilled_gradients"]
+    assert spills["now"] == 0
+    return found, events, spills["peak"], most
+
+
+def test_gradients_that_find_their_slot_in_use_wait_in_buffers_that_the_plan_can_name():
+    """As in a first step whose order is not known, unless it was traced."""
+    found, events, used, most = spilled(None)
+    assert events == [4, 0]  # two blocks of two buffers each
+    assert used == most > 0
+    planned, events, used, _ = spilled(torch.randn(3, WIDTH))
+    assert (events, used) == ([0, 0], 0)
+    for ours, theirs in zip(found, planned, strict=True):
+        assert all(map(torch.equal, ours, theirs))
 
 
 @pytest.mark.parametrize("part", ["none", "a frozen block", "an evaluation", "a block alone"])

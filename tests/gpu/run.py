@@ -145,6 +145,8 @@ def train_over(groups: Groups, several: Any, *, aside: bool, **settings: Any) ->
 
 def compare_streams(*, late: bool, aside: bool, **settings: Any) -> None:
     """Collectives on streams of their own give the bits of those on the step's stream."""
+    if late:
+        needs_cuda()
     real = streams.of(gpu_checks.DEVICE)
     several: Any = real or Played()
     one: Any = SimpleNamespace(
@@ -157,7 +159,7 @@ def compare_streams(*, late: bool, aside: bool, **settings: Any) -> None:
     )
     wanted = train_over(Groups(one), several, aside=False, **settings)
     around: Any = nullcontext()
-    if late and real is not None:
+    if late:
         several = Late(gpu_checks.DEVICE)
         around = patch.object(streams, "of", lambda _: several)
     with around:

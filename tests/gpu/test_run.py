@@ -24,34 +24,26 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-STEPS = (
-    *(
-        "doctor",
-        "collectives",
-        "parity, float32, full",
-        "events, float32",
-        "streams, late=False, aside=True",
-    ),
-    *("two", "one", "offload", "save", "losses"),
-)
-
-
 @pytest.mark.long
-@pytest.mark.timeout(400)  # a second process imports torch, and its compiler
-def test_steps_of_make_gpu_run_on_a_cpu_without_pydantic(tmp_path):
+@pytest.mark.timeout(600)  # a minute where nothing else runs
+def test_all_steps_of_make_gpu_run_on_a_cpu_without_pydantic(tmp_path):
     out = tmp_path / "gpu.json"
     command = [sys.executable, "-c", WITHOUT, str(HERE / "stand_in"), str(HERE / "run.py")]
-    command += ["--device", "cpu", "--out", str(out), "--only", *STEPS]
+    command += ["--device", "cpu", "--out", str(out)]
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     done = subprocess.run(command, check=False, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads(out.read_text())["steps"]
-    assert len(rows) == 15
-    assert {row["status"] for row in rows} == {"ok"}
+    skipped = [row for row in rows if row["status"] != "ok"]
+    assert len(rows) - len(skipped) == 27
+    assert {(row["status"], row["why"]) for row in skipped} == {
+        ("skipped", "needs CUDA"),
+        ("skipped", "needs pydantic and typer, which make gpu-wheels collects"),
+    }
 
 
 def test_without_a_gpu_make_gpu_fails_aloud():
-    command = [sys.executable, str(HERE / "run.py")]
+    command = ["make", "-C", str(HERE.parents[1]), "gpu", f"GPU_PYTHON={sys.executable}"]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     assert done.returncode == 2
     assert "sees no GPU" in done.stderr

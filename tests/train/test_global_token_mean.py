@@ -96,6 +96,27 @@ def test_the_loop_says_what_it_does_for_a_report_of_a_hang():
     assert rows.phases == [*expected, ("evaluation", NUM_STEPS)]
 
 
+def test_batches_for_a_gpu_come_from_pinned_memory_and_are_not_waited_for(monkeypatch):
+    pinned, moved = [], []
+    rows = {"input_ids": np.arange(6).reshape(2, 3), ROWS: np.arange(2)}
+
+    def pin_memory(tensor):
+        pinned.append(tensor.clone())
+        return pinned[-1]
+
+    def to(tensor, *, device, non_blocking):
+        moved.append((any(tensor is one for one in pinned), str(device), non_blocking))
+        return tensor
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    batch = placed(rows, torch.device("cuda"))
+    assert moved == [(True, "cuda", True)]  # which rows these are, the host reads
+    assert {name: tensor.tolist() for name, tensor in batch.items()} == {
+        name: array.tolist() for name, array in rows.items()
+    }
+
+
 def test_loss_counts_what_transformers_counts():
     ids, labels = ragged_samples(2)
     logits = tiny_model()(ids)

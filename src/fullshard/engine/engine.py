@@ -83,6 +83,7 @@ class Engine:
     """
 
     _looked = -1  # step of the last comparison of replicas
+    _most_spilled = 0  # bytes
 
     def __init__(
         self,
@@ -317,6 +318,8 @@ class Engine:
 
     def _on_spill(self, unit: Unit) -> None:
         self.recorder.record(Event(EventKind.SPILL, unit.plan.index), self.runtime.step)
+        spilled = sum(group.spilled_bytes for group in self.groups)
+        self._most_spilled = max(self._most_spilled, spilled)
 
     def reduce_with(self, hook: Hook) -> None:
         """Make a hook reduce gradients from the next backward on; see `reduce_by`."""
@@ -406,8 +409,8 @@ class Engine:
         """Bytes on this rank by kind: {"now", "peak"}; "total" is the sum.
 
         Kinds: parameter_shards, gradient_shards, shared_weights_to_compute_with, slots,
-        gradient_slots, communication_buffers, deferred_gradients, buffers. Shared memory counts by
-        this rank's part.
+        gradient_slots, communication_buffers, deferred_gradients, spilled_gradients, buffers.
+        Shared memory counts by this rank's part.
         """
         groups, root = self.groups, alive(self._root, "memory_stats")
         fixed = {
@@ -427,6 +430,8 @@ class Engine:
         deferred = sum(kept.nbytes for group in groups for kept in group.deferred)
         peak = max(deferred, self.gradients.peak_deferred_bytes)
         rows["deferred_gradients"] = {"now": deferred, "peak": peak}
+        spilled = sum(group.spilled_bytes for group in groups)
+        rows["spilled_gradients"] = {"now": spilled, "peak": self._most_spilled}
         rows["total"] = {when: sum(row[when] for row in rows.values()) for when in ("now", "peak")}
         return rows
 

@@ -183,7 +183,7 @@ class Gradients:
         transport: Transport over the whole mesh.
         norms: Cache of global norms, filled at the end of each backward.
         divisor: Divisor of sums over ranks.
-        on_spill: Called with a unit that gets a separate buffer because its slot is in use.
+        on_spill: Called with a unit that got a separate buffer because its slot is in use.
         home: The memory of the model's masters.
     """
 
@@ -205,7 +205,7 @@ class Gradients:
         self.divisor = divisor
         self.hook: Hook | None = None  # the user's hook, which reduces instead
         self._on_spill = on_spill
-        self._slots: set[Any] = set()  # gradient slots in use
+        self._slots: dict[tuple[str, int], Unit] = {}  # gradient slots in use
         self._shown: Shown | None = None
         self._has_added = False  # adds to earlier gradients, in a running backward
         # Whether a shard has new memory since `_shown`, whose references `num_holders` counts.
@@ -313,11 +313,10 @@ class Gradients:
             group.collected = group.full.new_zeros(group.plan.layout.numel, dtype=dtype)
             return group.collected
         assert group.grad_slot is not None
-        if group.plan.grad_slot in self._slots:
-            self._on_spill(group.unit)
+        if self._slots.setdefault(_slot_of(group), group.unit) is not group.unit:
             group.collects, group.collected = Collects.SPILL, torch.zeros_like(group.grad_slot)
+            self._on_spill(group.unit)
             return group.collected
-        self._slots.add(group.plan.grad_slot)
         group.unit.transport.claim(group.grad_slot)
         if group.gaps:
             foreach_zero(group.gaps)
@@ -447,7 +446,7 @@ class Gradients:
         A spill and a buffer that `no_sync` kept have no other owner and are freed.
         """
         if group.collects is Collects.SLOT:
-            self._slots.discard(group.plan.grad_slot)
+            self._slots.pop(_slot_of(group), None)  # which its unit's other groups may have done
         group.collects, group.collected = Collects.NOWHERE, None
 
     def settle(self, units: Sequence[Unit]) -> None:
@@ -559,6 +558,12 @@ class Gradients:
         self._theirs.clear()
         self.norms.waits = self._has_added = False
         self.norms.mark_changed()
+
+
+def _slot_of(group: Group) -> tuple[str, int]:
+    """The slot of a group's gradients, which the other groups of its unit may share."""
+    assert group.plan.grad_slot is not None
+    return group.plan.grad_slot.ring, group.plan.grad_slot.index
 
 
 def _before(grad: Any) -> Any:

@@ -268,6 +268,12 @@ class Group:
         return [tensor for tensor in kept if tensor is not None]
 
     @property
+    def spilled_bytes(self) -> int:
+        """Bytes of the gradients that found their slot in use."""
+        spill = self.collected if self.collects is Collects.SPILL else None
+        return 0 if spill is None else spill.nbytes
+
+    @property
     def reduced(self) -> GradientShard:
         """`grads` of a trained group."""
         assert self.grads is not None

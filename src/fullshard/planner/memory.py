@@ -145,6 +145,21 @@ def deferred_bytes(plan: Plan) -> int:
     return sum(numel * ITEMSIZE[group.dtypes.accumulate] for group, numel in sizes)
 
 
+def most_spilled_bytes(plan: Plan) -> int:
+    """Returns the most bytes of gradients that come in another order than the plan's.
+
+    In the plan's order, a gradient slot is free when the next unit needs it. In the worst case all
+    other units wait, each in a buffer of its own, until the first one is reduced.
+    """
+    sizes: dict[tuple[str, int], Counter[int]] = {}  # of units, by slot
+    for unit in plan.units:
+        for group in unit.groups:
+            if group.grad_slot is not None:
+                slot = sizes.setdefault((group.grad_slot.ring, group.grad_slot.index), Counter())
+                slot[unit.index] += group.layout.numel * ITEMSIZE[group.dtypes.reduce]
+    return sum(slot.total() - min(slot.values()) for slot in sizes.values())
+
+
 def gradient_bytes(group: GroupPlan) -> int:
     """Returns bytes per element of a gradient shard: the sum, and `p.grad` if its dtype differs."""
     dtypes = group.dtypes

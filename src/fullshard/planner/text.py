@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from fullshard.errors import ConfigError
-from fullshard.planner.memory import sum_by_place
+from fullshard.planner.memory import most_spilled_bytes, sum_by_place
 from fullshard.planner.mesh import Mesh
 from fullshard.planner.units import UnitPlan
 
@@ -53,7 +53,13 @@ def render_tree(plan: Plan) -> str:
         size = f"{ring.count} x {ring.numel:,} {ring.dtype} = {human_bytes(ring.num_bytes)}"
         lines.append(f"  {ring.name}: {size}")
     rows = [f"  {row.name}: {human_bytes(row.num_bytes)}" for row in plan.memory]
-    return "\n".join([*lines, "memory of a rank (state only):", *rows])
+    return "\n".join([*lines, "memory of a rank (state only):", *rows, f"  {spills_of(plan)}"])
+
+
+def spills_of(plan: Plan) -> str:
+    """Returns a sentence about memory that a plan has no row for."""
+    more = human_bytes(most_spilled_bytes(plan))
+    return f"Gradients that come in another order than the plan's take up to {more} more (spills)."
 
 
 def axes_of(plan: Plan | ArraysPlan) -> str:

@@ -71,14 +71,18 @@ class Checker:
     def backward(self, unit):
         if self.plan.units[unit].reads_weight_in_backward:
             self.forward(unit)
+        self.fill(unit)  # with its first gradient, so that none spills
 
     def release(self, unit):
         for slot in self.slots(unit):
             assert self.holder.pop(slot) == unit
 
-    def reduce(self, unit):
+    def fill(self, unit):
         assert all(self.filling.get(slot, unit) == unit for slot in self.grad_slots(unit))
         self.filling.update(dict.fromkeys(self.grad_slots(unit), unit))
+
+    def reduce(self, unit):
+        self.fill(unit)
         self.reduced.append(unit)
 
     def accumulate(self, unit):
