@@ -39,7 +39,7 @@ RUFF_PATHS = $(wildcard src tests tools benchmarks examples docs)
 # Not the tests: they misspell on purpose.
 SPELLED = $(wildcard src tools benchmarks examples docs *.md) Makefile
 
-.PHONY: help setup train test test-long test-all test-tutorials test-peers test-slow test-torch test-wheel lint format bench bench-calibrate bench-comm bench-compile bench-copies bench-corpus bench-exact bench-gpu bench-head-loss bench-host bench-io bench-jax bench-limits bench-memory bench-mesh bench-nvme bench-scale bench-overlap bench-planner bench-time chaos distill-study long-parity gpu gpu-wheels docs screenshots clean
+.PHONY: help setup train test test-long test-all test-tutorials test-peers test-slow test-torch test-wheel lint format bench bench-calibrate bench-comm bench-compile bench-copies bench-corpus bench-exact bench-gpu bench-head-loss bench-host bench-io bench-jax bench-limits bench-memory bench-mesh bench-nvme bench-scale bench-start bench-overlap bench-planner bench-time chaos distill-study long-parity gpu gpu-wheels docs screenshots clean
 
 help:
 	@echo "make setup      a virtual environment in $(VENV) with all that tests and lint need"
@@ -74,6 +74,7 @@ help:
 	@echo "make bench-mesh    steps with a tensor or expert axis beside transformers' own"
 	@echo "make bench-nvme    state on disk beside DeepSpeed (which it needs installed)"
 	@echo "make bench-scale   planning, bookkeeping, groups and saves over the world size"
+	@echo "make bench-start   the time from the command to the first step"
 	@echo "make bench-overlap   how much of a slow wire's time hides behind compute, and a trace"
 	@echo "make bench-planner   the forecast beside published runs that it was not fitted to, and"
 	@echo "                     steps on a calibrated machine beside ten runs"
@@ -177,7 +178,7 @@ bench: $(VENV)/.stamp-setup
 bench-calibrate bench-comm bench-io: bench-%: $(VENV)/.stamp-setup
 	$(BIN)/fullshard bench $* $(ARGS)
 
-bench-compile bench-copies bench-corpus bench-exact bench-head-loss bench-host bench-jax bench-limits bench-memory bench-mesh bench-nvme bench-overlap bench-planner bench-scale bench-time: bench-%: $(VENV)/.stamp-setup
+bench-compile bench-copies bench-corpus bench-exact bench-head-loss bench-host bench-jax bench-limits bench-memory bench-mesh bench-nvme bench-overlap bench-planner bench-scale bench-start bench-time: bench-%: $(VENV)/.stamp-setup
 	$(BIN)/python -m benchmarks.$(patsubst jax,xla,$(patsubst time,times,$(subst -,_,$*))) $(ARGS)
 
 bench-gpu:

@@ -64,8 +64,10 @@ METHOD = (
     "tokens a rank and step, two steps, an evaluation, an exported model and a sample of text.",
     "Planned tensors: the peak of the largest rank in memory, device and host. Base: what a rank "
     "of the tiny model takes beyond its tensors, with as many ranks. Measured: the peak of "
-    "the largest rank's anonymous and shared memory (Pss_Anon + Pss_Shmem: a page that n ranks "
-    f"share counts as 1/n in each), sampled every {SAMPLE_S * 1000:.0f} ms. Files: the peak of the "
+    "the largest rank's anonymous and shared memory (Anonymous + Pss_Shmem: a page of shared "
+    "memory that n ranks map counts as 1/n in each; pages of imported modules, which forked ranks "
+    "share with their server until it ends, count in each), sampled every "
+    f"{SAMPLE_S * 1000:.0f} ms. Files: the peak of the "
     "group's page cache, which the kernel drops when memory is short; dirty is the part that it "
     "must write first.",
     f"The limit is {SLACK} times ranks x (planned + {RANK_PROCESS >> 20} MiB of a rank's process + "
@@ -141,8 +143,8 @@ class Peaks:
         for pid in pids if len(pids) > 1 else ():  # the launcher alone has not started any rank
             with suppress(OSError):  # it has ended
                 text = Path(f"/proc/{pid}/smaps_rollup").read_text()
-                found = map(int, re.findall(r"^Pss_(?:Anon|Shmem):\s*(\d+)", text, re.MULTILINE))
-                self.processes[pid] = max(self.processes.get(pid, 0), 1024 * sum(found))
+                found = re.findall(r"^(?:Anonymous|Pss_Shmem):\s*(\d+)", text, re.MULTILINE)
+                self.processes[pid] = max(self.processes.get(pid, 0), 1024 * sum(map(int, found)))
         lines = (self._group / "memory.stat").read_text().splitlines()
         stat = {name: int(value) for name, value in map(str.split, lines)}
         files = stat.get("total_cache", stat.get("file", 0))
