@@ -12,11 +12,10 @@ from fullshard.config.schema import RunConfig
 from fullshard.config.training import TrainingConfig
 from fullshard.config.values import DType, Optimizer, Recompute, RecomputeKind
 from fullshard.outlook.memory import StepShape, at_peak
-from fullshard.outlook.predict import Machine
+from fullshard.outlook.predict import Lack, Machine, lack_of
 from fullshard.planner.arrays import ArraysPlan
 from fullshard.planner.memory import MemoryRow
 from fullshard.recipes.distill.xla import check_teacher, more_shapes
-from fullshard.run.outlook import Lack, lack_of
 from fullshard.xla import opt_state
 from fullshard.xla.aot import (
     Compiled,
