@@ -340,6 +340,22 @@ class Lack:
     memory: int
     process: int = 0
 
+    @classmethod
+    def of(cls, machine: Machine, device: int, host: int) -> Lack | None:
+        """The memory that is exceeded by most; None if both are large enough, or not known.
+
+        Args:
+            machine: Machine of a rank.
+            device: Bytes of a rank's tensors on a device with a memory of its own.
+            host: Bytes of a rank's tensors in the host's memory.
+        """
+        found, process, own = list[Lack](), machine.process_bytes, machine.memory_bytes
+        if not machine.is_host and own is not None and device > own:
+            found.append(cls("the device", device, own))
+        if machine.host_bytes is not None and host > machine.host_bytes:
+            found.append(cls(machine.limit, host + process, machine.host_bytes + process, process))
+        return max(found, key=lambda one: one.needed / max(1, one.memory), default=None)
+
     def refusal(self, rows: Sequence[MemoryRow], advice: Sequence[str]) -> str:
         """Why a run is not started, with the plan's rows and advice in sentences."""
         told = (
@@ -354,22 +370,6 @@ class Lack:
             )
         smaller = "more devices, a smaller model or batch, or shorter sequences (max_seq_length)"
         return with_plan(told, rows, advice or [smaller])
-
-
-def lack_of(machine: Machine, device: int, host: int) -> Lack | None:
-    """The memory that is exceeded by most; None if both are large enough, or not known.
-
-    Args:
-        machine: Machine of a rank.
-        device: Bytes of a rank's tensors on a device with a memory of its own.
-        host: Bytes of a rank's tensors in the host's memory.
-    """
-    found, process = list[Lack](), machine.process_bytes
-    if not machine.is_host and machine.memory_bytes is not None and device > machine.memory_bytes:
-        found.append(Lack("the device", device, machine.memory_bytes))
-    if machine.host_bytes is not None and host > machine.host_bytes:
-        found.append(Lack(machine.limit, host + process, machine.host_bytes + process, process))
-    return max(found, key=lambda one: one.needed / max(1, one.memory), default=None)
 
 
 def with_plan(message: str, rows: Sequence[MemoryRow], advice: Sequence[str]) -> str:

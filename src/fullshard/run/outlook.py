@@ -39,15 +39,7 @@ from fullshard.outlook.memory import (
     Fit,
     Storage,
 )
-from fullshard.outlook.predict import (
-    Lack,
-    Machine,
-    Outlook,
-    PlannedStep,
-    lack_of,
-    look,
-    with_plan,
-)
+from fullshard.outlook.predict import Lack, Machine, Outlook, PlannedStep, look, with_plan
 from fullshard.outlook.search import AXES, MICRO_BATCH, PlanAt, Study, choose, study
 from fullshard.outlook.workload import Batch, Shapes, decoder
 from fullshard.planner.memory import MemoryRow
@@ -272,10 +264,10 @@ class View:
         """The memory that is exceeded by most; None if all phases of the run fit."""
         phases = self.outlook.phases(self.storage)
         if self.machine.is_host:  # weights are loaded into the memory that they stay in
-            return lack_of(
+            return Lack.of(
                 self.machine, 0, max(p.device + p.host * (p.name != LOAD) for p in phases)
             )
-        return lack_of(self.machine, max(p.device for p in phases), max(p.host for p in phases))
+        return Lack.of(self.machine, max(p.device for p in phases), max(p.host for p in phases))
 
 
 def view_of(
