@@ -29,7 +29,9 @@ GRID = [
 
 
 def prepared_of(*words, fault=None):
-    return verify.prepare(load_config(None, [MODEL, "backend=jax", *words]).config, fault)
+    from fullshard.verify.xla import prepare
+
+    return prepare(load_config(None, [MODEL, "backend=jax", *words]).config, fault)
 
 
 def in_reference(folder):

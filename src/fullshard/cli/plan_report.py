@@ -22,11 +22,11 @@ from fullshard.models.config import quiet_libraries
 from fullshard.outlook.calibration import FILE_NAME, read_calibration
 from fullshard.outlook.devices import Gpus
 from fullshard.outlook.memory import Fit, judge_fit
-from fullshard.outlook.predict import Machine, Outlook
+from fullshard.outlook.predict import Lack, Machine, Outlook
 from fullshard.outlook.search import Study, choice_of, compare
 from fullshard.planner.mesh import Topology
 from fullshard.planner.text import human_bytes, spills_of
-from fullshard.run.outlook import Lack, View, leaves_something
+from fullshard.run.outlook import View, leaves_something
 
 if TYPE_CHECKING:
     from fullshard.run.xla_outlook import XlaOutlook

@@ -11,7 +11,7 @@ import typer
 
 from fullshard.cli.arguments import OPEN_WORDS, ConfigFileFlag, ConfigFlag, DryRunFlag, Words, load
 from fullshard.cli.outcome import Outcome, launch_outcome, print_table
-from fullshard.config.values import parse
+from fullshard.config.values import Backend, parse
 from fullshard.errors import ConfigError
 from fullshard.recipes.registry import check_paths
 
@@ -48,9 +48,12 @@ def verify(
     from fullshard.verify import check
     from fullshard.verify.faults import Fault
 
+    prepare = check.prepare
+    if resolved.config.backend is Backend.JAX:
+        from fullshard.verify.xla import prepare
     fault = None if inject is None else parse(Fault, inject, "--inject")
     try:
-        prepared = check.prepare(resolved.config, fault)
+        prepared = prepare(resolved.config, fault)
     except ConfigError as error:
         raise resolved.located(error) from error
     _print_prepared(prepared)

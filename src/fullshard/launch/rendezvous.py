@@ -37,6 +37,7 @@ from fullshard.config.environment import LaunchEnvironment, Launcher, read_launc
 from fullshard.errors import ConfigError, HangError, printable
 from fullshard.launch.exit_codes import of_place
 from fullshard.observe.hang import watchdog
+from fullshard.observe.metrics import wait_until
 
 if TYPE_CHECKING:
     import torch
@@ -164,9 +165,8 @@ def first_prepares(prepare: Callable[[], Made]) -> Made | None:
         logger.removeHandler(lines)
         watchdog.phase("")
         store.set("end", json.dumps(end))
-        deadline = time.monotonic() + GOODBYE_S
-        while store.add("heard", 0) < get_world_size() - 1 and time.monotonic() < deadline:
-            time.sleep(0.1)  # this process may serve the store
+        # This process may serve the store.
+        wait_until(lambda: store.add("heard", 0) >= get_world_size() - 1, GOODBYE_S)
 
 
 def _await_first(store: Store) -> None:
@@ -300,11 +300,12 @@ def _with_port(launch: LaunchEnvironment, timeout: timedelta) -> LaunchEnvironme
         partial.write_text(str(meeting.port))
         partial.replace(file)
         return replace(launch, master_addr=LOOPBACK, master_port=meeting.port)
-    deadline = time.monotonic() + timeout.total_seconds()
-    while not (file.is_file() and file.stat().st_uid == os.getuid()):
-        if time.monotonic() > deadline:
-            raise HangError(f"rendezvous: expected rank 0 to write {file}; it did not.")
-        time.sleep(0.05)
+
+    def is_there() -> bool:
+        return file.is_file() and file.stat().st_uid == os.getuid()
+
+    if not wait_until(is_there, timeout.total_seconds(), 0.05):
+        raise HangError(f"rendezvous: expected rank 0 to write {file}; it did not.")
     return replace(launch, master_addr=LOOPBACK, master_port=int(file.read_text()))
 
 

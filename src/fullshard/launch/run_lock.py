@@ -24,7 +24,7 @@ from pathlib import Path
 
 from fullshard.config.regular_files import open_regular
 from fullshard.errors import CheckpointError, ConfigError
-from fullshard.observe.metrics import repeated
+from fullshard.observe.metrics import repeated, wait_until
 
 LOCK = ".lock"
 BEAT_S = 5.0
@@ -164,9 +164,7 @@ def is_held(folder: Path) -> bool:
 
 def wait_until_free(folder: Path, timeout_s: float = 60.0) -> None:
     """Waits for the ranks of a launch that is being replaced."""
-    deadline = time.monotonic() + timeout_s
-    while is_held(folder) and time.monotonic() < deadline:
-        time.sleep(0.2)
+    wait_until(lambda: not is_held(folder), timeout_s, 0.2)
 
 
 def held_elsewhere(folder: Path, key: str = OUTPUT_DIR) -> ConfigError:
@@ -224,11 +222,8 @@ def _kernel() -> str:
 
 def _changes(look: Callable[[], object]) -> bool:
     """Whether a holder renews its lock while we watch; clocks of hosts are not compared."""
-    seen, deadline = {look()}, time.monotonic() + WATCH_S
-    while len(seen) == 1 and time.monotonic() < deadline:
-        time.sleep(BEAT_S / 5)
-        seen.add(look())
-    return len(seen) > 1
+    seen = look()
+    return wait_until(lambda: look() != seen, WATCH_S, BEAT_S / 5)
 
 
 def _touched(file: Path) -> int:

@@ -28,6 +28,7 @@ from fullshard.launch.exit_codes import ExitCode, describe_status, exit_code_of_
 from fullshard.launch.failure import LaunchFolder, RankFailure, first_cause
 from fullshard.launch.fork_server import Adopted
 from fullshard.launch.rank_entry import STACKS_SIGNAL
+from fullshard.observe.metrics import wait_until
 
 POLL_S = 0.05
 REPORT_S = 1.0  # after the first failure: another rank may still report the cause
@@ -227,11 +228,10 @@ class Supervisor:
         return LaunchResult(code, failure)
 
     def _wait(self, timeout_s: float, unless: Callable[[], bool] = lambda: False) -> None:
-        deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline and not unless():
-            if all(rank.poll() is not None for rank in self.ranks):
-                return
-            time.sleep(POLL_S)
+        def is_over() -> bool:
+            return unless() or all(rank.poll() is not None for rank in self.ranks)
+
+        wait_until(is_over, timeout_s, POLL_S)
 
 
 def _last_lines(log: Path) -> list[str]:

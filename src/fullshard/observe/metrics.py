@@ -239,6 +239,14 @@ def repeated(do: Callable[[], object], pause_s: float) -> Callable[[], None]:
     return end
 
 
+def wait_until(is_met: Callable[[], bool], timeout_s: float, pause_s: float = 0.1) -> bool:
+    """Waits until a condition is met; returns whether it was within the timeout."""
+    deadline = time.monotonic() + timeout_s
+    while not (met := is_met()) and time.monotonic() < deadline:
+        time.sleep(pause_s)
+    return met
+
+
 def process_bytes(pid: int | str = "self") -> int:
     """Anonymous and shared memory of a process, which the kernel cannot drop.
 

@@ -50,6 +50,7 @@ from fullshard.planner.mesh import row_of
 from fullshard.planner.optimizers import ADAMW, OptimizerStates
 from fullshard.planner.plan import Plan
 from fullshard.planner.spec import ITEMSIZE
+from fullshard.planner.text import human_bytes
 from fullshard.planner.tracing import TensorKind, TraceOf, WorkOf
 from fullshard.planner.units import Place
 
@@ -321,3 +322,69 @@ def _counted(run: Workload, held: PeakMemory, chunk_size: int | None) -> dict[st
         TensorKind.ACTIVATIONS: held.kept + max(0.0, held.block - logits),
         TensorKind.LOGITS: logits,
     }
+
+
+@dataclass(frozen=True)
+class Lack:
+    """A memory that is too small for a run.
+
+    Attributes:
+        where: The memory in words: the device, this machine, or the container's limit.
+        needed: Bytes that a rank needs.
+        memory: Bytes that a rank has.
+        process: The part of `needed` that is no tensor's.
+    """
+
+    where: str
+    needed: int
+    memory: int
+    process: int = 0
+
+    @classmethod
+    def of(cls, machine: Machine, device: int, host: int) -> Lack | None:
+        """The memory that is exceeded by most; None if both are large enough, or not known.
+
+        Args:
+            machine: Machine of a rank.
+            device: Bytes of a rank's tensors on a device with a memory of its own.
+            host: Bytes of a rank's tensors in the host's memory.
+        """
+        found, process, own = list[Lack](), machine.process_bytes, machine.memory_bytes
+        if not machine.is_host and own is not None and device > own:
+            found.append(cls("the device", device, own))
+        if machine.host_bytes is not None and host > machine.host_bytes:
+            found.append(cls(machine.limit, host + process, machine.host_bytes + process, process))
+        return max(found, key=lambda one: one.needed / max(1, one.memory), default=None)
+
+    def refusal(self, rows: Sequence[MemoryRow], advice: Sequence[str]) -> str:
+        """Why a run is not started, with the plan's rows and advice in sentences."""
+        told = (
+            f"memory: expected at most {human_bytes(self.memory)} per rank of {self.where}; "
+            f"the run takes {human_bytes(self.needed)}: "
+            f"{Fit.NO.sentence(self.needed, self.memory)}"
+        )
+        if self.process:
+            told += (
+                f" Tensors take {human_bytes(self.needed - self.process)} per rank; its process "
+                f"and its part of the launcher take {human_bytes(self.process)}."
+            )
+        smaller = "more devices, a smaller model or batch, or shorter sequences (max_seq_length)"
+        return with_plan(told, rows, advice or [smaller])
+
+
+def with_plan(message: str, rows: Sequence[MemoryRow], advice: Sequence[str]) -> str:
+    """A message about memory, followed by the plan's table of memory and by advice."""
+    most = max(rows, key=lambda row: row.num_bytes)
+    return "\n".join(
+        [
+            message,
+            "planned for the largest rank:",
+            *(
+                f"  {row.name:<28}{human_bytes(row.num_bytes):>12}"
+                + ("   <- the largest" if row is most else "")
+                for row in rows
+            ),
+            "what would help:",
+            *(f"  {line}" for line in advice),
+        ]
+    )

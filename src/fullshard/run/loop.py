@@ -13,16 +13,17 @@ import logging
 import math
 import time
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, Protocol
 
 from fullshard.errors import DivergedError
+from fullshard.models.generate import Sample
 from fullshard.observe.hang import watchdog
 from fullshard.observe.metrics import AnyRow, EvalRow, SaveRow, StepRow
-from fullshard.recipes.base import Batch, Recipe, Team
+from fullshard.recipes.base import Batch, Recipe, RowBatches, Team
 from fullshard.run.optim import Schedule
 from fullshard.saving import SaveSettings
 
@@ -113,6 +114,34 @@ class Trainee(Protocol):
 
     def load(self, path: Path) -> tuple[dict[str, Any], Path]:
         """Loads the newest usable checkpoint; returns its values and its path. A collective."""
+        ...
+
+
+class Side(Trainee, Protocol):
+    """The part of a session that depends on the engine, and what it trains once it is built."""
+
+    def explained(self) -> AbstractContextManager[None]:
+        """A context that explains errors from the plan, such as running out of memory."""
+        return nullcontext()
+
+    def lines(self) -> list[tuple[str, str]]:
+        """Labelled lines of the banner about the model and its plan, on rank 0."""
+        ...
+
+    def build(self, data: RowBatches) -> Team:
+        """Builds what is trained; returns the team of ranks. A collective."""
+        ...
+
+    def utilization(self) -> float | None:
+        """Model FLOPs utilization at one token per second; None if it is not known."""
+        return None
+
+    def export(self, loop: Loop) -> float | None:
+        """Writes the model; returns the held-out loss of averaged weights, if any. A collective."""
+        ...
+
+    def sample(self, prompt: str) -> Sample | None:
+        """Text sampled from the trained model, at least on rank 0. A collective, after `export`."""
         ...
 
 

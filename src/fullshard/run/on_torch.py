@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -37,13 +37,15 @@ from fullshard.recipes.base import (
 )
 from fullshard.run.console import plan_lines
 from fullshard.run.generation import sampling
-from fullshard.run.loop import Loop, Trainee, Update, diverged
+from fullshard.run.loop import Loop, Side, Trainee, Update, diverged
 from fullshard.run.optim import Average, apply_scaled, build_optimizer
 from fullshard.run.outlook import View, answered, topology_of, view_of
 from fullshard.run.resume import SCALER
-from fullshard.run.session import Session, Side
 from fullshard.saving import SaveSettings
 from fullshard.transport import streams
+
+if TYPE_CHECKING:
+    from fullshard.run.session import Session
 
 logger = logging.getLogger(__name__)
 

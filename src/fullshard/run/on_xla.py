@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -37,10 +37,9 @@ from fullshard.recipes.base import Batch, RowBatches, Team
 from fullshard.recipes.distill.loss import TOP_IDS, TOP_VALUES
 from fullshard.run.console import weights_line
 from fullshard.run.generation import Request, generate
-from fullshard.run.loop import Loop, Update, diverged
+from fullshard.run.loop import Loop, Side, Update, diverged
 from fullshard.run.optim import build_optimizer, schedule_of
 from fullshard.run.resume import SCALER
-from fullshard.run.session import Session, Side
 from fullshard.saving import SaveSettings
 from fullshard.xla import opt_state, processes
 from fullshard.xla.decoder import EMBEDDING, HEAD, DecoderConfig, planned
@@ -49,6 +48,9 @@ from fullshard.xla.opt_state import trained
 from fullshard.xla.plan import Tree, XlaPlan
 from fullshard.xla.step import State, eval_step, train_step, whole_array, with_optimizer
 from fullshard.xla_state import checkpoints
+
+if TYPE_CHECKING:
+    from fullshard.run.session import Session
 
 logger = logging.getLogger(__name__)
 

@@ -39,7 +39,7 @@ from fullshard.outlook.memory import (
     Fit,
     Storage,
 )
-from fullshard.outlook.predict import Machine, Outlook, PlannedStep, look
+from fullshard.outlook.predict import Lack, Machine, Outlook, PlannedStep, look, with_plan
 from fullshard.outlook.search import AXES, MICRO_BATCH, PlanAt, Study, choose, study
 from fullshard.outlook.workload import Batch, Shapes, decoder
 from fullshard.planner.memory import MemoryRow
@@ -264,76 +264,10 @@ class View:
         """The memory that is exceeded by most; None if all phases of the run fit."""
         phases = self.outlook.phases(self.storage)
         if self.machine.is_host:  # weights are loaded into the memory that they stay in
-            return lack_of(
+            return Lack.of(
                 self.machine, 0, max(p.device + p.host * (p.name != LOAD) for p in phases)
             )
-        return lack_of(self.machine, max(p.device for p in phases), max(p.host for p in phases))
-
-
-@dataclass(frozen=True)
-class Lack:
-    """A memory that is too small for a run.
-
-    Attributes:
-        where: The memory in words: the device, this machine, or the container's limit.
-        needed: Bytes that a rank needs.
-        memory: Bytes that a rank has.
-        process: The part of `needed` that is no tensor's.
-    """
-
-    where: str
-    needed: int
-    memory: int
-    process: int = 0
-
-    def refusal(self, rows: Sequence[MemoryRow], advice: Sequence[str]) -> str:
-        """Why a run is not started, with the plan's rows and advice in sentences."""
-        told = (
-            f"memory: expected at most {human_bytes(self.memory)} per rank of {self.where}; "
-            f"the run takes {human_bytes(self.needed)}: "
-            f"{Fit.NO.sentence(self.needed, self.memory)}"
-        )
-        if self.process:
-            told += (
-                f" Tensors take {human_bytes(self.needed - self.process)} per rank; its process "
-                f"and its part of the launcher take {human_bytes(self.process)}."
-            )
-        smaller = "more devices, a smaller model or batch, or shorter sequences (max_seq_length)"
-        return with_plan(told, rows, advice or [smaller])
-
-
-def lack_of(machine: Machine, device: int, host: int) -> Lack | None:
-    """The memory that is exceeded by most; None if both are large enough, or not known.
-
-    Args:
-        machine: Machine of a rank.
-        device: Bytes of a rank's tensors on a device with a memory of its own.
-        host: Bytes of a rank's tensors in the host's memory.
-    """
-    found, process = list[Lack](), machine.process_bytes
-    if not machine.is_host and machine.memory_bytes is not None and device > machine.memory_bytes:
-        found.append(Lack("the device", device, machine.memory_bytes))
-    if machine.host_bytes is not None and host > machine.host_bytes:
-        found.append(Lack(machine.limit, host + process, machine.host_bytes + process, process))
-    return max(found, key=lambda one: one.needed / max(1, one.memory), default=None)
-
-
-def with_plan(message: str, rows: Sequence[MemoryRow], advice: Sequence[str]) -> str:
-    """A message about memory, followed by the plan's table of memory and by advice."""
-    most = max(rows, key=lambda row: row.num_bytes)
-    return "\n".join(
-        [
-            message,
-            "planned for the largest rank:",
-            *(
-                f"  {row.name:<28}{human_bytes(row.num_bytes):>12}"
-                + ("   <- the largest" if row is most else "")
-                for row in rows
-            ),
-            "what would help:",
-            *(f"  {line}" for line in advice),
-        ]
-    )
+        return Lack.of(self.machine, max(p.device for p in phases), max(p.host for p in phases))
 
 
 def view_of(

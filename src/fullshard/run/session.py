@@ -4,7 +4,7 @@ run folder  config.yaml, data/  --->  model, optimizer, recipe  --->  loop
             metrics.jsonl  <----------------------------------------'  |
             model/, samples, report.html, run.json  <---------------'
 
-An engine implements `Side`: on_torch.py and on_xla.py.
+An engine implements `Side` (loop.py): on_torch.py and on_xla.py.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -28,47 +28,18 @@ from fullshard.launch.exit_codes import SAVE_SIGNALS, ExitCode, caught_stop_sign
 from fullshard.launch.failure import LaunchFolder
 from fullshard.models.build import model_config_of
 from fullshard.models.config import quiet_libraries
-from fullshard.models.generate import Sample
 from fullshard.observe.hang import watchdog
 from fullshard.observe.metrics import memory_bytes, sampled
-from fullshard.recipes.base import RowBatches, Seat, Team, load_data
+from fullshard.recipes.base import RowBatches, Seat, load_data
 from fullshard.recipes.registry import Command
 from fullshard.run.console import RunConsole, RunWatcher, conclude, mark_running, run_lines
 from fullshard.run.folder import RunFolder, RunStatus, now
-from fullshard.run.loop import Loop, LoopSettings, Patience, Trainee, Watcher
+from fullshard.run.loop import Loop, LoopSettings, Patience, Side, Watcher
 from fullshard.run.optim import StepPlan, plan_steps, schedule_of
 from fullshard.run.resume import Resume, RunCheckpoints, check_teacher
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-
-class Side(Trainee, Protocol):
-    """The part of a session that depends on the engine, and what it trains once it is built."""
-
-    def explained(self) -> AbstractContextManager[None]:
-        """A context that explains errors from the plan, such as running out of memory."""
-        return nullcontext()
-
-    def lines(self) -> list[tuple[str, str]]:
-        """Labelled lines of the banner about the model and its plan, on rank 0."""
-        ...
-
-    def build(self, data: RowBatches) -> Team:
-        """Builds what is trained; returns the team of ranks. A collective."""
-        ...
-
-    def utilization(self) -> float | None:
-        """Model FLOPs utilization at one token per second; None if it is not known."""
-        return None
-
-    def export(self, loop: Loop) -> float | None:
-        """Writes the model; returns the held-out loss of averaged weights, if any. A collective."""
-        ...
-
-    def sample(self, prompt: str) -> Sample | None:
-        """Text sampled from the trained model, at least on rank 0. A collective, after `export`."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,10 @@ from fullshard.config.schema import RunConfig
 from fullshard.config.training import TrainingConfig
 from fullshard.config.values import DType, Optimizer, Recompute, RecomputeKind
 from fullshard.outlook.memory import StepShape, at_peak
-from fullshard.outlook.predict import Machine
+from fullshard.outlook.predict import Lack, Machine
 from fullshard.planner.arrays import ArraysPlan
 from fullshard.planner.memory import MemoryRow
 from fullshard.recipes.distill.xla import check_teacher, more_shapes
-from fullshard.run.outlook import Lack, lack_of
 from fullshard.xla import opt_state
 from fullshard.xla.aot import (
     Compiled,
@@ -64,7 +63,7 @@ class XlaOutlook:
     def lack(self) -> Lack | None:
         """The memory that is too small; None if the run fits or the memory is not known."""
         device, host = (0, self.peak_bytes) if self.machine.is_host else (self.peak_bytes, 0)
-        return lack_of(self.machine, device, host)
+        return Lack.of(self.machine, device, host)
 
     def errors(self, exact: Compiled) -> dict[str, Any]:
         """Differences between the plan and XLA: bytes of the state, share of the peak, and

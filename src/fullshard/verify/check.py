@@ -27,7 +27,7 @@ from torch import nn
 import fullshard as fs
 from fullshard.config.schema import RunConfig, ShardConfig
 from fullshard.config.supported import check_supported
-from fullshard.config.values import Backend, DType, TransportKind, WrapKind
+from fullshard.config.values import DType, TransportKind, WrapKind
 from fullshard.engine.hugging_face import build_on_meta
 from fullshard.errors import ConfigError, FullshardError
 from fullshard.launch.local_call import call_on_ranks
@@ -138,16 +138,12 @@ class Verdict:
 
 
 def prepare(config: RunConfig, fault: Fault | None) -> PreparedCheck:
-    """Shrinks the model and fits the sharding to local ranks; writes and starts nothing.
+    """Shrinks the model and fits the sharding to local ranks of torch; starts nothing.
 
     Raises:
         ConfigError: The model or its sharding cannot be used, or the fault cannot happen here.
     """
     quiet_libraries()
-    if config.backend is Backend.JAX:
-        from fullshard.verify import xla
-
-        return xla.prepare(config, fault)
     if config.sharding.transport is TransportKind.FAKE:
         raise ConfigError("transport: expected a real one, got 'fake', which moves nothing.")
     check_supported(config.sharding.without("context"))  # the rest of it does not matter here

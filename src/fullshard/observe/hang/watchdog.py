@@ -49,6 +49,7 @@ from fullshard.observe.hang.judge import (
     left_early,
     streams,
 )
+from fullshard.observe.metrics import wait_until
 from fullshard.planner.events import EventKind
 
 DEFAULT_TIMEOUT_S = 600.0
@@ -313,10 +314,8 @@ class Watchdog:
     def _end_with_judge(self) -> None:
         """Publishes this rank's stacks, and ends once the judge has written the report."""
         self._channel.set(f"stacks/{self._rank}", stacks())
-        deadline = time.monotonic() + STACKS_S + 2.0
         with suppress(*_STORE_GONE):
-            while time.monotonic() < deadline and not self._channel.check(["written"]):
-                time.sleep(0.1)
+            wait_until(lambda: self._channel.check(["written"]), STACKS_S + 2.0)
         _exit()
 
     def _ask_by_signal(self, at: Position) -> str:
