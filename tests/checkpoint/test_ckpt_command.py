@@ -200,7 +200,7 @@ def test_nothing_is_written_where_checkpoints_are_pruned(fullshard, run_dir, com
     within = folder if place.endswith("9") else folder / "step-00000001"
     message = done.json["error"]["message"]
     assert message.startswith(f"FOLDER: expected a folder outside of checkpoints, got '{folder}")
-    assert f"Write outside of it, for example to '{within}-{command}'" in message
+    assert f"Write to another folder, such as '{within}-{command}'" in message
     assert not (folder / place).exists()
 
 

@@ -212,7 +212,7 @@ def test_people_get_the_units_and_a_table(capfd, config):
     assert "model.layers.0 .. model.layers.2 (3): LlamaDecoderLayer" in out
     assert "parameter shards" in out
     assert "together" in out
-    assert "Activations, logits and gradients on their way are traced on the model" in out
+    assert "Activations, logits and gradients in flight are traced on the model" in out
     assert "H100 (79.6 GiB): fits, it takes" in out
     assert "tokens per second" in out
     assert err == ""
@@ -387,8 +387,8 @@ def test_a_gpu_holds_more_than_is_allocated_and_each_row_says_why(plan, config):
 def test_checkpoints_that_are_kept_are_told_with_the_one_that_is_written(capfd, config):
     assert run(["plan", str(config), "save_total_limit=2"]) == 0
     out, size = capfd.readouterr().out, 12 * NUMEL / 2**20
-    assert f"A checkpoint takes {size:.1f} MiB of disk" in out
-    assert f"the 2 that are kept {2 * size:.1f} MiB, and {3 * size:.1f} MiB while" in out
+    assert f"A checkpoint needs {size:.1f} MiB of disk" in out
+    assert f"2 of them need {2 * size:.1f} MiB, and {3 * size:.1f} MiB while" in out
     assert run(["plan", str(config), "save_strategy=no"]) == 0
     assert "\n save " not in capfd.readouterr().out
 

@@ -254,7 +254,7 @@ def test_a_hang_of_a_script_without_fullshard_is_named(launch, tmp_path):
     ("words", "message"),
     [
         (["nothing.py"], "SCRIPT: expected a file, got 'nothing.py', which does not exist."),
-        (["job"], "SCRIPT: expected a Python file, got 'job'. For a module: -m job."),
+        (["job"], "SCRIPT: expected a Python file, got 'job'. For a module, use -m job."),
         (["/dev/null"], "SCRIPT: expected a Python file, got '/dev/null'.\n"),
         (
             ["--nnodes", "1:2", "-m", "x"],

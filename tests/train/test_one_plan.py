@@ -251,4 +251,4 @@ def test_a_page_that_cannot_be_written_is_said_before_anything_is_planned(monkey
     monkeypatch.setattr(torch, "device", lambda *_: pytest.fail("planned"))
     found, code = said("plan", DEFAULTS / "main_job.yaml", "--out", "nowhere/page.html")
     assert code == 2
-    assert "--out: expected a file in a folder that can be written" in found["error"]["message"]
+    assert "--out: expected a file in a writable folder" in found["error"]["message"]

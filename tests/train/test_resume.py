@@ -124,7 +124,7 @@ def test_a_stopped_run_goes_on_with_the_same_losses(calm, tmp_path, whom):
         process.kill()
         process.communicate()
         said = finish(config)
-        assert "going on with the run" in said
+        assert "resuming the run in" in said
     assert numbers(config) == numbers(calm)
     if whom == "sigterm":  # as if it had been killed after its last step, without its rows
         RunFolder(tmp_path / "run").update_record(status="running")
@@ -285,7 +285,7 @@ def test_a_finished_run_is_moved_and_a_changed_model_is_refused(calm, tmp_path):
     said = finish(config, "max_steps=8", "seed=1", code=2)
     assert "training.seed: expected the value of the run that resumes" in said
     said = finish(config, "max_steps=4")
-    assert f"the older run in {tmp_path / 'run'} is now in {tmp_path / 'run.1'}" in said
+    assert f"moved the older run in {tmp_path / 'run'} to {tmp_path / 'run.1'}" in said
 
 
 @pytest.mark.parametrize(

@@ -122,7 +122,7 @@ def test_fault_that_nobody_notices_ends_with_code_1(capsys):
     prepared = verify.prepare(load_config(None, [MODEL]).config, Fault.WRONG_DIVISOR)
     outcome = _outcome(prepared, verify.Verdict((), None, 1.0))
     assert outcome.exit_code == 1
-    assert "NOT SEEN" in capsys.readouterr().out
+    assert "NOT FOUND" in capsys.readouterr().out
 
 
 def test_model_folder_is_shrunk_like_a_configuration(tmp_path):
