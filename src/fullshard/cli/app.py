@@ -71,7 +71,7 @@ def _print_help(command: Any, ctx: Any, formatter: Any) -> None:
     shown = copy.copy(command)
     shown.params = [copy.copy(param) for param in command.params]
     for one in shown.params:
-        one.opts = [n for n in one.opts if "_" not in n or n.replace("_", "-") not in one.opts]
+        one.opts = [n for n in one.opts if "_" not in n or n == one.opts[0]]
     type(shown).format_help(shown, ctx, formatter)
 
 

@@ -67,8 +67,10 @@ def launch(  # noqa: PLR0913  (one parameter an option)
         num_processes: Number of ranks on all machines together. Default: see --nproc-per-node.
         nnodes: Number of machines; run this command on each. Default: 1, or the file's.
         node_rank: Number of this machine, counted from 0. Default: 0, or the file's.
-        master_addr: Address of machine 0; needed for several machines.
-        master_port: A free port on machine 0; needed for several machines.
+        master_addr: Address of machine 0, needed for several machines. Accelerate's name for it,
+            --main_process_ip, also works.
+        master_port: A free port on machine 0, needed for several machines; also
+            --main_process_port.
         max_restarts: Restart all ranks up to N times after a failure.
         config_file: File with processes, machines and sharding; flags override its values.
         standalone: torchrun's flag; it has no effect, because every launch here is standalone.

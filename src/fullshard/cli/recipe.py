@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 ResumeFlag = Annotated[
     str | None,
-    typer.Option(help="Resume: auto, never, or from the path of a checkpoint. Default: auto."),
+    typer.Option(help="auto, never, or a checkpoint to resume from. Default: auto."),
 ]
 RestartsFlag = Annotated[
     int,
