@@ -125,7 +125,7 @@ def split_config(words: Sequence[str], config: Path | None) -> tuple[Path | None
         return config, list(words)
     if config is not None:
         raise ConfigError(
-            f"--config: expected one configuration file, got '{config}' and '{first}'. Remove one."
+            f"--config: expected one configuration file, got '{config}' and '{first}'. Drop one."
         )
     return Path(first), list(words[1:])
 
