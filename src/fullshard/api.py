@@ -112,7 +112,7 @@ def shard(
     if not isinstance(model, nn.Module):
         raise ConfigError(
             f"fs.shard: expected a torch.nn.Module; got {type(model).__name__}. Shard each model "
-            "by itself, or put layers into a module whose forward calls them."
+            "separately, or put the layers into a module whose forward calls them."
         )
     settings = ShardConfig.of(config, **overrides)
     check_supported(settings)
@@ -256,8 +256,8 @@ def _with_mesh(settings: ShardConfig, mesh: Any) -> ShardConfig:
         return settings
     if any(getattr(settings, axis) != nothing for axis, nothing in AXES.items()):
         raise ConfigError(
-            f"mesh: expected none of {', '.join(AXES)} with it, which name its sizes; got both. "
-            "Drop one."
+            f"mesh: expected a mesh or the sizes of its axes ({', '.join(AXES)}); got both. Drop "
+            "one."
         )
     if isinstance(mesh, Sequence) and not isinstance(mesh, str):
         sizes = list(mesh)
@@ -269,17 +269,17 @@ def _with_mesh(settings: ShardConfig, mesh: Any) -> ShardConfig:
     names = getattr(mesh, "mesh_dim_names", None)
     if names is None or not set(names) <= set(MESH_AXES):
         raise ConfigError(
-            f"mesh: expected a DeviceMesh with axes among replicate, shard and expert; got "
-            f"{names or type(mesh).__name__}. Give the part of these axes: mesh['shard'] or "
-            "mesh['replicate', 'shard']; along others parameters may be DTensors."
+            "mesh: expected a DeviceMesh with axes among replicate, shard and expert; got "
+            f"{names or type(mesh).__name__}. Pass the part with these axes: mesh['shard'] or "
+            "mesh['replicate', 'shard']. Parameters may be DTensors along others."
         )
     axes: Any = mesh
     sizes = {"replicate": 1, "shard": 1, "expert": 1}
     given = [MESH_AXES[name] for name in names]
     if given != [name for name in sizes if name in given]:
         raise ConfigError(
-            "mesh: expected axes in the order (replicate, shard, expert), neighbouring ranks "
-            f"sharing a shard group; got ({', '.join(names)})."
+            "mesh: expected axes in the order (replicate, shard, expert), so that neighbouring "
+            f"ranks share a shard group; got ({', '.join(names)})."
         )
     sizes |= {name: axes.size(i) for i, name in enumerate(given)}
     shard = sizes["shard"] * sizes["expert"]

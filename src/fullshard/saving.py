@@ -257,8 +257,8 @@ def _joined(
     for rank, other in enumerate(found):
         if set(other) != set(found[0]):
             raise CheckpointError(
-                f"fs.save: expected the same state on every rank; got {sorted(found[0])} on "
-                f"rank 0 and {sorted(other)} on rank {rank}. Pass the same names on all."
+                f"fs.save: expected the same names of state on every rank; got {sorted(found[0])} "
+                f"on rank 0 and {sorted(other)} on rank {rank}. Pass the same names on all ranks."
             )
     coded: dict[str, Any] = {}
     for name, value in values.items():
@@ -313,7 +313,7 @@ class Values:
         if type(plain) is not torch.Tensor:
             raise CheckpointError(
                 f"{path}: expected plain tensors; got {type(value).__name__}. Shards are saved "
-                "with their model and optimizer; give others as p.full_tensor()."
+                "with their model and optimizer; pass other shards as p.full_tensor()."
             )
         local = plain.reshape(-1).to("cpu", copy=True)
         name = path
@@ -474,8 +474,8 @@ class Saves:
         except BlockingIOError as error:
             os.close(descriptor)
             raise CheckpointError(
-                f"checkpoint '{folder}': expected a folder of one run; another process saves its "
-                "steps there. Use another folder, or end that run."
+                f"checkpoint '{folder}': expected a folder that no other run uses; another process "
+                "saves its steps there. Use another folder, or end that run."
             ) from error
         except OSError:  # a file system without locks
             pass

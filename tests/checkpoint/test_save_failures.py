@@ -382,7 +382,10 @@ def test_a_folder_that_not_all_ranks_share_is_said_on_all_ranks(tmp_path):
 def test_two_runs_cannot_save_steps_into_one_folder(ranks, tmp_path):
     ranks(1)(save_step, str(tmp_path), 1)
     for said in ranks(2)(save_step, str(tmp_path), 2):
-        assert "expected a folder of one run; another process saves its steps there" in said
+        assert (
+            "expected a folder that no other run uses; another process saves its steps there"
+            in said
+        )
     assert left_in(tmp_path) == ["step-00000001"]
 
 

@@ -317,7 +317,7 @@ def test_a_finished_run_is_moved_and_a_changed_model_is_refused(calm, tmp_path):
         (
             ("--resume", "RUN", "max_steps=26", "model.config.num_hidden_layers=3"),
             7,
-            "it has no such tensor",
+            "the checkpoint has no such tensor",
         ),
         (
             ("--resume", "RUN", "max_steps=26", "model.config.num_hidden_layers=1"),

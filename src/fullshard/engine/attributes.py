@@ -244,9 +244,9 @@ def _set(holder: Any, key: Any, was: Any, value: Any, walk: Walk) -> None:
         except (AttributeError, TypeError) as error:
             raise EngineError(
                 f"{walk.of}: expected a forward that returns tensors; got a "
-                f"{type(holder).__name__} that uses a view of the unit's weights, and reads it "
-                "after the slot contains another unit. Return tensors, or a list of them, or "
-                "give the iterator a copy (weight.clone())."
+                f"{type(holder).__name__} that would read a view of the unit's weights when the "
+                "slot contains another unit. Return tensors or a list of tensors, or give the "
+                "iterator a copy (weight.clone())."
             ) from error
 
 

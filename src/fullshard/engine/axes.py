@@ -217,8 +217,8 @@ def rules_of(model: Any, config: ShardConfig) -> tuple[Rules, Rules]:
         if size > 1 and not there:
             raise ConfigError(
                 f"{axis}: expected 1 for {type(model).__name__}, for which transformers has no "
-                f"{axis}-parallel plan; got {size}. Leave it out: these ranks then shard all "
-                "parameters. Or parallelize the model yourself, as in docs/mesh.md."
+                f"{axis}-parallel plan; got {size}. Remove it, so that these ranks shard all "
+                "parameters, or parallelize the model yourself as in docs/mesh.md."
             )
     if config.tensor * config.expert > 1:
         _require_plans()
@@ -240,9 +240,9 @@ def rules_of(model: Any, config: ShardConfig) -> tuple[Rules, Rules]:
     for name in (*tensor, *expert):
         if name not in known or (name in expert and hasattr(known[name], "base_layer")):
             raise ConfigError(
-                "tensor, expert: expected parameters that no other layer has, and experts without "
+                "tensor, expert: expected parameters that are not tied, and experts without "
                 f"adapters; got {name}, which is tied or adapted. Untie it, name other layers in "
-                "target_modules (peft's all-linear adapts experts too), or leave the axis out."
+                "target_modules (peft's all-linear adapts experts too), or remove the axis."
             )
     return _with_adapters(model, tensor), expert
 
@@ -263,9 +263,9 @@ def _with_adapters(model: nn.Module, rules: Rules) -> Rules:
             continue
         if style not in _CUT_ADAPTER:
             raise ConfigError(
-                f"tensor: expected adapters of layers that are divided as "
-                f"{' or '.join(_CUT_ADAPTER)}; got {name} ({style}). Leave it out of the adapters' "
-                "target_modules, or leave tensor out."
+                "tensor: expected adapters of layers that are divided as "
+                f"{' or '.join(_CUT_ADAPTER)}; got {name} ({style}). Remove it from the adapters' "
+                "target_modules, or remove tensor."
             )
         side = _CUT_ADAPTER[style]
         del found[name]
@@ -282,7 +282,7 @@ def _require_plans() -> None:
     except ImportError as error:
         raise ConfigError(
             "tensor, expert: expected transformers 5.21 or newer, whose plans divide the model; "
-            f"got an older one: {error}. pip install -U transformers, or leave both out."
+            f"got an older one: {error}. Run pip install -U transformers, or remove both."
         ) from error
 
 
@@ -338,5 +338,5 @@ def _refuse_uneven(axis: str, config: ShardConfig, uneven: tuple[str, int], comm
     times = f" (expert {asked} x tensor {beside} ranks divide it)" if beside > 1 else ""
     raise ConfigError(
         f"{axis}: expected a divisor of {uneven[1]}, {uneven[0]}; got {asked}{times}. The nearest "
-        f"that divides all that this axis cuts is {nearest}."
+        f"size that divides everything on this axis is {nearest}."
     )

@@ -91,8 +91,8 @@ def global_norm(params: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch
     if not guards:
         if shards:
             raise ShardedTensorError(
-                "fs.global_norm: expected shards of a sharded model; got plain tensors. Their "
-                "norm is torch.linalg.vector_norm."
+                "fs.global_norm: expected shards of a sharded model; got plain tensors. Use "
+                "torch.linalg.vector_norm for them."
             )
         return torch.zeros((), dtype=torch.float64)
     for norms in by_model(guards):

@@ -121,9 +121,9 @@ def released(kind: type, unit: Any) -> type:
             of = "a weight" if unit is None else repr(unit.name_at(kept))
             inside = "its unit; the model was deleted" if unit is None else unit.plan.title
             raise ShardedTensorError(
-                f"{name} of {of}, kept from its unit's forward: expected a use inside {inside}, "
-                "whose slot is reused after it. Keep a copy (weight.clone()), compute penalties in "
-                "the hook that sees the weight, or read the model's p.full_tensor()."
+                f"{name} of {of}, kept from its unit's forward: expected it to be used inside "
+                f"{inside} only; its slot is reused. Keep a copy (weight.clone()), compute "
+                "penalties in the hook that sees the weight, or read the model's p.full_tensor()."
             )
         with no_guard():
             return func(*args, **(kwargs or {}))

@@ -181,9 +181,9 @@ class Disk:
             return file.zeros(numel, dtype)
         except OSError as error:
             raise ConfigError(
-                f"state on nvme: expected {nbytes:,} bytes to be had in '{self._folder}'; "
-                f"{error.strerror}. Name a folder on a disk with room (offload.folder; of a "
-                "distillation's teacher: output_dir), and start anew."
+                f"state on nvme: expected {nbytes:,} bytes in '{self._folder}'; "
+                f"{error.strerror}. Use a folder on a disk with enough space (offload.folder; for "
+                "the teacher of a distillation: output_dir), and start again."
             ) from error
 
     def place_of(self, tensor: torch.Tensor) -> Extent | None:
@@ -316,7 +316,7 @@ def _moved(call: Callable[..., int], place: Extent, piece: memoryview, at: int) 
         error = failed.strerror
     raise EngineError(
         f"state on nvme: expected {call.__name__} of {piece.nbytes:,} bytes; {error}. The disk is "
-        "damaged, full or gone. Name a folder on another one (offload.folder), and resume."
+        "damaged, full or not mounted. Use a folder on another disk (offload.folder), and resume."
     )
 
 

@@ -275,7 +275,7 @@ class Engine:
             if torch.is_grad_enabled():
                 raise EngineError(
                     "forward inside fs.unsharded: expected torch.no_grad(); gradients of whole "
-                    "parameters have no place at rest. Train outside of the block."
+                    "parameters cannot be stored in shards. Train outside of the block."
                 )
             return None
         is_outermost = self.runtime.is_outermost(is_root=_is_root(self, index, module))
@@ -535,10 +535,10 @@ def _check_fresh(unit: Unit, module: nn.Module, num_followed: int) -> None:
         for member in group.members if group.gathers or group.plan.shared else ():
             if id(member.compute) in inside and member.param.record.last_write > num_followed:
                 raise EngineError(
-                    f"{member.piece.name}: expected a forward of {unit.plan.title} that does "
-                    "not write the shards that it reads; it wrote this one, whose slot has the "
-                    "old values. Write before the forward, or make the module that is "
-                    "averaged a unit of its own (wrap)."
+                    f"{member.piece.name}: expected a forward of {unit.plan.title} that does not "
+                    "write the shards that it reads; it wrote this shard, while the slot contains "
+                    "the old values. Write before the forward, or make the averaged module a unit "
+                    "of its own (wrap)."
                 )
 
 
@@ -585,7 +585,7 @@ def engine_of(model: nn.Module) -> Engine:
     engine = getattr(model, ATTRIBUTE, None)
     if not isinstance(engine, Engine):
         raise EngineError(
-            f"expected a model that fs.shard was called on; got {type(model).__name__}."
+            f"expected a model that was sharded by fs.shard; got {type(model).__name__}."
         )
     close_interrupted(engine)
     return engine
@@ -646,17 +646,17 @@ class Inventory:
         if id(param) in self._own:
             first = cast("ShardedParameter", param).record.piece.name
             raise EngineError(
-                f"{name}: expected the parameters where fs.shard found them; {first} was put in "
-                "here, too, where forward would see a shard. Tie parameters before fs.shard. If "
-                "ignore names one, it must name all its places."
+                f"{name}: expected the parameters where fs.shard found them; {first} was assigned "
+                "here, too, so that forward would see a shard. Tie parameters before fs.shard. If "
+                "ignore names a tied parameter, it must give all its names."
             )
         if id(param) in self._left_out or isinstance(param, ShardedParameter):
             return
         if param.requires_grad:
             raise EngineError(
                 f"{name}: expected the parameters that the model had when it was sharded; this one "
-                "was put in afterwards, and its gradient would not be reduced over ranks. Put it "
-                "in before fs.shard, with the weights of fs.full_state_dict(model) if the model "
-                "has trained; or freeze it (requires_grad=False)."
+                "was added afterwards, and its gradient would not be reduced over ranks. Add it "
+                "before fs.shard, with the weights of fs.full_state_dict(model) if the model has "
+                "trained; or freeze it (requires_grad=False)."
             )
         self._frozen.append(param)

@@ -538,9 +538,9 @@ class Gradients:
         """Discard a backward that did not end."""
         if self.norms.waits or self._has_added:
             logger.warning(
-                "fullshard: a backward failed; gradients of earlier micro-batches that waited "
-                "under no_sync are lost, and others may contain part of the failed backward. Call "
-                "zero_grad() and repeat the whole step."
+                "fullshard: a backward failed; gradients of earlier micro-batches that no_sync "
+                "deferred are lost, and other gradients may contain part of the failed backward. "
+                "Call zero_grad() and repeat the whole step."
             )
         self._finish_landing()
         for unit in units:
