@@ -453,11 +453,11 @@ def test_a_reader_whose_checkpoint_is_removed_by_the_run_says_so(tmp_path):
             remove(checkpoints_in(tmp_path))
             next(iter(source.tensors.values())).read()
 
-    with pytest.raises(CheckpointError, match="to stay while it is read; it was removed"):
+    with pytest.raises(CheckpointError, match="to exist while it is read; it was removed"):
         read_while_it_goes()
     fs.save(tmp_path, model, optimizer, step=2)
     found = newest_complete(tmp_path)
-    with pytest.raises(CheckpointError, match="to stay while it is read; it was removed"):
+    with pytest.raises(CheckpointError, match="to exist while it is read; it was removed"):
         find_damage(found, lambda _: remove(checkpoints_in(tmp_path)))
 
 
@@ -480,7 +480,9 @@ def test_a_reader_whose_checkpoint_is_replaced_says_so(tmp_path, monkeypatch):
                 assert fs.load(tmp_path / "last", other, states)["step"] is None
 
     monkeypatch.setattr(Checkpoint, "read", read_and_replace)
-    with pytest.raises(CheckpointError, match="to stay while it is read; another save replaced it"):
+    with pytest.raises(
+        CheckpointError, match="to stay unchanged while it is read; another save replaced it"
+    ):
         fs.load(tmp_path / "last", model, optimizer)
     assert replaced
 

@@ -104,8 +104,8 @@ def test_what_is_left_to_the_planner_is_chosen_and_said(plan, config, capfd):
     sizes = made["per_device_train_batch_size"], made["gradient_accumulation_steps"]
     assert (code, sizes[0] * sizes[1]) == (0, 16)
     assert (
-        f"auto is strategy={made['strategy']} per_device_train_batch_size={sizes[0]} "
-        f"gradient_accumulation_steps={sizes[1]} here."
+        f"auto selects strategy={made['strategy']} per_device_train_batch_size={sizes[0]} "
+        f"gradient_accumulation_steps={sizes[1]}."
     ) in capfd.readouterr().out
 
 

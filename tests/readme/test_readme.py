@@ -1,4 +1,4 @@
-"""The README and the page that continues it: their Python, commands, tables and links work as shown."""
+"""The README and docs/start.md: their Python, commands, tables and links work as shown."""
 
 import os
 import re

@@ -176,7 +176,7 @@ def test_a_run_never_trains_over_checkpoints_that_it_cannot_read(calm, tmp_path,
     shutil.copytree(calm.parent / "run", tmp_path / "run")
     before = unusable(tmp_path / "run", how)
     said = finish(config, "max_steps=26", code=7)
-    assert "`fullshard train --resume never` starts again and moves this run aside" in said
+    assert "`fullshard train --resume never` moves this run aside and starts again" in said
     assert unusable(tmp_path / "run", "newer") == before or how == "damaged"
     if how == "damaged":
         assert "has other bytes than were written" in said

@@ -163,8 +163,8 @@ def _check_ours(target: Path) -> None:
     if there.is_foreign:
         raise CheckpointError(
             f"checkpoint '{target}': expected a new folder, an empty one or a checkpoint of this "
-            f"version; it holds something else, which would be lost ({there.why.rstrip('.')}). "
-            "Use another folder."
+            f"version; it contains other files, which would be lost ({there.why.rstrip('.')}). Use "
+            "another folder."
         )
 
 
@@ -178,7 +178,7 @@ def join(place: Paths, rank: int) -> None:
         if not _wait_for(place.verdict.exists):  # network file systems show folders late
             raise CheckpointError(
                 f"checkpoint '{place.target}': expected a folder that all ranks share; rank {rank} "
-                "does not see what rank 0 made there. Name a folder on a shared file system."
+                "does not see what rank 0 created there. Use a folder on a shared file system."
             )
         _make_note(place.note(rank))
     except OSError as error:
@@ -274,8 +274,8 @@ def failure(target: Path, rank: int, error: BaseException) -> CheckpointError:
     if isinstance(error, OSError):
         what = f"{error.strerror or error} ({error.filename or target})"
     return CheckpointError(
-        f"checkpoint '{target}': expected to write it; rank {rank} could not: {what}. Checkpoints "
-        f"that were complete before are untouched. {cure}, or name another folder."
+        f"checkpoint '{target}': expected to write it; rank {rank} could not: {what}. Earlier "
+        f"complete checkpoints are untouched. {cure}, or use another folder."
     )
 
 
@@ -312,7 +312,7 @@ def _commit_in_store(place: Paths, manifest: Manifest) -> None:
     if any(sizes.get(name) != facts.size for name, facts in manifest.files.items()):
         raise CheckpointError(
             f"checkpoint '{place.target}': expected all files that its ranks wrote; another save "
-            "removed some. Let one run at a time save there."
+            "removed some. Only one run at a time may save there."
         )
     write_text(place.target / COMPLETE, manifest.to_json())
     remove_superseded(place.target, place.aside.name, place.notes.name)
@@ -377,8 +377,8 @@ def _read_note(path: Path, target: Path, least_s: float = 0.0) -> str:
             text = path.read_bytes().strip()
         except FileNotFoundError:
             return (
-                f"checkpoint '{target}': expected all ranks to save; the temporary files of this "
-                "save were removed, by another save or by hand."
+                f"checkpoint '{target}': expected all ranks to save; another save or a user "
+                "removed the temporary files of this save."
             )
         if text:
             with suppress(ValueError):  # half a note: look again
@@ -386,8 +386,8 @@ def _read_note(path: Path, target: Path, least_s: float = 0.0) -> str:
         time.sleep(pause)
         pause = min(2 * pause, max(POLL_S[1], least_s))
     return (
-        f"checkpoint '{target}': expected every rank to write within {PATIENCE_S:g} s; "
-        f"{path.name} did not. The checkpoint before this one stands."
+        f"checkpoint '{target}': expected every rank to write within {PATIENCE_S:g} s; {path.name} "
+        "did not. The previous checkpoint is untouched."
     )
 
 

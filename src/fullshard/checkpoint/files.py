@@ -214,8 +214,8 @@ class TensorFile:
             count = self.fill(out, offset)
             if count == 0:
                 raise CheckpointError(
-                    f"{self.path}: expected {end:,} bytes; the file is cut short. "
-                    "Take another checkpoint."
+                    f"{self.path}: expected {end:,} bytes; the file is truncated. Use another "
+                    "checkpoint."
                 )
             out, offset = out[count:], offset + count
 

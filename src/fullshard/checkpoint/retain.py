@@ -45,7 +45,7 @@ from fullshard.errors import CheckpointError, untrusted
 
 logger = logging.getLogger(__name__)
 
-_BEGIN_ANEW = "`fullshard train --resume never` starts again and moves this run aside."
+_BEGIN_ANEW = "`fullshard train --resume never` moves this run aside and starts again."
 
 IN_RUN = "checkpoints"  # where a run's folder has them
 ELSEWHERE = "checkpoints.txt"  # names another place, where there is one (training.checkpoint_dir)
@@ -108,7 +108,7 @@ def look_at(path: Path) -> Found:
         if does_not_answer(path, error):
             raise  # nothing is known about what is there
         missing = isinstance(error, FileNotFoundError)
-        why = f"it has no {COMPLETE}: it was never finished" if missing else str(error)
+        why = f"it has no {COMPLETE}, so its save never finished" if missing else str(error)
         other = _files_of_others(path)
         unfinished = missing and isinstance(path, StorePath)
         return Found(path, step, None, other or why, bool(other), unfinished)
@@ -132,7 +132,7 @@ def _files_of_others(path: Path) -> str:
         if isinstance(path, StorePath) and names and all(map(_IN_STORE.fullmatch, names)):
             return ""
         if path.exists() and names:
-            return f"it holds {names[0]}, and no {INDEX} and {STATE} of a checkpoint"
+            return f"it contains {names[0]}, but no {INDEX} and {STATE} of a checkpoint"
     return ""
 
 
@@ -188,7 +188,7 @@ def _found_in(folder: Path, names: set[str]) -> list[Found]:
         # Complete, and its place is empty: a crash fell between two renames.
         is_taken = entry.manifest is None or (left is not None and left[1] in names)
         if is_left and is_taken and not entry.is_foreign:
-            entry = Found(path, entry.step, None, "a crash or a kill ended its save")
+            entry = Found(path, entry.step, None, "a crash or a kill interrupted its save")
         found.append(entry)
     return found
 
@@ -221,9 +221,9 @@ def candidates(path: Path) -> list[Found]:
 def _way_in(path: Path) -> str:
     """What to do with a path that has no checkpoint of ours."""
     if not path.exists():
-        return "Name a run's folder."
+        return "Pass a run's folder."
     words = f"{quote(str(path))} {quote(f'{path}-imported')}"
-    return f"If another tool wrote it, make a checkpoint of it: `fullshard ckpt import {words}`."
+    return f"If another tool wrote it, convert it: `fullshard ckpt import {words}`."
 
 
 def newest_complete(path: Path, *, warns: bool = False) -> Found:
@@ -243,7 +243,7 @@ def newest_complete(path: Path, *, warns: bool = False) -> Found:
         raise unusable(path, [f"{entry.path.name}: {entry.why}" for entry in found])
     for entry in found[: found.index(complete)]:
         if warns and not entry.is_leftover:
-            logger.warning("skipped %s: %s; %s is taken", entry.path, entry.why, complete.path.name)
+            logger.warning("skipped %s: %s; using %s", entry.path, entry.why, complete.path.name)
     return complete
 
 
@@ -263,8 +263,8 @@ def check_passed(found: Sequence[Found], taken: Found | None) -> None:
         if entry.is_foreign:
             raise CheckpointError(
                 f"checkpoint '{entry.path}': expected a folder that this version of fullshard "
-                f"wrote; got another one ({entry.why.rstrip('.')}). Use the fullshard or the tool "
-                "that wrote it, or move the folder elsewhere to resume from an older checkpoint; "
+                f"wrote; got another one ({entry.why.rstrip('.')}). Use the version or the tool "
+                "that wrote it, or move the folder away to resume from an older checkpoint; "
                 f"{_BEGIN_ANEW}"
             )
 
@@ -273,8 +273,8 @@ def unusable(path: Path, skipped: Sequence[str]) -> CheckpointError:
     """The error for a folder in which no checkpoint can be read."""
     reasons = "; ".join(reason.rstrip(".") for reason in skipped)
     return CheckpointError(
-        f"checkpoint: expected a complete one in '{path}'; skipped {reasons}. Take "
-        f"another folder; {_BEGIN_ANEW}"
+        f"checkpoint: expected a complete one in '{path}'; skipped {reasons}. Use another folder; "
+        f"{_BEGIN_ANEW}"
     )
 
 

@@ -135,19 +135,19 @@ def _store(protocol: str) -> Any:
         import fsspec  # pyright: ignore[reportMissingTypeStubs]
     except ImportError as error:
         raise CheckpointError(
-            f"{protocol}://: expected fsspec, which opens such stores; it is not installed. `pip "
-            "install 'fullshard[stores]'`, or name a folder."
+            f"{protocol}://: expected fsspec, which opens such stores; it is not installed. Run "
+            "`pip install 'fullshard[stores]'`, or use a local folder."
         ) from error
     try:
         library: Any = fsspec
         return library.filesystem(protocol, use_listings_cache=False)
     except ImportError as error:  # it names the package
-        raise CheckpointError(f"{protocol}://: {error}. Or name a folder.") from error
+        raise CheckpointError(f"{protocol}://: {error}. Or use a local folder.") from error
     except Exception as error:
         if protocol in fsspec.available_protocols():
             raise CheckpointError(
                 f"{protocol}://: expected a store that opens; got {type(error).__name__}: {error}. "
-                "Give its account or host as fsspec reads them (~/.config/fsspec, environment)."
+                "Configure its account or host for fsspec (~/.config/fsspec, environment)."
             ) from error
         close = nearest(protocol, fsspec.available_protocols())
         raise CheckpointError(

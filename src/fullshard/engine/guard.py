@@ -156,35 +156,35 @@ def refusal(name: str, like: Any, rule: Rule = Rule.REFUSED) -> ShardedTensorErr
     what = record.describe() if record is not None else "a tensor"
     if rule is Rule.AUTOGRAD:
         return ShardedTensorError(
-            f"{name}: expected tensors that take part in autograd; got {what} at rest. Compute "
-            "losses of parameters inside their unit's forward, call backward(), read p.grad. For "
-            "a penalty (L2, EWC) add its gradient after backward: "
+            f"{name}: expected tensors with autograd history; got {what} outside of a forward. "
+            "Compute losses of parameters inside their unit's forward, call backward(), read "
+            "p.grad. For a penalty (L2, EWC) add its gradient after backward: "
             "p.grad.add_(p.detach(), alpha=2 * weight)."
         )
     if rule is Rule.RANDOM:
         return ShardedTensorError(
-            f"{name}: expected the same random numbers on every rank; got the shard of {what}, "
-            "for which each rank would draw its own. Fill parameters before fs.shard."
+            f"{name}: expected the same random numbers on every rank; got the shard of {what}, for "
+            "which each rank would draw different numbers. Initialise parameters before fs.shard."
         )
     if name.split(".")[-1] in _LAYERS.split() and record is not None:
         return ShardedTensorError(
             f"{name}: expected a call inside the forward of unit {record.unit}; got this rank's "
             f"shard of {what} outside of it. Call the model or the unit; or name the layer's class "
-            "in wrap=, since units may be called by themselves, in methods other than forward too. "
+            "in wrap=, because a unit may be called directly, also by methods other than forward. "
             "Put layers that read each other's weights into one unit."
         )
     if name in ("pickling", "storage", "untyped_storage", "data_ptr"):
-        cure = "Save fs.full_state_dict(model); p.to_local() has this rank's elements alone"
+        cure = "Save fs.full_state_dict(model); p.to_local() returns this rank's elements only"
     elif name.split()[0] in ("norm", "linalg_norm", "linalg_vector_norm", "linalg_matrix_norm"):
-        cure = "Use fs.global_norm(params), which is the norm of the whole"
+        cure = "Use fs.global_norm(params) for the norm of the whole"
     else:
-        cure = "Use p.full_tensor() for the whole, or p.to_local() for this rank's elements alone"
+        cure = "Use p.full_tensor() for the whole, or p.to_local() for this rank's elements only"
     optimizer = _stepping()
     if optimizer is not None:
         return NotElementwiseError(
             f"{optimizer}.step calls {name}: expected an elementwise optimizer, which needs no "
             f"whole tensor; got this rank's shard of {what}. Use fs.owned(model, ...), which gives "
-            f"{optimizer} whole tensors, each on one rank; where it joins several tensors (one "
+            f"{optimizer} whole tensors, each on one rank. If it combines several tensors (one "
             "rate for all), use strategy no_shard."
         )
     return ShardedTensorError(

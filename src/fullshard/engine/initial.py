@@ -115,8 +115,8 @@ class InitialValues:
         if missing:
             raise ConfigError(
                 f"weights: expected all of the model's tensors in '{files.folder}'; it lacks "
-                f"{some(missing)}. Some architectures are stored under other names than they "
-                "compute with: load them with from_pretrained, then call fs.shard."
+                f"{some(missing)}. Some architectures are stored under other names; load them with "
+                "from_pretrained, then call fs.shard."
             )
         for name, param in self._params.items():
             files.check(param.names, param.shape)
@@ -184,8 +184,8 @@ def place_others(model: nn.Module, values: InitialValues, device: torch.device) 
     left = [name for name, tensor in tensors.items() if tensor.is_meta]
     if left:
         raise ConfigError(
-            f"{some(left)}: expected a value from the model's own initialisation or from "
-            "weights; there is none, and it would stay on meta. Build the model on the CPU."
+            f"{some(left)}: expected a value from the model's own initialisation or from weights; "
+            "it has none and would stay on meta. Build the model on the CPU."
         )
 
 
@@ -230,7 +230,7 @@ Recall = Callable[[str], torch.Tensor]  # returns what the sink received under a
 
 _OVERWRITES = ("normal_", "uniform_", "zero_", "fill_", "copy_", "random_", "exponential_")
 _INITIALISERS = ("reset_parameters", "_reset_parameters")
-_ADVICE = "Give weights=FOLDER, or build the model on the CPU"
+_ADVICE = "Pass weights=FOLDER, or build the model on the CPU"
 
 
 @dataclass(eq=False)
@@ -462,8 +462,8 @@ def initialise(
     if missing:
         raise UnsupportedModelError(
             f"{', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''}: expected a model on "
-            "meta whose modules initialise all of it (reset_parameters, init_weights); nothing "
-            f"wrote these. {_ADVICE}."
+            "meta whose modules initialise all parameters (reset_parameters, init_weights); these "
+            f"were not initialised. {_ADVICE}."
         )
     return buffers
 

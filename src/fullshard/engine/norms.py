@@ -168,9 +168,9 @@ class GradientNorms:
         """Check that no running backward will set a parameter's gradient, which is read."""
         if self.task == graph_task_id():
             raise EngineError(
-                f"{clean_name(name)}.grad inside a backward: expected its use after backward(); it "
-                "is not reduced over ranks yet. Read, write and step after backward(), or in "
-                "register_post_accumulate_grad_hook, not in hooks on modules and tensors."
+                f"{clean_name(name)}.grad inside a backward: expected it to be used after "
+                "backward(); it is not reduced over ranks yet. Read, write and step after "
+                "backward(), or in register_post_accumulate_grad_hook, not in other hooks."
             )
 
     def mark_changed(self) -> None:
@@ -206,8 +206,8 @@ class GradientNorms:
             self.mark_changed()
         if any(count % size for count, size in zip(found, sizes, strict=True)):
             raise EngineError(
-                "clipping: expected the same gradients on all replicas; ranks wrote into theirs "
-                "after backward (p.grad.mul_). Write on every rank or on none."
+                "clipping: expected the same gradients on all replicas; some ranks wrote into "
+                "theirs after backward (p.grad.mul_). Write on every rank or on none."
             )
 
     def scale(self, factor: torch.Tensor) -> None:
@@ -332,9 +332,9 @@ class GradientNorms:
                 found = _table(self.transport, said[wrong])
             raise EngineError(
                 f"{asked}: expected as many {wrong} on every rank; {found}. Every rank must make "
-                "each backward, optimizer.step(), zero_grad() (with one set_to_none), clipping and "
-                "load_state_dict(), and freeze the same parameters. Without a loss take zero; "
-                "evaluate under no_grad()."
+                "each backward, optimizer.step(), zero_grad() (with one set_to_none), clipping "
+                "and load_state_dict(), and freeze the same parameters. If a rank has no loss, "
+                "use zero; evaluate under no_grad()."
             )
 
     def read(self, values: torch.Tensor, check: Callable[[torch.Tensor], None]) -> None:
@@ -476,28 +476,28 @@ MOST_ARRIVING = 16  # values that the host reads later; evaluations add to them 
 SAMPLED = 1 << 14  # elements of a group that are checked at each step
 _MOST = 1 << 20  # sums of squares stay exact in float64
 UNEQUAL_REPLICAS = (
-    "expected the same weights on all replicas; they differ, so one rank updated its copy in "
-    "another way (another learning rate, a skipped step, a gradient of its own, its own random "
-    "numbers). All ranks must run the same optimizer steps."
+    "expected the same weights on all replicas; they differ, so one rank updated its copy "
+    "differently (another learning rate, a skipped step, a gradient that was not reduced, other "
+    "random numbers). All ranks must run the same optimizer steps."
 )
 
 
 _ORDER = (
-    "expected every rank to call the same units in the same order; ranks have gathered different "
-    "ones since the last backward or evaluation, so weights of one unit were taken for another's, "
-    "and the numbers since then are wrong. Let all ranks agree on a branch or on a number of calls "
-    "(dist.broadcast, dist.all_reduce) before it."
+    "expected every rank to call the same units in the same order; ranks gathered different units "
+    "since the last backward or evaluation, so weights of one unit were used as those of another, "
+    "and later results are wrong. Make all ranks agree on a branch or a number of calls first "
+    "(dist.broadcast, dist.all_reduce)."
 )
 _SETTINGS = (
-    "expected optimizers and clipping with the same numbers on every rank (lr, "
-    "weight_decay, betas, max_norm ...); a rank had others since the last backward, so parts of "
-    "the model were updated in different ways. Let all ranks decide alike: a schedule that follows "
-    "the loss needs the loss of all ranks (dist.all_reduce)."
+    "expected optimizers and clipping with the same numbers on every rank (lr, weight_decay, "
+    "betas, max_norm ...); a rank used others since the last backward, so parts of the model were "
+    "updated differently. A schedule that follows the loss needs the loss of all ranks "
+    "(dist.all_reduce)."
 )
 _UNLIKE = {  # errors of hashes that differ between ranks
-    "": "expected the same call on every rank; another rank is elsewhere, and its numbers would "
-    "have met these. Call it on every rank, and let one of them log it; p.to_local() has this "
-    "rank's elements.",
+    "": "expected the same call on every rank; another rank made another call, and their numbers "
+    "would have been combined. Call it on every rank and log it on one; p.to_local() returns "
+    "this rank's elements.",
     Count.SETTINGS: _SETTINGS,
     Count.GROUPS: _SETTINGS,
     Count.WEIGHTS: UNEQUAL_REPLICAS,

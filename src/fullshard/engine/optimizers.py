@@ -248,14 +248,14 @@ def _refuse_unsharded(optimizer: Optimizer, params: list[Any]) -> None:
         record = getattr(param, "record", None)
         if isinstance(param, Computed):
             raise EngineError(
-                f"{type(optimizer).__name__}: expected the model's parameters; got one that its "
-                "forward sees. After a KeyboardInterrupt inside a forward, call fs.reset(model) "
-                "before model.parameters()."
+                f"{type(optimizer).__name__}: expected the model's parameters; got a compute "
+                "parameter of its forward. After a KeyboardInterrupt inside a forward, call "
+                "fs.reset(model) before model.parameters()."
             )
         if record is not None and not isinstance(param, Guarded):
             raise EngineError(
                 f"{type(optimizer).__name__}.step inside fs.unsharded: expected shards; got "
-                f"{record.piece.name!r} whole, but states of its shard. Step outside of it."
+                f"{record.piece.name!r} whole, but states of its shard. Step outside of the block."
             )
 
 
@@ -301,7 +301,7 @@ def probe(kind: type[Optimizer], settings: dict[str, Any], like: torch.Tensor) -
         raise NotElementwiseError(
             f"{kind.__name__}: expected an elementwise optimizer; this one runs the model within "
             "its step (closure) and moves all elements in one direction. Use AdamW or another "
-            "elementwise optimizer, or strategy no_shard, where nothing is cut."
+            "elementwise optimizer, or strategy no_shard."
         )
     drawn = _drawn([PROBE_SHAPE], like)
     try:
@@ -311,8 +311,8 @@ def probe(kind: type[Optimizer], settings: dict[str, Any], like: torch.Tensor) -
         states = optimizer.state[optimizer.param_groups[0]["params"][0]].items()
     except Exception as error:
         raise NotElementwiseError(
-            f"{kind.__name__}: expected an optimizer that can be tried on a small tensor, to see "
-            f"whether it is right on shards; it raised {type(error).__name__}: {error}. Use an "
+            f"{kind.__name__}: expected an optimizer that can be tried on a small tensor, to test "
+            f"whether it works on shards; it raised {type(error).__name__}: {error}. Use an "
             "elementwise optimizer of torch.optim, or strategy no_shard."
         ) from error
     rounding = 64 * torch.finfo(like.dtype).eps  # kernels treat the rest of a vector otherwise
@@ -320,8 +320,8 @@ def probe(kind: type[Optimizer], settings: dict[str, Any], like: torch.Tensor) -
         raise NotElementwiseError(
             f"{kind.__name__}: expected an elementwise optimizer; three steps on a tensor and on "
             "its halves differ, so shards would change the result. Use an elementwise one (AdamW, "
-            "SGD, Adagrad, RMSprop, Lion ...), or strategy no_shard, where nothing is cut. "
-            f"fs.owned(model, {kind.__name__}) gives each whole tensor to one rank."
+            "SGD, Adagrad, RMSprop, Lion ...), or strategy no_shard. fs.owned(model, "
+            f"{kind.__name__}) gives each whole tensor to one rank."
         )
     return {k for k, x in states if isinstance(x, torch.Tensor) and x.shape == PROBE_SHAPE}
 
@@ -405,8 +405,8 @@ def check_by_itself(
         if not all(map(close, together, [*first, *second])):
             raise EngineError(
                 "fs.owned: expected an optimizer that updates each tensor independently; its "
-                "update depends on the other tensors, on the order of updates or on the values "
-                "that it is created with. Use it under no_shard, without fs.owned."
+                "update depends on other tensors, on the order of updates or on the values at its "
+                "creation. Use it under no_shard, without fs.owned."
             )
 
 

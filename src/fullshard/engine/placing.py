@@ -66,7 +66,7 @@ def _swap(param: nn.Parameter, other: nn.Parameter, piece: Slice) -> None:
     except RuntimeError as error:
         raise UnsupportedModelError(
             f"{piece.name}: expected a parameter that can move from {param.device} to "
-            f"{other.device}; something holds a weak reference to it: {error} Drop that, or move "
+            f"{other.device}; a weak reference to it exists: {error} Drop the reference, or move "
             "the model before fs.shard."
         ) from error
 

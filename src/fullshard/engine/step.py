@@ -308,8 +308,8 @@ class Runtime:
         for copy, version, title in copies:
             if copy._version != version:
                 raise EngineError(
-                    f"{title}: expected a view of a parameter that its forward returned to be "
-                    "read only; it was written in place, which does not reach the shards. Write "
+                    f"{title}: expected no writes into a view of a parameter that its forward "
+                    "returned; it was written in place, which does not change the shards. Write "
                     "into the parameter: with torch.no_grad(): p.copy_(...)."
                 )
 
@@ -504,9 +504,10 @@ class Runtime:
         is_gone = not self.scheduler.is_gathered(unit.index)
         if is_gone and unit.plan.reads_weight_in_backward and not self._shares_casts:
             raise SlotError(
-                f"{member.piece.name}: its gradient came while the slot of {unit.plan.title} held "
-                "another unit, so it was computed from wrong weights. A tensor made inside the "
-                "unit left it unseen; return it from the unit's forward, or make the unit larger."
+                f"{member.piece.name}: its gradient arrived while the slot of {unit.plan.title} "
+                "contained another unit, so it was computed from wrong weights. A tensor made "
+                "inside the unit left it undetected; return it from forward, or make the unit "
+                "larger."
             )
         if self.gradients.collect(unit, member):
             self._run(self.scheduler.complete(unit.index))

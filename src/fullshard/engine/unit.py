@@ -457,8 +457,8 @@ class Unit:
                 if table.get(name) is not param:
                     raise EngineError(
                         f"{param.record.piece.name}: expected the parameter that fs.shard cut; its "
-                        "module holds another object (an assignment, functional_call), unseen by "
-                        "forward. Write into the shard, or change parameters before fs.shard."
+                        "module has another (an assignment, functional_call), which forward does "
+                        "not use. Write into the shard, or change parameters before fs.shard."
                     )
 
     def shares_memory(self, tensor: torch.Tensor) -> bool:
@@ -528,10 +528,10 @@ class Unit:
             if view.data_ptr() != address or any(id(t) in written for t in member.tensors()):
                 raise EngineError(
                     f"{member.piece.name}: expected a forward that does not modify its parameters; "
-                    "it wrote into this one (max_norm, clamp_, weight averaging, p.data.copy_ ...) "
-                    f"or replaced its data (p.data = ..., .float(); dtype now {view.dtype}). "
-                    "Write into the shards between steps, after fs.reset(model) where a "
-                    "KeyboardInterrupt left a forward; for another dtype name its module in "
+                    "it wrote into this parameter (max_norm, clamp_, weight averaging, "
+                    "p.data.copy_ ...) or replaced its data (p.data = ..., .float(); dtype now "
+                    f"{view.dtype}). Write into the shards between steps, after fs.reset(model) if "
+                    "a KeyboardInterrupt left a forward; for another dtype name its module in "
                     "fp32_modules, or leave param_dtype out."
                 )
 

@@ -95,8 +95,8 @@ def _check_stay(known: dict[Path, tuple[int, int] | None]) -> None:
     for file, was in known.items():
         if size_and_time(file) not in (was, None):
             raise CheckpointError(
-                f"'{file}': expected it to stay while it is read; it was written again. Read it "
-                "again once the program that writes it has ended."
+                f"'{file}': expected it to stay unchanged while it is read; it was written again. "
+                "Read it again once the program that writes it has ended."
             )
 
 

@@ -47,10 +47,10 @@ TAGS_A_MODEL = 8
 PLACE_TAG = 0  # over all models, since ranks may run different ones
 PLACE_BYTES = 96
 CURE = (
-    "One of them left out or added a forward, a backward, a unit's call or a question that spans "
-    "all ranks (p.norm(), p.grad.mean()), or raised an error that it caught: all ranks must make "
-    "the same calls. Where a rank has no loss, multiply one by zero; let ranks agree on a branch "
-    "(dist.broadcast), or make a recomputed block of which each runs other parts one unit (wrap)."
+    "One of them skipped or added a forward, a backward, a unit's call or a reduction over all "
+    "ranks (p.norm(), p.grad.mean()), or caught an error. All ranks must make the same calls. If "
+    "a rank has no loss, multiply one by zero; make ranks agree on a branch (dist.broadcast); "
+    "make a recomputed block whose parts differ per rank one unit (wrap)."
 )
 Slots = dict[str, list[torch.Tensor]]  # (numel,) each, by ring
 
@@ -148,13 +148,13 @@ def failed_message(error: RuntimeError, place: str) -> EngineError | HangError:
     """Returns the typed error for a message that does not arrive."""
     if "imed out" in str(error) or "timeout" in str(error):
         return HangError(
-            f"{place}: expected a message from every rank within the process group's timeout; "
-            "none came. Another rank computes, or waits elsewhere: all must make the same calls."
+            f"{place}: expected a message from every rank within the process group's timeout; none "
+            "came. Another rank computes or waits elsewhere; all ranks must make the same calls."
         )
     if any(sign in str(error).lower() for sign in _CLOSED):
         return EngineError(
             f"{place}: expected every rank to take part; one has ended or closed its connection. "
-            "Its own output says why."
+            "See its output."
         )
     return EngineError(f"{place}: expected a message from every rank; got: {error}")
 

@@ -301,7 +301,7 @@ def _why_not_shared(meshes: Sequence[Mesh], device: torch.device) -> str | None:
     if device.type != "cpu":
         return f"a model on the CPU; it is on {device}."
     if meshes[0].shard == 1:
-        return "a shard axis of several ranks; here it has one."
+        return "a shard axis of several ranks; it has one here."
     places = processes(meshes[0].world_size)
     for ranks in chain.from_iterable(mesh.shard_groups() for mesh in meshes):
         if places[ranks[0]].host is None:
