@@ -173,7 +173,7 @@ def test_a_limit_must_leave_room_for_the_processes_beside_the_tensors(
     )
     process = human_bytes(RANK_PROCESS + WORKER_PROCESS + LAUNCHER_PROCESS // num_ranks)
     assert f"Tensors take {human_bytes(tensors)} per rank; its process" in message
-    assert f"part of the launcher take {process}." in message
+    assert f"share of the launcher take {process}." in message
 
 
 def test_a_disk_without_room_for_the_checkpoints_is_found_first(monkeypatch, place):

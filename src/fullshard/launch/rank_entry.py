@@ -163,8 +163,8 @@ def _say_unsharded(file: Path) -> None:
         return
     if strategy is not Strategy.NO_SHARD:
         logging.getLogger("fullshard").warning(
-            f"--config_file {file.name}: asks for {strategy}, but the script sharded no model. "
-            "Call fs.shard, or import the Trainer or Accelerator of fullshard.integrations."
+            f"--config_file {file.name}: asks for {strategy}, but the script did not shard a "
+            "model. Call fs.shard, or import the Trainer or Accelerator of fullshard.integrations."
         )
 
 

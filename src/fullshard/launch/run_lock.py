@@ -104,8 +104,8 @@ class StoreLock(contextlib.ExitStack):
                 time.sleep(TOGETHER_S)
             if is_held or not is_holder(place, token):
                 raise ConfigError(
-                    f"training.checkpoint_dir: expected a place to which no run saves, got "
-                    f"'{place}', whose run is still going on ({look()[0]}). Use another place or "
+                    "training.checkpoint_dir: expected a folder to which no other run saves, got "
+                    f"'{place}', whose run is still active ({look()[0]}). Use another folder or "
                     "stop that run."
                 )
         except OSError as error:
@@ -175,9 +175,9 @@ def held_elsewhere(folder: Path, key: str = OUTPUT_DIR) -> ConfigError:
         holder = (folder / LOCK).read_text(encoding="utf-8").partition("\n")[0]
     except (OSError, UnicodeDecodeError):
         holder = ""
-    who = holder or "it is just starting, or its .lock was removed"
+    who = holder or "it is still starting, or its .lock was removed"
     return ConfigError(
-        f"{key}: expected a folder that no run uses, got '{folder}', whose run is still going on "
+        f"{key}: expected a folder that no run uses, got '{folder}', whose run is still active "
         f"({who}). Use another folder or stop that run."
     )
 

@@ -242,8 +242,8 @@ def launch_local_ranks(launch: LocalLaunch) -> LaunchResult:
     most = max(1, host_memory.limit().num_bytes // LEAST_RANK_BYTES)
     if not 1 <= launch.num_processes <= most:
         raise ConfigError(
-            f"launch.num_processes: expected an integer >= 1 and <= {most:,}, which is what this "
-            f"machine has memory for, got {launch.num_processes:,}."
+            f"launch.num_processes: expected an integer >= 1 and <= {most:,}, the number for which "
+            f"this machine has memory, got {launch.num_processes:,}."
         )
     gc.collect()
     with contextlib.suppress(AttributeError):  # glibc's: what preparing the run took goes back

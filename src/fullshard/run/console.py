@@ -248,7 +248,7 @@ def run_lines(config: RunConfig, data: DatasetFacts, steps: StepPlan) -> list[tu
     shared, dropped = [f"{axis} {size}" for axis, size in sizes.items() if size > 1], ""
     whose = f"groups of ranks ({' x '.join(shared)})" if shared else "rank(s)"
     if steps.order.num_dropped:
-        dropped = f"; {steps.order.num_dropped} sequences an epoch fill no whole step: dropped"
+        dropped = f"; {steps.order.num_dropped} sequences per epoch do not fill a step: dropped"
     return [
         (
             "data",
@@ -402,7 +402,7 @@ def _print_result(
     """Shows the held-out loss next to the baseline, the sample, and where the files are."""
     console.print_text("")
     if measured["stopped_early"]:
-        why = "losses no longer better (training.early_stopping_patience)"
+        why = "the held-out loss no longer improves (training.early_stopping_patience)"
         console.print_facts([("ended", f"after step {measured['num_steps']}: {why}", "")])
     loss, nats = measured["eval_loss"], measured["baseline_loss"]
     if loss is not None and nats is not None:
@@ -419,7 +419,7 @@ def _print_result(
         console.print_facts([("average's loss", text, "")])
     console.print_text(f"\n{sample.text}\n")
     rate = measured["tokens_per_s"]
-    speed = f"{rate:,.0f} tokens/s" if rate else "no step left to train"
+    speed = f"{rate:,.0f} tokens/s" if rate else "all steps were already done"
     console.print_facts(
         [
             ("time", f"{measured['wall_s']:.0f} s, {speed}", ""),

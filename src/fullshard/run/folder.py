@@ -88,14 +88,14 @@ class RunFolder:
         try:
             found: Any = json.loads(self.record.read_text(encoding="utf-8"))
             if not isinstance(found, dict):
-                raise ValueError("run.json holds no mapping")
+                raise ValueError("run.json does not contain a mapping")
             self._id = self._id or found.get("id")
             if self._id != found.get("id"):
-                raise ValueError("the folder of the run was moved, and another run is there")
+                raise ValueError("the run's folder was moved, and another run uses its path")
         except (OSError, ValueError, RecursionError) as error:
             raise ConfigError(
                 f"run folder: expected a run's folder with run.json, got '{self.path}' ({error}). "
-                + (did_you_mean_path(self.path) or "Name the output_dir of a run.")
+                + (did_you_mean_path(self.path) or "Pass the output_dir of a run.")
             ) from error
         check_version(found.get("schema_version", 1), f"'{self.record}'")
         return found
@@ -166,8 +166,8 @@ class RunFolder:
         if not self.is_going_on():
             return False
         message = (
-            "the run ended without recording why: its launcher was killed, or the machine stopped. "
-            "The same command resumes it."
+            "the run ended without recording the reason, because its launcher was killed or the "
+            "machine stopped. The same command resumes it."
         )
         logger.warning("%s: %s", self.path, message)
         self.fail("HangError", message, ExitCode.HANG)
@@ -266,8 +266,8 @@ def check_output_dir(output_dir: Path) -> None:
     key, others = "training.output_dir", set[str]()
     if isinstance(storage_path(output_dir), StorePath):
         raise ConfigError(
-            f"{key}: expected a local folder, because logs and metrics are appended to; got "
-            f"'{storage_path(output_dir)}'. Name it as training.checkpoint_dir."
+            f"{key}: expected a local folder, because logs and metrics are appended to files; got "
+            f"'{storage_path(output_dir)}'. Set it as training.checkpoint_dir."
         )
     try:
         places = output_dir.absolute(), *output_dir.absolute().parents
@@ -293,7 +293,7 @@ def _cannot_be_made(output_dir: Path, why: object) -> ConfigError:
     place, reason = getattr(why, "filename", None), getattr(why, "strerror", None) or why
     inside = f": '{place}'" if str(place).startswith(f"{output_dir}/") else ""
     return ConfigError(
-        f"training.output_dir: expected a folder that can be made, got {str(output_dir)[:80]!r} "
+        f"training.output_dir: expected a folder that can be created, got {str(output_dir)[:80]!r} "
         f"({reason}{inside})."
     )
 

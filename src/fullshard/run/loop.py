@@ -266,7 +266,7 @@ class Loop:
         totals, elapsed, data, comm, memory, peak, inputs, asked = zip(*parts, strict=True)
         self._stopping = any(asked)
         if not update.num_tokens:
-            logger.warning("step %d has no token to learn: its loss counts as 0", step)
+            logger.warning("step %d has no trained tokens, so its loss is 0", step)
         loss = sum(totals) / max(1, update.num_tokens)
         if not math.isfinite(loss) and not update.is_skipped:
             raise DivergedError(diverged("loss", loss, step))

@@ -98,7 +98,7 @@ class XlaSide(Side):
         table = ArraysPlan.from_json(run.folder.plan.read_text("utf-8")) or self._plan.table
         mesh, num_micro_batches = table.mesh, run.steps.order.shape.accumulation
         moved = ", ".join(
-            f"{kind} {c.count:,} x ({human_bytes(c.num_bytes)} in all)"
+            f"{kind} {c.count:,} x ({human_bytes(c.num_bytes)} in total)"
             for kind, c in table.collectives(num_micro_batches).items()
             if c.count
         )
@@ -122,7 +122,7 @@ class XlaSide(Side):
         """Builds the state and its programs; returns the team of ranks."""
         run, teaching, training = self._session, self._teaching, self._session.config.training
         if run.seat.is_first and run.dataset.prompts:
-            logger.info("held-out prompts are not answered with backend: jax")
+            logger.info("answers to held-out prompts are not sampled with backend: jax")
         groups, self._tx = self._optimizer()
         loss = told = next_token(Decoder(self._decoder, self._plan), training.loss_chunk_size)
         if teaching is not None:

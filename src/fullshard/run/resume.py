@@ -93,17 +93,17 @@ class Resume:
         """What will happen, in words, to the new run and to an existing one."""
         if self.path is not None:
             found = choose(ALONE, self.path, whole=False)
-            what = "the run there resumes" if self.in_place else "a new run begins"
+            what = "the run there resumes" if self.in_place else "a new run starts"
             return f"{what} with the model and optimizer of step {found.step} in {found.path}"
         is_there = RunFolder(output_dir).record.is_file() and not self.in_place
-        return f"begins at step 0{'; the run there is moved aside' if is_there else ''}"
+        return f"begins at step 0{'; the existing run is moved aside' if is_there else ''}"
 
     def check_steps(self, done: int, path: Path, num_steps: int) -> None:
         """Raises ConfigError if a run of `num_steps` has nothing left after a checkpoint."""
         if done > num_steps or (done == num_steps and self.required):
             raise ConfigError(
                 f"training.max_steps: expected more than the {done} steps of {path}; got "
-                f"{num_steps}. Ask for more steps, or begin from an earlier checkpoint."
+                f"{num_steps}. Raise it, or start from an earlier checkpoint."
             )
 
     def moved(self, old: Path, new: Path | None) -> Resume:
@@ -160,9 +160,8 @@ def holds_checkpoints(folder: Path) -> bool:
     """
     if lexists(folder) and not folder.is_dir():
         raise CheckpointError(
-            f"checkpoint: expected the folder of the run's checkpoints at '{folder}', got a file, "
-            "or a link that leads to nothing. Bring the checkpoints back, or remove it to start "
-            "again."
+            f"checkpoint: expected the folder of the run's checkpoints at '{folder}', got a file "
+            "or a broken link. Restore the checkpoints, or remove it to start again."
         )
     return any(not found.is_leftover for found in checkpoints_in(folder))
 
@@ -172,14 +171,14 @@ def check_checkpoint_dir(checkpoint_dir: str | None, resume: Resume, output_dir:
     root = storage_path(checkpoint_dir).resolve() if checkpoint_dir else None
     if root and root == output_dir.resolve():  # each of the two locks its folder
         raise ConfigError(
-            f"training.checkpoint_dir: expected another folder than training.output_dir, got "
-            f"'{root}' for both. Leave it out to save in '{root / IN_RUN}'."
+            "training.checkpoint_dir: expected another folder than training.output_dir, got "
+            f"'{root}' for both. Remove it to save in '{root / IN_RUN}'."
         )
     if root and root != (resume.path and resume.path.resolve()) and holds_checkpoints(root):
         raise ConfigError(
-            f"training.checkpoint_dir: expected a place without checkpoints for a run that "
-            f"does not resume from there; '{root}' has some. Set it to an empty or new folder, or "
-            f"resume from them: --resume {root}."
+            "training.checkpoint_dir: expected a folder without checkpoints for a run that does "
+            f"not resume from it; '{root}' has some. Use an empty or new folder, or resume from "
+            f"the checkpoints: --resume {root}."
         )
 
 
@@ -231,7 +230,7 @@ def check_saved(resume: Resume, folder: RunFolder) -> None:
     if lost:
         raise CheckpointError(
             f"checkpoint: expected the run's own checkpoints, of steps up to {step}, in "
-            f"'{folder.checkpoints}'; there are none. Bring them back (is a disk not mounted?), or "
+            f"'{folder.checkpoints}'; there are none. Restore them (is a disk not mounted?), or "
             "use --resume never to start again."
         )
 
@@ -268,7 +267,7 @@ def check_same(resolved: Resolved, output_dir: Path, checkpoints: Path) -> None:
             )
     told = [f"{key} {before.get(key)} -> {now.get(key)}" for key in changed]
     if told:
-        logger.info("changed since the run began: %s", ", ".join(told))
+        logger.info("changed since the run started: %s", ", ".join(told))
 
 
 def check_teacher(config: RunConfig, folder: RunFolder) -> None:
@@ -280,9 +279,9 @@ def check_teacher(config: RunConfig, folder: RunFolder) -> None:
     samples = [sample_of_teacher(config, *more) for more in ((CONFIG,), ())]
     if known is not None and known not in samples:  # an older fullshard took weights alone
         raise ConfigError(
-            f"teacher: expected the weights and the config.json (or the distill.cache) from which "
-            f"the run in '{folder.path}' learned so far; got others in their place. Bring them "
-            "back, use --resume never, or another output_dir."
+            "teacher: expected the weights and the config.json (or the distill.cache) from which "
+            f"the run in '{folder.path}' has learned so far; they were replaced. Restore them, use "
+            "--resume never, or use another output_dir."
         )
 
 
@@ -330,10 +329,10 @@ def check_data(resume: Resume, position: Any, steps: StepPlan) -> None:
         was = trained.get(name, now)
         if was != now and not {*str(was).split()} & {*str(now).split()}:
             raise ConfigError(
-                f"{key}: expected the {name} of the run that resumes from '{resume.path}' "
-                f"({was}); got other ones ({now}), or the order of another version. "
-                "Bring the old data and tokenizer (or fullshard) back, use --resume never, or "
-                "--resume PATH with another output_dir."
+                f"{key}: expected the {name} of the run that resumes from '{resume.path}' ({was}); "
+                f"got others ({now}), or the order of another version. Restore the old data and "
+                "tokenizer (or version of fullshard), use --resume never, or use --resume PATH "
+                "with another output_dir."
             )
 
 
@@ -351,9 +350,9 @@ def check_model(
     Raises:
         ConfigError: The tokenizer or the configuration differs; names a token or the keys.
     """
-    name, key, cure = CONFIG, "model.name_or_path", "Bring the old one back, use --resume never"
+    name, key, cure = CONFIG, "model.name_or_path", "Restore the old one, use --resume never"
     if resume.required:
-        name, key, cure = "tokenizer.json", "data.tokenizer", "Name its folder, such as RUN/model"
+        name, key, cure = "tokenizer.json", "data.tokenizer", "Set its folder, such as RUN/model"
     if found.manifest is None or name not in found.manifest.files:
         return
     with untrusted(found.files / name, "what a run saves beside its weights"):
@@ -373,7 +372,7 @@ def check_model(
         told = ", ".join(f"{one!r} {before.get(one)} -> {now.get(one)}" for one in changed[:3])
         raise ConfigError(
             f"{key}: expected the {name} that was saved with the weights in '{resume.path}'; it "
-            f"has changed ({told}). {cure}, or export the checkpoint and begin from that folder."
+            f"has changed ({told}). {cure}, or export the checkpoint and start from that folder."
         )
 
 
@@ -447,14 +446,14 @@ class RunCheckpoints(Keeper):
             self._save(step, wait=stopping or last)
         if stopping:
             way_out = (
-                "which is saved. Start it again to resume."
+                "which was saved. Start it again to resume."
                 if every is not None
-                else "and saved nothing (save_strategy: no). The next start begins at "
-                "step 0; leave save_strategy out to be able to resume."
+                else "and saved nothing (save_strategy: no). The next start begins at step 0; "
+                "remove save_strategy to be able to resume."
             )
             raise PreemptedError(
-                f"run: expected to reach step {self.steps.num_steps}, was asked to stop after "
-                f"step {step}, {way_out}"
+                f"run: expected to reach step {self.steps.num_steps}, was asked to stop after step "
+                f"{step}, {way_out}"
             )
         return due
 

@@ -72,7 +72,7 @@ class Tracer:
             config: Sharding that the plan was made for, with its recompute.
             samples: Samples of a micro-batch.
         """
-        what = "activations: counted from shapes"
+        what = "activations: computed from shapes"
         return self._once(self._find_peaks, what, len(plan.units), (plan, config, samples))
 
     def work(self, plan: Plan, config: ShardConfig, samples: float) -> Work | None:
@@ -81,7 +81,7 @@ class Tracer:
         Blocks that were not traced compute what the traced blocks of their kind compute.
         """
         names = tuple(unit.name for unit in plan.units)
-        return self._once(self._find_work, "step time: not known", names, (plan, config, samples))
+        return self._once(self._find_work, "step time: unknown", names, (plan, config, samples))
 
     def _once(
         self, find: Callable[..., Any], what: str, units: Any, of: tuple[Plan, ShardConfig, float]
