@@ -48,7 +48,7 @@ def test_a_rank_that_sleeps_in_its_data_is_named_with_the_line(run):
         result, err, report = run("sleep")
     assert (result.exit_code, result.failure.rank, result.failure.type) == (5, 1, "HangError")
     assert (
-        "expected every rank to move on within 5 s, but rank 1 is in the user's code, step 3"
+        "expected every rank to make progress within 5 s, but rank 1 is in the user's code, step 3"
         in (err)
     )
     assert "hang_job.py" in err

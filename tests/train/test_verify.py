@@ -89,7 +89,7 @@ def test_dry_run_shows_what_would_be_compared_and_runs_nothing(fullshard, config
         (["--dryrun"], "Did you mean '--dry-run'?"),
         (["freeze=[decoder.*]"], "freeze: expected globs of parameter names, got 'decoder.*'"),
         (["sharding.wrap=[LlamaDecoderLayer]"], "LlamaDecoderLayer"),
-        (["sharding.transport=fake"], "sharding.transport: expected a real one, got 'fake'"),
+        (["sharding.transport=fake"], "sharding.transport: expected a real transport, got 'fake'"),
         (["backend=jax", "--inject", "lost_tie"], "--inject: expected repeated_data with backend"),
     ],
 )
@@ -156,7 +156,7 @@ def test_frozen_and_ignored_parameters_are_not_trained(config):
         "model.norm.weight",
     ]
     assert prepared.notes == (
-        "Ignored parameters are frozen: their gradients are each rank's own affair.",
+        "Ignored parameters are frozen, because nothing reduces their gradients.",
     )
 
 

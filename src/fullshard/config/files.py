@@ -407,7 +407,7 @@ def _misread(node: yaml.Node, prefix: str, file: str) -> Iterator[Problem]:
     for key, value in node.value:
         name = join_key(prefix, str(key.value))
         if name in first:
-            got = f"it in line {first[name]} and again in line {_line(key)}"
+            got = f"it in lines {first[name]} and {_line(key)}"
             place = f"{file}:{_line(key)}"
             yield Problem(name, "a key once", got, "Remove one of the two", place)
         first.setdefault(name, _line(key))

@@ -420,7 +420,7 @@ def _set_implied(values: dict[str, Any]) -> Iterator[Problem]:
             continue  # the schema rejects a section that is not a mapping
         try:
             if other is not None and not _agrees(move, said, other):
-                expected = f"what {move.target} says, {show(other)}"
+                expected = f"the value of {move.target}, {show(other)}"
                 yield Problem(move.source, expected, show(said), "Give one of the two")
             elif other is None and (implied := move.implied(said)) is not None:
                 put(values, move.target, implied)

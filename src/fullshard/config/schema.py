@@ -154,7 +154,7 @@ class SftConfig(Section):
     """false: train on all turns of conversations. None: true (TRL: false)."""
 
     chat_template_path: Text | None = None
-    """Chat template: a Jinja file or a tokenizer's folder. None: the tokenizer's, or a plain one."""
+    """Chat template: a Jinja file or a tokenizer's folder. None: the tokenizer's or a plain one."""
 
     num_samples: Depth = 2
     """Number of held-out prompts whose answers are shown at every evaluation."""

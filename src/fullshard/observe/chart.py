@@ -176,8 +176,8 @@ def write_page(target: Path, page: str) -> Path:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
         raise ConfigError(
-            f"expected a file that can be written, got '{target}' ({error.strerror}). Remove what "
-            "is there, or name another with --out."
+            f"expected a file that can be written, got '{target}' ({error.strerror}). Remove the "
+            "existing file, or set --out to another."
         ) from error
     return target
 

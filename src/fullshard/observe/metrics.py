@@ -148,9 +148,9 @@ class MetricsWriter:
             if samestat(self._path.stat(), fstat(self._file.fileno())):
                 return
         raise ConfigError(
-            "training.output_dir: expected the run's folder to stay where it is; "
-            f"'{self._path}' was moved, removed or replaced while the run was writing it. Complete "
-            "checkpoints are where the folder went; put it back to resume from them."
+            f"training.output_dir: expected the run's folder to stay where it is; '{self._path}' "
+            "was moved, removed or replaced while the run was writing it. Complete checkpoints "
+            "are in the moved folder; move it back to resume from them."
         )
 
     def close(self) -> None:

@@ -165,7 +165,7 @@ def page_of(folders: Sequence[Path], *, live: bool = False) -> str:
     runs = [Run.read(folder) for folder in folders]
     names, expected = ", ".join(map(str, folders)), "files as a run writes them"
     with untrusted(
-        f"RUN_DIR: '{names}'", expected, ConfigError, "Look at run.json, or name another folder."
+        f"RUN_DIR: '{names}'", expected, ConfigError, "Check run.json, or pass another folder."
     ):
         if len(runs) > 1:
             return render("compare.html.j2", **compared(runs), live=live)
@@ -189,7 +189,7 @@ def gather(run: Run) -> dict[str, Any]:
 
 
 def _read_record(run: Path) -> dict[str, Any]:
-    advice = did_you_mean_path(run) or "Name the output_dir of a run."
+    advice = did_you_mean_path(run) or "Pass the output_dir of a run."
     with untrusted(f"RUN_DIR: '{run}'", "a run's folder with run.json", ConfigError, advice):
         record: Any = json.loads((run / "run.json").read_text(encoding="utf-8"))
         record = record if isinstance(record, dict) else {}
@@ -269,7 +269,8 @@ def page_server(render: Callable[[], str], port: int = 0) -> ThreadingHTTPServer
         return ThreadingHTTPServer((LOOPBACK, port), Handler)
     except (OSError, OverflowError) as error:
         raise ConfigError(
-            f"--port: expected a free port, got {port} ({error}). Without it, any is taken."
+            f"--port: expected a free port, got {port} ({error}). Without it, any free port is "
+            "used."
         ) from error
 
 
@@ -436,7 +437,7 @@ def _plan(path: Path) -> Plan | ArraysPlan | None:
         text = path.read_text(encoding="utf-8")
         return ArraysPlan.from_json(text) or Plan.from_json(text)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        logger.warning("%s is left out: %s", path, error)
+        logger.warning("%s is not shown: %s", path, error)
         return None
 
 

@@ -123,7 +123,7 @@ class Trackers:
         self._ended.set()
         self._thread.join(CLOSE_S)
         if self._thread.is_alive():
-            logger.warning("training.report_to: a tracker did not end in %.0f s", CLOSE_S)
+            logger.warning("training.report_to: a tracker did not finish within %.0f s", CLOSE_S)
         if self._num_lost:
             lost = "training.report_to: %d rows were dropped because they arrived too fast"
             logger.warning(lost, self._num_lost)

@@ -65,8 +65,8 @@ class Injection:
             return asked
         if asked.transport is TransportKind.SHARED:
             raise ConfigError(
-                "--inject: expected a transport that gathers for a fault of gathered weights; got "
-                "sharding.transport='shared'. Leave it out, or use direct."
+                "--inject: expected a transport that gathers, for a fault of gathered weights; "
+                "got sharding.transport='shared'. Remove it, or use direct."
             )
         auto = asked.transport is TransportKind.AUTO and device.type == "cpu"
         return ShardConfig.of(asked, transport=TransportKind.DIRECT) if auto else asked

@@ -66,8 +66,8 @@ def prepare(config: RunConfig, fault: Fault | None) -> PreparedCheck:
     check_supported(config.sharding, backend=Backend.JAX)
     if fault not in (None, Fault.REPEATED_DATA):
         raise ConfigError(
-            f"--inject: expected {Fault.REPEATED_DATA} with backend: jax, got {fault}, which is "
-            "made inside of torch's engine. Use that one, or backend: torch."
+            f"--inject: expected {Fault.REPEATED_DATA} with backend: jax, got {fault}, which "
+            f"exists only in torch's engine. Use {Fault.REPEATED_DATA}, or backend: torch."
         )
     notes: list[str] = []
     full = model_config_of(config, fault, notes)
@@ -104,9 +104,9 @@ def _fit_devices(config: RunConfig, notes: list[str]) -> int:
     if fitting > MOST_DEVICES:
         raise ConfigError(
             f"sharding: expected a mesh of at most {MOST_DEVICES} devices to verify with backend: "
-            f"jax, which plays them in one process; got replicate {sharding.replicate}, shard "
-            f"{sharding.shard}, expert {sharding.expert}, tensor {sharding.tensor}. Give smaller "
-            "ones: sharding.replicate=2 sharding.shard=2."
+            f"jax, which simulates them in one process; got replicate {sharding.replicate}, shard "
+            f"{sharding.shard}, expert {sharding.expert}, tensor {sharding.tensor}. Use a smaller "
+            "mesh: sharding.replicate=2 sharding.shard=2."
         )
     if asked not in (None, fitting):
         notes.append(f"{fitting} devices instead of {asked}.")

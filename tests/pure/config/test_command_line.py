@@ -106,8 +106,8 @@ def test_an_ambiguous_name_lists_what_it_may_mean(load):
     with pytest.raises(ConfigError) as caught:
         load("vocab_size=5")
     assert str(caught.value) == (
-        "command line: vocab_size: expected a key that is unambiguous, got 'vocab_size', which is "
-        "the end of data.vocab_size and model.config.vocab_size. Write the whole key"
+        "command line: vocab_size: expected an unambiguous key, got 'vocab_size', which is "
+        "the end of data.vocab_size and model.config.vocab_size. Write the full key"
     )
     without = FILE.replace(", vocab_size: 512", "")
     assert load("vocab_size=5", text=without).data.vocab_size == 5

@@ -75,7 +75,7 @@ def test_a_run_refuses_the_transport_that_moves_nothing():
     config = RunConfig(model="x", sharding={"transport": "fake"})
     assert refusal(config) == (
         "sharding.transport: expected a real transport, got 'fake'. "
-        "It moves no data between ranks: it is for plans and tests"
+        "It moves no data between ranks; it is for plans and tests"
     )
     check_supported(config, planning=True)
 

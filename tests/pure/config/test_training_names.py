@@ -220,7 +220,9 @@ def test_keys_of_other_sections_get_there(configured):
 
 def test_an_alias_beside_its_name_has_to_agree():
     assert TrainingConfig(max_length=8, max_seq_length=8).max_seq_length == 8
-    with pytest.raises(ConfigError, match=r"^max_length: expected the same value as max_seq_len"):
+    with pytest.raises(
+        ConfigError, match=r"^max_length: expected the value of its alias max_seq_len"
+    ):
         TrainingConfig(max_length=8, max_seq_length=9)
 
 

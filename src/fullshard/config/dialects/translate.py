@@ -311,7 +311,7 @@ def _name_in(name: str, table: Table) -> str | None:
 def contradiction(target: str, one: tuple[object, Origin], other: tuple[object, Origin]) -> Problem:
     """The problem of two keys that set one key to different values."""
     (value, origin), (said, before) = one, other
-    expected = f"what {before.written} ({before.place}) says, {show(said)}"
+    expected = f"the value of {before.written} ({before.place}), {show(said)}"
     got = show(value) if origin.written == target else f"{show(value)} as {target}"
     return Problem(origin.written, expected, got, "Give one of the two", origin.place)
 

@@ -192,7 +192,7 @@ class Seen:
     def words(self) -> str:
         """Its position, and whether it answers."""
         if self.gone:
-            return f"is gone: its process has died (last seen in {self.position.place})"
+            return f"is gone: its process died (last seen in {self.position.place})"
         if self.silent_s > SETTLED_S:
             last = self.position.place
             return (
@@ -271,7 +271,7 @@ def judge(seen: Mapping[int, Seen], timeout_s: float, world_size: int = 0) -> Cu
         return None
     silent += [Seen(Position(rank), timeout_s) for rank in range(world_size) if rank not in seen]
     busy = [one for one in alive if not one.position.kind]
-    expected = f"every rank to move on within {timeout_s:g} s"
+    expected = f"every rank to make progress within {timeout_s:g} s"
     return _verdict(expected, silent or busy or over, here)
 
 
@@ -321,7 +321,7 @@ def _different_streams(here: Sequence[Seen]) -> Culprit | None:
 
 _ADVICE = (
     "Every rank must run the same units in the same order, and the same number of forwards and "
-    "backwards: look for a condition on the rank, or for ranks with different numbers of batches."
+    "backwards. Look for a condition on the rank, or for ranks with different numbers of batches."
 )
 
 
@@ -358,8 +358,8 @@ def fallen_silent(seen: Iterable[Seen], silent_s: float) -> Culprit | None:
     rank, place = silent[0].position.rank, silent[0].position.place
     return Culprit(
         rank,
-        f"run: expected every rank to be alive, but rank {rank} no longer answers "
-        f"(last seen in {place}). Its own log contains the reason.",
+        f"run: expected every rank to be alive, but rank {rank} no longer responds (last seen in "
+        f"{place}). Its log contains the reason.",
     )
 
 

@@ -158,7 +158,7 @@ class Watchdog:
                 time.sleep(POLL_S / 2)
         if preempted:  # rank 0 may have got the same signal
             return None
-        return Culprit(0, "run: expected rank 0 to be alive, but the store that it serves is gone.")
+        return Culprit(0, "run: expected rank 0 to be alive, but its store is gone.")
 
     def _frame_of(self, error: BaseException) -> FrameType | None:
         """Frame of an error that another rank may have caused; ignores SIGTERM from then on."""
