@@ -269,8 +269,7 @@ def page_server(render: Callable[[], str], port: int = 0) -> ThreadingHTTPServer
         return ThreadingHTTPServer((LOOPBACK, port), Handler)
     except (OSError, OverflowError) as error:
         raise ConfigError(
-            f"--port: expected a free port, got {port} ({error}). Without it, any free port is "
-            "used."
+            f"--port: expected a free port, got {port} ({error}). Leave it out to use any free one."
         ) from error
 
 
