@@ -175,7 +175,7 @@ def read_into(checkpoint: Checkpoint, key: str, held: Held) -> None:
 def _read_cut(checkpoint: Checkpoint, key: str, held: Held, cut: Cut) -> torch.Tensor:
     """(stop - start,) elements of a local tensor that is no range of the whole.
 
-    The rows that contain them are read whole: reading each row's part would take a call per row.
+    The rows that contain them are read whole, because reading parts would need a call per row.
     """
     if held.start == held.stop:
         return held.local
@@ -354,7 +354,7 @@ def state_tensor(checkpoint: Checkpoint, rank: int, path: str) -> torch.Tensor:
 
 
 def stored_tensor(checkpoint: Checkpoint, key: str, rank: int) -> torch.Tensor:
-    """A whole tensor of a checkpoint; of an opaque one, what a rank saved."""
+    """A whole tensor of a checkpoint; for an opaque tensor, the part that a rank saved."""
     stored = checkpoint.index.tensors[key]
     dtype = DTYPES[stored.dtype]
     if stored.opaque:

@@ -146,7 +146,7 @@ def _as_ranges(engine: Engine, tensors: list[Held]) -> list[Held]:
 
 
 def _range_of(held: Held, member: Member, whole: torch.Tensor) -> Held:
-    """An equal range of a whole tensor for each rank that has other elements of it."""
+    """An equal range of a whole tensor per rank that has different elements of it."""
     unit, cut = member.group.unit, held.cut
     assert cut is not None
     at, parts = unit.part * cut.num_parts + cut.part, unit.plan.mesh.shard * cut.num_parts
@@ -368,7 +368,7 @@ def _write_files(
             of_kind = [piece for piece in pieces if kind_of(piece.key) is kind]
             if of_kind:
                 outcome.append(write_tensors(place.aside / file_name(kind, rank), of_kind, rank))
-    except BaseException as error:  # noqa: BLE001  the other ranks wait for what this one says
+    except BaseException as error:  # noqa: BLE001  the other ranks wait for this rank's result
         outcome = commit.failure(place.target, rank, error)
         if not isinstance(error, Exception) or ran_out_of_memory(error):
             stopped = error  # no failure to write

@@ -1,11 +1,11 @@
 """Tensor and expert parallelism of Hugging Face models, by transformers' own plans.
 
     model with values --cut_over_axes--> DTensors, and forwards that exchange    on every rank
-    model on meta ------one_place------> the model as each rank holds it         for plans, traces
+    model on meta ------one_place------> one rank's part of the model            for plans, traces
 
-`mesh_of` says which ranks form an axis. The output layer, and the embedding that is tied to it,
+`mesh_of` defines which ranks form an axis. The output layer, and the embedding that is tied to it,
 stay whole over the tensor axis, because recipes compute the loss in it (see recipes/head.py).
-Names of transformers that are private or new are used in this file alone.
+Only this file uses private or new names of transformers.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _DISPATCH, _KEYS = "ep_dispatch_experts", ("k_proj", "qkv_proj", "query_key_valu
 
 @dataclass(frozen=True)
 class LocalModel:
-    """A model as each rank holds it before sharding.
+    """One rank's part of a model before sharding.
 
     Attributes:
         model: The model, on meta.
@@ -96,7 +96,7 @@ def cut_over_axes(model: nn.Module, config: ShardConfig, topology: Topology) -> 
         apply_expert_parallelism(model, experts, dense["tensor"], dict(expert))
         for name, style in expert.items():
             if style == _DISPATCH and config.tensor == 1:
-                # Each rank gets rows of its own experts alone, so it need not mask others.
+                # Each rank gets only rows of its own experts, so it need not mask others.
                 vars(model.get_submodule(name))["_is_expert_parallel"] = False
     return dense["replicate", "shard"]
 
@@ -131,10 +131,10 @@ def _local(param: Any) -> Any:
 
 
 def _shared(x: torch.Tensor, group: Any) -> torch.Tensor:
-    """The same result for one tensor that several layers take: then its gradient is summed once."""
+    """One result for a tensor that several layers use, so that its gradient is summed once."""
     if not (x.requires_grad and torch.is_grad_enabled()):
         return x
-    if x.is_leaf:  # autograd would hold it, and it the result
+    if x.is_leaf:  # caching would create a reference cycle
         return shared_by(x, group)
     version, found = vars(x).get(_SHARED, (-1, None))
     if found is None or version != x._version:  # new, or written in place since
@@ -144,7 +144,7 @@ def _shared(x: torch.Tensor, group: Any) -> torch.Tensor:
 
 
 def one_place(model: nn.Module, config: ShardConfig) -> LocalModel:
-    """The model as each rank holds it; all ranks hold parts of the same shapes.
+    """One rank's part of the model; the parts of all ranks have equal shapes.
 
     Raises:
         ConfigError: The model has no plan for an axis, or its sizes do not divide.

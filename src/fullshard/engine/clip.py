@@ -96,5 +96,5 @@ def global_norm(params: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch
             )
         return torch.zeros((), dtype=torch.float64)
     for norms in by_model(guards):
-        norms.mark_changed()  # one rank alone may have written into its part
+        norms.mark_changed()  # a rank may have written into its part
     return total_norm(guards, norm_order(norm_type))

@@ -25,7 +25,7 @@ from fullshard.errors import CheckpointError, EngineError, untrusted
 from fullshard.transport.base import torch_dtype
 from fullshard.transport.groups import copy_from_first
 
-AT_ONCE = 8  # tensors of rank 0 that other ranks hold whole
+AT_ONCE = 8  # tensors of rank 0 that other ranks store whole
 SMALL = tuple(range(2, 10))  # shape of a tensor on which an optimizer is tried
 WHOLE = "Pass model.state_dict() and optimizer.state_dict() of one process."
 States = dict[str, Any]
@@ -36,7 +36,7 @@ def full_state_dict(
 ) -> dict[str, torch.Tensor]:
     """Returns the unsharded `state_dict()` with whole tensors on the CPU. A collective.
 
-    Units are gathered one after another. No rank holds more than one unit and the result, which
+    Units are gathered one after another. No rank stores more than one unit and the result, which
     with `rank0_only` exists only on rank 0.
 
     Args:
@@ -61,7 +61,7 @@ def full_state_dict(
     whole = {name: _to_cpu(tensor, kind) for name, tensor in whole_params(engine) if keep}
     result: dict[str, Any] = {}
     for name, shown in model.state_dict().items():
-        # What is no alias of a parameter was computed by a hook of the state dict.
+        # Values that are not aliases of parameters were computed by a hook of the state dict.
         source = getattr(shown, "alias_of", None)
         is_changed = isinstance(shown, Guarded) and not isinstance(source, ShardedParameter)
         value: Any = shown.full_tensor() if is_changed else shown
@@ -141,7 +141,7 @@ def load_full_state(
     *,
     from_rank0: bool = False,
 ) -> None:
-    """Load what one process saved: `model.state_dict()` and `optimizer.state_dict()`. A collective.
+    """Load the state dicts of a model and an optimizer from one process. A collective.
 
     Args:
         model: Sharded.
@@ -195,7 +195,7 @@ def _without_values(tree: Any) -> Any:
 
 
 def _whole(engine: Engine, shown: Any, given: Any, path: tuple[Any, ...]) -> Any:
-    """Returns this rank's value, or rank 0's by broadcast if `shown` came from there."""
+    """Return this rank's value, or rank 0's by broadcast if `shown` is from rank 0."""
     like = reduce(getitem, path, shown)
     if shown is given or not isinstance(like, torch.Tensor):
         return like

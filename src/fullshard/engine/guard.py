@@ -1,8 +1,8 @@
 """The torch functions that shards support.
 
 [Note: the guard]
-A shard holds some elements of a tensor. Elementwise functions give the same elements on a shard as
-on the whole. Any other function would be silently wrong, so it raises an error. The lists below
+A shard contains some elements of a tensor. Elementwise functions give the same elements on a shard
+as on the whole. Any other function would be silently wrong, so it raises an error. The lists below
 allow functions; functions on no list are refused, because new torch functions are not elementwise
 in general. Without sharding (no_shard, one rank) a shard is the whole tensor. Then only random
 fills are refused, which would differ between ranks.
@@ -27,7 +27,7 @@ class Rule(Enum):
     PLAIN = auto()  # metadata, or a plain result independent of elements
     NORM = auto()  # of the whole tensor
     NUMBER = auto()  # reductions of the whole tensor: sum, mean, any, all ...
-    CAST = auto()  # elementwise of a shard; `x.to(p)` of a plain x takes p's dtype and device alone
+    CAST = auto()  # elementwise of a shard; `x.to(p)` of a plain x uses only p's dtype and device
     COPY = auto()  # elementwise, of a state that ranks should have written alike
     MASK = auto()  # x[mask] = number is elementwise, other indexing is not
     COMPARE = auto()  # elementwise, with a plain result, for torch.testing
@@ -36,7 +36,7 @@ class Rule(Enum):
     UNSCALE = auto()  # GradScaler's check: an infinity on any rank counts for all
     REFUSED = auto()  # needs the whole tensor
     RANDOM = auto()  # would differ between ranks
-    AUTOGRAD = auto()  # shards take no part in autograd
+    AUTOGRAD = auto()  # shards have no autograd history
     MAKE = auto()  # p.new_empty(shape): a shard for p's shape, otherwise plain
     GRAPH = auto()  # p.view_as(p).grad_fn: leads to nodes that receive no gradient
     DETACH = auto()  # p.grad.detach_()

@@ -105,7 +105,7 @@ class DeviceHomes:
 class _PageLocked(mmap.mmap):
     """Page-locked zeros of this size; torch's allocator would round up to a power of two.
 
-    A tensor in this memory holds it. Like CUDA's own host memory, it does not exist in forked
+    A tensor in this memory keeps it alive. Like CUDA's own host memory, it does not exist in forked
     processes.
 
     Raises:

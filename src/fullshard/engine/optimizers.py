@@ -1,8 +1,8 @@
 """Refusing optimizers that would be wrong on shards.
 
 [Note: the probe]
-An optimizer is right on shards if it treats elements one by one. Its class does not say so, so it
-is tried: three steps on a small tensor and on its two halves give the same values exactly when
+An optimizer is correct on shards if it is elementwise. Its class does not show this, so it is
+tried: three steps on a small tensor and on its two halves give the same values exactly when
 elements do not mix. Each class is tried at its first step, once for each structure of its settings
 (which are on, off, zero or None). A schedule that only changes numbers causes no further probe.
 
@@ -51,7 +51,7 @@ PROBE_RATE = 1e-2  # and not the group's own, which a warm-up begins at zero
 
 
 class _Watch:
-    """Optimizers that step on shards: the engine's process-wide hooks before and after a step.
+    """The engine's process-wide hooks before and after steps of optimizers on shards.
 
     It is registered with the first model that has shards and removed with the last.
 
@@ -66,7 +66,7 @@ class _Watch:
         self._stepping: weakref.WeakSet[Any] = weakref.WeakSet()  # models of a running step
         self._forget_types: Callable[[], None] = lambda: None
         self._passed: set[Any] = set()
-        self._in_turns: dict[Any, bool] = {}  # whether settings treat each element by itself
+        self._in_turns: dict[Any, bool] = {}  # whether settings are elementwise
         self._kept: list[tuple[Any, Any]] = []  # gradients that an update in turns has used
         self._sliced: dict[type, set[str]] = {}  # states with an element for each of a parameter's
         self._cut: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -346,7 +346,7 @@ def states_made(
     Args:
         optimizer: Is left as it is; a small one of its class steps.
         group: The parameter's group in it.
-        given: Settings of another optimizer's group, which take the place of the group's.
+        given: Settings of another optimizer's group, which override the group's.
         small: A tensor with the dtype, device and number of dimensions of the parameter.
 
     Returns:

@@ -10,7 +10,7 @@ step runs in rounds (planner/optimizers.py):
                                              (rank 1 owns p)
 
 Replicas of the owner do the same with the same gradients. Every rank steps unsharded parameters in
-place. Between steps the full parameters take no memory.
+place. Between steps the full parameters need no memory.
 
 If a parameter is also cut over other axes (engine/cuts.py), each rank of these axes has an owner of
 its part. These owners gather the whole from each other and make the same update, so that each keeps
@@ -291,7 +291,7 @@ class OwnedOptimizer(Optimizer):
         engine.norms.read(bounds, _check_alike)
 
     def _outcome(self, act: Callable[[], None]) -> Exception | None:
-        """Raises an error of any rank, or returns this rank's: a host may not wait for a device."""
+        """Raise any rank's error, or return this rank's if the host may not wait for a device."""
         if is_at_hand(self._engine.device):
             self._engine.agree(act)
             return None

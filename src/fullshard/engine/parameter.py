@@ -1,4 +1,4 @@
-"""Sharded parameters: the user's own Parameter objects, which hold this rank's shards.
+"""Sharded parameters: the user's own Parameter objects, which become this rank's shards.
 
 [Note: two objects]
 Outside its unit's forward, `module.weight` is a `ShardedParameter`: the user's object with a
@@ -80,7 +80,7 @@ class Guarded:
     def full_tensor(self) -> torch.Tensor:
         """The whole tensor as a plain tensor. A collective: call it on every rank.
 
-        A backward through it raises an error, unless every rank holds the whole parameter.
+        A backward through it raises an error, unless every rank stores the whole parameter.
         """
         if self.record.is_cut or self.record.cut is not None:
             _note_sources(self.record.norms, [self])
@@ -345,7 +345,7 @@ def _computed(name: str, value: Any) -> Any:
     return compute if compute.data_ptr() == value.data_ptr() else value  # copies belong to the user
 
 
-_CLIPS = ("_foreach_mul_", "_foreach_clamp_")  # what torch's clippings call
+_CLIPS = ("_foreach_mul_", "_foreach_clamp_")  # called by torch's clipping
 
 
 def _elementwise(func: Any, name: str, like: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -530,7 +530,7 @@ def _is_mask(args: Sequence[Any]) -> bool:
 
 
 def _refuse_other_ranges(name: str, like: Any, operands: Sequence[Any]) -> None:
-    """Raise an error unless all shards hold the same elements of tensors of one shape."""
+    """Raise an error unless all shards have the same elements of tensors of one shape."""
     ones: Sequence[Any] | None = None
     for operand in operands:
         if isinstance(operand, Guarded):

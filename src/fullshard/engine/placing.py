@@ -35,10 +35,10 @@ def present(
     """Turn the user's parameter into its shard, in place: the object stays the same.
 
     Args:
-        param: The whole parameter, or a shard that is cut anew.
+        param: The whole parameter, or a shard that is sharded again.
         data: (n_local,), master dtype: this rank's elements in the flat shard.
         piece: Range of these elements in the parameter.
-        whole: Whether every rank holds the whole parameter.
+        whole: Whether every rank stores the whole parameter.
 
     Raises:
         UnsupportedModelError: Something refers to the parameter weakly, so it cannot be moved.
@@ -74,7 +74,7 @@ def _swap(param: nn.Parameter, other: nn.Parameter, piece: Slice) -> None:
 class Masters:
     """This rank's masters, allocated group by group when they are first used.
 
-    Initial values are written into them before the engine is built, so that a rank never holds
+    Initial values are written into them before the engine is built, so that a rank never stores
     its shards twice.
 
     Args:

@@ -106,7 +106,7 @@ def convert_reentrant(model: nn.Module) -> None:
     """Make Hugging Face's checkpointing non-reentrant, with a warning.
 
     Reentrant checkpointing runs a unit's forward without a graph and a second backward inside the
-    first, so autograd cannot tell which gradients will arrive (law 4).
+    first, so autograd does not know which gradients will arrive (law 4).
     """
     converted = False
     for module in model.modules():

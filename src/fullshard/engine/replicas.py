@@ -1,4 +1,4 @@
-"""Checks that ranks hold equal weights, at the start and periodically during training.
+"""Checks that ranks have equal weights, at the start and periodically during training.
 
 [Note: a hash of bits]
 A tensor's hash is the sum of its elements' bits as integers. It is cheap, equal for equal weights,

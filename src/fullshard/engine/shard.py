@@ -251,9 +251,9 @@ def refuse_nested_engine(model: nn.Module) -> None:
 
 
 def _refuse_shared_memory(model: nn.Module) -> None:
-    """Refuses buffers that are views of a parameter, and names such attributes.
+    """Refuse buffers that are views of a parameter, and warn about such attributes.
 
-    They keep the values of now. An attribute may be made anew in each forward, or by a hook.
+    They keep the current values. An attribute may be set again in each forward, or by a hook.
     """
     named = ((name, plain(param)) for name, param in model.named_parameters())
     params = {storage_key(p): name for name, p in named if _has_memory(p)}
@@ -308,7 +308,7 @@ def _check_world(topology: Topology) -> None:
 
 
 def reset(model: nn.Module) -> None:
-    """Close what an exception left open (the next forward does so by itself)."""
+    """Close a step that an exception left open (the next forward does so automatically)."""
     engine_of(model).runtime.reset()
 
 

@@ -8,7 +8,7 @@ A save writes this rank's part of the model and its optimizer, tensor by tensor:
                 states of an owner (fs.owned): whole tensors of any shape, and scalars
                 anything else (factors, block scales): private to one rank, opaque
 
-Ranks that hold the same elements take turns by unit, so that each writes a share.
+Ranks with the same elements take turns by unit, so that each writes a share.
 
 Names of safetensors: https://huggingface.co/docs/safetensors
 """
@@ -154,7 +154,7 @@ class _Whole:
     def __init__(self, unit: Unit, *, with_grads: bool) -> None:
         self.unit = unit
         self.buffers: list[torch.Tensor] = []
-        self.placed: dict[int, Any] = {}  # objects that hold the shards for DTensors
+        self.placed: dict[int, Any] = {}  # objects that contain the shards of DTensors
         self.grads = _whole_grads(unit) if with_grads else {}
         for group in unit.groups:
             full = group.gather_master()

@@ -66,7 +66,7 @@ class Axes:
 
     Attributes:
         shard_ranks: Global ranks that share one copy, including this one.
-        replicate_ranks: Global ranks that hold the same part.
+        replicate_ranks: Global ranks with the same part.
         shard_index: Index of this rank in `shard_ranks`.
         replicate_index: Index of this rank in `replicate_ranks`.
         gather_group: Group of all-gathers over the shard axis.
@@ -131,7 +131,7 @@ class Works:
             HangError: The process group's time-out has passed.
         """
         works, compare = self._works, self._compare
-        self._works, self._compare = (), None  # gloo waits forever for what has arrived already
+        self._works, self._compare = (), None  # gloo waits forever for messages that have arrived
         if compare is not None:
             compare()
         try:
@@ -343,7 +343,7 @@ class Home:
 
 @dataclass
 class ComparedPhase:
-    """What a model's ranks compare. See [Note: places].
+    """The state that a model's ranks compare. See [Note: places].
 
     Attributes:
         following: The phase of the next messages, until ranks have compared it.
@@ -498,7 +498,7 @@ class MessageTransport(Transport):
         self._start_comparison(phase.running, self._everyone)()
 
     def _compare_units(self, unit: str) -> Callable[[], None]:
-        """Compare places, and start to compare the unit of a gather; the result raises an error."""
+        """Compare places, and start to compare units of a gather; the result raises an error."""
         self._compare_places(self.axes.shard_ranks)
         if not unit or not self._compares:
             return lambda: None

@@ -165,7 +165,7 @@ def share_segment(
 
 
 def typed(num_bytes: int, part: int, function: Callable[..., Any], *args: Any) -> Any:
-    """Calls a function; the system's errors get a type and say what to do."""
+    """Call a function; system errors become typed errors with a remedy."""
     try:
         return function(*args)
     except OSError as error:
