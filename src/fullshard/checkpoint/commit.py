@@ -56,7 +56,7 @@ PATIENCE_S = 1800.0  # for slow ranks; the launcher handles dead ones
 FAREWELL_S = 10.0
 POLL_S = (0.002, 0.1)
 POLLS_PER_S = 4000  # of all ranks together: a store answers some thousand requests per second
-READERS = 32  # threads that read notes: a store takes tens of milliseconds for each
+READERS = 32  # threads that read notes: a store needs tens of milliseconds per note
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +101,9 @@ class Ranks:
     Attributes:
         rank: This process.
         world_size: Number of processes.
-        lead: Collective that returns on all ranks what a function returns on the first one, which
-            alone calls it; an error there is raised on all.
-        agree: Collective that returns what a function returns; if it fails on one rank, it raises
+        lead: Collective that calls a function on the first rank only and returns its result on all
+            ranks; an error is raised on all.
+        agree: Collective that returns a function's result; if it fails on one rank, it raises
             on all.
     """
 
@@ -118,7 +118,7 @@ ALONE = Ranks(0, 1, lambda do: do(), lambda do: do())
 
 @dataclass(frozen=True, slots=True)
 class Documents:
-    """What the first rank adds to a checkpoint.
+    """The files and values that the first rank adds to a checkpoint.
 
     Attributes:
         step: Step of the checkpoint, or None.
@@ -134,7 +134,7 @@ class Documents:
 
 
 def beside(target: Path, what: str, token: str) -> Path:
-    """A hidden folder beside the folder of a checkpoint."""
+    """A hidden folder next to the folder of a checkpoint."""
     return target.with_name(f".{target.name}.{what}-{token}")
 
 
@@ -158,7 +158,7 @@ def claim(target: Path) -> Paths:
 
 
 def _check_ours(target: Path) -> None:
-    """Raises CheckpointError if a save would replace what no save of ours wrote."""
+    """Raise CheckpointError if a save would replace files that fullshard did not write."""
     there = look_at(target)
     if there.is_foreign:
         raise CheckpointError(
@@ -186,7 +186,7 @@ def join(place: Paths, rank: int) -> None:
 
 
 def report(place: Paths, rank: int, outcome: Sequence[Written] | CheckpointError) -> None:
-    """Writes the note of this rank: what it wrote, or its error."""
+    """Write the note of this rank: its files, or its error."""
     if isinstance(outcome, CheckpointError):
         _fill_note(place.note(rank), str(outcome))
         return
@@ -231,7 +231,7 @@ def await_verdict(place: Paths, rank: int, world_size: int = 1) -> None:
     """Waits until the first rank has completed the checkpoint.
 
     A rank that was stopped for longer than the first rank waits for farewells still finds the
-    verdict: after the first rank has left, the last one to leave removes it.
+    verdict: after the first rank has finished, the last one to finish removes it.
 
     Raises:
         CheckpointError: The first rank could not complete it.
@@ -294,10 +294,10 @@ def _complete(place: Paths, world_size: int, documents: Documents) -> None:
     if isinstance(place.target, StorePath):
         _commit_in_store(place, Manifest(documents.step, files, place.aside.name))
         return
-    _check_ours(place.target)  # it may have come since the save began
+    _check_ours(place.target)  # it may have appeared since the save began
     write_text(place.aside / COMPLETE, Manifest(documents.step, files).to_json())
     sync_folder(place.aside)
-    if world_size == 1:  # nobody waits for a verdict, and no later save may come to remove it
+    if world_size == 1:  # no rank waits for a verdict, and no later save may remove it
         remove_tree(place.notes)
     put_in_place(place)
 
@@ -319,7 +319,7 @@ def _commit_in_store(place: Paths, manifest: Manifest) -> None:
 
 
 def _at_once(read: Callable[[int], str], world_size: int) -> list[str]:
-    """What is read of each rank; after an error here, readers that still wait find no notes."""
+    """Results of reading each rank's note; after an error here, waiting readers find no notes."""
     pool = ThreadPoolExecutor(min(READERS, world_size), "fullshard-notes")
     try:
         return list(pool.map(read, range(world_size)))

@@ -48,7 +48,7 @@ COMPLETE, INDEX, STATE, PLAN, CONFIG = (
     "config.json",
 )
 
-SAVING, OLD, NOTES = "saving", "old", "notes"  # hidden folders beside a checkpoint
+SAVING, OLD, NOTES = "saving", "old", "notes"  # hidden folders next to a checkpoint
 FILES = "files"  # folder in a checkpoint of a store
 AVERAGE = "ema"  # optimizer state of a parameter: the average of its values
 OWN = "$rank"  # marks values that differ between ranks
@@ -319,7 +319,7 @@ class Manifest:
     def to_json(self) -> str:
         files = {name: [facts.size, facts.checksum] for name, facts in sorted(self.files.items())}
         table = {"format": FORMAT, "version": 1, "step": self.step, "files": files}
-        if self.folder:  # a reader of the first version would look for the files beside
+        if self.folder:  # a reader of the first version would look for the files next to it
             table |= {"version": VERSION, "folder": self.folder}
         return json.dumps({**table, "checksum": _checksum(table)}, indent=1) + "\n"
 

@@ -216,7 +216,7 @@ def _replaced(found: Found, *, stays: bool = False) -> str:
 
     Args:
         found: The checkpoint as it was found.
-        stays: It must also be complete still: another save may be about to take its place.
+        stays: It must still be complete, because another save may be about to replace it.
     """
     now = found if isinstance(found.path, StorePath) else look_at(found.path)
     if now.manifest == found.manifest or (now.manifest is None and not stays):
@@ -240,10 +240,10 @@ def choose(ranks: Ranks, path: Path, *, whole: bool = True) -> Found:
         whole: Compare the checksums of all files, not only of the tables.
 
     Raises:
-        CheckpointError: There is none; names what was skipped and why.
+        CheckpointError: There is none; names skipped checkpoints and the reasons.
     """
     skipped: list[str] = []
-    found: list[Found] = []  # of the first rank; one is told at a time, since a manifest is large
+    found: list[Found] = []  # of the first rank; sent one at a time, because a manifest is large
 
     def look() -> int:
         found.extend(candidates(path))
@@ -266,7 +266,7 @@ def choose(ranks: Ranks, path: Path, *, whole: bool = True) -> Found:
 
 
 def _check(entry: Found, ranks: Ranks, *, whole: bool) -> None:
-    """Raises CheckpointError if a checkpoint cannot be read; each rank reads a share of it."""
+    """Raise CheckpointError if a checkpoint cannot be read; each rank reads a share of it."""
     why = entry.why or why_not(entry, ranks.rank, ranks.world_size * whole)
     if why:
         raise CheckpointError(why)
@@ -346,7 +346,7 @@ class Damage:
 
     Attributes:
         file: Name of the file.
-        why: What is wrong with it.
+        why: Description of the damage.
         tensors: Keys of its damaged tensors; empty if the damage is elsewhere.
     """
 
@@ -376,7 +376,7 @@ def find_damage(found: Found, on_bytes: Callable[[int], None]) -> list[Damage]:
                 tensors = _keys_in(checkpoint.index, name)
             damages.append(Damage(name, why, tensors))
         if damages and not found.path.exists():
-            raise CheckpointError(damages[0].why)  # `open` says that the checkpoint was removed
+            raise CheckpointError(damages[0].why)  # `open` reports that the checkpoint was removed
     return damages
 
 
@@ -426,7 +426,7 @@ def remove(found: Sequence[Found]) -> list[Path]:
         CheckpointError: The file system refused.
     """
     for entry in found:
-        # Renamed first, so that no reader takes half a folder for a damaged checkpoint.
+        # Renamed first, so that no reader mistakes half a folder for a damaged checkpoint.
         going = entry.path.with_name(f".{entry.path.name.lstrip('.')}.{OLD}-0")
         with untrusted(entry.path, "to remove a checkpoint", advice="The others are untouched."):
             if entry.path.is_symlink():

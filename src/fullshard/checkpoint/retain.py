@@ -2,7 +2,7 @@
 
 checkpoints/
   step-00000050/     complete
-  step-00000100/     complete                 <- a restart takes this one
+  step-00000100/     complete                 <- a restart loads this one
   .step-00000150.saving-3f2a/                 a crash ended it: skipped
   step-00000150/files-3f2a/                   the same in an object store: no COMPLETE.json
 """
@@ -106,7 +106,7 @@ def look_at(path: Path) -> Found:
         return Found(path, step, None, str(error), is_foreign=True)
     except (OSError, CheckpointError) as error:
         if does_not_answer(path, error):
-            raise  # nothing is known about what is there
+            raise  # the folder's contents are unknown
         missing = isinstance(error, FileNotFoundError)
         why = f"it has no {COMPLETE}, so its save never finished" if missing else str(error)
         other = _files_of_others(path)
@@ -124,7 +124,7 @@ def look_at(path: Path) -> Found:
 
 
 def _files_of_others(path: Path) -> str:
-    """What a folder without a readable COMPLETE.json holds that no save of ours left, in words."""
+    """Describe the files in a folder without a readable COMPLETE.json that no save of ours left."""
     if _LEFT.fullmatch(path.name) or all((path / name).is_file() for name in (INDEX, STATE)):
         return ""
     with suppress(OSError):  # what cannot be listed is not replaced either
@@ -219,7 +219,7 @@ def candidates(path: Path) -> list[Found]:
 
 
 def _way_in(path: Path) -> str:
-    """What to do with a path that has no checkpoint of ours."""
+    """The remedy for a path without a checkpoint of ours."""
     if not path.exists():
         return "Pass a run's folder."
     words = f"{quote(str(path))} {quote(f'{path}-imported')}"
@@ -279,7 +279,7 @@ def unusable(path: Path, skipped: Sequence[str]) -> CheckpointError:
 
 
 def tidy(target: Path) -> None:
-    """Removes leftovers of interrupted saves beside `target`, where the next save will be.
+    """Remove leftovers of interrupted saves next to `target`, where the next save will be.
 
     The caller must have the folder to itself. If a crash interrupted the two renames of
     [Note: nothing half], the leftover is the last good checkpoint, and gets its name back.
@@ -292,7 +292,7 @@ def tidy(target: Path) -> None:
         if match is None or not (match[1] == target.name or _are_steps(match[1], target.name)):
             continue
         place = left.with_name(match[1])
-        if realpath(place) == realpath(left):  # a link to what would be removed
+        if realpath(place) == realpath(left):  # a link to a folder that would be removed
             continue
         there = look_at(left)
         if match[2] != NOTES and not place.exists() and there.manifest is not None:
@@ -302,7 +302,7 @@ def tidy(target: Path) -> None:
 
 
 def _tidy_store(target: StorePath) -> None:
-    """Removes what COMPLETE.json of `target` does not name, and unfinished steps beside it."""
+    """Remove files that `target`'s COMPLETE.json does not name, and unfinished steps next to it."""
     there = look_at(target)
     if there.is_unfinished and not there.is_foreign:
         remove_superseded(target)

@@ -85,7 +85,7 @@ def apply_activation_checkpointing(
 
     def wrap(
         module: nn.Module, **_: Any
-    ) -> nn.Module:  # given what FSDP's policy leaves on modules
+    ) -> nn.Module:  # called with the marks that FSDP's policy sets on modules
         return checkpoint_wrapper_fn(module)
 
     applied(model, wrap, check_fn, auto_wrap_policy)

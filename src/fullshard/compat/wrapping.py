@@ -17,7 +17,7 @@ Shards are made before an engine exists, and again when the model changes betwee
     cut_early         shards parameters without a plan or a collective
     reclaim           shards parameters that users created from shards
     put_back_shards   copies shards that the user moved back into the flat buffers
-    replace_engines   one new engine takes over values, gradients and optimizer states
+    replace_engines   one new engine receives values, gradients and optimizer states
 
 `fs.shard` raises an error if parameters changed between steps. The interfaces of this package allow
 such changes (a dtype, another Parameter object, `requires_grad`) through `Engine.on_change`.
@@ -153,7 +153,7 @@ def own_rank() -> int:
 
 
 def mark(module: nn.Module, wrapped: Wrapped) -> None:
-    """Makes a module a unit: records it, cuts its parameters, hooks its forward."""
+    """Make a module a unit: record it, cut its parameters, hook its forward."""
     setattr(module, MARK, wrapped)
     for inner, record in marked(module):
         if inner is not module and record.around() is None:

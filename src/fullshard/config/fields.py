@@ -76,7 +76,7 @@ class Number:
         at_least: smallest allowed value, or None.
         above: values must exceed this, or None.
         below: values must stay under this, or None.
-        zero: the word that 0 stands for here, such as `auto`.
+        zero: the word that 0 means, such as `auto`.
     """
 
     at_least: float | None = None

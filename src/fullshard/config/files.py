@@ -206,7 +206,7 @@ def interpolated(
 
 
 def read_job(name: str = "main_job.yaml", package: str | None = None) -> File:
-    """Reads a configuration that ships with fullshard: the main job, or a recipe's."""
+    """Read a configuration that ships with fullshard: a built-in job."""
     resource = files(package or "fullshard.config.defaults").joinpath(name)
     return dataclasses.replace(parse_text(resource.read_text("utf-8"), name), is_ours=True)
 

@@ -11,7 +11,7 @@ The keys of a record determine its format, so one file may mix formats.
     user: 2 + 2?   assistant: 4 <eos>   user: sure?   assistant: yes <eos>
     ..............            ^^^^^^^                            ^^^^^^^^^   learned
 
-Some templates mark what the assistant generates (`{% generation %}`). For other templates the
+Some templates mark the assistant's text (`{% generation %}`). For other templates the
 conversation is rendered up to the start and up to the end of each answer; the difference is the
 answer.
 """
@@ -155,7 +155,7 @@ def _messages(record: Record, column: str) -> tuple[Message, ...]:
         name = message[role].lower()
         name = _ROLES.get(name, name)
         said = message[content]
-        if name != "tool" or said is None:  # what a tool returns may be any value
+        if name != "tool" or said is None:  # a tool may return any value
             said = _said(said, record, column, number)
         found.append({**rest, "role": name, "content": said})
     return tuple(found)
@@ -232,7 +232,7 @@ Answer:{% generation %} {{ message['content'] }}{{ eos_token }}{% endgeneration 
 {% endif %}\
 {% endfor %}\
 {% if add_generation_prompt %}Answer:{% endif %}"""
-TEMPLATE_LIMIT_S = 10.0  # per conversation; ordinary ones take milliseconds
+TEMPLATE_LIMIT_S = 10.0  # per conversation; usually milliseconds
 TEMPLATE_LIMIT_BYTES = 1 << 30
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -246,7 +246,7 @@ class Encoded:
 
 
 def set_template(tokenizer: PreTrainedTokenizerBase, path: Path | None, model: ModelConfig) -> None:
-    """Sets a tokenizer's chat template: from a path, else its own, else the built-in one.
+    """Set a tokenizer's chat template: from a path, or its own, or the built-in one.
 
     Args:
         tokenizer: Tokenizer to change.
@@ -318,7 +318,7 @@ def texts_of(example: Example) -> Iterator[str]:
 
 
 def _template(tokenizer: PreTrainedTokenizerBase, example: Turns) -> str:
-    """The template that transformers takes for an example."""
+    """The template that transformers uses for an example."""
     template: Any = tokenizer.chat_template
     if isinstance(template, dict):
         use = "tool_use" if example.tools and "tool_use" in template else "default"
@@ -361,9 +361,9 @@ def _answers(
         else:  # the template renders a turn differently when another one follows
             begin = text.find(content, cursor)
             span = begin, begin + len(content)
-        # A template may change case and leave out what was thought, but not the end of an answer.
+        # A template may change case and leave out reasoning, but not the end of an answer.
         end = "".join(content.split()[-1:]).casefold()
-        # A call of a tool may stand in place of the content.
+        # A tool call may replace the content.
         is_there = "tool_calls" in message or end in text[slice(*span)].casefold()
         if span[0] < 0 or not is_there:
             raise DataError(
@@ -393,16 +393,16 @@ def _encode_spans(
 def _render(
     tokenizer: PreTrainedTokenizerBase, example: Turns, stop: int | None = None, **told: Any
 ) -> Any:
-    """The text that the chat template makes of the first messages, unless `told` asks for more.
+    """The chat template's text of the first messages, unless `told` asks for more.
 
     Raises:
-        DataError: The template refuses the conversation, or takes too much time or memory.
+        DataError: The template refuses the conversation, or needs too much time or memory.
     """
     settings, chat = {"tokenize": False, **told}, cast("Any", list(example.messages[:stop]))
     try:
         with _limits(memory=not settings["tokenize"]):
             return tokenizer.apply_chat_template(chat, tools=example.tools, **settings)
-    except Exception as error:  # templates raise what they like
+    except Exception as error:  # templates may raise any error
         raise DataError(
             f"data.path: expected a conversation that the chat template takes, got one at "
             f"{example.place} that it refuses ({error}). Correct the record, or give "
@@ -412,7 +412,7 @@ def _render(
 
 @contextmanager
 def _limits(*, memory: bool) -> Iterator[None]:
-    """Stops a template that takes too much time or memory; works only in the main thread.
+    """Stop a template that needs too much time or memory; works only in the main thread.
 
     Args:
         memory: Whether to limit memory: a tokenizer would abort the process at the limit.

@@ -13,7 +13,7 @@ data/train/rows.npy           (num_rows + 1,)   first example of each row
 data/train/lengths.npy        (num_rows,)       tokens of each row
 data/held_out/                the same
 
-Without packing a row is one example. Rows cut examples and leave some out; the parts have all of
+Without packing a row is one example. Rows truncate examples and skip some; the parts have all of
 them, so they serve rows of any length.
 """
 
@@ -68,7 +68,8 @@ class ChatSettings:
     """How examples become rows.
 
     Attributes:
-        sequence_length: Largest number of tokens in a row; longer examples lose their end.
+        sequence_length: Largest number of tokens in a row; longer examples are truncated at the
+            end.
         held_out_fraction: Share of the examples to hold out, from the end.
         sft: Which tokens are learned, whether a row has several examples, and how many held-out
             prompts are answered at evaluations.
@@ -159,7 +160,7 @@ class ChatDataset(PreparedData):
         return self.train.lengths
 
     def dealt(self, chosen: Indices) -> Indices:
-        """The rows of a step, in an order in which ranks wait little for each other."""
+        """The rows of a step, in an order in which ranks hardly wait for each other."""
         return dealt(chosen, self.lengths)
 
     def arrays(self, chosen: Indices, *, held_out: bool) -> dict[str, Any]:
@@ -168,7 +169,7 @@ class ChatDataset(PreparedData):
         [Note: documents]
         transformers starts a new document wherever `position_ids` fall, and no token attends to
         another document. The padding is a document of its own that is not learned. Rows of one
-        example need no position ids, because their padding stands behind them.
+        example need no position ids, because their padding follows them.
         """
         rows = self.held_out if held_out else self.train
         members = [rows.examples_of(int(row)) if row >= 0 else [] for row in chosen]
@@ -254,7 +255,7 @@ def make_chat_dataset(
         source: Files of all examples.
         settings: How examples become rows.
         tokenizer: Tokenizer with a chat template.
-        notes: What was done to the data before.
+        notes: Earlier notes about the data.
 
     Raises:
         DataError: No example has a token to learn.
@@ -391,7 +392,7 @@ def best_fit(lengths: Indices, capacity: int) -> tuple[Indices, Indices]:
 
     Args:
         lengths: Tokens of each example, at most `capacity`.
-        capacity: Tokens of a row.
+        capacity: Number of tokens per row.
 
     Returns:
         The examples, row after row, and the bounds of the rows among them.

@@ -202,11 +202,11 @@ def _files_at(path: Path) -> list[Path]:
 def _matching(
     place: Path, parts: Sequence[str], entered: set[Path] | None = None
 ) -> Iterator[Path]:
-    """What a pattern matches, as `glob` finds it, which passes over folders that it cannot read.
+    """The paths that a pattern matches, as with `glob`, which skips folders that it cannot read.
 
     Args:
         place: A file or folder.
-        parts: What follows it in the pattern.
+        parts: The rest of the pattern.
         entered: Folders that the `**` before it has entered, without links.
 
     Raises:
@@ -297,7 +297,7 @@ def whole(file: Path, kind: FileKind, dtype: str | None = None) -> Span:
 def identity(file: Path) -> list[tuple[int, int, int]]:
     """Size and times of change of a file, or of each file in a folder of datasets.
 
-    They differ after any change: nobody can set the last of them back.
+    They differ after any change, because the last of them cannot be set back.
     """
     with _reading(file):
         found = [one.stat() for one in (sorted(file.rglob("*")) if file.is_dir() else [file])]

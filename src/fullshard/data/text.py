@@ -102,7 +102,7 @@ class Corpus:
         text_column: Column or key of the text in records.
         origin: Description of the files.
         key: Its key in the configuration: `data`, or `data.mixture.1`.
-        texts: The texts of a shard, given it and the column; None stands between documents.
+        texts: The texts of a shard, given it and the column; None separates documents.
     """
 
     files: Files
@@ -295,7 +295,7 @@ def _training_rows(
     settings: DatasetSettings,
     tokenizer: PreTrainedTokenizerBase,
 ) -> tuple[Rows, list[int], list[list[list[str]]]]:
-    """The rows, how many each source has, and checksums of what they are made of, in any way.
+    """The rows, their number per source, and checksums of their contents, for any kind of source.
 
     Raises:
         DataError: A source has fewer tokens than one sequence.
@@ -318,7 +318,7 @@ def _training_rows(
             [f"{stream.tokens(number, 0).checksum}:{key(one)}"]
             + [f"{s.file.name}:{s.start}:{s.stop}" for shard in one.shards for s in shard.spans]
             for number, one in enumerate(parts)
-        ]  # older versions wrote the first alone
+        ]  # older versions wrote only the first
         for key in (lambda one: one.key, lambda one: digest([effect, asdict(one.how)]))
     ]
     return stream, sizes, told
@@ -437,7 +437,7 @@ def new_tokenizer(
     vocab_size: int,
     notes: list[str],
 ) -> PreTrainedTokenizerBase:
-    """Trains a tokenizer on at most `TRAINING_BYTES`; for arrays alone it shows numbers."""
+    """Train a tokenizer on at most `TRAINING_BYTES`; for arrays only, it shows numbers."""
     if all(source.files.kind is FileKind.ARRAY for source in sources):
         notes.append("no tokenizer is named: tokens are shown as their numbers")
         return numbers_tokenizer(vocab_size)
@@ -472,7 +472,7 @@ def _trained(found: Sequence[tuple[Corpus, Shard]], vocab_size: int) -> PreTrain
 
 @contextmanager
 def _placed(folder: Path, *, damaged: bool) -> Iterator[Path]:
-    """A folder to fill, which then takes its place whole, unless another start was first."""
+    """A folder to fill, which is then renamed to its place, unless another start was first."""
     aside = folder.with_name(f".{folder.name}.{os.getpid()}")
     aside.mkdir(exist_ok=True)
     try:

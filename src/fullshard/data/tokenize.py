@@ -259,7 +259,7 @@ def _divided(text: str) -> list[str]:
 
 
 def _divides(backend: Any, told: dict[str, Any]) -> bool:
-    """Whether no token depends on what is beyond the end of a line of prose.
+    """Whether no token depends on text beyond the end of a line of prose.
 
     It does not if text is normalized and divided into words by steps that look at single characters
     or at patterns, and if these divide it there.
@@ -456,7 +456,7 @@ class Progress:
 #     tokens     <-- row 0 --><-- row 1 --><-- row 2 --> ...     cut across parts and passes
 #     buffer     |<- shuffled ->|<- shuffled ->|<- ...           `SampleOrder.block` rows at a time
 #
-# A row depends on its number alone: its place is the sum of the tokens before it, which the cache
+# A row depends only on its number: its place is the sum of the tokens before it, which the cache
 # knows of every part. So order and position are exact for any number of ranks and after a resume,
 # and a resume reads the counts of earlier parts but tokenizes none of them again.
 #

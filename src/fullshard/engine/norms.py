@@ -353,7 +353,7 @@ class GradientNorms:
         self._arriving.append((device, device.event(), check, copy))
 
     def read_earlier(self) -> None:
-        """Run the checks that `read` deferred, at the end of a backward, when values have arrived."""
+        """Run the checks that `read` deferred, at the end of a backward: values have arrived."""
         arriving, self._arriving = self._arriving, []
         for device, copied, check, copy in arriving:
             device.finish(copied)

@@ -2,7 +2,7 @@
 
     stages 1, 2   a group's parameters one after another in one vector, of which each rank has a
     part            mp_rank_00_model_states.pt   *zero_pp_rank_R_*_optim_states.pt
-    stage 3       each parameter is cut over the ranks by itself, padded to equal parts; a rank's
+    stage 3       each parameter is cut over the ranks separately, padded to equal parts; a rank's
                   vector has its parts one after another
                                   zero_pp_rank_R_mp_rank_00_model_states.pt   ..._optim_states.pt
 

@@ -39,7 +39,7 @@ FSDP_BIN = "pytorch_model_fsdp.bin"
 FORMATS = (ONE_FILE, INDEX), (BIN, BIN_INDEX), (FSDP_BIN,), ("model_world_size_*",), ("latest",)
 FORMATS += (".metadata",), (FSDP_FOLDER,), (orbax.METADATA,)
 WEIGHTS = (".safetensors", ".bin", ".pt", ".distcp", ".ocdbt")  # suffixes of files with tensors
-# Files of a Trainer's checkpoint: its step, and what is not imported.
+# Files of a Trainer's checkpoint: its step, and files that are not imported.
 TRAINER_STATE, TRAINERS = "trainer_state.json", ("optimizer.pt", "scheduler.pt", "rng_state*.pth")
 NOT_READ = {*TRAINERS, "training_args.bin"}
 # Folders in which tools put config.json and the tokenizer.

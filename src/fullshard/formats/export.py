@@ -60,7 +60,7 @@ class ExportSettings:
 
     Attributes:
         dtype: Dtype of floating point tensors; None keeps each tensor's own.
-        max_shard_bytes: Maximum size of a file that holds more than one tensor.
+        max_shard_bytes: Maximum size of a file with more than one tensor.
         on_bytes: Called with the number of bytes after each write.
         writes: Whether this process writes the file of this number. It reads the tensors of the
             other files too, because reading may be a collective.
@@ -101,7 +101,7 @@ def parse_size(text: str) -> int:
 
 
 def export_folder(source: Source, folder: Path, settings: ExportSettings) -> list[str]:
-    """Writes a source as a folder; returns notes on what was left out.
+    """Write a source as a folder; return notes on contents that were left out.
 
     Raises:
         CheckpointError: The source has no config.json, its tensors differ from that model's, or the
@@ -201,7 +201,7 @@ def split(entries: Mapping[str, Entry], max_bytes: int) -> dict[str, list[str]]:
 
 
 def _as_the_model_has(source: Source, shell: nn.Module) -> tuple[dict[str, Entry], list[str]]:
-    """The model's tensors, tied ones once, and what the source has beside them.
+    """The model's tensors, tied ones once, and the source's other contents.
 
     Raises:
         CheckpointError: One is missing or has another shape; the configuration is of another model.
@@ -281,14 +281,14 @@ def export_together(
 ) -> list[str]:
     """Writes the weights of a sharded model; the ranks that see the folder write files in turn.
 
-    Each rank holds at most one full tensor. A collective.
+    Each rank stores at most one full tensor. A collective.
 
     Args:
         engine: Engine of the model.
         source: Its tensors.
         shell: The model without storage.
         folder: Folder with config.json, if this rank can access it.
-        max_shard_bytes: Maximum size of a file that holds more than one tensor.
+        max_shard_bytes: Maximum size of a file with more than one tensor.
 
     Returns:
         The files that this rank wrote.

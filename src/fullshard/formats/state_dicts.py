@@ -211,7 +211,7 @@ def _block(shard: Any) -> Chunk:
 def _rows(name: str, part: Any, spec: Any, before: Sequence[Chunk]) -> list[Chunk]:
     """The rows that a rank contributes to a DTensor, until it is complete.
 
-    On a mesh (replicate, shard) the first ranks complete it; the others hold copies.
+    On a mesh (replicate, shard) the first ranks complete it; the others have copies.
     """
     local: torch.Tensor = attributes_of(part)["_local_tensor"]
     placements = attributes_of(spec)["placements"]

@@ -222,11 +222,11 @@ def _of_limits(error: BaseException) -> FullshardError | None:
 
 
 def left_by(error: SystemExit) -> FullshardError:
-    """Our error where code of a model or a library ends a process of ours too early.
+    """Our error if code of a model or a library ends one of our processes too early.
 
     Raises:
         SystemExit: The command line's own library ended it: after completing words, or because
-            nobody reads the output.
+            no one reads the output.
     """
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     if frames[-1].f_globals.get("__name__", "").partition(".")[0] in ("typer", "click", "rich"):
@@ -243,7 +243,7 @@ def of_place(error: BaseException, *, may_pass: bool = False) -> BaseException:
 
     Args:
         error: Any error.
-        may_pass: Whether rights may come back, as on a disk of a network.
+        may_pass: Whether permissions may return, as on a network disk.
     """
     error = as_ours(error)
     if isinstance(error, UnicodeEncodeError) and not may_pass:

@@ -52,7 +52,7 @@ TIMEOUT_MARGIN_S = 60.0  # the watchdog reports before torch's timeout ends a ra
 def init_process_group(timeout_s: float = 600.0, log_dir: Path | None = None) -> None:
     """Creates the default process group: gloo for CPUs, and NCCL if CUDA is visible.
 
-    Does nothing if this process is not a rank, or if the group exists.
+    Do nothing if this process is not a rank, or if the group exists.
 
     Args:
         timeout_s: Seconds after which a rank that waits for its peers is stuck; the watchdog then
@@ -402,7 +402,7 @@ class LaunchStore:
             ) from error
 
     def serve_soon(self) -> None:
-        """Serves from a thread: importing torch takes seconds, and ranks are watched meanwhile."""
+        """Serve from a thread, because importing torch takes seconds while ranks are watched."""
         self._serving = ThreadPoolExecutor(1, "store of the launch").submit(self.serve)
 
     def check(self) -> None:

@@ -223,7 +223,7 @@ def sharding_for(config: RunConfig, model: nn.Module) -> ShardConfig:
 
 
 def weights_source(config: RunConfig, bare: Callable[[], nn.Module]) -> WeightsSource:
-    """Where the initial weights come from.
+    """The origin of the initial weights.
 
     Args:
         config: Configuration of the run.
@@ -288,7 +288,7 @@ MAX_FILE_BYTES = 5 * 10**9
 
 @dataclass(frozen=True)
 class Adapters:
-    """Adapters of a run.
+    """The adapters of a run.
 
     Attributes:
         lora: Configuration of the adapters.

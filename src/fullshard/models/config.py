@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-# Keyword arguments of every configuration class that are not fields of it.
+# Keyword arguments of every configuration class that are not its fields.
 EXTRA_CONFIG_KEYS = frozenset(
     {"attn_implementation", "experts_implementation", "name_or_path", "num_labels", "model_type"}
     | {"output_attentions", "rope_scaling", "rope_theta", "torch_dtype", "partial_rotary_factor"}
@@ -246,7 +246,7 @@ RANDOM = re.compile("dropout|pdrop|layerdrop|drop_rate")  # keys of shares that 
 
 
 def _check_sizes(config: PretrainedConfig) -> None:
-    """Raises ConfigError for impossible sizes: a model of 10M layers would take hours to build."""
+    """Raise ConfigError for impossible sizes: building a model of 10M layers would take hours."""
     names = "num_attention_heads", "num_key_value_heads"
     heads, shared = (getattr(config.get_text_config(), name, None) for name in names)
     if isinstance(heads, int) and isinstance(shared, int) and shared and heads % shared:

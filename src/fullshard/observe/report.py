@@ -67,7 +67,7 @@ class Run:
         """Reads a run's folder.
 
         Raises:
-            ConfigError: The folder holds no run.
+            ConfigError: The folder does not contain a run.
         """
         record = _read_record(folder)
         rows = list(read_rows(folder / "metrics.jsonl"))
@@ -102,7 +102,7 @@ class Run:
 
     @property
     def planned(self) -> Row:
-        """The forecast, in the terms of what is measured: on a CPU, the memory of the process."""
+        """The forecast in the measured quantities: on a CPU, the memory of the process."""
         planned = dict(self.record.get("planned", {}))
         process = planned.get("process_bytes") if planned.get("measures_process") else 0
         if planned.get("expected_peak_bytes") is not None:
@@ -149,7 +149,7 @@ def write_report(*folders: Path, target: Path | None = None) -> Path:
         target: File to write; None: report.html in the folder of the only run.
 
     Raises:
-        ConfigError: A folder holds no run, or the file cannot be written.
+        ConfigError: A folder does not contain a run, or the file cannot be written.
     """
     target, page = target or folders[0] / "report.html", page_of(folders)
     return write_page(target, page)
@@ -227,14 +227,14 @@ def settings_of(text: str) -> list[tuple[str, str, str]]:
         return []
 
 
-# ---- the page while runs go on -------------------------------------------------------------------
+# ---- the page of running runs --------------------------------------------------------------------
 
 
 def page_server(render: Callable[[], str], port: int = 0) -> ThreadingHTTPServer:
-    """A server of one page, which is made anew for every request.
+    """A server of one page, which is rendered again for every request.
 
     Args:
-        render: Returns the page; a FullshardError becomes the answer, and the server goes on.
+        render: Returns the page; a FullshardError becomes the response, and the server continues.
         port: Port to listen on; 0: a free one.
 
     Raises:

@@ -1,7 +1,7 @@
 """Speed and memory of devices, and the names that users give them.
 
 [Note: measured matmuls]
-`matmul` is the measured speed of a large bf16 matmul. Where nobody measured it, it is the usual
+`matmul` is the measured speed of a large bf16 matmul. Where it was not measured, it is the usual
 share of the peak on devices of that maker. Link speeds are in one direction.
 
 [Note: a machine's GPUs]

@@ -106,7 +106,7 @@ class Plan(PlanDocument):
 
     @property
     def most_parts(self) -> int:
-        """Number of ranks that hold different parts of one parameter, before sharding."""
+        """Number of ranks with different parts of one parameter, before sharding."""
         return max((unit.mesh.inner for unit in self.units), default=self.mesh.inner)
 
     @property

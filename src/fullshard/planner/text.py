@@ -154,7 +154,7 @@ def decode_plan(cls: type[T], data: dict[str, Any]) -> T:
 
 
 def check_version(version: object, origin: object) -> None:
-    """The rule of all our versioned JSON documents: what a later version wrote is not read.
+    """The rule of all our versioned JSON documents: files of later versions are not read.
 
     Args:
         version: The document's `schema_version`.

@@ -7,10 +7,10 @@ runs/train/
   samples.jsonl      texts while it trains           logs/hang.txt  of a hang, who waits where
   machine-N.jsonl    use of each machine over time
   data/              tokens that the ranks map       report.html    drawn from the others
-  model/             a Hugging Face folder           sample.txt     what the model writes
+  model/             a Hugging Face folder           sample.txt     text from the model
   model_ema/         its average over the run (ema_decay)
-  adapter/           the adapters alone (lora); adapter_ema/
-  student/           what was cut out of the teacher (distill.layers, distill.experts)
+  adapter/           the adapters only (lora); adapter_ema/
+  student/           the student cut out of the teacher (distill.layers, distill.experts)
   logs/rank_k.log    checkpoints/step-00000100/
   checkpoints.txt    where the checkpoints are, if elsewhere (training.checkpoint_dir)
 """
@@ -108,7 +108,7 @@ class RunFolder:
         return None
 
     def update_record(self, **fields: Any) -> None:
-        """Replaces fields of run.json in one rename, so that readers never see a part of it."""
+        """Replace fields of run.json in one rename, so that readers never see a part of it."""
         with self._alone():
             self._update(fields)
 
@@ -158,11 +158,11 @@ class RunFolder:
             logger.warning("run.json could not be written: %s", error)
 
     def is_going_on(self) -> bool:
-        """Whether run.json says that the run has not ended."""
+        """Whether the run has not ended, according to run.json."""
         return self.record.is_file() and self.read_record().get("status") in _GOING_ON
 
     def end_killed(self) -> bool:
-        """Records that a run was killed, if run.json still says running; needs its lock."""
+        """Record that a run was killed, if run.json still says running; needs its lock."""
         if not self.is_going_on():
             return False
         message = (
@@ -199,8 +199,9 @@ def begin(
 ) -> Iterator[tuple[RunFolder, Path | None]]:
     """Makes the folder of a new run; an older run there is moved to the first free `.1`, `.2`.
 
-    Inside the block this process holds the folder's lock, and errors end in run.json. The record is
-    written in one rename: a kill at any moment leaves the old run or a new one that can resume.
+    Inside the block this process owns the folder's lock, and errors are recorded in run.json. The
+    record is written in one rename: a kill at any moment leaves the old run or a new one that can
+    resume.
 
     Args:
         output_dir: Folder of the run.
@@ -208,7 +209,7 @@ def begin(
         goes_on: The run in the folder continues and is not moved.
         fields: Returns further fields of the record; gets the place that the older run was moved
             to, or None.
-        checked: Raises if the folder is not what it was when the run was checked. Called once the
+        checked: Raises if the folder changed since the run was checked. Called once the
             folder is locked.
 
     Yields:

@@ -74,7 +74,7 @@ class ProcessTeam:
 
 
 class XlaSide(Side):
-    """A session on XLA, and what it trains: the plan comes first, arrays after the banner."""
+    """A session on XLA and its model: the plan is made first, the arrays after the banner."""
 
     _state: State  # parameters and optimizer; each step uses it up and makes the next
 
@@ -269,13 +269,13 @@ def state_of(
     tx: GradientTransformation,
     loaded: Tree | None = None,
 ) -> State:
-    """A state with a fresh optimizer; each process keeps the part that its devices hold.
+    """A state with a fresh optimizer; each process keeps the part of its devices.
 
     Args:
         plan: Plan of the model.
         weights: Full weights by name, in the master dtype.
         tx: The optimizer.
-        loaded: Arrays that are on the devices already, by name; the others come from `weights`.
+        loaded: Arrays that are already on the devices, by name; `weights` has the others.
     """
     leaves = jax.tree.leaves_with_path(loaded)
     there = {jax.tree_util.keystr(p, simple=True, separator="."): leaf for p, leaf in leaves}

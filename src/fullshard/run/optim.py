@@ -203,7 +203,7 @@ SMALLEST = 2.0**-14  # smallest factor: below it, overflows are not a matter of 
 
 
 def apply_scaled(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Updates the parameters, unless a scaled gradient overflowed on a rank.
+    """Update the parameters, unless a scaled gradient overflowed on a rank.
 
     fp16 has no numbers below 6e-8, so losses are multiplied before backward and gradients divided
     after it. The gradients' guard shares an infinity on one rank with all ranks, so they skip the

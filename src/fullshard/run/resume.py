@@ -1,4 +1,4 @@
-"""A run's checkpoints: what becomes of an existing run in its folder, and what is saved when.
+"""A run's checkpoints: how an existing run in its folder is treated, and when to save.
 
 --resume        an unfinished run there    a finished one, more steps asked    a finished one
 auto            resumed                    continued                           moved to .1, .2
@@ -8,9 +8,9 @@ PATH            moved; the new run begins with the model, optimizer and position
 A run that ended early (early_stopping_patience) counts as finished, whatever steps are asked for.
 
 [Note: data position]
-state.json holds {global_batch, samples_seen, epoch, seed, data}. Which samples a step sees depends
-on the global batch, the seed and the step alone (see data/order.py), so "step" is the whole
-position: no sample is seen twice or left out, whatever number of ranks resumes. `data` is the
+state.json holds {global_batch, samples_seen, epoch, seed, data}. The samples of a step depend
+only on the global batch, the seed and the step (see data/order.py), so "step" is the whole
+position: no sample is repeated or skipped, whatever number of ranks resumes. `data` is the
 checksum of the tokens: a run does not resume from a checkpoint that was trained on others. Of a
 stream it is two checksums, of which one must be the same: see `DatasetFacts.fingerprint`.
 """
@@ -66,7 +66,7 @@ SAME = ("data", "model", "teacher", "freeze", "lora", "training.max_seq_length",
 
 @dataclass(frozen=True)
 class Resume:
-    """What a run resumes from.
+    """The checkpoint from which a run resumes.
 
     Attributes:
         path: A checkpoint, or a folder of checkpoints; None: the run begins at step 0.
@@ -90,7 +90,7 @@ class Resume:
         return _JSON.validate_python(record.get("resume") or {})
 
     def sentence(self, output_dir: Path) -> str:
-        """What will happen, in words, to the new run and to an existing one."""
+        """A sentence about the new run and an existing one."""
         if self.path is not None:
             found = choose(ALONE, self.path, whole=False)
             what = "the run there resumes" if self.in_place else "a new run starts"
@@ -119,7 +119,7 @@ _JSON = TypeAdapter(Resume)
 def find_resume(
     asked: str, output_dir: Path, key: str = "--resume", checkpoint_dir: str | None = None
 ) -> Resume:
-    """What `--resume` means for a folder, before the number of steps is known.
+    """The meaning of `--resume` for a folder, before the number of steps is known.
 
     Args:
         asked: auto, never or a path.
@@ -183,7 +183,7 @@ def check_checkpoint_dir(checkpoint_dir: str | None, resume: Resume, output_dir:
 
 
 def own_resume(folder: RunFolder) -> Resume:
-    """What a run in its own folder resumes from.
+    """The checkpoint from which a run in its own folder resumes.
 
     Until it has a checkpoint of its own, it resumes from the one that it began with.
     """
@@ -271,13 +271,13 @@ def check_same(resolved: Resolved, output_dir: Path, checkpoints: Path) -> None:
 
 
 def check_teacher(config: RunConfig, folder: RunFolder) -> None:
-    """Raises ConfigError if the teacher is not the one that run.json has a sample of.
+    """Raise ConfigError if the teacher differs from the sample of it in run.json.
 
-    Ranks call it once they have opened what they learn from.
+    Ranks call it after they opened the teacher or the cache.
     """
     known = folder.read_record().get(TEACHER)
     samples = [sample_of_teacher(config, *more) for more in ((CONFIG,), ())]
-    if known is not None and known not in samples:  # an older fullshard took weights alone
+    if known is not None and known not in samples:  # an older fullshard recorded weights only
         raise ConfigError(
             "teacher: expected the weights and the config.json (or the distill.cache) from which "
             f"the run in '{folder.path}' has learned so far; they were replaced. Restore them, use "
@@ -311,7 +311,7 @@ def check_data(resume: Resume, position: Any, steps: StepPlan) -> None:
     """Checks that a run which resumes in its folder has the data and order of its checkpoint.
 
     Args:
-        resume: What the run resumes from.
+        resume: Checkpoint from which the run resumes.
         position: The checkpoint's data position.
         steps: Steps of the run, and the checksum of its tokens.
 
@@ -344,7 +344,7 @@ def check_model(
 ) -> None:
     """Checks that the checkpoint's weights are of the run's model and know its tokens.
 
-    Weights also fit a model with another `rope_theta`, or tokens that were numbered anew: they
+    Weights also fit a model with another `rope_theta`, or tokens with other numbers: they
     would train on silently. A new run that begins from PATH may have another configuration.
 
     Raises:
@@ -377,7 +377,7 @@ def check_model(
 
 
 def _read_as(kind: type[PretrainedConfig], text: str) -> dict[str, Any]:
-    """The settings in a configuration's text; some of them do not come back as they were."""
+    """The settings in a configuration's text; some are read back in another form."""
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         file.write(text)
         file.flush()
@@ -406,7 +406,7 @@ class RunCheckpoints(Keeper):
 
     Attributes:
         folder: Folder of the run.
-        trainee: What is saved; with the tokenizer's files a checkpoint can be exported.
+        trainee: Model to save; with the tokenizer's files a checkpoint can be exported.
         steps: Steps with a checkpoint.
         limit: Number of complete checkpoints to keep; None: all.
         caught: Signals that ask this rank to save and stop.
@@ -514,7 +514,7 @@ def check_lock(folder: RunFolder) -> None:
     place = folder.checkpoints
     if not isinstance(place, StorePath) or place.parts[0] == "memory:":  # each process has its own
         return
-    with suppress(OSError):  # no answer says nothing about the lock
+    with suppress(OSError):  # without a response, the lock's state is unknown
         if not is_holder(place, str(folder.read_record().get(HOLDS))):
             raise CheckpointError(
                 f"training.checkpoint_dir: expected exclusive use of '{place}'; another run "

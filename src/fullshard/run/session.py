@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 class Side(Trainee, Protocol):
-    """The part of a session that depends on the engine, and what it trains once it is built."""
+    """The part of a session that depends on the engine, and the trainee that it builds."""
 
     def explained(self) -> AbstractContextManager[None]:
         """A context that explains errors from the plan, such as running out of memory."""
@@ -55,7 +55,7 @@ class Side(Trainee, Protocol):
         ...
 
     def build(self, data: RowBatches) -> Team:
-        """Builds what is trained; returns the team of ranks. A collective."""
+        """Build the trainee; return the team of ranks. A collective."""
         ...
 
     def utilization(self) -> float | None:
@@ -73,7 +73,7 @@ class Side(Trainee, Protocol):
 
 @dataclass(frozen=True)
 class Session:
-    """The configuration, the data and the steps of a run, as every rank reads them."""
+    """The configuration, the data and the steps of a run, read by every rank."""
 
     config: RunConfig
     folder: RunFolder
@@ -127,7 +127,7 @@ def run(config: RunConfig, run_dir: Path) -> None:
     rank = launch.rank if launch else 0
     with folder.recorded(rank):
         rendezvous.init_process_group(config.launch.timeout, folder.logs)
-        if folder.config.is_file():  # else load_data says that machines do not share the folder
+        if folder.config.is_file():  # else load_data reports that machines share no folder
             config = load_config(folder.config).config
         watchdog.on_hang(
             lambda hang: folder.fail(
@@ -160,7 +160,7 @@ def train(config: RunConfig, folder: RunFolder, seat: Seat) -> None:
 
 
 def _carry_out(session: Session, side: Side, began: float) -> None:
-    """Trains and exports a model, or writes what the recipe makes in place of one."""
+    """Train and export a model, or write the recipe's other output."""
     config, folder, steps = session.config, session.folder, session.steps
     data = session.batches()
     write = session.command.kind.write

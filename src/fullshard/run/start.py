@@ -94,7 +94,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RANK_MODULE = "fullshard.run.rank"
-# What every rank on torch imports, whatever its model.
+# Modules that every rank on torch imports, whatever its model.
 RANK_IMPORTS = ("fullshard.run.on_torch", "fullshard.engine.engine", "transformers.modeling_utils")
 # Exit codes without a restart: the error would repeat, or the user stopped the run.
 FINAL = (
@@ -147,7 +147,7 @@ def output_dir_of(resolved: Resolved, command: Command) -> Path:
 
 
 def world_size_of(resolved: Resolved, launch: LaunchEnvironment | None) -> int:
-    """The number of ranks of a run.
+    """Number of ranks of a run.
 
     Raises:
         ConfigError: The configuration and the launcher disagree.
@@ -309,7 +309,7 @@ def _read_data(config: RunConfig, command: Command) -> tuple[PreparedData, Pretr
 
 
 def _check_held_out(training: TrainingConfig, facts: DatasetFacts) -> None:
-    """Raises ConfigError, or warns, if evaluations are asked for and nothing is held out."""
+    """Raise ConfigError, or warn, if evaluations are configured and nothing is held out."""
     if facts.num_held_out_sequences or training.evaluates is IntervalStrategy.NO:
         return
     if training.early_stopping_patience is not None:

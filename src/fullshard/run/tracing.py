@@ -43,7 +43,7 @@ class Tracer:
     """Traces micro-batches of a causal language model, each kind once.
 
     Attributes:
-        model: The model, on meta; with a head of ours, a copy.
+        model: Model on meta; a copy, if its head is replaced.
         length: Tokens of a sample.
         taught: Teacher of the model, if any.
         chunk_size: Tokens whose logits are in memory at a time; None: all tokens.
@@ -76,7 +76,7 @@ class Tracer:
         return self._once(self._find_peaks, what, len(plan.units), (plan, config, samples))
 
     def work(self, plan: Plan, config: ShardConfig, samples: float) -> Work | None:
-        """What every unit computes; None if the model cannot be traced.
+        """The operations of every unit; None if the model cannot be traced.
 
         Blocks that were not traced compute what the traced blocks of their kind compute.
         """

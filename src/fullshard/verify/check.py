@@ -1,4 +1,4 @@
-"""`fullshard verify`: does this sharding compute what one process computes?
+"""`fullshard verify`: compares this sharding with one process.
 
     the user's model --> small model of its class --> folder: weights, batches, job
                                                         |
@@ -232,7 +232,7 @@ def _shrink(
         sharding["wrap_min_params"] = max(1, int(sharding["wrap_min_params"] * share))
     found = fs.plan(model, sharding | unnamed, world_size=world_size)
     if {unit.name for unit in wanted.units} - {unit.name for unit in found.units}:
-        # An embedding is a unit where it is as large as a block.
+        # An embedding is a unit if it is as large as a block.
         width = model.get_input_embeddings().weight.shape[-1]  # type: ignore[attr-defined]
         largest = max(unit.numel for unit in found.units)
         small, model = shrink(config, num_layers=depth, vocab_size=2 * largest // width)

@@ -1,14 +1,14 @@
-"""Comparing what the ranks computed with what one process computed.
+"""Compare the results of the ranks with those of one process.
 
 Every rank writes its own pieces, and each piece is compared with the same elements of the
-reference. So a wrong element on any rank is found, and so is an element that no rank has.
+reference. A wrong element on any rank is found, and so is an element that no rank has.
 
 [Note: likely causes]
 The likely cause of a pattern of differences is derived from the results alone. Only the first step
 with a difference is examined, because all later steps are wrong as well:
 
-    a NaN                                                   missed gather (released slots hold NaN)
-    two weights where the reference has one                 lost tie
+    a NaN                                                   missed gather (released slots contain
+    NaN) two weights where the reference has one                 lost tie
     a rank's loss is another rank's                         repeated data
     a finite loss is wrong, weights were right before it    stale slot
     gradients are one rank's own                            skipped reduction
@@ -21,7 +21,7 @@ It is JSON and safetensors:
     config.json           the shrunk model's configuration     both
     weights.safetensors   every weight, perturbed              both
     batches.safetensors   STEP.BATCH.MICRO.input_ids, .labels  both
-    PASS/reference.*      what one process computed    by reference.py
+    PASS/reference.*      results of one process       by reference.py
     PASS/rank_K.*         what rank K computed         by rank.py, or of all devices by xla.py
 """
 
@@ -296,7 +296,7 @@ class Sides:
         return whole
 
     def _first(self, name: str) -> str:
-        """The name under which the reference has a parameter, which may be tied there."""
+        """The reference's name of a parameter, which may be tied there."""
         return next((tied[0] for tied in self.numbers["ties"] if name in tied), name)
 
     # ---- comparing
@@ -475,7 +475,7 @@ def _look_for_nan(sides: Sides, step: int, _: Sequence[Difference]) -> Diagnosis
 
 
 def _look_at_losses(sides: Sides, step: int, first: Sequence[Difference]) -> Diagnosis | None:
-    """Tells whether a wrong loss comes from other data or from other weights."""
+    """Decide whether a wrong loss comes from other data or from other weights."""
     wrong = sorted({d.rank for d in first if d.kind == LOSS and d.rank is not None})
     if not wrong:
         return None

@@ -152,7 +152,7 @@ def seeing(tx: optax.GradientTransformation) -> optax.GradientTransformationExtr
 
 
 class DeviceResults:
-    """What every device computed, in the files that a torch rank writes."""
+    """The results of every device, in the files that a torch rank writes."""
 
     def __init__(self, placed: XlaPlan, job: Job) -> None:
         self._plan, self._job = placed, job
@@ -162,7 +162,7 @@ class DeviceResults:
         self.numbers: dict[str, list[float]] = {"loss": [], "norm": []}
 
     def keep(self, step: int, state: State, metrics: dict[str, Any]) -> None:
-        """Records loss and norm of a step, and tensors if it is one of `told_steps`."""
+        """Record loss and norm of a step, and tensors if it is one of `told_steps`."""
         self.numbers["loss"].append(float(metrics["loss"]))
         self.numbers["norm"].append(float(metrics["grad_norm"]))
         if step not in self._job.told_steps:
@@ -206,7 +206,7 @@ def _layers_of(array: ArrayPlan, shard: Any) -> Iterator[tuple[str, torch.Tensor
 
 
 def run_pass(folder: Path, job: Job, choice: Pass) -> None:
-    """Trains, saves, loads into a fresh state and trains one more step; records all of it."""
+    """Train, save, load into a fresh state and train one more step; record all results."""
     jax.config.update("jax_enable_x64", choice.master_dtype == "float64")  # as a run does
     decoder = DecoderConfig.of(read_config(folder, "model"))
     placed = _planned(decoder, ShardConfig.of(choice.sharding), job)

@@ -157,7 +157,7 @@ def memory_of(compiled: Any, *, on_cpu: bool) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Traced:
-    """What a traced step says without being compiled.
+    """The properties of a traced step that is not compiled.
 
     Attributes:
         collectives: Counts and bytes of the step's collectives by kind.

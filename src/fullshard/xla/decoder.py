@@ -225,7 +225,7 @@ def teacher_table(
 
 
 def rules(expert: int, tensor: int) -> dict[str, tuple[int, int]]:
-    """What tensor and expert axes cut, as `xla.plan.Rules` say.
+    """The cuts of tensor and expert axes, in the form of `xla.plan.Rules`.
 
     As in transformers' plans, a tensor axis cuts rows of what divides the heads and the inner
     width, and columns of what joins them. The embedding and the head stay whole. Experts are
@@ -251,7 +251,7 @@ def logits_of(config: DecoderConfig, plan: XlaPlan, params: Tree, batch: Any) ->
         config: The model.
         plan: Plan of its arrays.
         params: Whole arrays, and shards of the blocks.
-        batch: `input_ids`, and where rows hold several documents `position_ids`, which begin anew
+        batch: `input_ids`, and where rows hold several documents `position_ids`, which restart
             with each: no token sees another document. See [Note: documents].
     """
 

@@ -136,7 +136,7 @@ def updated(
             except TypeError as error:
                 if "unexpected keyword argument 'value'" not in str(error):
                     raise
-                return tx.update(*told, **extra)  # optax.contrib.sam takes no value
+                return tx.update(*told, **extra)  # optax.contrib.sam does not accept a value
         except (TypeError, ValueError) as error:
             raise ConfigError(
                 "tx: expected an optimizer that updates from gradients, parameters, the loss (its "

@@ -181,7 +181,7 @@ class XlaPlan:
         return NamedSharding(self.mesh, PartitionSpec(*axes))
 
     def is_spread(self, array: ArrayPlan) -> bool:
-        """Whether the devices of the expert axis hold different parts of an array."""
+        """Whether the devices of the expert axis have different parts of an array."""
         return array.cut.parts > self.table.mesh.inner
 
     def shard_axes(self, array: ArrayPlan) -> tuple[str, ...]:
@@ -308,7 +308,7 @@ def plan_with(
     blocks: Sequence[str],
     freeze: Sequence[str],
 ) -> XlaPlan:
-    """As `plan`; `rules` say which dimensions a tensor and an expert axis cut, by name pattern.
+    """Like `plan`; `rules` give the dimensions that tensor and expert axes cut, by name pattern.
 
     Dimensions are counted without that of layers. Other arrays are whole. The model has to sum and
     to exchange over these axes, as the decoder does.

@@ -106,7 +106,7 @@ def play(num_devices: int) -> None:
 
 
 def leave() -> None:
-    """Waits for all processes at the end of a run. Does nothing in a single process."""
+    """Wait for all processes at the end of a run. Does nothing in a single process."""
     if jax.process_count() > 1:
         jax.distributed.shutdown()
 
@@ -128,7 +128,7 @@ def tell(value: Any) -> list[Any]:
 
 
 def lead(do: Callable[[], T]) -> T:
-    """Returns the first process's result of `do`, which it alone calls. A collective."""
+    """Return the first process's result of `do`, which only it calls. A collective."""
     result: Any = agree(lambda: do() if jax.process_index() == 0 else None)
     return tell(result)[0]
 

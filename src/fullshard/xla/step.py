@@ -220,7 +220,7 @@ class Step:
         """Compiles the step; accepts shapes in place of arrays.
 
         The plan then also contains the collectives that XLA's partitioner adds for an optimizer
-        that combines elements of an array. It compiles the optimizer alone to count them.
+        that combines elements of an array. It compiles only the optimizer to count them.
         """
         grads = trained(self.plan, self.plan.shapes("accumulate"))
         loss = jax.ShapeDtypeStruct((), _wide(self.plan, jnp.zeros(())))

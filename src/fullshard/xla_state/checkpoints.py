@@ -6,7 +6,7 @@ Each layer is therefore resharded along its flat elements before it is written.
 
 Loading: each device reads its slice of every tensor, however the files divide it.
 
-An optimizer's states are named as torch names them, by parameter. Other leaves are saved whole.
+An optimizer's states have torch's names, by parameter. Other leaves are saved whole.
 """
 
 from __future__ import annotations
@@ -251,7 +251,7 @@ def load(
     tx: optax.GradientTransformation | None = None,
     variables: Any = None,
 ) -> tuple[State, Extras]:
-    """Loads a state from a checkpoint; or as step 0, from what others wrote. A collective.
+    """Load a state from a checkpoint; or as step 0, from other tools' files. A collective.
 
     Args:
         plan: The model's plan.

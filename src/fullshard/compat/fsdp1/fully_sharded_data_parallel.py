@@ -444,7 +444,7 @@ class FullyShardedDataParallel(HoldsShards, nn.Module):
                 if rank0_only and own_rank() != 0:
                     names = {m.piece.name for u in units for g in u.groups for m in g.members}
                     for _ in whole_params(engine, names):
-                        pass  # takes part in the collective only
+                        pass  # only takes part in the collective
                     continue
                 root = outermost(inside[0])
                 stack.enter_context(

@@ -99,7 +99,7 @@ class FSDPModule(HoldsShards, nn.Module, TorchFSDPModule):
 
     # ---- parameters
 
-    def unshard(  # pyright: ignore[reportIncompatibleMethodOverride]  a handle of ours
+    def unshard(  # pyright: ignore[reportIncompatibleMethodOverride]  our own handle
         self, async_op: bool = False
     ) -> UnshardHandle | None:
         """Shows full parameters until `reshard` or the next forward. A collective.

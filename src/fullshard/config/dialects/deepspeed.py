@@ -56,7 +56,7 @@ def _zero(value: object, said: Said) -> Meaning:
 def home(value: object, said: Said) -> Meaning:
     """The memory of DeepSpeed's parameters, or of optimizer states with gradients.
 
-    torch's optimizers update parameters in place, so here all state leaves the device.
+    torch's optimizers update parameters in place, so here all state is offloaded.
     """
     if HOMES[word_among(value, HOMES)] is None:
         return happens("sharding.offload")

@@ -79,7 +79,7 @@ class Translation:
 
     Attributes:
         file: The file, changed in place. Our keys keep the origins of the translated keys.
-        dialect: The tool's name; empty for a file of ours.
+        dialect: The tool's name; empty for our own files.
         notes: The result of every key of another tool.
         problems: The problems of these keys.
         engines: FSDP or DeepSpeed, if a key selects it.

@@ -27,7 +27,7 @@ The k largest logits of every training token, for runs without the teacher:
     CACHE/bounds.npy   (num_rows + 1,)             where each row begins
     CACHE/cache.json   facts of the data, and a checksum: a run with other data or another tokenizer
                        is refused, as are arrays that were not written to their end
-    CACHE/.new/        the arrays until they are written: runs go on with the older ones
+    CACHE/.new/        the arrays while they are written; runs continue with the older ones
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class TopK:
         chunk_size: int,
         vocab_size: int,
     ) -> None:
-        """Writes the largest logits of a row, chunk by chunk; those of padded entries are none.
+        """Write the largest logits of a row, chunk by chunk, except those of padded entries.
 
         Raises:
             DivergedError: They are not finite, or become so in float16.

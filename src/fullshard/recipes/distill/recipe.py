@@ -287,7 +287,7 @@ class Taught:
         config: Configuration of the run.
         teacher: The teacher on meta with its head installed; None if a cache replaces it.
         local_world_size: Ranks per host.
-        resolved: Fills in what a sharding leaves open, for the planned machine.
+        resolved: Fills in open values of a sharding, for the planned machine.
     """
 
     config: RunConfig
@@ -322,7 +322,7 @@ class Taught:
 
     @property
     def beside(self) -> tuple[nn.Module, ...]:
-        """Models that run in the student's step, as a rank holds them."""
+        """One rank's parts of the models that run in the student's step."""
         if self.teacher is None:
             return ()
         return (one_place(self.teacher, sharding_for(self.config, self.teacher)).model,)
