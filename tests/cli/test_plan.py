@@ -213,7 +213,7 @@ def test_people_get_the_units_and_a_table(capfd, config):
     assert "parameter shards" in out
     assert "together" in out
     assert "Activations, logits and gradients in flight are traced on the model" in out
-    assert "H100 (79.6 GiB): fits, it takes" in out
+    assert "H100 (79.6 GiB): fits: needs" in out
     assert "tokens per second" in out
     assert err == ""
 
@@ -255,7 +255,7 @@ def test_devices_of_a_file_are_planned_for_and_replace_ours(plan, tmp_path):
     [
         ("X1: {memory_gb: 80}", "X1.memory_gb: unknown key. Did you mean 'memory_gib'?"),
         ("X1: {memory_gib: 80, bf16_tflops: 9}", "X1.memory_tb_s: missing. Memory bandwidth"),
-        ("X1: 80", "X1: expected a mapping of its numbers, got 80"),
+        ("X1: 80", "X1: expected a mapping with its numbers, got 80"),
         ("X-1: {}", "X-1: expected a name of letters and digits, got 'X-1'"),
         ("X1: {memory_gib: -1}", "X1.memory_gib: expected a number > 0, got -1"),
     ],

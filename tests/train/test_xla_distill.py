@@ -151,7 +151,7 @@ def test_packed_chats_with_kept_logits_have_the_losses_of_torch(
         (("read.yaml", "teacher={folder}/other"), "`fullshard distill cache` with backend: torch"),
         (
             ("read.yaml", "strategy=no_shard", "distill.teacher_strategy=full_shard"),
-            "distill.teacher_strategy: expected no_shard or one like the student's (no_shard)",
+            "distill.teacher_strategy: expected no_shard or the student's strategy (no_shard)",
         ),
         (
             ("read.yaml", "distill.teacher_dtype=float64"),

@@ -381,12 +381,11 @@ class Fit(StrEnum):
 
     def sentence(self, needed_bytes: int, memory_bytes: int) -> str:
         """Returns the verdict with its numbers."""
-        share = f"{needed_bytes / max(1, memory_bytes):.1%}"
+        share = f"{needed_bytes / max(1, memory_bytes):.1%} of"
         if needed_bytes > 2 * memory_bytes:
-            share = f"{needed_bytes / max(1, memory_bytes):,.1f} times as much"
-        if self is Fit.NO:
-            return f"will not fit, it would take {share}."
-        return f"{self}, it takes {share}."
+            share = f"{needed_bytes / max(1, memory_bytes):,.1f} times"
+        verdict = "does not fit" if self is Fit.NO else str(self)
+        return f"{verdict}: needs {share} the memory."
 
 
 def judge_fit(needed_bytes: int, memory_bytes: int) -> Fit:

@@ -192,7 +192,7 @@ def choose(current: Outlook, plan_of: PlanOf, free: Sequence[str], *, hosts: int
         asked = [key for key in free if not key.startswith("sharding.")]
         raise WillNotFitError(
             f"auto: expected a choice of {' and '.join(asked)} that fits "
-            f"{human_bytes(max(0, current.machine.memory_bytes or 0))}; the smallest takes "
+            f"{human_bytes(max(0, current.machine.memory_bytes or 0))}; the smallest needs "
             f"{human_bytes(least.peak_bytes[Place.DEVICE])}. Use more ranks, recompute or offload."
         )
     roomy = [one for one in fitting if one.fit is Fit.FITS] or fitting

@@ -72,8 +72,8 @@ def row_of(strategy: Strategy) -> StrategyRow:
     """
     if strategy not in ROWS:
         raise ConfigError(
-            f"strategy: expected one of {', '.join(ROWS)}; got '{strategy}', which "
-            "needs a batch to choose from. Set one of them."
+            f"strategy: expected one of {', '.join(ROWS)}; got '{strategy}', which needs a batch "
+            "to decide. Set one of them."
         )
     return ROWS[strategy]
 
@@ -302,8 +302,8 @@ def resolve_mesh(
         replicate = world // shard
     if replicate * shard != world:
         raise ConfigError(
-            f"replicate x shard: expected {world} ({what}); got {replicate} x {shard}"
-            f" = {replicate * shard}. Leave one of them out and it follows from the other."
+            f"replicate x shard: expected {world} ({what}); got {replicate} x {shard} = "
+            f"{replicate * shard}. Leave one of them out; it follows from the other."
         )
     return Mesh(replicate, shard, topology.order, topology.inner)
 

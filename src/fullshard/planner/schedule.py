@@ -470,9 +470,9 @@ class SlotTable:
             goes_on = inner and holder in self.begun
             if self.open[holder] or goes_on or (last_use and not recompute):
                 raise SlotError(
-                    f"{self._units[unit].title}: expected its slot to be free; it holds "
-                    f"{self._units[holder].title}, whose computation is under way. Put both into "
-                    "one unit (wrap), use shard_grad_op, or enter torch.autocast for each forward."
+                    f"{self._units[unit].title}: expected its slot to be free; it contains "
+                    f"{self._units[holder].title}, which is computing. Put both into one unit "
+                    "(wrap), use shard_grad_op, or enter torch.autocast for each forward."
                 )
         self._take(slot, unit, events)
 

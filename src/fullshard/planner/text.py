@@ -166,7 +166,7 @@ def check_version(version: object, origin: object) -> None:
     if version not in range(1, SCHEMA_VERSION + 1):
         raise ConfigError(
             f"{origin}: expected schema_version {SCHEMA_VERSION} or older, got {version}. Use the "
-            "fullshard that wrote it, or name another folder."
+            "version of fullshard that wrote it, or another folder."
         )
 
 

@@ -30,7 +30,7 @@ class TensorKind(StrEnum):
 
     ACTIVATIONS = "activations"
     LOGITS = "logits and loss"
-    GRADIENTS = "gradients on their way"
+    GRADIENTS = "gradients in flight"
 
 
 class Moment(NamedTuple):

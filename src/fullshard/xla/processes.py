@@ -51,7 +51,7 @@ def join(rank: int, world_size: int, publish: Callable[[], str], *, wide: bool =
         jax.config.update("jax_cpu_enable_async_dispatch", False)
         jax.distributed.initialize(publish(), world_size, rank)
     expected = "a platform with a device that jax can use here"
-    with untrusted("JAX_PLATFORMS", expected, ConfigError, "Unset it, or name another."):
+    with untrusted("JAX_PLATFORMS", expected, ConfigError, "Unset it, or set another."):
         count = jax.device_count()
     if count != world_size:
         raise ConfigError(
