@@ -109,8 +109,8 @@ def read_examples(spans: Iterable[Span]) -> Iterator[Example]:
         if reader is None:
             columns = ", ".join(f"'{name}'" for name in record.value) or "none"
             raise DataError(
-                f"data.path: expected columns among {_FORMS}; got {columns} at {record}. "
-                "Rename them; plain text is what `fullshard train` takes."
+                f"data.path: expected columns among {_FORMS}; got {columns} at {record}. Rename "
+                "them, or use `fullshard train` for plain text."
             )
         yield reader(record)
 
@@ -261,7 +261,7 @@ def set_template(tokenizer: PreTrainedTokenizerBase, path: Path | None, model: M
         return
     files = (path / "chat_template.jinja",) if path.is_dir() else (path,)
     if files[0].is_file():
-        cure = "Convert it, or name another file."
+        cure = "Convert it, or use another file."
         with untrusted(f"sft.chat_template_path: '{files[0]}'", "UTF-8 text", ConfigError, cure):
             tokenizer.chat_template = read_regular(files[0]).decode("utf-8-sig")
         return
@@ -270,8 +270,8 @@ def set_template(tokenizer: PreTrainedTokenizerBase, path: Path | None, model: M
     other = load_tokenizer(model, "sft.chat_template_path", path) if path.is_dir() else None
     if other is None or other.chat_template is None:
         raise ConfigError(
-            f"sft.chat_template_path: expected a Jinja file or a folder with a chat template, got "
-            f"'{path}'. Name the file, or leave it out."
+            "sft.chat_template_path: expected a Jinja file or a folder with a chat template, got "
+            f"'{path}'. Set the file, or leave it out."
         )
     tokenizer.chat_template = other.chat_template
 
@@ -290,8 +290,8 @@ def encode(example: Example, tokenizer: PreTrainedTokenizerBase, sft: SftConfig)
         ends = ["".join(str(one["content"]).split()[-1:]).casefold() for one in example.messages]
         if any(ends) and not any(end and end in text.casefold() for end in ends):
             raise DataError(
-                f"data.path: expected the texts of {example.place} in what the chat template makes "
-                "of it; none is there. Give sft.chat_template_path."
+                f"data.path: expected the texts of {example.place} in the output of the chat "
+                "template; it has none. Set sft.chat_template_path."
             )
         ids = _ids(text, tokenizer)
         return Encoded(ids, [True] * len(ids))
@@ -367,9 +367,9 @@ def _answers(
         is_there = "tool_calls" in message or end in text[slice(*span)].casefold()
         if span[0] < 0 or not is_there:
             raise DataError(
-                f"data.path: expected the answer of message {index} in what the chat template "
-                f"makes of {example.place}; it is not there. Give a template with "
-                "{% generation %} marks: sft.chat_template_path."
+                f"data.path: expected the answer of message {index} in the chat template's output "
+                f"for {example.place}; it is missing. Set sft.chat_template_path to a template "
+                "with {% generation %} marks."
             )
         cursor = span[1]
         yield span
@@ -380,8 +380,8 @@ def _encode_spans(
 ) -> Encoded:
     if not tokenizer.is_fast:
         raise ConfigError(
-            "data.tokenizer: expected a fast tokenizer, which knows where its tokens stand in a "
-            "text; got a slow one. Use the tokenizer.json of the same model."
+            "data.tokenizer: expected a fast tokenizer, which knows the position of its tokens in "
+            "a text; got a slow one. Use the tokenizer.json of the same model."
         )
     found: Any = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     learned = [
@@ -404,8 +404,8 @@ def _render(
             return tokenizer.apply_chat_template(chat, tools=example.tools, **settings)
     except Exception as error:  # templates may raise any error
         raise DataError(
-            f"data.path: expected a conversation that the chat template takes, got one at "
-            f"{example.place} that it refuses ({error}). Correct the record, or give "
+            "data.path: expected a conversation that the chat template accepts, got one at "
+            f"{example.place} that it refuses ({error}). Correct the record, or set "
             "sft.chat_template_path."
         ) from error
 

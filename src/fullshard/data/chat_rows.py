@@ -364,24 +364,24 @@ def _nothing_to_learn(
     if roles and ASSISTANT not in roles:
         got = ", ".join(f"{role} ({count:,})" for role, count in roles.most_common(5))
         return DataError(
-            f"data.path: expected messages with the role 'assistant', which are what is learned, "
-            f"got none in {many}; the roles are {got}. Rename the role of the answers, or set "
-            "sft.assistant_only_loss=false to learn every message."
+            "data.path: expected messages with the role 'assistant', because only they are "
+            f"trained, got none in {many}; the roles are {got}. Rename the role of the answers, or "
+            "set sft.assistant_only_loss=false to train on every message."
         )
     return DataError(
-        f"data.path: expected answers to learn, got none in {many}: they are empty, or the chat "
-        "template does not mark them. Look at the data, or set sft.chat_template_path."
+        f"data.path: expected answers to train on, got none in {many}: they are empty, or the chat "
+        "template does not mark them. Check the data, or set sft.chat_template_path."
     )
 
 
 def _notes(
     num_examples: int, num_cut: int, share: float, rows: Sequence[ExampleRows], how: ChatSettings
 ) -> Iterator[str]:
-    yield f"{num_examples:,} examples; {share:.0%} of the training tokens are learned"
+    yield f"{num_examples:,} examples; {share:.0%} of the training tokens count in the loss"
     if num_cut:
-        yield f"{num_cut:,} examples are cut to {how.sequence_length:,} tokens (max_seq_length)"
+        yield f"{num_cut:,} examples are truncated to {how.sequence_length:,} tokens (max_seq_length)"
     if left_out := num_examples - sum(len(part.starts) for part in rows):
-        yield f"{left_out:,} examples have nothing to learn: left out"
+        yield f"{left_out:,} examples without trained tokens are skipped"
     if how.sft.packing:
         count, filled = len(rows[0]), rows[0].count / (len(rows[0]) * how.sequence_length)
         yield f"{len(rows[0].starts):,} examples in {count:,} rows, which are {filled:.0%} full"

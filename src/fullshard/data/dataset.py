@@ -300,8 +300,8 @@ def load_facts(
     """
     if not (folder / FACTS).is_file():
         raise DataError(
-            f"training.output_dir: expected the run's tokens in '{folder}', got nothing. "
-            "All machines of a run need the same folder: put it on a shared file system."
+            f"training.output_dir: expected the run's tokens in '{folder}', got nothing. All "
+            "machines of a run need the same folder, on a shared file system."
         )
     found: dict[str, Any] = json.loads((folder / FACTS).read_text(encoding="utf-8"))
     kind, facts = found.pop("kind"), TypeAdapter(DatasetFacts).validate_python(found)

@@ -87,11 +87,11 @@ class Worker:
             raise self._ended() from None
 
     def _ended(self) -> HangError:
-        advice = "Its messages stand before this one; start again."
+        advice = "See its messages above, and start again."
         if (status := self._process.wait()) == -signal.SIGKILL:
-            advice = "Perhaps memory ran out: free some or take fewer cores (taskset); start again."
+            advice = "Memory may have run out: free some, or use fewer cores (taskset)."
         return HangError(
-            "data: expected data from the process that makes it, but it "
+            "data: expected data from the process that prepares it, but it "
             f"{describe_status(status)}. {advice}"
         )
 

@@ -152,8 +152,9 @@ def _open_dcp(path: Path) -> Source:
         return replace(source, optimizer=optimizer, left_out=source.left_out + left)
     raise CheckpointError(
         f"'{path}': expected a checkpoint, a Hugging Face folder, a folder of Accelerate, "
-        "torch.distributed.checkpoint, orbax, DeepSpeed (ZeRO) or of model_world_size_N_rank_R.pt; "
-        "got a folder with nothing of these. Name the folder that holds the weights."
+        "torch.distributed.checkpoint, orbax, DeepSpeed (ZeRO) or of "
+        "model_world_size_N_rank_R.pt; got a folder with none of these. Pass the folder with "
+        "weights."
     )
 
 

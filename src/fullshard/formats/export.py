@@ -113,8 +113,8 @@ def export_folder(source: Source, folder: Path, settings: ExportSettings) -> lis
         return write_dcp(source, folder, settings.dtype, settings.on_bytes)
     if CONFIG not in source.companions:
         raise CheckpointError(
-            f"export: expected {source.what} with {CONFIG}, which says what model this is; it has "
-            "none. Name a folder that has it: --config FOLDER."
+            f"export: expected {source.what} with {CONFIG}, which describes the model; it has "
+            "none. Pass a folder with one: --config FOLDER."
         )
     check_empty(folder, "export")
     with whole_or_nothing(folder) as aside:
@@ -217,9 +217,9 @@ def _as_the_model_has(source: Source, shell: nn.Module) -> tuple[dict[str, Entry
             close = nearest(name, sorted({*source.tensors} - {*shell.state_dict()}))
             got = entry.shape if entry else f"none{f', but {close}' if close else ''}"
             raise CheckpointError(
-                f"export: expected {name} of shape {tuple(value.shape)}, as the model of "
-                f"{CONFIG} has it; {source.what} has {got}. Copy all files of the model, or "
-                "name the folder with its configuration: --config FOLDER."
+                f"export: expected {name} of shape {tuple(value.shape)}, as the model of {CONFIG} "
+                f"has it; {source.what} has {got}. Copy all files of the model, or pass the folder "
+                "with its configuration: --config FOLDER."
             )
         found[name] = entry
     every = set(found)
@@ -231,7 +231,7 @@ def _as_the_model_has(source: Source, shell: nn.Module) -> tuple[dict[str, Entry
                 f"export: expected {name} to equal {first[id(param)]}, to which the model of "
                 f"{CONFIG} ties it; they differ. Correct tie_word_embeddings there."
             )
-    left = [f"{name}, which the model has not" for name in source.tensors if name not in every]
+    left = [f"{name}, which is not in the model" for name in source.tensors if name not in every]
     return found, left
 
 

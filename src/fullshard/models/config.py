@@ -145,12 +145,12 @@ def check_model_folder(folder: Path, key: str = "model.name_or_path") -> None:
         raise ConfigError(
             f"{key}: expected a local model folder, got '{folder}', which is not a folder here. "
             f"{near} Nothing is downloaded during a run: to use a model of a hub, download it "
-            "first (hf download NAME --local-dir FOLDER) and name the folder."
+            "first (hf download NAME --local-dir FOLDER) and set the folder."
         )
     if not (folder / "config.json").is_file():
         raise ConfigError(
-            f"{key}: expected a Hugging Face model folder, got '{folder}' without config.json. "
-            "Name the folder that holds config.json and the weights."
+            f"{key}: expected a Hugging Face model folder, got '{folder}' without config.json. Set "
+            "the folder that contains config.json and the weights."
         )
 
 
@@ -181,8 +181,8 @@ def check_vocabulary(key: str, vocab_size: int, tokenizer: PreTrainedTokenizerBa
     if vocab_size < (least := num_ids(tokenizer)):
         raise ConfigError(
             f"{key}.config.vocab_size: expected at least {least} (the tokenizer's ids), got "
-            f"{vocab_size}. Set {key}.config.vocab_size to {least} or leave it out; with given "
-            "weights set data.tokenizer to their own tokenizer, or lower data.vocab_size."
+            f"{vocab_size}. Set {key}.config.vocab_size to {least} or leave it out; with existing "
+            "weights, set data.tokenizer to their own tokenizer, or lower data.vocab_size."
         )
 
 
@@ -229,7 +229,7 @@ def freeze(model: nn.Module, globs: Sequence[str]) -> int:
     if frozen == len(names):
         raise ConfigError(
             f"freeze: expected globs that leave something to train, got {list(globs)}, which "
-            f"freeze all {frozen} parameters. Name fewer."
+            f"freeze all {frozen} parameters. Freeze fewer."
         )
     return frozen
 

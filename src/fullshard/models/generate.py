@@ -92,8 +92,8 @@ def model_folder_of(folder: Path) -> Path:
     if (folder / "run.json").is_file():
         if not (folder / "model" / "config.json").is_file():
             raise ConfigError(
-                f"FOLDER: expected a run that has finished, got '{folder}' without a model. "
-                "Let the run finish, or name a model folder."
+                f"FOLDER: expected a run that has finished, got '{folder}' without a model. Let "
+                "the run finish, or pass a model folder."
             )
         with suppress(OSError, ValueError, LookupError, TypeError):
             record: Any = json.loads((folder / "run.json").read_text(encoding="utf-8"))
@@ -158,7 +158,7 @@ class Sampler:
             ids = [rows[index] for index in batch]
             most = self.settings.max_new_tokens or self._room(len(ids[0]))
             if (room := self._room(len(ids[0]), most)) < most:
-                told = "the model has no positions for more than %d of %d new tokens here"
+                told = "the model has positions for only %d of %d new tokens here"
                 logger.warning(told, room, most)
             for index, new in zip(batch, self.continued(ids, most, number), strict=True):
                 text: str = self.tokenizer.decode(new, skip_special_tokens=True)
@@ -223,7 +223,7 @@ class Sampler:
         ids: list[int] = tokenizer(prompt, add_special_tokens=False)["input_ids"] if prompt else []
         positions = num_positions(self.model.config) or len(ids) + 1
         if len(ids) >= positions:
-            told = "the model has %d positions: of the prompt's %d tokens the last %d are used"
+            told = "the model has %d positions: of the prompt's %d tokens only the last %d are used"
             keep = max(1, positions // 2)
             logger.warning(told, positions, len(ids), keep)
             ids = ids[-keep:]
@@ -233,7 +233,7 @@ class Sampler:
         if not ids:
             raise ConfigError(
                 "--prompt: expected text, got none, and the tokenizer has no beginning-of-text "
-                "token to start from. Give a prompt."
+                "token to start from. Pass a prompt."
             )
         return ids
 

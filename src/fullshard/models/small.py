@@ -126,7 +126,7 @@ def shrink(
         except Exception as fault:  # noqa: BLE001  models may raise any error for unusual sizes
             error = error or fault
     raise ConfigError(
-        f"model: expected one that trains a step in one process in float64, got "
+        "model: expected a model that trains a step in one process in float64, got "
         f"{type(error).__name__}: {error}."
     ) from error
 
@@ -353,7 +353,7 @@ def check_documents(config: PretrainedConfig, key: str = "sft.packing") -> None:
     else:
         if (together - torch.cat(parts, dim=1)).abs().max() < TOLERANCE:
             return
-        why = "whose tokens see the documents before their own"
+        why = "whose tokens attend to earlier documents"
     raise ConfigError(
         f"{key}: expected a model that keeps documents apart, got {config.model_type}, {why}."
         f" Set {key}: false."

@@ -79,7 +79,7 @@ def student_config(teacher: PretrainedConfig, distill: DistillConfig) -> Pretrai
     if made.model_type not in _KNOWN:
         raise ConfigError(
             f"distill.experts, distill.layers: expected a teacher of type {' or '.join(_KNOWN)}, "
-            f"got {made.model_type}. Give the student a configuration of its own."
+            f"got {made.model_type}. Give the student its own configuration."
         )
     layers = kept_layers(made.num_hidden_layers, distill.layers)
     if kinds := getattr(made, "layer_types", None):

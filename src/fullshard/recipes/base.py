@@ -413,7 +413,7 @@ def make_data(
         if data.mixture:
             raise ConfigError(
                 "data.mixture: expected text or tokens, got conversations. Put them into one "
-                "folder, and name it in data.path."
+                "folder, and set data.path to it."
             )
         source, notes = chat_source(path), list[str]()
         tokenizer = tokenizer or new_tokenizer([source], [source.files.spans()], vocab_size, notes)
@@ -455,5 +455,5 @@ def load_data(folder: Path, model: ModelConfig) -> PreparedData:
     kinds = {made.kind: made for command in Command for made in command.kind.data}
     if kind not in kinds:
         known = ", ".join(sorted(kinds))
-        raise DataError(f"'{folder}': expected data of a kind of {known}; got '{kind}'.")
+        raise DataError(f"'{folder}': expected data of one of the kinds {known}; got '{kind}'.")
     return kinds[kind].load(folder, facts, tokenizer)

@@ -52,8 +52,8 @@ def check_context(model: Any, sharding: ShardConfig, length: int | None = None) 
         return
     if not hasattr(settings, "get_text_config"):
         raise ConfigError(
-            f"sharding.context: expected a causal language model of transformers; got "
-            f"{type(model).__name__}. Leave it out: these ranks then shard all parameters."
+            "sharding.context: expected a causal language model of transformers; got "
+            f"{type(model).__name__}. Leave it out, so that these ranks shard all parameters."
         )
     text = settings.get_text_config()
     kinds = {*(getattr(text, "layer_types", None) or ["full_attention"])} - {"full_attention"}
@@ -71,9 +71,9 @@ def check_context(model: Any, sharding: ShardConfig, length: int | None = None) 
         )
     if others:
         raise ConfigError(
-            f"sharding.context: expected a model whose layers attend to all tokens before them by "
+            "sharding.context: expected a model whose layers attend to all tokens before them by "
             f"transformers' attention interface; got {type(model).__name__} with {others[0]}. "
-            "Leave it out: these ranks then shard all parameters."
+            "Leave it out, so that these ranks shard all parameters."
         )
     heads = text.num_attention_heads // sharding.tensor
     kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
@@ -184,8 +184,8 @@ def part_of(batch: Mapping[str, torch.Tensor], seat: Seat) -> Batch:
     others = [name for name in batch if name not in known or batch[name].ndim != 2]
     if others or not {*known[:2]} <= {*batch}:
         raise DataError(
-            f"sharding.context: expected a batch of {', '.join(known)} of (rows, length), the first"
-            f" two at least; got {', '.join(batch)}. Leave the others out."
+            f"sharding.context: expected a batch of {', '.join(known)} of (rows, length), at least "
+            f"the first two; got {', '.join(batch)}. Remove the others."
         )
     (part, num_parts), shifted = seat.parts, shifted_of(dict(batch))
     arrays = {name: x.cpu().numpy() for name, x in {**batch, SHIFTED: shifted}.items()}
@@ -258,7 +258,7 @@ class DividedAttention:
             raise ConfigError(
                 f"sharding.context: expected one attention in each of {wanted} layers, with the "
                 f"mask of transformers; got {self._calls} of {type(model).__name__}. Divide a "
-                "model once, with a config of its own; or leave it out."
+                "model once, with its own config, or leave it out."
             )
         self._mask = None
 

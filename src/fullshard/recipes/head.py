@@ -137,9 +137,9 @@ class Head:
         self._is_proven = own is not None and torch.equal(logits.detach().reshape(()), own)
         if not self._is_proven:
             raise ConfigError(
-                f"training.loss_chunk_size: expected a model whose logits are its head's output, "
-                f"got {type(model).__name__}, which changes them. Set it to 0: the loss is then "
-                "computed from the logits of all tokens."
+                "training.loss_chunk_size: expected a model whose logits are its head's output, "
+                f"got {type(model).__name__}, which changes them. Set it to 0 to compute the loss "
+                "from the logits of all tokens."
             )
 
     def _forward(self, input: torch.Tensor) -> torch.Tensor:

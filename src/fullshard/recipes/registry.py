@@ -130,8 +130,8 @@ def check_paths(resolved: Resolved, *, data: bool = True, coming: Path | None = 
                 check_model_folder(Path(named), f"{what}.name_or_path")
         if tokenizer is not None and not Path(tokenizer).is_dir():
             raise ConfigError(
-                f"data.tokenizer: expected a local folder with a tokenizer, got '{tokenizer}'. "
-                "Name the folder that holds tokenizer.json."
+                f"data.tokenizer: expected a local folder with a tokenizer, got '{tokenizer}'. Set "
+                "the folder that contains tokenizer.json."
             )
         sources = {f"data.mixture.{n}": one.path for n, one in enumerate(config.data.mixture)}
         for key, path in {"data": config.data.path, **sources}.items() if data else ():

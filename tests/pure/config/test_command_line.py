@@ -98,7 +98,7 @@ def test_a_models_configuration_replaces_a_folder_however_it_was_written(load):
 
 
 def test_overrides_that_contradict_each_other_are_refused(load):
-    with pytest.raises(ConfigError, match=r"^command line: bf16: expected what sharding.param_d"):
+    with pytest.raises(ConfigError, match=r"^command line: bf16: expected the value of sharding"):
         load("bf16=true", "param_dtype=fp32")
 
 

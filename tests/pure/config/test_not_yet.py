@@ -121,7 +121,7 @@ def test_the_refusal_of_a_file_has_its_lines(load_file, snapshot):
             {"training": {"assistant_only_loss": "yes"}},
             "sft.assistant_only_loss: applies to `fullshard sft` only; got true",
         ),
-        ("distill", {}, "teacher: expected the model that is learned from, got none."),
+        ("distill", {}, "teacher: expected the model from which the student learns, got none."),
     ],
 )
 def test_what_another_recipe_would_read_is_refused(configured, command, fields, said):
