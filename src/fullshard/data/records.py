@@ -478,7 +478,7 @@ def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) != len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"the key {twice[:80]!r} comes twice in one object")
+        raise ValueError(f"the key {twice[:80]!r} occurs twice in one object")
     return found
 
 

@@ -153,8 +153,7 @@ def _open_dcp(path: Path) -> Source:
     raise CheckpointError(
         f"'{path}': expected a checkpoint, a Hugging Face folder, a folder of Accelerate, "
         "torch.distributed.checkpoint, orbax, DeepSpeed (ZeRO) or of "
-        "model_world_size_N_rank_R.pt; got a folder with none of these. Pass the folder with "
-        "weights."
+        "model_world_size_N_rank_R.pt; got a folder with none. Pass the folder with weights."
     )
 
 

@@ -337,7 +337,7 @@ ASKED = Turns(tuple(CHAT[:2]), 0, is_completion=False, place="x")
         (
             [pair("", "")],
             None,
-            "answers to train on, got none in 1 training examples: they are empty",
+            "answers to train on, got none in 1 training examples",
         ),
         ([], None, "expected records, got none in"),
     ],
