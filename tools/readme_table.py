@@ -42,9 +42,9 @@ def _listed(facts: dict[str, Any]) -> str:
 
 
 def to_table(results: dict[str, Any]) -> str:
-    """A Markdown table that compares fullshard with FSDP2, one row per case; machine and versions follow."""
+    """A Markdown table that compares fullshard with FSDP2; machine and versions follow."""
     lines = [
-        "| case | step time | relative to FSDP2 [95 % interval] | peak memory | relative to FSDP2 |",
+        "| case | step time | relative to FSDP2 [95 %] | peak memory | relative to FSDP2 |",
         "|---|---|---|---|---|",
     ]
     rows = {(row["case"], row["name"]): row for row in results["rows"]}
@@ -64,7 +64,7 @@ def to_table(results: dict[str, Any]) -> str:
 
 
 def filled(readme: str, root: Path) -> str:
-    """The README's text with every table made anew."""
+    """The README's text with every table replaced."""
 
     def replace(place: re.Match[str]) -> str:
         file = root / place["path"]
@@ -77,7 +77,7 @@ def filled(readme: str, root: Path) -> str:
 
 
 def main(root: Path, *, only_check: bool) -> int:
-    """Fills the tables in, or says whether they are as they would be filled in."""
+    """Write the tables, or with `only_check` compare them."""
     file = root / "README.md"
     before = file.read_text(encoding="utf-8")
     after = filled(before, root)

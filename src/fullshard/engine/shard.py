@@ -291,8 +291,7 @@ def _refuse_parts(model: nn.Module) -> None:
             raise EngineError(
                 f"fs.shard: expected a whole model; {name} was cut with another model that shares "
                 "it, or by an fs.shard that failed. Put models that share parts into one module "
-                "(nn.ModuleDict), shard that, and call its parts. Rebuild a model whose fs.shard "
-                "failed."
+                "(nn.ModuleDict), shard that, and call its parts. After a failure, build it again."
             )
 
 

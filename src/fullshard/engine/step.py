@@ -309,8 +309,8 @@ class Runtime:
             if copy._version != version:
                 raise EngineError(
                     f"{title}: expected no writes into a view of a parameter that its forward "
-                    "returned; it was written in place, which does not change the shards. Write "
-                    "into the parameter: with torch.no_grad(): p.copy_(...)."
+                    "returned; got one, which does not change the shards. Write into the "
+                    "parameter: with torch.no_grad(): p.copy_(...)."
                 )
 
     def watch(self, index: int, tensors: Iterable[torch.Tensor], *, is_inner: bool = True) -> bool:
