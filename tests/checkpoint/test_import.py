@@ -264,7 +264,7 @@ def test_other_folders_and_damaged_files_are_refused(fullshard, tmp_path):
     assert fullshard("ckpt", "import", tmp_path / "none", tmp_path / "o").exit_code == 7
     (tmp_path / "empty").mkdir()
     done = fullshard("ckpt", "import", tmp_path / "empty", tmp_path / "o", code=7)
-    assert "a folder with none" in done.err
+    assert "got a folder with none. Pass the folder with weights" in done.err
     (tmp_path / "pytorch_model.bin").write_bytes(b"PK\x03\x04 and then nothing")
     done = fullshard("ckpt", "import", tmp_path, tmp_path / "o", code=7)
     assert "expected a whole file of torch.save" in done.err

@@ -379,7 +379,7 @@ def _notes(
 ) -> Iterator[str]:
     yield f"{num_examples:,} examples; {share:.0%} of the training tokens count in the loss"
     if num_cut:
-        yield f"{num_cut:,} examples are cut to {how.sequence_length:,} tokens (max_seq_length)"
+        yield f"{num_cut:,} examples truncated to {how.sequence_length:,} tokens (max_seq_length)"
     if left_out := num_examples - sum(len(part.starts) for part in rows):
         yield f"{left_out:,} examples without trained tokens are skipped"
     if how.sft.packing:

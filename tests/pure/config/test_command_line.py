@@ -98,7 +98,8 @@ def test_a_models_configuration_replaces_a_folder_however_it_was_written(load):
 
 
 def test_overrides_that_contradict_each_other_are_refused(load):
-    with pytest.raises(ConfigError, match=r"^command line: bf16: expected the value of sharding"):
+    expected = "^command line: bf16: expected the value of sharding.param_dtype, 'fp32'; got 'true'"
+    with pytest.raises(ConfigError, match=expected):
         load("bf16=true", "param_dtype=fp32")
 
 

@@ -306,7 +306,8 @@ def test_the_command_line_speaks_hugging_face_too(load):
 def test_a_typed_file_does_not_replace_what_another_file_says_in_silence(load, tmp_path):
     (tmp_path / "ds.json").write_text('{"gradient_clipping": 0.5, "zero_optimization": true}')
     assert load("model: x", "deepspeed=ds.json").config.training.max_grad_norm == 0.5
-    with pytest.raises(ConfigError, match=r"^ds.json:1: gradient_clipping: expected the value of"):
+    expected = "^ds.json:1: gradient_clipping: expected the value of training"
+    with pytest.raises(ConfigError, match=expected):
         load("model: x\ntraining: {max_grad_norm: 1}", "deepspeed=ds.json")
 
 

@@ -198,7 +198,7 @@ def test_what_is_cut_and_left_out_is_counted_and_said(tokenizer, tmp_path):
     assert made.facts.num_train_sequences == len(made.train) == 2
     assert made.train.lengths.max() == 40
     said = "; ".join(made.facts.notes)
-    assert "2 examples are truncated to 40 tokens" in said
+    assert "2 examples truncated to 40 tokens" in said
     assert "1 examples without trained tokens are skipped" in said
     total = sum(
         len(encode(one, tokenizer, SftConfig()).ids) for one in examples(tmp_path / "chat.jsonl")
@@ -337,7 +337,7 @@ ASKED = Turns(tuple(CHAT[:2]), 0, is_completion=False, place="x")
         (
             [pair("", "")],
             None,
-            "answers to train on, got none in 1 training examples",
+            "answers to train on, got none in 1 training examples: they are empty",
         ),
         ([], None, "expected records, got none in"),
     ],
