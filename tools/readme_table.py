@@ -1,12 +1,12 @@
-"""Writes the README's benchmark table from committed results, so that no figure is typed by hand.
+"""Write the README's benchmark table from committed results, so that no figure is typed by hand.
 
-A place in the README names its file of results; what stands between the two marks is replaced:
+Two marks in the README name the file of results; the text between them is replaced:
 
     <!-- results: benchmarks/results/step.json -->
     ...
     <!-- end of results -->
 
-`--check` changes nothing and fails where the README holds something else.
+`--check` changes nothing and fails if the README's table differs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _ratio(row: dict[str, Any]) -> str:
 
 def _memory(row: dict[str, Any], peer: dict[str, Any]) -> str:
     own, other = row["memory_peak_bytes"] / MIB, peer["memory_peak_bytes"] / MIB
-    return f"{own:.0f} MiB, {own / other:.2f}"
+    return f"{own:.0f} MiB | {own / other:.2f}"
 
 
 def _listed(facts: dict[str, Any]) -> str:
@@ -42,10 +42,10 @@ def _listed(facts: dict[str, Any]) -> str:
 
 
 def to_table(results: dict[str, Any]) -> str:
-    """A Markdown table of ours beside FSDP2, a row a case, with machine and versions under it."""
+    """A Markdown table that compares fullshard with FSDP2; machine and versions follow."""
     lines = [
-        "| case | step | of FSDP2's step [95 %] | peak memory, of FSDP2's |",
-        "|---|---|---|---|",
+        "| case | step time | relative to FSDP2 [95 %] | peak memory | relative to FSDP2 |",
+        "|---|---|---|---|---|",
     ]
     rows = {(row["case"], row["name"]): row for row in results["rows"]}
     for (case, name), row in rows.items():
@@ -64,7 +64,7 @@ def to_table(results: dict[str, Any]) -> str:
 
 
 def filled(readme: str, root: Path) -> str:
-    """The README's text with every table made anew."""
+    """The README's text with every table replaced."""
 
     def replace(place: re.Match[str]) -> str:
         file = root / place["path"]
@@ -77,7 +77,7 @@ def filled(readme: str, root: Path) -> str:
 
 
 def main(root: Path, *, only_check: bool) -> int:
-    """Fills the tables in, or says whether they are as they would be filled in."""
+    """Write the tables, or with `only_check` compare them."""
     file = root / "README.md"
     before = file.read_text(encoding="utf-8")
     after = filled(before, root)

@@ -1,4 +1,4 @@
-"""The contract's functions: they join the layers and hold no logic of their own."""
+"""The public functions. They connect the layers and contain no logic of their own."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from fullshard.transport.groups import places_of_meshes, topology_of
 
 # Axes of a configuration without their sizes.
 AXES: dict[str, Any] = {"replicate": None, "shard": None, "expert": 1, "tensor": 1}
-MESH_AXES = {  # our names of the axes that fs.shard takes, and those of other tools
+MESH_AXES = {  # names of the axes that fs.shard accepts: ours and other tools'
     **dict.fromkeys(("replicate", "dp_replicate"), "replicate"),
     **dict.fromkeys(("shard", "dp_shard", "fsdp"), "shard"),
     **dict.fromkeys(EXPERT_AXES, "expert"),
@@ -54,7 +54,7 @@ MESH_AXES = {  # our names of the axes that fs.shard takes, and those of other t
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """Where a shard lies in its parameter.
+    """The place of a shard in its parameter.
 
     Attributes:
         name: The parameter's first name.
@@ -62,8 +62,9 @@ class Sharding:
         start: This rank's first element, in row-major order of `local_shape`.
         stop: One past this rank's last element.
         unit: The unit that gathers it.
-        local_shape: What other axes of the mesh leave of it at this rank: `shape` without such.
-        placements: How they cut it, as DTensor names it, by axis: {"tensor": "Shard(dim=0)"}.
+        local_shape: Its shape on this rank after other axes of the mesh cut it; `shape` without
+            such axes.
+        placements: DTensor's placement of each other axis: {"tensor": "Shard(dim=0)"}.
     """
 
     name: str
@@ -86,33 +87,34 @@ def shard(
 ) -> nn.Module:
     """Shard a model in place over the ranks of the default process group.
 
-    With `tensor` or `expert`, a Hugging Face model is cut by transformers' own plans first: ranks
-    of a tensor axis must see the same batch, and an optimizer is made afterwards (docs/mesh.md).
+    With `tensor` or `expert`, transformers' own plans cut a Hugging Face model first. Ranks of a
+    tensor axis must see the same batch, and the optimizer must be created afterwards
+    (docs/mesh.md).
 
     Args:
-        model: Whole parameters, equal on all ranks.
+        model: Model with whole parameters that are equal on all ranks.
         config: A ShardConfig, a mapping of its fields, or None for the defaults.
         mesh: None, sizes (replicate, shard), or a torch DeviceMesh with axes of these names: all
             of it, or its part `mesh["replicate", "shard"]` where the parameters are DTensors along
             its other axes. An axis named expert, along which experts are DTensors, belongs to the
             ranks that share dense parameters: `mesh["shard", "expert"]` (docs/mesh.md).
         sample: Example arguments of forward (a mapping, a sequence or one value), traced under
-            fake tensors for the order of units. None: the first step shows it.
+            fake tensors to find the order of units. None: the first step records it.
         weights: A Hugging Face folder for a model on meta, or a checkpoint, read by each rank's
-            byte ranges. None: the model's own initialisation, which draws the numbers that it
-            draws unsharded.
+            byte ranges. None: the model's own initialisation, with the random numbers of an
+            unsharded model.
         **overrides: Fields of ShardConfig.
 
     Returns:
         The same model. Its parameters are shards, its forward and backward gather and reduce.
 
     Raises:
-        ConfigError: Something asked for is impossible; nothing was changed.
+        ConfigError: A setting is impossible; nothing was changed.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(
             f"fs.shard: expected a torch.nn.Module; got {type(model).__name__}. Shard each model "
-            "by itself, or put layers into a module whose forward calls them."
+            "separately, or put the layers into a module whose forward calls them."
         )
     settings = ShardConfig.of(config, **overrides)
     check_supported(settings)
@@ -143,14 +145,14 @@ def plan(
     optimizer_bytes: float | None = None,
     **overrides: Any,
 ) -> Plan:
-    """Say what `shard` would do on `world_size` ranks, without ranks, weights or a GPU.
+    """Plan what `shard` would do on `world_size` ranks, without ranks, weights or a GPU.
 
     Args:
         model_or_config: A module (on meta or not), a transformers configuration, or a mapping with
             `model_type`.
         config: As for `shard`.
-        world_size: Ranks in all.
-        local_world_size: Ranks on one host; None: all.
+        world_size: Total number of ranks.
+        local_world_size: Number of ranks per host; None: all.
         optimizer_bytes: Bytes of optimizer state per trainable element; None: as AdamW.
         **overrides: Fields of ShardConfig.
     """
@@ -163,7 +165,7 @@ def plan(
 
 
 def unsharded(model: nn.Module, writeback: bool = True) -> Any:  # noqa: FBT001, FBT002 contract
-    """Context: every parameter is whole inside. A collective at both ends."""
+    """Context in which every parameter is whole. A collective at both ends."""
     return state.unsharded(model, writeback=writeback)
 
 
@@ -180,30 +182,30 @@ def save(
 
     Args:
         folder: Folder that all ranks see, or a URL of an object store (`s3://bucket/run`).
-        model: Sharded.
+        model: Sharded model.
         optimizer: Optimizer of its parameters.
-        step: With it the checkpoint is `folder/step-00000100`, without `folder` itself.
-        wait: Return when it is complete. False: when its state is copied; the rest happens in the
-            background, at most one save at a time, and `fs.wait()` or the next save raises what
-            went wrong.
-        **state: Numbers, texts, lists, mappings, tensors, objects with `state_dict()`. What
-            differs between ranks is saved by each, and given back to as many ranks.
+        step: With a step, the checkpoint is `folder/step-00000100`; without, `folder` itself.
+        wait: Return when the checkpoint is complete. False: return when its state is copied; the
+            rest happens in the background, one save at a time, and `fs.wait()` or the next save
+            raises its error.
+        **state: Numbers, texts, lists, mappings, tensors, objects with `state_dict()`. Values that
+            differ between ranks are saved per rank, and restored on the same number of ranks.
 
     Returns:
         The checkpoint's folder.
 
     Raises:
-        CheckpointError: It could not be written; complete checkpoints of before are untouched.
+        CheckpointError: It could not be written; earlier complete checkpoints are untouched.
     """
     settings = saving.SaveSettings(step=step, wait=wait)
     return saving.save(storage_path(folder), model, optimizer, state, settings)
 
 
 def wait() -> None:
-    """Return when no save is under way.
+    """Wait until no save is running.
 
     Raises:
-        CheckpointError: The last one failed.
+        CheckpointError: The last save failed.
     """
     saving.SAVES.wait()
 
@@ -211,26 +213,27 @@ def wait() -> None:
 def load(
     path: str | PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer | None = None
 ) -> dict[str, Any]:
-    """Load a checkpoint, each rank the bytes that it holds. A collective.
+    """Load a checkpoint. Each rank reads only the bytes of its shards. A collective.
 
     Args:
-        path: A checkpoint; or a folder of step-*: its newest complete and undamaged one, and what
-            is skipped is logged; or a tree of arrays that orbax wrote, for a model alone.
-        model: Sharded, of any strategy over any number of ranks.
-        optimizer: Same class and groups as the saved one. With it the ranks' random generators
-            go on where they were, if there are as many ranks.
+        path: A checkpoint; a folder of step-* folders, of which the newest complete and undamaged
+            one is loaded (skipped ones are logged); or a tree of arrays that orbax wrote, for a
+            model without optimizer.
+        model: Model that is sharded with any strategy over any number of ranks.
+        optimizer: Optimizer of the same class and groups as the saved one. With an optimizer, the
+            ranks' random generators are restored too, on the same number of ranks.
 
     Returns:
-        What was saved as `state` (objects as their state dicts), and "step".
+        The saved `state` (objects as their state dicts), and "step".
 
     Raises:
-        CheckpointError: There is none, or it is of another model; names the tensor.
+        CheckpointError: There is no checkpoint, or it belongs to another model; names the tensor.
     """
     return orbax.load(storage_path(path), model, optimizer)
 
 
 def memory_stats(model: nn.Module) -> dict[str, dict[str, int]]:
-    """Bytes that the engine holds on this rank: {kind: {"now", "peak"}, "total": ...}."""
+    """Bytes that the engine allocated on this rank: {kind: {"now", "peak"}, "total": ...}."""
     return engine_of(model).memory_stats()
 
 
@@ -251,13 +254,13 @@ def sharding(param: torch.Tensor) -> Sharding:
 
 
 def _with_mesh(settings: ShardConfig, mesh: Any) -> ShardConfig:
-    """Take the sizes of the axes from `mesh`."""
+    """Set the sizes of the axes from `mesh`."""
     if mesh is None:
         return settings
     if any(getattr(settings, axis) != nothing for axis, nothing in AXES.items()):
         raise ConfigError(
-            f"mesh: expected none of {', '.join(AXES)} with it, which name its sizes; got both. "
-            "Drop one."
+            f"mesh: expected a mesh or the sizes of its axes ({', '.join(AXES)}); got both. Drop "
+            "one."
         )
     if isinstance(mesh, Sequence) and not isinstance(mesh, str):
         sizes = list(mesh)
@@ -269,17 +272,17 @@ def _with_mesh(settings: ShardConfig, mesh: Any) -> ShardConfig:
     names = getattr(mesh, "mesh_dim_names", None)
     if names is None or not set(names) <= set(MESH_AXES):
         raise ConfigError(
-            f"mesh: expected a DeviceMesh with axes among replicate, shard and expert; got "
-            f"{names or type(mesh).__name__}. Give the part of these axes: mesh['shard'] or "
-            "mesh['replicate', 'shard']; along others parameters may be DTensors."
+            "mesh: expected a DeviceMesh with axes among replicate, shard and expert; got "
+            f"{names or type(mesh).__name__}. Pass the part with these axes: mesh['shard'] or "
+            "mesh['replicate', 'shard']. Parameters may be DTensors along others."
         )
     axes: Any = mesh
     sizes = {"replicate": 1, "shard": 1, "expert": 1}
     given = [MESH_AXES[name] for name in names]
     if given != [name for name in sizes if name in given]:
         raise ConfigError(
-            "mesh: expected axes in the order (replicate, shard, expert), neighbouring ranks "
-            f"sharing a shard group; got ({', '.join(names)})."
+            "mesh: expected axes in the order (replicate, shard, expert), so that neighbouring "
+            f"ranks share a shard group; got ({', '.join(names)})."
         )
     sizes |= {name: axes.size(i) for i, name in enumerate(given)}
     shard = sizes["shard"] * sizes["expert"]
@@ -287,7 +290,7 @@ def _with_mesh(settings: ShardConfig, mesh: Any) -> ShardConfig:
 
 
 def _topology(settings: ShardConfig, mesh: Any) -> Topology:
-    """The ranks that there are, by process group or environment; those asked for under fake."""
+    """The ranks of the process group or environment; under `fake`, those of the configuration."""
     if settings.transport is TransportKind.FAKE:
         return Topology((settings.replicate or 1) * (settings.shard or 1))
     if dist.is_initialized():

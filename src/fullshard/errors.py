@@ -1,6 +1,6 @@
 """Every exception that fullshard raises on purpose.
 
-    FullshardError                    1   anything of ours
+    FullshardError                    1   base of all errors below
     |-- ConfigError (ValueError)      2   a key, a value, a mesh, a file that cannot be used
     |   |-- WrapError                 2   the choice of units is impossible for this model
     |   `-- UnsupportedModelError     2   the model cannot be sharded, with the reason
@@ -12,13 +12,13 @@
     |-- VerifyError                   8   a sharded run does not equal the unsharded one
     |-- DivergedError                 9   the loss is no longer finite
     |-- PreemptedError               75   stopped by the scheduler, resumable
-    |-- ShardedTensorError            1   an operation that needs the whole tensor met a shard
+    |-- ShardedTensorError            1   an operation that needs the whole tensor got a shard
     |   `-- NotElementwiseError       1   an optimizer whose update of an element depends on others
-    `-- EngineError (RuntimeError)    1   the engine was used in a way that it refuses
+    `-- EngineError (RuntimeError)    1   the engine was used in an unsupported way
         `-- SlotError                 1   two units need one slot at once, or a slot is stale
 
 The number is the exit code of every command (130 is reserved for an interrupt).
-Messages follow one grammar: what was expected, what came, what to do.
+Messages have one form: what was expected, what was given, what to do.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _BIDI = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
 
 
 def printable(text: str) -> str:
-    """A text that no terminal obeys: control, direction and surrogate characters are escaped."""
+    """Escape control, direction and surrogate characters, which a terminal would interpret."""
     return text if text.isprintable() else "".join(map(_printable, text))
 
 
@@ -49,15 +49,15 @@ def _printable(char: str) -> str:
 
 
 class _Printable(logging.Formatter):
-    """Messages may name a stranger's files and tensors."""
+    """Messages may contain names from untrusted files."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The message without what a terminal would obey."""
+        """The message with control characters escaped."""
         return printable(super().format(record))
 
 
 def show_log(prefix: str = "") -> None:
-    """Shows what the library logs, which a program decides, never the library."""
+    """Print the library's log. Programs call this, never the library."""
     logger = logging.getLogger("fullshard")
     if not logger.handlers:
         handler = logging.StreamHandler()
@@ -67,9 +67,9 @@ def show_log(prefix: str = "") -> None:
 
 
 def write_anything() -> None:
-    """Escapes characters that the locale's encoding lacks (LANG=C) in the output."""
+    """Escape characters in the output that the locale's encoding (LANG=C) cannot represent."""
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):  # its descriptor leads elsewhere since the stream was made
+        with suppress(OSError):  # its descriptor was redirected since the stream was opened
             stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
 
 
@@ -79,29 +79,29 @@ class FullshardError(Exception):
     exit_code = 1
 
     def __str__(self) -> str:
-        """The message; names and paths in it may come from a stranger's file."""
+        """The message; names and paths in it may come from an untrusted file."""
         return printable(super().__str__())
 
 
 class ConfigError(FullshardError, ValueError):
-    """A configuration key or value that cannot be used; names key, value and the nearest choice."""
+    """A configuration key or value is invalid; names key, value and the nearest choice."""
 
     exit_code = 2
 
 
 class WrapError(ConfigError):
-    """The asked choice of units does not exist in this model."""
+    """The configured choice of units does not exist in this model."""
 
 
 class UnsupportedModelError(ConfigError):
-    """The model holds something that cannot be sharded; names it and the way out."""
+    """The model contains something that cannot be sharded; names it and the remedy."""
 
 
 class WillNotFitError(FullshardError):
     """The plan needs more memory than the device or host has, or more disk.
 
     Attributes:
-        planned: What run.json says of the plan; None where no run was refused.
+        planned: The plan's entry in run.json; None if no run was refused.
     """
 
     exit_code = 3
@@ -133,7 +133,7 @@ class CheckpointError(FullshardError):
 
 
 class VerifyError(FullshardError):
-    """A sharded run does not compute what the unsharded one computes."""
+    """A sharded run computes other numbers than the unsharded one."""
 
     exit_code = 8
 
@@ -151,14 +151,15 @@ class PreemptedError(FullshardError):
 
 
 class ShardedTensorError(FullshardError):
-    """An operation that needs the whole tensor met a rank's shard of it.
+    """An operation that needs the whole tensor got a rank's shard of it.
 
-    No TypeError: torch turns one that an operator raises into "unsupported operand type(s)".
+    Not a TypeError, because torch turns one that an operator raises into "unsupported operand
+    type(s)".
     """
 
 
 class NotElementwiseError(ShardedTensorError):
-    """An optimizer whose update of one element depends on others met shards."""
+    """An optimizer whose update of one element depends on others got shards."""
 
 
 class EngineError(FullshardError, RuntimeError):
@@ -166,14 +167,14 @@ class EngineError(FullshardError, RuntimeError):
 
 
 class SlotError(EngineError):
-    """A slot is wanted by two units at once, or holds another unit's data."""
+    """Two units need one slot at once, or a slot contains another unit's data."""
 
 
 def ran_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory could not be allocated.
+    """Whether an error means that memory could not be allocated.
 
-    Only Python and torch's devices have a type for it; the system, torch on CPUs and safetensors
-    say it in words.
+    Only Python and torch's devices have a type for it. For the system, torch on CPUs and
+    safetensors the message is searched.
     """
     kinds = MemoryError, OutOfMemoryError
     named = isinstance(error, kinds) or type(error).__name__ == OutOfMemoryError.__name__
@@ -187,19 +188,19 @@ def untrusted(
     error: type[FullshardError] = CheckpointError,
     advice: str = "Copy it again, or take another one.",
 ) -> Generator[None]:
-    """Whatever malformed input raises inside the block becomes one typed error.
+    """Turn any error that malformed input raises inside the block into one typed error.
 
     Parsers of other people's bytes fail in more ways than a list of exceptions can name
     (RecursionError, OverflowError, UnicodeError, AttributeError, ...).
 
     Args:
         origin: File, or file and key, that is read.
-        expected: What it should be.
+        expected: Description of valid input.
         error: Type to raise.
-        advice: What the user can do.
+        advice: Remedy for the user.
 
     Raises:
-        FullshardError: Errors that are typed already, and running out of memory, pass unchanged.
+        FullshardError: Typed errors, and running out of memory, pass unchanged.
     """
     try:
         yield
@@ -214,7 +215,7 @@ def untrusted(
 
 
 def cure_of(error: BaseException, otherwise: str) -> str:
-    """What to do about an error of the system: raise the limit that caused it, or `otherwise`."""
+    """The remedy for a system error: raise the limit that caused it, or `otherwise`."""
     if "can't start new thread" in str(error):
         return "Raise the limits that `ulimit -u` and `ulimit -v` show"
     flag = {errno.EMFILE: "n", errno.EFBIG: "f"}.get(getattr(error, "errno", None) or 0)
@@ -222,12 +223,12 @@ def cure_of(error: BaseException, otherwise: str) -> str:
 
 
 def raise_together(tell: Callable[[Any], list[Any]], rank: int, do: Callable[[], Any]) -> Any:
-    """Returns what `do` returns; if it fails on one rank, it raises on all. A collective.
+    """Return the result of `do`; if it fails on one rank, raise on all ranks. A collective.
 
     Args:
         tell: Collective that returns the values of all ranks, in rank order.
         rank: This rank.
-        do: Not a collective.
+        do: Function that is not a collective.
 
     Raises:
         FullshardError: This rank's error, or the one of the first rank that failed.
@@ -235,7 +236,7 @@ def raise_together(tell: Callable[[Any], list[Any]], rank: int, do: Callable[[],
     result = error = None
     try:
         result = do()
-    except Exception as caught:  # noqa: BLE001  whatever it is, the other ranks must raise too
+    except Exception as caught:  # noqa: BLE001  the other ranks must raise any error too
         error = caught
         if isinstance(caught, OSError) and not ran_out_of_memory(caught):
             place, why = caught.filename or "files of the run", caught.strerror or caught

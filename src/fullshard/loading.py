@@ -175,7 +175,7 @@ def read_into(checkpoint: Checkpoint, key: str, held: Held) -> None:
 def _read_cut(checkpoint: Checkpoint, key: str, held: Held, cut: Cut) -> torch.Tensor:
     """(stop - start,) elements of a local tensor that is no range of the whole.
 
-    The rows that contain them are read whole: reading each row's part would take a call per row.
+    The rows that contain them are read whole, because reading parts would need a call per row.
     """
     if held.start == held.stop:
         return held.local
@@ -203,8 +203,8 @@ def _keys_of(checkpoint: Checkpoint, wanted: list[Held]) -> list[str]:
         if key is None:
             hint = f" Did you mean {close}?" if (close := nearest(name, there)) else ""
             raise CheckpointError(
-                f"checkpoint '{checkpoint.path}': expected {name} of shape {held.shape}; it has no "
-                f"such tensor.{hint} Build the model that was saved."
+                f"checkpoint '{checkpoint.path}': expected {name} of shape {held.shape}; the "
+                f"checkpoint has no such tensor.{hint} Build the model that was saved."
             )
         shape = checkpoint.index.tensors[key].shape
         if shape != held.shape:
@@ -216,8 +216,8 @@ def _keys_of(checkpoint: Checkpoint, wanted: list[Held]) -> list[str]:
     left = [name for name in there if key_of(Kind.MODEL, name) not in keys]
     if left:
         raise CheckpointError(
-            f"checkpoint '{checkpoint.path}': expected the model's tensors alone; it also has "
-            f"{left[0]}{f' and {len(left) - 1} more' if len(left) > 1 else ''}. Build that one."
+            f"checkpoint '{checkpoint.path}': expected only tensors of the model; it also has "
+            f"{left[0]}{f' and {len(left) - 1} more' if len(left) > 1 else ''}. Build that model."
         )
     return keys
 
@@ -228,8 +228,8 @@ def _check_kind(checkpoint: Checkpoint, kind: str) -> dict[str, Any]:
     if saved is None or saved["class"] != kind:
         has = "no optimizer's" if saved is None else saved["class"]
         raise CheckpointError(
-            f"checkpoint '{checkpoint.path}': expected the states of {kind}; it has {has}. "
-            "Build the optimizer that was saved, or load the model alone."
+            f"checkpoint '{checkpoint.path}': expected the states of {kind}; it has {has}. Build "
+            "the optimizer that was saved, or load the model without it."
         )
     return saved
 
@@ -245,8 +245,8 @@ def _optimizer_of(
     if groups is _LEFT_OUT or scalars is _LEFT_OUT:
         raise CheckpointError(
             f"checkpoint '{checkpoint.path}': expected {checkpoint.index.world_size} ranks on the "
-            f"mesh that saved it, because each saved other settings or counts of {kind}. Load the "
-            "model alone."
+            f"mesh that saved it, because their settings or counts of {kind} differed. Load the "
+            "model without the optimizer."
         )
     matching_settings(model, optimizer, groups)
     found = OptimizerState(kind, [], scalars, groups)
@@ -308,8 +308,8 @@ def _own_state(checkpoint: Checkpoint, engine: Engine, key: str, of: Held) -> li
     if wrote != there or of.cut is not None:
         raise CheckpointError(
             f"checkpoint '{checkpoint.path}': expected {wrote} ranks and the same strategy, "
-            f"because {key} was saved per rank; there are {there} ranks. Its shape differs from "
-            "its parameter's, so it cannot be cut again."
+            f"because {key} was saved per rank; there are {there} ranks. It cannot be resharded, "
+            "because its shape differs from its parameter's."
         )
     own = checkpoint.read_own(key, engine.rank, (of.start, of.stop))
     if own is None:
@@ -341,8 +341,8 @@ def _value(checkpoint: Checkpoint, engine: Engine, name: str, coded: Any) -> Any
         return checkpoint.value(name, coded, get_tensor)
     if engine.rank == 0:
         logger.warning(
-            "%s: %r was not restored, because each rank or batch has its own: it was saved by %d "
-            "ranks with %d batches; now there are %d ranks with %d batches on another mesh",
+            "%s: %r was not restored, because it differs between ranks or batches: it was saved "
+            "by %d ranks with %d batches; now there are %d ranks with %d batches on another mesh",
             *(checkpoint.path, name, len(wrote), max(wrote) + 1, len(there), max(there) + 1),
         )
     return _LEFT_OUT
@@ -354,7 +354,7 @@ def state_tensor(checkpoint: Checkpoint, rank: int, path: str) -> torch.Tensor:
 
 
 def stored_tensor(checkpoint: Checkpoint, key: str, rank: int) -> torch.Tensor:
-    """A whole tensor of a checkpoint; of an opaque one, what a rank saved."""
+    """A whole tensor of a checkpoint; for an opaque tensor, the part that a rank saved."""
     stored = checkpoint.index.tensors[key]
     dtype = DTYPES[stored.dtype]
     if stored.opaque:

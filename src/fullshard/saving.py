@@ -146,7 +146,7 @@ def _as_ranges(engine: Engine, tensors: list[Held]) -> list[Held]:
 
 
 def _range_of(held: Held, member: Member, whole: torch.Tensor) -> Held:
-    """An equal range of a whole tensor for each rank that has other elements of it."""
+    """An equal range of a whole tensor per rank that has different elements of it."""
     unit, cut = member.group.unit, held.cut
     assert cut is not None
     at, parts = unit.part * cut.num_parts + cut.part, unit.plan.mesh.shard * cut.num_parts
@@ -257,8 +257,8 @@ def _joined(
     for rank, other in enumerate(found):
         if set(other) != set(found[0]):
             raise CheckpointError(
-                f"fs.save: expected the same state on every rank; got {sorted(found[0])} on "
-                f"rank 0 and {sorted(other)} on rank {rank}. Pass the same names on all."
+                f"fs.save: expected the same names of state on every rank; got {sorted(found[0])} "
+                f"on rank 0 and {sorted(other)} on rank {rank}. Pass the same names on all ranks."
             )
     coded: dict[str, Any] = {}
     for name, value in values.items():
@@ -313,7 +313,7 @@ class Values:
         if type(plain) is not torch.Tensor:
             raise CheckpointError(
                 f"{path}: expected plain tensors; got {type(value).__name__}. Shards are saved "
-                "with their model and optimizer; give others as p.full_tensor()."
+                "with their model and optimizer; pass other shards as p.full_tensor()."
             )
         local = plain.reshape(-1).to("cpu", copy=True)
         name = path
@@ -368,7 +368,7 @@ def _write_files(
             of_kind = [piece for piece in pieces if kind_of(piece.key) is kind]
             if of_kind:
                 outcome.append(write_tensors(place.aside / file_name(kind, rank), of_kind, rank))
-    except BaseException as error:  # noqa: BLE001  the other ranks wait for what this one says
+    except BaseException as error:  # noqa: BLE001  the other ranks wait for this rank's result
         outcome = commit.failure(place.target, rank, error)
         if not isinstance(error, Exception) or ran_out_of_memory(error):
             stopped = error  # no failure to write
@@ -474,8 +474,8 @@ class Saves:
         except BlockingIOError as error:
             os.close(descriptor)
             raise CheckpointError(
-                f"checkpoint '{folder}': expected a folder of one run; another process saves its "
-                "steps there. Use another folder, or end that run."
+                f"checkpoint '{folder}': expected a folder that no other run uses; another process "
+                "saves its steps there. Use another folder, or end that run."
             ) from error
         except OSError:  # a file system without locks
             pass

@@ -1,4 +1,4 @@
-"""The same short run under several shardings, side by side: every number is measured.
+"""Compare the same short run under several shardings; every number is measured.
 
 names = ("FULL_SHARD", "NO_SHARD")
 results = {name: train(create_fsdp_config(name), max_steps=20) for name in names}
@@ -23,9 +23,9 @@ from fullshard.run import start
 
 __all__ = ["create_fsdp_config", "print_comparison_table", "train"]
 
-WARM_UP = 2  # steps that are left out: the first ones make buffers
-GB = 1e9  # the documents' habit
-# Heading, factor and format of what `train` measures; and what documents call it.
+WARM_UP = 2  # first steps, which allocate buffers and are not measured
+GB = 1e9  # as tutorials count
+# Heading, factor and format of each result of `train`; ALIASES are the names in tutorials.
 COLUMNS = {
     "memory_gb": ("memory (GB)", 1, ".3f"),
     "samples_per_sec": ("samples/s", 1, ".1f"),
@@ -37,14 +37,14 @@ ALIASES = {"memory": "memory_gb", "throughput": "samples_per_sec"}
 
 
 def create_fsdp_config(strategy: str = "FULL_SHARD", **sharding: Any) -> dict[str, Any]:
-    """A configuration of the main job under a strategy.
+    """A configuration of the built-in job with a strategy.
 
     Args:
-        strategy: In any accepted spelling.
+        strategy: Name of the strategy in any accepted spelling.
         **sharding: Further fields of ShardConfig.
 
     Returns:
-        A mapping of a configuration's keys, to be changed at will and handed to `train`.
+        A mapping of configuration keys, which may be changed and passed to `train`.
 
     Raises:
         ConfigError: There is no such strategy.
@@ -56,12 +56,12 @@ def train(config: Mapping[str, Any], max_steps: int = 20) -> dict[str, Any]:
     """Train on local ranks and measure.
 
     Args:
-        config: Keys of a configuration file; what it leaves out is the main job's.
-        max_steps: Updates; those after the second are measured.
+        config: Keys of a configuration file; the built-in job supplies the others.
+        max_steps: Number of updates; the first two are not measured.
 
     Returns:
-        strategy, memory_gb (most that a rank's process used, in 1e9 bytes), samples_per_sec,
-        tokens_per_sec, step_time_s (medians), loss (of the last step), run_dir.
+        strategy, memory_gb (of the rank whose process used the most, in 1e9 bytes),
+        samples_per_sec, tokens_per_sec, step_time_s (medians), loss (of the last step), run_dir.
 
     Raises:
         FullshardError: The configuration is wrong, or a rank failed.
@@ -98,7 +98,7 @@ def train(config: Mapping[str, Any], max_steps: int = 20) -> dict[str, Any]:
 
 
 def print_comparison_table(results: Mapping[str, Mapping[str, Any]]) -> None:
-    """Print one line per configuration and one column per quantity that any of them has.
+    """Print one line per configuration and one column per quantity.
 
     Args:
         results: What `train` returned, by name; or numbers picked from it, under its keys, under
@@ -114,11 +114,11 @@ def print_comparison_table(results: Mapping[str, Mapping[str, Any]]) -> None:
     width = max(map(len, ["configuration", *rows]))
     for name, cells in zip(["configuration", *rows], columns, strict=True):
         padded = (f"{cell:>{size}}" for cell, size in zip(cells, widths, strict=True))
-        print("  ".join([f"{name:<{width}}", *padded]))  # noqa: T201  (that is what it is for)
+        print("  ".join([f"{name:<{width}}", *padded]))  # noqa: T201  (its purpose)
 
 
 def _named(found: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbers of a result, under the names that `train` has for them."""
+    """The numbers of a result, under the names that `train` uses."""
     return {
         ALIASES.get(key, key): value
         for key, value in found.items()
@@ -134,5 +134,5 @@ def _cell(key: str, value: Any) -> str:
 
 
 def _text(value: Any) -> str:
-    """As the command line has it."""
+    """The value as a word of the command line."""
     return value if isinstance(value, str) else json.dumps(value)

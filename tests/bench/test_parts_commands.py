@@ -106,7 +106,7 @@ def test_a_transport_that_cannot_be_built_is_absent_with_the_reason():
         (("comm", "--transport", "fake"), "expected one of c10d, direct, shared, got 'fake'"),
         (("comm", "--mib", "10000000"), "expected at most"),
         (("comm", "--ranks", "1"), "--ranks"),
-        (("comm", "--out", "/proc/results"), "--out: expected a file in a folder that can be"),
+        (("comm", "--out", "/proc/results"), "--out: expected a file in a writable folder"),
         (("host", "--world", "1"), "--world"),
         (("scale", "--world", "8", "--world", "12"), "got 12. The nearest is 8"),
     ],

@@ -200,7 +200,7 @@ def test_nothing_is_written_where_checkpoints_are_pruned(fullshard, run_dir, com
     within = folder if place.endswith("9") else folder / "step-00000001"
     message = done.json["error"]["message"]
     assert message.startswith(f"FOLDER: expected a folder outside of checkpoints, got '{folder}")
-    assert f"Write outside of it, for example to '{within}-{command}'" in message
+    assert f"Write to another folder, such as '{within}-{command}'" in message
     assert not (folder / place).exists()
 
 
@@ -252,7 +252,7 @@ def test_nothing_is_named_that_was_made_of_a_replaced_checkpoint(
     fullshard("ckpt", command, newest, tmp_path / "first", *options, code=0)
     swap_at.append(2 * len(reads))
     done = fullshard("ckpt", command, newest, tmp_path / "second", *options, code=7)
-    assert "to stay while it is read; another save replaced it" in done.err
+    assert "to stay unchanged while it is read; another save replaced it" in done.err
     assert sorted(tmp_path.glob("*first*")) == [tmp_path / "first"]
     assert not list(tmp_path.glob("*second*"))
 
@@ -276,7 +276,10 @@ def test_nothing_is_named_that_was_made_of_weights_that_were_written_again(
 
     monkeypatch.setattr(TensorFile, "read", read_and_write)
     done = fullshard("ckpt", command, folder, tmp_path / "made", code=7)
-    assert "model.safetensors': expected it to stay while it is read; it was written" in done.err
+    assert (
+        "model.safetensors': expected it to stay unchanged while it is read; it was written"
+        in done.err
+    )
     assert not list(tmp_path.glob("*made*"))
 
 

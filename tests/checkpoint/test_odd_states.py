@@ -182,8 +182,8 @@ def over(folder):
 def test_nothing_is_lost_that_is_no_checkpoint(ranks, tmp_path):
     (tmp_path / "file").write_text("mine")
     for first, second, third in ranks(2)(over, str(tmp_path)):
-        assert "it holds something else, which would be lost" in first
-        assert "it holds something else, which would be lost" in second
+        assert "it contains other files, which would be lost" in first
+        assert "it contains other files, which would be lost" in second
         assert "expected a step >= 0, an integer or None; got -1" in third
     assert (tmp_path / "steps" / "step-00000001" / "COMPLETE.json").is_file()
     assert (tmp_path / "file").read_text() == "mine"

@@ -382,7 +382,10 @@ def test_a_folder_that_not_all_ranks_share_is_said_on_all_ranks(tmp_path):
 def test_two_runs_cannot_save_steps_into_one_folder(ranks, tmp_path):
     ranks(1)(save_step, str(tmp_path), 1)
     for said in ranks(2)(save_step, str(tmp_path), 2):
-        assert "expected a folder of one run; another process saves its steps there" in said
+        assert (
+            "expected a folder that no other run uses; another process saves its steps there"
+            in said
+        )
     assert left_in(tmp_path) == ["step-00000001"]
 
 
@@ -450,11 +453,11 @@ def test_a_reader_whose_checkpoint_is_removed_by_the_run_says_so(tmp_path):
             remove(checkpoints_in(tmp_path))
             next(iter(source.tensors.values())).read()
 
-    with pytest.raises(CheckpointError, match="to stay while it is read; it was removed"):
+    with pytest.raises(CheckpointError, match="to exist while it is read; it was removed"):
         read_while_it_goes()
     fs.save(tmp_path, model, optimizer, step=2)
     found = newest_complete(tmp_path)
-    with pytest.raises(CheckpointError, match="to stay while it is read; it was removed"):
+    with pytest.raises(CheckpointError, match="to exist while it is read; it was removed"):
         find_damage(found, lambda _: remove(checkpoints_in(tmp_path)))
 
 
@@ -477,7 +480,9 @@ def test_a_reader_whose_checkpoint_is_replaced_says_so(tmp_path, monkeypatch):
                 assert fs.load(tmp_path / "last", other, states)["step"] is None
 
     monkeypatch.setattr(Checkpoint, "read", read_and_replace)
-    with pytest.raises(CheckpointError, match="to stay while it is read; another save replaced it"):
+    with pytest.raises(
+        CheckpointError, match="to stay unchanged while it is read; another save replaced it"
+    ):
         fs.load(tmp_path / "last", model, optimizer)
     assert replaced
 

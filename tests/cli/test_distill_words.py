@@ -34,5 +34,5 @@ def test_settings_of_accelerate_launch_that_reach_nothing_are_told(monkeypatch, 
     load(["model=x"], config_file=tmp_path / "fsdp.yaml")
     assert "ACCELERATE" not in capsys.readouterr().out
     load(["model=x"])
-    said = "environment: ACCELERATE_USE_FSDP=true: what `accelerate launch` asks for has no effect"
+    said = "environment: ACCELERATE_USE_FSDP=true: settings of `accelerate launch` have no effect"
     assert capsys.readouterr().out.startswith(said)

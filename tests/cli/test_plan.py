@@ -104,8 +104,8 @@ def test_what_is_left_to_the_planner_is_chosen_and_said(plan, config, capfd):
     sizes = made["per_device_train_batch_size"], made["gradient_accumulation_steps"]
     assert (code, sizes[0] * sizes[1]) == (0, 16)
     assert (
-        f"auto is strategy={made['strategy']} per_device_train_batch_size={sizes[0]} "
-        f"gradient_accumulation_steps={sizes[1]} here."
+        f"auto selects strategy={made['strategy']} per_device_train_batch_size={sizes[0]} "
+        f"gradient_accumulation_steps={sizes[1]}."
     ) in capfd.readouterr().out
 
 
@@ -212,8 +212,8 @@ def test_people_get_the_units_and_a_table(capfd, config):
     assert "model.layers.0 .. model.layers.2 (3): LlamaDecoderLayer" in out
     assert "parameter shards" in out
     assert "together" in out
-    assert "Activations, logits and gradients on their way are traced on the model" in out
-    assert "H100 (79.6 GiB): fits, it takes" in out
+    assert "Activations, logits and gradients in flight are traced on the model" in out
+    assert "H100 (79.6 GiB): fits: needs" in out
     assert "tokens per second" in out
     assert err == ""
 
@@ -255,7 +255,7 @@ def test_devices_of_a_file_are_planned_for_and_replace_ours(plan, tmp_path):
     [
         ("X1: {memory_gb: 80}", "X1.memory_gb: unknown key. Did you mean 'memory_gib'?"),
         ("X1: {memory_gib: 80, bf16_tflops: 9}", "X1.memory_tb_s: missing. Memory bandwidth"),
-        ("X1: 80", "X1: expected a mapping of its numbers, got 80"),
+        ("X1: 80", "X1: expected a mapping with its numbers, got 80"),
         ("X-1: {}", "X-1: expected a name of letters and digits, got 'X-1'"),
         ("X1: {memory_gib: -1}", "X1.memory_gib: expected a number > 0, got -1"),
     ],
@@ -387,8 +387,8 @@ def test_a_gpu_holds_more_than_is_allocated_and_each_row_says_why(plan, config):
 def test_checkpoints_that_are_kept_are_told_with_the_one_that_is_written(capfd, config):
     assert run(["plan", str(config), "save_total_limit=2"]) == 0
     out, size = capfd.readouterr().out, 12 * NUMEL / 2**20
-    assert f"A checkpoint takes {size:.1f} MiB of disk" in out
-    assert f"the 2 that are kept {2 * size:.1f} MiB, and {3 * size:.1f} MiB while" in out
+    assert f"A checkpoint needs {size:.1f} MiB of disk" in out
+    assert f"2 of them need {2 * size:.1f} MiB, and {3 * size:.1f} MiB while" in out
     assert run(["plan", str(config), "save_strategy=no"]) == 0
     assert "\n save " not in capfd.readouterr().out
 

@@ -36,7 +36,7 @@ def test_page_of_a_run_that_was_killed_says_so(run):
     assert invoke(["report", str(run)]).result == {"report": str(run / "report.html")}
     page = (run / "report.html").read_text()
     assert "failed, began 2026" in page
-    assert "ended without recording why" in page
+    assert "ended without recording the reason" in page
     assert status(run) == "failed"
 
 

@@ -115,7 +115,7 @@ def test_changes_while_gradients_wait_are_put_off_or_refused():
     model.set_reshard_after_forward(reshard_after_forward=False)
     model(torch.ones(2, 5)).sum().backward()
     frozen[0].requires_grad_(True)
-    with pytest.raises(EngineError, match=r"requires_grad, a dtype .* that wait under no_sync"):
+    with pytest.raises(EngineError, match=r"requires_grad, a dtype .* that no_sync deferred"):
         frozen(torch.ones(2, 5))
     frozen.zero_grad()
     frozen(2 * torch.ones(2, 5)).sum().backward()

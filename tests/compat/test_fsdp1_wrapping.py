@@ -67,7 +67,7 @@ def test_ignored_modules_and_states():
     with pytest.raises(ValueError, match="one homogeneous value for limit_all_gathers"):
         loss_of(FSDP(net), 0, rank())
     for name in ("_handle", "params"):
-        with pytest.raises(AttributeError, match="no flat parameters"):
+        with pytest.raises(AttributeError, match="flat parameters do not exist"):
             getattr(model, name)
 
 

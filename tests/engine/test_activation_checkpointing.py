@@ -120,7 +120,7 @@ def test_hugging_faces_switch_beside_ours_is_refused(spelling):
 
 
 def test_a_model_without_blocks_is_refused():
-    with pytest.raises(WrapError, match="activation_checkpointing: block expects a list of like"):
+    with pytest.raises(WrapError, match="activation_checkpointing: block expects a list of equal"):
         fs.shard(nn.Linear(3, 3), activation_checkpointing="block")
 
 

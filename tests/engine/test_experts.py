@@ -193,7 +193,7 @@ def test_axes_that_experts_cannot_have_are_refused_by_name():
     spread(model, mesh["expert"])
     with pytest.raises(ConfigError, match="sample: expected a mesh of the axes replicate and"):
         fs.shard(model, sample=vectors(0, 0))
-    with pytest.raises(ConfigError, match="as this one, whose gradients nobody would sum"):
+    with pytest.raises(ConfigError, match="as this one, but their gradients would not be summed"):
         fs.shard(model, mesh=mesh["shard"])
     with pytest.raises(WrapError, match=r"unit .root.: expected experts in a module without other"):
         fs.shard(Beside(mesh))

@@ -314,7 +314,7 @@ def test_a_loss_of_parts_at_rest_is_refused():
     assert x.grad is not None
     cut, whole = texts[:4], texts[4:]
     for name, text in zip(["sum", "norm", "full_tensor", "__getitem__"], cut, strict=True):
-        wanted = "a whole tensor" if text == cut[3] else "tensors that take part in autograd"
+        wanted = "a whole tensor" if text == cut[3] else "tensors with autograd history"
         assert text.startswith(f"ShardedTensorError: {name}: expected {wanted}")
     assert all(text.startswith("NO ERROR") for text in whole)  # see test_programs.py
 
@@ -419,7 +419,7 @@ def test_finite_gradients_and_sums_of_squares_are_known_on_one_rank_alone():
     ("num_steps", "said"),
     [
         (1, "expected the same call on every rank"),  # the other one asks for the order of units
-        (2, "where this rank has not been"),
+        (2, "which this rank did not reach"),
     ],
 )
 @on_ranks(2)
@@ -492,7 +492,7 @@ def test_a_gradient_stays_the_view_that_the_next_backward_fills():
     assert error_of(lambda: _set_data(weight.grad, torch.zeros(3))).startswith("ShardedTensorError")
     weight.grad.data = weight.grad.data.add_(1.0)
     kept = [weight.grad.data]
-    assert "nobody else holds" in error_of(lambda: _set_data(weight.grad, 2 * kept[0]))
+    assert "no other tensor that shares" in error_of(lambda: _set_data(weight.grad, 2 * kept[0]))
     assert kept.pop().to_local().eq(1).all()
     weight.grad.data = weight.grad.data * 0
     weight.grad = None

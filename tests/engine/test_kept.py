@@ -149,9 +149,12 @@ class OfArray(Unchecked):
 @pytest.mark.parametrize(
     ("product", "wanted"),
     [
-        (Unchecked, "T of '1.weight', kept from its unit's forward: expected a use inside 1"),
-        (OfView, "T of '1.weight', kept from its unit's forward: expected a use inside 1"),
-        (OfArray, "1.weight: its gradient came while the slot of 1 held another unit"),
+        (
+            Unchecked,
+            "T of '1.weight', kept from its unit's forward: expected it to be used inside 1",
+        ),
+        (OfView, "T of '1.weight', kept from its unit's forward: expected it to be used inside 1"),
+        (OfArray, "1.weight: its gradient arrived while the slot of 1 contained another unit"),
     ],
 )
 @on_ranks(2)

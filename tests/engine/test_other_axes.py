@@ -197,7 +197,9 @@ def test_what_is_not_there_is_refused_by_name():
         fs.shard(model)
     with pytest.raises(ConfigError, match="sample: expected a mesh of the axes replicate and"):
         fs.shard(model, mesh=mesh["shard"], sample=vectors(0, 0))
-    with pytest.raises(ConfigError, match="hold the same parameters as this one, whose gradients"):
+    with pytest.raises(
+        ConfigError, match="store the same parameters as this one, but their gradients"
+    ):
         fs.shard(net(), mesh=mesh["shard"])
     partial_sum = net()
     weight = DTensor.from_local(partial_sum.head.weight.detach(), mesh["tensor"], [Partial()])

@@ -599,7 +599,9 @@ REFUSED: dict[Callable[[Any, torch.Tensor], None], str] = {
     a_frozen_part_put_in_and_trained: "late.weight: expected the parameters that the model had",
     a_parameter_in_a_second_place: "tied.weight: expected the parameters where fs.shard found them",
     a_layer_called_outside_of_its_unit: "expected a call inside the forward of unit layers.0",
-    a_returned_view_written: "expected a view of a parameter that its forward returned to be read",
+    a_returned_view_written: (
+        "expected no writes into a view of a parameter that its forward returned; got one"
+    ),
 }
 
 

@@ -277,7 +277,7 @@ def test_a_rank_that_leaves_out_what_needs_no_message_is_named(ranks, what, sett
 def test_ranks_that_share_weights_do_not_wait_for_what_never_comes(ranks, what):
     for text in ranks(2)(leaves_out, what, {"transport": "shared"}):
         assert text.startswith("EngineError: ")
-        assert "where this rank has not been" in text
+        assert "which this rank did not reach" in text
 
 
 def has_another(number, settings):

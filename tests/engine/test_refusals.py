@@ -316,5 +316,5 @@ def test_other_tools_are_refused_by_name_on_all_ranks(ranks, transport):
         assert not wrong
         assert "tracing of a sharded model: expected a whole model" in texts["trace"]
         assert texts["make_fx"] == texts["trace"]
-        assert "Leave DistributedDataParallel out" in texts["ddp"]
+        assert "Remove DistributedDataParallel" in texts["ddp"]
     assert found[0]["float"] == found[1]["float"]

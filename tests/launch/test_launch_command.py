@@ -93,7 +93,7 @@ def test_a_script_that_shards_nothing_is_told(launch, tmp_path, text, file, says
     process = launch(text, "--config_file", "fsdp.yaml")
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
-    wanted = "--config_file fsdp.yaml: asks for full_shard, but the script sharded no model"
+    wanted = "--config_file fsdp.yaml: asks for full_shard, but the script did not shard a model"
     assert (wanted in out + err) == says, out + err
 
 
@@ -254,7 +254,7 @@ def test_a_hang_of_a_script_without_fullshard_is_named(launch, tmp_path):
     ("words", "message"),
     [
         (["nothing.py"], "SCRIPT: expected a file, got 'nothing.py', which does not exist."),
-        (["job"], "SCRIPT: expected a Python file, got 'job'. For a module: -m job."),
+        (["job"], "SCRIPT: expected a Python file, got 'job'. For a module, use -m job."),
         (["/dev/null"], "SCRIPT: expected a Python file, got '/dev/null'.\n"),
         (
             ["--nnodes", "1:2", "-m", "x"],

@@ -179,8 +179,8 @@ def test_a_rank_killed_because_memory_ran_out_is_exit_code_4(run, tmp_path, monk
     err = capfd.readouterr().err
     assert "OutOfMemoryError: rank 1: expected to reach its end, but it was killed by" in err
     assert (
-        "because memory ran out: the processes need more than the container's memory limit of "
-        "900.0 MiB (/sys/fs/cgroup/job/memory.max). Lower what a rank needs"
+        "because memory ran out. The processes need more than the container's memory limit of "
+        "900.0 MiB (/sys/fs/cgroup/job/memory.max). Reduce the memory per rank"
     ) in err
 
 

@@ -48,7 +48,7 @@ def test_a_rank_that_sleeps_in_its_data_is_named_with_the_line(run):
         result, err, report = run("sleep")
     assert (result.exit_code, result.failure.rank, result.failure.type) == (5, 1, "HangError")
     assert (
-        "expected every rank to move on within 5 s, but rank 1 is in the user's code, step 3"
+        "expected every rank to make progress within 5 s, but rank 1 is in the user's code, step 3"
         in (err)
     )
     assert "hang_job.py" in err
@@ -70,7 +70,7 @@ def test_a_killed_rank_is_named_at_once_and_all_are_placed(run):
     result, err, report = run("kill")
     assert (result.exit_code, result.failure.rank) == (5, 1)
     assert "HangError: rank 1: expected to reach its end, but it was killed by SIGKILL" in err
-    assert "Where the ranks were last seen:\nrank 0: " in err
+    assert "Last known position of the ranks:\nrank 0: " in err
     assert "was killed by SIGKILL" in report
 
 

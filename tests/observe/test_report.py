@@ -223,12 +223,12 @@ def test_started_by_and_use_of_the_machine_are_shown(run):
     for text in ("fullshard train a.yaml max_steps=5", "/somewhere", "0123456789abcdef, with"):
         assert text in page
     lines = lines_of(page)
-    assert lines["Processors of the machine"] == ["in use"]
-    assert lines["GPU use"] == ["GPU 0", "GPU 1"]
+    assert lines["Processor utilization of the machine"] == ["in use"]
+    assert lines["GPU utilization"] == ["GPU 0", "GPU 1"]
     (run / "machine-1.jsonl").write_text(json.dumps({"time": 1001.0, "cpu_percent": 1.0}))
     lines = lines_of(written(run))
-    assert lines["Processors of the machine"] == ["node 0, in use", "node 1, in use"]
-    assert lines["GPU use"] == ["node 0, GPU 0", "node 0, GPU 1"]
+    assert lines["Processor utilization of the machine"] == ["node 0, in use", "node 1, in use"]
+    assert lines["GPU utilization"] == ["node 0, GPU 0", "node 0, GPU 1"]
 
 
 def test_the_shortest_run_has_a_sample_of_its_machine(tmp_path):

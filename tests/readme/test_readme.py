@@ -1,4 +1,4 @@
-"""What the README shows is what happens: its Python, its commands, its tables and its links."""
+"""The README and docs/start.md: their Python, commands, tables and links work as shown."""
 
 import os
 import re
@@ -14,15 +14,16 @@ from support import forked as subprocess
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = README + (ROOT / "docs/start.md").read_text(encoding="utf-8")
 NUMBER = re.compile(r"\d+(?:,\d{3})*(?:\.\d+)?(?:e[-+]\d+)?")
 
 
 def _blocks(language):
-    return re.findall(rf"^```{language}\n(.*?)^```", README, re.S | re.M)
+    return re.findall(rf"^```{language}\n(.*?)^```", PAGES, re.S | re.M)
 
 
 def _console():
-    """Every `$ command` of the README with the output shown under it."""
+    """Every `$ command` of the pages with the output shown under it."""
     found = []
     for block in _blocks("console"):
         for part in re.split(r"^\$ ", block, flags=re.M)[1:]:

@@ -356,7 +356,7 @@ def test_a_model_that_mixes_documents_may_divide_sequences():
             4,
             ["tensor=4"],
             "sharding.tensor: expected a divisor of 2, num_key_value_heads; "
-            "got 4. The nearest that divides all that this axis cuts is 2.",
+            "got 4. The nearest size that divides everything on this axis is 2.",
         ),
         (LLAMA, 3, ["tensor=2"], "sharding.tensor: expected a divisor of 3 (the ranks of a host)"),
         (LLAMA, 4, ["tensor=2", "shard=3"], "expected a divisor of 2 (4 ranks / tensor 2); got 3"),

@@ -56,10 +56,10 @@ def test_a_run_whose_folder_is_lost_resumes_from_the_store(tmp_path):
     assert [one["step"] for one in listed["checkpoints"]] == [4, 2]
 
     said = fullshard(*words, "max_steps=6", elsewhere, "--resume", "never", code=2)
-    assert "training.checkpoint_dir: expected a place without checkpoints" in said
+    assert "training.checkpoint_dir: expected a folder without checkpoints" in said
     with StoreLock(storage_path(store), "another run"):
         said = fullshard(*words, "max_steps=6", elsewhere, code=2)
-    assert f"whose run is still going on (process {os.getpid()} on host" in said
+    assert f"whose run is still active (process {os.getpid()} on host" in said
     shutil.rmtree(run)  # a pod's disk
     fullshard(*words, "max_steps=6", elsewhere)
     wanted = losses(tmp_path / "whole")
@@ -79,7 +79,9 @@ def test_a_store_is_held_by_one_run_until_it_no_longer_answers(tmp_path, monkeyp
     folder.record.write_text('{"id": "x", "holds": "first"}')
     (folder.path / "checkpoints.txt").write_text(f"{place}\n")
     with StoreLock(place, "first") as first:
-        with pytest.raises(ConfigError, match="a place to which no run saves, got 'objects://"):
+        with pytest.raises(
+            ConfigError, match="a folder to which no other run saves, got 'objects://"
+        ):
             StoreLock(place, "second")
         check_lock(folder)
         first.end_beats()  # as of a machine that is suspended
@@ -99,5 +101,5 @@ def test_a_store_is_held_by_one_run_until_it_no_longer_answers(tmp_path, monkeyp
 
 
 def test_an_output_dir_in_a_store_is_refused_with_the_key_for_checkpoints(tmp_path):
-    with pytest.raises(ConfigError, match=r"s3://b/run'. Name it as training\.checkpoint_dir"):
+    with pytest.raises(ConfigError, match=r"s3://b/run'. Set it as training\.checkpoint_dir"):
         check_output_dir(tmp_path.__class__("s3://b/run"))

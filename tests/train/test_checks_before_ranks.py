@@ -134,7 +134,7 @@ def test_a_second_start_leaves_a_live_run_alone(tmp_path, fullshard, write_confi
         before = {file: file.read_bytes() for file in folder.path.rglob("*") if file.is_file()}
         for words in ((), ("--dry-run",), ("--resume", "never")):
             done = fullshard("train", config, *words, code=2)
-            assert f"whose run is still going on (process {os.getpid()} on host" in done.err
+            assert f"whose run is still active (process {os.getpid()} on host" in done.err
         after = {file: file.read_bytes() for file in folder.path.rglob("*") if file.is_file()}
         assert after == before
 

@@ -110,7 +110,7 @@ def test_no_command_runs_code_of_a_folder(command, fullshard, folder, marker, jo
     done = fullshard(*COMMANDS[command](job, folder))
     assert not marker.exists()
     assert done.exit_code == 2, done.err
-    assert f"'{folder}', which brings Python code of its own" in done.err
+    assert f"'{folder}', which contains Python code" in done.err
     flag = {"generate": "--trust-remote-code"}
     if command.startswith("teacher"):
         flag[command] = "teacher.trust_remote_code=true"

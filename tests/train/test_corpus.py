@@ -149,7 +149,7 @@ def test_a_file_that_changes_while_it_is_tokenized_is_refused(tmp_path, tokenize
         make(*args)
 
     monkeypatch.setattr(tokenize, "make", changing)
-    refused(text, "files that stay as they are, got .*a.txt' or one after it", tokenizer=tokenizer)
+    refused(text, "files that do not change, got .*a.txt' or one after it", tokenizer=tokenizer)
     assert not list((tmp_path / "cache").rglob("*.npy"))
     source = Corpus.at(text)
     text.unlink()
@@ -170,7 +170,7 @@ def test_tokens_that_are_gone_before_ranks_map_them_are_named(tmp_path, tokenize
     for change in changes:
         change()
         _map.cache_clear()
-        with pytest.raises(DataError, match=r"a.npy': expected the tokens that were there"):
+        with pytest.raises(DataError, match=r"a.npy': expected the tokens from when the run"):
             tokens(Dataset.load(tmp_path / "data", facts, read))
 
 

@@ -87,5 +87,5 @@ def test_a_rank_that_the_kernel_kills_for_memory_names_the_limit(tmp_path):
     with memory_group(700 * MIB) as group:
         done = group.run([sys.executable, "-c", launch], 100, {**os.environ, "PYTHONPATH": paths})
         assert (done.returncode, group.num_kills()) == (4, 1), done.stderr
-    said = f"the container's memory limit of 700.0 MiB ({group.limit}). Lower what a rank needs"
+    said = f"the container's memory limit of 700.0 MiB ({group.limit}). Reduce the memory per rank"
     assert said in done.stderr

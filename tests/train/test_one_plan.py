@@ -173,7 +173,7 @@ def test_a_limit_must_leave_room_for_the_processes_beside_the_tensors(
     )
     process = human_bytes(RANK_PROCESS + WORKER_PROCESS + LAUNCHER_PROCESS // num_ranks)
     assert f"Tensors take {human_bytes(tensors)} per rank; its process" in message
-    assert f"part of the launcher take {process}." in message
+    assert f"share of the launcher take {process}." in message
 
 
 def test_a_disk_without_room_for_the_checkpoints_is_found_first(monkeypatch, place):
@@ -251,4 +251,4 @@ def test_a_page_that_cannot_be_written_is_said_before_anything_is_planned(monkey
     monkeypatch.setattr(torch, "device", lambda *_: pytest.fail("planned"))
     found, code = said("plan", DEFAULTS / "main_job.yaml", "--out", "nowhere/page.html")
     assert code == 2
-    assert "--out: expected a file in a folder that can be written" in found["error"]["message"]
+    assert "--out: expected a file in a writable folder" in found["error"]["message"]

@@ -124,12 +124,12 @@ def test_a_stopped_run_goes_on_with_the_same_losses(calm, tmp_path, whom):
         process.kill()
         process.communicate()
         said = finish(config)
-        assert "going on with the run" in said
+        assert "resuming the run in" in said
     assert numbers(config) == numbers(calm)
     if whom == "sigterm":  # as if it had been killed after its last step, without its rows
         RunFolder(tmp_path / "run").update_record(status="running")
         (tmp_path / "run" / "metrics.jsonl").unlink()
-        assert "no step left to train" in finish(config)
+        assert "all steps were already done" in finish(config)
 
 
 @pytest.mark.slow
@@ -176,7 +176,7 @@ def test_a_run_never_trains_over_checkpoints_that_it_cannot_read(calm, tmp_path,
     shutil.copytree(calm.parent / "run", tmp_path / "run")
     before = unusable(tmp_path / "run", how)
     said = finish(config, "max_steps=26", code=7)
-    assert "`fullshard train --resume never` starts again and moves this run aside" in said
+    assert "`fullshard train --resume never` moves this run aside and starts again" in said
     assert unusable(tmp_path / "run", "newer") == before or how == "damaged"
     if how == "damaged":
         assert "has other bytes than were written" in said
@@ -231,7 +231,7 @@ def test_a_run_that_another_start_began_since_the_check_is_left_alone(
     monkeypatch.setattr(run_start, "prepare_run", overtaken)
     monkeypatch.setattr(Dataset, "save", lambda *_: pytest.fail("it wrote its data"))
     done = fullshard("train", config, code=2)
-    assert "where another start began a run while this one was checked" in done.err
+    assert "where another start began a run meanwhile" in done.err
     assert (run / "run.json").read_bytes() == held[0]
 
 
@@ -285,7 +285,7 @@ def test_a_finished_run_is_moved_and_a_changed_model_is_refused(calm, tmp_path):
     said = finish(config, "max_steps=8", "seed=1", code=2)
     assert "training.seed: expected the value of the run that resumes" in said
     said = finish(config, "max_steps=4")
-    assert f"the older run in {tmp_path / 'run'} is now in {tmp_path / 'run.1'}" in said
+    assert f"moved the older run in {tmp_path / 'run'} to {tmp_path / 'run.1'}" in said
 
 
 @pytest.mark.parametrize(
@@ -297,9 +297,9 @@ def test_a_finished_run_is_moved_and_a_changed_model_is_refused(calm, tmp_path):
             0,
             "the run there resumes with the model and optimizer",
         ),
-        ((), 0, "begins at step 0; the run there is moved aside"),
+        ((), 0, "begins at step 0; the existing run is moved aside"),
         (("max_steps=26", "adam_beta1=0.5"), 0, "training.adam_beta1 0.9 -> 0.5"),
-        (("max_steps=26", "train_batch_size=8"), 0, "6 samples per step are kept from the run"),
+        (("max_steps=26", "train_batch_size=8"), 0, "6 samples per step stay, as the resumed run"),
         (("--resume", ""), 2, "--resume: expected auto, never or the path of a checkpoint, got ''"),
         (("max_steps=26", "optim=sgd"), 7, "expected the states of SGD; it has AdamW"),
         (
@@ -311,13 +311,13 @@ def test_a_finished_run_is_moved_and_a_changed_model_is_refused(calm, tmp_path):
         (
             ("--resume", "RUN", "output_dir=NEW", "max_steps=26"),
             0,
-            "a new run begins with the model and optimizer",
+            "a new run starts with the model and optimizer",
         ),
         (("--resume", "RUN"), 2, "max_steps: expected more than the 24 steps of"),
         (
             ("--resume", "RUN", "max_steps=26", "model.config.num_hidden_layers=3"),
             7,
-            "it has no such tensor",
+            "the checkpoint has no such tensor",
         ),
         (
             ("--resume", "RUN", "max_steps=26", "model.config.num_hidden_layers=1"),
@@ -347,7 +347,7 @@ def test_dry_run_names_the_checkpoint_that_a_restart_loads(calm, tmp_path, fulls
     state.write_text(state.read_text().replace("{", "[", 1))  # of the same size
     done = fullshard("train", calm, f"output_dir={tmp_path}/new", "max_steps=26", "--dry-run",
                      "--resume", tmp_path / "run", code=0)  # fmt: skip
-    assert "a new run begins with the model and optimizer of step 16" in done.out + done.err
+    assert "a new run starts with the model and optimizer of step 16" in done.out + done.err
 
 
 def test_a_run_that_goes_on_keeps_its_tokens_and_reads_its_record(calm, tmp_path, fullshard):
@@ -375,7 +375,7 @@ def test_a_run_that_goes_on_keeps_its_tokens_and_reads_its_record(calm, tmp_path
     unsaved = json.dumps({**record, "status": "failed"})  # it ended before its first save
     (tmp_path / "run" / "run.json").write_text(unsaved)
     (tmp_path / "run" / "checkpoints").rename(tmp_path / "aside")
-    assert "6 samples per step are kept" in fullshard(*words, "train_batch_size=8", code=0).err
+    assert "6 samples per step stay" in fullshard(*words, "train_batch_size=8", code=0).err
     (tmp_path / "aside").rename(tmp_path / "run" / "checkpoints")
     for wrong in ({"planned": "x"}, {"planned": {"samples_per_step": -4}}, {"measured": None}):
         record = json.loads((calm.parent / "run" / "run.json").read_text())

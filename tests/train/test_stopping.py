@@ -274,7 +274,7 @@ def test_a_step_without_a_token_to_learn_is_told(caplog):
     made = recipe.micro_batches
     recipe.micro_batches = lambda step: [blank(one) if step == 1 else one for one in made(step)]
     loop.run()
-    assert caplog.messages == ["step 2 has no token to learn: its loss counts as 0"]
+    assert caplog.messages == ["step 2 has no trained tokens, so its loss is 0"]
     assert [row.loss == 0 for row in rows.steps[:3]] == [False, True, False]
 
 

@@ -164,7 +164,7 @@ def test_a_buffer_above_the_data_is_one_pass_with_a_share_for_every_source(
     ]
     large = streamed(10**7)
     if weights[1] == 1e6:
-        with pytest.raises(ConfigError, match=r"got \d+ \(one pass at most\) and none for .*0.txt"):
+        with pytest.raises(ConfigError, match=r"got \d+ \(at most one pass\) and none for .*0.txt"):
             make_dataset(found, large, tokenizer)
         return
     facts = make_dataset(found, large, tokenizer).facts
@@ -197,7 +197,7 @@ def test_a_file_that_changes_during_a_run_is_refused(tmp_path, tokenizer):
     (tmp_path / "0.txt").write_text(seeded_text(601))
     _, facts, read = load_facts(tmp_path / "run")
     again = Dataset.load(tmp_path / "run", facts, read)
-    with pytest.raises(DataError, match="files that stay as they are, got"):
+    with pytest.raises(DataError, match="files that do not change, got"):
         again.train.take(np.arange(1000))
 
 

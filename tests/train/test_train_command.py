@@ -252,7 +252,10 @@ def test_generate_on_ranks_that_share_the_model_writes_the_same(two_ranks, fulls
         ([".", "--top-k", "-1"], "--top-k: expected an integer >= 0, got -1"),
         ([".", "--repetition-penalty", "0"], "--repetition-penalty: expected a number > 0, got 0"),
         ([".", "--num-processes", "0"], "--num-processes: expected an integer >= 1, got 0"),
-        ([".", "--prompts", "nowhere.txt"], "--prompts: 'nowhere.txt': expected a file of prompts"),
+        (
+            [".", "--prompts", "nowhere.txt"],
+            "--prompts: 'nowhere.txt': expected a file with one prompt per line",
+        ),
     ],
 )
 def test_generate_says_what_it_cannot_use(tmp_path, monkeypatch, fullshard, words, expected):
@@ -299,7 +302,7 @@ def test_finished_run_is_moved_and_its_model_can_be_trained_on(one_rank, fullsha
         "bf16=true",
     )
     assert again.exit_code == 0, again.err
-    assert f"the older run in {place / 'run'} is now in {place / 'run'}.2" in again.out
+    assert f"moved the older run in {place / 'run'} to {place / 'run'}.2" in again.out
     assert "(1 tensors frozen), weights of" in again.out
     assert "master float32, compute bfloat16, reduce float32" in again.out
     assert again.steps[0]["loss"] < 4.5  # a random model of 300 entries begins at ln 300 = 5.7

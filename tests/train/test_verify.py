@@ -89,7 +89,7 @@ def test_dry_run_shows_what_would_be_compared_and_runs_nothing(fullshard, config
         (["--dryrun"], "Did you mean '--dry-run'?"),
         (["freeze=[decoder.*]"], "freeze: expected globs of parameter names, got 'decoder.*'"),
         (["sharding.wrap=[LlamaDecoderLayer]"], "LlamaDecoderLayer"),
-        (["sharding.transport=fake"], "sharding.transport: expected a real one, got 'fake'"),
+        (["sharding.transport=fake"], "sharding.transport: expected a real transport, got 'fake'"),
         (["backend=jax", "--inject", "lost_tie"], "--inject: expected repeated_data with backend"),
     ],
 )
@@ -122,7 +122,7 @@ def test_fault_that_nobody_notices_ends_with_code_1(capsys):
     prepared = verify.prepare(load_config(None, [MODEL]).config, Fault.WRONG_DIVISOR)
     outcome = _outcome(prepared, verify.Verdict((), None, 1.0))
     assert outcome.exit_code == 1
-    assert "NOT SEEN" in capsys.readouterr().out
+    assert "NOT FOUND" in capsys.readouterr().out
 
 
 def test_model_folder_is_shrunk_like_a_configuration(tmp_path):
@@ -156,7 +156,7 @@ def test_frozen_and_ignored_parameters_are_not_trained(config):
         "model.norm.weight",
     ]
     assert prepared.notes == (
-        "Ignored parameters are frozen: their gradients are each rank's own affair.",
+        "Ignored parameters are frozen, because nothing reduces their gradients.",
     )
 
 

@@ -148,10 +148,10 @@ def test_packed_chats_with_kept_logits_have_the_losses_of_torch(
         (("none.yaml", "distill.layers=2"), "distill.layers: 2 with backend: jax is not yet"),
         (("none.yaml", "experts=2"), "Give the student a configuration or a folder"),
         (("read.yaml", "teacher={folder}/other"), "teacher.model_type: expected one of llama, "),
-        (("read.yaml", "teacher={folder}/other"), "`fullshard distill cache` with backend: torch"),
+        (("read.yaml", "teacher={folder}/other"), "`fullshard distill cache` and backend: torch"),
         (
             ("read.yaml", "strategy=no_shard", "distill.teacher_strategy=full_shard"),
-            "distill.teacher_strategy: expected no_shard or one like the student's (no_shard)",
+            "distill.teacher_strategy: expected no_shard or the student's strategy (no_shard)",
         ),
         (
             ("read.yaml", "distill.teacher_dtype=float64"),

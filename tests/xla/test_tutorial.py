@@ -133,6 +133,6 @@ def test_mistakes_are_named_with_the_way_out(devices):
         "batch",
         "batch['input_ids']",
     ]
-    assert "'label' or 'labels', got 'input_ids'. Add the missing one, or give" in said[-2]
+    assert "'label' or 'labels', got 'input_ids'. Add the missing one, or pass" in said[-2]
     assert "that 8 devices divide; got shape (15,). Drop some (drop_last of your" in said[-1]
     assert "nnx.ModelAndOptimizer(model, tx)" in said[1]

@@ -1,1 +1,1 @@
-"""Measurements of this engine beside the peers that are installed."""
+"""Measurements of this engine and of installed peers."""

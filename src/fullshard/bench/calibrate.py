@@ -98,7 +98,7 @@ class KernelTimer:
 
     Attributes:
         sizes: Which sizes.
-        meet: Called before every repetition, so that all ranks begin together.
+        meet: Barrier before every repetition, so that all ranks begin together.
     """
 
     sizes: Sizes
@@ -162,7 +162,7 @@ class KernelTimer:
             numel = num_bytes // (2 * dtype.itemsize)
             for kind, width, first, step in _passes(numel, dtype):
                 seconds = self._seconds(step, first, _calls(numel * dtype.itemsize))
-                # All kinds have the same sizes, so that one can stand in for a missing one.
+                # All kinds have the same sizes, so that one can replace a missing one.
                 found.setdefault(kind, []).append(((numel * width,), seconds))
         return found
 
@@ -250,7 +250,7 @@ def _passes(numel: int, dtype: torch.dtype) -> Iterator[tuple[str, int, torch.Te
     def of(at: int) -> torch.Tensor:
         return others[at % len(others)]
 
-    # Half of what is read was just written, as in a forward and a backward.
+    # Half of the data that is read was just written, as in a forward and a backward.
     yield "add", 3 * size, x, lambda y, at: (y if at % 2 else of(at + 1)) + of(at)
     yield "copy", 2 * size, x, lambda y, at: (y if at % 2 else of(at)).clone()
     yield "fill", size, x, lambda y, _: torch.zeros_like(y)
@@ -298,7 +298,7 @@ def _row_passes(numel: int, dtype: torch.dtype) -> Iterator[tuple[str, int, torc
     count = max(1, numel // ROW)
     table = torch.randn(VOCABULARY, ROW).to(dtype)
     ids = torch.randint(VOCABULARY, (count,))
-    few = ids % HEADS  # few rows to fill, since the additions are what is measured
+    few = ids % HEADS  # few rows to fill, because the additions are measured
     grad = torch.randn(count, ROW).to(dtype)
     back: Any = aten.embedding_dense_backward
     yield "embedding", size, x, lambda _, __: F.embedding(ids, table)
@@ -322,7 +322,7 @@ WARM_UP, HOST_STEPS = 5, 40
 
 @dataclass(frozen=True)
 class CalibrationJob:
-    """What the ranks measure.
+    """The job of the ranks.
 
     Attributes:
         is_tiny: Measure few small sizes, as a test of the command.

@@ -1,4 +1,4 @@
-"""`fullshard bench comm`: the time of each transport for a flat buffer, beside a memory copy.
+"""`fullshard bench comm`: the time of each transport for a flat buffer, and of a memory copy.
 
 A transport gets the plan of a model of one parameter, so that buffers are placed as the engine
 places them: a shared home has nothing to fetch.
@@ -10,7 +10,7 @@ weights have arrived (all-gather; in a shared home ranks only wait for each othe
 rank has its part of the sum of all gradients (reduce-scatter). copy: torch.copy_ of as many bytes
 by every rank at once. GB/s is the buffer's size by the time.
 
-All take one turn per round, in an order that rotates with every round. A turn begins at a barrier
+Each has one turn per round, in an order that rotates with every round. A turn begins at a barrier
 and lasts until the slowest rank has its result. Times are medians, ratios medians over the rounds
 of two times of one round, with a 95 % bootstrap interval. One thread per rank.
 
@@ -53,7 +53,7 @@ METHOD = method_of(__doc__)
 
 @dataclass(frozen=True)
 class CommJob:
-    """What one group of ranks measures.
+    """The job of one group of ranks.
 
     Attributes:
         sizes: Bytes of the flat buffers.
@@ -88,10 +88,10 @@ def check(job: CommJob, worlds: Sequence[int]) -> None:
 
 
 def resolve(name: str, world: int) -> ShardConfig:
-    """Returns the configuration in which the engine takes this transport here. A collective.
+    """Return the configuration in which the engine uses this transport here. A collective.
 
     Raises:
-        ConfigError: The engine cannot take it, or takes another.
+        ConfigError: The engine cannot use it, or uses another.
     """
     config = ShardConfig.of(None, transport=name, wrap="none")
     check_supported(config)
@@ -142,7 +142,7 @@ class TimedExchange:
         """Checks that the bytes arrive.
 
         Raises:
-            VerifyError: A part is not what its owner wrote, or a sum is not that of all ranks.
+            VerifyError: A part differs from its owner's, or a sum does not include all ranks.
         """
         self.home.before_write()
         self.weights.chunk(world)[self.transport.rank].fill_(self.transport.rank + 1)

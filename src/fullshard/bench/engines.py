@@ -161,7 +161,7 @@ Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class Setup:
-    """What an engine is built from.
+    """The inputs of an engine's builder.
 
     Attributes:
         prefetch: FSDP2's explicit prefetch distance in blocks; 0: FSDP2 decides.
@@ -184,7 +184,7 @@ class Setup:
         return torch.bfloat16 if self.case.compute == "bfloat16" else None
 
     def adamw(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """Makes the optimizer that every engine uses, over what is trained."""
+        """Make the optimizer that every engine uses, for the trained parameters."""
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         return torch.optim.AdamW(trained, lr=self.learning_rate, fused=True)
 
@@ -353,7 +353,7 @@ MEMORY_STEPS = 3
 
 
 def setup_of(job: StepJob, engine: str) -> Setup:
-    """Returns what the engine is built from."""
+    """Return the inputs of the engine's builder."""
     distance = (job.prefetch or {}).get(engine, 0)
     return Setup(job.case, job.seed, job.learning_rate, distance)
 
@@ -448,14 +448,14 @@ def warm_up_process(job: StepJob, engine: str) -> None:
 
 
 def measure(job: StepJob) -> dict[str, object]:
-    """Measures what a job asks for."""
-    # Peers call what torch renamed, at every step: writing that down is no part of a step.
+    """Run the measurements of a job."""
+    # Peers call renamed functions of torch at every step; those warnings are not part of a step.
     warnings.simplefilter("ignore", FutureWarning)
     return measure_time(job) if job.mode == "time" else measure_memory(job)
 
 
 def measure_memory(job: StepJob) -> dict[str, object]:
-    """Runs one engine alone and returns its peak over what the process held before it was built."""
+    """Run one engine alone and return its peak above the process's memory before it was built."""
     (engine,) = job.engines
     warm_up_process(job, engine)
     return_free_memory()

@@ -1,4 +1,4 @@
-"""`fullshard bench io`: saving and loading beside the disk's own speed and torch's checkpoints."""
+"""`fullshard bench io`: saving and loading, compared with the disk and torch's checkpoints."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ METHOD = (
 
 @dataclass(frozen=True)
 class IoJob:
-    """What the ranks measure.
+    """The job of the ranks.
 
     Attributes:
         num_bytes: Bytes of the whole checkpoint.
@@ -115,7 +115,7 @@ class TimedOperations:
         }
 
     def check(self) -> None:
-        """Checks that what is loaded is what was saved.
+        """Check that the loaded values equal the saved ones.
 
         Raises:
             VerifyError: It is not.

@@ -63,7 +63,7 @@ class PlainFiles:
         self._target = mmap.mmap(-1, CHUNK)
 
     def write(self, num_bytes: int | None = None) -> None:
-        """Writes the file anew, or so many bytes in place; then syncs."""
+        """Write the file again, or so many bytes in place; then sync."""
         anew = os.O_CREAT | os.O_TRUNC if num_bytes is None else 0
         descriptor = self._repeat(os.O_WRONLY | anew, os.pwritev, self._source, num_bytes)
         os.fsync(descriptor)
@@ -92,7 +92,7 @@ class PlainFiles:
 
 @dataclass(frozen=True)
 class OffloadJob:
-    """What the ranks measure.
+    """The job of the ranks.
 
     Attributes:
         num_bytes: Bytes of the state of all ranks: parameters, gradients, two moments.

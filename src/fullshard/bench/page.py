@@ -1,6 +1,6 @@
 """The result of a measurement: statistics, one JSON object and one Markdown page.
 
-A page says how busy other processes kept the machine while something was measured.
+A page shows how busy other processes kept the machine during the measurement.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class Neighbours:
 
 
 def wait_until_idle(limit_s: float, say: Say) -> bool:
-    """Waits until other processes have left the processor alone for some seconds.
+    """Wait until other processes have not used the processor for some seconds.
 
     Returns:
         False if they did not within `limit_s`.

@@ -103,5 +103,5 @@ def on_one_thread(call: tuple[str, object]) -> Any:
     measure, job = call
     module, _, function = measure.partition(":")
     result = getattr(importlib.import_module(module), function)(job)
-    dist.barrier()  # the first to end would take the store from under the others
+    dist.barrier()  # the first rank to end would remove the store of the others
     return result

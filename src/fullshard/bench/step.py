@@ -1,18 +1,18 @@
 """`fullshard bench step`: times a training step of several engines side by side.
 
 This module has the cases and engines as data, starts the ranks (`bench/engines.py`) and makes the
-page of what they measured. It imports no torch.
+page of their results. It imports no torch.
 
 Method:
 
 All engines run in the same processes, as many as fit into memory and FSDP2 always among them. They
-take one step each per round, in an order that rotates with every round. A step is timed from when
+run one step each per round, in an order that rotates with every round. A step is timed from when
 every rank is ready until every rank has finished. Ratios are medians over the rounds of paired step
 times, with a 95 % bootstrap interval. One thread per rank, fused AdamW over the trained parameters,
 the same seeds; every rank has its own batches. FSDP2's prefetch distance is the fastest of 0, 1 and
 2 in a pilot.
 
-Parameters, reduction and optimizer are float32. Where a case says bfloat16, forward and backward
+Parameters, reduction and optimizer are float32. In bfloat16 cases, forward and backward
 compute in it: ours by param_dtype, FSDP2 and FSDP1 by their mixed precision; the floor's model is
 bfloat16 and its updated part is cast once per step. Losses are float32; those of the first steps
 must agree with FSDP2's within {float32:g}, in bfloat16 within {bfloat16:g}.
@@ -166,7 +166,7 @@ PEERS = {
 }
 
 
-# Engines that cannot run a case of this dtype beside the others, and why.
+# Engines that cannot run a case of this dtype together with the others, and why.
 UNFIT: dict[tuple[str, Compute], str] = {
     ("ddp", "bfloat16"): "it has no bfloat16 compute; autocast keeps norms and sums in float32, "
     "which is another arithmetic",
@@ -240,7 +240,7 @@ LOSS_TOLERANCE: dict[Compute, float] = {"float32": 2e-5, "bfloat16": 5e-4}
 START_S, FIRST_STEPS, OVERHEAD = 15.0, 5, 1.2
 FLOPS_PER_S = 1e11  # of matmuls, all ranks together
 
-RAW = ("losses", "times_s")  # members of a row that stand with its case in the JSON
+RAW = ("losses", "times_s")  # fields of a row that are stored with its case in the JSON
 COLUMNS = (
     "case",
     "engine",
@@ -257,7 +257,7 @@ METHOD = method_of(__doc__, **LOSS_TOLERANCE)
 
 @dataclass(frozen=True)
 class StepJob:
-    """What one group of ranks measures.
+    """The job of one group of ranks.
 
     Attributes:
         engines: Names of the engines.
@@ -279,7 +279,7 @@ class StepJob:
 
 @dataclass(frozen=True)
 class CaseResult:
-    """What was measured of one case.
+    """The results of one case.
 
     Attributes:
         rows: The row of each engine by name, in the order of the table.
@@ -336,7 +336,7 @@ def _groups(case: Case, peers: Sequence[Peer]) -> list[tuple[Peer, ...]]:
 
 
 def run_case(case: Case, peers: Sequence[Peer], options: StepOptions, say: Say) -> CaseResult:
-    """Measures one case: engines in turn, group by group, then each alone for its memory.
+    """Measure one case: engines in turn, group by group, then each alone for its memory.
 
     Raises:
         FullshardError: A rank failed; its own error has been shown.
@@ -377,7 +377,7 @@ def run_case(case: Case, peers: Sequence[Peer], options: StepOptions, say: Say) 
 def _rows(
     case: Case, group: Sequence[Peer], ranks: list[dict], memory: Mapping[str, int]
 ) -> dict[str, dict[str, Any]]:
-    """The JSON rows of the engines of a group, with what stands apart in the JSON (RAW)."""
+    """The JSON rows of a group's engines, and the parts stored separately in the JSON (RAW)."""
     first = ranks[0]
     differences = loss_differences({p.name: first["losses"][p.name] for p in group if p.trains})
     paired = first["times_s"].get(REFERENCE)

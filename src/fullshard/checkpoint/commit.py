@@ -56,7 +56,7 @@ PATIENCE_S = 1800.0  # for slow ranks; the launcher handles dead ones
 FAREWELL_S = 10.0
 POLL_S = (0.002, 0.1)
 POLLS_PER_S = 4000  # of all ranks together: a store answers some thousand requests per second
-READERS = 32  # threads that read notes: a store takes tens of milliseconds for each
+READERS = 32  # threads that read notes: a store needs tens of milliseconds per note
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +101,9 @@ class Ranks:
     Attributes:
         rank: This process.
         world_size: Number of processes.
-        lead: Collective that returns on all ranks what a function returns on the first one, which
-            alone calls it; an error there is raised on all.
-        agree: Collective that returns what a function returns; if it fails on one rank, it raises
+        lead: Collective that calls a function on the first rank only and returns its result on all
+            ranks; an error is raised on all.
+        agree: Collective that returns a function's result; if it fails on one rank, it raises
             on all.
     """
 
@@ -118,7 +118,7 @@ ALONE = Ranks(0, 1, lambda do: do(), lambda do: do())
 
 @dataclass(frozen=True, slots=True)
 class Documents:
-    """What the first rank adds to a checkpoint.
+    """The files and values that the first rank adds to a checkpoint.
 
     Attributes:
         step: Step of the checkpoint, or None.
@@ -134,7 +134,7 @@ class Documents:
 
 
 def beside(target: Path, what: str, token: str) -> Path:
-    """A hidden folder beside the folder of a checkpoint."""
+    """A hidden folder next to the folder of a checkpoint."""
     return target.with_name(f".{target.name}.{what}-{token}")
 
 
@@ -158,13 +158,13 @@ def claim(target: Path) -> Paths:
 
 
 def _check_ours(target: Path) -> None:
-    """Raises CheckpointError if a save would replace what no save of ours wrote."""
+    """Raise CheckpointError if a save would replace files that fullshard did not write."""
     there = look_at(target)
     if there.is_foreign:
         raise CheckpointError(
             f"checkpoint '{target}': expected a new folder, an empty one or a checkpoint of this "
-            f"version; it holds something else, which would be lost ({there.why.rstrip('.')}). "
-            "Use another folder."
+            f"version; it contains other files, which would be lost ({there.why.rstrip('.')}). Use "
+            "another folder."
         )
 
 
@@ -178,7 +178,7 @@ def join(place: Paths, rank: int) -> None:
         if not _wait_for(place.verdict.exists):  # network file systems show folders late
             raise CheckpointError(
                 f"checkpoint '{place.target}': expected a folder that all ranks share; rank {rank} "
-                "does not see what rank 0 made there. Name a folder on a shared file system."
+                "does not see what rank 0 created there. Use a folder on a shared file system."
             )
         _make_note(place.note(rank))
     except OSError as error:
@@ -186,7 +186,7 @@ def join(place: Paths, rank: int) -> None:
 
 
 def report(place: Paths, rank: int, outcome: Sequence[Written] | CheckpointError) -> None:
-    """Writes the note of this rank: what it wrote, or its error."""
+    """Write the note of this rank: its files, or its error."""
     if isinstance(outcome, CheckpointError):
         _fill_note(place.note(rank), str(outcome))
         return
@@ -231,7 +231,7 @@ def await_verdict(place: Paths, rank: int, world_size: int = 1) -> None:
     """Waits until the first rank has completed the checkpoint.
 
     A rank that was stopped for longer than the first rank waits for farewells still finds the
-    verdict: after the first rank has left, the last one to leave removes it.
+    verdict: after the first rank has finished, the last one to finish removes it.
 
     Raises:
         CheckpointError: The first rank could not complete it.
@@ -274,8 +274,8 @@ def failure(target: Path, rank: int, error: BaseException) -> CheckpointError:
     if isinstance(error, OSError):
         what = f"{error.strerror or error} ({error.filename or target})"
     return CheckpointError(
-        f"checkpoint '{target}': expected to write it; rank {rank} could not: {what}. Checkpoints "
-        f"that were complete before are untouched. {cure}, or name another folder."
+        f"checkpoint '{target}': expected to write it; rank {rank} could not: {what}. Earlier "
+        f"complete checkpoints are untouched. {cure}, or use another folder."
     )
 
 
@@ -294,10 +294,10 @@ def _complete(place: Paths, world_size: int, documents: Documents) -> None:
     if isinstance(place.target, StorePath):
         _commit_in_store(place, Manifest(documents.step, files, place.aside.name))
         return
-    _check_ours(place.target)  # it may have come since the save began
+    _check_ours(place.target)  # it may have appeared since the save began
     write_text(place.aside / COMPLETE, Manifest(documents.step, files).to_json())
     sync_folder(place.aside)
-    if world_size == 1:  # nobody waits for a verdict, and no later save may come to remove it
+    if world_size == 1:  # no rank waits for a verdict, and no later save may remove it
         remove_tree(place.notes)
     put_in_place(place)
 
@@ -312,14 +312,14 @@ def _commit_in_store(place: Paths, manifest: Manifest) -> None:
     if any(sizes.get(name) != facts.size for name, facts in manifest.files.items()):
         raise CheckpointError(
             f"checkpoint '{place.target}': expected all files that its ranks wrote; another save "
-            "removed some. Let one run at a time save there."
+            "removed some. Only one run at a time may save there."
         )
     write_text(place.target / COMPLETE, manifest.to_json())
     remove_superseded(place.target, place.aside.name, place.notes.name)
 
 
 def _at_once(read: Callable[[int], str], world_size: int) -> list[str]:
-    """What is read of each rank; after an error here, readers that still wait find no notes."""
+    """Results of reading each rank's note; after an error here, waiting readers find no notes."""
     pool = ThreadPoolExecutor(min(READERS, world_size), "fullshard-notes")
     try:
         return list(pool.map(read, range(world_size)))
@@ -377,8 +377,8 @@ def _read_note(path: Path, target: Path, least_s: float = 0.0) -> str:
             text = path.read_bytes().strip()
         except FileNotFoundError:
             return (
-                f"checkpoint '{target}': expected all ranks to save; the temporary files of this "
-                "save were removed, by another save or by hand."
+                f"checkpoint '{target}': expected all ranks to save; another save or a user "
+                "removed the temporary files of this save."
             )
         if text:
             with suppress(ValueError):  # half a note: look again
@@ -386,8 +386,8 @@ def _read_note(path: Path, target: Path, least_s: float = 0.0) -> str:
         time.sleep(pause)
         pause = min(2 * pause, max(POLL_S[1], least_s))
     return (
-        f"checkpoint '{target}': expected every rank to write within {PATIENCE_S:g} s; "
-        f"{path.name} did not. The checkpoint before this one stands."
+        f"checkpoint '{target}': expected every rank to write within {PATIENCE_S:g} s; {path.name} "
+        "did not. The previous checkpoint is untouched."
     )
 
 

@@ -214,8 +214,8 @@ class TensorFile:
             count = self.fill(out, offset)
             if count == 0:
                 raise CheckpointError(
-                    f"{self.path}: expected {end:,} bytes; the file is cut short. "
-                    "Take another checkpoint."
+                    f"{self.path}: expected {end:,} bytes; the file is truncated. Use another "
+                    "checkpoint."
                 )
             out, offset = out[count:], offset + count
 
@@ -247,7 +247,7 @@ def _header(pieces: Sequence[Piece]) -> tuple[bytes, int]:
 def _read_header(
     size: int, read: Callable[[memoryview, int], int]
 ) -> dict[str, tuple[str, tuple[int, ...], int, int]]:
-    """Raises ValueError where tensors overlap, leave bytes out, or are not of their shape."""
+    """Raise ValueError if tensors overlap, leave gaps, or do not match their shape."""
     first = bytearray(8)
     read(memoryview(first), 0)
     length = int.from_bytes(first, "little")

@@ -48,7 +48,7 @@ COMPLETE, INDEX, STATE, PLAN, CONFIG = (
     "config.json",
 )
 
-SAVING, OLD, NOTES = "saving", "old", "notes"  # hidden folders beside a checkpoint
+SAVING, OLD, NOTES = "saving", "old", "notes"  # hidden folders next to a checkpoint
 FILES = "files"  # folder in a checkpoint of a store
 AVERAGE = "ema"  # optimizer state of a parameter: the average of its values
 OWN = "$rank"  # marks values that differ between ranks
@@ -231,7 +231,7 @@ class Index:
                 raise ValueError(f"{key} has an unknown dtype, or a part of its elements")
         for second, first in self.tied.items():
             if key_of(Kind.MODEL, first) not in self.tensors:
-                raise ValueError(f"{second} is tied to {first}, which it lacks")
+                raise ValueError(f"{second} is tied to {first}, which is missing")
 
 
 def natural(value: Any) -> int:
@@ -277,7 +277,8 @@ def join_slices(
             if (other.dtype, other.shape) != (first.dtype, first.shape) and not first.opaque:
                 raise CheckpointError(
                     f"{key}: expected one dtype and shape on all ranks; got {first.dtype} "
-                    f"{first.shape} and {other.dtype} {other.shape}. Save the same model on all."
+                    f"{first.shape} and {other.dtype} {other.shape}. Save the same model on all "
+                    "ranks."
                 )
         pieces = [piece for tensor in found[key] for piece in tensor.slices]
         pieces.sort(key=lambda p: (p.rank, p.start, p.stop))
@@ -285,9 +286,9 @@ def join_slices(
         gap = joined.gap()
         if gap is not None:
             raise CheckpointError(
-                f"{key}: expected every one of its {joined.numel:,} elements once; "
-                f"elements {gap[0]:,} to {gap[1]:,} were written never or twice. "
-                "All ranks must save together."
+                f"{key}: expected every one of its {joined.numel:,} elements once; elements "
+                f"{gap[0]:,} to {gap[1]:,} were not written exactly once. All ranks must save "
+                "together."
             )
         tensors[key] = joined
     return Index(world_size, tensors, tied)
@@ -318,7 +319,7 @@ class Manifest:
     def to_json(self) -> str:
         files = {name: [facts.size, facts.checksum] for name, facts in sorted(self.files.items())}
         table = {"format": FORMAT, "version": 1, "step": self.step, "files": files}
-        if self.folder:  # a reader of the first version would look for the files beside
+        if self.folder:  # a reader of the first version would look for the files next to it
             table |= {"version": VERSION, "folder": self.folder}
         return json.dumps({**table, "checksum": _checksum(table)}, indent=1) + "\n"
 
@@ -343,7 +344,7 @@ class Manifest:
             checksum = table.pop("checksum", None)
             folder = _file_name(table["folder"]) if "folder" in table else ""
             if checksum not in (None, _checksum(table)) or len(table) != 4 + bool(folder):
-                raise ValueError("other values than were written")
+                raise ValueError("values that differ from those written")
             step = None if table["step"] is None else natural(table["step"])
             entries = table["files"].items()
             files = {_file_name(n): FileFacts(natural(size), str(x)) for n, (size, x) in entries}
@@ -395,8 +396,7 @@ def encode(value: Any, path: str, keep_tensor: KeepTensor) -> Any:
         return encode(get_state(), path, keep_tensor)
     raise CheckpointError(
         f"{path}: expected numbers, texts, lists, mappings, tensors or an object with "
-        f"state_dict(); got {type(value).__name__}, which only a pickle could hold. Save what it "
-        "is made of."
+        f"state_dict(); got {type(value).__name__}, which needs a pickle. Save its contents."
     )
 
 

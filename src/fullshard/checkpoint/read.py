@@ -89,7 +89,7 @@ class Checkpoint:
         path = found.path
         if found.manifest is None:
             raise CheckpointError(
-                f"checkpoint '{path}': expected a complete one; {found.why}. Take an older one."
+                f"checkpoint '{path}': expected a complete one; {found.why}. Use an older one."
             )
         try:
             index, state = read_tables(found)
@@ -100,8 +100,8 @@ class Checkpoint:
             if path.exists():
                 raise CheckpointError(_replaced(found) or str(error)) from error
             raise CheckpointError(
-                f"checkpoint '{path}': expected it to stay while it is read; it was removed, maybe "
-                "by its run (training.save_total_limit). Start again, or read a copy."
+                f"checkpoint '{path}': expected it to exist while it is read; it was removed, "
+                "maybe by its run (training.save_total_limit). Start again, or read a copy."
             ) from error
 
     def text(self, name: str) -> str | None:
@@ -163,7 +163,7 @@ class Checkpoint:
                     raise CheckpointError(
                         f"{self.path}: expected the same strategy, because {key} belongs to "
                         f"elements {piece.start:,} to {piece.stop:,} of its parameter and cannot "
-                        f"be cut again; this rank holds {held}. Load under the old strategy."
+                        f"be resharded; this rank has {held}. Load under the old strategy."
                     )
                 name = name_in_file(key)
                 file = self._file(piece.file, key)
@@ -187,7 +187,7 @@ class Checkpoint:
         if xxhash.xxh3_128_hexdigest(data) != piece.checksum:
             raise CheckpointError(
                 f"{self.path / piece.file}: expected the bytes of {key} that were written; they "
-                "differ. Take another checkpoint; `fullshard ckpt verify` shows all damage."
+                "differ. Use another checkpoint; `fullshard ckpt verify` shows all damage."
             )
 
     def _file(self, name: str, key: str) -> TensorFile:
@@ -197,8 +197,8 @@ class Checkpoint:
         dtype = self.index.tensors[key].dtype
         if self._files[name].entries.get(name_in_file(key), ("",))[0] != dtype:
             raise CheckpointError(
-                f"{self.path / name}: expected a slice of {key} in {dtype}; there is none. "
-                "Take another checkpoint."
+                f"{self.path / name}: expected a slice of {key} in {dtype}; there is none. Use "
+                "another checkpoint."
             )
         return self._files[name]
 
@@ -216,7 +216,7 @@ def _replaced(found: Found, *, stays: bool = False) -> str:
 
     Args:
         found: The checkpoint as it was found.
-        stays: It must also be complete still: another save may be about to take its place.
+        stays: It must still be complete, because another save may be about to replace it.
     """
     now = found if isinstance(found.path, StorePath) else look_at(found.path)
     if now.manifest == found.manifest or (now.manifest is None and not stays):
@@ -224,8 +224,8 @@ def _replaced(found: Found, *, stays: bool = False) -> str:
     changed = f"it was removed or changed ({now.why})"
     what = changed if now.manifest is None else "another save replaced it"
     return (
-        f"checkpoint '{found.path}': expected it to stay while it is read; {what}. "
-        "Read it again; save with step= to keep older ones."
+        f"checkpoint '{found.path}': expected it to stay unchanged while it is read; {what}. Read "
+        "it again; save with step= to keep older ones."
     )
 
 
@@ -240,10 +240,10 @@ def choose(ranks: Ranks, path: Path, *, whole: bool = True) -> Found:
         whole: Compare the checksums of all files, not only of the tables.
 
     Raises:
-        CheckpointError: There is none; names what was skipped and why.
+        CheckpointError: There is none; names skipped checkpoints and the reasons.
     """
     skipped: list[str] = []
-    found: list[Found] = []  # of the first rank; one is told at a time, since a manifest is large
+    found: list[Found] = []  # of the first rank; sent one at a time, because a manifest is large
 
     def look() -> int:
         found.extend(candidates(path))
@@ -266,7 +266,7 @@ def choose(ranks: Ranks, path: Path, *, whole: bool = True) -> Found:
 
 
 def _check(entry: Found, ranks: Ranks, *, whole: bool) -> None:
-    """Raises CheckpointError if a checkpoint cannot be read; each rank reads a share of it."""
+    """Raise CheckpointError if a checkpoint cannot be read; each rank reads a share of it."""
     why = entry.why or why_not(entry, ranks.rank, ranks.world_size * whole)
     if why:
         raise CheckpointError(why)
@@ -295,8 +295,8 @@ def why_not(found: Found, rank: int = 0, num_ranks: int = 1) -> str:
     except (OSError, CheckpointError) as error:
         if does_not_answer(found.path, error):
             raise EngineError(
-                f"checkpoint: expected '{found.path}' to be read, got no answer of its store: "
-                f"{error}. It may be whole; start again."
+                f"checkpoint: expected to read '{found.path}', got no response from its store: "
+                f"{error}. It may be undamaged; start again."
             ) from error
         return _replaced(found) or str(error)
     return ""
@@ -321,7 +321,7 @@ def read_tables(found: Found) -> tuple[Index, dict[str, Any]]:
         tables += [optimizer["groups"], optimizer["scalars"]]
         kinds = ((dict,), (dict,), (list, dict), (dict,))
         if not all(map(isinstance, tables, kinds)) or not isinstance(optimizer["class"], str):
-            raise ValueError(f"{STATE} with other values than fs.save writes")
+            raise ValueError(f"{STATE} with values that fs.save does not write")
         if state["step"] != manifest.step:
             raise ValueError(f"step {state['step']} in {STATE} and {manifest.step} in {COMPLETE}")
     return index, state
@@ -334,8 +334,8 @@ def _read_text(path: Path, name: str, manifest: Manifest) -> str:
         facts = manifest.files.get(name)
         if facts is None or xxhash.xxh3_128_hexdigest(data) != facts.checksum:
             raise CheckpointError(
-                f"{path / name}: expected the bytes that were written; they differ. "
-                "Take another checkpoint."
+                f"{path / name}: expected the bytes that were written; they differ. Use another "
+                "checkpoint."
             )
         return data.decode()
 
@@ -346,7 +346,7 @@ class Damage:
 
     Attributes:
         file: Name of the file.
-        why: What is wrong with it.
+        why: Description of the damage.
         tensors: Keys of its damaged tensors; empty if the damage is elsewhere.
     """
 
@@ -364,7 +364,7 @@ def find_damage(found: Found, on_bytes: Callable[[int], None]) -> list[Damage]:
     damages: list[Damage] = []
     with Checkpoint.open(found) as checkpoint:
         for name, facts in sorted(checkpoint.manifest.files.items()):
-            why, tensors = "its bytes are not those that were written", list[str]()
+            why, tensors = "its bytes differ from those that were written", list[str]()
             try:
                 if checksum_of(found.files / name, on_bytes) == facts.checksum:
                     continue
@@ -372,11 +372,11 @@ def find_damage(found: Found, on_bytes: Callable[[int], None]) -> list[Damage]:
             except OSError as error:  # a sector that the disk cannot read
                 why, tensors = error.strerror or str(error), _keys_in(checkpoint.index, name)
             except CheckpointError:  # the table at its beginning
-                why = "its header is not what was written"
+                why = "its header differs from what was written"
                 tensors = _keys_in(checkpoint.index, name)
             damages.append(Damage(name, why, tensors))
         if damages and not found.path.exists():
-            raise CheckpointError(damages[0].why)  # `open` says that the checkpoint was removed
+            raise CheckpointError(damages[0].why)  # `open` reports that the checkpoint was removed
     return damages
 
 
@@ -426,7 +426,7 @@ def remove(found: Sequence[Found]) -> list[Path]:
         CheckpointError: The file system refused.
     """
     for entry in found:
-        # Renamed first, so that no reader takes half a folder for a damaged checkpoint.
+        # Renamed first, so that no reader mistakes half a folder for a damaged checkpoint.
         going = entry.path.with_name(f".{entry.path.name.lstrip('.')}.{OLD}-0")
         with untrusted(entry.path, "to remove a checkpoint", advice="The others are untouched."):
             if entry.path.is_symlink():

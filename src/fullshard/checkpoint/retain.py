@@ -2,7 +2,7 @@
 
 checkpoints/
   step-00000050/     complete
-  step-00000100/     complete                 <- a restart takes this one
+  step-00000100/     complete                 <- a restart loads this one
   .step-00000150.saving-3f2a/                 a crash ended it: skipped
   step-00000150/files-3f2a/                   the same in an object store: no COMPLETE.json
 """
@@ -45,7 +45,7 @@ from fullshard.errors import CheckpointError, untrusted
 
 logger = logging.getLogger(__name__)
 
-_BEGIN_ANEW = "`fullshard train --resume never` starts again and moves this run aside."
+_BEGIN_ANEW = "`fullshard train --resume never` moves this run aside and starts again."
 
 IN_RUN = "checkpoints"  # where a run's folder has them
 ELSEWHERE = "checkpoints.txt"  # names another place, where there is one (training.checkpoint_dir)
@@ -106,9 +106,9 @@ def look_at(path: Path) -> Found:
         return Found(path, step, None, str(error), is_foreign=True)
     except (OSError, CheckpointError) as error:
         if does_not_answer(path, error):
-            raise  # nothing is known about what is there
+            raise  # the folder's contents are unknown
         missing = isinstance(error, FileNotFoundError)
-        why = f"it has no {COMPLETE}: it was never finished" if missing else str(error)
+        why = f"it has no {COMPLETE}, so its save never finished" if missing else str(error)
         other = _files_of_others(path)
         unfinished = missing and isinstance(path, StorePath)
         return Found(path, step, None, other or why, bool(other), unfinished)
@@ -124,7 +124,7 @@ def look_at(path: Path) -> Found:
 
 
 def _files_of_others(path: Path) -> str:
-    """What a folder without a readable COMPLETE.json holds that no save of ours left, in words."""
+    """Describe the files in a folder without a readable COMPLETE.json that no save of ours left."""
     if _LEFT.fullmatch(path.name) or all((path / name).is_file() for name in (INDEX, STATE)):
         return ""
     with suppress(OSError):  # what cannot be listed is not replaced either
@@ -132,7 +132,7 @@ def _files_of_others(path: Path) -> str:
         if isinstance(path, StorePath) and names and all(map(_IN_STORE.fullmatch, names)):
             return ""
         if path.exists() and names:
-            return f"it holds {names[0]}, and no {INDEX} and {STATE} of a checkpoint"
+            return f"it contains {names[0]}, but no {INDEX} and {STATE} of a checkpoint"
     return ""
 
 
@@ -188,7 +188,7 @@ def _found_in(folder: Path, names: set[str]) -> list[Found]:
         # Complete, and its place is empty: a crash fell between two renames.
         is_taken = entry.manifest is None or (left is not None and left[1] in names)
         if is_left and is_taken and not entry.is_foreign:
-            entry = Found(path, entry.step, None, "a crash or a kill ended its save")
+            entry = Found(path, entry.step, None, "a crash or a kill interrupted its save")
         found.append(entry)
     return found
 
@@ -219,11 +219,11 @@ def candidates(path: Path) -> list[Found]:
 
 
 def _way_in(path: Path) -> str:
-    """What to do with a path that has no checkpoint of ours."""
+    """The remedy for a path without a checkpoint of ours."""
     if not path.exists():
-        return "Name a run's folder."
+        return "Pass a run's folder."
     words = f"{quote(str(path))} {quote(f'{path}-imported')}"
-    return f"If another tool wrote it, make a checkpoint of it: `fullshard ckpt import {words}`."
+    return f"If another tool wrote it, convert it: `fullshard ckpt import {words}`."
 
 
 def newest_complete(path: Path, *, warns: bool = False) -> Found:
@@ -243,7 +243,7 @@ def newest_complete(path: Path, *, warns: bool = False) -> Found:
         raise unusable(path, [f"{entry.path.name}: {entry.why}" for entry in found])
     for entry in found[: found.index(complete)]:
         if warns and not entry.is_leftover:
-            logger.warning("skipped %s: %s; %s is taken", entry.path, entry.why, complete.path.name)
+            logger.warning("skipped %s: %s; using %s", entry.path, entry.why, complete.path.name)
     return complete
 
 
@@ -263,8 +263,8 @@ def check_passed(found: Sequence[Found], taken: Found | None) -> None:
         if entry.is_foreign:
             raise CheckpointError(
                 f"checkpoint '{entry.path}': expected a folder that this version of fullshard "
-                f"wrote; got another one ({entry.why.rstrip('.')}). Use the fullshard or the tool "
-                "that wrote it, or move the folder elsewhere to resume from an older checkpoint; "
+                f"wrote; got another one ({entry.why.rstrip('.')}). Use the version or the tool "
+                "that wrote it, or move the folder away to resume from an older checkpoint; "
                 f"{_BEGIN_ANEW}"
             )
 
@@ -273,13 +273,13 @@ def unusable(path: Path, skipped: Sequence[str]) -> CheckpointError:
     """The error for a folder in which no checkpoint can be read."""
     reasons = "; ".join(reason.rstrip(".") for reason in skipped)
     return CheckpointError(
-        f"checkpoint: expected a complete one in '{path}'; skipped {reasons}. Take "
-        f"another folder; {_BEGIN_ANEW}"
+        f"checkpoint: expected a complete one in '{path}'; skipped {reasons}. Use another folder; "
+        f"{_BEGIN_ANEW}"
     )
 
 
 def tidy(target: Path) -> None:
-    """Removes leftovers of interrupted saves beside `target`, where the next save will be.
+    """Remove leftovers of interrupted saves next to `target`, where the next save will be.
 
     The caller must have the folder to itself. If a crash interrupted the two renames of
     [Note: nothing half], the leftover is the last good checkpoint, and gets its name back.
@@ -292,7 +292,7 @@ def tidy(target: Path) -> None:
         if match is None or not (match[1] == target.name or _are_steps(match[1], target.name)):
             continue
         place = left.with_name(match[1])
-        if realpath(place) == realpath(left):  # a link to what would be removed
+        if realpath(place) == realpath(left):  # a link to a folder that would be removed
             continue
         there = look_at(left)
         if match[2] != NOTES and not place.exists() and there.manifest is not None:
@@ -302,7 +302,7 @@ def tidy(target: Path) -> None:
 
 
 def _tidy_store(target: StorePath) -> None:
-    """Removes what COMPLETE.json of `target` does not name, and unfinished steps beside it."""
+    """Remove files that `target`'s COMPLETE.json does not name, and unfinished steps next to it."""
     there = look_at(target)
     if there.is_unfinished and not there.is_foreign:
         remove_superseded(target)

@@ -48,8 +48,8 @@ def storage_path(path: str | PathLike[str]) -> Path:
 class StorePath(PosixPath):
     """A name in an object store.
 
-    Requests that fail are made again a few times: ranks learn from notes in the store what others
-    did, so one lost answer must not leave them waiting. Errors of the store's library that are no
+    Requests that fail are retried a few times. Ranks read notes of other ranks in the store, so one
+    lost response must not leave them waiting. Errors of the store's library that are no
     OSError become one.
     """
 
@@ -58,7 +58,7 @@ class StorePath(PosixPath):
 
     def ask(self, method: str, *args: Any, name: str | None = None, **settings: Any) -> Any:
         """Calls a method of the store with this name, or with a pattern for it."""
-        if len(self.parts) == 1:  # a protocol alone names nothing
+        if len(self.parts) == 1:  # a protocol without a path
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self))
         call = getattr(_store(self.parts[0].rstrip(":")), method)
         for pause in (*PAUSES_S, None):
@@ -89,7 +89,7 @@ class StorePath(PosixPath):
         return self._kind() == "directory"
 
     def _kind(self) -> str | None:
-        """None if there is no such name; fsspec's own questions take any failure for that."""
+        """None if there is no such name; fsspec's own functions treat any failure as that."""
         try:
             return self.ask("info")["type"]
         except FileNotFoundError:
@@ -130,24 +130,24 @@ class StorePath(PosixPath):
 
 @cache
 def _store(protocol: str) -> Any:
-    """fsspec's file system of a protocol; it lists anew each time, since other ranks write too."""
+    """fsspec's file system of a protocol; it lists again each time, as other ranks write too."""
     try:
         import fsspec  # pyright: ignore[reportMissingTypeStubs]
     except ImportError as error:
         raise CheckpointError(
-            f"{protocol}://: expected fsspec, which opens such stores; it is not installed. `pip "
-            "install 'fullshard[stores]'`, or name a folder."
+            f"{protocol}://: expected fsspec, which opens such stores; it is not installed. Run "
+            "`pip install 'fullshard[stores]'`, or use a local folder."
         ) from error
     try:
         library: Any = fsspec
         return library.filesystem(protocol, use_listings_cache=False)
     except ImportError as error:  # it names the package
-        raise CheckpointError(f"{protocol}://: {error}. Or name a folder.") from error
+        raise CheckpointError(f"{protocol}://: {error}. Or use a local folder.") from error
     except Exception as error:
         if protocol in fsspec.available_protocols():
             raise CheckpointError(
                 f"{protocol}://: expected a store that opens; got {type(error).__name__}: {error}. "
-                "Give its account or host as fsspec reads them (~/.config/fsspec, environment)."
+                "Configure its account or host for fsspec (~/.config/fsspec, environment)."
             ) from error
         close = nearest(protocol, fsspec.available_protocols())
         raise CheckpointError(
@@ -170,7 +170,7 @@ def _as_os_error(path: Path) -> Generator[None]:
 
 
 def does_not_answer(path: Path, error: Exception) -> bool:
-    """Whether a store failed to say what is there, which is no property of the checkpoint."""
+    """Whether a store failed to list its contents, which is not a fault of the checkpoint."""
     asked: BaseException | None = error if isinstance(error, OSError) else error.__cause__
     is_failure = isinstance(asked, OSError) and not isinstance(asked, FileNotFoundError)
     return isinstance(path, StorePath) and is_failure
@@ -197,7 +197,7 @@ def sizes_in(folder: Path) -> dict[str, int]:
 
 
 def remove_tree(path: Path) -> None:
-    """Removes a folder and what it holds; what cannot be removed stays."""
+    """Remove a folder and its contents; files that cannot be removed stay."""
     if isinstance(path, StorePath):
         with suppress(OSError):
             path.ask("rm", name=escape(str(path)), recursive=True)  # it expands patterns
@@ -243,7 +243,7 @@ def new_object(path: StorePath) -> Generator[Callable[[memoryview], Any]]:
         with suppress(Exception):
             file.discard()  # the parts that were sent
         with suppress(AttributeError):
-            file.closed = True  # else the collector closes it, which publishes a part
+            file.closed = True  # otherwise the garbage collector closes it, which publishes a part
         raise
     with _as_os_error(path):
         file.close()

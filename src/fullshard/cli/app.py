@@ -1,9 +1,9 @@
-"""`fullshard`: the table of commands, and the only place where a command becomes an exit code.
+"""`fullshard`: the table of commands, and the only place that turns an outcome into an exit code.
 
 A command is a module `fullshard.cli.<name>` with an `app: typer.Typer`; its function returns an
 Outcome (see outcome.py). recipe.py makes the commands of all recipes. Modules of commands import
-what is slow (torch, pydantic) inside the function: `fullshard --help` loads all of them. The
-function's docstring is the command's help; its `Args:` are the help of the options.
+slow packages (torch, pydantic) inside the function, because `fullshard --help` loads all modules.
+The function's docstring is the command's help; its `Args:` are the help of the options.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import re
 import signal
 import sys
 from collections.abc import Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
@@ -39,26 +40,26 @@ COMMANDS = (
     *RECIPES,
     *("generate", "plan", "verify", "bench", "launch", "ckpt", "config", "doctor", "report"),
 )
-# Typer's own options for a program of its own, which a command is not.
+# Options that typer adds to every program; they belong to `fullshard` itself, not to a command.
 _COMPLETION = ("install_completion", "show_completion")
 
 
-# How a command that takes a configuration may be called; shown at the end of its help.
+# Example calls of the commands that take a configuration, shown at the end of their help.
 EXAMPLES = {
     **{name: Command(name).help[1] for name in RECIPES},
     "plan": "CONFIG.yaml --gpus 8xH100-80GB --nodes 2",
     "verify": "CONFIG.yaml",
 }
 KEYS = (
-    "All keys: fullshard config schema. Their values and origins: fullshard config explain CONFIG. "
-    "Example files: examples/ in the repository."
+    "`fullshard config schema` lists all keys; `fullshard config explain CONFIG` shows values and "
+    "their origins. The repository has example files in examples/."
 )
 
 
 def _describe(command: Any) -> None:
     """Take the help of a command and of its parameters from the docstring of its function.
 
-    Each paragraph becomes one line: rich keeps line breaks, and wraps again.
+    Each paragraph becomes one line, because rich keeps line breaks and wraps again.
     """
     text, _, described = (command.help or "").partition("\nArgs:\n")
     command.help = "\n\n".join(" ".join(part.split()) for part in text.strip().split("\n\n"))
@@ -66,6 +67,16 @@ def _describe(command: Any) -> None:
     for param in command.params:
         if param.name in entries and not param.help:
             param.help = " ".join(entries[param.name].split())
+    command.format_help = partial(_print_help, command)
+
+
+def _print_help(command: Any, ctx: Any, formatter: Any) -> None:
+    """Print help without `--max_restarts` next to `--max-restarts`; at 80 columns both are cut."""
+    shown = copy.copy(command)
+    shown.params = [copy.copy(param) for param in command.params]
+    for one in shown.params:
+        one.opts = [n for n in one.opts if "_" not in n or n == one.opts[0]]
+    type(shown).format_help(shown, ctx, formatter)
 
 
 class _LazyGroup(TyperGroup):
@@ -76,13 +87,13 @@ class _LazyGroup(TyperGroup):
         return list(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ARG002
-        """Import a command, or name the nearest one.
+        """Import a command.
 
         Raises:
-            ConfigError: there is no such command, or not yet.
+            ConfigError: There is no such command; the error names the nearest one.
         """
         if cmd_name.startswith("-"):
-            return None  # an unknown option: typer's own error names it
+            return None  # an unknown option; typer's own error names it
         if cmd_name not in COMMANDS:
             hint = did_you_mean(cmd_name, COMMANDS) or "See `fullshard --help`."
             raise ConfigError(
@@ -99,7 +110,7 @@ class _LazyGroup(TyperGroup):
             _describe(one)
             if not hasattr(one, "commands") and "--json" not in one.params[-1].opts:
                 shown: Any = copy.copy(next(one for one in self.params if "--json" in one.opts))
-                shown.hidden = shown.expose_value = False  # `run` obeys it
+                shown.hidden = shown.expose_value = False  # `run` handles it
                 one.params.append(shown)
         return command
 
@@ -131,13 +142,13 @@ def _root(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", hidden=True, help=JSON_HELP)] = False,
 ) -> None:
-    """Train models that do not fit on one device, fully sharded over the ranks."""
+    """Train models that do not fit on one device, sharded over all ranks."""
 
 
 def main() -> None:
     """Run the command line of this process and end it with the command's exit code."""
     _open_streams()
-    atexit.register(gc.freeze)  # a process that ends need not look for garbage: a second less
+    atexit.register(gc.freeze)  # saves a second: no search for garbage when the process ends
     atexit.register(_on_save_signals, signal.SIG_IGN)  # Python drops other handlers soon
     code = run(sys.argv[1:])
     # A further signal would end the process with another code. Threads may still run.
@@ -151,9 +162,9 @@ def _on_save_signals(handler: Any) -> None:
 
 
 def _open_streams() -> None:
-    """Open /dev/null as standard streams that are closed (`>&-`), for this process and its ranks.
+    """Open /dev/null for standard streams that are closed (`>&-`), for this process and its ranks.
 
-    Otherwise the first files that are opened, such as logs, would take their numbers.
+    Otherwise the first files that are opened, such as logs, would get their descriptor numbers.
     """
     while (opened := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(opened, True)
@@ -169,7 +180,7 @@ def run(words: Sequence[str]) -> int:
     """Run one command.
 
     Args:
-        words: the command line without the program's name.
+        words: Command line without the program's name.
 
     Returns:
         The exit code (see fullshard.launch.exit_codes).
@@ -186,15 +197,15 @@ def run(words: Sequence[str]) -> int:
             outcome = invoke(words)
             if as_json and outcome.result is not None:
                 write_json(outcome.result, stdout)
-    except BrokenPipeError:  # the reader has seen enough
+    except BrokenPipeError:  # the reader closed the pipe
         return (outcome and outcome.exit_code) or ExitCode.UNEXPECTED
-    except OSError as error:  # nothing can be written where standard output leads
+    except OSError as error:  # standard output cannot be written
         return error_outcome(error).exit_code
     return outcome.exit_code
 
 
 def _own_words(words: Sequence[str]) -> Sequence[str]:
-    """The command's own words: words after the script of `launch` are the script's."""
+    """The words of the command; words after the script of `launch` belong to the script."""
     if words[:1] != ["launch"]:
         return words
     ends = (i for i, word in enumerate(words) if word.endswith(".py") or word in ("-m", "--module"))
@@ -202,19 +213,19 @@ def _own_words(words: Sequence[str]) -> Sequence[str]:
 
 
 def _expanded(word: str) -> str:
-    """`--out=~/x` with the home folder, which no shell puts in behind `=`."""
+    """Expand `--out=~/x`: shells do not expand `~` after `=`."""
     option, equals, value = word.partition("=")
     return option + equals + os.path.expanduser(value) if option.startswith("--") else word  # noqa: PTH111  `~` without a home stays
 
 
 def invoke(words: Sequence[str]) -> Outcome:
-    """Run one command in this process; errors are shown and become its outcome.
+    """Run one command in this process. An error is printed and turned into the outcome.
 
     Args:
-        words: the command line without the program's name.
+        words: Command line without the program's name.
     """
     command = typer.main.get_command(app)
-    if words and words[0] in RECIPES:  # a launcher's flags stand behind --
+    if words and words[0] in RECIPES:  # a launcher's flags follow --
         words = [word for word in words if word != "--"]
     try:
         _check_working_directory()
@@ -229,7 +240,7 @@ def invoke(words: Sequence[str]) -> Outcome:
 
 
 def _check_working_directory() -> None:
-    """In a folder that was removed, torch's libraries end the process with a false cause."""
+    """Check that it exists: otherwise torch's libraries end the process and name a wrong cause."""
     try:
         Path.cwd()
     except FileNotFoundError:

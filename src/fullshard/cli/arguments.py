@@ -1,4 +1,4 @@
-"""Arguments that several commands have: `CONFIG key=value --name value`, --dry-run.
+"""Arguments that several commands share: `CONFIG key=value --name value`, --dry-run.
 
     app = typer.Typer()
 
@@ -7,7 +7,8 @@
               dry_run: DryRunFlag = False) -> Outcome:
         resolved = load(words, config)
 
-OPEN_WORDS lets Hugging Face flags (`--max_steps 5`) through to `words` in the order of typing.
+With OPEN_WORDS, Hugging Face flags (`--max_steps 5`) arrive in `words` in the order in which they
+were typed.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ OPEN_WORDS: dict[Any, Any] = {"ignore_unknown_options": True}
 
 
 def _checked(ctx: typer.Context, words: list[str] | None) -> list[str] | None:
-    """The words; a word that looks like a misspelt flag is an error."""
+    """Return the words. A word that looks like a misspelt flag is an error."""
     check_flags(words or (), [name for one in ctx.command.params for name in one.opts])
     return words
 
@@ -41,20 +42,20 @@ Words = Annotated[
     typer.Argument(
         callback=_checked,
         metavar="[CONFIG] [KEY=VALUE]...",
-        help="A configuration file, then values that replace its own: training.max_steps=5, "
+        help="A configuration file, then values that override the file: training.max_steps=5, "
         "max_steps=5 or --max_steps 5.",
         show_default=False,
     ),
 ]
 ConfigFlag = Annotated[
-    Path | None, typer.Option("--config", help="The configuration file, as a flag.")
+    Path | None, typer.Option("--config", help="Configuration file; the same as CONFIG.")
 ]
 ConfigFileFlag = Annotated[
     Path | None,
-    typer.Option("--config_file", help="A file of machine and sharding, such as Accelerate's."),
+    typer.Option("--config_file", help="File of launch and sharding, such as Accelerate's."),
 ]
 DryRunFlag = Annotated[
-    bool, typer.Option("--dry-run", help="Check everything and show the plan, without running it.")
+    bool, typer.Option("--dry-run", help="Check everything and print the plan; do nothing else.")
 ]
 
 
@@ -67,18 +68,18 @@ def load(
     explaining: bool = False,
     default: File | None = None,
 ) -> Resolved:
-    """Read the configuration that a command line means.
+    """Read the configuration that a command line describes.
 
     Args:
-        words: the words after the command.
-        config: the value of --config.
-        config_file: the value of --config_file; the other file replaces keys of this one.
+        words: Words after the command.
+        config: Value of --config.
+        config_file: Value of --config_file; CONFIG overrides keys of this file.
         accept_model: CONFIG may also be a Hugging Face folder or its config.json.
-        explaining: no run follows, so the model may be missing.
-        default: the shipped job if no file is named; None: the main job.
+        explaining: No run follows, so the model may be missing.
+        default: Built-in job that is used if no file is named; None: that of `train`.
 
     Raises:
-        ConfigError: a word, the file or a value in it cannot be used.
+        ConfigError: A word, the file or one of its values is invalid.
     """
     from fullshard.config.load import load_config, overrides_from_args
 
@@ -96,7 +97,7 @@ def load(
 
 
 def _say_lost(resolved: Resolved) -> None:
-    """Print what a file of another tool asks for and does not get."""
+    """Print the keys of another tool's file that have no effect here."""
     from fullshard.config.dialects.rules import Status
     from fullshard.config.environment import read_launch_environment, settings_of_accelerate
 
@@ -104,7 +105,7 @@ def _say_lost(resolved: Resolved) -> None:
     if launch is not None and launch.rank != 0:
         return  # under torchrun every rank reads the command line
     if "Accelerate" not in resolved.dialects and (asked := settings_of_accelerate()):
-        what = "what `accelerate launch` asks for has no effect here. Name its file: --config_file"
+        what = "settings of `accelerate launch` have no effect here. Pass its file: --config_file"
         print(f"environment: {', '.join(asked)}: {what} FILE")
     for note in resolved.notes:
         if note.status is Status.LOST:
@@ -112,10 +113,10 @@ def _say_lost(resolved: Resolved) -> None:
 
 
 def split_config(words: Sequence[str], config: Path | None) -> tuple[Path | None, list[str]]:
-    """CONFIG and what follows it. A first word that is no flag and no key=value is CONFIG.
+    """CONFIG and the words after it. The first word is CONFIG unless it is a flag or key=value.
 
     Raises:
-        ConfigError: CONFIG is given twice.
+        ConfigError: CONFIG was given twice.
     """
     first = words[0] if words else ""
     is_config = bool(first) and not first.startswith("--")
@@ -130,10 +131,10 @@ def split_config(words: Sequence[str], config: Path | None) -> tuple[Path | None
 
 
 def check_flags(words: Sequence[str], flags: Sequence[str]) -> None:
-    """Refuse a word such as `--dryrun`, which is no key but close to a flag.
+    """Refuse a word such as `--dryrun`, which is not a key but resembles a flag.
 
     Raises:
-        ConfigError: with the flag that was meant.
+        ConfigError: Names the flag that was probably meant.
     """
     from fullshard.config.keys import resolve
 
@@ -154,7 +155,7 @@ def check_flags(words: Sequence[str], flags: Sequence[str]) -> None:
 
 
 def _model_override(path: Path) -> str | None:
-    """A Hugging Face folder or its config.json as an override of the main job's model."""
+    """An override that sets the model to a Hugging Face folder or its config.json."""
     if path.is_dir() and (path / "config.json").is_file():
         return f"model.name_or_path={path}"
     if path.suffix != ".json" or not path.is_file():
@@ -162,7 +163,7 @@ def _model_override(path: Path) -> str | None:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:
-        return None  # load_config says what is wrong with it, and where
+        return None  # load_config reports the error and its line
     if not isinstance(content, dict) or not isinstance(content.get("model_type"), str):
         return None
     return f"model.config={json.dumps(content)}"

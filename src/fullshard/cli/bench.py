@@ -1,4 +1,4 @@
-"""`fullshard bench`: measurements of fullshard and of the installed peers."""
+"""`fullshard bench`: measures fullshard and the peers that are installed."""
 
 from __future__ import annotations
 
@@ -18,15 +18,13 @@ if TYPE_CHECKING:
     from fullshard.bench.step import Case, Peer
 
 WaitFlag = Annotated[
-    bool, typer.Option("--wait", help="Wait up to ten minutes for idle neighbours.")
+    bool, typer.Option("--wait", help="Wait up to ten minutes until the machine is idle.")
 ]
 OutFlag = Annotated[
-    Path | None, typer.Option(help="Folder for the results' JSON and page.", file_okay=False)
+    Path | None, typer.Option(help="Folder for the results, as JSON and page.", file_okay=False)
 ]
 
-app = typer.Typer(
-    no_args_is_help=True, help="Measure fullshard and the peers that are installed, side by side."
-)
+app = typer.Typer(no_args_is_help=True, help="Compare fullshard with the peers that are installed.")
 
 
 @app.command()
@@ -40,16 +38,16 @@ def step(  # noqa: PLR0913  (one parameter an option)
     out: OutFlag = None,
     dry_run: DryRunFlag = False,
 ) -> Outcome:
-    """Time a training step of fullshard, FSDP2, FSDP1 and DDP, in turn in one process group.
+    """Time a training step of fullshard, FSDP2, FSDP1 and DDP, in turn, in one process group.
 
     Args:
-        case: 29M, 109M, 29M-4, 109M-bf16, moe, lora or tiny; may be repeated. Default: all but
-            tiny.
-        engine: An engine to run; may be repeated. Default: all.
-        rounds: Timed steps of every engine.
+        case: Case to run: 29M, 109M, 29M-4, 109M-bf16, moe, lora or tiny. Repeat for several.
+            Default: all but tiny.
+        engine: Engine to run. Repeat for several. Default: all.
+        rounds: Number of timed steps per engine.
         memory: Also run each engine alone to measure its memory.
         wait: see `WaitFlag`.
-        timeout: Seconds for one group of ranks.
+        timeout: Time limit for one group of ranks, in seconds.
         out: see `OutFlag`.
         dry_run: see `DryRunFlag`.
     """
@@ -81,14 +79,14 @@ def comm(  # noqa: PLR0913  (one parameter an option)
     wait: WaitFlag = False,
     out: OutFlag = None,
 ) -> Outcome:
-    """Time each transport's fetch and reduce of a flat buffer, and a memory copy.
+    """Time the fetch and the reduction of a flat buffer over each transport, and a memory copy.
 
     Args:
-        transport: c10d, direct or shared; may be repeated.
-        mib: Size of the flat buffer; may be repeated.
-        ranks: Local ranks; may be repeated.
-        rounds: Timed turns of each.
-        timeout: Seconds for one group of ranks.
+        transport: c10d, direct or shared. Repeat for several. Default: all.
+        mib: Size of the flat buffer in MiB. Repeat for several. Default: 1, 16, 64.
+        ranks: Number of local ranks. Repeat for several. Default: 2, 4.
+        rounds: Number of timed repetitions per measurement.
+        timeout: Time limit for one group of ranks, in seconds.
         wait: see `WaitFlag`.
         out: see `OutFlag`.
     """
@@ -113,14 +111,14 @@ def io(  # noqa: PLR0913  (one parameter an option)
     wait: WaitFlag = False,
     out: OutFlag = None,
 ) -> Outcome:
-    """Time saving and loading, the disk itself, and torch's distributed checkpoints.
+    """Time saving and loading, raw disk access, and torch's distributed checkpoints.
 
     Args:
         place: Folder whose disk is measured.
-        mib: Size of the checkpoint.
-        ranks: Local ranks.
-        rounds: Timed turns of each.
-        timeout: Seconds for all of it.
+        mib: Size of the checkpoint in MiB.
+        ranks: Number of local ranks.
+        rounds: Number of timed repetitions per measurement.
+        timeout: Time limit for the whole command, in seconds.
         wait: see `WaitFlag`.
         out: see `OutFlag`.
     """
@@ -144,14 +142,15 @@ def calibrate(
     wait: WaitFlag = False,
     out: Path | None = None,
 ) -> Outcome:
-    """Measure this machine, so that `fullshard plan` can forecast the time of a step.
+    """Measure this machine, so that `fullshard plan` can forecast the step time.
 
     Args:
-        ranks: Local ranks at work at once; may be repeated. Default: 1 2 4.
-        tiny: Few small sizes: shows only that it runs.
-        timeout: Seconds for one group of ranks.
+        ranks: Number of local ranks that compute at the same time. Repeat for several. Default: 1,
+            2, 4.
+        tiny: Measure a few small sizes only, to test the command.
+        timeout: Time limit for one group of ranks, in seconds.
         wait: see `WaitFlag`.
-        out: File to write. Default: the one that fullshard plan reads.
+        out: File to write. Default: the file that `fullshard plan` reads.
     """
     from fullshard.bench import calibrate as bench
     from fullshard.config.environment import cache_folder
@@ -165,12 +164,12 @@ def calibrate(
     return Outcome({**bench.to_dict(*found), "path": str(path)})
 
 
-StepsFlag = Annotated[int, typer.Option(min=3, help="Updates of every run.")]
+StepsFlag = Annotated[int, typer.Option(min=3, help="Number of optimizer steps per run.")]
 
 
 @app.command()
 def strategies(max_steps: StepsFlag = 20, out: OutFlag = None) -> Outcome:
-    """Train the main job's model under every strategy, and compare memory and speed."""
+    """Train the built-in job under every strategy, and compare memory and speed."""
     names = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD")
     shardings: dict[str, dict[str, Any]] = {name: {"strategy": name} for name in names}
     return _compare("strategies", shardings, max_steps, out)
@@ -178,9 +177,10 @@ def strategies(max_steps: StepsFlag = 20, out: OutFlag = None) -> Outcome:
 
 @app.command()
 def prefetch(max_steps: StepsFlag = 20, out: OutFlag = None) -> Outcome:
-    """Train the main job's model with prefetch in no, one or both directions, and compare.
+    """Train the built-in job without prefetch, with it in one direction and in both, and compare.
 
-    Uses the process group's collectives: ranks that share their weights have nothing to fetch.
+    The runs use the collectives of the process group, because ranks that share weights fetch
+    nothing.
     """
     depths = {"none": (0, 0), "forward": (1, 0), "backward": (0, 1), "both": (1, 1)}
     shardings: dict[str, dict[str, Any]] = {
@@ -233,12 +233,12 @@ def _show_dry_run(chosen: list[Case], peers: list[Peer], absent: list[str]) -> O
 
 
 def announce(what: str, guess_s: float, out: Path | None) -> None:
-    """Checks --out, and says about how long a command takes.
+    """Check --out, and print an estimate of how long a command takes.
 
     Args:
         what: Command.
-        guess_s: Seconds in proportion to the work; exact on no machine.
-        out: The value of --out.
+        guess_s: Rough estimate in seconds, in proportion to the work.
+        out: Value of --out.
     """
     from fullshard.observe.chart import duration
 

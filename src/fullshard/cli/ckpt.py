@@ -24,7 +24,7 @@ app = typer.Typer(
 
 
 def _named(path: Path) -> Path:
-    """The path; a missing one is refused before torch is imported."""
+    """Return the path, or raise an error before torch is imported if it does not exist."""
     from fullshard.checkpoint.retain import candidates
 
     with untrusted(f"'{path}'", "a checkpoint"):
@@ -34,15 +34,15 @@ def _named(path: Path) -> Path:
 
 
 def _outside(ctx: typer.Context, folder: Path) -> Path:
-    """The folder to write; one in a checkpoint would be pruned with it, or pass for one."""
+    """Check the folder to write: inside a checkpoint it could be pruned, or be taken for one."""
     from fullshard.checkpoint.retain import checkpoints_in, look_at
     from fullshard.checkpoint.storage import StorePath, storage_path
     from fullshard.errors import CheckpointError
 
     if isinstance(storage_path(folder), StorePath):
         raise CheckpointError(
-            f"FOLDER: expected a local folder, got '{storage_path(folder)}'. Write a folder, and "
-            "copy it there."
+            f"FOLDER: expected a local folder, got '{storage_path(folder)}'. Write a folder "
+            "here and copy it there."
         )
     real = Path(realpath(folder))
     within = next((place for place in real.parents if look_at(place).manifest), None)
@@ -51,27 +51,27 @@ def _outside(ctx: typer.Context, folder: Path) -> Path:
     if within is not None:
         raise CheckpointError(
             f"FOLDER: expected a folder outside of checkpoints, got '{folder}' in '{within}', from "
-            "which it may be pruned. Write outside of it, for example to "
+            "which it may be pruned. Write to another folder, such as "
             f"'{within}-{ctx.info_name}'."
         )
     return folder
 
 
-Folder = Annotated[Path, typer.Argument(help="A folder of step-* folders, or a run's folder.")]
-NEWEST = "A checkpoint, or a folder or run, of which the newest is taken."
+Folder = Annotated[Path, typer.Argument(help="A run's folder, or a folder of step-* folders.")]
+NEWEST = "A checkpoint. A run's folder, or a folder of checkpoints, means its newest one."
 Target = Annotated[Path, typer.Argument(callback=_outside)]
 Any_ = Annotated[Path, typer.Argument(callback=_named, help=NEWEST)]
 
 
 ConfigFolder = Annotated[
     Path | None,
-    typer.Option(help="Folder with config.json and tokenizer, if the checkpoint has none."),
+    typer.Option(help="Folder with config.json and a tokenizer, for a checkpoint without them."),
 ]
 
 
 @app.command()
 def ls(folder: Folder) -> Outcome:
-    """List a folder's checkpoints, the newest first, and what is wrong with unfinished ones."""
+    """List a folder's checkpoints, newest first, and say why incomplete ones are incomplete."""
     from fullshard.checkpoint.retain import candidates
 
     found = candidates(folder)
@@ -95,7 +95,7 @@ def ls(folder: Folder) -> Outcome:
 
 @app.command()
 def inspect(checkpoint: Any_) -> Outcome:
-    """Show every tensor, the optimizer's states, the step, the ranks and the data position."""
+    """Show a checkpoint's tensors, optimizer states, step, number of ranks and data position."""
     from fullshard.checkpoint.read import Checkpoint, facts_of
     from fullshard.checkpoint.retain import newest_complete
 
@@ -106,7 +106,7 @@ def inspect(checkpoint: Any_) -> Outcome:
         ("tensor", "dtype", "shape", "slices", "bytes"),
         [
             (
-                f"{row['name']}{' (each rank its own)' if row['opaque'] else ''}",
+                f"{row['name']}{' (one per rank)' if row['opaque'] else ''}",
                 row["dtype"],
                 " x ".join(map(str, row["shape"])) or "scalar",
                 str(row["num_slices"]),
@@ -124,7 +124,7 @@ def inspect(checkpoint: Any_) -> Outcome:
 
 @app.command()
 def verify(checkpoint: Any_) -> Outcome:
-    """Read every byte and compare checksums; name the file and the tensor where they differ."""
+    """Read every byte and compare checksums; name damaged files and their tensors."""
     from fullshard.checkpoint.read import find_damage
     from fullshard.checkpoint.retain import candidates, newest_complete
     from fullshard.errors import CheckpointError
@@ -134,7 +134,7 @@ def verify(checkpoint: Any_) -> Outcome:
     with _progress("verify", found.num_bytes) as advance:
         damages = find_damage(found, advance)
     for damage in damages:
-        tensors = ", ".join(damage.tensors) or "no tensor: a text or padding"
+        tensors = ", ".join(damage.tensors) or "no tensor: text or padding"
         show(f"DAMAGED  {found.path / damage.file}: {damage.why} ({tensors})")
     result = {
         **_facts(found),
@@ -145,7 +145,7 @@ def verify(checkpoint: Any_) -> Outcome:
     if newest.manifest is None:
         show(f"DAMAGED  {newest.path}: {newest.why}; {found.path.name} is whole")
         return Outcome(result, CheckpointError.exit_code)
-    show(f"WHOLE  {found.path}: {_bytes(found.num_bytes)} are what was written")
+    show(f"WHOLE  {found.path}: {_bytes(found.num_bytes)}, all checksums match")
     return Outcome(result)
 
 
@@ -157,8 +157,8 @@ def diff(
     """Compare two checkpoints tensor by tensor; the exit code is 8 if they differ.
 
     Args:
-        a: A checkpoint, or a Hugging Face folder.
-        b: Another one.
+        a: A checkpoint or a Hugging Face folder.
+        b: The checkpoint or folder to compare it with.
     """
     from fullshard.errors import VerifyError
     from fullshard.formats.detect import open_source
@@ -166,7 +166,7 @@ def diff(
     from fullshard.formats.source import Match, Row, compare
 
     with open_source(a) as one, open_source(b) as other:
-        if one.tensors.keys() != other.tensors.keys():  # a checkpoint, and the files of its model
+        if one.tensors.keys() != other.tensors.keys():  # one may be the model's own files
             one, other = with_model_names(one, other), with_model_names(other, one)
         with _progress("compare", len(one.tensors)) as advance:
             rows = list[Row]()
@@ -212,14 +212,14 @@ def export(  # noqa: PLR0913  (one parameter an option)
     config: ConfigFolder = None,
     dry_run: DryRunFlag = False,
 ) -> Outcome:
-    """Write a checkpoint as a folder that `from_pretrained` opens, or for torch's dcp.load.
+    """Write a checkpoint as a folder for `from_pretrained`, or for torch's dcp.load.
 
     Args:
         checkpoint: see `Any_`.
-        folder: A new folder.
-        dtype: Dtype of floating point tensors: bf16, fp16, fp32. Default: unchanged.
-        max_shard_size: Largest size of one weights file.
-        format_: hf: a Hugging Face folder; dcp: torch's own.
+        folder: Folder to create.
+        dtype: Dtype of floating-point tensors: bf16, fp16 or fp32. Default: unchanged.
+        max_shard_size: Maximum size of a weights file.
+        format_: hf: a Hugging Face folder; dcp: torch's distributed checkpoint.
         config: see `ConfigFolder`.
         dry_run: see `DryRunFlag`.
     """
@@ -246,12 +246,12 @@ def import_(
     config: ConfigFolder = None,
     dry_run: DryRunFlag = False,
 ) -> Outcome:
-    """Make a checkpoint of what another tool saved; nothing in it is executed.
+    """Convert another tool's checkpoint to fullshard's format. No code in it is executed.
 
     Args:
-        source: A Hugging Face folder, or one of Accelerate, torch.distributed.checkpoint, DeepSpeed
-            (ZeRO), of sharded state dicts of ranks; a file of torch.save.
-        folder: A new folder: the checkpoint.
+        source: A folder of Hugging Face, Accelerate, torch.distributed.checkpoint or DeepSpeed
+            (ZeRO), a folder with the state dict of every rank, or a file of torch.save.
+        folder: Folder to create for the checkpoint.
         config: see `ConfigFolder`.
         dry_run: see `DryRunFlag`.
     """
@@ -285,19 +285,20 @@ def import_(
 def prune(
     folder: Folder, keep: Annotated[int, typer.Option(min=1)] = 1, dry_run: DryRunFlag = False
 ) -> Outcome:
-    """Remove all complete checkpoints but the newest, and what crashes left behind.
+    """Remove old checkpoints, and incomplete ones that crashes left behind.
 
-    What is kept is read first: a damaged checkpoint stays, and does not count.
+    The newest complete checkpoints are kept, after they were read and found undamaged. A damaged
+    checkpoint is not removed and does not count.
 
     Args:
         folder: see `Folder`.
-        keep: Complete checkpoints to keep.
+        keep: Number of complete checkpoints to keep.
         dry_run: see `DryRunFlag`.
     """
     from fullshard.checkpoint.read import remove, superfluous
     from fullshard.checkpoint.retain import candidates, checkpoints_in, steps_folder
 
-    candidates(folder)  # says what is wrong with a folder that has none
+    candidates(folder)  # raises an error that explains why a folder has none
     found = superfluous(folder, keep)
     if not dry_run:
         remove(found)
@@ -311,12 +312,12 @@ def prune(
 
 
 def _about(facts: dict[str, Any]) -> list[tuple[str, str]]:
-    """The lines of `inspect` below its table."""
+    """Lines below the table of `inspect`."""
     position = facts["position"]
     beside = [name for name in facts["saved_beside"] if name != "position"]
     rows = [
         ("step", "none" if facts["step"] is None else f"{facts['step']:,}"),
-        ("ranks", f"{facts['world_size']} wrote it; any number can read it"),
+        ("ranks", f"{facts['world_size']} wrote it; any number of ranks can read it"),
         ("elements", f"{facts['num_parameters_and_buffers']:,} in parameters and buffers"),
         ("files", f"{len(facts['files'])}, {_bytes(facts['num_bytes'])}"),
         ("tied", ", ".join(f"{k} = {v}" for k, v in facts["tied"].items()) or "nothing"),
@@ -326,7 +327,7 @@ def _about(facts: dict[str, Any]) -> list[tuple[str, str]]:
         (
             "",
             f"{row['name']}: {row['num_tensors']} of {row['dtype']}, {_bytes(row['num_bytes'])}"
-            f"{', each rank its own: only as many ranks can resume' if row['opaque'] else ''}",
+            f"{', one per rank: the number of ranks must stay the same' if row['opaque'] else ''}",
         )
         for row in facts["optimizer_states"]
     ]
@@ -354,7 +355,7 @@ def _bytes(count: int) -> str:
 
 @contextlib.contextmanager
 def _progress(what: str, total: int) -> Generator[Callable[[int], None]]:
-    """A bar on standard error, where that is a terminal; call what is yielded with the advance."""
+    """Show a progress bar if standard error is a terminal; yields a function that advances it."""
     from rich.console import Console
     from rich.progress import Progress
 

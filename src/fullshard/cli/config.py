@@ -16,7 +16,7 @@ from fullshard.errors import FullshardError
 if TYPE_CHECKING:
     from fullshard.config.load import Resolved
 
-app = typer.Typer(no_args_is_help=True, help="Explain, check and describe configuration files.")
+app = typer.Typer(no_args_is_help=True, help="Explain and check configuration files.")
 
 
 @app.command(context_settings=OPEN_WORDS)
@@ -24,12 +24,12 @@ def explain(
     words: Words = None,
     config: ConfigFlag = None,
     config_file: ConfigFileFlag = None,
-    everything: Annotated[bool, typer.Option("--all", help="Show defaults too.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Also show defaults.")] = False,
 ) -> Outcome:
-    """Show every value that was set, where it was set, and how each key of another tool is read.
+    """Show every value that was set, where it was set, and how other tools' keys are translated.
 
-    CONFIG may be a file of Accelerate's, DeepSpeed's, the Trainer's or axolotl's; no model is
-    needed. What a run would refuse follows (`train --dry-run` also checks plan, memory and data).
+    CONFIG may be a file for Accelerate, DeepSpeed, the Trainer or axolotl. No model is needed. Then
+    follow the errors that a run would raise; `train --dry-run` also checks plan, memory and data.
     """
     from fullshard.config import explain as explaining
 
@@ -42,9 +42,9 @@ def explain(
 def lint(
     words: Words = None, config: ConfigFlag = None, config_file: ConfigFileFlag = None
 ) -> Outcome:
-    """Report what a run would refuse, known-bad settings and lost keys, each with the reason.
+    """Report the errors that a run would raise, known-bad settings, and keys without effect.
 
-    The exit code is 2 if there are refusals or known-bad settings.
+    The exit code is 2 if there are errors or known-bad settings.
     """
     from fullshard.config.dialects.rules import Status
     from fullshard.config.supported import findings
@@ -66,7 +66,7 @@ def lint(
 
 
 def _print_refused(resolved: Resolved) -> list[str]:
-    """Print what every run would refuse before it makes a plan and reads the data."""
+    """Print the errors that a run would raise before it makes a plan and reads the data."""
     from fullshard.recipes.registry import Command, check_command, check_paths
 
     def refusals(check: Callable[..., object], *arguments: Any, **options: Any) -> list[str]:
@@ -79,7 +79,7 @@ def _print_refused(resolved: Resolved) -> list[str]:
 
     missing = Path("MODEL") if resolved.is_without_model else None
     found = refusals(resolved.check_supported)
-    # the command that takes most of the file is the one it is for
+    # the file is for the command that refuses least of it
     by_command = (refusals(check_command, resolved.config, one) for one in reversed(Command))
     found += min(by_command, key=len)
     wrong = refusals(check_paths, resolved, coming=missing)
@@ -98,11 +98,11 @@ def schema(
     out: Annotated[Path | None, typer.Option(dir_okay=False)] = None,
     as_json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False,
 ) -> Outcome:
-    """Print a JSON Schema, which lets an editor complete and check a file.
+    """Print a JSON Schema, with which editors complete and check configuration files.
 
     Args:
-        file: A file, whose dialect's schema is printed.
-        out: File to write the schema to.
+        file: A configuration file; the schema is that of its tool. Default: fullshard's schema.
+        out: File to write the schema to. Default: standard output.
         as_json: see `JSON_HELP`.
     """
     from fullshard.config import explain as explaining

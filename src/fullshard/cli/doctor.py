@@ -1,4 +1,4 @@
-"""`fullshard doctor`: checks this machine, and prints a block for a bug report."""
+"""`fullshard doctor`: checks this machine and prints a summary for a bug report."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def doctor(
 ) -> Outcome:
     """Test communication between local ranks and report known-bad settings.
 
-    The exit code is 1 if something is broken. The command also prints a block for a bug report.
+    The exit code is 1 if something is broken. The command also prints a summary for a bug report.
 
     Args:
-        out: Folder for runs, whose disk is checked.
-        nproc_per_node: Local ranks to test. Default: one per GPU, or 2.
+        out: Folder for runs; its disk is checked.
+        nproc_per_node: Number of local ranks to test. Default: one per GPU, or 2 without GPUs.
     """
     from fullshard.launch.doctor import examine
 

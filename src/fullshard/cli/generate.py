@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from fullshard.models.generate import Sample
     from fullshard.run.generation import Request
 
-app = typer.Typer(help="Generate text with the model of a run or of a folder.")
+app = typer.Typer(help="Generate text with a trained model.")
 
 
 @app.command()
@@ -38,24 +38,25 @@ def generate(  # noqa: PLR0913  a flag each
 ) -> Outcome:
     """Generate text with a trained model.
 
-    A single text is printed token by token, several when all are there. Under torchrun the ranks
-    share the model.
+    A single text is printed token by token; several texts are printed at the end. Under torchrun
+    the model is sharded over the ranks.
 
     Args:
-        folder: A run's folder, or a Hugging Face model folder.
-        prompt: Text to continue; may be repeated. Default: the start of a text.
-        prompts: Prompts, one per line; the key prompt of a .jsonl file; - is standard input.
-        max_new_tokens: Most tokens to generate. Default: 200, or as many as the model has positions
-            for.
-        temperature: Sampling temperature; 0 always takes the most likely token.
-        top_k: Draw among this many most likely tokens; 0: among all.
-        top_p: Draw among the most likely tokens that together have this share.
-        repetition_penalty: Above 1, tokens that are there already become less likely.
-        seed: Seed of the sampling.
-        chat: Put each prompt into the tokenizer's chat template.
-        batch_size: Most prompts of one length that are sampled together.
-        num_processes: Local ranks over which the model is sharded.
-        trust_remote_code: Run Python code that FOLDER brings.
+        folder: A run's folder or a Hugging Face model folder.
+        prompt: Text to continue. Repeat for several. Default: an empty text.
+        prompts: File with one prompt per line, or a .jsonl file with the key `prompt`; - reads
+            standard input.
+        max_new_tokens: Maximum number of tokens to generate. Default: 200, or fewer if the model
+            has fewer positions left.
+        temperature: Sampling temperature; 0 always selects the most likely token.
+        top_k: Sample from the K most likely tokens; 0: from all tokens.
+        top_p: Sample from the most likely tokens whose probabilities add up to P.
+        repetition_penalty: Values above 1 make tokens that already occurred less likely.
+        seed: Random seed.
+        chat: Apply the tokenizer's chat template to each prompt.
+        batch_size: Maximum number of prompts of equal length that are sampled together.
+        num_processes: Number of local ranks over which the model is sharded.
+        trust_remote_code: Allow Python code in FOLDER to run.
     """
     from fullshard.models.generate import SamplingSettings, model_folder_of
 
@@ -100,11 +101,11 @@ def _read_prompts(file: Path) -> list[str]:
     """The prompts of a file.
 
     Raises:
-        ConfigError: the file cannot be read, or has no prompts.
+        ConfigError: The file cannot be read, or contains no prompts.
     """
     from fullshard.config.regular_files import did_you_mean_path, read_regular
 
-    expected = "a file of prompts, one a line, or of JSON objects with the key prompt"
+    expected = "a file with one prompt per line, or JSON objects with the key prompt"
     advice = did_you_mean_path(file) or "Correct the file."
     with untrusted(f"--prompts: '{file}'", expected, ConfigError, advice):
         data = sys.stdin.buffer.read() if str(file) == "-" else read_regular(file)
@@ -115,5 +116,5 @@ def _read_prompts(file: Path) -> list[str]:
             lines = [row["prompt"] for row in rows]
             "".join(lines)  # raises if a prompt is not text
     if not lines:
-        raise ConfigError(f"--prompts: expected {expected}, got '{file}' without any.")
+        raise ConfigError(f"--prompts: expected {expected}, got '{file}', which has no prompts.")
     return lines

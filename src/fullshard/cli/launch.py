@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 
-# All words after the script are the script's own.
+# All words after the script belong to the script.
 _OWN_WORDS_FIRST = {"allow_interspersed_args": False, "ignore_unknown_options": False}
 
 
@@ -54,25 +54,29 @@ def launch(  # noqa: PLR0913  (one parameter an option)
 ) -> Outcome:
     """Run SCRIPT on local ranks; the rendezvous is configured for you.
 
-    One rank's error ends the others and is shown first; a dead or stuck rank is named, and so are
-    ranks that disagree, for scripts that call fullshard.shard with the unit they wait in.
+    If a rank fails, the others end and its error is shown first. A rank that died or is stuck is
+    named. For scripts that call fullshard.shard, so are ranks that disagree, with the unit in which
+    they wait.
 
     Args:
-        script: A Python file, or a module after -m.
+        script: A Python file, or with -m a module.
         arguments: Arguments of the script.
-        module: SCRIPT is a module, as after python -m.
-        nproc_per_node: Ranks on this machine; auto, gpu or cpu.
-        num_processes: Ranks on all machines together.
-        nnodes: Machines; start this command on each. Default: the file's, or 1.
-        node_rank: This machine's number, from 0.
-        master_addr: Address of machine 0.
-        master_port: A free port on machine 0.
-        max_restarts: Restart all ranks up to N times.
-        config_file: Processes, machines and sharding; other flags replace its values.
-        standalone: torchrun's, and always true here.
-        timeout: Seconds after which a rank that others wait for is stuck. Default: the file's, or
-            600.
-        log_dir: Folder for each rank's output.
+        module: SCRIPT is a module, as for python -m.
+        nproc_per_node: Number of ranks on this machine, or auto, gpu (one per GPU) or cpu (one per
+            core).
+        num_processes: Number of ranks on all machines together. Default: see --nproc-per-node.
+        nnodes: Number of machines; run this command on each. Default: 1, or the file's.
+        node_rank: Number of this machine, counted from 0. Default: 0, or the file's.
+        master_addr: Address of machine 0, needed for several machines. Accelerate's name for it,
+            --main_process_ip, also works.
+        master_port: A free port on machine 0, needed for several machines; also
+            --main_process_port.
+        max_restarts: Restart all ranks up to N times after a failure.
+        config_file: File with processes, machines and sharding; flags override its values.
+        standalone: torchrun's flag; it has no effect, because every launch here is standalone.
+        timeout: Seconds without progress after which a rank counts as stuck. Default: 600, or the
+            file's.
+        log_dir: Folder for the output of each rank.
         dry_run: see `DryRunFlag`.
     """
     from fullshard.launch.machine import num_visible_accelerators
@@ -124,16 +128,16 @@ def _run(order: LocalLaunch, max_restarts: int) -> Outcome:
 
 
 def _with_own_logs(order: LocalLaunch, held: ExitStack) -> LocalLaunch:
-    """The launch with the first of LOGS, LOGS.1, ... to which no other one writes these ranks.
+    """Use the first folder of LOGS, LOGS.1, ... to which no other launch writes these ranks' logs.
 
-    They are locked. Logs of an earlier launch are emptied.
+    The logs are locked. Logs of an earlier launch are emptied.
     """
     for number in count():
         there = order.log_dir.absolute()
         there = there.with_name(f"{there.name}.{number}") if number else order.log_dir
         placed = replace(order, log_dir=there)
         with untrusted(
-            f"--log-dir: '{there}'", "a folder to write to", ConfigError, "Name another."
+            f"--log-dir: '{there}'", "a folder to write to", ConfigError, "Use another folder."
         ):
             there.mkdir(parents=True, exist_ok=True)
         with ExitStack() as taken:
@@ -147,7 +151,7 @@ def _with_own_logs(order: LocalLaunch, held: ExitStack) -> LocalLaunch:
                 pass
             held.push(taken.pop_all())
         if number:
-            print(f"another launch writes to {order.log_dir}; logs in {placed.log_dir}")
+            print(f"another launch writes to {order.log_dir}; these logs are in {placed.log_dir}")
         for log in logs:
             log.truncate(0)
         return placed
@@ -158,7 +162,7 @@ def _check_script(script: str, *, module: bool) -> None:
     if module:
         return
     if not script.endswith(".py"):
-        cure = f" For a module: -m {script}." if script.replace(".", "").isidentifier() else ""
+        cure = f" For a module, use -m {script}." if script.replace(".", "").isidentifier() else ""
         raise ConfigError(f"SCRIPT: expected a Python file, got '{script}'.{cure}")
     if not Path(script).is_file():
         near = did_you_mean_path(Path(script))
@@ -168,10 +172,10 @@ def _check_script(script: str, *, module: bool) -> None:
 
 
 def _placed(config_file: Path | None, flags: dict[str, object]) -> LaunchConfig:
-    """The file's launch section with the given flags in place of its values.
+    """The launch section of the file, overridden by the given flags.
 
     The whole file is checked before any process starts. torchrun's `--nnodes 1:4`, which would
-    change the ranks during a run, is refused.
+    change the number of ranks during a run, is refused.
     """
     from fullshard.config.load import load_config
     from fullshard.config.problems import ConfigProblems
@@ -191,7 +195,7 @@ def _placed(config_file: Path | None, flags: dict[str, object]) -> LaunchConfig:
 
 
 def _flag_of(key: str) -> str:
-    """The flag of a key: torchrun's, with Accelerate's name where that is another one."""
+    """The flag of a key: torchrun's name, and Accelerate's if it differs."""
     torchs = {"num_machines": "--nnodes", "machine_rank": "--node-rank"}
     torchs |= {"main_process_ip": "--master-addr", "main_process_port": "--master-port"}
     own = f"--{key.replace('_', '-')}"
@@ -202,13 +206,13 @@ def _check_address(place: LaunchConfig) -> None:
     if place.num_machines > 1 and None in (place.main_process_ip, place.main_process_port):
         raise ConfigError(
             f"--master-addr, --master-port: expected both with --nnodes {place.num_machines}, got "
-            "one or none. Name machine 0 and a free port there, the same on every machine (in a "
-            "file: main_process_ip, main_process_port)."
+            "one or none. Give the address of machine 0 and a free port on it, the same on every "
+            "machine (in a file: main_process_ip, main_process_port)."
         )
 
 
 def _ranks_here(text: str) -> int | None:
-    """`4`, or torchrun's words; None for auto."""
+    """The number of ranks on this machine; None for auto."""
     from fullshard.launch.machine import num_visible_accelerators
 
     match text:

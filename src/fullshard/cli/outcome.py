@@ -1,11 +1,11 @@
-"""What a command returns, and how errors and --json are printed.
+"""The return value of a command, and the printing of errors and --json.
 
     def plan(...) -> Outcome:
-        print(table)                                # with --json this lands on standard error
-        return Outcome({"fits": "fits", ...})       # with --json the only thing on standard output
+        print(table)                                # with --json on standard error
+        return Outcome({"fits": "fits", ...})       # with --json the only output on standard output
 
-With --json, standard output is pointed at standard error for as long as the command runs, for
-libraries and child processes too; the one JSON object is written to the real one at the end.
+With --json, standard output is redirected to standard error while the command runs, also for
+libraries and child processes. The JSON object is written to the real standard output at the end.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class _Stream(io.FileIO):
-    """A standard stream. Its first error names it; what is written after that is dropped."""
+    """A standard stream. Its first error names it; later output is dropped."""
 
     is_deaf = False
 
@@ -53,23 +53,23 @@ class _Stream(io.FileIO):
 
 
 def sink(number: int, encoding: str | None = "utf-8", *, by_line: bool = False) -> TextIO:
-    """A stream for a descriptor, which stays open; standard error raises no errors."""
+    """A stream for a descriptor that stays open; standard error raises no errors."""
     out = io.BufferedWriter(raw := _Stream(number, "w", closefd=False))
     raw.is_deaf = number == 2
     return io.TextIOWrapper(out, encoding, line_buffering=by_line)
 
 
-_real_stdout: list[TextIO] = []  # while --json points standard output at standard error
-JSON_HELP = "Print one JSON object to standard output, all else to standard error."
+_real_stdout: list[TextIO] = []  # set while --json redirects standard output
+JSON_HELP = "Print one JSON object to standard output and everything else to standard error."
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What a command function returns.
+    """The return value of a command.
 
     Args:
-        result: the object that --json prints; None prints nothing.
-        exit_code: see fullshard.launch.exit_codes.
+        result: Object that --json prints; None prints nothing.
+        exit_code: See fullshard.launch.exit_codes.
     """
 
     result: dict[str, Any] | None = None
@@ -77,10 +77,10 @@ class Outcome:
 
 
 def error_outcome(error: BaseException) -> Outcome:
-    """Show an error on standard error and turn it into the outcome of the command.
+    """Print an error to standard error and turn it into the outcome of the command.
 
-    A FullshardError and a command line that cannot be parsed are shown without a traceback, all
-    other errors with it.
+    A FullshardError and a command line that cannot be parsed are printed without a traceback, all
+    other errors with one.
     """
     error = of_place(error)
     if isinstance(error, KeyboardInterrupt | typer.Abort):
@@ -103,13 +103,13 @@ def error_outcome(error: BaseException) -> Outcome:
 def launch_outcome(
     launch: LocalLaunch, result: LaunchResult, *, after_stop: str = "", **facts: Any
 ) -> Outcome:
-    """Show the failure of ranks, if there is one, and return the command's outcome.
+    """Print the failure of a rank, if there is one, and return the command's outcome.
 
     Args:
-        launch: the launch that was run.
-        result: its result.
-        after_stop: printed if a signal ended the launch, such as how to resume.
-        **facts: printed by --json if nothing failed.
+        launch: The launch that was run.
+        result: Its result.
+        after_stop: Text to print if a signal ended the launch, such as how to resume.
+        **facts: Values that --json prints if nothing failed.
     """
     from fullshard.launch.spawn import print_failure
 
@@ -128,7 +128,7 @@ def launch_outcome(
 
 @contextlib.contextmanager
 def quiet_stdout(active: bool) -> Iterator[TextIO]:
-    """Point standard output at standard error inside the block; yields the real one."""
+    """Redirect standard output to standard error inside the block; yields the real one."""
     if not active:
         yield sys.stdout
         return
@@ -148,7 +148,7 @@ def quiet_stdout(active: bool) -> Iterator[TextIO]:
 
 
 def rank_failed(failure: RankFailure) -> None:
-    """Write the object of --json for the failure of rank 0, whose process then ends at once."""
+    """Write the JSON object for a failure of rank 0, whose process ends right afterwards."""
     for stdout in _real_stdout if failure.rank == 0 else ():
         told = _error(failure.type, failure.message, failure.exit_code)
         write_json(told.result or {}, stdout)
@@ -168,17 +168,17 @@ def _plain(value: object) -> object:
 
 
 def _usage_outcome(error: Any) -> Outcome:
-    """A command line that typer could not parse, in our grammar."""
+    """An error for a command line that typer could not parse, in the form of all other errors."""
     from fullshard.config.values import did_you_mean
 
     message = error.format_message().rstrip(".")
     option = getattr(error, "option_name", "")
     context = getattr(error, "ctx", None)
-    if type(error).__name__ == "NoArgsIsHelpError":  # typer has shown the help
-        return _error("ConfigError", "command: expected one, got none.", ExitCode.CONFIG)
+    if type(error).__name__ == "NoArgsIsHelpError":  # typer has printed the help
+        return _error("ConfigError", "expected a command, got none.", ExitCode.CONFIG)
     path = context.command_path if context is not None else "fullshard"
     commands = list(getattr(context.command, "commands", ())) if context is not None else []
-    if commands and option == "--json":  # of the command that is missing
+    if commands and option == "--json":  # without the command that it belongs to
         message = f"{path}: expected one of {', '.join(commands)}; got none."
     elif type(error).__name__ == "NoSuchOption" and context is not None:
         known = [name for param in context.command.params for name in param.opts] + ["--help"]
@@ -213,14 +213,14 @@ def print_table(
     numbers: Collection[str] = (),
     line_after: int = 0,
 ) -> None:
-    """Print a table, with lines around it on a terminal only.
+    """Print a table; it has borders on a terminal only.
 
     Args:
-        columns: their names.
-        rows: their cells, which may contain names from a stranger's file.
-        title: a line above the table.
-        numbers: columns that are aligned to the right.
-        line_after: rows above a separating line; 0: no such line.
+        columns: Names of the columns.
+        rows: Cells of each row, which may contain names from an untrusted file.
+        title: Line above the table.
+        numbers: Columns that are aligned to the right.
+        line_after: Number of rows above a separating line; 0: no line.
     """
     from rich import box
     from rich.console import Console
@@ -239,7 +239,7 @@ def print_table(
 
 
 def show(text: str = "") -> None:
-    """Print text that may contain names from a stranger's file."""
+    """Print text that may contain names from an untrusted file."""
     print(printable(text))
 
 
@@ -248,7 +248,7 @@ def _say(text: str) -> None:
 
 
 def check_out(out: Path | None, *, is_folder: bool = False) -> None:
-    """Raise an error before any work if `--out` cannot be written."""
+    """Raise an error before any work starts if `--out` cannot be written."""
     if out is None:
         return
     try:
@@ -258,6 +258,6 @@ def check_out(out: Path | None, *, is_folder: bool = False) -> None:
         file.open("r+b").close() if file.exists() else TemporaryFile(dir=file.parent).close()
     except OSError as error:
         raise ConfigError(
-            f"--out: expected a file in a folder that can be written, got '{out}' "
-            f"({error.strerror}). Make the folder, or name another file."
+            f"--out: expected a file in a writable folder, got '{out}' "
+            f"({error.strerror}). Create the folder, or choose another file."
         ) from None

@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 
-SHOWN = 5  # rows of a table without a prediction that the terminal lists
+SHOWN = 5  # maximum number of rows without a prediction that the terminal lists
 
 
 @contextmanager
 def _uncollected() -> Generator[None]:
-    """No garbage collection: imports and traces allocate much, and would start it often."""
+    """Disable garbage collection, which imports and traces would trigger often."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -57,7 +57,7 @@ def plan(  # noqa: PLR0913  (one parameter an option)
     topology: str | None = None,
     optimizer_bytes: Annotated[float | None, typer.Option(min=0, max=1e9)] = None,
 ) -> Outcome:
-    """Forecast the memory of every rank and the time of a step, and advise what to change.
+    """Forecast the memory per rank and the step time of a run, and suggest changes.
 
     CONFIG may also be a Hugging Face model folder or its config.json.
 
@@ -65,22 +65,25 @@ def plan(  # noqa: PLR0913  (one parameter an option)
         words: see `Words`.
         config: see `ConfigFlag`.
         config_file: see `ConfigFileFlag`.
-        gpus: GPUs of one machine: 8xH100-80GB, 4xA100-40GB, H200, 8.
-        nodes: Machines. Default: 1.
-        devices: A YAML file that describes further devices for --gpus.
-        table: Forecast the runs in a CSV file, of any framework.
-        calibration: A file of bench calibrate, for the time on this machine. Default: the one that
-            it writes by itself, if there is one.
-        out: A page with figures to write; with --table: the file for the predictions.
-        exact: With backend: jax: compile the step, and show XLA's figures.
-        topology: With --exact: compile for these TPUs (v5p:2x2x2) or GPUs (8xH100-80GB).
-        optimizer_bytes: Bytes of optimizer state per trainable parameter.
+        gpus: GPUs per machine, such as 8xH100-80GB, 4xA100-40GB, H200 or 8. Default: this machine.
+        nodes: Number of machines. Default: 1.
+        devices: YAML file that describes more devices for --gpus.
+        table: CSV file of runs, of any framework, whose memory and time are forecast.
+        calibration: File that `bench calibrate` wrote, for the step time on this machine. Default:
+            the file that it writes without --out, if it exists.
+        out: HTML page to write, with figures; with --table the CSV file to write. Default: no page,
+            or predictions.csv.
+        exact: For backend: jax. Compile the step and show XLA's own figures.
+        topology: With --exact, compile for these TPUs (v5p:2x2x2) or GPUs (8xH100-80GB). Default:
+            CPUs.
+        optimizer_bytes: Bytes of optimizer state per trainable parameter. Default: those of the
+            configured optimizer.
     """
     if table is not None:
         if words or config or config_file or gpus or nodes or devices or calibration:
             raise ConfigError(
                 "--table: expected no configuration and no devices, because every row of the table "
-                "has its own; got some. Leave them out."
+                "has its own; got some. Remove them."
             )
         return _predict_table(table, out or Path("predictions.csv"))
     hardware, own = _hardware(gpus, devices)
@@ -116,10 +119,10 @@ def plan(  # noqa: PLR0913  (one parameter an option)
 def _predict_table(table: Path, out: Path) -> Outcome:
     """Write the table's rows with predictions added.
 
-    A row that cannot be read does not end the table: its predictions are blank, with a note.
+    A row that cannot be read has blank predictions and a note.
 
     Raises:
-        ConfigError: the table is not a CSV file with a header, or `out` cannot be written.
+        ConfigError: The table is not a CSV file with a header, or `out` cannot be written.
     """
     from fullshard.outlook.published import COLUMNS, predict
 
@@ -136,14 +139,14 @@ def _predict_table(table: Path, out: Path) -> Outcome:
         for place, found in enumerate(predictions, start=1)
         if not found["pred_fits"]
     ]
-    print(f"{len(rows) - len(failed)} of {len(rows)} rows predicted, in {out}.")
+    print(f"{len(rows) - len(failed)} of {len(rows)} rows predicted, written to {out}.")
     for one in failed[:SHOWN]:
         print(f"  row {one['row']}: {one['note']}")
     return Outcome({"out": str(out), "rows": len(rows), "not_predicted": failed})
 
 
 def _read_table(table: Path) -> tuple[list[str], list[dict[str, str]]]:
-    """The columns and the rows of a CSV file; missing cells of short rows are blank."""
+    """Columns and rows of a CSV file; missing cells of short rows are blank."""
     advice = did_you_mean_path(table) or "Correct the file."
     with untrusted(f"--table: '{table}'", "a CSV file with a header", ConfigError, advice):
         text = io.StringIO(read_regular(table).decode("utf-8-sig"), newline="")
@@ -159,45 +162,45 @@ def _read_table(table: Path) -> tuple[list[str], list[dict[str, str]]]:
 
 
 def _say_planning(topology: Topology) -> None:
-    """Tell a waiting user what takes time."""
+    """Say on a terminal what takes time."""
     if sys.stderr.isatty():
         ranks = f"{topology.world_size} rank{'s' * (topology.world_size != 1)}"
-        print(f"Planning {ranks}: one step is traced on meta ...", file=sys.stderr, flush=True)
+        print(f"Planning {ranks}: tracing one step on meta ...", file=sys.stderr, flush=True)
 
 
 def _is_for_xla(
     config: RunConfig, for_torch: Mapping[str, object], *, exact: bool, topology: str | None
 ) -> bool:
-    """Whether the backend is jax; refuses options of the other backend."""
+    """Whether the backend is jax; options of the other backend raise an error."""
     from fullshard.config.values import Backend
 
     if topology is not None and not exact:
         raise ConfigError("--topology: expected --exact, got none. Add --exact.")
     if exact and config.backend is not Backend.JAX:
         raise ConfigError(
-            "--exact: expected backend: jax, whose compiler is asked; got torch, whose plan is "
-            "exact but for activations. Leave --exact out, or say backend=jax."
+            "--exact: expected backend: jax, whose compiler gives the figures; got torch, whose "
+            "plan is exact except for activations. Remove --exact, or set backend=jax."
         )
     for option, given in for_torch.items():
         if given is not None and config.backend is Backend.JAX:
-            raise ConfigError(f"{option}: expected backend: torch, whose plan knows it; got jax.")
+            raise ConfigError(f"{option}: expected backend: torch, got jax. Remove {option}.")
     return config.backend is Backend.JAX
 
 
 def _hardware(gpus: str | None, devices: Path | None) -> tuple[Gpus | None, dict[str, Device]]:
-    """A machine's GPUs, and the devices that the user has described."""
+    """GPUs per machine, and the devices that the user described."""
     from fullshard.outlook.devices import parse_gpus, read_devices
     from fullshard.outlook.memory import GIB
 
     if devices is not None and gpus is None:
-        raise ConfigError("--devices: expected --gpus, which names one of them; got none.")
+        raise ConfigError("--devices: expected --gpus, which names one of these devices; got none.")
     own = read_devices(devices) if devices is not None else {}
     sizes = {name: round(device.memory_gib * GIB) for name, device in own.items()}
     return parse_gpus(gpus, own=sizes) if gpus is not None else None, own
 
 
 def _topology(config: RunConfig, hardware: Gpus | None, nodes: int | None) -> Topology:
-    """The planned ranks: of --gpus and --nodes, else the configuration's."""
+    """The planned ranks, from --gpus and --nodes, or else from the configuration."""
     from fullshard.launch.machine import configured_topology
     from fullshard.planner.mesh import Topology
 

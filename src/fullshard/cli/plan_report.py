@@ -1,6 +1,6 @@
-"""The forecast of `fullshard plan`, as tables and as one object, for both engines.
+"""Print the forecast of `fullshard plan` as tables or as one object, for both engines.
 
-`fullshard plan` imports this module, and torch with it, after it has checked the configuration.
+`fullshard plan` imports this module, and with it torch, after it checked the configuration.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ def calibrated(
     """The machine with its measurements, if the plan is for this machine.
 
     Args:
-        machine: The machine of a rank.
-        hardware: The GPUs of --gpus.
-        world: The planned ranks.
-        given: The file of --calibration.
+        machine: Machine of a rank.
+        hardware: GPUs of --gpus.
+        world: Planned ranks.
+        given: File of --calibration.
 
     Raises:
-        ConfigError: A file is given for a plan of other machines.
+        ConfigError: A file was given for a plan of other machines.
     """
     if hardware is not None or world.num_hosts > 1:
         if given is not None:
             raise ConfigError(
-                "--calibration: expected ranks of this machine alone, which it was measured on; "
-                "got --gpus or several machines. Leave one of the two out."
+                "--calibration: expected a plan for this machine alone, on which it was measured; "
+                "got --gpus or several machines. Remove one of the two."
             )
         return machine
     path = given or cache_folder() / FILE_NAME
@@ -59,13 +59,13 @@ def calibrated(
         return machine
     found = read_calibration(path)
     if given is None and found.machine != describe_machine():
-        print(f"{path}: measured on another machine, and not used. Run fullshard bench calibrate.")
+        print(f"{path}: not used: another machine was measured. Run fullshard bench calibrate.")
         return machine
     if found.of(world.world_size) is None:
         known = ", ".join(map(str, found.hosts))
         print(
-            f"{path}: has measurements of {known} ranks, not of {world.world_size}, so no time is "
-            f"forecast. Run fullshard bench calibrate --ranks {world.world_size}."
+            f"{path}: no step time: {known} ranks were measured, not {world.world_size}. "
+            f"Run fullshard bench calibrate --ranks {world.world_size}."
         )
     return dataclasses.replace(machine, calibration=found)
 
@@ -75,7 +75,7 @@ def show(config: RunConfig, view: View, hardware: Gpus | None, out: Path | None)
     study, lack = view.study(), view.lack()
     print_plan(study, hardware, lack)
     if leaves_something(config):
-        print(f"auto is {choice_of(study.outlook)} here.")
+        print(f"auto selects {choice_of(study.outlook)}.")
     if out is not None:
         from fullshard.observe.report import write_plan_page
 
@@ -86,7 +86,7 @@ def show(config: RunConfig, view: View, hardware: Gpus | None, out: Path | None)
 
 
 def to_dict(study: Study) -> dict[str, Any]:
-    """What --json prints."""
+    """The object that --json prints."""
     outlook, made = study.outlook, study.outlook.plan
     return {
         "fits": outlook.fit,
@@ -131,24 +131,24 @@ def to_dict(study: Study) -> dict[str, Any]:
 
 
 def print_plan(study: Study, hardware: Gpus | None, lack: Lack | None) -> None:
-    """What people read."""
+    """Print the forecast as tables."""
     outlook = study.outlook
     print(outlook.plan.tree().partition("\nmemory of a rank")[0])
     _print_memory(outlook)
-    how = "traced on the model" if outlook.is_traced else "counted from shapes"
+    how = "traced on the model" if outlook.is_traced else "computed from the model's shapes"
     print(
-        f"Activations, logits and gradients on their way are {how}, libraries' workspaces are "
-        "estimated; everything else is exact."
+        f"Activations, logits and gradients in flight are {how}. Workspaces of libraries are "
+        "estimates. Everything else is exact."
     )
     print(spills_of(outlook.plan))
     _print_reserve(study)
     _print_phases(study)
     if outlook.step_time_s is not None and outlook.tokens_per_s is not None:
-        how = ", as this machine was calibrated" if outlook.is_calibrated else ""
+        how = ", from the calibration of this machine" if outlook.is_calibrated else ""
         speed = f"{outlook.tokens_per_s:,.0f} tokens per second"
         print(f"{outlook.step_time_s:.3g} s per step, {speed}{how}.")
     machine = study.outlook.machine
-    name = f"a rank's part of {machine.limit}" if hardware is None else hardware.name or "GPU"
+    name = f"a rank's share of {machine.limit}" if hardware is None else hardware.name or "GPU"
     if lack is not None:
         sentence = Fit.NO.sentence(lack.needed, lack.memory)
         print(f"{name} ({human_bytes(lack.memory)}): {sentence}")
@@ -156,7 +156,7 @@ def print_plan(study: Study, hardware: Gpus | None, lack: Lack | None) -> None:
         sentence = outlook.fit.sentence(outlook.peak_bytes["device"], machine.memory_bytes)
         print(f"{name} ({human_bytes(machine.memory_bytes)}): {sentence}")
     if hardware is not None and hardware.name and study.outlook.machine.device is None:
-        print(f"{hardware.name}: its speed is not known. Describe it in a file (--devices).")
+        print(f"{hardware.name}: unknown speed. Describe the device in a file (--devices).")
     for one in study.advice:
         print(f"  {one.sentence(outlook)}")
 
@@ -189,11 +189,11 @@ def _print_phases(study: Study) -> None:
     rows = [(one.name, *(human_bytes(getattr(one, place)) for place in places)) for one in phases]
     print_table(("phase", *places), rows, "peak of each phase", numbers=places)
     size = study.outlook.plan.checkpoint_bytes
-    kept, sentence = study.storage.keep, f"A checkpoint takes {human_bytes(size)} of disk"
+    kept, sentence = study.storage.keep, f"A checkpoint needs {human_bytes(size)} of disk"
     if kept is not None:
         sentence += (
-            f"; the {kept} that are kept {human_bytes(kept * size)}, and "
-            f"{human_bytes((kept + 1) * size)} while one more is written"
+            f"; {kept} of them need {human_bytes(kept * size)}, and "
+            f"{human_bytes((kept + 1) * size)} while another is written"
         )
     print(f"{sentence}.")
 
@@ -204,17 +204,17 @@ def _print_phases(study: Study) -> None:
 def plan_on_xla(
     config: RunConfig, world: Topology, machine: Machine, *, exact: bool, topology: str | None
 ) -> Outcome:
-    """Show the plan of the XLA engine; with `exact`, compile the step and show XLA's figures.
+    """Print the plan of the XLA engine; with `exact`, compile the step and print XLA's figures.
 
     Args:
-        config: the run's configuration.
-        world: the devices, if no topology is named.
-        machine: the machine whose memory the plan must fit.
-        exact: compile the step with XLA.
-        topology: the TPUs or GPUs to compile for; None: CPUs.
+        config: Configuration of the run.
+        world: Planned devices, if no topology is named.
+        machine: Machine whose memory the plan must fit.
+        exact: Compile the step with XLA.
+        topology: TPUs or GPUs to compile for; None: CPUs.
 
     Raises:
-        ConfigError: the decoder does not support this model, or the devices are not available.
+        ConfigError: The decoder does not support this model, or the devices are not available.
     """
     from fullshard.run.xla_outlook import compiled_step, look
 
@@ -232,7 +232,7 @@ def plan_on_xla(
         fit = judge_fit(needed, memory)
     _print_xla(outlook)
     if fit is not None and memory is not None:
-        whose = "by XLA's figure" if found is not None else "by the plan"
+        whose = "XLA's figure" if found is not None else "plan"
         print(f"{whose}: {fit.sentence(needed, memory)}")
     if found is not None:
         target = topology or f"{world_size} CPU device(s) of this process"
@@ -242,7 +242,7 @@ def plan_on_xla(
 
 
 def _xla_to_dict(outlook: XlaOutlook, exact: Compiled | None, fit: Fit | None) -> dict[str, Any]:
-    """What --json prints: the keys of a plan for torch, and `exact`."""
+    """The object that --json prints: the keys of a torch plan, and `exact`."""
     table = outlook.plan
     result: dict[str, Any] = {
         "fits": fit,
@@ -287,28 +287,28 @@ def _print_xla(outlook: XlaOutlook) -> None:
     for row in outlook.rows:
         print(f"  {row.name:28s} {human_bytes(row.num_bytes):>12s}")
     print(f"  {'together':28s} {human_bytes(outlook.peak_bytes):>12s}")
-    print("Activations and what follows are estimates; everything above them is exact.")
-    print("collectives of a step, whole tensors:")
+    print("Activations and the rows below them are estimates; the rows above them are exact.")
+    print("collectives per step, in bytes of whole tensors:")
     for kind, c in _moved(table.collectives(outlook.num_micro_batches)).items():
-        print(f"  {kind:28s} {c['count']:5d} x, {human_bytes(c['bytes'])} in all")
+        print(f"  {kind:28s} {c['count']:5d} x, {human_bytes(c['bytes'])} in total")
 
 
 def _print_exact(outlook: XlaOutlook, exact: Compiled, target: str) -> None:
     error = outlook.errors(exact)
     print(f"XLA's own figures, compiled for {target} in {exact.compile_s:.0f} s:")
     rows = [
-        ("state and batch", exact.arguments, f"{error['state_bytes']:,} bytes above the plan's"),
+        ("state and batch", exact.arguments, f"{error['state_bytes']:,} bytes more than planned"),
         ("temporary", exact.temporary, ""),
-        ("peak", exact.peak, f"the plan says {error['peak']:+.1%}"),
+        ("peak", exact.peak, f"the plan differs by {error['peak']:+.1%}"),
     ]
     for name, num_bytes, said in rows:
         print(f"  {name:28s} {human_bytes(num_bytes):>12s}  {said}".rstrip())
     if exact.collectives is None:
-        print("  its collectives are not known: this jaxlib cannot read what the plugin compiled")
+        print("  collectives: unknown, this jaxlib cannot read what the plugin compiled")
         return
     if error["collectives"]:
-        print("  its collectives are the plan's, in number and bytes")
+        print("  collectives: as planned, in number and bytes")
         return
-    print("  its collectives are not the plan's:")
+    print("  collectives: not as planned:")
     for kind, c in _moved(exact.collectives).items():
-        print(f"  {kind:28s} {c['count']:5d} x, {human_bytes(c['bytes'])} in all")
+        print(f"  {kind:28s} {c['count']:5d} x, {human_bytes(c['bytes'])} in total")

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 ResumeFlag = Annotated[
     str | None,
-    typer.Option(help="Resume from: auto, never, or a checkpoint's path.", show_default="auto"),
+    typer.Option(help="auto, never, or a checkpoint to resume from. Default: auto."),
 ]
 RestartsFlag = Annotated[
     int,
@@ -44,7 +44,7 @@ RestartsFlag = Annotated[
 
 @dataclass(frozen=True)
 class How:
-    """How a run is started: the flags that are not keys of its configuration."""
+    """Flags that say how to start a run; they are not keys of its configuration."""
 
     resume: str | None = None
     max_restarts: int = 0
@@ -71,7 +71,7 @@ def app_of(recipe: Command) -> typer.Typer:
         job = recipe.about.job(None)
         resolved = load(words, config, config_file, default=job)
         if config_file is None and split_config(words or (), config)[0] is None:
-            other = recipe.about.job(resolved)  # which may follow from the words
+            other = recipe.about.job(resolved)  # may depend on the words
             resolved = resolved if other == job else load(words, default=other)
         ended = _made_first(command, resolved, how)
         return run_recipe(command, resolved, how) if ended is None else ended
@@ -80,12 +80,12 @@ def app_of(recipe: Command) -> typer.Typer:
 
 
 def _made_first(command: Command, resolved: Resolved, how: How) -> Outcome | None:
-    """Train the model that a shipped job starts from, if the job needs it and it is missing.
+    """Train the model that a built-in job starts from, if it does not exist.
 
     Under a launcher, rank 0 trains it on local ranks while the others wait at the rendezvous.
 
     Returns:
-        None if the model exists now; else the outcome of the command.
+        None if the model exists now, otherwise the outcome of the command.
     """
     from fullshard.config.environment import read_launch_environment
 
@@ -98,7 +98,7 @@ def _made_first(command: Command, resolved: Resolved, how: How) -> Outcome | Non
     if folder is None or Path(folder) != made or made.is_dir() or (launch and launch.rank):
         return None
     _check_first(command, resolved, how, coming=made)
-    print(f"There is no {made} yet: it is trained first.", flush=True)
+    print(f"{made} does not exist yet; it is trained first.", flush=True)
     alone = How(max_restarts=how.max_restarts, dry_run=how.dry_run, is_local=True)
     done = run_recipe(Command.TRAIN, first, alone)
     return done if done.exit_code != 0 or how.dry_run else None
@@ -107,7 +107,7 @@ def _made_first(command: Command, resolved: Resolved, how: How) -> Outcome | Non
 def _check_first(
     command: Command, resolved: Resolved, how: How, coming: Path | None = None
 ) -> LaunchEnvironment | None:
-    """Check everything that needs no torch; returns the launcher that started this process."""
+    """Check everything that needs no torch; return the launcher that started this process."""
     from fullshard.config.environment import read_launch_environment
 
     launch = None if how.is_local else read_launch_environment()
@@ -122,7 +122,7 @@ def _check_first(
 
 
 def run_recipe(command: Command, resolved: Resolved, how: How) -> Outcome:
-    """Run a recipe on local ranks, or as a rank where a launcher has started us."""
+    """Run a recipe on local ranks, or as one rank if a launcher started this process."""
     launch = _check_first(command, resolved, how)
     from fullshard.launch.exit_codes import PREEMPTIONS, ended_by
 
@@ -156,12 +156,10 @@ def _lead_ranks(command: Command, resolved: Resolved, world_size: int, how: How)
         checked = _checked(command, resolved, world_size, how.resume)
         folder, moved = held.enter_context(start.made_folder(checked, command))
         if moved is not None:
-            print(f"the older run in {folder.path} is now in {moved}")
+            print(f"moved the older run in {folder.path} to {moved}")
         if checked.resume.in_place:
-            where = "" if checked.resume.path else " from step 0: it has no checkpoint"
-            print(
-                f"going on with the run in {folder.path}{where} (--resume never begins a new one)"
-            )
+            where = "" if checked.resume.path else " from step 0, because it has no checkpoint"
+            print(f"resuming the run in {folder.path}{where} (--resume never starts a new run)")
         stuck_s = resolved.config.launch.timeout
         local, result = start.start_ranks(folder, world_size, stuck_s, how.max_restarts, server)
     after_stop = "" if result.failure or not result.exit_code else _how_to_resume(folder)
@@ -170,22 +168,22 @@ def _lead_ranks(command: Command, resolved: Resolved, world_size: int, how: How)
 
 
 def _how_to_resume(folder: RunFolder) -> str:
-    """What a stopped run has saved, and how to resume it."""
+    """The last saved step of a stopped run, and how to resume it."""
     from fullshard.checkpoint.retain import checkpoints_in
 
     saved = [found for found in checkpoints_in(folder.checkpoints) if found.manifest is not None]
     if not saved:
-        return "No step was saved: the same command starts again."
+        return "No step was saved. The same command starts again from step 0."
     return (
         f"The last saved step is {saved[0].step}, in {saved[0].path}. "
-        "The same command resumes from it (not with --resume never)."
+        "The same command resumes from it, except with --resume never."
     )
 
 
 def _be_a_rank(
     command: Command, resolved: Resolved, launch: LaunchEnvironment, resume: str | None
 ) -> Outcome:
-    """Run as a rank of torchrun or srun: rank 0 prepares while the other ranks wait."""
+    """Run as a rank of torchrun or srun: rank 0 prepares the run while the other ranks wait."""
     from fullshard.launch.rank_entry import run_rank
     from fullshard.launch.rendezvous import first_prepares, init_process_group
     from fullshard.launch.run_lock import wait_until_free
@@ -198,7 +196,7 @@ def _be_a_rank(
     @contextmanager
     def prepared() -> Iterator[None]:
         asked = resume
-        if launch.attempt:  # a launcher restarts us: resume
+        if launch.attempt:  # restarted by the launcher: resume
             asked = "auto"
             wait_until_free(folder.path)
         with start.made_folder(_checked(command, resolved, launch.world_size, asked), command):
@@ -224,7 +222,7 @@ def _be_a_rank(
 def _checked(
     command: Command, resolved: Resolved, world_size: int, resume: str | None
 ) -> CheckedRun:
-    """Check a run; the plan of a run that does not fit is written to its folder."""
+    """Check a run. If it does not fit, its plan is written to its folder."""
     from fullshard.run import start
 
     try:
@@ -241,8 +239,8 @@ def _show_plan(checked: CheckedRun) -> Outcome:
     facts = checked.dataset.facts
     print(f"would train into {checked.output_dir}: {checked.resume.sentence(checked.output_dir)}")
     print(
-        f"data: {facts.origin}: {facts.num_train_tokens:,} tokens to train on, "
-        f"{facts.num_held_out_tokens:,} held out"
+        f"data: {facts.origin}: {facts.num_train_tokens:,} training tokens, "
+        f"{facts.num_held_out_tokens:,} held-out tokens"
     )
     for note in facts.notes:
         print(f"data: {note}")

@@ -1,4 +1,4 @@
-"""`fullshard report RUN_DIR...`: the page of a run, or of several side by side."""
+"""`fullshard report RUN_DIR...`: the page of a run, or a comparison of several runs."""
 
 from __future__ import annotations
 
@@ -16,31 +16,26 @@ app = typer.Typer()
 
 @app.command()
 def report(
-    run_dirs: Annotated[list[Path], typer.Argument(metavar="RUN_DIR...", help="Folders of runs.")],
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            dir_okay=False,
-            help="File to write.",
-            show_default="RUN_DIR/report.html; comparison.html for several runs",
-        ),
-    ] = None,
-    watch: Annotated[
-        bool, typer.Option("--watch", help="Serve the page on 127.0.0.1 while runs go on.")
-    ] = False,
-    port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Port of --watch; 0: a free one.")
-    ] = 0,
+    run_dirs: Annotated[list[Path], typer.Argument(metavar="RUN_DIR...")],
+    out: Annotated[Path | None, typer.Option(dir_okay=False)] = None,
+    watch: Annotated[bool, typer.Option("--watch")] = False,
+    port: Annotated[int, typer.Option(min=0, max=65535)] = 0,
 ) -> Outcome:
-    """Write the page of a run, finished or not, from the files in its folder; compare several.
+    """Write the page of a run from the files in its folder, or compare several runs.
 
-    With --watch nothing is written: the page is served and follows the runs until Ctrl-C.
+    The runs need not be finished.
+
+    Args:
+        run_dirs: Folders of runs.
+        out: File to write. Default: RUN_DIR/report.html; comparison.html for several runs.
+        watch: Serve the page on 127.0.0.1 until Ctrl-C, and write nothing.
+        port: Port of --watch; 0: any free port.
     """
     from fullshard.observe.report import page_of, write_report
 
     if watch:
         return _serve(run_dirs, port)
-    page_of(run_dirs)  # before anything is written
+    page_of(run_dirs)  # raises errors before anything is written
     for run_dir in run_dirs:
         _end_killed(run_dir)
     several = Path("comparison.html") if len(run_dirs) > 1 else None
@@ -50,7 +45,7 @@ def report(
 
 
 def _serve(run_dirs: list[Path], port: int) -> Outcome:
-    """Serves the page until Ctrl-C."""
+    """Serve the page until Ctrl-C."""
     from fullshard.observe.report import LOOPBACK, page_of, page_server
 
     def render() -> str:
@@ -58,17 +53,17 @@ def _serve(run_dirs: list[Path], port: int) -> Outcome:
             _end_killed(run_dir)
         return page_of(run_dirs, live=True)
 
-    render()  # a folder without a run is an error of the command
+    render()  # raises the error of a folder without a run before the server starts
     with page_server(render, port) as server:
         url = f"http://{LOOPBACK}:{server.server_port}/"
-        print(f"{url}  (Ctrl-C ends)", flush=True)
+        print(f"{url}  (stop with Ctrl-C)", flush=True)
         with contextlib.suppress(KeyboardInterrupt):
             server.serve_forever()
         return Outcome({"url": url})
 
 
 def _end_killed(run_dir: Path) -> None:
-    """Records the end of a run that was killed: its record says running, and no process has it."""
+    """Record the end of a killed run: `run.json` says running, but no process holds its lock."""
     from fullshard.launch.run_lock import RunLock, is_held
     from fullshard.run.folder import RunFolder
 

@@ -1,4 +1,4 @@
-"""`fullshard verify`: proves that a sharded model computes what one process computes."""
+"""`fullshard verify`: compares sharded training with training in one process."""
 
 from __future__ import annotations
 
@@ -30,19 +30,18 @@ def verify(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Inject a fault that verify has to find: skipped_reduction, wrong_divisor, "
-            "stale_slot, missed_gather, lost_tie or repeated_data.",
+            help="Inject a fault that verify must find: skipped_reduction, wrong_divisor, "
+            "stale_slot, missed_gather, lost_tie or repeated_data. Default: none.",
         ),
     ] = None,
     dry_run: DryRunFlag = False,
 ) -> Outcome:
-    """Prove that this sharding computes what one process computes.
+    """Check that sharded training computes the same numbers as training in one process.
 
-    The model is shrunk (same class, fewer layers, narrower), sharded as CONFIG says over local
-    ranks and trained for a few steps in float64; an independent process without fullshard does the
-    same unsharded. Exit code 0: equal. 8: not.
+    The model is shrunk (the same class with fewer and narrower layers), sharded over local ranks as
+    CONFIG says, and trained for a few steps in float64. A separate process without fullshard trains
+    the same model unsharded. The exit code is 0 if the results are equal, and 8 if they differ.
     """
-
     resolved = load(words, config, config_file)
     check_paths(resolved, data=False)
     from fullshard.verify import check
@@ -70,7 +69,7 @@ def verify(
 
 
 def _outcome(prepared: PreparedCheck, verdict: Verdict) -> Outcome:
-    """Show the table and the verdict; exit code 8 if anything differs, 1 if a fault was missed."""
+    """Print the table and the verdict; exit code 8 if anything differs, 1 if a fault was missed."""
     from fullshard.launch.exit_codes import ExitCode
 
     _print_rows(verdict)
@@ -95,8 +94,8 @@ def _sentence(prepared: PreparedCheck, verdict: Verdict) -> str:
     if verdict.diagnosis is not None:
         return f"NOT EQUAL  {what}. {verdict.diagnosis.says}"
     if job.fault is not None:
-        return f"NOT SEEN  {what} computes what one process computes in spite of {job.fault}."
-    return f"EQUAL  {what} computes what one process computes ({verdict.time_s:.0f} s)."
+        return f"NOT FOUND  {what} matches one process in spite of the fault {job.fault}."
+    return f"EQUAL  {what} matches one process ({verdict.time_s:.0f} s)."
 
 
 def _print_prepared(prepared: PreparedCheck) -> None:

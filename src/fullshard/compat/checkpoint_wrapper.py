@@ -53,14 +53,14 @@ def checkpoint_wrapper(
     if offload_to_cpu:
         raise NotOfferedError(
             "checkpoint_wrapper: expected offload_to_cpu=False; got True. Use "
-            "offload_wrapper(layer), which keeps what backward needs on the host."
+            "offload_wrapper(layer), which keeps the activations on the host."
         )
     if RECOMPUTES in vars(module):
         return module
     if checkpoint_impl is CheckpointImpl.REENTRANT:
         logger.warning(
             "checkpoint_wrapper: REENTRANT was changed to NO_REENTRANT; reentrant checkpointing "
-            "hides from a sharded model which gradients will come."
+            "hides which gradients a sharded model will get."
         )
     run = checkpoint_fn or functools.partial(checkpoint, use_reentrant=False)
     make_recompute(module, functools.partial(run, **checkpoint_fn_kwargs))
@@ -85,7 +85,7 @@ def apply_activation_checkpointing(
 
     def wrap(
         module: nn.Module, **_: Any
-    ) -> nn.Module:  # given what FSDP's policy leaves on modules
+    ) -> nn.Module:  # called with the marks that FSDP's policy sets on modules
         return checkpoint_wrapper_fn(module)
 
     applied(model, wrap, check_fn, auto_wrap_policy)

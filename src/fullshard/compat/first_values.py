@@ -69,7 +69,7 @@ def materialize(
         if reset is None:
             raise MisuseValueError(
                 f"{type(module).__name__} on meta: expected reset_parameters() or param_init_fn; "
-                "there is neither. Pass param_init_fn."
+                "got neither. Pass param_init_fn."
             )
         with torch.no_grad():
             reset()

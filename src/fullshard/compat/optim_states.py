@@ -1,4 +1,4 @@
-"""Optimizer states by parameter name: whole, as rows, or as this rank holds them; and back."""
+"""Optimizer states by parameter name: whole, as rows, or as this rank's part; and back."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def optim_state_dict(
         wanted: Options.
     """
     if isinstance(optim, OwnedOptimizer):
-        optim.state_dict()  # says where its states are saved
+        optim.state_dict()  # names the functions that save its states
     engines = _engines(model)
     engine: Any = next(iter(engines), None)
     names = first_names(model)
@@ -211,7 +211,7 @@ def _engines(model: nn.Module) -> list[Engine]:
     return [engine_for(module) for module, _ in marked(model)]
 
 
-# ---- optimizers whose own state dicts hold rows
+# ---- optimizers whose own state dicts contain rows
 
 
 def show_rows(module: nn.Module, when: Callable[[], bool] = lambda: True) -> None:

@@ -209,11 +209,11 @@ class FollowingRows(DTensor):
         return _LOCAL.__get__(self)
 
     def detach(self) -> DTensor:
-        """Itself, which is no part of a graph: modules detach what they save."""
+        """Itself, which is not part of a graph: modules detach the tensors that they save."""
         return self
 
     def requires_grad_(self, *args: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """A copy that follows nothing: `load_state_dict(assign=True)` makes a parameter of it."""
+        """An independent copy: `load_state_dict(assign=True)` makes a parameter of it."""
         copy: Any = self.plain().clone()
         copy.__class__ = FollowingRows
         return DTensor.requires_grad_(copy, *args)

@@ -17,7 +17,7 @@ Shards are made before an engine exists, and again when the model changes betwee
     cut_early         shards parameters without a plan or a collective
     reclaim           shards parameters that users created from shards
     put_back_shards   copies shards that the user moved back into the flat buffers
-    replace_engines   one new engine takes over values, gradients and optimizer states
+    replace_engines   one new engine receives values, gradients and optimizer states
 
 `fs.shard` raises an error if parameters changed between steps. The interfaces of this package allow
 such changes (a dtype, another Parameter object, `requires_grad`) through `Engine.on_change`.
@@ -138,8 +138,8 @@ def mesh_sizes(argument: str, sizes: list[int]) -> dict[str, int]:
     if replicate * shard != world:
         raise NotOfferedError(
             f"{argument}: expected one that covers all {world} ranks (or one rank alone); got "
-            f"{replicate} x {shard}. A part of the ranks, as beside tensor or pipeline "
-            "parallelism, is not yet supported: pass None."
+            f"{replicate} x {shard}. A subset of the ranks, as with tensor or pipeline "
+            "parallelism, is not yet supported; pass None."
         )
     return {"replicate": replicate, "shard": shard}
 
@@ -153,7 +153,7 @@ def own_rank() -> int:
 
 
 def mark(module: nn.Module, wrapped: Wrapped) -> None:
-    """Makes a module a unit: records it, cuts its parameters, hooks its forward."""
+    """Make a module a unit: record it, cut its parameters, hook its forward."""
     setattr(module, MARK, wrapped)
     for inner, record in marked(module):
         if inner is not module and record.around() is None:
@@ -299,7 +299,7 @@ def _order_of(units: Mapping[str, Wrapped]) -> tuple[int, ...]:
     if len(orders) > 1:
         raise NotOfferedError(
             "mesh: expected one order of ranks in the meshes of all units of a model; got "
-            f"{sorted(orders)}. Give all units the same mesh."
+            f"{sorted(orders)}. Use the same mesh for all units."
         )
     return orders.pop() if orders else ()
 
@@ -318,8 +318,8 @@ def _with_changes(root: nn.Module) -> Engine | None:
         if waiting and is_new:
             raise EngineError(
                 "a change of requires_grad, a dtype or a parameter: expected no gradients that "
-                "wait under no_sync, since parameters are cut anew; got that of "
-                f"{waiting[0].record.describe()}. Make it after the backward that sums them, or "
+                "no_sync deferred, because parameters are sharded again; got that of "
+                f"{waiting[0].record.describe()}. Change it after the backward that sums them, or "
                 "after zero_grad()."
             )
         if waiting:

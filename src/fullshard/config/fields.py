@@ -76,7 +76,7 @@ class Number:
         at_least: smallest allowed value, or None.
         above: values must exceed this, or None.
         below: values must stay under this, or None.
-        zero: the word that 0 stands for here, such as `auto`.
+        zero: the word that 0 means, such as `auto`.
     """
 
     at_least: float | None = None
@@ -179,7 +179,7 @@ def to_text(value: object) -> object:
     """Returns text; the error for a number shows how to quote it."""
     if not isinstance(value, str):
         is_scalar = isinstance(value, bool | int | float)
-        raise Rejected("text", "Write it in quotes if it is meant as text" if is_scalar else "")
+        raise Rejected("text", "Write it in quotes if it is text" if is_scalar else "")
     if not value.strip():
         raise Rejected("text that is not empty")
     if "\0" in value:
@@ -310,7 +310,7 @@ class Section(BaseModel):
 def _disagreement(alias: str, value: object, name: str, other: object) -> Problem:
     return Problem(
         alias,
-        f"the same value as {name}, which is its other name and says {show(other)}",
+        f"the value of its alias {name}, which is {show(other)}",
         show(value),
         "Give one of the two",
     )

@@ -206,7 +206,7 @@ def interpolated(
 
 
 def read_job(name: str = "main_job.yaml", package: str | None = None) -> File:
-    """Reads a configuration that ships with fullshard: the main job, or a recipe's."""
+    """Read a configuration that ships with fullshard: a built-in job."""
     resource = files(package or "fullshard.config.defaults").joinpath(name)
     return dataclasses.replace(parse_text(resource.read_text("utf-8"), name), is_ours=True)
 
@@ -407,7 +407,7 @@ def _misread(node: yaml.Node, prefix: str, file: str) -> Iterator[Problem]:
     for key, value in node.value:
         name = join_key(prefix, str(key.value))
         if name in first:
-            got = f"it in line {first[name]} and again in line {_line(key)}"
+            got = f"it in lines {first[name]} and {_line(key)}"
             place = f"{file}:{_line(key)}"
             yield Problem(name, "a key once", got, "Remove one of the two", place)
         first.setdefault(name, _line(key))

@@ -71,7 +71,7 @@ def resolve(name: str, present: Iterable[str] = ()) -> str:
         if len(candidates) > 1:
             listed = " and ".join(candidates)
             got = f"'{name}', which is the end of {listed}"
-            raise _refused(name, "a key that is unambiguous", got, "Write the whole key")
+            raise _refused(name, "an unambiguous key", got, "Write the full key")
         if candidates:
             return candidates[0]
     near = did_you_mean(key, _every_name())

@@ -131,7 +131,7 @@ class Resolved:
         index: finds the place of any written key.
         notes: the result of every key of another tool.
         dialects: the dialects of the files, in order; "fullshard" is ours.
-        job: the configuration of ours that was read if no file was given.
+        job: our configuration that was read if no file was given.
     """
 
     config: RunConfig
@@ -168,7 +168,7 @@ class Resolved:
         )
 
     def is_chosen(self, key: str) -> bool:
-        """Whether the user set a value, not a default or a configuration of ours."""
+        """Whether the user set a value, rather than a default or our configuration."""
         origin = self.origins.get(key)
         return origin is not None and bool(origin.place) and origin.file != self.job
 
@@ -213,7 +213,7 @@ def load_config(
 
     Args:
         path: a YAML or JSON file, or several, whose later ones replace keys of earlier ones; some
-            may be read already. None: the main job that ships with fullshard.
+            may already be read. None: the built-in job of `train`.
         overrides: `a.b.key=value`, or `key=value` where only one key has that name.
         needs_model: False accepts a configuration without a model, to explain it.
 
@@ -420,7 +420,7 @@ def _set_implied(values: dict[str, Any]) -> Iterator[Problem]:
             continue  # the schema rejects a section that is not a mapping
         try:
             if other is not None and not _agrees(move, said, other):
-                expected = f"what {move.target} says, {show(other)}"
+                expected = f"the value of {move.target}, {show(other)}"
                 yield Problem(move.source, expected, show(said), "Give one of the two")
             elif other is None and (implied := move.implied(said)) is not None:
                 put(values, move.target, implied)

@@ -28,7 +28,7 @@ def names() -> Mapping[str, Rule]:
 
 @dataclass(frozen=True)
 class Move:
-    """A key that sets another key of ours.
+    """A key that sets one of our keys.
 
     Args:
         source: dotted key as written.

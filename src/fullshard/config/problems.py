@@ -18,7 +18,7 @@ class Problem:
 
     Args:
         key: dotted key, `sharding.strategy`; empty for the input as a whole.
-        expected: what is valid, in words: `an integer >= 0`. Empty if `got` is enough.
+        expected: description of valid values: `an integer >= 0`. Empty if `got` is enough.
         got: the given value, in words: `'ful'`, `a list`.
         advice: what to do, in one or two sentences; may be empty.
         place: `train.yaml:12` or `command line`; set by the loader.

@@ -27,7 +27,7 @@ def open_regular(path: str | PathLike[str], flags: int = os.O_RDONLY) -> int:
     try:
         descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
     except ValueError as error:  # NUL, or characters that no file system supports
-        raise OSError(errno.EINVAL, f"a name that no file can have ({error})", str(path)) from error
+        raise OSError(errno.EINVAL, f"an invalid file name ({error})", str(path)) from error
     mode = os.fstat(descriptor).st_mode
     if stat.S_ISREG(mode):
         return descriptor
@@ -68,7 +68,7 @@ def did_you_mean_path(path: Path) -> str:
     try:
         wanted = path.relative_to(existing).parts[0]
         if (existing / wanted).is_symlink() and not (existing / wanted).exists():
-            return f"'{existing / wanted}' is a link that leads to nothing."
+            return f"'{existing / wanted}' is a broken link."
         near = None if path.exists() else nearest(wanted, [p.name for p in existing.iterdir()])
     except (OSError, ValueError, IndexError):  # an impossible name, or a folder without access
         return ""

@@ -39,11 +39,11 @@ class ModelConfig(Section):
     """Folder with config.json, and optionally weights and a tokenizer."""
 
     config: dict[str, Any] | None = None
-    """Contents of config.json: model_type, and values that differ from that type's defaults."""
+    """Contents of config.json: model_type, and the values that differ from its defaults."""
 
     trust_remote_code: Flag = False
-    """Run Python code from the model's or tokenizer's folder (auto_map). It can do whatever you can
-    do: read it first."""
+    """Run Python code from the model's or tokenizer's folder (auto_map). The code has your
+    permissions; read it first."""
 
     @model_validator(mode="after")
     def _one_of_the_two(self) -> Self:
@@ -69,7 +69,7 @@ class SourceConfig(Section):
     """File, folder or pattern, as for data.path."""
 
     weight: Positive = 1.0
-    """Relative share of an epoch's sequences."""
+    """Share of an epoch's sequences, relative to the other weights."""
 
     text_column: Text | None = None
     """Column or key of the text. None: data.text_column."""
@@ -89,8 +89,8 @@ class DataConfig(Section):
     files of tokens. None: text that ships with every Python."""
 
     mixture: tuple[SourceConfig, ...] = ()
-    """Instead of path: a list of {path, weight}; an epoch's sequences are shared by weight. An
-    empty list is an error, unless path is written too, as in a run's config.yaml."""
+    """Instead of path: a list of {path, weight}; the sequences of an epoch are divided by weight.
+    An empty list is an error unless path is set, as in a run's config.yaml."""
 
     dtype: TokenDType | None = None
     """Dtype of .bin files of tokens without a header. None: uint16, as in nanoGPT."""
@@ -102,7 +102,7 @@ class DataConfig(Section):
     """Folder of a tokenizer. None: the model's own, or one trained on the data."""
 
     vocab_size: Annotated[int, Number(at_least=1, below=10**7)] | None = None
-    """Most entries of a tokenizer that is trained on the data. None: the model's vocabulary."""
+    """Maximum vocabulary of a tokenizer that is trained on the data. None: the model's."""
 
     validation_fraction: Share = 0.05
     """Share of each source that is held out for evaluation."""
@@ -112,13 +112,13 @@ class DataConfig(Section):
     sft.packing does so)."""
 
     streaming: Flag = False
-    """true: tokenize text while training, a few parts ahead, instead of before it."""
+    """true: tokenize text during training, a few parts ahead, instead of before it."""
 
     shuffle_buffer: Count = 4096
-    """Sequences that are shuffled together with data.streaming; above 4,096, one pass at most."""
+    """Number of sequences shuffled together with data.streaming; above 4,096, at most one pass."""
 
     bigram_baseline: Flag | None = None
-    """true: fit a bigram model to compare the loss with (about 50 bytes of memory per token). None:
+    """true: fit a bigram model as a baseline for the loss (about 50 bytes per token). None:
     only for the embedded text."""
 
     @property
@@ -154,13 +154,13 @@ class SftConfig(Section):
     """false: train on all turns of conversations. None: true (TRL: false)."""
 
     chat_template_path: Text | None = None
-    """A Jinja file, or a folder with a tokenizer. None: the tokenizer's own, else a plain one."""
+    """Chat template: a Jinja file or a tokenizer's folder. None: the tokenizer's or a plain one."""
 
     num_samples: Depth = 2
     """Number of held-out prompts whose answers are shown at every evaluation."""
 
     sample_tokens: Count = 48
-    """Most tokens of an answer to a held-out prompt."""
+    """Maximum number of tokens of an answer to a held-out prompt."""
 
 
 class LoraConfig(Section):
@@ -177,10 +177,10 @@ class LoraConfig(Section):
     """Rank of an adapter."""
 
     lora_alpha: Positive = 32.0
-    """An adapter is scaled by lora_alpha / r."""
+    """Adapters are scaled by lora_alpha / r."""
 
     lora_dropout: Share = 0.0
-    """Share of an adapter's inputs that is dropped."""
+    """Dropout of an adapter's inputs."""
 
     target_modules: Names = ()
     """Ends of the names of the layers that get an adapter. Empty: all linear layers but the
@@ -199,36 +199,36 @@ class DistillConfig(Section):
     """Divides the logits of student and teacher; the loss is multiplied by its square."""
 
     alpha: Annotated[float, Number(at_least=0, below=1.0000001)] = 0.5
-    """Weight of the teacher's loss; the rest is cross-entropy (alias kd_ratio)."""
+    """Weight of the teacher's loss; cross-entropy has the remaining weight (alias kd_ratio)."""
 
     beta: Annotated[float, Number(above=0, below=1)] = 0.5
     """Weight of the teacher in the mixture of jsd."""
 
     chunk_size: Count | None = None
-    """Tokens whose logits are in memory at a time. None: training.loss_chunk_size."""
+    """Number of tokens whose logits are in memory at a time. None: training.loss_chunk_size."""
 
     teacher_dtype: DType | None = None
-    """Dtype of the teacher's weights. None: bfloat16 on accelerators, else float32."""
+    """Dtype of the teacher's weights. None: bfloat16 on accelerators, otherwise float32."""
 
     teacher_strategy: Strategy | None = None
     """Sharding strategy of the teacher. None: the student's."""
 
     teacher_offload: HomeKind | None = None
-    """Where the teacher's weights are kept between forwards: cpu | nvme (files in the run's
-    folder). None: on the device."""
+    """Memory of the teacher's weights between forwards: cpu | nvme (files in the run's folder).
+    None: the device."""
 
     cache: Text | None = None
-    """Folder of the teacher's top_k logits, written by `distill cache`: no teacher runs."""
+    """Folder of the teacher's top_k logits, written by `distill cache`; replaces the teacher."""
 
     top_k: Count = 64
-    """Logits per token that `distill cache` keeps."""
+    """Number of logits per token that `distill cache` stores."""
 
     experts: Count | None = None
-    """Experts per layer that the student takes from the teacher: the most used ones."""
+    """Number of experts per layer that the student takes from the teacher, the most used ones."""
 
     layers: Count | None = None
-    """Layers that the student takes from the teacher: evenly spaced, with the first and the
-    last."""
+    """Number of layers that the student takes from the teacher, evenly spaced, with the first and
+    the last."""
 
     @property
     def tokens_at_once(self) -> int:
@@ -248,16 +248,16 @@ class LaunchConfig(Section):
     }
 
     num_processes: Count | None = None
-    """Ranks on all machines together. None: one per visible accelerator, else 2."""
+    """Number of ranks on all machines together. None: one per visible accelerator, or 2."""
 
     nproc_per_node: Count | None = None
-    """Ranks on each machine, as torchrun counts them."""
+    """Number of ranks per machine, as for torchrun."""
 
     num_machines: Count = 1
     """Number of machines."""
 
     machine_rank: Depth = 0
-    """This machine's number, from 0."""
+    """Number of this machine, counted from 0."""
 
     main_process_ip: Text | None = None
     """Host of rank 0, if there are several machines."""
@@ -325,13 +325,13 @@ class RunConfig(Section):
     ALIASES: ClassVar[Mapping[str, str]] = {"student": "model"}  # of the teacher
 
     backend: Backend = Backend.TORCH
-    """torch | jax: the engine that runs the plan."""
+    """Engine that runs the plan: torch | jax."""
 
     model: Model
-    """A Hugging Face folder, or {config: {model_type: ...}} for one of random weights."""
+    """A Hugging Face folder, or {config: {model_type: ...}} for random weights."""
 
     data: Annotated[DataConfig, BeforeValidator(_read_data)] = DataConfig()
-    """A path, or {path: ...}. Left out: text that ships with every Python."""
+    """A path, or {path: ...}. Default: text that ships with every Python."""
 
     sharding: Annotated[ShardConfig, SECTION] = ShardConfig()
     """How the model is sharded. `strategy` is also accepted at the top level."""
@@ -346,7 +346,7 @@ class RunConfig(Section):
     """Parameter names (globs) that are not trained."""
 
     teacher: Model | None = None
-    """Distillation: the model that the student learns from."""
+    """Distillation: the model from which the student learns."""
 
     lora: LoraConfig | None = None
     """Adapters, which are trained instead of the model's parameters."""

@@ -60,14 +60,14 @@ class Offload(Section):
     """Master parameters. cpu: copied to the device before every gather. nvme: read unit by unit."""
 
     gradients: HomeKind | None = None
-    """Reduced gradients, copied to the host or to nvme after every reduction."""
+    """Reduced gradients. They are copied to the host or to nvme after every reduction."""
 
     optimizer: HomeKind | None = None
     """Optimizer state; the optimizer then runs on the host. With nvme, states made by
-    `torch.zeros_like(parameter)`, such as AdamW's, are on nvme, others on the host."""
+    `torch.zeros_like(parameter)`, such as AdamW's, are on nvme, and others on the host."""
 
     folder: Text | None = None
-    """Folder of the unnamed files of nvme. None: the system's temporary folder."""
+    """Folder for the unnamed files of nvme. None: the system's temporary folder."""
 
     @model_validator(mode="after")
     def _has_use_of_its_folder(self) -> Self:
@@ -191,29 +191,29 @@ class ShardConfig(Section):
         PlainSerializer(dict),
         WithJsonSchema({"type": "object", "additionalProperties": {"enum": list(Strategy)}}),
     ] = ()
-    """Other strategies for some units, by module name (globs); the last match counts. All units
-    have the same mesh: sharded ones differ in when slots are released, no_shard replicates over all
+    """Strategies of single units, by module name (globs); the last match counts. All units have the
+    same mesh. Sharded units differ in when slots are released; no_shard replicates over all
     ranks."""
 
     replicate: Count | None = None
-    """Ranks that keep copies of the same shard. None: hybrid strategies replicate over hosts, all
-    others keep one copy."""
+    """Number of copies of each shard. None: hybrid strategies replicate over hosts, all others keep
+    one copy."""
 
     shard: Count | None = None
-    """Ranks that share one copy. None: hybrid strategies shard inside a host, all others over
-    all ranks. replicate x shard x context x expert x tensor is the world size."""
+    """Number of ranks that share one copy. None: hybrid strategies shard inside a host, all others
+    over all ranks. replicate x shard x context x expert x tensor is the world size."""
 
     context: Count = 1
-    """Ranks that share a sample and divide its sequence; attention exchanges heads for tokens
-    (Ulysses). Parameters are sharded over them too."""
+    """Number of ranks that divide the sequences of shared samples; attention exchanges heads for
+    tokens (Ulysses). Parameters are sharded over these ranks too."""
 
     tensor: Count = 1
-    """Neighbouring ranks that share a batch and divide the layers' matrices by the model's own
-    tensor-parallel plan (transformers)."""
+    """Number of neighbouring ranks that share a batch and divide the layers' matrices by the
+    model's own tensor-parallel plan (transformers)."""
 
     expert: Count = 1
-    """Ranks of a tensor axis each, with batches of their own, that divide the experts of a mixture
-    by the model's own plan and exchange tokens. Other parameters are sharded over them too."""
+    """Number of tensor axes, each with its own batches, that divide the experts of a mixture by the
+    model's own plan and exchange tokens. Other parameters are sharded over these ranks too."""
 
     wrap: Annotated[
         Wrap,
@@ -225,16 +225,16 @@ class ShardConfig(Section):
     transformer | size | none (one unit) | class names | a callable of Python."""
 
     wrap_min_params: Count = 100_000_000
-    """Parameters of the smallest unit; only for wrap: size."""
+    """Number of parameters of the smallest unit, for wrap: size."""
 
     ignore: Names = ()
     """Module or parameter names (globs) that are neither sharded nor reduced."""
 
     fp32_modules: Names = ()
-    """Module names (globs) that compute in float32 whatever param_dtype is."""
+    """Module names (globs) that compute in float32, whatever param_dtype is."""
 
     master_dtype: DType | None = None
-    """Dtype at rest and of the optimizer's step. None: float64 stays float64, all else float32."""
+    """Dtype of shards and optimizer steps. None: float64 stays float64, all others float32."""
 
     param_dtype: DType | None = None
     """Dtype in which units are gathered and compute. None: the master's."""
@@ -258,10 +258,10 @@ class ShardConfig(Section):
     ranks, otherwise native."""
 
     forward_prefetch: PrefetchDepth = 1
-    """Units gathered ahead in forward; each takes the memory of one gathered unit."""
+    """Number of units gathered ahead in forward; each needs the memory of one gathered unit."""
 
     backward_prefetch: PrefetchDepth = 1
-    """Units gathered ahead in backward; also takes FSDP1's words (BACKWARD_PRE: 1)."""
+    """Number of units gathered ahead in backward, or one of FSDP1's words (BACKWARD_PRE: 1)."""
 
     offload: Annotated[Offload | None, BeforeValidator(_read_offload)] = None
     """None | cpu | nvme | a table {parameters, gradients, optimizer, folder} of these."""
@@ -280,14 +280,14 @@ class ShardConfig(Section):
     in memory) | last_micro_batch_outer (only the replicate axis waits)."""
 
     transport: TransportKind = TransportKind.AUTO
-    """auto | c10d | direct | shared | fake: what moves the bytes."""
+    """Transport between ranks: auto | c10d | direct | shared | fake."""
 
     symmetric_memory: Flag = False
     """Allocate slots in NCCL's symmetric memory, which its copy engines and fast kernels need."""
 
     poison: Flag = False
-    """Fill every slot with NaN when it is released, so that a missed gather shows. For tests and
-    `verify`; costs one write of every gathered parameter."""
+    """Fill every slot with NaN when it is released, so that a missed gather is visible. For tests
+    and `verify`; costs one write of every gathered parameter."""
 
     def without(self, other: Literal["context", "expert"]) -> ShardConfig:
         """Returns the same mesh for parameters that an axis does not cut.

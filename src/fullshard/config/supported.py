@@ -129,7 +129,7 @@ def _of_machine(config: RunConfig, launch: LaunchEnvironment | None) -> Iterator
         advice = "Create it on every machine, on a disk with enough space"
         yield Problem("sharding.offload.folder", "a folder to write to", show(folder), advice)
     if config.sharding.transport is TransportKind.FAKE:
-        advice = "It moves no data between ranks: it is for plans and tests"
+        advice = "It moves no data between ranks; it is for plans and tests"
         yield Problem("sharding.transport", "a real transport", "'fake'", advice)
     if config.launch.num_machines > 1 and launch is None:
         got = f"{config.launch.num_machines} without a launcher is not yet supported"

@@ -91,7 +91,7 @@ class TrainingConfig(Section):
     """Folder of the run. None: runs/<command>."""
 
     report_to: Annotated[tuple[Tracker, ...], BeforeValidator(_read_trackers)] = ()
-    """none | all | tensorboard, wandb, mlflow, trackio: trackers that also show the metrics. A
+    """Trackers that receive the metrics: none | all | tensorboard, wandb, mlflow, trackio. A
     missing one is reported once; metrics.jsonl and metrics.csv are always written."""
 
     run_name: Text | None = None
@@ -104,21 +104,21 @@ class TrainingConfig(Section):
     """Folder of TensorBoard's files. None: tensorboard/ in output_dir."""
 
     max_steps: Annotated[int, Number(at_least=-1)] = -1
-    """Updates of the run; above 0 it replaces num_train_epochs."""
+    """Number of updates. Above 0, it overrides num_train_epochs."""
 
     num_train_epochs: Positive = 3.0
-    """Passes over the training text, if max_steps is not set."""
+    """Number of passes over the training data, if max_steps is not set."""
 
     per_device_train_batch_size: CountOrAuto = DEFAULT_SAMPLES
     """Sequences per rank and micro-batch. auto: the planner divides a rank's part of
-    train_batch_size, else 8 x gradient_accumulation_steps, into the micro-batches that fit best."""
+    train_batch_size, or 8 x gradient_accumulation_steps, into the micro-batches that fit best."""
 
     per_device_eval_batch_size: Count = 8
     """Sequences per rank and evaluation batch."""
 
     gradient_accumulation_steps: Count = 1
-    """Micro-batches per update. An update has this x ranks x per_device_train_batch_size
-    sequences."""
+    """Micro-batches per update. An update has gradient_accumulation_steps x ranks x
+    per_device_train_batch_size sequences."""
 
     train_batch_size: Count | None = None
     """Sequences per update over all ranks (DeepSpeed's name), from which
@@ -128,8 +128,8 @@ class TrainingConfig(Section):
     """Tokens per sequence (alias max_length; TRL has the same default)."""
 
     loss_chunk_size: Depth = 512
-    """Tokens whose logits are in memory at a time, for a model with a plain linear head. 0: the
-    logits of all tokens at once."""
+    """Number of tokens whose logits are in memory at a time, for a model with a plain linear head.
+    0: all tokens."""
 
     learning_rate: Rate = 5e-5
     """Peak learning rate."""
@@ -148,11 +148,11 @@ class TrainingConfig(Section):
     """Added to the square root of the second moment."""
 
     max_skipped_steps: Depth = 0
-    """Updates with a non-finite gradient that are skipped; one more ends the run."""
+    """Number of updates with a non-finite gradient that are skipped; another one ends the run."""
 
     ema_decay: Share | None = None
     """Keep a sharded moving average of the weights, updated as ema_decay x average + (1 -
-    ema_decay) x weights. It is evaluated at the end and written to model_ema/. It takes as much
+    ema_decay) x weights. It is evaluated at the end and written to model_ema/. It needs as much
     memory as the parameter shards. None: no average."""
 
     max_grad_norm: Rate = 1.0
@@ -162,8 +162,7 @@ class TrainingConfig(Section):
     """linear | cosine | constant | constant_with_warmup."""
 
     warmup_steps: Warmup = 0
-    """Steps from zero to the peak; below 1 a share of all steps. If above 0, it replaces
-    warmup_ratio."""
+    """Warm-up steps; below 1 a share of all steps. Above 0, it overrides warmup_ratio."""
 
     warmup_ratio: Share = 0.0
     """The warm-up as a share of all steps."""
@@ -173,14 +172,14 @@ class TrainingConfig(Section):
     step."""
 
     eval_strategy: IntervalStrategy | None = None
-    """no | steps | epoch (alias evaluation_strategy). None: steps if eval_steps is given, else
+    """no | steps | epoch (alias evaluation_strategy). None: steps if eval_steps is set, otherwise
     no."""
 
     eval_steps: Steps | None = None
     """Steps between two evaluations; below 1 a share of all steps. None: logging_steps."""
 
     early_stopping_patience: Count | None = None
-    """Evaluations in a row without a better held-out loss after which the run ends. None: never."""
+    """Evaluations in a row without a better held-out loss that end the run. None: never."""
 
     early_stopping_threshold: Rate = 0.0
     """Nats by which a held-out loss must be below the best one to count as better."""

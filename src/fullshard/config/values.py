@@ -56,9 +56,9 @@ class Strategy(Choice):
     SHARD_GRAD_OP = "shard_grad_op", "grad_op zero2 zero_2 2"
     # DDP: every rank keeps everything
     NO_SHARD = "no_shard", "ddp zero0 zero_0 3"
-    # full_shard within a host, replicas across hosts
+    # full_shard inside a host, replicas across hosts
     HYBRID_SHARD = "hybrid_shard", "hybrid hybrid_full hybrid_full_shard hsdp 4"
-    # shard_grad_op within a host, replicas across hosts
+    # shard_grad_op inside a host, replicas across hosts
     HYBRID_SHARD_ZERO2 = (
         "hybrid_shard_zero2",
         "_hybrid_shard_zero2 hybrid_zero2 hybrid_shard_grad_op 5",
@@ -135,7 +135,7 @@ class WrapKind(Choice):
 
 
 class RecomputeKind(Choice):
-    """What activation checkpointing recomputes in backward."""
+    """The parts that activation checkpointing recomputes in backward."""
 
     NONE = "none", "no off false"
     BLOCK = "block", "true full"  # the inside of every block (or of every n-th: `every_2`)
@@ -245,7 +245,7 @@ PREFETCH_DEPTHS: Mapping[str, int] = {
 
 
 class Recompute(NamedTuple):
-    """Activation checkpointing: what is recomputed, in every n-th block."""
+    """Activation checkpointing: the recomputed parts, in every n-th block."""
 
     kind: RecomputeKind
     every: int = 1

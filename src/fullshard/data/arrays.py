@@ -75,7 +75,7 @@ def map_tokens(tokens: TokenFile) -> npt.NDArray[np.integer]:
     """
     if not tokens.count:
         return np.empty(0, tokens.dtype)
-    expected = "the tokens that were there when the run was prepared"
+    expected = "the tokens from when the run was prepared"
     with untrusted(f"data: '{tokens.file}'", expected, DataError, "Start the run again."):
         found = np.memmap(tokens.file, tokens.dtype, "r", tokens.offset, (tokens.count,))
         if tokens.sample not in ("", _sample(found)):
@@ -161,7 +161,7 @@ def tokens_in(file: Path, dtype: str | None) -> TokenFile:
         DataError: It is not such a file, or has another dtype.
     """
     with untrusted(
-        f"data.path: '{file}'", "an array of tokens", DataError, "Write it again, or name another."
+        f"data.path: '{file}'", "an array of tokens", DataError, "Write it again, or use another."
     ):
         found, says = _npy(file) if file.suffix.lower() == ".npy" else _bin(file, dtype)
     own = np.dtype(found.dtype).name  # of either byte order
@@ -176,7 +176,7 @@ def _npy(file: Path) -> tuple[TokenFile, str]:
     array = np.lib.format.open_memmap(file, mode="r")
     if array.ndim != 1 or array.dtype.kind not in "ui":
         raise ValueError(
-            f"it holds {array.dtype} of shape {array.shape}; one axis of integers is read"
+            f"it contains {array.dtype} of shape {array.shape} instead of one axis of integers"
         )
     return TokenFile(str(file.absolute()), array.dtype.str, array.offset, len(array)), "the header"
 

@@ -11,7 +11,7 @@ The keys of a record determine its format, so one file may mix formats.
     user: 2 + 2?   assistant: 4 <eos>   user: sure?   assistant: yes <eos>
     ..............            ^^^^^^^                            ^^^^^^^^^   learned
 
-Some templates mark what the assistant generates (`{% generation %}`). For other templates the
+Some templates mark the assistant's text (`{% generation %}`). For other templates the
 conversation is rendered up to the start and up to the end of each answer; the difference is the
 answer.
 """
@@ -109,8 +109,8 @@ def read_examples(spans: Iterable[Span]) -> Iterator[Example]:
         if reader is None:
             columns = ", ".join(f"'{name}'" for name in record.value) or "none"
             raise DataError(
-                f"data.path: expected columns among {_FORMS}; got {columns} at {record}. "
-                "Rename them; plain text is what `fullshard train` takes."
+                f"data.path: expected columns among {_FORMS}; got {columns} at {record}. Rename "
+                "them, or use `fullshard train` for plain text."
             )
         yield reader(record)
 
@@ -155,7 +155,7 @@ def _messages(record: Record, column: str) -> tuple[Message, ...]:
         name = message[role].lower()
         name = _ROLES.get(name, name)
         said = message[content]
-        if name != "tool" or said is None:  # what a tool returns may be any value
+        if name != "tool" or said is None:  # a tool may return any value
             said = _said(said, record, column, number)
         found.append({**rest, "role": name, "content": said})
     return tuple(found)
@@ -232,7 +232,7 @@ Answer:{% generation %} {{ message['content'] }}{{ eos_token }}{% endgeneration 
 {% endif %}\
 {% endfor %}\
 {% if add_generation_prompt %}Answer:{% endif %}"""
-TEMPLATE_LIMIT_S = 10.0  # per conversation; ordinary ones take milliseconds
+TEMPLATE_LIMIT_S = 10.0  # per conversation; usually milliseconds
 TEMPLATE_LIMIT_BYTES = 1 << 30
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -246,7 +246,7 @@ class Encoded:
 
 
 def set_template(tokenizer: PreTrainedTokenizerBase, path: Path | None, model: ModelConfig) -> None:
-    """Sets a tokenizer's chat template: from a path, else its own, else the built-in one.
+    """Set a tokenizer's chat template: from a path, or its own, or the built-in one.
 
     Args:
         tokenizer: Tokenizer to change.
@@ -261,7 +261,7 @@ def set_template(tokenizer: PreTrainedTokenizerBase, path: Path | None, model: M
         return
     files = (path / "chat_template.jinja",) if path.is_dir() else (path,)
     if files[0].is_file():
-        cure = "Convert it, or name another file."
+        cure = "Convert it, or use another file."
         with untrusted(f"sft.chat_template_path: '{files[0]}'", "UTF-8 text", ConfigError, cure):
             tokenizer.chat_template = read_regular(files[0]).decode("utf-8-sig")
         return
@@ -270,8 +270,8 @@ def set_template(tokenizer: PreTrainedTokenizerBase, path: Path | None, model: M
     other = load_tokenizer(model, "sft.chat_template_path", path) if path.is_dir() else None
     if other is None or other.chat_template is None:
         raise ConfigError(
-            f"sft.chat_template_path: expected a Jinja file or a folder with a chat template, got "
-            f"'{path}'. Name the file, or leave it out."
+            "sft.chat_template_path: expected a Jinja file or a folder with a chat template, got "
+            f"'{path}'. Set the file, or leave it out."
         )
     tokenizer.chat_template = other.chat_template
 
@@ -290,8 +290,8 @@ def encode(example: Example, tokenizer: PreTrainedTokenizerBase, sft: SftConfig)
         ends = ["".join(str(one["content"]).split()[-1:]).casefold() for one in example.messages]
         if any(ends) and not any(end and end in text.casefold() for end in ends):
             raise DataError(
-                f"data.path: expected the texts of {example.place} in what the chat template makes "
-                "of it; none is there. Give sft.chat_template_path."
+                f"data.path: expected the texts of {example.place} in the output of the chat "
+                "template; it has none. Set sft.chat_template_path."
             )
         ids = _ids(text, tokenizer)
         return Encoded(ids, [True] * len(ids))
@@ -318,7 +318,7 @@ def texts_of(example: Example) -> Iterator[str]:
 
 
 def _template(tokenizer: PreTrainedTokenizerBase, example: Turns) -> str:
-    """The template that transformers takes for an example."""
+    """The template that transformers uses for an example."""
     template: Any = tokenizer.chat_template
     if isinstance(template, dict):
         use = "tool_use" if example.tools and "tool_use" in template else "default"
@@ -361,15 +361,15 @@ def _answers(
         else:  # the template renders a turn differently when another one follows
             begin = text.find(content, cursor)
             span = begin, begin + len(content)
-        # A template may change case and leave out what was thought, but not the end of an answer.
+        # A template may change case and leave out reasoning, but not the end of an answer.
         end = "".join(content.split()[-1:]).casefold()
-        # A call of a tool may stand in place of the content.
+        # A tool call may replace the content.
         is_there = "tool_calls" in message or end in text[slice(*span)].casefold()
         if span[0] < 0 or not is_there:
             raise DataError(
-                f"data.path: expected the answer of message {index} in what the chat template "
-                f"makes of {example.place}; it is not there. Give a template with "
-                "{% generation %} marks: sft.chat_template_path."
+                f"data.path: expected the answer of message {index} in the chat template's output "
+                f"for {example.place}; it is missing. Set sft.chat_template_path to a template "
+                "with {% generation %} marks."
             )
         cursor = span[1]
         yield span
@@ -380,8 +380,8 @@ def _encode_spans(
 ) -> Encoded:
     if not tokenizer.is_fast:
         raise ConfigError(
-            "data.tokenizer: expected a fast tokenizer, which knows where its tokens stand in a "
-            "text; got a slow one. Use the tokenizer.json of the same model."
+            "data.tokenizer: expected a fast tokenizer, which knows the position of its tokens in "
+            "a text; got a slow one. Use the tokenizer.json of the same model."
         )
     found: Any = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     learned = [
@@ -393,26 +393,26 @@ def _encode_spans(
 def _render(
     tokenizer: PreTrainedTokenizerBase, example: Turns, stop: int | None = None, **told: Any
 ) -> Any:
-    """The text that the chat template makes of the first messages, unless `told` asks for more.
+    """The chat template's text of the first messages, unless `told` asks for more.
 
     Raises:
-        DataError: The template refuses the conversation, or takes too much time or memory.
+        DataError: The template refuses the conversation, or needs too much time or memory.
     """
     settings, chat = {"tokenize": False, **told}, cast("Any", list(example.messages[:stop]))
     try:
         with _limits(memory=not settings["tokenize"]):
             return tokenizer.apply_chat_template(chat, tools=example.tools, **settings)
-    except Exception as error:  # templates raise what they like
+    except Exception as error:  # templates may raise any error
         raise DataError(
-            f"data.path: expected a conversation that the chat template takes, got one at "
-            f"{example.place} that it refuses ({error}). Correct the record, or give "
+            "data.path: expected a conversation that the chat template accepts, got one at "
+            f"{example.place} that it refuses ({error}). Correct the record, or set "
             "sft.chat_template_path."
         ) from error
 
 
 @contextmanager
 def _limits(*, memory: bool) -> Iterator[None]:
-    """Stops a template that takes too much time or memory; works only in the main thread.
+    """Stop a template that needs too much time or memory; works only in the main thread.
 
     Args:
         memory: Whether to limit memory: a tokenizer would abort the process at the limit.

@@ -13,7 +13,7 @@ data/train/rows.npy           (num_rows + 1,)   first example of each row
 data/train/lengths.npy        (num_rows,)       tokens of each row
 data/held_out/                the same
 
-Without packing a row is one example. Rows cut examples and leave some out; the parts have all of
+Without packing a row is one example. Rows truncate examples and skip some; the parts have all of
 them, so they serve rows of any length.
 """
 
@@ -68,7 +68,8 @@ class ChatSettings:
     """How examples become rows.
 
     Attributes:
-        sequence_length: Largest number of tokens in a row; longer examples lose their end.
+        sequence_length: Largest number of tokens in a row; longer examples are truncated at the
+            end.
         held_out_fraction: Share of the examples to hold out, from the end.
         sft: Which tokens are learned, whether a row has several examples, and how many held-out
             prompts are answered at evaluations.
@@ -159,7 +160,7 @@ class ChatDataset(PreparedData):
         return self.train.lengths
 
     def dealt(self, chosen: Indices) -> Indices:
-        """The rows of a step, in an order in which ranks wait little for each other."""
+        """The rows of a step, in an order in which ranks hardly wait for each other."""
         return dealt(chosen, self.lengths)
 
     def arrays(self, chosen: Indices, *, held_out: bool) -> dict[str, Any]:
@@ -168,7 +169,7 @@ class ChatDataset(PreparedData):
         [Note: documents]
         transformers starts a new document wherever `position_ids` fall, and no token attends to
         another document. The padding is a document of its own that is not learned. Rows of one
-        example need no position ids, because their padding stands behind them.
+        example need no position ids, because their padding follows them.
         """
         rows = self.held_out if held_out else self.train
         members = [rows.examples_of(int(row)) if row >= 0 else [] for row in chosen]
@@ -254,7 +255,7 @@ def make_chat_dataset(
         source: Files of all examples.
         settings: How examples become rows.
         tokenizer: Tokenizer with a chat template.
-        notes: What was done to the data before.
+        notes: Earlier notes about the data.
 
     Raises:
         DataError: No example has a token to learn.
@@ -363,24 +364,24 @@ def _nothing_to_learn(
     if roles and ASSISTANT not in roles:
         got = ", ".join(f"{role} ({count:,})" for role, count in roles.most_common(5))
         return DataError(
-            f"data.path: expected messages with the role 'assistant', which are what is learned, "
-            f"got none in {many}; the roles are {got}. Rename the role of the answers, or set "
-            "sft.assistant_only_loss=false to learn every message."
+            "data.path: expected messages with the role 'assistant', because only they are "
+            f"trained, got none in {many}; the roles are {got}. Rename the role of the answers, or "
+            "set sft.assistant_only_loss=false to train on every message."
         )
     return DataError(
-        f"data.path: expected answers to learn, got none in {many}: they are empty, or the chat "
-        "template does not mark them. Look at the data, or set sft.chat_template_path."
+        f"data.path: expected answers to train on, got none in {many}: they are empty, or the chat "
+        "template does not mark them. Check the data, or set sft.chat_template_path."
     )
 
 
 def _notes(
     num_examples: int, num_cut: int, share: float, rows: Sequence[ExampleRows], how: ChatSettings
 ) -> Iterator[str]:
-    yield f"{num_examples:,} examples; {share:.0%} of the training tokens are learned"
+    yield f"{num_examples:,} examples; {share:.0%} of the training tokens count in the loss"
     if num_cut:
-        yield f"{num_cut:,} examples are cut to {how.sequence_length:,} tokens (max_seq_length)"
+        yield f"{num_cut:,} examples truncated to {how.sequence_length:,} tokens (max_seq_length)"
     if left_out := num_examples - sum(len(part.starts) for part in rows):
-        yield f"{left_out:,} examples have nothing to learn: left out"
+        yield f"{left_out:,} examples without trained tokens are skipped"
     if how.sft.packing:
         count, filled = len(rows[0]), rows[0].count / (len(rows[0]) * how.sequence_length)
         yield f"{len(rows[0].starts):,} examples in {count:,} rows, which are {filled:.0%} full"
@@ -391,7 +392,7 @@ def best_fit(lengths: Indices, capacity: int) -> tuple[Indices, Indices]:
 
     Args:
         lengths: Tokens of each example, at most `capacity`.
-        capacity: Tokens of a row.
+        capacity: Number of tokens per row.
 
     Returns:
         The examples, row after row, and the bounds of the rows among them.

@@ -116,7 +116,7 @@ def _keys(sequences: Tokens, vocab_size: int) -> npt.NDArray[np.int64]:
 IGNORED = -100  # a label that counts nothing, as everywhere in torch and transformers
 ROWS = "rows"  # key of a batch: numbers of its rows, -1 for empty places
 PREDICTED = "predicted"  # key of a batch: flat positions whose next token is a label
-SHIFTED = "shift_labels"  # labels of the next tokens, of parts of rows alone
+SHIFTED = "shift_labels"  # labels of the next tokens, only for parts of rows
 # Key of a batch of parts of rows: (rows, whole length) numbers of documents, ~number at padding; or
 # (rows, 0) if every row is one document.
 DOCUMENTS = "documents"
@@ -140,9 +140,9 @@ class DatasetFacts:
         vocab_size: Number of entries of the tokenizer.
         baseline: Interpolated bigram over the held-out sequences, if it was computed.
         prompt: Prompt of the sample at the end of a run.
-        notes: What else was done to the data, in words.
+        notes: Other facts about the preparation of the data.
         fingerprint: Checksum of all tokens; empty if an older version wrote the facts. Of a stream
-            two, separated by a blank: either tells that the data is the same.
+            two, separated by a blank; the data is the same if either matches.
         mixture: See `SampleOrder.mixture`.
         pad: Token that fills rows up.
         shuffle_buffer: Sequences of a stream that are shuffled together; numbers of training
@@ -300,8 +300,8 @@ def load_facts(
     """
     if not (folder / FACTS).is_file():
         raise DataError(
-            f"training.output_dir: expected the run's tokens in '{folder}', got nothing. "
-            "All machines of a run need the same folder: put it on a shared file system."
+            f"training.output_dir: expected the run's tokens in '{folder}', got nothing. All "
+            "machines of a run need the same folder, on a shared file system."
         )
     found: dict[str, Any] = json.loads((folder / FACTS).read_text(encoding="utf-8"))
     kind, facts = found.pop("kind"), TypeAdapter(DatasetFacts).validate_python(found)

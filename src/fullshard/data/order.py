@@ -1,4 +1,4 @@
-"""The samples of every rank in every step, a function of step, rank and seed alone.
+"""The samples of every rank in every step, a function of only step, rank and seed.
 
     epoch       a permutation of all sequences, keyed by (seed, epoch), computed on demand
     global      |<------ step 0 ------>|<------ step 1 ------>| ... | rest: dropped
@@ -7,7 +7,7 @@
 
 The samples of a step do not depend on the number of ranks, so a run with another world size and the
 same global batch sees the same samples in the same steps. If the batch does not divide evenly, some
-places are empty. A run resumes from the number of finished steps alone, and no memory grows with
+places are empty. A run needs only the number of finished steps to resume, and no memory grows with
 the size of the data.
 
     mixture     an epoch has as many places as there are sequences, divided by weight; each source
@@ -94,7 +94,7 @@ class SampleOrder:
             raise DataError(
                 f"data.path: expected at least {shape.global_batch:,} sequences (one step: "
                 f"{shape.per_device} per rank x {shape.accumulation} micro-batches x "
-                f"{shape.world_size} ranks), got {self.num_samples:,}. Give more text, or lower "
+                f"{shape.world_size} ranks), got {self.num_samples:,}. Add more text, or lower "
                 "training.max_seq_length or training.per_device_train_batch_size."
             )
 
@@ -117,7 +117,7 @@ class SampleOrder:
     def of_step(self, step: int) -> Indices:
         """Samples of an update, shape (accumulation, world_size, per_device); step from 0.
 
-        Empty places hold -1.
+        Empty places are -1.
         """
         shape, size = self.shape, self.block or self.num_samples
         epoch, place = divmod(step, size // shape.global_batch)

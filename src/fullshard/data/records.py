@@ -156,14 +156,14 @@ def files_at(path: Path) -> Files:
     if table is not None:
         raise DataError(
             f"data.path: expected text, JSONL or parquet, got the table '{table}'. Write its rows "
-            "as JSONL, or rename it to .txt to train on its lines as they are."
+            "as JSONL, or rename it to .txt to train on its lines."
         )
     examples = {SUFFIXES.get(file.suffix.lower(), FileKind.TEXT): file for file in files}
     if len(examples) != 1:
         listed = ", ".join(f"{kind} ({examples[kind].name})" for kind in sorted(examples))
         raise DataError(
-            f"data.path: expected files of one kind in '{path}', got {listed or 'none'}. "
-            "Name one file, or a folder with one kind of file."
+            f"data.path: expected files of one kind in '{path}', got {listed or 'none'}. Use one "
+            "file, or a folder with one kind of file."
         )
     return Files(path, tuple(files), next(iter(examples)))
 
@@ -188,25 +188,25 @@ def _files_at(path: Path) -> list[Path]:
         files = sorted(_files_below(path))
         if not files:
             raise DataError(
-                f"data.path: expected a folder with text, JSONL or parquet files, "
-                f"got '{path}' with no file in it. Put files there or name another folder."
+                f"data.path: expected a folder with text, JSONL or parquet files, got '{path}' "
+                "with no file in it. Put files there or use another folder."
             )
         return files
     got = "a pipe or a device" if path.exists() else "which does not exist"
     raise DataError(
         f"data.path: expected a file or folder, got '{path}', {got}. "
-        + (did_you_mean_path(path) or "Name a file or a folder of files.")
+        + (did_you_mean_path(path) or "Use a file or a folder of files.")
     )
 
 
 def _matching(
     place: Path, parts: Sequence[str], entered: set[Path] | None = None
 ) -> Iterator[Path]:
-    """What a pattern matches, as `glob` finds it, which passes over folders that it cannot read.
+    """The paths that a pattern matches, as with `glob`, which skips folders that it cannot read.
 
     Args:
         place: A file or folder.
-        parts: What follows it in the pattern.
+        parts: The rest of the pattern.
         entered: Folders that the `**` before it has entered, without links.
 
     Raises:
@@ -297,7 +297,7 @@ def whole(file: Path, kind: FileKind, dtype: str | None = None) -> Span:
 def identity(file: Path) -> list[tuple[int, int, int]]:
     """Size and times of change of a file, or of each file in a folder of datasets.
 
-    They differ after any change: nobody can set the last of them back.
+    They differ after any change, because the last of them cannot be set back.
     """
     with _reading(file):
         found = [one.stat() for one in (sorted(file.rglob("*")) if file.is_dir() else [file])]
@@ -334,7 +334,7 @@ def _among(present: list[str], columns: Sequence[str] | None) -> list[str]:
 
 def _reading(file: Path, what: str = "a file that can be read") -> AbstractContextManager[None]:
     """Raises DataError for any error of the system or a parser inside the block."""
-    return untrusted(f"data.path: '{file}'", what, DataError, "Write it again, or name another.")
+    return untrusted(f"data.path: '{file}'", what, DataError, "Write it again, or use another.")
 
 
 def read_text(span: Span) -> Iterator[str]:
@@ -372,7 +372,7 @@ def _refuse_bytes(file: Path, offset: int, byte: int) -> NoReturn:
     with file.open("rb") as opened:
         start = opened.read(8)
     packed = next((name for mark, name in PACKED.items() if start.startswith(mark)), None)
-    advice = f"It is packed ({packed}): unpack it." if packed else "Convert the file to UTF-8."
+    advice = f"It is compressed ({packed}). Unpack it." if packed else "Convert the file to UTF-8."
     raise DataError(
         f"data.path: expected UTF-8 text, got byte 0x{byte:02x} at offset {offset} "
         f"of '{file}' (line {_line(file, offset)}). {advice}"
@@ -478,7 +478,7 @@ def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) != len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"the key {twice[:80]!r} comes twice in one object")
+        raise ValueError(f"the key {twice[:80]!r} occurs twice in one object")
     return found
 
 
@@ -523,7 +523,7 @@ def check_column(file: Path, text_column: str) -> None:
     if text_column not in present:
         raise DataError(
             f"data.text_column: expected a column {text_column!r}, got {', '.join(present)!r} at "
-            f"'{file}'. Name a column that holds text."
+            f"'{file}'. Set a column that contains text."
         )
 
 
@@ -561,8 +561,8 @@ def _open_datasets(folder: Path) -> Any:
     if isinstance(found, dict):
         if SPLIT not in found:
             raise DataError(
-                f"data.path: expected a split '{SPLIT}' in '{folder}', got {', '.join(found)}. "
-                "Name the folder of one split."
+                f"data.path: expected a split '{SPLIT}' in '{folder}', got {', '.join(found)}. Use "
+                "the folder of one split."
             )
         found = found[SPLIT]
     return found

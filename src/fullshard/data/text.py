@@ -102,7 +102,7 @@ class Corpus:
         text_column: Column or key of the text in records.
         origin: Description of the files.
         key: Its key in the configuration: `data`, or `data.mixture.1`.
-        texts: The texts of a shard, given it and the column; None stands between documents.
+        texts: The texts of a shard, given it and the column; None separates documents.
     """
 
     files: Files
@@ -295,7 +295,7 @@ def _training_rows(
     settings: DatasetSettings,
     tokenizer: PreTrainedTokenizerBase,
 ) -> tuple[Rows, list[int], list[list[list[str]]]]:
-    """The rows, how many each source has, and checksums of what they are made of, in any way.
+    """The rows, their number per source, and checksums of their contents, for any kind of source.
 
     Raises:
         DataError: A source has fewer tokens than one sequence.
@@ -318,7 +318,7 @@ def _training_rows(
             [f"{stream.tokens(number, 0).checksum}:{key(one)}"]
             + [f"{s.file.name}:{s.start}:{s.stop}" for shard in one.shards for s in shard.spans]
             for number, one in enumerate(parts)
-        ]  # older versions wrote the first alone
+        ]  # older versions wrote only the first
         for key in (lambda one: one.key, lambda one: digest([effect, asdict(one.how)]))
     ]
     return stream, sizes, told
@@ -425,8 +425,8 @@ def _arrays(files: Files, dtype: str | None, vocab_size: int) -> dict[Path, Toke
         if np.iinfo(array.dtype).max < vocab_size - 1:
             raise DataError(
                 f"data.dtype: expected a dtype that holds the ids of {vocab_size:,} tokens, got "
-                f"{np.dtype(array.dtype).name} in '{file}'. Name the tokenizer that made the "
-                "tokens, or the dtype they were written in."
+                f"{np.dtype(array.dtype).name} in '{file}'. Set the tokenizer that produced the "
+                "tokens, or the dtype in which they were written."
             )
     return found
 
@@ -437,15 +437,15 @@ def new_tokenizer(
     vocab_size: int,
     notes: list[str],
 ) -> PreTrainedTokenizerBase:
-    """Trains a tokenizer on at most `TRAINING_BYTES`; for arrays alone it shows numbers."""
+    """Train a tokenizer on at most `TRAINING_BYTES`; for arrays only, it shows numbers."""
     if all(source.files.kind is FileKind.ARRAY for source in sources):
-        notes.append("no tokenizer is named: tokens are shown as their numbers")
+        notes.append("no tokenizer is set, so tokens are shown as numbers")
         return numbers_tokenizer(vocab_size)
     array = next((one for one in sources if one.files.kind is FileKind.ARRAY), None)
     if array is not None:
         raise DataError(
-            f"data.tokenizer: expected the tokenizer that made '{array.files.path}', since text is "
-            "mixed with it, got none. Name its folder."
+            f"data.tokenizer: expected the tokenizer that produced '{array.files.path}', because "
+            "text is mixed with it, got none. Set its folder."
         )
     every_one = zip(sources, parts, strict=True)
     found = [(source, shard) for source, part in every_one for shard in shards(part, {})]
@@ -472,7 +472,7 @@ def _trained(found: Sequence[tuple[Corpus, Shard]], vocab_size: int) -> PreTrain
 
 @contextmanager
 def _placed(folder: Path, *, damaged: bool) -> Iterator[Path]:
-    """A folder to fill, which then takes its place whole, unless another start was first."""
+    """A folder to fill, which is then renamed to its place, unless another start was first."""
     aside = folder.with_name(f".{folder.name}.{os.getpid()}")
     aside.mkdir(exist_ok=True)
     try:
@@ -488,7 +488,7 @@ def _placed(folder: Path, *, damaged: bool) -> Iterator[Path]:
 def _texts(found: Sequence[tuple[Corpus, Shard]]) -> Iterator[str]:
     size = sum(shard.num_bytes for _, shard in found)
     if size > SHARD_BYTES:
-        logger.info("data: a tokenizer is trained on %s MiB", f"{size / 2**20:,.0f}")
+        logger.info("data: training a tokenizer on %s MiB", f"{size / 2**20:,.0f}")
     progress = Progress(size)
     for source, shard in found:
         with under(source.key):
@@ -511,8 +511,8 @@ def _mixture(
     places = apportioned(buffer or sum(sizes), [source.weight for source in sources])
     if buffer and 0 in places:
         raise ConfigError(
-            f"data.shuffle_buffer: expected enough sequences for a share of every source, got "
-            f"{buffer} (one pass at most) and none for {sources[places.index(0)].origin}. Raise "
+            "data.shuffle_buffer: expected enough sequences for a share of every source, got "
+            f"{buffer} (at most one pass) and none for {sources[places.index(0)].origin}. Raise "
             "it, or the source's weight."
         )
     return tuple(zip([ENDLESS] * len(sizes) if buffer else sizes, places, strict=True))
@@ -573,7 +573,7 @@ def _too_few(files: Files | None, got: int, length: int) -> DataError:
     what, way_out = "held-out tokens", "Raise data.validation_fraction or set it to 0."
     if files is not None:
         what = f"training tokens in '{files.path}'"
-        way_out = "Give more text, or lower training.max_seq_length or data.validation_fraction."
+        way_out = "Add more text, or lower training.max_seq_length or data.validation_fraction."
     return DataError(
         f"data.path: expected at least {length:,} {what} (one sequence of "
         f"training.max_seq_length), got {got:,}. {way_out}"

@@ -195,12 +195,12 @@ def tokenize(
     for number, (file, shard) in enumerate(zip(files, found, strict=True)):
         if time.monotonic() - said > SAY_S:
             said = time.monotonic()
-            logger.info("data: %d of %d parts of the cache are checked", number, len(files))
+            logger.info("data: checked %d of %d parts of the cache", number, len(files))
         if not _is_made(file):
             todo[file] = shard
     if len(todo) < len(files):
         logger.info(
-            "data: %d of %d parts are prepared, in %s", len(files) - len(todo), len(files), folder
+            "data: prepared %d of %d parts, in %s", len(files) - len(todo), len(files), folder
         )
     progress = Progress(sum(shard.num_bytes for shard in todo.values()))
     for _, shard in on_all_cores(partial(ensure, how, read), list(todo.items()), num_processes):
@@ -259,7 +259,7 @@ def _divided(text: str) -> list[str]:
 
 
 def _divides(backend: Any, told: dict[str, Any]) -> bool:
-    """Whether no token depends on what is beyond the end of a line of prose.
+    """Whether no token depends on text beyond the end of a line of prose.
 
     It does not if text is normalized and divided into words by steps that look at single characters
     or at patterns, and if these divide it there.
@@ -297,8 +297,8 @@ def make(file: Path, shard: Shard, how: TokenSettings, read: Reader) -> None:
         array = np.concatenate(parts) if parts else np.empty(0, how.dtype)
         if shard.name != file.name:
             raise DataError(
-                f"data.path: expected files that stay as they are, got '{shard.spans[0].file}' or "
-                "one after it that changed while it was tokenized. Start again when it is complete."
+                f"data.path: expected files that do not change, got '{shard.spans[0].file}' or one "
+                "after it that changed while it was tokenized. Start again when it is complete."
             )
         aside = file.with_name(f".{file.name}.{os.getpid()}")
         try:
@@ -313,8 +313,8 @@ def make(file: Path, shard: Shard, how: TokenSettings, read: Reader) -> None:
         place = int(np.flatnonzero((array < 0) | (array >= how.vocab_size))[0])
         raise DataError(
             f"data.path: expected token ids below {how.vocab_size:,}, the tokenizer's entries, got "
-            f"{array[place]} in '{shard.spans[0].file}'. Name the tokenizer that made the tokens, "
-            "or set data.dtype if they were read in another dtype."
+            f"{array[place]} in '{shard.spans[0].file}'. Set the tokenizer that produced the "
+            "tokens, or set data.dtype if they were read in another dtype."
         )
     aside = file.with_name(f".{file.name}.{os.getpid()}.json")
     aside.write_text(json.dumps(asdict(replace(tokens, checksum=checksum_of(array)))))
@@ -408,7 +408,7 @@ def _text_of(found: Record, text_column: str) -> str:
         )
     if text_column not in record:
         guess = nearest(text_column, list(record))
-        hint = f"Did you mean '{guess}'?" if guess else "Name one of them with data.text_column."
+        hint = f"Did you mean '{guess}'?" if guess else "Set data.text_column to one of them."
         columns = ", ".join(f"'{name}'" for name in record) or "none"
         raise DataError(
             f"data.text_column: expected a column '{text_column}', got {columns} at {found}. {hint}"
@@ -416,8 +416,8 @@ def _text_of(found: Record, text_column: str) -> str:
     value = record[text_column]
     if not isinstance(value, str):
         raise DataError(
-            f"data.text_column: expected text in column '{text_column}', "
-            f"got {type(value).__name__} at {found}. Name a column that holds text."
+            f"data.text_column: expected text in column '{text_column}', got "
+            f"{type(value).__name__} at {found}. Set a column that contains text."
         )
     return value
 
@@ -456,7 +456,7 @@ class Progress:
 #     tokens     <-- row 0 --><-- row 1 --><-- row 2 --> ...     cut across parts and passes
 #     buffer     |<- shuffled ->|<- shuffled ->|<- ...           `SampleOrder.block` rows at a time
 #
-# A row depends on its number alone: its place is the sum of the tokens before it, which the cache
+# A row depends only on its number: its place is the sum of the tokens before it, which the cache
 # knows of every part. So order and position are exact for any number of ranks and after a resume,
 # and a resume reads the counts of earlier parts but tokenizes none of them again.
 #

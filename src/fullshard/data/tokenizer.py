@@ -25,7 +25,7 @@ Tokens = npt.NDArray[np.integer]
 END_OF_TEXT = "<|endoftext|>"
 NUM_BYTES = 256
 LONG_WORD = re.compile(r"\S{256}|\s{256}")
-# What normalizers and pre-tokenizers treat in their own ways.
+# Characters that normalizers and pre-tokenizers treat specially.
 UNUSUAL = (
     "I don't, WE'LL.  Two   blanks\u00a0one\r\nline\rline\n\n\tthe 1234567 3.14 "
     "e\u0301\u00e9 \ufb01 \uff21 \u2018a\u2019 \u201cb\u201d \u2013\u2014\u2026 "
@@ -48,7 +48,7 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> PreTrainedToke
         vocab_size: Largest number of entries, at least 257. A short text may give fewer.
 
     Raises:
-        ConfigError: `vocab_size` leaves no room for the bytes.
+        ConfigError: `vocab_size` is too small for the bytes.
     """
     if vocab_size < SMALLEST_VOCABULARY:
         raise ConfigError(
@@ -142,7 +142,7 @@ def effect_of(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def settings_of(tokenizer: PreTrainedTokenizerBase) -> str:
-    """What else decides the tokens of a call, such as `do_lower_case` and `add_bos_token`."""
+    """Other settings that change the tokens of a call, such as `do_lower_case`, `add_bos_token`."""
     told = {k: v for k, v in tokenizer.init_kwargs.items() if not re.search("file|path|local", k)}
     told |= {"special": tokenizer.special_tokens_map, "split": tokenizer.split_special_tokens}
     return json.dumps(told, default=repr, sort_keys=True)
@@ -159,5 +159,5 @@ def numbers_tokenizer(vocab_size: int) -> PreTrainedTokenizerBase:
 
 
 def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger]:
-    """The smallest unsigned dtype that holds every token id."""
+    """The smallest unsigned dtype for every token id."""
     return np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)

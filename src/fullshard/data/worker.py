@@ -3,9 +3,9 @@
     rank      | step 0           | step 1           | ...
     worker    | makes 1 |        | makes 2 |        | ...
 
-The worker of a rank imports neither torch nor transformers and takes about 28 MiB; one that makes
+The worker of a rank imports neither torch nor transformers and needs about 28 MiB; one that makes
 conversations has transformers and a tokenizer, about 512 MiB. It ends with the rank, also if the
-rank is killed; it ignores signals that stop a run, which the rank answers.
+rank is killed; it ignores signals that stop a run, because the rank handles them.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Worker:
             raise self._ended() from None
 
     def _receive(self, ahead: Any = None) -> Any:
-        """The next answer; the worker is told what comes after it before it is read."""
+        """The next answer; the following request is sent before the answer is read."""
         if ahead is not None:
             self._send(ahead)
         try:
@@ -87,11 +87,11 @@ class Worker:
             raise self._ended() from None
 
     def _ended(self) -> HangError:
-        advice = "Its messages stand before this one; start again."
+        advice = "See its messages above, and start again."
         if (status := self._process.wait()) == -signal.SIGKILL:
-            advice = "Perhaps memory ran out: free some or take fewer cores (taskset); start again."
+            advice = "Memory may have run out: free some, or use fewer cores (taskset)."
         return HangError(
-            "data: expected data from the process that makes it, but it "
+            "data: expected data from the process that prepares it, but it "
             f"{describe_status(status)}. {advice}"
         )
 
@@ -144,7 +144,7 @@ def serve(parent: int) -> None:
     """Answers requests until standard input ends, or the process that makes them."""
     die_with_parent(parent)
     source, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a library prints is no answer
+    os.dup2(2, 1)  # output of libraries is not an answer
     try:
         function = pickle.load(source)
         while True:

@@ -47,7 +47,7 @@ def call_outside_compile(function: Callable[..., Any], *args: Any) -> Any:
 def unless_compiling(function: Callable[..., Any]) -> Callable[..., Any]:
     """A hook that compiled code does without: calling it would cut the graph in two.
 
-    A `partial` alone would not do: its arguments differ from layer to layer, and each would compile
+    A `partial` would not work: its arguments differ from layer to layer, and each would compile
     code of its own.
     """
 
@@ -57,7 +57,7 @@ def unless_compiling(function: Callable[..., Any]) -> Callable[..., Any]:
     return hook
 
 
-# What the engine does is no part of a user's dispatch modes (selective recompute counts calls).
+# The engine's calls must bypass a user's dispatch modes (selective recompute counts calls).
 @contextmanager
 def outside_modes() -> Generator[None]:
     """Outside of dispatch modes and of the transformations of torch.func."""
@@ -111,7 +111,7 @@ tree_map_only: Callable[..., Any] = _pytree.tree_map_only
 
 
 def local_tensor(tensor: Any) -> torch.Tensor:
-    """What a DTensor holds, the very object: `to_local` of a parameter makes another since 2.13."""
+    """The local tensor object of a DTensor; since 2.13 a parameter's `to_local` makes another."""
     return tensor._local_tensor
 
 
@@ -173,7 +173,7 @@ class NodeHook:
         self.add: Callable[[Any], None] = methodcaller("_register_hook_dict", self._holder)
 
     def call(self, function: Callable[[Any], None] | None) -> None:
-        """Choose the function for nodes that are added from now on; None: hold none."""
+        """Set the function for nodes that are added from now on; None: no function."""
         self._holder._backward_hooks = None if function is None else {0: function}
 
 
@@ -182,7 +182,7 @@ current_node: Callable[[], Any] = torch._C._current_autograd_node  # type: ignor
 
 
 def set_versions(tensors: tuple[torch.Tensor, ...], versions: tuple[int, ...]) -> None:
-    """Say how often the tensors were written: autograd refuses what it kept of another number."""
+    """Set version counters: autograd refuses tensors that it saved at another version."""
     torch._C._autograd._unsafe_set_version_counter(tensors, versions)  # pyright: ignore
 
 

@@ -1,7 +1,7 @@
 """Tensors that a unit's modules keep as attributes, such as a loss that no output returns.
 
     def forward(self, x):
-        self.aux_loss = balance(self.router(x))     # whoever sums the losses finds it there
+        self.aux_loss = balance(self.router(x))     # read by the code that sums the losses
 
 The gradient of such a tensor enters the unit like the gradient of an output, so it is watched (see
 [Note: watched outputs]). Attributes that may hold tensors or small containers are scanned; the list
@@ -30,7 +30,7 @@ from fullshard.errors import EngineError
 
 MAX_DEPTH = 16  # containers in containers
 MAX_ITEMS = 64  # of a container that is looked into: a longer one is a history
-# Holder, key, what was there, what is there now.
+# Holder, key, old value, new value.
 Undo = list[tuple[Any, Any, Any, Any]]
 _Container = list | tuple | dict | deque | set | frozenset
 _Held = torch.Tensor | _Container | types.FunctionType | partial
@@ -94,7 +94,7 @@ class ModuleTensors:
 def own_modules(module: nn.Module, others: set[int]) -> list[nn.Module]:
     """A module and its descendants, without the modules with these ids and their descendants.
 
-    Scripted modules are left out: they take no hooks.
+    Scripted modules are skipped, because they cannot have hooks.
     """
     found = [module]
     for child in module.children():
@@ -109,7 +109,7 @@ class Walk:
 
     Attributes:
         of: Name of the unit, for errors.
-        seen: Objects visited so far and what replaces them, by id. What stands twice stays one.
+        seen: Objects visited so far and what replaces them, by id. Shared objects stay shared.
         undo: The changes so far.
         depth: Number of containers around the current object.
     """
@@ -141,13 +141,13 @@ def change_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor], o
 
     Visits tuples, lists, sets, mappings (ModelOutput), objects with attributes or slots
     (dataclasses, torch.distributions), functions (closures, defaults), functools.partial, bound
-    methods and what other objects refer to (iterators, generators), each once, down to a depth of
+    methods and objects to which iterators and generators refer, each once, down to a depth of
     MAX_DEPTH. Skips a container of more than MAX_ITEMS items unless its first item is a tensor or
     a container.
 
     Args:
         value: The output of a unit's forward.
-        change: Returns what replaces a tensor, or the tensor.
+        change: Returns the replacement of a tensor, or the tensor.
         of: Name of the unit.
 
     Raises:
@@ -157,7 +157,7 @@ def change_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor], o
 
 
 def put_back(undo: Undo) -> None:
-    """Undo changes of `ModuleTensors.change` that nobody has overwritten."""
+    """Undo changes of `ModuleTensors.change`, except those that were overwritten since."""
     for holder, key, was, now in reversed(undo):
         if _get(holder, key) is now:
             _set(holder, key, now, was, Walk(""))
@@ -244,9 +244,9 @@ def _set(holder: Any, key: Any, was: Any, value: Any, walk: Walk) -> None:
         except (AttributeError, TypeError) as error:
             raise EngineError(
                 f"{walk.of}: expected a forward that returns tensors; got a "
-                f"{type(holder).__name__} that uses a view of the unit's weights, and reads it "
-                "after the slot contains another unit. Return tensors, or a list of them, or "
-                "give the iterator a copy (weight.clone())."
+                f"{type(holder).__name__} that would read a view of the unit's weights when the "
+                "slot contains another unit. Return tensors or a list of tensors, or give the "
+                "iterator a copy (weight.clone())."
             ) from error
 
 

@@ -1,11 +1,11 @@
 """Tensor and expert parallelism of Hugging Face models, by transformers' own plans.
 
     model with values --cut_over_axes--> DTensors, and forwards that exchange    on every rank
-    model on meta ------one_place------> the model as each rank holds it         for plans, traces
+    model on meta ------one_place------> one rank's part of the model            for plans, traces
 
-`mesh_of` says which ranks form an axis. The output layer, and the embedding that is tied to it,
+`mesh_of` defines which ranks form an axis. The output layer, and the embedding that is tied to it,
 stay whole over the tensor axis, because recipes compute the loss in it (see recipes/head.py).
-Names of transformers that are private or new are used in this file alone.
+Only this file uses private or new names of transformers.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _DISPATCH, _KEYS = "ep_dispatch_experts", ("k_proj", "qkv_proj", "query_key_valu
 
 @dataclass(frozen=True)
 class LocalModel:
-    """A model as each rank holds it before sharding.
+    """One rank's part of a model before sharding.
 
     Attributes:
         model: The model, on meta.
@@ -96,7 +96,7 @@ def cut_over_axes(model: nn.Module, config: ShardConfig, topology: Topology) -> 
         apply_expert_parallelism(model, experts, dense["tensor"], dict(expert))
         for name, style in expert.items():
             if style == _DISPATCH and config.tensor == 1:
-                # Each rank gets rows of its own experts alone, so it need not mask others.
+                # Each rank gets only rows of its own experts, so it need not mask others.
                 vars(model.get_submodule(name))["_is_expert_parallel"] = False
     return dense["replicate", "shard"]
 
@@ -131,10 +131,10 @@ def _local(param: Any) -> Any:
 
 
 def _shared(x: torch.Tensor, group: Any) -> torch.Tensor:
-    """The same result for one tensor that several layers take: then its gradient is summed once."""
+    """One result for a tensor that several layers use, so that its gradient is summed once."""
     if not (x.requires_grad and torch.is_grad_enabled()):
         return x
-    if x.is_leaf:  # autograd would hold it, and it the result
+    if x.is_leaf:  # caching would create a reference cycle
         return shared_by(x, group)
     version, found = vars(x).get(_SHARED, (-1, None))
     if found is None or version != x._version:  # new, or written in place since
@@ -144,7 +144,7 @@ def _shared(x: torch.Tensor, group: Any) -> torch.Tensor:
 
 
 def one_place(model: nn.Module, config: ShardConfig) -> LocalModel:
-    """The model as each rank holds it; all ranks hold parts of the same shapes.
+    """One rank's part of the model; the parts of all ranks have equal shapes.
 
     Raises:
         ConfigError: The model has no plan for an axis, or its sizes do not divide.
@@ -217,8 +217,8 @@ def rules_of(model: Any, config: ShardConfig) -> tuple[Rules, Rules]:
         if size > 1 and not there:
             raise ConfigError(
                 f"{axis}: expected 1 for {type(model).__name__}, for which transformers has no "
-                f"{axis}-parallel plan; got {size}. Leave it out: these ranks then shard all "
-                "parameters. Or parallelize the model yourself, as in docs/mesh.md."
+                f"{axis}-parallel plan; got {size}. Remove it, so that these ranks shard all "
+                "parameters, or parallelize the model yourself as in docs/mesh.md."
             )
     if config.tensor * config.expert > 1:
         _require_plans()
@@ -240,9 +240,9 @@ def rules_of(model: Any, config: ShardConfig) -> tuple[Rules, Rules]:
     for name in (*tensor, *expert):
         if name not in known or (name in expert and hasattr(known[name], "base_layer")):
             raise ConfigError(
-                "tensor, expert: expected parameters that no other layer has, and experts without "
+                "tensor, expert: expected parameters that are not tied, and experts without "
                 f"adapters; got {name}, which is tied or adapted. Untie it, name other layers in "
-                "target_modules (peft's all-linear adapts experts too), or leave the axis out."
+                "target_modules (peft's all-linear adapts experts too), or remove the axis."
             )
     return _with_adapters(model, tensor), expert
 
@@ -263,9 +263,9 @@ def _with_adapters(model: nn.Module, rules: Rules) -> Rules:
             continue
         if style not in _CUT_ADAPTER:
             raise ConfigError(
-                f"tensor: expected adapters of layers that are divided as "
-                f"{' or '.join(_CUT_ADAPTER)}; got {name} ({style}). Leave it out of the adapters' "
-                "target_modules, or leave tensor out."
+                "tensor: expected adapters of layers that are divided as "
+                f"{' or '.join(_CUT_ADAPTER)}; got {name} ({style}). Remove it from the adapters' "
+                "target_modules, or remove tensor."
             )
         side = _CUT_ADAPTER[style]
         del found[name]
@@ -282,7 +282,7 @@ def _require_plans() -> None:
     except ImportError as error:
         raise ConfigError(
             "tensor, expert: expected transformers 5.21 or newer, whose plans divide the model; "
-            f"got an older one: {error}. pip install -U transformers, or leave both out."
+            f"got an older one: {error}. Run pip install -U transformers, or remove both."
         ) from error
 
 
@@ -338,5 +338,5 @@ def _refuse_uneven(axis: str, config: ShardConfig, uneven: tuple[str, int], comm
     times = f" (expert {asked} x tensor {beside} ranks divide it)" if beside > 1 else ""
     raise ConfigError(
         f"{axis}: expected a divisor of {uneven[1]}, {uneven[0]}; got {asked}{times}. The nearest "
-        f"that divides all that this axis cuts is {nearest}."
+        f"size that divides everything on this axis is {nearest}."
     )

@@ -91,10 +91,10 @@ def global_norm(params: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch
     if not guards:
         if shards:
             raise ShardedTensorError(
-                "fs.global_norm: expected shards of a sharded model; got plain tensors. Their "
-                "norm is torch.linalg.vector_norm."
+                "fs.global_norm: expected shards of a sharded model; got plain tensors. Use "
+                "torch.linalg.vector_norm for them."
             )
         return torch.zeros((), dtype=torch.float64)
     for norms in by_model(guards):
-        norms.mark_changed()  # one rank alone may have written into its part
+        norms.mark_changed()  # a rank may have written into its part
     return total_norm(guards, norm_order(norm_type))

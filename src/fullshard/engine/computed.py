@@ -1,4 +1,4 @@
-"""Full parameters: what a forward sees, what becomes of those that somebody keeps, single ones.
+"""Full parameters: compute parameters of a forward, kept ones after it, and gathered single ones.
 
 [Note: versions]
 Autograd records the version of every tensor that it saves for backward, and raises an error if the
@@ -11,17 +11,18 @@ every stale read is an error:
                                      like a second backward after optimizer.step() in one process
 
 [Note: kept views]
-A forward may leave views of its weights in a list (`seen.append(module.weight.t())`). They read
-another unit's weights as soon as the slot is refilled. While it may be, their class is one that
-raises an error, like that of the unit's compute parameters. The garbage collector's list has all
-tensors that Python objects keep, and the address tells whose memory one has. Without a graph, the
-number of tensors that share the slot's memory tells whether there is anything to find. Graphs share
-it, too. Forwards that make one look at young objects until ranks have agreed on the order, in the
-first step, and a unit goes on as long as its last search found something. A hook that starts to
-keep views later is not noticed before the next evaluation. The list also has what autograd alone
-keeps, `weight.t()` of `x @ weight.t()`, for which torch holds one reference; it is no kept view.
-torch before 2.10 counts otherwise, so there a unit may search in vain, or miss what autograd keeps
-as well.
+A forward may leave views of its weights in a list (`seen.append(module.weight.t())`). Such views
+would read another unit's weights once the slot is refilled. Until the unit is gathered again, they
+get a class that raises an error, like the unit's compute parameters. The search uses the garbage
+collector's list, which contains all tensors that Python objects keep; a tensor's address identifies
+its memory. Without a graph, the search is skipped if the number of tensors that share the slot's
+memory shows that there are none. Graphs share the memory too, so forwards with a graph search young
+objects until ranks have agreed on the order, in the first step, and a unit continues to search
+while its last search found views. A hook that starts to keep views later is not detected before the
+next evaluation. The list also contains tensors that only autograd keeps, such as `weight.t()` of
+`x @ weight.t()`. torch has one reference to them, and they do not count as kept views. torch before
+2.10 counts references differently: there a unit may search in vain, or miss a view that autograd
+keeps as well.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class Computed(nn.Parameter):
 
     def _read_grad(self) -> Any:
         shard = self.shard()
-        # In a backward, hooks of tensor parallelism sum what autograd has put there.
+        # In a backward, hooks of tensor parallelism sum the gradient that autograd stored.
         if shard is None or is_compiling() or graph_task_id() != -1:
             return GRAD.__get__(self)
         return shard.grad
@@ -102,8 +103,8 @@ class Computed(nn.Parameter):
 class Released:
     """Weights of a unit, and views of them, while its slot may contain another unit.
 
-    They have no values to read. Only those that somebody kept are seen then: in a list that a hook
-    fills, or in a cache.
+    Their values cannot be read. Users see only those that they kept, in a list that a hook fills or
+    in a cache.
     """
 
     __slots__ = ()
@@ -121,9 +122,9 @@ def released(kind: type, unit: Any) -> type:
             of = "a weight" if unit is None else repr(unit.name_at(kept))
             inside = "its unit; the model was deleted" if unit is None else unit.plan.title
             raise ShardedTensorError(
-                f"{name} of {of}, kept from its unit's forward: expected a use inside {inside}, "
-                "whose slot is reused after it. Keep a copy (weight.clone()), compute penalties in "
-                "the hook that sees the weight, or read the model's p.full_tensor()."
+                f"{name} of {of}, kept from its unit's forward: expected it to be used inside "
+                f"{inside} only; its slot is reused. Keep a copy (weight.clone()), compute "
+                "penalties in the hook that sees the weight, or read the model's p.full_tensor()."
             )
         with no_guard():
             return func(*args, **(kwargs or {}))
@@ -138,8 +139,8 @@ def kept_tensors(
     """Plain tensors that Python objects keep, by generation of the garbage collector."""
     each = chain.from_iterable(map(gc.get_objects, generations))
     found = [t for t in each if type(t) in (torch.Tensor, nn.Parameter) and wanted(t)]
-    found.append(torch.empty(0))  # which only the list holds
-    # All that autograd holds, too, count as one reference.
+    found.append(torch.empty(0))  # referenced by the list only
+    # All references of autograd count as one.
     numbers = [getrefcount(tensor) - (tensor._use_count() > 1) for tensor in found]
     return [tensor for tensor, number in zip(found, numbers, strict=True) if number > numbers[-1]]
 

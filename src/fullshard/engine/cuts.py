@@ -177,20 +177,20 @@ def check_cuts(
         if not cut.spreads_experts:
             raise UnsupportedModelError(
                 f"{where}, over ranks {sorted(cut.ranks)}, while ranks {sorted(data)} share the "
-                "replicate and shard axes. Make one mesh of all axes, "
-                "init_device_mesh(device, (shard, tensor), mesh_dim_names=('shard', 'tensor')), "
-                "parallelize over mesh['tensor'] and call fs.shard(model, mesh=mesh['shard']). "
-                "An axis of experts, whose ranks exchange the tokens of their own batches, is "
-                f"named {' or '.join(EXPERT_AXES)}. "
-                "What FSDP2 has sharded is whole again by p.full_tensor()."
+                "replicate and shard axes. Make one mesh of all axes, init_device_mesh(device, "
+                "(shard, tensor), mesh_dim_names=('shard', 'tensor')), parallelize over "
+                "mesh['tensor'] and call fs.shard(model, mesh=mesh['shard']). An axis of experts, "
+                "whose ranks exchange the tokens of their own batches, is named "
+                f"{' or '.join(EXPERT_AXES)}. FSDP2's p.full_tensor() is whole."
             )
         experts[name] = cut.ranks
     if len(rest) > 1 and rest - seen:
         raise ConfigError(
-            f"mesh: expected axes beside replicate and shard along which parameters are DTensors; "
-            f"ranks {sorted(rest)} are on others, and {sorted(rest - seen)} hold the same "
-            "parameters as this one, whose gradients nobody would sum. Name the axis replicate, "
-            "shard or expert and give it to fs.shard (mesh['replicate', 'shard']), or parallelize "
-            "the model over it first (torch's parallelize_module, transformers' tp_plan)."
+            "mesh: expected axes beside replicate and shard along which parameters are DTensors; "
+            f"ranks {sorted(rest)} are on others, and {sorted(rest - seen)} store the same "
+            "parameters as this one, but their gradients would not be summed. Name the axis "
+            "replicate, shard or expert and pass it to fs.shard (mesh['replicate', 'shard']), or "
+            "parallelize the model over it first (torch's parallelize_module, transformers' "
+            "tp_plan)."
         )
     return experts

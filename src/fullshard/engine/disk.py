@@ -1,20 +1,20 @@
 """State on disk: mapped files that large uses read and write directly.
 
 [Note: state on disk]
-Any code may use state on disk at any time, because its files are mapped: the kernel reads what is
-missing. That alone costs a page fault for every 4 KiB, and most of them wait for the disk. The
-three large uses of a step therefore read and write the files directly, on two threads beside
+Any code may use state on disk at any time, because its files are mapped: the kernel reads missing
+pages. This costs a page fault for every 4 KiB, and most of them wait for the disk. The
+three large uses of a step therefore read and write the files directly, on two threads during
 compute, and without the page cache where the file system allows it:
 
     a step    gather of unit k    gradients of unit k    update of turn k (engine/turns.py)
     reads     unit k + 1                                 turn k + 1
     writes                        unit k + 1             turn k - 1
 
-The kernel keeps mappings and direct uses coherent, if they take turns: it writes changed pages
+The kernel keeps mappings and direct access coherent if they alternate: it writes changed pages
 before a direct read, and drops pages before a direct write. A page, or its neighbours in one large
-folio, that came back while others are written directly would be stale. So a mapping is never used
-beside direct writes to the same file: the writing thread alone writes what does not fill a page,
-and parameters, gradients and states have files of their own.
+folio, that is read again during direct writes would be stale. A mapping is therefore never used
+during direct writes to the same file: only the writing thread writes data that does not fill a
+page, and parameters, gradients and states have files of their own.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class _File:
 
 
 class Room:
-    """Memory for direct reads and writes; private memory would not be safe beside a fork.
+    """Memory for direct reads and writes; private memory would not be safe during a fork.
 
     Attributes:
         used: Bytes that tensors have taken.
@@ -181,9 +181,9 @@ class Disk:
             return file.zeros(numel, dtype)
         except OSError as error:
             raise ConfigError(
-                f"state on nvme: expected {nbytes:,} bytes to be had in '{self._folder}'; "
-                f"{error.strerror}. Name a folder on a disk with room (offload.folder; of a "
-                "distillation's teacher: output_dir), and start anew."
+                f"state on nvme: expected {nbytes:,} bytes in '{self._folder}'; "
+                f"{error.strerror}. Use a folder on a disk with enough space (offload.folder; for "
+                "the teacher of a distillation: output_dir), and start again."
             ) from error
 
     def place_of(self, tensor: torch.Tensor) -> Extent | None:
@@ -211,13 +211,13 @@ class Disk:
         *others: torch.Tensor,
         reads: bool = True,
     ) -> None:
-        """Calls `change` with pieces of a flat tensor on disk, which it writes, and of others.
+        """Call `change` with pieces of a flat tensor on disk, which it writes, and of others.
 
         Args:
             tensor: On disk.
             change: Writes its first argument in place.
             others: Tensors of the same size.
-            reads: Whether it uses what is there.
+            reads: Whether it uses the old values.
         """
         room = self._to_write
         for piece, *beside in zip(*_pieces(tensor, *others), strict=True):
@@ -229,7 +229,7 @@ class Disk:
                 change(taken, *beside)
                 room.write(piece, place, taken)
 
-    # ---- beside compute
+    # ---- during compute
 
     def stream(self, tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
         """Reads tensors into memory, each until the next but one."""
@@ -266,7 +266,7 @@ class Disk:
             thread.submit(int).result()
 
     def to_disk(self, copy: Callable[[], None]) -> Iterator[None]:
-        """A copy beside compute, in the form of `Gradients.to_host`."""
+        """A copy during compute, with the interface of `Gradients.to_host`."""
         running = self.writer.submit(copy)
         yield
         running.result()
@@ -316,7 +316,7 @@ def _moved(call: Callable[..., int], place: Extent, piece: memoryview, at: int) 
         error = failed.strerror
     raise EngineError(
         f"state on nvme: expected {call.__name__} of {piece.nbytes:,} bytes; {error}. The disk is "
-        "damaged, full or gone. Name a folder on another one (offload.folder), and resume."
+        "damaged, full or not mounted. Use a folder on another disk (offload.folder), and resume."
     )
 
 

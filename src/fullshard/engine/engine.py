@@ -9,7 +9,7 @@ every step. If they changed, every parameter outside the plan is checked.
 `generate` calls the encoder of a T5 or the base of a PEFT model, not the sharded module. When a
 module of the root unit is called from outside, the root unit is therefore entered before the
 module's forward and left after it. A weight that is tied to another unit belongs to a unit around
-both, which is entered when one of them is called by itself.
+both, which is entered when one of them is called directly.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ from fullshard.transport.groups import own_group, tell_everyone, tell_from_first
 
 T = TypeVar("T")
 _CALL = nn.Module._call_impl.__code__
-ATTRIBUTE = "_fullshard"  # attribute of a sharded model that holds its engine
+ATTRIBUTE = "_fullshard"  # attribute of a sharded model that refers to its engine
 _TRACED = (
     "tracing of a sharded model: expected a whole model; a trace (torch.jit.trace, make_fx, "
     "torch.export) would keep one rank's gathers. Trace a model that was not sharded, with the "
@@ -129,7 +129,7 @@ class Engine:
         self.runtime.before_step = self._before_step
         self.runtime.agree_on_frozen = partial(_agree_on_frozen, self.runtime)
         self.rings = self._bind({})
-        self.handles: list[Any] = []  # of hooks, removed when the model is cut anew
+        self.handles: list[Any] = []  # of hooks, removed when the model is sharded again
         self.index_of: dict[int, int] = {}  # units by their module's id
         self.part = 0  # id of the module through which the root unit was entered
         # By unit: units around it that own a weight inside it, and those that a call of it entered.
@@ -153,7 +153,7 @@ class Engine:
     def _cut(
         self, model: nn.Module, plan: UnitPlan, params: dict[str, nn.Parameter], masters: Masters
     ) -> Unit:
-        """Shard the parameters of a unit, and record every module entry that holds them."""
+        """Shard the parameters of a unit, and record every module entry that refers to them."""
         part = plan.mesh.coordinates(self.rank)[1]
         firsts = [[params[names[0]] for names in group.names] for group in plan.groups]
         groups = [cut_group(plan, at, own, part, masters) for at, own in enumerate(firsts)]
@@ -276,7 +276,7 @@ class Engine:
             if torch.is_grad_enabled():
                 raise EngineError(
                     "forward inside fs.unsharded: expected torch.no_grad(); gradients of whole "
-                    "parameters have no place at rest. Train outside of the block."
+                    "parameters cannot be stored in shards. Train outside of the block."
                 )
             return None
         is_outermost = self.runtime.is_outermost(is_root=_is_root(self, index, module))
@@ -342,7 +342,7 @@ class Engine:
         self.check_params()
         self._inventory.check(alive(self._root, "forward"))
         if not torch.is_grad_enabled():
-            return  # a replica may evaluate alone, so no collective here
+            return  # one replica may evaluate alone, so no collective here
         if self.runtime.step % STEPS == 1 and self.runtime.step != self._looked:
             self._looked = self.runtime.step
             check_replicas(self.units, self.norms)
@@ -453,7 +453,7 @@ class Engine:
         return tell_everyone(value, own_group("all", [range(self.plan.mesh.world_size)]))
 
     def lead(self, do: Callable[[], T]) -> T:
-        """Returns rank 0's result of `do`, which it alone calls. A collective.
+        """Return the result of `do`, which only rank 0 calls. A collective.
 
         Raises:
             FullshardError: Rank 0's error.
@@ -494,7 +494,7 @@ def _agree_on_frozen(runtime: Runtime) -> None:
     """Plan the backward of frozen units that any rank enters in the first step.
 
     The plan has none for units before the first trained one, through which gradients of other
-    units' parameters may pass, on some ranks alone. A collective if there are such units.
+    units' parameters may pass on some ranks only. A collective if there are such units.
     """
     scheduler, norms = runtime.scheduler, runtime.gradients.norms
     found = scheduler.unplanned()
@@ -540,10 +540,10 @@ def _check_fresh(unit: Unit, module: nn.Module, num_followed: int) -> None:
         for member in group.members if group.gathers or group.plan.shared else ():
             if id(member.compute) in inside and member.param.record.last_write > num_followed:
                 raise EngineError(
-                    f"{member.piece.name}: expected a forward of {unit.plan.title} that does "
-                    "not write the shards that it reads; it wrote this one, whose slot has the "
-                    "old values. Write before the forward, or make the module that is "
-                    "averaged a unit of its own (wrap)."
+                    f"{member.piece.name}: expected a forward of {unit.plan.title} that does not "
+                    "write the shards that it reads; it wrote this shard, while the slot contains "
+                    "the old values. Write before the forward, or make the averaged module a unit "
+                    "of its own (wrap)."
                 )
 
 
@@ -557,7 +557,7 @@ def _is_root(engine: Engine, index: int, module: nn.Module) -> bool:
 def close_interrupted(engine: Engine, part: int = 0) -> None:
     """Close a forward that a KeyboardInterrupt left open, for which torch calls no hook.
 
-    Modules would go on to show compute parameters. A forward that still runs has a frame.
+    Modules would keep their compute parameters. A forward that still runs has a frame.
 
     Args:
         engine: The engine of the model.
@@ -590,7 +590,7 @@ def engine_of(model: nn.Module) -> Engine:
     engine = getattr(model, ATTRIBUTE, None)
     if not isinstance(engine, Engine):
         raise EngineError(
-            f"expected a model that fs.shard was called on; got {type(model).__name__}."
+            f"expected a model that was sharded by fs.shard; got {type(model).__name__}."
         )
     close_interrupted(engine)
     return engine
@@ -651,17 +651,17 @@ class Inventory:
         if id(param) in self._own:
             first = cast("ShardedParameter", param).record.piece.name
             raise EngineError(
-                f"{name}: expected the parameters where fs.shard found them; {first} was put in "
-                "here, too, where forward would see a shard. Tie parameters before fs.shard. If "
-                "ignore names one, it must name all its places."
+                f"{name}: expected the parameters where fs.shard found them; {first} was assigned "
+                "here, too, so that forward would see a shard. Tie parameters before fs.shard. If "
+                "ignore names a tied parameter, it must give all its names."
             )
         if id(param) in self._left_out or isinstance(param, ShardedParameter):
             return
         if param.requires_grad:
             raise EngineError(
                 f"{name}: expected the parameters that the model had when it was sharded; this one "
-                "was put in afterwards, and its gradient would not be reduced over ranks. Put it "
-                "in before fs.shard, with the weights of fs.full_state_dict(model) if the model "
-                "has trained; or freeze it (requires_grad=False)."
+                "was added afterwards, and its gradient would not be reduced over ranks. Add it "
+                "before fs.shard, with the weights of fs.full_state_dict(model) if the model has "
+                "trained; or freeze it (requires_grad=False)."
             )
         self._frozen.append(param)

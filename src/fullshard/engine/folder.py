@@ -118,7 +118,7 @@ class FolderWeights(FileNames):
             with self._open(one) as file:
                 self._files = dict.fromkeys(file.keys(), one)
         else:
-            there = "there is none of these" if self.folder.is_dir() else "there is no such folder"
+            there = "it has neither" if self.folder.is_dir() else "there is no such folder"
             raise ConfigError(
                 f"weights: expected a folder with {ONE_FILE} or {INDEX}; got '{folder}', {there}. "
                 "Save the model with save_pretrained(FOLDER)."
@@ -175,7 +175,7 @@ class FolderWeights(FileNames):
         for other in others:
             if (self.read([first], *span) != self.read([other], *span)).any():
                 raise ConfigError(
-                    f"weights: expected {other} to equal {first}, to which the model ties it; "
+                    f"weights: expected {other} to equal {first}, because the model ties them; "
                     f"they differ in '{self.folder}'. Correct tie_word_embeddings in config.json."
                 )
 
@@ -208,9 +208,9 @@ class FolderWeights(FileNames):
             coded = next((kind for one in found if (kind := one.get_dtype()) not in _VALUES), None)
             if coded is not None:
                 raise ConfigError(
-                    f"weights: expected {names[0]} in floating point; "
-                    f"{self._files[parts[0]].name} has {coded}, codes that are values only with "
-                    "their scales. Load the model with from_pretrained, then call fs.shard."
+                    f"weights: expected {names[0]} in floating point; {self._files[parts[0]].name} "
+                    f"has {coded} codes, which are quantized values. Load the model with "
+                    "from_pretrained, then call fs.shard."
                 )
             if not is_made_of(shape, shapes):
                 more = f" in {len(parts)} parts, the first" if len(parts) > 1 else ""
@@ -226,7 +226,7 @@ class FolderWeights(FileNames):
             os.close(open_regular(file))  # the library would block on a pipe
             opened = safe_open(file, framework="pt")
             if self._known.setdefault(file, found := size_and_time(file)) != found:
-                raise OSError("it was replaced while the folder is read")
+                raise OSError("it was replaced while the folder was read")
             return opened
         except (OSError, SafetensorError) as error:
             raise ConfigError(

@@ -25,9 +25,9 @@ from fullshard.errors import CheckpointError, EngineError, untrusted
 from fullshard.transport.base import torch_dtype
 from fullshard.transport.groups import copy_from_first
 
-AT_ONCE = 8  # tensors of rank 0 that other ranks hold whole
+AT_ONCE = 8  # tensors of rank 0 that other ranks store whole
 SMALL = tuple(range(2, 10))  # shape of a tensor on which an optimizer is tried
-WHOLE = "Give model.state_dict() and optimizer.state_dict() of one process."
+WHOLE = "Pass model.state_dict() and optimizer.state_dict() of one process."
 States = dict[str, Any]
 
 
@@ -36,7 +36,7 @@ def full_state_dict(
 ) -> dict[str, torch.Tensor]:
     """Returns the unsharded `state_dict()` with whole tensors on the CPU. A collective.
 
-    Units are gathered one after another. No rank holds more than one unit and the result, which
+    Units are gathered one after another. No rank stores more than one unit and the result, which
     with `rank0_only` exists only on rank 0.
 
     Args:
@@ -61,7 +61,7 @@ def full_state_dict(
     whole = {name: _to_cpu(tensor, kind) for name, tensor in whole_params(engine) if keep}
     result: dict[str, Any] = {}
     for name, shown in model.state_dict().items():
-        # What is no alias of a parameter was computed by a hook of the state dict.
+        # Values that are not aliases of parameters were computed by a hook of the state dict.
         source = getattr(shown, "alias_of", None)
         is_changed = isinstance(shown, Guarded) and not isinstance(source, ShardedParameter)
         value: Any = shown.full_tensor() if is_changed else shown
@@ -121,7 +121,7 @@ def whole_states(model: nn.Module, given: States, *, rank0_only: bool = True) ->
     if any(own != keys[0] for own in keys):
         raise EngineError(
             "fs.full_optimizer_state_dict: expected optimizers with the same states in the same "
-            "order on every rank; got others. Give all optimizers the same parameters."
+            "order on every rank; they differ. Give all optimizers the same parameters."
         )
     keeps = engine.rank == 0 or not rank0_only
     states: dict[Any, States] = {}
@@ -141,7 +141,7 @@ def load_full_state(
     *,
     from_rank0: bool = False,
 ) -> None:
-    """Load what one process saved: `model.state_dict()` and `optimizer.state_dict()`. A collective.
+    """Load the state dicts of a model and an optimizer from one process. A collective.
 
     Args:
         model: Sharded.
@@ -195,7 +195,7 @@ def _without_values(tree: Any) -> Any:
 
 
 def _whole(engine: Engine, shown: Any, given: Any, path: tuple[Any, ...]) -> Any:
-    """Returns this rank's value, or rank 0's by broadcast if `shown` came from there."""
+    """Return this rank's value, or rank 0's by broadcast if `shown` is from rank 0."""
     like = reduce(getitem, path, shown)
     if shown is given or not isinstance(like, torch.Tensor):
         return like
@@ -221,8 +221,8 @@ def _check_model(model: nn.Module, state: Any) -> None:
     if missing or unknown:
         raise CheckpointError(
             f"fs.load_full_state: expected the names of {type(model).__name__}.state_dict(); "
-            f"missing: {missing[:3] or 'none'}, unknown: {unknown[:3] or 'none'}. Give the whole "
-            "state of the same model; rank 0 alone may have it with from_rank0=True."
+            f"missing: {missing[:3] or 'none'}, unknown: {unknown[:3] or 'none'}. Pass the whole "
+            "state of the same model; with from_rank0=True, only rank 0 needs it."
         )
     for name, value in state.items():
         _check_value(name, value, own[name], _shape(own[name]))
@@ -234,8 +234,8 @@ def _checked_params(optimizer: torch.optim.Optimizer | None, state: Any) -> dict
         return {}
     if optimizer is None or state is None:
         raise CheckpointError(
-            "fs.load_full_state: expected optimizer and optimizer_state together; got one of them. "
-            "Give both, or load the model alone."
+            "fs.load_full_state: expected optimizer and optimizer_state together; got one of "
+            "them. Pass both, or load the model without the optimizer."
         )
     if isinstance(optimizer, OwnedOptimizer):
         optimizer.load_state_dict(state)  # raises an error: it has no full state
@@ -246,7 +246,7 @@ def _checked_params(optimizer: torch.optim.Optimizer | None, state: Any) -> dict
         if sizes != given:
             raise CheckpointError(
                 f"fs.load_full_state: expected groups of {sizes} parameters, as {kind} has; got "
-                f"{given}. Make the optimizer as the saved one."
+                f"{given}. Create the optimizer with the groups of the saved one."
             )
         param_of: dict[Any, torch.Tensor] = {}
         left = dict(state["state"])
@@ -264,7 +264,7 @@ def _checked_params(optimizer: torch.optim.Optimizer | None, state: Any) -> dict
         if left:
             raise CheckpointError(
                 f"{origin}: expected states of parameters {list(param_of)[:3]}...; got some of "
-                f"{list(left)[:3]}, which are in no group. {WHOLE}"
+                f"{list(left)[:3]}, which are not in any group. {WHOLE}"
             )
     return param_of
 
@@ -298,8 +298,8 @@ def _check_value(name: str, value: Any, like: Any, shape: tuple[int, ...]) -> No
     if not is_tensor or _shape(value) != shape or _kind(value) != _kind(like):
         got = f"{_kind(value)} of shape {tuple(value.shape)}" if is_tensor else type(value).__name__
         raise CheckpointError(
-            f"fs.load_full_state: expected {name} in the shape of the whole tensor, "
-            f"{shape}, with {_kind(like)} values; got {got}. Give its whole state."
+            f"fs.load_full_state: expected {name} in the shape of the whole tensor, {shape}, with "
+            f"{_kind(like)} values; got {got}. Pass its whole state."
         )
 
 

@@ -66,18 +66,18 @@ _KINDS = {Sync.ALL: "", Sync.INNER: " under no_sync(outer_only)", Sync.NONE: " u
 
 
 class GradientShard:
-    """Sums of a group's gradients on this rank, and what `p.grad` shows of them.
+    """Sums of a group's gradients on this rank, and the memory of `p.grad`.
 
     Attributes:
         sums: (part_numel,), accumulate dtype.
-        shown: (part_numel,), master dtype, what `p.grad` views; the sums themselves if these
-            have that dtype.
+        shown: (part_numel,), master dtype, viewed by `p.grad`; the sums themselves if they have
+            that dtype.
         partial: (part_numel,), accumulate dtype: summed over shards, not yet over replicas.
         kept: Whether each `p.grad` was there before, so that the next sum is added; () if none was.
         memory: Storage of `shown`.
-        holders: Reference counts of the memory and of each gradient when only the engine holds
+        holders: Reference counts of the memory and of each gradient when only the engine refers to
             them.
-        disk: Has the sums; None: memory has them.
+        disk: File with the sums; None: they are in memory.
         bounds: Where each parameter's gradient is.
         squares: (1,) each: squared norms of gradients that have just been written to disk.
         like: An empty tensor of the dtype and device that reductions are received in.
@@ -127,7 +127,7 @@ class GradientShard:
 
         Args:
             total: (part_numel,), accumulate dtype, divided, on the device.
-            room: (part_numel,), on the device, if the sum is added to what is shown in memory.
+            room: (part_numel,), on the device, if the sum is added to gradients in memory.
         """
         if self.kept:
             self._take_writes()
@@ -223,7 +223,7 @@ class Gradients:
     def no_sync(self, sync: Sync) -> Any:
         """Context in which backwards do not reduce gradients, or only not over replicas.
 
-        Blocks may end in any order: generators hold them open.
+        Blocks may end in any order, because generators keep them open.
         """
         block = object()
         if not self._blocks:
@@ -537,9 +537,9 @@ class Gradients:
         """Discard a backward that did not end."""
         if self.norms.waits or self._has_added:
             logger.warning(
-                "fullshard: a backward failed; gradients of earlier micro-batches that waited "
-                "under no_sync are lost, and others may contain part of the failed backward. Call "
-                "zero_grad() and repeat the whole step."
+                "fullshard: a backward failed; gradients of earlier micro-batches that no_sync "
+                "deferred are lost, and other gradients may contain part of the failed backward. "
+                "Call zero_grad() and repeat the whole step."
             )
         self._finish_landing()
         for unit in units:
@@ -577,7 +577,7 @@ def _is_same(shown: Any, ours: Any) -> bool:
 
 
 def _is_kept(group: Group, ours: Sequence[bool]) -> bool:
-    """Whether the user holds former gradients that the next reduction would overwrite."""
+    """Whether the user keeps earlier gradients that the next reduction would overwrite."""
     known, now = group.reduced.holders, num_holders(group)
     if not known or now == known:
         return False

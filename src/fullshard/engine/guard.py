@@ -1,8 +1,8 @@
 """The torch functions that shards support.
 
 [Note: the guard]
-A shard holds some elements of a tensor. Elementwise functions give the same elements on a shard as
-on the whole. Any other function would be silently wrong, so it raises an error. The lists below
+A shard contains some elements of a tensor. Elementwise functions give the same elements on a shard
+as on the whole. Any other function would be silently wrong, so it raises an error. The lists below
 allow functions; functions on no list are refused, because new torch functions are not elementwise
 in general. Without sharding (no_shard, one rank) a shard is the whole tensor. Then only random
 fills are refused, which would differ between ranks.
@@ -27,7 +27,7 @@ class Rule(Enum):
     PLAIN = auto()  # metadata, or a plain result independent of elements
     NORM = auto()  # of the whole tensor
     NUMBER = auto()  # reductions of the whole tensor: sum, mean, any, all ...
-    CAST = auto()  # elementwise of a shard; `x.to(p)` of a plain x takes p's dtype and device alone
+    CAST = auto()  # elementwise of a shard; `x.to(p)` of a plain x uses only p's dtype and device
     COPY = auto()  # elementwise, of a state that ranks should have written alike
     MASK = auto()  # x[mask] = number is elementwise, other indexing is not
     COMPARE = auto()  # elementwise, with a plain result, for torch.testing
@@ -36,7 +36,7 @@ class Rule(Enum):
     UNSCALE = auto()  # GradScaler's check: an infinity on any rank counts for all
     REFUSED = auto()  # needs the whole tensor
     RANDOM = auto()  # would differ between ranks
-    AUTOGRAD = auto()  # shards take no part in autograd
+    AUTOGRAD = auto()  # shards have no autograd history
     MAKE = auto()  # p.new_empty(shape): a shard for p's shape, otherwise plain
     GRAPH = auto()  # p.view_as(p).grad_fn: leads to nodes that receive no gradient
     DETACH = auto()  # p.grad.detach_()
@@ -156,35 +156,35 @@ def refusal(name: str, like: Any, rule: Rule = Rule.REFUSED) -> ShardedTensorErr
     what = record.describe() if record is not None else "a tensor"
     if rule is Rule.AUTOGRAD:
         return ShardedTensorError(
-            f"{name}: expected tensors that take part in autograd; got {what} at rest. Compute "
-            "losses of parameters inside their unit's forward, call backward(), read p.grad. For "
-            "a penalty (L2, EWC) add its gradient after backward: "
+            f"{name}: expected tensors with autograd history; got {what} outside of a forward. "
+            "Compute losses of parameters inside their unit's forward, call backward(), read "
+            "p.grad. For a penalty (L2, EWC) add its gradient after backward: "
             "p.grad.add_(p.detach(), alpha=2 * weight)."
         )
     if rule is Rule.RANDOM:
         return ShardedTensorError(
-            f"{name}: expected the same random numbers on every rank; got the shard of {what}, "
-            "for which each rank would draw its own. Fill parameters before fs.shard."
+            f"{name}: expected the same random numbers on every rank; got the shard of {what}, for "
+            "which each rank would draw different numbers. Initialise parameters before fs.shard."
         )
     if name.split(".")[-1] in _LAYERS.split() and record is not None:
         return ShardedTensorError(
             f"{name}: expected a call inside the forward of unit {record.unit}; got this rank's "
             f"shard of {what} outside of it. Call the model or the unit; or name the layer's class "
-            "in wrap=, since units may be called by themselves, in methods other than forward too. "
+            "in wrap=, because a unit may be called directly, also by methods other than forward. "
             "Put layers that read each other's weights into one unit."
         )
     if name in ("pickling", "storage", "untyped_storage", "data_ptr"):
-        cure = "Save fs.full_state_dict(model); p.to_local() has this rank's elements alone"
+        cure = "Save fs.full_state_dict(model); p.to_local() returns this rank's elements only"
     elif name.split()[0] in ("norm", "linalg_norm", "linalg_vector_norm", "linalg_matrix_norm"):
-        cure = "Use fs.global_norm(params), which is the norm of the whole"
+        cure = "Use fs.global_norm(params) for the norm of the whole"
     else:
-        cure = "Use p.full_tensor() for the whole, or p.to_local() for this rank's elements alone"
+        cure = "Use p.full_tensor() for the whole, or p.to_local() for this rank's elements only"
     optimizer = _stepping()
     if optimizer is not None:
         return NotElementwiseError(
             f"{optimizer}.step calls {name}: expected an elementwise optimizer, which needs no "
             f"whole tensor; got this rank's shard of {what}. Use fs.owned(model, ...), which gives "
-            f"{optimizer} whole tensors, each on one rank; where it joins several tensors (one "
+            f"{optimizer} whole tensors, each on one rank. If it combines several tensors (one "
             "rate for all), use strategy no_shard."
         )
     return ShardedTensorError(

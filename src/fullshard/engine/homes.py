@@ -105,7 +105,7 @@ class DeviceHomes:
 class _PageLocked(mmap.mmap):
     """Page-locked zeros of this size; torch's allocator would round up to a power of two.
 
-    A tensor in this memory holds it. Like CUDA's own host memory, it does not exist in forked
+    A tensor in this memory keeps it alive. Like CUDA's own host memory, it does not exist in forked
     processes.
 
     Raises:
@@ -165,8 +165,8 @@ def compute_device(model: nn.Module) -> torch.device:
     on_meta = next((name for name, param in model.named_parameters() if param.is_meta), None)
     if devices and on_meta is not None:
         raise UnsupportedModelError(
-            f"{on_meta}: expected all parameters on meta, or none; it is, and "
-            f"{next(iter(devices.values()))} is on {next(iter(devices))}. Give both a value, or "
+            f"{on_meta}: expected all parameters on meta, or none; this one is, and "
+            f"{next(iter(devices.values()))} is on {next(iter(devices))}. Materialize both, or "
             "build the whole model under torch.device('meta')."
         )
     return next(iter(devices)) if devices else default_device()

@@ -174,9 +174,9 @@ def _refused(error: Exception, folder: Path, key: str, expected: str) -> ConfigE
         owner = "teacher" if key.startswith("teacher") else "model"
         flag = "--trust-remote-code" if key == "FOLDER" else f"{owner}.{TRUST}=true"
         return ConfigError(
-            f"{key}: expected a model and tokenizer that transformers has code for, got "
-            f"'{folder}', which brings Python code of its own (auto_map). That code was not run. "
-            f"Read it, then allow it with {flag}."
+            f"{key}: expected a model and tokenizer that transformers implements, got '{folder}', "
+            "which contains Python code (auto_map). The code was not run. Read it, then allow it "
+            f"with {flag}."
         )
     return ConfigError(
         f"{key}: expected {expected}, got '{folder}', which transformers refuses "

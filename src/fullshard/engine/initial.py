@@ -115,8 +115,8 @@ class InitialValues:
         if missing:
             raise ConfigError(
                 f"weights: expected all of the model's tensors in '{files.folder}'; it lacks "
-                f"{some(missing)}. Some architectures are stored under other names than they "
-                "compute with: load them with from_pretrained, then call fs.shard."
+                f"{some(missing)}. Some architectures are stored under other names; load them with "
+                "from_pretrained, then call fs.shard."
             )
         for name, param in self._params.items():
             files.check(param.names, param.shape)
@@ -184,8 +184,8 @@ def place_others(model: nn.Module, values: InitialValues, device: torch.device) 
     left = [name for name, tensor in tensors.items() if tensor.is_meta]
     if left:
         raise ConfigError(
-            f"{some(left)}: expected a value from the model's own initialisation or from "
-            "weights; there is none, and it would stay on meta. Build the model on the CPU."
+            f"{some(left)}: expected a value from the model's own initialisation or from weights; "
+            "it has none and would stay on meta. Build the model on the CPU."
         )
 
 
@@ -226,11 +226,11 @@ def _named(model: nn.Module) -> list[tuple[list[str], tuple[int, ...]]]:
 # ---- the model's own initialisation, one tensor in memory at a time
 
 Sink = Callable[[str, torch.Tensor], None]  # receives (name, whole tensor)
-Recall = Callable[[str], torch.Tensor]  # returns what the sink received under a name
+Recall = Callable[[str], torch.Tensor]  # returns the tensor that the sink received under a name
 
 _OVERWRITES = ("normal_", "uniform_", "zero_", "fill_", "copy_", "random_", "exponential_")
 _INITIALISERS = ("reset_parameters", "_reset_parameters")
-_ADVICE = "Give weights=FOLDER, or build the model on the CPU"
+_ADVICE = "Pass weights=FOLDER, or build the model on the CPU"
 
 
 @dataclass(eq=False)
@@ -364,7 +364,7 @@ class Birth(TorchDispatchMode):
 
 
 class _Disguise(TorchFunctionMode):
-    """What is on meta says that it is on the CPU: initialisers ask, and then do nothing.
+    """Report the CPU as the device of tensors on meta, for which initialisers do nothing.
 
     Args:
         birth: Knows which tensors these are.
@@ -430,9 +430,9 @@ def initialise(
         model: A model with parameters on meta; it is not changed.
         sink: Gets (name, whole tensor) of each parameter, one after another, some more than once;
             the last time counts.
-        recall: Gives back what the sink got. A collective, if the sink kept a part: all ranks ask
-            for the same.
-        writes: False makes buffers alone: the parameters' values come from elsewhere.
+        recall: Returns a tensor that the sink received. A collective if the sink kept a part: all
+            ranks ask for the same.
+        writes: False initialises buffers only; the parameters' values come from elsewhere.
 
     Returns:
         Buffers by name, on the CPU.
@@ -448,7 +448,7 @@ def initialise(
         twin = _initialise_in_place(model, birth)
     unwritten = birth.close()
     missing: list[str] = []
-    if writes:  # what was put into the model since it was built is not in its twin
+    if writes:  # modules that were added to the model after it was built are not in its twin
         shapes = {name: param.shape for name, param in twin.named_parameters()}
         missing = [name for name in unwritten if name in wanted]
         missing += [name for name, shape in wanted.items() if shapes.get(name) != shape]
@@ -462,8 +462,8 @@ def initialise(
     if missing:
         raise UnsupportedModelError(
             f"{', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''}: expected a model on "
-            "meta whose modules initialise all of it (reset_parameters, init_weights); nothing "
-            f"wrote these. {_ADVICE}."
+            "meta whose modules initialise all parameters (reset_parameters, init_weights); these "
+            f"were not initialised. {_ADVICE}."
         )
     return buffers
 

@@ -78,7 +78,7 @@ def _refuse_scripted(module: nn.Module, name: str) -> None:
     if isinstance(module, torch.jit.ScriptModule):
         raise UnsupportedModelError(
             f"{name}: expected a module of Python; got a scripted one, whose parameters cannot be "
-            f"replaced. Use the module itself, or leave it out of sharding: ignore=['{name}']."
+            f"replaced. Use the original module, or exclude it from sharding: ignore=['{name}']."
         )
 
 
@@ -136,7 +136,7 @@ def param_spec(names: tuple[str, ...], param: nn.Parameter) -> ParamSpec:
         )
     if reason:
         raise UnsupportedModelError(
-            f"{names[0]}: expected {reason}. To leave it out of sharding: ignore=['{names[0]}']."
+            f"{names[0]}: expected {reason}. To exclude it: ignore=['{names[0]}']."
         )
     cut = Cut.of(param)
     parts = 1 if cut is None else cut.num_parts
@@ -156,8 +156,8 @@ def _refuse_shared_storage(params: Iterable[nn.Parameter], names: Mapping[int, l
     for (_, _, stop, first), (start, _, _, name) in pairwise(sorted(ranges)):
         if start < stop:
             raise UnsupportedModelError(
-                f"{name}: expected a Parameter with its own memory; it shares that of {first} as "
-                "another object. Tie them by assigning the Parameter itself."
+                f"{name}: expected a Parameter with its own memory; it shares that of {first} but "
+                "is another object. Tie parameters by assigning the same Parameter."
             )
 
 
@@ -180,7 +180,7 @@ def meta_model(config: Any) -> nn.Module:
     except ImportError as error:
         raise ConfigError(
             "model: expected transformers to be installed for a Hugging Face configuration; it is "
-            "not. pip install 'fullshard[hf]'."
+            "not. Run pip install 'fullshard[hf]'."
         ) from error
     if isinstance(config, Mapping):
         fields = dict(config)

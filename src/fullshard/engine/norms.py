@@ -5,25 +5,25 @@ After a backward every rank has the squared 2-norm of every parameter's whole gr
 small all-reduce. torch's own clipping therefore works, and a norm that only one rank logs cannot
 hang. After a gradient was modified in place, the next norm is a collective again.
 
-[Note: what ranks say]
+[Note: counts of ranks]
 If a rank skipped a backward, a step or a norm, its later sums would be combined with different sums
 of other ranks. Each sum therefore begins with integers that must be equal on all ranks: a hash of
 the sum's name, counters of steps and a hash of the gathers. The all-reduce compares them: n numbers
 are equal exactly if n times the sum of their squares is the square of their sum.
 
 Replicas of a hybrid mesh gather separately, so their hashes must be equal only among the ranks of
-each replica. The first of its n ranks counts n - 1 times, each other -1 times: the sum is 0. A
+each replica. The first of its n ranks counts n - 1 times, the others -1 times, so the sum is 0. A
 factor for each replica keeps differences in two replicas from adding up to 0. Hashes of weights
-are added up alike among the ranks that have the same part.
+are added up in the same way among the ranks that have the same part.
 
-A rank without elements of a parameter may leave its gradient out of zero_grad. If numbers of kept
-gradients differ, ranks therefore compare which they are, and who has elements.
+A rank without elements of a parameter may leave its gradient out of zero_grad. If the numbers of
+kept gradients differ, ranks therefore compare which gradients they are, and who has elements.
 
-Ranks may rightly make other numbers of writes: an optimizer may skip an empty shard. A rank that
-wrote into parameters of which every rank has elements says so, and a rank that wrote into none.
-The sum has the numbers of both; one of them must be 0. Writes into averages are compared alike when
-these become parameters or whole tensors. Writes of optimizers are left out: ranks compare their
-steps.
+Ranks may legitimately make different numbers of writes, because an optimizer may skip an empty
+shard. The sum therefore counts the ranks that wrote into parameters of which every rank has
+elements, and the ranks that wrote into none; one of the two counts must be 0. Writes into averages
+are compared in the same way when these become parameters or whole tensors. Writes of optimizers are
+not counted, because ranks compare their steps.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class GradientNorms:
         self.leaves_out = False  # whether steps left out empty shards, perhaps with their groups
         # Parts of each parameter that this rank wrote, by the number of ranks that share a part.
         self.wrote: Parts = defaultdict(dict)
-        self.copied: Parts = defaultdict(dict)  # of what it wrote and then copied or gathered
+        self.copied: Parts = defaultdict(dict)  # of writes before a copy or a gather
         self.disk: Disk | None = None  # has state of the model
         self.waits = False  # there are unreduced gradients of no_sync
         self.task = -2  # the backward that will set gradients
@@ -145,7 +145,7 @@ class GradientNorms:
         return id(gradient if source is None else source) in self._shown
 
     def known_of(self, gradient: Any, name: str, others: Sequence[Any]) -> Known | None:
-        """What the cache knows of `isnan(gradient)` and similar functions.
+        """The cached result of `isnan(gradient)` and similar functions.
 
         Args:
             gradient: The function's argument.
@@ -168,9 +168,9 @@ class GradientNorms:
         """Check that no running backward will set a parameter's gradient, which is read."""
         if self.task == graph_task_id():
             raise EngineError(
-                f"{clean_name(name)}.grad inside a backward: expected its use after backward(); it "
-                "is not reduced over ranks yet. Read, write and step after backward(), or in "
-                "register_post_accumulate_grad_hook, not in hooks on modules and tensors."
+                f"{clean_name(name)}.grad inside a backward: expected it to be used after "
+                "backward(); it is not reduced over ranks yet. Read, write and step after "
+                "backward(), or in register_post_accumulate_grad_hook, not in other hooks."
             )
 
     def mark_changed(self) -> None:
@@ -206,8 +206,8 @@ class GradientNorms:
             self.mark_changed()
         if any(count % size for count, size in zip(found, sizes, strict=True)):
             raise EngineError(
-                "clipping: expected the same gradients on all replicas; ranks wrote into theirs "
-                "after backward (p.grad.mul_). Write on every rank or on none."
+                "clipping: expected the same gradients on all replicas; some ranks wrote into "
+                "theirs after backward (p.grad.mul_). Write on every rank or on none."
             )
 
     def scale(self, factor: torch.Tensor) -> None:
@@ -268,7 +268,7 @@ class GradientNorms:
     ) -> torch.Tensor:
         """The sum or the maximum of all ranks' values: (n,), float64. A collective.
 
-        See [Note: what ranks say].
+        See [Note: counts of ranks].
 
         Args:
             values: (n,); without NaN if `maximum`.
@@ -284,7 +284,7 @@ class GradientNorms:
         said = {"": zlib.crc32(f"{asked} {len(values)}".encode()), **(said or {})}
         numbers = [float(number % _MOST) for number in said.values()]
         pairs = [(x, -x) if maximum else (x, x * x) for x in numbers]
-        if Count.REPLICAS in said and self.transport.name != "fake":  # whose peers say the same
+        if Count.REPLICAS in said and self.transport.name != "fake":  # within a replica
             axes = self.transport.axes
             replica, part, mesh = axes.replicate_index, axes.shard_index, axes.mesh
             within = (Count.REPLICAS, replica, part, mesh.shard)
@@ -332,15 +332,15 @@ class GradientNorms:
                 found = _table(self.transport, said[wrong])
             raise EngineError(
                 f"{asked}: expected as many {wrong} on every rank; {found}. Every rank must make "
-                "each backward, optimizer.step(), zero_grad() (with one set_to_none), clipping and "
-                "load_state_dict(), and freeze the same parameters. Without a loss take zero; "
-                "evaluate under no_grad()."
+                "each backward, optimizer.step(), zero_grad() (with one set_to_none), clipping "
+                "and load_state_dict(), and freeze the same parameters. If a rank has no loss, "
+                "use zero; evaluate under no_grad()."
             )
 
     def read(self, values: torch.Tensor, check: Callable[[torch.Tensor], None]) -> None:
         """Call `check` with values on the host; if it would wait for a device, one step later.
 
-        All ranks call it alike, so that they raise errors together.
+        All ranks call it in the same order, so that they raise errors together.
         """
         device = self.streams
         if device is None:
@@ -353,7 +353,7 @@ class GradientNorms:
         self._arriving.append((device, device.event(), check, copy))
 
     def read_earlier(self) -> None:
-        """Check what `read` left for later, at the end of a backward: it has arrived by now."""
+        """Run the checks that `read` deferred, at the end of a backward: values have arrived."""
         arriving, self._arriving = self._arriving, []
         for device, copied, check, copy in arriving:
             device.finish(copied)
@@ -476,28 +476,28 @@ MOST_ARRIVING = 16  # values that the host reads later; evaluations add to them 
 SAMPLED = 1 << 14  # elements of a group that are checked at each step
 _MOST = 1 << 20  # sums of squares stay exact in float64
 UNEQUAL_REPLICAS = (
-    "expected the same weights on all replicas; they differ, so one rank updated its copy in "
-    "another way (another learning rate, a skipped step, a gradient of its own, its own random "
-    "numbers). All ranks must run the same optimizer steps."
+    "expected the same weights on all replicas; they differ, so one rank updated its copy "
+    "differently (another learning rate, a skipped step, a gradient that was not reduced, other "
+    "random numbers). All ranks must run the same optimizer steps."
 )
 
 
 _ORDER = (
-    "expected every rank to call the same units in the same order; ranks have gathered different "
-    "ones since the last backward or evaluation, so weights of one unit were taken for another's, "
-    "and the numbers since then are wrong. Let all ranks agree on a branch or on a number of calls "
-    "(dist.broadcast, dist.all_reduce) before it."
+    "expected every rank to call the same units in the same order; ranks gathered different units "
+    "since the last backward or evaluation, so weights of one unit were used as those of another, "
+    "and later results are wrong. Make all ranks agree on a branch or a number of calls first "
+    "(dist.broadcast, dist.all_reduce)."
 )
 _SETTINGS = (
-    "expected optimizers and clipping with the same numbers on every rank (lr, "
-    "weight_decay, betas, max_norm ...); a rank had others since the last backward, so parts of "
-    "the model were updated in different ways. Let all ranks decide alike: a schedule that follows "
-    "the loss needs the loss of all ranks (dist.all_reduce)."
+    "expected optimizers and clipping with the same numbers on every rank (lr, weight_decay, "
+    "betas, max_norm ...); a rank used others since the last backward, so parts of the model were "
+    "updated differently. A schedule that follows the loss needs the loss of all ranks "
+    "(dist.all_reduce)."
 )
 _UNLIKE = {  # errors of hashes that differ between ranks
-    "": "expected the same call on every rank; another rank is elsewhere, and its numbers would "
-    "have met these. Call it on every rank, and let one of them log it; p.to_local() has this "
-    "rank's elements.",
+    "": "expected the same call on every rank; another rank made another call, and their numbers "
+    "would have been combined. Call it on every rank and log it on one; p.to_local() returns "
+    "this rank's elements.",
     Count.SETTINGS: _SETTINGS,
     Count.GROUPS: _SETTINGS,
     Count.WEIGHTS: UNEQUAL_REPLICAS,

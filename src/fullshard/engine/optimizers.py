@@ -1,8 +1,8 @@
 """Refusing optimizers that would be wrong on shards.
 
 [Note: the probe]
-An optimizer is right on shards if it treats elements one by one. Its class does not say so, so it
-is tried: three steps on a small tensor and on its two halves give the same values exactly when
+An optimizer is correct on shards if it is elementwise. Its class does not show this, so it is
+tried: three steps on a small tensor and on its two halves give the same values exactly when
 elements do not mix. Each class is tried at its first step, once for each structure of its settings
 (which are on, off, zero or None). A schedule that only changes numbers causes no further probe.
 
@@ -51,7 +51,7 @@ PROBE_RATE = 1e-2  # and not the group's own, which a warm-up begins at zero
 
 
 class _Watch:
-    """Optimizers that step on shards: the engine's process-wide hooks before and after a step.
+    """The engine's process-wide hooks before and after steps of optimizers on shards.
 
     It is registered with the first model that has shards and removed with the last.
 
@@ -66,7 +66,7 @@ class _Watch:
         self._stepping: weakref.WeakSet[Any] = weakref.WeakSet()  # models of a running step
         self._forget_types: Callable[[], None] = lambda: None
         self._passed: set[Any] = set()
-        self._in_turns: dict[Any, bool] = {}  # whether settings treat each element by itself
+        self._in_turns: dict[Any, bool] = {}  # whether settings are elementwise
         self._kept: list[tuple[Any, Any]] = []  # gradients that an update in turns has used
         self._sliced: dict[type, set[str]] = {}  # states with an element for each of a parameter's
         self._cut: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -248,14 +248,14 @@ def _refuse_unsharded(optimizer: Optimizer, params: list[Any]) -> None:
         record = getattr(param, "record", None)
         if isinstance(param, Computed):
             raise EngineError(
-                f"{type(optimizer).__name__}: expected the model's parameters; got one that its "
-                "forward sees. After a KeyboardInterrupt inside a forward, call fs.reset(model) "
-                "before model.parameters()."
+                f"{type(optimizer).__name__}: expected the model's parameters; got a compute "
+                "parameter of its forward. After a KeyboardInterrupt inside a forward, call "
+                "fs.reset(model) before model.parameters()."
             )
         if record is not None and not isinstance(param, Guarded):
             raise EngineError(
                 f"{type(optimizer).__name__}.step inside fs.unsharded: expected shards; got "
-                f"{record.piece.name!r} whole, but states of its shard. Step outside of it."
+                f"{record.piece.name!r} whole, but states of its shard. Step outside of the block."
             )
 
 
@@ -301,7 +301,7 @@ def probe(kind: type[Optimizer], settings: dict[str, Any], like: torch.Tensor) -
         raise NotElementwiseError(
             f"{kind.__name__}: expected an elementwise optimizer; this one runs the model within "
             "its step (closure) and moves all elements in one direction. Use AdamW or another "
-            "elementwise optimizer, or strategy no_shard, where nothing is cut."
+            "elementwise optimizer, or strategy no_shard."
         )
     drawn = _drawn([PROBE_SHAPE], like)
     try:
@@ -311,8 +311,8 @@ def probe(kind: type[Optimizer], settings: dict[str, Any], like: torch.Tensor) -
         states = optimizer.state[optimizer.param_groups[0]["params"][0]].items()
     except Exception as error:
         raise NotElementwiseError(
-            f"{kind.__name__}: expected an optimizer that can be tried on a small tensor, to see "
-            f"whether it is right on shards; it raised {type(error).__name__}: {error}. Use an "
+            f"{kind.__name__}: expected an optimizer that can be tried on a small tensor, to test "
+            f"whether it works on shards; it raised {type(error).__name__}: {error}. Use an "
             "elementwise optimizer of torch.optim, or strategy no_shard."
         ) from error
     rounding = 64 * torch.finfo(like.dtype).eps  # kernels treat the rest of a vector otherwise
@@ -320,8 +320,8 @@ def probe(kind: type[Optimizer], settings: dict[str, Any], like: torch.Tensor) -
         raise NotElementwiseError(
             f"{kind.__name__}: expected an elementwise optimizer; three steps on a tensor and on "
             "its halves differ, so shards would change the result. Use an elementwise one (AdamW, "
-            "SGD, Adagrad, RMSprop, Lion ...), or strategy no_shard, where nothing is cut. "
-            f"fs.owned(model, {kind.__name__}) gives each whole tensor to one rank."
+            "SGD, Adagrad, RMSprop, Lion ...), or strategy no_shard. fs.owned(model, "
+            f"{kind.__name__}) gives each whole tensor to one rank."
         )
     return {k for k, x in states if isinstance(x, torch.Tensor) and x.shape == PROBE_SHAPE}
 
@@ -346,7 +346,7 @@ def states_made(
     Args:
         optimizer: Is left as it is; a small one of its class steps.
         group: The parameter's group in it.
-        given: Settings of another optimizer's group, which take the place of the group's.
+        given: Settings of another optimizer's group, which override the group's.
         small: A tensor with the dtype, device and number of dimensions of the parameter.
 
     Returns:
@@ -405,8 +405,8 @@ def check_by_itself(
         if not all(map(close, together, [*first, *second])):
             raise EngineError(
                 "fs.owned: expected an optimizer that updates each tensor independently; its "
-                "update depends on the other tensors, on the order of updates or on the values "
-                "that it is created with. Use it under no_shard, without fs.owned."
+                "update depends on other tensors, on the order of updates or on the values at its "
+                "creation. Use it under no_shard, without fs.owned."
             )
 
 

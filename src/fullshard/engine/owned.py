@@ -10,7 +10,7 @@ step runs in rounds (planner/optimizers.py):
                                              (rank 1 owns p)
 
 Replicas of the owner do the same with the same gradients. Every rank steps unsharded parameters in
-place. Between steps the full parameters take no memory.
+place. Between steps the full parameters need no memory.
 
 If a parameter is also cut over other axes (engine/cuts.py), each rank of these axes has an owner of
 its part. These owners gather the whole from each other and make the same update, so that each keeps
@@ -45,8 +45,7 @@ from fullshard.planner.units import Place
 from fullshard.transport.groups import Exchange
 
 _SAVES = (
-    "fs.save(folder, model, optimizer) and fs.load, which know whose tensors are whose, since a "
-    "rank has the states of some alone"
+    "fs.save(folder, model, optimizer) and fs.load, since each rank has the states of some tensors"
 )
 Groups = list[dict[str, Any]]
 Factory = Callable[[Groups], Optimizer]
@@ -170,7 +169,7 @@ class OwnedOptimizer(Optimizer):
         if isinstance(beside, OwnedOptimizer):
             raise EngineError(
                 "fs.owned: expected an elementwise optimizer in `beside`; got another owned one, "
-                "whose states would not be saved. Keep the two side by side."
+                "whose states would not be saved. Use two separate optimizers."
             )
         ours = {id(param) for group in self.param_groups for param in group["params"]}
         both = [p for g in beside.param_groups for p in g["params"] if id(p) in ours]
@@ -187,7 +186,7 @@ class OwnedOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raises an error after construction: owners are chosen for all parameters together."""
         if self._complete:
-            raise EngineError("fs.owned: expected no further group; got one. Create it again.")
+            raise EngineError("fs.owned: expected no new group; got one. Create it again.")
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
@@ -280,8 +279,8 @@ class OwnedOptimizer(Optimizer):
         engine = self._engine
         if engine_of(self._model) is not engine:
             raise EngineError(
-                "fs.owned: expected the model as it was sharded; it was cut anew since. Make the "
-                "optimizer anew, and load its states from a checkpoint."
+                "fs.owned: expected the model as it was sharded; it was sharded again since. "
+                "Create this again, and load its states from a checkpoint."
             )
         engine.check_params()
         if (error := self._outcome(self._check_edits)) is not None:
@@ -292,7 +291,7 @@ class OwnedOptimizer(Optimizer):
         engine.norms.read(bounds, _check_alike)
 
     def _outcome(self, act: Callable[[], None]) -> Exception | None:
-        """Raises an error of any rank, or returns this rank's: a host may not wait for a device."""
+        """Raise any rank's error, or return this rank's if the host may not wait for a device."""
         if is_at_hand(self._engine.device):
             self._engine.agree(act)
             return None
@@ -315,7 +314,7 @@ class OwnedOptimizer(Optimizer):
             if param.grad is not None and id(param) not in self._owned:
                 raise EngineError(
                     f"fs.owned: expected {name_of(param)} without a gradient, because it was "
-                    "frozen when this was made. Create it again."
+                    "frozen when this was created. Create it again."
                 )
 
     # ---- states
@@ -388,7 +387,7 @@ def owned(
         params = [p for p in model.parameters() if p.requires_grad and id(p) not in taken]
     given = [p[1] if isinstance(p, tuple) else p for p in params]  # named_parameters()
     if not given:
-        raise EngineError("fs.owned: expected parameters to train; got none. Name some.")
+        raise EngineError("fs.owned: expected parameters to train; got none.")
     groups = given if isinstance(given[0], dict) else [{"params": given}]
     groups = [{**group, "params": list(group["params"])} for group in groups]
     known = {id(param) for param in model.parameters()}
@@ -396,7 +395,7 @@ def owned(
         if id(param) not in known:
             raise EngineError(
                 f"fs.owned: expected parameters of the model; got {name_of(param)}, which is not "
-                "among them. Give those of model.named_parameters()."
+                "among them. Pass parameters of model.named_parameters()."
             )
     return OwnedOptimizer(model, factory, groups, beside)
 
@@ -432,11 +431,11 @@ def _refuse_places(engine: Engine) -> None:
     elsewhere = homes.offloads and engine.device.type != "cpu"
     if elsewhere or Place.DISK in (homes.parameters, homes.gradients, homes.optimizer):
         raise EngineError(
-            f"fs.owned: expected parameters, gradients and states on {engine.device}; offload has "
-            "them elsewhere, which is not yet supported. Leave offload out."
+            f"fs.owned: expected parameters, gradients and states on {engine.device}; offload "
+            "stores them elsewhere, which is not yet supported. Leave it out."
         )
     if engine.transport.name == "fake" and mesh.shard > 1:
-        raise EngineError("fs.owned: expected a transport with other ranks; got fake.")
+        raise EngineError("fs.owned: expected a transport with real ranks; got fake.")
 
 
 def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:

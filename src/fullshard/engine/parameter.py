@@ -1,4 +1,4 @@
-"""Sharded parameters: the user's own Parameter objects, which hold this rank's shards.
+"""Sharded parameters: the user's own Parameter objects, which become this rank's shards.
 
 [Note: two objects]
 Outside its unit's forward, `module.weight` is a `ShardedParameter`: the user's object with a
@@ -80,7 +80,7 @@ class Guarded:
     def full_tensor(self) -> torch.Tensor:
         """The whole tensor as a plain tensor. A collective: call it on every rank.
 
-        A backward through it raises an error, unless every rank holds the whole parameter.
+        A backward through it raises an error, unless every rank stores the whole parameter.
         """
         if self.record.is_cut or self.record.cut is not None:
             _note_sources(self.record.norms, [self])
@@ -173,10 +173,10 @@ class PendingGradient(ShardedGradient):
     def refusal(self, name: str) -> EngineError:
         """The error of a function that needs the gradient."""
         return EngineError(
-            f"{name} of the gradient of {self.record.describe()}: expected one that is summed "
-            "over ranks; its backward ran under no_sync, and the sum is made in the next backward "
-            "outside of it. Read, scale or clip gradients and call optimizer.step() after that "
-            "one; zero_grad() drops what waits."
+            f"{name} of the gradient of {self.record.describe()}: expected a gradient that is "
+            "summed over ranks; its backward ran under no_sync, and the next backward outside "
+            "sums it. Read, scale or clip gradients and call optimizer.step() afterwards; "
+            "zero_grad() drops deferred gradients."
         )
 
     def to_local(self) -> torch.Tensor:
@@ -232,8 +232,8 @@ class ShardedParameter(Guarded, nn.Parameter, metaclass=_AtRest):
         """Raises an error: the hook would receive one rank's unreduced gradient."""
         name = clean_name(self.record.piece.name)
         raise ShardedTensorError(
-            f"register_hook on {name!r}: expected a hook that needs one rank's unreduced gradient "
-            "nowhere. Use register_post_accumulate_grad_hook, which sees the reduced one."
+            f"register_hook on {name!r}: expected no hook, because it would see an unreduced "
+            "gradient. Use register_post_accumulate_grad_hook instead."
         )
 
 
@@ -261,9 +261,9 @@ def _refuse_gradient(grad: torch.Tensor | None) -> None:
     if grad is not None:
         raise EngineError(
             "backward to a parameter outside of its unit's forward: expected none, because its "
-            "gradient would be this rank's alone. Put a function and the weight that it reads into "
-            "one unit (wrap), train outside of fs.unsharded, and add a penalty's gradient after "
-            "backward."
+            "gradient would not be reduced over ranks. Put a function and the weight that it "
+            "reads into one unit (wrap), train outside of fs.unsharded, and add a penalty's "
+            "gradient after backward."
         )
 
 
@@ -345,7 +345,7 @@ def _computed(name: str, value: Any) -> Any:
     return compute if compute.data_ptr() == value.data_ptr() else value  # copies belong to the user
 
 
-_CLIPS = ("_foreach_mul_", "_foreach_clamp_")  # what torch's clippings call
+_CLIPS = ("_foreach_mul_", "_foreach_clamp_")  # called by torch's clipping
 
 
 def _elementwise(func: Any, name: str, like: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -511,7 +511,7 @@ def _replace(func: Any, _name: str, _like: Any, args: Any, _kwargs: dict[str, An
         raise ShardedTensorError(
             f"p.grad.data = ... of {gradient.record.describe()}: expected {gradient.dtype} of the "
             f"shard's shape {tuple(gradient.shape)}; got {data.dtype} of {tuple(data.shape)}. "
-            "Write into p.grad in place; convert a model (.half, .to) before fs.shard."
+            "Write into p.grad in place; convert the model (.half, .to) before fs.shard."
         )
     with no_guard():
         if data.is_set_to(gradient):  # p.grad.data = p.grad.data.clamp_(...)
@@ -519,8 +519,8 @@ def _replace(func: Any, _name: str, _like: Any, args: Any, _kwargs: dict[str, An
     own = gradient.owner
     if own is not None and storage_use_count(own.memory._cdata) > (*own.holders, math.inf)[0]:
         raise ShardedTensorError(
-            f"p.grad.data = ... of {gradient.record.describe()}: expected that nobody else holds "
-            "the gradient's memory, which is written in place; got another holder (p.grad.data, "
+            f"p.grad.data = ... of {gradient.record.describe()}: expected no other tensor that "
+            "shares the gradient's memory, which is written in place; got one (p.grad.data, "
             "p.grad.detach()). Keep p.grad.clone(), or write p.grad = ..."
         )
     gradient.copy_(data)
@@ -540,7 +540,7 @@ def _is_mask(args: Sequence[Any]) -> bool:
 
 
 def _refuse_other_ranges(name: str, like: Any, operands: Sequence[Any]) -> None:
-    """Raise an error unless all shards hold the same elements of tensors of one shape."""
+    """Raise an error unless all shards have the same elements of tensors of one shape."""
     ones: Sequence[Any] | None = None
     for operand in operands:
         if isinstance(operand, Guarded):
@@ -574,10 +574,10 @@ def _refuse_other_range(name: str, one: Any, other: Any) -> None:
     if not one.record.is_cut_like(other.record):
         raise ShardedTensorError(
             f"{name}: expected shards of the same range; got {one.record.describe()}, and "
-            f"{other.record.describe()}, whose elements do not belong together. Use "
-            "p.full_tensor() of both. For a copy of the model (EMA, a teacher), shard both alike "
-            "(freeze parameters after fs.shard), or copy by load_state_dict, which cuts anew. "
-            "Shard twins in one model (a momentum encoder) each by itself: fs.shard(model.key)."
+            f"{other.record.describe()}, whose elements do not correspond. Use p.full_tensor() of "
+            "both. For a copy of the model (EMA, a teacher), shard both alike (freeze parameters "
+            "after fs.shard), or copy by load_state_dict, which reshards. Shard twins in one "
+            "model (a momentum encoder) separately: fs.shard(model.key)."
         )
 
 

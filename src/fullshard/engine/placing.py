@@ -35,10 +35,10 @@ def present(
     """Turn the user's parameter into its shard, in place: the object stays the same.
 
     Args:
-        param: The whole parameter, or a shard that is cut anew.
+        param: The whole parameter, or a shard that is sharded again.
         data: (n_local,), master dtype: this rank's elements in the flat shard.
         piece: Range of these elements in the parameter.
-        whole: Whether every rank holds the whole parameter.
+        whole: Whether every rank stores the whole parameter.
 
     Raises:
         UnsupportedModelError: Something refers to the parameter weakly, so it cannot be moved.
@@ -66,7 +66,7 @@ def _swap(param: nn.Parameter, other: nn.Parameter, piece: Slice) -> None:
     except RuntimeError as error:
         raise UnsupportedModelError(
             f"{piece.name}: expected a parameter that can move from {param.device} to "
-            f"{other.device}; something holds a weak reference to it: {error} Drop that, or move "
+            f"{other.device}; a weak reference to it exists: {error} Drop the reference, or move "
             "the model before fs.shard."
         ) from error
 
@@ -74,7 +74,7 @@ def _swap(param: nn.Parameter, other: nn.Parameter, piece: Slice) -> None:
 class Masters:
     """This rank's masters, allocated group by group when they are first used.
 
-    Initial values are written into them before the engine is built, so that a rank never holds
+    Initial values are written into them before the engine is built, so that a rank never stores
     its shards twice.
 
     Args:

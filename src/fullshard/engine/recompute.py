@@ -54,8 +54,8 @@ def apply_recompute(model: nn.Module, names: Sequence[str], kind: RecomputeKind)
         module = model.get_submodule(name)
         if getattr(module, "gradient_checkpointing", False):
             raise ConfigError(
-                f"activation_checkpointing: expected one switch; {name} recomputes already "
-                "(gradient_checkpointing_enable was called). Leave one of the two out."
+                f"activation_checkpointing: expected one switch; {name} already recomputes "
+                "(gradient_checkpointing_enable was called). Remove one of the two."
             )
         options: dict[str, Any] = {"use_reentrant": False}
         if kind is RecomputeKind.SELECTIVE:
@@ -92,7 +92,7 @@ def _without_cache(value: Any) -> Any:
     if value.get_seq_length():
         raise EngineError(
             "activation_checkpointing: expected a forward without earlier keys (past_key_values), "
-            "which the recompute would extend again; got some. Leave them out, or recompute none."
+            "which the recompute would extend again; got some. Leave them out."
         )
     return None
 
@@ -106,7 +106,7 @@ def convert_reentrant(model: nn.Module) -> None:
     """Make Hugging Face's checkpointing non-reentrant, with a warning.
 
     Reentrant checkpointing runs a unit's forward without a graph and a second backward inside the
-    first, so autograd cannot tell which gradients will arrive (law 4).
+    first, so autograd does not know which gradients will arrive (law 4).
     """
     converted = False
     for module in model.modules():
@@ -121,6 +121,6 @@ def convert_reentrant(model: nn.Module) -> None:
     if converted:
         logger.warning(
             "gradient_checkpointing_enable: use_reentrant=True was changed to False; reentrant "
-            "checkpointing hides from a sharded model which gradients will come. Call it with "
+            "checkpointing hides which gradients a sharded model will get. Call it with "
             "gradient_checkpointing_kwargs={'use_reentrant': False}."
         )

@@ -1,4 +1,4 @@
-"""What a shard knows of the tensor that it is a part of."""
+"""The record of a shard: the tensor of which it is a part, and its range."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ class Elements:
 
 @dataclass(eq=False, slots=True)
 class ShardRecord(Elements):
-    """What a shard knows of the tensor that it is a part of.
+    """The record of a shard: the tensor of which it is a part, and its range.
 
     Attributes:
         unit: Title of the unit that gathers it.
         index: Index among the model's trained parameters, for cached norms; -1 if frozen.
-        is_cut: Whether some rank holds only a part of the parameter.
-        copies: Ranks that hold the same elements.
+        is_cut: Whether some rank stores only a part of the parameter.
+        copies: Number of ranks with the same elements.
         holders: (part, start, stop) of each part of the (local) tensor; the same on every rank.
         norms: Global norms of the model's gradients.
         before_write: Waits until no other rank reads these elements; returns the write's number.
@@ -105,7 +105,7 @@ class ShardRecord(Elements):
         return type(None), ()  # a whole parameter may be pickled inside forward
 
     def is_cut_like(self, other: ShardRecord) -> bool:
-        """Whether every rank holds the same elements of both. Equal on all ranks."""
+        """Whether every rank has the same elements of both. Equal on all ranks."""
         one, two = self.piece, other.piece
         is_alike = (one.shape, self.cut, self.copies) == (two.shape, other.cut, other.copies)
         return is_alike and self.holders == other.holders

@@ -1,4 +1,4 @@
-"""Checks that ranks hold equal weights, at the start and periodically during training.
+"""Checks that ranks have equal weights, at the start and periodically during training.
 
 [Note: a hash of bits]
 A tensor's hash is the sum of its elements' bits as integers. It is cheap, equal for equal weights,
@@ -69,9 +69,9 @@ def check_equal_start(
     if wrong:
         others = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
         raise ConfigError(
-            f"{names[wrong[0]]}{others}: expected the same weights on every rank, of which each "
-            "keeps its part; they differ. Seed all ranks alike (torch.manual_seed) before the "
-            "model is built, or call torch.distributed.broadcast(x, 0) for each before fs.shard."
+            f"{names[wrong[0]]}{others}: expected the same weights on every rank, because each "
+            "keeps a part; they differ. Seed all ranks alike (torch.manual_seed) before the model "
+            "is built, or call torch.distributed.broadcast(x, 0) for each before fs.shard."
         )
 
 
@@ -94,7 +94,7 @@ def check_equal_random(transport: Transport, device: torch.device) -> None:
         raise ConfigError(
             "fs.shard of a model on meta: expected the same random state on every rank, because "
             "each keeps its part of one initialisation; the states differ. Call "
-            "torch.manual_seed(SEED) on all ranks before."
+            "torch.manual_seed(SEED) on all ranks before it."
         )
 
 

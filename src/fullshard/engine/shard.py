@@ -92,8 +92,8 @@ def shard_model(
     """
     if torch.is_inference_mode_enabled():
         raise EngineError(
-            "fs.shard inside torch.inference_mode(): expected a place where tensors are made that "
-            "can train. Call it outside, and use inference_mode around evaluations."
+            "fs.shard inside torch.inference_mode(): expected a call outside, because tensors "
+            "created inside cannot be trained. Use it around evaluations only."
         )
     refuse_nested_engine(model)
     _refuse_shared_memory(model)
@@ -139,8 +139,8 @@ class _NoDDP:
 
     def __iter__(self) -> Any:
         raise EngineError(
-            "DistributedDataParallel of a sharded model: expected a whole one; fs.shard sums "
-            "gradients over the ranks already. Leave DistributedDataParallel out."
+            "DistributedDataParallel of a sharded model: expected an unsharded model; fs.shard "
+            "already sums gradients over the ranks. Remove DistributedDataParallel."
         )
 
 
@@ -196,9 +196,9 @@ def refuse_sample(sample: Any, num_ranks: int) -> None:
     """Refuses a sample for a model that other axes of so many ranks cut."""
     if sample is not None and num_ranks > 1:
         raise ConfigError(
-            f"sample: expected a mesh of the axes replicate and shard alone; got {num_ranks} "
-            "ranks along others, for which this is not yet supported. Leave it out: the order of "
-            "units is learned in the first step."
+            f"sample: expected a mesh of the axes replicate and shard alone; got {num_ranks} ranks "
+            "along others, for which this is not yet supported. Leave it out; the first step then "
+            "records the order of units."
         )
 
 
@@ -225,7 +225,7 @@ def _say_one_host(plan: Plan) -> None:
     if not dist.is_initialized() or dist.get_rank() == 0:
         logger.info(
             "%s: all %d ranks are on one host, so there is one copy, sharded over all of them "
-            "(replicate 1). Set replicate for several.",
+            "(replicate 1). Set replicate for more copies.",
             *(plan.strategy, plan.mesh.world_size),
         )
 
@@ -233,14 +233,14 @@ def _say_one_host(plan: Plan) -> None:
 def refuse_nested_engine(model: nn.Module) -> None:
     if hasattr(model, ATTRIBUTE):
         raise EngineError(
-            f"fs.shard: expected a model that was not sharded; {type(model).__name__} is. "
-            "Call fs.shard once a model."
+            f"fs.shard: expected a model that was not sharded; {type(model).__name__} is. Call "
+            "fs.shard once per model."
         )
     for name, module in model.named_modules():
         if name and hasattr(module, ATTRIBUTE):
             raise EngineError(
-                f"fs.shard: {name} inside {type(model).__name__} is sharded already. "
-                "Shard the outermost model alone; its units are found inside."
+                f"fs.shard: {name} inside {type(model).__name__} is already sharded. Shard the "
+                "outermost model only; its units are found automatically."
             )
         if isinstance(module, nn.TransformerEncoder) and module.use_nested_tensor:
             logger.warning(
@@ -251,9 +251,9 @@ def refuse_nested_engine(model: nn.Module) -> None:
 
 
 def _refuse_shared_memory(model: nn.Module) -> None:
-    """Refuses buffers that are views of a parameter, and names such attributes.
+    """Refuse buffers that are views of a parameter, and warn about such attributes.
 
-    They keep the values of now. An attribute may be made anew in each forward, or by a hook.
+    They keep the current values. An attribute may be set again in each forward, or by a hook.
     """
     named = ((name, plain(param)) for name, param in model.named_parameters())
     params = {storage_key(p): name for name, p in named if _has_memory(p)}
@@ -274,8 +274,8 @@ def _refuse_shared_memory(model: nn.Module) -> None:
         for name, held in found.items():
             for owner in filter(None, map(owner_of, tensors_in(held))):
                 logger.warning(
-                    "fs.shard: %s shares the memory of %s, and keeps its values of now unless each "
-                    "forward computes it. Keep a copy (clone) if that is meant.",
+                    "fs.shard: %s shares the memory of %s, and keeps its current values unless "
+                    "each forward computes it. Register a copy (clone) if this is intended.",
                     f"{path}.{name}".lstrip("."),
                     owner,
                 )
@@ -291,7 +291,7 @@ def _refuse_parts(model: nn.Module) -> None:
             raise EngineError(
                 f"fs.shard: expected a whole model; {name} was cut with another model that shares "
                 "it, or by an fs.shard that failed. Put models that share parts into one module "
-                "(nn.ModuleDict), shard that, and call its parts; build a model that failed anew."
+                "(nn.ModuleDict), shard that, and call its parts. After a failure, build it again."
             )
 
 
@@ -307,7 +307,7 @@ def _check_world(topology: Topology) -> None:
 
 
 def reset(model: nn.Module) -> None:
-    """Close what an exception left open (the next forward does so by itself)."""
+    """Close a step that an exception left open (the next forward does so automatically)."""
     engine_of(model).runtime.reset()
 
 

@@ -8,7 +8,7 @@ A save writes this rank's part of the model and its optimizer, tensor by tensor:
                 states of an owner (fs.owned): whole tensors of any shape, and scalars
                 anything else (factors, block scales): private to one rank, opaque
 
-Ranks that hold the same elements take turns by unit, so that each writes a share.
+Ranks with the same elements take turns by unit, so that each writes a share.
 
 Names of safetensors: https://huggingface.co/docs/safetensors
 """
@@ -80,7 +80,7 @@ def _slice_state(
     if local_metadata.get("assign_to_params_buffers"):
         raise ShardedTensorError(
             "load_state_dict(assign=True): expected assign=False; assigning would replace the "
-            "shards by whole parameters. Leave assign out: every rank copies its own part."
+            "shards by whole parameters. Leave assign out, so that every rank copies its part."
         )
     for name, member in members.items():
         key, record = prefix + name, member.param.record
@@ -129,7 +129,7 @@ def unsharded(
     """
     engine = engine_of(model)
     if engine.unsharded and units is None:
-        raise EngineError("fs.unsharded: expected one block at a time; it is open already.")
+        raise EngineError("fs.unsharded: expected one block at a time; another is already open.")
     if any(unit.swapped for unit in engine.units):
         raise EngineError("fs.unsharded: expected no forward or backward under way; one is.")
     if not engine.unsharded:
@@ -154,7 +154,7 @@ class _Whole:
     def __init__(self, unit: Unit, *, with_grads: bool) -> None:
         self.unit = unit
         self.buffers: list[torch.Tensor] = []
-        self.placed: dict[int, Any] = {}  # objects that hold the shards for DTensors
+        self.placed: dict[int, Any] = {}  # objects that contain the shards of DTensors
         self.grads = _whole_grads(unit) if with_grads else {}
         for group in unit.groups:
             full = group.gather_master()
@@ -292,9 +292,9 @@ def model_tensors(model: nn.Module) -> list[Held]:
         piece = member.piece
         if piece.name not in shown:
             raise EngineError(
-                f"{type(model).__name__}: expected {piece.name}, as it was called when it "
-                "was sharded; a wrapper shows it under another name. Give the model that "
-                "was sharded; one of FSDP1's is saved by FSDP.state_dict_type."
+                f"{type(model).__name__}: expected {piece.name}, the name at the time of sharding; "
+                "a wrapper changed it. Pass the model that was sharded; save a model of FSDP1's "
+                "interface by FSDP.state_dict_type."
             )
         first = 0 if member.cut is None else member.cut.first
         span = (piece.start + (first or 0), piece.stop + (first or 0))
@@ -340,8 +340,8 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> OptimizerState:
     for param, states in optimizer.state.items():
         if id(param) not in names:
             raise CheckpointError(
-                f"optimizer state {param!r}: expected states of the model's parameters alone; this "
-                f"is none. {type(optimizer).__name__} cannot be saved by fs.save."
+                f"optimizer state {param!r}: expected states of the model's parameters only; this "
+                f"is not one of them. {type(optimizer).__name__} cannot be saved by fs.save."
             )
         name = names[id(param)]
         for key, value in states.items():
@@ -478,7 +478,7 @@ def _sort_in(
     if not isinstance(value, torch.Tensor):
         raise CheckpointError(
             f"optimizer state {key!r} of {name}: expected a tensor or a number; got "
-            f"{type(value).__name__}, which only a pickle could hold. Use another optimizer."
+            f"{type(value).__name__}, which needs a pickle. Use another optimizer."
         )
     with no_guard():
         plain = value.detach().as_subclass(torch.Tensor)
@@ -519,11 +519,11 @@ def matching_settings(
         params = [names[id(p)] for p in group["params"]]
         if frozenset(params) not in by_params or len(saved) != len(optimizer.param_groups):
             raise CheckpointError(
-                f"optimizer: expected the groups of the checkpoint, which have "
+                "optimizer: expected the groups of the checkpoint, which have "
                 f"{', '.join(str(len(other['params'])) for other in saved)} parameters; got "
                 f"{', '.join(str(len(g['params'])) for g in optimizer.param_groups)}, one with "
                 f"{', '.join(params[:3])}{', ...' if len(params) > 3 else ''}. Build the optimizer "
-                "with the same groups, or load the model alone."
+                "with the same groups, or load the model without it."
             )
         settings = by_params[frozenset(params)]
         found.append({key: value for key, value in settings.items() if key != "params"})

@@ -175,7 +175,7 @@ class Runtime:
         self.num_writes = 0  # into shards, that were looked at
         self._replaced: dict[int, Undo] = {}  # kept views of weights, replaced by copies
         self._copies: list[tuple[torch.Tensor, int, str]] = []  # copies returned in the last step
-        self._uses: WeakSet[Use] = WeakSet()  # of live graphs; after `agreed` the outermost alone
+        self._uses: WeakSet[Use] = WeakSet()  # of live graphs; after `agreed` only the outermost
         self._retains = False  # the running backward keeps its graph
         # Whether live graphs may share torch.autocast's casts of weights. Gradients come through a
         # cast when all of them are summed, late for the later graph, and were computed from copies.
@@ -308,9 +308,9 @@ class Runtime:
         for copy, version, title in copies:
             if copy._version != version:
                 raise EngineError(
-                    f"{title}: expected a view of a parameter that its forward returned to be "
-                    "read only; it was written in place, which does not reach the shards. Write "
-                    "into the parameter: with torch.no_grad(): p.copy_(...)."
+                    f"{title}: expected no writes into a view of a parameter that its forward "
+                    "returned; got one, which does not change the shards. Write into the "
+                    "parameter: with torch.no_grad(): p.copy_(...)."
                 )
 
     def watch(self, index: int, tensors: Iterable[torch.Tensor], *, is_inner: bool = True) -> bool:
@@ -318,7 +318,7 @@ class Runtime:
 
         Args:
             index: Index of the unit.
-            tensors: What it computed.
+            tensors: The tensors that it computed.
             is_inner: Whether these are outputs of inner modules, of which there are many.
 
         Returns:
@@ -445,7 +445,7 @@ class Runtime:
             self._inner = task
 
     def _begin_backward(self, task: int) -> bool:
-        """Begin a backward; False for one inside another one, which changes nothing.
+        """Begin a backward; False for one inside another, which changes nothing.
 
         Raises:
             EngineError: It is inside another one and reaches parameters, or makes a graph.
@@ -504,9 +504,10 @@ class Runtime:
         is_gone = not self.scheduler.is_gathered(unit.index)
         if is_gone and unit.plan.reads_weight_in_backward and not self._shares_casts:
             raise SlotError(
-                f"{member.piece.name}: its gradient came while the slot of {unit.plan.title} held "
-                "another unit, so it was computed from wrong weights. A tensor made inside the "
-                "unit left it unseen; return it from the unit's forward, or make the unit larger."
+                f"{member.piece.name}: its gradient arrived while the slot of {unit.plan.title} "
+                "contained another unit, so it was computed from wrong weights. A tensor made "
+                "inside the unit left it undetected; return it from forward, or make the unit "
+                "larger."
             )
         if self.gradients.collect(unit, member):
             self._run(self.scheduler.complete(unit.index))
@@ -532,7 +533,7 @@ class Runtime:
     # ---- recovery
 
     def close_interrupted(self) -> None:
-        """Reset what an exception left open.
+        """Reset the state that an exception left open.
 
         Raises:
             EngineError: Weights that a forward went on to show were written meanwhile.
@@ -558,7 +559,7 @@ class Runtime:
                 unit.swapped = 0
                 unit.show_shards()
         self._opened.clear()
-        if self._task != -1:  # not after a forward: gradients that wait under no_sync are whole
+        if self._task != -1:  # not after a forward: gradients that no_sync deferred are complete
             self.gradients.reset(self.units)
         self.scheduler.reset()
         self.stack.clear()
@@ -592,7 +593,7 @@ def _nothing() -> None:
 
 # ---- the action of each event
 
-WAITS = frozenset(EventKind) - {EventKind.DEFER}  # what may wait for other ranks
+WAITS = frozenset(EventKind) - {EventKind.DEFER}  # functions that may wait for other ranks
 
 
 class Actions:

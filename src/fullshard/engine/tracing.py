@@ -64,10 +64,10 @@ from fullshard.planner.tracing import (
 from fullshard.planner.units import UnitPlan
 from fullshard.transport.base import torch_dtype
 
-MOST_OPERATIONS = 20_000  # seconds of tracing; loops over tokens, as in Mamba, would take minutes
+MOST_OPERATIONS = 20_000  # seconds of tracing; loops over tokens, as in Mamba, would need minutes
 COMPUTED_BYTES = 16 << 20  # integers above this are fake too: masks of very long sequences
 
-# The shapes of their results depend on numbers, not on shapes alone.
+# The shapes of their results depend on values, not only on shapes.
 _OF_NUMBERS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
 
 # Forward and loss of a micro-batch: is called with copies of the model and of other models that run
@@ -91,7 +91,7 @@ def trace_step(
         plan: Plan of that model, which decides units and dtypes.
         config: The configuration of the plan, which includes recompute.
         work: Creates inputs and computes the loss.
-        beside: Other models on meta, in their own dtypes, of which `work` gets copies.
+        beside: Auxiliary models on meta, in their own dtypes, of which `work` gets copies.
         on_gpu: Whether the step will run on a GPU.
 
     Raises:
@@ -199,7 +199,7 @@ def _watch_edges(model: nn.Module, config: ShardConfig, ledger: Ledger) -> None:
 
 
 class Ledger(TorchDispatchMode):
-    """Notes the storages and the operations of a micro-batch.
+    """Records the storages and the operations of a micro-batch.
 
     Attributes:
         kind: Kind of the tensors that are allocated now.

@@ -1,7 +1,7 @@
 """An optimizer's update of state on disk, some elements at a time.
 
 [Note: turns]
-An optimizer updates all parameters in one call. If it treats each element by itself, which is tried
+An optimizer updates all parameters in one call. If it is elementwise, which is tested
 (engine/optimizers.py), it may be called once for each of many turns instead. A turn has pieces of
 parameters, with the same elements of gradients and states. While the optimizer updates one turn in
 memory, the next is read from disk, and the one before is written.
@@ -54,7 +54,7 @@ def step_in_turns(
     """Update all parameters.
 
     Args:
-        optimizer: Treats each element by itself.
+        optimizer: Elementwise optimizer.
         disk: Has state of the parameters.
         num_bytes: Most bytes of a turn.
         grain: Pieces have multiples of so many elements.
@@ -146,7 +146,7 @@ def _read(disk: Disk, turn: list[_Piece], room: Room, free: Future[None] | None)
 
 
 def _write(disk: Disk, turn: list[_Piece], room: Room, taken: _Taken) -> None:
-    """Write all but the gradients, which the optimizer has left alone."""
+    """Write everything except the gradients, which the optimizer did not change."""
     with torch.inference_mode():  # the caller may have made states in it; it is this thread's
         for piece, tensors in zip(turn, taken, strict=True):
             for (x, _), part, tensor in zip(piece.whole, piece.parts, tensors, strict=True):

@@ -38,11 +38,11 @@ if TYPE_CHECKING:
     from fullshard.engine.parameter import ShardedParameter
     from fullshard.engine.placing import Rings
 
-AWAY = 1 << 20  # added to the version of weights whose slot holds another unit
+AWAY = 1 << 20  # added to the version of weights whose slot contains another unit
 LARGE_NUMEL = 16_384
 ZEROED_BYTES = 8192  # in the time of a call
 MAX_VAIN = 5  # searches for kept views that find none
-Pair = tuple[nn.Parameter, torch.Tensor]  # a shard, and what forward sees of it
+Pair = tuple[nn.Parameter, torch.Tensor]  # a shard and its compute parameter
 T = TypeVar("T")
 
 
@@ -52,12 +52,12 @@ class Member:
 
     Attributes:
         param: The user's own object, the shard.
-        piece: Which elements of the parameter this rank has.
+        piece: Range of this rank's elements of the parameter.
         compute: The full parameter that forward sees; its `.data` is a view of the slot.
         offset: Where the parameter begins in the flat buffer, in elements.
         cut: Placement of the parameter on other axes of the mesh; `compute` is a DTensor then.
-        is_large: Whether its gradient is moved at once, to save memory rather than calls.
-        grad: What `param.grad` shows: a view of the gradient shard (None if frozen).
+        is_large: Whether its gradient is moved immediately, to save memory rather than calls.
+        grad: The object that `param.grad` returns, a view of the gradient shard (None if frozen).
         node: The autograd node that accumulates into `compute`.
         expected: Whether the running backward, or the last one, reaches the parameter on this rank.
         touched: Whether it has a gradient on this rank that is not settled yet.
@@ -187,7 +187,7 @@ class Group:
         )
 
     def is_trained_as_before(self) -> bool:
-        """Whether `requires_grad` of all shards is what the last forward saw. Outside the guard."""
+        """Whether `requires_grad` of all shards is as in the last forward. Outside the guard."""
         members = self.members
         trained = [member.param.requires_grad for member in members]
         return trained == [member.compute.requires_grad for member in members]
@@ -312,7 +312,7 @@ class Versions:
             self._written = [shard._version for shard in self._shards]
         self._slots = tuple(compute for _, compute in slots)
         self._own = tuple(compute for _, compute in own)
-        # Classes of tensors while the slots may hold other units.
+        # Classes of tensors while the slots may contain other units.
         self._closed = {kind: released(kind, unit) for kind in set(map(type, self._slots))}
         kinds = [type(tensor) for tensor in self._slots]
         self._kinds = {True: kinds, False: [self._closed[kind] for kind in kinds]}
@@ -338,7 +338,7 @@ class Versions:
         """Refuse reads of these views of the unit's slots, too. See [Note: kept views]."""
         self._views = {weak: kinds for weak, kinds in self._views.items() if weak() is not None}
         for kind in set(map(type, views)) - set(self._closed):
-            self._closed[kind] = released(kind, unit)  # freed by the garbage collector alone
+            self._closed[kind] = released(kind, unit)  # freed by the garbage collector only
         self._views |= {weakref.ref(view): (self._closed[type(view)], type(view)) for view in views}
 
     def see_writes(self) -> None:
@@ -453,7 +453,7 @@ class Unit:
                     part.fill_(float("nan"))
 
     def check_params(self) -> None:
-        """Check that the modules hold the parameters that they were sharded with.
+        """Check that the modules have the parameters with which they were sharded.
 
         Raises:
             EngineError: A module has another object, which the forward would not use.
@@ -463,8 +463,8 @@ class Unit:
                 if table.get(name) is not param:
                     raise EngineError(
                         f"{param.record.piece.name}: expected the parameter that fs.shard cut; its "
-                        "module holds another object (an assignment, functional_call), unseen by "
-                        "forward. Write into the shard, or change parameters before fs.shard."
+                        "module has another (an assignment, functional_call), which forward does "
+                        "not use. Write into the shard, or change parameters before fs.shard."
                     )
 
     def shares_memory(self, tensor: torch.Tensor) -> bool:
@@ -534,10 +534,10 @@ class Unit:
             if view.data_ptr() != address or any(id(t) in written for t in member.tensors()):
                 raise EngineError(
                     f"{member.piece.name}: expected a forward that does not modify its parameters; "
-                    "it wrote into this one (max_norm, clamp_, weight averaging, p.data.copy_ ...) "
-                    f"or replaced its data (p.data = ..., .float(); dtype now {view.dtype}). "
-                    "Write into the shards between steps, after fs.reset(model) where a "
-                    "KeyboardInterrupt left a forward; for another dtype name its module in "
+                    "it wrote into this parameter (max_norm, clamp_, weight averaging, "
+                    "p.data.copy_ ...) or replaced its data (p.data = ..., .float(); dtype now "
+                    f"{view.dtype}). Write into the shards between steps, after fs.reset(model) if "
+                    "a KeyboardInterrupt left a forward; for another dtype name its module in "
                     "fp32_modules, or leave param_dtype out."
                 )
 
@@ -590,10 +590,10 @@ class Unit:
 
 
 def has_version(shard: nn.Parameter) -> bool:
-    """Whether it has a version: what was made in inference_mode has none, and takes no gradient."""
+    """Whether it has a version: tensors made in inference_mode have none, and get no gradient."""
     try:
         return shard._version >= 0
-    except RuntimeError:  # is_inference() does not tell once `.data` was set
+    except RuntimeError:  # is_inference() is wrong after `.data` was set
         return False
 
 
@@ -611,7 +611,7 @@ def is_reached(member: Member) -> bool:
 def alive(weak: weakref.ref[T], what: str) -> T:
     """Returns the referent of a weak reference.
 
-    Objects held by C++ (gradients, hooks of autograd nodes) must refer to the engine weakly. The
+    Objects that C++ owns (gradients, hooks of autograd nodes) must refer to the engine weakly. The
     garbage collector does not see cycles through C++, so the model would never be freed.
 
     Raises:
@@ -644,7 +644,7 @@ def _on_gradient(weak: weakref.ref[Member], *_: Any) -> None:
 def address_of(shard: torch.Tensor) -> int:
     """The address of a shard's elements, or of its storage if it has none. Outside the guard.
 
-    All ranks therefore notice a moved parameter, even those without an element of it.
+    All ranks therefore detect a moved parameter, even ranks without an element of it.
     """
     return shard.data_ptr() or shard.untyped_storage().data_ptr()
 

@@ -60,7 +60,7 @@ def open_dcp(folder: Path) -> Source:
     named = {".".join(map(str, path)): value for path, value in model.items()}
     tensors = {name: value for name, value in named.items() if isinstance(value, Entry)}
     if not tensors:
-        raise CheckpointError(f"'{folder}': expected a model's tensors; got none. Name its folder.")
+        raise CheckpointError(f"'{folder}': expected a model's tensors; got none. Pass its folder.")
     left = [f"{name}, which is no tensor" for name in named if name not in tensors]
     states = {path[1:]: value for path, value in values.items() if path[0] in _OPTIMIZERS}
     optimizer = _optimizer(states, tensors)

@@ -2,7 +2,7 @@
 
     stages 1, 2   a group's parameters one after another in one vector, of which each rank has a
     part            mp_rank_00_model_states.pt   *zero_pp_rank_R_*_optim_states.pt
-    stage 3       each parameter is cut over the ranks by itself, padded to equal parts; a rank's
+    stage 3       each parameter is cut over the ranks separately, padded to equal parts; a rank's
                   vector has its parts one after another
                                   zero_pp_rank_R_mp_rank_00_model_states.pt   ..._optim_states.pt
 
@@ -83,14 +83,14 @@ def _files(folder: Path, what: str) -> list[Path]:
         match = _RANK.fullmatch(path.name)
         if match is None or int(match.group(2)) > 0 or "expert" in path.name:
             raise CheckpointError(
-                f"{path}: expected data parallelism alone; this is a part of a model that was cut "
-                "otherwise too. Convert it with DeepSpeed's own ds_to_universal.py or zero_to_fp32."
+                f"{path}: expected only data parallelism; this model was also cut in other ways. "
+                "Convert it with DeepSpeed's own ds_to_universal.py or zero_to_fp32."
             )
         found.append((int(match.group(1) or 0), path))
     if [rank for rank, _ in sorted(found)] != list(range(len(found))):
         raise CheckpointError(
             f"'{folder}': expected one *_{what} per rank, from 0; got "
-            f"{', '.join(path.name for _, path in sorted(found))}. Leave out those of other saves."
+            f"{', '.join(path.name for _, path in sorted(found))}. Remove those of other saves."
         )
     return [path for _, path in sorted(found)]
 

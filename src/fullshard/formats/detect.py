@@ -39,7 +39,7 @@ FSDP_BIN = "pytorch_model_fsdp.bin"
 FORMATS = (ONE_FILE, INDEX), (BIN, BIN_INDEX), (FSDP_BIN,), ("model_world_size_*",), ("latest",)
 FORMATS += (".metadata",), (FSDP_FOLDER,), (orbax.METADATA,)
 WEIGHTS = (".safetensors", ".bin", ".pt", ".distcp", ".ocdbt")  # suffixes of files with tensors
-# Files of a Trainer's checkpoint: its step, and what is not imported.
+# Files of a Trainer's checkpoint: its step, and files that are not imported.
 TRAINER_STATE, TRAINERS = "trainer_state.json", ("optimizer.pt", "scheduler.pt", "rng_state*.pth")
 NOT_READ = {*TRAINERS, "training_args.bin"}
 # Folders in which tools put config.json and the tokenizer.
@@ -95,8 +95,8 @@ def _check_stay(known: dict[Path, tuple[int, int] | None]) -> None:
     for file, was in known.items():
         if size_and_time(file) not in (was, None):
             raise CheckpointError(
-                f"'{file}': expected it to stay while it is read; it was written again. Read it "
-                "again once the program that writes it has ended."
+                f"'{file}': expected it to stay unchanged while it is read; it was written again. "
+                "Read it again once the program that writes it has ended."
             )
 
 
@@ -152,8 +152,8 @@ def _open_dcp(path: Path) -> Source:
         return replace(source, optimizer=optimizer, left_out=source.left_out + left)
     raise CheckpointError(
         f"'{path}': expected a checkpoint, a Hugging Face folder, a folder of Accelerate, "
-        "torch.distributed.checkpoint, orbax, DeepSpeed (ZeRO) or of model_world_size_N_rank_R.pt; "
-        "got a folder with nothing of these. Name the folder that holds the weights."
+        "torch.distributed.checkpoint, orbax, DeepSpeed (ZeRO) or of "
+        "model_world_size_N_rank_R.pt; got a folder with none. Pass the folder with weights."
     )
 
 

@@ -60,7 +60,7 @@ class ExportSettings:
 
     Attributes:
         dtype: Dtype of floating point tensors; None keeps each tensor's own.
-        max_shard_bytes: Maximum size of a file that holds more than one tensor.
+        max_shard_bytes: Maximum size of a file with more than one tensor.
         on_bytes: Called with the number of bytes after each write.
         writes: Whether this process writes the file of this number. It reads the tensors of the
             other files too, because reading may be a collective.
@@ -101,7 +101,7 @@ def parse_size(text: str) -> int:
 
 
 def export_folder(source: Source, folder: Path, settings: ExportSettings) -> list[str]:
-    """Writes a source as a folder; returns notes on what was left out.
+    """Write a source as a folder; return notes on contents that were left out.
 
     Raises:
         CheckpointError: The source has no config.json, its tensors differ from that model's, or the
@@ -113,8 +113,8 @@ def export_folder(source: Source, folder: Path, settings: ExportSettings) -> lis
         return write_dcp(source, folder, settings.dtype, settings.on_bytes)
     if CONFIG not in source.companions:
         raise CheckpointError(
-            f"export: expected {source.what} with {CONFIG}, which says what model this is; it has "
-            "none. Name a folder that has it: --config FOLDER."
+            f"export: expected {source.what} with {CONFIG}, which describes the model; it has "
+            "none. Pass a folder with one: --config FOLDER."
         )
     check_empty(folder, "export")
     with whole_or_nothing(folder) as aside:
@@ -201,7 +201,7 @@ def split(entries: Mapping[str, Entry], max_bytes: int) -> dict[str, list[str]]:
 
 
 def _as_the_model_has(source: Source, shell: nn.Module) -> tuple[dict[str, Entry], list[str]]:
-    """The model's tensors, tied ones once, and what the source has beside them.
+    """The model's tensors, tied ones once, and the source's other contents.
 
     Raises:
         CheckpointError: One is missing or has another shape; the configuration is of another model.
@@ -217,9 +217,9 @@ def _as_the_model_has(source: Source, shell: nn.Module) -> tuple[dict[str, Entry
             close = nearest(name, sorted({*source.tensors} - {*shell.state_dict()}))
             got = entry.shape if entry else f"none{f', but {close}' if close else ''}"
             raise CheckpointError(
-                f"export: expected {name} of shape {tuple(value.shape)}, as the model of "
-                f"{CONFIG} has it; {source.what} has {got}. Copy all files of the model, or "
-                "name the folder with its configuration: --config FOLDER."
+                f"export: expected {name} of shape {tuple(value.shape)}, as the model of {CONFIG} "
+                f"has it; {source.what} has {got}. Copy all files of the model, or pass the folder "
+                "with its configuration: --config FOLDER."
             )
         found[name] = entry
     every = set(found)
@@ -231,7 +231,7 @@ def _as_the_model_has(source: Source, shell: nn.Module) -> tuple[dict[str, Entry
                 f"export: expected {name} to equal {first[id(param)]}, to which the model of "
                 f"{CONFIG} ties it; they differ. Correct tie_word_embeddings there."
             )
-    left = [f"{name}, which the model has not" for name in source.tensors if name not in every]
+    left = [f"{name}, which is not in the model" for name in source.tensors if name not in every]
     return found, left
 
 
@@ -281,14 +281,14 @@ def export_together(
 ) -> list[str]:
     """Writes the weights of a sharded model; the ranks that see the folder write files in turn.
 
-    Each rank holds at most one full tensor. A collective.
+    Each rank stores at most one full tensor. A collective.
 
     Args:
         engine: Engine of the model.
         source: Its tensors.
         shell: The model without storage.
         folder: Folder with config.json, if this rank can access it.
-        max_shard_bytes: Maximum size of a file that holds more than one tensor.
+        max_shard_bytes: Maximum size of a file with more than one tensor.
 
     Returns:
         The files that this rank wrote.

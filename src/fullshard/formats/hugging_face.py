@@ -254,7 +254,7 @@ def _join(model: Any, rule: Any, target: str, names: dict[str, Any], parts: Tens
 def _converted(
     convert: Convert, entries: Mapping[str, Entry], names: Iterable[str], kept: Tensors
 ) -> dict[str, Entry]:
-    """What becomes of some entries; results are kept until read, or until others are converted."""
+    """The converted entries; results are kept until read, or until others are converted."""
 
     def read(part: str) -> torch.Tensor:
         if part not in kept:

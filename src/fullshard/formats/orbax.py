@@ -33,7 +33,7 @@ ARRAYS = ("jax.Array", "np.ndarray", "scalar")
 
 
 def open_arrays(folder: Path) -> tuple[dict[str, Any], list[str]]:
-    """Opens the arrays by dotted path, of which boxes can be read; and names other leaves.
+    """Open the arrays by dotted path, so that boxes can be read; and list other leaves.
 
     Raises:
         CheckpointError: The folder is damaged, or tensorstore is not installed.
@@ -91,7 +91,7 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None) 
 
 @dataclass(frozen=True)
 class _OrbaxTree(Checkpoint):
-    """A tree as a checkpoint of a model alone."""
+    """A tree as a checkpoint of only a model."""
 
     arrays: Mapping[str, Any] = field(default_factory=dict[str, Any])
 

@@ -153,7 +153,7 @@ def _check_sums(file: Path | io.BytesIO, origin: str) -> None:
         raise CheckpointError(
             f"{origin}: expected entries that equal their checksums, as torch.save writes them; "
             f"{damaged} differs. Copy the file again; if it was saved with "
-            "torch.serialization.set_crc32_options(False), save it anew without."
+            "torch.serialization.set_crc32_options(False), save it again without."
         )
     if isinstance(file, io.BytesIO):
         file.seek(0)
@@ -201,7 +201,7 @@ def read_listed(path: Path, records: Collection[str], plain: Collection[str]) ->
         CheckpointError: The pickle names anything else, or is damaged.
     """
     wanted = "torch.distributed.checkpoint's own classes and nothing that could execute code"
-    with untrusted(path, wanted, advice="Save it anew with a known torch."):
+    with untrusted(path, wanted, advice="Save it again with a known torch."):
         return _NamedOnly(io.BytesIO(read_regular(path)), records, plain).load()
 
 

@@ -114,7 +114,7 @@ class Source:
         step: Number of steps of the run; None if unknown.
         left_out: Descriptions of content that is not read.
         check: Raises CheckpointError if its files were replaced since it was opened; called before
-            what was made of it gets its name.
+            the result gets its name.
     """
 
     what: str
@@ -163,7 +163,7 @@ def whole_or_nothing(folder: Path, token: str | None = None) -> Generator[Path]:
         yield place.aside
         sync_folder(place.aside)
         if token is None and folder.exists():
-            folder.rmdir()  # refuses what was put there since the start
+            folder.rmdir()  # refuses files that were added since the start
         put_in_place(place)
     except OSError as error:
         raise failure(folder, 0, error) from error

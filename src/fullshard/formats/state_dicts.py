@@ -44,7 +44,7 @@ def open_pickled(files: Sequence[Path], what: str) -> Source:
             tensors[name] = Entry.of(value)
     if not tensors:
         raise CheckpointError(
-            f"'{files[0]}': expected a model's state dict; got no tensor by name. Save "
+            f"'{files[0]}': expected a model's state dict; got no named tensors. Save "
             "model.state_dict()."
         )
     return Source(what, tensors, tied, left_out=tuple(left))
@@ -66,7 +66,7 @@ def open_rank_files(folder: Path) -> Source:
         raise CheckpointError(
             f"'{folder}': expected the files of {world_size} ranks; got those of "
             f"{', '.join(f'{rank} of {size}' for size, rank in sorted(found))}. Copy the others "
-            "too, and leave out those of other saves."
+            "too, and remove those of other saves."
         )
     states = [read_pickle(path, str(path)) for _, path in sorted(found.items())]
     entries = {name: joined_ranks(name, [s[name] for s in states]) for name in states[0]}
@@ -211,7 +211,7 @@ def _block(shard: Any) -> Chunk:
 def _rows(name: str, part: Any, spec: Any, before: Sequence[Chunk]) -> list[Chunk]:
     """The rows that a rank contributes to a DTensor, until it is complete.
 
-    On a mesh (replicate, shard) the first ranks complete it; the others hold copies.
+    On a mesh (replicate, shard) the first ranks complete it; the others have copies.
     """
     local: torch.Tensor = attributes_of(part)["_local_tensor"]
     placements = attributes_of(spec)["placements"]

@@ -50,8 +50,8 @@ class ShardedAccelerator(Accelerator):
         super().__init__(*args, **kwargs)
         if self.distributed_type not in (DistributedType.NO, *_DATA_PARALLEL):
             raise ConfigError(
-                f"Accelerator: expected data parallelism alone, because fullshard shards; got "
-                f"{self.distributed_type}. Leave its plugin out; use fullshard launch or torchrun."
+                "Accelerator: expected only data parallelism, because fullshard shards; got "
+                f"{self.distributed_type}. Remove its plugin; use fullshard launch or torchrun."
             )
         self.sharding = sharding or sharding_in(self.mixed_precision)
 
@@ -70,10 +70,10 @@ class ShardedAccelerator(Accelerator):
         if not is_sharded(model):
             if self.sharding.tensor * self.sharding.expert > 1:
                 raise ConfigError(
-                    "sharding: expected replicate and shard alone, because Accelerate and the "
-                    "Trainer give every rank a batch of its own and keep the model's parameters; "
-                    f"got tensor {self.sharding.tensor}, expert {self.sharding.expert}. Use "
-                    "fullshard sft or train, or your own loop with fs.shard."
+                    "sharding: expected only replicate and shard, because Accelerate and the "
+                    "Trainer give every rank its own batch and keep the model's parameters; got "
+                    f"tensor {self.sharding.tensor}, expert {self.sharding.expert}. Use fullshard "
+                    "sft or train, or your own loop with fs.shard."
                 )
             fs.shard(model, self.sharding)
             plugin: Any = self.state.dynamo_plugin
@@ -140,8 +140,8 @@ def _load_models(models: list[nn.Module], folder: str) -> None:
         file = Path(folder) / f"model{f'_{at}' if at else ''}.safetensors"
         if not file.exists():
             raise CheckpointError(
-                f"{file}: expected a folder of Accelerator.save_state; this file is not there. "
-                "Save with safe_serialization=True, its default."
+                f"{file}: expected a folder of Accelerator.save_state; this file is missing. Save "
+                "with safe_serialization=True, its default."
             )
         fs.load_full_state(model, load_file(file))
     models.clear()
@@ -178,7 +178,7 @@ ARGUMENTS = "TrainingArguments"
 _SHARES = "fullshard shards this model. Leave it out"
 _CASTS = "parameters would be converted behind the optimizer. Set bf16 or fp16"
 _REFUSED = {
-    "deepspeed": f"{_SHARES}; `fullshard config explain FILE` shows what its keys are here.",
+    "deepspeed": f"{_SHARES}; `fullshard config explain FILE` shows the translation of its keys.",
     "parallelism_config": f"{_SHARES}, and set `fsdp_config`.",
     "bf16_full_eval": f"{_CASTS}, which also holds in evaluation.",
     "fp16_full_eval": f"{_CASTS}, which also holds in evaluation.",

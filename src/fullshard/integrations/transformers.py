@@ -166,8 +166,8 @@ def _made(name: str) -> type[transformers.Trainer]:
         from trl.trainer.sft_trainer import SFTTrainer
     except ImportError as error:
         raise ConfigError(
-            "SFTTrainer: expected the package trl; it is not installed. Install it: "
-            "pip install 'fullshard[trainer]'."
+            "SFTTrainer: expected the package trl; it is not installed. Run pip install "
+            "'fullshard[trainer]'."
         ) from error
     return sharded(SFTTrainer)
 

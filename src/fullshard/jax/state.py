@@ -165,7 +165,7 @@ def pad_batch(
     if mask is None and labels not in there:
         raise ConfigError(
             f"pad_batch: expected the name of the labels among {', '.join(there)}; got {labels}. "
-            "Give labels=, or mask= and multiply by it in loss_fn."
+            "Pass labels=, or pass mask= and multiply by it in loss_fn."
         )
 
     def fill(name: str, value: np.ndarray) -> np.ndarray:
@@ -228,7 +228,7 @@ def _split_nnx(model: Any) -> tuple[Tree, Callable[[Tree], Any]] | None:
 def _has_state(name: str, node: Any, advice: str) -> ConfigError:
     return ConfigError(
         f"{name}: expected a model whose state is its parameters; got a {type(node).__name__}, "
-        f"which no step of fullshard.jax.train_step would change. {advice}"
+        f"which fullshard.jax.train_step would never change. {advice}"
     )
 
 

@@ -114,7 +114,7 @@ def _logical(
         if size % parts:
             raise ConfigError(
                 f"{name}: expected a dimension that {parts} devices ({axis}) divide; got {size}. "
-                "Give its logical axis the rule None."
+                "Set the rule of its logical axis to None."
             )
     return PartitionSpec(*axes)
 
@@ -228,7 +228,7 @@ def mesh_with_axis(mesh: Mesh | None) -> Mesh:
     if AXIS not in mesh.shape:
         raise ConfigError(
             f"mesh: expected one with an axis '{AXIS}'; got axes {tuple(mesh.shape)}. Write `with "
-            "jax.set_mesh(jax.make_mesh((8,), ('fsdp',), axis_types=(AxisType.Auto,))):`, or give "
+            "jax.set_mesh(jax.make_mesh((8,), ('fsdp',), axis_types=(AxisType.Auto,))):`, or pass "
             "mesh=."
         )
     return with_auto_axes(mesh)
@@ -313,7 +313,7 @@ def _check_keys(batch: Any) -> None:
     if not ("input_ids" in keys and ("label" in keys or "labels" in keys)):
         raise ConfigError(
             "batch: expected the keys 'input_ids' and 'label' or 'labels', got "
-            f"{', '.join(map(repr, keys)) or type(batch).__name__}. Add the missing one, or give "
+            f"{', '.join(map(repr, keys)) or type(batch).__name__}. Add the missing one, or pass "
             "create_fsdp_train_step a loss_fn(model, batch) that reads your keys."
         )
 
@@ -322,10 +322,10 @@ def _holds_model(state: Any) -> bool:
     """Whether the state is from nnx; otherwise it is a TrainState."""
     if not hasattr(state, "model") and not hasattr(state, "apply_gradients"):
         raise ConfigError(
-            "create_fsdp_train_step: expected a state that holds its model; got "
+            "create_fsdp_train_step: expected a state that contains its model; got "
             f"{type(state).__name__}. Write nnx.ModelAndOptimizer(model, tx): since flax 0.11 "
-            "nnx.Optimizer holds the optimizer alone. Or flax's TrainState.create(apply_fn=..., "
-            "params=..., tx=...)."
+            "nnx.Optimizer contains only the optimizer. Or use flax's "
+            "TrainState.create(apply_fn=..., params=..., tx=...)."
         )
     return hasattr(state, "model")
 

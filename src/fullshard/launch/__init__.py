@@ -1,1 +1,1 @@
-"""Processes: start the ranks of this machine, let them meet, watch them, end them."""
+"""Processes: start the ranks of this machine, connect them, watch them, end them."""

@@ -54,7 +54,7 @@ class Finding:
     Attributes:
         what: Subject of the check, in one or two words.
         health: How bad it is.
-        says: What was found.
+        says: The finding.
         do: Advice; empty if nothing is wrong.
     """
 
@@ -113,7 +113,7 @@ def anonymous(text: str) -> str:
 
 
 def examine(output_dir: Path, num_ranks: int | None = None) -> DoctorReport:
-    """Runs all checks; starts local ranks, which takes some seconds.
+    """Runs all checks; starts local ranks, which needs some seconds.
 
     Args:
         output_dir: Folder of future runs; its disk is checked.
@@ -245,7 +245,7 @@ def measure(ranks: int) -> dict[str, Any]:
     }
 
 
-# ---- what is known to hurt
+# ---- known-bad settings
 
 
 def _of_versions(versions: Mapping[str, str]) -> Iterator[Finding]:
@@ -282,7 +282,7 @@ def _of_accelerators(count: int) -> Iterator[Finding]:
         yield Finding("accelerators", Health.OK, "none: ranks compute on CPUs")
 
 
-# Variable, values that hurt (None: any), how bad, what it does, what to do.
+# Variable, bad values (None: any), severity, effect, remedy.
 _HARMFUL = (
     ("CUDA_LAUNCH_BLOCKING", ("1",), "every kernel waits for the last: no overlap", "Unset it"),
     ("TORCH_DISTRIBUTED_DEBUG", ("DETAIL",), "every collective is checked first", "Unset it"),
@@ -348,7 +348,7 @@ def _of_memory(memory: Mapping[str, int], output_dir: Path) -> Iterator[Finding]
         yield Finding("disk", Health.BROKEN, says, "Set another training.output_dir")
 
 
-# Limit of a process, ulimit's flag, too low a value, who needs more.
+# Limit of a process, ulimit's flag, a value that is too low, what needs more.
 _LIMITS = (
     (resource.RLIMIT_NOFILE, "n", 1024, "open files per process; sockets of many ranks need more"),
     (resource.RLIMIT_NPROC, "u", 512, "processes and threads of this user; ranks start more"),

@@ -87,8 +87,8 @@ def raise_stopped(number: int, *, plain: bool = False) -> NoReturn:
         plain: Raise a PreemptedError, which `except Exception` catches.
     """
     error = PreemptedError(
-        f"run: expected to reach its end, got {signal.Signals(number).name}. Start it again; "
-        "it resumes from its last checkpoint, if it has saved one."
+        f"run: expected to reach its end, got {signal.Signals(number).name}. Start it again; it "
+        "resumes from its last checkpoint, if it saved one."
     )
     raise error if plain else Stopped(error)
 
@@ -203,7 +203,7 @@ def _of_surroundings(error: BaseException) -> FullshardError | None:
     if starts and str(error).endswith(("start new thread", "Resource temporarily unavailable")):
         limits = "ulimit -u" if mapped == resource.RLIM_INFINITY else "ulimit -u or -v"
         return ConfigError(
-            f"{limits}: expected to start one more process or thread, got none ({error}). Raise "
+            f"{limits}: expected to start another process or thread, got none ({error}). Raise "
             "that limit, or pids.max of the container."
         )
     segment = [line for line in str(error).splitlines() if "failed to map segment" in line]
@@ -240,11 +240,11 @@ def _of_surroundings(error: BaseException) -> FullshardError | None:
 
 
 def left_by(error: SystemExit) -> FullshardError:
-    """Our error where code of a model or a library ends a process of ours too early.
+    """Our error if code of a model or a library ends one of our processes too early.
 
     Raises:
         SystemExit: The command line's own library ended it: after completing words, or because
-            nobody reads the output.
+            no one reads the output.
     """
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     if frames[-1].f_globals.get("__name__", "").partition(".")[0] in ("typer", "click", "rich"):
@@ -252,7 +252,7 @@ def left_by(error: SystemExit) -> FullshardError:
     at = traceback.extract_tb(error.__traceback__)[-1]
     return FullshardError(
         f"process: expected to reach its end, but {at.filename}:{at.lineno} ended it by "
-        f"sys.exit({error.code!r}). Let that code return, or raise an error."
+        f"sys.exit({error.code!r}). Make that code return, or raise an error."
     )
 
 
@@ -261,7 +261,7 @@ def of_place(error: BaseException, *, may_pass: bool = False) -> BaseException:
 
     Args:
         error: Any error.
-        may_pass: Whether rights may come back, as on a disk of a network.
+        may_pass: Whether permissions may return, as on a network disk.
     """
     error = as_ours(error)
     if isinstance(error, UnicodeEncodeError) and not may_pass:
@@ -275,8 +275,8 @@ def of_place(error: BaseException, *, may_pass: bool = False) -> BaseException:
         return error  # two processes made a folder at a time
     if isinstance(error, OSError) and error.errno in codes and error.filename is not None:
         return ConfigError(
-            f"'{error.filename2 or error.filename}': expected a place that can be used, got "
-            f"'{error.strerror}'. Correct what is there or its permissions, or name another."
+            f"'{error.filename2 or error.filename}': expected a usable path, got "
+            f"'{error.strerror}'. Correct the file or its permissions, or use another path."
         )
     return error
 

@@ -45,7 +45,7 @@ class RankFailure:
         type: Name of the exception's class.
         message: Message of the exception.
         exit_code: Typed exit code (see exit_codes).
-        traceback: Python's traceback; empty if the message alone says what to change.
+        traceback: Python's traceback; empty if the message is sufficient.
         time_s: Time of the failure, by the monotonic clock, which this machine's processes share.
     """
 

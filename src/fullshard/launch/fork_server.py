@@ -1,12 +1,12 @@
-"""Ranks that are forked from a process that has imported what they import.
+"""Fork ranks from a process that has already imported their modules.
 
     launcher ---- server     imports while the launcher prepares the run, then waits for jobs
        |             `------ between ----- rank
        `------ adopts -----------------------'     when the process between has ended
 
 A launcher that adopts ranks (as their subreaper) supervises them like those that it started. A rank
-tells the launcher its id, and goes on once the launcher has answered. The server forks only while
-it has one thread; a launcher that gets no rank closes the server and starts processes by itself.
+sends its id to the launcher, and continues after the launcher's answer. The server forks only while
+it has one thread; a launcher that gets no rank closes the server and starts processes directly.
 Ranks on accelerators are not forked, because CUDA does not work in forked processes.
 """
 
@@ -54,7 +54,7 @@ class ForkServer:
 
     Args:
         entry: Module of the rank's frame.
-        modules: What the server imports.
+        modules: Modules that the server imports.
         defaults: Variables of the ranks where the environment has none.
     """
 
@@ -69,7 +69,7 @@ class ForkServer:
             )
 
     def wait(self, stop: Sequence[int]) -> None:
-        """Waits until the server has imported; closes it if that takes too long.
+        """Wait until the server has imported; close it if that takes too long.
 
         Args:
             stop: Signals that were caught; the first ends the wait.
@@ -86,7 +86,7 @@ class ForkServer:
 
         Args:
             words: Its module and arguments.
-            variables: Its environment, beside that of the launcher.
+            variables: Environment variables in addition to those of the launcher.
             files: Its standard output and error.
         """
         job = json.dumps([*words, dict(variables)]).encode()
@@ -117,7 +117,7 @@ class ForkServer:
 def become_rank(modules: Sequence[str]) -> list[str]:
     """Imports modules, then serves jobs; returns in each rank that it forks, with its words."""
     jobs = socket.socket(fileno=os.dup(0))
-    sys.excepthook = lambda *_: None  # a rank that is started meets the error too, and says it
+    sys.excepthook = lambda *_: None  # a started rank raises the error too, and reports it
     for module in modules:
         importlib.import_module(module)
     gc.collect()
@@ -139,7 +139,7 @@ def become_rank(modules: Sequence[str]) -> list[str]:
     if not os.read(0, 1):
         os._exit(1)
     sys.excepthook = sys.__excepthook__
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # `nohup` leaves it to the launcher
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # under `nohup` the launcher does
     for name, number in (("stdout", 1), ("stderr", 2)):  # the server's know if its files can seek
         raw = io.FileIO(number, "w", closefd=False)
         setattr(sys, name, io.TextIOWrapper(raw, sys.stdin.encoding, write_through=True))

@@ -1,4 +1,4 @@
-"""Calls a function on local ranks, in a process group, and returns what every rank returned.
+"""Call a function on local ranks, in a process group, and return the results of all ranks.
 
     call_on_ranks("module:function", job, 2)   -->   function(job) on two ranks   -->   two results
 

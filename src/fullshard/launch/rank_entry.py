@@ -60,7 +60,7 @@ def run_rank(
 
     Args:
         main: Program of this rank.
-        tell: Called with the failure before the process ends.
+        tell: Function that is called with the failure before the process ends.
         is_users: `main` is a user's script, which may save in `except Exception` when a signal
             stops it.
 
@@ -82,7 +82,7 @@ def run_rank(
         failure = RankFailure.of(error, rank)
         if failure.exit_code == 0:
             raise  # sys.exit() or sys.exit(0)
-        if folder is not None:  # first: explaining it may take longer than the launcher waits
+        if folder is not None:  # first, because explaining it may exceed the launcher's wait
             with contextlib.suppress(OSError):
                 failure.write(folder.failure(rank))
         failure = _explained(failure, as_ours(error), folder)
@@ -157,8 +157,8 @@ def _say_unsharded(file: Path) -> None:
         return
     if strategy is not Strategy.NO_SHARD:
         logging.getLogger("fullshard").warning(
-            f"--config_file {file.name}: asks for {strategy}, but the script sharded no model. "
-            "Call fs.shard, or import the Trainer or Accelerator of fullshard.integrations."
+            f"--config_file {file.name}: asks for {strategy}, but the script did not shard a "
+            "model. Call fs.shard, or import the Trainer or Accelerator of fullshard.integrations."
         )
 
 
@@ -179,7 +179,7 @@ def _watch(launch: LaunchEnvironment, folder: LaunchFolder) -> None:
 
 def _run_module(module: str) -> None:
     # With -P Python does not import a `random.py` of the working folder in the place of its own;
-    # the code of a model (trust_remote_code) may import what is there and nowhere else.
+    # the code of a model (trust_remote_code) may import modules that are only there.
     if module.endswith(".py"):
         sys.path.insert(0, str(Path(module).resolve().parent))
         runpy.run_path(module, run_name="__main__")

@@ -53,7 +53,7 @@ TIMEOUT_MARGIN_S = 60.0  # the watchdog reports before torch's timeout ends a ra
 def init_process_group(timeout_s: float = 600.0, log_dir: Path | None = None) -> None:
     """Creates the default process group: gloo for CPUs, and NCCL if CUDA is visible.
 
-    Does nothing if this process is not a rank, or if the group exists.
+    Do nothing if this process is not a rank, or if the group exists.
 
     Args:
         timeout_s: Seconds after which a rank that waits for its peers is stuck; the watchdog then
@@ -110,7 +110,7 @@ def _named(
     if "Duplicate GPU" in said:
         return ConfigError(
             f"launch: expected a GPU for each rank; rank {launch.rank} shares {device} of this "
-            "machine with another. Ask for one per task (srun --gpus-per-task=1), or start fewer."
+            "machine with another. Request one per task (srun --gpus-per-task=1), or start fewer."
         )
     if lacks := re.search(r"Unable to find address for: (\S+)", said):
         return ConfigError(
@@ -185,8 +185,8 @@ def _await_first(store: Store) -> None:
         store.add("heard", 1)
     except RuntimeError as error:  # torch's, of its stores
         raise HangError(
-            f"rendezvous: expected rank 0 to prepare the run, got a store that is gone "
-            f"({str(error).splitlines()[0]}). Rank 0 has ended, maybe out of memory: see its log."
+            "rendezvous: expected rank 0 to prepare the run, got a store that is gone "
+            f"({str(error).splitlines()[0]}). Rank 0 has ended, maybe out of memory. See its log."
         ) from error
     if end:
         kind = getattr(errors, end[0], errors.FullshardError)
@@ -262,7 +262,7 @@ def _unreachable(launch: LaunchEnvironment, got: str) -> ConfigError | HangError
     if "address already in use" in got:
         return ConfigError(
             f"MASTER_PORT: expected a free port, got {launch.master_port}, which another process "
-            "uses. Choose another, the same for every rank."
+            "uses. Choose another port, the same on every rank."
         )
     if "clients joined" in got:
         return HangError(
@@ -398,12 +398,12 @@ class LaunchStore:
         except OSError as error:
             why = os.strerror(error.errno or 0)  # without create_server's words
             raise ConfigError(
-                f"MASTER_PORT: expected a free port, got {port} ({why}). Set "
-                "MASTER_PORT or launch.main_process_port to one that is free on this machine."
+                f"MASTER_PORT: expected a free port, got {port} ({why}). Set MASTER_PORT or "
+                "launch.main_process_port to a port that is free on this machine."
             ) from error
 
     def serve_soon(self) -> None:
-        """Serves from a thread: importing torch takes seconds, and ranks are watched meanwhile."""
+        """Serve from a thread, because importing torch takes seconds while ranks are watched."""
         self._serving = ThreadPoolExecutor(1, "store of the launch").submit(self.serve)
 
     def check(self) -> None:

@@ -1,6 +1,6 @@
 """The lock of a run's folder: one live run per folder, on this host and on others.
 
-    flock(FOLDER/.lock)       held from before the first write to the end of the process that
+    flock(FOLDER/.lock)       locked from before the first write to the end of the process that
     flock(FOLDER)             started the run; the kernel releases both however that process dies
     beats: mtime of .lock     every BEAT_S; seen by hosts to which the file system carries no locks
 
@@ -8,7 +8,7 @@ The lock of the folder itself stays if somebody removes .lock. Network file syst
 
 A folder that is moved keeps its lock: the process that moves it locks the new folder too.
 
-An object store has no locks. `StoreLock` is an object there that is written anew every BEAT_S.
+An object store has no locks. `StoreLock` is an object that is written again every BEAT_S.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class RunLock(contextlib.ExitStack):
         key: Key of the configuration that names the folder, for errors.
 
     Raises:
-        ConfigError: Another live process holds it; names that process.
+        ConfigError: Another live process has the lock; names that process.
     """
 
     def __init__(self, folder: Path, key: str = OUTPUT_DIR) -> None:
@@ -90,7 +90,7 @@ class StoreLock(contextlib.ExitStack):
 
     Raises:
         CheckpointError: The store cannot be written.
-        ConfigError: Another live process holds the place; names that process.
+        ConfigError: Another live process has the lock; names that process.
     """
 
     def __init__(self, place: Path, token: str) -> None:
@@ -104,8 +104,8 @@ class StoreLock(contextlib.ExitStack):
                 time.sleep(TOGETHER_S)
             if is_held or not is_holder(place, token):
                 raise ConfigError(
-                    f"training.checkpoint_dir: expected a place to which no run saves, got "
-                    f"'{place}', whose run is still going on ({look()[0]}). Use another place or "
+                    "training.checkpoint_dir: expected a folder to which no other run saves, got "
+                    f"'{place}', whose run is still active ({look()[0]}). Use another folder or "
                     "stop that run."
                 )
         except OSError as error:
@@ -119,7 +119,7 @@ class StoreLock(contextlib.ExitStack):
     def _remove(self) -> None:
         with contextlib.suppress(OSError):
             if is_holder(self._place, self._token):
-                self._file.write_bytes(b"")  # nobody's; a holder writes a removed one again
+                self._file.write_bytes(b"")  # no owner; an owner writes a removed file again
 
     def _write(self) -> None:
         self._count += 1
@@ -138,14 +138,14 @@ def _signed(word: str) -> bytes:
 def is_holder(place: Path, token: str) -> bool:
     """Whether the lock of a place in a store is that of this holder.
 
-    A lock that was removed is nobody else's: the holder's next beat writes it again.
+    A removed lock has no other owner; the owner's next beat writes it again.
     """
     lines = _read(place / LOCK)
     return not lines or lines[1:2] == (token,)
 
 
 def _read(file: Path) -> tuple[str, ...]:
-    """Lines of a store's lock; none if nobody holds it."""
+    """Lines of a store's lock; none if no process has it."""
     try:
         return tuple(file.read_bytes().decode(errors="replace").split("\n"))
     except FileNotFoundError:
@@ -153,7 +153,7 @@ def _read(file: Path) -> tuple[str, ...]:
 
 
 def is_held(folder: Path) -> bool:
-    """Whether a live process of this host, or of one that shares its locks, holds a folder."""
+    """Whether a live process of this host, or of one that shares its locks, has locked a folder."""
     for look in (partial(_open, folder / LOCK, os.O_RDONLY), partial(os.open, folder, _FOLDER)):
         with contextlib.suppress(OSError), contextlib.ExitStack() as closing:
             closing.callback(os.close, descriptor := look())
@@ -173,9 +173,9 @@ def held_elsewhere(folder: Path, key: str = OUTPUT_DIR) -> ConfigError:
         holder = (folder / LOCK).read_text(encoding="utf-8").partition("\n")[0]
     except (OSError, UnicodeDecodeError):
         holder = ""
-    who = holder or "it is just starting, or its .lock was removed"
+    who = holder or "it is still starting, or its .lock was removed"
     return ConfigError(
-        f"{key}: expected a folder that no run uses, got '{folder}', whose run is still going on "
+        f"{key}: expected a folder that no run uses, got '{folder}', whose run is still active "
         f"({who}). Use another folder or stop that run."
     )
 
@@ -227,5 +227,5 @@ def _changes(look: Callable[[], object]) -> bool:
 
 
 def _touched(file: Path) -> int:
-    with file.open("rb") as opened:  # opening asks a network file system anew
+    with file.open("rb") as opened:  # opening queries a network file system again
         return os.fstat(opened.fileno()).st_mtime_ns

@@ -82,7 +82,7 @@ class LineCleaner:
         return bytes(done + self._line() if len(self._rest) > _LONGEST_LINE else done)
 
     def finish(self) -> bytes:
-        """What is left of a line without an end."""
+        """The rest of an unfinished line."""
         line = self._line()
         return b"" if line == b"\n" else line
 
@@ -107,9 +107,9 @@ class Relay:
         self._thread = threading.Thread(target=self._copy, name="relay of rank 0", daemon=True)
 
     def start(self) -> None:
-        """Begin to copy; call it once the rank holds its ends."""
+        """Start to copy; call it after the rank has its ends of the pipes."""
         for fd in {self.stdout_fd, self.stderr_fd}:
-            os.close(fd)  # else no end of file would ever come
+            os.close(fd)  # otherwise there would be no end of file
         self._thread.start()
 
     def close(self, timeout_s: float = 2.0) -> None:
@@ -161,7 +161,7 @@ class Relay:
     def _write(self, text: bytes) -> None:
         try:
             self._log.write(text)
-        except OSError as error:  # a rank whose output nobody reads would wait without end
+        except OSError as error:  # a rank whose output is not read would wait forever
             logger.warning("%s ends here: %s", self._log.name, error.strerror)
             self._log = Path(os.devnull).open("wb", 0)  # noqa: SIM115
 
@@ -185,13 +185,13 @@ def _read(fd: int) -> bytes:
 
 ENTRY = "fullshard.launch.rank_entry"
 PREFIX = "fullshard-launch-"  # of the private folder in TMPDIR
-LOCK = "lock"  # in that folder, held by its launcher
-LEAST_RANK_BYTES = 64 << 20  # a process that has imported torch takes more
+LOCK = "lock"  # in that folder, owned by its launcher
+LEAST_RANK_BYTES = 64 << 20  # a process that has imported torch needs more
 
 
 @dataclass(frozen=True)
 class LocalLaunch:
-    """What to run on the ranks of this machine.
+    """The program to run on the ranks of this machine.
 
     Attributes:
         module: Module that every rank runs as `python -m module`, or a script that ends in `.py`.
@@ -203,7 +203,7 @@ class LocalLaunch:
         machines: Number of machines, this one's number, and the address of machine 0.
         attempt: Number of earlier attempts of the same launch.
         config_file: Configuration for the script (`fullshard.integrations`), or None.
-        server: Forks the ranks, then ends; None: each rank is started by itself.
+        server: Forks the ranks, then ends; None: each rank is started separately.
     """
 
     module: str
@@ -237,13 +237,13 @@ def launch_local_ranks(launch: LocalLaunch) -> LaunchResult:
     """Runs a module on local ranks until all of their processes have ended.
 
     Raises:
-        ConfigError: The number of processes is not positive, or more than this machine can hold.
+        ConfigError: The number of processes is not positive, or more than this machine can run.
     """
     most = max(1, host_memory.limit().num_bytes // LEAST_RANK_BYTES)
     if not 1 <= launch.num_processes <= most:
         raise ConfigError(
-            f"launch.num_processes: expected an integer >= 1 and <= {most:,}, which is what this "
-            f"machine has memory for, got {launch.num_processes:,}."
+            f"launch.num_processes: expected an integer >= 1 and <= {most:,}, the number for which "
+            f"this machine has memory, got {launch.num_processes:,}."
         )
     gc.collect()
     with contextlib.suppress(AttributeError):  # glibc's: what preparing the run took goes back
@@ -385,7 +385,7 @@ def _defaults(num_machines: int) -> dict[str, str]:
 
 @contextlib.contextmanager
 def fork_server(modules: Sequence[str]) -> Iterator[ForkServer]:
-    """A server of ranks of this machine, which imports modules while the block goes on."""
+    """A server of ranks of this machine, which imports modules while the block runs."""
     # OpenBLAS would start threads when it is imported; a process with threads cannot fork.
     server = ForkServer(ENTRY, modules, _defaults(1) | {"OPENBLAS_NUM_THREADS": "1"})
     try:

@@ -170,7 +170,7 @@ class Supervisor:
         with contextlib.suppress(OSError):  # a full disk; the message has the places too
             file.write_text("\n".join([failure.message, "", *lines]) + "\n", encoding="utf-8")
         places = [line for line in lines if line.startswith("rank ")]
-        message = "\n".join([failure.message, "Where the ranks were last seen:", *places])
+        message = "\n".join([failure.message, "Last known position of the ranks:", *places])
         return replace(failure, message=message)
 
     def _failure_of(self, rank: RankProcess) -> RankFailure:
@@ -183,7 +183,7 @@ class Supervisor:
         kind, code = ("RankExit", status) if status > 0 else ("HangError", int(ExitCode.HANG))
         if status == -signal.SIGKILL and self._memory.ran_out():
             kind, code = "OutOfMemoryError", int(ExitCode.OUT_OF_MEMORY)
-            message += f" because memory ran out: the processes need more than {limit()}. {CURE}"
+            message += f" because memory ran out. The processes need more than {limit()}. {CURE}"
         message += "."
         if tail := _last_lines(rank.log):
             message += "\nThe last lines of its log:\n  " + "\n  ".join(tail)
@@ -248,8 +248,8 @@ SAMPLE_S = 0.5
 LOW = 0.03  # share of memory: killers in user space, which no counter counts, act below it
 
 CURE = (
-    "Lower what a rank needs (batch, sequence length, model), start fewer ranks, move state from "
-    "memory to disk (offload: nvme), or give the run more memory"
+    "Reduce the memory per rank (batch, sequence length, model), start fewer ranks, move state "
+    "from memory to disk (offload: nvme), or give the run more memory"
 )
 
 

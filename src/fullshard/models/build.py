@@ -143,8 +143,8 @@ def weights_folder(config: RunConfig) -> Path | None:
         return folder
     if other := next((path for one in _OTHER_WEIGHTS for path in folder.glob(one)), None):
         raise ConfigError(
-            "model.name_or_path: expected weights in safetensors, or none at all to begin from "
-            f"random ones; got '{other}'. Convert it with the tool that wrote it."
+            "model.name_or_path: expected weights in safetensors, or none to start from random "
+            f"ones; got '{other}'. Convert it with the tool that wrote it."
         )
     return None
 
@@ -156,8 +156,8 @@ def given_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase | None:
         tokenizer = load_tokenizer(config.model, "data.tokenizer", folder)
         if tokenizer is None:
             raise ConfigError(
-                f"data.tokenizer: expected a local folder with a tokenizer, got '{folder}'. "
-                "Name the folder that holds tokenizer.json."
+                f"data.tokenizer: expected a local folder with a tokenizer, got '{folder}'. Set "
+                "the folder that contains tokenizer.json."
             )
         return tokenizer
     found = load_tokenizer(config.model) if config.model.name_or_path else None
@@ -223,7 +223,7 @@ def sharding_for(config: RunConfig, model: nn.Module) -> ShardConfig:
 
 
 def weights_source(config: RunConfig, bare: Callable[[], nn.Module]) -> WeightsSource:
-    """Where the initial weights come from.
+    """The origin of the initial weights.
 
     Args:
         config: Configuration of the run.
@@ -259,8 +259,8 @@ def trainable(model: nn.Module, config: RunConfig) -> nn.Module:
     if config.lora is not None:
         if weights_folder(config) is None:
             raise ConfigError(
-                "lora: expected a model with weights, to which adapters are added; got random ones."
-                " Give model a folder with weights, or leave lora out."
+                "lora: expected a model with weights, to which adapters are added; got random "
+                "ones. Set model to a folder with weights, or leave lora out."
             )
         add_adapters(model, config.lora)
     freeze(model, config.freeze)
@@ -288,7 +288,7 @@ MAX_FILE_BYTES = 5 * 10**9
 
 @dataclass(frozen=True)
 class Adapters:
-    """Adapters of a run.
+    """The adapters of a run.
 
     Attributes:
         lora: Configuration of the adapters.

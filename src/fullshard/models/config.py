@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-# Keyword arguments of every configuration class that are not fields of it.
+# Keyword arguments of every configuration class that are not its fields.
 EXTRA_CONFIG_KEYS = frozenset(
     {"attn_implementation", "experts_implementation", "name_or_path", "num_labels", "model_type"}
     | {"output_attentions", "rope_scaling", "rope_theta", "torch_dtype", "partial_rotary_factor"}
@@ -145,12 +145,12 @@ def check_model_folder(folder: Path, key: str = "model.name_or_path") -> None:
         raise ConfigError(
             f"{key}: expected a local model folder, got '{folder}', which is not a folder here. "
             f"{near} Nothing is downloaded during a run: to use a model of a hub, download it "
-            "first (hf download NAME --local-dir FOLDER) and name the folder."
+            "first (hf download NAME --local-dir FOLDER) and set the folder."
         )
     if not (folder / "config.json").is_file():
         raise ConfigError(
-            f"{key}: expected a Hugging Face model folder, got '{folder}' without config.json. "
-            "Name the folder that holds config.json and the weights."
+            f"{key}: expected a Hugging Face model folder, got '{folder}' without config.json. Set "
+            "the folder that contains config.json and the weights."
         )
 
 
@@ -181,8 +181,8 @@ def check_vocabulary(key: str, vocab_size: int, tokenizer: PreTrainedTokenizerBa
     if vocab_size < (least := num_ids(tokenizer)):
         raise ConfigError(
             f"{key}.config.vocab_size: expected at least {least} (the tokenizer's ids), got "
-            f"{vocab_size}. Set {key}.config.vocab_size to {least} or leave it out; with given "
-            "weights set data.tokenizer to their own tokenizer, or lower data.vocab_size."
+            f"{vocab_size}. Set {key}.config.vocab_size to {least} or leave it out; with existing "
+            "weights, set data.tokenizer to their own tokenizer, or lower data.vocab_size."
         )
 
 
@@ -229,7 +229,7 @@ def freeze(model: nn.Module, globs: Sequence[str]) -> int:
     if frozen == len(names):
         raise ConfigError(
             f"freeze: expected globs that leave something to train, got {list(globs)}, which "
-            f"freeze all {frozen} parameters. Name fewer."
+            f"freeze all {frozen} parameters. Freeze fewer."
         )
     return frozen
 
@@ -246,7 +246,7 @@ RANDOM = re.compile("dropout|pdrop|layerdrop|drop_rate")  # keys of shares that 
 
 
 def _check_sizes(config: PretrainedConfig) -> None:
-    """Raises ConfigError for impossible sizes: a model of 10M layers would take hours to build."""
+    """Raise ConfigError for impossible sizes: building a model of 10M layers would take hours."""
     names = "num_attention_heads", "num_key_value_heads"
     heads, shared = (getattr(config.get_text_config(), name, None) for name in names)
     if isinstance(heads, int) and isinstance(shared, int) and shared and heads % shared:

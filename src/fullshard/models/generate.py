@@ -31,7 +31,7 @@ class SamplingSettings:
     Attributes:
         max_new_tokens: Largest number of new tokens; None: as many as the model has positions for,
             at most 200.
-        temperature: Sampling temperature; 0 always takes the most likely token.
+        temperature: Sampling temperature; 0 always selects the most likely token.
         seed: Seed of the random numbers.
         top_k: Sample from this many most likely tokens; 0: from all.
         top_p: Sample from the most likely tokens whose probabilities reach this sum; 1: from all.
@@ -71,7 +71,7 @@ class SamplingSettings:
 
 @dataclass(frozen=True)
 class Sample:
-    """A prompt and what the model wrote after it."""
+    """A prompt and the model's continuation."""
 
     prompt: str
     continuation: str
@@ -92,8 +92,8 @@ def model_folder_of(folder: Path) -> Path:
     if (folder / "run.json").is_file():
         if not (folder / "model" / "config.json").is_file():
             raise ConfigError(
-                f"FOLDER: expected a run that has finished, got '{folder}' without a model. "
-                "Let the run finish, or name a model folder."
+                f"FOLDER: expected a run that has finished, got '{folder}' without a model. Let "
+                "the run finish, or pass a model folder."
             )
         with suppress(OSError, ValueError, LookupError, TypeError):
             record: Any = json.loads((folder / "run.json").read_text(encoding="utf-8"))
@@ -107,7 +107,7 @@ def model_folder_of(folder: Path) -> Path:
 
 
 def _checked(_ids: Any, scores: Any) -> Any:
-    """Refuses scores from which the first token, or none, would be taken."""
+    """Refuse NaN scores, from which no meaningful token could be sampled."""
     if scores.isnan().any():
         raise DivergedError(
             "expected weights that give scores for tokens, got NaN. Use an earlier checkpoint."
@@ -144,7 +144,7 @@ class Sampler:
         Args:
             prompts: Texts to continue; an empty one becomes the beginning-of-text token.
             batch_size: Largest number of prompts that are sampled together.
-            chat: Each prompt is a user's message, to be put into the tokenizer's chat template.
+            chat: Treat each prompt as a user's message in the tokenizer's chat template.
 
         Returns:
             One sample per prompt, in their order.
@@ -158,7 +158,7 @@ class Sampler:
             ids = [rows[index] for index in batch]
             most = self.settings.max_new_tokens or self._room(len(ids[0]))
             if (room := self._room(len(ids[0]), most)) < most:
-                told = "the model has no positions for more than %d of %d new tokens here"
+                told = "the model has positions for only %d of %d new tokens here"
                 logger.warning(told, room, most)
             for index, new in zip(batch, self.continued(ids, most, number), strict=True):
                 text: str = self.tokenizer.decode(new, skip_special_tokens=True)
@@ -177,7 +177,7 @@ class Sampler:
         model, settings = self.model, self.settings
         device = next(model.buffers(), next(model.parameters(), torch.empty(0))).device
         inputs = torch.tensor([list(row) for row in rows], device=device)
-        if settings.temperature > 0:  # greedy sampling leaves the random state of a run alone
+        if settings.temperature > 0:  # greedy sampling does not change the random state of a run
             torch.manual_seed((settings.seed + batch) % (1 << 63))
         try:
             with torch.no_grad():
@@ -223,7 +223,7 @@ class Sampler:
         ids: list[int] = tokenizer(prompt, add_special_tokens=False)["input_ids"] if prompt else []
         positions = num_positions(self.model.config) or len(ids) + 1
         if len(ids) >= positions:
-            told = "the model has %d positions: of the prompt's %d tokens the last %d are used"
+            told = "the model has %d positions: of the prompt's %d tokens only the last %d are used"
             keep = max(1, positions // 2)
             logger.warning(told, positions, len(ids), keep)
             ids = ids[-keep:]
@@ -233,7 +233,7 @@ class Sampler:
         if not ids:
             raise ConfigError(
                 "--prompt: expected text, got none, and the tokenizer has no beginning-of-text "
-                "token to start from. Give a prompt."
+                "token to start from. Pass a prompt."
             )
         return ids
 
@@ -257,6 +257,6 @@ def _batches(rows: Sequence[Sequence[int]], size: int) -> list[list[int]]:
 
 
 def _until(ends: Sequence[int | None], new: list[int]) -> list[int]:
-    """New tokens up to the first end token; what follows is padding."""
+    """New tokens up to the first end token; the rest is padding."""
     first = next((place for place, token in enumerate(new) if token in ends), len(new))
     return new[: first + 1]

@@ -4,7 +4,7 @@ The meaning of a configuration field follows from its name; Hugging Face has sev
 meaning (small.yaml). Ratios are kept: heads to key-value heads, feed-forward to width, one layer of
 each kind. If the small model cannot be built or trained for a step, less is shrunk:
 
-    depth and width  ->  width alone  ->  depth alone  ->  nothing but dropout
+    depth and width  ->  width only  ->  depth only  ->  only dropout
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 Settings = dict[str, Any]
 
-MOST_PARAMETERS = 30_000_000  # of the small model; more would take minutes
+MOST_PARAMETERS = 30_000_000  # of the small model; more would need minutes
 NUM_LAYERS = 4
 VOCAB_SIZE = 96
 HEAD_DIM = 16
@@ -123,10 +123,10 @@ def shrink(
         try:
             small = shrunk(config, depth=depth, width=width, **limits)
             return small, build(small.config)
-        except Exception as fault:  # noqa: BLE001  whatever a model says to unusual numbers
+        except Exception as fault:  # noqa: BLE001  models may raise any error for unusual sizes
             error = error or fault
     raise ConfigError(
-        f"model: expected one that trains a step in one process in float64, got "
+        "model: expected a model that trains a step in one process in float64, got "
         f"{type(error).__name__}: {error}."
     ) from error
 
@@ -336,7 +336,7 @@ def check_documents(config: PretrainedConfig, key: str = "sft.packing") -> None:
     """Refuses a key that packs documents, for a model that would mix them.
 
     Raises:
-        ConfigError: The model mixes documents, or takes no `position_ids`.
+        ConfigError: The model mixes documents, or does not accept `position_ids`.
     """
     ids = torch.randint(
         0, VOCAB_SIZE, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(1)
@@ -353,7 +353,7 @@ def check_documents(config: PretrainedConfig, key: str = "sft.packing") -> None:
     else:
         if (together - torch.cat(parts, dim=1)).abs().max() < TOLERANCE:
             return
-        why = "whose tokens see the documents before their own"
+        why = "whose tokens attend to earlier documents"
     raise ConfigError(
         f"{key}: expected a model that keeps documents apart, got {config.model_type}, {why}."
         f" Set {key}: false."

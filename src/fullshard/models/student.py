@@ -55,7 +55,7 @@ class Kept:
     shares: Mapping[int, float]
 
     def lines(self) -> Iterator[str]:
-        """What is kept, in words."""
+        """A description of the kept layers and experts."""
         yield f"layers {', '.join(map(str, self.layers))} of the teacher are kept"
         for layer, experts in self.experts.items():
             yield (
@@ -79,7 +79,7 @@ def student_config(teacher: PretrainedConfig, distill: DistillConfig) -> Pretrai
     if made.model_type not in _KNOWN:
         raise ConfigError(
             f"distill.experts, distill.layers: expected a teacher of type {' or '.join(_KNOWN)}, "
-            f"got {made.model_type}. Give the student a configuration of its own."
+            f"got {made.model_type}. Give the student its own configuration."
         )
     layers = kept_layers(made.num_hidden_layers, distill.layers)
     if kinds := getattr(made, "layer_types", None):
@@ -156,7 +156,7 @@ def choose(counts: Mapping[int, Sequence[float]], num_layers: int, distill: Dist
 
 
 def write_student(teacher: Path, folder: Path, config: PretrainedConfig, kept: Kept) -> None:
-    """Copies what is kept from the teacher's files into the student's folder, which replaces one.
+    """Copy the kept tensors from the teacher's files into the student's folder, replacing it.
 
     Raises:
         ConfigError: The teacher has no safetensors.

@@ -1,4 +1,4 @@
-"""Pages with charts: what a chart shows, as data for the page's script, and the templates.
+"""Pages with charts: the data of charts for the page's script, and the templates.
 
 A page is one file without a network. templates/plot.js draws axes and lines as SVG and reports what
 the pointer does; charts.js adds values, zoom, log axes, smoothing and axes that ignore outliers.
@@ -61,7 +61,7 @@ class Chart:
 
     Attributes:
         title: Heading, unique on the page.
-        unit: Unit of y, shown beside the heading and behind values.
+        unit: Unit of y, shown next to the heading and after values.
         lines: Lines; those without a point are left out.
         x: Column of x in every table; "time" is in seconds since 1970.
         is_wide: The chart takes the page's full width.
@@ -129,7 +129,7 @@ def _number(value: Any) -> float | None:
 
 
 def thinned(table: Table, max_rows: int = MAX_ROWS) -> Table:
-    """The rows of a table that hold the extremes of a column in windows of consecutive rows."""
+    """The rows of a table with the extremes of a column in windows of consecutive rows."""
     num_rows = max(map(len, table.values()), default=0)
     if num_rows <= max_rows:
         return table
@@ -176,8 +176,8 @@ def write_page(target: Path, page: str) -> Path:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
         raise ConfigError(
-            f"expected a file that can be written, got '{target}' ({error.strerror}). Remove what "
-            "is there, or name another with --out."
+            f"expected a file that can be written, got '{target}' ({error.strerror}). Remove the "
+            "existing file, or set --out to another."
         ) from error
     return target
 

@@ -4,7 +4,7 @@
 
 [Note: use of the machine]
 `machine-N.jsonl` has the use of processors, memory, disk, network and GPUs over time. A thread of
-each node's first rank takes a sample every second at first, and then at every thousandth of the
+each node's first rank samples every second at first, and then at every thousandth of the
 time that has passed, so that the file of a run of days stays small. The last sample is taken at the
 run's end, so that the shortest run has one.
 """
@@ -42,7 +42,7 @@ SAMPLE_S = 0.05
 
 @dataclass(frozen=True)
 class StepRow:
-    """What one update was like; the fields are the file's.
+    """Measurements of one update; the fields are the file's.
 
     Attributes:
         step: From 1, after the update.
@@ -99,7 +99,7 @@ class SaveRow:
 
 @dataclass(frozen=True)
 class SampleRow:
-    """What the model wrote after `step` updates: the prompt, and the text that follows it."""
+    """A sample after `step` updates: the prompt, and the text that follows it."""
 
     step: int
     prompt: str
@@ -115,10 +115,10 @@ ASIDE = {SaveRow: SAVES, SampleRow: SAMPLES}  # files of their own
 
 
 class MetricsWriter:
-    """Appends rows to a file and to the table beside it; `write` returns when they are in the file.
+    """Append rows to a file and to its CSV table; `write` returns when they are in the file.
 
     Raises:
-        ConfigError: The file is no longer at its path: what is written would be lost.
+        ConfigError: The file is no longer at its path, so rows would be lost.
     """
 
     def __init__(self, path: Path) -> None:
@@ -148,9 +148,9 @@ class MetricsWriter:
             if samestat(self._path.stat(), fstat(self._file.fileno())):
                 return
         raise ConfigError(
-            "training.output_dir: expected the run's folder to stay where it is; "
-            f"'{self._path}' was moved, removed or replaced while the run was writing it. Complete "
-            "checkpoints are where the folder went; put it back to resume from them."
+            f"training.output_dir: expected the run's folder to stay where it is; '{self._path}' "
+            "was moved, removed or replaced while the run was writing it. Complete checkpoints "
+            "are in the moved folder; move it back to resume from them."
         )
 
     def close(self) -> None:
@@ -174,9 +174,9 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def keep_rows(path: Path, done: int) -> tuple[StepRow | None, EvalRow | None]:
-    """Leave rows of the first `done` steps alone in a metrics file; returns the last of each kind.
+    """Keep only rows of the first `done` steps in a metrics file; return the last of each kind.
 
-    Steps after the checkpoint that a run goes on from are taken again, and written again.
+    Steps after the checkpoint from which a run resumes are repeated, and written again.
     """
     rows = _keep(path, done)
     for name in ASIDE.values():
@@ -284,7 +284,7 @@ def sampled(folder: Path, node: int) -> Iterator[None]:
         yield
     finally:
         ended.set()
-        thread.join(10)  # a file system that hangs must not hold the run's end
+        thread.join(10)  # a file system that hangs must not delay the run's end
 
 
 def _sample(path: Path, ended: Event) -> None:

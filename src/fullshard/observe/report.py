@@ -67,7 +67,7 @@ class Run:
         """Reads a run's folder.
 
         Raises:
-            ConfigError: The folder holds no run.
+            ConfigError: The folder does not contain a run.
         """
         record = _read_record(folder)
         rows = list(read_rows(folder / "metrics.jsonl"))
@@ -102,7 +102,7 @@ class Run:
 
     @property
     def planned(self) -> Row:
-        """The forecast, in the terms of what is measured: on a CPU, the memory of the process."""
+        """The forecast in the measured quantities: on a CPU, the memory of the process."""
         planned = dict(self.record.get("planned", {}))
         process = planned.get("process_bytes") if planned.get("measures_process") else 0
         if planned.get("expected_peak_bytes") is not None:
@@ -149,7 +149,7 @@ def write_report(*folders: Path, target: Path | None = None) -> Path:
         target: File to write; None: report.html in the folder of the only run.
 
     Raises:
-        ConfigError: A folder holds no run, or the file cannot be written.
+        ConfigError: A folder does not contain a run, or the file cannot be written.
     """
     target, page = target or folders[0] / "report.html", page_of(folders)
     return write_page(target, page)
@@ -165,7 +165,7 @@ def page_of(folders: Sequence[Path], *, live: bool = False) -> str:
     runs = [Run.read(folder) for folder in folders]
     names, expected = ", ".join(map(str, folders)), "files as a run writes them"
     with untrusted(
-        f"RUN_DIR: '{names}'", expected, ConfigError, "Look at run.json, or name another folder."
+        f"RUN_DIR: '{names}'", expected, ConfigError, "Check run.json, or pass another folder."
     ):
         if len(runs) > 1:
             return render("compare.html.j2", **compared(runs), live=live)
@@ -189,7 +189,7 @@ def gather(run: Run) -> dict[str, Any]:
 
 
 def _read_record(run: Path) -> dict[str, Any]:
-    advice = did_you_mean_path(run) or "Name the output_dir of a run."
+    advice = did_you_mean_path(run) or "Pass the output_dir of a run."
     with untrusted(f"RUN_DIR: '{run}'", "a run's folder with run.json", ConfigError, advice):
         record: Any = json.loads((run / "run.json").read_text(encoding="utf-8"))
         record = record if isinstance(record, dict) else {}
@@ -227,14 +227,14 @@ def settings_of(text: str) -> list[tuple[str, str, str]]:
         return []
 
 
-# ---- the page while runs go on -------------------------------------------------------------------
+# ---- the page of running runs --------------------------------------------------------------------
 
 
 def page_server(render: Callable[[], str], port: int = 0) -> ThreadingHTTPServer:
-    """A server of one page, which is made anew for every request.
+    """A server of one page, which is rendered again for every request.
 
     Args:
-        render: Returns the page; a FullshardError becomes the answer, and the server goes on.
+        render: Returns the page; a FullshardError becomes the response, and the server continues.
         port: Port to listen on; 0: a free one.
 
     Raises:
@@ -269,7 +269,7 @@ def page_server(render: Callable[[], str], port: int = 0) -> ThreadingHTTPServer
         return ThreadingHTTPServer((LOOPBACK, port), Handler)
     except (OSError, OverflowError) as error:
         raise ConfigError(
-            f"--port: expected a free port, got {port} ({error}). Without it, any is taken."
+            f"--port: expected a free port, got {port} ({error}). Leave it out to use any free one."
         ) from error
 
 
@@ -436,7 +436,7 @@ def _plan(path: Path) -> Plan | ArraysPlan | None:
         text = path.read_text(encoding="utf-8")
         return ArraysPlan.from_json(text) or Plan.from_json(text)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        logger.warning("%s is left out: %s", path, error)
+        logger.warning("%s is not shown: %s", path, error)
         return None
 
 

@@ -1,7 +1,7 @@
 """External trackers, as `report_to` names them: TensorBoard, W&B, MLflow, trackio.
 
-A tracker gets the values of metrics.jsonl, as train/<field> and eval/loss. It never ends a run: one
-that is not installed, or that fails, is disabled with one warning.
+A tracker receives the values of metrics.jsonl, as train/<field> and eval/loss. It never ends a run:
+one that is not installed, or that fails, is disabled with one warning.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ POLL_S = 0.2
 CLOSE_S = 60.0
 
 
-# What a tracker does with the values of a step (whose number is `step=`), and with the end of the
+# A tracker's functions for the values of a step (whose number is `step=`), and for the end of the
 # run (whether it succeeded).
 Log = Callable[..., Any]
 Close = Callable[[bool], Any]
@@ -84,7 +84,7 @@ class Trackers:
     """The trackers of a run, on rank 0.
 
     A thread of their own opens, feeds and closes them, so training never waits for a server. Rows
-    that arrive faster than a tracker takes them are dropped and counted.
+    that arrive faster than a tracker processes them are dropped and counted.
 
     Args:
         config: Configuration of the run, with its trackers, their names and folders.
@@ -123,7 +123,7 @@ class Trackers:
         self._ended.set()
         self._thread.join(CLOSE_S)
         if self._thread.is_alive():
-            logger.warning("training.report_to: a tracker did not end in %.0f s", CLOSE_S)
+            logger.warning("training.report_to: a tracker did not finish within %.0f s", CLOSE_S)
         if self._num_lost:
             lost = "training.report_to: %d rows were dropped because they arrived too fast"
             logger.warning(lost, self._num_lost)
@@ -160,7 +160,7 @@ def _left_out(tracker: Tracker, trackers: dict[Tracker, tuple[Log, Close]]) -> G
     """Removes a tracker that fails, with a warning."""
     try:
         yield
-    except Exception as error:  # noqa: BLE001  whatever it is, the run goes on
+    except Exception as error:  # noqa: BLE001  the run continues after any error
         trackers.pop(tracker, None)
         if isinstance(error, ImportError) and error.name == tracker:
             what = "is not installed"

@@ -1,1 +1,1 @@
-"""What a run will take: memory, time, and what to change. Pure, as the planner is."""
+"""Forecasts of a run: memory, time, and advice. Pure, like the planner."""

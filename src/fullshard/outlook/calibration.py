@@ -88,10 +88,10 @@ def _place(axis: list[int], value: float) -> tuple[tuple[int, float], tuple[int,
 
 @dataclass(frozen=True, slots=True)
 class HostOverhead:
-    """Overhead of a rank's Python beside its kernels, in seconds.
+    """Overhead of a rank's Python in addition to its kernels, in seconds.
 
     Attributes:
-        forward_s: Per operation of a forward, beyond its time alone.
+        forward_s: Per operation of a forward, beyond its own time.
         backward_s: Per operation of a backward.
         unit_s: Per unit and pass, forward or backward.
         step_s: Per step.

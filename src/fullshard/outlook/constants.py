@@ -37,7 +37,8 @@ class Constants:
         logits_held: Bytes per logit: 16 bits, float32, log-probability, both gradients.
         fused_logits: Bytes per logit in a compiled loss.
         gathered_blocks: Blocks that are gathered at once: this one, the next, the receive buffer.
-        cached_share: Reserved beside the larger moment of backward, as a share of the smaller one.
+        cached_share: Memory reserved in addition to the larger moment of backward, as a share of
+            the smaller one.
         base_gib: GiB of library workspaces and small fragments.
     """
 

@@ -1,7 +1,7 @@
 """Speed and memory of devices, and the names that users give them.
 
 [Note: measured matmuls]
-`matmul` is the measured speed of a large bf16 matmul. Where nobody measured it, it is the usual
+`matmul` is the measured speed of a large bf16 matmul. Where it was not measured, it is the usual
 share of the peak on devices of that maker. Link speeds are in one direction.
 
 [Note: a machine's GPUs]
@@ -157,7 +157,7 @@ def parse_gpus(text: str, key: str = "--gpus", own: Mapping[str, int] | None = N
         return Gpus(count, name, size * (1 << 30 if match["unit"].lower() == "gib" else 10**9))
     advice = f"Did you mean {' or '.join(map(repr, close))}? " if close else ""
     advice += (
-        f"For another GPU give its memory alone ({count}x{size or 80}GB), or describe it in a file "
+        f"For another GPU give only its memory ({count}x{size or 80}GB), or describe it in a file "
         "(--devices)"
     )
     raise ConfigProblems([Problem(key, _EXPECTED, f"unknown GPU '{name}'", advice)])
@@ -243,7 +243,7 @@ def read_devices(path: Path) -> dict[str, Device]:
 
 def _device(name: str, values: object) -> Device:
     if not isinstance(values, dict):
-        raise ConfigProblems([Problem("", "a mapping of its numbers", show(values))])
+        raise ConfigProblems([Problem("", "a mapping with its numbers", show(values))])
     return DeviceEntry(**{str(key): value for key, value in cast("Any", values).items()}).device(
         name
     )

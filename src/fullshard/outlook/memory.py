@@ -21,7 +21,7 @@ bytes of published runs, which include the rounding to blocks of 512 bytes and s
 
 Most buffers are allocated once and stay: parameter and gradient shards while weights are read,
 slots at the end of `fs.shard`, optimizer states and receive buffers in the first step, the copy for
-checkpoints at the first save. Only the tensors of a micro-batch come and go.
+checkpoints at the first save. Only the tensors of a micro-batch are temporary.
 
 [Note: memory on XLA]
 The peak of a step, beyond its state, is the larger of two moments.
@@ -112,7 +112,7 @@ def peak_memory(run: Workload, k: Constants = FITTED) -> PeakMemory:
     gathered, unreduced = _gathered(run, k)
     kept, block = _activations(run)
     logits = _logits(run, k)
-    # Buckets of whole gradients are kept between steps; sharded gradients are allocated anew.
+    # Buckets of whole gradients are kept between steps; sharded gradients are allocated again.
     is_bucketed = run.sharding is not Stage.PARAMETERS and run.mesh.data_ranks > 1
     waiting = gradients if run.batch.accumulation > 1 or is_bucketed else 0.0
     begins = waiting + kept + max(logits, block + unreduced)
@@ -381,12 +381,11 @@ class Fit(StrEnum):
 
     def sentence(self, needed_bytes: int, memory_bytes: int) -> str:
         """Returns the verdict with its numbers."""
-        share = f"{needed_bytes / max(1, memory_bytes):.1%}"
+        share = f"{needed_bytes / max(1, memory_bytes):.1%} of"
         if needed_bytes > 2 * memory_bytes:
-            share = f"{needed_bytes / max(1, memory_bytes):,.1f} times as much"
-        if self is Fit.NO:
-            return f"will not fit, it would take {share}."
-        return f"{self}, it takes {share}."
+            share = f"{needed_bytes / max(1, memory_bytes):,.1f} times"
+        verdict = "does not fit" if self is Fit.NO else str(self)
+        return f"{verdict}: needs {share} the memory."
 
 
 def judge_fit(needed_bytes: int, memory_bytes: int) -> Fit:
@@ -406,7 +405,7 @@ _SHARDED = (*_LOADED, WORKSPACES, "slots", "gradient slots")
 
 
 class WeightsSource(StrEnum):
-    """Where a run's first weights come from."""
+    """The origin of a run's initial weights."""
 
     INITIAL = "the model's own initialisation"
     FOLDER = "a folder, read slice by slice"
@@ -418,7 +417,7 @@ class Storage:
     """A run's weights and checkpoints.
 
     Attributes:
-        source: Where the first weights come from.
+        source: Origin of the initial weights.
         saves: Whether checkpoints are saved during training.
         keep: Number of complete checkpoints that are kept; None: all.
     """
@@ -511,7 +510,7 @@ def _parts(plan: Plan) -> Iterator[tuple[int, int]]:
 # Outside of the allocator, from public reports. A CUDA context: 0.3 to 0.5 GB; an NCCL
 # communicator: about 0.5 GB (https://github.com/NVIDIA/nccl/issues/964: 544 to 688 MB on A100).
 CONTEXT = COMMUNICATOR = GB // 2
-# Peaks of a run whose tensors take less than a MiB: anonymous memory and page tables of a rank, and
+# Peaks of a run whose tensors need less than a MiB: anonymous memory and page tables of a rank, and
 # of the launcher, which prepares the data. Measured by `python -m benchmarks.limits --case base`.
 # A worker makes the batches of a rank.
 RANK_PROCESS, LAUNCHER_PROCESS, WORKER_PROCESS = 300 * MIB, 320 * MIB, 28 * MIB
@@ -548,7 +547,7 @@ def overhead_of(plan: Plan, holes: int) -> tuple[Overhead, ...]:
     )
 
 
-# ---- from the number of parameters alone ---------------------------------------------------------
+# ---- from only the number of parameters ----------------------------------------------------------
 
 SLOTS = 2  # units gathered at once, with a prefetch depth of one
 

@@ -63,7 +63,7 @@ class Cost:
     Attributes:
         own_s: Time that the rank works, before its message starts.
         wire_s: Time of the message on the wire.
-        beside_s: Time that the message's thread takes from the rank's work.
+        beside_s: Processor time of the message's thread, which delays the rank's work.
     """
 
     own_s: float = 0.0
@@ -191,7 +191,7 @@ def step_time(
 class _Measured:
     """Costs of events on one rank of a calibrated machine.
 
-    If the host has no idle core, the threads of messages take processor time from the ranks.
+    If the host has no idle core, the threads of messages use processor time of the ranks.
     """
 
     def __init__(self, plan: Plan, work: Work, ceilings: Ceilings, cores: int) -> None:
@@ -282,7 +282,7 @@ class _Measured:
         return Cost(own_s, wire_s, min(wire_s, self._contended * processor_s))
 
     def _is_sent(self, unit: UnitPlan) -> bool:
-        """Whether a reduction runs beside the rank's work; in a shared home it does not."""
+        """Whether a reduction overlaps the rank's work; in a shared home it does not."""
         return unit.mesh.shard > 1 and self._plan.transport is not TransportKind.SHARED
 
     def _gather(self, unit: UnitPlan) -> Cost:
@@ -376,14 +376,14 @@ def divided_bars(plan: Plan, run: Workload, times: Times) -> tuple[Bar, ...]:
 
 
 class HeldAt(NamedTuple):
-    """Memory at a time beside state: bytes by kind."""
+    """Memory besides state at a time: bytes by kind."""
 
     time_s: float
     held: Mapping[TensorKind, float]
 
 
 def held_over_time(rows: Iterable[MemoryRow], bars: Sequence[Bar]) -> list[HeldAt]:
-    """Returns the memory beside state over the time of a micro-batch.
+    """Return the memory besides state over the time of a micro-batch.
 
     Activations grow during forward and shrink during backward. Logits and temporary gradients exist
     from the end of forward until the backward of the loss ends.
@@ -394,7 +394,7 @@ def held_over_time(rows: Iterable[MemoryRow], bars: Sequence[Bar]) -> list[HeldA
     if not forward or not backward:
         return []
     turn, end = forward[-1].end_s, backward[-1].end_s
-    # The root's backward may take no time: logits are freed after the first visible bar.
+    # The root's backward may have no duration: logits are freed after the first visible bar.
     gone = next((bar.end_s for bar in backward if bar.end_s - turn > NOTICED * end), end)
     left = max(end - gone, 1e-12)
 

@@ -206,7 +206,7 @@ def look(plan: Plan, config: ShardConfig, job: PlannedStep, machine: Machine) ->
     held = peak_memory(run)
     trace, state = job.trace, sum_by_place(plan.memory)[Place.DEVICE]
     if machine.memory_bytes is not None and state > machine.memory_bytes:
-        trace = None  # the state alone does not fit
+        trace = None  # even the state does not fit
     traced = trace(plan, config, job.batch.micro_batch) if trace is not None else None
     counted = _counted(run, held, job.chunk_size) if traced is None else traced.whole.rows()
     forward = sum(counted.values()) if traced is None else traced.forward.total

@@ -228,7 +228,7 @@ def _meaning(table: str, text: str) -> Any:
 
 
 def _fitting(run: Workload) -> Workload:
-    """The run with the least recompute that fits, which is what people choose."""
+    """The run with the least recompute that fits, as people usually choose."""
     for name in ("none", "selective", "full"):
         recompute, kept = _RECOMPUTE[name]
         kernels = replace(
@@ -306,7 +306,7 @@ def _shapes(cells: _Cells) -> tuple[Shapes, float | None]:
 
 
 def _mesh(cells: _Cells, world: int, domain: int) -> tuple[Parallelism, Stage]:
-    """The mesh and what is cut over it, from text such as "fsdp2=32 x tp=8 (1f1b)"."""
+    """The mesh and the parts cut over it, from text such as "fsdp2=32 x tp=8 (1f1b)"."""
     strategy = cells.strategy
     grid = re.search(r"mesh (\d+)x(\d+)", strategy)
     tensor = int(grid[2]) if grid else cells.axis("tp")

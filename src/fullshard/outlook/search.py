@@ -1,7 +1,7 @@
 """The search for configurations that fit or are faster: advice, `auto`, and scaling.
 
     candidates = strategies x recompute x ways to divide a rank's samples into micro-batches
-               + full_shard and shard_grad_op beside a tensor or an expert axis
+               + full_shard and shard_grad_op with a tensor or an expert axis
                  (x gradients reduced in 16 bits, x offload, x everything computed in bf16 without
                  prefetch, only if nothing else fits; then more hosts)
 
@@ -192,7 +192,7 @@ def choose(current: Outlook, plan_of: PlanOf, free: Sequence[str], *, hosts: int
         asked = [key for key in free if not key.startswith("sharding.")]
         raise WillNotFitError(
             f"auto: expected a choice of {' and '.join(asked)} that fits "
-            f"{human_bytes(max(0, current.machine.memory_bytes or 0))}; the smallest takes "
+            f"{human_bytes(max(0, current.machine.memory_bytes or 0))}; the smallest needs "
             f"{human_bytes(least.peak_bytes[Place.DEVICE])}. Use more ranks, recompute or offload."
         )
     roomy = [one for one in fitting if one.fit is Fit.FITS] or fitting
@@ -215,7 +215,7 @@ def changes_between(before: Outlook, after: Outlook) -> dict[str, str]:
 
 
 def choice_of(one: Outlook) -> str:
-    """The values that `auto` stands for, as words of a command line."""
+    """The values that replace `auto`, as words of a command line."""
     values = _settings(one) | {STEPS: f"{one.job.batch.accumulation:.12g}"}
     axes = [f"sharding.{axis}" for axis in AXES if values[f"sharding.{axis}"] != "1"]
     return " ".join(f"{name}={values[name]}" for name in ("strategy", *axes, MICRO_BATCH, STEPS))
@@ -264,7 +264,7 @@ def _candidates(
             except ConfigError:
                 if len(way) == 1:
                     raise
-                continue  # beside an axis that nobody asked for
+                continue  # with an axis that was not configured
             for recompute, job in product(recomputes, _splits(step)):
                 other = config.model_copy(update={"activation_checkpointing": recompute})
                 try:
@@ -379,7 +379,7 @@ def study(
 def scaling(outlook: Outlook, topology: Topology) -> list[ScalePoint]:
     """Returns the efficiency for 1 to 1,024 ranks, with the work of a rank unchanged.
 
-    None beside a tensor or an expert axis, whose size would have to change, too.
+    None with a tensor or an expert axis, whose size would have to change, too.
     """
     machine, mesh, axes = outlook.machine, outlook.plan.mesh, outlook.run.mesh
     if machine.device is None or not outlook.job.is_timed or axes.tensor * axes.expert > 1:
@@ -400,7 +400,7 @@ def scaling(outlook: Outlook, topology: Topology) -> list[ScalePoint]:
 
 
 def _at_scale(run: Workload, here: tuple[int, float], limit: int) -> ScalePoint:
-    """The point of a run that takes `here[0]` bytes where formulas give `here[1]`."""
+    """The point of a run that needs `here[0]` bytes where formulas give `here[1]`."""
     times, held = step_times(run), peak_memory(run).active
     lost = {
         "exposed communication": times.exposed,

@@ -5,7 +5,7 @@
     step          accumulation x micro-batch, communication once per step, the update
 
 Work is matmuls, attention and elementwise passes at the speed that the device reaches, or the
-host's kernel launches if these take longer. Work and communication that overlap take a p-norm of
+host's kernel launches if these take longer. Work and communication that overlap cost a p-norm of
 both times, because collectives use memory bandwidth and processors of the device.
 """
 

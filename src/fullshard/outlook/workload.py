@@ -7,7 +7,7 @@ A table usually has these numbers of a model:
     ends    an embedding of vocab x d, and a head unless it is tied; without a gate possibly a
             table of positions, seq_len x d
 
-Tables do not say whether the mlp is gated, the head is tied, heads are wider than d / heads, or
+Tables do not show whether the mlp is gated, the head is tied, heads are wider than d / heads, or
 positions are learned. The choice that is closest to the stated number of parameters is taken.
 """
 
@@ -183,7 +183,7 @@ class Stage(Enum):
 
 
 class Tuning(StrEnum):
-    """What is trained."""
+    """The trained parameters."""
 
     FULL = "full"
     LORA = "lora"  # adapters of a frozen model

@@ -1,1 +1,1 @@
-"""What will happen: pure, rank-free arithmetic. No torch, no jax, no numpy, no I/O."""
+"""Plans of runs: pure, rank-free arithmetic. No torch, no jax, no numpy, no I/O."""

@@ -40,7 +40,7 @@ class ArrayCut:
     """How an array is sharded.
 
     Attributes:
-        dim: The sharded dimension; None: every device holds the whole array.
+        dim: The sharded dimension; None: every device stores the whole array.
         padding: Zeros at the end of the dimension that make it divisible.
         tensor: The dimension that the tensor axis cuts, never `dim`; None: none. Experts are cut
             along their first dimension, over the expert and tensor axes together.
@@ -56,7 +56,7 @@ class ArrayCut:
 def cut_of(
     shape: Sequence[int], num_parts: int, tensor: int | None = None, parts: int = 1
 ) -> ArrayCut:
-    """Returns a cut along the largest divisible dimension; large arrays are padded if none is.
+    """Return a cut along the largest divisible dimension; large arrays without one are padded.
 
     Args:
         shape: Shape without the layer axis.

@@ -14,14 +14,14 @@ class EventKind(StrEnum):
     PUBLISH: Every rank's part of a shared home is written; before a forward, and before a backward
         or a unit inside a forward if weights were written.
     GATHER: The all-gather of the unit into its slot is issued; on one rank the slot is filled.
-    FORWARD: The unit's forward begins; its slot holds the weights.
-    RELEASE: The slot may take another unit; under poison it is filled with NaN.
-    BACKWARD: The unit's backward begins; its slot holds the weights.
+    FORWARD: The unit's forward begins; its slot contains the weights.
+    RELEASE: The slot may be used by another unit; under poison it is filled with NaN.
+    BACKWARD: The unit's backward begins; its slot contains the weights.
     REDUCE: All gradients of the unit are in its gradient slot; the reduction is issued.
     ACCUMULATE: The reduction is complete and the gradient slot free; its part replaces the gradient
         shard or is added to it, later if replicas or a copy to the host are awaited.
     DEFER: The unit's gradients stay on this rank, unreduced (`no_sync`).
-    SPILL: Gradients came out of order and use a buffer; never in a plan.
+    SPILL: Gradients arrived out of order and use a buffer; never in a plan.
     SETTLE: Backward ends; touched bits and squared norms are summed over ranks.
     """
 

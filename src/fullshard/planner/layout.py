@@ -27,7 +27,7 @@ class Slice:
         name: The parameter's first name.
         shape: The parameter's global shape.
         start: First element.
-        stop: One past the last element; equal to `start` if the rank holds no element.
+        stop: One past the last element; equal to `start` if the rank has no element.
         offset: Beginning of the range in the rank's shard of the flat buffer, in elements.
         atom: Number of consecutive elements that are never split between ranks. It is 1 today;
             block-quantised or row-wise states will need more.
@@ -56,7 +56,7 @@ class Placement:
 
     Attributes:
         name: The parameter's first name.
-        shape: Shape of what other axes of the mesh leave of it.
+        shape: Shape of its part after other axes of the mesh cut it.
         offset: Its first element in the buffer.
         atom: See `Slice`.
         parts: Number of different parts that other axes cut it into.
@@ -92,7 +92,7 @@ class FlatLayout:
                  0                       192                 384
 
     Every offset is a multiple of 64 elements, the length a multiple of `num_parts` x 64.
-    Padding lies between parameters and at the end, and is always zero.
+    Padding is between parameters and at the end, and is always zero.
     """
 
     placements: tuple[Placement, ...]
@@ -137,7 +137,7 @@ class FlatLayout:
         return tuple((p.offset, p.stop) for p in self.placements)
 
     def holders(self, placement: Placement) -> list[tuple[int, int, int]]:
-        """Returns (part, start, stop) for every part that holds elements of a parameter."""
+        """Returns (part, start, stop) for every part with elements of a parameter."""
         found: list[tuple[int, int, int]] = []
         if placement.numel:
             first, last = placement.offset // self.part_numel, -(-placement.stop // self.part_numel)

@@ -135,7 +135,7 @@ def staging_bytes(plan: Plan) -> int:
 
 
 def deferred_bytes(plan: Plan) -> int:
-    """Returns the bytes of gradients that wait for the last micro-batch of a step."""
+    """Return the bytes of gradients that are deferred to the last micro-batch of a step."""
     is_outer = plan.grad_sync is GradSync.LAST_MICRO_BATCH_OUTER
     has_replicas = any(unit.mesh.replicate > 1 for unit in plan.units)
     if plan.grad_sync is GradSync.EVERY_MICRO_BATCH or (is_outer and not has_replicas):
@@ -216,7 +216,7 @@ def _land(
 
     Args:
         pool: Lends the buffers.
-        exchanged: What replicas receive, and what they then add it up in; None without replicas.
+        exchanged: Receive buffer and sum buffer of replicas; None without replicas.
         landed: The buffer of the sum, if it is not the gradient shard.
         room: Buffers of earlier sums that are added on the device; None if the shard is there.
     """
@@ -276,7 +276,7 @@ def _received(
 def _exchanged(
     group: GroupPlan, transport: TransportKind, reduction: ReductionKind, replicate: int
 ) -> tuple[list[_Buffer], list[_Buffer]] | None:
-    """What the largest replica's chunk is received from the others in, and added up in."""
+    """Receive buffer and sum buffer of the largest replica's chunk."""
     if replicate == 1:
         return None
     dtype, numel = group.dtypes.accumulate, group.layout.part_numel

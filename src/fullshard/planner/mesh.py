@@ -43,7 +43,7 @@ class StrategyRow:
     """The meaning of a strategy.
 
     Attributes:
-        shard_params: Between steps each rank of the shard axis holds only its part.
+        shard_params: Between steps each rank of the shard axis stores only its part.
         reshard_after_forward: Gathered units release their slots after forward.
         hybrid: Without given sizes, shard within a host and replicate over hosts.
     """
@@ -72,8 +72,8 @@ def row_of(strategy: Strategy) -> StrategyRow:
     """
     if strategy not in ROWS:
         raise ConfigError(
-            f"strategy: expected one of {', '.join(ROWS)}; got '{strategy}', which "
-            "needs a batch to choose from. Set one of them."
+            f"strategy: expected one of {', '.join(ROWS)}; got '{strategy}', which needs a batch "
+            "to decide. Set one of them."
         )
     return ROWS[strategy]
 
@@ -108,7 +108,7 @@ class Mesh:
         return Mesh(self.num_copies, 1, self.order, self.inner)
 
     def of_experts(self, groups: Collection[tuple[int, ...]]) -> Mesh:
-        """Returns the mesh of parameters that the ranks of each group hold different parts of.
+        """Return the mesh of parameters of which the ranks of each group have different parts.
 
         The ranks of a group see batches of their own and exchange tokens:
 
@@ -139,7 +139,7 @@ class Mesh:
         return replace(self.spread(size), order=order_of(ranks))
 
     def spread(self, size: int) -> Mesh:
-        """Returns the mesh of parameters of which `size` ranks in a row hold different parts."""
+        """Return the mesh of parameters of which `size` ranks in a row have different parts."""
         if size <= self.inner:
             return self
         shard = max(1, self.shard * self.inner // size)
@@ -149,7 +149,7 @@ class Mesh:
         """Returns names and sizes of all axes, the outermost first.
 
         Args:
-            most_parts: Number of ranks in a row that hold different experts; `inner` if none do.
+            most_parts: Number of ranks in a row with different experts; `inner` if there are none.
         """
         expert, sizes = most_parts // self.inner, {"replicate": self.replicate, "shard": self.shard}
         # Dense parameters are sharded over the expert axis too, or replicated over it.
@@ -173,7 +173,7 @@ class Mesh:
         return [list(block[i :: self.inner]) for block in blocks for i in range(self.inner)]
 
     def replicate_groups(self) -> list[list[int]]:
-        """Returns the groups of ranks that hold the same slice."""
+        """Return the groups of ranks with the same slice."""
         ranks, step = self.order or range(self.world_size), self.shard * self.inner
         return [list(ranks[first::step]) for first in range(step)]
 
@@ -228,7 +228,7 @@ def order_of(ranks: Sequence[int]) -> tuple[int, ...]:
 
 
 def mesh_of(config: ShardConfig, topology: Topology) -> Mesh:
-    """Returns the mesh of a configuration, which is the only place that says where a rank is.
+    """Return the mesh of a configuration. Only this function decides where a rank is.
 
     Ranks are numbered along (replicate, shard, context, expert, tensor), the last axis first:
     tensor ranks are neighbours on a host. Dense parameters are sharded over the shard, context and
@@ -258,7 +258,7 @@ def mesh_of(config: ShardConfig, topology: Topology) -> Mesh:
 
 
 def groups_of_experts(config: ShardConfig, mesh: Mesh) -> list[tuple[int, ...]]:
-    """Returns the groups of ranks that hold different experts, in the order of `mesh_of`."""
+    """Return the groups of ranks with different experts, in the order of `mesh_of`."""
     size = config.expert * config.tensor
     return [tuple(range(at, at + size)) for at in range(0, mesh.world_size, size)]
 
@@ -302,8 +302,8 @@ def resolve_mesh(
         replicate = world // shard
     if replicate * shard != world:
         raise ConfigError(
-            f"replicate x shard: expected {world} ({what}); got {replicate} x {shard}"
-            f" = {replicate * shard}. Leave one of them out and it follows from the other."
+            f"replicate x shard: expected {world} ({what}); got {replicate} x {shard} = "
+            f"{replicate * shard}. Leave one of them out; it follows from the other."
         )
     return Mesh(replicate, shard, topology.order, topology.inner)
 

@@ -75,7 +75,7 @@ class OptimizerStates:
     def whole_bytes(self, shape: tuple[int, ...], itemsize: int) -> int:
         """Returns the owner's bytes for a whole tensor, without shared tables.
 
-        Adafactor's are approximate beside a tensor axis: `shape` assumes that rows are cut.
+        Adafactor's are approximate with a tensor axis, because `shape` assumes that rows are cut.
         """
         numel = math.prod(shape)
         match self.owned:

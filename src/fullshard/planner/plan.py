@@ -106,7 +106,7 @@ class Plan(PlanDocument):
 
     @property
     def most_parts(self) -> int:
-        """Number of ranks that hold different parts of one parameter, before sharding."""
+        """Number of ranks with different parts of one parameter, before sharding."""
         return max((unit.mesh.inner for unit in self.units), default=self.mesh.inner)
 
     @property
@@ -311,8 +311,8 @@ def _rows_of(config: ShardConfig, names: Sequence[str]) -> dict[str, StrategyRow
         named = [name for name in names if name and matches(name, (glob,))]
         if not named:
             raise WrapError(
-                f"strategies: expected names (globs) of units or of modules around them; got "
-                f"{glob!r}, which names modules inside of units. Write a module's whole name to "
+                "strategies: expected names (globs) of units or of modules around them; got "
+                f"{glob!r}, which names modules inside of units. Write a module's full name to "
                 f"make it a unit. Units here: {', '.join(names[1:6]) or 'the root alone'}."
             )
         rows.update(dict.fromkeys(named, row_of(strategy)))
@@ -339,10 +339,9 @@ def _homes(config: ShardConfig, *, trains: bool) -> Homes:
         for name, kind in zip(("parameters", "gradients", "optimizer"), kinds, strict=True)
     )
     raise ConfigError(
-        f"offload: expected cpu or nvme for each of parameters, gradients and optimizer, because "
-        f"torch's optimizers update where the parameters are; got {given}, which is not yet "
-        "supported. Write offload: cpu. (A model of which nothing trains may offload its "
-        "parameters alone.)"
+        "offload: expected cpu or nvme for each of parameters, gradients and optimizer, because "
+        f"torch's optimizers update parameters in place; got {given}, which is not yet supported. "
+        "Write offload: cpu. (A model without trained parameters may offload parameters only.)"
     )
 
 

@@ -156,7 +156,7 @@ class Scheduler:
         return [event_of(EventKind.PUBLISH, -1)] if unit in self._shares else []
 
     def see_writes(self) -> list[Event]:
-        """Takes over writes made inside a forward: open units now, others when they are used.
+        """Apply writes made inside a forward: to open units now, to others when they are used.
 
         The plan has no such events: FORWARD is repeated for open units. Gathers of a recompute and
         of a unit that the order does not expect are not in the plan either.
@@ -225,7 +225,7 @@ class Scheduler:
         stale: bool = False,
         reduce: bool = True,
     ) -> None:
-        """Begins a backward.
+        """Begin a backward.
 
         Args:
             nothing_expected: Units that get no gradient from it on this rank.
@@ -286,7 +286,7 @@ class Scheduler:
         return events
 
     def abandon_backward(self) -> list[Event]:
-        """Ends a backward that raised; returns what other ranks wait for, as for a gather's end."""
+        """End a backward that raised; return the events for which other ranks wait."""
         self._table.open = [0] * len(self.units)
         needed = (EventKind.GATHER, EventKind.RELEASE, EventKind.REDUCE, EventKind.ACCUMULATE)
         return [event for event in self.end_backward() if event.kind in needed]
@@ -412,7 +412,7 @@ def slot_of(unit: UnitPlan) -> Slot | None:
 
 
 class SlotTable:
-    """The unit that each slot holds.
+    """The unit in each slot.
 
     Attributes:
         open: Number of forwards in progress, by unit; forwards nest.
@@ -453,7 +453,7 @@ class SlotTable:
 
         Args:
             unit: The unit that is needed now.
-            events: Receives a GATHER unless the slot already holds the unit.
+            events: Receives a GATHER unless the slot already contains the unit.
             recompute: Whether a recompute needs it; an evicted unit's own recompute gathers again.
             inner: Whether an inner backward needs it; backwards in progress continue after it.
 
@@ -470,9 +470,9 @@ class SlotTable:
             goes_on = inner and holder in self.begun
             if self.open[holder] or goes_on or (last_use and not recompute):
                 raise SlotError(
-                    f"{self._units[unit].title}: expected its slot to be free; it holds "
-                    f"{self._units[holder].title}, whose computation is under way. Put both into "
-                    "one unit (wrap), use shard_grad_op, or enter torch.autocast for each forward."
+                    f"{self._units[unit].title}: expected its slot to be free; it contains "
+                    f"{self._units[holder].title}, which is computing. Put both into one unit "
+                    "(wrap), use shard_grad_op, or enter torch.autocast for each forward."
                 )
         self._take(slot, unit, events)
 

@@ -120,7 +120,7 @@ def check_globs(key: str, globs: Iterable[str], names: Sequence[str], what: str)
         if not any(matches(name, (glob,)) for name in names):
             near = did_you_mean(glob.replace("*", ""), names)
             raise ConfigError(
-                f"{key}: expected names (globs) of {what}; got {glob!r}, which is none. "
+                f"{key}: expected names (globs) of {what}; got {glob!r}, which matches none. "
                 f"{near or 'Names look like ' + ', '.join(names[:3]) + '.'}"
             )
 

@@ -160,7 +160,7 @@ def decode_plan(cls: type[T], data: dict[str, Any]) -> T:
 
 
 def check_version(version: object, origin: object) -> None:
-    """The rule of all our versioned JSON documents: what a later version wrote is not read.
+    """The rule of all our versioned JSON documents: files of later versions are not read.
 
     Args:
         version: The document's `schema_version`.
@@ -172,7 +172,7 @@ def check_version(version: object, origin: object) -> None:
     if version not in range(1, SCHEMA_VERSION + 1):
         raise ConfigError(
             f"{origin}: expected schema_version {SCHEMA_VERSION} or older, got {version}. Use the "
-            "fullshard that wrote it, or name another folder."
+            "version of fullshard that wrote it, or another folder."
         )
 
 

@@ -7,10 +7,10 @@ largest of all lines is the peak, which may be at another moment than in either 
 The speed of an operation depends on its kind and size:
 
 kind                  size                      meaning
-matmul nn, nt, tn     rows, inner, columns      the letters say which factor is transposed
+matmul nn, nt, tn     rows, inner, columns      the letters show which factor is transposed
 attention, ...        queries x keys, width     one head
 everything else       (bytes,)                  bytes read and written
-view                  ()                        takes only the host's time
+view                  ()                        costs only time of the host
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class TensorKind(StrEnum):
 
     ACTIVATIONS = "activations"
     LOGITS = "logits and loss"
-    GRADIENTS = "gradients on their way"
+    GRADIENTS = "gradients in flight"
 
 
 class Moment(NamedTuple):

@@ -66,10 +66,10 @@ def choose_units(
         said = f"[{', '.join(wrap)}]" if isinstance(wrap, tuple) else wrap
         said = "the callable" if isinstance(wrap, frozenset) else said
         raise WrapError(
-            f"wrap: expected more than one unit for a model of {spec.numel:,} parameters, got "
-            f"none inside {spec.kind} from {said}. One unit gathers the whole model at once. Name "
-            "the class of its blocks (wrap: [ClassName]), or wrap: none if one unit is meant. "
-            f"Classes in it: {', '.join(tree.kinds())}."
+            f"wrap: expected more than one unit for a model of {spec.numel:,} parameters, got none "
+            f"inside {spec.kind} from {said}. One unit gathers the whole model at once. Name the "
+            "class of its blocks (wrap: [ClassName]), or wrap: none if you want one unit. Classes "
+            f"in it: {', '.join(tree.kinds())}."
         )
     chosen[""] = Role.ROOT
     return {module.name: chosen[module.name] for module in spec.modules if module.name in chosen}
@@ -83,9 +83,9 @@ def _choose(tree: _Tree, wrap: Wrap, min_params: int) -> dict[str, Role]:
             blocks = _repeated_blocks(tree)
             if not blocks and wrap is WrapKind.TRANSFORMER:
                 raise WrapError(
-                    f"wrap: transformer expects a list of like blocks, got {tree.spec.kind} that "
-                    "has none. Use wrap: auto, size or [ClassName]. "
-                    f"Classes in it: {', '.join(tree.kinds())}."
+                    f"wrap: transformer expects a list of equal blocks, got {tree.spec.kind}, "
+                    "which has none. Use wrap: auto, size or [ClassName]. Classes in it: "
+                    f"{', '.join(tree.kinds())}."
                 )
             return dict.fromkeys(blocks, Role.BLOCK) | _ends(tree, blocks)
         case WrapKind.SIZE:
@@ -264,7 +264,7 @@ def _named(tree: _Tree, modules: Sequence[ModuleSpec]) -> list[str]:
     for module in chosen:
         if not module.can_be_unit and module.name:
             raise WrapError(
-                f"wrap: expected modules that are called wherever their weights are used, got "
+                "wrap: expected modules that are called whenever their weights are used, got "
                 f"'{module.name}' ({module.kind}). Choose its members, or the module around it."
             )
     return [module.name for module in chosen]
@@ -283,8 +283,9 @@ def recomputed_modules(spec: ModelSpec, recompute: Recompute) -> tuple[str, ...]
     blocks = repeated_blocks(spec)
     if not blocks:
         raise WrapError(
-            f"activation_checkpointing: {recompute} expects a list of like blocks; {spec.kind} has "
-            "none. Call torch.utils.checkpoint.checkpoint(..., use_reentrant=False) in its forward."
+            f"activation_checkpointing: {recompute} expects a list of equal blocks; {spec.kind} "
+            "has none. Call torch.utils.checkpoint.checkpoint(..., use_reentrant=False) in its "
+            "forward."
         )
     return tuple(
         name

@@ -1,1 +1,1 @@
-"""The kinds of training: what each adds to the loop is its data and its loss."""
+"""The kinds of training. Each adds its data and its loss to the loop."""

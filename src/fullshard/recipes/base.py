@@ -22,7 +22,7 @@ It is made once, before the ranks start, and mapped by every rank.
     text    documents -> packed sequences                  Dataset
     chat    conversations -> rows, some of it learned      ChatDataset
 
-`fullshard train` is for text, `fullshard sft` for chat data; `fullshard distill` takes either.
+`fullshard train` is for text, `fullshard sft` for chat data; `fullshard distill` accepts either.
 Another recipe may make its own (`RecipeKind.make`).
 """
 
@@ -202,7 +202,7 @@ class RowBatches:
 
     Args:
         data: Prepared data of the run.
-        per_device_eval: Held-out rows that a rank takes at a time.
+        per_device_eval: Number of held-out rows per rank and batch.
         order: Rows of each step.
         seat: This rank, and the device that its batches go to.
     """
@@ -268,7 +268,7 @@ def placed(arrays: Mapping[str, Any], device: torch.device) -> Batch:
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeKind:
-    """What a command trains and on which data; the defaults are those of pre-training on text.
+    """The trained model and the data of a command; the defaults are those of pre-training on text.
 
     Attributes:
         uses_chats: (configuration) -> whether the data is chat data.
@@ -322,7 +322,7 @@ def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Its gradient takes the place of its log-probabilities; torch makes two more tensors."""
+    """Its gradient overwrites its log-probabilities; torch's own creates two more tensors."""
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -393,7 +393,7 @@ def make_data(
     tokenizer: PreTrainedTokenizerBase | None,
     vocab_size: int,
 ) -> PreparedData:
-    """Reads, tokenizes and packs the data of a run.
+    """Read, tokenize and pack the data of a run.
 
     Args:
         config: Configuration of the run.
@@ -413,7 +413,7 @@ def make_data(
         if data.mixture:
             raise ConfigError(
                 "data.mixture: expected text or tokens, got conversations. Put them into one "
-                "folder, and name it in data.path."
+                "folder, and set data.path to it."
             )
         source, notes = chat_source(path), list[str]()
         tokenizer = tokenizer or new_tokenizer([source], [source.files.spans()], vocab_size, notes)
@@ -442,7 +442,7 @@ def _check_streaming(config: RunConfig, command: Command, *, is_chat: bool) -> N
 
 
 def load_data(folder: Path, model: ModelConfig) -> PreparedData:
-    """Maps the prepared data of a run.
+    """Map the prepared data of a run.
 
     Args:
         folder: Folder of the data.
@@ -455,5 +455,5 @@ def load_data(folder: Path, model: ModelConfig) -> PreparedData:
     kinds = {made.kind: made for command in Command for made in command.kind.data}
     if kind not in kinds:
         known = ", ".join(sorted(kinds))
-        raise DataError(f"'{folder}': expected data of a kind of {known}; got '{kind}'.")
+        raise DataError(f"'{folder}': expected data of one of the kinds {known}; got '{kind}'.")
     return kinds[kind].load(folder, facts, tokenizer)

@@ -7,13 +7,13 @@
     layers      (rows, length / N, width)
 
 Attention is the only layer that reads other tokens, and it runs as it does in one process. From
-https://arxiv.org/abs/2309.14509. Names of transformers that concern attention are used here alone.
+https://arxiv.org/abs/2309.14509. Only this file uses transformers' names for attention.
 
 [Note: parts of sequences]
-A batch says that it has parts of sequences: it has `documents`. A forward takes them from its
+A batch with parts of sequences has `documents`. A forward takes them from its
 arguments and makes the mask of the whole sequences, which transformers hands to every attention. So
 layers that are recomputed in backward get the mask of their own forward, and a forward without
-`documents` (in generation) attends to what it is given.
+`documents` (in generation) attends to its own tokens.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def check_context(model: Any, sharding: ShardConfig, length: int | None = None) 
         return
     if not hasattr(settings, "get_text_config"):
         raise ConfigError(
-            f"sharding.context: expected a causal language model of transformers; got "
-            f"{type(model).__name__}. Leave it out: these ranks then shard all parameters."
+            "sharding.context: expected a causal language model of transformers; got "
+            f"{type(model).__name__}. Leave it out, so that these ranks shard all parameters."
         )
     text = settings.get_text_config()
     kinds = {*(getattr(text, "layer_types", None) or ["full_attention"])} - {"full_attention"}
@@ -71,9 +71,9 @@ def check_context(model: Any, sharding: ShardConfig, length: int | None = None) 
         )
     if others:
         raise ConfigError(
-            f"sharding.context: expected a model whose layers attend to all tokens before them by "
+            "sharding.context: expected a model whose layers attend to all tokens before them by "
             f"transformers' attention interface; got {type(model).__name__} with {others[0]}. "
-            "Leave it out: these ranks then shard all parameters."
+            "Leave it out, so that these ranks shard all parameters."
         )
     heads = text.num_attention_heads // sharding.tensor
     kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
@@ -184,8 +184,8 @@ def part_of(batch: Mapping[str, torch.Tensor], seat: Seat) -> Batch:
     others = [name for name in batch if name not in known or batch[name].ndim != 2]
     if others or not {*known[:2]} <= {*batch}:
         raise DataError(
-            f"sharding.context: expected a batch of {', '.join(known)} of (rows, length), the first"
-            f" two at least; got {', '.join(batch)}. Leave the others out."
+            f"sharding.context: expected a batch of {', '.join(known)} of (rows, length), at least "
+            f"the first two; got {', '.join(batch)}. Remove the others."
         )
     (part, num_parts), shifted = seat.parts, shifted_of(dict(batch))
     arrays = {name: x.cpu().numpy() for name, x in {**batch, SHIFTED: shifted}.items()}
@@ -198,7 +198,7 @@ def part_of(batch: Mapping[str, torch.Tensor], seat: Seat) -> Batch:
             "tokens, which models number differently; got none. Add them, or pad on the right."
         )
     found = divided(arrays, part, num_parts)
-    if mask is not None:  # as in transformers, positions beside it divide no row into documents
+    if mask is not None:  # as in transformers, positions then do not divide rows into documents
         real = np.pad(mask != 0, ((0, 0), (0, -mask.shape[1] % num_parts)))
         found[DOCUMENTS] = real[:, : 0 if mask.all() else None].astype(np.int64) - 1
     return placed(found, shifted.device)
@@ -234,7 +234,7 @@ class DividedAttention:
         self._calls, self._mask, self._called = 0, None, id(model)
         self._plain_mask = sdpa_mask
         _attend_with(model, self._attend, self._mask_of)
-        for module in model.modules():  # a user may call the model's body alone
+        for module in model.modules():  # a user may call only the model's body
             if isinstance(module, PreTrainedModel):
                 module.register_forward_pre_hook(self._begin, with_kwargs=True)
                 module.register_forward_hook(self._end)
@@ -258,7 +258,7 @@ class DividedAttention:
             raise ConfigError(
                 f"sharding.context: expected one attention in each of {wanted} layers, with the "
                 f"mask of transformers; got {self._calls} of {type(model).__name__}. Divide a "
-                "model once, with a config of its own; or leave it out."
+                "model once, with its own config, or leave it out."
             )
         self._mask = None
 
@@ -274,7 +274,7 @@ class DividedAttention:
         attention_mask: torch.Tensor | None,
         **settings: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Attention as transformers calls it; takes (rows, heads, tokens, size).
+        """Attention with transformers' interface, for (rows, heads, tokens, size).
 
         Returns:
             (rows, tokens, heads, size), and no weights of attention.

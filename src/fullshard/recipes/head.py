@@ -43,9 +43,9 @@ ChunkLoss = Callable[[torch.Tensor, slice], torch.Tensor]
 
 FP16_SCALE = 1024.0  # without it, gradients of a fp16 chunk underflow
 # Up to this many chunks, the weight's gradient is summed in its own dtype: each addition rounds, in
-# bfloat16 to 2^-9. More chunks are summed in float32, which takes twice the memory and a copy.
+# bfloat16 to 2^-9. More chunks are summed in float32, which needs twice the memory and a copy.
 MOST_ROUNDED = 8
-MOST_TRACED = 16  # chunks in a trace; more would take seconds
+MOST_TRACED = 16  # chunks in a trace; more would need seconds
 _AFTER_THE_HEAD = ("final_logit_softcapping", "logits_scaling", "logit_scale")
 
 
@@ -109,7 +109,7 @@ class Head:
             hidden_loss: Loss of the predicting rows of hidden states, to be added.
 
         Raises:
-            ConfigError: The model changes what its head returns.
+            ConfigError: The model changes its head's output.
         """
         found: list[torch.Tensor] = []
 
@@ -137,9 +137,9 @@ class Head:
         self._is_proven = own is not None and torch.equal(logits.detach().reshape(()), own)
         if not self._is_proven:
             raise ConfigError(
-                f"training.loss_chunk_size: expected a model whose logits are its head's output, "
-                f"got {type(model).__name__}, which changes them. Set it to 0: the loss is then "
-                "computed from the logits of all tokens."
+                "training.loss_chunk_size: expected a model whose logits are its head's output, "
+                f"got {type(model).__name__}, which changes them. Set it to 0 to compute the loss "
+                "from the logits of all tokens."
             )
 
     def _forward(self, input: torch.Tensor) -> torch.Tensor:

@@ -50,25 +50,25 @@ class Command(StrEnum):
 
     @property
     def about(self) -> RecipeCommand:
-        """What the recipe adds to the command line."""
+        """The recipe's command line."""
         return import_module(f"fullshard.recipes.{self.folder}.command").COMMAND
 
     @property
     def kind(self) -> RecipeKind:
-        """What the recipe trains, and on which data."""
+        """The recipe's model and data."""
         return import_module(f"fullshard.recipes.{self.folder}.recipe").KINDS[self.value]
 
 
 @dataclass(frozen=True)
 class RecipeCommand:
-    """What a recipe adds to the command line.
+    """The command line of a recipe.
 
     Args:
         sections: Configuration sections that the recipe reads. Recipes that do not list a section
             refuse it.
         check: (configuration, command) -> further problems of the configuration.
         job: (configuration that was read, or None) -> the job without a configuration file; None
-            stands for the main job.
+            means the built-in job of `train`.
         begins_with: (configuration) -> the model folder that the job needs, and the job that makes
             it. None: no built-in job makes a model for this recipe.
     """
@@ -80,7 +80,7 @@ class RecipeCommand:
 
 
 def check_command(config: RunConfig, command: Command) -> None:
-    """Refuses sections that only another recipe reads, because they would have no effect.
+    """Refuse sections that only another recipe reads, because they would have no effect.
 
     Raises:
         ConfigError: Names every such section.
@@ -105,7 +105,7 @@ def of_other(key: str, got: str, command: Command) -> Problem:
 
 
 def check_paths(resolved: Resolved, *, data: bool = True, coming: Path | None = None) -> None:
-    """Raises if a path of the configuration does not exist, before torch is imported.
+    """Raise an error if a path of the configuration does not exist, before torch is imported.
 
     Args:
         resolved: Configuration with origins, which name the line of the file in errors.
@@ -130,8 +130,8 @@ def check_paths(resolved: Resolved, *, data: bool = True, coming: Path | None = 
                 check_model_folder(Path(named), f"{what}.name_or_path")
         if tokenizer is not None and not Path(tokenizer).is_dir():
             raise ConfigError(
-                f"data.tokenizer: expected a local folder with a tokenizer, got '{tokenizer}'. "
-                "Name the folder that holds tokenizer.json."
+                f"data.tokenizer: expected a local folder with a tokenizer, got '{tokenizer}'. Set "
+                "the folder that contains tokenizer.json."
             )
         sources = {f"data.mixture.{n}": one.path for n, one in enumerate(config.data.mixture)}
         for key, path in {"data": config.data.path, **sources}.items() if data else ():

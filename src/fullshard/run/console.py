@@ -212,7 +212,7 @@ class RunWatcher(Watcher):
         self._trackers.close(is_good=error is None)
 
     def tell(self, row: AnyRow) -> None:
-        """Writes a row, then shows it."""
+        """Write a row, then show it."""
         if isinstance(row, StepRow):
             self.num_tokens += round(row.tokens_per_s * row.step_time_s)
             if self._utilization is not None:
@@ -235,7 +235,7 @@ class RunWatcher(Watcher):
 
 
 def weights_line(config: RunConfig) -> str:
-    """Where the first weights come from."""
+    """The origin of the initial weights."""
     folder = weights_folder(config)
     seed = config.training.seed
     return f"weights of {folder}" if folder else f"random weights (seed {seed})"
@@ -248,7 +248,7 @@ def run_lines(config: RunConfig, data: DatasetFacts, steps: StepPlan) -> list[tu
     shared, dropped = [f"{axis} {size}" for axis, size in sizes.items() if size > 1], ""
     whose = f"groups of ranks ({' x '.join(shared)})" if shared else "rank(s)"
     if steps.order.num_dropped:
-        dropped = f"; {steps.order.num_dropped} sequences an epoch fill no whole step: dropped"
+        dropped = f"; {steps.order.num_dropped} sequences per epoch do not fill a step: dropped"
     return [
         (
             "data",
@@ -336,16 +336,16 @@ def planned(view: View | XlaOutlook, steps: StepPlan | None = None) -> dict[str,
     }
     if steps is None:
         return found
-    if steps.save_every is not None:  # a checkpoint is written from a copy while training goes on
+    if steps.save_every is not None:  # a checkpoint is written from a copy during training
         found["rows"] += [{"name": "checkpoint staging (host)", "bytes": plan.staging_bytes}]
     shape = steps.order.shape
     return {**found, "num_steps": steps.num_steps, "samples_per_step": shape.global_batch}
 
 
 def mark_running(session: Session) -> None:
-    """Records that the run is running, and what its process takes beside the model's tensors.
+    """Record that the run is running, and the memory of its process besides the model's tensors.
 
-    It is often more than the process has now: libraries allocate in the first step, too.
+    That is often more than the current memory, because libraries allocate in the first step too.
     """
     import_code(session.model_config)  # its memory does not belong to the model's tensors
     before = max(process_bytes(), RANK_PROCESS) if session.seat.device.type == "cpu" else 0
@@ -363,11 +363,11 @@ def environment() -> dict[str, str]:
 def conclude(
     session: Session, watcher: RunWatcher, sample: Sample, wall_s: float, average_loss: float | None
 ) -> None:
-    """On rank 0, once model/ is written: writes and shows the results of a run.
+    """On rank 0, after model/ was written, write and show the results of a run.
 
     Args:
         session: The run.
-        watcher: Holds the last rows and the console.
+        watcher: Object with the last rows and the console.
         sample: Text sampled from the trained model.
         wall_s: Seconds since the ranks began.
         average_loss: Held-out loss of the averaged weights (ema_decay), if any.
@@ -402,7 +402,7 @@ def _print_result(
     """Shows the held-out loss next to the baseline, the sample, and where the files are."""
     console.print_text("")
     if measured["stopped_early"]:
-        why = "losses no longer better (training.early_stopping_patience)"
+        why = "the held-out loss no longer improves (training.early_stopping_patience)"
         console.print_facts([("ended", f"after step {measured['num_steps']}: {why}", "")])
     loss, nats = measured["eval_loss"], measured["baseline_loss"]
     if loss is not None and nats is not None:
@@ -419,7 +419,7 @@ def _print_result(
         console.print_facts([("average's loss", text, "")])
     console.print_text(f"\n{sample.text}\n")
     rate = measured["tokens_per_s"]
-    speed = f"{rate:,.0f} tokens/s" if rate else "no step left to train"
+    speed = f"{rate:,.0f} tokens/s" if rate else "all steps were already done"
     console.print_facts(
         [
             ("time", f"{measured['wall_s']:.0f} s, {speed}", ""),

@@ -7,10 +7,10 @@ runs/train/
   samples.jsonl      texts while it trains           logs/hang.txt  of a hang, who waits where
   machine-N.jsonl    use of each machine over time
   data/              tokens that the ranks map       report.html    drawn from the others
-  model/             a Hugging Face folder           sample.txt     what the model writes
+  model/             a Hugging Face folder           sample.txt     text from the model
   model_ema/         its average over the run (ema_decay)
-  adapter/           the adapters alone (lora); adapter_ema/
-  student/           what was cut out of the teacher (distill.layers, distill.experts)
+  adapter/           the adapters only (lora); adapter_ema/
+  student/           the student cut out of the teacher (distill.layers, distill.experts)
   logs/rank_k.log    checkpoints/step-00000100/
   checkpoints.txt    where the checkpoints are, if elsewhere (training.checkpoint_dir)
 """
@@ -88,14 +88,14 @@ class RunFolder:
         try:
             found: Any = json.loads(self.record.read_text(encoding="utf-8"))
             if not isinstance(found, dict):
-                raise ValueError("run.json holds no mapping")
+                raise ValueError("run.json does not contain a mapping")
             self._id = self._id or found.get("id")
             if self._id != found.get("id"):
-                raise ValueError("the folder of the run was moved, and another run is there")
+                raise ValueError("the run's folder was moved, and another run uses its path")
         except (OSError, ValueError, RecursionError) as error:
             raise ConfigError(
                 f"run folder: expected a run's folder with run.json, got '{self.path}' ({error}). "
-                + (did_you_mean_path(self.path) or "Name the output_dir of a run.")
+                + (did_you_mean_path(self.path) or "Pass the output_dir of a run.")
             ) from error
         check_version(found.get("schema_version", 1), f"'{self.record}'")
         return found
@@ -108,7 +108,7 @@ class RunFolder:
         return None
 
     def update_record(self, **fields: Any) -> None:
-        """Replaces fields of run.json in one rename, so that readers never see a part of it."""
+        """Replace fields of run.json in one rename, so that readers never see a part of it."""
         with self._alone():
             self._update(fields)
 
@@ -158,16 +158,16 @@ class RunFolder:
             logger.warning("run.json could not be written: %s", error)
 
     def is_going_on(self) -> bool:
-        """Whether run.json says that the run has not ended."""
+        """Whether the run has not ended, according to run.json."""
         return self.record.is_file() and self.read_record().get("status") in _GOING_ON
 
     def end_killed(self) -> bool:
-        """Records that a run was killed, if run.json still says running; needs its lock."""
+        """Record that a run was killed, if run.json still says running; needs its lock."""
         if not self.is_going_on():
             return False
         message = (
-            "the run ended without recording why: its launcher was killed, or the machine stopped. "
-            "The same command resumes it."
+            "the run ended without recording the reason, because its launcher was killed or the "
+            "machine stopped. The same command resumes it."
         )
         logger.warning("%s: %s", self.path, message)
         self.fail("HangError", message, ExitCode.HANG)
@@ -199,8 +199,9 @@ def begin(
 ) -> Iterator[tuple[RunFolder, Path | None]]:
     """Makes the folder of a new run; an older run there is moved to the first free `.1`, `.2`.
 
-    Inside the block this process holds the folder's lock, and errors end in run.json. The record is
-    written in one rename: a kill at any moment leaves the old run or a new one that can resume.
+    Inside the block this process owns the folder's lock, and errors are recorded in run.json. The
+    record is written in one rename: a kill at any moment leaves the old run or a new one that can
+    resume.
 
     Args:
         output_dir: Folder of the run.
@@ -208,7 +209,7 @@ def begin(
         goes_on: The run in the folder continues and is not moved.
         fields: Returns further fields of the record; gets the place that the older run was moved
             to, or None.
-        checked: Raises if the folder is not what it was when the run was checked. Called once the
+        checked: Raises if the folder changed since the run was checked. Called once the
             folder is locked.
 
     Yields:
@@ -266,8 +267,8 @@ def check_output_dir(output_dir: Path) -> None:
     key, others = "training.output_dir", set[str]()
     if isinstance(storage_path(output_dir), StorePath):
         raise ConfigError(
-            f"{key}: expected a local folder, because logs and metrics are appended to; got "
-            f"'{storage_path(output_dir)}'. Name it as training.checkpoint_dir."
+            f"{key}: expected a local folder, because logs and metrics are appended to files; got "
+            f"'{storage_path(output_dir)}'. Set it as training.checkpoint_dir."
         )
     try:
         places = output_dir.absolute(), *output_dir.absolute().parents
@@ -293,7 +294,7 @@ def _cannot_be_made(output_dir: Path, why: object) -> ConfigError:
     place, reason = getattr(why, "filename", None), getattr(why, "strerror", None) or why
     inside = f": '{place}'" if str(place).startswith(f"{output_dir}/") else ""
     return ConfigError(
-        f"training.output_dir: expected a folder that can be made, got {str(output_dir)[:80]!r} "
+        f"training.output_dir: expected a folder that can be created, got {str(output_dir)[:80]!r} "
         f"({reason}{inside})."
     )
 

@@ -37,7 +37,7 @@ class Request:
         prompts: Texts to continue; an empty one becomes the beginning-of-text token.
         settings: How tokens are sampled.
         batch_size: Largest number of prompts that are sampled together.
-        chat: Each prompt is a user's message, to be put into the tokenizer's chat template.
+        chat: Treat each prompt as a user's message in the tokenizer's chat template.
         trust: Whether Python code in the folder may run.
     """
 

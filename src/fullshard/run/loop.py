@@ -31,10 +31,10 @@ logger = logging.getLogger(__name__)
 
 
 class Watcher:
-    """Receives every row of a run, and what the loop is doing; by default it keeps no row."""
+    """Receives every row of a run and the loop's current activity; by default it keeps no row."""
 
     def entered(self, phase: str, step: int) -> None:
-        """Says what this rank does from now on."""
+        """Set the current activity of this rank."""
         watchdog.phase(phase, step)
 
     def tell(self, row: AnyRow) -> None: ...
@@ -45,7 +45,7 @@ class Watcher:
 
 
 class Keeper:
-    """Saves what is trained; by default nothing is ever saved."""
+    """Saves the trained state; by default nothing is saved."""
 
     def asked_to_stop(self) -> bool:
         """Whether this rank was asked to save and stop."""
@@ -90,7 +90,7 @@ class Update:
 
 
 class Trainee(Protocol):
-    """What is trained: an engine's updates, evaluations and checkpoints."""
+    """A model in training: an engine's updates, evaluations and checkpoints."""
 
     def update(self, step: int, batches: list[Batch], loop: Loop) -> Update:
         """Forward and backward of this rank's micro-batches, and the update. A collective."""
@@ -105,11 +105,11 @@ class Trainee(Protocol):
 
     @property
     def texts(self) -> Mapping[str, str]:
-        """Text files that a checkpoint holds besides the tokenizer's and config.yaml."""
+        """Text files of a checkpoint besides the tokenizer's and config.yaml."""
         return {}
 
     def save(self, folder: Path, values: dict[str, Any], settings: SaveSettings) -> None:
-        """Saves what is trained, with further values. A collective."""
+        """Save the trained state and other values. A collective."""
         ...
 
     def load(self, path: Path) -> tuple[dict[str, Any], Path]:
@@ -257,7 +257,7 @@ class Loop:
                 self.watcher.tell(SaveRow(step, time.perf_counter() - began))
 
     def evaluate(self, step: int) -> None:
-        """Computes and records the held-out loss, unless nothing is held out or the run stops.
+        """Compute and record the held-out loss, unless nothing is held out or the run stops.
 
         Raises:
             DivergedError: The loss is not finite.
@@ -295,7 +295,7 @@ class Loop:
         totals, elapsed, data, comm, memory, peak, inputs, asked = zip(*parts, strict=True)
         self._stopping = any(asked)
         if not update.num_tokens:
-            logger.warning("step %d has no token to learn: its loss counts as 0", step)
+            logger.warning("step %d has no trained tokens, so its loss is 0", step)
         loss = sum(totals) / max(1, update.num_tokens)
         if not math.isfinite(loss) and not update.is_skipped:
             raise DivergedError(diverged("loss", loss, step))

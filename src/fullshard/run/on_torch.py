@@ -142,7 +142,7 @@ class TorchTrainee(Trainee):
             who = "this rank" if most else "all ranks"
             raise DataError(
                 f"batches of step {step}: expected at least one; {who} has none. Give every rank "
-                "data for the first step at least, and no more steps than there are data for."
+                "data for the first step, and run no more steps than the data has."
             )
         missing = most - len(batches)
         return batches + [blank(self._last)] * missing, int(sum(part[0] for part in parts))

@@ -76,7 +76,7 @@ class ProcessTeam:
 
 
 class XlaSide(Side):
-    """A session on XLA, and what it trains: the plan comes first, arrays after the banner."""
+    """A session on XLA and its model: the plan is made first, the arrays after the banner."""
 
     _state: State  # parameters and optimizer; each step uses it up and makes the next
 
@@ -100,7 +100,7 @@ class XlaSide(Side):
         table = ArraysPlan.from_json(run.folder.plan.read_text("utf-8")) or self._plan.table
         mesh, num_micro_batches = table.mesh, run.steps.order.shape.accumulation
         moved = ", ".join(
-            f"{kind} {c.count:,} x ({human_bytes(c.num_bytes)} in all)"
+            f"{kind} {c.count:,} x ({human_bytes(c.num_bytes)} in total)"
             for kind, c in table.collectives(num_micro_batches).items()
             if c.count
         )
@@ -124,7 +124,7 @@ class XlaSide(Side):
         """Builds the state and its programs; returns the team of ranks."""
         run, teaching, training = self._session, self._teaching, self._session.config.training
         if run.seat.is_first and run.dataset.prompts:
-            logger.info("held-out prompts are not answered with backend: jax")
+            logger.info("answers to held-out prompts are not sampled with backend: jax")
         groups, self._tx = self._optimizer()
         loss = told = next_token(Decoder(self._decoder, self._plan), training.loss_chunk_size)
         if teaching is not None:
@@ -271,13 +271,13 @@ def state_of(
     tx: GradientTransformation,
     loaded: Tree | None = None,
 ) -> State:
-    """A state with a fresh optimizer; each process keeps the part that its devices hold.
+    """A state with a fresh optimizer; each process keeps the part of its devices.
 
     Args:
         plan: Plan of the model.
         weights: Full weights by name, in the master dtype.
         tx: The optimizer.
-        loaded: Arrays that are on the devices already, by name; the others come from `weights`.
+        loaded: Arrays that are already on the devices, by name; `weights` has the others.
     """
     leaves = jax.tree.leaves_with_path(loaded)
     there = {jax.tree_util.keystr(p, simple=True, separator="."): leaf for p, leaf in leaves}

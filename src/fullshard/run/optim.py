@@ -91,7 +91,7 @@ def check_optimizer(kind: Optimizer) -> None:
     if kind is Optimizer.ADAMW_BNB_8BIT and importlib.util.find_spec("bitsandbytes") is None:
         got = "bitsandbytes, which is not installed. Run pip install 'fullshard[bnb]'"
     if kind is Optimizer.MUON and not hasattr(torch.optim, "Muon"):
-        got = f"torch 2.9 or newer; this is {torch.__version__}. Install a newer one"
+        got = f"torch 2.9 or newer, got {torch.__version__}. Install a newer torch"
     if got:
         raise ConfigError(f"training.optim: {kind} needs {got}, or use adamw_torch.")
 
@@ -112,8 +112,8 @@ def _split(model: nn.Module, groups: Groups) -> tuple[Groups, Groups]:
             into += [{**group, "params": params}] * bool(params)
     if not found[0]:
         raise ConfigError(
-            f"training.optim: muon expects matrices in numbered blocks; {type(model).__name__} has "
-            "none that are trained. Use adamw_torch."
+            "training.optim: muon needs trained matrices in numbered blocks; "
+            f"{type(model).__name__} has none. Use adamw_torch."
         )
     return found
 
@@ -203,7 +203,7 @@ SMALLEST = 2.0**-14  # smallest factor: below it, overflows are not a matter of 
 
 
 def apply_scaled(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Updates the parameters, unless a scaled gradient overflowed on a rank.
+    """Update the parameters, unless a scaled gradient overflowed on a rank.
 
     fp16 has no numbers below 6e-8, so losses are multiplied before backward and gradients divided
     after it. The gradients' guard shares an infinity on one rank with all ranks, so they skip the

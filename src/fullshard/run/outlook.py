@@ -74,7 +74,7 @@ def job_of(
         num_batches: Number of batches that share train_batch_size.
         taught: Teacher of the model, if any.
         chunk_size: Tokens whose logits are in memory at a time; None: all tokens.
-        place: The model as a rank holds it beside other axes, which is traced; None: `model`.
+        place: One rank's part of the model along other axes, which is traced; None: `model`.
     """
     training, states = training.divided(num_batches), states_of(training)
     config: Any = model.config
@@ -138,7 +138,7 @@ def _num_experts(config: Any) -> int | None:
 
 
 def machine_of(hardware: Gpus | None, own: Mapping[str, Device] | None = None) -> Machine:
-    """The machine of a rank, from a description of GPUs.
+    """A rank's machine, from a description of GPUs.
 
     Args:
         hardware: Name, number and memory of the GPUs.
@@ -185,7 +185,7 @@ def this_machine(num_ranks: int) -> Machine:
 
 
 def topology_of(config: RunConfig, world_size: int) -> Topology:
-    """Number of ranks of a run, and of those on this machine."""
+    """Number of ranks of a run, and number of those on this machine."""
     told = read_launch_environment() or configured_topology(config.launch)
     return Topology(world_size, told.local_world_size or world_size)
 
@@ -203,7 +203,7 @@ class View:
         plan_at: Plans another configuration of the same model, on any number of ranks.
         machine: Machine of a rank.
         topology: Ranks of the run.
-        storage: What the run reads and writes.
+        storage: Files that the run reads and writes.
         whole_logits: Why the loss needs the logits of all tokens at once; None: it does not.
     """
 
@@ -253,7 +253,7 @@ class View:
         return replace(found, outlook=replace(outlook, machine=self.machine))
 
     def advice(self) -> list[str]:
-        """Changes that save at least a tenth of the memory, for a run that ran out of it."""
+        """Changes that save at least a tenth of the memory, for a run that ran out of memory."""
         peak = self.outlook.peak_bytes[Place.DEVICE]
         machine = replace(self.machine, memory_bytes=min(self.machine.memory_bytes or peak, peak))
         before = replace(self.outlook, fit=Fit.TIGHT, machine=machine)  # as if tight
@@ -315,7 +315,7 @@ def view_of(
     on_gpu = machine.device is not None or torch.cuda.is_available()
     taught = Taught.of(config, topology.local_world_size, on_gpu=on_gpu, resolved=resolved)
     beside = () if taught is None or taught.teacher is None else (taught.teacher,)
-    if not any(map(has_experts, beside)):  # else the expert axis is the teacher's
+    if not any(map(has_experts, beside)):  # otherwise the expert axis is the teacher's
         rules_of(model, config.sharding)
     for one in (model, *beside):
         check_context(one, sharding, training.max_seq_length)
@@ -340,7 +340,7 @@ def view_of(
 
 
 def _left_open(config: RunConfig, world_size: int) -> tuple[ShardConfig, TrainingConfig, list[str]]:
-    """The configuration with values where `auto` stands, and the keys that the planner chooses."""
+    """The configuration with values in place of `auto`, and the keys that the planner chooses."""
     sharding, training, free = config.sharding, config.training, list[str]()
     if sharding.strategy is Strategy.AUTO:
         sharding = sharding.model_copy(update={"strategy": Strategy.FULL_SHARD})
@@ -360,7 +360,7 @@ def _ways(
 ) -> list[tuple[dict[str, int], PlannedStep]]:
     """Sizes of a tensor or an expert axis for a run that has none, and the step with each.
 
-    An expert axis leaves several experts to each rank: the rank with the most tokens is waited for.
+    An expert axis gives each rank several experts, because all wait for the rank with most tokens.
     """
     local, world = topology.ranks_per_host, topology.world_size
     sizes = sharding.tensor, sharding.expert, sharding.context, sharding.shard, sharding.replicate
@@ -416,7 +416,7 @@ def model_of(config: RunConfig) -> nn.Module:
 
 
 def storage_of(config: RunConfig) -> Storage:
-    """What a run reads and writes."""
+    """Files that a run reads and writes."""
     training = config.training
     source = weights_source(config, lambda: build_on_meta(given_model_config(config)))
     saves = training.saves is not IntervalStrategy.NO
@@ -446,13 +446,13 @@ def foresee(config: RunConfig, topology: Topology) -> View | XlaOutlook:
 
 
 def leaves_something(config: RunConfig) -> bool:
-    """Whether the configuration leaves a choice to the planner."""
+    """Whether the planner has a choice in the configuration."""
     return config.sharding.strategy is Strategy.AUTO or config.training.leaves_micro_batch
 
 
 @contextlib.contextmanager
 def answered(view: Callable[[], View]) -> Iterator[None]:
-    """Turns running out of memory inside the block into an error that says what to change.
+    """Turn running out of memory inside the block into an error that suggests changes.
 
     Args:
         view: Returns the plan of the run; called only if memory runs out.

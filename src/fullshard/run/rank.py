@@ -15,7 +15,7 @@ def main() -> None:
     from fullshard.config.load import load_config
     from fullshard.run.session import run
 
-    atexit.register(gc.freeze)  # skips garbage collection at exit, which takes a second
+    atexit.register(gc.freeze)  # skips garbage collection at exit, which needs a second
     run_dir = Path(sys.argv[1])
     run(load_config(run_dir / "config.yaml", []).config, run_dir)
 

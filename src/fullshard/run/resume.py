@@ -1,4 +1,4 @@
-"""A run's checkpoints: what becomes of an existing run in its folder, and what is saved when.
+"""A run's checkpoints: how an existing run in its folder is treated, and when to save.
 
 --resume        an unfinished run there    a finished one, more steps asked    a finished one
 auto            resumed                    continued                           moved to .1, .2
@@ -8,9 +8,9 @@ PATH            moved; the new run begins with the model, optimizer and position
 A run that ended early (early_stopping_patience) counts as finished, whatever steps are asked for.
 
 [Note: data position]
-state.json holds {global_batch, samples_seen, epoch, seed, data}. Which samples a step sees depends
-on the global batch, the seed and the step alone (see data/order.py), so "step" is the whole
-position: no sample is seen twice or left out, whatever number of ranks resumes. `data` is the
+state.json holds {global_batch, samples_seen, epoch, seed, data}. The samples of a step depend
+only on the global batch, the seed and the step (see data/order.py), so "step" is the whole
+position: no sample is repeated or skipped, whatever number of ranks resumes. `data` is the
 checksum of the tokens: a run does not resume from a checkpoint that was trained on others. Of a
 stream it is two checksums, of which one must be the same: see `DatasetFacts.fingerprint`.
 """
@@ -69,7 +69,7 @@ SAME = ("data", "model", "teacher", "freeze", "lora", "training.max_seq_length",
 
 @dataclass(frozen=True)
 class Resume:
-    """What a run resumes from.
+    """The checkpoint from which a run resumes.
 
     Attributes:
         path: A checkpoint, or a folder of checkpoints; None: the run begins at step 0.
@@ -93,20 +93,20 @@ class Resume:
         return _JSON.validate_python(record.get("resume") or {})
 
     def sentence(self, output_dir: Path) -> str:
-        """What will happen, in words, to the new run and to an existing one."""
+        """A sentence about the new run and an existing one."""
         if self.path is not None:
             found = choose(ALONE, self.path, whole=False)
-            what = "the run there resumes" if self.in_place else "a new run begins"
+            what = "the run there resumes" if self.in_place else "a new run starts"
             return f"{what} with the model and optimizer of step {found.step} in {found.path}"
         is_there = RunFolder(output_dir).record.is_file() and not self.in_place
-        return f"begins at step 0{'; the run there is moved aside' if is_there else ''}"
+        return f"begins at step 0{'; the existing run is moved aside' if is_there else ''}"
 
     def check_steps(self, done: int, path: Path, num_steps: int) -> None:
         """Raises ConfigError if a run of `num_steps` has nothing left after a checkpoint."""
         if done > num_steps or (done == num_steps and self.required):
             raise ConfigError(
                 f"training.max_steps: expected more than the {done} steps of {path}; got "
-                f"{num_steps}. Ask for more steps, or begin from an earlier checkpoint."
+                f"{num_steps}. Raise it, or start from an earlier checkpoint."
             )
 
     def moved(self, old: Path, new: Path | None) -> Resume:
@@ -122,7 +122,7 @@ _JSON = TypeAdapter(Resume)
 def find_resume(
     asked: str, output_dir: Path, key: str = "--resume", checkpoint_dir: str | None = None
 ) -> Resume:
-    """What `--resume` means for a folder, before the number of steps is known.
+    """The meaning of `--resume` for a folder, before the number of steps is known.
 
     Args:
         asked: auto, never or a path.
@@ -163,9 +163,8 @@ def holds_checkpoints(folder: Path) -> bool:
     """
     if lexists(folder) and not folder.is_dir():
         raise CheckpointError(
-            f"checkpoint: expected the folder of the run's checkpoints at '{folder}', got a file, "
-            "or a link that leads to nothing. Bring the checkpoints back, or remove it to start "
-            "again."
+            f"checkpoint: expected the folder of the run's checkpoints at '{folder}', got a file "
+            "or a broken link. Restore the checkpoints, or remove it to start again."
         )
     return any(not found.is_leftover for found in checkpoints_in(folder))
 
@@ -175,19 +174,19 @@ def check_checkpoint_dir(checkpoint_dir: str | None, resume: Resume, output_dir:
     root = storage_path(checkpoint_dir).resolve() if checkpoint_dir else None
     if root and root == output_dir.resolve():  # each of the two locks its folder
         raise ConfigError(
-            f"training.checkpoint_dir: expected another folder than training.output_dir, got "
-            f"'{root}' for both. Leave it out to save in '{root / IN_RUN}'."
+            "training.checkpoint_dir: expected another folder than training.output_dir, got "
+            f"'{root}' for both. Remove it to save in '{root / IN_RUN}'."
         )
     if root and root != (resume.path and resume.path.resolve()) and holds_checkpoints(root):
         raise ConfigError(
-            f"training.checkpoint_dir: expected a place without checkpoints for a run that "
-            f"does not resume from there; '{root}' has some. Set it to an empty or new folder, or "
-            f"resume from them: --resume {root}."
+            "training.checkpoint_dir: expected a folder without checkpoints for a run that does "
+            f"not resume from it; '{root}' has some. Use an empty or new folder, or resume from "
+            f"the checkpoints: --resume {root}."
         )
 
 
 def own_resume(folder: RunFolder) -> Resume:
-    """What a run in its own folder resumes from.
+    """The checkpoint from which a run in its own folder resumes.
 
     Until it has a checkpoint of its own, it resumes from the one that it began with.
     """
@@ -234,7 +233,7 @@ def check_saved(resume: Resume, folder: RunFolder) -> None:
     if lost:
         raise CheckpointError(
             f"checkpoint: expected the run's own checkpoints, of steps up to {step}, in "
-            f"'{folder.checkpoints}'; there are none. Bring them back (is a disk not mounted?), or "
+            f"'{folder.checkpoints}'; there are none. Restore them (is a disk not mounted?), or "
             "use --resume never to start again."
         )
 
@@ -276,21 +275,21 @@ def check_same(resolved: Resolved, output_dir: Path, checkpoints: Path) -> None:
             )
     told = [f"{key} {before.get(key)} -> {now.get(key)}" for key in changed]
     if told:
-        logger.info("changed since the run began: %s", ", ".join(told))
+        logger.info("changed since the run started: %s", ", ".join(told))
 
 
 def check_teacher(config: RunConfig, folder: RunFolder) -> None:
-    """Raises ConfigError if the teacher is not the one that run.json has a sample of.
+    """Raise ConfigError if the teacher differs from the sample of it in run.json.
 
-    Ranks call it once they have opened what they learn from.
+    Ranks call it after they opened the teacher or the cache.
     """
     known = folder.read_record().get(TEACHER)
     samples = [sample_of_teacher(config, *more) for more in _SAMPLED]
     if known is not None and known not in samples:
         raise ConfigError(
-            f"teacher: expected the weights and the config.json (or the distill.cache) from which "
-            f"the run in '{folder.path}' learned so far; got others in their place. Bring them "
-            "back, use --resume never, or another output_dir."
+            "teacher: expected the weights and the config.json (or the distill.cache) from which "
+            f"the run in '{folder.path}' has learned so far; they were replaced. Restore them, use "
+            "--resume never, or use another output_dir."
         )
 
 
@@ -320,7 +319,7 @@ def check_data(resume: Resume, position: Any, steps: StepPlan) -> None:
     """Checks that a run which resumes in its folder has the data and order of its checkpoint.
 
     Args:
-        resume: What the run resumes from.
+        resume: Checkpoint from which the run resumes.
         position: The checkpoint's data position.
         steps: Steps of the run, and the checksum of its tokens.
 
@@ -338,10 +337,10 @@ def check_data(resume: Resume, position: Any, steps: StepPlan) -> None:
         was = trained.get(name, now)
         if was != now and not {*str(was).split()} & {*str(now).split()}:
             raise ConfigError(
-                f"{key}: expected the {name} of the run that resumes from '{resume.path}' "
-                f"({was}); got other ones ({now}), or the order of another version. "
-                "Bring the old data and tokenizer (or fullshard) back, use --resume never, or "
-                "--resume PATH with another output_dir."
+                f"{key}: expected the {name} of the run that resumes from '{resume.path}' ({was}); "
+                f"got others ({now}), or the order of another version. Restore the old data and "
+                "tokenizer (or version of fullshard), use --resume never, or use --resume PATH "
+                "with another output_dir."
             )
 
 
@@ -353,15 +352,15 @@ def check_model(
 ) -> None:
     """Checks that the checkpoint's weights are of the run's model and know its tokens.
 
-    Weights also fit a model with another `rope_theta`, or tokens that were numbered anew: they
+    Weights also fit a model with another `rope_theta`, or tokens with other numbers: they
     would train on silently. A new run that begins from PATH may have another configuration.
 
     Raises:
         ConfigError: The tokenizer or the configuration differs; names a token or the keys.
     """
-    name, key, cure = CONFIG, "model.name_or_path", "Bring the old one back, use --resume never"
+    name, key, cure = CONFIG, "model.name_or_path", "Restore the old one, use --resume never"
     if resume.required:
-        name, key, cure = "tokenizer.json", "data.tokenizer", "Name its folder, such as RUN/model"
+        name, key, cure = "tokenizer.json", "data.tokenizer", "Set its folder, such as RUN/model"
     if found.manifest is None or name not in found.manifest.files:
         return
     with untrusted(found.files / name, "what a run saves beside its weights"):
@@ -381,12 +380,12 @@ def check_model(
         told = ", ".join(f"{one!r} {before.get(one)} -> {now.get(one)}" for one in changed[:3])
         raise ConfigError(
             f"{key}: expected the {name} that was saved with the weights in '{resume.path}'; it "
-            f"has changed ({told}). {cure}, or export the checkpoint and begin from that folder."
+            f"has changed ({told}). {cure}, or export the checkpoint and start from that folder."
         )
 
 
 def _read_as(kind: type[PretrainedConfig], text: str) -> dict[str, Any]:
-    """The settings in a configuration's text; some of them do not come back as they were."""
+    """The settings in a configuration's text; some are read back in another form."""
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         file.write(text)
         file.flush()
@@ -415,7 +414,7 @@ class RunCheckpoints(Keeper):
 
     Attributes:
         folder: Folder of the run.
-        trainee: What is saved; with the tokenizer's files a checkpoint can be exported.
+        trainee: Model to save; with the tokenizer's files a checkpoint can be exported.
         steps: Steps with a checkpoint.
         limit: Number of complete checkpoints to keep; None: all.
         caught: Signals that ask this rank to save and stop.
@@ -455,14 +454,14 @@ class RunCheckpoints(Keeper):
             self._save(step, wait=stopping or last)
         if stopping:
             way_out = (
-                "which is saved. Start it again to resume."
+                "which was saved. Start it again to resume."
                 if every is not None
-                else "and saved nothing (save_strategy: no). The next start begins at "
-                "step 0; leave save_strategy out to be able to resume."
+                else "and saved nothing (save_strategy: no). The next start begins at step 0; "
+                "remove save_strategy to be able to resume."
             )
             raise PreemptedError(
-                f"run: expected to reach step {self.steps.num_steps}, was asked to stop after "
-                f"step {step}, {way_out}"
+                f"run: expected to reach step {self.steps.num_steps}, was asked to stop after step "
+                f"{step}, {way_out}"
             )
         return due
 
@@ -523,7 +522,7 @@ def check_lock(folder: RunFolder) -> None:
     place = folder.checkpoints
     if not isinstance(place, StorePath) or place.parts[0] == "memory:":  # each process has its own
         return
-    with suppress(OSError):  # no answer says nothing about the lock
+    with suppress(OSError):  # without a response, the lock's state is unknown
         if not is_holder(place, str(folder.read_record().get(HOLDS))):
             raise CheckpointError(
                 f"training.checkpoint_dir: expected exclusive use of '{place}'; another run "

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Session:
-    """The configuration, the data and the steps of a run, as every rank reads them."""
+    """The configuration, the data and the steps of a run, read by every rank."""
 
     config: RunConfig
     folder: RunFolder
@@ -98,7 +98,7 @@ def run(config: RunConfig, run_dir: Path) -> None:
     rank = launch.rank if launch else 0
     with folder.recorded(rank):
         rendezvous.init_process_group(config.launch.timeout, folder.logs)
-        if folder.config.is_file():  # else load_data says that machines do not share the folder
+        if folder.config.is_file():  # else load_data reports that machines share no folder
             config = load_config(folder.config).config
         watchdog.on_hang(
             lambda hang: folder.fail(
@@ -131,7 +131,7 @@ def train(config: RunConfig, folder: RunFolder, seat: Seat) -> None:
 
 
 def _carry_out(session: Session, side: Side, began: float) -> None:
-    """Trains and exports a model, or writes what the recipe makes in place of one."""
+    """Train and export a model, or write the recipe's other output."""
     config, folder, steps = session.config, session.folder, session.steps
     data = session.batches()
     write = session.command.kind.write

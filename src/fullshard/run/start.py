@@ -94,7 +94,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RANK_MODULE = "fullshard.run.rank"
-# What every rank on torch imports, whatever its model.
+# Modules that every rank on torch imports, whatever its model.
 RANK_IMPORTS = ("fullshard.run.on_torch", "fullshard.engine.engine", "transformers.modeling_utils")
 # Exit codes without a restart: the error would repeat, or the user stopped the run.
 FINAL = (
@@ -135,9 +135,9 @@ class CheckedRun:
         """Raises ConfigError if another start used the folder since this run was checked."""
         if RunFolder(self.output_dir).start_id != self.start_id:
             raise ConfigError(
-                f"training.output_dir: expected a folder that stays as it is, got "
-                f"'{self.output_dir}', where another start began a run while this one was checked. "
-                "Start again to resume that run, or use another folder."
+                "training.output_dir: expected a folder that no other start uses, got "
+                f"'{self.output_dir}', where another start began a run meanwhile. Start again to "
+                "resume that run, or use another folder."
             )
 
 
@@ -147,7 +147,7 @@ def output_dir_of(resolved: Resolved, command: Command) -> Path:
 
 
 def world_size_of(resolved: Resolved, launch: LaunchEnvironment | None) -> int:
-    """The number of ranks of a run.
+    """Number of ranks of a run.
 
     Raises:
         ConfigError: The configuration and the launcher disagree.
@@ -198,7 +198,7 @@ def prepare_run(
         training = view.config.training
         if isinstance(view, View) and leaves_something(resolved.config):
             resolved = replace(resolved, config=view.config)
-            logger.info("auto is %s here", choice_of(view.outlook))
+            logger.info("auto selects %s", choice_of(view.outlook))
         _check_memory(view)
         teacher = _checked_weights(view.config)
         dataset, model_config = _read_data(view.config, command)
@@ -237,7 +237,7 @@ def _say_kept_batch(training: TrainingConfig, num_batches: int, steps: StepPlan)
     asked = training.per_device_train_batch_size * training.gradient_accumulation_steps
     kept = steps.order.shape.global_batch
     if asked * num_batches != kept:
-        told = "%d samples per step are kept from the run that resumes; the configuration has %d"
+        told = "%d samples per step stay, as the resumed run had; the configuration has %d"
         logger.info(told, kept, asked * num_batches)
 
 
@@ -309,15 +309,15 @@ def _read_data(config: RunConfig, command: Command) -> tuple[PreparedData, Pretr
 
 
 def _check_held_out(training: TrainingConfig, facts: DatasetFacts) -> None:
-    """Raises ConfigError, or warns, if evaluations are asked for and nothing is held out."""
+    """Raise ConfigError, or warn, if evaluations are configured and nothing is held out."""
     if facts.num_held_out_sequences or training.evaluates is IntervalStrategy.NO:
         return
     if training.early_stopping_patience is not None:
         raise ConfigError(
-            "training.early_stopping_patience: expected held-out data, whose loss it waits for, "
-            "got none. Raise data.validation_fraction, or leave it out."
+            "training.early_stopping_patience: expected held-out data, got none. Raise "
+            "data.validation_fraction, or remove it."
         )
-    logger.warning("nothing is held out: there are no evaluations (data.validation_fraction)")
+    logger.warning("no evaluations, because no data is held out (data.validation_fraction)")
 
 
 def _check_trains_tokenizer(config: RunConfig, tokenizer: PreTrainedTokenizerBase | None) -> None:
@@ -329,8 +329,8 @@ def _check_trains_tokenizer(config: RunConfig, tokenizer: PreTrainedTokenizerBas
     key = "model.name_or_path" if weights_folder(config) else "teacher.name_or_path"
     raise ConfigError(
         f"{key}: expected weights with their tokenizer, got '{weights}' without one. Put its files "
-        "into the folder or name the folder that has them (data.tokenizer). Set data.vocab_size to "
-        "train a new tokenizer on the data, whose tokens these weights have never seen."
+        "into the folder, or set data.tokenizer to their folder. data.vocab_size trains a new "
+        "tokenizer on the data, whose tokens are new to these weights."
     )
 
 
@@ -384,7 +384,7 @@ def _check_disk(
         f"training.output_dir: expected {human_bytes(needed)} of disk for {kept} checkpoint(s) of "
         f"{human_bytes(size)} and the model ({human_bytes(exported)}); got "
         f"{human_bytes(disk.free)} free in '{place}'. Lower save_total_limit, raise save_steps, "
-        "set save_strategy: no, or name another output_dir."
+        "set save_strategy: no, or use another output_dir."
     )
     error.planned = planned(view, steps)
     raise error
@@ -425,7 +425,7 @@ def _launched(folder: RunFolder, launch: LocalLaunch) -> LaunchResult:
         return result
     said = (
         "rank 0: expected to record the end of the run, but all ranks ended with exit code 0 "
-        "before. Look for os._exit in the code of the model and of libraries."
+        "before. Search the code of the model and of libraries for os._exit."
     )
     code = int(ExitCode.UNEXPECTED)
     return LaunchResult(code, RankFailure(0, "RankExit", said, code, "", 0.0))

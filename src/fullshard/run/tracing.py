@@ -43,7 +43,7 @@ class Tracer:
     """Traces micro-batches of a causal language model, each kind once.
 
     Attributes:
-        model: The model, on meta; with a head of ours, a copy.
+        model: Model on meta; a copy, if its head is replaced.
         length: Tokens of a sample.
         taught: Teacher of the model, if any.
         chunk_size: Tokens whose logits are in memory at a time; None: all tokens.
@@ -72,16 +72,16 @@ class Tracer:
             config: Sharding that the plan was made for, with its recompute.
             samples: Samples of a micro-batch.
         """
-        what = "activations: counted from shapes"
+        what = "activations: computed from shapes"
         return self._once(self._find_peaks, what, len(plan.units), (plan, config, samples))
 
     def work(self, plan: Plan, config: ShardConfig, samples: float) -> Work | None:
-        """What every unit computes; None if the model cannot be traced.
+        """The operations of every unit; None if the model cannot be traced.
 
         Blocks that were not traced compute what the traced blocks of their kind compute.
         """
         names = tuple(unit.name for unit in plan.units)
-        return self._once(self._find_work, "step time: not known", names, (plan, config, samples))
+        return self._once(self._find_work, "step time: unknown", names, (plan, config, samples))
 
     def _once(
         self, find: Callable[..., Any], what: str, units: Any, of: tuple[Plan, ShardConfig, float]

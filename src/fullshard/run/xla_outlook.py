@@ -57,7 +57,7 @@ class XlaOutlook:
 
     @property
     def peak_bytes(self) -> int:
-        """Peak bytes of a device."""
+        """Peak bytes per device."""
         return sum(row.num_bytes for row in self.rows)
 
     def lack(self) -> Lack | None:
@@ -145,7 +145,7 @@ def _batch(training: TrainingConfig, num_batches: int, sharding: Any = None) -> 
 def compiled_step(
     config: RunConfig, model_config: PretrainedConfig, topology: str | None, world_size: int
 ) -> tuple[Compiled, int]:
-    """Compiles the step of a run; returns it with its number of devices.
+    """Compile the step of a run; return it with its number of devices.
 
     Call it before any other jax code of the process.
 

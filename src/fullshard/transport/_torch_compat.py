@@ -101,5 +101,5 @@ def new_group_of(layout: Sequence[Sequence[int]]) -> Any:
 
 
 def is_gloo(group: Any) -> bool:
-    """Whether a process group sends over gloo alone."""
+    """Whether a process group uses gloo only."""
     return group is not None and dist.get_backend(group) == "gloo"

@@ -47,11 +47,11 @@ TAGS_A_MODEL = 8
 PLACE_TAG = 0  # over all models, since ranks may run different ones
 PLACE_BYTES = 96
 CURE = (
-    "One of them left out or added a forward, a backward, a unit's call or a question that spans "
-    "all ranks (p.norm(), p.grad.mean()), or raised an error that it caught: all ranks must make "
-    "the same calls. Where a rank has no loss, multiply one by zero; let ranks agree on a branch "
-    "(dist.broadcast) and on whether gradients pass through frozen units, or make a recomputed "
-    "block of which each runs other parts one unit (wrap)."
+    "One of them skipped or added a forward, a backward, a unit's call or a reduction over all "
+    "ranks (p.norm(), p.grad.mean()), or caught an error. All ranks must make the same calls. If "
+    "a rank has no loss, multiply one by zero; make ranks agree on a branch (dist.broadcast) and "
+    "on whether gradients pass through frozen units; make a recomputed block whose parts differ "
+    "per rank one unit (wrap)."
 )
 Slots = dict[str, list[torch.Tensor]]  # (numel,) each, by ring
 
@@ -67,7 +67,7 @@ class Axes:
 
     Attributes:
         shard_ranks: Global ranks that share one copy, including this one.
-        replicate_ranks: Global ranks that hold the same part.
+        replicate_ranks: Global ranks with the same part.
         shard_index: Index of this rank in `shard_ranks`.
         replicate_index: Index of this rank in `replicate_ranks`.
         gather_group: Group of all-gathers over the shard axis.
@@ -132,7 +132,7 @@ class Works:
             HangError: The process group's time-out has passed.
         """
         works, compare = self._works, self._compare
-        self._works, self._compare = (), None  # gloo waits forever for what has arrived already
+        self._works, self._compare = (), None  # gloo waits forever for messages that have arrived
         if compare is not None:
             compare()
         try:
@@ -149,13 +149,13 @@ def failed_message(error: RuntimeError, place: str) -> EngineError | HangError:
     """Returns the typed error for a message that does not arrive."""
     if "imed out" in str(error) or "timeout" in str(error):
         return HangError(
-            f"{place}: expected a message from every rank within the process group's timeout; "
-            "none came. Another rank computes, or waits elsewhere: all must make the same calls."
+            f"{place}: expected a message from every rank within the process group's timeout; none "
+            "came. Another rank computes or waits elsewhere; all ranks must make the same calls."
         )
     if any(sign in str(error).lower() for sign in _CLOSED):
         return EngineError(
             f"{place}: expected every rank to take part; one has ended or closed its connection. "
-            "Its own output says why."
+            "See its output."
         )
     return EngineError(f"{place}: expected a message from every rank; got: {error}")
 
@@ -344,7 +344,7 @@ class Home:
 
 @dataclass
 class ComparedPhase:
-    """What a model's ranks compare. See [Note: places].
+    """The state that a model's ranks compare. See [Note: places].
 
     Attributes:
         following: The phase of the next messages, until ranks have compared it.
@@ -499,7 +499,7 @@ class MessageTransport(Transport):
         self._start_comparison(phase.running, self._everyone)()
 
     def _compare_units(self, unit: str) -> Callable[[], None]:
-        """Compare places, and start to compare the unit of a gather; the result raises an error."""
+        """Compare places, and start to compare units of a gather; the result raises an error."""
         self._compare_places(self.axes.shard_ranks)
         if not unit or not self._compares:
             return lambda: None

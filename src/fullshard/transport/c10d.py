@@ -120,8 +120,8 @@ class SymmetricHome(Home):
 
     NCCL knows such memory by its address, and expects the same slots on all ranks. All ranks
     therefore allocate and register slots in the plan's order, each with the group of its
-    collectives. Slots stay allocated, since NCCL would take later memory at their addresses for
-    them; rings that are not alike are made anew when the order of units is learned.
+    collectives. Slots stay allocated, because NCCL would mistake later memory at their addresses
+    for them; rings that differ are allocated again when the order of units is learned.
 
     Args:
         axes: The process groups of this rank.

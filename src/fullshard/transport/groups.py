@@ -182,7 +182,7 @@ def processes(world_size: int) -> list[Process]:
 
 
 def topology_of(world_size: int, order: tuple[int, ...] = (), inner: int = 1) -> Topology:
-    """So many ranks, on hosts as the launcher says. `order`, `inner`: see planner.mesh.Mesh."""
+    """The topology of the launcher's ranks and hosts. `order`, `inner`: see planner.mesh.Mesh."""
     environment = read_launch_environment()
     local = environment.local_world_size if environment else None
     return Topology(world_size, local if local and world_size % local == 0 else None, order, inner)
@@ -226,7 +226,7 @@ def tell_everyone(value: Any, group: Any) -> list[Any]:
 def tell_from_first(value: Any, group: Any) -> Any:
     """Returns the value of a group's first rank; None is a group of this rank alone. A collective.
 
-    `tell_everyone` would take as many bytes of each rank for every other rank.
+    `tell_everyone` would allocate as many bytes for every rank.
     """
     said = [value]
     if group is not None:
@@ -297,11 +297,11 @@ def resolve_transport(
 
 
 def _why_not_shared(meshes: Sequence[Mesh], device: torch.device) -> str | None:
-    """Returns what a shared home needs and lacks here; None if it is possible."""
+    """Return the requirement of a shared home that is missing here; None if it is possible."""
     if device.type != "cpu":
         return f"a model on the CPU; it is on {device}."
     if meshes[0].shard == 1:
-        return "a shard axis of several ranks; here it has one."
+        return "a shard axis of several ranks; it has one here."
     places = processes(meshes[0].world_size)
     for ranks in chain.from_iterable(mesh.shard_groups() for mesh in meshes):
         if places[ranks[0]].host is None:

@@ -20,7 +20,7 @@ hook on the stream of its node: the stream of its forward for a node of the grap
 which the model was sharded for a parameter. A hook that is called on another stream runs on the
 step's stream, and each of the two streams waits for the other (`engine/streamed.py`).
 
-What may touch a buffer, and when:
+Which streams may access a buffer, and when:
 
     slot              its gather writes it after all that the step has queued; the step reads it
                       after waiting for the gather

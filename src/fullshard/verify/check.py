@@ -1,4 +1,4 @@
-"""`fullshard verify`: does this sharding compute what one process computes?
+"""`fullshard verify`: compares this sharding with one process.
 
     the user's model --> small model of its class --> folder: weights, batches, job
                                                         |
@@ -145,7 +145,7 @@ def prepare(config: RunConfig, fault: Fault | None) -> PreparedCheck:
     """
     quiet_libraries()
     if config.sharding.transport is TransportKind.FAKE:
-        raise ConfigError("transport: expected a real one, got 'fake', which moves nothing.")
+        raise ConfigError("transport: expected a real transport, got 'fake', which moves no data.")
     check_supported(config.sharding.without("context"))  # the rest of it does not matter here
     notes: list[str] = []
     model_config = model_config_of(config, fault, notes)
@@ -159,7 +159,7 @@ def prepare(config: RunConfig, fault: Fault | None) -> PreparedCheck:
     exact = EXACT
     if logits_of(model).dtype is not torch.float64:
         exact = SINGLE
-        notes.append("The model makes its logits float32, also in float64.")
+        notes.append("The model computes its logits in float32, also in float64.")
     num_micro_batches = min(2, config.training.gradient_accumulation_steps)
     job = Job(
         passes=passes_of(sharding, exact),
@@ -182,7 +182,7 @@ def model_config_of(config: RunConfig, fault: Fault | None, notes: list[str]) ->
     text = found.get_text_config()
     if fault is Fault.LOST_TIE and not text.tie_word_embeddings:
         text.tie_word_embeddings = found.tie_word_embeddings = True
-        notes.append("Embedding and head are tied for this fault: the model has no ties.")
+        notes.append("Embedding and head are tied for this fault, because the model has no ties.")
     return found
 
 
@@ -228,13 +228,13 @@ def _shrink(
         sharding["wrap_min_params"] = max(1, int(sharding["wrap_min_params"] * share))
     found = fs.plan(model, sharding | unnamed, world_size=world_size)
     if {unit.name for unit in wanted.units} - {unit.name for unit in found.units}:
-        # An embedding is a unit where it is as large as a block.
+        # An embedding is a unit if it is as large as a block.
         width = model.get_input_embeddings().weight.shape[-1]  # type: ignore[attr-defined]
         largest = max(unit.numel for unit in found.units)
         small, model = shrink(config, num_layers=depth, vocab_size=2 * largest // width)
         found = fs.plan(model, sharding | unnamed, world_size=world_size)
     if {unit.name for unit in wanted.units} != {unit.name for unit in found.units}:
-        notes.append("The units are not those of the full width: sizes decide them.")
+        notes.append("The units differ from those of the full width, because sizes decide them.")
     return small, model
 
 
@@ -253,14 +253,14 @@ def _freeze(
             globs.append(glob)
         else:
             freeze(build_on_meta(full), [asked])  # an error where it never matched anything
-            notes.append(f"freeze: {asked} names nothing in the small model.")
+            notes.append(f"freeze: {asked} matches nothing in the small model.")
     freeze(model, globs)
     ignored = fit_globs(config.sharding.ignore, num_layers)
     for name, param in model.named_parameters():
         if matches(name, ignored):
             param.requires_grad_(False)
     if ignored:
-        notes.append("Ignored parameters are frozen: their gradients are each rank's own affair.")
+        notes.append("Ignored parameters are frozen, because nothing reduces their gradients.")
     return tuple(name for name, param in model.named_parameters() if not param.requires_grad)
 
 
@@ -291,8 +291,8 @@ def passes_of(sharding: dict[str, Any], exact: float) -> tuple[Pass, ...]:
 def _check_fault(fault: Fault | None, plan: Plan, model: nn.Module) -> None:
     if fault in NEEDS_GATHERS and plan.mesh.shard == 1:
         raise ConfigError(
-            f"--inject: expected a sharded strategy for {fault}, got '{plan.strategy}', under "
-            "which nothing is gathered. Choose another fault or strategy=full_shard."
+            f"--inject: expected a sharded strategy for {fault}, got '{plan.strategy}', which "
+            "gathers nothing. Choose another fault or strategy=full_shard."
         )
     places = len(list(model.named_parameters(remove_duplicate=False)))
     if fault is Fault.LOST_TIE and places == len(list(model.parameters())):

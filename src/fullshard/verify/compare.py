@@ -1,14 +1,14 @@
-"""Comparing what the ranks computed with what one process computed.
+"""Compare the results of the ranks with those of one process.
 
 Every rank writes its own pieces, and each piece is compared with the same elements of the
-reference. So a wrong element on any rank is found, and so is an element that no rank has.
+reference. A wrong element on any rank is found, and so is an element that no rank has.
 
 [Note: likely causes]
 The likely cause of a pattern of differences is derived from the results alone. Only the first step
 with a difference is examined, because all later steps are wrong as well:
 
-    a NaN                                                   missed gather (released slots hold NaN)
-    two weights where the reference has one                 lost tie
+    a NaN                                                   missed gather (released slots contain
+    NaN) two weights where the reference has one                 lost tie
     a rank's loss is another rank's                         repeated data
     a finite loss is wrong, weights were right before it    stale slot
     gradients are one rank's own                            skipped reduction
@@ -21,7 +21,7 @@ It is JSON and safetensors:
     config.json           the shrunk model's configuration     both
     weights.safetensors   every weight, perturbed              both
     batches.safetensors   STEP.BATCH.MICRO.input_ids, .labels  both
-    PASS/reference.*      what one process computed    by reference.py
+    PASS/reference.*      results of one process       by reference.py
     PASS/rank_K.*         what rank K computed         by rank.py, or of all devices by xla.py
 """
 
@@ -296,7 +296,7 @@ class Sides:
         return whole
 
     def _first(self, name: str) -> str:
-        """The name under which the reference has a parameter, which may be tied there."""
+        """The reference's name of a parameter, which may be tied there."""
         return next((tied[0] for tied in self.numbers["ties"] if name in tied), name)
 
     # ---- comparing
@@ -451,7 +451,7 @@ def _look_at_ties(sides: Sides, step: int, _: Sequence[Difference]) -> Diagnosis
             continue
         found = [sides.joined(step, "gradient", name) for name in own]
         whole = sides.whole.get(f"{step}/gradient/{tied[0]}")
-        evidence = "each has gradients of its own"
+        evidence = "they have separate gradients"
         if whole is not None and all(gradient is not None for gradient in found):
             total = torch.stack([gradient for gradient in found if gradient is not None]).sum(0)
             if _near(total, whole.reshape(-1), sides.choice.tolerance):
@@ -467,15 +467,15 @@ def _look_for_nan(sides: Sides, step: int, _: Sequence[Difference]) -> Diagnosis
         if seen is not None and seen["step"] <= step:
             return Diagnosis(
                 Fault.MISSED_GATHER,
-                f"A gather was missed: the NaN that released slots are filled with came out of "
-                f"{seen['module']} on rank {rank} in the forward of step {seen['step'] + 1}, "
-                "where one process computes finite numbers.",
+                f"A gather was missed: {seen['module']} returned the NaN of released slots on rank "
+                f"{rank} in the forward of step {seen['step'] + 1}, where one process computes "
+                "finite numbers.",
             )
     return None
 
 
 def _look_at_losses(sides: Sides, step: int, first: Sequence[Difference]) -> Diagnosis | None:
-    """Tells whether a wrong loss comes from other data or from other weights."""
+    """Decide whether a wrong loss comes from other data or from other weights."""
     wrong = sorted({d.rank for d in first if d.kind == LOSS and d.rank is not None})
     if not wrong:
         return None
@@ -486,23 +486,22 @@ def _look_at_losses(sides: Sides, step: int, first: Sequence[Difference]) -> Dia
             if other != own and _near(found, losses, sides.choice.tolerance):
                 return Diagnosis(
                     Fault.REPEATED_DATA,
-                    f"Data is repeated: the loss of rank {rank} in step {step + 1} is the one that "
-                    f"rank {batches.index(other)}'s batch gives ({sum(found):.6f}), not its own "
-                    f"batch's ({sum(wanted[own]):.6f}).",
+                    f"Data is repeated: the loss of rank {rank} in step {step + 1} is that of rank "
+                    f"{batches.index(other)}'s batch ({sum(found):.6f}), not of its own batch "
+                    f"({sum(wanted[own]):.6f}).",
                 )
     ranks = "rank " + ", ".join(map(str, wrong))
     if 0 < step < sides.job.num_steps:
         return Diagnosis(
             Fault.STALE_SLOT,
-            f"A slot is stale: the weights at rest were right after step {step}, yet the forward "
-            f"of step {step + 1} gives another, finite loss on {ranks}: it computed with weights "
-            "that are not those of now.",
+            f"A slot is stale: the stored weights were correct after step {step}, but the forward "
+            f"of step {step + 1} computed another, finite loss on {ranks}, so it used old weights.",
         )
     when = "after loading" if step else "of the first step"
     return Diagnosis(
         LOSS,
-        f"The forward {when} gives another loss on {ranks}: weights were loaded or gathered "
-        "wrongly, or the model is not a function of weights and batch alone.",
+        f"The forward {when} computed another loss on {ranks}: weights were loaded or gathered "
+        "wrongly, or the model depends on more than weights and batch.",
     )
 
 
@@ -518,8 +517,8 @@ def _look_at_gradients(sides: Sides, step: int, first: Sequence[Difference]) -> 
     if all(_is_own(sides, step, name) for name in names):
         return Diagnosis(
             Fault.SKIPPED_REDUCTION,
-            f"A reduction was skipped: on every rank the gradients {at} are that rank's own and "
-            f"not the sum over {num_batches} ranks.",
+            f"A reduction was skipped: on every rank the gradients {at} are that rank's own "
+            f"instead of the sum over {num_batches} ranks.",
         )
     factors = [_factor(sides, step, name) for name in names]
     known = [factor for factor in factors if factor is not None]
@@ -558,11 +557,12 @@ def _factor(sides: Sides, step: int, name: str) -> float | None:
 def _plain(first: Sequence[Difference]) -> Diagnosis:
     """Names the kind of result that is wrong first, if no pattern is known."""
     advice = {
-        LOSS: "The loss is that of other data or of other weights.",
-        GRADIENT: "Gradients differ in no way that a known fault would make them differ.",
-        NORM: "Gradients are right and their norm is not: clipping would be wrong.",
-        PARAMETER: "Gradients are right and the update is not: clipping or the optimizer.",
-        STATE: "The training is right and what full_state_dict saves is not.",
+        LOSS: "The loss belongs to other data or other weights.",
+        GRADIENT: "The gradients differ in a way that matches no known fault.",
+        NORM: "The gradients are correct but their norm is not, so clipping would be wrong.",
+        PARAMETER: "The gradients are correct but the update is not: check clipping and the "
+        "optimizer.",
+        STATE: "Training is correct but the state that full_state_dict saves is not.",
     }
     kind = first[0].kind
     return Diagnosis(kind, f"{advice.get(kind, '')} First: {first[0].where()}.".strip())

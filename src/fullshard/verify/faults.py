@@ -1,8 +1,8 @@
 """Faults that `verify --inject` makes outside the engine, to prove that verify detects them.
 
-name                where                  what goes wrong
+name                where                  effect
 skipped_reduction   transport              one unit's gradients stay each rank's own
-wrong_divisor       transport              every reduction comes out W times too large
+wrong_divisor       transport              every reduction is W times too large
 stale_slot          hook on a module       a unit computes with the weights of the step before
 missed_gather       transport              one gather brings nothing
 lost_tie            loading of weights     tied weights are loaded as two
@@ -44,7 +44,7 @@ NEEDS_GATHERS = (Fault.STALE_SLOT, Fault.MISSED_GATHER)
 
 
 class Injection:
-    """What a rank does for a fault; without a fault it does nothing.
+    """The actions of a rank for a fault; without a fault there are none.
 
     Attributes:
         fault: The fault.
@@ -65,8 +65,8 @@ class Injection:
             return asked
         if asked.transport is TransportKind.SHARED:
             raise ConfigError(
-                "--inject: expected a transport that gathers for a fault of gathered weights; got "
-                "sharding.transport='shared'. Leave it out, or use direct."
+                "--inject: expected a transport that gathers, for a fault of gathered weights; "
+                "got sharding.transport='shared'. Remove it, or use direct."
             )
         auto = asked.transport is TransportKind.AUTO and device.type == "cpu"
         return ShardConfig.of(asked, transport=TransportKind.DIRECT) if auto else asked
@@ -111,7 +111,7 @@ class _Landing:
 
 
 def _skip_reduction(model: nn.Module, _: Injection) -> None:
-    """The reductions of the middle unit leave this rank's own gradients as they are."""
+    """The reductions of the middle unit return this rank's own gradients."""
     unit = _middle([unit for unit in engine_of(model).units if unit.trained_groups])
     real, shard = unit.transport, unit.plan.mesh.shard
 

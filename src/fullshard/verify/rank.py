@@ -40,7 +40,7 @@ from fullshard.verify.faults import Injection
 
 
 class RankResults(Watcher):
-    """What one rank computed, recorded as the loop's watcher.
+    """The results of one rank, recorded as the loop's watcher.
 
     Attributes:
         tensors: Pieces of this rank: `STEP/gradient/NAME` (clipped), `STEP/parameter/NAME`, and
@@ -168,7 +168,7 @@ class _Training:
         return model, optimizer
 
     def run(self, model: nn.Module, optimizer: Optimizer, recipe: _Batches, num_steps: int) -> None:
-        """Trains with the loop of a run."""
+        """Train with the loop of a run."""
         self.record.watch(model, optimizer)
         rate = self.job.optimizer["learning_rate"]
         settings = LoopSettings(
@@ -183,7 +183,7 @@ class _Training:
 
 
 def run_pass(folder: Path, job: Job, choice: Pass, rank: int) -> None:
-    """Trains, saves, loads into a fresh model and trains one more step; records all of it."""
+    """Train, save, load into a fresh model and train one more step; record all results."""
     training, injection = _Training(folder, job, choice, rank), Injection(job.fault)
     model, optimizer = training.build(injection, folder / WEIGHTS)
     results = folder / choice.name

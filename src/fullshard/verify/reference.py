@@ -1,4 +1,4 @@
-"""The reference of `fullshard verify`: what one process computes without fullshard.
+"""The reference of `fullshard verify`: training in one process without fullshard.
 
     python -P reference.py FOLDER ...
 
@@ -7,7 +7,7 @@ its passes, losses, gradient norms, gradients and parameters of every step. It i
 transformers and safetensors and nothing of fullshard, and has a loss, a clipping and a loop of its
 own, so that a mistake in ours cannot be on both sides.
 
-What it computes is the global token mean, as the recipes do: with S_ra the cross-entropy summed
+It computes the global token mean, as the recipes do: with S_ra the cross-entropy summed
 over the label tokens of micro-batch a of rank r, and N the label tokens of all ranks together,
 
     own_r    = sum over a of d(W / N * S_ra)        the ranks' batches one after another
@@ -108,7 +108,7 @@ class _ReferenceTraining:
         return model.to(self.device).train()
 
     def _ties(self) -> list[list[str]]:
-        """Groups of names that share one parameter; the first name comes first."""
+        """Groups of names that share one parameter, the first name first."""
         names: dict[int, list[str]] = {}
         for name, param in self.model.named_parameters(remove_duplicate=False):
             names.setdefault(id(param), []).append(name)

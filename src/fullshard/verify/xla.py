@@ -67,8 +67,8 @@ def prepare(config: RunConfig, fault: Fault | None) -> PreparedCheck:
     check_supported(config.sharding, backend=Backend.JAX)
     if fault not in (None, Fault.REPEATED_DATA):
         raise ConfigError(
-            f"--inject: expected {Fault.REPEATED_DATA} with backend: jax, got {fault}, which is "
-            "made inside of torch's engine. Use that one, or backend: torch."
+            f"--inject: expected {Fault.REPEATED_DATA} with backend: jax, got {fault}, which "
+            f"exists only in torch's engine. Use {Fault.REPEATED_DATA}, or backend: torch."
         )
     notes: list[str] = []
     full = model_config_of(config, fault, notes)
@@ -105,9 +105,9 @@ def _fit_devices(config: RunConfig, notes: list[str]) -> int:
     if fitting > MOST_DEVICES:
         raise ConfigError(
             f"sharding: expected a mesh of at most {MOST_DEVICES} devices to verify with backend: "
-            f"jax, which plays them in one process; got replicate {sharding.replicate}, shard "
-            f"{sharding.shard}, expert {sharding.expert}, tensor {sharding.tensor}. Give smaller "
-            "ones: sharding.replicate=2 sharding.shard=2."
+            f"jax, which simulates them in one process; got replicate {sharding.replicate}, shard "
+            f"{sharding.shard}, expert {sharding.expert}, tensor {sharding.tensor}. Use a smaller "
+            "mesh: sharding.replicate=2 sharding.shard=2."
         )
     if asked not in (None, fitting):
         notes.append(f"{fitting} devices instead of {asked}.")
@@ -153,7 +153,7 @@ def seeing(tx: optax.GradientTransformation) -> optax.GradientTransformationExtr
 
 
 class DeviceResults:
-    """What every device computed, in the files that a torch rank writes."""
+    """The results of every device, in the files that a torch rank writes."""
 
     def __init__(self, placed: XlaPlan, job: Job) -> None:
         self._plan, self._job = placed, job
@@ -163,7 +163,7 @@ class DeviceResults:
         self.numbers: dict[str, list[float]] = {"loss": [], "norm": []}
 
     def keep(self, step: int, state: State, metrics: dict[str, Any]) -> None:
-        """Records loss and norm of a step, and tensors if it is one of `told_steps`."""
+        """Record loss and norm of a step, and tensors if it is one of `told_steps`."""
         self.numbers["loss"].append(float(metrics["loss"]))
         self.numbers["norm"].append(float(metrics["grad_norm"]))
         if step not in self._job.told_steps:
@@ -207,7 +207,7 @@ def _layers_of(array: ArrayPlan, shard: Any) -> Iterator[tuple[str, torch.Tensor
 
 
 def run_pass(folder: Path, job: Job, choice: Pass) -> None:
-    """Trains, saves, loads into a fresh state and trains one more step; records all of it."""
+    """Train, save, load into a fresh state and train one more step; record all results."""
     jax.config.update("jax_enable_x64", choice.master_dtype == "float64")  # as a run does
     decoder = DecoderConfig.of(read_config(folder, "model"))
     placed = _planned(decoder, ShardConfig.of(choice.sharding), job)

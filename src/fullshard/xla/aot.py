@@ -157,7 +157,7 @@ def memory_of(compiled: Any, *, on_cpu: bool) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Traced:
-    """What a traced step says without being compiled.
+    """The properties of a traced step that is not compiled.
 
     Attributes:
         collectives: Counts and bytes of the step's collectives by kind.
@@ -238,8 +238,8 @@ def gpu_devices(topology: str) -> list[Any]:
     gpus = parse_gpus(match["gpus"], _KEY)
     if gpus.name not in chips() or gpus.memory_bytes is None:
         raise ConfigError(
-            f"{_KEY}: expected one of {', '.join(chips())}, which XLA can compile for while none "
-            f"is there; got {gpus.name!r}."
+            f"{_KEY}: expected one of {', '.join(chips())}, for which XLA can compile without the "
+            f"device; got {gpus.name!r}."
         )
     if find_spec("jax_plugins") is None or find_spec("jax_plugins.xla_cuda12") is None:
         version = jax.__version__

@@ -134,8 +134,8 @@ class DecoderConfig:
             check_divides(f"{key}expert", expert, self.num_experts // tensor, what)
         elif expert > 1 and alone:
             raise ConfigError(
-                f"{key}expert: expected 1 for a model without experts; got {expert}. Leave it out: "
-                "these devices then shard all arrays."
+                f"{key}expert: expected 1 for a model without experts; got {expert}. Leave it out, "
+                "so that these devices shard all arrays."
             )
 
     def shapes(self, dtype: Any = jnp.float32) -> Tree:
@@ -215,9 +215,9 @@ def teacher_table(
     alike = theirs.shard_params and own.hybrid == theirs.hybrid
     if own.shard_params and not alike and student.mesh.num_copies > 1:
         raise ConfigError(
-            f"distill.teacher_strategy: expected no_shard or one like the student's "
-            f"({student.strategy}) with backend: jax, whose teacher lies on the student's mesh; "
-            f"got {strategy}. Choose such a one, shard the student likewise or use backend: torch."
+            "distill.teacher_strategy: expected no_shard or the student's strategy "
+            f"({student.strategy}) with backend: jax, whose teacher uses the student's mesh; got "
+            f"{strategy}. Choose one of them, or use backend: torch."
         )
     mesh = student.mesh if own.shard_params else student.mesh.unsharded()
     settings = ShardConfig.of(None, strategy=strategy, master_dtype=dtype)
@@ -225,7 +225,7 @@ def teacher_table(
 
 
 def rules(expert: int, tensor: int) -> dict[str, tuple[int, int]]:
-    """What tensor and expert axes cut, as `xla.plan.Rules` say.
+    """The cuts of tensor and expert axes, in the form of `xla.plan.Rules`.
 
     As in transformers' plans, a tensor axis cuts rows of what divides the heads and the inner
     width, and columns of what joins them. The embedding and the head stay whole. Experts are
@@ -251,7 +251,7 @@ def logits_of(config: DecoderConfig, plan: XlaPlan, params: Tree, batch: Any) ->
         config: The model.
         plan: Plan of its arrays.
         params: Whole arrays, and shards of the blocks.
-        batch: `input_ids`, and where rows hold several documents `position_ids`, which begin anew
+        batch: `input_ids`, and where rows hold several documents `position_ids`, which restart
             with each: no token sees another document. See [Note: documents].
     """
 
@@ -445,6 +445,6 @@ def _is_shape(node: Any) -> bool:
 def _expect(model: str, key: str, value: Any, known: tuple[Any, ...]) -> None:
     if value not in known:
         raise ConfigError(
-            f"{model}.{key}: expected one of {', '.join(map(str, known))} with backend: jax, "
-            f"whose decoder computes no other; got {value}. Use backend: torch."
+            f"{model}.{key}: expected one of {', '.join(map(str, known))} with backend: jax, whose "
+            f"decoder supports no other; got {value}. Use backend: torch."
         )

@@ -33,7 +33,7 @@ class _Route(NamedTuple):
     Attributes:
         order: (pairs + rows of a block,) indices of pairs, filled up with the number of pairs.
         ends: (experts,) end of each expert's pairs in this order.
-        counts: (experts,) number of them.
+        counts: (experts,) number of pairs per expert.
         blocks: (experts,) number of their blocks.
         stops: (experts,) number of blocks up to the expert's last.
     """

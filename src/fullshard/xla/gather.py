@@ -101,7 +101,7 @@ def gather_arrays(plan: XlaPlan, arrays: Sequence[ArrayPlan], shards: Tree) -> T
 
 
 def call_loss(plan: XlaPlan, loss: Callable[[Tree], T], params: Tree) -> T:
-    """Returns what a loss function returns. Its sums are split; see [Note: sums over samples].
+    """Return the results of a loss function. Its sums are split; see [Note: sums over samples].
 
     Raises:
         ConfigError: It combines the elements of a shard; see [Note: shards of blocks].

@@ -136,12 +136,12 @@ def updated(
             except TypeError as error:
                 if "unexpected keyword argument 'value'" not in str(error):
                     raise
-                return tx.update(*told, **extra)  # optax.contrib.sam takes no value
+                return tx.update(*told, **extra)  # optax.contrib.sam does not accept a value
         except (TypeError, ValueError) as error:
             raise ConfigError(
                 "tx: expected an optimizer that updates from gradients, parameters, the loss (its "
                 f"`value`) and the step's scalars; its update says: {error}. Choose another, pass "
-                "a scalar that it lacks as step(..., name=value), or none that it does not take."
+                "a missing scalar as step(..., name=value), or remove one that it does not accept."
             ) from error
 
     _check_read(update, extra)

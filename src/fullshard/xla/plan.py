@@ -129,8 +129,7 @@ def sizes_of(mesh: DeviceMesh, strategy: Strategy = Strategy.FULL_SHARD) -> Mesh
     if names != tuple(axis for axis in (*BATCHES, TENSOR) if axis in AXES or axis in names):
         raise ConfigError(
             f"mesh: expected the axes {AXES}, then '{EXPERT}' and '{TENSOR}' if any; got {names}. "
-            "Make it with fullshard.jax.make_mesh; for axes of your own there are shard_fsdp and "
-            "jax.jit."
+            "Make it with fullshard.jax.make_mesh; for other axes use shard_fsdp and jax.jit."
         )
     replicate, shard = (mesh.shape[axis] for axis in AXES)
     expert, inner = mesh.shape.get(EXPERT, 1), mesh.shape.get(TENSOR, 1)
@@ -181,7 +180,7 @@ class XlaPlan:
         return NamedSharding(self.mesh, PartitionSpec(*axes))
 
     def is_spread(self, array: ArrayPlan) -> bool:
-        """Whether the devices of the expert axis hold different parts of an array."""
+        """Whether the devices of the expert axis have different parts of an array."""
         return array.cut.parts > self.table.mesh.inner
 
     def shard_axes(self, array: ArrayPlan) -> tuple[str, ...]:
@@ -308,7 +307,7 @@ def plan_with(
     blocks: Sequence[str],
     freeze: Sequence[str],
 ) -> XlaPlan:
-    """As `plan`; `rules` say which dimensions a tensor and an expert axis cut, by name pattern.
+    """Like `plan`; `rules` give the dimensions that tensor and expert axes cut, by name pattern.
 
     Dimensions are counted without that of layers. Other arrays are whole. The model has to sum and
     to exchange over these axes, as the decoder does.
@@ -389,7 +388,7 @@ def place_batch(
             except (RuntimeError, TypeError, ValueError) as error:
                 raise DataError(
                     f"batch{jax.tree_util.keystr(path)}: expected an array that numpy reads; got "
-                    f"{type(leaf).__name__} ({error}). Convert it before."
+                    f"{type(leaf).__name__} ({error}). Convert it first."
                 ) from error
         if not np.ndim(leaf):
             leaf = jnp.broadcast_to(leaf, lead)
@@ -399,7 +398,7 @@ def place_batch(
                 f"batch{jax.tree_util.keystr(path)}: expected "
                 f"{f'{num_micro_batches} micro-batches, then ' * len(lead)}a number of samples "
                 f"that {size} devices divide; got shape {np.shape(leaf)}. Drop some (drop_last of "
-                "your loader), or fill the batch up with fullshard.jax.pad_batch."
+                "your loader), or pad the batch with fullshard.jax.pad_batch."
             )
         sharding = NamedSharding(mesh, spec)
         if jax.process_count() == 1:  # arrays on a device are copied to the others directly
@@ -448,7 +447,7 @@ def _array(
         dtype = DType(str(leaf.dtype))
     except ValueError:
         raise ConfigError(
-            f"{name}: expected a floating point array; got {leaf.dtype}. Keep what is not trained "
+            f"{name}: expected a floating point array; got {leaf.dtype}. Keep untrained values "
             "(keys, counters) out of the parameters."
         ) from None
     trainable = not matches(name, freeze)

@@ -52,7 +52,7 @@ def join(rank: int, world_size: int, publish: Callable[[], str], *, wide: bool =
         jax.distributed.initialize(publish(), world_size, rank)
     expected, asked = "a platform with a device that jax can use here", jax.config.jax_platforms
     key = "JAX_PLATFORMS" if asked else "backend"
-    advice = "Unset it, or name another." if asked else "Use backend: torch, or mend jax."
+    advice = "Unset it, or set another." if asked else "Use backend: torch, or mend jax."
     with untrusted(key, expected, ConfigError, advice):
         count = jax.device_count()
     if count != world_size:
@@ -108,7 +108,7 @@ def play(num_devices: int) -> None:
 
 
 def leave() -> None:
-    """Waits for all processes at the end of a run. Does nothing in a single process."""
+    """Wait for all processes at the end of a run. Does nothing in a single process."""
     if jax.process_count() > 1:
         jax.distributed.shutdown()
 
@@ -130,7 +130,7 @@ def tell(value: Any) -> list[Any]:
 
 
 def lead(do: Callable[[], T]) -> T:
-    """Returns the first process's result of `do`, which it alone calls. A collective."""
+    """Return the first process's result of `do`, which only it calls. A collective."""
     result: Any = agree(lambda: do() if jax.process_index() == 0 else None)
     return tell(result)[0]
 

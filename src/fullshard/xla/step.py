@@ -220,7 +220,7 @@ class Step:
         """Compiles the step; accepts shapes in place of arrays.
 
         The plan then also contains the collectives that XLA's partitioner adds for an optimizer
-        that combines elements of an array. It compiles the optimizer alone to count them.
+        that combines elements of an array. It compiles only the optimizer to count them.
         """
         grads = trained(self.plan, self.plan.shapes("accumulate"))
         loss = jax.ShapeDtypeStruct((), _wide(self.plan, jnp.zeros(())))
@@ -287,8 +287,8 @@ def train_step(  # noqa: PLR0913  (settings by name)
             grads = jax.tree.map(lambda g: g * jnp.minimum(factor, 1.0).astype(g.dtype), grads)
         if jax.tree.structure(state.opt_state) != jax.tree.structure(stored[1]):
             raise ConfigError(
-                "state: expected the optimizer state of the step's tx; got another, or none. Give "
-                "fullshard.jax.init, shard or load the same tx."
+                "state: expected the optimizer state of the step's tx; got another, or none. Pass "
+                "the same tx to fullshard.jax.init, shard or load."
             )
         before = state.params, state.opt_state
         params, opt_state = update(grads, before, metrics["loss"], extra)
@@ -520,7 +520,7 @@ def stored(array: Any, leaf: jax.Array) -> jax.Array:
     if tuple(leaf.shape) != own_shape(array):
         raise ConfigError(
             f"{array.name}: expected shape {own_shape(array)}, as planned; got "
-            f"{tuple(leaf.shape)}. Plan the tree that init_fn gives."
+            f"{tuple(leaf.shape)}. Plan the tree that init_fn returns."
         )
     return pad(array, leaf.astype(array.dtypes.master))
 

@@ -1,9 +1,9 @@
-"""Reads programs that jax has traced: their collectives, and what they do with shards.
+"""Read programs that jax has traced: their collectives, and their use of shards.
 
 [Note: traced collectives]
 Whether the backward of a block gathers an array again depends on what its gradients are computed
-from: not from a bias that is added, but from one that is multiplied. No name says this. The traced
-step does, after everything that its results do not need is removed. It also contains the
+from: not from a bias that is added, but from one that is multiplied. The names do not show this.
+The traced step does, after everything that its results do not need is removed. It also contains the
 collectives that the loss function calls itself, such as BatchNorm's means.
 
 [Note: shards of blocks]
@@ -192,7 +192,7 @@ def combined(program: Any, gather: str, sources: Sequence[set[int]], found: set[
 def _through(
     step: Any, inner: Sequence[Any], given: list[set[int]], how: tuple[str, set[int]]
 ) -> list[set[int]]:
-    """What the results of a step that calls programs are made of."""
+    """The inputs on which the results of a step that calls programs depend."""
     first = step.params.get("num_consts", 0) if step.primitive.name == "scan" else 0
     while True:
         calls = [combined(one, how[0], given[-len(one.invars) :], how[1]) for one in inner]

@@ -6,7 +6,7 @@ Each layer is therefore resharded along its flat elements before it is written.
 
 Loading: each device reads its slice of every tensor, however the files divide it.
 
-An optimizer's states are named as torch names them, by parameter. Other leaves are saved whole.
+An optimizer's states have torch's names, by parameter. Other leaves are saved whole.
 """
 
 from __future__ import annotations
@@ -215,8 +215,8 @@ def dtype_name(name: str, leaf: Any) -> str:
     """
     if str(leaf.dtype) not in DTYPES:
         raise CheckpointError(
-            f"{name}: expected a dtype that a checkpoint can hold ({', '.join(DTYPES)}); got "
-            f"{leaf.dtype}. Save the parameters alone, with a state whose opt_state is None."
+            f"{name}: expected a dtype that checkpoints support ({', '.join(DTYPES)}); got "
+            f"{leaf.dtype}. Save only the parameters, with a state whose opt_state is None."
         )
     return DTYPES[str(leaf.dtype)]
 
@@ -251,7 +251,7 @@ def load(
     tx: optax.GradientTransformation | None = None,
     variables: Any = None,
 ) -> tuple[State, Extras]:
-    """Loads a state from a checkpoint; or as step 0, from what others wrote. A collective.
+    """Load a state from a checkpoint; or as step 0, from other tools' files. A collective.
 
     Args:
         plan: The model's plan.
@@ -317,9 +317,9 @@ def _with_saved_optimizer(state: State, source: _Saved) -> State:
     if not (kind == "AdamW" and is_adamw(words)) and (kind != "optax" or others is None):
         raise CheckpointError(
             f"{source.where}: expected the states of this optimizer "
-            f"({', '.join(sorted(words.values())) or 'none'}); it has those of {kind or 'none'}"
-            f"{'' if others or kind != 'optax' else ', of an older version'}. Load the parameters "
-            "alone: tx=None."
+            f"({', '.join(sorted(words.values())) or 'none'}); it has those of "
+            f"{kind or 'none'}{'' if others or kind != 'optax' else ', of an older version'}. Load "
+            "only the parameters: tx=None."
         )
     found: list[Any] = []
     for leaf in leaves:
@@ -350,8 +350,8 @@ def _saved_variables(state: State, source: _Saved) -> Any:
 
 def _lacking(source: _Saved, name: str, what: str) -> CheckpointError:
     return CheckpointError(
-        f"{source.where}: expected the same leaves in the checkpoint and in what it is loaded "
-        f"into; {name} is in one of them. Give the {what}."
+        f"{source.where}: expected the same leaves in the checkpoint and in the state that it is "
+        f"loaded into; {name} is in only one of them. Pass the {what}."
     )
 
 
@@ -539,6 +539,6 @@ def _check_there(array: ArrayPlan, source: Source, key: str, name: str) -> None:
     if found is None or found[1] != array.shape or found[0] not in NUMPY:
         got = "it has none" if found is None else f"it has {found[0]} {found[1]}"
         raise CheckpointError(
-            f"{source.where}: expected {key} of shape {array.shape}; {got}. "
-            f"Plan the model that was saved; its arrays' names are those of the tree ({name})."
+            f"{source.where}: expected {key} of shape {array.shape}; {got}. Plan the saved model; "
+            f"its arrays have the names of the tree ({name})."
         )

@@ -98,7 +98,8 @@ def test_a_models_configuration_replaces_a_folder_however_it_was_written(load):
 
 
 def test_overrides_that_contradict_each_other_are_refused(load):
-    with pytest.raises(ConfigError, match=r"^command line: bf16: expected what sharding.param_d"):
+    expected = "^command line: bf16: expected the value of sharding.param_dtype, 'fp32'; got 'true'"
+    with pytest.raises(ConfigError, match=expected):
         load("bf16=true", "param_dtype=fp32")
 
 
@@ -106,8 +107,8 @@ def test_an_ambiguous_name_lists_what_it_may_mean(load):
     with pytest.raises(ConfigError) as caught:
         load("vocab_size=5")
     assert str(caught.value) == (
-        "command line: vocab_size: expected a key that is unambiguous, got 'vocab_size', which is "
-        "the end of data.vocab_size and model.config.vocab_size. Write the whole key"
+        "command line: vocab_size: expected an unambiguous key, got 'vocab_size', which is "
+        "the end of data.vocab_size and model.config.vocab_size. Write the full key"
     )
     without = FILE.replace(", vocab_size: 512", "")
     assert load("vocab_size=5", text=without).data.vocab_size == 5

@@ -75,7 +75,7 @@ def test_a_run_refuses_the_transport_that_moves_nothing():
     config = RunConfig(model="x", sharding={"transport": "fake"})
     assert refusal(config) == (
         "sharding.transport: expected a real transport, got 'fake'. "
-        "It moves no data between ranks: it is for plans and tests"
+        "It moves no data between ranks; it is for plans and tests"
     )
     check_supported(config, planning=True)
 
@@ -121,7 +121,7 @@ def test_the_refusal_of_a_file_has_its_lines(load_file, snapshot):
             {"training": {"assistant_only_loss": "yes"}},
             "sft.assistant_only_loss: applies to `fullshard sft` only; got true",
         ),
-        ("distill", {}, "teacher: expected the model that is learned from, got none."),
+        ("distill", {}, "teacher: expected the model from which the student learns, got none."),
     ],
 )
 def test_what_another_recipe_would_read_is_refused(configured, command, fields, said):

@@ -191,7 +191,8 @@ def test_bf16_is_the_dtype_of_the_sharding(configured):
 
 @pytest.mark.parametrize(("bf16", "dtype"), [(True, "fp32"), (True, "fp16"), (False, "bf16")])
 def test_bf16_that_contradicts_the_dtype_is_an_error(configured, bf16, dtype):
-    with pytest.raises(ConfigError, match=r"training.bf16: expected what sharding.param_dtype"):
+    expected = "training.bf16: expected the value of sharding.param_dtype"
+    with pytest.raises(ConfigError, match=expected):
         configured(training={"bf16": bf16}, sharding={"param_dtype": dtype})
 
 
@@ -205,7 +206,8 @@ def test_bf16_false_says_nothing_about_float32(configured):
 def test_both_names_of_recompute_are_that_of_the_sharding(configured, name):
     config = configured(training={name: True})
     assert config.sharding.activation_checkpointing == Recompute(RecomputeKind.BLOCK)
-    with pytest.raises(ConfigError, match=rf"training.{name}: expected what sharding.activation"):
+    expected = f"training.{name}: expected the value of sharding.activation"
+    with pytest.raises(ConfigError, match=expected):
         configured(training={name: True}, sharding={"activation_checkpointing": "none"})
 
 
@@ -220,7 +222,9 @@ def test_keys_of_other_sections_get_there(configured):
 
 def test_an_alias_beside_its_name_has_to_agree():
     assert TrainingConfig(max_length=8, max_seq_length=8).max_seq_length == 8
-    with pytest.raises(ConfigError, match=r"^max_length: expected the same value as max_seq_len"):
+    with pytest.raises(
+        ConfigError, match=r"^max_length: expected the value of its alias max_seq_len"
+    ):
         TrainingConfig(max_length=8, max_seq_length=9)
 
 

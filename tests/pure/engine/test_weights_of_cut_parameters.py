@@ -70,6 +70,6 @@ def test_a_folder_that_is_written_again_while_it_is_read_says_so(tmp_path, parts
     found = FolderWeights(tmp_path)
     assert found.read(["a"], (8, 6), 0, 48).max() == 1.0
     write(2.0)
-    with pytest.raises(ConfigError, match="it was replaced while the folder is read"):
+    with pytest.raises(ConfigError, match="it was replaced while the folder was read"):
         found.read(["b"], (8, 6), 0, 48)
     assert FolderWeights(tmp_path).read(["b"], (8, 6), 0, 48).min() == 2.0

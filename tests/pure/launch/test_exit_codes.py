@@ -71,7 +71,7 @@ def test_a_limit_of_processes_is_named(tmp_path, monkeypatch):
             os.fork()
     assert as_ours(lock.value) is lock.value
     for error in (fork.value, *map(RuntimeError, ("can't start new thread", str(fork.value)))):
-        assert str(as_ours(error)).startswith("ulimit -u: expected to start one more process or t")
+        assert str(as_ours(error)).startswith("ulimit -u: expected to start another process or t")
     assert "os.fork()" in RankFailure.of(fork.value, 0).text  # the user's line
 
 
@@ -109,7 +109,7 @@ def test_a_store_without_a_descriptor_names_the_limit_on_open_files():
             "ulimit -v: expected to map more memory than the 1,048,576 MiB that a process may, "
             "got none (foo.so: failed to map segment from shared object). Raise",
         ),
-        (RuntimeError("can't start new thread"), "ulimit -u or -v: expected to start one more"),
+        (RuntimeError("can't start new thread"), "ulimit -u or -v: expected to start another"),
     ],
 )
 def test_a_limit_on_address_space_is_named(error, said):
@@ -143,7 +143,7 @@ def test_a_place_where_no_folder_can_be_is_no_error_of_ours(tmp_path, place):
     for may_pass in (False, True):
         error = of_place(caught.value, may_pass=may_pass)
         assert isinstance(error, errors.ConfigError)
-        assert f"{place}': expected a place that can be used" in str(error)
+        assert f"{place}': expected a usable path" in str(error)
 
 
 def test_every_code_of_our_errors_has_a_name():

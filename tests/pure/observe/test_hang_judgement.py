@@ -56,7 +56,7 @@ def test_the_rank_that_others_wait_for_is_named():
     verdict = judge(seen(*others, busy), 60.0)
     assert verdict.rank == 3
     assert verdict.message == (
-        "run: expected every rank to move on within 60 s, but rank 3 is in data loading, "
+        "run: expected every rank to make progress within 60 s, but rank 3 is in data loading, "
         "step 412, 61 s; the others wait in reduce of b, step 412."
     )
     assert judge(seen(*others, busy), 62.0) is None
@@ -80,7 +80,7 @@ def test_after_a_failed_collective_the_rank_that_does_not_answer_is_named():
     here = seen(Position(0)) | {3: Seen(Position(3, step=7, doing="optimizer"), silent_s=1.9)}
     verdict = fallen_silent(here.values(), 1.5)
     assert verdict.rank == 3
-    assert "rank 3 no longer answers (last seen in optimizer, step 7)" in verdict.message
+    assert "rank 3 no longer responds (last seen in optimizer, step 7)" in verdict.message
     assert fallen_silent(here.values(), 2.0) is None
     assert fallen_silent([Seen(Position(3, ended=True), silent_s=9.0)], 1.5) is None
 

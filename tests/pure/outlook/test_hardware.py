@@ -56,7 +56,7 @@ def test_an_unknown_gpu_is_refused_with_the_nearest_and_the_way_out(text, neares
         parse_gpus(text)
     suggested = str(caught.value).partition("Did you mean ")[2].partition("?")[0]
     assert set(nearest.split(" or ")) <= set(suggested.split(" or "))
-    assert f"give its memory alone ({way_out})" in str(caught.value)
+    assert f"give only its memory ({way_out})" in str(caught.value)
 
 
 def test_a_variant_that_does_not_exist_is_refused_with_those_that_do():
@@ -82,4 +82,4 @@ def test_a_plan_must_leave_a_tenth_for_holes_and_what_it_misses(needed, fit):
 
 
 def test_many_times_the_memory_is_said_as_such():
-    assert Fit.NO.sentence(8000, 100) == "will not fit, it would take 80.0 times as much."
+    assert Fit.NO.sentence(8000, 100) == "does not fit: needs 80.0 times the memory."

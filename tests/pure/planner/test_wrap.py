@@ -91,7 +91,7 @@ def test_stages_that_widen_are_not_the_blocks_their_layers_are():
 def test_a_model_without_lists_is_one_unit_and_transformer_refuses_it():
     model = nn.Sequential(nn.Conv1d(4, 9, 3), nn.Tanh(), nn.Linear(9, 2))
     assert units(model) == {"": Role.ROOT}
-    with pytest.raises(WrapError, match="transformer expects a list of like blocks"):
+    with pytest.raises(WrapError, match="transformer expects a list of equal blocks"):
         units(model, wrap="transformer")
 
 

@@ -32,7 +32,7 @@ def _filled(folder, results):
 
 def test_a_row_shows_time_ratio_with_interval_and_memory(tmp_path):
     lines = _filled(tmp_path, RESULTS).splitlines()
-    assert "| 29M, 2 ranks | 315 ms | 0.70 [0.69, 0.71] | 300 MiB, 0.75 |" in lines
+    assert "| 29M, 2 ranks | 315 ms | 0.70 [0.69, 0.71] | 300 MiB | 0.75 |" in lines
     assert sum(line.startswith("| 29M") for line in lines) == 1
 
 

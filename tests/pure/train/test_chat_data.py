@@ -164,7 +164,7 @@ def test_answers_alone_are_learned_with_marks_and_without(tokenizer):
     plain.chat_template = UNMARKED
     assert learned_text(turns, plain) == "four (now)yes</s>"
     plain.chat_template = "{% for m in messages[:-1] %}{{ m.content }};{% endfor %}"
-    with pytest.raises(DataError, match="expected the answer of message 1 in what the chat temp"):
+    with pytest.raises(DataError, match="expected the answer of message 1 in the chat temp"):
         learned_text(turns, plain)  # otherwise the question would be learned
 
 
@@ -198,8 +198,8 @@ def test_what_is_cut_and_left_out_is_counted_and_said(tokenizer, tmp_path):
     assert made.facts.num_train_sequences == len(made.train) == 2
     assert made.train.lengths.max() == 40
     said = "; ".join(made.facts.notes)
-    assert "2 examples are cut to 40 tokens" in said
-    assert "1 examples have nothing to learn: left out" in said
+    assert "2 examples truncated to 40 tokens" in said
+    assert "1 examples without trained tokens are skipped" in said
     total = sum(
         len(encode(one, tokenizer, SftConfig()).ids) for one in examples(tmp_path / "chat.jsonl")
     )
@@ -334,7 +334,11 @@ ASKED = Turns(tuple(CHAT[:2]), 0, is_completion=False, place="x")
             "two {% generation %}{% endgeneration %} two",
             "template does not mark them",
         ),
-        ([pair("", "")], None, "answers to learn, got none in 1 training examples: they are empty"),
+        (
+            [pair("", "")],
+            None,
+            "answers to train on, got none in 1 training examples: they are empty",
+        ),
         ([], None, "expected records, got none in"),
     ],
 )

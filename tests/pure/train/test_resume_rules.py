@@ -267,7 +267,7 @@ def test_a_teachers_cache_of_other_tokens_is_refused_though_it_is_as_long(tmp_pa
     with pytest.raises(DataError, match="expected the arrays that were written, got others"):
         check_facts(tmp_path, made[0])
     (tmp_path / "ids.npy").write_bytes(b"x")
-    with pytest.raises(DataError, match=r"expected what `fullshard distill cache` wrote; got"):
+    with pytest.raises(DataError, match=r"expected a cache of `fullshard distill cache`; got"):
         check_facts(tmp_path, made[0])
     (tmp_path / "cache.json").unlink()
     with pytest.raises(DataError, match=r"without cache\.json"):

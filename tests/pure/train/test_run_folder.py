@@ -128,10 +128,10 @@ def test_run_does_not_write_into_the_record_of_the_run_that_took_its_place(tmp_p
     with begin(tmp_path / "train", "sft") as (other, _):
         before = other.record.read_bytes()
         folder.fail("HangError", "rank 0 is gone", 5, final=True)
-        with pytest.raises(ConfigError, match="the folder of the run was moved"):
+        with pytest.raises(ConfigError, match="the run's folder was moved"):
             finish(folder)
         assert other.record.read_bytes() == before
-    assert "another run is there" in caplog.text
+    assert "another run uses its path" in caplog.text
 
 
 def test_run_that_is_still_going_on_is_left_alone(tmp_path):
@@ -140,7 +140,7 @@ def test_run_that_is_still_going_on_is_left_alone(tmp_path):
         for goes_on in (False, True):
             with pytest.raises(ConfigError, match=f"whose run is still .*process {os.getpid()} on"):
                 make(tmp_path / "train", goes_on=goes_on)
-        with pytest.raises(ConfigError, match="whose run is still going on"):
+        with pytest.raises(ConfigError, match="whose run is still active"):
             check_output_dir(tmp_path / "train")
         assert folder.record.read_bytes() == before
 
@@ -200,7 +200,7 @@ def test_of_two_starts_at_the_same_time_one_is_refused(tmp_path, older):
     ends = [start.communicate("end\n") and start.returncode for start in starts]
     assert sorted(line == "held\n" for line in said) == [False, False, True], said
     assert starts[said.index("held\n")].pid == live
-    assert all("whose run is still going on" in line for line in said if line != "held\n")
+    assert all("whose run is still active" in line for line in said if line != "held\n")
     assert ends == [0, 0, 0]
 
 
@@ -212,7 +212,7 @@ def test_a_lock_that_somebody_removes_still_holds(tmp_path):
     (tmp_path / "train" / run_lock.LOCK).unlink()
     for _ in range(2):  # the first leaves a lock of its own there
         assert run_lock.is_held(tmp_path / "train")
-        with pytest.raises(ConfigError, match="whose run is still going on"):
+        with pytest.raises(ConfigError, match="whose run is still active"):
             make(tmp_path / "train", goes_on=True)
     RunFolder(tmp_path / "train").update_record(status="running")  # ranks still write
     holder.communicate("end\n")
@@ -250,7 +250,7 @@ def test_run_whose_process_was_killed_is_free_at_once(tmp_path):
     assert moved == tmp_path / "train.1"
     record = RunFolder(moved).read_record()
     assert (record["status"], record["exit_code"]) == ("failed", 5)
-    assert "ended without recording why" in record["error"]["message"]
+    assert "ended without recording the reason" in record["error"]["message"]
 
 
 def test_report_of_a_folder_without_a_run_writes_nothing_there(tmp_path):
@@ -322,7 +322,7 @@ def test_first_reason_for_a_failure_stays(tmp_path, code, status):
     assert record["error"] == {"type": "DivergedError", "message": "loss of step 3", "rank": 1}
 
 
-MADE = "output_dir: expected a folder that can be made"
+MADE = "output_dir: expected a folder that can be created"
 
 
 @pytest.mark.parametrize("start", [make, check_output_dir])  # the run, and --dry-run

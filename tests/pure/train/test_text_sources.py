@@ -131,7 +131,7 @@ def test_name_that_is_too_long_is_said(tmp_path):
 def test_link_that_leads_to_nothing_is_named(tmp_path):
     (tmp_path / "loop").symlink_to("loop")
     for path in (tmp_path / "loop", tmp_path / "loop" / "a.txt"):
-        assert message(path).endswith(f"'{tmp_path / 'loop'}' is a link that leads to nothing.")
+        assert message(path).endswith(f"'{tmp_path / 'loop'}' is a broken link.")
 
 
 @pytest.mark.parametrize("encoding", ["utf-16-le", "utf-32-be"])

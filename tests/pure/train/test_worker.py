@@ -60,7 +60,7 @@ def test_a_killed_worker_is_a_typed_error():
     worker._process.kill()
     worker._process.wait()
     with pytest.raises(
-        HangError, match=r"from the process that makes it, but .* by SIGKILL. Perhaps memory"
+        HangError, match=r"from the process that prepares it, but .* by SIGKILL. Memory may"
     ):
         worker.take((False, 1), None)
 

@@ -245,8 +245,8 @@ class FullyShardedDataParallel(HoldsShards, nn.Module):
                 raise
             if name in _FLAT:
                 raise NoSuchPartError(
-                    f"{name}: expected what this module has; there are no flat parameters here. "
-                    "parameters() are the module's own; p.to_local() is this rank's part, "
+                    f"{name}: expected an attribute of this module; flat parameters do not exist "
+                    "here. parameters() are the module's own; p.to_local() is this rank's part, "
                     "p.full_tensor() the whole, p.grad the reduced gradient."
                 ) from None
             return getattr(super().__getattr__("_fsdp_wrapped_module"), name)
@@ -309,8 +309,8 @@ class FullyShardedDataParallel(HoldsShards, nn.Module):
             self._cast_buffers(low=True)
         if self.mixed_precision.param_dtype is torch.float16 and not _has_scaler():
             warnings.warn(
-                "FSDP: param_dtype is float16 and there is no gradient scaler: small gradients "
-                "become zero. Make a ShardedGradScaler() before the training loop, or use "
+                "FSDP: param_dtype is float16 and there is no gradient scaler, so small gradients "
+                "become zero. Create a ShardedGradScaler() before the training loop, or use "
                 "bfloat16.",
                 stacklevel=2,
             )
@@ -444,7 +444,7 @@ class FullyShardedDataParallel(HoldsShards, nn.Module):
                 if rank0_only and own_rank() != 0:
                     names = {m.piece.name for u in units for g in u.groups for m in g.members}
                     for _ in whole_params(engine, names):
-                        pass  # takes part in the collective only
+                        pass  # only takes part in the collective
                     continue
                 root = outermost(inside[0])
                 stack.enter_context(

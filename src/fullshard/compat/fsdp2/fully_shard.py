@@ -99,7 +99,7 @@ class FSDPModule(HoldsShards, nn.Module, TorchFSDPModule):
 
     # ---- parameters
 
-    def unshard(  # pyright: ignore[reportIncompatibleMethodOverride]  a handle of ours
+    def unshard(  # pyright: ignore[reportIncompatibleMethodOverride]  our own handle
         self, async_op: bool = False
     ) -> UnshardHandle | None:
         """Shows full parameters until `reshard` or the next forward. A collective.
@@ -296,8 +296,8 @@ _OPEN: Any = WeakIdKeyDictionary()  # modules that `unshard` shows whole; their 
 
 def _refuse(name: str) -> None:
     raise NotOfferedError(
-        f"{name}: expected the engine's own collectives; those of the caller are not offered. "
-        "Choose among transports with fullshard.shard(transport=...)."
+        f"{name}: expected the engine's own collectives; custom ones are not supported. Choose "
+        "among transports with fullshard.shard(transport=...)."
     )
 
 
@@ -390,8 +390,8 @@ def _data_parallel(mesh: Any, dims: Any) -> Any:
     names = (*wide[0], *wide[1])
     if math.prod(mesh[name].size() for name in names) != mesh.size():
         raise NotOfferedError(
-            "dp_mesh_dims: expected axes that cover all ranks of the mesh; got "
-            f"{dims}, {mesh}. Beside tensor parallelism use fullshard.shard."
+            f"dp_mesh_dims: expected axes that cover all ranks of the mesh; got {dims}, {mesh}. "
+            "With tensor parallelism use fullshard.shard."
         )
     if [*map(len, wide)] in ([0, 1], [1, 1]):
         return mesh[names]

@@ -58,7 +58,7 @@ def _reshard(value: object, said: Said) -> Meaning:
     }
     strategy = parse(Strategy, named, "")
     if hybrids.get(strategy, strategy) is not word:
-        raise Rejected(f"what sharding_strategy says, {strategy}", "Give one of the two")
+        raise Rejected(f"the value of sharding_strategy, {strategy}", "Give one of the two")
     return Meaning(Status.NO_EFFECT, "sharding_strategy has the same meaning")
 
 
@@ -88,7 +88,7 @@ def _min_num_params(value: object, said: Said) -> Meaning:
     policy = _policy(said)
     named = not is_empty(said.get("transformer_layer_cls_to_wrap"))
     if policy in ("transformer", "none") or (named and not policy):
-        return Meaning(Status.NO_EFFECT, "it concerns SIZE_BASED_WRAP alone")
+        return Meaning(Status.NO_EFFECT, "it applies to SIZE_BASED_WRAP only")
     values = {"sharding.wrap_min_params": value}
     return translated(values if policy else {"sharding.wrap": "size", **values})
 
@@ -135,11 +135,11 @@ def _distributed_type(value: object, said: Said) -> Meaning:
     strategy = _TYPES[word]
     if strategy is None:
         engine = "fsdp_config" if word == "fsdp" else "deepspeed_config"
-        return Meaning(Status.TRANSLATED, f"fullshard's engine runs what {engine} says")
+        return Meaning(Status.TRANSLATED, f"fullshard's engine runs the settings of {engine}")
     values: dict[str, object] = {"sharding.strategy": strategy}
     if word == "no" and is_empty(said.get("num_processes")):
         values["launch.num_processes"] = 1
-    return translated(values, "every rank keeps everything")
+    return translated(values, "every rank stores everything")
 
 
 DEEPSPEED_PLUGIN: Table = {

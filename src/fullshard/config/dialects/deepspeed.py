@@ -56,11 +56,11 @@ def _zero(value: object, said: Said) -> Meaning:
 def home(value: object, said: Said) -> Meaning:
     """The memory of DeepSpeed's parameters, or of optimizer states with gradients.
 
-    torch's optimizers update parameters in place, so here all state leaves the device.
+    torch's optimizers update parameters in place, so here all state is offloaded.
     """
     if HOMES[word_among(value, HOMES)] is None:
         return happens("sharding.offload")
-    why = "parameters, gradients and optimizer state leave the device together"
+    why = "parameters, gradients and optimizer state are offloaded together"
     parameters, optimizer = _device(said, "offload_param"), _device(said, "offload_optimizer")
     if "nvme" not in (parameters, optimizer):
         return translated({"sharding.offload": "cpu"}, why)
@@ -81,7 +81,7 @@ def nvme_path(key: str) -> Rule:
     def rule(value: object, said: Said) -> Meaning:
         if _device(said, key) != "nvme":
             return Meaning(Status.NO_EFFECT, "the device is not nvme")
-        why = "unnamed files in it, which are gone when the run ends"
+        why = "unnamed files in it, which disappear when the run ends"
         return translated({"sharding.offload.folder": value}, why)
 
     return rule

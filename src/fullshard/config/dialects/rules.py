@@ -24,7 +24,7 @@ from fullshard.config.values import did_you_mean, words_of
 class Status(StrEnum):
     """The result of translating a key."""
 
-    TRANSLATED = "translated"  # a key of ours has the same meaning
+    TRANSLATED = "translated"  # one of our keys has the same meaning
     LOST = "lost"  # it requests something that will not happen
     NO_EFFECT = "no_effect"  # it requests existing behaviour, or has no meaning here
 
@@ -59,9 +59,9 @@ class Meaning:
     Args:
         status: the result.
         why: in words.
-        values: dotted keys of ours.
+        values: our dotted keys.
         file: a file to read in place of the value.
-        about: our key that the value would leave as it is.
+        about: our key that the value would not change.
     """
 
     status: Status
@@ -91,7 +91,7 @@ def happens(key: str = "") -> Meaning:
 
 
 def translated(values: Mapping[str, object], why: str = "") -> Meaning:
-    """A meaning with keys of ours."""
+    """A meaning that our keys express."""
     named = f"is {' and '.join(values)} here"
     return Meaning(Status.TRANSLATED, f"{named}: {why}" if why else named, values)
 
@@ -133,7 +133,7 @@ def word_among(value: object, words: Collection[str], instead: str = "") -> str:
     Args:
         value: the value.
         words: the accepted words.
-        instead: advice for a value that is near none of them.
+        instead: advice for a value that resembles none of them.
 
     Raises:
         Rejected: The value is none of the words.

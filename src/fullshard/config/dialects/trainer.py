@@ -168,5 +168,5 @@ FLAT: Table = {
     **TRAINING,
 }
 
-# A name that files of ours do not have at the top level.
+# A name that our own files do not have at the top level.
 FLAT_MARKS = frozenset(FLAT) - {"model", "data"}

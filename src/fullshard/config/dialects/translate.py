@@ -79,7 +79,7 @@ class Translation:
 
     Attributes:
         file: The file, changed in place. Our keys keep the origins of the translated keys.
-        dialect: The tool's name; empty for a file of ours.
+        dialect: The tool's name; empty for our own files.
         notes: The result of every key of another tool.
         problems: The problems of these keys.
         engines: FSDP or DeepSpeed, if a key selects it.
@@ -311,7 +311,7 @@ def _name_in(name: str, table: Table) -> str | None:
 def contradiction(target: str, one: tuple[object, Origin], other: tuple[object, Origin]) -> Problem:
     """The problem of two keys that set one key to different values."""
     (value, origin), (said, before) = one, other
-    expected = f"what {before.written} ({before.place}) says, {show(said)}"
+    expected = f"the value of {before.written} ({before.place}), {show(said)}"
     got = show(value) if origin.written == target else f"{show(value)} as {target}"
     return Problem(origin.written, expected, got, "Give one of the two", origin.place)
 

@@ -1,4 +1,4 @@
-"""The last events of a rank, positions of all, and the decision which causes a hang. Pure.
+"""The last events of a rank, the positions of all, and the cause of a hang. Pure.
 
     rank 0   step 412   waits in reduce of layers.17        61 s
     rank 3   step 412   data loading (corpus.py:57 in read) 61 s   <- named
@@ -37,7 +37,7 @@ class EventRing:
     """
 
     def __init__(self, capacity: int = 65_536) -> None:
-        # Arrays: with 65,536 tuples a full garbage collection takes a tenth of a second longer.
+        # Arrays, because 65,536 tuples would slow a full garbage collection by a tenth of a second.
         self._capacity = capacity
         self._events: list[Any] = [None] * capacity
         self._steps = array("q", bytes(8 * capacity))
@@ -61,7 +61,7 @@ class EventRing:
         return tuple(event for event, at in self.copy() if step is None or at == step)
 
     def copy(self) -> list[Entry]:
-        """What is kept, oldest first.
+        """The kept events, oldest first.
 
         If another thread records meanwhile, newer events may have replaced the oldest. The watchdog
         asks twice a second during training; slices take a tenth of the time of a loop.
@@ -92,7 +92,7 @@ MAX_STREAM = 256  # only the last names of a stream are published
 
 GATHER, REDUCE, EXCHANGE = "gather", "reduce", "exchange"
 
-# What a rank waits for during an event: kind and text.
+# The event for which a rank waits: kind and text.
 _WAITS = {
     EventKind.PUBLISH: (EXCHANGE, "beginning of a forward"),
     EventKind.GATHER: (GATHER, "gather of {}"),
@@ -148,7 +148,7 @@ class Position:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Position | None:
-        """Parses what another rank published; None if the store holds anything else."""
+        """Parse the text that another rank published; None if it is anything else."""
         try:
             return _READER.validate_json(text, strict=True)
         except ValidationError:
@@ -192,7 +192,7 @@ class Seen:
     def words(self) -> str:
         """Its position, and whether it answers."""
         if self.gone:
-            return f"is gone: its process has died (last seen in {self.position.place})"
+            return f"is gone: its process died (last seen in {self.position.place})"
         if self.silent_s > SETTLED_S:
             last = self.position.place
             return (
@@ -209,7 +209,7 @@ class Culprit:
     message: str
 
 
-# ---- what a rank publishes
+# ---- the published position of a rank
 
 
 def awaited(open_: Entry, entries: Sequence[Entry], titles: Sequence[str], model: int) -> dict:
@@ -248,13 +248,13 @@ def _stream(model: int, step: int, kind: str) -> str:
     return f"{model}/{step}/{kind}"
 
 
-# ---- what is wrong
+# ---- verdicts
 
 
 def judge(seen: Mapping[int, Seen], timeout_s: float, world_size: int = 0) -> Culprit | None:
     """Returns the first problem that it finds, or None.
 
-    If a rank waits for longer than `timeout_s`, ranks that were never seen are named: they stopped
+    If a rank waits for longer than `timeout_s`, ranks that never reported are named: they stopped
     before their first message.
     """
     here = [seen[rank] for rank in sorted(seen)]
@@ -271,7 +271,7 @@ def judge(seen: Mapping[int, Seen], timeout_s: float, world_size: int = 0) -> Cu
         return None
     silent += [Seen(Position(rank), timeout_s) for rank in range(world_size) if rank not in seen]
     busy = [one for one in alive if not one.position.kind]
-    expected = f"every rank to move on within {timeout_s:g} s"
+    expected = f"every rank to make progress within {timeout_s:g} s"
     return _verdict(expected, silent or busy or over, here)
 
 
@@ -321,7 +321,7 @@ def _different_streams(here: Sequence[Seen]) -> Culprit | None:
 
 _ADVICE = (
     "Every rank must run the same units in the same order, and the same number of forwards and "
-    "backwards: look for a condition on the rank, or for ranks with different numbers of batches."
+    "backwards. Look for a condition on the rank, or for ranks with different numbers of batches."
 )
 
 
@@ -358,8 +358,8 @@ def fallen_silent(seen: Iterable[Seen], silent_s: float) -> Culprit | None:
     rank, place = silent[0].position.rank, silent[0].position.place
     return Culprit(
         rank,
-        f"run: expected every rank to be alive, but rank {rank} no longer answers "
-        f"(last seen in {place}). Its own log contains the reason.",
+        f"run: expected every rank to be alive, but rank {rank} no longer responds (last seen in "
+        f"{place}). Its log contains the reason.",
     )
 
 

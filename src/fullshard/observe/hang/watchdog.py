@@ -55,7 +55,7 @@ from fullshard.planner.events import EventKind
 DEFAULT_TIMEOUT_S = 600.0
 POLL_S = 0.5
 STACKS_S = 3.0  # for all ranks to publish their stacks
-EXPLAIN_S = 2.0  # for all ranks to publish what they issued, after an error in a collective
+EXPLAIN_S = 2.0  # for all ranks to publish their last calls, after an error in a collective
 # Raised if the store is gone, or never existed.
 _STORE_GONE = (RuntimeError, AttributeError)
 _VERDICT = 1_000_000  # added to the alarm by a verdict; a question adds 1
@@ -78,7 +78,7 @@ class Watchdog:
         launch: The rank, and the store of its rendezvous.
         timeout_s: A rank that waits longer is stuck.
         hang_file: File of the report.
-        stacks_file: File to which a rank's faulthandler writes on SIGUSR2 under a launcher of ours,
+        stacks_file: File to which a rank's faulthandler writes on SIGUSR2 under our launcher,
             which sees which rank dies and shows the report; None: under another one.
     """
 
@@ -95,7 +95,7 @@ class Watchdog:
         self._channel: Any = None
         self.sampler = PositionSampler(self._rank, os.getpid())
         self._heard: dict[int, tuple[int, float]] = {}
-        self._asked = False  # all ranks publish what they issued lately
+        self._asked = False  # all ranks publish their last calls
         self._rounds = 0  # of the thread; no more where the store does not answer
         self._first = Position(0)
         self._shown = sys.excepthook
@@ -127,7 +127,7 @@ class Watchdog:
         """Finds the rank that caused an error of a collective or a launcher's SIGTERM.
 
         Call it in the main thread of a process that will end. A preempted rank publishes that it
-        ended, so that no other rank takes its end for a cause.
+        ended, so that no other rank mistakes its end for a cause.
         """
         frame = self._frame_of(error)
         if frame is None:
@@ -159,7 +159,7 @@ class Watchdog:
                 time.sleep(POLL_S / 2)
         if preempted:  # rank 0 may have got the same signal
             return None
-        return Culprit(0, "run: expected rank 0 to be alive, but the store that it serves is gone.")
+        return Culprit(0, "run: expected rank 0 to be alive, but its store is gone.")
 
     def _frame_of(self, error: BaseException) -> FrameType | None:
         """Frame of an error that another rank may have caused; ignores SIGTERM from then on."""
@@ -240,7 +240,7 @@ class Watchdog:
             self._stop.set()  # the ranks used another rendezvous
             self._left.set()
             return False
-        # A request that timed out would leave its answer to the next one.
+        # The next request would read the answer of one that timed out.
         store.set_timeout(timedelta(seconds=self._timeout_s + 60.0))
         self._channel = PrefixStore(f"fullshard/watchdog/{launch.run_id}.{launch.attempt}", store)
         return True
@@ -271,7 +271,7 @@ class Watchdog:
         return True
 
     def _read(self, only: int | None = None) -> dict[int, Seen]:
-        """All ranks that have published a position, as seen from here."""
+        """All ranks that have published a position."""
         ranks = range(self._launch.world_size) if only is None else (only,)
         positions = _published(self._channel, ranks, self._heard)
         return {position.rank: self._see(position) for position in positions}
@@ -333,7 +333,7 @@ class Watchdog:
         lines = [verdict.message, "", *describe(seen)]
         for rank in sorted(texts):
             lines += ["", f"---- stacks of rank {rank} ----", texts[rank].rstrip()]
-        with suppress(OSError):  # a full disk; the verdict is told without it
+        with suppress(OSError):  # a full disk; the verdict is printed without it
             self.hang_file.parent.mkdir(parents=True, exist_ok=True)
             self.hang_file.write_text("\n".join(lines) + "\n", encoding="utf-8")
         for call in self.on_hang:
@@ -379,7 +379,7 @@ def start(
 
     Args:
         launch: The rank.
-        timeout_s: A rank that waits longer is stuck; None: as the launch says, or ten minutes.
+        timeout_s: A rank that waits longer is stuck; None: the launch's value, or ten minutes.
         log_dir: Folder of the report; None: that of the launch, or the working directory.
         **files: Further files of the watchdog.
     """
@@ -392,7 +392,7 @@ def start(
 
 
 def phase(name: str, step: int = 0, *, limited: bool = True) -> None:
-    """Sets what this process does now: "" for the user's code.
+    """Set the current activity of this process: "" for the user's code.
 
     Args:
         name: In words.
@@ -446,7 +446,7 @@ def _lives(pid: int) -> bool:
 
 
 def _exit() -> None:
-    """Ends at once; flushes the output unless a stuck thread holds the stream."""
+    """End at once; flush the output unless a stuck thread has locked the stream."""
     flush = threading.Thread(target=lambda: (sys.stdout.flush(), sys.stderr.flush()), daemon=True)
     flush.start()
     flush.join(0.5)
@@ -474,7 +474,7 @@ class PositionSampler:
         self._main = threading.main_thread().ident or 0
 
     def phase(self, name: str, step: int = 0, *, limited: bool = True) -> None:
-        """Sets what this process does now; see `phase` of this module."""
+        """Set the current activity of this process; see `phase` of this module."""
         self._phase = (name, step, limited and bool(name))
 
     def watch(self, ring: EventRing, titles: Sequence[str]) -> None:
@@ -494,7 +494,7 @@ class PositionSampler:
         """Takes a new sample.
 
         Args:
-            is_asked: Include what was issued in the last two steps, as if this rank did not move.
+            is_asked: Include the calls of the last two steps, as if this rank made no progress.
         """
         threads = sys._current_frames()
         threads.pop(threading.get_ident(), None)
@@ -545,7 +545,7 @@ class _ModelEvents:
         Args:
             position: Position without events.
             begun: Event that has begun and not ended.
-            tells: Whether to add what was issued in the last two steps.
+            tells: Whether to add the calls of the last two steps.
         """
         ring, titles = self.ring(), self.titles
         entries = ring.copy() if ring is not None else []

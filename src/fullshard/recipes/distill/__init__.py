@@ -1,10 +1,10 @@
 """Distill a teacher into a student.
 
-Without a configuration file, a small mixture of experts is trained as the teacher if it is
-missing, and a student with half of its layers and experts is cut out of it. With backend=jax a
-smaller student learns from the model in runs/train.
+Without a configuration file, the built-in job distills a small mixture of experts into a student
+with half of its layers and experts. The teacher is trained first if it does not exist. With
+backend=jax a smaller student learns from the model in runs/train.
 
-`fullshard distill cache CONFIG` writes the teacher's logits to disk, for runs without it.
+`fullshard distill cache CONFIG` writes the teacher's logits to disk, for runs without the teacher.
 """
 
 EXAMPLE = "teacher=FOLDER student=FOLDER data=texts/"

@@ -31,17 +31,17 @@ def _check(config: RunConfig, command: Command) -> Iterator[Problem]:
         else:
             yield from unsupported(settings, _NOT_ON_XLA, "distill", "with backend: jax ")
     if config.teacher is None and not cached:
-        advice = "Name a model folder, or distill.cache"
-        yield Problem("teacher", "the model that is learned from", "none", advice)
+        advice = "Set a model folder, or distill.cache"
+        yield Problem("teacher", "the model from which the student learns", "none", advice)
     cuts = (settings.experts, settings.layers) != (None, None)
     if cuts and (config.model != config.teacher or cached):
         expected, advice = "a teacher, and no student: it is cut out of it", "Leave model out"
         yield Problem("distill.experts", expected, "another model or a cache", advice)
     if cached and settings.teacher_offload is not None:
-        says, advice = show(settings.teacher_offload), "Leave it out: no teacher runs"
+        says, advice = show(settings.teacher_offload), "Leave it out, because no teacher runs"
         yield Problem("distill.teacher_offload", "no distill.cache together with it", says, advice)
     if cached and settings.loss is not DistillLoss.FORWARD_KL:
-        advice = "The others need logits that were not kept"
+        advice = "The others need logits that the cache does not contain"
         yield Problem("distill.loss", "forward_kl with distill.cache", show(settings.loss), advice)
 
 

@@ -27,7 +27,7 @@ The k largest logits of every training token, for runs without the teacher:
     CACHE/bounds.npy   (num_rows + 1,)             where each row begins
     CACHE/cache.json   facts of the data, and a checksum: a run with other data or another tokenizer
                        is refused, as are arrays that were not written to their end
-    CACHE/.new/        the arrays until they are written: runs go on with the older ones
+    CACHE/.new/        the arrays while they are written; runs continue with the older ones
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ class TopK:
         """
         if mode == "r" and not (folder / FACTS).is_file():
             raise DataError(
-                f"distill.cache: expected what `fullshard distill cache` wrote, got '{folder}' "
-                f"without {FACTS}. Write it first, or name its folder."
+                f"distill.cache: expected a cache of `fullshard distill cache`, got '{folder}' "
+                f"without {FACTS}. Write it first, or set its folder."
             )
         place = folder if mode == "r" else folder / NEW
         with _readable(folder):
@@ -114,7 +114,7 @@ class TopK:
         chunk_size: int,
         vocab_size: int,
     ) -> None:
-        """Writes the largest logits of a row, chunk by chunk; those of padded entries are none.
+        """Write the largest logits of a row, chunk by chunk, except those of padded entries.
 
         Raises:
             DivergedError: They are not finite, or become so in float16.
@@ -127,8 +127,8 @@ class TopK:
             self.values[start:stop] = top.values.half().cpu().numpy()
             if not np.isfinite(self.values[start:stop]).all():
                 raise DivergedError(
-                    "teacher: expected finite logits below 65,504, which float16 holds, got others."
-                    " Check its weights and config.json, or learn from it without a cache."
+                    "teacher: expected finite logits below 65,504, which float16 holds, got "
+                    "others. Check its weights and config.json, or distill without a cache."
                 )
             self.ids[start:stop] = top.indices.cpu().numpy()
 
@@ -173,9 +173,9 @@ def check_facts(folder: Path, facts: DatasetFacts) -> None:
     for key, value in _told(facts).items():
         if found.get(key) != value:
             raise DataError(
-                f"distill.cache: expected logits of this run's data, with {key} {value}; got some "
-                f"with {found.get(key)} in '{folder}'. Write the cache again (fullshard distill "
-                "cache), from the same data and seed."
+                f"distill.cache: expected logits of this run's data, with {key} {value}; got "
+                f"{found.get(key)} in '{folder}'. Write the cache again (fullshard distill cache), "
+                "from the same data and seed."
             )
     if found.get(CHECKSUM) != arrays.checksum():
         raise DataError(
@@ -186,7 +186,7 @@ def check_facts(folder: Path, facts: DatasetFacts) -> None:
 
 def _readable(folder: Path) -> AbstractContextManager[None]:
     """A context for reading the files of a cache."""
-    wanted = "what `fullshard distill cache` wrote"
+    wanted = "a cache of `fullshard distill cache`"
     return untrusted(f"distill.cache: '{folder}'", wanted, DataError, "Write the cache again.")
 
 

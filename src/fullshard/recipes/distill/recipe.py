@@ -77,7 +77,7 @@ def check_teacher(config: RunConfig, tokenizer: PreTrainedTokenizerBase | None) 
     if teacher.name_or_path is None:
         raise ConfigError(
             "teacher: expected a folder with weights, got a configuration, whose weights would be "
-            "random. Train it first (fullshard train), and name RUN/model."
+            "random. Train it first (fullshard train), and set RUN/model."
         )
     theirs = load_tokenizer(teacher, "teacher")
     if tokenizer is None or theirs is None or settings.loss is DistillLoss.HIDDEN:
@@ -86,10 +86,10 @@ def check_teacher(config: RunConfig, tokenizer: PreTrainedTokenizerBase | None) 
     if ours != other:
         word = next((w for w in sorted({*ours, *other}) if ours.get(w) != other.get(w)), "")
         raise ConfigError(
-            f"teacher: expected the student's tokenizer, since token by token their predictions "
-            f"are compared; got another one ({len(other):,} entries, the student's has "
-            f"{len(ours):,}; they differ in {word!r}). Give the student the teacher's "
-            "(data.tokenizer), or train on text that the teacher writes (fullshard sft)."
+            "teacher: expected the student's tokenizer, because predictions are compared token by "
+            f"token; got another one ({len(other):,} entries, the student's has {len(ours):,}; "
+            f"they differ in {word!r}). Set data.tokenizer to the teacher's, or train on text that "
+            "the teacher writes (fullshard sft)."
         )
 
 
@@ -287,7 +287,7 @@ class Taught:
         config: Configuration of the run.
         teacher: The teacher on meta with its head installed; None if a cache replaces it.
         local_world_size: Ranks per host.
-        resolved: Fills in what a sharding leaves open, for the planned machine.
+        resolved: Fills in open values of a sharding, for the planned machine.
     """
 
     config: RunConfig
@@ -322,7 +322,7 @@ class Taught:
 
     @property
     def beside(self) -> tuple[nn.Module, ...]:
-        """Models that run in the student's step, as a rank holds them."""
+        """One rank's parts of the models that run in the student's step."""
         if self.teacher is None:
             return ()
         return (one_place(self.teacher, sharding_for(self.config, self.teacher)).model,)

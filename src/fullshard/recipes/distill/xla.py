@@ -109,7 +109,7 @@ def check_teacher(config: RunConfig, student: ArraysPlan) -> None:
     if dtype is DType.FLOAT64 and config.sharding.master_dtype is not DType.FLOAT64:
         raise ConfigError(
             "distill.teacher_dtype: expected float32 or less with backend: jax, which computes in "
-            "float64 all through or not at all; got float64. Set master_dtype to float64 too, or "
+            "float64 throughout or not at all; got float64. Set master_dtype to float64 too, or "
             "leave it out."
         )
     _table(config, student, DType.FLOAT32)
@@ -154,6 +154,6 @@ def _decoder(config: RunConfig) -> DecoderConfig:
         return DecoderConfig.of(config_from_folder(config.teacher, "teacher"), "teacher")
     except ConfigError as error:
         raise ConfigError(
-            f"{error} `fullshard distill cache` with backend: torch keeps its logits, from which "
-            "(distill.cache) backend: jax learns."
+            f"{error} Write its logits with `fullshard distill cache` and backend: torch, and use "
+            "them (distill.cache) with backend: jax."
         ) from error

@@ -1,8 +1,8 @@
-"""Train a model on text; without a configuration file, the main job.
+"""Train a causal language model on text.
 
-The main job trains a small Llama on the text of Python's language reference, on two local
-ranks, in two or three minutes. --NAME VALUE is training.NAME=VALUE; torchrun's flags may stand
-after `--`: fullshard train CONFIG -- --nproc-per-node 4.
+Without a configuration file, the built-in job trains a small Llama on the text of Python's language
+reference, on two local ranks, in two or three minutes. --NAME VALUE means training.NAME=VALUE.
+Flags of torchrun follow after `--`: fullshard train CONFIG -- --nproc-per-node 4.
 """
 
 EXAMPLE = "model=FOLDER data=texts/ max_steps=100"

@@ -18,7 +18,7 @@ def check(config: RunConfig, _: Command) -> Iterator[Problem]:
         return
     if "num_samples" in sft.model_fields_set and sft.num_samples:
         says = f"{sft.num_samples} with backend: jax is not yet supported"
-        yield Problem("sft.num_samples", "", says, "Leave it out: no prompt is answered")
+        yield Problem("sft.num_samples", "", says, "Leave it out; no prompts are answered")
 
 
 COMMAND = RecipeCommand(

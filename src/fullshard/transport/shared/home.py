@@ -184,8 +184,8 @@ WORD_BYTES = 8  # size of a place
 class PeerSlots:
     """Slots that each rank writes and all ranks read. Creating them is a collective.
 
-    Gradients outside the slots (that came out of order, or were summed over micro-batches) are
-    copied into the overflow, which takes memory only while it is used.
+    Gradients outside the slots (that arrived out of order, or were summed over micro-batches) are
+    copied into the overflow, which uses memory only while it is needed.
 
     Args:
         board: Progress of the ranks.
@@ -367,7 +367,7 @@ class SharedTransport(DirectTransport):
         self._lanes = [lane.view(2, -1) for lane in found]
         self._summed = 0
         self._gathers = gathers
-        # Whether all ranks meet on the board: they share this memory and gather nothing.
+        # Whether all ranks wait on the board: they share this memory and gather nothing.
         self._has_all = parts == axes.mesh.world_size and not gathers
         self._fetches: deque[tuple[int, Callable[[], None]]] = deque()  # not yet copied
         self.home = self._shared = SharedHome(self._board, parts, self._tell_all)

@@ -165,15 +165,15 @@ def share_segment(
 
 
 def typed(num_bytes: int, part: int, function: Callable[..., Any], *args: Any) -> Any:
-    """Calls a function; the system's errors get a type and say what to do."""
+    """Call a function; system errors become typed errors with a remedy."""
     try:
         return function(*args)
     except OSError as error:
         lacks = error.errno in (errno.ENOMEM, errno.ENOSPC, errno.EFAULT)
         kind = OutOfMemoryError if lacks else EngineError
         raise kind(
-            f"transport shared: expected {num_bytes / 2**30:.3f} GiB of memory for what the ranks "
-            f"of this host share; rank {part} of them got: {error}. "
+            f"transport shared: expected {num_bytes / 2**30:.3f} GiB of memory shared by the ranks "
+            f"of this host; rank {part} of them got: {error}. "
             f"{cure_of(error, 'Use fewer parameters or more hosts')}, or transport=direct, which "
             "shares no memory."
         ) from error
@@ -329,20 +329,20 @@ class Board:
             if is_late(part):  # a part that arrived and then ended is fine
                 raise EngineError(
                     f"{doing}: expected rank {self._ranks[part]} (process {self._pids[part]}) to "
-                    "take part; it has ended. Its own output says why."
+                    "take part; it has ended. See its output."
                 )
         for part, other in product(self._others, _PLACES):
             is_further = self._counters[part][other].value > self.value(other)
             is_apart = other is Mark.READY and mark in (Mark.PLACED, Mark.FETCHED)
             if other is not mark and not is_apart and is_further and is_late(part):
                 raise EngineError(
-                    f"{doing}: expected rank {self._ranks[part]} to come here; it "
-                    f"waits at {_PLACES[other]}, where this rank has not been. {CURE}"
+                    f"{doing}: expected rank {self._ranks[part]} to come here; it waits at "
+                    f"{_PLACES[other]}, which this rank did not reach. {CURE}"
                 )
         if time.monotonic() > until:
             raise HangError(
-                f"{doing}: expected rank {self._ranks[awaited]} within "
-                f"{TIMEOUT_S:.0f} s; it did not come. It waits for something else, or computes."
+                f"{doing}: expected rank {self._ranks[awaited]} within {TIMEOUT_S:.0f} s; it did "
+                "not come. It computes or waits elsewhere."
             )
 
 
