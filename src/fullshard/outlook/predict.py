@@ -366,7 +366,7 @@ class Lack:
         if self.process:
             told += (
                 f" Tensors take {human_bytes(self.needed - self.process)} per rank; its process "
-                f"and its part of the launcher take {human_bytes(self.process)}."
+                f"and its share of the launcher take {human_bytes(self.process)}."
             )
         smaller = "more devices, a smaller model or batch, or shorter sequences (max_seq_length)"
         return with_plan(told, rows, advice or [smaller])

@@ -118,7 +118,7 @@ class Trainee(Protocol):
 
 
 class Side(Trainee, Protocol):
-    """The part of a session that depends on the engine, and what it trains once it is built."""
+    """The part of a session that depends on the engine, and the trainee that it builds."""
 
     def explained(self) -> AbstractContextManager[None]:
         """A context that explains errors from the plan, such as running out of memory."""
@@ -129,7 +129,7 @@ class Side(Trainee, Protocol):
         ...
 
     def build(self, data: RowBatches) -> Team:
-        """Builds what is trained; returns the team of ranks. A collective."""
+        """Build the trainee; return the team of ranks. A collective."""
         ...
 
     def utilization(self) -> float | None:
