@@ -231,3 +231,25 @@ def test_a_profiler_names_gathers_and_reductions():
         assert {"reduce", "accumulate", "settle"} <= kinds, names
         assert "fullshard gather 0" in names or isinstance(model, FSDP), names
         assert "fullshard reduce" in profile.key_averages().table()
+
+
+@on_ranks(4)
+def test_ranks_whose_elements_stay_take_part_when_others_are_cut_anew():
+    """Of four ranks, one may keep its range of a parameter while the others get new ones."""
+    reference, model = layers(), layers()
+    for net in (reference, model):
+        net[1].requires_grad_(False)
+        net[0].bias.requires_grad_(False)
+    for part in (*model, model):
+        fully_shard(part)
+    for step in range(3):
+        for net in (reference, model):
+            if step:
+                net.requires_grad_(True)
+            if step == 2:
+                net[0].weight = nn.Parameter(torch.full((5, 5), 0.2))
+            net.zero_grad()
+            net(torch.ones(2, 5)).square().mean().backward()
+            torch.optim.SGD(net.parameters(), 0.1, momentum=0.9).step()
+        for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(ours.full_tensor(), theirs.detach())

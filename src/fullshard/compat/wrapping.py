@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -57,6 +57,7 @@ from fullshard.observe.hang import watchdog
 from fullshard.observe.hang.judge import EventRing
 from fullshard.planner.layout import FlatLayout, Slice, clean_name
 from fullshard.planner.mesh import Mesh, Topology, resolve_mesh, row_of
+from fullshard.planner.plan import Plan
 from fullshard.planner.units import UnitSettings, group_params
 from fullshard.transport.base import torch_dtype
 from fullshard.transport.groups import copy_from_first, make_transport, topology_of
@@ -548,12 +549,13 @@ def replace_engines(model: nn.Module, shard: Callable[[], Engine]) -> Engine:
     shown = {id(member.param): member.grad for member in engine.members}
     for (param, record), grad in zip(before, kept, strict=True):
         if param.record is not record:  # still in the model
-            piece, own = param.record.piece, states.get(id(param), {})
+            now, own = param.record, states.get(id(param), {})
+            change = partial(recut, record=record, piece=now.piece, stays=record.is_cut_like(now))
             for key, state in own.items():
                 if isinstance(state, Guarded):
-                    own[key] = param.as_state(recut(state.to_local(), record, piece).clone())
+                    own[key] = param.as_state(change(state.to_local()).clone())
             if grad is not None:
-                _show_gradient(param, shown.get(id(param)), recut(grad, record, piece))
+                _show_gradient(param, shown.get(id(param)), change(grad))
     del old, aliased  # alive until here, because its records gather resharded values
     return engine
 
@@ -573,29 +575,46 @@ def _show_gradient(param: ShardedParameter, shown: Any, local: torch.Tensor) -> 
             param.grad = shown
 
 
-def recut(local: torch.Tensor, record: ShardRecord, piece: Slice) -> torch.Tensor:
-    """Returns (n_local,) values in the range of `piece`; a collective if the range changed."""
+def recut(local: torch.Tensor, record: ShardRecord, piece: Slice, *, stays: bool) -> torch.Tensor:
+    """Returns (n_local,) values in the range of `piece`; a collective unless all ranges stay.
+
+    Args:
+        local: Values in the range of `record`.
+        record: Where they are.
+        piece: Where they belong.
+        stays: Whether the range of every rank stays, which is equal on all ranks: this rank's own
+            may stay where others change.
+    """
     before, local = record.piece, local.reshape(-1)
     whole = torch.Size(piece.shape).numel()
     if local.numel() == whole != before.numel:  # `p.data = whole`
         return local[piece.start : piece.stop]
-    if (before.start, before.stop) == (piece.start, piece.stop):
+    if stays:
         return local
     return record.gather(local).reshape(-1)[piece.start : piece.stop]
 
 
-def shard_values(params: Mapping[str, nn.Parameter], pieces: Iterable[Slice]) -> Local:
+def shard_values(params: Mapping[str, nn.Parameter], plan: Plan, rank: int) -> Local:
     """Values of the existing shards, resharded for the plan.
 
     Args:
         params: The model's parameters, by name.
-        pieces: The slices of this rank, each under the first name of its parameter.
+        plan: The new plan, with parameters under their first names.
+        rank: This rank.
     """
     found: Local = {}
-    for piece in pieces:
-        param = params[piece.name]
+    homes = {
+        at.name: (group.layout.holders(at), unit.mesh.replicate * unit.mesh.inner)
+        for unit in plan.units
+        for group in unit.groups
+        for at in group.layout.placements
+    }
+    for piece in plan.view(rank).all_slices():
+        param, (holders, copies) = params[piece.name], homes[piece.name]
         if isinstance(param, ShardedParameter):
-            found[piece.name] = recut(param.to_local(), param.record, piece).clone()
+            record = param.record
+            stays = holders == record.holders and (record.cut or copies == record.copies)
+            found[piece.name] = recut(param.to_local(), record, piece, stays=bool(stays)).clone()
     return found
 
 

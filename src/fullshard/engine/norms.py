@@ -88,6 +88,8 @@ class Count(StrEnum):
     REPLICAS = "gathers of each replica"  # of units on the model's hybrid mesh
     WRITES = "writes into parameters"  # in place, by users
     SOURCES = "writes into tensors that were copied into parameters or gathered"  # averages
+    GRADIENTS = "writes into gradients"  # in place, after backward
+    VALUES = "values"  # a hash of whole tensors that were given to load_state_dict
     SETTINGS = "settings"  # a hash of those of clippings, and of groups of which all have elements
     GROUPS = "settings of groups"  # of all groups, unless a rank leaves out empty shards
     WEIGHTS = "weights of replicas"  # a hash of some of them, other ones at each step
@@ -112,6 +114,7 @@ class GradientNorms:
         # Parts of each parameter that this rank wrote, by the number of ranks that share a part.
         self.wrote: Parts = defaultdict(dict)
         self.copied: Parts = defaultdict(dict)  # of writes before a copy or a gather
+        self.edited: Parts = defaultdict(dict)  # of the gradients that it wrote
         self.disk: Disk | None = None  # has state of the model
         self.waits = False  # there are unreduced gradients of no_sync
         self.task = -2  # the backward that will set gradients
@@ -119,6 +122,7 @@ class GradientNorms:
         self._squares: torch.Tensor | None = None
         self._shown: dict[int, Any] = {}  # ids of the cached gradients
         self._memory: Memory = ()  # of these gradients
+        self._places: set[int] = set()  # addresses of that memory
         self._versions: list[int] = []  # of that memory, when the norms were computed
 
     def keep(self, squares: torch.Tensor, shown: dict[int, Any], memory: Memory) -> None:
@@ -130,6 +134,8 @@ class GradientNorms:
             memory: The buffers that these are views of, whose versions count writes, each with its
                 mesh.
         """
+        if memory is not self._memory:
+            self._places = {flat.untyped_storage().data_ptr() for _, flat in memory}
         self._squares, self._shown, self._memory = squares, shown, memory
         self._versions = [flat._version for _, flat in memory]
 
@@ -143,6 +149,14 @@ class GradientNorms:
         """Whether the cache has this gradient, or the one that it aliases (`.data`)."""
         source = gradient.alias_of
         return id(gradient if source is None else source) in self._shown
+
+    def note_edit(self, gradient: Any) -> None:
+        """Note that this rank wrote into a gradient, unless it is a copy or a state."""
+        record = gradient.record
+        if record.cut is None and id(record) not in (edited := self.edited[record.copies]):
+            with no_guard():
+                if gradient.untyped_storage().data_ptr() in self._places:
+                    edited[id(record)] = record.holders
 
     def known_of(self, gradient: Any, name: str, others: Sequence[Any]) -> Known | None:
         """The cached result of `isnan(gradient)` and similar functions.
@@ -291,14 +305,14 @@ class GradientNorms:
             for count, which, at, size in within, (Count.WEIGHTS, part, replica, mesh.replicate):
                 weight = (1 + which) * (-1 if at else size - 1)
                 pairs[list(said).index(count)] = (weight * said[count], 0)
-        for what, written in ((Count.WRITES, self.wrote), (Count.SOURCES, self.copied)):
+        for what, written in zip(_WRITTEN, (self.wrote, self.copied, self.edited), strict=True):
             if what in said:
                 parts = {n: {at for at, *_ in chain(*them.values())} for n, them in written.items()}
                 mesh = self.transport.axes.mesh
                 wrote = any(n * len(at) == mesh.world_size for n, at in parts.items())
                 said[what] = wrote
                 pairs[list(said).index(what)] = (float(wrote), float(not parts))
-                if wrote or what == Count.WRITES:  # tensors are gathered one by one
+                if wrote or what != Count.SOURCES:  # tensors are gathered one by one
                     written.clear()
         if Count.GROUPS in said:
             self.leaves_out |= bool(self.listed) and not self.empty <= self.listed
@@ -471,7 +485,8 @@ def _root(powers: torch.Tensor, order: float) -> torch.Tensor:
 
 # ---- small sums over all ranks
 
-_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+_WRITTEN = (Count.WRITES, Count.SOURCES, Count.GRADIENTS)
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 MOST_ARRIVING = 16  # values that the host reads later; evaluations add to them without a backward
 SAMPLED = 1 << 14  # elements of a group that are checked at each step
 _MOST = 1 << 20  # sums of squares stay exact in float64
@@ -490,14 +505,17 @@ _ORDER = (
 )
 _SETTINGS = (
     "expected optimizers and clipping with the same numbers on every rank (lr, weight_decay, "
-    "betas, max_norm ...); a rank used others since the last backward, so parts of the model were "
-    "updated differently. A schedule that follows the loss needs the loss of all ranks "
-    "(dist.all_reduce)."
+    "betas, max_norm, a GradScaler's scale, the steps in states ...); a rank used others since the "
+    "last backward, so parts of the model were updated differently. A schedule that follows the "
+    "loss needs the loss of all ranks (dist.all_reduce)."
 )
 _UNLIKE = {  # errors of hashes that differ between ranks
     "": "expected the same call on every rank; another rank made another call, and their numbers "
     "would have been combined. Call it on every rank and log it on one; p.to_local() returns "
     "this rank's elements.",
+    Count.VALUES: "expected load_state_dict() with the same values on every rank; a rank loaded "
+    "others, so the model has parts of several. Load one file on every rank, or rank 0's with "
+    "fs.load_full_state(model, state, from_rank0=True).",
     Count.SETTINGS: _SETTINGS,
     Count.GROUPS: _SETTINGS,
     Count.WEIGHTS: UNEQUAL_REPLICAS,
@@ -546,7 +564,7 @@ def sample(units: Sequence[Unit], mesh: Mesh, step: int) -> int:
 
 def bits_hash(tensor: torch.Tensor) -> torch.Tensor:
     """Returns an int64 scalar. See [Note: a hash of bits] in engine/replicas.py."""
-    bits = tensor.contiguous().view(-1).view(_BITS[tensor.element_size()])
+    bits = tensor.contiguous().view(-1).view(_BITS.get(tensor.element_size(), torch.int64))
     return bits.sum(dtype=torch.int64)
 
 
@@ -556,8 +574,7 @@ def _differing(head: torch.Tensor, said: Iterable[str], *, maximum: bool) -> lis
     found = []
     for what, total, other in zip(said, sums[::2], sums[1::2], strict=True):
         differs = (total != -other) if maximum else (ranks * other != total * total)
-        is_written = what in (Count.WRITES, Count.SOURCES)
-        found += [what] * bool((total and other) if is_written else differs)
+        found += [what] * bool((total and other) if what in _WRITTEN else differs)
     return found
 
 

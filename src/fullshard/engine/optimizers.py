@@ -137,11 +137,12 @@ class _Watch:
         """
         models: dict[Any, Counter[str]] = defaultdict(Counter)
         trusted = optimizer in self.trusted
+        states = {} if trusted else optimizer.state  # owners have their own
         for group in optimizer.param_groups:
             _refuse_unsharded(optimizer, group["params"])
             shards = [p for p in group["params"] if isinstance(p, ShardedParameter)]
             for norms in {p.record.norms for p in shards}:
-                models[norms].update(_hashes_of(group, shards, norms))
+                models[norms].update(_hashes_of(group, shards, norms, states))
             first = None if trusted else next((p for p in shards if p.record.is_cut), None)
             if first is not None:
                 self._probe_once(optimizer, group, first)
@@ -196,20 +197,24 @@ def _is_the_same_in_turns(make: Callable[[list[Any]], Optimizer]) -> bool:
     return all(map(partial(torch.allclose, rtol=1e-6, atol=1e-8), together, found))
 
 
-def _hashes_of(group: dict[str, Any], shards: Sequence[Any], norms: Any) -> dict[str, int]:
+def _hashes_of(
+    group: dict[str, Any], shards: Sequence[Any], norms: Any, states: Any
+) -> dict[str, int]:
     """A hash of a group's settings, which ranks of a model compare.
 
     A rank may leave out shards without elements (`if p.numel()`), and with them the group. Then
-    only groups count of which all ranks have elements of one shard.
+    only groups count of which all ranks have elements of one shard, with the numbers in its state.
     """
     if norms.transport is None:  # shards of compat, before their engine
         return {}
     if norms.empty and not norms.leaves_out:
         norms.listed.update(id(p.record) for p in shards)
-    world, found = norms.transport.axes.mesh.world_size, hash_of(settings_in(group))
-    ours = (p.record for p in shards if p.record.norms is norms and p.record.cut is None)
-    is_everywhere = any(one.copies * len(one.holders) == world for one in ours)
-    return {Count.GROUPS: found, Count.SETTINGS: found * is_everywhere}
+    world, settings = norms.transport.axes.mesh.world_size, settings_in(group)
+    ours = ((p, p.record) for p in shards if p.record.norms is norms and p.record.cut is None)
+    theirs = (states.get(p, {}) for p, one in ours if one.copies * len(one.holders) == world)
+    state = next(theirs, None)  # of a shard of which all ranks have elements
+    both = 0 if state is None else hash_of([settings, len(state), state])
+    return {Count.GROUPS: hash_of(settings), Count.SETTINGS: both}
 
 
 def _steps_others(optimizer: Optimizer) -> bool:

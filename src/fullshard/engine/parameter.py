@@ -26,7 +26,15 @@ from torch import nn
 
 from fullshard.engine._torch_compat import call_outside_compile, no_guard, storage_use_count
 from fullshard.engine.guard import ALIASES, Rule, misfit, norm_order, refusal, rule_of, written_by
-from fullshard.engine.norms import TOLD_BY_SQUARES, GradientNorms, Known, by_model, norms_of
+from fullshard.engine.norms import (
+    TOLD_BY_SQUARES,
+    Count,
+    GradientNorms,
+    Known,
+    by_model,
+    hash_of,
+    norms_of,
+)
 from fullshard.engine.record import ShardRecord
 from fullshard.errors import EngineError, ShardedTensorError
 from fullshard.planner.layout import clean_name
@@ -345,6 +353,7 @@ def _computed(name: str, value: Any) -> Any:
     return compute if compute.data_ptr() == value.data_ptr() else value  # copies belong to the user
 
 
+_UNSCALES = "_amp_foreach_non_finite_check_and_unscale_"
 _CLIPS = ("_foreach_mul_", "_foreach_clamp_")  # called by torch's clipping
 
 
@@ -365,9 +374,10 @@ def _elementwise(func: Any, name: str, like: Any, args: Any, kwargs: dict[str, A
         return _differentiable(func, name, args, kwargs)
     written = written_by(name, args, kwargs)
     if written:
-        if name.startswith(_CLIPS) and isinstance(written[0], ShardedGradient):
+        clips = name.startswith(_CLIPS) and isinstance(written[0], ShardedGradient)
+        if clips:
             call_outside_compile(written[0].record.norms.begin_clipping, (args[1:], kwargs))
-        _note_writes(written)
+        _note_writes(written, counts=not clips and name != _UNSCALES)  # ranks compare these calls
     result = _call_plain(func, name, like, (args, kwargs))
     if _takes_part(result) and not like.record.is_cut and not written:
         try:
@@ -412,11 +422,7 @@ def _note_writes(written: Sequence[Any], *, counts: bool = True) -> None:
         if isinstance(shard, _LISTS):
             _note_writes(shard, counts=counts)
         elif isinstance(shard, ShardedGradient):
-            shard.known = None
-            if shard.alias_of is not None:
-                shard.alias_of.known = None
-            if shard.record.norms.knows(shard):
-                shard.record.norms.mark_changed()
+            _note_gradient(shard, counts=counts)
         elif any(
             isinstance(x, ShardedParameter) for x in (shard, getattr(shard, "alias_of", None))
         ):
@@ -426,6 +432,17 @@ def _note_writes(written: Sequence[Any], *, counts: bool = True) -> None:
             if model not in notified:
                 notified[model] = record.before_write()
             record.last_write = notified[model] if counts else record.last_write
+
+
+def _note_gradient(gradient: ShardedGradient, *, counts: bool) -> None:
+    gradient.known = None
+    if gradient.alias_of is not None:
+        gradient.alias_of.known = None
+    norms = gradient.record.norms
+    if norms.knows(gradient):
+        norms.mark_changed()
+    if counts:
+        norms.note_edit(gradient)
 
 
 def _copy(func: Any, name: str, like: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -447,6 +464,7 @@ def _note_sources(norms: GradientNorms, values: Sequence[Any]) -> None:
 def _unscale(func: Any, name: str, like: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     result = _elementwise(func, name, like, args, kwargs)
     for norms in by_model(shards_in(args)):
+        norms.counts[Count.SETTINGS] += hash_of(args[2])
         norms.share_found_inf(args[1])
     return result
 

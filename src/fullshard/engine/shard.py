@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
@@ -33,7 +33,6 @@ from fullshard.engine.state import hook_loading
 from fullshard.engine.tracing import trace_order
 from fullshard.errors import ConfigError, EngineError, UnsupportedModelError
 from fullshard.planner.events import Recorder, Sync
-from fullshard.planner.layout import Slice
 from fullshard.planner.mesh import ROWS, Mesh, Topology, mesh_of
 from fullshard.planner.plan import Plan, make_plan, units_of
 from fullshard.planner.spec import matches
@@ -43,7 +42,7 @@ from fullshard.transport.groups import make_transport, own_group, resolve_transp
 
 logger = logging.getLogger(__name__)
 
-Recut = Callable[[Mapping[str, nn.Parameter], Iterable[Slice]], dict[str, torch.Tensor]]
+Recut = Callable[[Mapping[str, nn.Parameter], Plan, int], dict[str, torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ class ShardInputs:
         weights: A Hugging Face folder for a model on meta; None: the model's initialisation.
         settings: Overrides per unit, by module name ("" is the root).
         alone: Whether only this rank has the model, despite a process group.
-        recut: Called with parameters by name and this rank's slices; returns (n_local,) values of
+        recut: Called with parameters by name, the plan and this rank; returns (n_local,) values of
             existing shards by first name. None: every parameter must be whole.
     """
 
@@ -119,7 +118,7 @@ def shard_model(
     masters = Masters(homes, home_of(transports), plan.units)
     values = _values(model, plan, transports, masters, given.weights)
     if given.recut is not None:
-        shards = given.recut(places_of(model), plan.view(transports[plan.mesh].rank).all_slices())
+        shards = given.recut(places_of(model), plan, transports[plan.mesh].rank)
         masters.reads.update({name: partial(shards.pop, name) for name in shards})
     engine = Engine(model, plan, config, transports, recorder, masters)
     if values is not None:
