@@ -1,9 +1,9 @@
 """`make gpu`: what the engine must do on a GPU, in the order in which it is worth knowing.
 
 Each step prints one line, and is written at once. A step that hangs ends the process after
-two minutes, with the stack of every thread. It needs torch, numpy, psutil, safetensors and
-xxhash; where pydantic is missing, `stand_in/` takes its place. With `--device cpu` the same steps
-run on a CPU, which says that they can run, and nothing of a GPU.
+two minutes, with the stack of every thread. It needs torch, numpy, psutil, pydantic, safetensors
+and xxhash; `make gpu-wheels` collects those that a machine lacks. With `--device cpu` the same
+steps run on a CPU, which says that they can run, and nothing of a GPU.
 """
 
 # ruff: noqa: E402  where modules are is said before they are imported
@@ -36,9 +36,8 @@ from unittest.mock import patch
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path[:0] = [str(HERE), str(HERE.parent), str(ROOT), str(ROOT / "src")]
-STANDS_IN = importlib.util.find_spec("pydantic") is None
-if STANDS_IN:
-    sys.path.insert(0, str(HERE / "stand_in"))
+if importlib.util.find_spec("pydantic") is None:
+    sys.exit("make gpu needs pydantic: `make gpu-wheels` collects what to carry to this machine.")
 
 import gpu_checks
 import torch
@@ -365,8 +364,10 @@ def losses_of(shape: Shape, shard: Callable[[Any], None]) -> torch.Tensor:
 
 def bench() -> str:
     """Steps of Llama 3 8B's blocks as rank 0 of 8 and 64, beside plain compute and FSDP2."""
-    if STANDS_IN or importlib.util.find_spec("typer") is None:
-        raise Skipped("needs pydantic and typer, which make gpu-wheels collects")
+    try:
+        import typer  # noqa: F401
+    except ImportError as error:
+        raise Skipped("needs typer, which make gpu-wheels collects") from error
     size = ["--tiny", "--rounds", "3"]
     if on_cuda():
         size = ["--rounds", "10", "--out", str(RESULTS.parent)]  # gpu.json and gpu.md
