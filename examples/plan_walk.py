@@ -72,7 +72,7 @@ for row in plan.rows():
 # nothing.
 
 # %% Strategies beside each other
-print(f"  {'strategy':<16}{'state, MiB':>12}{'gathered, MiB a step':>24}")
+print(f"  {'strategy':<16}{'state, MiB':>12}{'gathered, MiB per step':>24}")
 for strategy in ("full_shard", "shard_grad_op", "no_shard"):
     other = fs.plan(LLAMA, world_size=4, param_dtype="bf16", strategy=strategy)
     gathered = sum(event.num_bytes for event in other.events if event.kind == "gather")

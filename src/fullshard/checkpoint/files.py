@@ -49,7 +49,7 @@ class Piece:
 
     Attributes:
         key: See [Note: keys].
-        dtype: As safetensors names it.
+        dtype: Dtype, as safetensors names it.
         shape: Global shape; of an opaque tensor its own.
         start: First element, in row-major order; for an opaque tensor, the first of its parameter.
         stop: One past the last.

@@ -318,7 +318,7 @@ def no_sync(model: nn.Module, *, outer_only: bool = False) -> Any:
     and not read: reading it, or `optimizer.step()`, is an EngineError.
 
     Args:
-        model: Sharded.
+        model: A sharded model.
         outer_only: Reduce over the shard axis all the same; only the sum over replicas waits for
             the next backward outside. Holds a shard of gradients in place of whole ones.
     """
