@@ -58,7 +58,7 @@ def test_a_newer_foreign_folder_is_reported_and_nothing_is_written_over_it(
     ):
         with pytest.raises(CheckpointError, match=r"step-00000002.*that this version of fullshard"):
             refused()
-    with pytest.raises(CheckpointError, match=r"step-00000002.*holds something else"):
+    with pytest.raises(CheckpointError, match=r"step-00000002.*contains other files"):
         fs.save(tmp_path, model, step=2)
     fs.save(tmp_path, model, step=3)  # a newer one of ours is taken again
     assert newest_complete(tmp_path).step == 3

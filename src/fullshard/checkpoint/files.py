@@ -208,7 +208,7 @@ class TensorFile:
         if offset + out.nbytes > end:
             raise CheckpointError(
                 f"{self.path}: expected {first_byte + out.nbytes:,} bytes of {name}; its header "
-                f"says {end - begin:,}. Take another checkpoint."
+                f"says {end - begin:,}. Use another checkpoint."
             )
         while out.nbytes:
             count = self.fill(out, offset)

@@ -266,7 +266,7 @@ def _refuse_shared_memory(model: nn.Module) -> None:
     for name, buffer in model.named_buffers():
         if (owner := owner_of(buffer)) is not None:
             raise UnsupportedModelError(
-                f"{name}: expected a buffer of its own memory; it shares that of {owner!r}, which "
+                f"{name}: expected a buffer with its own memory; it shares that of {owner!r}, which "
                 "fs.shard cuts. Register a copy, or compute it in forward."
             )
     for path, module in model.named_modules():
