@@ -266,8 +266,8 @@ def _refuse_shared_memory(model: nn.Module) -> None:
     for name, buffer in model.named_buffers():
         if (owner := owner_of(buffer)) is not None:
             raise UnsupportedModelError(
-                f"{name}: expected a buffer with its own memory; it shares that of {owner!r}, which "
-                "fs.shard cuts. Register a copy, or compute it in forward."
+                f"{name}: expected a buffer with its own memory; it shares that of {owner!r}, "
+                "which fs.shard cuts. Register a copy, or compute it in forward."
             )
     for path, module in model.named_modules():
         found = {} if module._forward_pre_hooks else ModuleTensors([module]).named()
