@@ -71,8 +71,8 @@ for row in plan.rows():
 # `shard_grad_op` keeps gathered units until backward; `no_shard` holds everything and gathers
 # nothing.
 
-# %% Strategies beside each other
-print(f"  {'strategy':<16}{'state, MiB':>12}{'gathered, MiB a step':>24}")
+# %% Strategies compared
+print(f"  {'strategy':<16}{'state, MiB':>12}{'gathered, MiB per step':>24}")
 for strategy in ("full_shard", "shard_grad_op", "no_shard"):
     other = fs.plan(LLAMA, world_size=4, param_dtype="bf16", strategy=strategy)
     gathered = sum(event.num_bytes for event in other.events if event.kind == "gather")

@@ -58,13 +58,13 @@ def test_a_newer_foreign_folder_is_reported_and_nothing_is_written_over_it(
     ):
         with pytest.raises(CheckpointError, match=r"step-00000002.*that this version of fullshard"):
             refused()
-    with pytest.raises(CheckpointError, match=r"step-00000002.*holds something else"):
+    with pytest.raises(CheckpointError, match=r"step-00000002.*contains other files"):
         fs.save(tmp_path, model, step=2)
     fs.save(tmp_path, model, step=3)  # a newer one of ours is taken again
     assert newest_complete(tmp_path).step == 3
     assert fs.load(tmp_path, model)["step"] == 3
     if become is with_files_of_others:
-        assert "it holds model.safetensors, and no index.json" in checkpoints_in(tmp_path)[1].why
+        assert "it contains model.safetensors, but no index.json" in checkpoints_in(tmp_path)[1].why
     done = fullshard("ckpt", "prune", tmp_path, "--keep", "1", code=0)
     assert f"NOT OURS  {newest}" in done.out.replace("\n", "")
     assert not (tmp_path / "step-00000001").exists()
@@ -137,6 +137,6 @@ def test_what_comes_into_the_place_of_a_checkpoint_during_its_save_stays(tmp_pat
     commit.report(place, 0, [])
     place.target.mkdir()
     (place.target / "notes.txt").write_text("theirs")
-    with pytest.raises(CheckpointError, match=r"it holds notes\.txt, and no index\.json"):
+    with pytest.raises(CheckpointError, match=r"it contains notes\.txt, but no index\.json"):
         commit.conclude(place, 1, commit.Documents(None, {}, {}))
     assert content(tmp_path) == {"last/notes.txt": b"theirs"}

@@ -138,7 +138,7 @@ def test_a_copy_of_a_stores_checkpoint_is_read_from_a_folder(memory, tmp_path):
 def test_a_stores_folder_of_something_else_is_not_replaced(memory):
     model, _ = model_and_optimizer()
     fsspec.filesystem("memory").pipe_file(f"{memory}/notes.txt", b"mine")
-    with pytest.raises(CheckpointError, match=r"it holds notes\.txt"):
+    with pytest.raises(CheckpointError, match=r"it contains notes\.txt"):
         fs.save(memory, model)
     assert names_of(memory) == ["notes.txt"]
 

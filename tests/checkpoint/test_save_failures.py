@@ -535,7 +535,7 @@ def test_folders_of_a_user_named_like_those_of_a_store_are_not_touched(tmp_path)
         (tmp_path / "mine" / name).mkdir(parents=True)
         (tmp_path / "mine" / name / "thesis.txt").write_text("x")
     model, optimizer = model_and_optimizer()
-    with pytest.raises(CheckpointError, match="it holds files-2024"):
+    with pytest.raises(CheckpointError, match="it contains files-2024"):
         fs.save(tmp_path / "mine", model, optimizer)
     assert len(list((tmp_path / "mine").rglob("thesis.txt"))) == 2
 

@@ -375,7 +375,7 @@ def test_a_place_that_may_not_be_written_is_an_error_without_a_traceback(number,
         done = outcome.error_outcome(error)
     said = capsys.readouterr().err
     assert done.exit_code == 2
-    assert said.startswith("ConfigError: 'runs/a/report.html': expected a place")
+    assert said.startswith("ConfigError: 'runs/a/report.html': expected a usable path")
     assert os.strerror(number) in said
     assert "Traceback" not in said
 

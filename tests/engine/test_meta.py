@@ -220,7 +220,7 @@ def test_an_expert_that_is_not_in_the_files_is_missed(tmp_path, lost):
 
 
 def test_a_folder_that_is_none_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"weights: expected a folder .* none of these"):
+    with pytest.raises(ConfigError, match=r"weights: expected a folder .* it has neither"):
         fs.shard(on_meta(make, "llama"), weights=tmp_path)
     with pytest.raises(ConfigError, match="no such folder"):
         fs.shard(on_meta(make, "llama"), weights=tmp_path / "nowhere")

@@ -225,7 +225,7 @@ def test_a_model_whose_shard_failed_half_way_is_refused(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "posix_fallocate", fallocate)
     model = Chain(3).requires_grad_(requires_grad=False)
-    with pytest.raises(ConfigError, match=r"No space left on device.*and start anew"):
+    with pytest.raises(ConfigError, match=r"No space left on device.*and start again"):
         fs.shard(model, offload={"parameters": "nvme", "folder": str(tmp_path)})
     assert not list(tmp_path.iterdir())
     with pytest.raises(

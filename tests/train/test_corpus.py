@@ -310,7 +310,7 @@ def test_arrays_that_cannot_be_tokens_of_this_tokenizer_are_refused(tmp_path, to
     np.save(tmp_path / "d.npy", np.zeros((3, 4), np.int32))
     refused(tmp_path / "d.npy", "one axis of integers", tokenizer=tokenizer)
     (tmp_path / "e.bin").write_bytes(b"123")
-    refused(tmp_path / "e.bin", "no whole number of uint16", tokenizer=tokenizer)
+    refused(tmp_path / "e.bin", "not a whole number of uint16", tokenizer=tokenizer)
     megatron(tmp_path / "f.bin", ids.astype(np.uint16), 4)
     refused(tmp_path / "f.bin", "counts 1,600 bytes, the file has 800", tokenizer=tokenizer)
     np.save(tmp_path / "g.npy", np.array([1, -1] * 20, np.int16))

@@ -71,7 +71,7 @@ def test_the_recipe_of_other_tools_trains_adapters_and_goes_on(
     assert "asked" in first.out
     assert "answers" in first.out
     fullshard(*command(files), run, "--max_steps", "6", code=0)
-    assert "1 of 1 parts are prepared" in caplog.text
+    assert "prepared 1 of 1 parts" in caplog.text
     rows = list(read_rows(run / "metrics.jsonl"))
     losses = [row["loss"] for row in rows if "loss" in row]
     assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4, 5, 6]

@@ -172,4 +172,4 @@ def test_without_arguments_a_small_student_learns_from_the_main_job(
 ):
     monkeypatch.chdir(tmp_path)
     done = fullshard("distill", "backend=jax", "--dry-run", code=0)
-    assert "There is no runs/train/model yet: it is trained first." in done.out
+    assert "runs/train/model does not exist yet; it is trained first." in done.out

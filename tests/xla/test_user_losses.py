@@ -277,7 +277,7 @@ def test_mistakes_of_losses_are_named(devices):
         "got .*Tracer",
         "a count that is a dict",
         r"a count of shape \(3,\)",
-        "'loss', which the step's own",
+        "'loss', which the step uses",
         r"^loss_fn: expected a function of \(params, batch\): missing .* 'rng'",
         *["^loss_fn: expected layers.w to be gathered"] * 3,
         "^state: expected the optimizer state of the step's tx",

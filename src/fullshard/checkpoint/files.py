@@ -49,7 +49,7 @@ class Piece:
 
     Attributes:
         key: See [Note: keys].
-        dtype: As safetensors names it.
+        dtype: Dtype, as safetensors names it.
         shape: Global shape; of an opaque tensor its own.
         start: First element, in row-major order; for an opaque tensor, the first of its parameter.
         stop: One past the last.
@@ -208,7 +208,7 @@ class TensorFile:
         if offset + out.nbytes > end:
             raise CheckpointError(
                 f"{self.path}: expected {first_byte + out.nbytes:,} bytes of {name}; its header "
-                f"says {end - begin:,}. Take another checkpoint."
+                f"says {end - begin:,}. Use another checkpoint."
             )
         while out.nbytes:
             count = self.fill(out, offset)

@@ -118,7 +118,7 @@ class StoredTensor:
     """One tensor of a checkpoint.
 
     Attributes:
-        dtype: As safetensors names it.
+        dtype: Dtype, as safetensors names it.
         shape: Global shape; for an opaque tensor, the shape of each slice.
         slices: Slices in the order of their elements; for an opaque tensor, of their ranks.
     """

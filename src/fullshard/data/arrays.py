@@ -194,7 +194,7 @@ def _bin(file: Path, dtype: str | None) -> tuple[TokenFile, str]:
             raise ValueError(f"its header counts {count:,} tokens, which {size:,} bytes are not")
     found = np.dtype(dtype or "uint16")
     if (size - offset) % found.itemsize:
-        raise ValueError(f"{size - offset:,} bytes are no whole number of {found}")
+        raise ValueError(f"{size - offset:,} bytes are not a whole number of {found}")
     count = (size - offset) // found.itemsize
     tokens = TokenFile(str(file.absolute()), found.name, offset, count)
     some = tokens.mapped()[: 1 << 16]

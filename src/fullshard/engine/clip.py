@@ -27,7 +27,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     parameter are scaled equally. This needs a collective.
 
     Args:
-        model: Sharded.
+        model: A sharded model.
         max_norm: Largest norm allowed.
         norm_type: p of the p-norm; `inf` for the largest absolute value.
 

@@ -162,7 +162,7 @@ class Disk:
 
         Args:
             numel: Number of elements.
-            dtype: Their dtype.
+            dtype: Dtype of the elements.
             kind: Kind of the state.
 
         Raises:
@@ -214,7 +214,7 @@ class Disk:
         """Call `change` with pieces of a flat tensor on disk, which it writes, and of others.
 
         Args:
-            tensor: On disk.
+            tensor: Tensor on disk.
             change: Writes its first argument in place.
             others: Tensors of the same size.
             reads: Whether it uses the old values.
@@ -306,7 +306,7 @@ def _moved(call: Callable[..., int], place: Extent, piece: memoryview, at: int) 
     """Number of bytes of a file that a call has read or written.
 
     Raises:
-        EngineError: It moved none.
+        EngineError: The call read or wrote no bytes.
     """
     try:
         if done := call(place.descriptor, [piece], at):

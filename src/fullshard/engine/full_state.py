@@ -40,7 +40,7 @@ def full_state_dict(
     with `rank0_only` exists only on rank 0.
 
     Args:
-        model: Sharded.
+        model: A sharded model.
         dtype: Dtype of floating point tensors, or its name; None keeps the master dtype.
         rank0_only: Other ranks get {}.
 
@@ -105,7 +105,7 @@ def full_optimizer_state_dict(
     """The `state_dict()` that the optimizer would have in one process, on the CPU. A collective.
 
     Args:
-        model: Sharded.
+        model: A sharded model.
         optimizer: Elementwise optimizer of its parameters.
         rank0_only: Return {} on all other ranks.
     """
@@ -144,10 +144,10 @@ def load_full_state(
     """Load the state dicts of a model and an optimizer from one process. A collective.
 
     Args:
-        model: Sharded.
+        model: A sharded model.
         state: Whole tensors by name; a tied one may be left out.
         optimizer: Optimizer of its parameters, with the groups of the saved one.
-        optimizer_state: Its whole state.
+        optimizer_state: Whole state dict of the optimizer.
         from_rank0: Rank 0's states are broadcast tensor by tensor; other ranks may give {}.
 
     Raises:

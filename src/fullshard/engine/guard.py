@@ -145,7 +145,7 @@ def norm_order(order: Any) -> float:
     if not value > 0.0:
         raise ShardedTensorError(
             f"norm of gradients: expected an order above 0, or inf; got {order!r}. Use "
-            "p.grad.full_tensor() for any other function of the whole."
+            "p.grad.full_tensor() for other norms."
         )
     return value
 

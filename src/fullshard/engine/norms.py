@@ -163,7 +163,7 @@ class GradientNorms:
 
         Args:
             gradient: The function's argument.
-            name: The function.
+            name: Name of the function.
             others: Further arguments of the function.
         """
         squares = self._known()
@@ -384,7 +384,7 @@ class GradientNorms:
         Args:
             tensors: Plain local parts of all trained parameters' gradients.
             records: Records of their shards.
-            units: All units.
+            units: All units of the model.
         """
         groups = [group for unit in units for group in unit.trained_groups]
         disk = groups[0].reduced.disk

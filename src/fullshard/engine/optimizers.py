@@ -293,7 +293,7 @@ def probe(kind: type[Optimizer], settings: dict[str, Any], like: torch.Tensor) -
     """Step on a tensor and on its halves; returns the states that have its elements.
 
     Args:
-        kind: The class.
+        kind: Class of the optimizer.
         settings: Settings of one parameter group.
         like: A tensor with the parameters' device and dtype: some optimizers step on certain
             devices or dtypes only.

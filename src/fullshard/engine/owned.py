@@ -133,7 +133,7 @@ class OwnedOptimizer(Optimizer):
     it on any number of ranks. See [Note: owners].
 
     Args:
-        model: Sharded.
+        model: A sharded model.
         factory: Creates the optimizer for groups of full parameters.
         groups: Groups of the model's parameters.
         beside: An optimizer that steps the shards of other parameters.
@@ -372,7 +372,7 @@ def owned(
     over any number of ranks. A collective: all ranks call it, and step together.
 
     Args:
-        model: Sharded.
+        model: A sharded model.
         factory: Makes the optimizer of parameter groups, as `partial(torch.optim.Muon, lr=0.02)`.
         params: Parameters of the model or groups of them; None: all that are trained and not in
             `beside`.

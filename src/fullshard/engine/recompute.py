@@ -85,7 +85,7 @@ def _without_cache(value: Any) -> Any:
     """None in place of a cache without keys. See [Note: caches of keys and values].
 
     Raises:
-        EngineError: It has some.
+        EngineError: The cache has keys.
     """
     if not hasattr(value, "get_seq_length"):
         return value

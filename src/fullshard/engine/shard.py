@@ -265,8 +265,8 @@ def _refuse_shared_memory(model: nn.Module) -> None:
     for name, buffer in model.named_buffers():
         if (owner := owner_of(buffer)) is not None:
             raise UnsupportedModelError(
-                f"{name}: expected a buffer of its own memory; it shares that of {owner!r}, which "
-                "fs.shard cuts. Register a copy, or compute it in forward."
+                f"{name}: expected a buffer with its own memory; it shares that of {owner!r}, "
+                "which fs.shard cuts. Register a copy, or compute it in forward."
             )
     for path, module in model.named_modules():
         found = {} if module._forward_pre_hooks else ModuleTensors([module]).named()
@@ -317,7 +317,7 @@ def no_sync(model: nn.Module, *, outer_only: bool = False) -> Any:
     and not read: reading it, or `optimizer.step()`, is an EngineError.
 
     Args:
-        model: Sharded.
+        model: A sharded model.
         outer_only: Reduce over the shard axis all the same; only the sum over replicas waits for
             the next backward outside. Holds a shard of gradients in place of whole ones.
     """

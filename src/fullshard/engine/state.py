@@ -126,7 +126,7 @@ def unsharded(
     Parameters sharded over other axes are the DTensors from before `fs.shard`.
 
     Args:
-        model: Sharded.
+        model: A sharded model.
         writeback: Whether to keep modifications; each rank keeps its own part.
         units: Units to gather; those that are whole already do not change. None: all.
         with_grads: Whether gradients are whole too; only without other axes.
@@ -393,7 +393,7 @@ def restore_optimizer(model: nn.Module, optimizer: Optimizer, saved: OptimizerSt
     """Restore an optimizer's saved states and settings.
 
     Args:
-        model: Sharded.
+        model: A sharded model.
         optimizer: Optimizer of the model, with the saved groups of parameters.
         saved: The saved state, with `local` of `tensors` filled for this rank.
 
@@ -470,9 +470,9 @@ def _sort_in(
 
     Args:
         found: The optimizer's saved state.
-        of: The parameter.
+        of: Parameter of the state.
         names: Names of the parameter and the state.
-        value: The state.
+        value: Value of the state.
         whole: Whether it is a whole state of an owner.
     """
     name, key = names

@@ -452,7 +452,7 @@ def trace_order(model: nn.Module, plan: Plan, sample: Any) -> Plan:
     """Returns the plan in the order in which forward enters its units on a sample.
 
     Args:
-        model: Not yet sharded.
+        model: A model that is not sharded yet.
         plan: A plan in registration order.
         sample: Arguments of forward: a mapping of keywords, a sequence, or one value.
 

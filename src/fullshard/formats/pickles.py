@@ -122,7 +122,7 @@ def read_pickle(file: Path | io.BytesIO, origin: str) -> Any:
         if not begins.startswith((_ZIP, b"\x80")):  # a pickle's first opcode
             raise CheckpointError(
                 f"{origin}: expected a file of torch.save, got one that begins with {begins!r}. "
-                "Name a checkpoint's folder, or a file of torch.save."
+                "Pass a checkpoint's folder, or a file of torch.save."
             )
         if begins == _ZIP:
             _check_sums(file, origin)

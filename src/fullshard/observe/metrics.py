@@ -52,15 +52,15 @@ class StepRow:
         grad_norm: Norm of the global gradient, before clipping; None where it was not finite (fp16
             overflowed, or max_skipped_steps allows it) and the step was skipped.
         learning_rate: Learning rate of this update.
-        tokens_per_s: Input tokens of all ranks a second.
-        samples_per_s: Sequences of all ranks a second.
+        tokens_per_s: Input tokens of all ranks per second.
+        samples_per_s: Sequences of all ranks per second.
         step_time_s: Step time of the slowest rank.
         data_s: Getting batches (those of the next step), mean over ranks. On a GPU or XLA, the
             device may compute meanwhile.
         compute_s: The rest of the step.
-        comm_s: Issuing and awaiting collectives, mean over ranks.
-        memory_bytes: In use at the end of the step, on the rank that uses most.
-        memory_peak_bytes: Most so far, on the rank that used most.
+        comm_s: Time to issue and wait for collectives, mean over ranks.
+        memory_bytes: Memory in use at the end of the step, on the rank that uses the most.
+        memory_peak_bytes: Peak memory so far, on the rank that used the most.
         mfu: Model FLOPs utilization, as a share of the devices' bf16 peaks; None where the device
             is not known.
     """

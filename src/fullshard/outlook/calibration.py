@@ -191,7 +191,7 @@ def to_json(calibration: Calibration, about: Mapping[str, object]) -> str:
     """Returns the text of a calibration file, one table per line.
 
     Args:
-        calibration: The calibration.
+        calibration: Calibration to write.
         about: Further members for readers: versions, the command.
     """
     ranks = {

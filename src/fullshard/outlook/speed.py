@@ -251,8 +251,8 @@ def _parts(run: Workload) -> list[tuple[float, int, int, int]]:
 def _tensor_traffic(run: Workload, k: Constants) -> float:
     """Seconds in which ranks exchange activations; they are exposed.
 
-    Ranks of a tensor axis sum the outputs of two layers a block. Ranks that divide the experts send
-    each token to its experts and back, and gather what a tensor axis has divided.
+    Ranks of a tensor axis sum the outputs of two layers per block. Ranks that divide the experts
+    send each token to its experts and back, and gather what a tensor axis has divided.
     """
     mesh, model = run.mesh, run.model
     tokens = run.tokens_per_micro_batch / mesh.context

@@ -273,8 +273,8 @@ def resolve_mesh(
     """Returns the mesh with the configured sizes, or with sizes from strategy and topology.
 
     Args:
-        row: The strategy.
-        topology: The ranks.
+        row: Row of the strategy.
+        topology: Ranks of the run.
         replicate: Configured size of the axis; None: it follows.
         shard: Configured size of the axis; None: it follows.
         what: The number that the sizes multiply to, in words.

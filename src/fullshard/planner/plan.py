@@ -162,7 +162,7 @@ class Plan(PlanDocument):
             return decode_plan(cls, json.loads(text))
         except (TypeError, ValueError) as error:
             raise ConfigError(
-                f"plan: expected what Plan.to_json wrote, got {error!r}. Plan again."
+                f"plan: expected the output of Plan.to_json, got {error!r}. Plan again."
             ) from error
 
     def reordered(

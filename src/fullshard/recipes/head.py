@@ -103,7 +103,7 @@ class Head:
 
         Args:
             model: The model of this head.
-            tokens: The micro-batch.
+            tokens: Tokens of the micro-batch.
             loss: Loss of one chunk's logits.
             chunk_size: Rows per chunk.
             hidden_loss: Loss of the predicting rows of hidden states, to be added.

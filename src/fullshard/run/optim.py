@@ -216,8 +216,8 @@ def apply_scaled(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer,
     scaler.update()
     if (factor := scaler.get_scale()) < SMALLEST:
         raise DivergedError(
-            f"gradients of step {step}: expected finite numbers at some loss scale; got none down "
-            f"to {factor:g}. Lower training.learning_rate, or use sharding.param_dtype: bf16."
+            f"gradients of step {step}: expected finite numbers at some loss scale; got infinities "
+            f"down to {factor:g}. Lower training.learning_rate, or use sharding.param_dtype: bf16."
         )
 
 

@@ -240,7 +240,7 @@ class XlaPlan:
 
     @cached_property
     def joined(self) -> list[int]:
-        """Trained arrays whose gradients are summed once a step, in the loss's collective."""
+        """Trained arrays whose gradients are summed once per step, in the loss's collective."""
         arrays = enumerate(self.trained_arrays)
         return [at for at, a in arrays if a.cut.dim is None and not a.block and a.numel < SMALL]
 

@@ -601,7 +601,7 @@ def _checked(found: Any, variables: Any, *, new: bool) -> Sums:
     if not isinstance(metrics, Mapping | None):
         raise _wrong(f"metrics that are a {type(metrics).__name__}")
     if taken := [name for name in RESERVED if name in (metrics or ())]:
-        raise _wrong(f"metrics with the name {taken[0]!r}, which the step's own have")
+        raise _wrong(f"metrics with the name {taken[0]!r}, which the step uses")
     total = jnp.asarray(total)
     if not jnp.issubdtype(total.dtype, jnp.floating):
         raise _wrong(f"a total of {total.dtype}")

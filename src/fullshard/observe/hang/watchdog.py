@@ -378,7 +378,7 @@ def start(
     """Starts the watchdog of a launched rank, or returns the running one; None without a store.
 
     Args:
-        launch: The rank.
+        launch: Launch environment of the rank.
         timeout_s: A rank that waits longer is stuck; None: the launch's value, or ten minutes.
         log_dir: Folder of the report; None: that of the launch, or the working directory.
         **files: Further files of the watchdog.
@@ -395,8 +395,8 @@ def phase(name: str, step: int = 0, *, limited: bool = True) -> None:
     """Set the current activity of this process: "" for the user's code.
 
     Args:
-        name: In words.
-        step: Counted from 1.
+        name: Description of the activity.
+        step: Step, counted from 1.
         limited: Whether the timeout applies; never to the user's code.
     """
     if _current:

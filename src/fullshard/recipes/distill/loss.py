@@ -163,8 +163,8 @@ def check_facts(folder: Path, facts: DatasetFacts) -> None:
     """Raises DataError if a cache was made from other data than the run's, or is damaged.
 
     Args:
-        folder: The cache.
-        facts: Those of the run's data.
+        folder: Folder of the cache.
+        facts: Facts of the run's data.
     """
     arrays = TopK.load(folder)
     with _readable(folder):
@@ -244,7 +244,7 @@ def top_k_divergence(
         student: (num_tokens, vocabulary) logits of the student.
         values: (num_tokens, k) logits of the teacher.
         ids: (num_tokens, k) token ids of these logits.
-        settings: Temperature.
+        settings: Settings with the temperature.
     """
     q = log_probabilities(student, settings.temperature).gather(1, ids)
     p = log_probabilities(values, settings.temperature).to(q.dtype)

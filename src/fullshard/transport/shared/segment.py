@@ -160,7 +160,7 @@ def share_segment(
             together(_send, listener, descriptor, len(addresses) - 1)
         needed = len(addresses) * sum(length for _, length in own)
         segment = together(_map, descriptor, num_bytes, needed)
-    together(lambda: [segment.populate(*pages) for pages in own])  # after all saw what is left
+    together(lambda: [segment.populate(*pages) for pages in own])  # after all read the free memory
     return segment
 
 
