@@ -256,8 +256,8 @@ def check_same(resolved: Resolved, output_dir: Path, checkpoints: Path) -> None:
     folder = RunFolder(output_dir)
     source: Path | File = folder.config
     if not folder.config.is_file():
-        is_own = checkpoints == folder.checkpoints and saved.manifest is not None
-        if not is_own or folder.config.name not in saved.manifest.files:
+        files = saved.manifest.files if saved.manifest is not None else {}
+        if checkpoints != folder.checkpoints or folder.config.name not in files:
             return  # the run was killed before it was prepared
         copy = saved.files / folder.config.name
         with untrusted(copy, "the configuration of the run that resumes", advice=_ANEW):

@@ -50,7 +50,8 @@ def join(rank: int, world_size: int, publish: Callable[[], str], *, wide: bool =
         # is awaited before the next starts.
         jax.config.update("jax_cpu_enable_async_dispatch", False)
         jax.distributed.initialize(publish(), world_size, rank)
-    expected, asked = "a platform with a device that jax can use here", jax.config.jax_platforms
+    expected = "a platform with a device that jax can use here"
+    asked = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
     key = "JAX_PLATFORMS" if asked else "backend"
     advice = "Unset it, or set another." if asked else "Use backend: torch, or mend jax."
     with untrusted(key, expected, ConfigError, advice):
