@@ -330,7 +330,7 @@ def test_gpus_that_are_not_there_issue_the_plans_collectives_and_bf16_halves_gat
         ),
         (
             ("backend=jax", "--exact", "--topology", "8xT4"),
-            "--topology: expected one of A100, B200, H100, H200, L4, L40S, which XLA can compile",
+            "--topology: expected one of A100, B200, H100, H200, L4, L40S, for which XLA can",
         ),
         (
             ("backend=jax", "--exact", "--topology", "v5p"),

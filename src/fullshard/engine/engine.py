@@ -40,9 +40,10 @@ from fullshard.engine._torch_compat import (
 )
 from fullshard.engine.attributes import ModuleTensors, own_modules, tensors_in
 from fullshard.engine.gradients import Gradients, follow_freezing
+from fullshard.engine.guard import refuse_gradients
 from fullshard.engine.model_spec import places_of
 from fullshard.engine.norms import Count, GradientNorms, from_host
-from fullshard.engine.parameter import ShardedParameter, refuse_gradients
+from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.placing import Masters, Rings, cut_group
 from fullshard.engine.precision import cast_tensors
 from fullshard.engine.recompute import convert_reentrant

@@ -16,8 +16,10 @@ from enum import Enum, auto
 from typing import Any
 
 import torch
+from torch import nn
 
-from fullshard.errors import NotElementwiseError, ShardedTensorError
+from fullshard.engine._torch_compat import no_guard
+from fullshard.errors import EngineError, NotElementwiseError, ShardedTensorError
 
 
 class Rule(Enum):
@@ -210,3 +212,37 @@ def misfit(name: str, like: Any, got: str) -> ShardedTensorError:
         f"own shape {tuple(like.shape)} or numbers; got others: {got}. "
         "Slice them as fs.sharding(p) says, or use p.full_tensor()."
     )
+
+
+def other_range(name: str, one: Any, other: Any) -> ShardedTensorError:
+    """The error of a function of two shards whose elements do not correspond, by their records."""
+    return ShardedTensorError(
+        f"{name}: expected shards of the same range; got {one.describe()}, and "
+        f"{other.describe()}, whose elements do not correspond. Use p.full_tensor() of "
+        "both. For a copy of the model (EMA, a teacher), shard both alike (freeze parameters "
+        "after fs.shard), or copy by load_state_dict, which reshards. Shard twins in one "
+        "model (a momentum encoder) separately: fs.shard(model.key)."
+    )
+
+
+def refuse_gradients(param: nn.Parameter) -> None:
+    """Refuse gradients of the object itself, which ranks would not sum: forward sees another one.
+
+    A custom function (`torch.autograd.Function`) reads it without the guard.
+    """
+    if param.requires_grad and not param._backward_hooks:
+        with no_guard():
+            torch.Tensor.register_hook(param, _refuse_gradient)
+
+
+def _refuse_gradient(grad: torch.Tensor | None) -> None:
+    if grad is not None:
+        raise EngineError(
+            "backward to a parameter outside of its unit's forward: expected none, because its "
+            "gradient would not be reduced over ranks. Put a function and the weight that it "
+            "reads into one unit (wrap), train outside of fs.unsharded, and add a penalty's "
+            "gradient after backward."
+        )
+
+
+_refuse_gradient.__torch_unserializable__ = True  # type: ignore[attr-defined] no warning

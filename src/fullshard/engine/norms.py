@@ -150,10 +150,21 @@ class GradientNorms:
         source = gradient.alias_of
         return id(gradient if source is None else source) in self._shown
 
-    def note_edit(self, gradient: Any) -> None:
-        """Note that this rank wrote into a gradient, unless it is a copy or a state."""
+    def note_write(self, gradient: Any, *, counts: bool) -> None:
+        """Note that this rank wrote into a gradient.
+
+        Args:
+            gradient: The gradient, a copy of one or a state of its class.
+            counts: Whether ranks compare that they wrote, where it is neither copy nor state.
+        """
+        for one in (gradient, gradient.alias_of):
+            if one is not None:
+                one.known = None
+        if self.knows(gradient):
+            self.mark_changed()
         record = gradient.record
-        if record.cut is None and id(record) not in (edited := self.edited[record.copies]):
+        edited = self.edited[record.copies]
+        if counts and record.cut is None and id(record) not in edited:
             with no_guard():
                 if gradient.untyped_storage().data_ptr() in self._places:
                     edited[id(record)] = record.holders

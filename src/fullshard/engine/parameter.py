@@ -25,7 +25,16 @@ import torch
 from torch import nn
 
 from fullshard.engine._torch_compat import call_outside_compile, no_guard, storage_use_count
-from fullshard.engine.guard import ALIASES, Rule, misfit, norm_order, refusal, rule_of, written_by
+from fullshard.engine.guard import (
+    ALIASES,
+    Rule,
+    misfit,
+    norm_order,
+    other_range,
+    refusal,
+    rule_of,
+    written_by,
+)
 from fullshard.engine.norms import (
     TOLD_BY_SQUARES,
     Count,
@@ -255,29 +264,6 @@ class PlacedParameter(Guarded, torch.Tensor):
     register_post_accumulate_grad_hook = ShardedParameter.register_post_accumulate_grad_hook
 
 
-def refuse_gradients(param: nn.Parameter) -> None:
-    """Refuse gradients of the object itself, which ranks would not sum: forward sees another one.
-
-    A custom function (`torch.autograd.Function`) reads it without the guard.
-    """
-    if param.requires_grad and not param._backward_hooks:
-        with no_guard():
-            torch.Tensor.register_hook(param, _refuse_gradient)
-
-
-def _refuse_gradient(grad: torch.Tensor | None) -> None:
-    if grad is not None:
-        raise EngineError(
-            "backward to a parameter outside of its unit's forward: expected none, because its "
-            "gradient would not be reduced over ranks. Put a function and the weight that it "
-            "reads into one unit (wrap), train outside of fs.unsharded, and add a penalty's "
-            "gradient after backward."
-        )
-
-
-_refuse_gradient.__torch_unserializable__ = True  # type: ignore[attr-defined] no warning
-
-
 def _find_shard(values: Any) -> Any:
     return next(_shards(values), None)
 
@@ -422,7 +408,7 @@ def _note_writes(written: Sequence[Any], *, counts: bool = True) -> None:
         if isinstance(shard, _LISTS):
             _note_writes(shard, counts=counts)
         elif isinstance(shard, ShardedGradient):
-            _note_gradient(shard, counts=counts)
+            shard.record.norms.note_write(shard, counts=counts)
         elif any(
             isinstance(x, ShardedParameter) for x in (shard, getattr(shard, "alias_of", None))
         ):
@@ -432,17 +418,6 @@ def _note_writes(written: Sequence[Any], *, counts: bool = True) -> None:
             if model not in notified:
                 notified[model] = record.before_write()
             record.last_write = notified[model] if counts else record.last_write
-
-
-def _note_gradient(gradient: ShardedGradient, *, counts: bool) -> None:
-    gradient.known = None
-    if gradient.alias_of is not None:
-        gradient.alias_of.known = None
-    norms = gradient.record.norms
-    if norms.knows(gradient):
-        norms.mark_changed()
-    if counts:
-        norms.note_edit(gradient)
 
 
 def _copy(func: Any, name: str, like: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -590,13 +565,7 @@ def _refuse_other_range(name: str, one: Any, other: Any) -> None:
         if isinstance(shard, PendingGradient):  # with its own record
             raise shard.refusal(name)
     if not one.record.is_cut_like(other.record):
-        raise ShardedTensorError(
-            f"{name}: expected shards of the same range; got {one.record.describe()}, and "
-            f"{other.record.describe()}, whose elements do not correspond. Use p.full_tensor() of "
-            "both. For a copy of the model (EMA, a teacher), shard both alike (freeze parameters "
-            "after fs.shard), or copy by load_state_dict, which reshards. Shard twins in one "
-            "model (a momentum encoder) separately: fs.shard(model.key)."
-        )
+        raise other_range(name, one.record, other.record)
 
 
 def _has_misfit(operands: Sequence[Any]) -> bool:
