@@ -81,7 +81,7 @@ def test_a_place_that_cannot_be_used_is_one_error_under_another_launcher(tmp_pat
     ]
     done = forked.run(command, timeout=100, env=os.environ | ranks | place, capture_output=True)
     assert (done.returncode, b"Traceback" in done.stderr) == (2, False), done.stderr
-    assert b"expected a place that can be used, got 'Is a directory'" in done.stderr
+    assert b"expected a usable path, got 'Is a directory'" in done.stderr
 
 
 def test_a_signal_before_the_checks_ends_the_command_with_its_code(
