@@ -155,7 +155,9 @@ def test_a_torch_model_takes_a_tree_that_orbax_wrote(ranks, devices, tmp_path, c
             assert state.keys() == wanted.keys()
             assert all((state[name] == wanted[name]).all() for name in wanted)
         assert said[0].startswith("checkpoint '/plain': expected the states of AdamW")
-        assert said[1].startswith("checkpoint '/other': expected scale of shape (); the checkpoint has no")
+        assert said[1].startswith(
+            "checkpoint '/other': expected scale of shape (); the checkpoint has no"
+        )
         assert said[2].startswith("model/head.weight: expected a dtype among torch.float64")
         assert "got torch.int4" in said[2] or "got int4" in said[2]
 
