@@ -163,8 +163,9 @@ class GradientNorms:
         if self.knows(gradient):
             self.mark_changed()
         record = gradient.record
-        edited = self.edited[record.copies]
-        if counts and record.cut is None and id(record) not in edited:
+        if not counts or record.cut is not None:
+            return
+        if id(record) not in (edited := self.edited[record.copies]):
             with no_guard():
                 if gradient.untyped_storage().data_ptr() in self._places:
                     edited[id(record)] = record.holders
