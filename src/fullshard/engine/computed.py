@@ -45,6 +45,7 @@ from fullshard.planner.layout import FlatLayout, Slice
 from fullshard.transport.base import Transport
 
 TRAINED: Any = torch.Tensor.requires_grad
+DATA: Any = torch.Tensor.data
 SENT_BYTES = 8 << 20  # size of the message buffer that gathers a parameter
 
 
@@ -56,7 +57,6 @@ class Computed(nn.Parameter):
     """
 
     __slots__ = ("member",)
-    data = property(torch.Tensor.detach, torch.Tensor.data.__set__)  # type: ignore[assignment]
 
     def shard(self) -> Any:
         """The shard; None of a copy, or if the model was deleted."""
@@ -77,6 +77,12 @@ class Computed(nn.Parameter):
         else:
             shard.grad = value
 
+    def _write_data(self, value: torch.Tensor) -> None:
+        DATA.__set__(self, value)
+        member = getattr(self, "member", lambda: None)()
+        if member is not None:
+            member.group.unit.has_replaced = True
+
     def _write_trained(self, value: Any) -> None:
         shard = self.shard()
         if shard is not None and shard.requires_grad is not value:
@@ -89,6 +95,7 @@ class Computed(nn.Parameter):
         self._write_trained(requires_grad)
         return self
 
+    data = property(torch.Tensor.detach, _write_data)  # type: ignore[assignment]
     requires_grad = property(TRAINED.__get__, _write_trained)  # type: ignore[assignment]
     grad = property(_read_grad, _write_grad, lambda self: self._write_grad(None))  # type: ignore[assignment]
 

@@ -671,3 +671,4 @@ def follow_freezing(group: Group) -> None:
                 )
             torch.Tensor.requires_grad_(member.compute, wanted)
             member.param.record.norms.counts[Count.FREEZINGS] += 1
+    group.trained = [member.param.requires_grad for member in group.members]

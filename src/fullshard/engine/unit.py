@@ -93,9 +93,9 @@ class Member:
         if self.cut is not None:
             compute = self.cut.show(view.new_empty(1).expand(view.shape))
         self.compute = Computed(compute, requires_grad=trainable)
+        self.tensors()[-1].data = view
         if isinstance(self.compute, Computed):  # no DTensor
             self.compute.member = weakref.ref(self)
-        self.tensors()[-1].data = view
         if trainable:
             self.node = get_gradient_edge(self.compute).node
             self.node.register_hook(_gradient_hook(self))  # also called without a gradient
@@ -158,6 +158,7 @@ class Group:
         collected: (numel,): unreduced gradients; during a reduction, in the reduce dtype.
         addresses: Where each shard was placed; see `address_of`.
         views: `p.grad` of each parameter, views of the reduced gradients.
+        trained: `requires_grad` of each shard that its compute parameter has, too.
     """
 
     plan: GroupPlan
@@ -176,10 +177,15 @@ class Group:
     collected: torch.Tensor | None = None
     addresses: list[int] = field(default_factory=list)
     views: list[ShardedGradient] = field(default_factory=list)
+    trained: list[bool] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._shards = [member.param for member in self.members]
+        self._has_cuts = any(member.cut is not None for member in self.members)
 
     def is_in_place(self) -> bool:
         """Whether all shards are in place and trained as when sharded. Outside the guard."""
-        dtype, shards = self.master.dtype, [member.param for member in self.members]
+        dtype, shards = self.master.dtype, self._shards
         return (
             [x.data_ptr() or x.untyped_storage().data_ptr() for x in shards] == self.addresses
             and [shard.dtype for shard in shards] == [dtype] * len(shards)
@@ -188,9 +194,10 @@ class Group:
 
     def is_trained_as_before(self) -> bool:
         """Whether `requires_grad` of all shards is as in the last forward. Outside the guard."""
-        members = self.members
-        trained = [member.param.requires_grad for member in members]
-        return trained == [member.compute.requires_grad for member in members]
+        trained = [shard.requires_grad for shard in self._shards]
+        if self._has_cuts and trained != [member.compute.requires_grad for member in self.members]:
+            return False  # a forward may freeze the DTensor alone
+        return trained == self.trained
 
     def bind(self, rings: Rings, part: int) -> None:
         """Point the compute parameters and gradients at the group's slots."""
@@ -211,6 +218,7 @@ class Group:
             member.target = None if self.grad_slot is None else member.view(self.grad_slot)
             compute = partial(_current, weakref.ref(member)) if is_whole else None
             member.param.record.compute = compute
+        self.trained = []  # to be compared anew
 
     def load(self) -> Future[None] | None:
         """Copy the master to this rank's part of the slot.
@@ -405,8 +413,9 @@ class Unit:
         self.swaps: list[Swap] = []
         self.memory: set[int] = set()
         self.places: list[tuple[dict[str, Any], str, Any, Any]] = []
+        self._has_cuts = False  # whether compute parameters are DTensors
         self._bound: list[tuple[Member, torch.Tensor, int]] = []  # views of slots, and where
-        self._addresses: list[int] = []  # of these
+        self.has_replaced = False  # whether data of its compute parameters was set
         self._spans: list[tuple[int, int]] = []  # addresses that this rank shares with others
         self.keeps = False  # whether somebody kept views
         self.own: set[int] = set()  # ids of its plain views of slots
@@ -469,10 +478,11 @@ class Unit:
 
     def shares_memory(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is a view of weights whose memory will be reused."""
-        if issubclass(type(tensor), (Guarded, Released)):  # isinstance would call Python code
+        kind = type(tensor)
+        if issubclass(kind, (Guarded, Released)):  # isinstance would call Python code
             return False  # another unit's, or one kept in a list
         try:
-            at = plain(tensor).data_ptr()
+            at = (tensor if kind is torch.Tensor else plain(tensor)).data_ptr()
         except RuntimeError:  # wrappers of torch.func have no memory
             return False
         for start, stop in self._spans:  # noqa: SIM110  in the hot path
@@ -528,7 +538,7 @@ class Unit:
         """
         with no_guard():  # twice as fast
             written = self.versions.unexpected()
-            if not written and [view.data_ptr() for _, view, _ in self._bound] == self._addresses:
+            if not (written or self.has_replaced or self._has_cuts):
                 return
         for member, view, address in self._bound:
             if view.data_ptr() != address or any(id(t) in written for t in member.tensors()):
@@ -540,6 +550,7 @@ class Unit:
                     "a KeyboardInterrupt left a forward; for another dtype name its module in "
                     "fp32_modules, or leave param_dtype out."
                 )
+        self.has_replaced = False
 
     def swap_out(self) -> None:
         """Show the user's parameters in the modules again, once calls are balanced."""
@@ -575,8 +586,8 @@ class Unit:
         ]
         for member in self.members:
             vars(member.param).update(vars(member.compute))  # marks a DTensor as a parameter
+        self._has_cuts = any(member.cut is not None for member in self.members)
         self._bound = [(m, m.tensors()[-1], m.tensors()[-1].data_ptr()) for m in self.members]
-        self._addresses = [address for _, _, address in self._bound]
         slots, own = ([m for m in self.members if m.group.gathers is yes] for yes in (True, False))
         pairs = [
             [(m.param, tensor) for m in many for tensor in m.tensors()] for many in (slots, own)
