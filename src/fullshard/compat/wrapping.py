@@ -482,8 +482,9 @@ def _early_gather(
 def put_back_shards(engine: Engine) -> None:
     """Copies moved shards back: `p.data = ...`, a shard or a whole tensor. No collective.
 
-    A rank with all elements of a parameter cannot tell the two apart. Tensors that shared memory with a shard before it was moved (`old = p.data`) keep their values;
-    those that share it now (the value assigned) share the place that it is copied to.
+    A rank with all elements of a parameter cannot tell the two apart. Tensors that shared memory
+    with a shard before it was moved (`old = p.data`) keep their values; those that share it now
+    (the value assigned) share the place that it is copied to.
     """
     moved: list[tuple[Group, Member, torch.Tensor]] = []
     with no_guard():
