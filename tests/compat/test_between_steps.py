@@ -253,3 +253,29 @@ def test_ranks_whose_elements_stay_take_part_when_others_are_cut_anew():
             torch.optim.SGD(net.parameters(), 0.1, momentum=0.9).step()
         for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
             torch.testing.assert_close(ours.full_tensor(), theirs.detach())
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("wrap", [fully_shard, FSDP])
+def test_whole_data_may_be_assigned_where_one_rank_has_all_elements(wrap):
+    """Also before the first forward, and where ranges change in the same step."""
+    for first in (0, 1):
+        reference, model = layers(), layers()
+        for net in (reference, model):
+            net[0].bias.requires_grad_(False)
+        for at in range(3):
+            model[at] = wrap(model[at])
+        nets = reference, wrap(model)
+        for net in nets:
+            optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
+            for step in range(4):
+                if step == 2:
+                    net.requires_grad_(True)
+                if step >= first:
+                    for other, param in zip(reference.parameters(), net.parameters(), strict=True):
+                        param.data = torch.arange(float(other.numel())).view(other.shape) / 30
+                net(torch.ones(2, 5)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(ours.full_tensor(), theirs.detach())

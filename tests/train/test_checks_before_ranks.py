@@ -46,6 +46,11 @@ CASES = {
         2,
         "training.output_dir: expected a folder outside of data.path, because the next start",
     ),
+    "among files of a pattern": (
+        ["data.path=texts/**/*.txt", "training.output_dir=texts/runs/a"],
+        2,
+        "training.output_dir: expected a folder outside of data.path, because the next start",
+    ),
 }
 
 

@@ -480,20 +480,22 @@ def _early_gather(
 
 
 def put_back_shards(engine: Engine) -> None:
-    """Copies moved shards (`p.data = ...` of the shard's size) back. No collective.
+    """Copies moved shards back: `p.data = ...`, a shard or a whole tensor. No collective.
 
-    Tensors that shared memory with a shard before it was moved (`old = p.data`) keep their values;
-    those that share it now (the value assigned) share the place that it is copied to.
+    A rank with all elements of a parameter cannot tell the two apart. Tensors that shared memory
+    with a shard before it was moved (`old = p.data`) keep their values; those that share it now
+    (the value assigned) share the place that it is copied to.
     """
     moved: list[tuple[Group, Member, torch.Tensor]] = []
     with no_guard():
         for group in engine.groups:
             for member in [] if group.is_in_place() else group.members:
                 param, home = member.param, member.local(group.master)
-                is_alike = (param.numel(), param.dtype) == (home.numel(), home.dtype)
                 is_moved = address_of(param) != address_of(home) and param.device == home.device
+                value = _own_part(param.detach(), member.piece)
+                is_alike = (value.numel(), value.dtype) == (home.numel(), home.dtype)
                 if is_alike and is_moved:
-                    moved.append((group, member, param.detach().reshape(-1)))
+                    moved.append((group, member, value))
         homes = [group.master.untyped_storage().data_ptr() for group in engine.groups if moved]
         values = [x.clone() if x.untyped_storage().data_ptr() in homes else x for *_, x in moved]
         for (group, member, _), value in zip(moved, values, strict=True):  # two may be swapped
@@ -585,13 +587,15 @@ def recut(local: torch.Tensor, record: ShardRecord, piece: Slice, *, stays: bool
         stays: Whether the range of every rank stays, which is equal on all ranks: this rank's own
             may stay where others change.
     """
-    before, local = record.piece, local.reshape(-1)
-    whole = torch.Size(piece.shape).numel()
-    if local.numel() == whole != before.numel:  # `p.data = whole`
-        return local[piece.start : piece.stop]
-    if stays:
-        return local
-    return record.gather(local).reshape(-1)[piece.start : piece.stop]
+    local = _own_part(local, record.piece)
+    return local if stays else record.gather(local).reshape(-1)[piece.start : piece.stop]
+
+
+def _own_part(local: torch.Tensor, piece: Slice) -> torch.Tensor:
+    """(n,): the range of `piece` if the tensor is whole (`p.data = whole`), otherwise all of it."""
+    local = local.reshape(-1)
+    is_whole = local.numel() == torch.Size(piece.shape).numel()
+    return local[piece.start : piece.stop] if is_whole else local
 
 
 def shard_values(params: Mapping[str, nn.Parameter], plan: Plan, rank: int) -> Local:

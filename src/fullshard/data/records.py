@@ -238,6 +238,33 @@ def _matching(
             yield entry
 
 
+def matches(file: Path, pattern: Path, *, folders: bool = False) -> bool:
+    """Whether a pattern matches a file, which need not exist.
+
+    Args:
+        file: Absolute, and not below a hidden folder unless the pattern names it.
+        pattern: Absolute.
+        folders: Whether a pattern that matches a folder matches the files in it.
+    """
+    return _matches(file.parts, pattern.parts, folders=folders)
+
+
+def _matches(names: Sequence[str], parts: Sequence[str], *, folders: bool) -> bool:
+    if not names:
+        return list(parts) in ([], ["**"])
+    if not parts:
+        return folders and not any(name.startswith(".") for name in names)
+    (name, *names), (part, *rest) = names, parts
+    if part == "**" and _matches([name, *names], rest, folders=folders):
+        return True
+    if name.startswith(".") > part.startswith("."):
+        return False
+    if part == "**":
+        return _matches(names, parts, folders=folders)
+    is_alike = name == part or fnmatch.fnmatchcase(name, part)
+    return is_alike and _matches(names, rest, folders=folders)
+
+
 def _enter(folder: Path, entered: set[Path]) -> set[Path]:
     if (target := folder.resolve()) in entered:
         raise DataError(

@@ -189,8 +189,9 @@ def _await_first(store: Store) -> None:
             f"({str(error).splitlines()[0]}). Rank 0 has ended, maybe out of memory. See its log."
         ) from error
     if end:
-        kind = getattr(errors, end[0], errors.FullshardError)
-        raise kind(f"rank 0 failed while it prepared the run: {end[1]}")
+        kind = getattr(errors, end[0], None)
+        text = end[1] if kind else ": ".join(filter(None, end))  # KeyboardInterrupt has no text
+        raise (kind or errors.FullshardError)(f"rank 0 failed while it prepared the run: {text}")
 
 
 class _LastLine(logging.Handler):

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from importlib import import_module
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -136,27 +137,50 @@ def check_paths(resolved: Resolved, *, data: bool = True, coming: Path | None = 
         sources = {f"data.mixture.{n}": one.path for n, one in enumerate(config.data.mixture)}
         for key, path in {"data": config.data.path, **sources}.items() if data else ():
             if path is not None:
-                _check_apart(config, f"{key}.path", Path(path))
                 with under(key):
-                    files_at(Path(path))
+                    files = files_at(Path(path)).files
+                _check_apart(config, f"{key}.path", Path(path), files)
     except (ConfigError, DataError) as error:
         raise resolved.located(error) from error
 
 
-def _check_apart(config: RunConfig, key: str, data: Path) -> None:
-    """Raises ConfigError if the next start would read files of the run as data."""
+# A file of each kind that a run, a checkpoint or a tracker writes, as far as it may be data.
+_WRITTEN = (
+    *("sample.txt", "checkpoints.txt", "run.json", "plan.json", "metrics.jsonl", "metrics.csv"),
+    *("saves.jsonl", "samples.jsonl", "machine-0.jsonl", "config.yaml", "report.html"),
+    *("logs/hang.txt", "logs/rank_0.log", "data/data.json", "data/0.npy", "data/0.bin"),
+    *("model/config.json", "model/model.safetensors", "adapter/adapter_config.json"),
+    *("step-00000001/state.json", "checkpoints/step-00000001/state.json"),
+)
+
+
+def _check_apart(config: RunConfig, key: str, data: Path, files: Iterable[Path]) -> None:
+    """Raises ConfigError if the next start would read files of the run as data.
+
+    Args:
+        config: The configuration.
+        key: Key of the path.
+        data: A file, a folder or a pattern.
+        files: The files that it has now.
+    """
+    from fullshard.data.records import matches
     from fullshard.errors import ConfigError
 
     training = config.training
-    outputs = {"output_dir": training.output_dir or "runs"}
+    outputs = {"output_dir": training.output_dir or "runs/train"}
+    folders = not any(matches(x.absolute(), data.absolute()) for x in files)  # reads all in them
     for name, output in {**outputs, "checkpoint_dir": training.checkpoint_dir}.items():
-        if not output or "://" in output or not data.is_dir():
+        if not output or "://" in output:
             continue
-        below, folder = Path(output).resolve(), data.resolve()
-        hidden = any(part.startswith(".") for part in below.parts[len(folder.parts) :])
-        if below.is_relative_to(folder) and not hidden:
+        places = [place / file for place in _places(Path(output)) for file in _WRITTEN]
+        if any(matches(x, y, folders=folders) for x, y in product(places, _places(data))):
             raise ConfigError(
                 f"training.{name}: expected a folder outside of {key}, because the next start "
                 f"would read what is in it as data; got '{output}' in '{data}'. Name another "
-                f"folder, or only the data in {key}, such as '{data / '*.txt'}'."
+                f"folder, or only the data in {key}"
+                + (f", such as '{data / '*.txt'}'." if data.is_dir() else ".")
             )
+
+
+def _places(path: Path) -> list[Path]:
+    return [path.absolute(), path.resolve()]
