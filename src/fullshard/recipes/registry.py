@@ -11,6 +11,7 @@ the standard library: `fullshard --help` loads them all and must stay fast.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -104,12 +105,14 @@ def of_other(key: str, got: str, command: Command) -> Problem:
     return Problem(key, "", f"applies to `fullshard {command}` only; got {got}", "Leave it out")
 
 
-def check_paths(resolved: Resolved, *, data: bool = True, coming: Path | None = None) -> None:
+def check_paths(
+    resolved: Resolved, command: Command | None = None, coming: Path | None = None
+) -> None:
     """Raise an error if a path of the configuration does not exist, before torch is imported.
 
     Args:
         resolved: Configuration with origins, which name the line of the file in errors.
-        data: Whether the data must exist too.
+        command: Command that reads the data, which must exist too; None: no data is read.
         coming: Folder of a model that will be made later.
 
     Raises:
@@ -134,29 +137,47 @@ def check_paths(resolved: Resolved, *, data: bool = True, coming: Path | None = 
                 "the folder that contains tokenizer.json."
             )
         sources = {f"data.mixture.{n}": one.path for n, one in enumerate(config.data.mixture)}
-        for key, path in {"data": config.data.path, **sources}.items() if data else ():
-            if path is not None:
-                _check_apart(config, f"{key}.path", Path(path))
+        for key, path in {"data": config.data.path, **sources}.items():
+            if command is not None and path is not None:
                 with under(key):
+                    _check_apart(config, command, f"{key}.path", Path(path))
                     files_at(Path(path))
     except (ConfigError, DataError) as error:
         raise resolved.located(error) from error
 
 
-def _check_apart(config: RunConfig, key: str, data: Path) -> None:
+# Files of a run by the key of their folder, one of each kind of name that data may have.
+WRITTEN = {
+    "output_dir": (
+        *("run.json", "metrics.jsonl", "metrics.csv", "sample.txt", "report.html", "config.yaml"),
+        *("logs/rank_0.log", "data/tokens/0.npy", "model/model.safetensors"),
+    ),
+    "checkpoint_dir": (
+        *("step-00000001/COMPLETE.json", "step-00000001/config.yaml"),
+        "step-00000001/model-00000.safetensors",
+    ),
+    "logging_dir": ("events.out.tfevents.0",),
+}
+
+
+def _check_apart(config: RunConfig, command: Command, key: str, data: Path) -> None:
     """Raises ConfigError if the next start would read files of the run as data."""
+    from fullshard.checkpoint.storage import StorePath, storage_path
+    from fullshard.config.values import Tracker
+    from fullshard.data.records import would_read
     from fullshard.errors import ConfigError
 
     training = config.training
-    outputs = {"output_dir": training.output_dir or "runs"}
-    for name, output in {**outputs, "checkpoint_dir": training.checkpoint_dir}.items():
-        if not output or "://" in output or not data.is_dir():
+    logs = training.logging_dir if Tracker.TENSORBOARD in training.report_to else None
+    folders = (training.output_dir or f"runs/{command}", training.checkpoint_dir, logs)
+    for (name, files), output in zip(WRITTEN.items(), folders, strict=True):
+        if output is None or isinstance(place := storage_path(output), StorePath):
             continue
-        below, folder = Path(output).resolve(), data.resolve()
-        hidden = any(part.startswith(".") for part in below.parts[len(folder.parts) :])
-        if below.is_relative_to(folder) and not hidden:
+        ways = {os.path.abspath(place), os.path.realpath(place)}  # patterns follow links
+        taken = [file for way in ways for file in files if would_read(data, Path(way, file))]
+        if taken:
             raise ConfigError(
                 f"training.{name}: expected a folder outside of {key}, because the next start "
-                f"would read what is in it as data; got '{output}' in '{data}'. Name another "
-                f"folder, or only the data in {key}, such as '{data / '*.txt'}'."
+                f"would read '{place / taken[0]}' as data of '{data}'; got '{output}'. Set another "
+                f"folder, or narrow {key} to the data."
             )
