@@ -212,7 +212,7 @@ def test_errors_of_a_mixture_name_the_source_by_its_key(tmp_path, tokenizer):
         "data:\n  mixture: [{path: a.txt}, {path: missing}]\n".replace("a.txt", __file__)
     )
     with pytest.raises(DataError, match=r"train.yaml:2: data.mixture.1.path: expected a file or"):
-        check_paths(load_config([read_job(), file]))
+        check_paths(load_config([read_job(), file]), Command.TRAIN)
 
 
 def test_a_run_keeps_its_tokens_when_the_cache_is_removed(tmp_path, tokenizer):

@@ -168,9 +168,7 @@ def test_a_limit_must_leave_room_for_the_processes_beside_the_tensors(
         assert code == expected, found
         assert said("plan", *words)[1] == expected
     message = found["error"]["message"]
-    assert (
-        f"per rank of the container's memory limit of {least / 2**20:,.1f} MiB ({file})" in message
-    )
+    assert f"per rank of the container's memory limit of {human_bytes(least)} ({file})" in message
     process = human_bytes(RANK_PROCESS + WORKER_PROCESS + LAUNCHER_PROCESS // num_ranks)
     assert f"Tensors take {human_bytes(tensors)} per rank; its process" in message
     assert f"share of the launcher take {process}." in message

@@ -151,8 +151,8 @@ def main() -> None:
     atexit.register(gc.freeze)  # saves a second: no search for garbage when the process ends
     atexit.register(_on_save_signals, signal.SIG_IGN)  # Python drops other handlers soon
     code = run(sys.argv[1:])
-    # A further signal would end the process with another code. Threads may still run.
-    _on_save_signals(lambda *_: end_now(code))
+    _on_save_signals(signal.SIG_IGN)  # a further signal would end the process with another code
+    signal.signal(signal.SIGTERM, lambda *_: end_now(code))  # threads may still run
     sys.exit(code)
 
 

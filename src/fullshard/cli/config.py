@@ -69,9 +69,9 @@ def _print_refused(resolved: Resolved) -> list[str]:
     """Print the errors that a run would raise before it makes a plan and reads the data."""
     from fullshard.recipes.registry import Command, check_command, check_paths
 
-    def refusals(check: Callable[..., object], *arguments: Any, **options: Any) -> list[str]:
+    def refusals(check: Callable[..., object], *arguments: Any) -> list[str]:
         try:
-            check(*arguments, **options)
+            check(*arguments)
         except FullshardError as error:
             told = resolved.located(error)
             return [str(one) for one in getattr(told, "problems", [told])]
@@ -80,9 +80,10 @@ def _print_refused(resolved: Resolved) -> list[str]:
     missing = Path("MODEL") if resolved.is_without_model else None
     found = refusals(resolved.check_supported)
     # the file is for the command that refuses least of it
-    by_command = (refusals(check_command, resolved.config, one) for one in reversed(Command))
-    found += min(by_command, key=len)
-    wrong = refusals(check_paths, resolved, coming=missing)
+    by_command = {one: refusals(check_command, resolved.config, one) for one in reversed(Command)}
+    command = min(by_command, key=lambda one: len(by_command[one]))
+    found += by_command[command]
+    wrong = refusals(check_paths, resolved, command, missing)
     if not wrong and not missing:
         from fullshard.models.build import with_fitting_length  # imports torch
 

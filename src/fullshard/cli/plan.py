@@ -91,7 +91,7 @@ def plan(  # noqa: PLR0913  (one parameter an option)
 
     resolved = load(words, config, config_file, accept_model=True)
     resolved.check_supported(planning=True)
-    check_paths(resolved, data=False)
+    check_paths(resolved)
     for_torch = {"--out": out, "--optimizer-bytes": optimizer_bytes}
     for_xla = _is_for_xla(resolved.config, for_torch, exact=exact, topology=topology)
     try:

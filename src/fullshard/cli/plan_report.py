@@ -25,7 +25,7 @@ from fullshard.outlook.memory import Fit, judge_fit
 from fullshard.outlook.predict import Lack, Machine, Outlook
 from fullshard.outlook.search import Study, choice_of, compare
 from fullshard.planner.mesh import Topology
-from fullshard.planner.text import human_bytes, spills_of
+from fullshard.planner.text import human_bytes
 from fullshard.run.outlook import View, leaves_something
 
 if TYPE_CHECKING:
@@ -140,7 +140,6 @@ def print_plan(study: Study, hardware: Gpus | None, lack: Lack | None) -> None:
         f"Activations, logits and gradients in flight are {how}. Workspaces of libraries are "
         "estimates. Everything else is exact."
     )
-    print(spills_of(outlook.plan))
     _print_reserve(study)
     _print_phases(study)
     if outlook.step_time_s is not None and outlook.tokens_per_s is not None:

@@ -117,7 +117,7 @@ def _check_first(
         raise resolved.located(error) from None
     resolved.check_supported(launch=launch)
     if launch is None or launch.rank == 0:
-        check_paths(resolved, coming=coming)
+        check_paths(resolved, command, coming)
     return launch
 
 
@@ -159,7 +159,7 @@ def _lead_ranks(command: Command, resolved: Resolved, world_size: int, how: How)
             print(f"moved the older run in {folder.path} to {moved}")
         if checked.resume.in_place:
             where = "" if checked.resume.path else " from step 0, because it has no checkpoint"
-            print(f"resuming the run in {folder.path}{where} (--resume never starts a new run)")
+            print(f"resuming the run in {folder.path}{where} (`--resume never` starts a new run)")
         stuck_s = resolved.config.launch.timeout
         local, result = start.start_ranks(folder, world_size, stuck_s, how.max_restarts, server)
     after_stop = "" if result.failure or not result.exit_code else _how_to_resume(folder)
@@ -173,7 +173,7 @@ def _how_to_resume(folder: RunFolder) -> str:
 
     saved = [found for found in checkpoints_in(folder.checkpoints) if found.manifest is not None]
     if not saved:
-        return "No step was saved. The same command starts again from step 0."
+        return "No step was saved. The same command starts the run again."
     return (
         f"The last saved step is {saved[0].step}, in {saved[0].path}. "
         "The same command resumes from it, except with --resume never."

@@ -28,7 +28,7 @@ def report(
     Args:
         run_dirs: Folders of runs.
         out: File to write. Default: RUN_DIR/report.html; comparison.html for several runs.
-        watch: Serve the page on 127.0.0.1 until Ctrl-C, and write nothing.
+        watch: Serve the page on 127.0.0.1 until Ctrl-C, and write no page.
         port: Port of --watch; 0: any free port.
     """
     from fullshard.observe.report import page_of, write_report

@@ -43,7 +43,7 @@ def verify(
     the same model unsharded. The exit code is 0 if the results are equal, and 8 if they differ.
     """
     resolved = load(words, config, config_file)
-    check_paths(resolved, data=False)
+    check_paths(resolved)
     from fullshard.verify import check
     from fullshard.verify.faults import Fault
 

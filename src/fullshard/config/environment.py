@@ -142,7 +142,10 @@ def read_launch_environment(
     Raises:
         ConfigError: a set of variables that is incomplete or contradicts itself.
     """
-    reader = _Variables(os.environ if variables is None else variables)
+    return _read(_Variables(os.environ if variables is None else variables))
+
+
+def _read(reader: _Variables) -> LaunchEnvironment | None:
     if reader.has_any(_OURS.rank, _OURS.world_size):
         return _launched(reader, _OURS, launch_dir=reader.path(OURS + "LAUNCH_DIR"))
     if reader.has_any(_TORCHRUN.rank, _TORCHRUN.world_size):
@@ -177,13 +180,20 @@ def notable_variables() -> dict[str, str]:
 
 
 def unknown_variables() -> list[str]:
-    """Variables with our prefix that nothing reads, in words."""
-    fields = [field.name for field in dataclasses.fields(LaunchEnvironment)]
+    """Variables with our prefix that nothing reads, in words; other ranks than 0 say none."""
+    reader = _Variables(os.environ)
+    try:
+        launch = _read(reader)
+    except ConfigProblems:  # a command that needs the launch raises it
+        return []
+    fields = [field.name for field in dataclasses.fields(LaunchEnvironment)[1:]]
     known = [OURS + name.upper().removesuffix("_S") for name in fields]
+    set_by = "It is set for ranks that fullshard starts."
     return [
-        f"{name} has no effect. {did_you_mean(name, known) or 'It is unknown.'}"
+        f"{name} has no effect. "
+        + (set_by if name in known else did_you_mean(name, known) or "It is unknown.")
         for name in sorted(os.environ)
-        if name.startswith(OURS) and name not in known
+        if name.startswith(OURS) and name not in reader.read and not (launch and launch.rank)
     ]
 
 
@@ -206,6 +216,14 @@ def add_variables(variables: Mapping[str, str]) -> None:
 
 class _Variables(UserDict[str, str]):
     """Variables with typed readers; an empty variable counts as unset."""
+
+    def __init__(self, variables: Mapping[str, str]) -> None:
+        super().__init__(variables)
+        self.read = set[str]()
+
+    def __getitem__(self, name: str) -> str:
+        self.read.add(name)
+        return super().__getitem__(name)
 
     def has_any(self, *names: str) -> bool:
         return any(map(self.get, names))

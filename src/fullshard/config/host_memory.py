@@ -39,7 +39,8 @@ class Limit:
     file: Path | None = None
 
     def __str__(self) -> str:
-        size = f"{self.num_bytes / 2**20:,.1f} MiB"
+        shift, unit = (30, "GiB") if self.num_bytes >= 1 << 30 else (20, "MiB")
+        size = f"{self.num_bytes / (1 << shift):,.1f} {unit}"
         container = f"the container's memory limit of {size} ({self.file})"
         return container if self.file else f"the {size} of this machine"
 

@@ -17,6 +17,7 @@ import glob
 import itertools
 import json
 import mmap
+import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -137,20 +138,10 @@ def files_at(path: Path) -> Files:
     Raises:
         DataError: There is no file, or files are of several kinds.
     """
-    try:
-        if any((path / mark).is_file() for mark in DATASETS_MARKS):
+    with _listing(path):
+        if _is_dataset(path):
             return Files(path, (path,), FileKind.DATASETS)
-        named = [path]
-        if glob.has_magic(str(path)) and not path.exists():
-            named = sorted({*_matching(Path(path.anchor), path.relative_to(path.anchor).parts)})
-            named = named or [path]
-            named = [one for one in named if one.is_file()] or named
-        found = dict.fromkeys(file for one in named for file in _files_at(one))
-    except OSError as error:
-        raise DataError(
-            f"data.path: expected an existing file or folder, got "
-            f"'{str(error.filename or path)[:200]}' ({error.strerror})."
-        ) from error
+        found = dict.fromkeys(file for one in _named(path) for file in _files_at(one))
     files = [file for file in found if file.suffix != ".idx"]  # Megatron's index of a .bin file
     table = next((file for file in files if file.suffix.lower() in TABLES), None)
     if table is not None:
@@ -166,6 +157,49 @@ def files_at(path: Path) -> Files:
             "file, or a folder with one kind of file."
         )
     return Files(path, tuple(files), next(iter(examples)))
+
+
+def would_read(path: Path, file: Path) -> bool:
+    """Whether `files_at` would take a file that a run is going to write.
+
+    Args:
+        path: A path of data, as for `files_at`.
+        file: Absolute path of the file.
+    """
+    with _listing(path):
+        named = _named(path)
+        if _is_dataset(path) or not named[0].exists():
+            return False
+        pattern = os.path.realpath(path)
+        parts = Path(glob.escape(pattern) if path.exists() else pattern).parts
+    names, most = file.parts, len(file.parts)
+    return any(
+        _fits(parts, names[:length]) and not any(map(_is_hidden, names[length:]))
+        for length in ([most] if named[0].is_file() else range(most + 1))  # folders above it
+    )
+
+
+@contextmanager
+def _listing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"data.path: expected an existing file or folder, got "
+            f"'{str(error.filename or path)[:200]}' ({error.strerror})."
+        ) from error
+
+
+def _is_dataset(path: Path) -> bool:
+    return any((path / mark).is_file() for mark in DATASETS_MARKS)
+
+
+def _named(path: Path) -> list[Path]:
+    """The path itself, or what its pattern matches: files, or else folders."""
+    if not glob.has_magic(str(path)) or path.exists():
+        return [path]
+    named = sorted({*_matching(Path(path.anchor), path.relative_to(path.anchor).parts)})
+    return [one for one in named if one.is_file()] or named or [path]
 
 
 @contextmanager
@@ -226,8 +260,7 @@ def _matching(
         entered = _enter(place, set() if entered is None else entered)
         yield from _matching(place, rest)
     for entry in place.iterdir() if place.is_dir() else ():
-        hidden = entry.name.startswith(".") > part.startswith(".")
-        if hidden or entry.name == "lost+found":  # a file system's own, which users may not read
+        if _is_hidden(entry.name, part):
             continue
         if part != "**":
             if fnmatch.fnmatchcase(entry.name, part):
@@ -238,31 +271,20 @@ def _matching(
             yield entry
 
 
-def matches(file: Path, pattern: Path, *, folders: bool = False) -> bool:
-    """Whether a pattern matches a file, which need not exist.
-
-    Args:
-        file: Absolute, and not below a hidden folder unless the pattern names it.
-        pattern: Absolute.
-        folders: Whether a pattern that matches a folder matches the files in it.
-    """
-    return _matches(file.parts, pattern.parts, folders=folders)
+def _is_hidden(name: str, part: str = "") -> bool:
+    """Whether a part of a pattern skips a name; `lost+found` belongs to the file system."""
+    return name.startswith(".") > part.startswith(".") or name == "lost+found"
 
 
-def _matches(names: Sequence[str], parts: Sequence[str], *, folders: bool) -> bool:
-    if not names:
-        return list(parts) in ([], ["**"])
-    if not parts:
-        return folders and not any(name.startswith(".") for name in names)
-    (name, *names), (part, *rest) = names, parts
-    if part == "**" and _matches([name, *names], rest, folders=folders):
-        return True
-    if name.startswith(".") > part.startswith("."):
-        return False
+def _fits(parts: Sequence[str], names: Sequence[str]) -> bool:
+    """Whether a pattern matches a path, by the rules of `_matching`."""
+    if not parts or not names:
+        return all(part == "**" for part in parts) and not names
+    (part, *rest), (name, *below) = parts, names
+    shown = not _is_hidden(name, part)
     if part == "**":
-        return _matches(names, parts, folders=folders)
-    is_alike = name == part or fnmatch.fnmatchcase(name, part)
-    return is_alike and _matches(names, rest, folders=folders)
+        return _fits(rest, names) or (shown and _fits(parts, below))
+    return (part == name or (shown and fnmatch.fnmatchcase(name, part))) and _fits(rest, below)
 
 
 def _enter(folder: Path, entered: set[Path]) -> set[Path]:

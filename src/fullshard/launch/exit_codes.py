@@ -137,10 +137,14 @@ def die_with_parent(parent: int) -> None:
 
 
 def end_now(code: int) -> NoReturn:
-    """Ends the process without waiting for its threads."""
+    """Ends the process without waiting for its threads; output that was lost is no success."""
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
+        try:
             stream.flush()
+        except ValueError:  # it is closed
+            continue
+        except OSError:
+            code = code or 120  # as when Python ends
     os._exit(code)
 
 

@@ -53,13 +53,9 @@ def render_tree(plan: Plan) -> str:
         size = f"{ring.count} x {ring.numel:,} {ring.dtype} = {human_bytes(ring.num_bytes)}"
         lines.append(f"  {ring.name}: {size}")
     rows = [f"  {row.name}: {human_bytes(row.num_bytes)}" for row in plan.memory]
-    return "\n".join([*lines, "memory of a rank (state only):", *rows, f"  {spills_of(plan)}"])
-
-
-def spills_of(plan: Plan) -> str:
-    """Returns a sentence about memory that a plan has no row for."""
     more = human_bytes(most_spilled_bytes(plan))
-    return f"Gradients that come in another order than the plan's take up to {more} more (spills)."
+    spills = f"  up to {more} more per rank in a backward whose order differs from the plan's (spills)"
+    return "\n".join([*lines, "memory of a rank (state only):", *rows, spills])
 
 
 def axes_of(plan: Plan | ArraysPlan) -> str:

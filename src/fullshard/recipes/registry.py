@@ -11,11 +11,11 @@ the standard library: `fullshard --help` loads them all and must stay fast.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from importlib import import_module
-from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -105,12 +105,14 @@ def of_other(key: str, got: str, command: Command) -> Problem:
     return Problem(key, "", f"applies to `fullshard {command}` only; got {got}", "Leave it out")
 
 
-def check_paths(resolved: Resolved, *, data: bool = True, coming: Path | None = None) -> None:
+def check_paths(
+    resolved: Resolved, command: Command | None = None, coming: Path | None = None
+) -> None:
     """Raise an error if a path of the configuration does not exist, before torch is imported.
 
     Args:
         resolved: Configuration with origins, which name the line of the file in errors.
-        data: Whether the data must exist too.
+        command: Command that reads the data, which must exist too; None: no data is read.
         coming: Folder of a model that will be made later.
 
     Raises:
@@ -135,52 +137,47 @@ def check_paths(resolved: Resolved, *, data: bool = True, coming: Path | None = 
                 "the folder that contains tokenizer.json."
             )
         sources = {f"data.mixture.{n}": one.path for n, one in enumerate(config.data.mixture)}
-        for key, path in {"data": config.data.path, **sources}.items() if data else ():
-            if path is not None:
+        for key, path in {"data": config.data.path, **sources}.items():
+            if command is not None and path is not None:
                 with under(key):
-                    files = files_at(Path(path)).files
-                _check_apart(config, f"{key}.path", Path(path), files)
+                    _check_apart(config, command, f"{key}.path", Path(path))
+                    files_at(Path(path))
     except (ConfigError, DataError) as error:
         raise resolved.located(error) from error
 
 
-# A file of each kind that a run, a checkpoint or a tracker writes, as far as it may be data.
-_WRITTEN = (
-    *("sample.txt", "checkpoints.txt", "run.json", "plan.json", "metrics.jsonl", "metrics.csv"),
-    *("saves.jsonl", "samples.jsonl", "machine-0.jsonl", "config.yaml", "report.html"),
-    *("logs/hang.txt", "logs/rank_0.log", "data/data.json", "data/0.npy", "data/0.bin"),
-    *("model/config.json", "model/model.safetensors", "adapter/adapter_config.json"),
-    *("step-00000001/state.json", "checkpoints/step-00000001/state.json"),
-)
+# Files of a run by the key of their folder, one of each kind of name that data may have.
+WRITTEN = {
+    "output_dir": (
+        *("run.json", "metrics.jsonl", "metrics.csv", "sample.txt", "report.html", "config.yaml"),
+        *("logs/rank_0.log", "data/tokens/0.npy", "model/model.safetensors"),
+    ),
+    "checkpoint_dir": (
+        *("step-00000001/COMPLETE.json", "step-00000001/config.yaml"),
+        "step-00000001/model-00000.safetensors",
+    ),
+    "logging_dir": ("events.out.tfevents.0",),
+}
 
 
-def _check_apart(config: RunConfig, key: str, data: Path, files: Iterable[Path]) -> None:
-    """Raises ConfigError if the next start would read files of the run as data.
-
-    Args:
-        config: The configuration.
-        key: Key of the path.
-        data: A file, a folder or a pattern.
-        files: The files that it has now.
-    """
-    from fullshard.data.records import matches
+def _check_apart(config: RunConfig, command: Command, key: str, data: Path) -> None:
+    """Raises ConfigError if the next start would read files of the run as data."""
+    from fullshard.checkpoint.storage import StorePath, storage_path
+    from fullshard.config.values import Tracker
+    from fullshard.data.records import would_read
     from fullshard.errors import ConfigError
 
     training = config.training
-    outputs = {"output_dir": training.output_dir or "runs/train"}
-    folders = not any(matches(x.absolute(), data.absolute()) for x in files)  # reads all in them
-    for name, output in {**outputs, "checkpoint_dir": training.checkpoint_dir}.items():
-        if not output or "://" in output:
+    logs = training.logging_dir if Tracker.TENSORBOARD in training.report_to else None
+    folders = (training.output_dir or f"runs/{command}", training.checkpoint_dir, logs)
+    for (name, files), output in zip(WRITTEN.items(), folders, strict=True):
+        if output is None or isinstance(place := storage_path(output), StorePath):
             continue
-        places = [place / file for place in _places(Path(output)) for file in _WRITTEN]
-        if any(matches(x, y, folders=folders) for x, y in product(places, _places(data))):
+        ways = {os.path.abspath(place), os.path.realpath(place)}  # patterns follow links
+        taken = [file for way in ways for file in files if would_read(data, Path(way, file))]
+        if taken:
             raise ConfigError(
                 f"training.{name}: expected a folder outside of {key}, because the next start "
-                f"would read what is in it as data; got '{output}' in '{data}'. Name another "
-                f"folder, or only the data in {key}"
-                + (f", such as '{data / '*.txt'}'." if data.is_dir() else ".")
+                f"would read '{place / taken[0]}' as data of '{data}'; got '{output}'. Set another "
+                f"folder, or narrow {key} to the data."
             )
-
-
-def _places(path: Path) -> list[Path]:
-    return [path.absolute(), path.resolve()]

@@ -166,8 +166,8 @@ class RunFolder:
         if not self.is_going_on():
             return False
         message = (
-            "the run ended without recording the reason, because its launcher was killed or the "
-            "machine stopped. The same command resumes it."
+            "the run ended without recording the reason: its launcher was killed, the machine "
+            "stopped, or code ended its ranks by os._exit. The same command resumes it."
         )
         logger.warning("%s: %s", self.path, message)
         self.fail("HangError", message, ExitCode.HANG)

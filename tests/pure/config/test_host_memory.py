@@ -107,7 +107,7 @@ def test_the_least_limit_is_named_with_its_file_and_kills_are_the_own_groups(
     monkeypatch.setattr(host_memory, "OWN_GROUPS", tmp_path / "own")
     file = tmp_path / "cgroup" / limited
     assert host_memory.limit() == host_memory.Limit(GIB, file)
-    assert str(host_memory.limit()) == f"the container's memory limit of 1,024.0 MiB ({file})"
+    assert str(host_memory.limit()) == f"the container's memory limit of 1.0 GiB ({file})"
     assert host_memory.available_bytes() == GIB // 2 + 4096  # of what is used, files may go
     if kills is None:
         return
@@ -128,4 +128,4 @@ def test_without_a_group_that_limits_it_the_machine_is_named(tmp_path, monkeypat
     monkeypatch.setattr(host_memory, "OWN_GROUPS", tmp_path / "own")
     total = psutil.virtual_memory().total
     assert host_memory.limit() == host_memory.Limit(total)
-    assert str(host_memory.limit()) == f"the {total / 2**20:,.1f} MiB of this machine"
+    assert str(host_memory.limit()) == f"the {total / 2**30:,.1f} GiB of this machine"
