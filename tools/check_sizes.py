@@ -28,16 +28,16 @@ EXEMPT = ("src/fullshard/compat/",)
 # Packages that share a budget are joined by " + ".
 BUDGETS = {
     "bench": 1_807,
-    "config": 3_318,
-    "cli": 1_960,
-    "engine + transport": 8_526,
-    "planner + outlook": 4_257,
-    "data + models + recipes + run + verify": 9_165,
-    "observe + launch": 3_398,
+    "config": 3_333,
+    "cli": 1_961,
+    "engine + transport": 8_547,
+    "planner + outlook": 4_256,
+    "data + models + recipes + run + verify": 9_211,
+    "observe + launch": 3_403,
     "compat + integrations": 2_738,
     "xla + jax + xla_state": 2_883,
     "checkpoint + formats": 2_921,
-    "in all": 42_027,
+    "in all": 42_114,
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

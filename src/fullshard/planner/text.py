@@ -54,7 +54,7 @@ def render_tree(plan: Plan) -> str:
         lines.append(f"  {ring.name}: {size}")
     rows = [f"  {row.name}: {human_bytes(row.num_bytes)}" for row in plan.memory]
     more = human_bytes(most_spilled_bytes(plan))
-    spills = f"  up to {more} more per rank in a backward whose order differs from the plan's (spills)"
+    spills = f"  up to {more} more per rank if backward's order is not the plan's (spills)"
     return "\n".join([*lines, "memory of a rank (state only):", *rows, spills])
 
 

@@ -173,7 +173,7 @@ def _check_apart(config: RunConfig, command: Command, key: str, data: Path) -> N
     for (name, files), output in zip(WRITTEN.items(), folders, strict=True):
         if output is None or isinstance(place := storage_path(output), StorePath):
             continue
-        ways = {os.path.abspath(place), os.path.realpath(place)}  # patterns follow links
+        ways = {os.path.normpath(place.absolute()), os.path.realpath(place)}
         taken = [file for way in ways for file in files if would_read(data, Path(way, file))]
         if taken:
             raise ConfigError(
