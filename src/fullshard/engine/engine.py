@@ -34,7 +34,6 @@ from fullshard.engine._torch_compat import (
     call_outside_compile,
     graph_task_id,
     is_tracing,
-    is_transforming,
     no_guard,
     outside_modes,
     unless_compiling,
@@ -314,12 +313,9 @@ class Engine:
     def _watch(self, index: int, module: nn.Module, _args: Any, output: Any) -> None:
         if self.home.num_writes != self.runtime.num_writes and graph_task_id() == -1:
             _check_fresh(self.units[index], module, self.runtime.num_writes)
-        if not torch.is_grad_enabled() or self.unsharded:
-            return
-        if type(output) is torch.Tensor and output._base is None and not is_transforming():
-            self.runtime.watch_inner(index, output.grad_fn)  # twice as fast
-        else:
-            self.runtime.watch(index, tensors_in(output))
+        if torch.is_grad_enabled() and not self.unsharded:
+            tensors = (output,) if type(output) is torch.Tensor else tensors_in(output)
+            self.runtime.watch(index, tensors)
 
     def _on_spill(self, unit: Unit) -> None:
         self.recorder.record(Event(EventKind.SPILL, unit.plan.index), self.runtime.step)

@@ -329,33 +329,23 @@ class Runtime:
         use = self._current[index]
         if use is None or graph_task_id() != -1:  # outside the unit, or in a recomputation
             return False
-        found = False
+        nodes: list[Any] = []
         for tensor in tensors if not is_transforming() else unwrapped(tensors):
             if tensor.requires_grad and not issubclass(type(tensor), _NOT_MADE):
-                found = True
-                base = tensor._base  # of a modified view
-                for of in (tensor,) if base is None else (tensor, base):
-                    node = of.grad_fn
-                    if node is None or (number := node._sequence_nr()) < use.first_node:
-                        continue
-                    if is_inner:
-                        self.watch_inner(index, node)
-                    else:
-                        use.hooked.add(number)
-                        node.register_prehook(self._begin_hooks[index])
-        return found
-
-    def watch_inner(self, index: int, node: Any) -> None:
-        """Begin the unit's backward before this autograd node of an inner module's output, if any.
-
-        A prehook runs after the hooks of tensors, but costs a handle. Inner outputs share a tensor
-        hook, which registers a prehook when it is called.
-        """
-        use = self._current[index]
-        if node is None or use is None or graph_task_id() != -1:
-            return  # a constant, outside the unit, in a recomputation
-        if node._sequence_nr() >= use.first_node:
-            node._register_hook_dict(self._node_hooks[index].holder)
+                nodes.append(tensor.grad_fn)
+                if (base := tensor._base) is not None:  # of a modified view
+                    nodes.append(base.grad_fn)
+        for node in nodes:
+            if node is None or (number := node._sequence_nr()) < use.first_node:
+                continue
+            # A prehook runs after the hooks of tensors, but costs a handle. Inner outputs
+            # share a tensor hook, which registers a prehook when it is called.
+            if is_inner:
+                node._register_hook_dict(self._node_hooks[index].holder)
+            else:
+                use.hooked.add(number)
+                node.register_prehook(self._begin_hooks[index])
+        return bool(nodes)
 
     def _begin_step(self, index: int, *, stale: bool) -> None:
         if self._task != -1 or self.stack or any(unit.swapped for unit in self.units):
