@@ -2,11 +2,13 @@
 
 import os
 import re
+from functools import partial
 from pathlib import Path
 from threading import Event, Thread
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -60,6 +62,26 @@ def forget_peak():
     Path("/proc/self/clear_refs").write_text("5")
 
 
+def taken_by(work, measure):
+    """What a measure, sampled on a thread while all ranks work, had at most beside the start."""
+    peak = before = measure()
+    dist.barrier()
+    ended = Event()
+
+    def sample():
+        nonlocal peak
+        while not ended.wait(0.002):
+            peak = tuple(map(max, peak, measure()))
+
+    thread = Thread(target=sample)
+    thread.start()
+    work()
+    ended.set()
+    thread.join()
+    dist.barrier()
+    return tuple(most - first for most, first in zip(peak, before, strict=True))
+
+
 def trained():
     """Layers of 8 MiB each, after one update."""
     layers = [nn.Linear(WIDE, NARROW, bias=False) for _ in range(LAYERS)]
@@ -99,6 +121,23 @@ def test_saving_takes_the_staging_copy_and_loading_one_tensor(ranks, tmp_path):
     assert max(ranks(3)(load_and_measure, tmp_path)) <= TENSOR + SLACK
 
 
+def read_and_measure(folder):
+    """What a model of one matrix took, anonymous memory alone, while it was read from a folder."""
+    trained()  # imports
+    with torch.device("meta"):
+        model = nn.Linear(2 * WIDE, 2 * NARROW, bias=False).requires_grad_(requires_grad=False)
+    read = partial(fs.shard, model, weights=folder)
+    (taken,) = taken_by(read, lambda: bytes_of(os.getpid())[:1])
+    return taken
+
+
+def test_reading_a_folder_takes_the_weights_alone(ranks, tmp_path):
+    whole = torch.zeros(2 * NARROW, 2 * WIDE)
+    save_file({"weight": whole}, tmp_path / "model.safetensors")
+    (taken,) = ranks(1)(read_and_measure, tmp_path)
+    assert whole.nbytes - SLACK <= taken <= whole.nbytes + SLACK
+
+
 SIZES = sizes_of(512, 1408, 8, 8, layers=12, model_type="llama")
 MATRIX, BLOCK = 4 * 512 * 1408, 4 * (4 * 512 * 512 + 3 * 512 * 1408)
 
@@ -123,22 +162,8 @@ def end_and_measure(folder):
     generate(request, is_sharded=True)  # imports
     processes = [0] * dist.get_world_size()
     dist.all_gather_object(processes, os.getpid())
-    before = own_and_joint_bytes(processes)
-    dist.barrier()
-    peak, ended = before, Event()
-
-    def sample():
-        nonlocal peak
-        while not ended.wait(0.002):
-            peak = tuple(map(max, peak, own_and_joint_bytes(processes)))
-
-    thread = Thread(target=sample)
-    thread.start()
-    generate(request, is_sharded=True)
-    ended.set()
-    thread.join()
-    dist.barrier()
-    return exported, *(most - first for most, first in zip(peak, before, strict=True))
+    work = partial(generate, request, is_sharded=True)
+    return exported, *taken_by(work, partial(own_and_joint_bytes, processes))
 
 
 def test_no_rank_holds_the_model_at_the_end_of_a_run_or_to_generate(ranks, tmp_path):

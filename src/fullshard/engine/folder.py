@@ -21,7 +21,7 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Collection, Generator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -138,20 +138,20 @@ class FolderWeights(FileNames):
         """The first names of the tensors that the files lack."""
         return [names[0] for names in tensors if not self.parts(names)]
 
-    def read(
+    @contextmanager
+    def elements(
         self, names: Sequence[str], shape: tuple[int, ...], start: int, stop: int
-    ) -> torch.Tensor:
-        """(stop - start,): elements [start, stop) of a tensor in row-major order.
+    ) -> Generator[list[torch.Tensor]]:
+        """Elements [start, stop) of a tensor in row-major order, part by part.
 
-        Reads only the rows that contain these elements.
+        They are views of mapped files: copy them inside the block. A copy of each tensor before
+        that would leave holes in the heap, which grew by 20 to 60 MiB while a model was loaded.
 
         Raises:
             ConfigError: The stored shape differs.
         """
-        if start == stop:
-            return torch.empty(0)
-        with self._opened(names, shape) as found:
-            pieces: list[torch.Tensor] = []
+        pieces: list[torch.Tensor] = []
+        with self._opened(names, shape) if start < stop else nullcontext(()) as found:
             at = 0
             for part in found:
                 own = tuple(part.get_shape())
@@ -160,8 +160,7 @@ class FolderWeights(FileNames):
                 if first < last:
                     pieces.append(_rows(part, own, first, last))
                 at += numel
-            # A copy, because views would keep the files mapped and change with them.
-            return torch.cat(pieces) if len(pieces) > 1 else pieces[0].clone()
+            yield pieces
 
     def check(self, names: Sequence[str], shape: tuple[int, ...]) -> None:
         """Checks that a tensor can be read; reads only values of tied tensors stored twice.
@@ -173,7 +172,9 @@ class FolderWeights(FileNames):
             first, *others = [name for name in names if name in self._files] or [""]
         span = shape, 0, math.prod(shape)
         for other in others:
-            if (self.read([first], *span) != self.read([other], *span)).any():
+            with self.elements([first], *span) as ours, self.elements([other], *span) as theirs:
+                differ = any((a != b).any() for a, b in zip(ours, theirs, strict=True))
+            if differ:
                 raise ConfigError(
                     f"weights: expected {other} to equal {first}, because the model ties them; "
                     f"they differ in '{self.folder}'. Correct tie_word_embeddings in config.json."

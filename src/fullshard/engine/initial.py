@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -55,17 +55,17 @@ class _Param(Elements):
     at: int
     names: tuple[str, ...]
 
-    def read(self, files: FolderWeights) -> torch.Tensor:
-        """(n_local,): this rank's elements in a folder.
-
-        One that is cut along a later dimension is read whole.
-        """
+    def read(self, files: FolderWeights, to: torch.Tensor) -> None:
+        """Copy this rank's elements in a folder into a tensor, `to`: (n_local,)."""
         start, stop = self.piece.start, self.piece.stop
         first = 0 if self.cut is None else self.cut.first
         if first is not None:
-            return files.read(self.names, self.shape, first + start, first + stop)
-        whole = files.read(self.names, self.shape, 0, math.prod(self.shape))
-        return self.local_of(whole.view(self.shape)).clone()
+            with files.elements(self.names, self.shape, first + start, first + stop) as parts:
+                _fill(to, parts)
+        elif start < stop:
+            with files.elements(self.names, self.shape, 0, math.prod(self.shape)) as parts:
+                whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+                to.copy_(self.local_of(whole.view(self.shape)))
 
 
 class InitialValues:
@@ -132,8 +132,9 @@ class InitialValues:
         for name, like in (left_out | buffers).items():
             if files.parts([name]):
                 shape = tuple(like.shape)
-                stored = files.read([name], shape, 0, like.numel())
-                self.others[name] = stored.view(shape).to(like.dtype)
+                value = self.others[name] = torch.empty(shape, dtype=like.dtype)
+                with files.elements([name], shape, 0, like.numel()) as parts:
+                    _fill(value.view(-1), parts)
 
     def _keep(self, name: str, tensor: torch.Tensor) -> None:
         """Keep this rank's part of a whole tensor."""
@@ -161,6 +162,12 @@ class InitialValues:
         """(n_local,): this rank's part of a parameter in its master."""
         piece, master = param.piece, self._masters.of(param.unit, param.at).master
         return master[piece.offset : piece.offset + piece.numel]
+
+
+def _fill(to: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+    """Copy parts into a tensor, one after another."""
+    for part, own in zip(parts, to.split([*map(len, parts)]), strict=True):
+        own.copy_(part)
 
 
 def place_others(model: nn.Module, values: InitialValues, device: torch.device) -> None:

@@ -83,13 +83,13 @@ class Masters:
         units: Units of the plan.
 
     Attributes:
-        reads: Functions that return (n_local,) values, by parameter name. They are called when the
-            parameter is cut.
+        reads: Functions that write (n_local,) values into a master, by parameter name. They are
+            called when the parameter is cut.
     """
 
     def __init__(self, homes: DeviceHomes, home: Home, units: Sequence[UnitPlan]) -> None:
         self.homes, self.home = homes, home
-        self.reads: dict[str, Callable[[], torch.Tensor]] = {}
+        self.reads: dict[str, Callable[[torch.Tensor], object]] = {}
         self._made: dict[tuple[int, int], Weights] = {}
         home.open_weights(units)
 
@@ -129,7 +129,7 @@ def cut_group(
     for param, placement, piece in zip(params, layout.placements, layout.slices(part), strict=True):
         local = slice(piece.offset, piece.offset + piece.numel)
         if piece.name in masters.reads:
-            master[local].copy_(masters.reads[piece.name]())
+            masters.reads[piece.name](master[local])
         elif not param.is_meta and not isinstance(param, ShardedParameter):
             with torch.no_grad():
                 master[local].copy_(plain(param).reshape(-1)[piece.start : piece.stop])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -119,7 +118,7 @@ def shard_model(
     values = _values(model, plan, transports, masters, given.weights)
     if given.recut is not None:
         shards = given.recut(places_of(model), plan, transports[plan.mesh].rank)
-        masters.reads.update({name: partial(shards.pop, name) for name in shards})
+        masters.reads |= {name: lambda to, n=name: to.copy_(shards.pop(n)) for name in shards}
     engine = Engine(model, plan, config, transports, recorder, masters)
     if values is not None:
         place_others(model, values, device)

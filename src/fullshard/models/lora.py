@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -97,13 +98,16 @@ class AdaptedWeights(FolderWeights):
         if not _is_adapter(names[0]):
             super().check(names, shape)
 
-    def read(
+    @contextmanager
+    def elements(
         self, names: Sequence[str], shape: tuple[int, ...], start: int, stop: int
-    ) -> torch.Tensor:
-        """As FolderWeights.read."""
-        if not _is_adapter(names[0]):
-            return super().read(names, shape, start, stop)
-        return first_values(names[0], shape, self._seed).reshape(-1)[start:stop].clone()
+    ) -> Generator[list[torch.Tensor]]:
+        """As FolderWeights.elements."""
+        if _is_adapter(names[0]):
+            yield [first_values(names[0], shape, self._seed).reshape(-1)[start:stop]]
+        else:
+            with super().elements(names, shape, start, stop) as parts:
+                yield parts
 
 
 def first_values(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:

@@ -489,9 +489,8 @@ def _reading(plan: Plan, source: WeightsSource) -> tuple[int, int]:
         case WeightsSource.INITIAL:  # one whole tensor
             tensors = [p.numel * itemsize for layout, itemsize in sizes for p in layout.placements]
             return 0, max(tensors, default=0)
-        case WeightsSource.FOLDER:  # a rank's part of one tensor, in the stored and master dtype
-            both = (n * (itemsize + (2 if itemsize == 4 else 4)) for n, itemsize in _parts(plan))
-            return 0, max(both, default=0)
+        case WeightsSource.FOLDER:  # copied from mapped files into the shards
+            return 0, 0
         case WeightsSource.WHOLE:
             whole = sum(layout.numel * itemsize for layout, itemsize in sizes)
             return whole, whole

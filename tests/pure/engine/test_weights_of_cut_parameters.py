@@ -45,7 +45,8 @@ def test_elements_are_those_of_the_local_tensor(tmp_path, kind, rank):
         piece = Slice("w", tuple(local.shape), start, stop, 0)
         param = _Param(piece, cut, cast("Any", None), 0, ("w",))
         wanted = local.reshape(-1)[start:stop]
-        assert torch.equal(param.read(FolderWeights(tmp_path)), wanted)
+        param.read(FolderWeights(tmp_path), found := torch.full_like(wanted, torch.nan))
+        assert torch.equal(found, wanted)
         assert torch.equal(param.local_of(WHOLE), wanted)
 
 
@@ -66,10 +67,14 @@ def test_a_folder_that_is_written_again_while_it_is_read_says_so(tmp_path, parts
             text = json.dumps({"metadata": {}, "weight_map": where})
             (tmp_path / "model.safetensors.index.json").write_text(text)
 
+    def first(files, name):
+        with files.elements([name], (8, 6), 0, 48) as parts:
+            return float(parts[0][0])
+
     write(1.0)
     found = FolderWeights(tmp_path)
-    assert found.read(["a"], (8, 6), 0, 48).max() == 1.0
+    assert first(found, "a") == 1.0
     write(2.0)
     with pytest.raises(ConfigError, match="it was replaced while the folder was read"):
-        found.read(["b"], (8, 6), 0, 48)
-    assert FolderWeights(tmp_path).read(["b"], (8, 6), 0, 48).min() == 2.0
+        first(found, "b")
+    assert first(FolderWeights(tmp_path), "b") == 2.0
