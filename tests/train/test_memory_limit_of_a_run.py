@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from fullshard.launch.machine import CHECK_BYTES
 from fullshard.outlook.memory import LAUNCHER_PROCESS, RANK_PROCESS, WORKER_PROCESS
 from support.memory_groups import MIB, memory_group
 from support.sizes import sizes_of
@@ -73,6 +74,18 @@ def test_a_run_that_cannot_fit_is_refused_and_one_that_just_fits_ends(tmp_path):
     assert record["status"] == "finished"
     banner = (tmp_path / "out" / "logs" / "rank_0.log").read_text()
     assert "limit     the container's memory limit of" in banner
+
+
+@pytest.mark.parametrize(
+    ("limit", "told"),
+    [(CHECK_BYTES, "what would help:"), (96 * MIB, "for the processes of a run")],
+)
+def test_a_group_without_room_for_the_processes_of_a_run_refuses_it(tmp_path, limit, told):
+    with memory_group(limit) as group:
+        code, found, err = trained(group, tmp_path, words_of(tmp_path))
+        assert (code, group.num_kills()) == (3, 0), err
+    assert told in found["error"]["message"]
+    assert f"({group.limit})" in found["error"]["message"]
 
 
 def test_a_rank_that_the_kernel_kills_for_memory_names_the_limit(tmp_path):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from fullshard.config.load import Resolved
     from fullshard.run.folder import RunFolder
     from fullshard.run.start import CheckedRun
+
+ROOM_BYTES = 1 << 30  # more than a launcher that tokenizes and a server of ranks take (0.8 GiB)
 
 ResumeFlag = Annotated[
     str | None,
@@ -109,7 +111,9 @@ def _check_first(
 ) -> LaunchEnvironment | None:
     """Check everything that needs no torch; return the launcher that started this process."""
     from fullshard.config.environment import read_launch_environment
+    from fullshard.launch.machine import check_limit
 
+    check_limit()
     launch = None if how.is_local else read_launch_environment()
     try:
         check_command(resolved.config, command)
@@ -146,13 +150,16 @@ def _run(
 
 def _lead_ranks(command: Command, resolved: Resolved, world_size: int, how: How) -> Outcome:
     """Prepare a run and start its ranks on this machine."""
+    from fullshard.config.host_memory import available_bytes
     from fullshard.launch.machine import num_visible_accelerators
     from fullshard.launch.spawn import fork_server
     from fullshard.run import start
 
     forks = resolved.config.backend is Backend.TORCH and not num_visible_accelerators()
     with ExitStack() as held:
-        server = held.enter_context(fork_server(start.RANK_IMPORTS)) if forks else None
+        starting = nullcontext(None) if not forks else fork_server(start.RANK_IMPORTS)
+        # Where memory is short, the run must be refused before the server takes any.
+        server = held.enter_context(starting) if available_bytes() > ROOM_BYTES else None
         checked = _checked(command, resolved, world_size, how.resume)
         folder, moved = held.enter_context(start.made_folder(checked, command))
         if moved is not None:
@@ -160,6 +167,7 @@ def _lead_ranks(command: Command, resolved: Resolved, world_size: int, how: How)
         if checked.resume.in_place:
             where = "" if checked.resume.path else " from step 0, because it has no checkpoint"
             print(f"resuming the run in {folder.path}{where} (`--resume never` starts a new run)")
+        server = server or held.enter_context(starting)
         stuck_s = resolved.config.launch.timeout
         local, result = start.start_ranks(folder, world_size, stuck_s, how.max_restarts, server)
     after_stop = "" if result.failure or not result.exit_code else _how_to_resume(folder)

@@ -14,11 +14,16 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from fullshard.config import host_memory
+from fullshard.errors import WillNotFitError
+from fullshard.outlook.memory import LAUNCHER_PROCESS, MIB, RANK_PROCESS, WORKER_PROCESS
 from fullshard.planner.mesh import Topology
+from fullshard.planner.text import human_bytes
 
 if TYPE_CHECKING:
     from fullshard.config.schema import LaunchConfig
 
+CHECK_BYTES = 400 * MIB  # of a launcher that plans a run, the kernel's memory for it included
 DEFAULT_PROCESSES = 2  # without an accelerator: the smallest number that shards
 VECTOR_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 
@@ -76,6 +81,21 @@ def num_visible_accelerators() -> int:
     import torch
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def check_limit() -> None:
+    """Checks, before torch is imported, that a container has memory for the check of a run.
+
+    Raises:
+        WillNotFitError: The kernel would end the process that checks.
+    """
+    limit = host_memory.limit()
+    if limit.file is not None and limit.num_bytes < CHECK_BYTES:
+        least = human_bytes(LAUNCHER_PROCESS + RANK_PROCESS + WORKER_PROCESS)
+        raise WillNotFitError(
+            f"memory: expected at least {least} for the processes of a run, and its tensors; got "
+            f"{limit}. Raise the limit."
+        )
 
 
 def existing_folder(path: Path) -> Path:
