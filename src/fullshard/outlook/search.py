@@ -190,9 +190,13 @@ def choose(current: Outlook, plan_of: PlanOf, free: Sequence[str], *, hosts: int
     if not fitting:
         least = min(allowed, key=lambda one: one.peak_bytes[Place.DEVICE])
         asked = [key for key in free if not key.startswith("sharding.")]
+        machine, where = current.machine, ""
+        if machine.is_host:
+            processes = human_bytes(machine.process_bytes)
+            where = f" per rank of {machine.limit}, without {processes} for its processes"
         raise WillNotFitError(
             f"auto: expected a choice of {' and '.join(asked)} that fits "
-            f"{human_bytes(max(0, current.machine.memory_bytes or 0))}; the smallest needs "
+            f"{human_bytes(max(0, machine.memory_bytes or 0))}{where}; the smallest needs "
             f"{human_bytes(least.peak_bytes[Place.DEVICE])}. Use more ranks, recompute or offload."
         )
     roomy = [one for one in fitting if one.fit is Fit.FITS] or fitting

@@ -163,6 +163,10 @@ def test_a_choice_that_nothing_fits_is_refused_with_the_smallest():
     small = Machine(DEVICES["H100"], GIB)
     with pytest.raises(WillNotFitError, match=r"expected a choice of strategy that fits 1\.0 GiB"):
         choose(current(64, small), plan_of, ["strategy"])
+    here = Machine(None, -1, is_host=True, process_bytes=9 << 20, limit="the limit")
+    where = "fits 0 B per rank of the limit, without 9.0 MiB for its processes; the smallest"
+    with pytest.raises(WillNotFitError, match=where):
+        choose(current(64, here), plan_of, ["strategy"])
 
 
 def test_rows_of_memory_add_up_and_keep_the_plans_own():
