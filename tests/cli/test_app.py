@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 from fullshard.cli import outcome
 from fullshard.cli.app import COMMANDS, run
+from fullshard.config.environment import unknown_variables
 from support.processes import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -403,27 +405,78 @@ def test_a_second_signal_at_the_end_leaves_the_exit_code():
 
 
 LINGERS = """\
-import os, signal, threading, time
+import os, signal, sys, threading, time
 from fullshard.cli import app
-app.run = lambda words: 75
+code, number, limit_s = map(int, sys.argv[1:])
+app.run = lambda words: code
 def linger():
     time.sleep(1)
-    os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(60)
+    os.kill(os.getpid(), number)
+    time.sleep(limit_s)
+    print("done")
 threading.Thread(target=linger).start()
 app.main()
 """
 
 
+def lingered(*words, **streams):
+    command = [sys.executable, "-c", LINGERS, *map(str, words)]
+    return subprocess.run(command, check=False, timeout=30, **streams)
+
+
 def test_a_signal_at_the_end_does_not_wait_for_threads():
-    done = subprocess.run([sys.executable, "-c", LINGERS], check=False, timeout=30)
-    assert done.returncode == 75
+    assert lingered(75, signal.SIGTERM.value, 60).returncode == 75
+
+
+def test_a_warning_at_the_end_lets_threads_finish():
+    done = lingered(0, signal.SIGUSR1.value, 1, stdout=subprocess.PIPE)
+    assert (done.returncode, done.stdout) == (0, b"done\n")
+
+
+LOSES = """\
+import sys
+from fullshard.launch.exit_codes import end_now
+sys.stdout = open(1, "w")
+print("lost")
+end_now(int(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize(("code", "expected"), [(0, 120), (75, 75)])
+def test_output_that_is_lost_at_the_end_is_no_success(code, expected):
+    with Path("/dev/full").open("wb") as full:
+        command = [sys.executable, "-c", LOSES, str(code)]
+        assert subprocess.run(command, check=False, stdout=full).returncode == expected
 
 
 def test_a_misspelt_variable_is_said_once():
-    done = process(*COMMAND, "--version", FULLSHARD_TIMOUT="5", FULLSHARD_LOG_DIR="x")
+    done = process(*COMMAND, "--version", FULLSHARD_TIMOUT="5")
     said = "FULLSHARD_TIMOUT has no effect. Did you mean 'FULLSHARD_TIMEOUT'?\n"
     assert (done.returncode, done.stderr) == (0, said)
+
+
+def test_variables_that_nothing_reads_are_said_by_the_first_rank(monkeypatch):
+    for name in ("LAUNCHER", "ATTEMPT", "MASTER_ADDR", "LOG_DIR"):
+        monkeypatch.setenv(f"FULLSHARD_{name}", "1")
+    said = [text.partition(" has no effect. ") for text in unknown_variables()]
+    assert [name.removeprefix("FULLSHARD_") for name, *_ in said] == [
+        *("ATTEMPT", "LAUNCHER", "LOG_DIR", "MASTER_ADDR")
+    ]
+    assert said[0][2] == "It is set for ranks that fullshard starts."
+    torchrun = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "0", "RANK": "0"}
+    for name, value in torchrun.items():
+        monkeypatch.setenv(name, value)
+    assert [text.split()[0] for text in unknown_variables()] == [
+        *("FULLSHARD_ATTEMPT", "FULLSHARD_LAUNCHER", "FULLSHARD_MASTER_ADDR")
+    ]
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert unknown_variables() == []
+    monkeypatch.setenv("FULLSHARD_RANK", "0")
+    monkeypatch.setenv("FULLSHARD_WORLD_SIZE", "1")
+    monkeypatch.setenv("FULLSHARD_LOCAL_RANK", "0")
+    monkeypatch.setenv("FULLSHARD_LOCAL_WORLD_SIZE", "1")
+    assert [text.split()[0] for text in unknown_variables()] == ["FULLSHARD_LAUNCHER"]
 
 
 @pytest.mark.parametrize("name", ["TORCH_LOGS", "TORCH_DISTRIBUTED_DEBUG"])

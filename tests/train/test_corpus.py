@@ -20,7 +20,7 @@ from fullshard.data.order import BatchShape, SampleOrder
 from fullshard.data.records import identity, would_read
 from fullshard.data.text import Corpus, Dataset, DatasetSettings, make_dataset, written
 from fullshard.data.tokenizer import train_tokenizer
-from fullshard.errors import DataError
+from fullshard.errors import ConfigError, DataError
 from fullshard.recipes.base import make_data
 from fullshard.recipes.registry import Command, check_paths
 from support.text import seeded_text
@@ -213,6 +213,45 @@ def test_errors_of_a_mixture_name_the_source_by_its_key(tmp_path, tokenizer):
     )
     with pytest.raises(DataError, match=r"train.yaml:2: data.mixture.1.path: expected a file or"):
         check_paths(load_config([read_job(), file]), Command.TRAIN)
+
+
+APART = {
+    "a pattern": (["data.path=d/**/*.jsonl", "output_dir=d/run"], "output_dir", "d/run/metrics"),
+    "by default": (["data.path=runs/*/*.jsonl"], "output_dir", "runs/train/metrics.jsonl"),
+    "a link": (["data.path=d/**/*.jsonl", "output_dir=d/link"], "output_dir", "d/link/metrics"),
+    "a URL": (["data.path=d", "checkpoint_dir=file://PLACE/d/c"], "checkpoint_dir", "d/c/step-0"),
+    "logs": (["data.path=d", "logging_dir=d/l", "report_to=tensorboard"], "logging_dir", "d/l/ev"),
+    "no logs": (["data.path=d", "logging_dir=d/l", "report_to=trackio"], None, ""),
+    "files only": (["data.path=d/*", "output_dir=d/run"], None, ""),
+    "other names": (["data.path=d/**/a*.jsonl", "output_dir=d/run"], None, ""),
+    "hidden": (["data.path=d", "output_dir=d/.run"], None, ""),
+    "a store": (["data.path=d", "checkpoint_dir=s3://bucket/d"], None, ""),
+    "a dataset": (["data.path=set", "output_dir=set/run"], None, ""),
+    "a link to itself": (["data.path=d", "output_dir=loop/run"], None, ""),
+}
+
+
+@pytest.mark.parametrize("name", APART)
+def test_a_run_that_would_write_among_its_data_is_refused_where_it_would_be_read(
+    tmp_path, monkeypatch, name
+):
+    monkeypatch.chdir(tmp_path)
+    for file in ("d/a.jsonl", "runs/old/a.jsonl", "set/dataset_info.json"):
+        Path(file).parent.mkdir(parents=True)
+        Path(file).write_text('{"text": "a"}\n')
+    Path("elsewhere").mkdir()
+    if name == "a link":
+        Path("d/link").symlink_to(Path("elsewhere").absolute())
+    Path("loop").symlink_to("loop")
+    words, key, file = APART[name]
+    words = [word.replace("PLACE", str(tmp_path)) for word in words]
+    words = [word if word.startswith("data.") else f"training.{word}" for word in words]
+    resolved = load_config([read_job()], words)
+    if key is None:
+        check_paths(resolved, Command.TRAIN)
+        return
+    with pytest.raises(ConfigError, match=rf"training.{key}: .* would read '[^']*{file}"):
+        check_paths(resolved, Command.TRAIN)
 
 
 def test_a_run_keeps_its_tokens_when_the_cache_is_removed(tmp_path, tokenizer):

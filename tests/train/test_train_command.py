@@ -20,6 +20,7 @@ from fullshard.outlook.memory import RANK_PROCESS
 from fullshard.planner.plan import Plan
 from fullshard.planner.text import human_bytes
 from fullshard.recipes.base import causal_lm_loss, load_data
+from fullshard.recipes.registry import WRITTEN
 from support.text import seeded_text
 
 pytestmark = pytest.mark.timeout(300)
@@ -84,6 +85,8 @@ def test_run_leaves_every_file_of_the_contract(two_ranks):
         "logs/rank_0.log",
         "logs/rank_1.log",
     }
+    kinds = {Path(name).suffix for name in (*WRITTEN["output_dir"], *WRITTEN["checkpoint_dir"])}
+    assert {Path(name).suffix for name in names if name != LOCK} == kinds
     # The lock stays: who removed it would take it from under a run that just opened it.
     assert {name for name in names if Path(name).name.startswith(".")} == {LOCK}
 

@@ -142,10 +142,8 @@ def read_launch_environment(
     Raises:
         ConfigError: a set of variables that is incomplete or contradicts itself.
     """
-    return _read(_Variables(os.environ if variables is None else variables))
-
-
-def _read(reader: _Variables) -> LaunchEnvironment | None:
+    given = os.environ if variables is None else variables
+    reader = given if isinstance(given, _Variables) else _Variables(given)
     if reader.has_any(_OURS.rank, _OURS.world_size):
         return _launched(reader, _OURS, launch_dir=reader.path(OURS + "LAUNCH_DIR"))
     if reader.has_any(_TORCHRUN.rank, _TORCHRUN.world_size):
@@ -180,21 +178,21 @@ def notable_variables() -> dict[str, str]:
 
 
 def unknown_variables() -> list[str]:
-    """Variables with our prefix that nothing reads, in words; other ranks than 0 say none."""
+    """Variables with our prefix that nothing reads, in words; other ranks than 0 name none."""
     reader = _Variables(os.environ)
-    try:
-        launch = _read(reader)
-    except ConfigProblems:  # a command that needs the launch raises it
-        return []
+    with suppress(ConfigProblems):  # which commands that need the launch raise
+        if not ((launch := read_launch_environment(reader)) and launch.rank):
+            names = sorted(name for name in os.environ if name.startswith(OURS))
+            return [_without_effect(name) for name in names if name not in reader.read]
+    return []
+
+
+def _without_effect(name: str) -> str:
     fields = [field.name for field in dataclasses.fields(LaunchEnvironment)[1:]]
-    known = [OURS + name.upper().removesuffix("_S") for name in fields]
-    set_by = "It is set for ranks that fullshard starts."
-    return [
-        f"{name} has no effect. "
-        + (set_by if name in known else did_you_mean(name, known) or "It is unknown.")
-        for name in sorted(os.environ)
-        if name.startswith(OURS) and name not in reader.read and not (launch and launch.rank)
-    ]
+    known = [OURS + field.upper().removesuffix("_S") for field in fields]
+    advice = did_you_mean(name, known) or "It is unknown."
+    says = "It is set for ranks that fullshard starts." if name in known else advice
+    return f"{name} has no effect. {says}"
 
 
 def settings_of_accelerate() -> list[str]:
