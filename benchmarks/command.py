@@ -1,9 +1,9 @@
-"""Makes a command of a script's `main`: options by typer, `--json`, errors and exit codes as ours.
+"""Runs a script's `main` as a typer command, with fullshard's `--json`, errors and exit codes.
 
     if __name__ == "__main__":
         run_script("benchmarks.host")
 
-The script is imported anew under its own name, so that ranks can unpickle what it defines.
+The script is imported again under its own name, so that ranks can unpickle its classes.
 """
 
 from __future__ import annotations

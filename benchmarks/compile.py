@@ -1,4 +1,4 @@
-"""`python -m benchmarks.compile`: a step of blocks compiled by torch.compile, beside FSDP2's."""
+"""`python -m benchmarks.compile`: step time of blocks compiled by torch.compile, ours and FSDP2."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Job:
     """What the ranks measure.
 
     Attributes:
-        backend: of torch.compile.
-        num_checked: first steps, which compile; their losses are compared.
+        backend: Backend of torch.compile.
+        num_checked: Number of first steps, which compile; their losses are compared.
     """
 
     case: Case
@@ -47,7 +47,7 @@ class Job:
 
 
 def run(job: Job, *, command: str, timeout_s: float, wait: bool, say: Say) -> Page:
-    """Runs the ranks and says what they found."""
+    """Runs the ranks and returns their measurements."""
     say(job.case.describe())
     with Neighbours(wait=wait, say=say) as neighbours:
         ranks = run_ranks(
@@ -93,15 +93,15 @@ def run(job: Job, *, command: str, timeout_s: float, wait: bool, say: Say) -> Pa
 
 
 def main(  # noqa: PLR0913  (one parameter an option)
-    case: Annotated[str, typer.Option(help="A case of bench step.")] = "29M",
-    backend: Annotated[str, typer.Option(help="Of torch.compile.")] = "inductor",
-    rounds: Annotated[int, typer.Option(min=3, help="Timed steps of each.")] = 11,
-    timeout: Annotated[float, typer.Option(help="Seconds for the group of ranks.")] = 1800.0,
+    case: Annotated[str, typer.Option(help="Case of bench step.")] = "29M",
+    backend: Annotated[str, typer.Option(help="Backend of torch.compile.")] = "inductor",
+    rounds: Annotated[int, typer.Option(min=3, help="Timed steps per engine.")] = 11,
+    timeout: Annotated[float, typer.Option(help="Time limit for all ranks, s.")] = 1800.0,
     wait: WaitFlag = False,
     out: OutFlag = None,
     as_json: JsonFlag = False,  # noqa: ARG001  read by run_script
 ) -> Outcome:
-    """Time blocks compiled by torch.compile under ours and FSDP2, and count recompiles."""
+    """Time blocks compiled by torch.compile, ours and FSDP2, and count recompiles."""
     job, command = Job(find_case(case), rounds, backend), command_line(NAME)
     return show(run(job, command=command, timeout_s=timeout, wait=wait, say=say), out)
 

@@ -1,4 +1,4 @@
-"""What one rank of `python -m benchmarks.compile` measures."""
+"""Measurements of one rank of `python -m benchmarks.compile`."""
 
 from __future__ import annotations
 

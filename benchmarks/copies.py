@@ -1,7 +1,7 @@
-"""`python -m benchmarks.copies`: bytes that a step's copying operations read and write.
+"""`python -m benchmarks.copies`: bytes read and written by the copy operations of a step.
 
-Seen by a dispatch mode, which every operation of torch passes, autograd's too: not by counters of
-the engine. What the plain model copies in the same step is subtracted.
+A dispatch mode counts them: it sees every torch operation, including those of autograd. No counter
+of the engine is used. The bytes that the plain model copies in the same step are subtracted.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Job:
     """What the ranks count.
 
     Attributes:
-        engines: names of `engines.BUILDERS`.
+        engines: Names from `engines.BUILDERS`.
     """
 
     case: Case
@@ -53,7 +53,7 @@ class Job:
 def run(
     cases: Sequence[Case], *, command: str, timeout_s: float, say: Callable[[str], None]
 ) -> Page:
-    """Counts a step of every engine on every case."""
+    """Counts one step per engine and case."""
     rows: list[dict[str, object]] = []
     with Neighbours() as neighbours:
         for case in cases:
@@ -75,7 +75,7 @@ def run(
 
 
 def rows_of(case: Case, found: dict) -> list[dict[str, object]]:
-    """Returns a row for each engine, of what one rank found."""
+    """Returns one row per engine from the counts of one rank."""
     own = sum(found[PLAIN]["counted"].values())
     return [
         {
@@ -108,13 +108,13 @@ def _cells(row: dict) -> tuple[str, ...]:
 def main(
     case: Annotated[
         list[str] | None,
-        typer.Option(help="A case of bench step; may be given again. Default: 109M, 109M-bf16."),
+        typer.Option(help="Case of bench step; repeatable. Default: 109M, 109M-bf16."),
     ] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds for one group of ranks.")] = 900.0,
+    timeout: Annotated[float, typer.Option(help="Time limit per group of ranks, s.")] = 900.0,
     out: OutFlag = None,
     as_json: JsonFlag = False,  # noqa: ARG001  read by run_script
 ) -> Outcome:
-    """Count the bytes that copies of a training step read and write, beside FSDP2's."""
+    """Count the bytes read and written by copies in a training step, ours and FSDP2."""
     chosen = [find_case(name) for name in case or ("109M", "109M-bf16")]
     page = run(chosen, command=command_line(NAME), timeout_s=timeout, say=say)
     return show(page, out)

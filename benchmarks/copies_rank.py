@@ -1,4 +1,4 @@
-"""What one rank of `python -m benchmarks.copies` measures."""
+"""Measurements of one rank of `python -m benchmarks.copies`."""
 
 from __future__ import annotations
 

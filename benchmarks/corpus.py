@@ -1,10 +1,10 @@
-"""`python -m benchmarks.corpus`: much data: anonymous memory, time, and what a kill costs.
+"""`python -m benchmarks.corpus`: large corpora: anonymous memory, time, and cost of a kill.
 
-Each case is the `fullshard train` of docs/training.md ("a corpus of your own") on text that is made
-on the spot. The anonymous and shared memory of every process is sampled until the run ends. In the
-case `killed`, the command gets SIGKILL when half of the text is tokenized, and is typed again.
-`streamed` is the same command with `data.streaming=true` and an empty cache. With `--chats`, the
-data is conversations in one JSONL file, and the command is `fullshard sft`.
+Each case runs the `fullshard train` command of docs/training.md ("a corpus of your own") on
+generated text. The anonymous and shared memory of every process is sampled until the run ends. In
+the case `killed`, the command gets SIGKILL when half of the text is tokenized, and is run again.
+`streamed` runs the same command with `data.streaming=true` and an empty cache. With `--chats`, the
+data are conversations in one JSONL file, and the command is `fullshard sft`.
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ CHATS = (
 
 
 def main(
-    sizes: Annotated[list[int] | None, typer.Option("--mib", help="MiB of text.")] = None,
+    sizes: Annotated[list[int] | None, typer.Option("--mib", help="Text size, MiB.")] = None,
     out: OutFlag = None,
-    words: Annotated[list[str] | None, typer.Option("--set", help="More keys.")] = None,
-    chats: Annotated[bool, typer.Option("--chats", help="Conversations in place of text.")] = False,
-    streamed: Annotated[bool, typer.Option("--streamed", help="This case alone.")] = False,
+    words: Annotated[list[str] | None, typer.Option("--set", help="Additional KEY=VALUE.")] = None,
+    chats: Annotated[bool, typer.Option("--chats", help="Use conversations, not text.")] = False,
+    streamed: Annotated[bool, typer.Option("--streamed", help="Run this case only.")] = False,
     as_json: JsonFlag = False,  # noqa: ARG001  read by run_script
 ) -> Outcome:
-    """Train on text of several sizes; measure memory and time, and what a kill costs."""
+    """Train on text of several sizes; measure memory, time and the cost of a kill."""
     rows: list[dict[str, Any]] = []
     with Neighbours() as neighbours, tempfile.TemporaryDirectory() as place:
         recipe, keys = ["train"], tuple(words or ())
@@ -92,7 +92,7 @@ def main(
 
 
 def write_text(folder: Path, mib: int) -> None:
-    """Writes files of text into a folder."""
+    """Writes text files into a folder."""
     from pydoc_data.topics import topics
 
     lines = [line for topic in sorted(topics) for line in topics[topic].splitlines() if line]
@@ -106,7 +106,7 @@ def write_text(folder: Path, mib: int) -> None:
 
 
 def write_chats(folder: Path, mib: int) -> None:
-    """Writes a file of conversations of a question and up to 40 lines of answer into a folder."""
+    """Writes a file of conversations: one question, up to 40 lines of answer each."""
     from pydoc_data.topics import topics
 
     lines = [line for topic in sorted(topics) for line in topics[topic].splitlines() if line]
@@ -128,7 +128,7 @@ def cases(
     *,
     only_streamed: bool = False,
 ) -> Iterator[dict[str, Any]]:
-    """The run; where the text has several parts, killed half-way, typed again, and streamed."""
+    """Runs once; for a text of several parts also killed half-way, run again, and streamed."""
     size = sum(file.stat().st_size for file in corpus.iterdir())
     half = size // SHARD_BYTES // 2
     streamed = ("streamed",) if recipe[0] == "train" else ()
@@ -151,7 +151,7 @@ def _train(
     kill: int | None,
     case: str,
 ) -> dict[str, Any]:
-    """A run; with `kill`, the command is killed after that many parts."""
+    """Runs the command; with `kill`, kills it after that many parts."""
     named = f"{corpus.name}-{'streamed' if case == 'streamed' else 'first'}"
     cache, run = place / f"cache-{named}", place / f"run-{named}"
     made = set(cache.rglob("*.npy"))
@@ -185,7 +185,7 @@ def _train(
 
 
 def _processes(pid: int) -> Iterator[tuple[str, int, float]]:
-    """Kind, memory and processor time of the command and of every process below it."""
+    """Returns kind, memory and processor time of the command and its descendants."""
     with suppress(psutil.Error):
         for process in (root := psutil.Process(pid), *root.children(recursive=True)):
             with suppress(psutil.Error, OSError):

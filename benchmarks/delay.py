@@ -1,18 +1,17 @@
-"""A wire of a given speed around another transport: proves overlap on any machine.
+"""Delays a transport by a wire of a given speed, to test overlap on any machine.
 
-What travels arrives no earlier than `latency_s + bytes / bytes_per_s` after it was issued, and the
-wait for it sleeps, so that the processor is free for what should hide it. Gathers, reductions and
-sums over replicas have a wire each, as on NCCL with three groups; messages of one wire queue:
+A message arrives no earlier than `latency_s + bytes / bytes_per_s` after it was issued. Waiting for
+it sleeps, so the processor is free for the compute that should hide it. Gathers, reductions and
+sums over replicas use one wire each, as on NCCL with three groups; messages of one wire queue:
 
     gathers     |-- blocks.1 --|-- blocks.2 --|
     reductions       |-- blocks.7 --|        |-- blocks.6 --|
                 --> time
 
-For tests, benches and traces. The other transport still moves the bytes: results keep their bits.
-On a CPU the host sleeps. A GPU's work is only queued by the host, so there each wire is a stream
-of its own, on which a message is a kernel that spins for its time (it occupies one of the GPU's
-multiprocessors meanwhile, as a collective's kernel does more than that); a wait is one of the
-stream that computes. Written for CUDA; run on a CPU alone so far.
+For tests, benchmarks and traces. The inner transport moves the bytes, so results are bit-identical.
+On a CPU the host sleeps. On a GPU each wire is a CUDA stream, and a message is a kernel that spins
+for the message's time. The kernel occupies one multiprocessor; a collective's kernel occupies more.
+The compute stream waits for it. The CUDA code has run on a CPU only so far.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ spin: Callable[[int], None] = torch.cuda._sleep
 
 
 def cycles_per_s(device: torch.device, cycles: int = 50_000_000) -> float:
-    """How many cycles `spin` does in a second; measured, because no driver says the true clock."""
+    """Measures the cycles per second of `spin`; drivers do not report the true clock."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     with torch.cuda.device(device):
         for _ in range(2):  # the first wakes the device
@@ -51,11 +50,11 @@ def cycles_per_s(device: torch.device, cycles: int = 50_000_000) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Something on a wire; times are those of `perf_counter_ns`.
+    """A message on a wire; times are those of `perf_counter_ns`.
 
     Attributes:
-        starts_ns: When the messages before it are through.
-        done_ns: When it has arrived.
+        starts_ns: End of the messages before it.
+        done_ns: Arrival time.
     """
 
     num_bytes: int
@@ -89,7 +88,7 @@ class Wire:
             )
 
     def send(self, num_bytes: int) -> Message:
-        """Put a message behind those that are under way."""
+        """Queue a message behind those in flight."""
         now = time.perf_counter_ns()
         starts = max(now, self.sent[-1].done_ns) if self.sent else now
         took = round(NS * (self.latency_s + num_bytes / self.bytes_per_s))
@@ -99,13 +98,13 @@ class Wire:
 
 @dataclass(frozen=True, slots=True)
 class QueuedMessage:
-    """Something on a wire of a GPU: only the GPU knows when."""
+    """A message on a wire of a GPU; its times are not known on the host."""
 
     num_bytes: int
     done: Any
 
     def wait(self) -> None:
-        """Let what is queued next on the current stream wait for it."""
+        """Make the current stream wait for it."""
         torch.cuda.current_stream().wait_event(self.done)
 
 
@@ -114,7 +113,7 @@ class StreamWire(Wire):
     """A wire of a CUDA device: messages queue on a stream of their own.
 
     Attributes:
-        device: Whose stream.
+        device: Device of the stream.
     """
 
     device: torch.device = field(default_factory=lambda: torch.device("cuda"))
@@ -125,7 +124,7 @@ class StreamWire(Wire):
         self._cycles_per_s = cycles_per_s(self.device)
 
     def send(self, num_bytes: int) -> Any:
-        """Queue a message behind what is under way, and behind what the current stream does."""
+        """Queue a message behind those in flight and behind the current stream's work."""
         took_s = self.latency_s + num_bytes / self.bytes_per_s
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
@@ -134,18 +133,18 @@ class StreamWire(Wire):
 
 
 def wire_of(device: torch.device, latency_s: float, bytes_per_s: float) -> Wire:
-    """A wire that delays the work of a device."""
+    """Returns a wire that delays the work of a device."""
     if device.type == "cuda":
         return StreamWire(latency_s, bytes_per_s, device=device)
     return Wire(latency_s, bytes_per_s)
 
 
 class DelayTransport:
-    """Another transport, whose messages also take the time of a wire.
+    """Wraps a transport; its messages also take the time of a wire.
 
     Args:
-        inner: Moves the bytes.
-        mesh: Which inner moves them on; where an axis has size 1, nothing travels on it.
+        inner: Transport that moves the bytes.
+        mesh: Mesh of `inner`; an axis of size 1 has no messages.
         wires: The wire of all-gathers; that of reductions over the shard axis, and of small
             vectors; that of sums over the replicate axis.
 
@@ -197,12 +196,12 @@ class DelayTransport:
 
 
 def _around(values: torch.Tensor, num_ranks: int) -> int:
-    """Bytes of an all-reduce: every part comes in once, and goes round once."""
+    """Bytes of an all-reduce: each part is reduced once and broadcast once."""
     return 2 * values.nbytes * (num_ranks - 1) // num_ranks
 
 
 class _Late:
-    """A collective under way that ends with its message at the earliest."""
+    """A collective in flight that ends no earlier than its message."""
 
     __slots__ = ("_message", "_under_way")
 
@@ -219,12 +218,12 @@ class _Late:
 
 
 def delayed(engine: Engine, latency_s: float, bytes_per_s: float) -> DelayTransport:
-    """Put wires around an engine's transports, in place, while nothing is under way.
+    """Put wires around an engine's transports, in place, while no message is in flight.
 
     Args:
         engine: Engine of a sharded model, before its first step or between two.
-        latency_s: What every message takes.
-        bytes_per_s: What each of the three wires carries besides.
+        latency_s: Latency per message, s.
+        bytes_per_s: Bandwidth of each of the three wires.
 
     Returns:
         The transport of the whole mesh; all of the engine's share its wires.

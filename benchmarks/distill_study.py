@@ -2,9 +2,9 @@
 
 python -m benchmarks.distill_study [--steps 200] [--out benchmarks/results]
 
-A small mixture of experts is trained as the teacher, the student of the default distillation is cut
-out of it, and trained on the same tokens in the same order with the teacher and without: at each of
-three learning rates and with three seeds. Each side is judged at its best rate.
+A small mixture of experts is trained as the teacher. The student of the default distillation is cut
+out of it and trained on the same tokens in the same order, with and without the teacher, at three
+learning rates and with three seeds. Each side is judged at its best rate.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CONFIDENCE = 0.95
 
 
 def run(*words: object, ranks: int = 1) -> dict[str, Any]:
-    """What a command of fullshard measured.
+    """Runs a command of fullshard and returns its measurements.
 
     Raises:
         RuntimeError: It failed.
@@ -45,12 +45,12 @@ def run(*words: object, ranks: int = 1) -> dict[str, Any]:
 
 
 def job(name: str) -> Path:
-    """A configuration that ships with fullshard."""
+    """Returns a configuration that ships with fullshard."""
     return Path(str(files("fullshard.config.defaults").joinpath(name)))
 
 
 def study(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Held-out losses of both sides, by rate and seed, and the teacher's."""
+    """Returns held-out losses of both sides by rate and seed, and of the teacher."""
     steps, rates, seeds = options.steps, options.rates, options.seeds
     teacher, cut = folder / "teacher", folder / "cut"
     distills, teaches = job("distill_job.yaml"), job("teacher_job.yaml")
@@ -80,7 +80,7 @@ def study(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def judge(found: dict[str, Any], rates: list[float], seeds: list[int]) -> dict[str, Any]:
-    """Each side at its best rate, and the interval of their difference over the seeds."""
+    """Compares both sides at their best rates; the interval is over the seeds."""
     losses = {tuple(case): loss for case, loss in found["runs"]}
 
     def of(side: str, rate: float) -> list[float]:
@@ -145,8 +145,8 @@ def page(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--teacher-steps", type=int, default=1500)
+    parser.add_argument("--steps", type=int, default=200, help="steps of the student")
+    parser.add_argument("--teacher-steps", type=int, default=1500, help="teacher steps")
     parser.add_argument("--rates", type=float, nargs="+", default=[2e-3, 4e-3, 8e-3])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")

@@ -1,7 +1,7 @@
-"""`python -m benchmarks.exact`: planned memory of XLA's engine, beside XLA's own figure.
+"""`python -m benchmarks.exact`: planned memory of the XLA engine, compared with XLA's figure.
 
-Eight Llamas are planned and compiled, each by `fullshard plan --exact` in a process of its own: jax
-takes the number of its devices when it starts. Nothing runs, so neighbours do not matter.
+Eight Llamas are planned and compiled, each by `fullshard plan --exact` in its own process, because
+jax fixes its number of devices at the start. Nothing runs, so load on the machine has no effect.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ METHOD = (
 
 @dataclass(frozen=True)
 class Case:
-    """A Llama and how it is trained."""
+    """A Llama and its training settings."""
 
     name: str
     width: int
@@ -51,7 +51,7 @@ class Case:
     tokens: int
 
     def words(self) -> list[str]:
-        """What is typed behind `fullshard plan`."""
+        """Arguments of `fullshard plan`."""
         heads = self.width // 64
         mlp_width = 8 * self.width // 3 // 32 * 32
         sizes = {
@@ -89,13 +89,13 @@ CASES = (
 def run(
     cases: Sequence[Case], topology: str | None, *, command: str, say: Callable[[str], None]
 ) -> Page:
-    """Plan and compile all.
+    """Plan and compile all cases.
 
     Args:
-        cases: What.
+        cases: Models and settings to compile.
         topology: TPUs or GPUs to compile for, which need not be installed; None: CPUs.
-        command: As typed.
-        say: Shows progress.
+        command: Command line of the benchmark.
+        say: Prints a progress line.
 
     Raises:
         ConfigError: jax is not installed.
@@ -124,7 +124,7 @@ def _row(case: Case, topology: str | None) -> dict[str, Any]:
 
 
 def row_of(case: Case, found: dict[str, Any]) -> dict[str, Any]:
-    """One row, from what `fullshard plan --exact --json` printed."""
+    """Returns one row from the output of `fullshard plan --exact --json`."""
     exact = found["exact"]
     return {
         "name": f"{case.name} {case.strategy} {case.recompute} {case.tokens}",
@@ -144,7 +144,7 @@ def row_of(case: Case, found: dict[str, Any]) -> dict[str, Any]:
 def page_of(
     rows: Sequence[dict[str, Any]], topology: str | None, neighbours: Neighbours, command: str
 ) -> Page:
-    """The page of all rows."""
+    """Returns the page of all rows."""
     errors = sorted(abs(row["error"]) for row in rows)
     middle = median(errors)
     said = "met" if middle <= GOAL else "not met"
@@ -189,7 +189,7 @@ def main(
     out: OutFlag = None,
     as_json: JsonFlag = False,  # noqa: ARG001  read by run_script
 ) -> Outcome:
-    """Compare the memory that the plan says of XLA's engine with XLA's own figure."""
+    """Compare the planned memory of the XLA engine with XLA's figure."""
     command = command_line(NAME)
     return show(run(CASES, topology, command=command, say=say), out)
 

@@ -1,6 +1,6 @@
-"""Simple rules and boosted trees, on the rows that the forecast is scored on.
+"""Baselines of the forecast: simple rules and boosted trees, scored on the same rows.
 
-None sees a row of the group that it is asked about.
+A baseline is never fitted to rows of the group that it predicts.
 """
 
 from __future__ import annotations

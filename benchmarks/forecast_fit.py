@@ -1,16 +1,16 @@
 """Fits the constants of `fullshard.outlook` to published runs.
 
-    python -m benchmarks.forecast_fit              fit, and say how far from what is committed
-    python -m benchmarks.forecast_fit --write      ... and write constants.py
-    python -m benchmarks.forecast_fit --left-out   predict every row by constants that were
+    python -m benchmarks.forecast_fit              fit, and print the difference to constants.py
+    python -m benchmarks.forecast_fit --write      fit, and write constants.py
+    python -m benchmarks.forecast_fit --left-out   predict each row with constants that were
                                                    fitted without its group
 
-The last one writes benchmarks/results/planner_left_out.csv, and the intervals' widths.
+`--left-out` writes benchmarks/results/planner_left_out.csv and the widths of the intervals.
 
-The error of a row is the logarithm of predicted over measured. Rows of one group (one publisher's
-runs of one model) share their weight, so that a table of a hundred lines does not outvote all
-others; doubtful rows count less. The loss grows slower than the error: a published figure may be
-wrong, or its configuration incomplete.
+The error of a row is log(predicted / measured). The rows of one group (one publisher's runs of one
+model) share one weight, so that a table of a hundred rows does not dominate the fit. Doubtful rows
+have lower weights. The loss grows more slowly than the error, because a published figure may be
+wrong or its configuration incomplete.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ Row = Mapping[str, str]
 
 @dataclass(frozen=True)
 class Sample:
-    """A row with what was measured, in tokens a second and device or in GiB."""
+    """A row with its measurement, in tokens per second and device or in GiB."""
 
     row: Row
     run: Workload
@@ -99,7 +99,7 @@ def read_rows(path: Path = DATA) -> list[Row]:
 
 
 def speed_of(row: Row) -> float | None:
-    """Tokens a second and device, as measured or as what was measured implies."""
+    """Tokens per second and device, measured or derived from a measurement."""
 
     def cell(key: str) -> float:
         return float(row[key] or 0)
@@ -123,7 +123,7 @@ MEASURED: dict[str, Callable[[Row], float | None]] = {"speed": speed_of, "memory
 
 
 def samples(what: str, rows: Sequence[Row]) -> list[Sample]:
-    """The rows that say what was measured."""
+    """Returns the rows that have a measurement."""
     found = []
     for row in rows:
         measured = MEASURED[what](row) if row["status"] == "ok" else None
@@ -139,20 +139,20 @@ def predicted(what: str, run: Workload, k: Constants) -> float:
 
 
 def errors(what: str, found: Sequence[Sample], k: Constants) -> np.ndarray:
-    """Logarithms of predicted over measured."""
+    """Returns log(predicted / measured) per row."""
     return np.array([log(predicted(what, one.run, k) / one.measured) for one in found])
 
 
 def fit(
     what: str, found: Sequence[Sample], start: Constants, held: Mapping[str, float] | None = None
 ) -> Constants:
-    """The constants of speed or of memory that fit best.
+    """Returns the best-fitting constants of speed or memory.
 
     Args:
         what: `speed` or `memory`.
         found: The rows.
         start: Where to begin, and the values of all other constants.
-        held: Constants that stay as they are said to be.
+        held: Constants with fixed values.
     """
     held = held or {}
     names = [name for name in (SPEED if what == "speed" else MEMORY) if name not in held]
@@ -181,14 +181,14 @@ def fit(
 
 
 def folds(found: Sequence[Sample]) -> np.ndarray:
-    """The part that each row is in: all of a group in one."""
+    """Returns the fold of each row; a group is in one fold."""
     groups = sorted({one.group for one in found})
     fold_of = {group: place * 7919 % len(groups) % FOLDS for place, group in enumerate(groups)}
     return np.array([fold_of[one.group] for one in found])
 
 
 def left_out(what: str, found: Sequence[Sample], start: Constants) -> np.ndarray:
-    """The errors of rows under constants that were fitted without their groups."""
+    """Returns the errors of rows under constants fitted without their groups."""
     out = np.zeros(len(found))
     fold_of = folds(found)
     for fold in range(FOLDS):
@@ -201,7 +201,7 @@ def left_out(what: str, found: Sequence[Sample], start: Constants) -> np.ndarray
 
 
 def spreads(what: str, found: Sequence[Sample], missed: np.ndarray) -> dict[Familiarity, float]:
-    """Half widths that cover four rows in five, by how familiar they are."""
+    """Returns half widths that cover four of five rows, by familiarity."""
     by_kind: dict[Familiarity, list[float]] = defaultdict(list)
     for one, error in zip(found, missed, strict=True):
         if not any(doubt in GRAVE for doubt in one.run.doubt):
@@ -246,7 +246,7 @@ def write_left_out(found: Mapping[str, tuple[Sequence[Sample], np.ndarray]]) -> 
 def main(words: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description="Fit the constants of the forecast.")
     parser.add_argument("--write", action="store_true", help="write constants.py")
-    parser.add_argument("--left-out", action="store_true", help="predict rows without their group")
+    parser.add_argument("--left-out", action="store_true", help="predict with the group left out")
     asked = parser.parse_args(words)
     rows = read_rows()
     found = {what: samples(what, rows) for what in MEASURED}

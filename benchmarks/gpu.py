@@ -1,7 +1,7 @@
-"""`python -m benchmarks.gpu`: one GPU plays rank 0 of 8 or 64 that train blocks of Llama 3 8B.
+"""`python -m benchmarks.gpu`: one GPU runs rank 0 of 8 or 64, with blocks of Llama 3 8B.
 
-Nothing travels; collectives take the time of a wire, on streams of their own. So one GPU shows what
-the engine itself costs beside plain compute: kernels that copy, waits, memory, host time.
+Nothing is sent: a collective takes the time of a simulated wire, on its own stream. One GPU thus
+measures the engine's overhead over plain compute: copy kernels, waits, memory and host time.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ NO_GPU = "torch sees no CUDA device here, so nothing was measured. Nobody has ru
 
 
 def shard_ours(model: Llama, world: int) -> nn.Module:
-    """Shards over a fake world behind a wire."""
+    """Shards over a simulated world with delayed messages."""
     fs.shard(
         model, transport="fake", shard=world, wrap=[LlamaBlock.__name__], param_dtype="bfloat16"
     )
@@ -77,7 +77,7 @@ def shard_ours(model: Llama, world: int) -> nn.Module:
 
 
 class _Wired:
-    """A collective of FSDP2's that takes the time of a wire, and writes this rank's own part."""
+    """Collective of FSDP2 that takes the time of a wire and writes this rank's part."""
 
     def __init__(self, wire: Any, world: int) -> None:
         self._wire, self._world = wire, world
@@ -123,13 +123,13 @@ def make(name: str, shape: Shape, world: int, device: torch.device) -> nn.Module
 
 
 class Clock:
-    """What a device says of time and memory; on the CPU there is no queue and no peak."""
+    """Measures time and memory of a device; a CPU has no queue and no peak."""
 
     def __init__(self, device: torch.device) -> None:
         self.is_cuda = device.type == "cuda"
 
     def wait(self) -> None:
-        """Returns when the device has done what was queued."""
+        """Waits for all queued work of the device."""
         if self.is_cuda:
             torch.cuda.synchronize()
 
@@ -145,7 +145,7 @@ class Clock:
             found += torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
 
     def copies(self, step: Callable[[], object]) -> tuple[int, float]:
-        """Counts the kernels of a step that copy, and how many seconds they take."""
+        """Returns the number of copy kernels in a step and their total seconds."""
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * self.is_cuda
         with profile(activities=activities) as profiler:
             step()
@@ -252,12 +252,12 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def main(
-    tiny: Annotated[bool, typer.Option("--tiny", help="Small blocks, on a CPU too.")] = False,
-    rounds: Annotated[int, typer.Option(min=3, help="Timed steps of each.")] = 15,
+    tiny: Annotated[bool, typer.Option("--tiny", help="Small blocks; runs on CPUs.")] = False,
+    rounds: Annotated[int, typer.Option(min=3, help="Timed steps per engine.")] = 15,
     out: OutFlag = None,
     as_json: JsonFlag = False,  # noqa: ARG001  read by run_script
 ) -> Outcome:
-    """Measure blocks of Llama 3 8B on one GPU as a rank of 8 and 64, beside FSDP2."""
+    """Measure blocks of Llama 3 8B on one GPU as rank 0 of 8 and 64, ours and FSDP2."""
     return show(run(rounds, tiny=tiny, command=command_line(NAME), say=say), out)
 
 

@@ -1,9 +1,9 @@
-"""`python -m benchmarks.head_loss`: the cross-entropy of a head by several hands, time and memory.
+"""`python -m benchmarks.head_loss`: time and memory of several cross-entropy implementations.
 
-One process makes hidden states, a head and labels, and measures forward and backward of the loss:
-from whole logits, by ours, by torch's chunked one, by TRL's, by Liger's. Engines take turns in each
-round, and all of them must come to the same loss and gradients. Liger's needs Triton; without a GPU
-set TRITON_INTERPRET=1: its memory is then measured, but not its time.
+One process creates hidden states, a head and labels, and measures forward and backward of the loss:
+from full logits, and as computed in chunks by fullshard, torch, TRL and Liger. All run once per
+round and must give the same loss and gradients. Liger needs Triton; without a GPU, set
+TRITON_INTERPRET=1: its memory is then measured, but not its time.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def whole(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """From the logits of all tokens."""
+    """Computes the loss from the logits of all tokens."""
     return F.cross_entropy(F.linear(hidden, weight), labels, reduction="sum")
 
 
 def ours(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """As the recipes make it."""
+    """Computes the loss as the recipes do."""
     size = TrainingConfig().loss_chunk_size
 
     def loss(logits: torch.Tensor, rows: slice) -> torch.Tensor:
@@ -93,7 +93,7 @@ LIGER = "Liger"
 
 
 def measure(shape: tuple[int, int, int], rounds: int) -> list[dict[str, Any]]:
-    """A row for each engine on one shape."""
+    """Returns one row per engine for one shape."""
     vocabulary, width, tokens = shape
     torch.manual_seed(0)
     hidden = torch.randn(tokens, width, requires_grad=True)
@@ -134,11 +134,11 @@ def measure(shape: tuple[int, int, int], rounds: int) -> list[dict[str, Any]]:
 
 
 def main(
-    rounds: Annotated[int, typer.Option(help="Rounds of all engines.")] = 7,
+    rounds: Annotated[int, typer.Option(help="Measured rounds.")] = 7,
     out: OutFlag = None,
     as_json: JsonFlag = False,  # noqa: ARG001  read by run_script
 ) -> Outcome:
-    """Measure a head's loss from whole logits, in chunks, by torch and by TRL."""
+    """Measure the loss of a head from full logits and in chunks by several libraries."""
     torch.set_num_threads(1)
     with Neighbours() as neighbours:
         rows = [row for shape in SHAPES for row in measure(shape, rounds)]

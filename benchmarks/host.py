@@ -1,7 +1,7 @@
-"""`python -m benchmarks.host`: what the engine itself takes of the processor, unit by unit.
+"""`python -m benchmarks.host`: processor time of the engine per unit.
 
-One process plays one rank of many: nothing travels and tensors are tiny, so that a step is all
-bookkeeping; what the plain model takes for the same step is subtracted.
+One process runs one rank of many. Nothing is sent and tensors are tiny, so a step is almost all
+bookkeeping. The time of the plain model for the same step is subtracted.
 """
 
 from __future__ import annotations
@@ -71,14 +71,14 @@ class Stack(nn.Module):
 
 
 def shard_ours(model: nn.Module, world: int) -> nn.Module:
-    """Shards over a fake world whose messages cost nothing."""
+    """Shards over a simulated world whose messages take no time."""
     fs.shard(model, transport="fake", shard=world, wrap=[Block.__name__])
     make_idle(engine_of(model))
     return model
 
 
 def shard_fsdp2(model: Any, world: int) -> nn.Module:
-    """torch's fully_shard on every block and the root, over the process group that there is."""
+    """torch's fully_shard on every block and the root, over the default process group."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -90,7 +90,7 @@ def shard_fsdp2(model: Any, world: int) -> nn.Module:
 
 @contextmanager
 def fake_group(world: int) -> Iterator[None]:
-    """Inside, the default process group is one whose collectives do nothing."""
+    """Sets a default process group whose collectives do nothing."""
     # A private name: torch has no public group without peers. There in 2.8 to 2.13.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -103,7 +103,7 @@ def fake_group(world: int) -> Iterator[None]:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Inside, torch computes in the calling thread, whose clock is read."""
+    """Limits torch to the calling thread, whose clock is read."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -126,7 +126,7 @@ def step_us(model: nn.Module, x: torch.Tensor) -> tuple[float, float]:
 def overheads_us(
     models: Mapping[str, nn.Module], x: torch.Tensor, num_rounds: int
 ) -> dict[str, list[list[float]]]:
-    """Returns by model what forward and backward take above the plain model's, round by round."""
+    """Returns the overhead of forward and backward per model and round."""
     names = list(models)
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     for i in range(-NUM_WARM, num_rounds):
@@ -148,7 +148,7 @@ def overheads_us(
 
 
 def run(world: int, num_rounds: int, *, wait: bool, say: Say) -> dict[str, object]:
-    """Measures all units; returns the rows and what else a Page takes."""
+    """Measures all units; returns the rows and the other arguments of a Page."""
     rows: list[dict[str, object]] = []
     with Neighbours(wait=wait, say=say) as neighbours, one_thread(), fake_group(world):
         for num_linears, bias in UNITS:
@@ -192,7 +192,7 @@ def _row(
 
 
 def page_of(found: dict, command: str) -> Page:
-    """Returns the page of what `run` found."""
+    """Returns the page of the results of `run`."""
     cells = [
         (
             str(row["num_parameters"]),
@@ -209,13 +209,13 @@ def page_of(found: dict, command: str) -> Page:
 
 
 def main(
-    world: Annotated[int, typer.Option(min=2, help="Ranks of the fake world.")] = 64,
-    rounds: Annotated[int, typer.Option(min=3, help="Timed steps of each.")] = 61,
+    world: Annotated[int, typer.Option(min=2, help="Simulated world size.")] = 64,
+    rounds: Annotated[int, typer.Option(min=3, help="Timed steps per engine.")] = 61,
     wait: WaitFlag = False,
     out: OutFlag = None,
     as_json: JsonFlag = False,  # noqa: ARG001  read by run_script
 ) -> Outcome:
-    """Measure the host time of a unit, forward and backward, beside FSDP2's."""
+    """Measure the host time per unit in forward and backward, ours and FSDP2."""
     found = run(world, rounds, wait=wait, say=say)
     return show(page_of(found, command_line(NAME)), out)
 

@@ -1,9 +1,9 @@
-"""`python -m benchmarks.limits`: runs inside memory groups, beside what their plans say.
+"""`python -m benchmarks.limits`: runs inside memory groups, compared with their plans.
 
-Each case is a `fullshard train` of two steps, from the weights' creation to the exported model, in
-a memory group (cgroup) whose limit is 1.05 times what the plan and the processes need together. The
-anonymous and shared memory of every process of the group is sampled. The script must be allowed to
-make memory groups (as root, or in a delegated group).
+Each case runs `fullshard train` for two steps, from creating the weights to exporting the model,
+in a memory group (cgroup). Its limit is 1.05 times the planned memory plus that of the processes.
+The anonymous and shared memory of every process in the group is sampled. Creating memory groups
+needs root or a delegated group.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class LimitCase:
 
     Attributes:
         name: Name of the case.
-        words: What `fullshard train` is told about the homes of state.
+        words: Arguments of `fullshard train` for the placement of state.
         num_ranks: Number of ranks.
         from_folder: Whether weights are loaded from a folder; random otherwise.
         sizes: Sizes of the model.
@@ -121,7 +121,7 @@ CASES = (
 
 
 def find_cases(names: Sequence[str]) -> list[LimitCase]:
-    """The cases of these names; all of them if none is named."""
+    """Returns the cases with these names; all if none is given."""
     known = {case.name: case for case in CASES}
     for name in names:
         if name not in known:
@@ -130,7 +130,7 @@ def find_cases(names: Sequence[str]) -> list[LimitCase]:
 
 
 class Peaks:
-    """Peaks of a group, in bytes: memory by process, and pages of files."""
+    """Peaks of a group in bytes: memory per process, and file pages."""
 
     def __init__(self, group: Path) -> None:
         self._group = group
@@ -193,7 +193,7 @@ def words_of(case: LimitCase, folder: Path) -> list[str]:
 
 
 def measure(case: LimitCase, folder: Path) -> dict[str, Any]:
-    """Runs one case; its weights are left in `folder`."""
+    """Runs one case; its weights stay in `folder`."""
     words = words_of(case, folder)
     config = load_config(None, words).config
     outlook = foresee(config, Topology(case.num_ranks, case.num_ranks)).outlook  # type: ignore
@@ -279,12 +279,12 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
 
 def main(
     case: Annotated[
-        list[str] | None, typer.Option(help="Name of a case; may be given again. Default: all.")
+        list[str] | None, typer.Option(help="Name of a case; repeatable. Default: all.")
     ] = None,
     out: OutFlag = None,
     as_json: JsonFlag = False,  # noqa: ARG001  read by run_script
 ) -> Outcome:
-    """Run under memory limits, and compare the peak of every rank with its plan."""
+    """Train under memory limits and compare the peak of every rank with its plan."""
     return show(run(find_cases(case or ()), command=command_line(NAME), say=say), out)
 
 

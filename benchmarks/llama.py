@@ -1,4 +1,4 @@
-"""Blocks of Llama 3 8B, and small ones. It needs torch alone."""
+"""Blocks of Llama 3 8B and smaller ones, in plain torch."""
 
 from __future__ import annotations
 

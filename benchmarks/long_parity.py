@@ -1,4 +1,4 @@
-"""A thousand steps of DDP, FSDP2 and fullshard on the same text: their losses, side by side."""
+"""Compares the losses of DDP, FSDP2 and fullshard over a thousand steps on the same text."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Job:
 
 
 def run(num_steps: int, timeout_s: float = 3600.0) -> dict[str, Any]:
-    """Trains every engine and returns the curves with what they were trained on.
+    """Trains every engine and returns the loss curves and their settings.
 
     Raises:
         FullshardError: A rank failed. Its own error is already on standard error.
@@ -77,7 +77,7 @@ def run(num_steps: int, timeout_s: float = 3600.0) -> dict[str, Any]:
 
 
 def differences(losses: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """The largest distance between two curves at one step, for each pair; NaN where one has NaN."""
+    """Returns the largest difference at one step per pair of curves; NaN if a curve has one."""
     names = list(losses)
     return {
         f"{one} - {other}": float(np.max(np.abs(np.subtract(losses[one], losses[other]))))
@@ -92,7 +92,7 @@ def plot(losses: Mapping[str, Sequence[float]]) -> str:
 
 
 def main(
-    steps: Annotated[int, typer.Option(min=1, help="Steps of every engine.")] = 1000,
+    steps: Annotated[int, typer.Option(min=1, help="Steps per engine.")] = 1000,
     out: OutFlag = Path("benchmarks/results"),
     as_json: JsonFlag = False,  # noqa: ARG001  read by run_script
 ) -> Outcome:

@@ -1,9 +1,9 @@
-"""`python -m benchmarks.memory`: the memory that a plan says beside the memory that a run takes.
+"""`python -m benchmarks.memory`: planned memory, compared with the memory of a run.
 
-A case is an architecture of Hugging Face, a strategy, a recompute and a compute dtype. The plan is
-made as `fullshard plan` makes it, the run as `fullshard train` does; what it holds is the peak of
-the live bytes of torch's allocator, from the profiler's memory events. The figures are the same on
-every machine that computes alike: they need no idle one.
+A case is a Hugging Face architecture, a strategy, an activation checkpointing mode and a compute
+dtype. The plan is that of `fullshard plan`, the run that of `fullshard train`. Measured is the peak
+of the allocator's live bytes, from the profiler's memory events. The figures do not depend on the
+load of the machine.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class MemoryCase:
         return load_config(None, self.words()).config
 
     def words(self) -> list[str]:
-        """As `fullshard train` would be told."""
+        """Arguments of `fullshard train`."""
         model = {"model_type": self.kind, **SIZES, **ARCHITECTURES[self.kind]}
         words = {
             "model.config": json.dumps(_accepted(model)),
@@ -118,7 +118,7 @@ class MemoryCase:
 
 
 def _accepted(model: dict[str, Any]) -> dict[str, Any]:
-    """What the architecture's configuration takes; names differ."""
+    """Returns the keys that the architecture's configuration has; names differ."""
     from transformers import CONFIG_MAPPING
 
     from fullshard.models.config import accepted_keys
@@ -128,7 +128,7 @@ def _accepted(model: dict[str, Any]) -> dict[str, Any]:
 
 
 def all_cases() -> list[MemoryCase]:
-    """Each architecture under each recompute, the strategies in turn; llama with all of them."""
+    """Every architecture and checkpointing mode, strategies in turn; llama with all."""
     found = [
         MemoryCase(kind, FLAT[(at + turn) % len(FLAT)], recompute)
         for at, kind in enumerate(ARCHITECTURES)
@@ -145,7 +145,7 @@ def all_cases() -> list[MemoryCase]:
 
 
 def find_cases(kinds: Sequence[str]) -> list[MemoryCase]:
-    """Those of some architectures; of all where none is named.
+    """Returns the cases of these architectures; all if none is given.
 
     Raises:
         ConfigError: One is unknown.
@@ -227,13 +227,13 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
 def main(
     model: Annotated[
         list[str] | None,
-        typer.Option(help="llama, gpt2, qwen3_moe ...; may be given again. Default: all ten."),
+        typer.Option(help="llama, gpt2, qwen3_moe ...; repeatable. Default: all ten."),
     ] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds for one group of ranks.")] = 3600.0,
+    timeout: Annotated[float, typer.Option(help="Time limit per group of ranks, s.")] = 3600.0,
     out: OutFlag = None,
     as_json: JsonFlag = False,  # noqa: ARG001  read by run_script
 ) -> Outcome:
-    """Compare the memory that the plan says with the peak of the allocator's live bytes."""
+    """Compare the planned memory with the peak of the allocator's live bytes."""
     cases = find_cases(model or ())
     return show(run(cases, command=command_line(NAME), timeout_s=timeout, say=say), out)
 

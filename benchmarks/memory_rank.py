@@ -1,4 +1,4 @@
-"""What one rank of `python -m benchmarks.memory` measures."""
+"""Measurements of one rank of `python -m benchmarks.memory`."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def train(config: RunConfig) -> object:
 
 
 def _mapped_bytes(outlook: Outlook) -> int:
-    """What ranks of one host map together: weights, and gradient slots that peers read."""
+    """Memory that ranks of one host share: weights, and gradient slots that peers read."""
     if outlook.plan.transport is not TransportKind.SHARED:
         return 0
     return sum(

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.mesh`: steps with a tensor or expert axis beside transformers' own.
+"""`python -m benchmarks.mesh`: steps with a tensor or expert axis, ours and transformers'.
 
 Both sides load the same folder. transformers applies its tensor or expert plan and FSDP2
 (`DistributedConfig`); fullshard applies the same plan and shards (`fs.shard(tensor=2)`).
@@ -181,19 +181,19 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _counts(found: Mapping[str, int]) -> str:
-    """Numbers of collectives and of sends; a receive belongs to a send."""
+    """Returns the numbers of collectives and sends; receives and barriers are not counted."""
     others = sum(count for name, count in found.items() if name not in ("send", "recv_", "barrier"))
     return f"{others}, {found.get('send', 0)}"
 
 
 def main(
-    case: Annotated[list[str] | None, typer.Option(help="tp or ep; default: both.")] = None,
+    case: Annotated[list[str] | None, typer.Option(help="tp or ep. Default: both.")] = None,
     rounds: Annotated[int, typer.Option(help="Measured rounds.", min=3)] = 21,
     wait: WaitFlag = False,
     out: OutFlag = None,
     as_json: JsonFlag = False,  # noqa: ARG001  read by run_script
 ) -> Outcome:
-    """Measure steps with a tensor or expert axis beside transformers' own."""
+    """Measure steps with a tensor or expert axis, ours and transformers'."""
     chosen = [one for one in CASES if case is None or one.name in case]
     page = run(chosen, rounds, command=command_line(NAME), wait=wait, say=say)
     return show(page, out)

@@ -1,4 +1,4 @@
-"""What one rank of `python -m benchmarks.mesh` measures."""
+"""Measurements of one rank of `python -m benchmarks.mesh`."""
 
 from __future__ import annotations
 

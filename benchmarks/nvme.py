@@ -1,10 +1,10 @@
-"""`python -m benchmarks.nvme`: a step with all state on disk beside DeepSpeed's NVMe offload.
+"""`python -m benchmarks.nvme`: a step with all state on disk, ours and DeepSpeed's NVMe offload.
 
     fullshard             | read | forward | read, backward, write | read, update, write |
     fullshard, in memory         | forward |       backward        |       update        |
-    DeepSpeed             | as the first, by its asynchronous I/O (libaio) of pinned buffers
+    DeepSpeed             | as the first row, with asynchronous I/O (libaio) on pinned buffers
 
-DeepSpeed takes an environment of its own (docs/performance.md), and libaio.
+DeepSpeed needs its own environment (docs/performance.md) and libaio.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ METHOD = (
 
 @dataclass(frozen=True)
 class Job:
-    """What the ranks measure: parameters, gradients and moments of so many bytes."""
+    """What the ranks measure; `num_bytes` counts parameters, gradients and moments."""
 
     num_bytes: int
     num_rounds: int
@@ -204,14 +204,14 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def main(
-    place: Annotated[Path, typer.Option(file_okay=False)] = Path("runs"),
-    mib: Annotated[int, typer.Option(min=64)] = 576,
-    rounds: Annotated[int, typer.Option(min=3)] = 11,
+    place: Annotated[Path, typer.Option(file_okay=False, help="Working folder.")] = Path("runs"),
+    mib: Annotated[int, typer.Option(min=64, help="Size of all state, MiB.")] = 576,
+    rounds: Annotated[int, typer.Option(min=3, help="Timed steps per engine.")] = 11,
     wait: WaitFlag = False,
     out: OutFlag = None,
     as_json: JsonFlag = False,  # noqa: ARG001  read by run_script
 ) -> Outcome:
-    """Measure steps with all state on disk beside DeepSpeed's NVMe offload."""
+    """Measure steps with all state on disk, ours and DeepSpeed's NVMe offload."""
     if find_spec("deepspeed") is None:
         raise ConfigError("deepspeed: expected it to be installed. docs/performance.md says how.")
     rows: list[dict[str, Any]] = []

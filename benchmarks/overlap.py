@@ -1,7 +1,7 @@
-"""`python -m benchmarks.overlap`: how much of a wire's time compute hides, by prefetch depth.
+"""`python -m benchmarks.overlap`: share of communication hidden by compute, per prefetch depth.
 
-Ranks exchange directly, behind a wire that sleeps (`benchmarks/delay.py`) and whose speed
-is set so that a block's gather takes no longer than its forward computes.
+Ranks exchange messages over a simulated wire (`benchmarks/delay.py`). Its speed is chosen so that
+a block's gather takes no longer than its forward.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Job:
     """What the ranks measure.
 
     Attributes:
-        compute_per_wire: a block's forward over its gather's time on the wire.
+        compute_per_wire: Time of a block's forward divided by that of its gather.
     """
 
     num_rounds: int = 11
@@ -94,12 +94,12 @@ class Step:
     ranks: tuple[tuple[Slice, ...], ...]
 
     def wire(self, *what: str, during: str = "") -> list[Slice]:
-        """Returns what travelled, of all ranks."""
+        """Returns the messages of all ranks."""
         pieces = [p for slices in self.ranks for p in slices if p.lane != "compute"]
         return [p for p in pieces if (not what or p.what in what) and during in ("", p.during)]
 
     def compute_per_wire(self, during: str) -> float:
-        """Returns how long the ranks computed, over how long the busier wire was busy meanwhile."""
+        """Returns the ranks' compute time divided by the busy time of the busier wire."""
         computed = [p for slices in self.ranks for p in slices if p.what == during]
         lanes = ([p for p in self.wire(during=during) if p.lane == lane] for lane in LANES)
         return _total_ns(computed) / max(map(_total_ns, lanes))
@@ -110,7 +110,7 @@ def _total_ns(slices: Iterable[Slice]) -> int:
 
 
 def steps_of(results: Sequence[dict[str, Any]], label: str) -> list[Step]:
-    """Reads the rounds that the ranks wrote down under a label."""
+    """Reads the rounds that the ranks recorded under a label."""
     steps = []
     for rounds in zip(*(result["rounds"][label] for result in results), strict=True):
         slices = tuple(
@@ -197,7 +197,7 @@ def _drawings(trace: dict[str, Any]) -> dict[str, str]:
 
 
 def _trace(steps: Sequence[Step], titles: Sequence[str]) -> dict[str, Any]:
-    """The step that hides a median share, for Chrome and Perfetto."""
+    """Returns the step with the median hidden share, for Chrome and Perfetto."""
     step = sorted(steps, key=lambda step: hidden_share(step.wire()) or 0.0)[len(steps) // 2]
     about = {
         "prefetch_depth": TRACED,
@@ -209,17 +209,17 @@ def _trace(steps: Sequence[Step], titles: Sequence[str]) -> dict[str, Any]:
 
 
 def main(  # noqa: PLR0913  (one parameter an option)
-    layers: Annotated[int, typer.Option(min=3, help="Blocks of the model.")] = 24,
+    layers: Annotated[int, typer.Option(min=3, help="Number of blocks.")] = 24,
     compute_per_wire: Annotated[
-        float, typer.Option(min=0.01, help="A block's forward over its gather's time on the wire.")
+        float, typer.Option(min=0.01, help="Time of a block's forward over that of its gather.")
     ] = 1.1,
-    rounds: Annotated[int, typer.Option(min=3, help="Timed steps of each depth.")] = 11,
-    timeout: Annotated[float, typer.Option(help="Seconds for the group of ranks.")] = 1800.0,
+    rounds: Annotated[int, typer.Option(min=3, help="Timed steps per depth.")] = 11,
+    timeout: Annotated[float, typer.Option(help="Time limit for all ranks, s.")] = 1800.0,
     wait: WaitFlag = False,
     out: OutFlag = None,
     as_json: JsonFlag = False,  # noqa: ARG001  read by run_script
 ) -> Outcome:
-    """Measure how much of a slow wire's time hides behind compute, by prefetch depth."""
+    """Measure the share of slow communication hidden by compute, per prefetch depth."""
     job = Job(rounds, compute_per_wire, layers)
     command = command_line(NAME)
     return show(run(job, command=command, timeout_s=timeout, wait=wait, say=say), out)

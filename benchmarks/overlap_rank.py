@@ -1,4 +1,4 @@
-"""What one rank of `python -m benchmarks.overlap` measures."""
+"""Measurements of one rank of `python -m benchmarks.overlap`."""
 
 from __future__ import annotations
 

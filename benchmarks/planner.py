@@ -1,12 +1,12 @@
-"""How well the planner tells time: published runs that the forecast was not fitted to, runs here.
+"""Scores the forecast on published runs, left out of the fit, and on local runs.
 
     python -m benchmarks.planner               from results/*.csv and results/time.json
-    python -m benchmarks.planner --ablation    each constant made neutral, the others fitted again
-    python -m benchmarks.planner --out FILE    into a file too
+    python -m benchmarks.planner --ablation    each constant neutralised, the others fitted again
+    python -m benchmarks.planner --out FILE    also write a file
 
-`make bench-planner` is the first. The predictions that it reads come from
-`python -m benchmarks.forecast_fit --left-out`: each row's constants were fitted without its group;
-those of runs on a calibrated machine from `python -m benchmarks.times`.
+`make bench-planner` runs the first. It reads the predictions of
+`python -m benchmarks.forecast_fit --left-out`, whose constants were fitted without the row's group.
+Predictions of runs on a calibrated machine come from `python -m benchmarks.times`.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ UNSEEN: dict[str, Callable[[Workload], Workload]] = {
 
 @dataclass(frozen=True)
 class Scored:
-    """Rows of one kind with the logarithms of predicted over measured."""
+    """Rows of one kind with their log(predicted / measured)."""
 
     found: list[Sample]
     missed: np.ndarray
@@ -110,11 +110,11 @@ class Scored:
 
     @property
     def relative(self) -> np.ndarray:
-        """Errors as users say them: |predicted / measured - 1|."""
+        """Returns relative errors: |predicted / measured - 1|."""
         return np.abs(np.exp(self.missed) - 1)
 
     def interval(self) -> tuple[float, float]:
-        """90 % of the medians of groups drawn anew."""
+        """Returns the 90 % bootstrap interval of the median over groups."""
         groups: dict[str, list[float]] = defaultdict(list)
         for one, error in zip(self.found, self.relative, strict=True):
             groups[one.group].append(error)
@@ -130,13 +130,13 @@ class Scored:
         return float(low), float(high)
 
     def covered(self, what: str) -> float:
-        """Share of rows whose interval holds what was measured."""
+        """Share of rows whose interval contains the measurement."""
         widths = np.array([spread(one.run, what) for one in self.found])
         return float(np.mean(np.abs(self.missed) <= widths))
 
 
 def committed(what: str) -> Scored:
-    """The left-out predictions."""
+    """Returns the committed left-out predictions."""
     known = {one.row["row_id"]: one for one in samples(what, read_rows())}
     with LEFT_OUT.open(encoding="utf-8", newline="") as file:
         lines = [line for line in csv.DictReader(file) if line["what"] == what]
@@ -149,7 +149,7 @@ def committed(what: str) -> Scored:
 
 
 def right_decisions(scored: Scored) -> tuple[int, float]:
-    """Pairs of one group that are apart, and how often the faster one was told."""
+    """Returns the pairs of a group that differ and how often the faster one was predicted."""
     groups: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for one, error in zip(scored.found, scored.missed, strict=True):
         groups[one.group].append((one.measured, one.measured * exp(error)))
@@ -218,7 +218,7 @@ def baseline_lines() -> list[str]:
 
 
 def worst_lines(count: int = 8) -> list[str]:
-    """Groups that are missed by most."""
+    """Returns the groups with the largest errors."""
     lines = ["| what | group | rows | predicted over measured |", "|---|---|---|---|"]
     for what in ("speed", "memory"):
         groups: dict[str, list[float]] = defaultdict(list)
@@ -234,7 +234,7 @@ def worst_lines(count: int = 8) -> list[str]:
 
 
 def ablation_lines() -> list[str]:
-    """In-sample error with a constant at what it is without its term, the others fitted again."""
+    """In-sample error with one term neutralised and the other constants fitted again."""
     lines = [
         "| constant | without its term | median error | of the rows it moves |",
         "|---|---|---|---|",
@@ -257,7 +257,7 @@ def ablation_lines() -> list[str]:
 
 
 def unseen_lines() -> list[str]:
-    """In-sample error of the rows that have something, where the forecast does not see it."""
+    """In-sample error of the rows that use a feature, with the feature hidden."""
     lines = ["| what | not seen | rows | median error | unseen |", "|---|---|---|---|---|"]
     for what in MEASURED:
         found = samples(what, read_rows())
@@ -273,7 +273,7 @@ def unseen_lines() -> list[str]:
 
 
 def own_lines() -> list[str]:
-    """Runs on the machine that was calibrated, as `python -m benchmarks.times` found them."""
+    """Runs on the calibrated machine, from `python -m benchmarks.times`."""
     if not TIMES.is_file():
         return [f"Not measured yet. {TIMES_COMMAND} writes results/{TIMES.name}."]
     found = json.loads(TIMES.read_text(encoding="utf-8"))
@@ -298,7 +298,7 @@ def own_lines() -> list[str]:
 
 
 def page(*, ablation: bool) -> str:
-    """All of it, as Markdown."""
+    """Returns the whole page as Markdown."""
     pairs, right = right_decisions(committed("speed"))
     ran, of_ran, failed, of_failed = right_fits()
     parts = [
@@ -325,8 +325,8 @@ def page(*, ablation: bool) -> str:
 
 def main(words: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description="Score the forecast.")
-    parser.add_argument("--ablation", action="store_true", help="fit without each term; minutes")
-    parser.add_argument("--out", type=Path, help="a Markdown file to write, too")
+    parser.add_argument("--ablation", action="store_true", help="refit without each term; slow")
+    parser.add_argument("--out", type=Path, help="also write this Markdown file")
     asked = parser.parse_args(words)
     text = page(ablation=asked.ablation)
     if asked.out is not None:

@@ -1,4 +1,4 @@
-"""Draws `results/step.json` of `fullshard bench step`: step times beside FSDP2's.
+"""Draws `results/step.json` of `fullshard bench step`: step times relative to FSDP2.
 
 python -m benchmarks.ratios        writes results/step.svg
 """

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.scale`: planning and bookkeeping time of one rank over the world size."""
+"""`python -m benchmarks.scale`: planning and bookkeeping time of one rank, by world size."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ svg { font-family: system-ui, sans-serif; background: #fff; }
 
 
 def check(worlds: Sequence[int]) -> None:
-    """Refuses worlds whose ranks would not have equal parts of the same buffer.
+    """Refuses worlds that do not divide the buffer into equal parts.
 
     Raises:
         ConfigError: such a world.
@@ -100,7 +100,7 @@ def check(worlds: Sequence[int]) -> None:
 
 
 def planning_us(worlds: Sequence[int], num_rounds: int) -> dict[int, list[float]]:
-    """Returns by world what planning takes, round by round."""
+    """Returns the planning time by world and round."""
     spec = spec_of(meta_model(LLAMA_8B))
     config = ShardConfig.of(None)
     times: dict[int, list[float]] = {world: [] for world in worlds}
@@ -114,7 +114,7 @@ def planning_us(worlds: Sequence[int], num_rounds: int) -> dict[int, list[float]
 
 
 def bookkeeping_us(worlds: Sequence[int], num_rounds: int) -> dict[int, list[float]]:
-    """Returns by world what a step takes a unit above the plain model's, round by round."""
+    """Returns the overhead of a step per unit, by world and round."""
 
     def model() -> Stack:
         return Stack([Block(NUM_LINEARS, WIDTH, bias=False) for _ in range(NUM_UNITS)])
@@ -150,7 +150,7 @@ def order_us(worlds: Sequence[int]) -> Iterator[tuple[str, int, float, tuple[int
 
 
 def run(worlds: Sequence[int], num_rounds: int, *, wait: bool, say: Say) -> dict[str, object]:
-    """Measures both; returns the rows and what else a Page takes.
+    """Measures both; returns the rows and the other arguments of a Page.
 
     Raises:
         ConfigError: transformers, whose Llama is planned, is not installed.
@@ -178,7 +178,7 @@ def _saves(worlds: Sequence[int]) -> Iterator[tuple[str, int, float, int]]:
 
 
 def rows_of(name: str, times: dict[int, list[float]]) -> list[dict[str, object]]:
-    """Returns one row a world, each beside the first."""
+    """Returns one row per world, each compared with the first."""
     first = next(iter(times.values()))
     return [
         {
@@ -198,7 +198,7 @@ def rows_of(name: str, times: dict[int, list[float]]) -> list[dict[str, object]]
 
 
 def plot(rows: Sequence[dict]) -> str:
-    """Both over the world size, as an SVG file of its own."""
+    """Returns both by world size as an SVG file."""
     ratios: dict[str, list[float]] = {PLANNING: [], BOOKKEEPING: []}
     for row in rows:
         if row["name"] in ratios:
@@ -218,7 +218,7 @@ def plot(rows: Sequence[dict]) -> str:
 
 
 def plot_saves(rows: Sequence[dict]) -> str:
-    """Growth of records, manifest and resume decision over the world, as an SVG file of its own."""
+    """Returns the growth of records, manifest and resume decision as an SVG file."""
     rows = [row for row in rows if row["name"] in (RECORD, MANIFEST, RESUME)]
     lines = {
         "a rank's record, bytes": [row["count"] for row in rows if row["name"] == RECORD],
@@ -240,7 +240,7 @@ def plot_saves(rows: Sequence[dict]) -> str:
 
 
 def page_of(found: dict, command: str) -> Page:
-    """Returns the page of what `run` found, with the plot."""
+    """Returns the page of the results of `run`, with the plot."""
     by_world: dict[int, list[str]] = {}
     once = {(row["name"], row["world_size"]): row for row in found["rows"] if "count" in row}
     for row in (row for row in found["rows"] if "time_us" in row):
@@ -278,14 +278,14 @@ def page_of(found: dict, command: str) -> Page:
 
 def main(
     world: Annotated[
-        list[int] | None, typer.Option(help="Ranks; may be given again. Default: 8 to 16,384.")
+        list[int] | None, typer.Option(help="World size; repeatable. Default: 8 to 16,384.")
     ] = None,
-    rounds: Annotated[int, typer.Option(min=3, help="Timed turns of each world.")] = 21,
+    rounds: Annotated[int, typer.Option(min=3, help="Measured rounds.")] = 21,
     wait: WaitFlag = False,
     out: OutFlag = None,
     as_json: JsonFlag = False,  # noqa: ARG001  read by run_script
 ) -> Outcome:
-    """Measure planning and a step's bookkeeping of one rank over the size of the world."""
+    """Measure planning and bookkeeping time of one rank by world size."""
     worlds = world or WORLDS
     check(worlds)
     found = run(worlds, rounds, wait=wait, say=say)

@@ -1,8 +1,7 @@
 """Groups, manifest and resume decision of a simulated world, for `benchmarks.scale`.
 
-The ranks' parts of a save go through the code of a real one: every rank reports the slices that its
-part of the plan gives it, rank 0 joins them, and a restart chooses the checkpoint. No tensor is
-written: the files have no blocks.
+The ranks run the code of a real save: every rank reports the slices of its part of the plan, rank 0
+merges them, and a restart selects the checkpoint. No tensor data is written.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""`python -m benchmarks.start`: the time from a typed command to its first step.
+"""`python -m benchmarks.start`: time from starting a command to its first step.
 
-Each round types `fullshard train` (the main job, one step, without a file) once in both ways: ranks
-that are forked from a process that has imported everything, and ranks that import for themselves.
+Each round runs `fullshard train` (the main job, one step, without a file) in two ways: ranks forked
+from a process that has imported everything, and ranks that each import by themselves.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ METHOD = (
 
 
 def start(way: str, num_ranks: int, folder: Path) -> tuple[float, float]:
-    """Runs the command; returns seconds until its first step, and its processor time."""
+    """Runs the command; returns its time to the first step and its processor time, s."""
     run = Path(tempfile.mkdtemp(dir=folder)) / "run"
     rows = run / "metrics.jsonl"
     words = [*WORDS, f"output_dir={run}", f"launch.num_processes={num_ranks}"]
@@ -62,7 +62,7 @@ def start(way: str, num_ranks: int, folder: Path) -> tuple[float, float]:
 
 
 def measure(num_ranks: int, rounds: int, folder: Path) -> list[dict[str, Any]]:
-    """One row for each way."""
+    """Returns one row per way."""
     found: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
     for at in range(rounds + 1):
         for way, times in found.items():
@@ -83,8 +83,8 @@ def measure(num_ranks: int, rounds: int, folder: Path) -> list[dict[str, Any]]:
 
 
 def main(
-    ranks: Annotated[list[int] | None, typer.Option(help="Number of ranks.")] = None,
-    rounds: Annotated[int, typer.Option(help="Rounds that count.")] = 5,
+    ranks: Annotated[list[int] | None, typer.Option(help="Number of ranks; repeatable.")] = None,
+    rounds: Annotated[int, typer.Option(help="Measured rounds.")] = 5,
     out: OutFlag = None,
     wait: WaitFlag = False,
     as_json: JsonFlag = False,  # noqa: ARG001  read by run_script

@@ -1,4 +1,4 @@
-"""Lines over common axes as an SVG file, for the results that the repository keeps."""
+"""Draws line charts as SVG files for the committed results."""
 
 from __future__ import annotations
 

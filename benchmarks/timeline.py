@@ -1,14 +1,14 @@
-"""What a step did when: compute, gathers and reductions side by side, for Chrome and Perfetto.
+"""Timeline of a step: compute, gathers and reductions, as a trace for Chrome and Perfetto.
 
     compute   | blocks.0 |w| blocks.1 | blocks.2 |        w: waits for blocks.1
     gather    |- blocks.1 -|- blocks.2 -|
     reduce
               --> time
 
-A message is hidden while this rank does not wait for it; above, all but `w` of two messages is. The
-hidden share is 1 - time waited / time on the wire. Where nobody can tell when a message arrived
-(real networks do not say), it counts as under way until it was waited for. Times are the host's, so
-that lanes are true where the host itself computes.
+A message is hidden while its rank does not wait for it; above, all but `w` of two messages is. The
+hidden share is 1 - time waited / time on the wire. If the arrival time is unknown, as on real
+networks, a message counts as in flight until the rank has waited for it. Times are host times, so
+lanes are accurate only where the host computes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Entry(NamedTuple):
 
 
 class OnWire(NamedTuple):
-    """When a message was issued, began to travel (those before it were through) and arrived."""
+    """When a message was issued, was started (after those before it) and arrived."""
 
     issued_ns: int
     start_ns: int
@@ -101,13 +101,13 @@ def slices_of(entries: Sequence[Entry], messages: Sequence[OnWire] | None = None
 
     Args:
         entries: In the order in which they were recorded.
-        messages: What the wires say of their messages; None where they cannot say it.
+        messages: Times of the messages on the wires; None if unknown.
     """
     return [*_compute(entries), *_travels(entries, messages)]
 
 
 def hidden_share(slices: Sequence[Slice]) -> float | None:
-    """How much of the time on the wires this rank did not wait for; None where nothing travelled.
+    """Share of the wire time that this rank did not wait for; None without messages.
 
     Args:
         slices: Slices of one or several ranks, of any lanes.
@@ -118,7 +118,7 @@ def hidden_share(slices: Sequence[Slice]) -> float | None:
 
 
 def _compute(entries: Sequence[Entry]) -> Iterator[Slice]:
-    """What lies between two events belongs to the unit that was entered last.
+    """Assigns the time between two events to the unit that was entered last.
 
     After the last unit's forward that is the rest of the model's, and its loss.
     """

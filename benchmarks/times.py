@@ -1,7 +1,7 @@
-"""`python -m benchmarks.times`: the step time that a plan says beside the time that a run takes.
+"""`python -m benchmarks.times`: planned step time, compared with the time of a run.
 
-The plan counts with a calibration of this machine, whose tables are of kernels, messages and a tiny
-model; none of these runs is in it. Each run is `fullshard train` in processes of its own.
+The plan uses a calibration of this machine: tables of kernels, messages and a tiny model. None of
+the measured runs is part of it. Each run is a separate `fullshard train`.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class TimedCase:
         return self.sharding.get("param_dtype", "float32")
 
     def words(self, num_steps: int) -> dict[str, Any]:
-        """As `fullshard train` would be told."""
+        """Arguments of `fullshard train`."""
         return {
             "model.config": json.dumps({"max_position_embeddings": self.length, **self.model}),
             "sharding.strategy": self.strategy,
@@ -135,7 +135,7 @@ CASES = (
 
 
 def find_cases(names: Sequence[str]) -> list[TimedCase]:
-    """Those of some names; all where none is named.
+    """Returns the cases with these names; all if none is given.
 
     Raises:
         ConfigError: One is unknown.
@@ -148,7 +148,7 @@ def find_cases(names: Sequence[str]) -> list[TimedCase]:
 
 
 def planned(case: TimedCase, calibration: Calibration) -> Outlook:
-    """What `fullshard plan --calibration` says."""
+    """Returns the step time of `fullshard plan --calibration`."""
     from fullshard.planner.mesh import Topology
     from fullshard.run.outlook import look_at, transport_here
 
@@ -159,7 +159,7 @@ def planned(case: TimedCase, calibration: Calibration) -> Outlook:
 
 
 def measured(case: TimedCase, num_steps: int, folder: Path) -> list[float]:
-    """Seconds of the steps of a run, without the first ones."""
+    """Returns the seconds of a run's steps, without the first ones."""
     from fullshard.observe.metrics import read_rows
     from fullshard.train import train
 
@@ -259,18 +259,18 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
 def main(
     case: Annotated[
         list[str] | None,
-        typer.Option(help="A run by its name; may be given again. Default: all ten."),
+        typer.Option(help="Name of a run; repeatable. Default: all ten."),
     ] = None,
     calibration: Annotated[
         Path | None,
-        typer.Option(help="A file of bench calibrate. Default: where it writes by itself."),
+        typer.Option(help="File written by bench calibrate. Default: its default path."),
     ] = None,
-    steps: Annotated[int, typer.Option(min=5, help="Updates of every run.")] = 20,
+    steps: Annotated[int, typer.Option(min=5, help="Updates per run.")] = 20,
     wait: WaitFlag = False,
     out: OutFlag = None,
     as_json: JsonFlag = False,  # noqa: ARG001  read by run_script
 ) -> Outcome:
-    """Compare the step time that the plan says with the time that runs take."""
+    """Compare the planned step time with the measured one."""
     from fullshard.config.environment import cache_folder
     from fullshard.outlook.calibration import FILE_NAME, read_calibration
 

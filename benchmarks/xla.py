@@ -1,10 +1,10 @@
-"""`python -m benchmarks.xla`: the JAX engine on two gloo processes beside two alternatives.
+"""`python -m benchmarks.xla`: the JAX engine on two gloo processes and two alternatives.
 
 fullshard     two processes under shard_map: gathers and reductions of the plan
-auto          two processes, the same arrays cut alike under jit: XLA's partitioner places them
-one process   the first alone with its own batch, nothing sharded, the other waiting
+auto          two processes, equally sharded arrays under jit: XLA's partitioner places collectives
+one process   the first process with its own batch, nothing sharded; the other one waits
 
-The first two gather blocks for each pass (full_shard), or once a step (shard_grad_op).
+The first two gather blocks once per pass (full_shard) or once per step (shard_grad_op).
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def find_shape(name: str) -> Shape:
 
 
 def run(job: Job, *, command: str, timeout_s: float, wait: bool, say: Say) -> Page:
-    """Measures all three; without auto where its ranks hang.
+    """Measures all three; omits auto if its ranks hang.
 
     Raises:
         ConfigError: jax is not installed.
@@ -171,14 +171,14 @@ def page_of(
     neighbours: Neighbours,
     command: str,
 ) -> Page:
-    """Rows and a page from what the ranks wrote.
+    """Returns the rows and the page of the ranks' results.
 
     Args:
-        job: That they had.
+        job: Job of the ranks.
         results: Results of every rank.
         absent: Engines that could not run, and why.
-        neighbours: What other processes used meanwhile.
-        command: As typed.
+        neighbours: Load by other processes.
+        command: Command line of the benchmark.
     """
     rows = rows_of(job, results)
     notes = [job.shape.describe() + ".", *_goals(rows), *_loss_errors(results)]
@@ -198,7 +198,7 @@ def page_of(
 
 
 def rows_of(job: Job, results: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """One row an engine."""
+    """Returns one row per engine."""
     times_s = results[0]["times_s"]
     rows: list[dict[str, Any]] = []
     for name in job.engines:
@@ -262,14 +262,14 @@ def _loss_errors(results: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def main(
-    case: Annotated[str, typer.Option(help="29M or tiny.")] = "29M",
-    rounds: Annotated[int, typer.Option(min=2, help="Timed steps of each.")] = 11,
-    timeout: Annotated[float, typer.Option(help="Seconds for the group of ranks.")] = 900.0,
+    case: Annotated[str, typer.Option(help="Model: 29M or tiny.")] = "29M",
+    rounds: Annotated[int, typer.Option(min=2, help="Timed steps per engine.")] = 11,
+    timeout: Annotated[float, typer.Option(help="Time limit for all ranks, s.")] = 900.0,
     wait: WaitFlag = False,
     out: OutFlag = None,
     as_json: JsonFlag = False,  # noqa: ARG001  read by run_script
 ) -> Outcome:
-    """Time the JAX engine on two gloo processes beside one process and beside XLA's partitioner."""
+    """Time the JAX engine on two gloo processes, one process, and XLA's partitioner."""
     job, command = Job(find_shape(case), rounds), command_line(NAME)
     return show(run(job, command=command, timeout_s=timeout, wait=wait, say=say), out)
 

@@ -1,4 +1,4 @@
-"""ZeRO-3 as users of jax write it: arrays cut, activations pinned, the rest XLA's affair."""
+"""ZeRO-3 as jax users write it: sharded arrays, constrained activations, XLA does the rest."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What one rank of `python -m benchmarks.xla` measures.
+"""Measurements of one rank of `python -m benchmarks.xla`.
 
-The group of torch is there for the rendezvous and for the barriers around a step, the group of jax
-for what is measured.
+torch's process group serves the rendezvous and the barriers around a step. The measured collectives
+use jax's.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Trainee:
     """An engine with its state and batches.
 
     Args:
-        job: What is measured.
+        job: Case to measure.
         name: Name of the engine.
     """
 

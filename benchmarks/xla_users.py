@@ -1,11 +1,11 @@
-"""`python -m benchmarks.xla_users`: the models of other libraries beside auto-sharded `jit`.
+"""`python -m benchmarks.xla_users`: models of other libraries, ours and auto-sharded `jit`.
 
 full_shard, shard_grad_op   `fullshard.jax.train_step` on eight devices of one process
-auto                        the same arrays, sharded alike, and the same loss under `jax.jit` alone:
+auto                        the same sharded arrays and the same loss under `jax.jit` only:
                             XLA's partitioner chooses the collectives
 
-With `--topology 8xH100-80GB` the steps are compiled for GPUs that need not be there, and only their
-collectives are compared. The models are those of tests/support/user_models.py, larger.
+With `--topology 8xH100-80GB` the steps are compiled for GPUs, which need not be installed, and only
+their collectives are compared. The models are larger ones of tests/support/user_models.py.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ METHOD = (
 
 
 def normal(at: int, *shape: int) -> jax.Array:
-    """Weights of a variance that keeps activations near one at this width."""
+    """Returns weights scaled to keep activations near one at this width."""
     return jax.random.normal(jax.random.key(at), shape) / math.sqrt(shape[-2:][0])
 
 
@@ -147,7 +147,7 @@ class Trainee:
         return wall_s, cpu_s, float(metrics["loss"])
 
     def collectives(self) -> dict[str, Collectives]:
-        """Those of the compiled step."""
+        """Returns the collectives of the compiled step."""
         state = aot.abstract_state(self.plan, self._tx)
         variables = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.plan.replicated),
@@ -168,7 +168,7 @@ def _options(mesh: Any) -> dict[str, Any]:
 
 
 def measure(names: Sequence[str], engines: Sequence[str], rounds: int) -> list[dict[str, Any]]:
-    """Times of all engines on each model, in turn."""
+    """Measures all engines on each model, in turn."""
     rows: list[dict[str, Any]] = []
     mesh = make_mesh(1, NUM_DEVICES)
     for name in names:
@@ -193,7 +193,7 @@ def row_of(
     times: Mapping[str, list[tuple[float, float]]],
     losses: Mapping[str, list[float]],
 ) -> dict[str, Any]:
-    """One row of the results."""
+    """Returns one row of the results."""
     counted = {
         engine: {kind: [c.count, c.num_bytes] for kind, c in found.items()}
         for engine, found in moved.items()
@@ -217,12 +217,12 @@ def row_of(
 
 
 def total(found: Mapping[str, Sequence[int]]) -> tuple[int, int]:
-    """Number and bytes of all kinds together."""
+    """Returns number and bytes of all collectives."""
     return sum(c[0] for c in found.values()), sum(c[1] for c in found.values())
 
 
 def cells_of(row: Mapping[str, Any]) -> tuple[str, ...]:
-    """A row of the page."""
+    """Returns one row of the page."""
     cells = [row["name"]]
     if row["step_s"]:
         cells.append(f"{row['step_s'][AUTO] * 1e3:.1f}")
@@ -235,7 +235,7 @@ def cells_of(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def notes_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Sentences about the goals."""
+    """Returns sentences about the goals."""
     notes: list[str] = []
     for engine in STRATEGIES:
         timed = [row for row in rows if row["step_s"]]
@@ -266,14 +266,14 @@ def notes_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def main(
-    topology: Annotated[str | None, typer.Option(help="8xH100-80GB; none: CPUs, timed.")] = None,
-    rounds: Annotated[int, typer.Option(min=2, help="Timed steps of each.")] = 15,
-    only: Annotated[list[str] | None, typer.Option(help="Models; none: all.")] = None,
+    topology: Annotated[str | None, typer.Option(help="8xH100-80GB. Default: CPUs, timed.")] = None,
+    rounds: Annotated[int, typer.Option(min=2, help="Timed steps per engine.")] = 15,
+    only: Annotated[list[str] | None, typer.Option(help="Model; repeatable. Default: all.")] = None,
     wait: WaitFlag = False,
     out: OutFlag = None,
     as_json: JsonFlag = False,  # noqa: ARG001  read by run_script
 ) -> Outcome:
-    """Compare the steps of user models with auto-sharded jit."""
+    """Compare steps of user models with auto-sharded jit."""
     warnings.filterwarnings("ignore", "Explicitly requested dtype")  # float32 models
     names, engines = only or MODELS, (*STRATEGIES, AUTO)
     user_models.SAMPLES, user_models.WIDTH, user_models.LAYERS = SAMPLES, WIDTH, LAYERS
