@@ -102,6 +102,112 @@ def test_data_that_is_swapped_in_and_out_is_that_of_one_process():
         assert exchange(net) == pytest.approx(wanted, rel=1e-5)
 
 
+def cloned(param):
+    return param.detach().clone()
+
+
+def as_parameter(param):
+    return nn.Parameter(cloned(param), requires_grad=False)
+
+
+def evaluates_averages(net, average_of, averages=None):
+    """Losses of a model whose averages are exchanged with its weights for an evaluation."""
+    x, params, found = torch.ones(2, 5), list(net.parameters()), []
+    optimizer = torch.optim.SGD(params, 0.1)
+    averages = averages or [average_of(param) for param in params]
+    views = [average.detach().view(-1) for average in averages]
+
+    def exchange():
+        for param, average in zip(params, averages, strict=True):
+            param.data, average.data = average.data, param.data
+
+    for _ in range(3):
+        net(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for param, average in zip(params, averages, strict=True):
+                average.lerp_(param.detach(), 0.5)
+        exchange()
+        with torch.no_grad():
+            found.append(net(x).square().mean().item())
+        found += [average.detach().norm().item() for average in averages[::3]]
+        exchange()
+        found.append(net(x).square().mean().item())
+        with torch.no_grad():
+            for view in views:
+                view.mul_(0.9)
+    found.append(net(x).square().mean().item())
+    exchange()
+    with torch.no_grad():
+        for view in views:  # of what are weights now
+            view.mul_(0.9)
+    found.append(net(x).square().mean().item())
+    return found
+
+
+@pytest.mark.parametrize("average_of", [cloned, as_parameter, copy.deepcopy])
+@pytest.mark.parametrize("wrap", [FSDP, fully_shard])
+@on_ranks(2)
+def test_averages_that_change_places_with_weights_are_those_of_one_process(wrap, average_of):
+    wanted = evaluates_averages(stack(), average_of)
+    assert evaluates_averages(wrap(stack()), average_of) == pytest.approx(wanted, rel=1e-5)
+    seen = wrap(stack())
+    seen(torch.ones(2, 5))
+    assert evaluates_averages(seen, average_of) == pytest.approx(wanted, rel=1e-5)
+
+
+@on_ranks(2)
+def test_two_models_change_places():
+    wanted, found = (
+        evaluates_averages(wrap(stack()), None, list(wrap(stack()).parameters()))
+        for wrap in (lambda net: net, FSDP)
+    )
+    assert found == pytest.approx(wanted, rel=1e-5)
+
+
+@on_ranks(2)
+def test_an_average_that_is_put_in_shares_memory_until_another_one_is():
+    """`p.data = average.data` shares memory, of which earlier and later views show the same."""
+    found = []
+    for net in (stack(), FSDP(stack())):
+        x, params = torch.ones(2, 5), list(net.parameters())
+        net(x)
+        averages = [cloned(param) * 0.5 for param in params]
+        views = [average.view(-1) for average in averages]
+        for param, average in zip(params, averages, strict=True):
+            param.data = average.data
+        net(x)
+        optimizer = torch.optim.SGD(params, 0.1)
+        net(x).square().mean().backward()
+        optimizer.step()
+        with torch.no_grad():
+            for view in views:
+                view.mul_(0.9)
+        shown = [tensor.norm().item() for tensor in (*averages, *views, *params)]
+        found.append([*shown, net(x).square().mean().item()])
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+
+
+@on_ranks(2)
+def test_whole_values_are_assigned_where_one_rank_has_all_elements():
+    """Of a bias of five elements that one rank stores, and of a change that shards it again."""
+    for thaws in (False, True):
+        reference, model = layers(), layers()
+        for net in (reference, model):
+            net[1].requires_grad_(not thaws)
+        model = FSDP(model)
+        model(torch.ones(2, 5))
+        for net in (reference, model.module):
+            net.requires_grad_(True)
+            for at, param in enumerate(net.parameters()):
+                whole = torch.linspace(0, 1, layers().state_dict()[f"{at // 2}.bias"].numel())
+                if at % 2:
+                    param.data = whole
+        x = torch.ones(2, 5)
+        torch.testing.assert_close(model(x), reference(x))
+
+
 @on_ranks(2)
 def test_changes_while_gradients_wait_are_put_off_or_refused():
     reference, model, frozen = stack(), stack(), stack()
@@ -279,3 +385,32 @@ def test_whole_data_may_be_assigned_where_one_rank_has_all_elements(wrap):
                 optimizer.zero_grad()
         for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
             torch.testing.assert_close(ours.full_tensor(), theirs.detach())
+
+
+@pytest.mark.parametrize("lacks", ["gradients", "states"])
+@on_ranks(2)
+def test_ranks_without_elements_take_part_when_others_are_cut_anew(lacks):
+    reference, model = layers(), layers()
+    for net in (reference, model):
+        net[1].requires_grad_(False)
+        net[0].bias.requires_grad_(False)
+    model, x, momentum = FSDP(model), torch.ones(2, 5), 0.9 * (lacks == "states")
+    model(x)
+    kept = [param for param in model.parameters() if param.numel() or lacks == "gradients"]
+    assert any(not param.numel() for param in model.parameters()) or dist.get_rank()
+    for net, params in ((reference, reference.parameters()), (model, kept)):
+        optimizer = torch.optim.SGD(params, 0.1, momentum=momentum)
+        net(x).square().mean().backward()
+        optimizer.step()
+        if lacks == "gradients":
+            for param in net.parameters():
+                param.grad = param.grad if param.numel() else None
+        net.requires_grad_(True)
+    if lacks == "states":
+        with pytest.raises(EngineError, match="expected every rank to have its optimizer states"):
+            model(x)
+        return
+    for net in (reference, model):
+        net(x).square().mean().backward()
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)

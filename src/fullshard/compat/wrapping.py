@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -44,12 +44,12 @@ from fullshard.config.values import DType, Strategy, TransportKind, WrapKind
 from fullshard.engine._torch_compat import call_outside_compile, no_guard
 from fullshard.engine.engine import ATTRIBUTE, Engine
 from fullshard.engine.model_spec import NEVER_CALLED, param_spec, places_of
-from fullshard.engine.norms import GradientNorms
+from fullshard.engine.norms import GradientNorms, from_host
 from fullshard.engine.optimizers import WATCHED
 from fullshard.engine.parameter import Guarded, PendingGradient, ShardedParameter, ShardedTensor
 from fullshard.engine.placing import present, shard_shape
 from fullshard.engine.precision import cast_tensors
-from fullshard.engine.record import ShardRecord
+from fullshard.engine.record import ShardRecord, end_aliases, move_into, sharing
 from fullshard.engine.shard import ShardInputs, shard_model
 from fullshard.engine.unit import Group, Member, address_of, gather_piece
 from fullshard.errors import EngineError, UnsupportedModelError
@@ -480,32 +480,57 @@ def _early_gather(
 
 
 def put_back_shards(engine: Engine) -> None:
-    """Copies moved shards back: `p.data = ...`, a shard or a whole tensor. No collective.
+    """Copies moved shards (`p.data = ...` of the shard's size, or whole) back. No collective.
 
-    A rank with all elements of a parameter cannot tell the two apart. Tensors that shared memory
-    with a shard before it was moved (`old = p.data`) keep their values; those that share it now
-    (the value assigned) share the place that it is copied to.
+    Tensors that shared memory with a shard before it was moved (`old = p.data`) keep their values;
+    those that share it now (the value assigned) share the place that it is copied to. See
+    [Note: shared memory] in engine/record.py.
     """
-    moved: list[tuple[Group, Member, torch.Tensor]] = []
+    moved: list[tuple[Member, torch.Tensor, torch.Tensor]] = []
     with no_guard():
         for group in engine.groups:
             for member in [] if group.is_in_place() else group.members:
                 param, home = member.param, member.local(group.master)
-                is_moved = address_of(param) != address_of(home) and param.device == home.device
                 value = _own_part(param.detach(), member.piece)
+                is_moved = address_of(param) != address_of(home) and param.device == home.device
                 is_alike = (value.numel(), value.dtype) == (home.numel(), home.dtype)
                 if is_alike and is_moved:
-                    moved.append((group, member, value))
-        homes = [group.master.untyped_storage().data_ptr() for group in engine.groups if moved]
-        values = [x.clone() if x.untyped_storage().data_ptr() in homes else x for *_, x in moved]
-        for (group, member, _), value in zip(moved, values, strict=True):  # two may be swapped
-            param, home = member.param, member.local(group.master)
-            engine.home.before_write()
-            param.record.move_aliases(home, home.clone(), None)
+                    moved.append((member, home, value))
+        if not moved:
+            return
+        engine.home.before_write()
+        buffers = {group.master.untyped_storage().data_ptr() for group in engine.groups}
+        places = {home.data_ptr() for _, home, _ in moved}  # two shards may be swapped
+        own = {id(member.param) for member in engine.members}
+        followers = {
+            id(shared): (shared, which, at)
+            for shared, which, at in sharing([value for *_, value in moved])
+            if _is_like(shared, moved[which][0].param)
+            and (not _is_in(moved[which][2], buffers) or moved[which][2].data_ptr() in places)
+        }
+        copies: dict[int, torch.Tensor] = {}
+        for shared, which, at in sharing([home for _, home, _ in moved]):
+            if id(shared) not in own and id(shared) not in followers:
+                if which not in copies:
+                    copies[which] = moved[which][1].clone()
+                move_into(shared, copies[which], at)
+        values = [value.clone() if _is_in(value, buffers) else value for *_, value in moved]
+        for (member, home, _), value in zip(moved, values, strict=True):
             home.copy_(value)
-            param.record.move_aliases(value, home, param)
-            whole = group.plan.layout.num_parts == 1
-            param.data = home.view(shard_shape(member.piece, whole=whole))
+            whole = member.group.plan.layout.num_parts == 1
+            member.param.data = home.view(shard_shape(member.piece, whole=whole))
+        for shared, which, at in followers.values():
+            move_into(shared, moved[which][1], at)
+    end_aliases([member.param for member, *_ in moved])
+
+
+def _is_in(value: torch.Tensor, buffers: set[int]) -> bool:
+    return value.untyped_storage().data_ptr() in buffers
+
+
+def _is_like(tensor: Any, param: ShardedParameter) -> bool:
+    """Whether a tensor may be an alias of a shard (`p.data`), of whose elements it has a copy."""
+    return type(tensor) is ShardedTensor and tensor.record.is_cut_like(param.record)
 
 
 def needs_new_plan(engine: Engine) -> bool:
@@ -543,31 +568,76 @@ def replace_engines(model: nn.Module, shard: Callable[[], Engine]) -> Engine:
         grads: list[Any] = [param.grad for param in _shards(model)]
         kept = [grad if grad is None else grad.to_local().clone() for grad in grads]
     before = [(param, param.record) for param in _shards(model)]
-    aliased = [(p, record, p.to_local()) for p, record in before if record.alive_aliases()]
+    with no_guard():
+        shared = sharing([param.detach().reshape(-1) for param, _ in before])
     engine = shard()
-    for param, record, local in aliased:
-        _follow(param, record, local)
+    for alias, which, at in shared:
+        param, _ = before[which]
+        if _is_like(alias, param):
+            with no_guard():
+                move_into(alias, param.detach().reshape(-1), at)
+    end_aliases([param for param, _ in before])
     states = {id(param): state for param, state in WATCHED.states()}
     shown = {id(member.param): member.grad for member in engine.members}
-    for (param, record), grad in zip(before, kept, strict=True):
-        if param.record is not record:  # still in the model
-            now, own = param.record, states.get(id(param), {})
-            change = partial(recut, record=record, piece=now.piece, stays=record.is_cut_like(now))
-            for key, state in own.items():
-                if isinstance(state, Guarded):
-                    own[key] = param.as_state(change(state.to_local()).clone())
-            if grad is not None:
-                _show_gradient(param, shown.get(id(param)), change(grad))
-    del old, aliased  # alive until here, because its records gather resharded values
+    parts = [
+        (param, record, grad, states.get(id(param), {}))
+        for (param, record), grad in zip(before, kept, strict=True)
+        if param.record is not record  # still in the model
+    ]
+    dtypes = _gradient_dtypes(engine.norms, parts)
+    for (param, record, grad, own), dtype in zip(parts, dtypes, strict=True):
+        now, stays = param.record, record.is_cut_like(param.record)
+        change = partial(recut, record=record, piece=now.piece, stays=stays)
+        for key, state in own.items():
+            if isinstance(state, Guarded):
+                own[key] = param.as_state(change(state.to_local()).clone())
+        if dtype is not None:
+            empty = torch.zeros(0, dtype=dtype, device=param.device)
+            _show_gradient(param, shown.get(id(param)), change(empty if grad is None else grad))
+    del old  # alive until here, because its records gather resharded values
     return engine
 
 
-def _follow(param: ShardedParameter, record: ShardRecord, before: torch.Tensor) -> None:
-    """Lets tensors that shared memory with a shard share that of the new one, if it is alike."""
-    if param.record.is_cut_like(record):
-        param.record.aliases = record.aliases
-        with no_guard():
-            param.record.move_aliases(before.reshape(-1), param.to_local().reshape(-1), param)
+Part = tuple[ShardedParameter, ShardRecord, torch.Tensor | None, dict[str, Any]]
+_DTYPES = (None, torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def _gradient_dtypes(norms: GradientNorms, parts: Sequence[Part]) -> list[torch.dtype | None]:
+    """The dtype of each gradient that is resharded; None: there is none to reshard.
+
+    A collective, because a rank without elements may have left out a gradient that others gather.
+
+    Args:
+        norms: Of the new engine.
+        parts: Parameters, each with its record, gradient and states before.
+
+    Raises:
+        EngineError: Ranks would gather different states or gradients.
+    """
+    counts: list[float] = []
+    own_dtypes: list[torch.dtype | None] = []
+    for _, record, grad, own in parts:
+        num_states = sum(isinstance(state, Guarded) for state in own.values())
+        lacks = grad is None and record.piece.numel > 0
+        own_dtypes.append(None if grad is None else grad.dtype)
+        counts += [num_states, -num_states, _DTYPES.index(own_dtypes[-1]), lacks]
+    stay = [record.is_cut_like(param.record) for param, record, *_ in parts]
+    if all(stay):
+        return own_dtypes
+    rows = norms.maxima(from_host(counts, norms.device), "states to shard again").view(-1, 4)
+    found: list[torch.dtype | None] = []
+    for (param, *_), stays, dtype, row in zip(parts, stay, own_dtypes, rows.tolist(), strict=True):
+        most, least, code, lacks = row
+        if not stays and (most != -least or (code and lacks)):
+            raise EngineError(
+                f"{clean_name(param.record.piece.name)}: expected every rank to have its optimizer "
+                "states and its gradient, because the parameter is sharded again (after a change "
+                "of requires_grad, a dtype or a parameter); some ranks have none. Give the "
+                "optimizer of each rank all parameters, also those without elements, and step and "
+                "drop gradients on all ranks."
+            )
+        found.append(dtype if stays else _DTYPES[int(code)])
+    return found
 
 
 def _show_gradient(param: ShardedParameter, shown: Any, local: torch.Tensor) -> None:
@@ -581,21 +651,26 @@ def recut(local: torch.Tensor, record: ShardRecord, piece: Slice, *, stays: bool
     """Returns (n_local,) values in the range of `piece`; a collective unless all ranges stay.
 
     Args:
-        local: Values in the range of `record`.
+        local: Values in the range of `record`, or of the whole parameter.
         record: Where they are.
         piece: Where they belong.
         stays: Whether the range of every rank stays, which is equal on all ranks: this rank's own
             may stay where others change.
     """
     local = _own_part(local, record.piece)
-    return local if stays else record.gather(local).reshape(-1)[piece.start : piece.stop]
+    if stays:
+        return local
+    return record.gather(local).reshape(-1)[piece.start : piece.stop]
 
 
-def _own_part(local: torch.Tensor, piece: Slice) -> torch.Tensor:
-    """(n,): the range of `piece` if the tensor is whole (`p.data = whole`), otherwise all of it."""
-    local = local.reshape(-1)
-    is_whole = local.numel() == torch.Size(piece.shape).numel()
-    return local[piece.start : piece.stop] if is_whole else local
+def _own_part(values: torch.Tensor, piece: Slice) -> torch.Tensor:
+    """(n_local,): values in the range of a piece, also of `p.data = whole`.
+
+    Every rank cuts a whole value, because the one that has all elements cannot recognize it.
+    """
+    flat = values.reshape(-1)
+    is_whole = flat.numel() == torch.Size(piece.shape).numel()
+    return flat[piece.start : piece.stop] if is_whole else flat
 
 
 def shard_values(params: Mapping[str, nn.Parameter], plan: Plan, rank: int) -> Local:

@@ -180,8 +180,6 @@ class Engine:
                     cut=member.cut,
                 )
                 self._num_trained += group.grads is not None
-                if group.grads is not None and not member.piece.numel:
-                    self.norms.empty.add(id(member.param.record))
                 if member.cut is None and plan.mesh.world_size > 1:
                     refuse_gradients(member.param)
                 for name in names:

@@ -30,11 +30,10 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from functools import partial
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,7 +51,7 @@ if TYPE_CHECKING:
     from fullshard.engine.unit import Unit
 
 
-Parts = defaultdict[int, dict[int, Sequence[tuple[int, int, int]]]]
+Written = dict[int, "ShardRecord"]  # by id
 Memory = Sequence[tuple[Mesh, torch.Tensor]]  # buffers, each with its mesh
 _FINITE = {"isnan": False, "isinf": False, "isfinite": True}  # their results for finite numbers
 _SQUARED = {"square": (), "pow": (2,), "__pow__": (2,)}  # with these further arguments
@@ -91,7 +90,8 @@ class Count(StrEnum):
     GRADIENTS = "writes into gradients"  # in place, after backward
     VALUES = "values"  # a hash of whole tensors that were given to load_state_dict
     SETTINGS = "settings"  # a hash of those of clippings, and of groups of which all have elements
-    GROUPS = "settings of groups"  # of all groups, unless a rank leaves out empty shards
+    LISTED = "parameters of groups"  # a hash of them; a rank may leave out empty shards
+    GROUPS = "settings of groups"  # a hash of those of all groups, if ranks list the same shards
     WEIGHTS = "weights of replicas"  # a hash of some of them, other ones at each step
 
 
@@ -108,13 +108,9 @@ class GradientNorms:
         self.device = device
         self.streams = streams.of(device)  # None: the host reads tensors without waiting
         self.counts: Counter[str] = Counter(dict.fromkeys(Count, 0))
-        self.empty: set[int] = set()  # ids of records of empty shards
-        self.listed: set[int] = set()  # of shards in steps since the last sum
-        self.leaves_out = False  # whether steps left out empty shards, perhaps with their groups
-        # Parts of each parameter that this rank wrote, by the number of ranks that share a part.
-        self.wrote: Parts = defaultdict(dict)
-        self.copied: Parts = defaultdict(dict)  # of writes before a copy or a gather
-        self.edited: Parts = defaultdict(dict)  # of the gradients that it wrote
+        self.wrote: Written = {}  # parameters that this rank wrote
+        self.copied: Written = {}  # those whose averages it wrote before a copy or a gather
+        self.edited: Written = {}  # those whose gradients it wrote
         self.disk: Disk | None = None  # has state of the model
         self.waits = False  # there are unreduced gradients of no_sync
         self.task = -2  # the backward that will set gradients
@@ -165,10 +161,10 @@ class GradientNorms:
         record = gradient.record
         if not counts or record.cut is not None:
             return
-        if id(record) not in (edited := self.edited[record.copies]):
+        if id(record) not in self.edited:
             with no_guard():
                 if gradient.untyped_storage().data_ptr() in self._places:
-                    edited[id(record)] = record.holders
+                    self.edited[id(record)] = record
 
     def known_of(self, gradient: Any, name: str, others: Sequence[Any]) -> Known | None:
         """The cached result of `isnan(gradient)` and similar functions.
@@ -308,7 +304,7 @@ class GradientNorms:
                 end of the next backward raises it.
         """
         said = {"": zlib.crc32(f"{asked} {len(values)}".encode()), **(said or {})}
-        numbers = [float(number % _MOST) for number in said.values()]
+        numbers = [float(number % MOST) for number in said.values()]
         pairs = [(x, -x) if maximum else (x, x * x) for x in numbers]
         if Count.REPLICAS in said and self.transport.name != "fake":  # within a replica
             axes = self.transport.axes
@@ -319,7 +315,9 @@ class GradientNorms:
                 pairs[list(said).index(count)] = (weight * said[count], 0)
         for what, written in zip(_WRITTEN, (self.wrote, self.copied, self.edited), strict=True):
             if what in said:
-                parts = {n: {at for at, *_ in chain(*them.values())} for n, them in written.items()}
+                parts: dict[int, set[int]] = {}  # by the number of ranks with the same elements
+                for record in written.values():
+                    parts.setdefault(record.copies, set()).update(at for at, *_ in record.holders)
                 mesh = self.transport.axes.mesh
                 wrote = any(n * len(at) == mesh.world_size for n, at in parts.items())
                 said[what] = wrote
@@ -327,10 +325,7 @@ class GradientNorms:
                 if wrote or what != Count.SOURCES:  # tensors are gathered one by one
                     written.clear()
         if Count.GROUPS in said:
-            self.leaves_out |= bool(self.listed) and not self.empty <= self.listed
-            self.listed.clear()
-            if self.leaves_out:
-                pairs[list(said).index(Count.GROUPS)] = (math.inf, math.inf)  # equal to all
+            self.counts[Count.LISTED] = self.counts[Count.GROUPS] = 0
         head = from_host([1.0, *(x for pair in pairs for x in pair)], values.device)
         vector = torch.cat([head, values.double()])
         self.transport.phase.following = f"a sum ({asked})"
@@ -348,7 +343,10 @@ class GradientNorms:
         head: torch.Tensor,
     ) -> None:
         """Raise the error of a count that differs between ranks."""
-        for wrong in _differing(head, said, maximum=maximum):
+        differing = _differing(head, said, maximum=maximum)
+        for wrong in differing:
+            if wrong == Count.LISTED or (wrong == Count.GROUPS and Count.LISTED in differing):
+                continue  # a rank left out empty shards
             if self.streams is None and excused(wrong):
                 continue
             if wrong in _UNLIKE:
@@ -501,7 +499,8 @@ _WRITTEN = (Count.WRITES, Count.SOURCES, Count.GRADIENTS)
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 MOST_ARRIVING = 16  # values that the host reads later; evaluations add to them without a backward
 SAMPLED = 1 << 14  # elements of a group that are checked at each step
-_MOST = 1 << 20  # sums of squares stay exact in float64
+HASHED = 1 << 20  # elements that are added up at once
+MOST = 1 << 20  # of a count: sums of squares stay exact in float64
 UNEQUAL_REPLICAS = (
     "expected the same weights on all replicas; they differ, so one rank updated its copy "
     "differently (another learning rate, a skipped step, a gradient that was not reduced, other "
@@ -577,7 +576,15 @@ def sample(units: Sequence[Unit], mesh: Mesh, step: int) -> int:
 def bits_hash(tensor: torch.Tensor) -> torch.Tensor:
     """Returns an int64 scalar. See [Note: a hash of bits] in engine/replicas.py."""
     bits = tensor.contiguous().view(-1).view(_BITS.get(tensor.element_size(), torch.int64))
-    return bits.sum(dtype=torch.int64)
+    # a sum of other integers copies them to int64 first
+    return torch.stack([x.sum(dtype=torch.int64) for x in bits.split(HASHED)]).sum()
+
+
+def sample_hash(tensor: torch.Tensor) -> int:
+    """A hash of the first, the middle and the last elements, which reads little of a file."""
+    flat = tensor.detach().reshape(-1)
+    ends = {SAMPLED, len(flat) // 2, len(flat)}
+    return sum(int(bits_hash(flat[max(0, end - SAMPLED) : end])) for end in ends) % (1 << 32)
 
 
 def _differing(head: torch.Tensor, said: Iterable[str], *, maximum: bool) -> list[str]:

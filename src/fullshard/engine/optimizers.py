@@ -32,7 +32,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook as before_ste
 from fullshard.engine._torch_compat import no_guard, register_guard_types, tree_leaves
 from fullshard.engine.computed import Computed
 from fullshard.engine.disk import Disk
-from fullshard.engine.norms import Count, hash_of
+from fullshard.engine.norms import MOST, Count, hash_of
 from fullshard.engine.parameter import (
     Guarded,
     PendingGradient,
@@ -200,21 +200,23 @@ def _is_the_same_in_turns(make: Callable[[list[Any]], Optimizer]) -> bool:
 def _hashes_of(
     group: dict[str, Any], shards: Sequence[Any], norms: Any, states: Any
 ) -> dict[str, int]:
-    """A hash of a group's settings, which ranks of a model compare.
+    """Hashes of a group's settings, which ranks of a model compare.
 
     A rank may leave out shards without elements (`if p.numel()`), and with them the group. Then
-    only groups count of which all ranks have elements of one shard, with the numbers in its state.
+    only groups count of which all ranks have elements of one shard, with the counts in its state.
     """
     if norms.transport is None:  # shards of compat, before their engine
         return {}
-    if norms.empty and not norms.leaves_out:
-        norms.listed.update(id(p.record) for p in shards)
     world, settings = norms.transport.axes.mesh.world_size, settings_in(group)
-    ours = ((p, p.record) for p in shards if p.record.norms is norms and p.record.cut is None)
-    theirs = (states.get(p, {}) for p, one in ours if one.copies * len(one.holders) == world)
-    state = next(theirs, None)  # of a shard of which all ranks have elements
-    both = 0 if state is None else hash_of([settings, len(state), state])
-    return {Count.GROUPS: hash_of(settings), Count.SETTINGS: both}
+    ours = [(p, p.record) for p in shards if p.record.norms is norms]
+    listed = hash(frozenset(one.index for _, one in ours))  # of integers: equal in all processes
+    whole = (p for p, one in ours if one.cut is None and one.copies * len(one.holders) == world)
+    state = next((states.get(p, {}) for p in whole), None)  # all ranks have elements of it
+    both = 0
+    if state is not None:  # a tensor of (1,) may be a state of one element
+        counts = [x for x in state.values() if not (isinstance(x, torch.Tensor) and x.dim())]
+        both = hash_of([settings, len(state), counts])
+    return {Count.LISTED: listed % MOST, Count.GROUPS: hash_of(settings), Count.SETTINGS: both}
 
 
 def _steps_others(optimizer: Optimizer) -> bool:

@@ -44,7 +44,7 @@ from fullshard.engine.norms import (
     hash_of,
     norms_of,
 )
-from fullshard.engine.record import ShardRecord
+from fullshard.engine.record import ShardRecord, leave_aliases, note_sharing
 from fullshard.errors import EngineError, ShardedTensorError
 from fullshard.planner.layout import clean_name
 
@@ -54,6 +54,7 @@ class Guarded:
 
     record: ShardRecord
     alias_of: Any = None  # the shard that this aliases: `p.data`, `p.view(-1)`
+    num_moves = 0  # assignments to its data, or to that of the shard when this became its alias
     known: Known | None = None  # what cached norms determine about this mask or square
 
     @classmethod
@@ -409,12 +410,10 @@ def _note_writes(written: Sequence[Any], *, counts: bool = True) -> None:
             _note_writes(shard, counts=counts)
         elif isinstance(shard, ShardedGradient):
             shard.record.norms.note_write(shard, counts=counts)
-        elif any(
-            isinstance(x, ShardedParameter) for x in (shard, getattr(shard, "alias_of", None))
-        ):
-            record, model = shard.record, shard.record.norms  # one per model
+        elif isinstance(param := _owner(shard), ShardedParameter):
+            record, model = param.record, param.record.norms  # one per model
             if counts and record.cut is None:
-                model.wrote[record.copies][id(record)] = record.holders
+                model.wrote[id(record)] = record
             if model not in notified:
                 notified[model] = record.before_write()
             record.last_write = notified[model] if counts else record.last_write
@@ -423,7 +422,7 @@ def _note_writes(written: Sequence[Any], *, counts: bool = True) -> None:
 def _copy(func: Any, name: str, like: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """p.copy_(average): what becomes of a state that only some ranks wrote is found."""
     for target in shards_in(args[:1])[:1]:
-        if isinstance(target if target.alias_of is None else target.alias_of, ShardedParameter):
+        if isinstance(_owner(target), ShardedParameter):
             _note_sources(target.record.norms, (*args[1:], *kwargs.values()))
     return _elementwise(func, name, like, args, kwargs)
 
@@ -433,7 +432,7 @@ def _note_sources(norms: GradientNorms, values: Sequence[Any]) -> None:
     for state in _shards(values):
         record, is_own = state.record, type(state) is ShardedTensor and state.alias_of is None
         if is_own and record.cut is None and not state.is_inference() and state._version:
-            norms.copied[record.copies][id(record)] = record.holders
+            norms.copied[id(record)] = record
 
 
 def _unscale(func: Any, name: str, like: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -497,8 +496,7 @@ def _replace(func: Any, _name: str, _like: Any, args: Any, _kwargs: dict[str, An
     if not isinstance(gradient, ShardedGradient):
         with no_guard():
             func(gradient, data)  # a parameter: detected at the next forward
-        if isinstance(gradient, ShardedParameter) and type(data) is ShardedTensor:
-            _share(gradient, data)
+        _share(gradient, data)
         return
     if data.dtype is not gradient.dtype or data.shape != gradient.shape:
         raise ShardedTensorError(
@@ -519,12 +517,29 @@ def _replace(func: Any, _name: str, _like: Any, args: Any, _kwargs: dict[str, An
     gradient.copy_(data)
 
 
-def _share(param: ShardedParameter, data: ShardedTensor) -> None:
-    """Note that both share memory from now on, as in one process."""
-    is_free = data.alias_of is None or data.alias_of is param
-    if is_free and param.record.is_cut_like(data.record):
-        data.record, data.alias_of = param.record, param
-        param.record.add_alias(data)
+def _share(target: Any, data: Any) -> None:
+    """Note that both share memory from now on. See [Note: shared memory]."""
+    if isinstance(target, ShardedParameter):
+        target.num_moves += 1
+    owner = _owner(data)
+    if not isinstance(owner, Guarded) or owner is target:
+        return
+    if not isinstance(target, ShardedParameter):
+        leave_aliases(target)
+        target.alias_of = data if data.alias_of is None else data.alias_of
+        target.num_moves = data.num_moves
+    elif type(owner) is ShardedTensor and target.record.is_cut_like(owner.record):
+        owner.record, owner.alias_of = target.record, target
+        owner.num_moves = target.num_moves
+    note_sharing(target)
+    note_sharing(owner)
+
+
+def _owner(tensor: Any) -> Any:
+    """The tensor whose memory this one shares, or the tensor itself."""
+    while (source := getattr(tensor, "alias_of", None)) is not None:
+        tensor = source
+    return tensor
 
 
 def _is_mask(args: Sequence[Any]) -> bool:
@@ -605,7 +620,8 @@ def _as_shard(result: Any, like: Any, name: str) -> Any:
         source = like.alias_of
         shard.alias_of = like if source is None else source  # writes to it are writes to that
         if kind is ShardedTensor:
-            own.record.add_alias(shard)
+            shard.num_moves = own.num_moves
+            note_sharing(shard)
     return shard
 
 

@@ -1,12 +1,21 @@
-"""The record of a shard: the tensor of which it is a part, and its range."""
+"""The record of a shard: the tensor of which it is a part, and its range.
+
+[Note: shared memory]
+`old = p.data` shares the memory of a shard, and `p.data = value` that of a value. In one process
+they go on sharing it. Here a shard that was moved is copied back to its place in a flat buffer, so
+whatever shares memory with either must move as well: with the value into the buffer, or out of the
+buffer before it is overwritten. Such tensors are noted where they begin to share (an alias that is
+made, both sides of `x.data = y`), and found by their addresses.
+"""
 
 from __future__ import annotations
 
 import math
 import weakref
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -61,7 +70,6 @@ class ShardRecord(Elements):
         states: Allocates optimizer states; None if they are on the device of the parameter.
         compute: Returns the compute parameter if it shares memory with the whole parameter.
         last_write: Number of the last write into it.
-        aliases: Weak references to tensors that share its memory, such as `old = p.data`.
     """
 
     unit: str
@@ -76,30 +84,6 @@ class ShardRecord(Elements):
     states: Residence | None = None
     compute: Callable[[], nn.Parameter] | None = None
     last_write: int = 0
-    aliases: list[weakref.ref[torch.Tensor]] = field(default_factory=list[Any])
-
-    def add_alias(self, alias: torch.Tensor) -> None:
-        """Note a tensor that shares the shard's memory, for as long as it is alive."""
-        self.aliases = [*map(weakref.ref, self.alive_aliases()), weakref.ref(alias)]
-
-    def alive_aliases(self) -> list[Any]:
-        """Tensors that may share the shard's memory."""
-        return [alias for known in self.aliases if (alias := known()) is not None]
-
-    def move_aliases(self, before: torch.Tensor, after: torch.Tensor, of: Any) -> None:
-        """Let tensors that share memory with `before` share that of `after`. Outside the guard.
-
-        Args:
-            before: Contiguous.
-            after: Has as many elements, in the same order; the caller has copied them.
-            of: The shard that has the memory of `after`; None if it has not.
-        """
-        for alias in self.alive_aliases():
-            at = alias.data_ptr() - before.data_ptr()
-            if 0 <= at < before.nbytes and alias.dtype is before.dtype:
-                at = after.storage_offset() + at // before.element_size()
-                alias.data = after.as_strided(alias.shape, alias.stride(), at)
-                alias.record, alias.alias_of = self, of
 
     def __reduce__(self) -> Any:
         return type(None), ()  # a whole parameter may be pickled inside forward
@@ -132,3 +116,73 @@ class ShardRecord(Elements):
             of = f", cut to {tuple(p.shape)} by {self.cut.describe()}"
         where = f"elements [{p.start}, {p.stop})"
         return f"{clean_name(p.name)!r}, global shape {self.shape}{of}, {where}"
+
+
+_NOTED: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by id
+
+
+def note_sharing(tensor: Any) -> None:
+    """Note that a tensor shares memory with others. See [Note: shared memory]."""
+    _NOTED[id(tensor)] = tensor
+
+
+def forget_sharing(tensor: Any) -> None:
+    """Drop the weak reference, with which torch does not swap tensors."""
+    _NOTED.pop(id(tensor), None)
+
+
+def end_aliases(params: Sequence[Any]) -> None:
+    """Let aliases of shards that were moved since be aliases of one another.
+
+    All ranks decide alike, also those without elements, whose tensors have no address.
+    """
+    ids = set(map(id, params))
+    firsts: dict[tuple[int, int], Any] = {}
+    for tensor in list(_NOTED.values()):
+        if id(of := tensor.alias_of) in ids:
+            if tensor.num_moves != of.num_moves:
+                first = firsts.setdefault((id(of), tensor.num_moves), tensor)
+                tensor.alias_of = None if first is tensor else first
+            elif of.record.is_cut_like(tensor.record):
+                tensor.record = of.record
+
+
+def leave_aliases(tensor: Any) -> None:
+    """Let the aliases of a tensor that gets other memory be those of the first of them."""
+    aliases = [alias for alias in list(_NOTED.values()) if alias.alias_of is tensor]
+    for alias in aliases[1:]:
+        alias.alias_of = aliases[0]
+    for alias in aliases[:1]:
+        alias.alias_of, alias.num_moves = tensor.alias_of, tensor.num_moves
+
+
+def sharing(memory: Sequence[torch.Tensor]) -> list[tuple[Any, int, int]]:
+    """Noted tensors that share memory with some of these. Outside the guard.
+
+    Args:
+        memory: Flat, contiguous tensors.
+
+    Returns:
+        Of each: the tensor, the index of the memory, and its first element there.
+    """
+    begins = sorted((flat.data_ptr(), which) for which, flat in enumerate(memory) if flat.numel())
+    found: list[tuple[Any, int, int]] = []
+    for tensor in list(_NOTED.values()) if begins else ():
+        address = tensor.data_ptr()
+        begin, which = begins[bisect_right(begins, (address, len(memory))) - 1]
+        flat = memory[which]
+        if 0 <= address - begin < flat.nbytes and tensor.dtype is flat.dtype:
+            found.append((tensor, which, (address - begin) // flat.element_size()))
+    return found
+
+
+def move_into(tensor: Any, flat: torch.Tensor, at: int) -> None:
+    """Let a tensor share other memory, from an element on. Outside the guard.
+
+    Args:
+        tensor: Its elements were copied there.
+        flat: The memory.
+        at: The tensor's first element in it.
+    """
+    at += flat.storage_offset()
+    tensor.data = flat.as_strided(tensor.shape, tensor.stride(), at)
