@@ -204,6 +204,7 @@ def _hashes_of(
 
     A rank may leave out shards without elements (`if p.numel()`), and with them the group. Then
     only groups count of which all ranks have elements of one shard, with the numbers in its state.
+    How many states a parameter has is compared by the ranks with elements of it.
     """
     if norms.transport is None:  # shards of compat, before their engine
         return {}
@@ -214,7 +215,13 @@ def _hashes_of(
     theirs = (states.get(p, {}) for p, one in ours if one.copies * len(one.holders) == world)
     state = next(theirs, None)  # of a shard of which all ranks have elements
     both = 0 if state is None else hash_of([settings, len(state), state])
-    return {Count.GROUPS: hash_of(settings), Count.SETTINGS: both}
+    numbers = 0
+    for param in shards:
+        one, size = param.record, len(param.record.holders)
+        if size > 1 and one.norms is norms and one.cut is None and one.piece.numel:
+            weight = -1 if one.piece.start else size - 1  # 0 for all holders together
+            numbers += weight * hash((one.index, len(states.get(param, ()))))
+    return {Count.GROUPS: hash_of(settings), Count.SETTINGS: both, Count.STATES: numbers}
 
 
 def _steps_others(optimizer: Optimizer) -> bool:
