@@ -593,9 +593,15 @@ def recut(local: torch.Tensor, record: ShardRecord, piece: Slice, *, stays: bool
 
 def _own_part(local: torch.Tensor, piece: Slice) -> torch.Tensor:
     """(n,): the range of `piece` if the tensor is whole (`p.data = whole`), otherwise all of it."""
-    local = local.reshape(-1)
-    is_whole = local.numel() == torch.Size(piece.shape).numel()
-    return local[piece.start : piece.stop] if is_whole else local
+    shape, whole = tuple(local.shape), torch.Size(piece.shape)
+    if local.numel() != whole.numel():
+        return local.reshape(-1)
+    if shape not in (whole, (whole.numel(), *(1 for _ in whole[1:]))):
+        raise EngineError(
+            f"{clean_name(piece.name)}: expected data of shape {tuple(whole)} (p.data = ...), "
+            f"got {shape}. Give it the parameter's shape."
+        )
+    return local.reshape(-1)[piece.start : piece.stop]
 
 
 def shard_values(params: Mapping[str, nn.Parameter], plan: Plan, rank: int) -> Local:
