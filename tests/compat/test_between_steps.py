@@ -385,6 +385,10 @@ def test_whole_data_may_be_assigned_where_one_rank_has_all_elements(wrap):
                 optimizer.zero_grad()
         for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
             torch.testing.assert_close(ours.full_tensor(), theirs.detach())
+        list(model.parameters())[4].data = torch.ones(5, 7)
+        text = r"2.weight: expected data of shape \(7, 5\) .*got \(5, 7\)"
+        with pytest.raises(EngineError, match=text):
+            model(torch.ones(2, 5))
 
 
 @pytest.mark.parametrize("lacks", ["gradients", "states"])

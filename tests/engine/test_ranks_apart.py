@@ -318,9 +318,10 @@ def test_a_rank_that_updates_with_another_number_is_found(ranks, number):
 
 
 def test_a_rank_that_lost_its_states_is_found(ranks):
-    """Where a parameter has elements on all ranks: others may leave out empty shards."""
-    for text in ranks(2)(has_another, "momentum that is lost", {}):
-        assert "with the same numbers on every rank (lr, " in text
+    """Also where no parameter has elements on all ranks: others may leave out empty shards."""
+    for size, settings in ((2, {}), (4, {}), (4, REPLICAS)):
+        for text in ranks(size)(has_another, "momentum that is lost", settings):
+            assert "with the same numbers on every rank (lr, " in text, text
 
 
 def edits_gradients(settings):

@@ -663,14 +663,20 @@ def recut(local: torch.Tensor, record: ShardRecord, piece: Slice, *, stays: bool
     return record.gather(local).reshape(-1)[piece.start : piece.stop]
 
 
-def _own_part(values: torch.Tensor, piece: Slice) -> torch.Tensor:
+def _own_part(local: torch.Tensor, piece: Slice) -> torch.Tensor:
     """(n_local,): values in the range of a piece, also of `p.data = whole`.
 
     Every rank cuts a whole value, because the one that has all elements cannot recognize it.
     """
-    flat = values.reshape(-1)
-    is_whole = flat.numel() == torch.Size(piece.shape).numel()
-    return flat[piece.start : piece.stop] if is_whole else flat
+    shape, whole = tuple(local.shape), torch.Size(piece.shape)
+    if local.numel() != whole.numel():
+        return local.reshape(-1)
+    if shape not in (whole, (whole.numel(), *(1 for _ in whole[1:]))):
+        raise EngineError(
+            f"{clean_name(piece.name)}: expected data of shape {tuple(whole)} (p.data = ...), "
+            f"got {shape}. Give it the parameter's shape."
+        )
+    return local.reshape(-1)[piece.start : piece.stop]
 
 
 def shard_values(params: Mapping[str, nn.Parameter], plan: Plan, rank: int) -> Local:

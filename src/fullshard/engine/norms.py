@@ -14,7 +14,8 @@ are equal exactly if n times the sum of their squares is the square of their sum
 Replicas of a hybrid mesh gather separately, so their hashes must be equal only among the ranks of
 each replica. The first of its n ranks counts n - 1 times, the others -1 times, so the sum is 0. A
 factor for each replica keeps differences in two replicas from adding up to 0. Hashes of weights
-are added up in the same way among the ranks that have the same part.
+are added up in the same way among the ranks that have the same part, and numbers of optimizer
+states among the ranks with elements of one parameter.
 
 A rank without elements of a parameter may leave its gradient out of zero_grad. If the numbers of
 kept gradients differ, ranks therefore compare which gradients they are, and who has elements.
@@ -91,6 +92,7 @@ class Count(StrEnum):
     VALUES = "values"  # a hash of whole tensors that were given to load_state_dict
     SETTINGS = "settings"  # a hash of those of clippings, and of groups of which all have elements
     LISTED = "parameters of groups"  # a hash of them; a rank may leave out empty shards
+    STATES = "optimizer states"  # how many of each parameter, weighted so that the sum is 0
     GROUPS = "settings of groups"  # a hash of those of all groups, if ranks list the same shards
     WEIGHTS = "weights of replicas"  # a hash of some of them, other ones at each step
 
@@ -307,6 +309,8 @@ class GradientNorms:
         numbers = [float(number % MOST) for number in said.values()]
         pairs = [(x, -x) if maximum else (x, x * x) for x in numbers]
         if Count.REPLICAS in said and self.transport.name != "fake":  # within a replica
+            at = list(said).index(Count.STATES)
+            pairs[at] = (numbers[at], 0)
             axes = self.transport.axes
             replica, part, mesh = axes.replicate_index, axes.shard_index, axes.mesh
             within = (Count.REPLICAS, replica, part, mesh.shard)
@@ -413,10 +417,20 @@ class GradientNorms:
             return self._squares
         return self._squares[from_host(at, self._squares.device, torch.int64)]
 
-    def share_found_inf(self, found_inf: torch.Tensor) -> None:
-        """Share an infinity of any rank, so that all ranks step or skip together."""
-        shared = found_inf.view(1).to(self.device)
-        found_inf.copy_(self.all_reduce(shared, "GradScaler.unscale_", maximum=True)[0])
+    def share_found_inf(self, found_inf: torch.Tensor, factor: torch.Tensor) -> None:
+        """Share an infinity of any rank, so that all ranks step or skip together.
+
+        Args:
+            found_inf: 1 if this rank found one, otherwise 0; receives the maximum of all ranks.
+            factor: By which gradients were multiplied, which must be the same on every rank.
+
+        Raises:
+            EngineError: The factors differ. On a GPU, the end of the next backward raises it.
+        """
+        own = torch.stack([found_inf.view(()), factor.view(()), -factor.view(())])
+        shared = self.all_reduce(own.to(self.device), "GradScaler.unscale_", maximum=True)
+        found_inf.copy_(shared[0])
+        self.read(shared[1:], _check_factors)
 
     def powers(self, shards: Sequence[Any], order: float) -> torch.Tensor:
         """(len(shards),): sums of |x|^order over all ranks, or maxima for inf.
@@ -528,6 +542,7 @@ _UNLIKE = {  # errors of hashes that differ between ranks
     "others, so the model has parts of several. Load one file on every rank, or rank 0's with "
     "fs.load_full_state(model, state, from_rank0=True).",
     Count.SETTINGS: _SETTINGS,
+    Count.STATES: _SETTINGS,
     Count.GROUPS: _SETTINGS,
     Count.WEIGHTS: UNEQUAL_REPLICAS,
     Count.GATHERS: _ORDER,
@@ -587,12 +602,19 @@ def sample_hash(tensor: torch.Tensor) -> int:
     return sum(int(bits_hash(flat[max(0, end - SAMPLED) : end])) for end in ends) % (1 << 32)
 
 
+def _check_factors(factors: torch.Tensor) -> None:
+    largest, lowest = factors.tolist()
+    if largest != -lowest:
+        raise EngineError(f"GradScaler.unscale_: {_SETTINGS}")
+
+
 def _differing(head: torch.Tensor, said: Iterable[str], *, maximum: bool) -> list[str]:
     """Names of the counts that differ between ranks."""
     ranks, *sums = head.tolist()
     found = []
     for what, total, other in zip(said, sums[::2], sums[1::2], strict=True):
         differs = (total != -other) if maximum else (ranks * other != total * total)
+        differs = differs and (what != Count.STATES or total % MOST != 0)
         found += [what] * bool((total and other) if what in _WRITTEN else differs)
     return found
 

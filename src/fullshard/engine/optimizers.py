@@ -204,19 +204,27 @@ def _hashes_of(
 
     A rank may leave out shards without elements (`if p.numel()`), and with them the group. Then
     only groups count of which all ranks have elements of one shard, with the counts in its state.
+    How many states a parameter has is compared by the ranks with elements of it.
     """
     if norms.transport is None:  # shards of compat, before their engine
         return {}
     world, settings = norms.transport.axes.mesh.world_size, settings_in(group)
     ours = [(p, p.record) for p in shards if p.record.norms is norms]
     listed = hash(frozenset(one.index for _, one in ours))  # of integers: equal in all processes
-    whole = (p for p, one in ours if one.cut is None and one.copies * len(one.holders) == world)
-    state = next((states.get(p, {}) for p in whole), None)  # all ranks have elements of it
-    both = 0
+    cut = [(states.get(p, {}), one) for p, one in ours if one.cut is None]
+    whole = (state for state, one in cut if one.copies * len(one.holders) == world)
+    state = next(whole, None)  # all ranks have elements of it
+    both = numbers = 0
     if state is not None:  # a tensor of (1,) may be a state of one element
         counts = [x for x in state.values() if not (isinstance(x, torch.Tensor) and x.dim())]
         both = hash_of([settings, len(state), counts])
-    return {Count.LISTED: listed % MOST, Count.GROUPS: hash_of(settings), Count.SETTINGS: both}
+    for found, one in cut:
+        size = len(one.holders)
+        if size > 1 and one.piece.numel:
+            weight = -1 if one.piece.start else size - 1  # 0 for all holders together
+            numbers += weight * hash((one.index, len(found)))
+    hashes = {Count.LISTED: listed % MOST, Count.GROUPS: hash_of(settings)}
+    return {**hashes, Count.SETTINGS: both, Count.STATES: numbers}
 
 
 def _steps_others(optimizer: Optimizer) -> bool:

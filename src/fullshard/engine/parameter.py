@@ -37,11 +37,9 @@ from fullshard.engine.guard import (
 )
 from fullshard.engine.norms import (
     TOLD_BY_SQUARES,
-    Count,
     GradientNorms,
     Known,
     by_model,
-    hash_of,
     norms_of,
 )
 from fullshard.engine.record import ShardRecord, leave_aliases, note_sharing
@@ -438,8 +436,7 @@ def _note_sources(norms: GradientNorms, values: Sequence[Any]) -> None:
 def _unscale(func: Any, name: str, like: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     result = _elementwise(func, name, like, args, kwargs)
     for norms in by_model(shards_in(args)):
-        norms.counts[Count.SETTINGS] += hash_of(args[2])
-        norms.share_found_inf(args[1])
+        norms.share_found_inf(args[1], args[2])
     return result
 
 
