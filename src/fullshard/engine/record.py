@@ -184,5 +184,5 @@ def move_into(tensor: Any, flat: torch.Tensor, at: int) -> None:
         flat: The memory.
         at: The tensor's first element in it.
     """
-    at += flat.storage_offset()
+    at += int(flat.storage_offset())
     tensor.data = flat.as_strided(tensor.shape, tensor.stride(), at)
