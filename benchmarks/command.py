@@ -21,7 +21,7 @@ JsonFlag = Annotated[bool, typer.Option("--json", help=JSON_HELP)]
 
 
 def run_script(name: str) -> NoReturn:
-    """Calls the `main` of a module with this process's command line, and exits with its code."""
+    """Runs the `main` of a module with this process's arguments and exits with its code."""
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command()(importlib.import_module(name).main)
     words = sys.argv[1:]
@@ -39,5 +39,5 @@ def run_script(name: str) -> NoReturn:
 
 
 def command_line(name: str) -> str:
-    """What was typed, for a results page."""
+    """Returns the command line for a results page."""
     return shlex.join(["python", "-m", name, *sys.argv[1:]])

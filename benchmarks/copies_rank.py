@@ -32,7 +32,7 @@ COPY_IN = "all_gather_copy_in"
 
 
 class CopyCounter(TorchDispatchMode):
-    """Bytes that copying operations read and write, by operation; autograd's among them.
+    """Bytes read and written by copy operations, including autograd's, by operation.
 
     Attributes:
         num_bytes: by the operation's name.

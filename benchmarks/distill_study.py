@@ -148,7 +148,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200, help="steps of the student")
     parser.add_argument("--teacher-steps", type=int, default=1500, help="teacher steps")
     parser.add_argument("--rates", type=float, nargs="+", default=[2e-3, 4e-3, 8e-3])
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="two or more")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
     if len(options.seeds) < 2:

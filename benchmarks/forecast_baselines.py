@@ -18,7 +18,7 @@ Rule = Callable[[Sequence[Sample]], np.ndarray]
 
 
 def operations(one: Sample) -> float:
-    """Of a token, recompute included: 6 N + 12 L d s, and a third more."""
+    """Operations per token with recompute: 6 N + 12 L d s, plus a third."""
     model, run = one.run.model, one.run
     plain = 6 * model.active_params + 12 * model.layers * model.width * run.batch.seq_len
     return plain * (1 + run.kernels.recompute / 3)
@@ -39,7 +39,7 @@ def constant_utilisation(found: Sequence[Sample]) -> np.ndarray:
 
 
 def nearest(found: Sequence[Sample], scale: Callable[[Sample], float]) -> np.ndarray:
-    """What the most similar row of another group measured, scaled."""
+    """Scaled measurement of the most similar row of another group."""
 
     def place_of(one: Sample) -> np.ndarray:
         run = one.run
@@ -62,7 +62,7 @@ def nearest(found: Sequence[Sample], scale: Callable[[Sample], float]) -> np.nda
 
 
 def states_alone(found: Sequence[Sample]) -> np.ndarray:
-    """16 bytes a parameter, over the ranks: what common estimators count."""
+    """16 bytes per parameter, divided by the ranks, as common estimators do."""
     return np.array(
         [
             log(16 * one.run.model.num_params / one.run.mesh.shard / GIB / one.measured)
@@ -75,12 +75,12 @@ def states_alone(found: Sequence[Sample]) -> np.ndarray:
 
 
 def has_trees() -> bool:
-    """Whether scikit-learn, which nothing else here needs, is installed."""
+    """Whether scikit-learn is installed, which only this script needs."""
     return find_spec("sklearn") is not None
 
 
 def features(one: Sample) -> tuple[list[float], list[str]]:
-    """Numbers of a row as logarithms, and its kinds; nothing that was measured."""
+    """Logarithms of a row's numbers, and its categories; no measurements."""
     run = one.run
     model, mesh, batch, kernels = run.model, run.mesh, run.batch, run.kernels
     numbers = (

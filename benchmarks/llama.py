@@ -53,7 +53,7 @@ class LlamaBlock(nn.Module):
 
 
 class Llama(nn.Sequential):
-    """Blocks alone; forward returns the mean square of what the last one makes."""
+    """Blocks only; forward returns the mean square of the last block's output."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Maps (batch, seq, width) to a scalar."""

@@ -79,7 +79,7 @@ METHOD = (
 
 @dataclass(frozen=True)
 class MemoryCase:
-    """A run whose memory is planned and measured."""
+    """A run with planned and measured memory."""
 
     kind: str
     strategy: str

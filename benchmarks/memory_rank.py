@@ -27,9 +27,9 @@ NUM_STEPS = 3  # optimizer state and receive buffers are there from the second o
 
 
 def live_peak_bytes(work: Callable[[], Any]) -> int:
-    """Most bytes that torch's allocator had given out at once while `work` ran.
+    """Peak of the live bytes of torch's allocator while `work` runs.
 
-    Memory that was there before, and memory that is no allocator's (mappings), is not counted.
+    Earlier allocations and memory outside of the allocator (mappings) are not counted.
     """
     gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:

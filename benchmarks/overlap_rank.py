@@ -27,8 +27,8 @@ class Trainee:
     """A sharded model with its recorder.
 
     Args:
-        case: the model.
-        depth: how many units ahead are gathered, forward and backward.
+        case: Model and its sizes.
+        depth: Units gathered ahead in forward and backward.
         wire: latency_s and bytes_per_s; None: nothing is delayed.
         options: Further arguments of `fs.shard`.
     """
@@ -56,7 +56,7 @@ class Trainee:
             self.step()
 
     def step(self) -> dict[str, Any]:
-        """Trains one step; returns its time, its events and what the wires carried."""
+        """Trains one step; returns its time, events and messages on the wires."""
         self.timeline.entries.clear()
         for wire in self.wires:
             wire.sent.clear()
@@ -84,7 +84,7 @@ def block_forward_s(entries: Sequence[Entry], blocks: Collection[int]) -> float:
 
 
 def outer_hidden(trainee: Trainee, bytes_per_s: float) -> float:
-    """Trains a step; returns the share of sums over replicas that nobody waited for."""
+    """Trains a step; returns the hidden share of the sums over replicas."""
     transport = trainee.transport
     assert transport is not None
     transport.outer.bytes_per_s = bytes_per_s

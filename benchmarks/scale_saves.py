@@ -67,7 +67,7 @@ def groups_us(worlds: Sequence[int], local: int) -> Iterator[tuple[str, int, flo
 
 
 def written_of(plan: Plan, rank: int) -> list[Written]:
-    """What a rank of a plan writes of parameters and of AdamW's states."""
+    """Returns what a rank writes of parameters and AdamW's states."""
     files: dict[Kind, dict[str, StoredTensor]] = {Kind.MODEL: {}, Kind.OPTIMIZER: {}}
     pieces = [s for unit in plan.view(rank).slices for group in unit for s in group]
     for piece in (piece for piece in pieces if piece.start < piece.stop):

@@ -31,7 +31,7 @@ WAITED_IN = {
 
 
 class Entry(NamedTuple):
-    """An event with the times between which it was done, of `perf_counter_ns`."""
+    """An event with its start and end time, of `perf_counter_ns`."""
 
     kind: str
     unit: int
@@ -73,7 +73,7 @@ class Timeline:
     """A recorder that notes when every event began and ended.
 
     Args:
-        inner: A recorder that is told too.
+        inner: A recorder that gets the same events.
     """
 
     def __init__(self, inner: Recorder | None = None) -> None:
@@ -169,7 +169,7 @@ def _waits(later: Entry, entry: Entry) -> bool:
 def chrome_trace(
     ranks: Sequence[Sequence[Slice]], titles: Sequence[str], about: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The object that Chrome and Perfetto read: a process a rank, a thread a lane.
+    """Returns the trace for Chrome and Perfetto: one process per rank, one thread per lane.
 
     Args:
         ranks: Every rank's slices; their clocks are one where the ranks are on one host.

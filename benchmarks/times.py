@@ -44,7 +44,7 @@ GOAL = 0.10
 
 @dataclass(frozen=True)
 class TimedCase:
-    """A run whose step is planned and measured."""
+    """A run with planned and measured step time."""
 
     name: str
     num_ranks: int
@@ -58,7 +58,7 @@ class TimedCase:
 
     @property
     def compute(self) -> str:
-        """What it computes in."""
+        """Compute dtype."""
         return self.sharding.get("param_dtype", "float32")
 
     def words(self, num_steps: int) -> dict[str, Any]:

@@ -98,7 +98,7 @@ class Shape:
         }
 
     def describe(self) -> str:
-        """Says the shape in one line."""
+        """Describes the shape in one line."""
         return (
             f"{self.name}: Llama of width {self.width} and {self.layers} blocks, {NUM_RANKS} "
             f"ranks, {self.batch} x {self.seq} tokens a rank, float32"
@@ -125,10 +125,10 @@ class Job:
 
 
 def find_shape(name: str) -> Shape:
-    """The case of that name.
+    """Returns the case of that name.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: The name is unknown.
     """
     if name not in SHAPES:
         raise ConfigError(f"--case: expected one of {', '.join(SHAPES)}; got {name!r}.")

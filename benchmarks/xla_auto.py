@@ -69,7 +69,7 @@ def auto_step(
 
 
 def _all_but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
-    """Keep everything for backward but gathered arrays, and what only moves them."""
+    """Saves all results for backward except gathered arrays, reshapes, copies and casts."""
     name = primitive.name
     return not name.startswith("custom_vjp") and name not in (
         *("sharding_constraint", "reshape", "slice", "squeeze", "transpose", "copy"),
@@ -78,7 +78,7 @@ def _all_but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
 
 
 def whole(placed: XlaPlan, array: ArrayPlan, leaf: jax.Array) -> jax.Array:
-    """Gathered; the gradient goes back to where the array lies, which is not what jax derives."""
+    """Gathers the array; its gradient is sharded like the array, which jax would not derive."""
     axes = tuple(placed.sharding(array).spec)[bool(array.block) :]
     cut = NamedSharding(placed.mesh, PartitionSpec(*axes))
     gathered = jax.custom_vjp(partial(lax.with_sharding_constraint, shardings=placed.replicated))

@@ -66,7 +66,7 @@ class Trainee:
 
 
 def _weights(placed: XlaPlan, key: Any) -> Tree:
-    """The same numbers on any mesh; norms near one."""
+    """Returns weights that do not depend on the mesh; norms are near one."""
 
     def draw(array: Any) -> jax.Array:
         layers = (array.num_layers,) if array.block else ()
@@ -118,7 +118,7 @@ def _measure(job: Job) -> dict[str, Any]:
 
 
 def _join() -> None:
-    """One core a rank, as torch's engines have one thread; then meet in jax."""
+    """Pins a core per rank, as torch's engines use one thread; then initialises jax."""
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[dist.get_rank() % len(cores)]})
     free = partial(rendezvous.free_address, None)
