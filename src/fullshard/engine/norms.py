@@ -510,10 +510,11 @@ def _root(powers: torch.Tensor, order: float) -> torch.Tensor:
 # ---- small sums over all ranks
 
 _WRITTEN = (Count.WRITES, Count.SOURCES, Count.GRADIENTS)
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_BITS = {1: torch.int8, 2: torch.int16}  # sums of 64-bit integers would overflow
 MOST_ARRIVING = 16  # values that the host reads later; evaluations add to them without a backward
 SAMPLED = 1 << 14  # elements of a group that are checked at each step
 HASHED = 1 << 20  # elements that are added up at once
+PRIME = (1 << 31) - 1  # a power of 2 would not see that 16,384 elements were doubled
 MOST = 1 << 20  # of a count: sums of squares stay exact in float64
 UNEQUAL_REPLICAS = (
     "expected the same weights on all replicas; they differ, so one rank updated its copy "
@@ -585,12 +586,12 @@ def sample(units: Sequence[Unit], mesh: Mesh, step: int) -> int:
     for master in (group.master for unit in copied for group in unit.trained_groups):
         at = step % max(1, -(-len(master) // SAMPLED)) * SAMPLED
         total += int(bits_hash(master[at : at + SAMPLED]))
-    return total % (1 << 32)
+    return total % PRIME
 
 
 def bits_hash(tensor: torch.Tensor) -> torch.Tensor:
     """Returns an int64 scalar. See [Note: a hash of bits] in engine/replicas.py."""
-    bits = tensor.contiguous().view(-1).view(_BITS.get(tensor.element_size(), torch.int64))
+    bits = tensor.contiguous().view(-1).view(_BITS.get(tensor.element_size(), torch.int32))
     # a sum of other integers copies them to int64 first
     return torch.stack([x.sum(dtype=torch.int64) for x in bits.split(HASHED)]).sum()
 
@@ -599,7 +600,7 @@ def sample_hash(tensor: torch.Tensor) -> int:
     """A hash of the first, the middle and the last elements, which reads little of a file."""
     flat = tensor.detach().reshape(-1)
     ends = {SAMPLED, len(flat) // 2, len(flat)}
-    return sum(int(bits_hash(flat[max(0, end - SAMPLED) : end])) for end in ends) % (1 << 32)
+    return sum(int(bits_hash(flat[max(0, end - SAMPLED) : end])) for end in ends)
 
 
 def _check_factors(factors: torch.Tensor) -> None:
