@@ -584,7 +584,7 @@ def sample_hash(tensor: torch.Tensor) -> int:
     """A hash of the first, the middle and the last elements, which reads little of a file."""
     flat = tensor.detach().reshape(-1)
     ends = {SAMPLED, len(flat) // 2, len(flat)}
-    return sum(int(bits_hash(flat[max(0, end - SAMPLED) : end])) for end in ends) % (1 << 32)
+    return sum(int(bits_hash(flat[max(0, end - SAMPLED) : end])) for end in ends)
 
 
 def _differing(head: torch.Tensor, said: Iterable[str], *, maximum: bool) -> list[str]:
