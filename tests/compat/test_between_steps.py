@@ -391,7 +391,7 @@ def test_whole_data_may_be_assigned_where_one_rank_has_all_elements(wrap):
             model(torch.ones(2, 5))
 
 
-@pytest.mark.parametrize("lacks", ["gradients", "states"])
+@pytest.mark.parametrize("lacks", ["gradients", "gradients of others", "states"])
 @on_ranks(2)
 def test_ranks_without_elements_take_part_when_others_are_cut_anew(lacks):
     reference, model = layers(), layers()
@@ -400,15 +400,15 @@ def test_ranks_without_elements_take_part_when_others_are_cut_anew(lacks):
         net[0].bias.requires_grad_(False)
     model, x, momentum = FSDP(model), torch.ones(2, 5), 0.9 * (lacks == "states")
     model(x)
-    kept = [param for param in model.parameters() if param.numel() or lacks == "gradients"]
-    assert any(not param.numel() for param in model.parameters()) or dist.get_rank()
+    kept = [param for param in model.parameters() if param.numel() or lacks != "states"]
+    assert any(not param.numel() for param in model.parameters())  # on each rank
     for net, params in ((reference, reference.parameters()), (model, kept)):
         optimizer = torch.optim.SGD(params, 0.1, momentum=momentum)
         net(x).square().mean().backward()
         optimizer.step()
-        if lacks == "gradients":
-            for param in net.parameters():
-                param.grad = param.grad if param.numel() else None
+        for param in net.parameters() if lacks != "states" else ():
+            if bool(param.numel()) == (lacks == "gradients of others"):
+                param.grad = None
         net.requires_grad_(True)
     if lacks == "states":
         with pytest.raises(EngineError, match="expected every rank to have its optimizer states"):

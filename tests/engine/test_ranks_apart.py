@@ -325,9 +325,12 @@ def test_a_rank_that_lost_its_states_is_found(ranks):
 
 
 def edits_gradients(settings):
-    """Rank 1 alone drops its gradients, as after a bad loss of its own batch."""
+    """Rank 1 alone drops its gradients, as after a bad loss of its own batch.
+
+    Momenta are clones of gradients, of their class; all ranks write into them.
+    """
     run, model = sharded_run(**settings)
-    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
     def steps():
         for step in range(4):

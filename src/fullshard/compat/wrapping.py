@@ -605,7 +605,7 @@ _DTYPES = (None, torch.float16, torch.bfloat16, torch.float32, torch.float64)
 def _gradient_dtypes(norms: GradientNorms, parts: Sequence[Part]) -> list[torch.dtype | None]:
     """The dtype of each gradient that is resharded; None: there is none to reshard.
 
-    A collective, because a rank without elements may have left out a gradient that others gather.
+    A collective, because a rank without elements may have kept or left out a gradient alone.
 
     Args:
         norms: Of the new engine.
@@ -618,9 +618,9 @@ def _gradient_dtypes(norms: GradientNorms, parts: Sequence[Part]) -> list[torch.
     own_dtypes: list[torch.dtype | None] = []
     for _, record, grad, own in parts:
         num_states = sum(isinstance(state, Guarded) for state in own.values())
-        lacks = grad is None and record.piece.numel > 0
         own_dtypes.append(None if grad is None else grad.dtype)
-        counts += [num_states, -num_states, _DTYPES.index(own_dtypes[-1]), lacks]
+        code, decides = _DTYPES.index(own_dtypes[-1]), record.piece.numel > 0
+        counts += [num_states, -num_states, code * decides, decides and not code]
     stay = [record.is_cut_like(param.record) for param, record, *_ in parts]
     if all(stay):
         return own_dtypes

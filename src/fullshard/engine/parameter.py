@@ -42,7 +42,7 @@ from fullshard.engine.norms import (
     by_model,
     norms_of,
 )
-from fullshard.engine.record import ShardRecord, leave_aliases, note_sharing
+from fullshard.engine.record import ShardRecord, leave_aliases, note_sharing, owner_of
 from fullshard.errors import EngineError, ShardedTensorError
 from fullshard.planner.layout import clean_name
 
@@ -408,7 +408,7 @@ def _note_writes(written: Sequence[Any], *, counts: bool = True) -> None:
             _note_writes(shard, counts=counts)
         elif isinstance(shard, ShardedGradient):
             shard.record.norms.note_write(shard, counts=counts)
-        elif isinstance(param := _owner(shard), ShardedParameter):
+        elif isinstance(param := owner_of(shard), ShardedParameter):
             record, model = param.record, param.record.norms  # one per model
             if counts and record.cut is None:
                 model.wrote[id(record)] = record
@@ -420,7 +420,7 @@ def _note_writes(written: Sequence[Any], *, counts: bool = True) -> None:
 def _copy(func: Any, name: str, like: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """p.copy_(average): what becomes of a state that only some ranks wrote is found."""
     for target in shards_in(args[:1])[:1]:
-        if isinstance(_owner(target), ShardedParameter):
+        if isinstance(owner_of(target), ShardedParameter):
             _note_sources(target.record.norms, (*args[1:], *kwargs.values()))
     return _elementwise(func, name, like, args, kwargs)
 
@@ -518,7 +518,7 @@ def _share(target: Any, data: Any) -> None:
     """Note that both share memory from now on. See [Note: shared memory]."""
     if isinstance(target, ShardedParameter):
         target.num_moves += 1
-    owner = _owner(data)
+    owner = owner_of(data)
     if not isinstance(owner, Guarded) or owner is target:
         return
     if not isinstance(target, ShardedParameter):
@@ -530,13 +530,6 @@ def _share(target: Any, data: Any) -> None:
         owner.num_moves = target.num_moves
     note_sharing(target)
     note_sharing(owner)
-
-
-def _owner(tensor: Any) -> Any:
-    """The tensor whose memory this one shares, or the tensor itself."""
-    while (source := getattr(tensor, "alias_of", None)) is not None:
-        tensor = source
-    return tensor
 
 
 def _is_mask(args: Sequence[Any]) -> bool:

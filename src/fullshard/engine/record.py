@@ -121,6 +121,13 @@ class ShardRecord(Elements):
 _NOTED: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by id
 
 
+def owner_of(tensor: Any) -> Any:
+    """The tensor whose memory this one shares, or the tensor itself."""
+    while (source := getattr(tensor, "alias_of", None)) is not None:
+        tensor = source
+    return tensor
+
+
 def note_sharing(tensor: Any) -> None:
     """Note that a tensor shares memory with others. See [Note: shared memory]."""
     _NOTED[id(tensor)] = tensor

@@ -1,0 +1,74 @@
+"""Settings of optimizers that ranks compare, and what is none."""
+
+import torch
+from torch import nn, optim
+
+import fullshard as fs
+from support.ranks import on_ranks
+from support.scripts import error_of, sharded_run
+
+ODD = (2, 1)  # the step from which a rank differs, and the rank
+NO_ERROR = "NO ERROR: NoneType"
+
+
+class Plain(optim.Optimizer):
+    """Keeps plain states in the shape of a rank's shard."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for param in group["params"]:
+                state = self.state[param]
+                state["m"] = state.get("m", torch.zeros(param.shape)).mul(0.9).add(param.grad)
+                param.add_(state["m"], alpha=-group["lr"])
+
+
+@on_ranks(2)
+def test_a_state_of_one_element_is_no_setting():
+    """Of 65 elements one rank has 64 and the other one."""
+    model = nn.Module()
+    model.weight, model.forward = nn.Parameter(torch.ones(65)), lambda x: model.weight * x
+    fs.shard(model)
+    optimizer = Plain(model.parameters())
+
+    def steps():
+        for _ in range(4):
+            model(torch.linspace(0.1, 1, 65)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert error_of(steps) == NO_ERROR
+
+
+def steps_apart(keeps):
+    """Two optimizers step in turn on 4 ranks; rank 1 has another rate."""
+    run, model = sharded_run(transport="direct")
+    params = [param for param in model.parameters() if keeps(param)]
+    each = [optim.SGD(part, lr=0.1) for part in (params[::2], params[1::2])]
+
+    def steps():
+        for step in range(5):
+            run.loss(model, step).backward()
+            if step >= ODD[0] and run.rank == ODD[1]:
+                each[step % 2].param_groups[0]["lr"] = 0.2
+            each[step % 2].step()
+            model.zero_grad()
+
+    return error_of(steps)
+
+
+def keeps_all(_param):
+    return True
+
+
+def keeps_elements(param):
+    return param.numel() > 0
+
+
+def test_optimizers_in_turn_are_compared_unless_empty_shards_are_left_out(ranks):
+    for text in ranks(4)(steps_apart, keeps_all):
+        assert "with the same numbers on every rank (lr, " in text
+    assert ranks(4)(steps_apart, keeps_elements) == [NO_ERROR] * 4
