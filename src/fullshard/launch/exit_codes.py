@@ -203,9 +203,11 @@ def _limit(number: int) -> int:
 
 def _of_surroundings(error: BaseException) -> FullshardError | None:
     last, mapped = traceback.extract_tb(error.__traceback__)[-1:], _limit(resource.RLIMIT_AS)
+    data = _limit(resource.RLIMIT_DATA)
+    infinite = resource.RLIM_INFINITY
     starts = not isinstance(error, OSError) or any("fork" in (at.line or "") for at in last)
     if starts and str(error).endswith(("start new thread", "Resource temporarily unavailable")):
-        limits = "ulimit -u" if mapped == resource.RLIM_INFINITY else "ulimit -u or -v"
+        limits = "ulimit -u" if mapped == infinite else "ulimit -u or -v"
         return ConfigError(
             f"{limits}: expected to start another process or thread, got none ({error}). Raise "
             "that limit, or pids.max of the container."
@@ -213,11 +215,12 @@ def _of_surroundings(error: BaseException) -> FullshardError | None:
     segment = [line for line in str(error).splitlines() if "failed to map segment" in line]
     is_devices = type(error).__name__ == "OutOfMemoryError"  # torch's
     ran_out = ran_out_of_memory(error) and not is_devices
-    if mapped != resource.RLIM_INFINITY and (segment or ran_out):
+    if {mapped, data} != {infinite} and (segment or ran_out):
         said = "".join(segment[:1]) or str(error) or type(error).__name__
+        flag, most = ("v", mapped) if mapped != infinite else ("d", data)
         return OutOfMemoryError(
-            f"ulimit -v: expected to map more memory than the {mapped >> 20:,} MiB that a process "
-            f"may, got none ({said}). Raise that limit."
+            f"ulimit -{flag}: expected to map more memory than the {most >> 20:,} MiB that a "
+            f"process may, got none ({said}). Raise that limit."
         )
     if any(words in str(error) for words in _NO_DESCRIPTOR):
         most = _limit(resource.RLIMIT_NOFILE)

@@ -122,6 +122,16 @@ def test_a_limit_on_address_space_is_named(error, said):
         resource.setrlimit(resource.RLIMIT_AS, before)
 
 
+def test_a_limit_on_data_is_named():
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    assert not str(as_ours(MemoryError())).startswith("ulimit -d")
+    resource.setrlimit(resource.RLIMIT_DATA, (1 << 40, before[1]))
+    try:
+        assert str(as_ours(MemoryError())).startswith("ulimit -d: expected to map more memory")
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
 def test_a_save_without_a_thread_names_the_limits():
     error = RuntimeError("can't start new thread")
     said = str(failure_of_save(Path("step-1"), 0, error))

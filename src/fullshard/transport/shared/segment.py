@@ -169,11 +169,11 @@ def typed(num_bytes: int, part: int, function: Callable[..., Any], *args: Any) -
     try:
         return function(*args)
     except OSError as error:
-        lacks = error.errno in (errno.ENOMEM, errno.ENOSPC, errno.EFAULT)
+        lacks = error.errno in (errno.ENOMEM, errno.ENOSPC, errno.EFAULT, errno.EFBIG)
         kind = OutOfMemoryError if lacks else EngineError
         raise kind(
-            f"transport shared: expected {num_bytes / 2**30:.3f} GiB of memory shared by the ranks "
-            f"of this host; rank {part} of them got: {error}. "
+            f"transport shared: expected {num_bytes:,} bytes of memory shared by the ranks of "
+            f"this host; rank {part} of them got: {error}. "
             f"{cure_of(error, 'Use fewer parameters or more hosts')}, or transport=direct, which "
             "shares no memory."
         ) from error
