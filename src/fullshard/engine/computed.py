@@ -46,7 +46,7 @@ from fullshard.transport.base import Transport
 
 TRAINED: Any = torch.Tensor.requires_grad
 DATA: Any = torch.Tensor.data
-SENT_BYTES = 8 << 20  # size of the message buffer that gathers a parameter
+SENT_BYTES = 1 << 20  # size of the message buffer that gathers a parameter
 
 
 class Computed(nn.Parameter):
@@ -157,7 +157,7 @@ def gather_piece(
 ) -> torch.Tensor:
     """Gathers one parameter of a flat buffer into new memory. A collective of the shard axis.
 
-    The message buffer has at most 8 MiB, or a sixteenth of a large parameter; larger parameters
+    The message buffer has at most 1 MiB, or a sixteenth of a large parameter; larger parameters
     need several messages.
 
     Args:
