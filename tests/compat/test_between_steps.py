@@ -2,6 +2,7 @@
 
 import copy
 import os
+import threading
 
 import pytest
 import torch
@@ -42,6 +43,71 @@ def test_parameters_are_replaced_by_what_was_made_of_shards():
             RuntimeError, match=r"Cannot writeback .* 0.weight .*\(5, 5\).*\(6, 6\)"
         ):
             model(x)
+
+
+@on_ranks(2)
+def test_a_write_of_one_rank_into_a_parameter_made_of_a_shard_is_found():
+    model = fully_shard(stack())
+    model(torch.ones(2, 5))
+    model[0].weight = nn.Parameter(model[0].weight.data)
+    with torch.no_grad():
+        model(torch.ones(2, 5))
+        if dist.get_rank() == 1:
+            for param in model.parameters():
+                param.mul_(2)
+    with pytest.raises(EngineError, match="expected as many writes into parameters"):
+        model(torch.ones(2, 5)).sum().backward()
+
+
+@on_ranks(1)
+def test_an_average_with_data_of_its_own_is_no_alias_any_more():
+    model = fully_shard(stack())
+    model(torch.ones(2, 5))
+    param = model[0].weight
+    average, wrote = param.detach().clone(), param.record.norms.wrote
+    average.data = param.data
+    average.data = torch.ones(5, 5)
+    with torch.no_grad():
+        average.mul_(2)
+        assert not wrote
+        param.data = average.data
+        model(torch.ones(2, 5))
+        average.mul_(2)
+        assert wrote
+    assert torch.equal(param.to_local(), torch.full((5, 5), 4.0))
+
+
+@on_ranks(2)
+def test_a_flat_copy_of_a_shard_may_be_assigned():
+    reference, model = stack(), fully_shard(stack())
+    model(torch.ones(2, 5))
+    for param in model.parameters():
+        param.data = param.data.clone().view(-1)
+    torch.testing.assert_close(model(torch.ones(2, 5)), reference(torch.ones(2, 5)))
+
+
+@on_ranks(1)
+def test_another_thread_may_make_aliases_while_data_are_assigned():
+    model = fully_shard(stack())
+    model(torch.ones(2, 5))
+    ends, averages = threading.Event(), [model[0].weight.detach().clone() for _ in range(300)]
+
+    def make():
+        made = []
+        while not ends.is_set():
+            made = [*made[-500:], model[0].weight.detach()]
+
+    thread = threading.Thread(target=make)
+    thread.start()
+    try:
+        for at in range(20):
+            for average in averages:
+                average.data = average.data * 0.9
+            model[0].weight.data = averages[at].data
+            model(torch.ones(2, 5))
+    finally:
+        ends.set()
+        thread.join()
 
 
 def layers():

@@ -1,6 +1,7 @@
 """Settings of optimizers that ranks compare, and what is none."""
 
 import torch
+import torch.distributed as dist
 from torch import nn, optim
 
 import fullshard as fs
@@ -73,3 +74,21 @@ def test_optimizers_in_turn_are_compared_unless_empty_shards_are_left_out(ranks)
     for text in ranks(4)(steps_apart, keeps_all):
         assert "with the same numbers on every rank (lr, " in text
     assert ranks(4)(steps_apart, keeps_elements) == [NO_ERROR] * 4
+
+
+@on_ranks(2)
+def test_settings_are_compared_whatever_the_groups_are():
+    """Rank 0 has two groups, rank 1 one of the same parameters. No two ranks share a parameter."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    fs.shard(model)
+    params, is_odd = list(model.parameters()), dist.get_rank() == 1
+    groups = [params] if is_odd else [params[:2], params[2:]]
+    optimizer = optim.SGD([{"params": one, "lr": 0.1 + is_odd} for one in groups])
+
+    def steps():
+        for _ in range(3):
+            model(torch.ones(2, 8)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert "with the same numbers on every rank (lr, " in error_of(steps)

@@ -379,15 +379,18 @@ def averages_alone(asks, keeps, transport):
     """Rank 0 alone updates an average, as under DDP: a second model, or clones of the model's."""
     run, model = sharded_run(**over(transport))
     average = dict(model.named_parameters())
-    if keeps == "clones":
+    if keeps != "a model":
         average = {name: param.detach().clone() for name, param in average.items()}
+    if keeps == "assigned clones":
+        for name, param in model.named_parameters():
+            average[name].data = average[name].data * 0.5 + param.data * 0.5
     if run.rank == 0:
         with torch.no_grad():
             for param in average.values():
                 param.mul_(0.9)
-    if keeps == "clones" and asks == "the whole of":
+    if keeps != "a model" and asks == "the whole of":
         return error_of(lambda: [average[name].full_tensor() for name in average])
-    if keeps == "clones":
+    if keeps != "a model":
         model.load_state_dict(average, strict=False)
     if asks == "an evaluation":
         with torch.no_grad():
@@ -397,7 +400,11 @@ def averages_alone(asks, keeps, transport):
 
 @pytest.mark.parametrize(
     ("keeps", "wrote"),
-    [("a model", "parameters"), ("clones", "tensors that were copied into parameters or gathered")],
+    [
+        ("a model", "parameters"),
+        ("clones", "tensors that were copied into parameters or gathered"),
+        ("assigned clones", "tensors that were copied into parameters or gathered"),
+    ],
 )
 @pytest.mark.parametrize("asks", ["an evaluation", "the whole of"])
 def test_an_average_of_one_rank_is_found_when_it_is_used(ranks, asks, keeps, wrote):

@@ -440,7 +440,7 @@ def reclaim(model: nn.Module) -> None:
     """Turns a parameter created from a shard, `nn.Parameter(torch.ones_like(p))`, into a shard."""
     for param in model.parameters():
         if type(param) is ShardedTensor:
-            param.__class__ = ShardedParameter
+            param.__class__, param.alias_of = ShardedParameter, None
 
 
 def share_copies(model: nn.Module, world: Topology) -> None:
@@ -671,7 +671,8 @@ def _own_part(local: torch.Tensor, piece: Slice) -> torch.Tensor:
     shape, whole = tuple(local.shape), torch.Size(piece.shape)
     if local.numel() != whole.numel():
         return local.reshape(-1)
-    if shape not in (whole, (whole.numel(), *(1 for _ in whole[1:]))):
+    flat = (whole.numel(),)  # its shard, viewed
+    if shape not in (whole, flat, (*flat, *(1 for _ in whole[1:]))):
         raise EngineError(
             f"{clean_name(piece.name)}: expected data of shape {tuple(whole)} (p.data = ...), "
             f"got {shape}. Give it the parameter's shape."

@@ -204,13 +204,15 @@ def _hashes_of(
 
     A rank may leave out shards without elements (`if p.numel()`), and with them the group. Then
     only groups count of which all ranks have elements of one shard, with the counts in its state.
-    How many states a parameter has is compared by the ranks with elements of it.
+    The ranks with elements of a parameter compare its settings, and how many states it has.
     """
     if norms.transport is None:  # shards of compat, before their engine
         return {}
     world, settings = norms.transport.axes.mesh.world_size, settings_in(group)
     ours = [(p, p.record) for p in shards if p.record.norms is norms]
-    listed = hash(frozenset(one.index for _, one in ours))  # of integers: equal in all processes
+    own = hash_of(settings)  # hashes of integers are equal in all processes
+    listed = sum(hash((one.index, 0)) for _, one in ours)
+    groups = sum(hash((one.index, 1, own)) for _, one in ours)
     cut = [(states.get(p, {}), one) for p, one in ours if one.cut is None]
     whole = (state for state, one in cut if one.copies * len(one.holders) == world)
     state = next(whole, None)  # all ranks have elements of it
@@ -222,8 +224,8 @@ def _hashes_of(
         size = len(one.holders)
         if size > 1 and one.piece.numel:
             weight = -1 if one.piece.start else size - 1  # 0 for all holders together
-            numbers += weight * hash((one.index, len(found)))
-    hashes = {Count.LISTED: listed % MOST, Count.GROUPS: hash_of(settings)}
+            numbers += weight * hash((one.index, len(found), own))
+    hashes = {Count.LISTED: listed % MOST, Count.GROUPS: groups % MOST}
     return {**hashes, Count.SETTINGS: both, Count.STATES: numbers}
 
 

@@ -42,7 +42,7 @@ from fullshard.engine.norms import (
     by_model,
     norms_of,
 )
-from fullshard.engine.record import ShardRecord, leave_aliases, note_sharing, owner_of
+from fullshard.engine.record import ShardRecord, follow, leave_aliases, note_sharing, owner_of
 from fullshard.errors import EngineError, ShardedTensorError
 from fullshard.planner.layout import clean_name
 
@@ -52,6 +52,7 @@ class Guarded:
 
     record: ShardRecord
     alias_of: Any = None  # the shard that this aliases: `p.data`, `p.view(-1)`
+    aliases: Any = None  # tensors whose `alias_of` is, or was, this one; weak, by id
     num_moves = 0  # assignments to its data, or to that of the shard when this became its alias
     known: Known | None = None  # what cached norms determine about this mask or square
 
@@ -428,7 +429,7 @@ def _copy(func: Any, name: str, like: Any, args: Any, kwargs: dict[str, Any]) ->
 def _note_sources(norms: GradientNorms, values: Sequence[Any]) -> None:
     """Note the states that this rank wrote, which are copied or gathered now."""
     for state in _shards(values):
-        record, is_own = state.record, type(state) is ShardedTensor and state.alias_of is None
+        record, is_own = state.record, type(owner_of(state)) is ShardedTensor
         if is_own and record.cut is None and not state.is_inference() and state._version:
             norms.copied[id(record)] = record
 
@@ -519,15 +520,19 @@ def _share(target: Any, data: Any) -> None:
     if isinstance(target, ShardedParameter):
         target.num_moves += 1
     owner = owner_of(data)
-    if not isinstance(owner, Guarded) or owner is target:
+    if owner is target:
         return
     if not isinstance(target, ShardedParameter):
         leave_aliases(target)
-        target.alias_of = data if data.alias_of is None else data.alias_of
+    if not isinstance(owner, Guarded):
+        target.alias_of = None
+        return
+    if not isinstance(target, ShardedParameter):
+        follow(target, data if data.alias_of is None else data.alias_of)
         target.num_moves = data.num_moves
     elif type(owner) is ShardedTensor and target.record.is_cut_like(owner.record):
-        owner.record, owner.alias_of = target.record, target
-        owner.num_moves = target.num_moves
+        owner.record, owner.num_moves = target.record, target.num_moves
+        follow(owner, target)
     note_sharing(target)
     note_sharing(owner)
 
@@ -607,11 +612,13 @@ def _as_shard(result: Any, like: Any, name: str) -> Any:
         shard: Any = result.as_subclass(kind)
     shard.record = like.record
     if name in ALIASES:
-        source = like.alias_of
-        shard.alias_of = like if source is None else source  # writes to it are writes to that
+        source = like if like.alias_of is None else like.alias_of
         if kind is ShardedTensor:
+            follow(shard, source)
             shard.num_moves = own.num_moves
             note_sharing(shard)
+        else:
+            shard.alias_of = source  # writes to it are writes to that
     return shard
 
 

@@ -5,7 +5,7 @@
 they go on sharing it. Here a shard that was moved is copied back to its place in a flat buffer, so
 whatever shares memory with either must move as well: with the value into the buffer, or out of the
 buffer before it is overwritten. Such tensors are noted where they begin to share (an alias that is
-made, both sides of `x.data = y`), and found by their addresses.
+made, shards on both sides of `x.data = y`), and found by their addresses.
 """
 
 from __future__ import annotations
@@ -121,11 +121,25 @@ class ShardRecord(Elements):
 _NOTED: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by id
 
 
+def _noted(tensors: Any = _NOTED) -> list[Any]:
+    """The tensors of a weak dictionary, in one step: another thread may note more."""
+    return [x for weak in tensors.valuerefs() if (x := weak()) is not None] if tensors else []
+
+
 def owner_of(tensor: Any) -> Any:
     """The tensor whose memory this one shares, or the tensor itself."""
     while (source := getattr(tensor, "alias_of", None)) is not None:
         tensor = source
     return tensor
+
+
+def follow(tensor: Any, source: Any) -> None:
+    """Let a tensor be an alias of another; None: of none."""
+    tensor.alias_of = source
+    if source is not None:
+        if source.aliases is None:
+            source.aliases = weakref.WeakValueDictionary()
+        source.aliases[id(tensor)] = tensor
 
 
 def note_sharing(tensor: Any) -> None:
@@ -145,22 +159,23 @@ def end_aliases(params: Sequence[Any]) -> None:
     """
     ids = set(map(id, params))
     firsts: dict[tuple[int, int], Any] = {}
-    for tensor in list(_NOTED.values()):
+    for tensor in _noted():
         if id(of := tensor.alias_of) in ids:
             if tensor.num_moves != of.num_moves:
                 first = firsts.setdefault((id(of), tensor.num_moves), tensor)
-                tensor.alias_of = None if first is tensor else first
+                follow(tensor, None if first is tensor else first)
             elif of.record.is_cut_like(tensor.record):
                 tensor.record = of.record
 
 
 def leave_aliases(tensor: Any) -> None:
     """Let the aliases of a tensor that gets other memory be those of the first of them."""
-    aliases = [alias for alias in list(_NOTED.values()) if alias.alias_of is tensor]
+    aliases = [x for x in _noted(tensor.aliases) if x.alias_of is tensor]
     for alias in aliases[1:]:
-        alias.alias_of = aliases[0]
+        follow(alias, aliases[0])
     for alias in aliases[:1]:
-        alias.alias_of, alias.num_moves = tensor.alias_of, tensor.num_moves
+        follow(alias, tensor.alias_of)
+        alias.num_moves = tensor.num_moves
 
 
 def sharing(memory: Sequence[torch.Tensor]) -> list[tuple[Any, int, int]]:
@@ -174,7 +189,7 @@ def sharing(memory: Sequence[torch.Tensor]) -> list[tuple[Any, int, int]]:
     """
     begins = sorted((flat.data_ptr(), which) for which, flat in enumerate(memory) if flat.numel())
     found: list[tuple[Any, int, int]] = []
-    for tensor in list(_NOTED.values()) if begins else ():
+    for tensor in _noted() if begins else ():
         address = tensor.data_ptr()
         begin, which = begins[bisect_right(begins, (address, len(memory))) - 1]
         flat = memory[which]
