@@ -16,14 +16,13 @@ import psutil
 
 from fullshard.config import host_memory
 from fullshard.errors import WillNotFitError
-from fullshard.outlook.memory import LAUNCHER_PROCESS, MIB, RANK_PROCESS, WORKER_PROCESS
 from fullshard.planner.mesh import Topology
 from fullshard.planner.text import human_bytes
 
 if TYPE_CHECKING:
     from fullshard.config.schema import LaunchConfig
 
-CHECK_BYTES = 400 * MIB  # of a launcher that plans a run, the kernel's memory for it included
+CHECK_BYTES = 400 << 20  # of a launcher that plans a run, the kernel's memory for it included
 DEFAULT_PROCESSES = 2  # without an accelerator: the smallest number that shards
 VECTOR_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 
@@ -89,6 +88,8 @@ def check_limit() -> None:
     Raises:
         WillNotFitError: The kernel would end the process that checks.
     """
+    from fullshard.outlook.memory import LAUNCHER_PROCESS, RANK_PROCESS, WORKER_PROCESS
+
     limit = host_memory.limit()
     if limit.file is not None and limit.num_bytes < CHECK_BYTES:
         least = human_bytes(LAUNCHER_PROCESS + RANK_PROCESS + WORKER_PROCESS)
