@@ -5,9 +5,15 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from fullshard.config.files import parse_text
+from fullshard.config.load import load_config
+from fullshard.data.records import files_at
+from fullshard.errors import ConfigError
+from fullshard.recipes.registry import Command, check_paths
 from fullshard.run.folder import begin
 from support import forked
 from support.processes import free_port
@@ -52,6 +58,60 @@ CASES = {
         "training.output_dir: expected a folder outside of data.path, because the next start",
     ),
 }
+
+
+@pytest.mark.parametrize(
+    ("command", "path", "folder", "fields", "file"),
+    [
+        ("train", "texts/*/*/*.txt", "texts/run", {}, "logs/hang.txt"),
+        ("train", "texts/*/*/*.json", "texts/run", {}, "data/dataset.json"),
+        ("train", "texts/*/*/*/*.js*", "texts/run", {}, "data/tokenizer/tokenizer.json"),
+        ("train", "texts/**/COMPL*", "texts/run", {}, "checkpoints/step-00000001/COMPLETE.json"),
+        ("train", "texts/**/COMPL*", "texts/run", {"training": {"checkpoint_dir": "c"}}, None),
+        ("train", "texts/*/*/*/*/*/*.txt", "texts/run", {}, None),
+        ("train", "texts/**/*.npy", "texts/run", {}, None),
+        ("distill-cache", "texts/**/*.npy", "texts/run", {}, "logits/values.npy"),
+        ("distill-cache", "texts/**/*.npy", "texts/run", {"distill": {"cache": "c"}}, None),
+        ("distill-cache", "texts/*/*.jsonl", "texts/run", {}, None),
+        ("train", "texts/*/*.jsonl", "texts/run", {}, "metrics.jsonl"),
+    ],
+)
+def test_what_a_run_writes_among_its_data_is_refused_and_nothing_else(
+    tmp_path, monkeypatch, command, path, folder, fields, file
+):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a/b", "a/b/c", "a/b/c/d/e", "toks"):
+        place = tmp_path / "texts" / name
+        place.mkdir(parents=True, exist_ok=True)
+        for kind in ("a.txt", "a.json", "a.jsonl", "a.npy", "COMPLETED.txt"):
+            (place / kind).write_text("{}")
+    given = {"model": "x", "data": {"path": path}, **fields}
+    given["training"] = {"output_dir": folder, **fields.get("training", {})}
+    resolved = load_config(parse_text(json.dumps(given), "train.yaml"))
+    if file is None:
+        return check_paths(resolved, Command(command), Path("x"))
+    with pytest.raises(ConfigError, match=f"would read '{folder}/{file}' as data of"):
+        check_paths(resolved, Command(command), Path("x"))
+
+
+def test_a_run_that_is_apart_from_its_data_lists_them_once(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("text")
+    path = tmp_path / "texts" / "**" / "*.txt"
+    keys = {"model": "x", "data": {"path": str(path)}}
+    resolved = load_config(parse_text(json.dumps(keys), "train.yaml"))
+    listed, iterdir = [], Path.iterdir
+
+    def counted(folder):
+        listed.append(folder)
+        return iterdir(folder)
+
+    monkeypatch.setattr(Path, "iterdir", counted)
+    files_at(path)
+    once = list(listed)
+    check_paths(resolved, Command.TRAIN, Path("x"))
+    assert listed == 2 * once
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -79,11 +79,13 @@ def _print_refused(resolved: Resolved) -> list[str]:
 
     missing = Path("MODEL") if resolved.is_without_model else None
     found = refusals(resolved.check_supported)
-    # the file is for the command that refuses least of it
+    # the file is for a command that refuses least of it; where there are several, `train` is last
     by_command = {one: refusals(check_command, resolved.config, one) for one in reversed(Command)}
-    command = min(by_command, key=lambda one: len(by_command[one]))
-    found += by_command[command]
-    wrong = refusals(check_paths, resolved, command, missing)
+    found += (least := min(by_command.values(), key=len))
+    wrong: list[str] = []
+    for command in (one for one, told in by_command.items() if len(told) == len(least)):
+        if not (wrong := refusals(check_paths, resolved, command, missing)):
+            break
     if not wrong and not missing:
         from fullshard.models.build import with_fitting_length  # imports torch
 

@@ -19,7 +19,7 @@ import json
 import mmap
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from enum import StrEnum
@@ -159,24 +159,24 @@ def files_at(path: Path) -> Files:
     return Files(path, tuple(files), next(iter(examples)))
 
 
-def would_read(path: Path, file: Path) -> bool:
-    """Whether `files_at` would take a file that a run is going to write.
+def would_read(path: Path, files: Iterable[Path]) -> list[Path]:
+    """Of the files that a run is going to write, those that `files_at` would take.
 
     Args:
-        path: A path of data, as for `files_at`.
-        file: Absolute path of the file.
+        path: A path of data, as for `files_at`. Its files are listed only if it fits one of these.
+        files: Absolute paths of the files.
     """
     with _listing(path):
-        named = _named(path)
-        if _is_dataset(path) or not named[0].exists():
-            return False
         pattern = os.path.realpath(path)
         parts = Path(glob.escape(pattern) if path.exists() else pattern).parts
-    names, most = file.parts, len(file.parts)
-    return any(
-        _fits(parts, names[:length]) and not any(map(_is_hidden, names[length:]))
-        for length in ([most] if named[0].is_file() else range(most + 1))  # folders above it
-    )
+        whole = [file for file in files if _fits(parts, file.parts)]
+        below = [file for file in files if _fits_above(parts, file.parts)]
+        if not (whole or below) or _is_dataset(path):
+            return []
+        named = _named(path)
+        if not named[0].exists():
+            return []
+        return whole if named[0].is_file() else whole + below  # folders, or once it matches a file
 
 
 @contextmanager
@@ -285,6 +285,14 @@ def _fits(parts: Sequence[str], names: Sequence[str]) -> bool:
     if part == "**":
         return _fits(rest, names) or (shown and _fits(parts, below))
     return (part == name or (shown and fnmatch.fnmatchcase(name, part))) and _fits(rest, below)
+
+
+def _fits_above(parts: Sequence[str], names: Sequence[str]) -> bool:
+    """Whether a pattern matches a folder above a file that a folder's files include."""
+    return any(
+        _fits(parts, names[:length]) and not any(map(_is_hidden, names[length:]))
+        for length in range(len(names))
+    )
 
 
 def _enter(folder: Path, entered: set[Path]) -> set[Path]:

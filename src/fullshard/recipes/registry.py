@@ -146,18 +146,19 @@ def check_paths(
         raise resolved.located(error) from error
 
 
-# Files of a run by the key of their folder, one of each kind of name that data may have.
-WRITTEN = {
-    "output_dir": (
-        *("run.json", "metrics.jsonl", "metrics.csv", "sample.txt", "report.html", "config.yaml"),
-        *("logs/rank_0.log", "data/tokens/0.npy", "model/model.safetensors"),
-    ),
-    "checkpoint_dir": (
-        *("step-00000001/COMPLETE.json", "step-00000001/config.yaml"),
-        "step-00000001/model-00000.safetensors",
-    ),
-    "logging_dir": ("events.out.tfevents.0",),
-}
+# What a run writes, at least one file of each suffix in each depth of its folder. Its tokens
+# (data/tokens/*.npy) are of another kind than the data that they were made of.
+STARTED = (
+    *("run.json", "plan.json", "config.yaml", "report.html", "logs/rank_0.log", "logs/hang.txt"),
+    *("data/dataset.json", "data/tokens.json", "data/tokenizer/tokenizer.json"),
+)
+TRAINED = (
+    *("metrics.jsonl", "metrics.csv", "samples.jsonl", "saves.jsonl", "machine-0.jsonl"),
+    *("sample.txt", "checkpoints.txt", "model/config.json", "model/model.safetensors"),
+)
+SAVED = tuple(
+    f"step-00000001/{name}" for name in ("COMPLETE.json", "config.yaml", "model-00000.safetensors")
+)
 
 
 def _check_apart(config: RunConfig, command: Command, key: str, data: Path) -> None:
@@ -167,17 +168,33 @@ def _check_apart(config: RunConfig, command: Command, key: str, data: Path) -> N
     from fullshard.data.records import would_read
     from fullshard.errors import ConfigError
 
-    training = config.training
-    logs = training.logging_dir if Tracker.TENSORBOARD in training.report_to else None
-    folders = (training.output_dir or f"runs/{command}", training.checkpoint_dir, logs)
-    for (name, files), output in zip(WRITTEN.items(), folders, strict=True):
-        if output is None or isinstance(place := storage_path(output), StorePath):
+    training, own = config.training, "training.output_dir"
+    output = training.output_dir or f"runs/{command}"
+    # the key of a folder, its value, its name in the run's folder without one, its files
+    folders = [(own, output, "", STARTED)]
+    if command is Command.CACHE:
+        cache = config.distill and config.distill.cache
+        folders += [("distill.cache", cache, "logits", ("values.npy",))]
+    else:
+        saves = training.checkpoint_dir
+        folders += [(own, output, "", TRAINED)]
+        folders += [("training.checkpoint_dir", saves, "checkpoints", SAVED)]
+        if Tracker.TENSORBOARD in training.report_to:
+            events = ("events.out.tfevents.0",)
+            folders += [("training.logging_dir", training.logging_dir, "tensorboard", events)]
+    written: dict[Path, tuple[str, str, Path]] = {}
+    for name, given, default, files in folders:
+        place = storage_path(given or output)
+        if isinstance(place, StorePath):
             continue
-        ways = {os.path.normpath(place.absolute()), os.path.realpath(place)}
-        taken = [file for way in ways for file in files if would_read(data, Path(way, file))]
-        if taken:
-            raise ConfigError(
-                f"training.{name}: expected a folder outside of {key}, because the next start "
-                f"would read '{place / taken[0]}' as data of '{data}'; got '{output}'. Set another "
-                f"folder, or narrow {key} to the data."
-            )
+        told, inside = (name, given) if given else (own, output), "" if given else default
+        for way in {os.path.normpath(place.absolute()), os.path.realpath(place)}:
+            for file in files:
+                written[Path(way, inside, file)] = (*told, Path(place, inside, file))
+    for file in would_read(data, written)[:1]:
+        name, given, shown = written[file]
+        raise ConfigError(
+            f"{name}: expected a folder outside of {key}, because the next start would read "
+            f"'{shown}' as data of '{data}'; got '{given}'. Set another folder, or narrow {key} "
+            "to the data."
+        )

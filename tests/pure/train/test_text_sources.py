@@ -236,7 +236,7 @@ def test_files_that_a_run_will_write_are_those_that_are_read_once_they_are_there
             files_at(tmp_path / pattern)
         except DataError:  # nothing there yet: no start
             continue
-        if would_read(tmp_path / pattern, file):
+        if would_read(tmp_path / pattern, [file]):
             told.add(one)
         write(file, "more")
         if file in [path.resolve() for path in files_at(tmp_path / pattern).files]:
