@@ -477,6 +477,12 @@ def test_variables_that_nothing_reads_are_said_by_the_first_rank(monkeypatch):
     monkeypatch.setenv("FULLSHARD_LOCAL_RANK", "0")
     monkeypatch.setenv("FULLSHARD_LOCAL_WORLD_SIZE", "1")
     assert [text.split()[0] for text in unknown_variables()] == ["FULLSHARD_LAUNCHER"]
+    monkeypatch.delenv("FULLSHARD_WORLD_SIZE")  # an incomplete set, because a name is misspelt
+    monkeypatch.setenv("FULLSHARD_WORLDSIZE", "1")
+    assert [text.split()[0] for text in unknown_variables()] == [
+        *("FULLSHARD_LAUNCHER", "FULLSHARD_WORLDSIZE")
+    ]
+    assert "Did you mean 'FULLSHARD_WORLD_SIZE'?" in unknown_variables()[1]
 
 
 @pytest.mark.parametrize("name", ["TORCH_LOGS", "TORCH_DISTRIBUTED_DEBUG"])

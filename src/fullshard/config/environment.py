@@ -80,8 +80,8 @@ class LaunchEnvironment:
         torch's names are for libraries that read LOCAL_RANK, and for scripts that call
         `init_process_group`, which then uses our launcher's store.
         """
-        values = {name: value for name, value in vars(self).items() if value is not None}
-        del values["launcher"]
+        values = {name: "" if value is None else value for name, value in vars(self).items()}
+        del values["launcher"]  # empty: the child does not inherit one from around the launcher
         ours = {OURS + name.upper().removesuffix("_S"): value for name, value in values.items()}
         theirs = ["rank", "world_size", "local_rank", "local_world_size"]
         variables: dict[str, object] = {}
@@ -171,7 +171,7 @@ def notable_variables() -> dict[str, str]:
     """Variables that affect computation and communication, for reports; without host names."""
     private = ("SLURM_", "OMPI_", "PMI", "MASTER_ADDR", OURS)
     return {
-        name: "(set)" if name.startswith(private) else value
+        name: "(set)" if value and name.startswith(private) else value
         for name, value in sorted(os.environ.items())
         if name.startswith(_NOTABLE) and not name.endswith(("TOKEN", "KEY", "SECRET"))
     }
@@ -179,17 +179,23 @@ def notable_variables() -> dict[str, str]:
 
 def unknown_variables() -> list[str]:
     """Variables with our prefix that nothing reads, in words; other ranks than 0 name none."""
-    reader = _Variables(os.environ)
-    with suppress(ConfigProblems):  # which commands that need the launch raise
-        if not ((launch := read_launch_environment(reader)) and launch.rank):
-            names = sorted(name for name in os.environ if name.startswith(OURS))
-            return [_without_effect(name) for name in names if name not in reader.read]
-    return []
+    reader, known = _Variables(os.environ), _names_of_ours()
+    try:
+        launch = read_launch_environment(reader)
+    except ConfigProblems:  # which commands that need the launch raise; the rest was not read
+        launch, reader.read = None, {*known}
+    names = sorted(name for name in os.environ if name.startswith(OURS))
+    if launch and launch.rank:
+        return []
+    return [_without_effect(name, known) for name in names if name not in reader.read]
 
 
-def _without_effect(name: str) -> str:
+def _names_of_ours() -> list[str]:
     fields = [field.name for field in dataclasses.fields(LaunchEnvironment)[1:]]
-    known = [OURS + field.upper().removesuffix("_S") for field in fields]
+    return [OURS + field.upper().removesuffix("_S") for field in fields]
+
+
+def _without_effect(name: str, known: list[str]) -> str:
     advice = did_you_mean(name, known) or "It is unknown."
     says = "It is set for ranks that fullshard starts." if name in known else advice
     return f"{name} has no effect. {says}"
@@ -313,7 +319,7 @@ def _launched(
         "log_dir": reader.path(OURS + "LOG_DIR"),
         "timeout_s": reader.seconds(OURS + "TIMEOUT"),
         "config_file": reader.path(OURS + "CONFIG_FILE"),
-        "run_id": reader.get(names.run_id),
+        "run_id": reader.get(names.run_id) or None,
         "attempt": attempt or 0,
     }
     return LaunchEnvironment(

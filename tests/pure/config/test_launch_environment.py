@@ -119,7 +119,8 @@ def test_torchs_names_come_before_those_of_mpirun():
 
 def test_our_own_variables_come_before_those_around_them():
     ours = LaunchEnvironment(Launcher.FULLSHARD, 1, 2, 1, 2, launch_dir=Path("/s"), run_id="x")
-    found = read_launch_environment({**SRUN, **TORCHRUN, **ours.to_variables()})
+    around = {"FULLSHARD_CONFIG_FILE": "a.yaml", "FULLSHARD_TIMEOUT": "1"}
+    found = read_launch_environment({**SRUN, **TORCHRUN, **around, **ours.to_variables()})
     assert found == ours
 
 
