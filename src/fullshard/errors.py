@@ -217,7 +217,7 @@ def untrusted(
 def cure_of(error: BaseException, otherwise: str) -> str:
     """The remedy for a system error: raise the limit that caused it, or `otherwise`."""
     if "can't start new thread" in str(error):
-        return "Raise the limits that `ulimit -u` and `ulimit -v` show"
+        return "Raise the limits that `ulimit -u`, `ulimit -v` and `ulimit -d` show"
     flag = {errno.EMFILE: "n", errno.EFBIG: "f"}.get(getattr(error, "errno", None) or 0)
     return f"Raise the limit that `ulimit -{flag}` shows" if flag else otherwise
 

@@ -202,24 +202,22 @@ def _limit(number: int) -> int:
 
 
 def _of_surroundings(error: BaseException) -> FullshardError | None:
-    last, mapped = traceback.extract_tb(error.__traceback__)[-1:], _limit(resource.RLIMIT_AS)
-    data = _limit(resource.RLIMIT_DATA)
-    infinite = resource.RLIM_INFINITY
+    last = traceback.extract_tb(error.__traceback__)[-1:]
+    limits = {"-v": _limit(resource.RLIMIT_AS), "-d": _limit(resource.RLIMIT_DATA)}
+    limits = {flag: most for flag, most in limits.items() if most != resource.RLIM_INFINITY}
     starts = not isinstance(error, OSError) or any("fork" in (at.line or "") for at in last)
     if starts and str(error).endswith(("start new thread", "Resource temporarily unavailable")):
-        limits = "ulimit -u" if mapped == infinite else "ulimit -u or -v"
         return ConfigError(
-            f"{limits}: expected to start another process or thread, got none ({error}). Raise "
-            "that limit, or pids.max of the container."
+            f"ulimit {' or '.join(['-u', *limits])}: expected to start another process or thread, "
+            f"got none ({error}). Raise that limit, or pids.max of the container."
         )
     segment = [line for line in str(error).splitlines() if "failed to map segment" in line]
     is_devices = type(error).__name__ == "OutOfMemoryError"  # torch's
-    ran_out = ran_out_of_memory(error) and not is_devices
-    if {mapped, data} != {infinite} and (segment or ran_out):
+    if limits and (segment or (ran_out_of_memory(error) and not is_devices)):
         said = "".join(segment[:1]) or str(error) or type(error).__name__
-        flag, most = ("v", mapped) if mapped != infinite else ("d", data)
+        most = " or ".join(f"{most >> 20:,}" for most in limits.values())
         return OutOfMemoryError(
-            f"ulimit -{flag}: expected to map more memory than the {most >> 20:,} MiB that a "
+            f"ulimit {' or '.join(limits)}: expected to map more memory than the {most} MiB that a "
             f"process may, got none ({said}). Raise that limit."
         )
     if any(words in str(error) for words in _NO_DESCRIPTOR):

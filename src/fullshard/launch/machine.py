@@ -86,7 +86,7 @@ def check_limit() -> None:
     """Checks, before torch is imported, that a container has memory for the check of a run.
 
     Raises:
-        WillNotFitError: The kernel would end the process that checks.
+        WillNotFitError: The kernel would end or stall the process that checks.
     """
     from fullshard.outlook.memory import LAUNCHER_PROCESS, RANK_PROCESS, WORKER_PROCESS
 

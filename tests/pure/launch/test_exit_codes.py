@@ -128,14 +128,30 @@ def test_a_limit_on_data_is_named():
     resource.setrlimit(resource.RLIMIT_DATA, (1 << 40, before[1]))
     try:
         assert str(as_ours(MemoryError())).startswith("ulimit -d: expected to map more memory")
+        said = str(as_ours(RuntimeError("can't start new thread")))  # its stack counts as data
+        assert said.startswith("ulimit -u or -d: expected to start another")
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
+def test_both_limits_on_memory_are_named():
+    limits = {resource.RLIMIT_AS: 1 << 40, resource.RLIMIT_DATA: 1 << 39}
+    before = {number: resource.getrlimit(number) for number in limits}
+    try:
+        for number, most in limits.items():
+            resource.setrlimit(number, (most, before[number][1]))
+        assert str(as_ours(MemoryError())).startswith(
+            "ulimit -v or -d: expected to map more memory than the 1,048,576 or 524,288 MiB"
+        )
+    finally:
+        for number, most in before.items():
+            resource.setrlimit(number, most)
 
 
 def test_a_save_without_a_thread_names_the_limits():
     error = RuntimeError("can't start new thread")
     said = str(failure_of_save(Path("step-1"), 0, error))
-    assert "Raise the limits that `ulimit -u` and `ulimit -v` show" in said
+    assert "Raise the limits that `ulimit -u`, `ulimit -v` and `ulimit -d` show" in said
 
 
 def test_a_limit_on_files_is_not_called_a_full_disk():
