@@ -171,12 +171,10 @@ def would_read(path: Path, files: Iterable[Path]) -> list[Path]:
         parts = Path(glob.escape(pattern) if path.exists() else pattern).parts
         whole = [file for file in files if _fits(parts, file.parts)]
         below = [file for file in files if _fits_above(parts, file.parts)]
-        if not (whole or below) or _is_dataset(path):
+        fits = (whole or below) and not _is_dataset(path)
+        if not fits or not (first := _named(path)[0]).exists():
             return []
-        named = _named(path)
-        if not named[0].exists():
-            return []
-        return whole if named[0].is_file() else whole + below  # folders, or once it matches a file
+        return whole if first.is_file() else whole + below  # a pattern of folders may match a file
 
 
 @contextmanager
