@@ -28,16 +28,16 @@ EXEMPT = ("src/fullshard/compat/",)
 # Packages that share a budget are joined by " + ".
 BUDGETS = {
     "bench": 1_807,
-    "config": 3_331,
-    "cli": 1_967,
+    "config": 3_335,
+    "cli": 1_969,
     "engine + transport": 8_622,
     "planner + outlook": 4_259,
-    "data + models + recipes + run + verify": 9_215,
-    "observe + launch": 3_419,
+    "data + models + recipes + run + verify": 9_233,
+    "observe + launch": 3_417,
     "compat + integrations": 2_800,
     "xla + jax + xla_state": 2_883,
     "checkpoint + formats": 2_921,
-    "in all": 42_278,
+    "in all": 42_300,
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
