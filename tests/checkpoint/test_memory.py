@@ -111,7 +111,7 @@ def load_and_measure(folder):
     model, optimizer = trained()
     fs.load(folder / "warm", model, optimizer)
     taken = []
-    for _ in range(3):  # the heap takes up to 5 MiB more in one load of ten
+    for _ in range(3):  # one load of ten takes up to 5 MB more; see docs/log.md
         gc.collect()  # what is freed meanwhile would count
         forget_peak()
         fs.load(folder / "measured", model, optimizer)
