@@ -479,6 +479,9 @@ def _early_gather(
 # ---- what changed
 
 
+Moved = tuple[Member, torch.Tensor, torch.Tensor]  # its place in the buffer, and its value
+
+
 def put_back_shards(engine: Engine) -> None:
     """Copies moved shards (`p.data = ...` of the shard's size, or whole) back. No collective.
 
@@ -486,7 +489,7 @@ def put_back_shards(engine: Engine) -> None:
     those that share it now (the value assigned) share the place that it is copied to. See
     [Note: shared memory] in engine/record.py.
     """
-    moved: list[tuple[Member, torch.Tensor, torch.Tensor]] = []
+    moved: list[Moved] = []
     with no_guard():
         for group in engine.groups:
             for member in [] if group.is_in_place() else group.members:
@@ -500,14 +503,8 @@ def put_back_shards(engine: Engine) -> None:
             return
         engine.home.before_write()
         buffers = {group.master.untyped_storage().data_ptr() for group in engine.groups}
-        places = {home.data_ptr() for _, home, _ in moved}  # two shards may be swapped
         own = {id(member.param) for member in engine.members}
-        followers = {
-            id(shared): (shared, which, at)
-            for shared, which, at in sharing([value for *_, value in moved])
-            if _is_like(shared, moved[which][0].param)
-            and (not _is_in(moved[which][2], buffers) or moved[which][2].data_ptr() in places)
-        }
+        followers = _followers(moved, buffers)
         copies: dict[int, torch.Tensor] = {}
         for shared, which, at in sharing([home for _, home, _ in moved]):
             if id(shared) not in own and id(shared) not in followers:
@@ -522,6 +519,18 @@ def put_back_shards(engine: Engine) -> None:
         for shared, which, at in followers.values():
             move_into(shared, moved[which][1], at)
     end_aliases([member.param for member, *_ in moved])
+
+
+def _followers(moved: Sequence[Moved], buffers: set[int]) -> dict[int, tuple[Any, int, int]]:
+    """Tensors that share memory with a value and move into the buffer with it, by id."""
+    places = {home.data_ptr() for _, home, _ in moved}  # two shards may be swapped
+    found: dict[int, tuple[Any, int, int]] = {}
+    for shared, which, at in sharing([value for *_, value in moved]):
+        member, _, value = moved[which]
+        has_place = not _is_in(value, buffers) or value.data_ptr() in places
+        if has_place and _is_like(shared, member.param):
+            found[id(shared)] = shared, which, at
+    return found
 
 
 def _is_in(value: torch.Tensor, buffers: set[int]) -> bool:
@@ -608,8 +617,8 @@ def _gradient_dtypes(norms: GradientNorms, parts: Sequence[Part]) -> list[torch.
     A collective, because a rank without elements may have kept or left out a gradient alone.
 
     Args:
-        norms: Of the new engine.
-        parts: Parameters, each with its record, gradient and states before.
+        norms: Norms of the new engine, whose transport sums over all ranks.
+        parts: Parameters, each with its record, gradient and states under the old engine.
 
     Raises:
         EngineError: Ranks would gather different states or gradients.

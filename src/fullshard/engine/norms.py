@@ -14,8 +14,8 @@ are equal exactly if n times the sum of their squares is the square of their sum
 Replicas of a hybrid mesh gather separately, so their hashes must be equal only among the ranks of
 each replica. The first of its n ranks counts n - 1 times, the others -1 times, so the sum is 0. A
 factor for each replica keeps differences in two replicas from adding up to 0. Hashes of weights
-are added up in the same way among the ranks that have the same part, and numbers of optimizer
-states among the ranks with elements of one parameter.
+are added up in the same way among the ranks that have the same part, and settings and numbers of
+optimizer states among the ranks with elements of one parameter.
 
 A rank without elements of a parameter may leave its gradient out of zero_grad. If the numbers of
 kept gradients differ, ranks therefore compare which gradients they are, and who has elements.
@@ -92,7 +92,7 @@ class Count(StrEnum):
     VALUES = "values"  # a hash of whole tensors that were given to load_state_dict
     SETTINGS = "settings"  # a hash of those of clippings, and of groups of which all have elements
     LISTED = "parameters of groups"  # a hash of them; a rank may leave out empty shards
-    STATES = "optimizer states"  # how many of each parameter, weighted so that the sum is 0
+    STATES = "optimizer states"  # a hash of their number and settings, by parameter; the sum is 0
     GROUPS = "settings of groups"  # a hash of those of all groups, if ranks list the same shards
     WEIGHTS = "weights of replicas"  # a hash of some of them, other ones at each step
 
