@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -67,7 +67,7 @@ METHOD = (
     "the largest rank's anonymous and shared memory (Anonymous + Pss_Shmem: a page of shared "
     "memory that n ranks map counts as 1/n in each; pages of imported modules, which forked ranks "
     "share with their server until it ends, count in each), sampled every "
-    f"{SAMPLE_S * 1000:.0f} ms. Files: the peak of the "
+    f"{SAMPLE_S * 1000:.0f} ms while all ranks live. Files: the peak of the "
     "group's page cache, which the kernel drops when memory is short; dirty is the part that it "
     "must write first.",
     f"The limit is {SLACK} times ranks x (planned + {RANK_PROCESS >> 20} MiB of a rank's process + "
@@ -134,17 +134,37 @@ class Peaks:
 
     def __init__(self, group: Path) -> None:
         self._group = group
-        self.processes: dict[int, int] = {}
+        self._samples: list[dict[int, int]] = []
         self.files = self.dirty = 0
+
+    def processes(self, samples: Iterable[dict[int, int]] | None = None) -> dict[int, int]:
+        """The peak of each process, in the order in which they started."""
+        peaks: dict[int, int] = {}
+        for sizes in self._samples if samples is None else samples:
+            peaks |= {pid: max(size, peaks.get(pid, 0)) for pid, size in sizes.items()}
+        return peaks
+
+    def of_rank(self, num_ranks: int) -> int:
+        """The peak of the largest rank while all ranks live.
+
+        When a rank ends, the pages that it shared count in full in the others.
+        """
+        _, *others = self.processes().items()
+        largest = sorted(others, key=lambda item: item[1])[-num_ranks:]
+        ranks = {pid for pid, _ in largest}
+        together = self.processes(sizes for sizes in self._samples if sizes.keys() >= ranks)
+        return max(together[pid] for pid in ranks)
 
     def sample(self) -> None:
         """Reads the group once."""
         pids = sorted(map(int, (self._group / "cgroup.procs").read_text().split()))
+        sizes: dict[int, int] = {}
         for pid in pids if len(pids) > 1 else ():  # the launcher alone has not started any rank
             with suppress(OSError):  # it has ended
                 text = Path(f"/proc/{pid}/smaps_rollup").read_text()
                 found = re.findall(r"^(?:Anonymous|Pss_Shmem):\s*(\d+)", text, re.MULTILINE)
-                self.processes[pid] = max(self.processes.get(pid, 0), 1024 * sum(map(int, found)))
+                sizes[pid] = 1024 * sum(map(int, found))
+        self._samples.append(sizes)
         lines = (self._group / "memory.stat").read_text().splitlines()
         stat = {name: int(value) for name, value in map(str.split, lines)}
         files = stat.get("total_cache", stat.get("file", 0))
@@ -170,7 +190,7 @@ def train(words: Sequence[str], folder: Path, limit_bytes: int) -> Peaks:
                 time.sleep(SAMPLE_S)
         if process.returncode != 0:
             text = (folder / "said.txt").read_text()
-            status = f"status {process.returncode}, peaks {peaks.processes}"
+            status = f"status {process.returncode}, peaks {peaks.processes()}"
             raise ConfigError(
                 f"a run under a limit: expected its end; got {status}: {text[-2000:]}"
             )
@@ -201,7 +221,6 @@ def measure(case: LimitCase, folder: Path) -> dict[str, Any]:
     of_rank = planned + RANK_PROCESS + WORKER_PROCESS
     limit = round(SLACK * (case.num_ranks * of_rank + LAUNCHER_PROCESS))
     peaks = train(words, folder, limit)
-    launcher, *ranks = peaks.processes.values()  # in the order in which they started
     if not (folder / "weights").exists():
         (folder / "out" / "model").rename(folder / "weights")
     rows = map(json.loads, (folder / "out" / "metrics.jsonl").read_text().splitlines())
@@ -211,8 +230,8 @@ def measure(case: LimitCase, folder: Path) -> dict[str, Any]:
         "num_ranks": case.num_ranks,
         "limit_bytes": limit,
         "planned_bytes": planned,
-        "measured_bytes": max(ranks),
-        "launcher_bytes": launcher,
+        "measured_bytes": peaks.of_rank(case.num_ranks),
+        "launcher_bytes": next(iter(peaks.processes().values())),
         "file_bytes": peaks.files,
         "dirty_bytes": peaks.dirty,
         "losses": losses,
