@@ -9,11 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from fullshard.config.files import parse_text
-from fullshard.config.load import load_config
-from fullshard.data.records import files_at
-from fullshard.errors import ConfigError
-from fullshard.recipes.registry import Command, check_paths
 from fullshard.run.folder import begin
 from support import forked
 from support.processes import free_port
@@ -47,71 +42,7 @@ CASES = {
     "of another recipe": (["teacher=t"], 2, "applies to `fullshard distill` only"),
     "nothing to resume from": (["--resume", "checkpoints/1"], 7, "which does not exist"),
     "place is taken": (["training.output_dir=."], 2, "other files"),
-    "among its data": (
-        ["data.path=texts", "training.output_dir=texts/runs/a"],
-        2,
-        "training.output_dir: expected a folder outside of data.path, because the next start",
-    ),
-    "among files of a pattern": (
-        ["data.path=texts/**/*.txt", "training.output_dir=texts/runs/a"],
-        2,
-        "training.output_dir: expected a folder outside of data.path, because the next start",
-    ),
 }
-
-
-@pytest.mark.parametrize(
-    ("command", "path", "folder", "fields", "file"),
-    [
-        ("train", "texts/*/*/*.txt", "texts/run", {}, "logs/hang.txt"),
-        ("train", "texts/*/*/*.json", "texts/run", {}, "data/dataset.json"),
-        ("train", "texts/*/*/*/*.js*", "texts/run", {}, "data/tokenizer/tokenizer.json"),
-        ("train", "texts/**/COMPL*", "texts/run", {}, "checkpoints/step-00000001/COMPLETE.json"),
-        ("train", "texts/**/COMPL*", "texts/run", {"training": {"checkpoint_dir": "c"}}, None),
-        ("train", "texts/*/*/*/*/*/*.txt", "texts/run", {}, None),
-        ("train", "texts/**/*.npy", "texts/run", {}, None),
-        ("distill-cache", "texts/**/*.npy", "texts/run", {}, "logits/values.npy"),
-        ("distill-cache", "texts/**/*.npy", "texts/run", {"distill": {"cache": "c"}}, None),
-        ("distill-cache", "texts/*/*.jsonl", "texts/run", {}, None),
-        ("train", "texts/*/*.jsonl", "texts/run", {}, "metrics.jsonl"),
-    ],
-)
-def test_what_a_run_writes_among_its_data_is_refused_and_nothing_else(
-    tmp_path, monkeypatch, command, path, folder, fields, file
-):
-    monkeypatch.chdir(tmp_path)
-    for name in ("a/b", "a/b/c", "a/b/c/d/e", "toks"):
-        place = tmp_path / "texts" / name
-        place.mkdir(parents=True, exist_ok=True)
-        for kind in ("a.txt", "a.json", "a.jsonl", "a.npy", "COMPLETED.txt"):
-            (place / kind).write_text("{}")
-    given = {"model": "x", "data": {"path": path}, **fields}
-    given["training"] = {"output_dir": folder, **fields.get("training", {})}
-    resolved = load_config(parse_text(json.dumps(given), "train.yaml"))
-    if file is None:
-        return check_paths(resolved, Command(command), Path("x"))
-    with pytest.raises(ConfigError, match=f"would read '{folder}/{file}' as data of"):
-        check_paths(resolved, Command(command), Path("x"))
-
-
-def test_a_run_that_is_apart_from_its_data_lists_them_once(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "texts").mkdir()
-    (tmp_path / "texts" / "a.txt").write_text("text")
-    path = tmp_path / "texts" / "**" / "*.txt"
-    keys = {"model": "x", "data": {"path": str(path)}}
-    resolved = load_config(parse_text(json.dumps(keys), "train.yaml"))
-    listed, iterdir = [], Path.iterdir
-
-    def counted(folder):
-        listed.append(folder)
-        return iterdir(folder)
-
-    monkeypatch.setattr(Path, "iterdir", counted)
-    files_at(path)
-    once = list(listed)
-    check_paths(resolved, Command.TRAIN, Path("x"))
-    assert listed == 2 * once
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -121,8 +52,6 @@ def test_bad_input_is_said_before_any_rank_starts(
     config = write_config(tmp_path)
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "short.txt").write_text("A few words only.")
-    (tmp_path / "texts").mkdir()
-    (tmp_path / "texts" / "short.txt").write_text("A few words only.")
     monkeypatch.chdir(tmp_path)
     before = sorted(tmp_path.iterdir())
     words, code, expected = CASES[name]

@@ -14,13 +14,14 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fullshard.config.load import load_config
+from fullshard.data.records import files_at
+from fullshard.errors import DataError
 from fullshard.launch.run_lock import LOCK
 from fullshard.observe.metrics import StepRow, read_rows
 from fullshard.outlook.memory import RANK_PROCESS
 from fullshard.planner.plan import Plan
 from fullshard.planner.text import human_bytes
 from fullshard.recipes.base import causal_lm_loss, load_data
-from fullshard.recipes.registry import SAVED, STARTED, TRAINED
 from support.text import seeded_text
 
 pytestmark = pytest.mark.timeout(300)
@@ -67,10 +68,6 @@ def one_rank(tmp_path_factory, fullshard, write_config):
     return start(fullshard, folder, write_config(folder), *words)
 
 
-def kind_in_depth(name):
-    return name.count("/"), Path(name).suffix
-
-
 def test_run_leaves_every_file_of_the_contract(two_ranks):
     assert two_ranks.exit_code == 0, two_ranks.err
     folder = two_ranks.folder
@@ -89,11 +86,9 @@ def test_run_leaves_every_file_of_the_contract(two_ranks):
         "logs/rank_0.log",
         "logs/rank_1.log",
     }
-    told = {*STARTED, *TRAINED, *(f"checkpoints/{name}" for name in SAVED)}
-    told -= {"logs/hang.txt", "checkpoints.txt"}  # of a hang, of another checkpoint_dir
-    assert {kind_in_depth(name) for name in names if name != LOCK and "tokens/" not in name} == {
-        kind_in_depth(name) for name in told
-    }
+    assert not [x for x in files_at(folder.parent).files if x.is_relative_to(folder)]
+    with pytest.raises(DataError, match="got none"):
+        files_at(folder / "checkpoints")
     # The lock stays: who removed it would take it from under a run that just opened it.
     assert {name for name in names if Path(name).name.startswith(".")} == {LOCK}
 

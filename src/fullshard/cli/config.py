@@ -69,9 +69,9 @@ def _print_refused(resolved: Resolved) -> list[str]:
     """Print the errors that a run would raise before it makes a plan and reads the data."""
     from fullshard.recipes.registry import Command, check_command, check_paths
 
-    def refusals(check: Callable[..., object], *arguments: Any) -> list[str]:
+    def refusals(check: Callable[..., object], *arguments: Any, **named: Any) -> list[str]:
         try:
-            check(*arguments)
+            check(*arguments, **named)
         except FullshardError as error:
             told = resolved.located(error)
             return [str(one) for one in getattr(told, "problems", [told])]
@@ -79,13 +79,10 @@ def _print_refused(resolved: Resolved) -> list[str]:
 
     missing = Path("MODEL") if resolved.is_without_model else None
     found = refusals(resolved.check_supported)
-    # the file is for a command that refuses least of it; where there are several, `train` is last
-    by_command = {one: refusals(check_command, resolved.config, one) for one in reversed(Command)}
-    found += (least := min(by_command.values(), key=len))
-    wrong: list[str] = []
-    for command in (one for one, told in by_command.items() if len(told) == len(least)):
-        if not (wrong := refusals(check_paths, resolved, command, missing)):
-            break
+    # the file is for a command that refuses least of it
+    of_each = [refusals(check_command, resolved.config, one) for one in reversed(Command)]
+    found += min(of_each, key=len)
+    wrong = refusals(check_paths, resolved, missing, reads_data=True)
     if not wrong and not missing:
         from fullshard.models.build import with_fitting_length  # imports torch
 

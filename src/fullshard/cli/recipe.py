@@ -121,7 +121,7 @@ def _check_first(
         raise resolved.located(error) from None
     resolved.check_supported(launch=launch)
     if launch is None or launch.rank == 0:
-        check_paths(resolved, command, coming)
+        check_paths(resolved, coming, reads_data=True)
     return launch
 
 

@@ -16,10 +16,11 @@ import fnmatch
 import glob
 import itertools
 import json
+import logging
 import mmap
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from enum import StrEnum
@@ -29,6 +30,8 @@ from typing import Any, NoReturn
 from fullshard.config.regular_files import did_you_mean_path
 from fullshard.data.arrays import tokens_in
 from fullshard.errors import DataError, untrusted
+
+logger = logging.getLogger(__name__)
 
 
 class FileKind(StrEnum):
@@ -59,6 +62,8 @@ PACKED = {
     b"PK\x03\x04": "zip",
 }
 DATASETS_MARKS = ("dataset_dict.json", "dataset_info.json")
+# Files that a folder of a run has, one of a checkpoint, one of a teacher's cached logits.
+WRITTEN = (("run.json",), ("COMPLETE.json",), ("cache.json", "values.npy"))
 SPLIT = "train"
 PIECE = 1 << 18  # bytes read at a time
 
@@ -135,13 +140,15 @@ class Files:
 def files_at(path: Path) -> Files:
     """The files of a path: a file, a folder or a pattern (`corpus/*.jsonl`, `**` for subfolders).
 
+    Folders of runs, checkpoints and cached logits are left out, unless the path names them.
+
     Raises:
         DataError: There is no file, or files are of several kinds.
     """
     with _listing(path):
-        if _is_dataset(path):
+        if any((path / mark).is_file() for mark in DATASETS_MARKS):
             return Files(path, (path,), FileKind.DATASETS)
-        found = dict.fromkeys(file for one in _named(path) for file in _files_at(one))
+        found = _found(path)
     files = [file for file in found if file.suffix != ".idx"]  # Megatron's index of a .bin file
     table = next((file for file in files if file.suffix.lower() in TABLES), None)
     if table is not None:
@@ -159,24 +166,6 @@ def files_at(path: Path) -> Files:
     return Files(path, tuple(files), next(iter(examples)))
 
 
-def would_read(path: Path, files: Iterable[Path]) -> list[Path]:
-    """Of the files that a run is going to write, those that `files_at` would take.
-
-    Args:
-        path: A path of data, as for `files_at`. Its files are listed only if it fits one of these.
-        files: Absolute paths of the files.
-    """
-    with _listing(path):
-        pattern = os.path.realpath(path)
-        parts = Path(glob.escape(pattern) if path.exists() else pattern).parts
-        whole = [file for file in files if _fits(parts, file.parts)]
-        below = [file for file in files if _fits_above(parts, file.parts)]
-        fits = (whole or below) and not _is_dataset(path)
-        if not fits or not (first := _named(path)[0]).exists():
-            return []
-        return whole if first.is_file() else whole + below  # a pattern of folders may match a file
-
-
 @contextmanager
 def _listing(path: Path) -> Iterator[None]:
     try:
@@ -186,18 +175,6 @@ def _listing(path: Path) -> Iterator[None]:
             f"data.path: expected an existing file or folder, got "
             f"'{str(error.filename or path)[:200]}' ({error.strerror})."
         ) from error
-
-
-def _is_dataset(path: Path) -> bool:
-    return any((path / mark).is_file() for mark in DATASETS_MARKS)
-
-
-def _named(path: Path) -> list[Path]:
-    """The path itself, or what its pattern matches: files, or else folders."""
-    if not glob.has_magic(str(path)) or path.exists():
-        return [path]
-    named = sorted({*_matching(Path(path.anchor), path.relative_to(path.anchor).parts)})
-    return [one for one in named if one.is_file()] or named or [path]
 
 
 @contextmanager
@@ -213,22 +190,29 @@ def under(key: str) -> Iterator[None]:
         raise DataError(re.sub(r"^data(?=\.(path|text_column)\b)", key, str(error))) from error
 
 
-def _files_at(path: Path) -> list[Path]:
-    if path.is_file():
-        return [path]
-    if path.is_dir():
-        files = sorted(_files_below(path))
-        if not files:
+def _found(path: Path) -> list[Path]:
+    """The files of a path; a pattern that matches nothing but folders means the files in them.
+
+    Raises:
+        DataError: There is none, or one cannot be read: a broken link, a pipe, a device.
+        OSError: A folder cannot be read.
+    """
+    named = [path]
+    if glob.has_magic(str(path)) and not path.exists():
+        parts = path.relative_to(path.anchor).parts
+        named = sorted({*_matching(Path(path.anchor), parts)}) or named
+    found = [one for one in named if not one.is_dir()]
+    if not found:
+        below = (one for folder in named for one in sorted(_matching(folder, ("**",))))
+        found = [one for one in dict.fromkeys(below) if not one.is_dir()]
+    for file in found:
+        if not file.is_file():
+            got = "a pipe or a device" if file.exists() else "which does not exist"
             raise DataError(
-                f"data.path: expected a folder with text, JSONL or parquet files, got '{path}' "
-                "with no file in it. Put files there or use another folder."
+                f"data.path: expected a file or folder, got '{file}', {got}. "
+                + (did_you_mean_path(file) or "Use a file or a folder of files.")
             )
-        return files
-    got = "a pipe or a device" if path.exists() else "which does not exist"
-    raise DataError(
-        f"data.path: expected a file or folder, got '{path}', {got}. "
-        + (did_you_mean_path(path) or "Use a file or a folder of files.")
-    )
+    return found
 
 
 def _matching(
@@ -258,72 +242,41 @@ def _matching(
         entered = _enter(place, set() if entered is None else entered)
         yield from _matching(place, rest)
     for entry in place.iterdir() if place.is_dir() else ():
-        if _is_hidden(entry.name, part):
+        if _is_hidden(entry.name, part) or not fnmatch.fnmatchcase(entry.name, part):
+            continue
+        is_folder = entry.is_dir()
+        if is_folder and _is_written(entry):
             continue
         if part != "**":
-            if fnmatch.fnmatchcase(entry.name, part):
-                yield from _matching(entry, rest)
-        elif entry.is_dir():
+            yield from _matching(entry, rest)
+        elif is_folder:
             yield from _matching(entry, parts, entered)
         elif not rest:
             yield entry
 
 
-def _is_hidden(name: str, part: str = "") -> bool:
-    """Whether a part of a pattern skips a name; `lost+found` belongs to the file system."""
-    return name.startswith(".") > part.startswith(".") or name == "lost+found"
+def _is_hidden(name: str, part: str) -> bool:
+    """Whether a part of a pattern skips a name: a hidden one, the file system's, TensorBoard's."""
+    is_hidden = name.startswith(".") > part.startswith(".")
+    return is_hidden or name == "lost+found" or name.startswith("events.out.tfevents.")
 
 
-def _fits(parts: Sequence[str], names: Sequence[str]) -> bool:
-    """Whether a pattern matches a path, by the rules of `_matching`."""
-    if not parts or not names:
-        return all(part == "**" for part in parts) and not names
-    (part, *rest), (name, *below) = parts, names
-    shown = not _is_hidden(name, part)
-    if part == "**":
-        return _fits(rest, names) or (shown and _fits(parts, below))
-    return (part == name or (shown and fnmatch.fnmatchcase(name, part))) and _fits(rest, below)
-
-
-def _fits_above(parts: Sequence[str], names: Sequence[str]) -> bool:
-    """Whether a pattern matches a folder above a file that a folder's files include."""
-    return any(
-        _fits(parts, names[:length]) and not any(map(_is_hidden, names[length:]))
-        for length in range(len(names))
-    )
+def _is_written(folder: Path) -> bool:
+    """Whether a run, a checkpoint or cached logits are in a folder."""
+    found = any(all((folder / name).is_file() for name in names) for names in WRITTEN)
+    if found:
+        logger.warning("data: '%s' is left out, because a run wrote it", folder)
+    return found
 
 
 def _enter(folder: Path, entered: set[Path]) -> set[Path]:
     if (target := folder.resolve()) in entered:
         raise DataError(
-            f"data.path: expected one way to each folder of a '**', got '{folder}', which is "
-            f"'{target}' again. Remove the link, or write a longer pattern."
+            f"data.path: expected one way to each folder, got '{folder}', which is '{target}' "
+            "again. Remove the link, or write a longer pattern."
         )
     entered.add(target)
     return entered
-
-
-def _files_below(folder: Path) -> Iterator[Path]:
-    """Files that are not hidden, including those in subfolders.
-
-    Raises:
-        DataError: An entry would be left out: a broken link, a link to a folder, a pipe, a device.
-        OSError: A folder cannot be read.
-    """
-    for entry in folder.iterdir():
-        if entry.name.startswith("."):
-            continue
-        if entry.is_file():
-            yield entry
-        elif entry.is_symlink() or not entry.is_dir():
-            what = "a link to nothing" if entry.is_symlink() else "a pipe or a device"
-            what = "a link to a folder, which is not followed" if entry.is_dir() else what
-            raise DataError(
-                f"data.path: expected files that can be read, got '{entry}', {what}. "
-                "Correct or remove it."
-            )
-        else:
-            yield from _files_below(entry)
 
 
 def whole(file: Path, kind: FileKind, dtype: str | None = None) -> Span:

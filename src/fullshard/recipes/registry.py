@@ -11,7 +11,6 @@ the standard library: `fullshard --help` loads them all and must stay fast.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -106,14 +105,14 @@ def of_other(key: str, got: str, command: Command) -> Problem:
 
 
 def check_paths(
-    resolved: Resolved, command: Command | None = None, coming: Path | None = None
+    resolved: Resolved, coming: Path | None = None, *, reads_data: bool = False
 ) -> None:
     """Raise an error if a path of the configuration does not exist, before torch is imported.
 
     Args:
         resolved: Configuration with origins, which name the line of the file in errors.
-        command: Command that reads the data, which must exist too; None: no data is read.
         coming: Folder of a model that will be made later.
+        reads_data: Whether the command reads the data, which must exist then.
 
     Raises:
         ConfigError: A model's or tokenizer's folder is missing.
@@ -138,63 +137,8 @@ def check_paths(
             )
         sources = {f"data.mixture.{n}": one.path for n, one in enumerate(config.data.mixture)}
         for key, path in {"data": config.data.path, **sources}.items():
-            if command is not None and path is not None:
+            if reads_data and path is not None:
                 with under(key):
-                    _check_apart(config, command, f"{key}.path", Path(path))
                     files_at(Path(path))
     except (ConfigError, DataError) as error:
         raise resolved.located(error) from error
-
-
-# What a run writes, at least one file of each suffix in each depth of its folder. Its tokens
-# (data/tokens/*.npy) are of another kind than the data that they were made of.
-STARTED = (
-    *("run.json", "plan.json", "config.yaml", "report.html", "logs/rank_0.log", "logs/hang.txt"),
-    *("data/dataset.json", "data/tokens.json", "data/tokenizer/tokenizer.json"),
-)
-TRAINED = (
-    *("metrics.jsonl", "metrics.csv", "samples.jsonl", "saves.jsonl", "machine-0.jsonl"),
-    *("sample.txt", "checkpoints.txt", "model/config.json", "model/model.safetensors"),
-)
-SAVED = tuple(
-    f"step-00000001/{name}" for name in ("COMPLETE.json", "config.yaml", "model-00000.safetensors")
-)
-
-
-def _check_apart(config: RunConfig, command: Command, key: str, data: Path) -> None:
-    """Raises ConfigError if the next start would read files of the run as data."""
-    from fullshard.checkpoint.storage import StorePath, storage_path
-    from fullshard.config.values import Tracker
-    from fullshard.data.records import would_read
-    from fullshard.errors import ConfigError
-
-    training, own = config.training, "training.output_dir"
-    output = training.output_dir or f"runs/{command}"
-    # the key of a folder, its value, its name in the run's folder without one, its files
-    folders = [(own, output, "", STARTED)]
-    if command is Command.CACHE:
-        cache = config.distill and config.distill.cache
-        folders += [("distill.cache", cache, "logits", ("values.npy",))]
-    else:
-        saves = training.checkpoint_dir
-        folders += [(own, output, "", TRAINED)]
-        folders += [("training.checkpoint_dir", saves, "checkpoints", SAVED)]
-        if Tracker.TENSORBOARD in training.report_to:
-            events = ("events.out.tfevents.0",)
-            folders += [("training.logging_dir", training.logging_dir, "tensorboard", events)]
-    written: dict[Path, tuple[str, str, Path]] = {}
-    for name, given, default, files in folders:
-        place = storage_path(given or output)
-        if isinstance(place, StorePath):
-            continue
-        told, inside = (name, given) if given else (own, output), "" if given else default
-        for way in {os.path.normpath(place.absolute()), os.path.realpath(place)}:
-            for file in files:
-                written[Path(way, inside, file)] = (*told, Path(place, inside, file))
-    for file in would_read(data, written)[:1]:
-        name, given, shown = written[file]
-        raise ConfigError(
-            f"{name}: expected a folder outside of {key}, because the next start would read "
-            f"'{shown}' as data of '{data}'; got '{given}'. Set another folder, or narrow {key} "
-            "to the data."
-        )
