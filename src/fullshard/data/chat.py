@@ -35,7 +35,15 @@ from typing import TYPE_CHECKING, Any, cast
 
 from fullshard.config.regular_files import read_regular
 from fullshard.config.schema import ModelConfig, SftConfig
-from fullshard.data.records import FileKind, Record, Span, files_at, read_records
+from fullshard.data.records import (
+    FileKind,
+    Record,
+    Span,
+    files_at,
+    quoted,
+    read_records,
+    text_of,
+)
 from fullshard.errors import ConfigError, DataError, untrusted
 
 if TYPE_CHECKING:
@@ -90,7 +98,7 @@ def is_chat(path: Path) -> bool:
     if files.kind is FileKind.TEXT:
         return False
     first = next((one for span in files.spans() for one in read_records(span)), None)
-    return first is not None and isinstance(first.value, dict) and _reader(first.value) is not None
+    return first is not None and _reader(first.value) is not None
 
 
 def read_examples(spans: Iterable[Span]) -> Iterator[Example]:
@@ -100,17 +108,11 @@ def read_examples(spans: Iterable[Span]) -> Iterator[Example]:
         DataError: A record has an unknown format; names its place.
     """
     for record in (one for span in spans for one in read_records(span)):
-        if not isinstance(record.value, dict):
-            raise DataError(
-                f"data.path: expected a JSON object, got {type(record.value).__name__} at "
-                f'{record}. Write {{"messages": [...]}}.'
-            )
         reader = _reader(record.value)
         if reader is None:
-            columns = ", ".join(f"'{name}'" for name in record.value) or "none"
             raise DataError(
-                f"data.path: expected columns among {_FORMS}; got {columns} at {record}. Rename "
-                "them, or use `fullshard train` for plain text."
+                f"data.path: expected columns among {_FORMS}; got {quoted(list(record.value))} at "
+                f"{record}. Rename them, or use `fullshard train` for plain text."
             )
         yield reader(record)
 
@@ -198,21 +200,11 @@ def _tools(record: Record) -> list[Any] | None:
 
 
 def _exchange(record: Record, question: str, answer: str) -> Turns:
-    asked, more = _text(record, question), record.value.get("input")
+    asked, more = text_of(record, question), record.value.get("input")
     if question == "instruction" and isinstance(more, str):
         asked = "\n\n".join(filter(None, (asked, more)))
-    said = {"role": ASSISTANT, "content": _text(record, answer)}
+    said = {"role": ASSISTANT, "content": text_of(record, answer)}
     return Turns(({"role": "user", "content": asked}, said), 1, is_completion=True, place=record)
-
-
-def _text(record: Record, column: str) -> str:
-    value = record.value[column]
-    if not isinstance(value, str):
-        raise DataError(
-            f"data.path: expected text in '{column}', got {type(value).__name__} at "
-            f"{record}. Correct the record."
-        )
-    return value
 
 
 # ---- tokens --------------------------------------------------------------------------------------

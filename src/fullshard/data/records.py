@@ -18,7 +18,6 @@ import itertools
 import json
 import logging
 import mmap
-import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -28,6 +27,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from fullshard.config.regular_files import did_you_mean_path
+from fullshard.config.values import nearest
 from fullshard.data.arrays import tokens_in
 from fullshard.errors import DataError, untrusted
 
@@ -97,12 +97,12 @@ class Record:
     """One record.
 
     Attributes:
-        value: A mapping, unless the file has other JSON values.
+        value: Its columns.
         span: Span that it was read from.
         number: Number of its line in the span, or of the record in the file, from 0.
     """
 
-    value: Any
+    value: dict[str, Any]
     span: Span
     number: int
 
@@ -132,9 +132,10 @@ class Files:
         """Path, kind and number of files, in words."""
         return f"{self.path} ({self.kind}, {len(self.files)} file(s))"
 
-    def spans(self, dtype: str | None = None) -> list[Span]:
-        """One span per file, without empty files; `dtype` is data.dtype."""
-        return [span for file in self.files if (span := whole(file, self.kind, dtype)).stop]
+    def spans(self, dtype: str | None = None, column: str | None = None) -> list[Span]:
+        """One span per file, without empty files; arguments as for `whole`."""
+        found = (whole(file, self.kind, dtype, column) for file in self.files)
+        return [span for span in found if span.stop]
 
 
 def files_at(path: Path) -> Files:
@@ -279,8 +280,17 @@ def _enter(folder: Path, entered: set[Path]) -> set[Path]:
     return entered
 
 
-def whole(file: Path, kind: FileKind, dtype: str | None = None) -> Span:
-    """The span of a full file; `dtype` is data.dtype, for arrays."""
+def whole(
+    file: Path, kind: FileKind, dtype: str | None = None, column: str | None = None
+) -> Span:
+    """The span of a full file.
+
+    Args:
+        file: Path of the file.
+        kind: Kind of the file.
+        dtype: data.dtype, for arrays.
+        column: Column that a parquet file must have.
+    """
     with _reading(file):
         if kind is FileKind.JSON:
             with file.open("rb") as opened:
@@ -296,7 +306,9 @@ def whole(file: Path, kind: FileKind, dtype: str | None = None) -> Span:
                 stop = len(_read_list(file))
             case FileKind.PARQUET:
                 with open_parquet(file) as reader:
-                    stop = reader.metadata.num_rows
+                    stop, present = reader.metadata.num_rows, reader.schema_arrow.names
+                if column is not None and column not in present:
+                    raise no_column(column, present, f"'{file}'")
             case FileKind.DATASETS:
                 stop = len(_open_datasets(file))
     return Span(file, kind, 0, stop, size)
@@ -316,23 +328,56 @@ def read_records(span: Span, columns: Sequence[str] | None = None) -> Iterator[R
     """The records of a span; of parquet files and datasets only these columns, if all are there.
 
     Raises:
-        DataError: The file cannot be read; names the line.
+        DataError: The file cannot be read, or a record is no mapping; names the line.
     """
     with _reading(span.file):
         match span.kind:
             case FileKind.JSONL:
-                yield from _read_jsonl(span)
-                return
+                numbered = _read_jsonl(span)
             case FileKind.PARQUET:
-                values = _read_parquet(span, columns)
+                numbered = enumerate(_read_parquet(span, columns), span.start)
             case FileKind.DATASETS:
                 found = _open_datasets(span.file)
                 found = found.select_columns(_among(found.column_names, columns))
-                values = found.select(range(span.start, span.stop))
+                numbered = enumerate(found.select(range(span.start, span.stop)), span.start)
             case _:
-                values = _read_list(span.file)[span.start : span.stop]
-        for number, value in enumerate(values, start=span.start):
-            yield Record(value, span, number)
+                numbered = enumerate(_read_list(span.file)[span.start : span.stop], span.start)
+        for number, value in numbered:
+            record = Record(value, span, number)
+            if not isinstance(value, dict):
+                raise DataError(
+                    f"data.path: expected a JSON object, got {type(value).__name__} at {record}. "
+                    'Write {"KEY": VALUE}.'
+                )
+            yield record
+
+
+def text_of(record: Record, column: str, key: str = "data.path") -> str:
+    """The text of a record in a column.
+
+    Raises:
+        DataError: There is another value; says so of a key of the configuration.
+    """
+    if not isinstance(value := record.value[column], str):
+        raise DataError(
+            f"{key}: expected text in column '{column}', got {type(value).__name__} at {record}. "
+            "Correct the record, or use another column."
+        )
+    return value
+
+
+def no_column(column: str, present: Sequence[str], place: object) -> DataError:
+    """The error for a text column that is not there."""
+    guess = nearest(column, present)
+    hint = f"Did you mean '{guess}'?" if guess else "Set data.text_column to one of them."
+    return DataError(
+        f"data.text_column: expected a column '{column}', got {quoted(present)} at {place}. {hint}"
+    )
+
+
+def quoted(names: Sequence[str]) -> str:
+    """Names of columns, for messages."""
+    return ", ".join(f"'{name}'" for name in names) or "none"
 
 
 def _among(present: list[str], columns: Sequence[str] | None) -> list[str]:
@@ -422,18 +467,13 @@ def next_line(file: Path, place: int) -> int:
 
 @contextmanager
 def _mapped(file: Path) -> Iterator[mmap.mmap]:
-    with file.open("rb") as opened:
-        try:
-            data = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
-        except OSError as error:  # of /sys
-            raise DataError(
-                f"data.path: expected a file on a disk, got '{file}' ({error.strerror}). Copy it."
-            ) from error
-        with data:
+    with _reading(file, "a file on a disk"), file.open("rb") as opened:  # not of /sys
+        with mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
             yield data
 
 
-def _read_jsonl(span: Span) -> Iterator[Record]:
+def _read_jsonl(span: Span) -> Iterator[tuple[int, Any]]:
+    """The number of each line that is not empty, and its value."""
     offset = span.start
     with span.file.open("rb") as opened:
         opened.seek(offset)
@@ -446,36 +486,25 @@ def _read_jsonl(span: Span) -> Iterator[Record]:
                 _refuse_bytes(span.file, offset + error.start, line[error.start])
             text = text.removeprefix("\ufeff") if offset == 0 else text
             offset += len(line)
-            if not text.strip():
-                continue
-            record = Record(None, span, number)
-            try:
-                value = _parsed(text, record)
-            except json.JSONDecodeError as error:
-                raise DataError(
-                    f"data.path: expected one JSON object a line, got {error.msg}: "
-                    f"{record}, column {error.colno}. Correct the line."
-                ) from error
-            yield Record(value, span, number)
+            if text.strip():
+                yield number, _parsed(text, Record({}, span, number))
 
 
 def _parsed(text: str, place: object) -> Any:
     """The value of a JSON text, checked to be valid for a tokenizer.
 
     Raises:
-        DataError: It is nested too deeply, or has impossible numbers or characters.
-        JSONDecodeError: It is not JSON.
+        DataError: It is not JSON, is nested too deeply, or has impossible numbers or characters.
     """
     try:
         value = json.loads(text, object_pairs_hook=_mapping)
         if "\\ud" in text.lower():  # half of the pair \ud83d\ude00 is no character
             json.dumps(value, ensure_ascii=False).encode()
-    except json.JSONDecodeError:
-        raise
     except (ValueError, RecursionError) as error:
+        told = str(error).replace("line 1 ", "")  # of the text, which is one line of a file
         raise DataError(
             f"data.path: expected JSON records, got one that cannot be read at {place} "
-            f"({type(error).__name__}: {str(error)[:120]}). Correct or remove it."
+            f"({type(error).__name__}: {told[:120]}). Correct or remove it."
         ) from error
     return value
 
@@ -491,14 +520,7 @@ def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _read_list(file: Path) -> list[Any]:
-    content = "".join(read_text(whole(file, FileKind.TEXT)))
-    try:
-        return _parsed(content, file)
-    except json.JSONDecodeError as error:
-        raise DataError(
-            f"data.path: expected a JSON list of objects, got {error.msg}: "
-            f"{file}:{error.lineno}, column {error.colno}. Correct the file."
-        ) from error
+    return _parsed("".join(read_text(whole(file, FileKind.TEXT))), file)
 
 
 def _needing(name: str, file: Path) -> AbstractContextManager[None]:
@@ -518,21 +540,6 @@ def open_parquet(file: Path) -> Iterator[Any]:
         from pyarrow import parquet
     with _reading(file, "a parquet file"), parquet.ParquetFile(file) as reader:
         yield reader
-
-
-def check_column(file: Path, text_column: str) -> None:
-    """Checks that a parquet file has a column before anything is read.
-
-    Raises:
-        DataError: It has not.
-    """
-    with open_parquet(file) as reader:
-        present = reader.schema_arrow.names
-    if text_column not in present:
-        raise DataError(
-            f"data.text_column: expected a column {text_column!r}, got {', '.join(present)!r} at "
-            f"'{file}'. Set a column that contains text."
-        )
 
 
 def row_groups(file: Path) -> list[int]:

@@ -48,7 +48,6 @@ from fullshard.data.records import (
     FileKind,
     Files,
     Span,
-    check_column,
     files_at,
     line_start,
     next_line,
@@ -125,8 +124,6 @@ class Corpus:
             return cls(_embedded(), weight, text_column, EMBEDDED)
         with under(key):
             files = files_at(path)
-            for file in files.files if files.kind is FileKind.PARQUET else ():
-                check_column(file, text_column)
         return cls(files, weight, text_column, files.origin, key)
 
 
@@ -329,7 +326,7 @@ def _training_rows(
 
 def _split(source: Corpus, settings: DatasetSettings) -> tuple[list[Span], list[Span]]:
     with under(source.key):
-        train, rest = split(source.files.spans(settings.data.dtype), settings)
+        train, rest = split(source.files.spans(settings.data.dtype, source.text_column), settings)
         if not train:
             raise _too_few(source.files, 0, settings.sequence_length)
     return train, rest

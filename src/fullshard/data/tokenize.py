@@ -40,18 +40,18 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from fullshard.config.values import nearest
 from fullshard.data.arrays import Rows, TokenFile, checksum_of, map_tokens
 from fullshard.data.order import ENDLESS, permuted
 from fullshard.data.records import (
     FileKind,
-    Record,
     Span,
     identity,
     line_start,
+    no_column,
     read_records,
     read_text,
     row_groups,
+    text_of,
 )
 from fullshard.data.worker import on_all_cores
 from fullshard.errors import DataError
@@ -352,7 +352,9 @@ def pieces(shard: Shard, text_column: str) -> Iterator[str | None]:
                 yield None
             continue
         for record in read_records(span, [text_column]):
-            if text := _text_of(record, text_column):
+            if text_column not in record.value:
+                raise no_column(text_column, list(record.value), record)
+            if text := text_of(record, text_column, "data.text_column"):
                 yield from cut(text)
                 yield None
 
@@ -397,29 +399,6 @@ def _batched(texts: Iterable[str | None]) -> Iterator[list[str | None]]:
             yield batch
             batch, size = [], 0
     yield batch
-
-
-def _text_of(found: Record, text_column: str) -> str:
-    record = found.value
-    if not isinstance(record, dict):
-        raise DataError(
-            f"data.path: expected a JSON object, got {type(record).__name__} at {found}. "
-            f'Write {{"{text_column}": "..."}}.'
-        )
-    if text_column not in record:
-        guess = nearest(text_column, list(record))
-        hint = f"Did you mean '{guess}'?" if guess else "Set data.text_column to one of them."
-        columns = ", ".join(f"'{name}'" for name in record) or "none"
-        raise DataError(
-            f"data.text_column: expected a column '{text_column}', got {columns} at {found}. {hint}"
-        )
-    value = record[text_column]
-    if not isinstance(value, str):
-        raise DataError(
-            f"data.text_column: expected text in column '{text_column}', got "
-            f"{type(value).__name__} at {found}. Set a column that contains text."
-        )
-    return value
 
 
 class Progress:

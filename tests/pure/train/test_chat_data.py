@@ -143,7 +143,7 @@ def test_parquet_and_datasets_folders_are_read_as_jsonl_is(tmp_path):
         ('{"messages": [{"role": null, "content": "a"}]}', "expected 'role' and 'content' in a"),
         ('{"messages": [{"role": "user", "content": {"a": 1}}]}', "got \"{'a': 1}\""),
         ('{"messages": [{"role": "user", "content": [{"image": 1}]}]}', "or parts with 'text', in"),
-        ('{"instruction": 3, "output": "a"}', "expected text in 'instruction', got int at "),
+        ('{"instruction": 3, "output": "a"}', "expected text in column 'instruction', got int at "),
     ],
 )
 def test_a_wrong_record_is_named_with_its_line(tmp_path, line, said):
