@@ -225,4 +225,7 @@ def test_the_schema_of_another_tools_file_has_its_keys(folder):
 
 def test_lint_looks_for_the_data(folder):
     (folder / "a.yaml").write_text("data: {path: nowhere.txt}\n")
-    assert "'nowhere.txt', which does not exist" in invoke(["config", "lint", "a.yaml"]).result["refused"][0]
+    assert (
+        "'nowhere.txt', which does not exist"
+        in invoke(["config", "lint", "a.yaml"]).result["refused"][0]
+    )

@@ -261,7 +261,7 @@ def make_chat_dataset(
         DataError: No example has a token to learn.
     """
     spans, limit = source.files.spans(), settings.sequence_length
-    found = shards(spans, {})
+    found = shards(spans)
     values = _encoded(found, settings, tokenizer)
     starts, lengths, learned = _examples_in(values, limit)
     if not len(starts):

@@ -280,9 +280,7 @@ def _enter(folder: Path, entered: set[Path]) -> set[Path]:
     return entered
 
 
-def whole(
-    file: Path, kind: FileKind, dtype: str | None = None, column: str | None = None
-) -> Span:
+def whole(file: Path, kind: FileKind, dtype: str | None = None, column: str | None = None) -> Span:
     """The span of a full file.
 
     Args:

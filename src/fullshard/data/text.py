@@ -35,7 +35,7 @@ from pydantic import TypeAdapter
 
 from fullshard.config.environment import cache_folder
 from fullshard.config.schema import DataConfig
-from fullshard.data.arrays import Rows, TokenFile, tokens_in
+from fullshard.data.arrays import Rows, TokenFile
 from fullshard.data.dataset import (
     IGNORED,
     Baseline,
@@ -324,9 +324,12 @@ def _training_rows(
 # ---- held out -----------------------------------------------------------------------------------
 
 
-def _split(source: Corpus, settings: DatasetSettings) -> tuple[list[Span], list[Span]]:
+def _split(source: Corpus, settings: DatasetSettings) -> tuple[list[Shard], list[Shard]]:
+    """The parts of a source to train on, and those that are held out."""
     with under(source.key):
-        train, rest = split(source.files.spans(settings.data.dtype, source.text_column), settings)
+        dtype = settings.data.dtype
+        spans = split(source.files.spans(dtype, source.text_column), settings)
+        train, rest = (shards(one, dtype) for one in spans)
         if not train:
             raise _too_few(source.files, 0, settings.sequence_length)
     return train, rest
@@ -387,7 +390,7 @@ def _temporary() -> tempfile.TemporaryDirectory[str]:
 
 def _tokens(
     source: Corpus,
-    parts: tuple[list[Span], list[Span]],
+    parts: tuple[list[Shard], list[Shard]],
     settings: DatasetSettings,
     tokenizer: PreTrainedTokenizerBase,
 ) -> tuple[list[TokenFile] | Parts, list[TokenFile]]:
@@ -395,42 +398,26 @@ def _tokens(
     end = (tokenizer.eos_token_id,) if isinstance(tokenizer.eos_token_id, int) else ()
     dtype = token_dtype(vocab_size := num_ids(tokenizer))
     how = TokenSettings(end, source.text_column, vocab_size, dtype.name)
-    key = digest([VERSION, words_of(tokenizer), asdict(how)])
+    key, (train, rest) = digest([VERSION, words_of(tokenizer), asdict(how)]), parts
+    folder, read = cache_root() / key, partial(text_tokens, encoder_of(tokenizer), how)
     with under(source.key):
-        arrays = _arrays(source.files, settings.data.dtype, vocab_size)
-        found = [shards(part, arrays) for part in parts]
-        folder, read = cache_root() / key, partial(text_tokens, encoder_of(tokenizer), how)
         if settings.data.streaming:
             if getattr(tokenizer, "backend_tokenizer", None) is None:
                 raise ConfigError(
                     "data.streaming: expected a tokenizer of the tokenizers library "
                     f"(tokenizer.json), got {type(tokenizer).__name__}. Leave data.streaming out."
                 )
-            names = tuple(shard.name for shard in found[0])
-            return Parts(tuple(found[0]), names, key, how), tokenize(found[1], folder, how, read)
-        made = tokenize([*found[0], *found[1]], folder, how, read)
-        train, rest = made[: len(found[0])], made[len(found[0]) :]
-        if (count := sum(one.count for one in train)) < (length := settings.sequence_length):
-            raise _too_few(source.files, count, length)
-    return train, rest
-
-
-def _arrays(files: Files, dtype: str | None, vocab_size: int) -> dict[Path, TokenFile]:
-    """The existing tokens of each file, if the files are arrays."""
-    found = {file: tokens_in(file, dtype) for file in files.files if files.kind is FileKind.ARRAY}
-    for file, array in found.items():
-        if np.iinfo(array.dtype).max < vocab_size - 1:
-            raise DataError(
-                f"data.dtype: expected a dtype that holds the ids of {vocab_size:,} tokens, got "
-                f"{np.dtype(array.dtype).name} in '{file}'. Set the tokenizer that produced the "
-                "tokens, or the dtype in which they were written."
-            )
-    return found
+            return Parts(tuple(train), key, how), tokenize(rest, folder, how, read)
+        made = tokenize([*train, *rest], folder, how, read)
+        count = sum(one.count for one in made[: len(train)])
+        if count < settings.sequence_length:
+            raise _too_few(source.files, count, settings.sequence_length)
+    return made[: len(train)], made[len(train) :]
 
 
 def new_tokenizer(
     sources: Sequence[Corpus],
-    parts: Sequence[Sequence[Span]],
+    parts: Sequence[Sequence[Shard]],
     vocab_size: int,
     notes: list[str],
 ) -> PreTrainedTokenizerBase:
@@ -445,7 +432,7 @@ def new_tokenizer(
             "text is mixed with it, got none. Set its folder."
         )
     every_one = zip(sources, parts, strict=True)
-    found = [(source, shard) for source, part in every_one for shard in shards(part, {})]
+    found = [(source, shard) for source, part in every_one for shard in part]
     every = max(1, math.ceil(sum(shard.num_bytes for _, shard in found) / TRAINING_BYTES))
     if every > 1:
         notes.append(f"the tokenizer was trained on one part of the text in {every}")
@@ -486,7 +473,7 @@ def _texts(found: Sequence[tuple[Corpus, Shard]]) -> Iterator[str]:
     size = sum(shard.num_bytes for _, shard in found)
     if size > SHARD_BYTES:
         logger.info("data: training a tokenizer on %s MiB", f"{size / 2**20:,.0f}")
-    progress = Progress(size)
+    progress = Progress("read", size)
     for source, shard in found:
         with under(source.key):
             yield from filter(None, source.texts(shard, source.text_column))

@@ -28,7 +28,7 @@ import re
 import shutil
 import struct
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
@@ -40,7 +40,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from fullshard.data.arrays import Rows, TokenFile, checksum_of, map_tokens
+from fullshard.data.arrays import Rows, TokenFile, checksum_of, map_tokens, tokens_in
 from fullshard.data.order import ENDLESS, permuted
 from fullshard.data.records import (
     FileKind,
@@ -99,23 +99,25 @@ class Shard:
 
     Attributes:
         spans: Parts of files.
+        name: Checksum of everything that its tokens depend on, besides the settings.
         tokens: Existing tokens of an array; None: the tokens are made from text.
     """
 
     spans: tuple[Span, ...]
+    name: str
     tokens: TokenFile | None = None
+
+    @classmethod
+    def of(cls, spans: tuple[Span, ...], tokens: TokenFile | None = None) -> Shard:
+        """The part of the files as they are now; those that change have another name."""
+        told = [asdict(span) | {"file": str(span.file)} for span in spans]
+        files = [identity(span.file) for span in spans]
+        return cls(spans, digest([told, files, tokens and asdict(tokens)]), tokens)
 
     @property
     def num_bytes(self) -> int:
         """Approximate number of bytes to read."""
         return sum(span.size for span in self.spans)
-
-    @property
-    def name(self) -> str:
-        """Checksum of everything that its tokens depend on, besides the settings."""
-        told = [asdict(span) | {"file": str(span.file)} for span in self.spans]
-        files = [identity(span.file) for span in self.spans]
-        return digest([told, files, self.tokens and asdict(self.tokens)])
 
 
 def digest(told: object) -> str:
@@ -123,26 +125,28 @@ def digest(told: object) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(told).encode())
 
 
-def shards(spans: Iterable[Span], arrays: Mapping[Path, TokenFile]) -> list[Shard]:
+def shards(spans: Iterable[Span], dtype: str | None = None) -> list[Shard]:
     """Parts of about `SHARD_BYTES`; many small files share one.
 
     Args:
         spans: Parts of files, all of one kind.
-        arrays: Existing tokens by file, if the files are arrays.
+        dtype: data.dtype, for arrays.
     """
     found: list[Shard] = []
     held: list[Span] = []
     size = 0
-    for part in (part for span in spans for part in _parts(span)):
-        if part.kind is FileKind.ARRAY:
-            found.append(Shard((part,), arrays[part.file].part(part.start, part.stop)))
-            continue
-        held.append(part)
-        size += part.size
-        if size >= SHARD_BYTES // 2:  # parts are cut at lines, so most are a little smaller
-            found.append(Shard(tuple(held)))
-            held, size = [], 0
-    return [*found, Shard(tuple(held))] if held else found
+    for span in spans:
+        array = tokens_in(span.file, dtype) if span.kind is FileKind.ARRAY else None
+        for part in _parts(span):
+            if array is not None:
+                found.append(Shard.of((part,), array.part(part.start, part.stop)))
+                continue
+            held.append(part)
+            size += part.size
+            if size >= SHARD_BYTES // 2:  # parts are cut at lines, so most are a little smaller
+                found.append(Shard.of(tuple(held)))
+                held, size = [], 0
+    return [*found, Shard.of(tuple(held))] if held else found
 
 
 def _parts(span: Span) -> Iterator[Span]:
@@ -190,39 +194,37 @@ def tokenize(
         with suppress(OSError):  # a kill left it; the processes of other hosts are not known
             if time.time() - left.stat().st_mtime > LEFT_S:
                 shutil.rmtree(left) if left.is_dir() else left.unlink()
-    files = [folder / shard.name for shard in found]
-    todo, said = dict[Path, Shard](), time.monotonic()
-    for number, (file, shard) in enumerate(zip(files, found, strict=True)):
-        if time.monotonic() - said > SAY_S:
-            said = time.monotonic()
-            logger.info("data: checked %d of %d parts of the cache", number, len(files))
-        if not _is_made(file):
-            todo[file] = shard
-    if len(todo) < len(files):
-        logger.info(
-            "data: prepared %d of %d parts, in %s", len(files) - len(todo), len(files), folder
-        )
-    progress = Progress(sum(shard.num_bytes for shard in todo.values()))
-    for _, shard in on_all_cores(partial(ensure, how, read), list(todo.items()), num_processes):
+    made = dict[Path, TokenFile]()
+    todo = list[tuple[Path, Shard]]()
+    progress = Progress("checked", sum(shard.num_bytes for shard in found))
+    for shard in found:
+        file = folder / shard.name
+        if (tokens := _kept(file)) is not None:
+            made[file] = tokens
+        else:
+            todo.append((file, shard))
         progress.add(shard.num_bytes)
-    return [_read(file) for file in files]
+    if made:
+        logger.info("data: prepared %d of %d parts, in %s", len(made), len(found), folder)
+    progress = Progress("tokenized", sum(shard.num_bytes for _, shard in todo))
+    for (file, shard), tokens in on_all_cores(partial(ensure, how, read), todo, num_processes):
+        made[file] = tokens
+        progress.add(shard.num_bytes)
+    return [made[folder / shard.name] for shard in found]
 
 
 def ensure(how: TokenSettings, read: Reader, part: tuple[Path, Shard]) -> TokenFile:
     """The tokens of a shard, from the cache or made now; other processes wait meanwhile."""
     file, shard = part
     file.parent.mkdir(parents=True, exist_ok=True)
-    if not _is_made(file):
-        with ExitStack() as held:
-            # Without it, processes only repeat each other's work: a file appears when it is whole.
-            with suppress(OSError):  # another user's, or a file system without locks
-                lock = held.enter_context((file.parent / ".lock").open("a"))
-                # A byte per shard; lockf would not keep the threads of a process apart.
-                told = struct.pack("hhqqi0q", fcntl.F_WRLCK, 0, int(file.name[:15], 16), 1, 0)
-                fcntl.fcntl(lock, fcntl.F_OFD_SETLKW, told)
-            if not _is_made(file):
-                make(file, shard, how, read)
-    return _read(file)
+    with ExitStack() as held:
+        # Without it, processes only repeat each other's work: a file appears when it is whole.
+        with suppress(OSError):  # another user's, or a file system without locks
+            lock = held.enter_context((file.parent / ".lock").open("a"))
+            # A byte per shard; lockf would not keep the threads of a process apart.
+            told = struct.pack("hhqqi0q", fcntl.F_WRLCK, 0, int(file.name[:15], 16), 1, 0)
+            fcntl.fcntl(lock, fcntl.F_OFD_SETLKW, told)
+        return _kept(file) or make(file, shard, how, read)
 
 
 def fast_encoder(tokenizer: str) -> Encoder:
@@ -288,14 +290,20 @@ def _kinds(part: Any) -> Iterator[str]:
             yield from _kinds(one)
 
 
-def make(file: Path, shard: Shard, how: TokenSettings, read: Reader) -> None:
+def make(file: Path, shard: Shard, how: TokenSettings, read: Reader) -> TokenFile:
     """Tokenizes one shard into the cache: FILE.npy and FILE.json."""
     if shard.tokens is not None:
         tokens, array = shard.tokens, shard.tokens.mapped()
+        if np.iinfo(array.dtype).max < how.vocab_size - 1:
+            raise DataError(
+                f"data.dtype: expected a dtype that holds the ids of {how.vocab_size:,} tokens, "
+                f"got {array.dtype.name} in '{tokens.file}'. Set the tokenizer that produced the "
+                "tokens, or the dtype in which they were written."
+            )
     else:
         parts = [np.asarray(ids, how.dtype) for ids in read(shard)]
         array = np.concatenate(parts) if parts else np.empty(0, how.dtype)
-        if shard.name != file.name:
+        if Shard.of(shard.spans).name != shard.name:
             raise DataError(
                 f"data.path: expected files that do not change, got '{shard.spans[0].file}' or one "
                 "after it that changed while it was tokenized. Start again when it is complete."
@@ -316,22 +324,21 @@ def make(file: Path, shard: Shard, how: TokenSettings, read: Reader) -> None:
             f"{array[place]} in '{shard.spans[0].file}'. Set the tokenizer that produced the "
             "tokens, or set data.dtype if they were read in another dtype."
         )
+    tokens = replace(tokens, checksum=checksum_of(array))
     aside = file.with_name(f".{file.name}.{os.getpid()}.json")
-    aside.write_text(json.dumps(asdict(replace(tokens, checksum=checksum_of(array)))))
+    aside.write_text(json.dumps(asdict(tokens)))
     aside.replace(f"{file}.json")
+    return tokens
 
 
-def _is_made(file: Path) -> bool:
-    """Whether a part is in the cache as it was made; an existing array is not read as a whole."""
+def _kept(file: Path) -> TokenFile | None:
+    """A part of the cache if it is as it was made; an existing array is not read as a whole."""
     with suppress(DataError, OSError, ValueError, TypeError, RecursionError):
-        tokens = _read(file)
+        tokens = TokenFile(**json.loads(Path(f"{file}.json").read_text()))
         array = map_tokens(tokens)
-        return tokens.file != f"{file}.npy" or checksum_of(array) == tokens.checksum
-    return False
-
-
-def _read(file: Path) -> TokenFile:
-    return TokenFile(**json.loads(Path(f"{file}.json").read_text()))
+        if tokens.file != f"{file}.npy" or checksum_of(array) == tokens.checksum:
+            return tokens
+    return None
 
 
 # ---- from text to tokens -------------------------------------------------------------------------
@@ -402,14 +409,15 @@ def _batched(texts: Iterable[str | None]) -> Iterator[list[str | None]]:
 
 
 class Progress:
-    """Logs the progress of tokenization every few seconds.
+    """Logs progress every few seconds.
 
     Args:
+        what: What is done with the data: `tokenized`.
         size: Bytes to read.
     """
 
-    def __init__(self, size: int) -> None:
-        self._size, self._done = size, 0
+    def __init__(self, what: str, size: int) -> None:
+        self._what, self._size, self._done = what, size, 0
         self._began = self._said = time.monotonic()
 
     def add(self, num_bytes: int) -> None:
@@ -421,7 +429,7 @@ class Progress:
         self._said = now
         share, speed = self._done / self._size, self._done / (now - self._began)
         bar, left_s = "#" * int(share * BAR), (self._size - self._done) / speed
-        told = f"[{bar:.<{BAR}}] {100 * share:.0f} % of {self._size / 2**20:,.0f} MiB"
+        told = f"{self._what} [{bar:.<{BAR}}] {100 * share:.0f} % of {self._size / 2**20:,.0f} MiB"
         logger.info("data: %s, %.1f MiB/s, %.0f s left", told, speed / 2**20, left_s)
 
 
@@ -453,13 +461,11 @@ class Parts:
 
     Attributes:
         shards: The parts.
-        names: Name of each part when the run was prepared; a file that changed has another.
         key: Name of the cache folder of these settings.
         how: How data becomes tokens.
     """
 
     shards: tuple[Shard, ...]
-    names: tuple[str, ...]
     key: str
     how: TokenSettings
 
@@ -530,9 +536,8 @@ class Stream(Rows):
 
     def _made(self, source: int, index: int) -> TokenFile:
         (root, tokenizer), parts = self._how, self.found.parts[source]
-        file = root / parts.key / parts.names[index]
-        read = partial(text_tokens, _encoder(tokenizer), parts.how)
-        return ensure(parts.how, read, (file, parts.shards[index]))
+        shard, read = parts.shards[index], partial(text_tokens, _encoder(tokenizer), parts.how)
+        return ensure(parts.how, read, (root / parts.key / shard.name, shard))
 
     def _index(self, source: int, number: int) -> int:
         count = len(self.found.parts[source].shards)

@@ -104,7 +104,7 @@ def _end(process: Any) -> None:
 def on_all_cores(
     function: Callable[[Any], Any], requests: Sequence[Any], num_processes: int | None = None
 ) -> Iterator[Any]:
-    """Calls a function with every request, and yields each request when its call has ended.
+    """Calls a function with every request; yields each request with its answer, soonest first.
 
     Args:
         function: The function, which is pickled if there are several processes.
@@ -114,26 +114,22 @@ def on_all_cores(
     most = min(len(os.sched_getaffinity(0)), available_bytes() // PROCESS_BYTES)
     count = min(num_processes or most, len(requests))
     if count <= 1:
-        for request in requests:
-            function(request)
-            yield request
+        yield from ((request, function(request)) for request in requests)
         return
     workers = [Worker(function) for _ in range(count)]
     idle = list(workers)  # one per thread
 
-    def ask(request: Any) -> None:
+    def ask(request: Any) -> Any:
         worker = idle.pop()
         try:
-            worker.take(request, None)
+            return request, worker.take(request, None)
         finally:
             idle.append(worker)
 
     with ThreadPoolExecutor(count) as threads:
-        asked = {threads.submit(ask, request): request for request in requests}
+        asked = [threads.submit(ask, request) for request in requests]
         try:
-            for one in as_completed(asked):
-                one.result()
-                yield asked[one]
+            yield from (one.result() for one in as_completed(asked))
         finally:  # after an error, without the answers that are missing
             threads.shutdown(wait=False, cancel_futures=True)
             for worker in workers:

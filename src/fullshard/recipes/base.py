@@ -56,6 +56,7 @@ from fullshard.data.dataset import (
 )
 from fullshard.data.order import Indices, SampleOrder, evaluation_samples
 from fullshard.data.text import Corpus, Dataset, DatasetSettings, make_dataset, new_tokenizer
+from fullshard.data.tokenize import shards
 from fullshard.data.worker import Request, Worker
 from fullshard.errors import ConfigError, DataError, EngineError
 from fullshard.recipes.registry import Command
@@ -416,7 +417,9 @@ def make_data(
                 "folder, and set data.path to it."
             )
         source, notes = chat_source(path), list[str]()
-        tokenizer = tokenizer or new_tokenizer([source], [source.files.spans()], vocab_size, notes)
+        if tokenizer is None:
+            parts = [shards(source.files.spans())]
+            tokenizer = new_tokenizer([source], parts, vocab_size, notes)
         template = Path(sft.chat_template_path) if sft.chat_template_path else None
         set_template(tokenizer, template, config.model)
         chats = ChatSettings(training.max_seq_length, data.validation_fraction, sft)

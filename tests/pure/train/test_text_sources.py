@@ -47,7 +47,7 @@ def write_parquet(folder, row_group_size=None, **columns):
 
 def documents(path, text_column="text"):
     source, found = Corpus.at(path, text_column=text_column), [""]
-    for shard in shards(source.files.spans(), {}):
+    for shard in shards(source.files.spans()):
         for text in pieces(shard, text_column):
             found[-1] += text or ""
             found += [""] if text is None else []
