@@ -29,7 +29,7 @@ import sysconfig
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -62,8 +62,8 @@ _FORMS = "messages, conversations, prompt and completion, instruction and output
 
 
 @dataclass(frozen=True)
-class Turns:
-    """A conversation, to be rendered by a chat template.
+class Example:
+    """A conversation.
 
     Attributes:
         messages: Messages with `role`, `content` and further keys for the template.
@@ -71,6 +71,7 @@ class Turns:
         is_completion: Whether the record was a prompt and its completion.
         place: Its record, whose text is file and line, for errors.
         tools: Functions that may be called, for the template.
+        is_plain: Prompt and completion are texts that follow each other, without a template.
     """
 
     messages: tuple[Message, ...]
@@ -78,18 +79,7 @@ class Turns:
     is_completion: bool
     place: object
     tools: Any = None
-
-
-@dataclass(frozen=True)
-class Pair:
-    """A prompt and its completion, as plain text."""
-
-    prompt: str
-    completion: str
-    place: object
-
-
-Example = Turns | Pair
+    is_plain: bool = False
 
 
 def is_chat(path: Path) -> bool:
@@ -129,12 +119,12 @@ def _reader(value: Mapping[str, Any]) -> Any:
     return pair and (lambda record: _exchange(record, *pair))
 
 
-def _turns(record: Record, column: str) -> Turns:
+def _turns(record: Record, column: str) -> Example:
     messages = _messages(record, column)
     system = record.value.get("system")
     if isinstance(system, str) and system and messages[0]["role"] != "system":
         messages = ({"role": "system", "content": system}, *messages)
-    return Turns(messages, 0, False, record, _tools(record))
+    return Example(messages, 0, False, record, _tools(record))
 
 
 def _messages(record: Record, column: str) -> tuple[Message, ...]:
@@ -178,11 +168,10 @@ def _said(value: object, record: Record, column: str, number: int) -> str:
 
 
 def _prompt_completion(record: Record) -> Example:
-    prompt, completion = record.value["prompt"], record.value["completion"]
-    if isinstance(prompt, str) and isinstance(completion, str):
-        return Pair(prompt, completion, record)
+    if all(isinstance(record.value[column], str) for column in ("prompt", "completion")):
+        return replace(_exchange(record, "prompt", "completion"), is_plain=True)
     before, after = _messages(record, "prompt"), _messages(record, "completion")
-    return Turns((*before, *after), len(before), True, record, _tools(record))
+    return Example((*before, *after), len(before), True, record, _tools(record))
 
 
 def _tools(record: Record) -> list[Any] | None:
@@ -199,12 +188,12 @@ def _tools(record: Record) -> list[Any] | None:
     return ([told] if isinstance(told, Mapping) else told) or None
 
 
-def _exchange(record: Record, question: str, answer: str) -> Turns:
+def _exchange(record: Record, question: str, answer: str) -> Example:
     asked, more = text_of(record, question), record.value.get("input")
     if question == "instruction" and isinstance(more, str):
         asked = "\n\n".join(filter(None, (asked, more)))
     said = {"role": ASSISTANT, "content": text_of(record, answer)}
-    return Turns(({"role": "user", "content": asked}, said), 1, is_completion=True, place=record)
+    return Example(({"role": "user", "content": asked}, said), 1, is_completion=True, place=record)
 
 
 # ---- tokens --------------------------------------------------------------------------------------
@@ -274,8 +263,8 @@ def encode(example: Example, tokenizer: PreTrainedTokenizerBase, sft: SftConfig)
     Raises:
         DataError: The template refuses it, or its answers cannot be found in the rendered text.
     """
-    if isinstance(example, Pair):
-        return _encode_pair(example, tokenizer, sft)
+    if example.is_plain:
+        return _encode_plain(example, tokenizer, sft)
     only = sft.completion_only_loss if example.is_completion else sft.assistant_only_loss
     if only is False:
         text = _render(tokenizer, example)
@@ -293,23 +282,15 @@ def encode(example: Example, tokenizer: PreTrainedTokenizerBase, sft: SftConfig)
     return _encode_spans(text, list(_answers(example, tokenizer, text)), tokenizer)
 
 
-def prompt_of(example: Example, tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
-    """An example up to its last answer, and that answer."""
-    if isinstance(example, Pair):
-        return example.prompt, example.completion
+def prompt_of(example: Example, tokenizer: PreTrainedTokenizerBase) -> str:
+    """An example up to its last answer."""
+    if example.is_plain:
+        return str(example.messages[0]["content"])
     last = max((i for i, m in enumerate(example.messages) if m["role"] == ASSISTANT), default=0)
-    prompt = _render(tokenizer, example, last or None, add_generation_prompt=True)
-    return prompt, str(example.messages[last]["content"])
+    return _render(tokenizer, example, last or None, add_generation_prompt=True)
 
 
-def texts_of(example: Example) -> Iterator[str]:
-    """All texts of an example, for training a tokenizer."""
-    if isinstance(example, Pair):
-        return iter((example.prompt, example.completion))
-    return (str(message["content"]) for message in example.messages)
-
-
-def _template(tokenizer: PreTrainedTokenizerBase, example: Turns) -> str:
+def _template(tokenizer: PreTrainedTokenizerBase, example: Example) -> str:
     """The template that transformers uses for an example."""
     template: Any = tokenizer.chat_template
     if isinstance(template, dict):
@@ -318,17 +299,18 @@ def _template(tokenizer: PreTrainedTokenizerBase, example: Turns) -> str:
     return template or ""
 
 
-def _encode_pair(pair: Pair, tokenizer: PreTrainedTokenizerBase, sft: SftConfig) -> Encoded:
-    prompt = cast("list[int]", tokenizer(pair.prompt)["input_ids"])
+def _encode_plain(example: Example, tokenizer: PreTrainedTokenizerBase, sft: SftConfig) -> Encoded:
+    before, after = (str(message["content"]) for message in example.messages)
+    prompt = cast("list[int]", tokenizer(before)["input_ids"])
     end = [tokenizer.eos_token_id] if isinstance(tokenizer.eos_token_id, int) else []
     if end and prompt[-1:] == end and len(prompt) > 1:
         prompt = prompt[:-1]  # some tokenizers end every text
-    completion = [*_ids(pair.completion, tokenizer), *end]
+    completion = [*_ids(after, tokenizer), *end]
     first = sft.completion_only_loss is False
     return Encoded(prompt + completion, [first] * len(prompt) + [True] * len(completion))
 
 
-def _encode_marked(example: Turns, tokenizer: PreTrainedTokenizerBase) -> Encoded:
+def _encode_marked(example: Example, tokenizer: PreTrainedTokenizerBase) -> Encoded:
     if tokenizer.chat_template != PLAIN:
         _render(tokenizer, example)  # within the limit of memory
     marks = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
@@ -337,7 +319,7 @@ def _encode_marked(example: Turns, tokenizer: PreTrainedTokenizerBase) -> Encode
 
 
 def _answers(
-    example: Turns, tokenizer: PreTrainedTokenizerBase, text: str
+    example: Example, tokenizer: PreTrainedTokenizerBase, text: str
 ) -> Iterator[tuple[int, int]]:
     """Start and end of each answer in the rendered conversation."""
     cursor = 0
@@ -383,7 +365,7 @@ def _encode_spans(
 
 
 def _render(
-    tokenizer: PreTrainedTokenizerBase, example: Turns, stop: int | None = None, **told: Any
+    tokenizer: PreTrainedTokenizerBase, example: Example, stop: int | None = None, **told: Any
 ) -> Any:
     """The chat template's text of the first messages, unless `told` asks for more.
 

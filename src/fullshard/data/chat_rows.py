@@ -39,12 +39,10 @@ from fullshard.data.arrays import Rows, checksum_of
 from fullshard.data.chat import (
     ASSISTANT,
     Example,
-    Turns,
     encode,
     prompt_of,
     question_answers,
     read_examples,
-    texts_of,
 )
 from fullshard.data.dataset import IGNORED, DatasetFacts, PreparedData
 from fullshard.data.order import Indices
@@ -240,7 +238,8 @@ def chat_source(path: Path | None) -> Corpus:
 
 
 def _texts(shard: Shard, _column: str) -> Iterator[str]:
-    return (text for example in read_examples(shard.spans) for text in texts_of(example))
+    for example in read_examples(shard.spans):
+        yield from (str(message["content"]) for message in example.messages)
 
 
 def make_chat_dataset(
@@ -279,8 +278,7 @@ def make_chat_dataset(
     num_cut, share = np.count_nonzero(lengths > limit), learned[parts[0]].sum() / rows[0].count
     sampled = _examples_from(border % len(starts), values, starts, found)
     prompts = [
-        prompt_of(example, tokenizer)[0]
-        for example in itertools.islice(sampled, max(1, num_samples))
+        prompt_of(example, tokenizer) for example in itertools.islice(sampled, max(1, num_samples))
     ]
     ids: Any = [tokenizer(one, add_special_tokens=False)["input_ids"] for one in prompts]
     facts = DatasetFacts(
@@ -359,8 +357,8 @@ def _nothing_to_learn(
             f"training.max_seq_length: expected more tokens than {places.min()}, where the first "
             f"answer of {many} begins, got {limit}."
         )
-    turns = (example for example in read_examples(spans) if isinstance(example, Turns))
-    roles = Counter(str(message["role"]) for one in turns for message in one.messages)
+    messages = (message for example in read_examples(spans) for message in example.messages)
+    roles = Counter(str(message["role"]) for message in messages)
     if roles and ASSISTANT not in roles:
         got = ", ".join(f"{role} ({count:,})" for role, count in roles.most_common(5))
         return DataError(

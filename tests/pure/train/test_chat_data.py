@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from fullshard.config.schema import ModelConfig, SftConfig
 from fullshard.data import chat, chat_rows
 from fullshard.data.arrays import _map
-from fullshard.data.chat import Pair, Turns, encode, read_examples, set_template
+from fullshard.data.chat import Example, encode, read_examples, set_template
 from fullshard.data.chat_rows import ChatSettings, best_fit, chat_source, dealt, make_chat_dataset
 from fullshard.data.order import BatchShape, SampleOrder
 from fullshard.data.records import files_at
@@ -156,7 +156,7 @@ def test_a_wrong_record_is_named_with_its_line(tmp_path, line, said):
 
 
 def test_answers_alone_are_learned_with_marks_and_without(tokenizer):
-    turns = Turns(tuple(CHAT), 0, is_completion=False, place="here")
+    turns = Example(tuple(CHAT), 0, is_completion=False, place="here")
     assert learned_text(turns, tokenizer) == " four<|endoftext|> yes<|endoftext|>"
     everything = learned_text(turns, tokenizer, assistant_only_loss=False)
     assert everything.startswith("Question: two and two?\nAnswer: four<|endoftext|>")
@@ -185,7 +185,8 @@ def test_tools_reach_the_template_and_the_built_in_one_refuses_them(tokenizer, t
 
 
 def test_a_completion_is_learned_and_its_prompt_is_not(tokenizer):
-    pair = Pair("two and ", "two", "here")
+    told = [{"role": "user", "content": "two and "}, {"role": "assistant", "content": "two"}]
+    pair = Example(tuple(told), 1, is_completion=True, place="here", is_plain=True)
     assert learned_text(pair, tokenizer) == "two<|endoftext|>"
     assert learned_text(pair, tokenizer, completion_only_loss=False) == "two and two<|endoftext|>"
 
@@ -316,7 +317,7 @@ def test_the_cache_is_used_until_a_file_changes(tokenizer, tmp_path, monkeypatch
 
 
 NO_ANSWERS = [{"messages": CHAT[::2]}]
-ASKED = Turns(tuple(CHAT[:2]), 0, is_completion=False, place="x")
+ASKED = Example(tuple(CHAT[:2]), 0, is_completion=False, place="x")
 
 
 @pytest.mark.parametrize(
