@@ -47,7 +47,14 @@ from fullshard.data.chat import (
 from fullshard.data.dataset import IGNORED, DatasetFacts, PreparedData
 from fullshard.data.order import Indices
 from fullshard.data.records import FileKind, Files, Span, files_at
-from fullshard.data.text import Corpus, cache_root, load_tokens, save_tokens, written
+from fullshard.data.text import (
+    Corpus,
+    DatasetSettings,
+    cache_root,
+    load_tokens,
+    save_tokens,
+    written,
+)
 from fullshard.data.tokenize import Shard, TokenSettings, digest, shards, tokenize
 from fullshard.data.tokenizer import settings_of, words_of
 from fullshard.engine.hugging_face import num_ids
@@ -59,23 +66,6 @@ if TYPE_CHECKING:
 VERSION = 3  # changes when the same conversations give other tokens
 BEGINS, COUNTS, BITS = 1, 2, 2  # flags of a value, and how many there are
 ARRAYS = ("starts", "sizes", "rows", "lengths")
-
-
-@dataclass(frozen=True)
-class ChatSettings:
-    """How examples become rows.
-
-    Attributes:
-        sequence_length: Largest number of tokens in a row; longer examples are truncated at the
-            end.
-        held_out_fraction: Share of the examples to hold out, from the end.
-        sft: Which tokens are learned, whether a row has several examples, and how many held-out
-            prompts are answered at evaluations.
-    """
-
-    sequence_length: int
-    held_out_fraction: float
-    sft: SftConfig
 
 
 @dataclass(frozen=True)
@@ -244,7 +234,7 @@ def _texts(shard: Shard, _column: str) -> Iterator[str]:
 
 def make_chat_dataset(
     source: Corpus,
-    settings: ChatSettings,
+    settings: DatasetSettings,
     tokenizer: PreTrainedTokenizerBase,
     notes: Sequence[str] = (),
 ) -> ChatDataset:
@@ -266,7 +256,7 @@ def make_chat_dataset(
     if not len(starts):
         path = source.files.path
         raise DataError(f"data.path: expected records, got none in '{path}'.")
-    border = max(1, len(starts) - math.ceil(len(starts) * settings.held_out_fraction))
+    border = max(1, len(starts) - math.ceil(len(starts) * settings.data.validation_fraction))
     cut, kept = np.minimum(lengths, limit), np.flatnonzero(learned)
     parts = np.split(kept, np.searchsorted(kept, [border]))
     capacity, num_samples = limit if settings.sft.packing else None, settings.sft.num_samples
@@ -300,7 +290,7 @@ def make_chat_dataset(
 
 
 def _encoded(
-    found: Sequence[Shard], settings: ChatSettings, tokenizer: PreTrainedTokenizerBase
+    found: Sequence[Shard], settings: DatasetSettings, tokenizer: PreTrainedTokenizerBase
 ) -> Rows:
     """Values of all tokens, from the cache or made now on all cores."""
     sft = settings.sft
@@ -373,7 +363,7 @@ def _nothing_to_learn(
 
 
 def _notes(
-    num_examples: int, num_cut: int, share: float, rows: Sequence[ExampleRows], how: ChatSettings
+    num_examples: int, num_cut: int, share: float, rows: Sequence[ExampleRows], how: DatasetSettings
 ) -> Iterator[str]:
     yield f"{num_examples:,} examples; {share:.0%} of the training tokens count in the loss"
     if num_cut:

@@ -25,7 +25,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -34,7 +34,7 @@ import numpy as np
 from pydantic import TypeAdapter
 
 from fullshard.config.environment import cache_folder
-from fullshard.config.schema import DataConfig
+from fullshard.config.schema import DataConfig, SftConfig
 from fullshard.data.arrays import Rows, TokenFile
 from fullshard.data.dataset import (
     IGNORED,
@@ -129,19 +129,22 @@ class Corpus:
 
 @dataclass(frozen=True)
 class DatasetSettings:
-    """How text becomes sequences.
+    """How text becomes sequences, and conversations rows.
 
     Attributes:
-        sequence_length: Tokens per sequence.
+        sequence_length: Tokens per sequence; longer conversations are truncated at the end.
         vocab_size: Largest vocabulary of a tokenizer that is trained on the text.
         data: Section of the configuration.
         seed: Seed of a stream's order of parts.
+        sft: Which tokens are learned, whether a row has several examples, and how many held-out
+            prompts are answered at evaluations.
     """
 
     sequence_length: int
     vocab_size: int
     data: DataConfig
     seed: int = 0
+    sft: SftConfig = field(default_factory=SftConfig)
 
 
 Kept = list[list[TokenFile]] | Sources

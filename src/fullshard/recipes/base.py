@@ -42,7 +42,7 @@ from torch.autograd.function import once_differentiable
 from fullshard.config.schema import ModelConfig, RunConfig, SftConfig, ShardConfig
 from fullshard.config.values import GradReduction
 from fullshard.data.chat import set_template
-from fullshard.data.chat_rows import ChatDataset, ChatSettings, chat_source, make_chat_dataset
+from fullshard.data.chat_rows import ChatDataset, chat_source, make_chat_dataset
 from fullshard.data.dataset import (
     DOCUMENTS,
     IGNORED,
@@ -410,6 +410,7 @@ def make_data(
     data, training, sft = config.data, config.training, config.sft or SftConfig()
     path, is_chat = Path(data.path) if data.path else None, command.kind.uses_chats(config)
     _check_streaming(config, command, is_chat=is_chat)
+    settings = DatasetSettings(training.max_seq_length, vocab_size, data, training.seed, sft)
     if is_chat:
         if data.mixture:
             raise ConfigError(
@@ -422,9 +423,7 @@ def make_data(
             tokenizer = new_tokenizer([source], parts, vocab_size, notes)
         template = Path(sft.chat_template_path) if sft.chat_template_path else None
         set_template(tokenizer, template, config.model)
-        chats = ChatSettings(training.max_seq_length, data.validation_fraction, sft)
-        return make_chat_dataset(source, chats, tokenizer, notes)
-    settings = DatasetSettings(training.max_seq_length, vocab_size, data, training.seed)
+        return make_chat_dataset(source, settings, tokenizer, notes)
     column = data.text_column
     sources = [
         Corpus.at(Path(one.path), one.weight, one.text_column or column, f"data.mixture.{number}")

@@ -15,13 +15,14 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from fullshard.config.schema import ModelConfig, SftConfig
+from fullshard.config.schema import DataConfig, ModelConfig, SftConfig
 from fullshard.data import chat, chat_rows
 from fullshard.data.arrays import _map
 from fullshard.data.chat import Example, encode, read_examples, set_template
-from fullshard.data.chat_rows import ChatSettings, best_fit, chat_source, dealt, make_chat_dataset
+from fullshard.data.chat_rows import best_fit, chat_source, dealt, make_chat_dataset
 from fullshard.data.order import BatchShape, SampleOrder
 from fullshard.data.records import files_at
+from fullshard.data.text import DatasetSettings
 from fullshard.data.tokenizer import train_tokenizer
 from fullshard.errors import ConfigError, DataError
 from fullshard.recipes.base import load_data
@@ -56,6 +57,10 @@ def examples(path):
     return list(read_examples(files_at(path).spans()))
 
 
+def settings_of(length, fraction, sft):
+    return DatasetSettings(length, 300, DataConfig(validation_fraction=fraction), sft=sft)
+
+
 def source(folder, rows):
     (folder / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return chat_source(folder / "chat.jsonl")
@@ -75,7 +80,7 @@ def test_ids_may_leave_out_numbers(tmp_path):
     """A vocabulary has all ids of its tokenizer, and not only as many as it has entries."""
     found = models.WordLevel({"two": 0, "four": 70_000, "<end>": 1}, unk_token="<end>")
     sparse = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(found), eos_token="<end>")
-    settings = ChatSettings(8, 0.5, SftConfig(num_samples=0))
+    settings = settings_of(8, 0.5, SftConfig(num_samples=0))
     rows = make_chat_dataset(source(tmp_path, [pair("two", "four")] * 2), settings, sparse)
     assert rows.facts.vocab_size == 70_001
     labels = rows.arrays(np.array([0]), held_out=False)["labels"]
@@ -194,7 +199,7 @@ def test_a_completion_is_learned_and_its_prompt_is_not(tokenizer):
 def test_what_is_cut_and_left_out_is_counted_and_said(tokenizer, tmp_path):
     answers = ["four", "yes " * 40, "two"]
     rows = [pair("two and two " * n, a) for n, a in zip((1, 1, 60), answers, strict=True)]
-    settings = ChatSettings(40, 0.0, SftConfig(packing=True, num_samples=0))
+    settings = settings_of(40, 0.0, SftConfig(packing=True, num_samples=0))
     made = make_chat_dataset(source(tmp_path, rows), settings, tokenizer)
     assert made.facts.num_train_sequences == len(made.train) == 2
     assert made.train.lengths.max() == 40
@@ -216,7 +221,7 @@ def test_rows_are_the_examples_in_their_order_though_processes_share_the_parts(
     rows = [pair("two " * n, "four " * (1 + n % 3)) for n in range(1, 25)]
     data = source(tmp_path, rows)
     (tmp_path / "chat.jsonl").write_text("\n" * 600 + (tmp_path / "chat.jsonl").read_text())
-    made = make_chat_dataset(data, ChatSettings(64, 0.25, SftConfig(num_samples=2)), tokenizer)
+    made = make_chat_dataset(data, settings_of(64, 0.25, SftConfig(num_samples=2)), tokenizer)
     assert len(made.train.values.sources[0]) > 4
     found = [encode(one, tokenizer, SftConfig()) for one in examples(tmp_path / "chat.jsonl")]
     for part, held_out in ((found[:18], False), (found[18:], True)):
@@ -229,14 +234,14 @@ def test_rows_are_the_examples_in_their_order_though_processes_share_the_parts(
     prompts = [tokenizer(row["prompt"])["input_ids"] for row in rows[18:20]]
     assert list(made.samples) == prompts
     monkeypatch.setattr("fullshard.data.tokenize.SHARD_BYTES", 1 << 20)
-    again = make_chat_dataset(data, ChatSettings(64, 0.25, SftConfig(num_samples=2)), tokenizer)
+    again = make_chat_dataset(data, settings_of(64, 0.25, SftConfig(num_samples=2)), tokenizer)
     assert len(again.train.values.sources[0]) == 1
     assert again.facts == made.facts  # the fingerprint, too
 
 
 def test_padded_rows_have_one_length_and_padding_is_a_document_of_its_own(tokenizer, tmp_path):
     rows = [pair("two " * n, "four") for n in (1, 2, 3, 4)]
-    settings = ChatSettings(16, 0.0, SftConfig(packing=True, num_samples=0))
+    settings = settings_of(16, 0.0, SftConfig(packing=True, num_samples=0))
     made = make_chat_dataset(source(tmp_path, rows), settings, tokenizer)
     chosen = np.array([0, -1])
     plain = made.arrays(chosen, held_out=False)
@@ -256,7 +261,7 @@ def test_padded_rows_have_one_length_and_padding_is_a_document_of_its_own(tokeni
 
 def test_a_saved_dataset_loads_as_it_was(tokenizer, tmp_path):
     rows = [pair("two " * n, "four") for n in range(1, 9)]
-    settings = ChatSettings(32, 0.25, SftConfig(packing=True, num_samples=2))
+    settings = settings_of(32, 0.25, SftConfig(packing=True, num_samples=2))
     made = make_chat_dataset(source(tmp_path, rows), settings, tokenizer)
     made.save(tmp_path / "data")
     loaded = load_data(tmp_path / "data", ModelConfig(name_or_path="MODEL"))
@@ -273,7 +278,7 @@ def test_a_saved_dataset_loads_as_it_was(tokenizer, tmp_path):
 
 
 def test_the_cache_is_used_until_a_file_changes(tokenizer, tmp_path, monkeypatch):
-    made, settings = [], ChatSettings(32, 0.0, SftConfig(packing=True, num_samples=0))
+    made, settings = [], settings_of(32, 0.0, SftConfig(packing=True, num_samples=0))
     monkeypatch.setattr(chat_rows, "encode", lambda *a: made.append("made") or encode(*a))
 
     def prepared(answer=None, settings=settings, other=tokenizer):
@@ -282,7 +287,7 @@ def test_the_cache_is_used_until_a_file_changes(tokenizer, tmp_path, monkeypatch
 
     first = prepared("four").facts
     assert prepared().facts == first
-    shorter = ChatSettings(6, 0.0, SftConfig(num_samples=1))
+    shorter = settings_of(6, 0.0, SftConfig(num_samples=1))
     assert prepared(settings=shorter).facts.fingerprint != first.fingerprint
     assert made == ["made"]  # parts serve rows of any length
     second = prepared("yes").facts
@@ -300,7 +305,7 @@ def test_the_cache_is_used_until_a_file_changes(tokenizer, tmp_path, monkeypatch
     other.chat_template = UNMARKED
     prepared(other=other)
     prepared(
-        settings=ChatSettings(
+        settings=settings_of(
             32, 0.0, SftConfig(packing=True, num_samples=0, completion_only_loss=False)
         )
     )
@@ -348,7 +353,7 @@ def test_nothing_to_learn_is_an_error_that_names_the_cause(
 ):
     other = copy.deepcopy(tokenizer)
     other.chat_template = template or other.chat_template
-    settings = ChatSettings(8, 0.0, SftConfig(num_samples=0))
+    settings = settings_of(8, 0.0, SftConfig(num_samples=0))
     with pytest.raises(DataError, match=said):
         make_chat_dataset(source(tmp_path, rows), settings, other)
 

@@ -7,9 +7,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, BloomConfig, LlamaConfig, Qwen3MoeConfig
 
-from fullshard.config.schema import SftConfig
-from fullshard.data.chat_rows import ChatSettings, chat_source, make_chat_dataset
+from fullshard.config.schema import DataConfig, SftConfig
+from fullshard.data.chat_rows import chat_source, make_chat_dataset
 from fullshard.data.order import BatchShape, SampleOrder
+from fullshard.data.text import DatasetSettings
 from fullshard.data.tokenizer import train_tokenizer
 from fullshard.errors import ConfigError
 from fullshard.models.small import check_documents
@@ -35,8 +36,12 @@ def model():
     return AutoModelForCausalLM.from_config(config, dtype=torch.float64)
 
 
+def settings_of(length, fraction, sft):
+    return DatasetSettings(length, 300, DataConfig(validation_fraction=fraction), sft=sft)
+
+
 def dataset(tokenizer, folder, *, packing):
-    settings = ChatSettings(48, 0.0, SftConfig(packing=packing, num_samples=0))
+    settings = settings_of(48, 0.0, SftConfig(packing=packing, num_samples=0))
     file = folder / "chat.jsonl"
     file.write_text("".join(json.dumps({"prompt": a, "completion": b}) + "\n" for a, b in PAIRS))
     return make_chat_dataset(chat_source(file), settings, tokenizer)
