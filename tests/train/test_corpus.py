@@ -69,15 +69,15 @@ def test_what_a_killed_start_has_tokenized_is_not_tokenized_again(tmp_path, toke
     def killed(file, *rest):
         if len(made) == 3:
             raise KeyboardInterrupt
-        make(file, *rest)
         made.append(file)
+        return make(file, *rest)
 
     monkeypatch.setattr(tokenize, "make", killed)
     with pytest.raises(KeyboardInterrupt):
         make_dataset([Corpus.at(text)], NO_HOLD_OUT, tokenizer)
     first, made = list(made), []
     monkeypatch.setattr(
-        tokenize, "make", lambda file, *rest: (made.append(file), make(file, *rest))
+        tokenize, "make", lambda file, *rest: made.append(file) or make(file, *rest)
     )
     dataset = make_dataset([Corpus.at(text)], NO_HOLD_OUT, tokenizer)
     assert made
@@ -146,7 +146,7 @@ def test_a_file_that_changes_while_it_is_tokenized_is_refused(tmp_path, tokenize
 
     def changing(*args):
         text.write_text(seeded_text(90))
-        make(*args)
+        return make(*args)
 
     monkeypatch.setattr(tokenize, "make", changing)
     refused(text, "files that do not change, got .*a.txt' or one after it", tokenizer=tokenizer)
