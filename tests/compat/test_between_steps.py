@@ -255,6 +255,10 @@ def test_an_average_that_is_put_in_shares_memory_until_another_one_is():
     assert found[1] == pytest.approx(found[0], rel=1e-5)
 
 
+def plain(param):
+    return param.to_local() if hasattr(param, "to_local") else param.data
+
+
 @on_ranks(2)
 def test_data_that_stays_in_a_place_keeps_its_values():
     """Also where the shard came back meanwhile, and where shards are exchanged as plain tensors."""
@@ -262,10 +266,11 @@ def test_data_that_stays_in_a_place_keeps_its_values():
     for net in (stack(), FSDP(stack())):
         x, (one, _, two, _) = torch.ones(2, 5), net.parameters()
         net(x)
-        averages, old = [cloned(one) * 0.5, cloned(one) * 0.25], one.data
+        averages, alias = [cloned(one) * 0.5, cloned(one) * 0.25], one.data
+        old = plain(one)
         one.data = averages[0].data
+        del alias
         one.data = old
-        del old
         new = one.data
         one.data = averages[1].data
         shown = [net(x).square().mean().item(), *(t.norm().item() for t in (new, *averages))]
@@ -278,8 +283,7 @@ def test_data_that_stays_in_a_place_keeps_its_values():
     for net in (layers(), FSDP(layers())):
         first, second = net[0].weight, net[1].weight
         net(torch.ones(2, 5))
-        both = [w.to_local() if hasattr(w, "to_local") else w.data for w in (first, second)]
-        second.data, first.data = both
+        second.data, first.data = plain(first), plain(second)
         found.append(net(torch.ones(2, 5)).square().mean().item())
     assert found[1] == pytest.approx(found[0], rel=1e-5)
 
