@@ -255,6 +255,39 @@ def test_an_average_that_is_put_in_shares_memory_until_another_one_is():
     assert found[1] == pytest.approx(found[0], rel=1e-5)
 
 
+def plain(param):
+    return param.to_local() if hasattr(param, "to_local") else param.data
+
+
+@on_ranks(2)
+def test_data_that_stays_in_a_place_keeps_its_values():
+    """Also where the shard came back meanwhile, and where shards are exchanged as plain tensors."""
+    found = []
+    for net in (stack(), FSDP(stack())):
+        x, (one, _, two, _) = torch.ones(2, 5), net.parameters()
+        net(x)
+        averages, alias = [cloned(one) * 0.5, cloned(one) * 0.25], one.data
+        old = plain(one)
+        one.data = averages[0].data
+        del alias
+        one.data = old
+        new = one.data
+        one.data = averages[1].data
+        shown = [net(x).square().mean().item(), *(t.norm().item() for t in (new, *averages))]
+        with torch.no_grad():
+            averages[1].mul_(2)  # shares memory with the parameter
+        shown.append(net(x).square().mean().item())
+        found.append([*shown, one.detach().norm().item(), two.detach().norm().item()])
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+    found = []
+    for net in (layers(), FSDP(layers())):
+        first, second = net[0].weight, net[1].weight
+        net(torch.ones(2, 5))
+        second.data, first.data = plain(first), plain(second)
+        found.append(net(torch.ones(2, 5)).square().mean().item())
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+
+
 @on_ranks(2)
 def test_whole_values_are_assigned_where_one_rank_has_all_elements():
     """Of a bias of five elements that one rank stores, and of a change that shards it again."""

@@ -265,6 +265,7 @@ def misused_blocks():
     run, model, _ = sharded()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     run.loss(model, 0).backward()
+    optimizer.step()  # shards here, whole below
     nested = fs.unsharded(model)
     with fs.unsharded(model):
         texts = {

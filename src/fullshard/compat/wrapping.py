@@ -49,7 +49,7 @@ from fullshard.engine.optimizers import WATCHED
 from fullshard.engine.parameter import Guarded, PendingGradient, ShardedParameter, ShardedTensor
 from fullshard.engine.placing import present, shard_shape
 from fullshard.engine.precision import cast_tensors
-from fullshard.engine.record import ShardRecord, end_aliases, move_into, sharing
+from fullshard.engine.record import ShardRecord, change_memory, clear_place, sharing_of, take_along
 from fullshard.engine.shard import ShardInputs, shard_model
 from fullshard.engine.unit import Group, Member, address_of, gather_piece
 from fullshard.errors import EngineError, UnsupportedModelError
@@ -440,7 +440,8 @@ def reclaim(model: nn.Module) -> None:
     """Turns a parameter created from a shard, `nn.Parameter(torch.ones_like(p))`, into a shard."""
     for param in model.parameters():
         if type(param) is ShardedTensor:
-            param.__class__, param.alias_of = ShardedParameter, None
+            change_memory(param, None)
+            param.__class__ = ShardedParameter
 
 
 def share_copies(model: nn.Module, world: Topology) -> None:
@@ -479,9 +480,6 @@ def _early_gather(
 # ---- what changed
 
 
-Moved = tuple[Member, torch.Tensor, torch.Tensor]  # its place in the buffer, and its value
-
-
 def put_back_shards(engine: Engine) -> None:
     """Copies moved shards (`p.data = ...` of the shard's size, or whole) back. No collective.
 
@@ -489,7 +487,7 @@ def put_back_shards(engine: Engine) -> None:
     those that share it now (the value assigned) share the place that it is copied to. See
     [Note: shared memory] in engine/record.py.
     """
-    moved: list[Moved] = []
+    moved: list[tuple[Member, torch.Tensor]] = []  # and its place in the buffer
     with no_guard():
         for group in engine.groups:
             for member in [] if group.is_in_place() else group.members:
@@ -498,48 +496,20 @@ def put_back_shards(engine: Engine) -> None:
                 is_moved = address_of(param) != address_of(home) and param.device == home.device
                 is_alike = (value.numel(), value.dtype) == (home.numel(), home.dtype)
                 if is_alike and is_moved:
-                    moved.append((member, home, value))
+                    moved.append((member, home))
         if not moved:
             return
         engine.home.before_write()
-        buffers = {group.master.untyped_storage().data_ptr() for group in engine.groups}
-        own = {id(member.param) for member in engine.members}
-        followers = _followers(moved, buffers)
-        copies: dict[int, torch.Tensor] = {}
-        for shared, which, at in sharing([home for _, home, _ in moved]):
-            if id(shared) not in own and id(shared) not in followers:
-                if which not in copies:
-                    copies[which] = moved[which][1].clone()
-                move_into(shared, copies[which], at)
-        values = [value.clone() if _is_in(value, buffers) else value for *_, value in moved]
-        for (member, home, _), value in zip(moved, values, strict=True):
+        for member, home in moved:
+            clear_place(member.param, home)
+        values = [_own_part(member.param.detach(), member.piece) for member, _ in moved]
+        masters = {group.master.untyped_storage().data_ptr() for group in engine.groups}
+        values = [x.clone() if x.untyped_storage().data_ptr() in masters else x for x in values]
+        for (member, home), value in zip(moved, values, strict=True):
             home.copy_(value)
             whole = member.group.plan.layout.num_parts == 1
             member.param.data = home.view(shard_shape(member.piece, whole=whole))
-        for shared, which, at in followers.values():
-            move_into(shared, moved[which][1], at)
-    end_aliases([member.param for member, *_ in moved])
-
-
-def _followers(moved: Sequence[Moved], buffers: set[int]) -> dict[int, tuple[Any, int, int]]:
-    """Tensors that share memory with a value and move into the buffer with it, by id."""
-    places = {home.data_ptr() for _, home, _ in moved}  # two shards may be swapped
-    found: dict[int, tuple[Any, int, int]] = {}
-    for shared, which, at in sharing([value for *_, value in moved]):
-        member, _, value = moved[which]
-        has_place = not _is_in(value, buffers) or value.data_ptr() in places
-        if has_place and _is_like(shared, member.param):
-            found[id(shared)] = shared, which, at
-    return found
-
-
-def _is_in(value: torch.Tensor, buffers: set[int]) -> bool:
-    return value.untyped_storage().data_ptr() in buffers
-
-
-def _is_like(tensor: Any, param: ShardedParameter) -> bool:
-    """Whether a tensor may be an alias of a shard (`p.data`), of whose elements it has a copy."""
-    return type(tensor) is ShardedTensor and tensor.record.is_cut_like(param.record)
+            take_along(member.param, home)
 
 
 def needs_new_plan(engine: Engine) -> bool:
@@ -577,15 +547,14 @@ def replace_engines(model: nn.Module, shard: Callable[[], Engine]) -> Engine:
         grads: list[Any] = [param.grad for param in _shards(model)]
         kept = [grad if grad is None else grad.to_local().clone() for grad in grads]
     before = [(param, param.record) for param in _shards(model)]
-    with no_guard():
-        shared = sharing([param.detach().reshape(-1) for param, _ in before])
     engine = shard()
-    for alias, which, at in shared:
-        param, _ = before[which]
-        if _is_like(alias, param):
-            with no_guard():
-                move_into(alias, param.detach().reshape(-1), at)
-    end_aliases([param for param, _ in before])
+    with no_guard():
+        for param, record in before:
+            found = sharing_of(param)
+            if found is not None and record.is_cut_like(param.record):
+                take_along(param, param.detach().reshape(-1))
+            elif found is not None:
+                found.drop(param)
     states = {id(param): state for param, state in WATCHED.states()}
     shown = {id(member.param): member.grad for member in engine.members}
     parts = [

@@ -19,7 +19,7 @@ from fullshard.config.values import DType, parse
 from fullshard.engine.engine import Engine, engine_of
 from fullshard.engine.optimizers import WATCHED, loaded_state, states_made
 from fullshard.engine.owned import OwnedOptimizer
-from fullshard.engine.parameter import Guarded, ShardedParameter
+from fullshard.engine.parameter import Guarded, params_of
 from fullshard.engine.state import param_names, tied_names
 from fullshard.errors import CheckpointError, EngineError, untrusted
 from fullshard.transport.base import torch_dtype
@@ -62,8 +62,7 @@ def full_state_dict(
     result: dict[str, Any] = {}
     for name, shown in model.state_dict().items():
         # Values that are not aliases of parameters were computed by a hook of the state dict.
-        source = getattr(shown, "alias_of", None)
-        is_changed = isinstance(shown, Guarded) and not isinstance(source, ShardedParameter)
+        is_changed = isinstance(shown, Guarded) and not params_of(shown)
         value: Any = shown.full_tensor() if is_changed else shown
         shape = value.record.shape_of(value) if isinstance(value, Guarded) else None
         if keep:

@@ -94,6 +94,7 @@ class Count(StrEnum):
     LISTED = "parameters of groups"  # a hash of them; a rank may leave out empty shards
     STATES = "optimizer states"  # a hash of their number and settings, by parameter; the sum is 0
     GROUPS = "settings of groups"  # a hash of those of all groups, if ranks list the same shards
+    OWNED = "gradients of fs.owned"  # a hash of which there are
     WEIGHTS = "weights of replicas"  # a hash of some of them, other ones at each step
 
 
@@ -546,6 +547,8 @@ _UNLIKE = {  # errors of hashes that differ between ranks
     Count.STATES: _SETTINGS,
     Count.GROUPS: _SETTINGS,
     Count.WEIGHTS: UNEQUAL_REPLICAS,
+    Count.OWNED: "expected gradients of the same parameters on every rank; they differ. Set "
+    "p.grad, or None, on all ranks alike.",
     Count.GATHERS: _ORDER,
     Count.REPLICAS: _ORDER,
 }

@@ -21,7 +21,7 @@ import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from operator import methodcaller
+from operator import is_, methodcaller
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook as before_ste
 from fullshard.engine._torch_compat import no_guard, register_guard_types, tree_leaves
 from fullshard.engine.computed import Computed
 from fullshard.engine.disk import Disk
-from fullshard.engine.norms import MOST, Count, hash_of
+from fullshard.engine.norms import Count, GradientNorms, by_model, hash_of
 from fullshard.engine.parameter import (
     Guarded,
     PendingGradient,
@@ -70,6 +70,8 @@ class _Watch:
         self._kept: list[tuple[Any, Any]] = []  # gradients that an update in turns has used
         self._sliced: dict[type, set[str]] = {}  # states with an element for each of a parameter's
         self._cut: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._groups: weakref.WeakKeyDictionary[Optimizer, dict[int, _Group]]
+        self._groups = weakref.WeakKeyDictionary()  # as they were at the last step
         self.trusted: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self.callbacks: list[Callable[[Optimizer], None]] = []
 
@@ -77,6 +79,7 @@ class _Watch:
         """Watch as long as an owner of shards lives: an engine, or a model without one yet."""
         if owner in self._owners:
             return
+        self._groups.clear()  # parameters that were sharded again have new records
         self._owners.add(owner)
         weakref.finalize(owner, self._release).atexit = False
         if not self._handles:
@@ -138,13 +141,14 @@ class _Watch:
         models: dict[Any, Counter[str]] = defaultdict(Counter)
         trusted = optimizer in self.trusted
         states = {} if trusted else optimizer.state  # owners have their own
-        for group in optimizer.param_groups:
-            _refuse_unsharded(optimizer, group["params"])
-            shards = [p for p in group["params"] if isinstance(p, ShardedParameter)]
-            for norms in {p.record.norms for p in shards}:
-                models[norms].update(_hashes_of(group, shards, norms, states))
-            first = None if trusted else next((p for p in shards if p.record.is_cut), None)
-            if first is not None:
+        groups = self._groups.setdefault(optimizer, {})
+        for at, group in enumerate(optimizer.param_groups):
+            if at not in groups or not groups[at].has(group["params"]):
+                groups[at] = _Group(optimizer, group["params"])
+            for norms, part in groups[at].parts.items():
+                models[norms].update(part.hashes(settings_in(group), states))
+            first = groups[at].first
+            if first is not None and not trusted:
                 self._probe_once(optimizer, group, first)
         if optimizer not in self._cut and not trusted:
             self._cut.add(optimizer)
@@ -197,36 +201,70 @@ def _is_the_same_in_turns(make: Callable[[list[Any]], Optimizer]) -> bool:
     return all(map(partial(torch.allclose, rtol=1e-6, atol=1e-8), together, found))
 
 
-def _hashes_of(
-    group: dict[str, Any], shards: Sequence[Any], norms: Any, states: Any
-) -> dict[str, int]:
-    """Hashes of a group's settings, which ranks of a model compare.
+class _Group:
+    """A group's parameters, which are looked at again when others are there or one is whole.
 
-    A rank may leave out shards without elements (`if p.numel()`), and with them the group. Then
-    only groups count of which all ranks have elements of one shard, with the counts in its state.
-    The ranks with elements of a parameter compare its settings, and how many states it has.
+    Attributes:
+        parts: Its shards by model.
+        first: A shard that is cut; None if there is none.
     """
-    if norms.transport is None:  # shards of compat, before their engine
-        return {}
-    world, settings = norms.transport.axes.mesh.world_size, settings_in(group)
-    ours = [(p, p.record) for p in shards if p.record.norms is norms]
-    own = hash_of(settings)  # hashes of integers are equal in all processes
-    listed = sum(hash((one.index, 0)) for _, one in ours)
-    groups = sum(hash((one.index, 1, own)) for _, one in ours)
-    cut = [(states.get(p, {}), one) for p, one in ours if one.cut is None]
-    whole = (state for state, one in cut if one.copies * len(one.holders) == world)
-    state = next(whole, None)  # all ranks have elements of it
-    both = numbers = 0
-    if state is not None:  # a tensor of (1,) may be a state of one element
-        counts = [x for x in state.values() if not (isinstance(x, torch.Tensor) and x.dim())]
-        both = hash_of([settings, len(state), counts])
-    for found, one in cut:
-        size = len(one.holders)
-        if size > 1 and one.piece.numel:
-            weight = -1 if one.piece.start else size - 1  # 0 for all holders together
-            numbers += weight * hash((one.index, len(found), own))
-    hashes = {Count.LISTED: listed % MOST, Count.GROUPS: groups % MOST}
-    return {**hashes, Count.SETTINGS: both, Count.STATES: numbers}
+
+    def __init__(self, optimizer: Optimizer, params: Sequence[Any]) -> None:
+        _refuse_unsharded(optimizer, params)
+        self._params = [*params]
+        self._kinds = list(map(type, params))
+        shards = [param for param in params if isinstance(param, ShardedParameter)]
+        self.parts = {norms: _Part(ours, norms) for norms, ours in by_model(shards).items()}
+        self.first = next((param for param in shards if param.record.is_cut), None)
+
+    def has(self, params: Sequence[Any]) -> bool:
+        """Whether these are its parameters, and none has become whole or a shard."""
+        own, kinds = self._params, self._kinds
+        return len(params) == len(own) and all(map(is_, params, own)) and [*map(type, own)] == kinds
+
+
+class _Part:
+    """A model's shards in a group, of which ranks compare settings and states.
+
+    A rank may leave out shards without elements (`if p.numel()`), and with them the group. All
+    ranks therefore compare settings of what they list if they list the same, and those with
+    elements of a parameter its settings, and how many states it has. The counts in its states are
+    compared for a parameter of which all ranks have elements.
+    """
+
+    def __init__(self, shards: Sequence[Any], norms: GradientNorms) -> None:
+        self._listed = self._shared = 0  # sums of a number for each shard
+        self._weights: list[tuple[Any, int]] = []  # of those whose elements several ranks have
+        self._whole: Any = None
+        if norms.transport is None:  # of compat, before their engine
+            return
+        world = norms.transport.axes.mesh.world_size
+        for param, one in ((param, param.record) for param in shards):
+            number, size = hash((one.index, 0)), len(one.holders)  # equal in all processes
+            self._listed += number
+            if one.cut is not None:
+                continue
+            if self._whole is None and one.copies * size == world:
+                self._whole = param
+            if size > 1 and one.piece.numel:
+                weight = -1 if one.piece.start else size - 1  # 0 for all holders together
+                self._shared += weight * number
+                self._weights.append((param, weight * hash((one.index, 1))))
+
+    def hashes(self, settings: dict[str, Any], states: Any) -> dict[str, int]:
+        """What is added to the counts of ranks at each step."""
+        own, both = hash_of(settings), 0
+        if self._whole is not None:
+            state = states.get(self._whole, {})  # a tensor of (1,) may be a state of one element
+            counts = [x for x in state.values() if not (isinstance(x, torch.Tensor) and x.dim())]
+            both = hash_of([settings, len(state), counts])
+        numbers = sum(weight * len(states.get(param, ())) for param, weight in self._weights)
+        return {
+            Count.LISTED: self._listed,
+            Count.GROUPS: own * self._listed,
+            Count.SETTINGS: both,
+            Count.STATES: own * self._shared + numbers,
+        }
 
 
 def _steps_others(optimizer: Optimizer) -> bool:
@@ -259,7 +297,7 @@ def _structure(value: Any) -> Any:
 WATCHED = _Watch()
 
 
-def _refuse_unsharded(optimizer: Optimizer, params: list[Any]) -> None:
+def _refuse_unsharded(optimizer: Optimizer, params: Sequence[Any]) -> None:
     """Raise an error inside fs.unsharded, where parameters are whole but keep their records."""
     for param in params:
         record = getattr(param, "record", None)

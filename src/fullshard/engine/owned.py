@@ -33,7 +33,7 @@ from torch.optim import Optimizer
 from fullshard.engine._torch_compat import no_guard
 from fullshard.engine.cuts import Cut
 from fullshard.engine.engine import Engine, engine_of
-from fullshard.engine.norms import from_host, is_at_hand
+from fullshard.engine.norms import Count, is_at_hand
 from fullshard.engine.optimizers import WATCHED, check_by_itself
 from fullshard.engine.parameter import Guarded, ShardedParameter
 from fullshard.engine.unit import Member
@@ -285,10 +285,8 @@ class OwnedOptimizer(Optimizer):
         engine.check_params()
         if (error := self._outcome(self._check_edits)) is not None:
             raise error
-        code = float(zlib.crc32(bytes(o.param.grad is not None for o in self._owned.values())))
-        bounds = from_host([code, -code], engine.device)
-        bounds = engine.norms.all_reduce(bounds, "fs.owned step", maximum=True)
-        engine.norms.read(bounds, _check_alike)
+        code = zlib.crc32(bytes(o.param.grad is not None for o in self._owned.values()))
+        engine.norms.meet("fs.owned", {Count.OWNED: code})
 
     def _outcome(self, act: Callable[[], None]) -> Exception | None:
         """Raise any rank's error, or return this rank's if the host may not wait for a device."""
@@ -343,14 +341,6 @@ class OwnedOptimizer(Optimizer):
         for owned in members:
             if owned.whole in self._inner.state:
                 self.state[owned.param].update(self._inner.state[owned.whole])
-
-
-def _check_alike(bounds: torch.Tensor) -> None:
-    if bounds[0] != -bounds[1]:
-        raise EngineError(
-            "fs.owned: expected gradients of the same parameters on every rank; they differ. Set "
-            "p.grad, or None, on all ranks alike."
-        )
 
 
 def owns_states(optimizer: Optimizer, param: Any) -> bool | None:

@@ -14,7 +14,7 @@ raises an error and never reads another layer's data.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import repeat
@@ -42,7 +42,7 @@ from fullshard.engine.norms import (
     by_model,
     norms_of,
 )
-from fullshard.engine.record import ShardRecord, follow, leave_aliases, note_sharing, owner_of
+from fullshard.engine.record import ShardRecord, Sharing, change_memory
 from fullshard.errors import EngineError, ShardedTensorError
 from fullshard.planner.layout import clean_name
 
@@ -51,9 +51,10 @@ class Guarded:
     """`__torch_function__` of all shards. See [Note: the guard]."""
 
     record: ShardRecord
-    alias_of: Any = None  # the shard that this aliases: `p.data`, `p.view(-1)`
-    aliases: Any = None  # tensors whose `alias_of` is, or was, this one; weak, by id
-    num_moves = 0  # assignments to its data, or to that of the shard when this became its alias
+    alias_of: Any = None  # the gradient that this aliases: `p.grad.data`
+    shares: Any = None  # see `Sharing`
+    is_at_rest = False  # a parameter
+    stayed: Any = None  # returns those with which a parameter shared memory before `p.data = x`
     known: Known | None = None  # what cached norms determine about this mask or square
 
     @classmethod
@@ -224,6 +225,8 @@ class ShardedParameter(Guarded, nn.Parameter, metaclass=_AtRest):
     `p.numel()` is local; `fs.sharding(p)` has the global shape.
     """
 
+    is_at_rest = True
+
     def new_state(self, dtype: torch.dtype) -> torch.Tensor:
         """Allocate (n_local,) plain zeros for an optimizer state of this parameter."""
         if self.record.states is not None:
@@ -259,6 +262,7 @@ class PlacedParameter(Guarded, torch.Tensor):
 
     __slots__ = ("_local_tensor", "_spec")  # a DTensor's local tensor; empty
     _is_param = True  # isinstance(p, nn.Parameter)
+    is_at_rest = True
     new_state, as_state = ShardedParameter.new_state, ShardedParameter.as_state
     register_hook = ShardedParameter.register_hook
     register_post_accumulate_grad_hook = ShardedParameter.register_post_accumulate_grad_hook
@@ -401,27 +405,36 @@ def _call_plain(func: Any, name: str, like: Any, arguments: Any) -> Any:
 
 def _note_writes(written: Sequence[Any], *, counts: bool = True) -> None:
     """Tell the models of shards about writes."""
-    if set(map(type, written)) == _STATES and all(map(is_, map(_ALIAS, written), repeat(None))):
+    if set(map(type, written)) == _STATES and all(map(is_, map(_SHARES, written), repeat(None))):
         return  # the fast path for optimizer states
-    notified: dict[Any, int] = {}  # the number of the write, by model
+    params: list[Any] = []
     for shard in written:
         if isinstance(shard, _LISTS):
             _note_writes(shard, counts=counts)
         elif isinstance(shard, ShardedGradient):
             shard.record.norms.note_write(shard, counts=counts)
-        elif isinstance(param := owner_of(shard), ShardedParameter):
-            record, model = param.record, param.record.norms  # one per model
-            if counts and record.cut is None:
-                model.wrote[id(record)] = record
-            if model not in notified:
-                notified[model] = record.before_write()
-            record.last_write = notified[model] if counts else record.last_write
+        elif isinstance(shard, Guarded):
+            params += params_of(shard)
+    for model, ours in by_model(params).items():
+        number = ours[0].record.before_write()
+        if counts:
+            for record in map(_RECORD, ours):
+                record.last_write = number
+                if record.cut is None:
+                    model.wrote[id(record)] = record
+
+
+def params_of(tensor: Any) -> Iterable[Any]:
+    """The parameters that have a tensor's memory."""
+    if tensor.is_at_rest:
+        return (tensor,)
+    return () if tensor.shares is None else tensor.shares.params.values()
 
 
 def _copy(func: Any, name: str, like: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """p.copy_(average): what becomes of a state that only some ranks wrote is found."""
     for target in shards_in(args[:1])[:1]:
-        if isinstance(owner_of(target), ShardedParameter):
+        if params_of(target):
             _note_sources(target.record.norms, (*args[1:], *kwargs.values()))
     return _elementwise(func, name, like, args, kwargs)
 
@@ -429,7 +442,7 @@ def _copy(func: Any, name: str, like: Any, args: Any, kwargs: dict[str, Any]) ->
 def _note_sources(norms: GradientNorms, values: Sequence[Any]) -> None:
     """Note the states that this rank wrote, which are copied or gathered now."""
     for state in _shards(values):
-        record, is_own = state.record, type(owner_of(state)) is ShardedTensor
+        record, is_own = state.record, type(state) is ShardedTensor and not params_of(state)
         if is_own and record.cut is None and not state.is_inference() and state._version:
             norms.copied[id(record)] = record
 
@@ -494,7 +507,8 @@ def _replace(func: Any, _name: str, _like: Any, args: Any, _kwargs: dict[str, An
     if not isinstance(gradient, ShardedGradient):
         with no_guard():
             func(gradient, data)  # a parameter: detected at the next forward
-        _share(gradient, data)
+        has_others = isinstance(data, Guarded) and not isinstance(data, ShardedGradient)
+        change_memory(gradient, Sharing.of(data) if has_others else None)
         return
     if data.dtype is not gradient.dtype or data.shape != gradient.shape:
         raise ShardedTensorError(
@@ -513,28 +527,6 @@ def _replace(func: Any, _name: str, _like: Any, args: Any, _kwargs: dict[str, An
             "p.grad.detach()). Keep p.grad.clone(), or write p.grad = ..."
         )
     gradient.copy_(data)
-
-
-def _share(target: Any, data: Any) -> None:
-    """Note that both share memory from now on. See [Note: shared memory]."""
-    if isinstance(target, ShardedParameter):
-        target.num_moves += 1
-    owner = owner_of(data)
-    if owner is target:
-        return
-    if not isinstance(target, ShardedParameter):
-        leave_aliases(target)
-    if not isinstance(owner, Guarded):
-        target.alias_of = None
-        return
-    if not isinstance(target, ShardedParameter):
-        follow(target, data if data.alias_of is None else data.alias_of)
-        target.num_moves = data.num_moves
-    elif type(owner) is ShardedTensor and target.record.is_cut_like(owner.record):
-        owner.record, owner.num_moves = target.record, target.num_moves
-        follow(owner, target)
-    note_sharing(target)
-    note_sharing(owner)
 
 
 def _is_mask(args: Sequence[Any]) -> bool:
@@ -565,7 +557,7 @@ def _are_of_one_record(ones: Sequence[Any], others: Sequence[Any]) -> bool:
         return False
 
 
-_RECORD, _ALIAS = attrgetter("record"), attrgetter("alias_of")
+_RECORD, _SHARES = attrgetter("record"), attrgetter("shares")
 _LISTS = (list, tuple)
 _STATES = {ShardedTensor}
 
@@ -608,17 +600,15 @@ def _as_shard(result: Any, like: Any, name: str) -> Any:
             return result
         raise misfit(name, like, f"the result would be {tuple(result.shape)}")
     kind = ShardedGradient if isinstance(like, ShardedGradient) else ShardedTensor
+    is_alias = name in ALIASES  # writes to it are writes to the other
     with no_guard():
         shard: Any = result.as_subclass(kind)
+        shares = is_alias and kind is ShardedTensor and own.is_contiguous()
     shard.record = like.record
-    if name in ALIASES:
-        source = like if like.alias_of is None else like.alias_of
-        if kind is ShardedTensor:
-            follow(shard, source)
-            shard.num_moves = own.num_moves
-            note_sharing(shard)
-        else:
-            shard.alias_of = source  # writes to it are writes to that
+    if shares:
+        Sharing.of(own).add(shard)
+    elif is_alias and kind is ShardedGradient:
+        shard.alias_of = own if own.alias_of is None else own.alias_of
     return shard
 
 

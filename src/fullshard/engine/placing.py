@@ -14,7 +14,6 @@ from fullshard.engine.cuts import Cut
 from fullshard.engine.gradients import GradientShard
 from fullshard.engine.homes import DeviceHomes
 from fullshard.engine.parameter import PlacedParameter, ShardedParameter
-from fullshard.engine.record import forget_sharing
 from fullshard.engine.unit import Group, Member, address_of
 from fullshard.errors import UnsupportedModelError
 from fullshard.planner.layout import Slice
@@ -45,7 +44,6 @@ def present(
         UnsupportedModelError: Something refers to the parameter weakly, so it cannot be moved.
     """
     is_placed = is_distributed(param)
-    forget_sharing(param)
     with no_guard():
         param.grad = None
     shown = data.view(shard_shape(piece, whole=whole))

@@ -2,17 +2,21 @@
 
 [Note: shared memory]
 `old = p.data` shares the memory of a shard, and `p.data = value` that of a value. In one process
-they go on sharing it. Here a shard that was moved is copied back to its place in a flat buffer, so
-whatever shares memory with either must move as well: with the value into the buffer, or out of the
-buffer before it is overwritten. Such tensors are noted where they begin to share (an alias that is
-made, shards on both sides of `x.data = y`), and found by their addresses.
+they go on sharing it. Here a shard that was moved is copied back to its place in a flat buffer, and
+tensors that share memory move together:
+
+    p.data = value    p leaves `old`, which stayed in the place, and joins `value` (`change_memory`)
+    put back          `old` gets memory of its own (`clear_place`); `value` is copied to the place,
+                      which p and `value` share from then on (`take_along`)
+
+A write into one of them is a write into the parameter among them. Which these are is known on all
+ranks alike, also on a rank without elements, where no tensor has an address.
 """
 
 from __future__ import annotations
 
 import math
 import weakref
-from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -118,93 +122,91 @@ class ShardRecord(Elements):
         return f"{clean_name(p.name)!r}, global shape {self.shape}{of}, {where}"
 
 
-_NOTED: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by id
+class Sharing:
+    """Tensors that share memory, all from the same address. See [Note: shared memory].
 
+    They refer to it, but a parameter in its place does so weakly, so that nothing is kept alive.
 
-def _noted(tensors: Any = _NOTED) -> list[Any]:
-    """The tensors of a weak dictionary, in one step: another thread may note more."""
-    return [x for weak in tensors.valuerefs() if (x := weak()) is not None] if tensors else []
-
-
-def owner_of(tensor: Any) -> Any:
-    """The tensor whose memory this one shares, or the tensor itself."""
-    while (source := getattr(tensor, "alias_of", None)) is not None:
-        tensor = source
-    return tensor
-
-
-def follow(tensor: Any, source: Any) -> None:
-    """Let a tensor be an alias of another; None: of none."""
-    tensor.alias_of = source
-    if source is not None:
-        if source.aliases is None:
-            source.aliases = weakref.WeakValueDictionary()
-        source.aliases[id(tensor)] = tensor
-
-
-def note_sharing(tensor: Any) -> None:
-    """Note that a tensor shares memory with others. See [Note: shared memory]."""
-    _NOTED[id(tensor)] = tensor
-
-
-def forget_sharing(tensor: Any) -> None:
-    """Drop the weak reference, with which torch does not swap tensors."""
-    _NOTED.pop(id(tensor), None)
-
-
-def end_aliases(params: Sequence[Any]) -> None:
-    """Let aliases of shards that were moved since be aliases of one another.
-
-    All ranks decide alike, also those without elements, whose tensors have no address.
+    Attributes:
+        params: The parameters among them, by id.
     """
-    ids = set(map(id, params))
-    firsts: dict[tuple[int, int], Any] = {}
-    for tensor in _noted():
-        if id(of := tensor.alias_of) in ids:
-            if tensor.num_moves != of.num_moves:
-                first = firsts.setdefault((id(of), tensor.num_moves), tensor)
-                follow(tensor, None if first is tensor else first)
-            elif of.record.is_cut_like(tensor.record):
-                tensor.record = of.record
+
+    def __init__(self) -> None:
+        self.params: dict[int, Any] = {}
+        self._others: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+    @classmethod
+    def of(cls, tensor: Any) -> Sharing:
+        """The tensors with which one shares memory, and itself."""
+        found = sharing_of(tensor)
+        if found is None:
+            found = cls()
+            found.add(tensor)
+            tensor.shares = weakref.ref(found) if tensor.is_at_rest else found
+        return found
+
+    def add(self, tensor: Any) -> None:
+        """Add a tensor that begins where the others do."""
+        (self.params if tensor.is_at_rest else self._others)[id(tensor)] = tensor
+        tensor.shares = self
+
+    def drop(self, tensor: Any) -> None:
+        """Remove a tensor that gets other memory."""
+        self.params.pop(id(tensor), None)
+        self._others.pop(id(tensor), None)
+        tensor.shares = None
+
+    def tensors(self) -> list[Any]:
+        """All of them, in one step: another thread may add more."""
+        others = (weak() for weak in self._others.valuerefs())
+        return [*self.params.values(), *(x for x in others if x is not None)]
+
+    def move(self, flat: torch.Tensor) -> None:
+        """Let all of them share other flat memory, with the same elements. Outside the guard."""
+        for tensor in self.tensors():
+            tensor.data = flat.view(tensor.dtype).view(tensor.shape)
 
 
-def leave_aliases(tensor: Any) -> None:
-    """Let the aliases of a tensor that gets other memory be those of the first of them."""
-    aliases = [x for x in _noted(tensor.aliases) if x.alias_of is tensor]
-    for alias in aliases[1:]:
-        follow(alias, aliases[0])
-    for alias in aliases[:1]:
-        follow(alias, tensor.alias_of)
-        alias.num_moves = tensor.num_moves
+def sharing_of(tensor: Any) -> Sharing | None:
+    """The tensors with which one shares memory; None if none is known."""
+    found = tensor.shares
+    return found() if isinstance(found, weakref.ref) else found
 
 
-def sharing(memory: Sequence[torch.Tensor]) -> list[tuple[Any, int, int]]:
-    """Noted tensors that share memory with some of these. Outside the guard.
-
-    Args:
-        memory: Flat, contiguous tensors.
-
-    Returns:
-        Of each: the tensor, the index of the memory, and its first element there.
-    """
-    begins = sorted((flat.data_ptr(), which) for which, flat in enumerate(memory) if flat.numel())
-    found: list[tuple[Any, int, int]] = []
-    for tensor in _noted() if begins else ():
-        address = tensor.data_ptr()
-        begin, which = begins[bisect_right(begins, (address, len(memory))) - 1]
-        flat = memory[which]
-        if 0 <= address - begin < flat.nbytes and tensor.dtype is flat.dtype:
-            found.append((tensor, which, (address - begin) // flat.element_size()))
-    return found
+def change_memory(tensor: Any, theirs: Sharing | None) -> None:
+    """Note that a tensor has the memory of others now; None: memory of its own."""
+    before = sharing_of(tensor)
+    if before is theirs:
+        return
+    if before is not None:
+        before.drop(tensor)
+        if tensor.is_at_rest and (tensor.stayed is None or tensor.stayed() is None):
+            tensor.stayed = weakref.ref(before)
+    if theirs is not None:
+        theirs.add(tensor)
 
 
-def move_into(tensor: Any, flat: torch.Tensor, at: int) -> None:
-    """Let a tensor share other memory, from an element on. Outside the guard.
+def clear_place(param: Any, place: torch.Tensor) -> None:
+    """Copy the values of tensors that stayed in a parameter's place. Outside the guard."""
+    stayed = None if param.stayed is None else param.stayed()
+    param.stayed = None
+    others = [] if stayed is None or not place.numel() else stayed.tensors()
+    if any(tensor.data_ptr() == place.data_ptr() for tensor in others):
+        stayed.move(place.clone())
 
-    Args:
-        tensor: Its elements were copied there.
-        flat: The memory.
-        at: The tensor's first element in it.
-    """
-    at += int(flat.storage_offset())
-    tensor.data = flat.as_strided(tensor.shape, tensor.stride(), at)
+
+def take_along(param: Any, place: torch.Tensor) -> None:
+    """Let tensors that shared a parameter's memory share its new place. Outside the guard."""
+    found = sharing_of(param)
+    if found is None:
+        return
+    if len(found.params) > 1:  # the others stay with another parameter
+        found.drop(param)
+        return
+    for tensor in found.tensors():
+        if tensor.record.is_cut_like(param.record):
+            tensor.record = param.record
+        else:
+            found.drop(tensor)
+    found.move(place)
+    param.shares = weakref.ref(found)

@@ -35,7 +35,6 @@ from fullshard.engine.norms import Count, sample_hash
 from fullshard.engine.owned import OwnedOptimizer, owns_states
 from fullshard.engine.parameter import Guarded, ShardedParameter
 from fullshard.engine.placing import shard_shape
-from fullshard.engine.record import forget_sharing
 from fullshard.engine.unit import Member, Unit, alive
 from fullshard.errors import CheckpointError, EngineError, ShardedTensorError
 
@@ -167,7 +166,6 @@ class _Whole:
             for member in group.members:
                 if member.cut is not None:
                     shown = member.cut.show(member.view(full))
-                    forget_sharing(member.param)
                     with no_guard():
                         shard = nn.Parameter(shown, member.param.requires_grad)
                         torch.utils.swap_tensors(member.param, shard)
