@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 import fullshard as fs
 from fullshard.checkpoint.files import TensorFile
 from fullshard.checkpoint.read import Checkpoint, remove, superfluous
+from fullshard.launch.run_lock import RunLock
 from support.models import perturbed
 from support.scripts import Tiny, tokens_of
 
@@ -202,6 +203,16 @@ def test_nothing_is_written_where_checkpoints_are_pruned(fullshard, run_dir, com
     assert message.startswith(f"FOLDER: expected a folder outside of checkpoints, got '{folder}")
     assert f"Write to another folder, such as '{within}-{command}'" in message
     assert not (folder / place).exists()
+
+
+def test_an_import_becomes_no_checkpoint_of_a_run_that_is_active(fullshard, run_dir, tmp_path):
+    source, target = run_dir / "checkpoints/step-00000001", run_dir / "checkpoints/step-99999999"
+    with RunLock(run_dir):
+        done = fullshard("ckpt", "import", source, target, code=2)
+        assert f"FOLDER: expected a folder that no run uses, got '{run_dir}'" in done.err
+        assert not target.exists()
+        fullshard("ckpt", "import", source, tmp_path / "step-99999999", code=0)
+    fullshard("ckpt", "import", source, target, code=0)
 
 
 def test_a_step_whose_link_leads_nowhere_is_skipped_and_said(fullshard, run_dir, tmp_path, caplog):

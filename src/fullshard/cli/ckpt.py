@@ -38,6 +38,7 @@ def _outside(ctx: typer.Context, folder: Path) -> Path:
     from fullshard.checkpoint.retain import checkpoints_in, look_at
     from fullshard.checkpoint.storage import StorePath, storage_path
     from fullshard.errors import CheckpointError
+    from fullshard.launch.run_lock import LOCK, held_elsewhere, is_held
 
     if isinstance(storage_path(folder), StorePath):
         raise CheckpointError(
@@ -54,6 +55,9 @@ def _outside(ctx: typer.Context, folder: Path) -> Path:
             "which it may be pruned. Write to another folder, such as "
             f"'{within}-{ctx.info_name}'."
         )
+    if ctx.info_name == "import" and real.name.startswith("step-"):
+        for run in (place for place in real.parents if (place / LOCK).exists() and is_held(place)):
+            raise held_elsewhere(run, "FOLDER")  # it would take the folder for its newest save
     return folder
 
 

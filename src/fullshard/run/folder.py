@@ -35,8 +35,15 @@ from fullshard.checkpoint.files import write_text
 from fullshard.checkpoint.retain import ELSEWHERE, checkpoints_of
 from fullshard.checkpoint.storage import StorePath, storage_path
 from fullshard.config.regular_files import did_you_mean_path
-from fullshard.errors import ConfigError
-from fullshard.launch.exit_codes import ExitCode, exit_code_of, left_by, of_place, public_name
+from fullshard.errors import ConfigError, FullshardError
+from fullshard.launch.exit_codes import (
+    ExitCode,
+    as_ours,
+    exit_code_of,
+    left_by,
+    of_place,
+    public_name,
+)
 from fullshard.launch.run_lock import LOCK, RunLock, held_elsewhere, is_held
 from fullshard.planner.text import SCHEMA_VERSION, check_version
 
@@ -152,7 +159,10 @@ class RunFolder:
         }
         try:
             with self._alone():
-                if final or self.read_record().get("status") in _GOING_ON:
+                status = self.read_record().get("status")
+                if status == RunStatus.INTERRUPTED and exit_code == ExitCode.HANG:
+                    return  # its peers found the rank gone that was interrupted
+                if final or status in _GOING_ON:
                     self._update(fields)
         except (OSError, ConfigError) as error:
             logger.warning("run.json could not be written: %s", error)
@@ -290,7 +300,9 @@ def check_output_dir(output_dir: Path) -> None:
         )
 
 
-def _cannot_be_made(output_dir: Path, why: object) -> ConfigError:
+def _cannot_be_made(output_dir: Path, why: Exception) -> FullshardError:
+    if isinstance(ours := as_ours(why), FullshardError):  # a full disk, no descriptor
+        return ours
     place, reason = getattr(why, "filename", None), getattr(why, "strerror", None) or why
     inside = f": '{place}'" if str(place).startswith(f"{output_dir}/") else ""
     return ConfigError(

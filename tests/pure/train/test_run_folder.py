@@ -9,6 +9,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 from functools import partialmethod
 from pathlib import Path
@@ -18,7 +19,7 @@ import pytest
 from fullshard import saving
 from fullshard.checkpoint.files import write_text
 from fullshard.cli.app import run
-from fullshard.errors import CheckpointError, ConfigError
+from fullshard.errors import CheckpointError, ConfigError, WillNotFitError
 from fullshard.launch import run_lock
 from fullshard.observe.metrics import EvalRow, MetricsWriter, SaveRow, read_rows
 from fullshard.observe.report import write_report
@@ -69,7 +70,7 @@ HOLD = """
 import sys
 from pathlib import Path
 from fullshard.run.folder import begin
-from fullshard.errors import CheckpointError, ConfigError
+from fullshard.errors import CheckpointError, ConfigError, WillNotFitError
 sys.stdin.readline()
 try:
     with begin(Path(sys.argv[1]), "train", goes_on=len(sys.argv) > 2):
@@ -316,7 +317,7 @@ def test_empty_folder_is_used(tmp_path):
 def test_first_reason_for_a_failure_stays(tmp_path, code, status):
     folder, _ = make(tmp_path / "train")
     folder.fail("DivergedError", "loss of step 3", code, rank=1)
-    folder.fail("HangError", "rank 0 is gone", 5, rank=0)
+    folder.fail("HangError", "rank 0 is gone", 5, rank=0, final=status == "interrupted")
     record = folder.read_record()
     assert (record["status"], record["exit_code"]) == (status, code)
     assert record["error"] == {"type": "DivergedError", "message": "loss of step 3", "rank": 1}
@@ -346,6 +347,17 @@ def test_a_place_where_no_run_can_be_is_refused_and_left_alone(tmp_path, place, 
     with pytest.raises(ConfigError, match=said):
         start(tmp_path / place)
     assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("start", [make, check_output_dir])
+def test_a_full_disk_is_not_called_a_wrong_place(tmp_path, monkeypatch, start):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(tmp_path))
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", full)
+    with pytest.raises(WillNotFitError, match="disk: expected room to write"):
+        start(tmp_path / "run")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_page_says_whether_the_disk_is_full_or_its_place_is_wrong(tmp_path, capsys):
