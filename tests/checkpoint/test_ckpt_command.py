@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -15,6 +13,7 @@ from fullshard.checkpoint.files import TensorFile
 from fullshard.checkpoint.read import Checkpoint, remove, superfluous
 from fullshard.launch.run_lock import RunLock
 from support.models import perturbed
+from support.processes import python
 from support.scripts import Tiny, tokens_of
 
 POSITION = {"samples_seen": 6, "epoch": 0.5}
@@ -323,6 +322,6 @@ def test_memory_that_runs_out_under_a_limit_is_no_damage(tmp_path, fullshard):
         (40, "import", str(big), "new"),
         (40, "verify", str(whole)),  # it reads part by part
     ]
-    command = [sys.executable, "-c", LIMITED, json.dumps([(m, "ckpt", *w) for m, *w in table])]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=400)
+    words = json.dumps([(m, "ckpt", *w) for m, *w in table])
+    done = python("-c", LIMITED, words, cwd=tmp_path, timeout=400)
     assert done.stdout.splitlines()[-1:] == ["[4, 4, 0]"], done.stdout + done.stderr

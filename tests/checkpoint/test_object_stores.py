@@ -1,7 +1,6 @@
 """Checkpoints in object stores: an in-memory one, and one that several processes share."""
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from fullshard.checkpoint.retain import checkpoints_in, newest_complete
 from fullshard.checkpoint.storage import StorePath, storage_path
 from fullshard.errors import CheckpointError
 from support.object_store import ON_REQUEST, at_request
+from support.processes import python
 from support.scripts import error_of
 
 MANY = 400  # more requests than a save makes
@@ -369,11 +369,7 @@ print(number, sorted(ends))
 def test_a_process_killed_at_any_request_leaves_a_checkpoint_that_loads(tmp_path, step):
     """One that saves a step again, and one that saves a new step."""
     script = KILLED.format(tests=str(Path(__file__).parents[1]), root=tmp_path, step=step)
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    number, ends = done.stdout.split(maxsplit=1)
+    number, ends = python("-c", script).stdout.split(maxsplit=1)
     assert int(number) > 10
     assert ends.strip() == "[False, True]"
 

@@ -29,6 +29,7 @@ from fullshard.formats.detect import open_source
 from fullshard.formats.ours import write_checkpoint
 from fullshard.saving import Saves
 from support.models import perturbed
+from support.processes import python
 from support.scripts import Tiny, error_of
 
 CALLS = ("open", "posix_fallocate", "write", "fsync", "mkdir", "rename", "replace")
@@ -276,11 +277,7 @@ print(number, sorted(ends))
 def test_a_process_killed_at_any_call_leaves_a_checkpoint_that_loads(tmp_path, step):
     """One that saves a new step, and one that saves a step again."""
     script = KILLED.format(tests=str(Path(__file__).parents[1]), root=str(tmp_path), step=step)
-    result = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False
-    )
-    assert result.returncode == 0, result.stderr
-    number, ends = result.stdout.split(maxsplit=1)
+    number, ends = python("-c", script).stdout.split(maxsplit=1)
     assert int(number) > 20
     assert ends.strip() == "[False, True]"  # some deaths were before the end, some after
 
@@ -557,7 +554,5 @@ threading._register_atexit(main_ended.set)
 
 
 def test_a_background_save_is_completed_when_the_script_ends(tmp_path):
-    words = [sys.executable, "-c", ENDS, str(tmp_path)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 0, done.stderr
+    python("-c", ENDS, tmp_path)
     assert [found.step for found in checkpoints_in(tmp_path)] == [1]

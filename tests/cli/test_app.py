@@ -15,7 +15,7 @@ import pytest
 from fullshard.cli import outcome
 from fullshard.cli.app import COMMANDS, run
 from fullshard.config.environment import unknown_variables
-from support.processes import free_port
+from support.processes import free_port, python
 
 ROOT = Path(__file__).parents[2]
 
@@ -53,8 +53,7 @@ def test_help_imports_nothing_heavy():
         "    assert run(words) == 0, words\n"
         f"    assert not {set(HEAVY)} & set(sys.modules), words\n"
     )
-    done = process(sys.executable, "-c", code)
-    assert done.returncode == 0, done.stderr
+    python("-c", code)
 
 
 def test_help_lists_every_command_and_none_of_those_to_come(fullshard):

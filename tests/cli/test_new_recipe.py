@@ -2,11 +2,10 @@
 
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import fullshard
+from support.processes import python
 
 PACKAGE = Path(fullshard.__file__).parent
 COMMAND = """
@@ -33,21 +32,13 @@ def test_a_folder_and_a_line_make_a_command(tmp_path):
     assert line in registry
     (recipes / "registry.py").write_text(registry.replace(line, line + '    DPO = "dpo", "dpo"\n'))
 
-    def fullshard_(*words):
-        done = subprocess.run(
-            [sys.executable, "-m", "fullshard", *words],
-            env={**os.environ, "PYTHONPATH": str(tmp_path)},
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-        return done.returncode, done.stdout + done.stderr
+    def said_by(*words, code):
+        env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+        done = python("-m", "fullshard", *words, cwd=tmp_path, env=env, code=code)
+        return done.stdout + done.stderr
 
-    assert "Prefer the better of two answers." in fullshard_("--help")[1]
-    code, said = fullshard_("dpo", "max_steps=7", "teacher=x", "sft.packing=true")
-    assert code == 2, said
+    assert "Prefer the better of two answers." in said_by("--help", code=0)
+    said = said_by("dpo", "max_steps=7", "teacher=x", "sft.packing=true", code=2)
     assert "command line: max_steps: expected another number of steps, got 7" in said
     assert "teacher: applies to `fullshard distill` only" in said
     assert "sft: applies to `fullshard sft` only" in said

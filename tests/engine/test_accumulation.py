@@ -16,7 +16,7 @@ import fullshard as fs
 from fullshard.engine.engine import engine_of, is_sharded
 from fullshard.planner.events import EventKind
 from support.grid import STRATEGIES, marked, prefetching
-from support.models import CASES, CHAIN, chain, mean_square, vectors
+from support.models import CHAIN, chain, mean_square, vectors
 from support.parity import (
     assert_parity,
     assert_planned_events,
@@ -83,21 +83,6 @@ def test_accumulation_holds_at_every_prefetch_depth(strategy):
     pattern = (True, True, False)
     for settings in prefetching(strategy):
         assert_parity(chain, WORKS[pattern], settings, alone=ALONE[3], kinds=("sgd",))
-
-
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=SLOW)])
-@on_ranks("world_size", timeout=100)
-def test_language_models_accumulate_as_in_one_process():
-    for name in ("llama", "tied llama", "mixture of experts"):
-        case = CASES[name]
-
-        def work(model, step, rank, case=case):
-            for micro in range(3):
-                with deferring(model, micro < 2):
-                    loss = case.work(model, 10 * step + micro, rank)
-            return loss
-
-        assert_parity(case.build, work, {}, kinds=("adamw",))
 
 
 # ---- what a deferred micro-batch alone has touched -----------------------------------------------

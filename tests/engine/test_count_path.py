@@ -1,20 +1,18 @@
 """How many files a reader of one step opens."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from support.processes import python
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.long
 def test_a_step_passes_through_as_many_files_as_the_docs_say():
-    script = [sys.executable, str(ROOT / "tools" / "count_path.py")]
-    done = subprocess.run(script, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    done = python(ROOT / "tools" / "count_path.py")
     found = {name: int(files) for name, files in re.findall(r"(\w+) +(\d+) files", done.stdout)}
     page = (ROOT / "docs" / "architecture.md").read_text()
     said = re.search(r"run through (\d+) files.*?FSDP2's pass through (\d+)", page, re.DOTALL)

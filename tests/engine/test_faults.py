@@ -6,7 +6,6 @@ must not be. Without a fault the same check passes.
 """
 
 import itertools
-from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -358,46 +357,3 @@ def report_of_unperturbed_weights():
 
 def test_weights_that_are_all_alike_hide_a_wrong_part(ranks):
     assert ranks(2)(report_of_unperturbed_weights)[-1] == [True, False]
-
-
-# ---- replicas raise in different units -----------------------------------------------------------
-
-
-def trained_but_for(transport, is_tried, contexts):
-    """Weights after steps of which one raised in another unit on each rank, or was left out."""
-    rank, sizes = dist.get_rank(), (6, 40, 16, 72, 24, 4)
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(*itertools.starmap(torch.nn.Linear, itertools.pairwise(sizes)))
-    mesh = {"strategy": "hybrid_shard", "replicate": 2, "shard": 2}
-    fs.shard(model, wrap="Linear", transport=transport, **mesh)
-    optimizer = torch.optim.AdamW(model.parameters())
-    fails = [False]
-    model[rank].register_forward_hook(
-        lambda *args: (
-            args[-1].register_hook(lambda gradient: gradient / (1 // (not fails[0]))) and None
-        )
-    )
-    for step in range(3):
-        x = torch.randn(3, sizes[0], generator=generator_of(step, rank))
-        fails[0] = step == 1
-        if fails[0]:
-            if is_tried:
-                with pytest.raises(ZeroDivisionError), contexts[0](model):
-                    model(x).square().sum().backward()
-                with contexts[1](model):
-                    model(x)
-        else:
-            model(x).square().sum().backward()
-            optimizer.step()
-        optimizer.zero_grad()
-    return torch.cat([w.reshape(-1) for w in fs.full_state_dict(model, rank0_only=False).values()])
-
-
-@pytest.mark.parametrize("transport", ["direct", "c10d"])
-@pytest.mark.parametrize("waits", [False, True])
-@on_ranks(4)
-def test_replicas_that_raise_in_units_of_other_sizes_train_on(transport, waits):
-    contexts = [lambda _: nullcontext(), partial(fs.no_sync, outer_only=True)]
-    contexts = contexts[::-1] if waits else contexts
-    found, wanted = (trained_but_for(transport, tried, contexts) for tried in (True, False))
-    assert torch.equal(found, wanted)

@@ -1,12 +1,12 @@
 """`pip install .` into an existing environment, and ten lines under plain torchrun."""
 
 import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+from support.processes import python
 
 TEN_LINES = """
 import torch, torch.distributed as dist
@@ -31,17 +31,10 @@ def test_ten_lines_run_under_torchrun_where_pip_installed_them(tmp_path):
     root = Path(__file__).parents[2]
     script, site = tmp_path / "train.py", tmp_path / "site"
     script.write_text(TEN_LINES)
-    install = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    install = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     install += ["--no-deps", "--no-build-isolation"] if find_spec("hatchling") else ["--no-deps"]
-    subprocess.run([*install, "--target", str(site), str(root)], check=True, timeout=120)
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    done = subprocess.run(
-        [sys.executable, *launch],
-        check=True,
-        timeout=120,
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"},
-    )
+    python(*install, "--target", site, root)
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, script)
+    env = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
+    done = python(*launch, cwd=tmp_path, env=env)
     assert done.stdout.split("\n")[0] == f"{site / 'fullshard/__init__.py'} (64, 64) True"

@@ -59,7 +59,7 @@ def test_a_block_has_the_products_of_its_layers():
         product("nn", tokens, WIDTH, WIDTH): 4,
         product("nn", tokens, INNER, WIDTH): 2,
         product("nn", tokens, WIDTH, INNER): 1,
-        product("tn", WIDTH, tokens, WIDTH): 4,  # written into the slot
+        product("tn", WIDTH, tokens, WIDTH): 4,
         product("tn", INNER, tokens, WIDTH): 2,
         product("tn", WIDTH, tokens, INNER): 1,
     }

@@ -274,3 +274,27 @@ def test_attributes_of_parameters_are_there_in_forward_and_after_it(strategy):
         model = assert_parity(marked, loss_of_marked, settings)
         with fs.unsharded(model):
             assert (model[1].weight.scale, model[1].bias.rows) == (1.5, 5)
+
+
+class Switches(nn.Module):
+    """Turns gradients on inside its forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 3))
+
+    def forward(self, x):
+        with torch.enable_grad():
+            return self.layers(x)
+
+
+@on_ranks(2)
+def test_an_evaluation_in_inference_mode_may_enable_gradients_inside():
+    model = perturbed(Switches().double())
+    x = torch.randn(3, WIDTH, dtype=torch.float64)
+    want = model(x).detach()
+    fs.shard(model, wrap=["Linear"], transport="c10d", poison=True)
+    with torch.inference_mode():
+        found = model(x).clone()
+    model(x).sum().backward()
+    torch.testing.assert_close(found, want)

@@ -17,7 +17,7 @@ from fullshard.planner.events import EventKind
 from fullshard.planner.memory import most_spilled_bytes
 from support.grid import PAIRED, STRATEGIES, in_turn, marked, prefetching
 from support.models import CHAIN, WIDTH, chain, mean_square, vectors
-from support.parity import assert_parity, assert_planned_events, unlike_gradients
+from support.parity import assert_parity, assert_planned_events, backward_alone, unlike_gradients
 from support.ranks import on_ranks
 
 DEPTHS = ((0, 0), (1, 1), (2, 1), (0, 2))
@@ -234,8 +234,7 @@ def learn_beside_peers(order, is_alone):
     model.zero_grad()
     CHAIN.work(model, 1, dist.get_rank(), order=order)
     assert engine_of(model).runtime.agreed
-    for rank in range(2):
-        (CHAIN.loss(alone(**CHAIN.batch(1, rank), order=order)) / 2).backward()
+    backward_alone(lambda rank: CHAIN.loss(alone(**CHAIN.batch(1, rank), order=order)))
     assert unlike_gradients(model, alone) == []
     return [segment() is not None for segment in old], alive
 

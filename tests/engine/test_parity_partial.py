@@ -13,6 +13,7 @@ from support.models import CHAIN, WIDTH, Block, backward_of, mean_square, pertur
 from support.parity import (
     assert_parity,
     assert_planned_events,
+    backward_alone,
     unlike_gradients,
     whole_gradients,
 )
@@ -97,8 +98,31 @@ def head_alone_on_one_rank(model, step, rank):
     return loss.detach()
 
 
+class NoGradient(torch.autograd.Function):
+    """Passes x on; its second input gets no gradient at all."""
+
+    @staticmethod
+    def forward(ctx, x, _):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+
+def without_a_gradient_of_its_own_function(model, step, rank):
+    """Autograd reaches the parameter, and gives it none."""
+    with_none = model.blocks[1].register_forward_hook(
+        lambda block, _, out: NoGradient.apply(out, block.unused)
+    )
+    loss = CHAIN.work(model, step, rank)
+    with_none.remove()
+    return loss
+
+
 UNUSED = (
     never_used,
+    without_a_gradient_of_its_own_function,
     used_in_some_steps,
     used_on_one_rank,
     used_everywhere_but_on_one_rank,
@@ -264,9 +288,9 @@ def test_a_frozen_unit_on_one_ranks_way_is_gathered_by_all(transport):
         own = dist.get_rank()
         with fs.no_sync(model) if step % 2 == 0 else nullcontext():
             mean_square(model(**vectors(step, own), block=(step + own) % 2)).backward()
-        for rank in range(2):
-            loss = mean_square(alone(**vectors(step, rank), block=(step + rank) % 2))
-            (loss / 2).backward()
+        backward_alone(
+            lambda rank: mean_square(alone(**vectors(step, rank), block=(step + rank) % 2))  # noqa: B023
+        )
     assert unlike_gradients(model, alone) == []
 
 
@@ -303,7 +327,7 @@ def test_gradients_may_pass_through_the_first_frozen_units_on_some_ranks(transpo
         with fs.no_sync(model) if defers and step % 2 == 0 else nullcontext():
             own = dist.get_rank()
             mean_square(model(**vectors(step, own), is_prompted=own in prompted)).backward()
-        for rank in range(2):
-            loss = mean_square(alone(**vectors(step, rank), is_prompted=rank in prompted))
-            (loss / 2).backward()
+        backward_alone(
+            lambda rank: mean_square(alone(**vectors(step, rank), is_prompted=rank in prompted))  # noqa: B023
+        )
     assert unlike_gradients(model, alone) == []

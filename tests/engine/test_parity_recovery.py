@@ -14,7 +14,7 @@ from fullshard.engine.parameter import Guarded
 from fullshard.errors import EngineError
 from support.grid import RANKED, STRATEGIES, in_turn
 from support.models import CHAIN, chain, mean_square, vectors
-from support.parity import assert_parity, assert_planned_events, unlike_gradients
+from support.parity import assert_parity, assert_planned_events, backward_alone, unlike_gradients
 from support.ranks import on_ranks
 
 # ---- exceptions ----------------------------------------------------------------------------------
@@ -171,16 +171,13 @@ def freeze_a_block(model, alone):
 def test_an_interrupt_changes_neither_gradients_nor_what_follows(change, transport):
     """Gradients wait under no_sync, and no backward has failed."""
     model, alone = fs.shard(chain(), poison=True, transport=transport), chain()
-    ranks = range(dist.get_world_size())
     with fs.no_sync(model):
         CHAIN.work(model, 0, dist.get_rank())
     fail(model, INTERRUPT)
-    for rank in ranks:
-        (CHAIN.loss(alone(**CHAIN.batch(0, rank))) / len(ranks)).backward()
+    backward_alone(lambda rank: CHAIN.loss(alone(**CHAIN.batch(0, rank))))
     change(model, alone)
     CHAIN.work(model, 1, dist.get_rank())
-    for rank in ranks:
-        (CHAIN.loss(alone(**CHAIN.batch(1, rank))) / len(ranks)).backward()
+    backward_alone(lambda rank: CHAIN.loss(alone(**CHAIN.batch(1, rank))))
     assert unlike_gradients(model, alone) == []
 
 
@@ -218,8 +215,7 @@ def test_a_failed_backward_drops_what_was_deferred():
     fail(model, "backward of the last block")
     CHAIN.work(model, 1, rank)
     alone = chain()
-    for other in range(dist.get_world_size()):
-        (CHAIN.loss(alone(**CHAIN.batch(1, other))) / 2).backward()
+    backward_alone(lambda rank: CHAIN.loss(alone(**CHAIN.batch(1, rank))))
     assert unlike_gradients(model, alone) == []
 
 

@@ -23,7 +23,7 @@ from fullshard import engine, transport
 from support.mutants import Mutant, calls_of
 from support.streams import DEFAULT, SIDE, Played
 
-WIDTH = 136  # the smallest whose layers' gradients are written by the product
+WIDTH = 136  # the smallest whose gradients are large: each is moved as soon as it is there
 
 
 class Block(nn.Module):

@@ -23,17 +23,6 @@ def learning_rate_in_a_tensor(run):
 # ---- parameter groups ----------------------------------------------------------------------------
 
 
-def decay_by_ndim(run):
-    model = run.shard(run.model())
-    decay = [p for p in model.parameters() if p.requires_grad and p.ndim >= 2]
-    rest = [p for p in model.parameters() if p.requires_grad and p.ndim < 2]
-    optimizer = optim.AdamW(
-        [{"params": decay, "weight_decay": 0.3}, {"params": rest, "weight_decay": 0.0}], lr=1e-2
-    )
-    train(run, model, optimizer)
-    return run.result(model, sizes=[len(group["params"]) for group in optimizer.param_groups])
-
-
 def decay_as_the_trainer_groups(run):
     from transformers.trainer_pt_utils import get_parameter_names
 
@@ -165,21 +154,6 @@ def one_cycle(optimizer):
     return optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.05, total_steps=6)
 
 
-def cosine(optimizer):
-    return optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=5)
-
-
-def warmup_then_cosine(optimizer):
-    first = optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2)
-    return optim.lr_scheduler.SequentialLR(optimizer, [first, cosine(optimizer)], [2])
-
-
-def of_transformers(optimizer):
-    from transformers import get_cosine_schedule_with_warmup
-
-    return get_cosine_schedule_with_warmup(optimizer, 2, 6)
-
-
 # ---- models that reshape their own weights -------------------------------------------------------
 
 
@@ -252,7 +226,8 @@ def everything_at_once(run):
             run.loss(model, 99)
     for name, param in model.named_parameters():
         param.data.copy_(average[name])
-    return run.result(model, log=log)
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    return run.result(model, log=log, sizes=sizes)
 
 
 def averaged_model_made_before(run):
@@ -288,7 +263,6 @@ def two_models_in_turn(run):
 
 SCRIPTS = [
     learning_rate_in_a_tensor,
-    decay_by_ndim,
     decay_as_the_trainer_groups,
     head_added_later_at_another_rate,
     parameters_with_elements_alone,
@@ -296,10 +270,7 @@ SCRIPTS = [
     momentum_encoder_averaged_in_forward,
     an_embedding_whose_hook_reads_its_weight,
     gradients_of_activations_between_micro_batches,
-    *(
-        partial(scheduled, make=make)
-        for make in (warmup_from_zero, one_cycle, cosine, warmup_then_cosine, of_transformers)
-    ),
+    *(partial(scheduled, make=make) for make in (warmup_from_zero, one_cycle)),
     *(
         partial(reparametrized, change=change)
         for change in (

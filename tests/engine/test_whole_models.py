@@ -1,4 +1,4 @@
-"""What people do with whole models: generate, disjoint experts, replicas, odd parameters."""
+"""What people do with whole models: generate, replicas, odd parameters."""
 
 import pytest
 import torch
@@ -7,8 +7,7 @@ from torch import nn
 
 import fullshard as fs
 from fullshard.errors import EngineError
-from support.models import CASES, Chain, backward_of, perturbed, vectors
-from support.parity import assert_parity
+from support.models import CASES, Chain, perturbed, vectors
 from support.ranks import on_ranks
 
 
@@ -30,35 +29,6 @@ def test_generate_gives_what_the_whole_model_gives(strategy):
                 assert torch.equal(again, wanted)
         case.work(model.train(), 0, rank)
         model.zero_grad()
-
-
-class Routed(nn.Module):
-    """Experts of which each rank uses its own: rank r only expert r."""
-
-    def __init__(self):
-        super().__init__()
-        self.stem = nn.Linear(12, 12)
-        self.experts = nn.ModuleList(nn.Linear(12, 12) for _ in range(4))
-
-    def forward(self, x, expert):
-        return self.experts[expert](self.stem(x))
-
-
-def build_routed():
-    torch.manual_seed(0)
-    return perturbed(Routed().double())
-
-
-def route(model, step, rank):
-    return backward_of(model(vectors(step, rank)["x"], rank).square().mean())
-
-
-@pytest.mark.short(3)
-@pytest.mark.parametrize("wrap", ["auto", "none", ["Linear"]])
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
-@on_ranks(3)
-def test_ranks_may_use_disjoint_experts(wrap, strategy):
-    assert_parity(build_routed, route, {"strategy": strategy, "wrap": wrap})
 
 
 def train_on(model, steps):

@@ -2,7 +2,6 @@
 
 import json
 import os
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,8 @@ from transformers import AutoModelForCausalLM, TrainingArguments
 from fullshard.config.values import DType, Strategy
 from fullshard.errors import ConfigError
 from fullshard.integrations.accelerator import sharding_of
-from support import forked as subprocess
+from support import forked
+from support.processes import python
 
 pytestmark = pytest.mark.timeout(300)  # two runs before the first test, each with its own limit
 
@@ -34,11 +34,7 @@ fsdp_config:
 def run(folder, *words):
     """In a process of its own: a trainer's state is the process's."""
     folder.mkdir()
-    command = [sys.executable, *map(str, words), str(folder)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=110, env=os.environ, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    python(*words, folder, run=forked.run, env=os.environ)
     return json.loads((folder / "results.json").read_text())
 
 

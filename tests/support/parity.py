@@ -105,6 +105,13 @@ def unlike_gradients(
     return wrong
 
 
+def backward_alone(loss_of: Callable[[int], torch.Tensor]) -> None:
+    """Backward of one process through the losses of each rank, whose mean is trained."""
+    size = dist.get_world_size()
+    for rank in range(size):
+        (loss_of(rank) / size).backward()
+
+
 def train_sharded(
     build: Callable[[], nn.Module],
     work: Work,
@@ -127,8 +134,8 @@ def train_sharded(
     early = make_optimizer(kind, model.parameters()) if kind == "adamw" else None
     gathers = dist.get_world_size() == 2 and not torch.cuda.is_available()
     transport = {"transport": "direct"} if gathers else {}
-    # Weights of test models are small; under adamw linear layers take them for large ones, whose
-    # gradients they write themselves.
+    # Weights of test models are small; under adamw they count as large ones, whose gradients are
+    # moved one by one.
     large = {"adamw": 0}.get(kind, unit.LARGE_NUMEL)
     with patch.object(unit, "LARGE_NUMEL", large):
         fs.shard(model, **{"poison": True, **transport, **settings})

@@ -28,11 +28,6 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def newest_child() -> psutil.Process:
-    """The process that this one started last."""
-    return max(psutil.Process().children(), key=lambda child: child.create_time())
-
-
 def finished(
     *words: object, code: int = 0, run: Callable[..., Any] = subprocess.run, **how: Any
 ) -> subprocess.CompletedProcess[str]:

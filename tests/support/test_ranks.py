@@ -7,7 +7,6 @@ import random
 import time
 import warnings
 from dataclasses import dataclass
-from pathlib import Path
 
 import psutil
 import pytest
@@ -21,14 +20,6 @@ from support.ranks import RankError, RankPool, on_ranks
 def pool(pytestconfig: pytest.Config):
     """A pool of the test's own, so that failures do not cost the session's pool."""
     pool = RankPool(2, pytestconfig.getini("filterwarnings") or ["error"])
-    yield pool
-    pool.close()
-
-
-@pytest.fixture
-def lone_pool(pytestconfig: pytest.Config):
-    """The same of one rank, which starts twice as fast."""
-    pool = RankPool(1, pytestconfig.getini("filterwarnings") or ["error"])
     yield pool
     pool.close()
 
@@ -102,12 +93,18 @@ def leave_the_group():
     dist.destroy_process_group()
 
 
+KEPT = []
+
+
+def leave_a_model():
+    import fullshard as fs
+    from support.models import chain
+
+    KEPT.append(fs.shard(chain()))
+
+
 def test_every_rank_returns_its_value_in_rank_order(ranks):
     assert ranks(2)(sum_over_ranks, Sent(10.0)) == [(0, Sent(21.0)), (1, Sent(21.0))]
-
-
-def test_processes_are_started_once(ranks):
-    assert ranks(2)(process_id) == ranks(2)(process_id) == ranks(2).process_ids
 
 
 def test_each_call_starts_from_the_same_seed_on_one_thread(ranks):
@@ -136,9 +133,18 @@ def test_an_error_of_one_rank_is_shown_before_the_ranks_that_wait_for_it(pool):
     assert "in raise_on_rank_one" in text
 
 
-def test_a_failed_assert_shows_its_values(lone_pool):
-    with pytest.raises(RankError, match=r"assert \[1, 2\] == \[1, 3\]"):
-        lone_pool(failing_assert)
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (failing_assert, r"assert \[1, 2\] == \[1, 3\]"),
+        (exit_at_once, r"(?s)rank 0 of 1 .*ended with exit code 7"),
+        (warn, "UserWarning: careless"),
+        (leave_a_model, "leave_a_model left a sharded model alive"),
+    ],
+)
+def test_what_a_rank_does_wrong_is_a_failure(ranks, body, said):
+    with pytest.raises(RankError, match=said):
+        ranks(1)(body)
 
 
 def test_errors_of_all_ranks_are_joined_and_the_pool_starts_again_after_them(pool):
@@ -163,56 +169,12 @@ def test_a_hang_is_a_failure_with_the_stacks_of_the_rank(pool):
     assert pool.process_ids == []
 
 
-def test_a_rank_that_exits_is_a_failure(lone_pool):
-    with pytest.raises(RankError, match=r"(?s)rank 0 of 1 .*ended with exit code 7"):
-        lone_pool(exit_at_once)
-
-
-def test_a_warning_on_a_rank_is_an_error(lone_pool):
-    with pytest.raises(RankError, match="UserWarning: careless"):
-        lone_pool(warn)
-
-
 def test_local_functions_are_refused_by_name(ranks):
     def local():
         return 1
 
     with pytest.raises(TypeError, match=r"module-level function, got .*<locals>\.local"):
         ranks(1)(local)
-
-
-def test_idle_ranks_sleep(ranks):
-    processes = [psutil.Process(pid) for pid in ranks(2)(process_id)]
-    before = sum(sum(p.cpu_times()[:2]) for p in processes)
-    time.sleep(1.0)
-    assert sum(sum(p.cpu_times()[:2]) for p in processes) - before < 0.1
-
-
-def imported_before():
-    from support import preload
-
-    return preload.__file__, os.getppid() == preload.SERVER
-
-
-def test_ranks_are_forked_from_a_server_that_has_imported_torch(lone_pool):
-    file, of_the_server = lone_pool(imported_before)[0]
-    assert Path(file).name == "preload.py"
-    assert of_the_server
-
-
-KEPT = []
-
-
-def leave_a_model():
-    import fullshard as fs
-    from support.models import chain
-
-    KEPT.append(fs.shard(chain()))
-
-
-def test_a_body_that_leaves_a_sharded_model_alive_is_told_so(lone_pool):
-    with pytest.raises(RankError, match="leave_a_model left a sharded model alive"):
-        lone_pool(leave_a_model)
 
 
 @on_ranks("size")

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import sys
 
 import pytest
 
@@ -14,8 +13,9 @@ from fullshard.launch.run_lock import StoreLock, is_holder
 from fullshard.observe.metrics import read_rows
 from fullshard.run.folder import RunFolder, check_output_dir
 from fullshard.run.resume import check_lock
-from support import forked as subprocess
+from support import forked
 from support.object_store import PLUGINS
+from support.processes import python
 from train.test_resume import write
 
 pytestmark = pytest.mark.timeout(300)
@@ -23,15 +23,8 @@ pytestmark = pytest.mark.timeout(300)
 
 def fullshard(*words, code=0):
     paths = os.pathsep.join([str(PLUGINS), os.environ["PYTHONPATH"]])
-    done = subprocess.run(
-        [sys.executable, "-m", "fullshard", *map(str, words)],
-        env={**os.environ, "PYTHONPATH": paths},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == code, done.stdout + done.stderr
+    env = {**os.environ, "PYTHONPATH": paths}
+    done = python("-m", "fullshard", *words, run=forked.run, env=env, code=code)
     return done.stdout if code == 0 else done.stdout + done.stderr
 
 

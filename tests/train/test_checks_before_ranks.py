@@ -3,14 +3,13 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 
 import pytest
 
 from fullshard.run.folder import begin
 from support import forked
-from support.processes import free_port
+from support.processes import free_port, python
 
 pytestmark = pytest.mark.timeout(240)  # the first test imports transformers
 
@@ -113,9 +112,7 @@ def test_missing_paths_are_found_before_torch_is_imported(tmp_path, write_config
         "    print(run(words), 'torch' in sys.modules)\n"
         "    print('----', file=sys.stderr)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, check=True
-    )
+    done = python("-c", program, cwd=tmp_path)
     assert done.stdout.splitlines() == [f"{code} False" for _, code in WITHOUT_TORCH]
     *said, _ = done.stderr.split("----\n")
     assert ["nowhere" in text for text in said] == [True] * len(WITHOUT_TORCH)

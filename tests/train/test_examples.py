@@ -1,11 +1,11 @@
 """The tutorials run as their first lines say."""
 
-import sys
 from pathlib import Path
 
 import pytest
 
-from support import forked as subprocess
+from support import forked
+from support.processes import python
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SAID = {
@@ -18,8 +18,7 @@ SAID = {
 
 
 def test_the_walk_through_a_plan_runs_in_one_process():
-    walk = [sys.executable, str(EXAMPLES / "plan_walk.py")]
-    done = subprocess.run(walk, capture_output=True, text=True, check=True, timeout=100)
+    done = python(EXAMPLES / "plan_walk.py", run=forked.run)
     assert "168,313,856 parameters in 11 units" in done.stdout
     assert "depth 2: " in done.stdout
 
@@ -29,9 +28,6 @@ def test_the_walk_through_a_plan_runs_in_one_process():
 @pytest.mark.parametrize("name", SAID)
 def test_a_tutorial_runs_on_two_ranks(name):
     # Standalone: torchrun's default port may be another test's.
-    run = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    words = [*run, "--nproc_per_node=2"]
-    job = [*words, str(EXAMPLES / name)]
-    done = subprocess.run(job, capture_output=True, text=True, timeout=290)
-    assert done.returncode == 0, done.stderr
+    words = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", EXAMPLES / name)
+    done = python(*words, run=forked.run, timeout=290)
     assert SAID[name] in done.stdout

@@ -47,13 +47,25 @@ def reference():
     return model.state_dict(), losses, total.item() / count
 
 
-def train_on_ranks(world_size, accumulation, options):
+def train_on_ranks(world_size, accumulation, options, recipe=RaggedRecipe):
     rank = torch.distributed.get_rank() if world_size > 1 else 0
     rows = Rows()
     model, loop, _ = make_loop(rank, world_size, accumulation, options, rows)
+    loop.recipe = recipe(rank, world_size, accumulation)
     loop.run()
-    state = fs.full_state_dict(model, rank0_only=False)
-    return state, [row.loss for row in rows.steps], rows.evaluations[-1].eval_loss, rows.steps[-1]
+    return fs.full_state_dict(model, rank0_only=False), rows.steps, rows.evaluations[-1].eval_loss
+
+
+def assert_joined(results):
+    """Losses and weights on every rank are those of joined batches."""
+    expected, losses, held_out = reference()
+    for state, rows, rank_held_out in results:
+        assert [row.loss for row in rows] == pytest.approx(losses, abs=1e-12)
+        assert rank_held_out == pytest.approx(held_out, abs=1e-12)
+        assert all(row.tokens_per_s > 0 for row in rows)
+        assert state.keys() == expected.keys()
+        for name, value in state.items():
+            torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-12)
 
 
 COMBINATIONS = [
@@ -69,20 +81,15 @@ COMBINATIONS = [
 def test_ranks_and_micro_batches_train_as_one_joined_batch(
     ranks, world_size, accumulation, options
 ):
-    expected, losses, held_out = reference()
     results = (
         [train_on_ranks(1, accumulation, options)]
         if world_size == 1
         else ranks(world_size)(train_on_ranks, world_size, accumulation, options)
     )
-    for state, rank_losses, rank_held_out, row in results:
-        assert rank_losses == pytest.approx(losses, abs=1e-12)
-        assert rank_held_out == pytest.approx(held_out, abs=1e-12)
+    assert_joined(results)
+    for _, (*_, row), _ in results:
         assert (row.memory_bytes, row.memory_peak_bytes) == (1000 * world_size, 2000 * world_size)
         assert row.epoch == NUM_STEPS / 2
-        assert state.keys() == expected.keys()
-        for name, value in state.items():
-            torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-12)
 
 
 def test_the_loop_says_what_it_does_for_a_report_of_a_hang():
@@ -178,24 +185,10 @@ class UnevenRecipe(RaggedRecipe):
         return [{"input_ids": ids[samples], "labels": labels[samples]} for samples in chosen]
 
 
-def train_unevenly(grad_sync):
-    rank, rows = torch.distributed.get_rank(), Rows()
-    model, loop, _ = make_loop(rank, 2, 1, {"grad_sync": grad_sync}, rows)
-    loop.recipe = UnevenRecipe(rank, 2, 1)
-    loop.run()
-    state = fs.full_state_dict(model, rank0_only=False)
-    return state, [row.loss for row in rows.steps], [row.tokens_per_s for row in rows.steps]
-
-
 @pytest.mark.parametrize("grad_sync", ["every_micro_batch", "last_micro_batch"])
 def test_unequal_numbers_of_batches_train_as_one_joined_batch(ranks, grad_sync):
-    expected, losses, _ = reference()
     assert sum(len(s) for rank in SPREADS[0] for s in rank) == GLOBAL_BATCH
-    for state, rank_losses, speeds in ranks(2)(train_unevenly, grad_sync):
-        assert rank_losses == pytest.approx(losses, abs=1e-12)
-        assert all(speed > 0 for speed in speeds)
-        for name, value in state.items():
-            torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-12)
+    assert_joined(ranks(2)(train_on_ranks, 2, 1, {"grad_sync": grad_sync}, UnevenRecipe))
 
 
 class EmptyRecipe(RaggedRecipe):
@@ -212,21 +205,10 @@ def test_no_batch_at_all_is_an_error():
         loop.run()
 
 
-def train_on_a_mesh(grad_sync):
-    rank, rows = torch.distributed.get_rank(), Rows()
-    options = {"strategy": "hybrid_shard", "replicate": 2, "grad_sync": grad_sync}
-    model, loop, _ = make_loop(rank, 4, 2, options, rows)
-    loop.run()
-    return fs.full_state_dict(model, rank0_only=False), [row.loss for row in rows.steps]
-
-
 @pytest.mark.parametrize("grad_sync", ["every_micro_batch", "last_micro_batch_outer"])
 def test_sums_over_replicas_that_wait_train_as_one_joined_batch(ranks, grad_sync):
-    expected, losses, _ = reference()
-    for state, rank_losses in ranks(4)(train_on_a_mesh, grad_sync):
-        assert rank_losses == pytest.approx(losses, abs=1e-12)
-        for name, value in state.items():
-            torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-12)
+    options = {"strategy": "hybrid_shard", "replicate": 2, "grad_sync": grad_sync}
+    assert_joined(ranks(4)(train_on_ranks, 4, 2, options))
 
 
 def scaled_loop():

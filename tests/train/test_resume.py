@@ -16,7 +16,7 @@ from fullshard.observe.metrics import read_rows
 from fullshard.run import start as run_start
 from fullshard.run.folder import RunFolder, begin
 from support import forked as subprocess
-from support.processes import free_port
+from support.processes import free_port, python
 
 pytestmark = pytest.mark.timeout(300)  # a test is up to three runs, each with a limit of its own
 
@@ -270,11 +270,8 @@ def test_a_rank_of_another_launcher_that_is_stopped_before_its_loop_writes_a_pag
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     (tmp_path / "stopped.py").write_text(STOPPED)
-    words = [str(tmp_path / "stopped.py"), "train", str(write(tmp_path)), "num_processes=1"]
-    env = os.environ | place | ranks
-    command = [sys.executable, *words]
-    done = subprocess.run(command, env=env, capture_output=True, timeout=100, check=False)
-    assert done.returncode == 75, done.stderr
+    words = (tmp_path / "stopped.py", "train", write(tmp_path), "num_processes=1")
+    python(*words, run=subprocess.run, env=os.environ | place | ranks, code=75)
     assert "interrupted" in (tmp_path / "run" / "report.html").read_text()
 
 

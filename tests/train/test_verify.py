@@ -1,8 +1,6 @@
 """`fullshard verify` as a command: what it shrinks, compares, prints and ends with."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
@@ -11,6 +9,7 @@ from fullshard.models.config import config_from_settings
 from fullshard.verify import check as verify
 from fullshard.verify.compare import _number_error
 from fullshard.verify.faults import Fault
+from support.processes import python
 
 MODEL = (
     "model={config: {model_type: qwen2, vocab_size: 500, hidden_size: 96, intermediate_size: 200, "
@@ -107,9 +106,7 @@ def test_reference_imports_nothing_of_fullshard(tmp_path):
         "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], "
         "run_name='__main__'); print([m for m in sys.modules if m.split('.')[0] == 'fullshard'])"
     )
-    command = [sys.executable, "-P", "-c", code, str(verify.REFERENCE), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 0, done.stderr
+    done = python("-P", "-c", code, verify.REFERENCE, tmp_path)
     assert done.stdout.strip() == "[]"
     numbers = json.loads((tmp_path / "float64" / "reference.json").read_text())
     assert numbers["ties"] == [["model.embed_tokens.weight", "lm_head.weight"]]

@@ -5,7 +5,6 @@ Both sides are the real ones; the ranks are a standing pool's instead of fresh p
 
 import dataclasses
 import math
-import sys
 import time
 from pathlib import Path
 
@@ -16,8 +15,9 @@ from fullshard.config.load import load_config
 from fullshard.verify import check as verify
 from fullshard.verify.faults import Fault
 from fullshard.verify.rank import run_passes
-from support import forked as subprocess
+from support import forked
 from support.grid import chequered
+from support.processes import python
 
 SMALL = "hidden_size: 64, num_hidden_layers: 6, num_attention_heads: 4, vocab_size: 300"
 # A parallel residual without ties, learned positions and a tied head, a mixture of experts.
@@ -40,9 +40,7 @@ def prepared_in(folder, model, fault, *settings):
 
 
 def run_reference(*folders):
-    command = [sys.executable, "-P", str(verify.REFERENCE), *map(str, folders)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
-    assert done.returncode == 0, done.stderr
+    python("-P", verify.REFERENCE, *folders, run=forked.run)
 
 
 @pytest.fixture(scope="module")

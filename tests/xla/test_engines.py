@@ -1,8 +1,6 @@
 """Both engines train one decoder from the same weights and data to the same weights."""
 
 import os
-import subprocess
-import sys
 from functools import cache
 
 import pytest
@@ -13,6 +11,7 @@ import torch.nn.functional as F
 import fullshard as fs
 from support import decoders
 from support.lazy import fj, fx, jax
+from support.processes import python
 
 NUM_STEPS = 20
 NUMBERS = {"betas": (0.9, 0.95), "epsilon": 1e-6, "decay": 0.1, "rate": 1e-2, "norm": 0.5}
@@ -92,15 +91,8 @@ def torchs(ranks, tmp_path_factory):
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
-                ("qwen3", ("full_shard", 1, 3)),
                 ("qwen3", ("no_shard", 3, 1, 2)),
                 ("qwen3", ("hybrid_shard", 2, 2, 2)),
-                ("qwen3", ("full_shard", 1, 2)),
-                ("qwen3", ("shard_grad_op", 1, 2)),
-                ("qwen3", ("no_shard", 3, 1)),
-                ("qwen3", ("hybrid_shard", 2, 2)),
-                ("mixtral", ("full_shard", 1, 1)),
-                ("mixtral", ("full_shard", 1, 3)),
                 ("mixtral", ("full_shard", 1, 2, 2)),
                 ("mixtral", ("full_shard", 1, 1, 1, 4)),
                 ("mixtral", ("no_shard", 2, 1, 1, 2)),
@@ -124,9 +116,8 @@ def test_twenty_steps_in_float64_are_those_of_torch(torchs, devices, name, mesh)
 @pytest.mark.parametrize(("name", "value"), [("JAX_PLATFORMS", "nope"), ("JAX_DISABLE_JIT", "1")])
 def test_a_setting_with_which_jax_cannot_train_is_named(name, value):
     words = "from fullshard.xla.processes import join; join(0, 1, str)"
-    env = os.environ | {name: value}
-    done = subprocess.run([sys.executable, "-c", words], env=env, capture_output=True, timeout=100)
-    assert f"ConfigError: {name}: expected".encode() in done.stderr
+    done = python("-c", words, env=os.environ | {name: value}, code=1)
+    assert f"ConfigError: {name}: expected" in done.stderr
 
 
 def test_a_platform_that_nobody_named_is_not_blamed_on_a_variable():
@@ -134,14 +125,12 @@ def test_a_platform_that_nobody_named_is_not_blamed_on_a_variable():
     words += "jax.config.update('jax_platforms', None); "
     words += "jax.device_count = lambda: 1 / 0; join(0, 1, str)"
     env = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
-    done = subprocess.run([sys.executable, "-c", words], env=env, capture_output=True, timeout=100)
-    assert b"ConfigError: backend: expected a platform" in done.stderr
+    done = python("-c", words, env=env, code=1)
+    assert "ConfigError: backend: expected a platform" in done.stderr
 
 
 def test_checks_of_a_users_own_functions_are_off_in_a_run():
     words = "import jax.numpy as np; from fullshard.xla.processes import join; join(0, 1, str); "
     words += "np.ones(2, np.int32) + np.ones((2, 2), np.float32)"
     checks = {"JAX_NUMPY_DTYPE_PROMOTION": "strict", "JAX_NUMPY_RANK_PROMOTION": "raise"}
-    command, env = [sys.executable, "-c", words], os.environ | checks
-    done = subprocess.run(command, env=env, capture_output=True, timeout=100)
-    assert done.returncode == 0, done.stderr
+    python("-c", words, env=os.environ | checks)

@@ -22,19 +22,6 @@ GRID = [
         )
     ),
 ]
-MESHES = {
-    "full_shard": [(1, 1), (1, 2), (1, 3), (1, 8)],
-    "shard_grad_op": [(1, 1), (1, 2), (1, 3), (1, 8)],
-    "no_shard": [(1, 1), (2, 1), (3, 1), (8, 1)],
-    "hybrid_shard": [(2, 1), (2, 2), (2, 3), (2, 4), (3, 2), (4, 2)],
-    "hybrid_shard_zero2": [(2, 2), (2, 3), (4, 2)],
-}
-SLOW = [
-    (strategy, *mesh, *rest)
-    for strategy, meshes in MESHES.items()
-    for mesh in meshes
-    for rest in (("none", 1), ("block", 2))
-]
 
 
 def trained(strategy, replicate, shard, recompute, num_micro_batches):
@@ -98,12 +85,6 @@ def check(found):
 
 @pytest.mark.parametrize("case", GRID, ids=lambda case: "-".join(map(str, case)))
 def test_a_sharded_step_is_that_of_one_device_and_of_the_plan(devices, case):
-    check(devices(trained, *case))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", SLOW, ids=lambda case: "-".join(map(str, case)))
-def test_every_strategy_on_every_mesh(devices, case):
     check(devices(trained, *case))
 
 

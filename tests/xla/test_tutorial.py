@@ -3,8 +3,6 @@
 import contextlib
 import io
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +10,7 @@ import pytest
 
 from fullshard.errors import FullshardError
 from support.lazy import fj, jax, nnx, optax
+from support.processes import python
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -20,10 +19,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 @pytest.mark.parametrize("name", ["distributed/fsdp_sharding.py", "19_fsdp_sharding.py"])
 def test_the_examples_run(name):
     """In a process of its own: an example sets the number of devices."""
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / name)], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    done = python(EXAMPLES / name)
     losses = [float(found) for found in re.findall(r"loss (\d+\.\d+)", done.stdout)]
     assert losses[-1] < losses[0] / 4
     accuracies = re.findall(r"accuracy (\d\.\d+)", done.stdout)

@@ -1,14 +1,13 @@
 """Further lines of FSDP tutorials for JAX, typed as they are written there."""
 
 import logging
-import subprocess
-import sys
 import warnings
 
 import numpy as np
 import pytest
 
 from support.lazy import fj, flax, jax, jnp, optax, train_state
+from support.processes import python
 from support.tanh_layers import compiled
 
 NUM_STEPS, CLASSES, VOCABULARY = 3, 8, 50
@@ -139,9 +138,6 @@ print(state.model.kernel[...].addressable_shards[0].data.shape)
 
 @pytest.mark.slow
 def test_fsdp_times_tensor_on_eight_by_four_devices():
-    done = subprocess.run(
-        [sys.executable, "-c", HYBRID], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    done = python("-c", HYBRID)
     assert f"{'kernel/value':50s} {'(64, 256)':20s} P('tensor', 'fsdp')" in done.stdout
     assert done.stdout.rstrip().endswith("(16, 32)")

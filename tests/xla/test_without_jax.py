@@ -1,7 +1,6 @@
 """Without jax everything else works, and what needs it says what to install."""
 
-import subprocess
-import sys
+from support.processes import python
 
 PROGRAM = """
 import importlib.util
@@ -17,7 +16,6 @@ except ConfigError as error:
 
 
 def test_importing_the_jax_side_without_jax_names_the_extra():
-    run = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
-    assert run.stdout == (
+    assert python("-c", PROGRAM).stdout == (
         "backend: jax needs jax, which is not installed. Run pip install 'fullshard[jax]'.\n"
-    ), run.stderr
+    )

@@ -4,12 +4,7 @@ import random
 
 import pytest
 
-from fullshard.bench.page import (
-    bootstrap,
-    largest_difference,
-    paired_ratio,
-    removed_share,
-)
+from fullshard.bench.page import paired_ratio, removed_share
 
 
 def test_a_constant_ratio_has_an_interval_of_no_width():
@@ -36,22 +31,6 @@ def test_the_interval_covers_the_truth_about_as_often_as_it_says():
     assert 51 <= hits <= 60
 
 
-def test_the_interval_is_the_same_in_every_run():
-    values = [1.0, 3.0, 2.0, 5.0]
-    assert paired_ratio(values, values[::-1]) == paired_ratio(values, values[::-1])
-
-
-def test_unequal_numbers_of_rounds_are_refused():
-    with pytest.raises(ValueError, match="zip"):
-        paired_ratio([1.0, 2.0], [1.0])
-
-
-def test_bootstrap_draws_whole_rounds():
-    seen = set()
-    bootstrap(3, lambda rounds: float(len(seen.update(rounds) or rounds)))
-    assert seen == {0, 1, 2}
-
-
 @pytest.mark.parametrize(("ours", "share"), [(1.0, 1.0), (2.0, 0.0), (1.5, 0.5), (3.0, -1.0)])
 def test_removed_share_is_one_at_the_floor_and_zero_at_the_peer(ours, share):
     found = removed_share([ours] * 5, [2.0] * 5, [1.0] * 5)
@@ -61,8 +40,3 @@ def test_removed_share_is_one_at_the_floor_and_zero_at_the_peer(ours, share):
 
 def test_there_is_no_removed_share_where_the_peer_has_no_overhead():
     assert removed_share([1.0] * 3, [1.0] * 3, [1.0] * 3) is None
-
-
-def test_the_largest_loss_difference_is_relative_to_the_reference():
-    found = largest_difference({"a": [2.0, 4.0], "b": [2.0, 5.0]}, "a")
-    assert found == {"a": 0.0, "b": 0.25}

@@ -54,19 +54,6 @@ class Wrapped(optim.Optimizer):
 
 
 LIKE = torch.empty(0)
-ELEMENTWISE = [
-    optim.AdamW,
-    optim.Adam,
-    optim.SGD,
-    optim.Adagrad,
-    optim.RMSprop,
-    optim.NAdam,
-    optim.RAdam,
-    optim.Adadelta,
-    optim.Adamax,
-    optim.ASGD,
-    optim.Rprop,
-]
 
 
 def settings_of(optimizer):
@@ -77,11 +64,6 @@ def a_parameter():
     return [torch.nn.Parameter(torch.ones(2, 2))]
 
 
-@pytest.mark.parametrize("kind", ELEMENTWISE)
-def test_elementwise_optimizers_pass(kind):
-    probe(kind, settings_of(kind(a_parameter(), lr=0.01)), LIKE)
-
-
 def test_an_optimizer_of_ones_own_passes():
     probe(SignDescent, settings_of(SignDescent(a_parameter(), 0.1, momentum=0.9)), LIKE)
 
@@ -90,12 +72,6 @@ def test_an_optimizer_of_ones_own_passes():
 def test_an_optimizer_of_ones_own_that_mixes_elements_is_refused(kind):
     with pytest.raises(NotElementwiseError, match=f"^{kind.__name__}: expected an elementwise"):
         probe(kind, settings_of(kind(a_parameter(), 0.1, momentum=0.9)), LIKE)
-
-
-@pytest.mark.parametrize("kind", [optim.Adafactor, optim.Muon])
-def test_whole_matrix_optimizers_are_refused(kind):
-    with pytest.raises(NotElementwiseError, match="strategy no_shard"):
-        probe(kind, settings_of(kind(a_parameter())), LIKE)
 
 
 def test_what_cannot_be_tried_is_refused():

@@ -5,13 +5,11 @@ import pytest
 from fullshard.outlook.player import Bar, Cost, Lane, play
 from fullshard.planner.events import Event, EventKind
 
-GATHER, FORWARD, BACKWARD, REDUCE, ACCUMULATE, SETTLE = (
+GATHER, FORWARD, BACKWARD, REDUCE = (
     EventKind.GATHER,
     EventKind.FORWARD,
     EventKind.BACKWARD,
     EventKind.REDUCE,
-    EventKind.ACCUMULATE,
-    EventKind.SETTLE,
 )
 
 
@@ -35,49 +33,6 @@ def test_a_unit_waits_for_its_gather_and_hides_the_next_one():
         Bar(Lane.FORWARD, 1, 5.0, 8.0),
     ]
     assert (found.end_s, found.exposed_s) == (8.0, 2.0)
-
-
-def test_a_message_takes_what_its_thread_computes_from_the_rank():
-    found = play(
-        events((GATHER, 0), (FORWARD, 1), (FORWARD, 0)),
-        costs(gather=Cost(own_s=1.0, wire_s=4.0, beside_s=2.0), forward=Cost(own_s=1.0)),
-    )
-    # Placed by 1, under way until 5; the rank has computed for 2 beside it, then for 1, and waits.
-    assert found.bars == [
-        Bar(Lane.GATHER, 0, 1.0, 5.0),
-        Bar(Lane.FORWARD, 1, 3.0, 4.0),
-        Bar(Lane.FORWARD, 0, 5.0, 6.0),
-    ]
-    assert found.exposed_s == 1.0
-
-
-def test_a_reduction_is_waited_for_where_it_is_accumulated():
-    found = play(
-        events((BACKWARD, 1), (REDUCE, 1), (BACKWARD, 0), (ACCUMULATE, 1), (SETTLE, -1)),
-        costs(
-            backward=Cost(own_s=2.0),
-            reduce=Cost(wire_s=5.0),
-            accumulate=Cost(own_s=1.0),
-            settle=Cost(own_s=0.5),
-        ),
-    )
-    assert (found.end_s, found.exposed_s) == (2.0 + 5.0 + 1.0 + 0.5, 3.0)
-
-
-def test_a_sum_over_replicas_runs_beside_the_next_units_backward():
-    found = play(
-        events((ACCUMULATE, 1), (BACKWARD, 0), (ACCUMULATE, 0), (SETTLE, -1)),
-        costs(
-            backward=Cost(own_s=3.0),
-            accumulate=Cost(own_s=1.0, wire_s=2.0),
-            settle=Cost(own_s=0.5),
-        ),
-    )
-    assert [bar for bar in found.bars if bar.lane is Lane.OUTER] == [
-        Bar(Lane.OUTER, 1, 1.0, 3.0),
-        Bar(Lane.OUTER, 0, 5.0, 7.0),
-    ]
-    assert (found.end_s, found.exposed_s) == (7.5, 2.0)
 
 
 def test_a_reduction_that_nothing_waits_for_ends_the_step():

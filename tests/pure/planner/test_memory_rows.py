@@ -85,6 +85,7 @@ def test_every_row_lies_between_its_formula_and_the_formula_with_padding(
     counts = COUNT_BYTES * sum(len(unit) for unit in trained)
     assert rows["optimizer (AdamW)"] == ADAM * master * max(held) + counts
     assert rows["buffers"] == 16 * 4
+    assert plan.peak_bytes == {"device": sum(rows.values()), "host": 0, "disk": 0}
     block = padded(units[1], parts)
     if parts == 1 and compute == master:
         assert rows["slots"] == 0
@@ -98,17 +99,6 @@ def test_every_row_lies_between_its_formula_and_the_formula_with_padding(
     else:
         least, most = (max(size[k] for size in sizes["t"]) for k in (0, 1))
         assert_within("gradient slots", reduce * least, reduce * 4 * most)  # two rings of two
-
-
-@given(world_size=st.integers(1, 70), strategy=st.sampled_from(["full_shard", "shard_grad_op"]))
-def test_sharded_state_falls_with_the_number_of_ranks(world_size, strategy):
-    model = Model(3, 40)
-    _, one = rows_of(model, world_size=1, strategy=strategy)
-    _, many = rows_of(model, world_size=world_size, strategy=strategy)
-    for name in ("parameter shards", "gradient shards", "optimizer (AdamW)"):
-        slack = 8 * ALIGNMENT * len(list(model.parameters()))
-        assert one[name] / world_size <= many[name] + slack
-        assert many[name] <= one[name] / world_size + slack
 
 
 @pytest.mark.parametrize(
@@ -128,11 +118,6 @@ def test_receive_buffers_are_parts_of_the_units_that_are_reduced_at_once(
     )
     part = max(g.layout.part_numel for u in plan.units for g in u.groups)
     assert 4 * peers * part <= rows["communication buffers"] <= 2 * 4 * peers * part
-
-
-def test_peak_is_the_sum_of_the_rows():
-    plan, rows = rows_of(Model(3, 32), world_size=2)
-    assert plan.peak_bytes == {"device": sum(rows.values()), "host": 0, "disk": 0}
 
 
 # ---- the tree ------------------------------------------------------------------------------------

@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 from torch import nn
@@ -11,6 +9,7 @@ from torch import nn
 import fullshard as fs
 from fullshard.errors import ConfigError
 from fullshard.planner.plan import Plan
+from support.processes import python
 
 SCRIPT = """
 import fullshard as fs
@@ -31,10 +30,7 @@ LLAMA = {
 
 def _plan_text(hash_seed):
     environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=True
-    )
-    return done.stdout.strip()
+    return python("-c", SCRIPT, env=environment).stdout.strip()
 
 
 @pytest.mark.long

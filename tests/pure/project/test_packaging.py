@@ -2,10 +2,11 @@
 
 import ast
 import re
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
+
+from support.processes import finished, python
 
 ROOT = Path(__file__).resolve().parents[3]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -65,8 +66,7 @@ def test_every_requirement_of_the_project_has_an_exact_pin():
 
 
 def test_every_make_target_that_the_help_lists_exists():
-    shown = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True)
-    targets = re.findall(r"^make ([a-z-]+)", shown.stdout, re.M)
+    targets = re.findall(r"^make ([a-z-]+)", finished("make", "help", cwd=ROOT).stdout, re.M)
     phony = re.search(r"^\.PHONY:(.*)$", (ROOT / "Makefile").read_text(), re.M)
     assert phony
     assert sorted(targets) == sorted(set(phony.group(1).split()) - {"help"})
@@ -77,7 +77,4 @@ def test_importing_the_package_imports_no_array_library():
         "import sys, fullshard, fullshard.config.load, fullshard.planner\n"
         "print(*sorted({'torch', 'jax', 'numpy', 'transformers'} & set(sys.modules)))"
     )
-    shown = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
-    )
-    assert shown.stdout.split() == []
+    assert python("-c", code).stdout.split() == []
