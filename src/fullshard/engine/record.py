@@ -190,8 +190,9 @@ def clear_place(param: Any, place: torch.Tensor) -> None:
     """Copy the values of tensors that stayed in a parameter's place. Outside the guard."""
     stayed = None if param.stayed is None else param.stayed()
     param.stayed = None
-    others = [] if stayed is None or not place.numel() else stayed.tensors()
-    if any(tensor.data_ptr() == place.data_ptr() for tensor in others):
+    if stayed is None or not place.numel():
+        return
+    if any(tensor.data_ptr() == place.data_ptr() for tensor in stayed.tensors()):
         stayed.move(place.clone())
 
 
