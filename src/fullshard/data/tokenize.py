@@ -24,7 +24,6 @@ import fcntl
 import json
 import logging
 import os
-import re
 import shutil
 import struct
 import time
@@ -33,7 +32,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, lru_cache, partial
-from itertools import chain, pairwise, product
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -60,14 +59,6 @@ logger = logging.getLogger(__name__)
 
 SHARD_BYTES = 16 << 20
 PIECE_CHARACTERS = 250_000  # text to tokenize at a time on a core
-PART_CHARACTERS = 16_000  # of it, in one call of a fast tokenizer
-MARKS = ".,;:!?)"  # after which a line of prose may end
-EDGE = re.compile(r"^\w|[\w.,;:!?)]$")
-# Normalizers and pre-tokenizers that look at single characters or at patterns.
-LOCAL = (
-    "NFC NFD NFKC NFKD Lowercase StripAccents BertNormalizer ByteLevel Split Digits Punctuation "
-    "Whitespace WhitespaceSplit BertPreTokenizer Sequence"
-)
 LEFT_S = 86_400.0  # age of a file that a kill left
 SAY_S = 5.0  # seconds between lines of progress
 BAR = 24  # characters
@@ -228,66 +219,17 @@ def ensure(how: TokenSettings, read: Reader, part: tuple[Path, Shard]) -> TokenF
 
 
 def fast_encoder(tokenizer: str) -> Encoder:
-    """The encoder of a tokenizer of the tokenizers library, from its JSON.
-
-    Its time a character grows with the length of a text (two thirds more at 250,000 characters than
-    at 16,000). So texts are encoded in parts if that makes the same tokens.
-    """
+    """The encoder of a tokenizer of the tokenizers library, from its JSON."""
     from tokenizers import Tokenizer
 
     backend = Tokenizer.from_str(tokenizer)
     backend.no_truncation()
     backend.no_padding()
-    divide = _divided if _divides(backend, json.loads(tokenizer)) else lambda text: [text]
 
     def encode(texts: list[str]) -> Iterator[Sequence[int]]:
-        parts = [divide(text) for text in texts]
-        found = iter(backend.encode_batch_fast([*chain(*parts)], add_special_tokens=False))
-        return ([*chain(*(next(found).ids for _ in part))] for part in parts)
+        return (one.ids for one in backend.encode_batch_fast(texts, add_special_tokens=False))
 
     return encode
-
-
-def _divided(text: str) -> list[str]:
-    """A text in parts of at least `PART_CHARACTERS` that end with a line after prose."""
-    ends, at = [0], text.find("\n", PART_CHARACTERS)
-    while at >= 0:
-        after = at + 1
-        if (text[at - 1].isalnum() or text[at - 1] in MARKS) and text[after : after + 1].isalnum():
-            ends.append(after)
-            after += PART_CHARACTERS
-        at = text.find("\n", after)
-    return [text[start:stop] for start, stop in pairwise([*ends, len(text)])]
-
-
-def _divides(backend: Any, told: dict[str, Any]) -> bool:
-    """Whether no token depends on text beyond the end of a line of prose.
-
-    It does not if text is normalized and divided into words by steps that look at single characters
-    or at patterns, and if these divide it there.
-    """
-    kinds = {*_kinds(told["normalizer"]), *_kinds(told["pre_tokenizer"])}
-    if told["pre_tokenizer"] is None or not kinds.issubset(LOCAL.split()):
-        return False
-    for token in told["added_tokens"]:
-        strips = token["lstrip"] or token["rstrip"]
-        if re.search(r"\s", token["content"]) or (strips and EDGE.search(token["content"])):
-            return False
-
-    def words(text: str) -> list[str]:
-        return [word for word, _ in backend.pre_tokenizer.pre_tokenize_str(text)]
-
-    starts = ("one", "One", "12", "\u044f", "\u6f22")
-    ends = [f"one {end}\n" for end in (*starts, *(f"two{mark}" for mark in MARKS))]
-    return all(words(a + b) == words(a) + words(b) for a, b in product(ends, starts))
-
-
-def _kinds(part: Any) -> Iterator[str]:
-    """The types of a normalizer or pre-tokenizer, and of those in it."""
-    if part is not None:
-        yield part["type"]
-        for one in part.get("normalizers", part.get("pretokenizers", ())):
-            yield from _kinds(one)
 
 
 def make(file: Path, shard: Shard, how: TokenSettings, read: Reader) -> TokenFile:

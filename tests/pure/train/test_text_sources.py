@@ -6,20 +6,10 @@ import os
 from pathlib import Path
 
 import pytest
-from tokenizers import (
-    AddedToken,
-    Regex,
-    Tokenizer,
-    models,
-    normalizers,
-    pre_tokenizers,
-    trainers,
-)
 
 from fullshard.config.schema import DataConfig
-from fullshard.data import tokenize
 from fullshard.data.text import Corpus, DatasetSettings, make_dataset
-from fullshard.data.tokenize import fast_encoder, pieces, shards
+from fullshard.data.tokenize import pieces, shards
 from fullshard.errors import DataError
 from support.text import seeded_text
 
@@ -223,55 +213,3 @@ def test_a_column_beside_plain_text_is_said_to_have_no_effect(tmp_path, name, ha
     made = make_dataset([Corpus.at(path, text_column="body")], DatasetSettings(8, 300, WHOLE), None)
     said = [note for note in made.facts.notes if "text_column has no effect on" in note]
     assert bool(said) is not has_effect
-
-
-LLAMA3 = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False)
-# How a tokenizer divides text into words, whether it may encode it in parts, what else it has.
-SPLITS = {
-    "bytes": (BYTES, True, {}),
-    "llama3": (pre_tokenizers.Split(Regex(LLAMA3), "isolated"), True, {}),
-    "spaces": (pre_tokenizers.Whitespace(), True, {}),
-    "composed": (BYTES, True, {"normalizer": normalizers.NFC()}),
-    "a space before a text": (pre_tokenizers.ByteLevel(add_prefix_space=True), False, {}),
-    "a mark before a text": (pre_tokenizers.Metaspace(), False, {}),
-    "lines within words": (pre_tokenizers.Split("\n", "merged_with_next"), False, {}),
-    "words over lines": (
-        pre_tokenizers.Split(Regex(r"[a-z]+(\n[a-z]+)*|."), "isolated"),
-        False,
-        {},
-    ),
-    "codons": (pre_tokenizers.FixedLength(3), False, {}),
-    "joined lines": (BYTES, False, {"normalizer": normalizers.Replace("\n", "")}),
-    "one word": (None, False, {}),
-    "an added line": (BYTES, False, {"token": AddedToken("one\ntwo")}),
-    "added words": (BYTES, False, {"token": AddedToken("one two")}),
-    "added space": (BYTES, False, {"token": AddedToken("one", rstrip=True)}),
-}
-
-
-@pytest.mark.parametrize("name", SPLITS)
-def test_text_encoded_in_parts_has_the_tokens_of_the_whole(name, monkeypatch):
-    words, divides, more = SPLITS[name]
-    text = (
-        "one\ntwo, three.\n\n four 12\n34 \u6f22\n\u5b57.\n- five,\nx\n\tsix\nseven\r\neight\n" * 30
-    )
-    tokenizer = Tokenizer(models.BPE(unk_token="?"))
-    if words is not None:
-        tokenizer.pre_tokenizer = words
-    if "normalizer" in more:
-        tokenizer.normalizer = more["normalizer"]
-    trainer = trainers.BpeTrainer(vocab_size=90, special_tokens=["?"], show_progress=False)
-    tokenizer.train_from_iterator([text], trainer)
-    tokenizer.add_tokens([more["token"]] if "token" in more else [])
-    monkeypatch.setattr("fullshard.data.tokenize.PART_CHARACTERS", 10)
-    assert len(tokenize._divided(text)) > 50
-    assert tokenize._divides(tokenizer, json.loads(tokenizer.to_str())) == divides
-    whole = [tokenizer.encode(one, add_special_tokens=False).ids for one in (text, "", text[:70])]
-    assert [*fast_encoder(tokenizer.to_str())([text, "", text[:70]])] == whole
-
-
-def test_a_tokenizer_that_knows_few_words_is_tried_without_them():
-    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="?"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    assert [*fast_encoder(tokenizer.to_str())(["a b\na"])] == [[0, 1, 0]]
