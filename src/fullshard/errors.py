@@ -115,9 +115,14 @@ class OutOfMemoryError(FullshardError):
 
 
 class HangError(FullshardError):
-    """A rank is stuck or dead."""
+    """A rank is stuck or dead.
+
+    Attributes:
+        rank: That rank, where the watchdog names one.
+    """
 
     exit_code = 5
+    rank = 0
 
 
 class DataError(FullshardError):

@@ -177,7 +177,7 @@ def test_an_address_that_nobody_answers_is_named_within_the_timeout(torchrun):
         port = closed.getsockname()[1]
         torchrun(rank=1, size=2, port=port)
         began = time.monotonic()
-        with pytest.raises(HangError, match=f"rank 0's store at 127.0.0.1:{port}, got Connection"):
+        with pytest.raises(HangError, match=f"rank 0's store at 127.0.0.1:{port}, got The client"):
             rendezvous.init_process_group(timeout_s=1.0)
         assert time.monotonic() - began < 30
 
@@ -188,18 +188,19 @@ def test_an_interface_that_is_not_there_is_named(torchrun):
         rendezvous.init_process_group(5.0)
 
 
-def test_rank_0_that_nobody_joins_names_the_variables(torchrun, monkeypatch):
+def test_rank_0_that_nobody_joins_names_the_variables(torchrun):
     """Such as a shell with RANK of an older launch: torch's error had a traceback."""
     torchrun(size=2, port=free_port())
-    monkeypatch.setattr(rendezvous, "TIMEOUT_MARGIN_S", 0.0)
     with pytest.raises(HangError, match=r"expected 2 ranks, got .* 1/2 clients joined\. Start all"):
         rendezvous.init_process_group(1.0)
 
 
-@pytest.mark.parametrize(("rank", "error"), [("0", ConfigError), ("1", HangError)])
-def test_a_name_that_no_host_can_have_is_named(rank, error, torchrun):
+@pytest.mark.parametrize(
+    ("rank", "error", "why"), [("0", ConfigError, "label empty"), ("1", HangError, "client socket")]
+)
+def test_a_name_that_no_host_can_have_is_named(rank, error, why, torchrun):
     torchrun(rank=rank, size=2, address="a..b")
-    with pytest.raises(error, match=r"MASTER_ADDR.*a\.\.b.*label empty"):
+    with pytest.raises(error, match=rf"MASTER_ADDR.*a\.\.b.*{why}"):
         rendezvous.init_process_group(timeout_s=0.5)
 
 
@@ -231,7 +232,7 @@ def test_ranks_that_share_a_gpu_are_told_so(torchrun, monkeypatch):
         assert str(given["device_id"]) == "cuda:0"
         raise dist.DistBackendError(said)
 
-    torchrun(size=2, port=free_port())
+    torchrun(port=free_port())
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     monkeypatch.setattr("torch.cuda.set_device", lambda _: None)

@@ -86,10 +86,6 @@ HANGS = {  # (the fault, the transport): what is said; what the stack of rank 1 
         ],
         "",
     ),
-    ("forward", "c10d"): (
-        ["rank 1 issues gather of layers.0 as its gather number 5, rank 0 gather of layers.1"],
-        "",
-    ),
 }
 
 
@@ -105,10 +101,11 @@ def test_every_hang_names_the_rank_and_where_it_is(run, fault):
 
 
 @pytest.mark.slow
-def test_a_micro_batch_too_many_is_named(run):
-    result, err, _ = run("micro_batch")
-    assert result.exit_code == 1  # the ranks find it themselves
-    assert "expected as many optimizer steps on every rank" in err
+@pytest.mark.parametrize("fault", ["forward", "micro_batch"])
+def test_a_forward_or_a_micro_batch_too_many_is_an_error_of_the_ranks(run, fault):
+    result, err, report = run(fault, "c10d")
+    assert (result.exit_code, report) == (1, "")
+    assert "One of them skipped or added a forward, a backward" in err
 
 
 def _without_a_launcher(fault, folder):

@@ -28,9 +28,8 @@ from typer.core import TyperGroup
 from fullshard.cli.outcome import JSON_HELP, Outcome, error_outcome, quiet_stdout, sink, write_json
 from fullshard.cli.recipe import app_of
 from fullshard.config.environment import unknown_variables
-from fullshard.config.values import did_you_mean
 from fullshard.errors import ConfigError, show_log, write_anything
-from fullshard.launch.exit_codes import SAVE_SIGNALS, ExitCode, end_now, left_by
+from fullshard.launch.exit_codes import SAVE_SIGNALS, ExitCode, Stopped, end_now, left_by
 from fullshard.recipes.registry import Command
 
 logger = logging.getLogger(__name__)
@@ -87,18 +86,9 @@ class _LazyGroup(TyperGroup):
         return list(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ARG002
-        """Import a command.
-
-        Raises:
-            ConfigError: There is no such command; the error names the nearest one.
-        """
-        if cmd_name.startswith("-"):
-            return None  # an unknown option; typer's own error names it
+        """Import a command; None if there is none of this name."""
         if cmd_name not in COMMANDS:
-            hint = did_you_mean(cmd_name, COMMANDS) or "See `fullshard --help`."
-            raise ConfigError(
-                f"command: expected one of {', '.join(COMMANDS)}; got {cmd_name!r}. {hint}"
-            )
+            return None  # see `_usage_outcome`
         module = f"fullshard.cli.{cmd_name}"
         made = app_of(Command(cmd_name)) if cmd_name in RECIPES else import_module(module).app
         command = typer.main.get_command(made)
@@ -230,7 +220,7 @@ def invoke(words: Sequence[str]) -> Outcome:
     try:
         _check_working_directory()
         value = command.main(list(words), prog_name="fullshard", standalone_mode=False)
-    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  the outermost frame
+    except (Exception, KeyboardInterrupt, Stopped) as error:  # noqa: BLE001  the outermost frame
         return error_outcome(error)
     except SystemExit as error:
         return error_outcome(left_by(error))

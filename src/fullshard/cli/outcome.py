@@ -18,7 +18,6 @@ import os
 import re
 import select
 import sys
-import traceback
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -27,10 +26,10 @@ from typing import TYPE_CHECKING, Any, TextIO
 import typer
 
 from fullshard.errors import ConfigError, FullshardError, WillNotFitError, printable
-from fullshard.launch.exit_codes import STREAM, ExitCode, exit_code_of, of_place, public_name
+from fullshard.launch.exit_codes import STREAM, ExitCode, of_place
+from fullshard.launch.failure import RankFailure
 
 if TYPE_CHECKING:
-    from fullshard.launch.failure import RankFailure
     from fullshard.launch.spawn import LocalLaunch
     from fullshard.launch.supervise import LaunchResult
 
@@ -86,18 +85,17 @@ def error_outcome(error: BaseException) -> Outcome:
     if isinstance(error, KeyboardInterrupt | typer.Abort):
         _say("Interrupted.")
         return _error("KeyboardInterrupt", "interrupted", ExitCode.INTERRUPTED)
-    if isinstance(error, FullshardError):
-        message = "\n".join([str(error), *getattr(error, "__notes__", [])])
-        _say(f"{public_name(error)}: {message}")
-        outcome = _error(public_name(error), message, error.exit_code)
-        if isinstance(error, WillNotFitError) and error.planned and outcome.result:
-            outcome.result["planned"] = error.planned
-        return outcome
     if hasattr(error, "format_message"):  # typer's own; its base class differs between versions
         return _usage_outcome(error)
-    text = "".join(traceback.format_exception(error))
-    _say(text.rstrip("\n"))
-    return _error(type(error).__name__, str(error), exit_code_of(error), traceback=text)
+    if isinstance(error, FullshardError):
+        error = error.with_traceback(None)  # its message suffices
+    failure = RankFailure.of(error, 0)
+    _say(failure.text)
+    more = {"traceback": failure.traceback} if failure.traceback else {}
+    outcome = _error(failure.type, failure.message, failure.exit_code, **more)
+    if isinstance(error, WillNotFitError) and error.planned and outcome.result:
+        outcome.result["planned"] = error.planned
+    return outcome
 
 
 def launch_outcome(
@@ -177,7 +175,8 @@ def _usage_outcome(error: Any) -> Outcome:
     if type(error).__name__ == "NoArgsIsHelpError":  # typer has printed the help
         return _error("ConfigError", "expected a command, got none.", ExitCode.CONFIG)
     path = context.command_path if context is not None else "fullshard"
-    commands = list(getattr(context.command, "commands", ())) if context is not None else []
+    group = getattr(context, "command", None)
+    commands = group.list_commands(context) if hasattr(group, "list_commands") else []
     if commands and option == "--json":  # without the command that it belongs to
         message = f"{path}: expected one of {', '.join(commands)}; got none."
     elif type(error).__name__ == "NoSuchOption" and context is not None:
@@ -192,7 +191,7 @@ def _usage_outcome(error: Any) -> Outcome:
         got = f"got {wrong['input']!r}. See `{path} --help`"
         message = f"{error.param.opts[0]}: expected {expected}, {got}."
     elif commands and (got := re.match(r"No such command '(.*?)'", message)):
-        hint = did_you_mean(got[1], commands)
+        hint = did_you_mean(got[1], commands) or f"See `{path} --help`."
         message = f"{path}: expected one of {', '.join(commands)}; got '{got[1]}'. {hint}"
     else:
         message = f"{message}. See `{path} --help`."

@@ -128,9 +128,10 @@ def _check_first(
 def run_recipe(command: Command, resolved: Resolved, how: How) -> Outcome:
     """Run a recipe on local ranks, or as one rank if a launcher started this process."""
     launch = _check_first(command, resolved, how)
-    from fullshard.launch.exit_codes import PREEMPTIONS, ended_by
+    from fullshard.launch.exit_codes import PREEMPTIONS, handled, raise_stopped
 
-    with ended_by(() if launch or how.dry_run else PREEMPTIONS):
+    numbers = () if launch or how.dry_run else PREEMPTIONS
+    with handled(numbers, lambda _, number, _frame: raise_stopped(number)):
         return _run(command, resolved, how, launch)
 
 

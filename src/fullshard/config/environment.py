@@ -92,6 +92,11 @@ class LaunchEnvironment:
         return {name: str(value) for name, value in {**ours, **variables}.items()}
 
 
+def rank_log(log_dir: Path, rank: int) -> Path:
+    """The log of a rank that our launcher started."""
+    return log_dir / f"rank_{rank}.log"
+
+
 OURS = "FULLSHARD_"
 LONGEST_S = 10**9  # torch counts longer time-outs in more nanoseconds than it has bits for
 

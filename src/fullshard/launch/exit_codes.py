@@ -94,16 +94,6 @@ def raise_stopped(number: int, *, plain: bool = False) -> NoReturn:
 
 
 @contextlib.contextmanager
-def ended_by(numbers: Sequence[signal.Signals]) -> Iterator[None]:
-    """Ends the block with a PreemptedError when one of these signals arrives."""
-    try:
-        with handled(numbers, lambda _, number, _frame: raise_stopped(number)):
-            yield
-    except Stopped as stopped:
-        raise stopped.ours from None
-
-
-@contextlib.contextmanager
 def caught_stop_signals(
     numbers: Sequence[signal.Signals] = STOP_SIGNALS, obey: Callable[[], bool] = lambda: False
 ) -> Iterator[list[int]]:

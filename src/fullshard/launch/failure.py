@@ -1,8 +1,6 @@
 """Failures of ranks as data, and the private folder in which ranks report them to the launcher.
 
 failure_<k>.json    why rank k failed, written by the rank itself
-stacks_<k>.txt      stacks of rank k, written on SIGUSR2
-log_<k>             link to logs/rank_<k>.log
 hang.json           why all ranks were ended, written by the rank whose watchdog judged
 ending              exists once a rank has failed: the others need not explain their end
 
@@ -19,8 +17,9 @@ import traceback
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
+from typing import TextIO
 
-from fullshard.config.environment import LaunchEnvironment, Launcher
+from fullshard.config.environment import LaunchEnvironment, Launcher, rank_log
 from fullshard.errors import ConfigError, FullshardError, PreemptedError
 from fullshard.launch.exit_codes import ExitCode, as_ours, exit_code_of, public_name
 
@@ -128,16 +127,17 @@ def first_cause(failures: Iterable[RankFailure]) -> RankFailure:
 
 @dataclasses.dataclass(frozen=True)
 class LaunchFolder:
-    """Paths of the files above."""
+    """Paths of the files above, and of the ranks' logs, which are elsewhere."""
 
     path: Path
+    log_dir: Path
 
     @classmethod
     def of(cls, launch: LaunchEnvironment | None) -> LaunchFolder | None:
         """The folder of a rank that our launcher started; None for any other process."""
         if launch is None or launch.launcher is not Launcher.FULLSHARD or not launch.launch_dir:
             return None
-        return cls(launch.launch_dir)
+        return cls(launch.launch_dir, launch.log_dir or launch.launch_dir)
 
     @property
     def hang(self) -> Path:
@@ -153,10 +153,7 @@ class LaunchFolder:
         """Why the rank failed."""
         return self.path / f"failure_{rank}.json"
 
-    def stacks(self, rank: int) -> Path:
-        """The rank's stacks, where the launcher asked for them."""
-        return self.path / f"stacks_{rank}.txt"
-
-    def log(self, rank: int) -> Path:
-        """The rank's log."""
-        return self.path / f"log_{rank}"
+    def open_log(self, rank: int) -> TextIO:
+        """The rank's log, to append to."""
+        log = rank_log(self.log_dir, rank)
+        return log.open("a", encoding="utf-8", errors="backslashreplace")

@@ -14,9 +14,7 @@ import faulthandler
 import logging
 import os
 import runpy
-import signal
 import sys
-import time
 import traceback
 import warnings
 from collections.abc import Callable
@@ -25,13 +23,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fullshard.config.environment import LaunchEnvironment, read_launch_environment
+from fullshard.config.environment import read_launch_environment
 from fullshard.config.values import Strategy
-from fullshard.errors import ConfigError, FullshardError, show_log, write_anything
+from fullshard.errors import ConfigError, FullshardError, HangError, show_log, write_anything
 from fullshard.launch import fork_server
 from fullshard.launch.exit_codes import (
     SAVE_SIGNALS,
-    ExitCode,
     as_ours,
     die_with_parent,
     end_now,
@@ -41,9 +38,6 @@ from fullshard.launch.exit_codes import (
 )
 from fullshard.launch.failure import LaunchFolder, RankFailure
 from fullshard.observe.hang import watchdog
-from fullshard.observe.hang.judge import Culprit
-
-STACKS_SIGNAL = signal.SIGUSR2  # SIGUSR1 is what schedulers send as a warning
 
 
 def run_rank(
@@ -74,6 +68,7 @@ def run_rank(
     if rank != 0 and folder is None:  # the ranks share one output: only rank 0 warns
         warnings.simplefilter("ignore")
         logging.getLogger("fullshard").setLevel(logging.ERROR)
+    watchdog.on_hang(partial(_blame, folder, rank, tell))
     try:
         with handled(SAVE_SIGNALS, partial(_on_signal, folder, plain=is_users)):
             main()
@@ -82,29 +77,21 @@ def run_rank(
         failure = RankFailure.of(error, rank)
         if failure.exit_code == 0:
             raise  # sys.exit() or sys.exit(0)
-        if folder is not None:  # first, because explaining it may exceed the launcher's wait
-            with contextlib.suppress(OSError):
-                failure.write(folder.failure(rank))
-        failure = _explained(failure, as_ours(error), folder)
         _report(failure, folder)
+        watchdog.explain(as_ours(error))  # ends all ranks if another one is to blame
         tell(failure)
         end_now(failure.exit_code)
 
 
-def _explained(
-    failure: RankFailure, error: BaseException, folder: LaunchFolder | None
-) -> RankFailure:
-    """Replaces the error of a collective by the watchdog's verdict, if it names another rank."""
-    dog = watchdog.current()
-    verdict = dog.explain(error) if dog is not None else None
-    if verdict is None:
-        return failure
-    message = f"{verdict.message}\nRank {failure.rank} noticed it by this error:\n{failure.text}"
-    found = RankFailure(verdict.rank, "HangError", message, ExitCode.HANG, "", failure.time_s)
+def _blame(
+    folder: LaunchFolder | None, rank: int, tell: Callable[[RankFailure], None], verdict: HangError
+) -> None:
+    """Tells the watchdog's verdict, which ends all ranks."""
+    failure = RankFailure.of(verdict, rank)
+    tell(failure)
     if folder is not None:
         with contextlib.suppress(OSError):
-            found.write(folder.hang)
-    return replace(found, rank=failure.rank)
+            replace(failure, rank=verdict.rank).write(folder.hang)
 
 
 def _on_signal(folder: LaunchFolder | None, _: Any, number: int, __: Any, *, plain: bool) -> None:
@@ -119,12 +106,9 @@ def _report(failure: RankFailure, folder: LaunchFolder | None) -> None:
         return
     # The launcher and its folder may be gone, or the disk may be full.
     with contextlib.suppress(OSError):
-        log, whole = folder.log(failure.rank), contextlib.nullcontext(sys.stderr)
-        log_file = partial(log.open, "a", encoding="utf-8", errors="backslashreplace")
-        with log_file() if log.parent.is_dir() else whole as out:  # which is part of the log
-            out.write(failure.text + "\n")
-    with contextlib.suppress(OSError):
         failure.write(folder.failure(failure.rank))
+    with contextlib.suppress(OSError), folder.open_log(failure.rank) as log:
+        log.write(failure.text + "\n")
 
 
 def _main() -> None:
@@ -137,10 +121,10 @@ def _main() -> None:
     launch = read_launch_environment()
     folder = LaunchFolder.of(launch)
     if launch is not None and folder is not None:
-        with contextlib.suppress(OSError):  # the disk is full
-            dump = folder.stacks(launch.rank).open("w")  # stays open
-            faulthandler.register(STACKS_SIGNAL, file=dump, all_threads=True)
-        _watch(launch, folder)
+        with contextlib.suppress(OSError):  # the log was removed
+            dump = folder.open_log(launch.rank)  # stays open
+            faulthandler.register(watchdog.STACKS_SIGNAL, file=dump, all_threads=True)
+        watchdog.start(launch)
     sys.argv = [module, *arguments]
     run_rank(lambda: _run_module(module), is_users=not module.startswith("fullshard."))
     if launch is not None and launch.rank == 0 and launch.config_file and not watchdog.WATCHED:
@@ -160,21 +144,6 @@ def _say_unsharded(file: Path) -> None:
             f"--config_file {file.name}: asks for {strategy}, but the script did not shard a "
             "model. Call fs.shard, or import the Trainer or Accelerator of fullshard.integrations."
         )
-
-
-def _watch(launch: LaunchEnvironment, folder: LaunchFolder) -> None:
-    """Starts the watchdog, which waits for a process group."""
-    dog = watchdog.start(launch, stacks_file=folder.stacks)
-    if dog is None:
-        return
-
-    def report(verdict: Culprit) -> None:
-        text = f"{verdict.message}\nThe stacks of all ranks: {dog.hang_file}"
-        failure = RankFailure(verdict.rank, "HangError", text, ExitCode.HANG, "", time.monotonic())
-        with contextlib.suppress(OSError):
-            failure.write(folder.hang)
-
-    dog.on_hang.append(report)
 
 
 def _run_module(module: str) -> None:

@@ -1,12 +1,12 @@
 """The rendezvous: creates torch's default process group under any launcher, and the launch's store.
 
-our launcher   env://                                      the launcher's store
-torchrun       env://                                      the agent's store
-srun, mpirun   TCPStore at MASTER_ADDR:MASTER_PORT         rank 0 serves it
-               on one machine without MASTER_PORT          rank 0 writes a free port to a file
-no launcher    no group                                    one rank
+our launcher   the launcher's store
+torchrun       the agent's store
+srun, mpirun   rank 0 serves the store at MASTER_ADDR:MASTER_PORT
+               on one machine without MASTER_PORT, it writes a free port to a file
+no launcher    no group, one rank
 
-The watchdog uses the same store through its own connection.
+All ranks reach the store by torch's `env://`. The watchdog uses it through its own connection.
 
 The launcher serves the store, so it outlives every rank. The port is bound before the first rank
 starts and stays bound; connections before the store is ready wait in the socket's backlog.
@@ -24,7 +24,6 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -33,7 +32,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import psutil
 
 from fullshard import errors
-from fullshard.config.environment import LaunchEnvironment, Launcher, read_launch_environment
+from fullshard.config.environment import (
+    LaunchEnvironment,
+    Launcher,
+    add_variables,
+    read_launch_environment,
+)
 from fullshard.errors import ConfigError, HangError, printable
 from fullshard.launch.exit_codes import of_place
 from fullshard.observe.hang import watchdog
@@ -65,28 +69,21 @@ def init_process_group(timeout_s: float = 600.0, log_dir: Path | None = None) ->
     """
     import torch
     import torch.distributed as dist
+    from torch.distributed.rendezvous import rendezvous
 
     launch = read_launch_environment()
     if launch is None or dist.is_initialized():
         return
-    timeout = timedelta(seconds=timeout_s + TIMEOUT_MARGIN_S)
     backend, device = "gloo", None
     if torch.cuda.is_available():
         backend, device = "cpu:gloo,cuda:nccl", _cuda_device(launch)
-    place: dict[str, Any] = {}
-    is_ours = launch.launcher in (Launcher.FULLSHARD, Launcher.TORCHRUN)
-    if not is_ours:
-        launch = _with_port(launch, timeout)
-    elif not (launch.master_addr and launch.master_port):
-        raise ConfigError(
-            "environment: MASTER_ADDR and MASTER_PORT: expected the address of rank 0, "
-            "because RANK is set; got none. Start with torchrun, or unset RANK and WORLD_SIZE."
-        )
-    _reach_store(launch, timeout_s)
+    launch = _with_address(launch, timeout_s)
     try:
-        if not is_ours:
-            store = _store(launch, timeout)
-            place = {"store": store, "rank": launch.rank, "world_size": launch.world_size}
+        size, timeout = launch.world_size, timedelta(seconds=timeout_s)
+        store, *_ = next(rendezvous("env://", launch.rank, size, timeout=timeout))
+        timeout += timedelta(seconds=TIMEOUT_MARGIN_S)
+        store.set_timeout(timeout)
+        place: Any = {"store": store, "rank": launch.rank, "world_size": size}
         dist.init_process_group(backend, timeout=timeout, device_id=device, **place)
     except RuntimeError as error:
         ours = _named(launch, device, error)
@@ -106,7 +103,7 @@ def _named(
 
     said = str(error)
     if isinstance(error, dist.DistNetworkError | dist.DistStoreError):
-        return _unreachable(launch, said.partition("\n")[0])
+        return _unreachable(launch, said.partition("\n")[0].rstrip("."))
     if "Duplicate GPU" in said:
         return ConfigError(
             f"launch: expected a GPU for each rank; rank {launch.rank} shares {device} of this "
@@ -220,45 +217,6 @@ def shutdown() -> None:
         dist.destroy_process_group()
 
 
-def _reach_store(launch: LaunchEnvironment, timeout_s: float) -> None:
-    """Waits until rank 0's store accepts connections; torch would wait minutes longer.
-
-    Raises:
-        HangError: The address is wrong, or rank 0 has not started.
-        ConfigError: This is rank 0, and the address is not its own.
-    """
-    is_here = launch.launcher is Launcher.FULLSHARD and launch.master_addr == LOOPBACK
-    if is_here or launch.master_addr is None or launch.master_port is None:
-        return
-    if launch.rank == 0:
-        with (
-            contextlib.suppress(OSError),
-            _server(launch.master_port),
-        ):  # the port is bound if the store is served
-            check_reaches(launch.master_addr, launch.master_port)
-        return
-    deadline = time.monotonic() + timeout_s
-    while True:
-        left = deadline - time.monotonic()
-        try:
-            place = (launch.master_addr, launch.master_port)
-            with socket.create_connection(place, timeout=max(0.1, min(left, 10.0))):
-                return
-        except (OSError, UnicodeError) as error:
-            if time.monotonic() > deadline:
-                why = getattr(error, "strerror", None) or error
-                got = f"{why} for {timeout_s:g} s (launch.timeout)"
-                raise _unreachable(launch, got) from error
-        time.sleep(0.2)
-
-
-def _server(port: int) -> socket.socket:
-    """Listens on a port, on the same interfaces as the store."""
-    both = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if both else socket.AF_INET
-    return socket.create_server(("", port), family=family, backlog=_BACKLOG, dualstack_ipv6=both)
-
-
 def _unreachable(launch: LaunchEnvironment, got: str) -> ConfigError | HangError:
     if "address already in use" in got:
         return ConfigError(
@@ -267,7 +225,7 @@ def _unreachable(launch: LaunchEnvironment, got: str) -> ConfigError | HangError
         )
     if "clients joined" in got:
         return HangError(
-            f"WORLD_SIZE: expected {launch.world_size} ranks, got {got} Start all of them, with "
+            f"WORLD_SIZE: expected {launch.world_size} ranks, got {got}. Start all of them, with "
             "one MASTER_ADDR and MASTER_PORT; or unset RANK, which an older launch may have left."
         )
     return HangError(
@@ -277,21 +235,39 @@ def _unreachable(launch: LaunchEnvironment, got: str) -> ConfigError | HangError
     )
 
 
-def _with_port(launch: LaunchEnvironment, timeout: timedelta) -> LaunchEnvironment:
-    """Adds the port of rank 0's store, if all ranks are on this machine and no port is set.
+def _with_address(launch: LaunchEnvironment, timeout_s: float) -> LaunchEnvironment:
+    """Adds the address of the store, if all ranks are on this machine and none is set.
 
     Raises:
-        ConfigError: The ranks are on several machines, so the port must be set.
+        ConfigError: The address is needed, or rank 0 is not there.
     """
-    if launch.master_addr is not None and launch.master_port is not None:
-        return launch
-    known = launch.run_id is not None or launch.launcher is Launcher.MPI
-    if launch.world_size > launch.local_world_size or not known:
+    host, port = launch.master_addr, launch.master_port
+    if host is not None and port is not None:
+        if launch.rank == 0:
+            # The port is taken if the store is served. Else torch would look for it long.
+            with contextlib.suppress(OSError), _bound("", port):
+                check_reaches(host, port)
+    elif launch.launcher in (Launcher.FULLSHARD, Launcher.TORCHRUN):
         raise ConfigError(
-            f"MASTER_PORT: expected a free port on {launch.master_addr or 'the first host'} under "
+            "environment: MASTER_ADDR and MASTER_PORT: expected the address of rank 0, "
+            "because RANK is set; got none. Start with torchrun, or unset RANK and WORLD_SIZE."
+        )
+    elif launch.world_size > launch.local_world_size or not (
+        launch.run_id is not None or launch.launcher is Launcher.MPI
+    ):
+        raise ConfigError(
+            f"MASTER_PORT: expected a free port on {host or 'the first host'} under "
             f"{launch.launcher}, got nothing. Set MASTER_ADDR and MASTER_PORT to the same values "
             "for all ranks."
         )
+    else:
+        host, port = LOOPBACK, _port_of_rank_0(launch, timeout_s)
+    add_variables({"MASTER_ADDR": host, "MASTER_PORT": str(port)})
+    return replace(launch, master_addr=host, master_port=port)
+
+
+def _port_of_rank_0(launch: LaunchEnvironment, timeout_s: float) -> int:
+    """The port of rank 0's store, which tells the others by a file."""
     file = _port_file(launch)
     if launch.rank == 0:
         meeting = LaunchStore()
@@ -300,14 +276,13 @@ def _with_port(launch: LaunchEnvironment, timeout: timedelta) -> LaunchEnvironme
         partial = file.with_suffix(".partial")
         partial.write_text(str(meeting.port))
         partial.replace(file)
-        return replace(launch, master_addr=LOOPBACK, master_port=meeting.port)
 
     def is_there() -> bool:
         return file.is_file() and file.stat().st_uid == os.getuid()
 
-    if not wait_until(is_there, timeout.total_seconds(), 0.05):
+    if not wait_until(is_there, timeout_s, 0.05):
         raise HangError(f"rendezvous: expected rank 0 to write {file}; it did not.")
-    return replace(launch, master_addr=LOOPBACK, master_port=int(file.read_text()))
+    return int(file.read_text())
 
 
 def _port_file(launch: LaunchEnvironment) -> Path:
@@ -316,15 +291,6 @@ def _port_file(launch: LaunchEnvironment) -> Path:
     job = launch.run_id or f"{parent.pid} {parent.create_time()}"
     name = hashlib.sha256(job.encode()).hexdigest()[:16]
     return Path(tempfile.gettempdir()) / f"fullshard-{os.getuid()}-{name}.port"
-
-
-def _store(launch: LaunchEnvironment, timeout: timedelta) -> Store:
-    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
-
-    assert launch.master_addr is not None
-    assert launch.master_port is not None
-    serves = launch.rank == 0 and not _SERVED
-    return TCPStore(launch.master_addr, launch.master_port, launch.world_size, serves, timeout)
 
 
 def _cuda_device(launch: LaunchEnvironment) -> torch.device:
@@ -383,37 +349,22 @@ class LaunchStore:
     def __init__(self, host: str = LOOPBACK, port: int = 0, *, served_here: bool = True) -> None:
         self.host, self.port = host, port
         self.store: Any = None
-        self._serving: Future[None] | None = None
         self._socket: socket.socket | None = None
-        if served_here:
-            self._socket = self._bind(host, port)
-            self.port = self._socket.getsockname()[1]
-            check_reaches(host, self.port)
-
-    @staticmethod
-    def _bind(host: str, port: int) -> socket.socket:
+        if not served_here:
+            return
         try:
-            if host != LOOPBACK:
-                return _server(port)
-            return socket.create_server((host, port), backlog=_BACKLOG)
+            self._socket = _bound(host, port)
         except OSError as error:
             why = os.strerror(error.errno or 0)  # without create_server's words
             raise ConfigError(
                 f"MASTER_PORT: expected a free port, got {port} ({why}). Set MASTER_PORT or "
                 "launch.main_process_port to a port that is free on this machine."
             ) from error
-
-    def serve_soon(self) -> None:
-        """Serve from a thread, because importing torch takes seconds while ranks are watched."""
-        self._serving = ThreadPoolExecutor(1, "store of the launch").submit(self.serve)
-
-    def check(self) -> None:
-        """Raises the error that kept the store from being served: ranks would wait for it."""
-        if self._serving is not None and self._serving.done():
-            self._serving.result()
+        self.port = self._socket.getsockname()[1]
+        check_reaches(host, self.port)
 
     def serve(self) -> None:
-        """Starts torch's store on the port."""
+        """Starts torch's store on the port, in threads of torch."""
         if self._socket is None:
             return
         from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
@@ -423,13 +374,21 @@ class LaunchStore:
             self.port,
             is_master=True,
             wait_for_workers=False,
+            multi_tenant=True,  # rank 0 of `env://` finds this one
             master_listen_fd=self._socket.detach(),
         )
 
     def close(self) -> None:
         """Frees the port."""
-        if self._serving is not None:
-            wait([self._serving])
         if self._socket is not None:
             self._socket.close()
         self.store = None
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    """Listens on a port, on the interfaces of a store: all, unless it is for this machine."""
+    if host == LOOPBACK:
+        return socket.create_server((host, port), backlog=_BACKLOG)
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    return socket.create_server(("", port), family=family, backlog=_BACKLOG, dualstack_ipv6=both)

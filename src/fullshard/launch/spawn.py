@@ -39,7 +39,6 @@ import textwrap
 import threading
 import time
 import tty
-import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -47,7 +46,12 @@ from pathlib import Path
 from typing import BinaryIO
 
 from fullshard.config import host_memory
-from fullshard.config.environment import LaunchEnvironment, Launcher, current_variables
+from fullshard.config.environment import (
+    LaunchEnvironment,
+    Launcher,
+    current_variables,
+    rank_log,
+)
 from fullshard.config.schema import LaunchConfig
 from fullshard.errors import ConfigError
 from fullshard.launch.exit_codes import caught_stop_signals
@@ -230,7 +234,7 @@ class LocalLaunch:
 
     def log(self, rank: int) -> Path:
         """Log file of a rank."""
-        return self.log_dir / f"rank_{rank}.log"
+        return rank_log(self.log_dir, rank)
 
 
 def launch_local_ranks(launch: LocalLaunch) -> LaunchResult:
@@ -251,21 +255,19 @@ def launch_local_ranks(launch: LocalLaunch) -> LaunchResult:
     launch.log_dir.mkdir(parents=True, exist_ok=True)
     if launch.attempt == 0:
         (launch.log_dir / "hang.txt").unlink(missing_ok=True)
-    machines, is_alone = launch.machines, launch.machines.num_machines == 1
-    host = LOOPBACK if is_alone else machines.main_process_ip or LOOPBACK
+    machines = launch.machines
+    host = (machines.num_machines > 1 and machines.main_process_ip) or LOOPBACK
     port = machines.main_process_port or 0  # 0: any free port
     store = LaunchStore(host, port, served_here=machines.machine_rank == 0)
-    with _private_folder() as folder, caught_stop_signals() as caught:
+    with _private_folder(launch.log_dir) as folder, caught_stop_signals() as caught:
         relay = Relay(launch.log(launch.ranks[0]))
         ranks: list[RankProcess] = []
-        run_id = uuid.uuid4().hex if is_alone else f"{store.host}:{store.port}"
         supervisor = Supervisor(
             ranks=ranks,
             folder=folder,
             timeout_s=launch.timeout_s,
             on_failure=relay.muted.set,
-            positions=partial(_positions, launch, store, run_id),
-            check=store.check,
+            positions=partial(_positions, launch, store),
         )
         with contextlib.ExitStack() as closing:  # all of them are called, even if one fails
             for close in (store.close, relay.close, supervisor.end_all):
@@ -273,13 +275,13 @@ def launch_local_ranks(launch: LocalLaunch) -> LaunchResult:
             if launch.server is not None:
                 launch.server.wait(caught)
             for rank in () if caught else launch.ranks:
-                environment = _environment(launch, rank, folder, store, run_id)
-                ranks.append(_start(launch, environment, folder, relay))
+                environment = _environment(launch, rank, folder, store)
+                ranks.append(_start(launch, environment, relay))
             if launch.server is not None:
                 launch.server.close()
             relay.start()
             if ranks:
-                store.serve_soon()
+                store.serve()  # now, because importing torch takes seconds
             return supervisor.watch(caught)
 
 
@@ -306,7 +308,7 @@ def print_failure(launch: LocalLaunch, result: LaunchResult) -> None:
 
 
 @contextlib.contextmanager
-def _private_folder() -> Iterator[LaunchFolder]:
+def _private_folder(log_dir: Path) -> Iterator[LaunchFolder]:
     _remove_abandoned()
     with (
         tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True) as name,
@@ -314,7 +316,7 @@ def _private_folder() -> Iterator[LaunchFolder]:
     ):
         with contextlib.suppress(OSError):
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield LaunchFolder(Path(name))
+        yield LaunchFolder(Path(name), log_dir)
 
 
 def _remove_abandoned() -> None:
@@ -332,7 +334,7 @@ def _remove_abandoned() -> None:
 
 
 def _environment(
-    launch: LocalLaunch, rank: int, folder: LaunchFolder, store: LaunchStore, run_id: str
+    launch: LocalLaunch, rank: int, folder: LaunchFolder, store: LaunchStore
 ) -> LaunchEnvironment:
     """Launch environment of a rank."""
     return LaunchEnvironment(
@@ -345,19 +347,15 @@ def _environment(
         master_port=store.port,
         launch_dir=folder.path,
         log_dir=launch.log_dir.absolute(),
-        run_id=run_id,
         attempt=launch.attempt,
         timeout_s=launch.stuck_s,
         config_file=launch.config_file,
     )
 
 
-def _start(
-    launch: LocalLaunch, environment: LaunchEnvironment, folder: LaunchFolder, relay: Relay
-) -> RankProcess:
+def _start(launch: LocalLaunch, environment: LaunchEnvironment, relay: Relay) -> RankProcess:
     rank = environment.rank
     log = launch.log(rank).absolute()
-    folder.log(rank).symlink_to(log)
     words, variables = (launch.module, *launch.args), environment.to_variables()
     with log.open("ab") as file:
         out, err = (file.fileno(),) * 2
@@ -394,11 +392,11 @@ def fork_server(modules: Sequence[str]) -> Iterator[ForkServer]:
         server.close()
 
 
-def _positions(launch: LocalLaunch, store: LaunchStore, run_id: str) -> list[str]:
+def _positions(launch: LocalLaunch, store: LaunchStore) -> list[str]:
     """Last published positions of the ranks, one line per rank."""
     if store.store is None:
         return []
-    seen = watchdog.read_positions(store.store, f"{run_id}.{launch.attempt}", launch.world_size)
+    seen = watchdog.read_positions(store.store, launch.attempt, launch.world_size)
     return watchdog.describe(seen)
 
 

@@ -27,13 +27,12 @@ from fullshard.config.host_memory import kill_counters, limit
 from fullshard.launch.exit_codes import ExitCode, describe_status, exit_code_of_signal
 from fullshard.launch.failure import LaunchFolder, RankFailure, first_cause
 from fullshard.launch.fork_server import Adopted
-from fullshard.launch.rank_entry import STACKS_SIGNAL
+from fullshard.observe.hang.watchdog import stacks_of
 from fullshard.observe.metrics import wait_until
 
 POLL_S = 0.05
 REPORT_S = 1.0  # after the first failure: another rank may still report the cause
 TERMINATE_S = 4.0  # between SIGTERM and SIGKILL
-STACKS_S = 1.0
 INTERRUPT_S = 10.0  # after Ctrl-C
 PREEMPT_S = 30.0  # after SIGTERM: schedulers usually wait this long, enough to save
 LOG_LINES = 20
@@ -102,7 +101,6 @@ class Supervisor:
         timeout_s: Maximum duration of the launch; None: unlimited.
         on_failure: Called once, as soon as a rank has failed.
         positions: Returns the last known position of each rank, one line per rank.
-        check: Raises the error that ranks would wait for without end, if there is one.
     """
 
     ranks: Sequence[RankProcess]
@@ -110,7 +108,6 @@ class Supervisor:
     timeout_s: float | None
     on_failure: Callable[[], None]
     positions: Callable[[], list[str]]
-    check: Callable[[], None]
 
     def __post_init__(self) -> None:
         self._memory = MemoryWatch()
@@ -120,7 +117,6 @@ class Supervisor:
         started = time.monotonic()
         while True:
             self._memory.look()
-            self.check()
             statuses = [rank.poll() for rank in self.ranks]
             if caught:
                 return self._stop(caught)
@@ -211,18 +207,13 @@ class Supervisor:
         """Reports the stacks of every rank as the failure."""
         self.on_failure()
         running = [rank for rank in self.ranks if rank.poll() is None]
+        names = ", ".join(f"rank {rank.rank}" for rank in running)
+        message = f"run: expected all ranks to end within {timeout_s:g} s, but {names} did not. "
+        message += "Their stacks:"
         for rank in running:
-            rank.send(STACKS_SIGNAL)
-        time.sleep(STACKS_S)
-        self.end_all()
-        message = f"run: expected all ranks to end within {timeout_s:g} s, but " + ", ".join(
-            f"rank {rank.rank}" for rank in running
-        )
-        message += " did not. Their stacks:"
-        for rank in running:
-            file = self.folder.stacks(rank.rank)
-            stacks = file.read_text() if file.exists() else "(none: it was still starting)\n"
+            stacks = stacks_of(rank.process.pid, rank.log)
             message += f"\n---- rank {rank.rank} ----\n{stacks.rstrip()}"
+        self.end_all()
         code = int(ExitCode.HANG)
         failure = RankFailure(running[0].rank, "HangError", message, code, "", time.monotonic())
         return LaunchResult(code, failure)

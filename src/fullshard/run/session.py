@@ -101,9 +101,7 @@ def run(config: RunConfig, run_dir: Path) -> None:
         if folder.config.is_file():  # else load_data reports that machines share no folder
             config = load_config(folder.config).config
         watchdog.on_hang(
-            lambda hang: folder.fail(
-                "HangError", hang.message, ExitCode.HANG, hang.rank, final=True
-            )
+            lambda hang: folder.fail("HangError", str(hang), ExitCode.HANG, hang.rank, final=True)
         )
         uses_torch = config.backend is not Backend.JAX
         device = default_device() if uses_torch else torch.device("cpu")  # measures the process

@@ -24,6 +24,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from fullshard.errors import HangError
 from fullshard.planner.events import Event, EventKind
 
 Entry = tuple[Event, int]  # an event and its step
@@ -88,6 +89,7 @@ def in_words(event: Event, step: int, titles: Sequence[str]) -> str:
 
 
 SETTLED_S = 3.0  # ranks that have not moved for so long are compared
+LOST_S = 1.5  # silence of a rank that died, or is elsewhere while a collective failed
 MAX_STREAM = 256  # only the last names of a stream are published
 
 GATHER, REDUCE, EXCHANGE = "gather", "reduce", "exchange"
@@ -109,7 +111,7 @@ _STREAMS = {EventKind.GATHER: GATHER, EventKind.REDUCE: REDUCE}
 
 @dataclass(frozen=True)
 class Position:
-    """Where a rank is, as it publishes it.
+    """Where a rank is: as it publishes it, and what the judge sees of it.
 
     Attributes:
         beat: Number of the message; a rank whose number does not grow is silent.
@@ -121,9 +123,12 @@ class Position:
         stream: Stream of the awaited collective: "model/step/kind"; "" if unknown.
         number: Index of the awaited collective in its stream.
         limited: Whether the timeout applies; user code between steps may take long.
+        failed: Whether the collective raised an error, so that the rank waits for the verdict only.
         ended: Whether the rank ended without a failure.
         streams: Issued names by stream: [number of names left out before, names ...].
         events: Descriptions of the last events.
+        silent_s: Seconds since the last message, by the judge's clock.
+        gone: Whether the judge knows that the process no longer exists.
     """
 
     rank: int
@@ -138,9 +143,12 @@ class Position:
     stream: str = ""
     number: int = -1
     limited: bool = False
+    failed: bool = False
     ended: bool = False
     streams: dict[str, list[str | int]] = field(default_factory=dict)
     events: list[str] = field(default_factory=list)
+    silent_s: float = 0.0
+    gone: bool = False
 
     def to_json(self) -> str:
         """Serializes the position for the store."""
@@ -161,52 +169,27 @@ class Position:
         return self.doing + step + (f" ({self.where})" if self.where and not self.kind else "")
 
     @property
-    def words(self) -> str:
-        """The position as one phrase."""
+    def phrase(self) -> str:
+        """The place as one phrase."""
         return f"{'waits' if self.kind else 'is'} in {self.place}"
-
-
-_READER = TypeAdapter(Position)
-
-
-@dataclass(frozen=True)
-class Seen:
-    """A rank as the judge sees it.
-
-    Attributes:
-        position: Its last published position.
-        silent_s: Seconds since its last message, by the judge's clock.
-        gone: Whether its process no longer exists.
-    """
-
-    position: Position
-    silent_s: float = 0.0
-    gone: bool = False
 
     @property
     def stands_s(self) -> float:
-        """Seconds since its position changed."""
-        return self.position.since_s + self.silent_s
+        """Seconds since the place changed."""
+        return self.since_s + self.silent_s
 
     @property
     def words(self) -> str:
-        """Its position, and whether it answers."""
+        """The place, since when, and whether the rank answers."""
+        last = f"(last seen in {self.place})"
         if self.gone:
-            return f"is gone: its process died (last seen in {self.position.place})"
+            return f"is gone: its process died {last}"
         if self.silent_s > SETTLED_S:
-            last = self.position.place
-            return (
-                f"is silent for {self.silent_s:.0f} s, stopped or in C code (last seen in {last})"
-            )
-        return f"{self.position.words}, {self.stands_s:.0f} s"
+            return f"is silent for {self.silent_s:.0f} s, stopped or in C code {last}"
+        return f"{self.phrase}, {self.stands_s:.0f} s"
 
 
-@dataclass(frozen=True)
-class Culprit:
-    """The rank that causes a hang, and why."""
-
-    rank: int
-    message: str
+_READER = TypeAdapter(Position)
 
 
 # ---- the published position of a rank
@@ -251,56 +234,62 @@ def _stream(model: int, step: int, kind: str) -> str:
 # ---- verdicts
 
 
-def judge(seen: Mapping[int, Seen], timeout_s: float, world_size: int = 0) -> Culprit | None:
+def blamed(rank: int, message: str) -> HangError:
+    """The verdict that a rank causes a hang."""
+    error = HangError(message)
+    error.rank = rank
+    return error
+
+
+def judge(
+    seen: Mapping[int, Position], timeout_s: float, world_size: int = 0, lost_s: float = LOST_S
+) -> HangError | None:
     """Returns the first problem that it finds, or None.
 
     If a rank waits for longer than `timeout_s`, ranks that never reported are named: they stopped
-    before their first message.
+    before their first message. A rank that died has `lost_s` to be told by an error of its own.
     """
     here = [seen[rank] for rank in sorted(seen)]
     for one in here:
-        if one.gone and not one.position.ended:
+        is_sure = one.silent_s >= lost_s or any(other.failed for other in here)
+        if one.gone and not one.ended and is_sure:
             return _verdict("every rank to be alive", [one], here)
-    disagreement = _different_streams(here) or _left_early(here) or _deadlock(here)
-    if disagreement is not None:
-        return disagreement
-    alive = [one for one in here if not one.position.ended]
+    found = _different_streams(here) or _left_early(here) or _deadlock(here) or _lost(here)
+    if found is not None:
+        return found
+    alive = [one for one in here if not one.ended]
     silent = [one for one in alive if one.silent_s > timeout_s]
-    over = [one for one in alive if one.position.limited and one.stands_s > timeout_s]
+    over = [one for one in alive if one.limited and one.stands_s > timeout_s]
     if not silent and not over:
         return None
-    silent += [Seen(Position(rank), timeout_s) for rank in range(world_size) if rank not in seen]
-    busy = [one for one in alive if not one.position.kind]
+    silent += [Position(rank, silent_s=timeout_s) for rank in range(world_size) if rank not in seen]
+    busy = [one for one in alive if not one.kind]
     expected = f"every rank to make progress within {timeout_s:g} s"
     return _verdict(expected, silent or busy or over, here)
 
 
-def _verdict(expected: str, named: Sequence[Seen], all_: Sequence[Seen]) -> Culprit:
-    culprits = "; ".join(f"rank {one.position.rank} {one.words}" for one in named)
-    rest = [one for one in all_ if one not in named and not one.position.ended]
-    groups = Counter(one.position.words for one in rest)
-    others = "".join(f"; {_others_at(rest, words, alone=len(groups) == 1)}" for words in groups)
-    return Culprit(named[0].position.rank, f"run: expected {expected}, but {culprits}{others}.")
+def _verdict(expected: str, named: Sequence[Position], all_: Sequence[Position]) -> HangError:
+    culprits = "; ".join(f"rank {one.rank} {one.words}" for one in named)
+    rest = [one for one in all_ if one not in named and not one.ended]
+    groups = Counter(one.phrase for one in rest)
+    others = "".join(f"; {_others_at(rest, phrase, alone=len(groups) == 1)}" for phrase in groups)
+    return blamed(named[0].rank, f"run: expected {expected}, but {culprits}{others}.")
 
 
-def _others_at(rest: Sequence[Seen], words: str, *, alone: bool) -> str:
+def _others_at(rest: Sequence[Position], phrase: str, *, alone: bool) -> str:
     """`rank 2 waits in ...`, or `the others wait in ...`."""
-    ranks = [one.position.rank for one in rest if one.position.words == words]
+    ranks = [one.rank for one in rest if one.phrase == phrase]
     if len(ranks) == 1:
-        return f"rank {ranks[0]} {words}"
-    verb, _, place = words.partition(" ")
+        return f"rank {ranks[0]} {phrase}"
+    verb, _, place = phrase.partition(" ")
     text = ", ".join(map(str, ranks[:8])) + (" ..." if len(ranks) > 8 else "")
     who = "the others" if alone else f"ranks {text}"
     return f"{who} {'wait' if verb == 'waits' else 'are'} {place}"
 
 
-def _different_streams(here: Sequence[Seen]) -> Culprit | None:
-    for key in sorted({key for one in here for key in one.position.streams}):
-        lists = {
-            one.position.rank: one.position.streams[key]
-            for one in here
-            if key in one.position.streams
-        }
+def _different_streams(here: Sequence[Position]) -> HangError | None:
+    for key in sorted({key for one in here for key in one.streams}):
+        lists = {one.rank: one.streams[key] for one in here if key in one.streams}
         place = _first_difference(list(lists.values()))
         if place is None:
             continue
@@ -310,7 +299,7 @@ def _different_streams(here: Sequence[Seen]) -> Culprit | None:
         _, step, kind = key.split("/")
         fellows = [other for other in at if at[other] == usual and other != rank]
         who = "the others" if len(fellows) > 1 else f"rank {fellows[0]}"
-        return Culprit(
+        return blamed(
             rank,
             f"run: expected all ranks to issue the same collectives, but in backward "
             f"{int(step) + 1} or its forward rank {rank} issues {kind} of {at[rank]} as its "
@@ -337,12 +326,15 @@ def _name_at(stream: Sequence[str | int], place: int) -> str:
     return str(stream[place - int(stream[0]) + 1])
 
 
-def left_early(seen: Mapping[int, Seen], waiting: Position) -> Culprit | None:
-    """Returns a verdict if a rank has ended while another still waits for it."""
-    left = [one.position for one in seen.values() if one.position.ended]
-    if not left:
+def _left_early(here: Sequence[Position]) -> HangError | None:
+    """A rank has ended while all others wait, or one whose collective failed."""
+    left, alive = ([one for one in here if one.ended == ended] for ended in (True, False))
+    if not left or not alive:
         return None
-    return Culprit(
+    waiting = next((one for one in alive if one.failed), alive[0])
+    if not waiting.failed and not all(one.kind and one.stands_s > SETTLED_S for one in alive):
+        return None
+    return blamed(
         left[0].rank,
         f"run: expected all ranks to end together, but rank {left[0].rank} has ended "
         f"(step {left[0].step}) while rank {waiting.rank} waits in {waiting.doing}, "
@@ -350,36 +342,26 @@ def left_early(seen: Mapping[int, Seen], waiting: Position) -> Culprit | None:
     )
 
 
-def fallen_silent(seen: Iterable[Seen], silent_s: float) -> Culprit | None:
-    """Names a rank that has been silent for `silent_s`; call it after a failed collective only."""
-    silent = [one for one in seen if one.silent_s >= silent_s and not one.position.ended]
-    if not silent:
-        return None
-    rank, place = silent[0].position.rank, silent[0].position.place
-    return Culprit(
-        rank,
-        f"run: expected every rank to be alive, but rank {rank} no longer responds (last seen in "
-        f"{place}). Its log contains the reason.",
-    )
+def _lost(here: Sequence[Position]) -> HangError | None:
+    """A collective failed, and a rank of another machine no longer responds."""
+    machines = {one.host for one in here if one.failed}
+    for one in here:
+        if machines - {one.host} and one.silent_s >= LOST_S and not one.ended:
+            return blamed(
+                one.rank,
+                f"run: expected every rank to be alive, but rank {one.rank} no longer responds "
+                f"(last seen in {one.place}). Its log contains the reason.",
+            )
+    return None
 
 
-def _left_early(here: Sequence[Seen]) -> Culprit | None:
-    alive = [one for one in here if not one.position.ended]
-    if not all(one.position.kind and one.stands_s > SETTLED_S for one in alive) or not alive:
-        return None
-    return left_early({one.position.rank: one for one in here}, alive[0].position)
-
-
-def _deadlock(here: Sequence[Seen]) -> Culprit | None:
+def _deadlock(here: Sequence[Position]) -> HangError | None:
     still = [
-        one
-        for one in here
-        if one.position.kind and one.stands_s > SETTLED_S and one.silent_s <= SETTLED_S
+        one for one in here if one.kind and one.stands_s > SETTLED_S and one.silent_s <= SETTLED_S
     ]
-    for one, other in combinations(still, 2):
-        first, second = one.position, other.position
+    for first, second in combinations(still, 2):
         if _lacks(first, second) and _lacks(second, first):
-            return Culprit(
+            return blamed(
                 second.rank,
                 f"run: expected all ranks to issue the same collectives, but rank {second.rank} "
                 f"waits in {second.doing}, step {second.step}, which rank {first.rank} has not "

@@ -1,7 +1,8 @@
 """The watchdog: every rank publishes its position, and one rank finds who is to blame for a hang.
 
     rank k   thread, twice per second:  position --> TCPStore (not the training's process group)
-    judge    the lowest rank that answers reads all positions and decides (see judge.py)
+    judge    the lowest rank that answers, and each rank whose collective failed, reads all
+             positions and decides (see judge.py)
     verdict  --> every rank publishes its Python stacks --> the judge writes them into a file
              --> every rank ends with code 5
 
@@ -28,34 +29,39 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 
-from fullshard.config.environment import LaunchEnvironment, read_launch_environment
+from fullshard.config.environment import (
+    LaunchEnvironment,
+    Launcher,
+    rank_log,
+    read_launch_environment,
+)
 from fullshard.errors import HangError, PreemptedError
 from fullshard.observe.hang.judge import (
     EXCHANGE,
+    LOST_S,
     SETTLED_S,
-    Culprit,
     Entry,
     EventRing,
     Position,
-    Seen,
     awaited,
-    fallen_silent,
+    blamed,
     in_words,
     judge,
-    left_early,
     streams,
 )
 from fullshard.observe.metrics import wait_until
 from fullshard.planner.events import EventKind
 
 DEFAULT_TIMEOUT_S = 600.0
+PREFIX = "fullshard/watchdog/{}"  # of its keys in the store of a launch, by the launch's attempt
 POLL_S = 0.5
 STACKS_S = 3.0  # for all ranks to publish their stacks
-EXPLAIN_S = 2.0  # for all ranks to publish their last calls, after an error in a collective
+EXPLAIN_S = 3.0  # for the ranks to find a verdict, after an error in a collective
+STACKS_SIGNAL = signal.SIGUSR2  # SIGUSR1 is what schedulers send as a warning
 # Raised if the store is gone, or never existed.
 _STORE_GONE = (RuntimeError, AttributeError)
 _VERDICT = 1_000_000  # added to the alarm by a verdict; a question adds 1
@@ -78,20 +84,13 @@ class Watchdog:
         launch: The rank, and the store of its rendezvous.
         timeout_s: A rank that waits longer is stuck.
         hang_file: File of the report.
-        stacks_file: File to which a rank's faulthandler writes on SIGUSR2 under our launcher,
-            which sees which rank dies and shows the report; None: under another one.
     """
 
-    def __init__(
-        self,
-        launch: LaunchEnvironment,
-        timeout_s: float,
-        hang_file: Path,
-        stacks_file: Callable[[int], Path] | None = None,
-    ) -> None:
+    def __init__(self, launch: LaunchEnvironment, timeout_s: float, hang_file: Path) -> None:
         self._launch, self._rank, self._timeout_s = launch, launch.rank, timeout_s
-        self.hang_file, self._stacks_file = hang_file, stacks_file
-        self.on_hang: list[Callable[[Culprit], None]] = []
+        self.hang_file = hang_file
+        # Our launcher sees which rank dies, and shows the report.
+        self._is_ours = launch.launcher is Launcher.FULLSHARD
         self._channel: Any = None
         self.sampler = PositionSampler(self._rank, os.getpid())
         self._heard: dict[int, tuple[int, float]] = {}
@@ -123,53 +122,40 @@ class Watchdog:
                 self._publish(replace(last, beat=last.beat + 1, ended=True))
         self._left.set()
 
-    def explain(self, error: BaseException) -> Culprit | None:
-        """Finds the rank that caused an error of a collective or a launcher's SIGTERM.
+    def explain(self, error: BaseException) -> None:
+        """Ends all ranks if one of them caused an error of a collective, or a launcher's SIGTERM.
 
         Call it in the main thread of a process that will end. A preempted rank publishes that it
         ended, so that no other rank mistakes its end for a cause.
         """
         frame = self._frame_of(error)
         if frame is None:
-            return None
+            return
         preempted = isinstance(error, PreemptedError)
-        self.sampler.fail(frame)
-        with suppress(*_STORE_GONE):
-            if self._channel.add("alarm", 0) >= _VERDICT:  # its report stays: the judge ends first
-                self._end_with_judge()
-            self._publish(self.sampler.sample(is_asked=True))
-            self._channel.add("alarm", 1)
-            deadline = time.monotonic() + (0.0 if preempted else EXPLAIN_S)
-            while True:
-                seen = self._read()
-                verdict = judge(seen, float("inf"))
-                late = time.monotonic() >= deadline
-                if verdict is None and not preempted:
-                    verdict = left_early(seen, self.sampler.last)
-                if verdict is None and late:  # the supervisor sees ranks of this machine die
-                    here = self.sampler.last.host
-                    others = (one for one in seen.values() if one.position.host != here)
-                    verdict = fallen_silent(others, EXPLAIN_S - POLL_S)
-                if verdict is not None:
-                    self._write(verdict, {}, seen)
-                if verdict is None and preempted:
-                    self.stop()
-                if verdict is not None or late:
-                    return verdict
-                time.sleep(POLL_S / 2)
-        if preempted:  # rank 0 may have got the same signal
-            return None
-        return Culprit(0, "run: expected rank 0 to be alive, but its store is gone.")
+        self.sampler.fail(frame, in_collective=not preempted)
+        try:
+            if preempted:
+                self._beat()
+                self._decide(0.0)
+                self.stop()
+            else:
+                self._channel.add("alarm", 1)
+                time.sleep(EXPLAIN_S)  # the thread ends this process
+        except _STORE_GONE:
+            if not preempted:  # else rank 0 may have got the same signal
+                gone = "run: expected rank 0 to be alive, but its store is gone."
+                self._write(blamed(0, gone), {}, {})
+                _exit()
 
     def _frame_of(self, error: BaseException) -> FrameType | None:
         """Frame of an error that another rank may have caused; ignores SIGTERM from then on."""
         frame = _last_frame(error.__traceback__) if os.getpid() == self.sampler.last.pid else None
         preempted = isinstance(error, PreemptedError)
-        if frame is None or self._channel is None or (self._stacks_file is not None and preempted):
+        if frame is None or self._channel is None or (self._is_ours and preempted):
             return None
         if not preempted and not (isinstance(error, RuntimeError) and is_collective(frame)):
             return None
-        if self._stacks_file is None:
+        if not self._is_ours:
             # torchrun sends SIGTERM to all ranks once one has died; the report comes first.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         return frame
@@ -178,13 +164,7 @@ class Watchdog:
         """Hook for an uncaught exception, for ranks that our launcher did not start."""
         self._frame_of(error)  # before torchrun's SIGTERM arrives
         self._shown(kind, error, trace)
-        verdict = self.explain(error)
-        if verdict is not None:
-            self._say(verdict)
-            _exit()
-
-    def _say(self, verdict: Culprit) -> None:
-        sys.stderr.write(f"HangError: {verdict.message}\nMore: {self.hang_file}\n")
+        self.explain(error)
 
     # ---- the thread
 
@@ -207,12 +187,11 @@ class Watchdog:
                 return
             polls = polls + 1 if rounds == self._rounds else 0
             rounds = self._rounds
-        first = Seen(self._first, polls * POLL_S)
-        seen = {0: first, self._rank: Seen(self.sampler.sample())}
+        first = replace(self._first, silent_s=polls * POLL_S)
+        seen = {0: first, self._rank: self.sampler.sample()}
         verdict = judge(seen, self._timeout_s)
         if verdict is not None:
             self._write(verdict, {self._rank: stacks()}, seen)
-            self._say(verdict)
             _exit()
 
     def _look(self) -> None:
@@ -220,10 +199,11 @@ class Watchdog:
         try:
             self._beat()
         except RuntimeError:  # the store is gone
-            alone = {self._rank: Seen(self.sampler.last)}
+            alone = {self._rank: self.sampler.last}
             verdict = judge(alone, self._timeout_s)
             if verdict is not None:
-                self._end(verdict, {self._rank: stacks()}, alone)
+                self._write(verdict, {self._rank: stacks()}, alone)
+                _exit()
 
     def _connect(self) -> bool:
         dist = sys.modules.get("torch.distributed")
@@ -242,7 +222,7 @@ class Watchdog:
             return False
         # The next request would read the answer of one that timed out.
         store.set_timeout(timedelta(seconds=self._timeout_s + 60.0))
-        self._channel = PrefixStore(f"fullshard/watchdog/{launch.run_id}.{launch.attempt}", store)
+        self._channel = PrefixStore(PREFIX.format(launch.attempt), store)
         return True
 
     def _beat(self) -> None:
@@ -251,10 +231,12 @@ class Watchdog:
         self._asked = alarm > 0
         if alarm >= _VERDICT:
             self._end_with_judge()
-        if not self._is_judge():
-            return
+        if self.sampler.last.failed or self._is_judge():
+            self._decide()
+
+    def _decide(self, lost_s: float = LOST_S) -> None:
         seen = self._read()
-        verdict = judge(seen, self._timeout_s, self._launch.world_size)
+        verdict = judge(seen, self._timeout_s, self._launch.world_size, lost_s)
         if verdict is not None:
             self._report(verdict, seen)
 
@@ -265,53 +247,63 @@ class Watchdog:
         """Whether no lower rank answers. Usually rank 0 does, so this asks once."""
         for rank in range(self._rank):
             seen = self._read(only=rank).get(rank)
-            self._first = seen.position if seen and rank == 0 else self._first
-            if seen is None or (seen.silent_s <= SETTLED_S and not seen.position.ended):
+            self._first = seen if seen and rank == 0 else self._first
+            if seen is None or (seen.silent_s <= SETTLED_S and not seen.ended):
                 return False
         return True
 
-    def _read(self, only: int | None = None) -> dict[int, Seen]:
+    def _read(self, only: int | None = None) -> dict[int, Position]:
         """All ranks that have published a position."""
         ranks = range(self._launch.world_size) if only is None else (only,)
         positions = _published(self._channel, ranks, self._heard)
         return {position.rank: self._see(position) for position in positions}
 
-    def _see(self, position: Position) -> Seen:
+    def _see(self, position: Position) -> Position:
         now = time.monotonic()
         beat, heard = self._heard.get(position.rank, (-1, now))
         if beat != position.beat:
             heard = now
         self._heard[position.rank] = position.beat, heard
-        local = position.host == self.sampler.last.host and self._stacks_file is None
+        local = position.host == self.sampler.last.host and not self._is_ours
         gone = local and not position.ended and not _lives(position.pid)
-        return Seen(position, now - heard, gone)
+        return replace(position, silent_s=now - heard, gone=gone)
 
     # ---- the end
 
-    def _report(self, verdict: Culprit, seen: dict[int, Seen]) -> None:
+    def _report(self, verdict: HangError, seen: dict[int, Position]) -> NoReturn:
         """Collects the stacks of all ranks, writes the report and ends."""
-        self._channel.add("alarm", _VERDICT)
+        if self._channel.add("alarm", _VERDICT) >= 2 * _VERDICT:
+            self._end_with_judge()  # another rank reports
         texts = {self._rank: stacks()}
+        answer = {rank for rank, one in seen.items() if one.silent_s <= SETTLED_S and not one.gone}
         deadline = time.monotonic() + STACKS_S
-        answer = {rank for rank, one in seen.items() if one.silent_s <= SETTLED_S}
         while answer - texts.keys() and time.monotonic() < deadline:
             time.sleep(0.1)
             for rank in answer - texts.keys():
                 if self._channel.check([f"stacks/{rank}"]):
                     texts[rank] = self._channel.get(f"stacks/{rank}").decode()
         for rank in seen.keys() - texts.keys():
-            texts[rank] = self._ask_by_signal(seen[rank].position)
-        self._end(verdict, texts, seen)
-
-    def _end(self, verdict: Culprit, texts: dict[int, str], seen: dict[int, Seen]) -> None:
+            texts[rank] = self._ask_by_signal(seen[rank])
         self._write(verdict, texts, seen)
-        if self._stacks_file is None:
-            self._say(verdict)
         with suppress(*_STORE_GONE):
             self._channel.set("written", "")
         _exit()
 
-    def _end_with_judge(self) -> None:
+    def _write(self, verdict: HangError, texts: dict[int, str], seen: dict[int, Position]) -> None:
+        """Writes the report, and tells the verdict."""
+        lines = [str(verdict), "", *describe(seen)]
+        for rank in sorted(texts):
+            lines += ["", f"---- stacks of rank {rank} ----", texts[rank].rstrip()]
+        with suppress(OSError):  # a full disk; the verdict is printed without it
+            self.hang_file.parent.mkdir(parents=True, exist_ok=True)
+            self.hang_file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        verdict.add_note(f"The stacks of all ranks: {self.hang_file}")
+        for call in _on_hang:
+            call(verdict)
+        if not self._is_ours:
+            sys.stderr.write("\n".join([f"HangError: {verdict}", *verdict.__notes__, ""]))
+
+    def _end_with_judge(self) -> NoReturn:
         """Publishes this rank's stacks, and ends once the judge has written the report."""
         self._channel.set(f"stacks/{self._rank}", stacks())
         with suppress(*_STORE_GONE):
@@ -320,42 +312,44 @@ class Watchdog:
 
     def _ask_by_signal(self, at: Position) -> str:
         """Stacks of a rank of this machine whose watchdog cannot run."""
-        if self._stacks_file is None or at.host != self.sampler.last.host or not _lives(at.pid):
-            return "(none: the rank does not answer)\n"
+        log_dir, is_here = self._launch.log_dir, at.host == self.sampler.last.host
+        if not self._is_ours or log_dir is None or not is_here or not _lives(at.pid):
+            return NO_STACKS
         if psutil.Process(at.pid).status() == psutil.STATUS_STOPPED:
             return "(none: the process is stopped, by SIGSTOP or a debugger)\n"
-        os.kill(at.pid, signal.SIGUSR2)
-        time.sleep(1.0)
-        file = self._stacks_file(at.rank)
-        return (file.read_text() if file.exists() else "") or "(none: the rank does not answer)\n"
-
-    def _write(self, verdict: Culprit, texts: dict[int, str], seen: dict[int, Seen]) -> None:
-        lines = [verdict.message, "", *describe(seen)]
-        for rank in sorted(texts):
-            lines += ["", f"---- stacks of rank {rank} ----", texts[rank].rstrip()]
-        with suppress(OSError):  # a full disk; the verdict is printed without it
-            self.hang_file.parent.mkdir(parents=True, exist_ok=True)
-            self.hang_file.write_text("\n".join(lines) + "\n", encoding="utf-8")
-        for call in self.on_hang:
-            call(verdict)
+        return stacks_of(at.pid, rank_log(log_dir, at.rank))
 
 
-def describe(seen: dict[int, Seen]) -> list[str]:
+NO_STACKS = "(none: the rank does not answer)\n"
+
+
+def stacks_of(pid: int, log: Path) -> str:
+    """Python stacks of a rank of our launcher, which writes them into its log on a signal."""
+    with suppress(OSError), log.open("rb") as file:
+        before = file.seek(0, os.SEEK_END)
+        os.kill(pid, STACKS_SIGNAL)
+        wait_until(lambda: os.fstat(file.fileno()).st_size > before, 1.0)
+        time.sleep(0.1)  # until all is written
+        return file.read().decode(errors="replace") or NO_STACKS
+    return NO_STACKS
+
+
+def describe(seen: dict[int, Position]) -> list[str]:
     """One line per rank, and its last events."""
     lines: list[str] = []
     for rank in sorted(seen):
         lines.append(f"rank {rank}: {seen[rank].words}")
-        if events := seen[rank].position.events:
+        if events := seen[rank].events:
             lines.append(f"    last events: {'; '.join(events)}")
     return lines
 
 
-def read_positions(store: Any, attempt: str, world_size: int) -> dict[int, Seen]:
+def read_positions(store: Any, attempt: int, world_size: int) -> dict[int, Position]:
     """Last positions of the ranks of a launch, for the launcher, which serves the store."""
     from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
-    channel = PrefixStore(f"fullshard/watchdog/{attempt}", store)
-    return {place.rank: Seen(place) for place in _published(channel, range(world_size), ())}
+    channel = PrefixStore(PREFIX.format(attempt), store)
+    return {place.rank: place for place in _published(channel, range(world_size), ())}
 
 
 def _published(channel: Any, ranks: Iterable[int], known: Container[int]) -> Iterator[Position]:
@@ -366,14 +360,12 @@ def _published(channel: Any, ranks: Iterable[int], known: Container[int]) -> Ite
 
 
 _current: list[Watchdog] = []
+_on_hang: list[Callable[[HangError], None]] = []
 WATCHED: list[Sequence[str]] = []  # units of each model of this process
 
 
 def start(
-    launch: LaunchEnvironment,
-    timeout_s: float | None = None,
-    log_dir: Path | None = None,
-    **files: Any,
+    launch: LaunchEnvironment, timeout_s: float | None = None, log_dir: Path | None = None
 ) -> Watchdog | None:
     """Starts the watchdog of a launched rank, or returns the running one; None without a store.
 
@@ -381,12 +373,11 @@ def start(
         launch: Launch environment of the rank.
         timeout_s: A rank that waits longer is stuck; None: the launch's value, or ten minutes.
         log_dir: Folder of the report; None: that of the launch, or the working directory.
-        **files: Further files of the watchdog.
     """
     if not _current and launch.master_addr is not None and launch.master_port is not None:
         file = (log_dir or launch.log_dir or Path()) / "hang.txt"
         timeout_s = timeout_s or launch.timeout_s or DEFAULT_TIMEOUT_S
-        _current.append(Watchdog(launch, timeout_s, file, **files))
+        _current.append(Watchdog(launch, timeout_s, file))
         _current[0].start()
     return current()
 
@@ -403,10 +394,15 @@ def phase(name: str, step: int = 0, *, limited: bool = True) -> None:
         _current[0].sampler.phase(name, step, limited=limited)
 
 
-def on_hang(call: Callable[[Culprit], None]) -> None:
+def on_hang(call: Callable[[HangError], None]) -> None:
     """Adds a function that the judging rank calls before all ranks end."""
+    _on_hang.append(call)
+
+
+def explain(error: BaseException) -> None:
+    """See `Watchdog.explain`; does nothing in a process without a watchdog."""
     if _current:
-        _current[0].on_hang.append(call)
+        _current[0].explain(error)
 
 
 def current() -> Watchdog | None:
@@ -445,7 +441,7 @@ def _lives(pid: int) -> bool:
         return False
 
 
-def _exit() -> None:
+def _exit() -> NoReturn:
     """End at once; flush the output unless a stuck thread has locked the stream."""
     flush = threading.Thread(target=lambda: (sys.stdout.flush(), sys.stderr.flush()), daemon=True)
     flush.start()
@@ -471,6 +467,7 @@ class PositionSampler:
         self._since = time.perf_counter()
         self._cpu_s = 0.0
         self._failed_at: str | None = None
+        self._in_collective = False
         self._main = threading.main_thread().ident or 0
 
     def phase(self, name: str, step: int = 0, *, limited: bool = True) -> None:
@@ -486,9 +483,9 @@ class PositionSampler:
         """
         self._models.append(_ModelEvents(len(self._models), weakref.ref(ring), tuple(titles)))
 
-    def fail(self, frame: FrameType) -> None:
+    def fail(self, frame: FrameType, *, in_collective: bool) -> None:
         """Fixes the position at this frame: an error has unwound the main thread's stack."""
-        self._failed_at = _line_of(frame)
+        self._failed_at, self._in_collective = _line_of(frame), in_collective
 
     def sample(self, *, is_asked: bool = False) -> Position:
         """Takes a new sample.
@@ -523,6 +520,7 @@ class PositionSampler:
             since_s=since_s,
             kind=EXCHANGE if blocked else "",
             limited=blocked or limited,
+            failed=self._in_collective,
         )
         tells = is_asked or since_s > STANDS_S
         for model, entry in zip(self._models, begun, strict=True):
