@@ -5,7 +5,7 @@
 they go on sharing it. Here a shard that was moved is copied back to its place in a flat buffer, and
 tensors that share memory move together:
 
-    p.data = value    p leaves `old`, which stayed in the place, and joins `value` (`change_memory`)
+    p.data = value    p leaves `old`, which stays in the place, and joins `value` (`change_memory`)
     put back          `old` gets memory of its own (`clear_place`); `value` is copied to the place,
                       which p and `value` share from then on (`take_along`)
 
@@ -180,20 +180,18 @@ def change_memory(tensor: Any, theirs: Sharing | None) -> None:
         return
     if before is not None:
         before.drop(tensor)
-        if tensor.is_at_rest and (tensor.stayed is None or tensor.stayed() is None):
-            tensor.stayed = weakref.ref(before)
+        if tensor.is_at_rest:
+            tensor.stayed = weakref.WeakSet([*(tensor.stayed or ()), before])
     if theirs is not None:
         theirs.add(tensor)
 
 
 def clear_place(param: Any, place: torch.Tensor) -> None:
     """Copy the values of tensors that stayed in a parameter's place. Outside the guard."""
-    stayed = None if param.stayed is None else param.stayed()
+    for stayed in (param.stayed or ()) if place.numel() else ():
+        if any(tensor.data_ptr() == place.data_ptr() for tensor in stayed.tensors()):
+            stayed.move(place.clone())
     param.stayed = None
-    if stayed is None or not place.numel():
-        return
-    if any(tensor.data_ptr() == place.data_ptr() for tensor in stayed.tensors()):
-        stayed.move(place.clone())
 
 
 def take_along(param: Any, place: torch.Tensor) -> None:
