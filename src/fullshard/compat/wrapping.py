@@ -49,7 +49,7 @@ from fullshard.engine.optimizers import WATCHED
 from fullshard.engine.parameter import Guarded, PendingGradient, ShardedParameter, ShardedTensor
 from fullshard.engine.placing import present, shard_shape
 from fullshard.engine.precision import cast_tensors
-from fullshard.engine.record import ShardRecord, change_memory, clear_place, sharing_of, take_along
+from fullshard.engine.record import ShardRecord, change_memory, sharing_of, take_along
 from fullshard.engine.shard import ShardInputs, shard_model
 from fullshard.engine.unit import Group, Member, address_of, gather_piece
 from fullshard.errors import EngineError, UnsupportedModelError
@@ -500,8 +500,6 @@ def put_back_shards(engine: Engine) -> None:
         if not moved:
             return
         engine.home.before_write()
-        for member, home in moved:
-            clear_place(member.param, home)
         values = [_own_part(member.param.detach(), member.piece) for member, _ in moved]
         masters = {group.master.untyped_storage().data_ptr() for group in engine.groups}
         values = [x.clone() if x.untyped_storage().data_ptr() in masters else x for x in values]

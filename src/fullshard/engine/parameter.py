@@ -54,7 +54,6 @@ class Guarded:
     alias_of: Any = None  # the gradient that this aliases: `p.grad.data`
     shares: Any = None  # see `Sharing`
     is_at_rest = False  # a parameter
-    stayed: Any = None  # returns those with which a parameter shared memory before `p.data = x`
     known: Known | None = None  # what cached norms determine about this mask or square
 
     @classmethod

@@ -5,9 +5,8 @@
 they go on sharing it. Here a shard that was moved is copied back to its place in a flat buffer, and
 tensors that share memory move together:
 
-    p.data = value    p leaves `old`, which stayed in the place, and joins `value` (`change_memory`)
-    put back          `old` gets memory of its own (`clear_place`); `value` is copied to the place,
-                      which p and `value` share from then on (`take_along`)
+    p.data = value    `old` gets memory of its own, since the place will be written; p joins `value`
+    put back          `value` is copied to the place, which p and `value` share from then on
 
 A write into one of them is a write into the parameter among them. Which these are is known on all
 ranks alike, also on a rank without elements, where no tensor has an address.
@@ -25,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from fullshard.engine._torch_compat import no_guard
 from fullshard.engine.guard import misfit
 from fullshard.planner.layout import Slice, clean_name
 
@@ -125,7 +125,7 @@ class ShardRecord(Elements):
 class Sharing:
     """Tensors that share memory, all from the same address. See [Note: shared memory].
 
-    They refer to it, but a parameter in its place does so weakly, so that nothing is kept alive.
+    They refer to it, but a parameter in its own place does so weakly: it keeps nothing alive.
 
     Attributes:
         params: The parameters among them, by id.
@@ -179,21 +179,13 @@ def change_memory(tensor: Any, theirs: Sharing | None) -> None:
     if before is theirs:
         return
     if before is not None:
+        was_in_place = isinstance(tensor.shares, weakref.ref)
         before.drop(tensor)
-        if tensor.is_at_rest and (tensor.stayed is None or tensor.stayed() is None):
-            tensor.stayed = weakref.ref(before)
+        for other in before.tensors()[:1] if was_in_place else ():  # the place is written later
+            with no_guard():
+                before.move(other.detach().reshape(-1).clone())
     if theirs is not None:
         theirs.add(tensor)
-
-
-def clear_place(param: Any, place: torch.Tensor) -> None:
-    """Copy the values of tensors that stayed in a parameter's place. Outside the guard."""
-    stayed = None if param.stayed is None else param.stayed()
-    param.stayed = None
-    if stayed is None or not place.numel():
-        return
-    if any(tensor.data_ptr() == place.data_ptr() for tensor in stayed.tensors()):
-        stayed.move(place.clone())
 
 
 def take_along(param: Any, place: torch.Tensor) -> None:
