@@ -143,6 +143,22 @@ def test_an_optimizer_that_mixes_elements_is_refused_at_its_first_step(ranks, sn
     assert texts[0] == snapshot
 
 
+@pytest.mark.parametrize(("trained", "told"), [(True, 1), (False, 0)])
+@on_ranks(2)
+def test_parameters_beside_the_model_are_told_by_one_rank(trained, told):
+    """Weights of a criterion, which no rank sums gradients of."""
+    run, model = sharded_run()
+    criterion = torch.nn.Linear(3, 2, bias=False).requires_grad_(trained)
+    optimizer = optim.SGD([*model.parameters(), *criterion.parameters()], lr=0.1)
+    with patch.object(optimizers.logger, "warning") as warning:
+        for step in range(2):
+            run.loss(model, step).backward()
+            optimizer.step()
+    assert [call.args[1:] for call in warning.call_args_list] == [
+        ("SGD", 1, (2, 3)) for _ in range(told) if run.rank == 0
+    ]
+
+
 @on_ranks(2)
 def test_a_learning_rate_of_zero_hides_nothing_from_the_probe():
     run, model = sharded_run()

@@ -16,10 +16,11 @@ same shape; the probe has recorded which states have one element per element of 
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from operator import is_, methodcaller
 from typing import Any
@@ -43,6 +44,8 @@ from fullshard.engine.parameter import (
 )
 from fullshard.engine.turns import put_back, step_in_turns
 from fullshard.errors import EngineError, NotElementwiseError
+
+logger = logging.getLogger(__name__)
 
 PROBE_SHAPE = (6, 4)
 TURN_SHAPES = ((6, 4), (5, 3), (4, 4))
@@ -153,6 +156,7 @@ class _Watch:
         if optimizer not in self._cut and not trusted:
             self._cut.add(optimizer)
             self._cut_states(optimizer)
+            _tell_of_others(optimizer, models)
             optimizer.register_load_state_dict_post_hook(self._cut_states)
             for call in self.callbacks:
                 call(optimizer)
@@ -265,6 +269,20 @@ class _Part:
             Count.SETTINGS: both,
             Count.STATES: own * self._shared + numbers,
         }
+
+
+def _tell_of_others(optimizer: Optimizer, models: Iterable[GradientNorms]) -> None:
+    """Warn of trained parameters that are no shards, so each rank would update its own copy."""
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    others = [p for p in params if p.requires_grad and not isinstance(p, Guarded)]
+    transports = [norms.transport for norms in models if norms.transport is not None]
+    if others and any(one.axes.mesh.world_size > 1 and one.rank == 0 for one in transports):
+        logger.warning(
+            "%s: %d of its parameters (the first of shape %s) are not sharded, so their gradients "
+            "are not summed over ranks. Register their modules in the model before fs.shard, shard "
+            "them too, or sum p.grad over the ranks before each step.",
+            *(type(optimizer).__name__, len(others), tuple(others[0].shape)),
+        )
 
 
 def _steps_others(optimizer: Optimizer) -> bool:

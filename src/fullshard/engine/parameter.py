@@ -367,7 +367,7 @@ def _elementwise(func: Any, name: str, like: Any, args: Any, kwargs: dict[str, A
         if clips:
             call_outside_compile(written[0].record.norms.begin_clipping, (args[1:], kwargs))
         _note_writes(written, counts=not clips and name != _UNSCALES)  # ranks compare these calls
-    result = _call_plain(func, name, like, (args, kwargs))
+    result = _call_plain(func, name, like, (args, kwargs), written)
     if _takes_part(result) and not like.record.is_cut and not written:
         try:
             return _differentiable(func, name, args, kwargs)
@@ -391,7 +391,12 @@ def _cast(func: Any, name: str, like: Any, args: Any, kwargs: dict[str, Any]) ->
         return func(*args, **kwargs)
 
 
-def _call_plain(func: Any, name: str, like: Any, arguments: Any) -> Any:
+def _call_plain(
+    func: Any, name: str, like: Any, arguments: Any, written: Sequence[Any] = ()
+) -> Any:
+    if written and isinstance(written[0], ShardedGradient) and torch.is_grad_enabled():
+        with torch.no_grad():  # p.grad.add_(p): shards have no history
+            return _call_plain(func, name, like, arguments)
     args, kwargs = arguments
     try:
         with no_guard():
