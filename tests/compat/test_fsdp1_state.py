@@ -199,9 +199,6 @@ def test_summon_full_params():
     with FSDP.summon_full_params(model, rank0_only=True, writeback=False):
         assert (model.head.weight.shape == (13, 16)) is (rank() == 0)
     loss_of(model, 5, rank()).backward()
-    for r in range(2):
-        (loss_of(wanted, 5, r) / 2).backward()
-    # the weights differ by the bias that was written: take that of the last layer alone
     with FSDP.summon_full_params(model, with_grads=True):
         assert model.head.weight.grad.shape == (13, 16)
         kept = model.layers[0].up.weight.grad.clone()

@@ -1,6 +1,7 @@
 """A program that changes its parameters where the change would be lost is refused on all ranks."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,9 +11,8 @@ from torch import nn
 
 import fullshard as fs
 from fullshard.errors import EngineError, ShardedTensorError
-from support.models import perturbed
-from support.parity import unlike_gradients
-from support.programs import SETTINGS, WIDTH
+from support.parity import backward_alone, unlike_gradients
+from support.programs import SETTINGS, WIDTH, Chain, batch, made, said_of, square
 from support.ranks import on_ranks
 
 Change = Callable[[Any, torch.Tensor], Any]  # of a layer and what comes in
@@ -30,18 +30,8 @@ class Layer(nn.Module):
         return x + torch.tanh(self.linear(x)) + (0.0 if changed is None else changed)
 
 
-class Chain(nn.Module):
-    def __init__(self, change):
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.layers = nn.ModuleList(Layer(change) for _ in range(3))
-        self.head = nn.Linear(WIDTH, 3)
-
-    def forward(self, x):
-        x = self.first(x)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
+def with_layers(change):
+    return partial(Chain, partial(Layer, change))
 
 
 def nothing(layer, x): ...
@@ -49,6 +39,16 @@ def nothing(layer, x): ...
 
 def clamps(layer, x):
     layer.linear.weight.data.clamp_(-0.05, 0.05)
+
+
+def clamps_in_place(layer, x):
+    with torch.no_grad():
+        layer.linear.weight.clamp_(-0.05, 0.05)
+
+
+def rescales_rows(layer, x):
+    """As an embedding with `max_norm` does in its forward."""
+    nn.functional.embedding(torch.arange(2), layer.linear.weight, max_norm=1e-2)
 
 
 def normalises(layer, x):
@@ -75,55 +75,38 @@ def converts(layer, x):
 
 IN_FORWARD = {
     clamps: "layers.0.linear.weight: expected a forward that does not modify its parameters",
+    clamps_in_place: "layers.0.linear.weight: expected a forward that does not modify its param",
+    rescales_rows: "layers.0.linear.weight: expected a forward that does not modify its param",
     normalises: "layers.0.linear.weight: expected a forward that does not modify its parameters",
     initialises: "layers.0.linear.bias: expected a forward that does not modify its parameters",
     follows: "layers.0.frozen: expected a forward that does not modify its parameters",
     converts: "layers.0.linear.weight: expected a forward that does not modify its parameters",
-    assigns: "layers.2.linear.bias: expected the parameter that fs.shard cut",
+    assigns: "layers.0.linear.bias: expected the parameter that fs.shard cut",
 }
 
 
-def made(change):
-    torch.manual_seed(0)
-    return perturbed(Chain(change).double())
-
-
-def batch():
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    return torch.randn(5, WIDTH, generator=generator, dtype=torch.float64)
-
-
-def said_of(work, change):
-    said = []
-    for settings in SETTINGS.values():
-        model = fs.shard(made(change), wrap=("Layer",), poison=True, **settings)
-        try:
-            work(model)
-            said.append("nothing")
-        except EngineError as error:
-            said.append(str(error))
-    return said
-
-
-def trains(model):
-    model(batch()).square().mean().backward()
+def trains_twice(model, x):
+    """What is refused once is refused again."""
+    with pytest.raises(EngineError):
+        square(model, x).backward()
+    square(model, x).backward()
 
 
 @pytest.mark.parametrize("change", IN_FORWARD, ids=lambda change: change.__name__)
 def test_a_forward_that_changes_its_parameters_is_refused(ranks, change):
-    for said in ranks(2)(said_of, trains, change):
+    for said in ranks(2)(said_of, with_layers(change), trains_twice):
         for text in said:
             assert text.startswith(IN_FORWARD[change])
 
 
-def gives_other_memory(model):
+def gives_other_memory(model, x):
     """To a parameter of which one rank holds every element, and the other none."""
     model.head.bias.data = model.head.bias.data.clamp(-0.1, 0.1)
-    trains(model)
+    square(model, x).backward()
 
 
 def test_other_memory_is_noticed_where_a_rank_holds_no_element(ranks):
-    for said in ranks(2)(said_of, gives_other_memory, nothing):
+    for said in ranks(2)(said_of, with_layers(nothing), gives_other_memory):
         for text in said:
             assert text.startswith("head.bias: expected its shard where fs.shard put it")
 
@@ -134,11 +117,12 @@ def reads(layer, x):
 
 @on_ranks(2)
 def test_a_forward_may_read_the_data_of_its_parameters():
-    one = made(reads)(batch())
+    build, x = with_layers(reads), batch(dist.get_rank())
+    one = made(build)(x)
     found = []
     for settings in SETTINGS.values():
-        model = fs.shard(made(reads), wrap=("Layer",), poison=True, **settings)
-        found.append(torch.allclose(model(batch()), one, rtol=1e-11))
+        model = fs.shard(made(build), wrap=("Layer",), poison=True, **settings)
+        found.append(torch.allclose(model(x), one, rtol=1e-11))
     assert found == [True] * len(SETTINGS)
 
 
@@ -159,7 +143,7 @@ WHOLE_SHAPES: dict[str, Callable[[Any], Any]] = {
 def test_a_whole_shape_is_refused_where_one_rank_holds_every_element():
     """Of a parameter that rank 0 holds whole, and rank 1 not at all."""
     said = []
-    weight = fs.shard(made(nothing), wrap=("Layer",), transport="direct").first.weight
+    weight = fs.shard(made(Chain), wrap=("Layer",), transport="direct").first.weight
     assert weight.numel() == (0 if dist.get_rank() else WIDTH * WIDTH)
     for call in WHOLE_SHAPES.values():
         try:
@@ -202,8 +186,7 @@ class Averaged(nn.Module):
 
 
 def averaged(**options):
-    torch.manual_seed(0)
-    return perturbed(nn.Sequential(*(Averaged(**options) for _ in range(2))).double())
+    return made(lambda: nn.Sequential(*(Averaged(**options) for _ in range(2))))
 
 
 @pytest.mark.parametrize("asks", [False, True])
@@ -214,7 +197,7 @@ def test_a_unit_that_writes_what_it_then_reads_is_refused(transport, asks):
     model = averaged(first=True, asks=asks)
     fs.shard(model, wrap=("Averaged",), poison=True, transport=transport)
     with pytest.raises(EngineError, match=r"0.key.weight: expected a forward of 0 that does not"):
-        model(batch())
+        model(batch(dist.get_rank()))
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -222,16 +205,15 @@ def test_a_unit_that_writes_what_it_then_reads_is_refused(transport, asks):
 def test_a_unit_may_write_what_its_next_forward_reads(setting):
     one, model = averaged(first=False), averaged(first=False)
     fs.shard(model, wrap=("Averaged",), poison=True, **SETTINGS[setting])
-    for _ in range(3):
-        model(batch()).square().mean().backward()
+
+    def alone(rank):
         for layer in one:
-            layer.averages = False  # until the last rank's forward
-        for rank in range(2):
-            for layer in one:
-                layer.averages = rank == 1
-            generator = torch.Generator().manual_seed(rank)
-            x = torch.randn(5, WIDTH, generator=generator, dtype=torch.float64)
-            (one(x).square().mean() / 2).backward()
+            layer.averages = rank == 1  # in the last rank's forward
+        return square(one, batch(rank))
+
+    for _ in range(3):
+        square(model, batch(dist.get_rank())).backward()
+        backward_alone(alone)
     assert unlike_gradients(model, one) == []
 
 
@@ -240,7 +222,7 @@ class Twins(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.query, self.key = Chain(nothing), Chain(nothing)
+        self.query, self.key = Chain(), Chain()
         self.key.requires_grad_(False)
 
     def forward(self, x):
@@ -254,7 +236,7 @@ class Twins(nn.Module):
 def test_a_write_into_an_open_unit_is_found_beside_writes_into_others(setting):
     model = fs.shard(Twins().double(), wrap=("Layer",), poison=True, **SETTINGS[setting])
     with pytest.raises(EngineError, match=r"key.first.weight: expected a forward that does not"):
-        model(batch())
+        model(batch(dist.get_rank()))
 
 
 class Teaches(nn.Module):
@@ -272,8 +254,7 @@ class Teaches(nn.Module):
 
 
 def taught():
-    torch.manual_seed(0)
-    model = perturbed(nn.Sequential(Teaches(), Teaches()).double())
+    model = made(lambda: nn.Sequential(Teaches(), Teaches()))
     model[0].pupils.append((model[1].linear.weight, model[0].linear.weight))
     return model
 
@@ -286,9 +267,6 @@ def test_a_unit_written_before_its_forward_may_write_another_unit_inside_it(sett
     for _ in range(2):
         with torch.no_grad():
             torch._foreach_mul_([*one.parameters(), *model.parameters()], 0.9)
-        model(batch()).square().mean().backward()
-        for rank in range(2):
-            generator = torch.Generator().manual_seed(rank)
-            x = torch.randn(5, WIDTH, generator=generator, dtype=torch.float64)
-            (one(x).square().mean() / 2).backward()
+        square(model, batch(dist.get_rank())).backward()
+        backward_alone(lambda rank: square(one, batch(rank)))
         assert unlike_gradients(model, one) == []

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from support.processes import finished, python
 
 HERE = Path(__file__).parent
 WITHOUT = """
@@ -27,11 +28,9 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 @pytest.mark.timeout(600)  # a minute where nothing else runs
 def test_all_steps_of_make_gpu_run_on_a_cpu_with_few_packages(tmp_path):
     out = tmp_path / "gpu.json"
-    command = [sys.executable, "-c", WITHOUT, str(HERE / "run.py")]
-    command += ["--device", "cpu", "--out", str(out)]
+    words = ("-c", WITHOUT, HERE / "run.py", "--device", "cpu", "--out", out)
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    done = subprocess.run(command, check=False, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    python(*words, env=environment, timeout=590)
     rows = json.loads(out.read_text())["steps"]
     skipped = [row for row in rows if row["status"] != "ok"]
     assert len(rows) - len(skipped) == 27
@@ -42,7 +41,6 @@ def test_all_steps_of_make_gpu_run_on_a_cpu_with_few_packages(tmp_path):
 
 
 def test_without_a_gpu_make_gpu_fails_aloud():
-    command = ["make", "-C", str(HERE.parents[1]), "gpu", f"GPU_PYTHON={sys.executable}"]
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
-    assert done.returncode == 2
+    command = ("make", "-C", HERE.parents[1], "gpu", f"GPU_PYTHON={sys.executable}")
+    done = finished(*command, code=2)
     assert "sees no GPU" in done.stderr

@@ -21,8 +21,8 @@ from torch.distributed.tensor.parallel import (
 
 import fullshard as fs
 from support.models import backward_of, perturbed
-from support.parity import assert_same
-from support.reference import MAX_NORM, NUM_STEPS, Step, make_optimizer, train_alone
+from support.parity import assert_same, finish_step
+from support.reference import NUM_STEPS, make_optimizer, train_alone
 from support.sizes import sizes_of
 
 WIDTH, LENGTH = 12, 8
@@ -101,29 +101,15 @@ def train_llama(model: nn.Module, step: int, seat: int) -> torch.Tensor:
     return backward_of(model(input_ids=batch, labels=batch).loss)
 
 
-def train(
-    model: nn.Module,
-    work: Callable[[nn.Module, int, int], torch.Tensor],
-    optimizer: torch.optim.Optimizer,
-    seat: int,
-    *,
-    torch_clips: bool,
-) -> list[Step]:
-    """Three steps; whole tensors by `full_tensor`, over both axes."""
-    steps: list[Step] = []
-    for step in range(NUM_STEPS):
-        losses = [work(model, step, seat)]
-        grads = {n: None if p.grad is None else p.grad for n, p in model.named_parameters()}
-        gradients = {n: None if g is None else g.full_tensor() for n, g in grads.items()}
-        if torch_clips:
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
-        else:
-            norm = fs.clip_grad_norm_(model, MAX_NORM)
-        optimizer.step()
-        optimizer.zero_grad()
-        params = {n: p.detach().full_tensor() for n, p in model.named_parameters()}
-        steps.append(Step(losses, gradients, norm, params))
-    return steps
+def full_gradients(model: nn.Module) -> dict[str, Any]:
+    """Over both axes."""
+    grads = {name: param.grad for name, param in model.named_parameters()}
+    return {name: None if g is None else g.full_tensor() for name, g in grads.items()}
+
+
+def full_params(model: nn.Module) -> dict[str, Any]:
+    """Over both axes."""
+    return {name: param.detach().full_tensor() for name, param in model.named_parameters()}
 
 
 def check_steps(
@@ -155,7 +141,17 @@ def check_steps(
         made = partial(make_optimizer, kind)
         whole = kind == "adafactor"  # it sees whole matrices
         optimizer = early or (fs.owned(model, made) if whole else made(model.parameters()))
-        found = train(model, work, optimizer, seat, torch_clips=early is not None)
+        found = [
+            finish_step(
+                model,
+                optimizer,
+                [work(model, step, seat)],
+                torch_clips=early is not None,
+                gradients_of=full_gradients,
+                params_of=full_params,
+            )
+            for step in range(NUM_STEPS)
+        ]
         for step in wanted:
             step.losses[:] = [step.losses[seat]] * world
         assert_same(found, wanted)

@@ -153,16 +153,18 @@ def finish_step(
     losses: list[torch.Tensor],
     *,
     torch_clips: bool = False,
+    gradients_of: Callable[[Any], dict[str, Any]] = whole_gradients,
+    params_of: Callable[[Any], dict[str, Any]] = whole_params,
 ) -> Step:
     """Gather the gradients, clip, update and gather the parameters. A collective."""
-    gradients = whole_gradients(model)
+    gradients = gradients_of(model)
     if torch_clips:
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
     else:
         norm = fs.clip_grad_norm_(model, MAX_NORM)
     optimizer.step()
     optimizer.zero_grad()
-    return Step(losses, gradients, torch.as_tensor(norm), whole_params(model))
+    return Step(losses, gradients, torch.as_tensor(norm), params_of(model))
 
 
 def mismatches(found: list[Step], wanted: list[Step], tolerance: float = TOLERANCE) -> list[str]:

@@ -4,7 +4,11 @@ import random
 
 import pytest
 
-from fullshard.bench.page import paired_ratio, removed_share
+from fullshard.bench.page import (
+    bootstrap,
+    paired_ratio,
+    removed_share,
+)
 
 
 def test_a_constant_ratio_has_an_interval_of_no_width():
@@ -29,6 +33,22 @@ def test_the_interval_covers_the_truth_about_as_often_as_it_says():
         found = paired_ratio(ratios, [1.0] * 15)
         hits += found.low <= 0.8 <= found.high
     assert 51 <= hits <= 60
+
+
+def test_the_interval_is_the_same_in_every_run():
+    found = [bootstrap(15, lambda rounds: sum(0.7**at for at in rounds)) for _ in range(2)]
+    assert found[0] == found[1]
+
+
+def test_unequal_numbers_of_rounds_are_refused():
+    with pytest.raises(ValueError, match="zip"):
+        paired_ratio([1.0, 2.0], [1.0])
+
+
+def test_bootstrap_draws_whole_rounds():
+    seen = set()
+    bootstrap(3, lambda rounds: float(len(seen.update(rounds) or rounds)))
+    assert seen == {0, 1, 2}
 
 
 @pytest.mark.parametrize(("ours", "share"), [(1.0, 1.0), (2.0, 0.0), (1.5, 0.5), (3.0, -1.0)])

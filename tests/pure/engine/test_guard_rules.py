@@ -7,6 +7,11 @@ from torch.overrides import get_overridable_functions, get_testing_overrides, re
 
 from fullshard.engine.guard import ALIASES, Rule, rule_of, written_by
 
+WHOLE = """prod median cumsum sort topk argmax matmul mm bmm addmm einsum conv2d linear layer_norm
+softmax log_softmax cross_entropy cat stack split chunk index_select gather scatter flip roll
+transpose permute squeeze unsqueeze flatten dot outer cdist svd qr cholesky inverse det trace histc
+unique nonzero equal allclose renorm logsumexp cumprod aminmax"""
+RANDOM = "normal_ uniform_ bernoulli_ exponential_ dropout rand_like randn_like multinomial"
 NUMBERS = ["sum", "mean", "max", "min", "amax", "amin", "std", "var", "any", "all", "count_nonzero"]
 
 
@@ -15,6 +20,14 @@ def test_numbers_of_the_whole_tensor_are_joined_and_never_made_of_a_part(name):
     """Never elementwise or plain, whose results would be this rank's alone."""
     for function in (getattr(torch, name), getattr(torch.Tensor, name)):
         assert rule_of(function) == (Rule.NUMBER, name)
+
+
+@pytest.mark.parametrize(("rule", "names"), [(Rule.REFUSED, WHOLE), (Rule.RANDOM, RANDOM)])
+def test_functions_of_the_whole_tensor_and_random_fills_are_refused(rule, names):
+    for name in names.split():
+        functions = (getattr(place, name, None) for place in (torch, torch.Tensor, nn.functional))
+        found = {rule_of(function)[0] for function in functions if function is not None}
+        assert found == {rule}, name
 
 
 def test_properties_and_functions_of_one_name_are_told_apart():

@@ -5,11 +5,13 @@ import pytest
 from fullshard.outlook.player import Bar, Cost, Lane, play
 from fullshard.planner.events import Event, EventKind
 
-GATHER, FORWARD, BACKWARD, REDUCE = (
+GATHER, FORWARD, BACKWARD, REDUCE, ACCUMULATE, SETTLE = (
     EventKind.GATHER,
     EventKind.FORWARD,
     EventKind.BACKWARD,
     EventKind.REDUCE,
+    EventKind.ACCUMULATE,
+    EventKind.SETTLE,
 )
 
 
@@ -33,6 +35,19 @@ def test_a_unit_waits_for_its_gather_and_hides_the_next_one():
         Bar(Lane.FORWARD, 1, 5.0, 8.0),
     ]
     assert (found.end_s, found.exposed_s) == (8.0, 2.0)
+
+
+def test_a_reduction_is_waited_for_where_it_is_accumulated_and_a_sum_over_replicas_at_the_end():
+    found = play(
+        events((BACKWARD, 1), (REDUCE, 1), (BACKWARD, 0), (ACCUMULATE, 1), (SETTLE, -1)),
+        costs(
+            backward=Cost(own_s=2.0),
+            reduce=Cost(wire_s=5.0),
+            accumulate=Cost(own_s=1.0, wire_s=4.0),
+            settle=Cost(own_s=0.5),
+        ),
+    )
+    assert (found.end_s, found.exposed_s) == (2.0 + 5.0 + 1.0 + 4.0 + 0.5, 3.0 + 4.0)
 
 
 def test_a_reduction_that_nothing_waits_for_ends_the_step():

@@ -1,5 +1,7 @@
 """Schedules of three blocks, drawn by hand."""
 
+from itertools import combinations
+
 import pytest
 
 from fullshard.config.schema import ShardConfig
@@ -117,3 +119,31 @@ def test_what_goes_over_the_wire_is_a_part_from_each_peer():
     assert 4 * 600 <= 4 * part <= 4 * (600 + 64)  # half of 30 x 40
     for kind in (EventKind.GATHER, EventKind.REDUCE):
         assert {e.num_bytes for e in plan.events if e.kind is kind and e.unit} == {4 * part}
+
+
+def collectives(events):
+    return [event for event in events if event.kind in (EventKind.GATHER, EventKind.REDUCE)]
+
+
+def step_with(plan, used):
+    """The collectives of a rank that uses only some blocks."""
+    machine = plan.scheduler()
+    events = [*machine.begin_forward(), *machine.enter_forward(0)]
+    for block in used:
+        events += [*machine.enter_forward(block), *machine.leave_forward(block, training=True)]
+    events += machine.leave_forward(0, training=True)
+    machine.begin_backward({1, 2, 3}.difference(used))
+    events += machine.enter_backward(0)
+    for block in reversed(used):
+        events += [*machine.enter_backward(block), *machine.complete(block)]
+    return collectives([*events, *machine.complete(0), *machine.end_backward()])
+
+
+@pytest.mark.parametrize("seen", [(3,), (2, 1), (1, 3), (3, 2, 1)])
+@pytest.mark.parametrize("depth", EXAMPLES)
+def test_ranks_issue_one_sequence_whichever_blocks_they_and_the_first_step_use(depth, seen):
+    plan = plan_of(depth).reordered((0, *seen), (0, *reversed(seen)))
+    blocks = list(dict.fromkeys([*plan.order.forward[1:], 1, 2, 3]))
+    for number in range(4):
+        for used in combinations(blocks, number):
+            assert step_with(plan, used) == collectives(plan.events)
