@@ -175,7 +175,7 @@ def _usage_outcome(error: Any) -> Outcome:
     if type(error).__name__ == "NoArgsIsHelpError":  # typer has printed the help
         return _error("ConfigError", "expected a command, got none.", ExitCode.CONFIG)
     path = context.command_path if context is not None else "fullshard"
-    group = getattr(context, "command", None)
+    group: Any = getattr(context, "command", None)
     commands = group.list_commands(context) if hasattr(group, "list_commands") else []
     if commands and option == "--json":  # without the command that it belongs to
         message = f"{path}: expected one of {', '.join(commands)}; got none."
