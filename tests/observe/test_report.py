@@ -225,7 +225,7 @@ def test_started_by_and_use_of_the_machine_are_shown(run):
     lines = lines_of(page)
     assert lines["Processor utilization of the machine"] == ["in use"]
     assert lines["GPU utilization"] == ["GPU 0", "GPU 1"]
-    (run / "machine-1.jsonl").write_text(json.dumps({"time": 1001.0, "cpu_percent": 1.0}))
+    (run / "machine-1.jsonl").write_text('{"time": 1001.0, "cpu_percent": 1.0}\n')
     lines = lines_of(written(run))
     assert lines["Processor utilization of the machine"] == ["node 0, in use", "node 1, in use"]
     assert lines["GPU utilization"] == ["node 0, GPU 0", "node 0, GPU 1"]

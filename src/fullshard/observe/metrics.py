@@ -158,18 +158,25 @@ class MetricsWriter:
         self._table_file.close()
 
 
+def _objects(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a file, one per line; lines that a crash or a full disk tore are left out."""
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    for line in text.splitlines(keepends=True):
+        with suppress(ValueError, RecursionError):
+            found = json.loads(line)
+            if isinstance(found, dict) and line.endswith("\n"):
+                yield found
+
+
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a metrics file; lines that a crash or a full disk tore are left out."""
-    if not path.is_file():
-        return
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
-        with suppress(ValueError, TypeError, RecursionError):
-            row = json.loads(line)
-            kind: Any = next((kind for word, kind in KINDS.items() if word in row), None)
+    """The rows of a metrics file, without torn ones."""
+    for row in _objects(path):
+        kind: Any = next((kind for word, kind in KINDS.items() if word in row), None)
+        with suppress(TypeError):
             kind(**row)
             values = (row[name] for name in row if kind is not SampleRow)
             are_numbers = all(isinstance(value, int | float | None) for value in values)
-            if line.endswith("\n") and type(row["step"]) is int and are_numbers:
+            if type(row["step"]) is int and are_numbers:
                 yield row
 
 
@@ -348,14 +355,9 @@ def _gpus() -> Any:
 
 
 def read_machine(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """The samples of each node, by the node's number; torn lines are left out."""
+    """The samples of each node, by the node's number, without torn ones."""
     found: dict[str, list[dict[str, Any]]] = {}
     for path in sorted(folder.glob(MACHINE)):
-        rows = found.setdefault(path.stem.partition("-")[2], [])
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            with suppress(ValueError, RecursionError):
-                row = json.loads(line)
-                if isinstance(row, dict) and isinstance(row.get("time"), int | float):
-                    rows.append(row)
-        rows.sort(key=lambda row: row["time"])
+        rows = (row for row in _objects(path) if isinstance(row.get("time"), int | float))
+        found[path.stem.partition("-")[2]] = sorted(rows, key=lambda row: row["time"])
     return found

@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from array import array
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
@@ -38,11 +37,9 @@ class EventRing:
     """
 
     def __init__(self, capacity: int = 65_536) -> None:
-        # Arrays, because 65,536 tuples would slow a full garbage collection by a tenth of a second.
-        self._capacity = capacity
-        self._events: list[Any] = [None] * capacity
-        self._steps = array("q", bytes(8 * capacity))
-        self._first = 0
+        # Event, step, event, step ...: as many pairs would slow a full garbage collection by a
+        # tenth of a second.
+        self._kept = deque[Any](maxlen=2 * capacity)
         self.count = 0  # of all events so far
         self.open: Entry | None = None  # begun and not done
 
@@ -52,8 +49,7 @@ class EventRing:
 
     def record(self, event: Event, step: int) -> None:
         """Note one event."""
-        at = self.count % self._capacity
-        self._events[at], self._steps[at] = event, step
+        self._kept.extend((event, step))
         self.open = None
         self.count += 1
 
@@ -62,24 +58,13 @@ class EventRing:
         return tuple(event for event, at in self.copy() if step is None or at == step)
 
     def copy(self) -> list[Entry]:
-        """The kept events, oldest first.
-
-        If another thread records meanwhile, newer events may have replaced the oldest. The watchdog
-        asks twice a second during training; slices take a tenth of the time of a loop.
-        """
-        count, capacity = self.count, self._capacity
-        begin, end = max(self._first, count - capacity), count
-        parts = [slice(begin % capacity, begin % capacity + end - begin)]
-        if parts[0].stop > capacity:
-            parts = [slice(begin % capacity, capacity), slice(0, parts[0].stop - capacity)]
-        kept: list[Entry] = []
-        for part in parts:
-            kept += zip(self._events[part], self._steps[part], strict=True)
-        return kept
+        """The kept events, oldest first, also while another thread records."""
+        kept = list(self._kept)
+        return list(zip(kept[::2], kept[1::2], strict=True))
 
     def clear(self) -> None:
         """Forget everything."""
-        self._first = self.count
+        self._kept.clear()
 
 
 def in_words(event: Event, step: int, titles: Sequence[str]) -> str:
