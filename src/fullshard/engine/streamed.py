@@ -13,7 +13,7 @@ from fullshard.engine.step import WAITS, Actions, Runtime, Use
 from fullshard.engine.unit import Member
 from fullshard.planner.events import Event
 from fullshard.planner.units import Homes
-from fullshard.transport.base import Fetch
+from fullshard.transport.base import LateFetch
 from fullshard.transport.streams import Streams
 
 MOST_TIMED = 1024  # pairs of events that are kept, unless the device is further behind
@@ -141,7 +141,14 @@ class OffloadedActions(TimedActions):
     def _gather(self, event: Event) -> None:
         unit = self._units[event.unit]
         done = self._aside(self._copies, partial(super()._gather, event))
-        unit.fetch = _Copied(self._streams, done, unit.fetch)
+        fetch = unit.fetch
+
+        def wait() -> None:
+            self._streams.wait(done)
+            if fetch is not None:
+                fetch.wait()
+
+        unit.fetch = LateFetch(wait)
 
     def _to_host(self, copy: Callable[[], None]) -> Iterator[None]:
         done = self._aside(self._returns, copy)
@@ -152,15 +159,3 @@ class OffloadedActions(TimedActions):
         for done in self._done.values():
             self._streams.finish(done)
         self._done.clear()
-
-
-class _Copied:
-    """A running gather whose parts are first copied from the host."""
-
-    def __init__(self, streams: Streams, copied: Any, fetch: Fetch | None) -> None:
-        self._streams, self._done, self._fetch = streams, copied, fetch
-
-    def wait(self) -> None:
-        self._streams.wait(self._done)
-        if self._fetch is not None:
-            self._fetch.wait()

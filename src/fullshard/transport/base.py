@@ -108,6 +108,13 @@ class Fetch(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class LateFetch:
+    """An all-gather that is completed when it is waited for."""
+
+    wait: Callable[[], None]
+
+
 class Works:
     """Running messages or collectives.
 

@@ -34,7 +34,6 @@ import pickle
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from mmap import PAGESIZE
 from typing import Any
@@ -49,6 +48,7 @@ from fullshard.transport.base import (
     Axes,
     Fetch,
     Home,
+    LateFetch,
     Reduction,
     Slots,
     Weights,
@@ -334,13 +334,6 @@ class PeerSlots:
 LANE_BYTES = 65536  # most bytes of a small sum, an address or an error in one exchange
 
 
-@dataclass(frozen=True)
-class _Copies:
-    """A gather that copies the peers' parts when it is waited for."""
-
-    wait: Callable[[], None]
-
-
 class SharedTransport(DirectTransport):
     """Reads peers' slots; sends messages for everything outside shared memory.
 
@@ -393,7 +386,7 @@ class SharedTransport(DirectTransport):
                 slots.release(number)
 
         self._fetches.append((number, copy))
-        return _Copies(partial(self._finish, number))
+        return LateFetch(partial(self._finish, number))
 
     def _finish(self, last: int) -> None:
         """Copy all gathers up to one, in order, since `fetched` is a count; each once."""
