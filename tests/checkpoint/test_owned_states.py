@@ -80,20 +80,23 @@ def write_all(root):
 
 
 def read_all(root):
+    """Every number of ranks reads what every other wrote, of one kind or the other."""
     ranks, count = dist.get_world_size(), 0
     for kind in KINDS:
         alone = whole()
         train(alone, [make(params) for make, params in optimizers_of(alone, kind)], range(4))
-        for path in sorted(Path(root).glob(f"{kind}-*")):
-            for config in WORLDS[ranks]:
-                model, optimizer = sharded(kind, **config)
-                fs.load(path, model, optimizer)
-                train(model, [optimizer], range(STEPS, 2 * STEPS), ranks)
-                found = fs.full_state_dict(model, rank0_only=False)
-                wanted = dict(alone.state_dict())
-                problems = list(differences(found, wanted, 1e-12))
-                assert not problems, (path.name, ranks, config, problems)
-                count += 1
+        wanted = dict(alone.state_dict())
+        for at, path in enumerate(sorted(Path(root).glob(f"{kind}-*"))):
+            if (at + ranks + KINDS.index(kind)) % 2:
+                continue
+            config = WORLDS[ranks][at // 2 % len(WORLDS[ranks])]
+            model, optimizer = sharded(kind, **config)
+            fs.load(path, model, optimizer)
+            train(model, [optimizer], range(STEPS, 2 * STEPS), ranks)
+            found = fs.full_state_dict(model, rank0_only=False)
+            problems = list(differences(found, wanted, 1e-12))
+            assert not problems, (path.name, ranks, config, problems)
+            count += 1
     return count
 
 
@@ -101,8 +104,8 @@ def read_all(root):
 def test_any_number_of_ranks_goes_on_with_what_any_other_saved(ranks, tmp_path):
     for world_size in WORLDS:
         ranks(world_size)(write_all, str(tmp_path), timeout=100)
-    for world_size, configs in WORLDS.items():
-        assert ranks(world_size)(read_all, str(tmp_path), timeout=100)[0] == 10 * len(configs)
+    for world_size in WORLDS:
+        assert ranks(world_size)(read_all, str(tmp_path), timeout=100)[0] == 5
 
 
 def averages(root, world):

@@ -26,6 +26,9 @@ GRID = [
 ]
 
 
+_ALONE = {}  # one device's results by model and optimizer: most of the time is its compiler's
+
+
 def optimizer(name):
     match name:  # large epsilons: some gradients are zero but for rounding
         case "adamw":
@@ -83,7 +86,9 @@ def trained(name, tx_name, mesh_name, folder, recompute="none"):
     resumed = fj.load(elsewhere, path, tx, model.variables)
     resumed, again = run(step, resumed, SAVED_AFTER, NUM_STEPS)
     num_parts = 8 if model.has_rng or model.variables is not None else 1
-    wanted = user_models.alone(model, start, tx, NUM_STEPS, num_parts, trainable)
+    if (name, tx_name) not in _ALONE:
+        _ALONE[name, tx_name] = user_models.alone(model, start, tx, NUM_STEPS, num_parts, trainable)
+    wanted = _ALONE[name, tx_name]
     return {
         "losses": apart(([*losses, *rest], wanted[0])),
         "losses resumed": apart((again, wanted[0][SAVED_AFTER:])),

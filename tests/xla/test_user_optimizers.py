@@ -2,6 +2,7 @@
 
 import inspect
 import warnings
+from functools import cache
 
 import numpy as np
 import pytest
@@ -116,6 +117,7 @@ def loss_of(params, x, batch):
     return jnp.square(error).sum(), jnp.asarray(len(x))
 
 
+@cache
 def on_one_device(name):
     tx = optax.with_extra_args_support(optimizer(name))
 

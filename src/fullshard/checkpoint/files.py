@@ -155,9 +155,9 @@ def sync_folder(path: Path) -> None:
 
 def checksum_of(path: Path, on_bytes: Callable[[int], None] = lambda _count: None) -> str:
     """xxh3_128 of a file's bytes; `on_bytes` is called with the number of bytes read."""
-    digest = xxhash.xxh3_128()
-    offset, buffer = 0, memoryview(bytearray(_read_at_once(path)))
-    with open_for_reading(path) as (_, read):
+    digest, offset = xxhash.xxh3_128(), 0
+    with open_for_reading(path) as (size, read):
+        buffer = memoryview(bytearray(max(1, min(size, _read_at_once(path)))))
         while count := read(buffer, offset):
             digest.update(buffer[:count])
             on_bytes(count)
