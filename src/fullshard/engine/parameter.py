@@ -564,6 +564,7 @@ def _are_of_one_record(ones: Sequence[Any], others: Sequence[Any]) -> bool:
 _RECORD, _SHARES = attrgetter("record"), attrgetter("shares")
 _LISTS = (list, tuple)
 _STATES = {ShardedTensor}
+_SHARDS = {ShardedParameter, PlacedParameter, ShardedTensor, ShardedGradient}
 
 
 def _refuse_other_range(name: str, one: Any, other: Any) -> None:
@@ -585,8 +586,10 @@ def _has_misfit(operands: Sequence[Any]) -> bool:
 
 def _as_shards(results: Any, sources: Any, like: Any, name: str) -> Any:
     """Wrap results of a function of lists, or indices of one shard (`torch.where(p > 0)`)."""
+    if set(map(type, results)) <= _SHARDS:  # written in place
+        return results
     if sources is not None:
-        return type(results)(map(_as_shard, results, sources, [name] * len(results)))
+        return type(results)(map(_as_shard, results, sources, repeat(name)))
     if like.record.is_cut:
         raise refusal(name, like)
     return results
@@ -594,21 +597,22 @@ def _as_shards(results: Any, sources: Any, like: Any, name: str) -> Any:
 
 def _as_shard(result: Any, like: Any, name: str) -> Any:
     """Wrap the result of an elementwise function as a shard."""
-    made = isinstance(result, torch.Tensor) and not isinstance(result, Guarded)
-    if not made or not isinstance(like, Guarded):
+    is_made = isinstance(result, torch.Tensor) and not isinstance(result, Guarded)
+    if not is_made or not isinstance(like, Guarded):
         return result
     own: Any = like
-    cut, fits = own.record.is_cut, result.numel() == own.numel()  # rank without elements
-    if result.shape != own.shape and (not fits or (cut and result.shape[1:].numel() != 1)):
-        if not cut:
-            return result
-        raise misfit(name, like, f"the result would be {tuple(result.shape)}")
     kind = ShardedGradient if isinstance(like, ShardedGradient) else ShardedTensor
     is_alias = name in ALIASES  # writes to it are writes to the other
-    with no_guard():
+    with no_guard():  # which each attribute of a shard would pass through
+        if result.shape != own.shape:
+            cut, fits = own.record.is_cut, result.numel() == own.numel()  # rank without elements
+            if not fits or (cut and result.shape[1:].numel() != 1):
+                if not cut:
+                    return result
+                raise misfit(name, like, f"the result would be {tuple(result.shape)}")
         shard: Any = result.as_subclass(kind)
         shares = is_alias and kind is ShardedTensor and own.is_contiguous()
-    shard.record = like.record
+    shard.record = own.record
     if shares:
         Sharing.of(own).add(shard)
     elif is_alias and kind is ShardedGradient:
