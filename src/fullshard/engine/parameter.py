@@ -42,7 +42,7 @@ from fullshard.engine.norms import (
     by_model,
     norms_of,
 )
-from fullshard.engine.record import ShardRecord, Sharing, change_memory
+from fullshard.engine.record import ShardRecord, change_memory, sharing_of
 from fullshard.errors import EngineError, ShardedTensorError
 from fullshard.planner.layout import clean_name
 
@@ -413,9 +413,7 @@ def _note_writes(written: Sequence[Any], *, counts: bool = True) -> None:
         return  # the fast path for optimizer states
     params: list[Any] = []
     for shard in written:
-        if isinstance(shard, _LISTS):
-            _note_writes(shard, counts=counts)
-        elif isinstance(shard, ShardedGradient):
+        if isinstance(shard, ShardedGradient):
             shard.record.norms.note_write(shard, counts=counts)
         elif isinstance(shard, Guarded):
             params += params_of(shard)
@@ -512,7 +510,7 @@ def _replace(func: Any, _name: str, _like: Any, args: Any, _kwargs: dict[str, An
         with no_guard():
             func(gradient, data)  # a parameter: detected at the next forward
         has_others = isinstance(data, Guarded) and not isinstance(data, ShardedGradient)
-        change_memory(gradient, Sharing.of(data) if has_others else None)
+        change_memory(gradient, sharing_of(data, makes=True) if has_others else None)
         return
     if data.dtype is not gradient.dtype or data.shape != gradient.shape:
         raise ShardedTensorError(
@@ -614,7 +612,7 @@ def _as_shard(result: Any, like: Any, name: str) -> Any:
         shares = is_alias and kind is ShardedTensor and own.is_contiguous()
     shard.record = own.record
     if shares:
-        Sharing.of(own).add(shard)
+        sharing_of(own, makes=True).add(shard)
     elif is_alias and kind is ShardedGradient:
         shard.alias_of = own if own.alias_of is None else own.alias_of
     return shard
