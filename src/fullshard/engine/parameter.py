@@ -42,7 +42,7 @@ from fullshard.engine.norms import (
     by_model,
     norms_of,
 )
-from fullshard.engine.record import ShardRecord, Sharing, change_memory
+from fullshard.engine.record import ShardRecord, change_memory, sharing_of
 from fullshard.errors import EngineError, ShardedTensorError
 from fullshard.planner.layout import clean_name
 
@@ -413,9 +413,7 @@ def _note_writes(written: Sequence[Any], *, counts: bool = True) -> None:
         return  # the fast path for optimizer states
     params: list[Any] = []
     for shard in written:
-        if isinstance(shard, _LISTS):
-            _note_writes(shard, counts=counts)
-        elif isinstance(shard, ShardedGradient):
+        if isinstance(shard, ShardedGradient):
             shard.record.norms.note_write(shard, counts=counts)
         elif isinstance(shard, Guarded):
             params += params_of(shard)
@@ -512,7 +510,7 @@ def _replace(func: Any, _name: str, _like: Any, args: Any, _kwargs: dict[str, An
         with no_guard():
             func(gradient, data)  # a parameter: detected at the next forward
         has_others = isinstance(data, Guarded) and not isinstance(data, ShardedGradient)
-        change_memory(gradient, Sharing.of(data) if has_others else None)
+        change_memory(gradient, sharing_of(data, makes=True) if has_others else None)
         return
     if data.dtype is not gradient.dtype or data.shape != gradient.shape:
         raise ShardedTensorError(
@@ -564,6 +562,7 @@ def _are_of_one_record(ones: Sequence[Any], others: Sequence[Any]) -> bool:
 _RECORD, _SHARES = attrgetter("record"), attrgetter("shares")
 _LISTS = (list, tuple)
 _STATES = {ShardedTensor}
+_SHARDS = {ShardedParameter, PlacedParameter, ShardedTensor, ShardedGradient}
 
 
 def _refuse_other_range(name: str, one: Any, other: Any) -> None:
@@ -585,8 +584,10 @@ def _has_misfit(operands: Sequence[Any]) -> bool:
 
 def _as_shards(results: Any, sources: Any, like: Any, name: str) -> Any:
     """Wrap results of a function of lists, or indices of one shard (`torch.where(p > 0)`)."""
+    if set(map(type, results)) <= _SHARDS:  # written in place
+        return results
     if sources is not None:
-        return type(results)(map(_as_shard, results, sources, [name] * len(results)))
+        return type(results)(map(_as_shard, results, sources, repeat(name)))
     if like.record.is_cut:
         raise refusal(name, like)
     return results
@@ -594,23 +595,24 @@ def _as_shards(results: Any, sources: Any, like: Any, name: str) -> Any:
 
 def _as_shard(result: Any, like: Any, name: str) -> Any:
     """Wrap the result of an elementwise function as a shard."""
-    made = isinstance(result, torch.Tensor) and not isinstance(result, Guarded)
-    if not made or not isinstance(like, Guarded):
+    is_made = isinstance(result, torch.Tensor) and not isinstance(result, Guarded)
+    if not is_made or not isinstance(like, Guarded):
         return result
     own: Any = like
-    cut, fits = own.record.is_cut, result.numel() == own.numel()  # rank without elements
-    if result.shape != own.shape and (not fits or (cut and result.shape[1:].numel() != 1)):
-        if not cut:
-            return result
-        raise misfit(name, like, f"the result would be {tuple(result.shape)}")
     kind = ShardedGradient if isinstance(like, ShardedGradient) else ShardedTensor
     is_alias = name in ALIASES  # writes to it are writes to the other
-    with no_guard():
+    with no_guard():  # which each attribute of a shard would pass through
+        if result.shape != own.shape:
+            cut, fits = own.record.is_cut, result.numel() == own.numel()  # rank without elements
+            if not fits or (cut and result.shape[1:].numel() != 1):
+                if not cut:
+                    return result
+                raise misfit(name, like, f"the result would be {tuple(result.shape)}")
         shard: Any = result.as_subclass(kind)
         shares = is_alias and kind is ShardedTensor and own.is_contiguous()
-    shard.record = like.record
+    shard.record = own.record
     if shares:
-        Sharing.of(own).add(shard)
+        sharing_of(own, makes=True).add(shard)
     elif is_alias and kind is ShardedGradient:
         shard.alias_of = own if own.alias_of is None else own.alias_of
     return shard

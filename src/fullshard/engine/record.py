@@ -135,16 +135,6 @@ class Sharing:
         self.params: dict[int, Any] = {}
         self._others: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
-    @classmethod
-    def of(cls, tensor: Any) -> Sharing:
-        """The tensors with which one shares memory, and itself."""
-        found = sharing_of(tensor)
-        if found is None:
-            found = cls()
-            found.add(tensor)
-            tensor.shares = weakref.ref(found) if tensor.is_at_rest else found
-        return found
-
     def add(self, tensor: Any) -> None:
         """Add a tensor that begins where the others do."""
         (self.params if tensor.is_at_rest else self._others)[id(tensor)] = tensor
@@ -167,10 +157,14 @@ class Sharing:
             tensor.data = flat.view(tensor.dtype).view(tensor.shape)
 
 
-def sharing_of(tensor: Any) -> Sharing | None:
-    """The tensors with which one shares memory; None if none is known."""
-    found = tensor.shares
-    return found() if isinstance(found, weakref.ref) else found
+def sharing_of(tensor: Any, *, makes: bool = False) -> Any:
+    """The `Sharing` of a tensor; None if none is known, or one that is made."""
+    found = tensor.shares() if isinstance(tensor.shares, weakref.ref) else tensor.shares
+    if found is None and makes:
+        found = Sharing()
+        found.add(tensor)
+        tensor.shares = weakref.ref(found) if tensor.is_at_rest else found
+    return found
 
 
 def change_memory(tensor: Any, theirs: Sharing | None) -> None:
