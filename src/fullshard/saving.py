@@ -315,6 +315,11 @@ class Values:
                 f"{path}: expected plain tensors; got {type(value).__name__}. Shards are saved "
                 "with their model and optimizer; pass other shards as p.full_tensor()."
             )
+        if plain.layout is not torch.strided or plain.is_meta:
+            raise CheckpointError(
+                f"{path}: expected a dense tensor; got one of {plain.layout} on {plain.device}. "
+                "Convert it before saving."
+            )
         local = plain.reshape(-1).to("cpu", copy=True)
         name = path
         while name in self._names:  # {"a.b": x, "a": {"b": y}}

@@ -402,6 +402,7 @@ def unsavable():
         error_of(lambda: fs.save("x", model, optimizer, thing={(1, 2): 3})),
         error_of(lambda: fs.save("x", model, weights=list(model.parameters()))),
         error_of(lambda: fs.save("x", model, torch.optim.SGD([nn.Parameter(torch.ones(2))]))),
+        error_of(lambda: fs.save("x", model, mask=torch.eye(2).to_sparse())),
     ]
 
 

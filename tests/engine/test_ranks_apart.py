@@ -5,6 +5,7 @@ where they share memory, each would wait for the other.
 """
 
 import contextlib
+import copy
 import itertools
 import re
 from collections.abc import Callable
@@ -286,6 +287,7 @@ def has_another(number, settings):
     optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     scaler.scale(torch.ones(1))
+    states = optimizer.state.values
 
     def steps():
         for step in range(5):
@@ -295,6 +297,10 @@ def has_another(number, settings):
                 optimizer.param_groups[0]["lr"] = odd * 0.1
             elif number == "momentum that is lost":
                 _ = odd == 1.0 or optimizer.state.clear()
+            elif number == "momentum that is zeroed":
+                _ = odd == 1.0 or [one["momentum_buffer"].zero_() for one in states()]
+            elif number == "momentum that is loaded":
+                _ = odd == 1.0 or optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
             elif number == "scale":
                 scaler.unscale_(optimizer)
                 scaler.update(odd * 8.0)
@@ -317,10 +323,11 @@ def test_a_rank_that_updates_with_another_number_is_found(ranks, number):
             assert "with the same numbers on every rank (lr, " in text
 
 
-def test_a_rank_that_lost_its_states_is_found(ranks):
+@pytest.mark.parametrize("how", ["lost", "zeroed", "loaded"])
+def test_a_rank_whose_states_changed_alone_is_found(ranks, how):
     """Also where no parameter has elements on all ranks: others may leave out empty shards."""
     for size, settings in ((2, {}), (4, {}), (4, REPLICAS)):
-        for text in ranks(size)(has_another, "momentum that is lost", settings):
+        for text in ranks(size)(has_another, f"momentum that is {how}", settings):
             assert "with the same numbers on every rank (lr, " in text, text
 
 

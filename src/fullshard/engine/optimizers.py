@@ -48,6 +48,7 @@ from fullshard.errors import EngineError, NotElementwiseError
 logger = logging.getLogger(__name__)
 
 PROBE_SHAPE = (6, 4)
+_CHANGED = 64  # more than the number of states of a parameter
 TURN_SHAPES = ((6, 4), (5, 3), (4, 4))
 PROBE_STEPS = 3
 PROBE_RATE = 1e-2  # and not the group's own, which a warm-up begins at zero
@@ -110,7 +111,11 @@ class _Watch:
             self._kept = step_in_turns(optimizer, disk)
         self._stepping = weakref.WeakSet(models)  # last: trials of optimizers end steps, too
 
-    def _after_step(self, *_: Any) -> None:
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        groups = {} if optimizer in self.trusted else self._groups.get(optimizer, {})
+        for group in groups.values():
+            for part in group.parts.values():
+                part.note(optimizer.state)
         for norms in self._stepping:
             norms.wrote.clear()
             norms.copied.clear()
@@ -232,13 +237,15 @@ class _Part:
 
     A rank may leave out shards without elements (`if p.numel()`), and with them the group. All
     ranks therefore compare settings of what they list if they list the same, and those with
-    elements of a parameter its settings, and how many states it has. The counts in its states are
-    compared for a parameter of which all ranks have elements.
+    elements of a parameter its settings, how many states it has, and whether these changed since
+    the last step. The counts in its states are compared for a parameter of which all ranks have
+    elements.
     """
 
     def __init__(self, shards: Sequence[Any], norms: GradientNorms) -> None:
         self._listed = self._shared = 0  # sums of a number for each shard
         self._weights: list[tuple[Any, int]] = []  # of those whose elements several ranks have
+        self._seen: list[Any] = []  # versions of their states after the last step
         self._whole: Any = None
         if norms.transport is None:  # of compat, before their engine
             return
@@ -262,13 +269,25 @@ class _Part:
             state = states.get(self._whole, {})  # a tensor of (1,) may be a state of one element
             counts = [x for x in state.values() if not (isinstance(x, torch.Tensor) and x.dim())]
             both = hash_of([settings, len(state), counts])
-        numbers = sum(weight * len(states.get(param, ())) for param, weight in self._weights)
+        numbers, now = 0, self._versions(states)
+        for (param, weight), seen, one in zip(self._weights, self._seen or now, now, strict=True):
+            numbers += weight * (len(states.get(param, ())) + _CHANGED * (seen != one))
         return {
             Count.LISTED: self._listed,
             Count.GROUPS: own * self._listed,
             Count.SETTINGS: both,
             Count.STATES: own * self._shared + numbers,
         }
+
+    def note(self, states: Any) -> None:
+        """Note the states after a step: who writes or replaces them before the next one tells."""
+        self._seen = self._versions(states)
+
+    def _versions(self, states: Any) -> list[Any]:
+        found = [states.get(param, {}).values() for param, _ in self._weights]
+        with no_guard():
+            tensors = [[x for x in one if isinstance(x, torch.Tensor)] for one in found]
+            return [[(id(x), x.is_inference() or x._version) for x in one] for one in tensors]
 
 
 def _tell_of_others(optimizer: Optimizer, models: Iterable[GradientNorms]) -> None:
