@@ -19,7 +19,7 @@ from fullshard.bench.step import Case
 from fullshard.cli.bench import OutFlag
 from fullshard.cli.outcome import Outcome
 from fullshard.config.schema import DataConfig
-from fullshard.data.text import Corpus, DatasetSettings, make_dataset
+from fullshard.data.text import DatasetSettings, make_dataset, text_source
 
 NAME = "benchmarks.long_parity"
 MEASURE = "benchmarks.long_parity_rank:measure"
@@ -55,7 +55,7 @@ def run(num_steps: int, timeout_s: float = 3600.0) -> dict[str, Any]:
         FullshardError: A rank failed. Its own error is already on standard error.
     """
     settings = DatasetSettings(CASE.seq + 1, CASE.vocab, DataConfig(validation_fraction=0))
-    rows = make_dataset([Corpus.at(None)], settings, None).train
+    rows = make_dataset([text_source(None)], settings, None).train
     sequences = rows.take(np.arange(len(rows)))
     losses, *_ = run_ranks(
         MEASURE,

@@ -18,7 +18,7 @@ from fullshard.data.arrays import _map
 from fullshard.data.dataset import load_facts
 from fullshard.data.order import BatchShape, SampleOrder
 from fullshard.data.records import files_at, identity
-from fullshard.data.text import Corpus, Dataset, DatasetSettings, make_dataset, written
+from fullshard.data.text import Dataset, DatasetSettings, make_dataset, text_source, written
 from fullshard.data.tokenizer import train_tokenizer
 from fullshard.errors import DataError
 from fullshard.recipes.base import make_data
@@ -44,7 +44,7 @@ def tokens(dataset):
 
 def refused(path, words, settings=NO_HOLD_OUT, tokenizer=None):
     with pytest.raises(DataError, match=words):
-        make_dataset([Corpus.at(path)], settings, tokenizer)
+        make_dataset([text_source(path)], settings, tokenizer)
 
 
 def test_the_number_of_shards_does_not_change_the_tokens(tmp_path, tokenizer, monkeypatch):
@@ -52,10 +52,10 @@ def test_the_number_of_shards_does_not_change_the_tokens(tmp_path, tokenizer, mo
     for number in range(4):
         text = "\n".join(json.dumps({"text": seeded_text(20 + number)}) for _ in range(20)) + "\n"
         (tmp_path / "data" / f"{number}.jsonl").write_text(text)
-    expected = tokens(make_dataset([Corpus.at(tmp_path / "data")], NO_HOLD_OUT, tokenizer))
+    expected = tokens(make_dataset([text_source(tmp_path / "data")], NO_HOLD_OUT, tokenizer))
     monkeypatch.setattr(tokenize, "SHARD_BYTES", 10_000)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another"))
-    made = make_dataset([Corpus.at(tmp_path / "data")], NO_HOLD_OUT, tokenizer)
+    made = make_dataset([text_source(tmp_path / "data")], NO_HOLD_OUT, tokenizer)
     assert len(made.train.sources[0]) > 4
     assert tokens(made) == expected
 
@@ -74,24 +74,24 @@ def test_what_a_killed_start_has_tokenized_is_not_tokenized_again(tmp_path, toke
 
     monkeypatch.setattr(tokenize, "make", killed)
     with pytest.raises(KeyboardInterrupt):
-        make_dataset([Corpus.at(text)], NO_HOLD_OUT, tokenizer)
+        make_dataset([text_source(text)], NO_HOLD_OUT, tokenizer)
     first, made = list(made), []
     monkeypatch.setattr(
         tokenize, "make", lambda file, *rest: made.append(file) or make(file, *rest)
     )
-    dataset = make_dataset([Corpus.at(text)], NO_HOLD_OUT, tokenizer)
+    dataset = make_dataset([text_source(text)], NO_HOLD_OUT, tokenizer)
     assert made
     assert not set(first) & set(made)
     os.utime(text, ns=(0, text.stat().st_mtime_ns))  # the times of change tell: all anew
     made.clear()
-    assert make_dataset([Corpus.at(text)], NO_HOLD_OUT, tokenizer).facts == dataset.facts
+    assert make_dataset([text_source(text)], NO_HOLD_OUT, tokenizer).facts == dataset.facts
     assert len(made) == len(dataset.train.sources[0])
 
 
 def test_what_a_kill_left_in_the_cache_a_day_ago_is_removed(tmp_path, tokenizer):
     text = tmp_path / "a.txt"
     text.write_text(seeded_text(100))
-    make_dataset([Corpus.at(text)], NO_HOLD_OUT, tokenizer)
+    make_dataset([text_source(text)], NO_HOLD_OUT, tokenizer)
     (part,) = (tmp_path / "cache").rglob("*.npy")
     left, live = part.with_name(".left.7"), part.with_name(".live.8")
     for file in (left, live):
@@ -100,7 +100,7 @@ def test_what_a_kill_left_in_the_cache_a_day_ago_is_removed(tmp_path, tokenizer)
     of_tokenizer.mkdir()
     for file in (left, of_tokenizer, lock := part.with_name(".lock")):
         os.utime(file, (0, 0))
-    make_dataset([Corpus.at(text)], NO_HOLD_OUT, tokenizer)
+    make_dataset([text_source(text)], NO_HOLD_OUT, tokenizer)
     assert not left.exists()
     assert not of_tokenizer.exists()
     assert live.exists()  # it may be another host's
@@ -110,12 +110,12 @@ def test_what_a_kill_left_in_the_cache_a_day_ago_is_removed(tmp_path, tokenizer)
 def test_a_truncated_part_of_the_cache_is_made_anew(tmp_path, tokenizer):
     text = tmp_path / "a.txt"
     text.write_text(seeded_text(100))
-    expected = tokens(make_dataset([Corpus.at(text)], NO_HOLD_OUT, tokenizer))
+    expected = tokens(make_dataset([text_source(text)], NO_HOLD_OUT, tokenizer))
     (part,) = (tmp_path / "cache").rglob("*.npy")
     part.unlink()
     part.write_bytes(b"\0" * 200)
     _map.cache_clear()
-    assert tokens(make_dataset([Corpus.at(text)], NO_HOLD_OUT, tokenizer)) == expected
+    assert tokens(make_dataset([text_source(text)], NO_HOLD_OUT, tokenizer)) == expected
 
 
 def test_a_flipped_bit_of_the_cache_or_of_a_runs_link_to_it_is_never_trained_on(
@@ -123,7 +123,7 @@ def test_a_flipped_bit_of_the_cache_or_of_a_runs_link_to_it_is_never_trained_on(
 ):
     text = tmp_path / "a.txt"
     text.write_text(seeded_text(100))
-    made = make_dataset([Corpus.at(text)], NO_HOLD_OUT, tokenizer)
+    made = make_dataset([text_source(text)], NO_HOLD_OUT, tokenizer)
     expected = tokens(made)
     made.save(tmp_path / "run")
     (part,) = (tmp_path / "cache").rglob("*.npy")
@@ -131,7 +131,7 @@ def test_a_flipped_bit_of_the_cache_or_of_a_runs_link_to_it_is_never_trained_on(
     data[500] ^= 1
     part.write_bytes(data)  # in place, so the run's link has it too
     _map.cache_clear()
-    again = make_dataset([Corpus.at(text)], NO_HOLD_OUT, tokenizer)
+    again = make_dataset([text_source(text)], NO_HOLD_OUT, tokenizer)
     assert tokens(again) == expected
     assert again.facts == made.facts
     again.save(tmp_path / "run")
@@ -151,7 +151,7 @@ def test_a_file_that_changes_while_it_is_tokenized_is_refused(tmp_path, tokenize
     monkeypatch.setattr(tokenize, "make", changing)
     refused(text, "files that do not change, got .*a.txt' or one after it", tokenizer=tokenizer)
     assert not list((tmp_path / "cache").rglob("*.npy"))
-    source = Corpus.at(text)
+    source = text_source(text)
     text.unlink()
     with pytest.raises(DataError, match=r"a.txt': expected a file that can be read"):
         make_dataset([source], NO_HOLD_OUT, tokenizer)
@@ -159,7 +159,7 @@ def test_a_file_that_changes_while_it_is_tokenized_is_refused(tmp_path, tokenize
 
 def test_tokens_that_are_gone_before_ranks_map_them_are_named(tmp_path, tokenizer):
     np.save(tmp_path / "a.npy", np.arange(100, dtype="uint16"))
-    made = make_dataset([Corpus.at(tmp_path / "a.npy")], NO_HOLD_OUT, tokenizer)
+    made = make_dataset([text_source(tmp_path / "a.npy")], NO_HOLD_OUT, tokenizer)
     made.save(tmp_path / "data")
     _, facts, read = load_facts(tmp_path / "data")
     changes = (
@@ -178,7 +178,7 @@ def test_a_source_with_too_few_tokens_is_named_with_its_own_count(tmp_path, toke
     rng = np.random.default_rng(0)
     for name, count in (("a", 31), ("b", 9)):
         np.save(tmp_path / f"{name}.npy", rng.integers(0, 200, count, "uint16"))
-    sources = [Corpus.at(tmp_path / f"{name}.npy") for name in "ab"]
+    sources = [text_source(tmp_path / f"{name}.npy") for name in "ab"]
     with pytest.raises(DataError, match=r"16 training tokens in '.*b.npy' .*, got 9\. "):
         make_dataset(sources, NO_HOLD_OUT, tokenizer)
     (tmp_path / "c.txt").write_text("one line\n" * 50)
@@ -243,7 +243,7 @@ def test_what_runs_wrote_among_the_data_is_left_out_unless_it_is_named(
 def test_a_run_keeps_its_tokens_when_the_cache_is_removed(tmp_path, tokenizer):
     (tmp_path / "a.txt").write_text(seeded_text(100))
     settings = DatasetSettings(16, 300, DataConfig(validation_fraction=0.2))
-    made = make_dataset([Corpus.at(tmp_path / "a.txt")], settings, tokenizer)
+    made = make_dataset([text_source(tmp_path / "a.txt")], settings, tokenizer)
     made.save(tmp_path / "data")
     expected = tokens(made)
     for file in (tmp_path / "cache").rglob("*.npy"):
@@ -258,7 +258,7 @@ def test_a_run_keeps_its_tokens_when_the_cache_is_removed(tmp_path, tokenizer):
 def test_weights_share_an_epoch_and_the_notes_say_how_often_a_source_is_seen(tmp_path, tokenizer):
     for name, count in (("a", 300), ("b", 100)):
         (tmp_path / f"{name}.txt").write_text(seeded_text(count))
-    sources = [Corpus.at(tmp_path / "a.txt", 1.0), Corpus.at(tmp_path / "b.txt", 3.0)]
+    sources = [text_source(tmp_path / "a.txt", 1.0), text_source(tmp_path / "b.txt", 3.0)]
     made = make_dataset(sources, NO_HOLD_OUT, tokenizer)
     (size_a, places_a), (size_b, places_b) = made.facts.mixture
     assert [size_a, size_b] == made.train.sizes
@@ -268,7 +268,7 @@ def test_weights_share_an_epoch_and_the_notes_say_how_often_a_source_is_seen(tmp
     order = SampleOrder(len(made.train), BatchShape(4, 1, 1), 0, made.facts.mixture)
     rows = np.concatenate([order.of_step(step).ravel() for step in range(order.steps_per_epoch)])
     assert np.count_nonzero(rows < size_a) == pytest.approx(places_a, abs=4)
-    other = make_dataset([sources[0], Corpus.at(tmp_path / "b.txt", 2.0)], NO_HOLD_OUT, tokenizer)
+    other = make_dataset([sources[0], text_source(tmp_path / "b.txt", 2.0)], NO_HOLD_OUT, tokenizer)
     assert other.facts.fingerprint != made.facts.fingerprint
 
 
@@ -306,12 +306,12 @@ def test_arrays_of_tokens_are_mapped_where_they_lie(form, tmp_path, tokenizer):
     path = tmp_path if form == "megatron" else file
     (tmp_path / "cache").mkdir()
     path = file if form != "megatron" else str(tmp_path / "*.bin")
-    made = make_dataset([Corpus.at(Path(path))], settings, tokenizer)
+    made = make_dataset([text_source(Path(path))], settings, tokenizer)
     assert tokens(made) == ids[:96].tolist()
     assert made.facts.num_dropped_tokens == 4
     made.save(tmp_path / "run")
     assert not list((tmp_path / "run" / "tokens").iterdir())
-    unnamed = make_dataset([Corpus.at(Path(path))], settings, None)
+    unnamed = make_dataset([text_source(Path(path))], settings, None)
     assert unnamed.tokenizer.decode([17, 4, 230]) == "17 4 230"
 
 
@@ -356,14 +356,14 @@ def test_patterns_name_files(tmp_path, monkeypatch):
                 for name in glob.glob(str(place / pattern), recursive=True)  # noqa: PTH207
                 if Path(name).is_file()
             )
-            assert list(Corpus.at(place / pattern).files.files) == expected
+            assert list(text_source(place / pattern).files) == expected
     with pytest.raises(DataError, match=r"got '.*\*.html', which does not exist"):
-        Corpus.at(tmp_path / "*.html")
+        text_source(tmp_path / "*.html")
     (tmp_path / "below" / "c").mkdir()
     for link, target in (("linked", "below"), ("below/c/back", "../../below"), ("below/z", "c")):
         (tmp_path / link).symlink_to(target)
         with pytest.raises(DataError, match=r"one way to each folder, got '.*/"):
-            Corpus.at(tmp_path / "**" / "*.txt")
+            text_source(tmp_path / "**" / "*.txt")
         (tmp_path / link).unlink()
 
 
@@ -377,7 +377,7 @@ def test_datasets_and_row_groups_are_read_in_parts(tmp_path, tokenizer, monkeypa
     (tmp_path / "j.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
     monkeypatch.setattr(tokenize, "SHARD_BYTES", 1_000)
     found = [
-        make_dataset([Corpus.at(tmp_path / name)], NO_HOLD_OUT, tokenizer)
+        make_dataset([text_source(tmp_path / name)], NO_HOLD_OUT, tokenizer)
         for name in ("d", "p.parquet", "j.jsonl")
     ]
     assert tokens(found[0]) == tokens(found[1]) == tokens(found[2])
@@ -422,13 +422,13 @@ def test_a_tokenizer_is_trained_once_for_the_same_text(tmp_path, monkeypatch):
         return train_tokenizer(*given)
 
     monkeypatch.setattr("fullshard.data.text.train_tokenizer", counted)
-    made = [make_dataset([Corpus.at(tmp_path / "a.txt")], NO_HOLD_OUT, None) for _ in range(2)]
+    made = [make_dataset([text_source(tmp_path / "a.txt")], NO_HOLD_OUT, None) for _ in range(2)]
     assert len(trained) == 1
     assert made[0].facts == made[1].facts
     assert len(list((tmp_path / "cache").rglob("*.npy"))) == 1  # its tokens were found again
     (file,) = (tmp_path / "cache").rglob("tokenizer.json")
     file.write_text("{")
-    assert make_dataset([Corpus.at(tmp_path / "a.txt")], NO_HOLD_OUT, None).facts == made[0].facts
+    assert make_dataset([text_source(tmp_path / "a.txt")], NO_HOLD_OUT, None).facts == made[0].facts
     (tmp_path / "a.txt").write_text(seeded_text(201))
-    make_dataset([Corpus.at(tmp_path / "a.txt")], NO_HOLD_OUT, None)
+    make_dataset([text_source(tmp_path / "a.txt")], NO_HOLD_OUT, None)
     assert len(trained) == 3

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from fullshard.config.schema import DataConfig, RunConfig
 from fullshard.data import text, tokenize
 from fullshard.data.dataset import IGNORED, BatchMaker, load_facts
-from fullshard.data.text import Corpus, Dataset, DatasetSettings, make_dataset
+from fullshard.data.text import Dataset, DatasetSettings, make_dataset, text_source
 from fullshard.data.tokenizer import train_tokenizer
 from fullshard.errors import ConfigError, DataError
 from fullshard.recipes.base import causal_lm_loss, inputs_of, make_data
@@ -51,7 +51,7 @@ def sources(tmp_path, *counts):
     for number, count in enumerate(counts):
         (tmp_path / f"{number}.txt").write_text(seeded_text(count))
     weights = range(1, 1 + len(counts))
-    return [Corpus.at(tmp_path / f"{n}.txt", w) for n, w in enumerate(weights)]
+    return [text_source(tmp_path / f"{n}.txt", w) for n, w in enumerate(weights)]
 
 
 def plan_of(data, per_device, ranks, batch=None):
@@ -239,7 +239,7 @@ def test_documents_of_a_sequence_are_learned_as_if_each_were_alone(tmp_path, tok
         (tmp_path / "data").mkdir(exist_ok=True)
         (tmp_path / "data" / f"{number:02}.txt").write_text(seeded_text(2 + number % 3))
     apart = DatasetSettings(96, 300, DataConfig(validation_fraction=0, separate_documents=True))
-    data = make_dataset([Corpus.at(tmp_path / "data")], apart, tokenizer)
+    data = make_dataset([text_source(tmp_path / "data")], apart, tokenizer)
     assert data.labels_per_row is None
     arrays = data.batch(np.array([0, 1, 2, -1]), held_out=False)
     assert (arrays["labels"][3] == IGNORED).all()
@@ -270,7 +270,7 @@ def test_documents_of_a_sequence_are_learned_as_if_each_were_alone(tmp_path, tok
     assert count == num_alone
     torch.testing.assert_close(total, expected, rtol=1e-12, atol=1e-12)
     together = make_dataset(
-        [Corpus.at(tmp_path / "data")],
+        [text_source(tmp_path / "data")],
         DatasetSettings(96, 300, DataConfig(validation_fraction=0)),
         tokenizer,
     ).batch(np.array([0]), held_out=False)

@@ -46,9 +46,8 @@ from fullshard.data.chat import (
 )
 from fullshard.data.dataset import IGNORED, DatasetFacts, PreparedData
 from fullshard.data.order import Indices
-from fullshard.data.records import FileKind, Files, Span, files_at
+from fullshard.data.records import Corpus, FileKind, Span, files_at
 from fullshard.data.text import (
-    Corpus,
     DatasetSettings,
     cache_root,
     load_tokens,
@@ -217,17 +216,18 @@ def chat_source(path: Path | None) -> Corpus:
     if path is None:
         files = written("questions", ".jsonl", [question_answers()])
         origin = "docstrings of Python's library (ship with Python)"
-        return Corpus(Files(files[0], files, FileKind.JSONL), 1.0, "", origin, texts=_texts)
+        return Corpus(files[0], files, FileKind.JSONL, origin)
     files = files_at(path)
     if files.kind in (FileKind.TEXT, FileKind.ARRAY):
         raise DataError(
             f"data.path: expected chat data (JSONL, JSON, parquet, a datasets folder), got "
             f"{files.kind} in '{path}'. Use `fullshard train` for plain text."
         )
-    return Corpus(files, 1.0, "", files.origin, texts=_texts)
+    return files
 
 
-def _texts(shard: Shard, _column: str) -> Iterator[str]:
+def chat_texts(shard: Shard, _column: str) -> Iterator[str]:
+    """All texts of a part, for training a tokenizer."""
     for example in read_examples(shard.spans):
         yield from (str(message["content"]) for message in example.messages)
 
@@ -249,12 +249,12 @@ def make_chat_dataset(
     Raises:
         DataError: No example has a token to learn.
     """
-    spans, limit = source.files.spans(), settings.sequence_length
+    spans, limit = source.spans(), settings.sequence_length
     found = shards(spans)
     values = _encoded(found, settings, tokenizer)
     starts, lengths, learned = _examples_in(values, limit)
     if not len(starts):
-        path = source.files.path
+        path = source.path
         raise DataError(f"data.path: expected records, got none in '{path}'.")
     border = max(1, len(starts) - math.ceil(len(starts) * settings.data.validation_fraction))
     cut, kept = np.minimum(lengths, limit), np.flatnonzero(learned)

@@ -17,6 +17,7 @@ import glob
 import itertools
 import json
 import logging
+import math
 import mmap
 import re
 from collections.abc import Iterator, Sequence
@@ -66,6 +67,7 @@ DATASETS_MARKS = ("dataset_dict.json", "dataset_info.json")
 WRITTEN = (("run.json",), ("COMPLETE.json",), ("cache.json", "values.npy"))
 SPLIT = "train"
 PIECE = 1 << 18  # bytes read at a time
+LINE_BYTES = 1 << 20  # distance to search for the end of a line of text
 
 
 @dataclass(frozen=True)
@@ -114,31 +116,39 @@ class Record:
 
 
 @dataclass(frozen=True)
-class Files:
-    """Files of one kind.
+class Corpus:
+    """Files of one kind: a source of data, perhaps one of several in a mixture.
 
     Attributes:
         path: Path that the user named.
         files: Paths of the files, in order.
         kind: Kind of all files.
+        title: Description of data that ships with Python.
+        weight: Its share of an epoch, relative to the weights of other sources.
+        text_column: Column or key of the text in records; empty: records are conversations.
+        key: Its key in the configuration: `data`, or `data.mixture.1`.
     """
 
     path: Path
     files: tuple[Path, ...]
     kind: FileKind
+    title: str = ""
+    weight: float = 1.0
+    text_column: str = ""
+    key: str = "data"
 
     @property
     def origin(self) -> str:
         """Path, kind and number of files, in words."""
-        return f"{self.path} ({self.kind}, {len(self.files)} file(s))"
+        return self.title or f"{self.path} ({self.kind}, {len(self.files)} file(s))"
 
-    def spans(self, dtype: str | None = None, column: str | None = None) -> list[Span]:
-        """One span per file, without empty files; arguments as for `whole`."""
-        found = (whole(file, self.kind, dtype, column) for file in self.files)
+    def spans(self, dtype: str | None = None) -> list[Span]:
+        """One span per file, without empty files; `dtype` is data.dtype."""
+        found = (whole(file, self.kind, dtype, self.text_column) for file in self.files)
         return [span for span in found if span.stop]
 
 
-def files_at(path: Path) -> Files:
+def files_at(path: Path) -> Corpus:
     """The files of a path: a file, a folder or a pattern (`corpus/*.jsonl`, `**` for subfolders).
 
     Folders of runs, checkpoints and cached logits are left out, unless the path names them.
@@ -148,7 +158,7 @@ def files_at(path: Path) -> Files:
     """
     with _listing(path):
         if any((path / mark).is_file() for mark in DATASETS_MARKS):
-            return Files(path, (path,), FileKind.DATASETS)
+            return Corpus(path, (path,), FileKind.DATASETS)
         found = _found(path)
     files = [file for file in found if file.suffix != ".idx"]  # Megatron's index of a .bin file
     table = next((file for file in files if file.suffix.lower() in TABLES), None)
@@ -164,7 +174,7 @@ def files_at(path: Path) -> Files:
             f"data.path: expected files of one kind in '{path}', got {listed or 'none'}. Use one "
             "file, or a folder with one kind of file."
         )
-    return Files(path, tuple(files), next(iter(examples)))
+    return Corpus(path, tuple(files), next(iter(examples)))
 
 
 @contextmanager
@@ -280,14 +290,14 @@ def _enter(folder: Path, entered: set[Path]) -> set[Path]:
     return entered
 
 
-def whole(file: Path, kind: FileKind, dtype: str | None = None, column: str | None = None) -> Span:
+def whole(file: Path, kind: FileKind, dtype: str | None = None, column: str = "") -> Span:
     """The span of a full file.
 
     Args:
         file: Path of the file.
         kind: Kind of the file.
         dtype: data.dtype, for arrays.
-        column: Column that a parquet file must have.
+        column: Column that a parquet file must have; empty: any.
     """
     with _reading(file):
         if kind is FileKind.JSON:
@@ -305,7 +315,7 @@ def whole(file: Path, kind: FileKind, dtype: str | None = None, column: str | No
             case FileKind.PARQUET:
                 with open_parquet(file) as reader:
                     stop, present = reader.metadata.num_rows, reader.schema_arrow.names
-                if column is not None and column not in present:
+                if column and column not in present:
                     raise no_column(column, present, f"'{file}'")
             case FileKind.DATASETS:
                 stop = len(_open_datasets(file))
@@ -461,6 +471,39 @@ def next_line(file: Path, place: int) -> int:
     """Start of the next line after a byte; the end of the file if there is none."""
     with _mapped(file) as data:
         return data.find(b"\n", place) + 1 or len(data)
+
+
+def split(spans: Sequence[Span], share: float) -> tuple[list[Span], list[Span]]:
+    """Splits files into training and held-out spans; the end is held out.
+
+    Records and lines are not cut, and at least one record is for training.
+
+    Args:
+        spans: Full files of one kind.
+        share: Share of the bytes, tokens or records to hold out.
+    """
+    train, held_out = list(spans), list[Span]()
+    missing = math.ceil(sum(span.stop for span in spans) * share)
+    while missing > 0 and train:
+        span = train.pop()
+        place = _cut(span, max(0, span.stop - missing), first=not train)
+        missing -= span.stop
+        train += [span.part(0, place)] if place else []
+        held_out[:0] = [span.part(place, span.stop)] if place < span.stop else []
+    return train, held_out
+
+
+def _cut(span: Span, place: int, *, first: bool) -> int:
+    """The nearest place before `place` to cut a file; the first file keeps a record."""
+    if place == 0 and not first:
+        return 0
+    match span.kind:
+        case FileKind.TEXT:
+            return line_start(span.file, place, within=LINE_BYTES)
+        case FileKind.JSONL:
+            return line_start(span.file, place) or (next_line(span.file, 0) if first else 0)
+        case _:
+            return max(place, int(first))
 
 
 @contextmanager

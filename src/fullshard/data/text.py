@@ -23,7 +23,7 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache, partial
@@ -44,15 +44,7 @@ from fullshard.data.dataset import (
     interpolated_bigram,
 )
 from fullshard.data.order import ENDLESS, Indices, apportioned
-from fullshard.data.records import (
-    FileKind,
-    Files,
-    Span,
-    files_at,
-    line_start,
-    next_line,
-    under,
-)
+from fullshard.data.records import Corpus, FileKind, files_at, split, under
 from fullshard.data.tokenize import (
     SHARD_BYTES,
     Parts,
@@ -87,44 +79,7 @@ VERSION = 1  # changes when the same data gives other tokens or another order
 PROMPT_ROWS, PROMPT_TOKENS, PROMPT_CHARACTERS = 64, 32, 60
 TRAINING_BYTES = 256 << 20  # most text that a tokenizer is trained on
 SMALL_BUFFER = 4096  # sequences that are shuffled together even if they are several passes
-LINE_BYTES = 1 << 20  # distance to search for the end of a line
 EMBEDDED = "the language reference in pydoc_data (ships with Python)"
-
-
-@dataclass(frozen=True)
-class Corpus:
-    """A source of data, one of several in a mixture.
-
-    Attributes:
-        files: Files of the source.
-        weight: Its share of an epoch, relative to the weights of other sources.
-        text_column: Column or key of the text in records.
-        origin: Description of the files.
-        key: Its key in the configuration: `data`, or `data.mixture.1`.
-        texts: The texts of a shard, given it and the column; None separates documents.
-    """
-
-    files: Files
-    weight: float
-    text_column: str
-    origin: str
-    key: str = "data"
-    texts: Callable[[Shard, str], Iterator[str | None]] = pieces
-
-    @classmethod
-    def at(
-        cls, path: Path | None, weight: float = 1.0, text_column: str = "text", key: str = "data"
-    ) -> Corpus:
-        """The source at a path; None: the text that ships with Python.
-
-        Raises:
-            DataError: There are no files.
-        """
-        if path is None:
-            return cls(_embedded(), weight, text_column, EMBEDDED)
-        with under(key):
-            files = files_at(path)
-        return cls(files, weight, text_column, files.origin, key)
 
 
 @dataclass(frozen=True)
@@ -147,6 +102,7 @@ class DatasetSettings:
     sft: SftConfig = field(default_factory=SftConfig)
 
 
+Texts = Callable[[Shard, str], Iterable[str | None]]
 Kept = list[list[TokenFile]] | Sources
 _KEPT = TypeAdapter(dict[str, Kept])
 
@@ -226,6 +182,19 @@ def _linked(tokens: TokenFile, folder: Path, root: Path) -> TokenFile:
     except OSError:  # another file system
         shutil.copyfile(file, folder / name)
     return replace(tokens, file=f"{folder.name}/{name}")
+
+
+def text_source(
+    path: Path | None, weight: float = 1.0, text_column: str = "text", key: str = "data"
+) -> Corpus:
+    """The source at a path; None: the text that ships with Python.
+
+    Raises:
+        DataError: There are no files.
+    """
+    with under(key):
+        found = _embedded() if path is None else files_at(path)
+    return replace(found, weight=weight, text_column=text_column, key=key)
 
 
 def make_dataset(
@@ -311,7 +280,7 @@ def _training_rows(
         with under(source.key):
             sizes.append(stream.num_rows(number))
             if not sizes[-1]:
-                raise _too_few(source.files, 0, length)
+                raise _too_few(source, 0, length)
     effect = effect_of(tokenizer)
     told = [
         [
@@ -331,44 +300,11 @@ def _split(source: Corpus, settings: DatasetSettings) -> tuple[list[Shard], list
     """The parts of a source to train on, and those that are held out."""
     with under(source.key):
         dtype = settings.data.dtype
-        spans = split(source.files.spans(dtype, source.text_column), settings)
+        spans = split(source.spans(dtype), settings.data.validation_fraction)
         train, rest = (shards(one, dtype) for one in spans)
         if not train:
-            raise _too_few(source.files, 0, settings.sequence_length)
+            raise _too_few(source, 0, settings.sequence_length)
     return train, rest
-
-
-def split(spans: Sequence[Span], settings: DatasetSettings) -> tuple[list[Span], list[Span]]:
-    """Splits files into training and held-out spans; the end is held out.
-
-    Records and lines are not cut, and at least one record is for training.
-
-    Args:
-        spans: Full files of one kind.
-        settings: Settings with the share to hold out.
-    """
-    train, held_out = list(spans), list[Span]()
-    missing = math.ceil(sum(span.stop for span in spans) * settings.data.validation_fraction)
-    while missing > 0 and train:
-        span = train.pop()
-        place = _cut(span, max(0, span.stop - missing), first=not train)
-        missing -= span.stop
-        train += [span.part(0, place)] if place else []
-        held_out[:0] = [span.part(place, span.stop)] if place < span.stop else []
-    return train, held_out
-
-
-def _cut(span: Span, place: int, *, first: bool) -> int:
-    """The nearest place before `place` to cut a file; the first file keeps a record."""
-    if place == 0 and not first:
-        return 0
-    match span.kind:
-        case FileKind.TEXT:
-            return line_start(span.file, place, within=LINE_BYTES)
-        case FileKind.JSONL:
-            return line_start(span.file, place) or (next_line(span.file, 0) if first else 0)
-        case _:
-            return max(place, int(first))
 
 
 # ---- tokens --------------------------------------------------------------------------------------
@@ -414,7 +350,7 @@ def _tokens(
         made = tokenize([*train, *rest], folder, how, read)
         count = sum(one.count for one in made[: len(train)])
         if count < settings.sequence_length:
-            raise _too_few(source.files, count, settings.sequence_length)
+            raise _too_few(source, count, settings.sequence_length)
     return made[: len(train)], made[len(train) :]
 
 
@@ -423,15 +359,24 @@ def new_tokenizer(
     parts: Sequence[Sequence[Shard]],
     vocab_size: int,
     notes: list[str],
+    texts: Texts = pieces,
 ) -> PreTrainedTokenizerBase:
-    """Train a tokenizer on at most `TRAINING_BYTES`; for arrays only, it shows numbers."""
-    if all(source.files.kind is FileKind.ARRAY for source in sources):
+    """Train a tokenizer on at most `TRAINING_BYTES`; for arrays only, it shows numbers.
+
+    Args:
+        sources: Sources of the data.
+        parts: Parts of each source.
+        vocab_size: Largest vocabulary.
+        notes: Facts about the tokenizer are added.
+        texts: Returns the texts of a part, given it and the column.
+    """
+    if all(source.kind is FileKind.ARRAY for source in sources):
         notes.append("no tokenizer is set, so tokens are shown as numbers")
         return numbers_tokenizer(vocab_size)
-    array = next((one for one in sources if one.files.kind is FileKind.ARRAY), None)
+    array = next((one for one in sources if one.kind is FileKind.ARRAY), None)
     if array is not None:
         raise DataError(
-            f"data.tokenizer: expected the tokenizer that produced '{array.files.path}', because "
+            f"data.tokenizer: expected the tokenizer that produced '{array.path}', because "
             "text is mixed with it, got none. Set its folder."
         )
     every_one = zip(sources, parts, strict=True)
@@ -439,10 +384,12 @@ def new_tokenizer(
     every = max(1, math.ceil(sum(shard.num_bytes for _, shard in found) / TRAINING_BYTES))
     if every > 1:
         notes.append(f"the tokenizer was trained on one part of the text in {every}")
-    return _trained(found[::every], vocab_size)
+    return _trained(found[::every], vocab_size, texts)
 
 
-def _trained(found: Sequence[tuple[Corpus, Shard]], vocab_size: int) -> PreTrainedTokenizerBase:
+def _trained(
+    found: Sequence[tuple[Corpus, Shard]], vocab_size: int, texts: Texts
+) -> PreTrainedTokenizerBase:
     """A tokenizer trained on some parts, from the cache or now; read from its files in both cases.
 
     Both must be the same, because tokens are cached under the checksum of the tokenizer.
@@ -453,7 +400,7 @@ def _trained(found: Sequence[tuple[Corpus, Shard]], vocab_size: int) -> PreTrain
     with suppress(ConfigError):
         return read_tokenizer(folder, "data")
     with _placed(folder, damaged=was_there) as aside:
-        train_tokenizer(_texts(found), vocab_size).save_pretrained(aside)
+        train_tokenizer(_texts(found, texts), vocab_size).save_pretrained(aside)
     return read_tokenizer(folder, "data")
 
 
@@ -472,14 +419,14 @@ def _placed(folder: Path, *, damaged: bool) -> Iterator[Path]:
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def _texts(found: Sequence[tuple[Corpus, Shard]]) -> Iterator[str]:
+def _texts(found: Sequence[tuple[Corpus, Shard]], texts: Texts) -> Iterator[str]:
     size = sum(shard.num_bytes for _, shard in found)
     if size > SHARD_BYTES:
         logger.info("data: training a tokenizer on %s MiB", f"{size / 2**20:,.0f}")
     progress = Progress("read", size)
     for source, shard in found:
         with under(source.key):
-            yield from filter(None, source.texts(shard, source.text_column))
+            yield from filter(None, texts(shard, source.text_column))
         progress.add(shard.num_bytes)
 
 
@@ -507,7 +454,7 @@ def _mixture(
 
 def _said(sources: Sequence[Corpus], mixture: tuple[tuple[int, int], ...]) -> Iterator[str]:
     for source in sources:
-        kind = source.files.kind
+        kind = source.kind
         if source.text_column != "text" and kind in (FileKind.TEXT, FileKind.ARRAY):
             yield f"text_column has no effect on {source.origin}, which is {kind}, not records"
     for source, (size, places) in zip(sources, mixture, strict=False):
@@ -535,12 +482,12 @@ def _prompt(rows: Rows, tokenizer: PreTrainedTokenizerBase) -> str:
     return text[:PROMPT_CHARACTERS].rpartition(" ")[0] or text[:PROMPT_CHARACTERS]
 
 
-def _embedded() -> Files:
+def _embedded() -> Corpus:
     """The language reference that ships with Python, one file per topic."""
     from pydoc_data.topics import topics
 
     files = written("topics", ".txt", [topics[name] for name in sorted(topics) if topics[name]])
-    return Files(files[0].parent, files, FileKind.TEXT)
+    return Corpus(files[0].parent, files, FileKind.TEXT, EMBEDDED)
 
 
 def written(name: str, suffix: str, texts: Sequence[str]) -> tuple[Path, ...]:
@@ -555,11 +502,11 @@ def written(name: str, suffix: str, texts: Sequence[str]) -> tuple[Path, ...]:
     return tuple(files)
 
 
-def _too_few(files: Files | None, got: int, length: int) -> DataError:
-    """The error for a part with less than one sequence; without files, the held-out part."""
+def _too_few(source: Corpus | None, got: int, length: int) -> DataError:
+    """The error for a part with less than one sequence; without a source, the held-out part."""
     what, way_out = "held-out tokens", "Raise data.validation_fraction or set it to 0."
-    if files is not None:
-        what = f"training tokens in '{files.path}'"
+    if source is not None:
+        what = f"training tokens in '{source.path}'"
         way_out = "Add more text, or lower training.max_seq_length or data.validation_fraction."
     return DataError(
         f"data.path: expected at least {length:,} {what} (one sequence of "

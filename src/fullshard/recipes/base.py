@@ -42,7 +42,7 @@ from torch.autograd.function import once_differentiable
 from fullshard.config.schema import ModelConfig, RunConfig, SftConfig, ShardConfig
 from fullshard.config.values import GradReduction
 from fullshard.data.chat import set_template
-from fullshard.data.chat_rows import ChatDataset, chat_source, make_chat_dataset
+from fullshard.data.chat_rows import ChatDataset, chat_source, chat_texts, make_chat_dataset
 from fullshard.data.dataset import (
     DOCUMENTS,
     IGNORED,
@@ -55,7 +55,7 @@ from fullshard.data.dataset import (
     load_facts,
 )
 from fullshard.data.order import Indices, SampleOrder, evaluation_samples
-from fullshard.data.text import Corpus, Dataset, DatasetSettings, make_dataset, new_tokenizer
+from fullshard.data.text import Dataset, DatasetSettings, make_dataset, new_tokenizer, text_source
 from fullshard.data.tokenize import shards
 from fullshard.data.worker import Request, Worker
 from fullshard.errors import ConfigError, DataError, EngineError
@@ -419,17 +419,17 @@ def make_data(
             )
         source, notes = chat_source(path), list[str]()
         if tokenizer is None:
-            parts = [shards(source.files.spans())]
-            tokenizer = new_tokenizer([source], parts, vocab_size, notes)
+            parts = [shards(source.spans())]
+            tokenizer = new_tokenizer([source], parts, vocab_size, notes, chat_texts)
         template = Path(sft.chat_template_path) if sft.chat_template_path else None
         set_template(tokenizer, template, config.model)
         return make_chat_dataset(source, settings, tokenizer, notes)
     column = data.text_column
     sources = [
-        Corpus.at(Path(one.path), one.weight, one.text_column or column, f"data.mixture.{number}")
+        text_source(Path(one.path), one.weight, one.text_column or column, f"data.mixture.{number}")
         for number, one in enumerate(data.mixture)
     ]
-    return make_dataset(sources or [Corpus.at(path, text_column=column)], settings, tokenizer)
+    return make_dataset(sources or [text_source(path, text_column=column)], settings, tokenizer)
 
 
 def _check_streaming(config: RunConfig, command: Command, *, is_chat: bool) -> None:

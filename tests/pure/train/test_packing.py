@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from fullshard.config.schema import DataConfig, ModelConfig
 from fullshard.data.arrays import Rows, tokens_in
-from fullshard.data.records import FileKind, Files, read_records, read_text
-from fullshard.data.text import Corpus, DatasetSettings, make_dataset, split
+from fullshard.data.records import Corpus, FileKind, read_records, read_text, split
+from fullshard.data.text import DatasetSettings, make_dataset, text_source
 from fullshard.data.tokenize import cut, encode
 from fullshard.data.tokenizer import (
     encoder_of,
@@ -32,8 +32,7 @@ def held_out(folder, kind, fraction, *contents):
     for number, content in enumerate(contents):
         files.append(folder / f"{number:02}")
         files[-1].write_text(content)
-    settings = DatasetSettings(1, 0, DataConfig(validation_fraction=fraction))
-    parts = split(Files(folder, tuple(files), kind).spans(), settings)
+    parts = split(Corpus(folder, tuple(files), kind).spans(), fraction)
     return [["".join(read_text(span)) for span in part] for part in parts]
 
 
@@ -94,7 +93,7 @@ def test_too_few_tokens_for_one_sequence_says_how_many_there_are(
     (tmp_path / "a.txt").write_text(seeded_text(12 if fraction else 2))
     settings = DatasetSettings(100, 300, DataConfig(validation_fraction=fraction))
     with pytest.raises(DataError, match=f"at least {what}"):
-        make_dataset([Corpus.at(tmp_path / "a.txt")], settings, None)
+        make_dataset([text_source(tmp_path / "a.txt")], settings, None)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +137,7 @@ def test_text_is_read_in_pieces_and_a_character_is_never_cut(tmp_path, monkeypat
     monkeypatch.setattr("fullshard.data.records.PIECE", 7)
     text = "\ufeffgr\u00fc\u00dfe \u20ac\n" * 9 + "\U0001f600" * 9
     (tmp_path / "a.txt").write_text(text)
-    (span,) = Files(tmp_path, (tmp_path / "a.txt",), FileKind.TEXT).spans()
+    (span,) = Corpus(tmp_path, (tmp_path / "a.txt",), FileKind.TEXT).spans()
     assert "".join(read_text(span)) == text[1:]
     middle = text[:30].encode()
     assert "".join(read_text(span.part(len(middle), span.stop))) == text[30:]
@@ -147,7 +146,7 @@ def test_text_is_read_in_pieces_and_a_character_is_never_cut(tmp_path, monkeypat
 def test_lines_of_a_span_are_those_that_begin_in_it(tmp_path):
     lines = [f'{{"n": {number}}}\n' for number in range(30)]
     (tmp_path / "a.jsonl").write_text("".join(lines))
-    (span,) = Files(tmp_path, (tmp_path / "a.jsonl",), FileKind.JSONL).spans()
+    (span,) = Corpus(tmp_path, (tmp_path / "a.jsonl",), FileKind.JSONL).spans()
     place = sum(map(len, lines[:12]))
     (first, *_) = read_records(span.part(place, span.stop))
     assert (first.value, str(first)) == ({"n": 12}, f"{tmp_path / 'a.jsonl'}:13")

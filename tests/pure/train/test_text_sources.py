@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fullshard.config.schema import DataConfig
-from fullshard.data.text import Corpus, DatasetSettings, make_dataset
+from fullshard.data.text import DatasetSettings, make_dataset, text_source
 from fullshard.data.tokenize import pieces, shards
 from fullshard.errors import DataError
 from support.text import seeded_text
@@ -36,8 +36,8 @@ def write_parquet(folder, row_group_size=None, **columns):
 
 
 def documents(path, text_column="text"):
-    source, found = Corpus.at(path, text_column=text_column), [""]
-    for shard in shards(source.files.spans()):
+    source, found = text_source(path, text_column=text_column), [""]
+    for shard in shards(source.spans()):
         for text in pieces(shard, text_column):
             found[-1] += text or ""
             found += [""] if text is None else []
@@ -46,7 +46,7 @@ def documents(path, text_column="text"):
 
 def message(path, **options):
     with pytest.raises(DataError) as caught:
-        make_dataset([Corpus.at(path, **options)], DatasetSettings(1, 300, WHOLE), None)
+        make_dataset([text_source(path, **options)], DatasetSettings(1, 300, WHOLE), None)
     return str(caught.value)
 
 
@@ -129,7 +129,7 @@ def test_wide_characters_without_a_mark_are_no_text(tmp_path, encoding):
     path = write(tmp_path / "wide.txt", ("eins zwei drei\n" * 100).encode(encoding))
     assert f"byte 0x00 at offset {encoding.endswith('le'):d} of '{path}' (line 1)" in message(path)
     write(path, b"eins\0" + b"zwei drei\n" * 100)  # one zero byte is text
-    assert make_dataset([Corpus.at(path)], DatasetSettings(1, 300, WHOLE), None)
+    assert make_dataset([text_source(path)], DatasetSettings(1, 300, WHOLE), None)
 
 
 def test_missing_parquet_column_names_the_columns(tmp_path):
@@ -210,6 +210,8 @@ def test_nothing_of_a_folder_is_left_out_in_silence(tmp_path, monkeypatch, what)
 def test_a_column_beside_plain_text_is_said_to_have_no_effect(tmp_path, name, has_effect):
     text = seeded_text(2000)
     path = write(tmp_path / name, json.dumps({"body": text}) if has_effect else text)
-    made = make_dataset([Corpus.at(path, text_column="body")], DatasetSettings(8, 300, WHOLE), None)
+    made = make_dataset(
+        [text_source(path, text_column="body")], DatasetSettings(8, 300, WHOLE), None
+    )
     said = [note for note in made.facts.notes if "text_column has no effect on" in note]
     assert bool(said) is not has_effect
