@@ -34,6 +34,7 @@ CASES = {
     "unknown model key": (["model.config.hiden_size=8"], 2, "Did you mean 'hidden_size'?"),
     "sequence too long": (["max_seq_length=65"], 2, "expected at most 64"),
     "freeze without a match": (["freeze=[lm_haed.*]"], 2, "which matches none"),
+    "ignored and trained": (["sharding.ignore=[model.norm]"], 2, "expected frozen parameters"),
     "impossible mesh": (["sharding.shard=3"], 2, "shard"),
     "vocabulary without bytes": (["data.vocab_size=200"], 2, "at least 257"),
     "not yet": (["sharding.activation_checkpointing=offload"], 2, "not yet supported"),

@@ -44,6 +44,7 @@ from fullshard.models.lora import (
 )
 from fullshard.models.student import is_cut, student_config
 from fullshard.outlook.memory import WeightsSource
+from fullshard.planner.spec import matches
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -264,6 +265,12 @@ def trainable(model: nn.Module, config: RunConfig) -> nn.Module:
             )
         add_adapters(model, config.lora)
     freeze(model, config.freeze)
+    trained = (name for name, param in model.named_parameters() if param.requires_grad)
+    for name in (one for one in trained if matches(one, config.sharding.ignore)):
+        raise ConfigError(
+            "sharding.ignore: expected frozen parameters, because nothing sums gradients of those "
+            f"that are not sharded; got '{name}'. Name it in freeze too, or leave it out."
+        )
     if _projects(config):
         assert config.teacher is not None, "the loss needs one"
         theirs = config_from_folder(config.teacher, "teacher").get_text_config().hidden_size
