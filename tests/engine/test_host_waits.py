@@ -94,7 +94,7 @@ def watched(model):
         patch.object(norms.GradientNorms, "read_earlier", arrived),
         patch.object(base.MessageTransport, "_start_comparison", lambda *_: lambda: None),
     ]
-    for place in ("norms", "gradients", "owned", "replicas"):
+    for place in ("norms", "gradients", "replicas"):
         patches.append(patch(f"fullshard.engine.{place}.from_host", crosses))
     with ExitStack() as stack:
         for each in (*patches, HostReads(mode.found), mode):
