@@ -108,19 +108,19 @@ def test_a_forward_or_a_micro_batch_too_many_is_an_error_of_the_ranks(run, fault
     assert "One of them skipped or added a forward, a backward" in err
 
 
-def _without_a_launcher(fault, folder):
-    """The exit codes and errors of two ranks that nobody watches."""
+def _without_a_launcher(fault, folder, size=2):
+    """The exit codes and errors of ranks that nobody watches."""
     place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
-    names = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    names = dict.fromkeys(["WORLD_SIZE", "LOCAL_WORLD_SIZE"], str(size)) | {"OMP_NUM_THREADS": "1"}
     processes = [
-        subprocess.Popen(
+        forked.Popen(
             [sys.executable, "-m", "support.hang_job", fault],
             env={**os.environ, **place, **names, "RANK": str(r), "LOCAL_RANK": str(r)},
             cwd=folder,
-            stderr=subprocess.PIPE,
+            stderr=forked.PIPE,
             text=True,
         )
-        for r in range(2)
+        for r in range(size)
     ]
     said = [process.communicate(timeout=60)[1] for process in processes]
     return [process.returncode for process in processes], said
@@ -130,6 +130,14 @@ def _without_a_launcher(fault, folder):
 def test_no_rank_blames_another_for_a_stop_that_was_asked_of_all(tmp_path):
     codes, said = _without_a_launcher("preempt", tmp_path)
     assert codes == [75, 75], said
+
+
+def test_a_rank_that_ends_early_is_named_to_all_whose_collective_failed(tmp_path):
+    """The report waits 3 s for the stacks of that rank, as long as an error for a verdict."""
+    codes, said = _without_a_launcher("leave", tmp_path, 3)
+    assert codes == [5, 0, 5], said
+    for text in (said[0], said[2], (tmp_path / "hang.txt").read_text()):
+        assert "run: expected all ranks to end together, but rank 1 has ended" in text
 
 
 @pytest.mark.long

@@ -231,6 +231,12 @@ def test_started_by_and_use_of_the_machine_are_shown(run):
     assert lines["GPU utilization"] == ["node 0, GPU 0", "node 0, GPU 1"]
 
 
+def test_the_last_sample_of_a_machine_is_read_if_it_is_whole(tmp_path):
+    """Such as in a file that was copied without its last newline."""
+    (tmp_path / "machine-0.jsonl").write_text('{"time": 1.0}\n{"time": 2.0}')
+    assert read_machine(tmp_path) == {"0": [{"time": 1.0}, {"time": 2.0}]}
+
+
 def test_the_shortest_run_has_a_sample_of_its_machine(tmp_path):
     with sampled(tmp_path, 3):
         pass

@@ -84,6 +84,8 @@ def train(fault: str) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     steps = 3 if fault == "fewer" and dist.get_rank() == FAULTY else 6
     for step in range(1, steps + 1):
+        if fault == "leave" and goes_wrong(step):
+            return
         batch = read_batch(step, fault)
         faulty = dist.get_rank() == FAULTY and step == FAULT_AT
         if fault == "forward" and faulty:
@@ -100,4 +102,5 @@ def train(fault: str) -> None:
 
 
 if __name__ == "__main__":
-    run_rank(lambda: train(sys.argv[1])) if sys.argv[1] == "preempt" else train(sys.argv[1])
+    framed = sys.argv[1] in ("preempt", "leave")
+    run_rank(lambda: train(sys.argv[1])) if framed else train(sys.argv[1])

@@ -247,6 +247,8 @@ def _with_address(launch: LaunchEnvironment, timeout_s: float) -> LaunchEnvironm
             # The port is taken if the store is served. Else torch would look for it long.
             with contextlib.suppress(OSError), _bound("", port):
                 check_reaches(host, port)
+        else:
+            _await_store(launch, (host, port), timeout_s)
     elif launch.launcher in (Launcher.FULLSHARD, Launcher.TORCHRUN):
         raise ConfigError(
             "environment: MASTER_ADDR and MASTER_PORT: expected the address of rank 0, "
@@ -264,6 +266,27 @@ def _with_address(launch: LaunchEnvironment, timeout_s: float) -> LaunchEnvironm
         host, port = LOOPBACK, _port_of_rank_0(launch, timeout_s)
     add_variables({"MASTER_ADDR": host, "MASTER_PORT": str(port)})
     return replace(launch, master_addr=host, master_port=port)
+
+
+def _await_store(launch: LaunchEnvironment, place: tuple[str, int], timeout_s: float) -> None:
+    """Waits until rank 0's store accepts connections; torch would not handle signals meanwhile.
+
+    Raises:
+        HangError: The address is wrong, or rank 0 has not started.
+    """
+    whys: list[Exception] = []
+
+    def answers() -> bool:
+        try:
+            socket.create_connection(place, timeout=min(timeout_s, 10.0)).close()
+        except (OSError, UnicodeError) as error:
+            whys[:] = [error]
+            return False
+        return True
+
+    if not wait_until(answers, timeout_s):
+        why = getattr(whys[0], "strerror", None) or whys[0]
+        raise _unreachable(launch, f"{why} for {timeout_s:g} s (launch.timeout)") from whys[0]
 
 
 def _port_of_rank_0(launch: LaunchEnvironment, timeout_s: float) -> int:

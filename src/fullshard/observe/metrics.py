@@ -161,10 +161,10 @@ class MetricsWriter:
 def _objects(path: Path) -> Iterator[dict[str, Any]]:
     """The objects of a file, one per line; lines that a crash or a full disk tore are left out."""
     text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-    for line in text.splitlines(keepends=True):
+    for line in text.splitlines():
         with suppress(ValueError, RecursionError):
             found = json.loads(line)
-            if isinstance(found, dict) and line.endswith("\n"):
+            if isinstance(found, dict):  # whole: it has its last brace
                 yield found
 
 
@@ -200,7 +200,7 @@ def _keep(path: Path, done: int) -> list[dict[str, Any]]:
     every = list(read_rows(path))
     rows = [row for row in every if row["step"] <= done]
     if path.is_file():
-        torn = path.read_bytes().count(b"\n") - len(every)
+        torn = len(path.read_bytes().splitlines()) - len(every)
         if torn > 0:
             logger.warning("%s: left out %d torn line(s)", path, torn)
         aside = path.with_name(f".{path.name}")

@@ -13,6 +13,7 @@ the stacks of the other threads, which also show a wait in any collective of tor
 from __future__ import annotations
 
 import atexit
+import json
 import os
 import signal
 import socket
@@ -60,6 +61,7 @@ DEFAULT_TIMEOUT_S = 600.0
 PREFIX = "fullshard/watchdog/{}"  # of its keys in the store of a launch, by the launch's attempt
 POLL_S = 0.5
 STACKS_S = 3.0  # for all ranks to publish their stacks
+REPORT_S = STACKS_S + 2.0  # from a verdict to the end of all ranks
 EXPLAIN_S = 3.0  # for the ranks to find a verdict, after an error in a collective
 STACKS_SIGNAL = signal.SIGUSR2  # SIGUSR1 is what schedulers send as a warning
 # Raised if the store is gone, or never existed.
@@ -141,6 +143,8 @@ class Watchdog:
             else:
                 self._channel.add("alarm", 1)
                 time.sleep(EXPLAIN_S)  # the thread ends this process
+                if self._channel.add("alarm", 0) >= _VERDICT:
+                    self._thread.join(REPORT_S)  # it collects the stacks of other ranks
         except _STORE_GONE:
             if not preempted:  # else rank 0 may have got the same signal
                 gone = "run: expected rank 0 to be alive, but its store is gone."
@@ -272,6 +276,7 @@ class Watchdog:
 
     def _report(self, verdict: HangError, seen: dict[int, Position]) -> NoReturn:
         """Collects the stacks of all ranks, writes the report and ends."""
+        self._channel.set("verdict", json.dumps([verdict.rank, str(verdict)]))
         if self._channel.add("alarm", _VERDICT) >= 2 * _VERDICT:
             self._end_with_judge()  # another rank reports
         texts = {self._rank: stacks()}
@@ -297,6 +302,9 @@ class Watchdog:
         with suppress(OSError):  # a full disk; the verdict is printed without it
             self.hang_file.parent.mkdir(parents=True, exist_ok=True)
             self.hang_file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        self._tell(verdict)
+
+    def _tell(self, verdict: HangError) -> None:
         verdict.add_note(f"The stacks of all ranks: {self.hang_file}")
         for call in _on_hang:
             call(verdict)
@@ -307,7 +315,9 @@ class Watchdog:
         """Publishes this rank's stacks, and ends once the judge has written the report."""
         self._channel.set(f"stacks/{self._rank}", stacks())
         with suppress(*_STORE_GONE):
-            wait_until(lambda: self._channel.check(["written"]), STACKS_S + 2.0)
+            if self.sampler.last.failed and not self._is_ours:  # it printed an error
+                self._tell(blamed(*json.loads(self._channel.get("verdict"))))
+            wait_until(lambda: self._channel.check(["written"]), REPORT_S)
         _exit()
 
     def _ask_by_signal(self, at: Position) -> str:
