@@ -17,7 +17,7 @@ from fullshard.data import tokenize
 from fullshard.data.arrays import _map
 from fullshard.data.dataset import load_facts
 from fullshard.data.order import BatchShape, SampleOrder
-from fullshard.data.records import files_at, identity
+from fullshard.data.records import WRITTEN, files_at, identity
 from fullshard.data.text import Dataset, DatasetSettings, make_dataset, text_source, written
 from fullshard.data.tokenizer import train_tokenizer
 from fullshard.errors import DataError
@@ -226,18 +226,48 @@ def test_what_runs_wrote_among_the_data_is_left_out_unless_it_is_named(
         *(f"{place}/a.txt" for place in ("run", "run/logs", "run.1", step, "logits")),
     ):
         Path("d", name).parent.mkdir(parents=True, exist_ok=True)
-        Path("d", name).write_text("{}")
-    Path("d/run").rename("elsewhere")
-    Path("d/run").symlink_to(Path("elsewhere").absolute())
-    data = ["d/a.txt", "d/sub/a.txt"]
+        told = " ".join(WRITTEN.get(Path(name).name, ()))
+        Path("d", name).write_text(f"{{{told}}}")
+    for name in ("run", "sub"):
+        Path("d", name).rename(f"{name} elsewhere")
+        Path("d", name).symlink_to(Path(f"{name} elsewhere").absolute())
+    data, runs = ["d/a.txt", "d/sub/a.txt"], ["d/run.1/a.txt", "d/run/a.txt"]
     for pattern, expected in {
         **{"d": data, "d/**/*.txt": data, "d/*/*.txt": data[1:], "d/*": data[:1]},
-        **{"d/run/*.txt": ["d/run/a.txt"], "d/run/logs": ["d/run/logs/a.txt"]},
+        **{"d/run/*.txt": runs[1:], "d/run/logs": ["d/run/logs/a.txt"]},
+        **{"d/run*/a.txt": runs, "d/**/events*": ["d/events.out.tfevents.1"]},
     }.items():
-        assert [str(file) for file in files_at(Path(pattern)).files] == expected
-    assert "'d/run' is left out, because a run wrote it" in caplog.text
-    with pytest.raises(DataError, match=r"got 'd/\*/logs/\*', which does not exist"):
-        files_at(Path("d/*/logs/*"))
+        assert sorted(str(file) for file in files_at(Path(pattern)).files) == expected
+    assert caplog.text.count("'d/run' is left out, because a run wrote it (run.json)") == 1
+    for pattern in ("d/r*", "d/r*/logs/*", "d/run*/logs"):
+        with pytest.raises(DataError, match=r"left out: 'd/run' \(run.json\).* Set the path of"):
+            files_at(Path(pattern))
+    with pytest.raises(DataError, match=r"got 'd/run\*/none.txt', which does not exist"):
+        files_at(Path("d/run*/none.txt"))
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_file_of_another_program_with_the_name_of_a_runs_leaves_nothing_out(tmp_path, name):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / name).write_text('{"text": "a"}\n')
+    for pattern in ("", "*", "*/*.json", f"*/{name}"):
+        assert files_at(tmp_path / pattern).files == (tmp_path / "a" / name,)
+
+
+def test_a_folder_that_a_pattern_does_not_enter_is_not_looked_into(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "locked").mkdir()
+    stat = Path.stat
+
+    def refused(path, **options):
+        if path.parent == tmp_path / "locked":  # as for a user who may not search it
+            raise PermissionError(13, "Permission denied", str(path))
+        return stat(path, **options)
+
+    monkeypatch.setattr(Path, "stat", refused)
+    assert files_at(tmp_path / "*").files == (tmp_path / "a.txt",)
+    with pytest.raises(DataError, match="Permission denied"):
+        files_at(tmp_path)
 
 
 def test_a_run_keeps_its_tokens_when_the_cache_is_removed(tmp_path, tokenizer):
@@ -315,7 +345,9 @@ def test_arrays_of_tokens_are_mapped_where_they_lie(form, tmp_path, tokenizer):
     assert unnamed.tokenizer.decode([17, 4, 230]) == "17 4 230"
 
 
-def test_arrays_that_cannot_be_tokens_of_this_tokenizer_are_refused(tmp_path, tokenizer):
+def test_arrays_that_cannot_be_tokens_of_this_tokenizer_are_refused(
+    tmp_path, tokenizer, monkeypatch
+):
     ids = np.arange(400)
     ids.astype(np.uint16).tofile(tmp_path / "a.bin")
     refused(tmp_path / "a.bin", "token ids below 300, .*, got 300 in", tokenizer=tokenizer)
@@ -330,7 +362,10 @@ def test_arrays_that_cannot_be_tokens_of_this_tokenizer_are_refused(tmp_path, to
         "a dtype that holds the ids of 300 tokens, got uint8",
         tokenizer=tokenizer,
     )
-    wide = DatasetSettings(16, 300, DataConfig(validation_fraction=0, dtype="uint32"))
+    np.save(tmp_path / "0.npy", np.tile(ids % 200, 9).astype(np.uint16))
+    streamed = DatasetSettings(16, 300, DataConfig(validation_fraction=0, streaming=True))
+    monkeypatch.setattr(tokenize, "permuted", lambda places, *_: places)  # c.npy after 0.npy
+    refused(tmp_path / "[0c].npy", "tokens, got uint8 in '.*c.npy'", streamed, tokenizer)
     refused(tmp_path / "c.npy", "expected uint8, which the header .* got uint32", wide, tokenizer)
     np.save(tmp_path / "d.npy", np.zeros((3, 4), np.int32))
     refused(tmp_path / "d.npy", "one axis of integers", tokenizer=tokenizer)

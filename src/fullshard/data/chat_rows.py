@@ -347,8 +347,8 @@ def _nothing_to_learn(
             f"training.max_seq_length: expected more tokens than {places.min()}, where the first "
             f"answer of {many} begins, got {limit}."
         )
-    messages = (message for example in read_examples(spans) for message in example.messages)
-    roles = Counter(str(message["role"]) for message in messages)
+    turns = (example for example in read_examples(spans) if not example.is_plain)
+    roles = Counter(str(message["role"]) for one in turns for message in one.messages)
     if roles and ASSISTANT not in roles:
         got = ", ".join(f"{role} ({count:,})" for role, count in roles.most_common(5))
         return DataError(

@@ -24,6 +24,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -63,8 +64,13 @@ PACKED = {
     b"PK\x03\x04": "zip",
 }
 DATASETS_MARKS = ("dataset_dict.json", "dataset_info.json")
-# Files that a folder of a run has, one of a checkpoint, one of a teacher's cached logits.
-WRITTEN = (("run.json",), ("COMPLETE.json",), ("cache.json", "values.npy"))
+# A file of a run, of a checkpoint and of cached logits, and what is near the start of it.
+WRITTEN = {
+    "run.json": ('"schema_version"', '"command"', '"status"', '"exit_code"'),
+    "COMPLETE.json": ('"format"', '"fullshard-checkpoint"'),
+    "cache.json": ('"num_train_sequences"', '"num_train_tokens"'),
+}
+EVENTS = "events.out.tfevents."  # TensorBoard's files
 SPLIT = "train"
 PIECE = 1 << 18  # bytes read at a time
 LINE_BYTES = 1 << 20  # distance to search for the end of a line of text
@@ -151,7 +157,8 @@ class Corpus:
 def files_at(path: Path) -> Corpus:
     """The files of a path: a file, a folder or a pattern (`corpus/*.jsonl`, `**` for subfolders).
 
-    Folders of runs, checkpoints and cached logits are left out, unless the path names them.
+    Folders of runs, checkpoints and cached logits are left out, unless the path names them or its
+    last part names a file in them (`runs/*/samples.jsonl`).
 
     Raises:
         DataError: There is no file, or files are of several kinds.
@@ -208,32 +215,40 @@ def _found(path: Path) -> list[Path]:
         DataError: There is none, or one cannot be read: a broken link, a pipe, a device.
         OSError: A folder cannot be read.
     """
-    named = [path]
+    place, parts, left = path, tuple[str, ...](), dict[Path, str]()
     if glob.has_magic(str(path)) and not path.exists():
-        parts = path.relative_to(path.anchor).parts
-        named = sorted({*_matching(Path(path.anchor), parts)}) or named
-    found = [one for one in named if not one.is_dir()]
-    if not found:
-        below = (one for folder in named for one in sorted(_matching(folder, ("**",))))
-        found = [one for one in dict.fromkeys(below) if not one.is_dir()]
-    for file in found:
+        place, parts = Path(path.anchor), path.relative_to(path.anchor).parts
+    named = {*_matching(place, parts, left)}
+    found = {one for one in named if not one.is_dir()}
+    if named and not found:
+        found = {one for one in _matching(place, (*parts, "**"), left) if not one.is_dir()}
+    if left and not found:
+        folders = ", ".join(f"'{folder}' ({mark})" for folder, mark in sorted(left.items())[:3])
+        raise DataError(
+            f"data.path: expected files in '{path}', got none outside of folders that a run wrote, "
+            f"which are left out: {folders}. Set the path of such a folder to read it."
+        )
+    for folder, mark in left.items():
+        _say_left_out(folder, mark)
+    for file in (files := sorted(found) if named else [path]):
         if not file.is_file():
             got = "a pipe or a device" if file.exists() else "which does not exist"
             raise DataError(
                 f"data.path: expected a file or folder, got '{file}', {got}. "
                 + (did_you_mean_path(file) or "Use a file or a folder of files.")
             )
-    return found
+    return files
 
 
 def _matching(
-    place: Path, parts: Sequence[str], entered: set[Path] | None = None
+    place: Path, parts: Sequence[str], left: dict[Path, str], entered: set[Path] | None = None
 ) -> Iterator[Path]:
     """The paths that a pattern matches, as with `glob`, which skips folders that it cannot read.
 
     Args:
         place: A file or folder.
         parts: The rest of the pattern.
+        left: Gets each folder that is left out, and the file that shows that a run wrote it.
         entered: Folders that the `**` before it has entered, without links.
 
     Raises:
@@ -247,21 +262,22 @@ def _matching(
     if not glob.has_magic(part):
         with suppress(FileNotFoundError, NotADirectoryError):
             (place / part).lstat()
-            yield from _matching(place / part, rest)
+            yield from _matching(place / part, rest, left)
         return
     if part == "**":
         entered = _enter(place, set() if entered is None else entered)
-        yield from _matching(place, rest)
+        yield from _matching(place, rest, left)
     for entry in place.iterdir() if place.is_dir() else ():
         if _is_hidden(entry.name, part) or not fnmatch.fnmatchcase(entry.name, part):
             continue
         is_folder = entry.is_dir()
-        if is_folder and _is_written(entry):
+        is_entered = is_folder and (part == "**" or rest)
+        if is_entered and glob.has_magic(parts[-1]) and _is_written(entry, left):
             continue
         if part != "**":
-            yield from _matching(entry, rest)
+            yield from _matching(entry, rest, left)
         elif is_folder:
-            yield from _matching(entry, parts, entered)
+            yield from _matching(entry, parts, left, entered)
         elif not rest:
             yield entry
 
@@ -269,15 +285,23 @@ def _matching(
 def _is_hidden(name: str, part: str) -> bool:
     """Whether a part of a pattern skips a name: a hidden one, the file system's, TensorBoard's."""
     is_hidden = name.startswith(".") > part.startswith(".")
-    return is_hidden or name == "lost+found" or name.startswith("events.out.tfevents.")
+    return is_hidden or name == "lost+found" or name.startswith(EVENTS) > ("events" in part)
 
 
-def _is_written(folder: Path) -> bool:
-    """Whether a run, a checkpoint or cached logits are in a folder."""
-    found = any(all((folder / name).is_file() for name in names) for names in WRITTEN)
-    if found:
-        logger.warning("data: '%s' is left out, because a run wrote it", folder)
-    return found
+def _is_written(folder: Path, left: dict[Path, str]) -> bool:
+    """Whether a run, a checkpoint or cached logits are in a folder; adds it to `left` then."""
+    for name, keys in WRITTEN.items():
+        if (file := folder / name).is_file():
+            with file.open(encoding="utf-8", errors="replace") as opened:
+                start = opened.read(PIECE)
+            if all(key in start for key in keys):  # and not another program's
+                left[folder] = name
+    return folder in left
+
+
+@lru_cache  # a command lists its data more than once
+def _say_left_out(folder: Path, mark: str) -> None:
+    logger.warning("data: '%s' is left out, because a run wrote it (%s)", folder, mark)
 
 
 def _enter(folder: Path, entered: set[Path]) -> set[Path]:

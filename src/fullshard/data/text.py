@@ -339,6 +339,13 @@ def _tokens(
     how = TokenSettings(end, source.text_column, vocab_size, dtype.name)
     key, (train, rest) = digest([VERSION, words_of(tokenizer), asdict(how)]), parts
     folder, read = cache_root() / key, partial(text_tokens, encoder_of(tokenizer), how)
+    for array in (shard.tokens for shard in (*train, *rest) if shard.tokens):
+        if np.iinfo(array.dtype).max < vocab_size - 1:
+            raise DataError(
+                f"data.dtype: expected a dtype that holds the ids of {vocab_size:,} tokens, got "
+                f"{np.dtype(array.dtype).name} in '{array.file}'. Set the tokenizer that produced "
+                "the tokens, or the dtype in which they were written."
+            )
     with under(source.key):
         if settings.data.streaming:
             if getattr(tokenizer, "backend_tokenizer", None) is None:

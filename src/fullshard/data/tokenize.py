@@ -236,12 +236,6 @@ def make(file: Path, shard: Shard, how: TokenSettings, read: Reader) -> TokenFil
     """Tokenizes one shard into the cache: FILE.npy and FILE.json."""
     if shard.tokens is not None:
         tokens, array = shard.tokens, shard.tokens.mapped()
-        if np.iinfo(array.dtype).max < how.vocab_size - 1:
-            raise DataError(
-                f"data.dtype: expected a dtype that holds the ids of {how.vocab_size:,} tokens, "
-                f"got {array.dtype.name} in '{tokens.file}'. Set the tokenizer that produced the "
-                "tokens, or the dtype in which they were written."
-            )
     else:
         parts = [np.asarray(ids, how.dtype) for ids in read(shard)]
         array = np.concatenate(parts) if parts else np.empty(0, how.dtype)

@@ -334,6 +334,7 @@ ASKED = Example(tuple(CHAT[:2]), 0, is_completion=False, place="x")
             r"more tokens than \d{2,}, where .* begins, got",
         ),
         (NO_ANSWERS, None, r"role 'assistant'.* the roles are user \(2\)\. Rename"),
+        ([pair("", ""), *NO_ANSWERS], None, r"the roles are user \(2\)\. Rename"),
         (NO_ANSWERS, UNMARKED, r"role 'assistant'.* the roles are user \(2\)\. Rename"),
         (
             [{"messages": CHAT[:2]}],
