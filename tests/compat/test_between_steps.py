@@ -289,6 +289,48 @@ def test_data_that_stays_in_a_place_keeps_its_values():
 
 
 @on_ranks(2)
+def test_data_of_new_parameters_and_of_assigned_values_is_shared():
+    found = []
+    for net in (stack(), fully_shard(stack())):
+        x, value = torch.ones(2, 5), None
+        net(x)
+        net[0].weight = nn.Parameter(torch.ones_like(net[0].weight) * 0.3)
+        data = net[0].weight.data
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        net(x).square().mean().backward()
+        optimizer.step()
+        with torch.no_grad():
+            data.mul_(2)
+        shown = [net(x).square().mean().item(), data.norm().item()]
+        param = net[1].weight
+        value = torch.ones_like(plain(param))
+        param.data = value
+        old = param.data
+        param.data = param.data * 0.5
+        value.mul_(3)
+        found.append([*shown, old.norm().item(), net(x).square().mean().item()])
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+
+
+@on_ranks(2)
+def test_views_of_an_assigned_whole_value_are_cut_with_it():
+    """Also on the rank that has all elements, and on the one without any."""
+    found = []
+    for net in (layers(), fully_shard(layers())):
+        x, (weight, bias, *_) = torch.ones(2, 5), net.parameters()
+        net(x)
+        weight.data, bias.data = torch.eye(5), torch.ones(5)
+        views = [weight.detach(), weight.data.view(-1), bias.data]
+        net(x)
+        with torch.no_grad():
+            for view in views:
+                view.mul_(2)
+        found.append([net(x).sum().item(), *(view.norm().item() for view in views)])
+    assert [tuple(view.shape[1:]) for view in views] == [(1,), (), ()]
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+
+
+@on_ranks(2)
 def test_whole_values_are_assigned_where_one_rank_has_all_elements():
     """Of a bias of five elements that one rank stores, and of a change that shards it again."""
     for thaws in (False, True):

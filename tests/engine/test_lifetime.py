@@ -43,6 +43,28 @@ def test_deleted_model_is_freed_without_a_process_group():
     assert engine() is None
 
 
+@pytest.mark.parametrize("keeps", ["a hook", "an attribute"])
+def test_a_deleted_model_is_freed_that_refers_to_its_optimizer(keeps):
+    models = [fs.shard(nn.Linear(4, 4)) for _ in range(2)]
+    optimizer = torch.optim.SGD([{"params": [*model.parameters()]} for model in models], lr=0.1)
+    if keeps == "a hook":
+        models[0].weight.register_post_accumulate_grad_hook(lambda _, kept=optimizer: None)
+    else:
+        models[0].weight.optimizer = optimizer
+    for model in models:
+        model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()  # what refers to itself through p.grad is never freed, as torch has it
+    freed = [weakref.ref(models[0].weight), weakref.ref(models[1].weight)]
+    del optimizer.param_groups[1], models[1], model
+    optimizer.step()
+    gc.collect()
+    assert [weight() is None for weight in freed] == [False, True]
+    del optimizer, models
+    gc.collect()
+    assert freed[0]() is None
+
+
 def _thawed(*, backward):
     """Its frame has the model when the error is raised."""
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))

@@ -49,9 +49,15 @@ from fullshard.engine.optimizers import WATCHED
 from fullshard.engine.parameter import Guarded, PendingGradient, ShardedParameter, ShardedTensor
 from fullshard.engine.placing import present, shard_shape
 from fullshard.engine.precision import cast_tensors
-from fullshard.engine.record import ShardRecord, change_memory, sharing_of, take_along
+from fullshard.engine.record import (
+    ShardRecord,
+    address_of,
+    change_memory,
+    sharing_of,
+    take_along,
+)
 from fullshard.engine.shard import ShardInputs, shard_model
-from fullshard.engine.unit import Group, Member, address_of, gather_piece
+from fullshard.engine.unit import Group, Member, gather_piece
 from fullshard.errors import EngineError, UnsupportedModelError
 from fullshard.observe.hang import watchdog
 from fullshard.observe.hang.judge import EventRing
@@ -430,6 +436,7 @@ def cut_early(
                 copies=mesh.replicate,
                 holders=group.layout.holders(placement),
                 norms=_EarlyNorms(mesh, local.device),
+                place=address_of(local),
                 before_write=lambda: 0,  # no other rank reads early shards
                 gather=gather,
                 post_accumulate=OrderedDict() if hooks is None else hooks,
@@ -440,8 +447,11 @@ def reclaim(model: nn.Module) -> None:
     """Turns a parameter created from a shard, `nn.Parameter(torch.ones_like(p))`, into a shard."""
     for param in model.parameters():
         if type(param) is ShardedTensor:
+            found = sharing_of(param)
             change_memory(param, None)
             param.__class__ = ShardedParameter
+            if found is not None and not found.params:
+                found.add(param)
 
 
 def share_copies(model: nn.Module, world: Topology) -> None:

@@ -47,11 +47,11 @@ from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.placing import Masters, Rings, cut_group
 from fullshard.engine.precision import cast_tensors
 from fullshard.engine.recompute import convert_reentrant
-from fullshard.engine.record import ShardRecord
+from fullshard.engine.record import ShardRecord, address_of
 from fullshard.engine.replicas import STEPS, check_replicas
 from fullshard.engine.step import Runtime
 from fullshard.engine.streamed import StreamedRuntime
-from fullshard.engine.unit import Group, Member, Swap, Unit, address_of, alive
+from fullshard.engine.unit import Group, Member, Swap, Unit, alive
 from fullshard.errors import EngineError, ShardedTensorError, raise_together
 from fullshard.planner.events import Event, EventKind, Recorder, Sync
 from fullshard.planner.mesh import Mesh
@@ -173,6 +173,7 @@ class Engine:
                     copies=plan.mesh.replicate * plan.mesh.inner // parts,
                     holders=layout.holders(at),
                     norms=self.norms,
+                    place=address_of(member.local(group.master)),
                     before_write=self.home.before_write,
                     gather=partial(_gather_whole, weakref.ref(member)),
                     post_accumulate=_taken_hooks(member.param),

@@ -74,8 +74,7 @@ class _Watch:
         self._kept: list[tuple[Any, Any]] = []  # gradients that an update in turns has used
         self._sliced: dict[type, set[str]] = {}  # states with an element for each of a parameter's
         self._cut: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._groups: weakref.WeakKeyDictionary[Optimizer, dict[int, _Group]]
-        self._groups = weakref.WeakKeyDictionary()  # as they were at the last step
+        self._looked_at: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self.trusted: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self.callbacks: list[Callable[[Optimizer], None]] = []
 
@@ -83,7 +82,8 @@ class _Watch:
         """Watch as long as an owner of shards lives: an engine, or a model without one yet."""
         if owner in self._owners:
             return
-        self._groups.clear()  # parameters that were sharded again have new records
+        for optimizer in self._looked_at:
+            _groups_of(optimizer).clear()  # parameters that were sharded again have new records
         self._owners.add(owner)
         weakref.finalize(owner, self._release).atexit = False
         if not self._handles:
@@ -112,8 +112,7 @@ class _Watch:
         self._stepping = weakref.WeakSet(models)  # last: trials of optimizers end steps, too
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        groups = {} if optimizer in self.trusted else self._groups.get(optimizer, {})
-        for group in groups.values():
+        for group in [] if optimizer in self.trusted else _groups_of(optimizer):
             for part in group.parts.values():
                 part.note(optimizer.state)
         for norms in self._stepping:
@@ -149,15 +148,17 @@ class _Watch:
         models: dict[Any, Counter[str]] = defaultdict(Counter)
         trusted = optimizer in self.trusted
         states = {} if trusted else optimizer.state  # owners have their own
-        groups = self._groups.setdefault(optimizer, {})
+        groups = _groups_of(optimizer)
+        self._looked_at.add(optimizer)
         for at, group in enumerate(optimizer.param_groups):
-            if at not in groups or not groups[at].has(group["params"]):
-                groups[at] = _Group(optimizer, group["params"])
+            if at == len(groups) or not groups[at].has(group["params"]):
+                groups[at : at + 1] = [_Group(optimizer, group["params"])]
             for norms, part in groups[at].parts.items():
                 models[norms].update(part.hashes(settings_in(group), states))
             first = groups[at].first
             if first is not None and not trusted:
                 self._probe_once(optimizer, group, first)
+        del groups[len(optimizer.param_groups) :]
         if optimizer not in self._cut and not trusted:
             self._cut.add(optimizer)
             self._cut_states(optimizer)
@@ -208,6 +209,18 @@ def _is_the_same_in_turns(make: Callable[[list[Any]], Optimizer]) -> bool:
     except Exception:  # noqa: BLE001  it is called once for all of them
         return False
     return all(map(partial(torch.allclose, rtol=1e-6, atol=1e-8), together, found))
+
+
+class _Groups(list["_Group"]):
+    """An optimizer's groups as they were at its last step; a copy of it has none."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _Groups, ()
+
+
+def _groups_of(optimizer: Optimizer) -> _Groups:
+    """They live in the optimizer, to which hooks on their parameters may refer."""
+    return vars(optimizer).setdefault("_fullshard_groups", _Groups())
 
 
 class _Group:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import repeat
-from operator import attrgetter, is_, is_not
+from operator import attrgetter, is_not
 from typing import Any
 
 import torch
@@ -409,7 +409,7 @@ def _call_plain(
 
 def _note_writes(written: Sequence[Any], *, counts: bool = True) -> None:
     """Tell the models of shards about writes."""
-    if set(map(type, written)) == _STATES and all(map(is_, map(_SHARES, written), repeat(None))):
+    if set(map(type, written)) == _STATES and not any(map(_SHARES, written)):
         return  # the fast path for optimizer states
     params: list[Any] = []
     for shard in written:

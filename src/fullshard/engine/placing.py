@@ -14,7 +14,8 @@ from fullshard.engine.cuts import Cut
 from fullshard.engine.gradients import GradientShard
 from fullshard.engine.homes import DeviceHomes
 from fullshard.engine.parameter import PlacedParameter, ShardedParameter
-from fullshard.engine.unit import Group, Member, address_of
+from fullshard.engine.record import address_of
+from fullshard.engine.unit import Group, Member
 from fullshard.errors import UnsupportedModelError
 from fullshard.planner.layout import Slice
 from fullshard.planner.slots import Ring, cast_ring

@@ -73,6 +73,7 @@ class ShardRecord(Elements):
         post_accumulate: The user's hooks, called with the reduced gradient.
         states: Allocates optimizer states; None if they are on the device of the parameter.
         compute: Returns the compute parameter if it shares memory with the whole parameter.
+        place: Where the parameter was placed; see `address_of`.
         last_write: Number of the last write into it.
     """
 
@@ -87,6 +88,7 @@ class ShardRecord(Elements):
     post_accumulate: OrderedDict[int, Callable[[torch.Tensor], None]]
     states: Residence | None = None
     compute: Callable[[], nn.Parameter] | None = None
+    place: int = 0
     last_write: int = 0
 
     def __reduce__(self) -> Any:
@@ -122,10 +124,20 @@ class ShardRecord(Elements):
         return f"{clean_name(p.name)!r}, global shape {self.shape}{of}, {where}"
 
 
+def address_of(shard: torch.Tensor) -> int:
+    """The address of a shard's elements, or of its storage if it has none. Outside the guard.
+
+    All ranks therefore detect a moved parameter, even ranks without an element of it.
+    """
+    return shard.data_ptr() or shard.untyped_storage().data_ptr()
+
+
 class Sharing:
     """Tensors that share memory, all from the same address. See [Note: shared memory].
 
-    They refer to it, but a parameter in its own place does so weakly: it keeps nothing alive.
+    They refer to it, and it to its parameters, so that an alias keeps its parameter alive. A
+    parameter in its own place refers to it weakly: without an alias it ends. One with assigned data
+    refers to it until it is put back.
 
     Attributes:
         params: The parameters among them, by id.
@@ -134,6 +146,10 @@ class Sharing:
     def __init__(self) -> None:
         self.params: dict[int, Any] = {}
         self._others: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+    def __len__(self) -> int:
+        """How many parameters are among them."""
+        return len(self.params)
 
     def add(self, tensor: Any) -> None:
         """Add a tensor that begins where the others do."""
@@ -152,9 +168,13 @@ class Sharing:
         return [*self.params.values(), *(x for x in others if x is not None)]
 
     def move(self, flat: torch.Tensor) -> None:
-        """Let all of them share other flat memory, with the same elements. Outside the guard."""
+        """Let all of them share other flat memory, with the same elements. Outside the guard.
+
+        Those of a whole value (`p.data = whole; p.data`) are cut on all ranks alike.
+        """
         for tensor in self.tensors():
-            tensor.data = flat.view(tensor.dtype).view(tensor.shape)
+            shape = (-1, *(1 for _ in tensor.shape[1:])) if tensor.record.is_cut else tensor.shape
+            tensor.data = flat.view(tensor.dtype).view(shape)
 
 
 def sharing_of(tensor: Any, *, makes: bool = False) -> Any:
@@ -163,7 +183,9 @@ def sharing_of(tensor: Any, *, makes: bool = False) -> Any:
     if found is None and makes:
         found = Sharing()
         found.add(tensor)
-        tensor.shares = weakref.ref(found) if tensor.is_at_rest else found
+        with no_guard():
+            if tensor.is_at_rest and address_of(tensor) == tensor.record.place:
+                tensor.shares = weakref.ref(found)
     return found
 
 

@@ -652,14 +652,6 @@ def _on_gradient(weak: weakref.ref[Member], *_: Any) -> None:
     member.group.unit.on_gradient(member)
 
 
-def address_of(shard: torch.Tensor) -> int:
-    """The address of a shard's elements, or of its storage if it has none. Outside the guard.
-
-    All ranks therefore detect a moved parameter, even ranks without an element of it.
-    """
-    return shard.data_ptr() or shard.untyped_storage().data_ptr()
-
-
 def _padding(layout: FlatLayout) -> list[tuple[int, int]]:
     """Ranges of the flat buffer that belong to no parameter."""
     ends = [0, *(placement.stop for placement in layout.placements)]
