@@ -10,7 +10,7 @@ import torch
 from torch import optim
 
 import fullshard as fs
-from fullshard.engine import optimizers
+from fullshard.engine import optimizers, parameter
 from fullshard.errors import EngineError
 from support.models import chain, mean_square, vectors
 from support.ranks import on_ranks
@@ -396,6 +396,21 @@ def test_a_step_of_adamw_is_one_call_an_operation(settings, wanted):
     with counted(*wanted) as calls:
         optimizer.step()
     assert {name: call.call_count for name, call in calls.items()} == wanted
+
+
+@on_ranks(2)
+def test_states_of_which_views_exist_are_written_without_a_search():
+    _, model = sharded_run()
+    states = [torch.zeros_like(param) for param in model.parameters()]
+    views = [state.detach() for state in states]
+    with patch.object(parameter, "params_of", wraps=parameter.params_of) as searches:
+        torch._foreach_add_(states, 1.0)
+        assert not searches.call_count
+        param = next(model.parameters())
+        param.data = views[0]
+        torch._foreach_add_(states, 1.0)  # a parameter has the memory of one
+        assert searches.call_count == len(states)
+    assert param.record.norms.wrote
 
 
 def steps(model, optimizer):
