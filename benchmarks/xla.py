@@ -43,7 +43,7 @@ ONE_GOAL, AUTO_GOAL = 1.2, 1.0
 LOSS_TOLERANCE = 2e-5
 HANGS = (
     "Its reductions are several all-reduces a step, which can wait for each other on XLA's gloo "
-    "(docs/log.md); the ranks did not end in time."
+    "(docs/log.md, XLA: collectives and steps); the ranks did not end in time."
 )
 COLUMNS = (
     "engine",

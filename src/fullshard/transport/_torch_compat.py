@@ -79,7 +79,7 @@ def new_group_of(layout: Sequence[Sequence[int]]) -> Any:
     """Creates the groups of a layout; returns the one with this rank. A collective of all ranks.
 
     NCCL gets streams of high priority, and splits its communicator if `init_process_group` was
-    given a device. Not `dist.split_group`: see docs/log.md, 2026-11-26.
+    given a device. Not `dist.split_group`: see docs/log.md, Process groups.
 
     Raises:
         ConfigError: A group has its ranks in another order, which torch before 2.13 cannot do.

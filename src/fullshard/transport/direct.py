@@ -1,8 +1,8 @@
 """Direct exchange: each rank sends every peer only the part that the peer needs.
 
 gloo's all-gather and reduce-scatter clone whole buffers and send twice as much as necessary
-(docs/log.md). Point-to-point messages on the same process group write directly to their
-destination.
+(docs/log.md, Step time and transports). Point-to-point messages on the same process group write
+directly to their destination.
 """
 
 from __future__ import annotations
