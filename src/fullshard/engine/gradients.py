@@ -48,7 +48,7 @@ from fullshard.engine._torch_compat import (
     storage_use_count,
 )
 from fullshard.engine.homes import DeviceHomes
-from fullshard.engine.norms import Count, GradientNorms, from_host, local_powers, sample
+from fullshard.engine.norms import Count, GradientNorms, from_host, local_powers, replicas_hash
 from fullshard.engine.parameter import PendingGradient, ShardedGradient
 from fullshard.engine.unit import Collects, Group, Member, Unit, alive, is_reached
 from fullshard.errors import EngineError, UnsupportedModelError
@@ -464,7 +464,8 @@ class Gradients:
         counts = self.norms.counts
         self.norms.read_earlier()
         if self.norms.streams is None:
-            counts[Count.WEIGHTS] = sample(units, self.transport.axes.mesh, counts[Count.STEPS])
+            mesh = self.transport.axes.mesh
+            counts[Count.WEIGHTS] = replicas_hash(units, mesh, counts[Count.STEPS])
         vector = self.norms.all_reduce(vector, "backward", counts, excused=self._is_excused)
         touched, squares = vector.chunk(2)
         squares = squares.clone()

@@ -36,7 +36,7 @@ from fullshard.engine.guard import (
     written_by,
 )
 from fullshard.engine.norms import (
-    TOLD_BY_SQUARES,
+    TOLD_BY_NORMS,
     GradientNorms,
     Known,
     by_model,
@@ -378,7 +378,7 @@ def _elementwise(func: Any, name: str, like: Any, args: Any, kwargs: dict[str, A
         sources = next((x for x in lists if _find_shard(x) is not None), None)
         return _as_shards(result, sources, like, name)
     result = _as_shard(result, like, name)
-    is_told = name in TOLD_BY_SQUARES and isinstance(result, ShardedGradient)
+    is_told = name in TOLD_BY_NORMS and isinstance(result, ShardedGradient)
     if is_told and type(like) is ShardedGradient and not (written or kwargs):
         result.known = like.record.norms.known_of(like, name, args[1:])
     return result
