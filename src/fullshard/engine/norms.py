@@ -46,7 +46,7 @@ from fullshard.errors import EngineError
 from fullshard.planner.layout import clean_name
 from fullshard.planner.mesh import Mesh
 from fullshard.transport import streams
-from fullshard.transport.base import Transport
+from fullshard.transport.base import Axes, Transport
 
 if TYPE_CHECKING:
     from fullshard.engine.record import ShardRecord
@@ -62,9 +62,7 @@ Known = Callable[[str], torch.Tensor | None]
 TOLD_BY_NORMS = {*_FINITE, *_SQUARED}  # functions of a gradient
 
 
-def _from_square(
-    record: ShardRecord, name: str, squares: torch.Tensor, asked: str
-) -> torch.Tensor | None:
+def _from_norm(record: Any, name: str, squares: torch.Tensor, asked: str) -> torch.Tensor | None:
     """Sum, mean, any or all of a function of a gradient; None if its norm does not tell."""
     square = squares[record.index]
     if name in _SQUARED:
@@ -195,9 +193,9 @@ class GradientNorms:
         is_number = not any(isinstance(other, torch.Tensor) for other in others)
         if not is_number or tuple(others) != _SQUARED.get(name, ()):
             return None
-        return partial(_from_square, gradient.record, name, squares)
+        return partial(_from_norm, gradient.record, name, squares)
 
-    def meet(self, asked: str, said: Mapping[str, int] | None = None) -> None:
+    def compare(self, asked: str, said: Mapping[str, int] | None = None) -> None:
         """Check that all ranks request the same quantity here, with these counts. A collective."""
         self.all_reduce(torch.zeros(1, device=self.device), asked, said)
 
@@ -318,14 +316,15 @@ class GradientNorms:
             EngineError: Ranks request different quantities, or their counts differ. On a GPU, the
                 end of the next backward raises it.
         """
+        axes = self.transport.axes
         said = {"": zlib.crc32(f"{asked} {len(values)}".encode()), **(said or {})}
         numbers = {count: float(number % MOST) for count, number in said.items()}
         pairs = {count: (x, -x if maximum else x * x) for count, x in numbers.items()}
         if Count.REPLICAS in said and self.transport.name != "fake":
-            pairs |= {Count.STATES: (numbers[Count.STATES], 0.0), **self._pairs_of_replicas(said)}
+            pairs |= {Count.STATES: (numbers[Count.STATES], 0.0), **_pairs_of_replicas(said, axes)}
         for count, written in zip(_WRITTEN, (self.wrote, self.copied, self.edited), strict=True):
             if count in said:
-                pairs[count] = self._pair_of_writes(written)
+                pairs[count] = _pair_of_writes(written, axes.mesh.world_size)
                 said[count] = wrote = bool(pairs[count][0])
                 if wrote or count != Count.SOURCES:  # tensors are gathered one by one
                     written.clear()
@@ -339,32 +338,7 @@ class GradientNorms:
         self.read(head, partial(self._check, asked, said, excused, maximum))
         return values
 
-    def _pairs_of_replicas(self, said: Mapping[str, int]) -> dict[str, tuple[float, float]]:
-        """Hashes with weights whose sum is 0 over the ranks that must have equal ones."""
-        axes, pairs = self.transport.axes, dict[str, tuple[float, float]]()
-        replica, part, mesh = axes.replicate_index, axes.shard_index, axes.mesh
-        within_replica = (Count.REPLICAS, replica, part, mesh.shard)
-        within_part = (Count.WEIGHTS, part, replica, mesh.replicate)
-        for count, group, index, size in (within_replica, within_part):
-            pairs[count] = ((1 + group) * (-1 if index else size - 1) * said[count], 0.0)
-        return pairs
-
-    def _pair_of_writes(self, written: Written) -> tuple[float, float]:
-        """Whether this rank wrote a parameter of which all ranks have elements; whether none."""
-        parts: dict[int, set[int]] = {}  # by the number of ranks with the same elements
-        for record in written.values():
-            parts.setdefault(record.copies, set()).update(part for part, *_ in record.holders)
-        world_size = self.transport.axes.mesh.world_size
-        return float(any(n * len(at) == world_size for n, at in parts.items())), float(not parts)
-
-    def _check(
-        self,
-        asked: str,
-        said: Any,
-        excused: Callable[[str], bool],
-        maximum: Any,
-        head: torch.Tensor,
-    ) -> None:
+    def _check(self, asked: str, said: Any, excused: Any, maximum: Any, head: torch.Tensor) -> None:
         """Raise the error of a count that differs between ranks."""
         differing = _differing(head, said, maximum=maximum)
         for wrong in differing:
@@ -570,6 +544,27 @@ _UNLIKE = {  # errors of hashes that differ between ranks
     Count.GATHERS: _ORDER,
     Count.REPLICAS: _ORDER,
 }
+
+
+def _pairs_of_replicas(said: Mapping[str, int], axes: Axes) -> dict[str, tuple[float, float]]:
+    """Hashes with weights whose sum is 0 over the ranks that must have equal hashes."""
+    replica, part, mesh = axes.replicate_index, axes.shard_index, axes.mesh
+    weights = {
+        Count.REPLICAS: (1 + replica) * (-1 if part else mesh.shard - 1),
+        Count.WEIGHTS: (1 + part) * (-1 if replica else mesh.replicate - 1),
+    }
+    return {count: (weight * said[count], 0.0) for count, weight in weights.items()}
+
+
+def _pair_of_writes(written: Written, world_size: int) -> tuple[float, float]:
+    """Whether this rank wrote a parameter of which all ranks have elements; whether it wrote none.
+
+    The ranks with elements of some parameters are those with their parts, times their copies.
+    """
+    parts: dict[int, set[int]] = {}  # by the number of copies
+    for record in written.values():
+        parts.setdefault(record.copies, set()).update(part for part, *_ in record.holders)
+    return float(any(n * len(at) == world_size for n, at in parts.items())), float(not parts)
 
 
 def hash_of(settings: Any) -> int:

@@ -348,12 +348,8 @@ _CLIPS = ("_foreach_mul_", "_foreach_clamp_")  # called by torch's clipping
 
 def _elementwise(func: Any, name: str, like: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Call an elementwise function; the results are shards."""
-    if (
-        name == "zeros_like"
-        and like.record.states is not None
-        and isinstance(like, ShardedParameter)
-    ):
-        # functions by which optimizers create states
+    makes_state = name == "zeros_like" and isinstance(like, ShardedParameter)  # by an optimizer
+    if makes_state and like.record.states is not None:
         return like.as_state(like.new_state(kwargs.get("dtype") or like.dtype))
     operands = (*args, *kwargs.values()) if kwargs else args
     _refuse_other_ranges(name, like, operands)
@@ -522,7 +518,7 @@ def _replace(func: Any, _name: str, _like: Any, args: Any, _kwargs: dict[str, An
         if data.is_set_to(gradient):  # p.grad.data = p.grad.data.clamp_(...)
             return
     own = gradient.owner
-    if own is not None and storage_use_count(own.memory._cdata) > (*own.holders, math.inf)[0]:
+    if own is not None and storage_use_count(own.memory._cdata) > (*own.references, math.inf)[0]:
         raise ShardedTensorError(
             f"p.grad.data = ... of {gradient.record.describe()}: expected no other tensor that "
             "shares the gradient's memory, which is written in place; got one (p.grad.data, "

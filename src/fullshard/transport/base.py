@@ -327,7 +327,7 @@ class Home:
     def publish(self) -> None:
         """Wait until all ranks have written their weights, at the beginning of a forward."""
 
-    def leave(self, *, settled: bool) -> None:
+    def finish_reading(self, *, settled: bool) -> None:
         """Note that this rank has finished reading the weights; `settled`: all ranks have."""
 
     def before_write(self) -> int:
@@ -442,9 +442,9 @@ class HomeOfMeshes(Home):
         for home in self._homes.values():
             home.publish()
 
-    def leave(self, *, settled: bool) -> None:
+    def finish_reading(self, *, settled: bool) -> None:
         for home in self._homes.values():
-            home.leave(settled=settled)
+            home.finish_reading(settled=settled)
 
     def before_write(self) -> int:
         self.num_writes += 1

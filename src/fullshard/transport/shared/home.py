@@ -129,7 +129,7 @@ class SharedHome(Home):
         self._board.await_all(Mark.BEGUN, self._forward, "the beginning of a forward")
         self._reading, self.wrote = True, False
 
-    def leave(self, *, settled: bool) -> None:
+    def finish_reading(self, *, settled: bool) -> None:
         self._board.tell(Mark.DONE, self._forward)
         if settled:
             self._reading = False
