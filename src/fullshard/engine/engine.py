@@ -503,10 +503,10 @@ def _agree_on_frozen(runtime: Runtime) -> None:
     if not waits or is_apart:  # replicas may differ in deferred backwards
         return
     phase = norms.transport.phase
-    following, bits = phase.following, from_host([*waits.values()], norms.device)
+    pending, bits = phase.next, from_host([*waits.values()], norms.device)
     with outside_modes():
         bits = norms.all_reduce(bits, "frozen units in backward", maximum=True)
-    phase.following = following
+    phase.next = pending
     entered = (unit for unit, bit in zip(waits, bits.tolist(), strict=True) if bit)
     order = scheduler.order
     scheduler.follow(replace(order, backward=(*order.backward, *entered)))

@@ -249,7 +249,7 @@ class Gradients:
         self.expects_any = len(nothing) < len(units)
         self.norms.task = graph_task_id() if self.expects_any else -2
         kind = _KINDS[self.synced] if self.expects_any else " without parameters"
-        self.transport.phase.following = f"a backward{kind}"
+        self.transport.phase.next = f"a backward{kind}"
         return nothing
 
     def collect(self, unit: Unit, member: Member) -> bool:

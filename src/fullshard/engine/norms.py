@@ -332,7 +332,7 @@ class GradientNorms:
             self.counts[Count.LISTED] = self.counts[Count.GROUPS] = 0
         head = from_host([1.0, *chain.from_iterable(pairs.values())], values.device)
         vector = torch.cat([head, values.double()])
-        self.transport.phase.following = f"a sum ({asked})"
+        self.transport.phase.next = f"a sum ({asked})"
         self.transport.all_reduce(vector, maximum=maximum)
         head, values = vector[: len(head)], vector[len(head) :]
         self.read(head, partial(self._check, asked, said, excused, maximum))

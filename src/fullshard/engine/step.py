@@ -368,7 +368,7 @@ class Runtime:
         self.before_step()
         self._see_writes()  # those through `to_local`, too, which a backward would see otherwise
         of = self.units[index].plan.name or "the model"
-        self.gradients.transport.phase.following = f"a forward of {of}"
+        self.gradients.transport.phase.next = f"a forward of {of}"
         self._run(self.scheduler.begin_forward(index, stale=stale))
         if index != 0:
             return
