@@ -1,7 +1,7 @@
 """fs.load: each rank reads its ranges, independent of the slices in the files.
 
 the newest complete checkpoint ---> is it damaged? (each rank checks a share of the files)
-Checkpoint ---> Held ---> model, optimizer          checked completely before the first write
+Checkpoint ---> LocalPart ---> model, optimizer          checked completely before the first write
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from fullshard.engine.owned import owns_states
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.state import (
     DTYPES,
-    Held,
+    LocalPart,
     OptimizerState,
     as_bytes,
     kind_of,
@@ -105,7 +105,7 @@ def check_loads(found: Found, model: nn.Module, kind: str) -> None:
     """
     seen = {id(v): (n, v) for n, v in reversed(model.state_dict(keep_vars=True).items())}
     tensors = ((name, x) for name, x in seen.values() if isinstance(x, torch.Tensor))
-    wanted = [Held((name,), tuple(x.shape), 0, x.numel(), x) for name, x in tensors]
+    wanted = [LocalPart((name,), tuple(x.shape), 0, x.numel(), x) for name, x in tensors]
     with ExitStack() as stack:
         try:
             checkpoint = stack.enter_context(Checkpoint.open(found))
@@ -147,73 +147,73 @@ def _read_tensors(
     shards = [m.param for m in engine.members if has_version(m.param)]
     torch.autograd.graph.increment_version(shards)  # of older graphs
     others: dict[str, Any] = {}
-    for key, held in zip(keys, wanted, strict=True):
-        if held.whole:  # the module knows where it belongs
-            held = replace(held, local=torch.empty_like(held.local))
-            others[held.names[0]] = held.local.view(held.shape)
-        read_into(checkpoint, key, held)
+    for key, part in zip(keys, wanted, strict=True):
+        if part.whole:  # the module knows where it belongs
+            part = replace(part, local=torch.empty_like(part.local))
+            others[part.names[0]] = part.local.view(part.shape)
+        read_into(checkpoint, key, part)
     for target in [] if states is None else states.tensors:
         if not target.opaque:  # those were read with their shapes
             read_into(checkpoint, key_of(Kind.OPTIMIZER, "/".join(target.names)), target)
     return states, others
 
 
-def read_into(checkpoint: Checkpoint, key: str, held: Held) -> None:
+def read_into(checkpoint: Checkpoint, key: str, part: LocalPart) -> None:
     """Fills a tensor; directly from the file if dtype and device allow it."""
-    local, dtype = held.local, DTYPES[checkpoint.index.tensors[key].dtype]
+    local, dtype = part.local, DTYPES[checkpoint.index.tensors[key].dtype]
     with torch.no_grad():
-        if held.cut is not None:
-            local.copy_(_read_cut(checkpoint, key, held, held.cut))
+        if part.cut is not None:
+            local.copy_(_read_cut(checkpoint, key, part, part.cut))
         elif local.device.type == "cpu" and local.dtype is dtype and local.is_contiguous():
-            checkpoint.read(key, held.start, held.stop, as_bytes(local))
+            checkpoint.read(key, part.start, part.stop, as_bytes(local))
         else:
-            aside = torch.empty(held.stop - held.start, dtype=dtype)
-            checkpoint.read(key, held.start, held.stop, as_bytes(aside))
+            aside = torch.empty(part.stop - part.start, dtype=dtype)
+            checkpoint.read(key, part.start, part.stop, as_bytes(aside))
             local.copy_(aside)
 
 
-def _read_cut(checkpoint: Checkpoint, key: str, held: Held, cut: Cut) -> torch.Tensor:
+def _read_cut(checkpoint: Checkpoint, key: str, part: LocalPart, cut: Cut) -> torch.Tensor:
     """(stop - start,) elements of a local tensor that is no range of the whole.
 
     The rows that contain them are read whole, because reading parts would need a call per row.
     """
-    if held.start == held.stop:
-        return held.local
-    dtype, row = DTYPES[checkpoint.index.tensors[key].dtype], held.shape[1:]
-    count, first, last = 0, 0, held.shape[0]
+    if part.start == part.stop:
+        return part.local
+    dtype, row = DTYPES[checkpoint.index.tensors[key].dtype], part.shape[1:]
+    count, first, last = 0, 0, part.shape[0]
     if all(placement.is_replicate() or placement.dim for placement in cut.placements):
         count = cut.local_of(torch.empty(1, *row)).numel()  # elements here of each row
-        first, last = held.start // count, -(-held.stop // count)
+        first, last = part.start // count, -(-part.stop // count)
     rows = torch.empty(last - first, *row, dtype=dtype)
     checkpoint.read(key, first * math.prod(row), last * math.prod(row), as_bytes(rows))
-    return cut.local_of(rows).reshape(-1)[held.start - first * count : held.stop - first * count]
+    return cut.local_of(rows).reshape(-1)[part.start - first * count : part.stop - first * count]
 
 
-def _keys_of(checkpoint: Checkpoint, wanted: list[Held]) -> list[str]:
+def _keys_of(checkpoint: Checkpoint, wanted: list[LocalPart]) -> list[str]:
     """Keys of the model's tensors in the checkpoint.
 
     Raises:
         CheckpointError: The checkpoint has other tensors or shapes.
     """
-    there = checkpoint.index.names(Kind.MODEL)
+    saved = checkpoint.index.names(Kind.MODEL)
     keys: list[str] = []
-    for held in wanted:
-        name = held.names[0]
+    for part in wanted:
+        name = part.names[0]
         key = checkpoint.index.find(Kind.MODEL, name)
         if key is None:
-            hint = f" Did you mean {close}?" if (close := nearest(name, there)) else ""
+            hint = f" Did you mean {close}?" if (close := nearest(name, saved)) else ""
             raise CheckpointError(
-                f"checkpoint '{checkpoint.path}': expected {name} of shape {held.shape}; the "
+                f"checkpoint '{checkpoint.path}': expected {name} of shape {part.shape}; the "
                 f"checkpoint has no such tensor.{hint} Build the model that was saved."
             )
         shape = checkpoint.index.tensors[key].shape
-        if shape != held.shape:
+        if shape != part.shape:
             raise CheckpointError(
-                f"checkpoint '{checkpoint.path}': expected {name} of shape {held.shape}; got "
+                f"checkpoint '{checkpoint.path}': expected {name} of shape {part.shape}; got "
                 f"{shape}. Build the model that was saved."
             )
         keys.append(key)
-    left = [name for name in there if key_of(Kind.MODEL, name) not in keys]
+    left = [name for name in saved if key_of(Kind.MODEL, name) not in keys]
     if left:
         raise CheckpointError(
             f"checkpoint '{checkpoint.path}': expected only tensors of the model; it also has "
@@ -250,14 +250,14 @@ def _optimizer_of(
         )
     matching_settings(model, optimizer, groups)
     found = OptimizerState(kind, [], scalars, groups)
-    held = {item.names[0]: item for item in model_tensors(model)}
+    parts = {part.names[0]: part for part in model_tensors(model)}
     params = dict(model.named_parameters())
     before = _fillable(engine, params, optimizer_state(model, optimizer).tensors)
     for name in checkpoint.index.names(Kind.OPTIMIZER):
         param, _, state = name.rpartition("/")
         key = key_of(Kind.OPTIMIZER, name)
         stored = checkpoint.index.tensors[key]
-        of = held[param]
+        of = parts[param]
         whole = None if state == AVERAGE else owns_states(optimizer, params[param])
         if whole is not None:
             if whole:
@@ -277,7 +277,7 @@ def _optimizer_of(
 
 
 def _fillable(
-    engine: Engine, params: dict[str, nn.Parameter], states: list[Held]
+    engine: Engine, params: dict[str, nn.Parameter], states: list[LocalPart]
 ) -> dict[tuple[str, ...], torch.Tensor]:
     """States by name that may be filled in place: an optimizer may keep a gradient as a state."""
     others: list[Any] = [group.master for group in engine.groups]
@@ -289,10 +289,10 @@ def _fillable(
     return {state.names: state.local for state in states if users[storage_key(state.local)] == 1}
 
 
-def _owned_state(stored: StoredTensor, names: tuple[str, str], device: torch.device) -> Held:
+def _owned_state(stored: StoredTensor, names: tuple[str, str], device: torch.device) -> LocalPart:
     """A whole tensor of an owned optimizer, not yet read."""
     local = torch.empty(stored.numel, dtype=DTYPES[stored.dtype], device=device)
-    return Held(names, stored.shape, 0, stored.numel, local, whole=True)
+    return LocalPart(names, stored.shape, 0, stored.numel, local, whole=True)
 
 
 def _new_state(param: torch.Tensor, count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -302,13 +302,13 @@ def _new_state(param: torch.Tensor, count: int, dtype: torch.dtype) -> torch.Ten
     return torch.empty(count, dtype=dtype, device=param.device)
 
 
-def _own_state(checkpoint: Checkpoint, engine: Engine, key: str, of: Held) -> list[Held]:
+def _own_state(checkpoint: Checkpoint, engine: Engine, key: str, of: LocalPart) -> list[LocalPart]:
     """A state that only the rank that wrote it can read; empty if the rank had none."""
-    wrote, there = checkpoint.index.world_size, engine.plan.mesh.world_size
-    if wrote != there or of.cut is not None:
+    saved, now = checkpoint.index.world_size, engine.plan.mesh.world_size
+    if saved != now or of.cut is not None:
         raise CheckpointError(
-            f"checkpoint '{checkpoint.path}': expected {wrote} ranks and the same strategy, "
-            f"because {key} was saved per rank; there are {there} ranks. It cannot be resharded, "
+            f"checkpoint '{checkpoint.path}': expected {saved} ranks and the same strategy, "
+            f"because {key} was saved per rank; there are {now} ranks. It cannot be resharded, "
             "because its shape differs from its parameter's."
         )
     own = checkpoint.read_own(key, engine.rank, (of.start, of.stop))
@@ -316,7 +316,7 @@ def _own_state(checkpoint: Checkpoint, engine: Engine, key: str, of: Held) -> li
         return []
     local = _tensor_of(own[1], DTYPES[checkpoint.index.tensors[key].dtype])
     state = key.rpartition("/")[2]
-    return [Held((of.names[0], state), own[0], of.start, of.stop, local, opaque=True)]
+    return [LocalPart((of.names[0], state), own[0], of.start, of.stop, local, opaque=True)]
 
 
 _LEFT_OUT = object()
@@ -330,20 +330,20 @@ def _value(checkpoint: Checkpoint, engine: Engine, name: str, coded: Any) -> Any
     random states of a single batch are left out if there are several batches now.
     """
     get_tensor = partial(state_tensor, checkpoint, engine.rank)
-    there = batches_of(engine.plan.mesh)
-    wrote = checkpoint.state.get("batches", list(range(checkpoint.index.world_size)))
+    now = batches_of(engine.plan.mesh)
+    saved = checkpoint.state.get("batches", list(range(checkpoint.index.world_size)))
     is_own = isinstance(coded, dict) and set(coded) == {OWN}
-    if is_own and wrote == there:
+    if is_own and saved == now:
         own = checkpoint.read_own(key_of(Kind.STATE, name, OWN), engine.rank)
         assert own is not None, name
         return checkpoint.value(name, json.loads(own[1].decode()), get_tensor)
-    if not is_own and (name != RANDOM or max(wrote) > 0 or max(there) == 0):
+    if not is_own and (name != RANDOM or max(saved) > 0 or max(now) == 0):
         return checkpoint.value(name, coded, get_tensor)
     if engine.rank == 0:
         logger.warning(
             "%s: %r was not restored, because it differs between ranks or batches: it was saved "
             "by %d ranks with %d batches; now there are %d ranks with %d batches on another mesh",
-            *(checkpoint.path, name, len(wrote), max(wrote) + 1, len(there), max(there) + 1),
+            *(checkpoint.path, name, len(saved), max(saved) + 1, len(now), max(now) + 1),
         )
     return _LEFT_OUT
 

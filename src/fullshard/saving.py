@@ -1,6 +1,6 @@
 """fs.save: writes the engine's state slice by slice, and the random states of the process.
 
-model, optimizer ---> Held ---> (staging) ---> Piece ---> this rank's files
+model, optimizer ---> LocalPart ---> (staging) ---> Piece ---> this rank's files
 the caller's values ---> JSON, once if they are equal on all ranks
 """
 
@@ -49,7 +49,7 @@ from fullshard.engine.engine import Engine, engine_of
 from fullshard.engine.homes import Residence
 from fullshard.engine.owned import OwnedOptimizer
 from fullshard.engine.state import (
-    Held,
+    LocalPart,
     OptimizerState,
     as_bytes,
     dtype_name,
@@ -116,8 +116,8 @@ def save(
         states = replace(states, tensors=_as_ranges(engine, states.tensors))
     if states is not None and isinstance(optimizer, OwnedOptimizer):
         states = replace(states, scalars=join_scalars(engine.tell(states.scalars)))
-    held = _as_ranges(engine, engine.agree(lambda: model_tensors(model)))
-    pieces, values = engine.agree(lambda: _parts(model, held, states, state, stage))
+    tensors = _as_ranges(engine, engine.agree(lambda: model_tensors(model)))
+    pieces, values = engine.agree(lambda: _parts(model, tensors, states, state, stage))
     pieces, document = _joined(engine, settings.step, states, pieces, values)
     texts = {STATE: document, PLAN: engine.plan.to_json()}
     texts |= {**_configuration(model), **settings.texts}
@@ -125,7 +125,7 @@ def save(
     return write(ranks_of(engine), settings.target(folder), pieces, documents, settings)
 
 
-def _as_ranges(engine: Engine, tensors: list[Held]) -> list[Held]:
+def _as_ranges(engine: Engine, tensors: list[LocalPart]) -> list[LocalPart]:
     """Ranges of whole tensors in place of parts that are none. A collective.
 
     A part that another axis cut along a later dimension is a range of each row. Such a tensor is
@@ -135,24 +135,24 @@ def _as_ranges(engine: Engine, tensors: list[Held]) -> list[Held]:
         FullshardError: On every rank, if any failed.
     """
     members = {member.piece.name: member for member in engine.members}
-    found = [held for held in tensors if held.cut is None]
-    for held in tensors:
-        if held.cut is not None:
-            member = members[held.names[0]]
-            local = engine.agree(partial(held.local.to, engine.device))
-            whole = member.gather_whole(local, "/".join(held.names)).reshape(-1)
-            found.append(engine.agree(partial(_range_of, held, member, whole)))
+    found = [part for part in tensors if part.cut is None]
+    for part in tensors:
+        if part.cut is not None:
+            member = members[part.names[0]]
+            local = engine.agree(partial(part.local.to, engine.device))
+            whole = member.gather_whole(local, "/".join(part.names)).reshape(-1)
+            found.append(engine.agree(partial(_range_of, part, member, whole)))
     return found
 
 
-def _range_of(held: Held, member: Member, whole: torch.Tensor) -> Held:
+def _range_of(part: LocalPart, member: Member, whole: torch.Tensor) -> LocalPart:
     """An equal range of a whole tensor per rank that has different elements of it."""
-    unit, cut = member.group.unit, held.cut
+    unit, cut = member.group.unit, part.cut
     assert cut is not None
     at, parts = unit.part * cut.num_parts + cut.part, unit.plan.mesh.shard * cut.num_parts
-    start, stop = (whole.numel() * part // parts for part in (at, at + 1))
+    start, stop = (whole.numel() * index // parts for index in (at, at + 1))
     local = whole[start:stop].to("cpu", copy=True)
-    return replace(held, start=start, stop=stop, local=local, cut=None)
+    return replace(part, start=start, stop=stop, local=local, cut=None)
 
 
 def ranks_of(engine: Engine) -> Ranks:
@@ -226,18 +226,18 @@ STAGING: WeakKeyDictionary[nn.Module, _Staging] = WeakKeyDictionary()  # freed w
 
 def _parts(
     model: nn.Module,
-    tensors: list[Held],
+    tensors: list[LocalPart],
     saved: OptimizerState | None,
     state: Mapping[str, Any],
     stage: Stage,
-) -> tuple[list[Piece], dict[str, Values]]:
+) -> tuple[list[Piece], dict[str, CodedValue]]:
     """This rank's slices of model and optimizer, and all other values by name."""
-    pieces = [_piece(Kind.MODEL, held, stage) for held in tensors if held.writes]
+    pieces = [_piece(Kind.MODEL, part, stage) for part in tensors if part.writes]
     values: dict[str, Any] = {EXTRA: extra_states(model), RANDOM: random_state()}
     if saved is not None:
         pieces += [_piece(Kind.OPTIMIZER, h, stage) for h in saved.tensors if h.writes]
         values |= {GROUPS: saved.groups, SCALARS: saved.scalars}
-    return pieces, {n: Values(n, v) for n, v in {**values, **state}.items()}
+    return pieces, {n: CodedValue(n, v) for n, v in {**values, **state}.items()}
 
 
 def _joined(
@@ -245,7 +245,7 @@ def _joined(
     step: int | None,
     saved: OptimizerState | None,
     pieces: list[Piece],
-    values: dict[str, Values],
+    values: dict[str, CodedValue],
 ) -> tuple[list[Piece], str]:
     """The slices that this rank writes, and state.json; each rank saves values that differ.
 
@@ -284,7 +284,7 @@ def batches_of(mesh: Mesh) -> list[int]:
     return list(ranks) if mesh.inner == 1 else [mesh.place(rank) // mesh.inner for rank in ranks]
 
 
-class Values:
+class CodedValue:
     """A value as JSON, and its tensors."""
 
     def __init__(self, name: str, value: Any) -> None:
@@ -331,11 +331,11 @@ class Values:
         return name
 
 
-def _piece(kind: Kind, held: Held, stage: Stage) -> Piece:
-    key = key_of(kind, *held.names)
-    local = held.local if stage is None else stage(key, held.local)
-    span = held.start, held.stop, lambda: as_bytes(local.to("cpu").contiguous())
-    return Piece(key, held.dtype, held.shape, *span, held.opaque)
+def _piece(kind: Kind, part: LocalPart, stage: Stage) -> Piece:
+    key = key_of(kind, *part.names)
+    local = part.local if stage is None else stage(key, part.local)
+    span = part.start, part.stop, lambda: as_bytes(local.to("cpu").contiguous())
+    return Piece(key, part.dtype, part.shape, *span, part.opaque)
 
 
 def _open_place(ranks: Ranks, target: Path, settings: SaveSettings) -> commit.Paths:

@@ -246,7 +246,7 @@ def test_views_kept_from_the_first_step_on_are_refused_and_autograds_are_no_kept
                 read += [] if torch.equal(weight.detach().t(), whole[at]) else [at]
         out.backward()
         units = engine_of(model).units
-        found.append((sum(unit.keeps for unit in units), len(read)))
+        found.append((sum(unit.has_kept_views for unit in units), len(read)))
         kept.clear()
     assert found == wanted
 

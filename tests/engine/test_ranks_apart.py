@@ -598,7 +598,7 @@ def waits_alone():
     group = torch.distributed.new_group(timeout=timedelta(seconds=1))
     axes = Axes.of(Mesh(1, 2), torch.distributed.get_rank(), gather_group=group)
     transport = C10dTransport(axes, ReductionKind.NATIVE)
-    transport.phase.following = "a forward of the model"
+    transport.phase.next = "a forward of the model"
     text = error_of(transport.fetch([torch.zeros(128)]).wait) if axes.rank == 0 else ""
     torch.distributed.barrier()
     return text

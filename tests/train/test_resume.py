@@ -198,7 +198,7 @@ def test_a_run_begins_from_another_runs_checkpoint(calm, tmp_path):
 @pytest.mark.slow
 def test_a_start_that_another_one_overtakes_names_it(calm, tmp_path, monkeypatch, fullshard):
     run = shutil.copytree(calm.parent / "run", tmp_path / "run")
-    decided, held = run_start.goes_on, []
+    decided, held = run_start.continues, []
 
     def overtaken(*words):
         found = decided(*words)
@@ -207,7 +207,7 @@ def test_a_start_that_another_one_overtakes_names_it(calm, tmp_path, monkeypatch
         held.append(RunLock(run))
         return found
 
-    monkeypatch.setattr(run_start, "goes_on", overtaken)
+    monkeypatch.setattr(run_start, "continues", overtaken)
     done = fullshard("train", calm, f"output_dir={run}", "max_steps=26", "--dry-run", code=2)
     assert "training.output_dir: expected a folder that no run uses" in done.err
 

@@ -75,13 +75,13 @@ def app_of(recipe: Command) -> typer.Typer:
         if config_file is None and split_config(words or (), config)[0] is None:
             other = recipe.about.job(resolved)  # may depend on the words
             resolved = resolved if other == job else load(words, default=other)
-        ended = _made_first(command, resolved, how)
+        ended = _train_missing_model(command, resolved, how)
         return run_recipe(command, resolved, how) if ended is None else ended
 
     return app
 
 
-def _made_first(command: Command, resolved: Resolved, how: How) -> Outcome | None:
+def _train_missing_model(command: Command, resolved: Resolved, how: How) -> Outcome | None:
     """Train the model that a built-in job starts from, if it does not exist.
 
     Under a launcher, rank 0 trains it on local ranks while the others wait at the rendezvous.
@@ -99,14 +99,14 @@ def _made_first(command: Command, resolved: Resolved, how: How) -> Outcome | Non
     launch = read_launch_environment()
     if folder is None or Path(folder) != made or made.is_dir() or (launch and launch.rank):
         return None
-    _check_first(command, resolved, how, coming=made)
+    _check_before_torch(command, resolved, how, coming=made)
     print(f"{made} does not exist yet; it is trained first.", flush=True)
     alone = How(max_restarts=how.max_restarts, dry_run=how.dry_run, is_local=True)
     done = run_recipe(Command.TRAIN, first, alone)
     return done if done.exit_code != 0 or how.dry_run else None
 
 
-def _check_first(
+def _check_before_torch(
     command: Command, resolved: Resolved, how: How, coming: Path | None = None
 ) -> LaunchEnvironment | None:
     """Check everything that needs no torch; return the launcher that started this process."""
@@ -127,7 +127,7 @@ def _check_first(
 
 def run_recipe(command: Command, resolved: Resolved, how: How) -> Outcome:
     """Run a recipe on local ranks, or as one rank if a launcher started this process."""
-    launch = _check_first(command, resolved, how)
+    launch = _check_before_torch(command, resolved, how)
     from fullshard.launch.exit_codes import PREEMPTIONS, handled, raise_stopped
 
     numbers = () if launch or how.dry_run else PREEMPTIONS

@@ -472,7 +472,7 @@ class _EarlyNorms(GradientNorms):
         self._mesh = mesh
 
     def begin_clipping(self, limit: Any) -> None:
-        self.meet("a clipping of early shards")  # creates the transport
+        self.compare("a clipping of early shards")  # creates the transport
         super().begin_clipping(limit)
 
     def all_reduce(self, *args: Any, **kwargs: Any) -> torch.Tensor:

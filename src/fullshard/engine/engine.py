@@ -39,7 +39,7 @@ from fullshard.engine._torch_compat import (
     unless_compiling,
 )
 from fullshard.engine.attributes import ModuleTensors, own_modules, tensors_in
-from fullshard.engine.gradients import Gradients, follow_freezing
+from fullshard.engine.gradients import Gradients
 from fullshard.engine.guard import refuse_gradients
 from fullshard.engine.model_spec import places_of
 from fullshard.engine.norms import Count, GradientNorms, from_host
@@ -83,7 +83,7 @@ class Engine:
         masters: Allocates the shards, and reads initial values.
     """
 
-    _looked = -1  # step of the last comparison of replicas
+    _compared_at = -1  # step of the last comparison of replicas
     _most_spilled = 0  # bytes
 
     def __init__(
@@ -132,9 +132,9 @@ class Engine:
         self.rings = self._bind({})
         self.handles: list[Any] = []  # of hooks, removed when the model is sharded again
         self.index_of: dict[int, int] = {}  # units by their module's id
-        self.part = 0  # id of the module through which the root unit was entered
-        # By unit: units around it that own a weight inside it, and those that a call of it entered.
-        self.owners: dict[int, list[int]] = {}
+        self.entered_part = 0  # id of the module through which the root unit was entered
+        # By unit: units around it with a weight tied inside it, and those that each call entered.
+        self.around: dict[int, list[int]] = {}
         self.entered: dict[int, list[list[int]]] = {}
         self._hook(model)
         self._root = weakref.ref(model)
@@ -221,7 +221,7 @@ class Engine:
             around = [self.units[at] for at in sorted(ancestors_of(self.plan.units, unit.plan))]
             tied = [u.index for u in around if any(id(swap.module) in inside for swap in u.swaps)]
             if tied:
-                self.owners[unit.index], self.entered[unit.index] = tied, []
+                self.around[unit.index], self.entered[unit.index] = tied, []
         for part in own_modules(model, others)[1:]:
             first = part.register_forward_pre_hook(
                 unless_compiling(self._enter_part), prepend=True, with_kwargs=True
@@ -262,13 +262,13 @@ class Engine:
         if self.units[0].swapped:
             self.runtime.follow_writes()
             return None
-        self.part = id(module)
+        self.entered_part = id(module)
         return self._pre_forward(0, module, args, kwargs)
 
     def _leave_part(self, module: nn.Module, args: Any, output: Any) -> Any:  # noqa: ARG002 torch's
-        if self.part != id(module):
+        if self.entered_part != id(module):
             return None
-        self.part = 0
+        self.entered_part = 0
         return None if self.unsharded else self.runtime.leave(0, output)
 
     def _pre_forward(self, index: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -291,7 +291,7 @@ class Engine:
                 self.norms.counts[Count.FORWARDS] += self.gradients.sync is Sync.ALL
             if not self.runtime.agreed:
                 convert_reentrant(root)  # checkpointing may have been enabled since fs.shard
-        for number, at in enumerate(_to_enter(self, index) if index in self.owners else (index,)):
+        for number, at in enumerate(_to_enter(self, index) if index in self.around else (index,)):
             self.runtime.enter(at, is_outermost=is_outermost and not number)
         if is_outermost and self.config.param_dtype is not None:
             dtype = torch_dtype(self.config.param_dtype)
@@ -303,15 +303,15 @@ class Engine:
         if self.unsharded:
             return None
         output = self.runtime.leave(index, output)
-        for owner in reversed(self.entered[index].pop() if self.entered.get(index) else []):
-            output = self.runtime.leave(owner, output)
+        for around in reversed(self.entered[index].pop() if self.entered.get(index) else []):
+            output = self.runtime.leave(around, output)
         if index == 0 and self.config.output_dtype is not None:
             return cast_tensors(output, torch_dtype(self.config.output_dtype))
         return output
 
     def _watch(self, index: int, module: nn.Module, _args: Any, output: Any) -> None:
-        if self.home.num_writes != self.runtime.num_writes and graph_task_id() == -1:
-            _check_fresh(self.units[index], module, self.runtime.num_writes)
+        if self.home.num_writes != self.runtime.num_followed and graph_task_id() == -1:
+            _check_fresh(self.units[index], module, self.runtime.num_followed)
         if torch.is_grad_enabled() and not self.unsharded:
             tensors = (output,) if type(output) is torch.Tensor else tensors_in(output)
             self.runtime.watch(index, tensors)
@@ -343,8 +343,8 @@ class Engine:
         self._inventory.check(alive(self._root, "forward"))
         if not torch.is_grad_enabled():
             return  # one replica may evaluate alone, so no collective here
-        if self.runtime.step % STEPS == 1 and self.runtime.step != self._looked:
-            self._looked = self.runtime.step
+        if self.runtime.step % STEPS == 1 and self.runtime.step != self._compared_at:
+            self._compared_at = self.runtime.step
             check_replicas(self.units, self.norms)
         if self.runtime.observed.done and not self.runtime.agreed:
             # slots created now may outlive the block, or a transformation of torch.func
@@ -353,7 +353,7 @@ class Engine:
 
     def _check_params(self, group: Group) -> None:
         """Check one group's shards; `requires_grad` may have been turned off. Outside the guard."""
-        follow_freezing(group)
+        group.follow_freezing()
         for member, address in zip(group.members, group.addresses, strict=True):
             param = member.param
             if address_of(param) != address or param.dtype is not group.master.dtype:
@@ -503,10 +503,10 @@ def _agree_on_frozen(runtime: Runtime) -> None:
     if not waits or is_apart:  # replicas may differ in deferred backwards
         return
     phase = norms.transport.phase
-    following, bits = phase.following, from_host([*waits.values()], norms.device)
+    pending, bits = phase.next, from_host([*waits.values()], norms.device)
     with outside_modes():
         bits = norms.all_reduce(bits, "frozen units in backward", maximum=True)
-    phase.following = following
+    phase.next = pending
     entered = (unit for unit, bit in zip(waits, bits.tolist(), strict=True) if bit)
     order = scheduler.order
     scheduler.follow(replace(order, backward=(*order.backward, *entered)))
@@ -519,7 +519,7 @@ def _gather_whole(weak: weakref.ref[Member], local: torch.Tensor) -> torch.Tenso
 
 def _to_enter(engine: Engine, index: int) -> list[int]:
     """A unit, after the units around it that are not open and own weights inside it."""
-    closed = [at for at in engine.owners[index] if not engine.units[at].swapped]
+    closed = [at for at in engine.around[index] if not engine.units[at].swapped]
     engine.entered[index].append(closed)
     return [*closed, index]
 
@@ -549,9 +549,9 @@ def _check_fresh(unit: Unit, module: nn.Module, num_followed: int) -> None:
 
 def _is_root(engine: Engine, index: int, module: nn.Module) -> bool:
     """Whether the model itself is called, and not inside a part of the root unit."""
-    if index == 0 and engine.part not in (0, id(module)):
-        close_interrupted(engine, engine.part)
-    return index == 0 and not engine.part
+    if index == 0 and engine.entered_part not in (0, id(module)):
+        close_interrupted(engine, engine.entered_part)
+    return index == 0 and not engine.entered_part
 
 
 def close_interrupted(engine: Engine, part: int = 0) -> None:
@@ -565,14 +565,14 @@ def close_interrupted(engine: Engine, part: int = 0) -> None:
     """
     if not engine.runtime.stack or graph_task_id() != -1:
         return
-    modules = {part} if part else {*engine.index_of, engine.part}
+    modules = {part} if part else {*engine.index_of, engine.entered_part}
     for top in sys._current_frames().values():  # another thread may run it
         frame: Any = top
         while frame is not None:
             if frame.f_code is _CALL and id(frame.f_locals.get("self")) in modules:
                 return
             frame = frame.f_back
-    engine.part = 0
+    engine.entered_part = 0
     engine.runtime.close_interrupted()
 
 

@@ -48,10 +48,10 @@ from fullshard.engine._torch_compat import (
     storage_use_count,
 )
 from fullshard.engine.homes import DeviceHomes
-from fullshard.engine.norms import Count, GradientNorms, from_host, local_powers, sample
+from fullshard.engine.norms import Count, GradientNorms, from_host, local_powers, replicas_hash
 from fullshard.engine.parameter import PendingGradient, ShardedGradient
 from fullshard.engine.unit import Collects, Group, Member, Unit, alive, is_reached
-from fullshard.errors import EngineError, UnsupportedModelError
+from fullshard.errors import UnsupportedModelError
 from fullshard.planner.events import Sync
 from fullshard.planner.mesh import Mesh
 from fullshard.planner.units import DtypeContract
@@ -73,10 +73,9 @@ class GradientShard:
         shown: (part_numel,), master dtype, viewed by `p.grad`; the sums themselves if they have
             that dtype.
         partial: (part_numel,), accumulate dtype: summed over shards, not yet over replicas.
-        kept: Whether each `p.grad` was there before, so that the next sum is added; () if none was.
+        earlier: Which `p.grad` have an earlier gradient, to which the next sum is added; (): none.
         memory: Storage of `shown`.
-        holders: Reference counts of the memory and of each gradient when only the engine refers to
-            them.
+        references: Reference counts of the memory and of each gradient without the user's.
         disk: File with the sums; None: they are in memory.
         bounds: Where each parameter's gradient is.
         squares: (1,) each: squared norms of gradients that have just been written to disk.
@@ -90,9 +89,9 @@ class GradientShard:
         if dtypes.master is not dtypes.accumulate:
             self.shown = homes.gradients.zeros(numel, torch_dtype(dtypes.master))
         self.partial: torch.Tensor | None = None
-        self.kept: Sequence[bool] = ()
+        self.earlier: Sequence[bool] = ()
         self.memory = self.shown.untyped_storage()
-        self.holders: list[int] = []
+        self.references: list[int] = []
         self.is_offloaded = homes.offloads_gradients
         self.disk = homes.gradients.disk
         self.bounds: list[slice] = []
@@ -115,7 +114,7 @@ class GradientShard:
         Args:
             total: (part_numel,), accumulate dtype, divided; `sums` or another buffer.
         """
-        if self.kept:
+        if self.earlier:
             self._take_writes()
             self.sums.add_(total)
         elif total is not self.sums:
@@ -129,13 +128,13 @@ class GradientShard:
             total: (part_numel,), accumulate dtype, divided, on the device.
             room: (part_numel,), on the device, if the sum is added to gradients in memory.
         """
-        if self.kept:
+        if self.earlier:
             self._take_writes()
         if self.disk is None:
             for before in room:  # one at most
                 total.add_(before.copy_(self.sums, non_blocking=True))
             self.sums.copy_(total, non_blocking=True)
-        elif self.kept:
+        elif self.earlier:
             self.disk.change(self.sums, lambda x, more: x.add_(more.to(x)), total)
         else:
             self.disk.change(self.sums, torch.Tensor.copy_, total, reads=False)
@@ -206,9 +205,9 @@ class Gradients:
         self.hook: Hook | None = None  # the user's hook, which reduces instead
         self._on_spill = on_spill
         self._slots: dict[tuple[str, int], Unit] = {}  # gradient slots in use
-        self._shown: Shown | None = None
+        self._trained: TrainedGradients | None = None
         self._has_added = False  # adds to earlier gradients, in a running backward
-        # Whether a shard has new memory since `_shown`, whose references `num_holders` counts.
+        # Whether a shard has new memory since `_trained`, whose references it counted.
         self._has_new_memory = False
         self._theirs: list[tuple[Member, Any]] = []  # the user's tensors in `p.grad`
         self._landing: list[Iterator[None]] = []  # sums that are not yet in their shards
@@ -216,7 +215,7 @@ class Gradients:
         # Queues a copy to the host at the first `next`; its buffers are free after the last one.
         self.to_host = _at_once
         self.await_host: Callable[[], None] = lambda: None
-        self.leave: Callable[..., None] = home.leave  # unless a live graph reads weights
+        self.finish_reading: Callable[..., None] = home.finish_reading
         self.peak_deferred_bytes = 0
 
     @contextmanager
@@ -250,7 +249,7 @@ class Gradients:
         self.expects_any = len(nothing) < len(units)
         self.norms.task = graph_task_id() if self.expects_any else -2
         kind = _KINDS[self.synced] if self.expects_any else " without parameters"
-        self.transport.phase.following = f"a backward{kind}"
+        self.transport.phase.next = f"a backward{kind}"
         return nothing
 
     def collect(self, unit: Unit, member: Member) -> bool:
@@ -372,18 +371,19 @@ class Gradients:
         """
         with no_guard():
             grads = [member.param.grad for member in group.members]
-            if all(map(is_, grads, repeat(None))) and num_holders(group) == group.reduced.holders:
-                group.reduced.kept = ()  # the common case
+            is_empty = all(map(is_, grads, repeat(None)))  # the common case
+            if is_empty and reference_counts(group) == group.reduced.references:
+                group.reduced.earlier = ()
                 return False
             shown = list(map(_before, grads))
             ours = list(map(_is_same, shown, group.views))
             found = zip(group.members, shown, ours, strict=True)
             self._theirs += [(m, g) for m, g, is_ours in found if g is not None and not is_ours]
-            if _is_kept(group, ours):
+            if _is_referenced(group, ours):
                 group.show_in(group.reduced.anew())
                 self._has_new_memory = True
-            group.reduced.kept = ours if any(ours) else ()
-            if group.reduced.kept:
+            group.reduced.earlier = ours if any(ours) else ()
+            if group.reduced.earlier:
                 if self.norms.disk is not None and not all(map(is_, shown, group.views)):
                     self.norms.disk.drain()
                 for gradient, grad, is_ours in zip(group.views, shown, ours, strict=True):
@@ -391,7 +391,7 @@ class Gradients:
                         gradient.zero_()
                     elif grad is not gradient:  # still in the former memory
                         gradient.copy_(grad)
-        return bool(group.reduced.kept)
+        return bool(group.reduced.earlier)
 
     def _start_to_land(
         self, unit: Unit, grads: GradientShard, total: torch.Tensor, *, waits: bool
@@ -418,7 +418,7 @@ class Gradients:
         if not grads.is_offloaded:
             grads.take(total)
         else:
-            adds = grads.kept and grads.disk is None  # else they are added on disk
+            adds = grads.earlier and grads.disk is None  # else they are added on disk
             room = [scratch.take(total, total.numel())] if adds else []
             self._on_host.append(grads)
             yield from self.to_host(partial(grads.take_to_host, total, *room))
@@ -453,41 +453,42 @@ class Gradients:
         """Agree on the touched parameters, set `p.grad`, and cache norms."""
         self._finish_landing()
         self.norms.task = -2
-        if self._shown is None or self._has_new_memory:
-            self._shown, self._has_new_memory = Shown.of(units), False
-        members = self._shown.members
+        if self._trained is None or self._has_new_memory:
+            self._trained, self._has_new_memory = TrainedGradients.of(units), False
+        members = self._trained.members
         if not members:
             return
         bits = [member.touched for member in members]
-        squares = self.norms.local_squares(self._shown.plain, self._shown.records, units)
+        squares = self.norms.local_squares(self._trained.plain, self._trained.records, units)
         vector = torch.cat([from_host(bits, squares.device), squares])
         counts = self.norms.counts
         self.norms.read_earlier()
         if self.norms.streams is None:
-            counts[Count.WEIGHTS] = sample(units, self.transport.axes.mesh, counts[Count.STEPS])
+            mesh = self.transport.axes.mesh
+            counts[Count.WEIGHTS] = replicas_hash(units, mesh, counts[Count.STEPS])
         vector = self.norms.all_reduce(vector, "backward", counts, excused=self._is_excused)
         touched, squares = vector.chunk(2)
         squares = squares.clone()
         # the common case: this rank touched all, so some rank touched each
-        shown = self._shown.show(None if all(bits) else touched.tolist())
+        shown = self._trained.show(None if all(bits) else touched.tolist())
         if self._theirs:
             self._add_to_theirs()
         self.norms.waits = self._has_added = False
-        self.leave(settled=True)
-        self.norms.keep(squares, shown, self._shown.memory)
-        if any(self._shown.hooks):
-            for member, hooks in zip(members, self._shown.hooks, strict=True):
+        self.finish_reading(settled=True)
+        self.norms.keep(squares, shown, self._trained.memory)
+        if any(self._trained.hooks):
+            for member, hooks in zip(members, self._trained.hooks, strict=True):
                 for hook in tuple(hooks.values()) if id(member.grad) in shown else ():
                     hook(member.param)
 
     def _is_excused(self, wrong: str) -> bool:
         """Whether no rank dropped a gradient that one with elements of it kept. A collective."""
-        if wrong != Count.ADDED or self._shown is None:
+        if wrong != Count.ADDED or self._trained is None:
             return False
         self.norms.counts[Count.ADDED] = 0  # equal again
         found: list[float] = []
-        for group in {id(m.group): m.group for m in self._shown.members}.values():
-            kept = group.reduced.kept or [False] * len(group.members)
+        for group in {id(m.group): m.group for m in self._trained.members}.values():
+            kept = group.reduced.earlier or [False] * len(group.members)
             for member, is_kept in zip(group.members, kept, strict=True):
                 found += [is_kept and member.piece.numel > 0, not is_kept]
         counts = torch.tensor(found, dtype=torch.float64)
@@ -576,9 +577,9 @@ def _is_same(shown: Any, ours: Any) -> bool:
     return shown is ours or (shown is not None and shown.is_set_to(ours))
 
 
-def _is_kept(group: Group, ours: Sequence[bool]) -> bool:
+def _is_referenced(group: Group, ours: Sequence[bool]) -> bool:
     """Whether the user keeps earlier gradients that the next reduction would overwrite."""
-    known, now = group.reduced.holders, num_holders(group)
+    known, now = group.reduced.references, reference_counts(group)
     if not known or now == known:
         return False
     dropped = [not is_ours for is_ours in ours]
@@ -601,13 +602,13 @@ def _drop(weak: weakref.ref[Member], *, stays: bool = False) -> None:
 # ---- the gradients of a step
 
 
-def num_holders(group: Group) -> list[int]:
+def reference_counts(group: Group) -> list[int]:
     """Reference counts of the memory of a group's gradients, and of each gradient."""
     return [storage_use_count(group.reduced.memory._cdata), *map(sys.getrefcount, group.views)]
 
 
 @dataclass(frozen=True)
-class Shown:
+class TrainedGradients:
     """Trained parameters with their gradients and records, collected once.
 
     Attributes:
@@ -624,7 +625,7 @@ class Shown:
     hooks: list[Any]
 
     @classmethod
-    def of(cls, units: Sequence[Unit]) -> Shown:
+    def of(cls, units: Sequence[Unit]) -> TrainedGradients:
         """Collect them from all units."""
         members = [member for unit in units for member in unit.trained_members]
         grads = [member.grad for member in members if member.grad is not None]
@@ -637,7 +638,7 @@ class Shown:
         memory = [(mesh, flat) for mesh, flat in memory if not flat.is_inference()]  # no version
         shown = cls(members, grads, by_id, plain, memory, records, hooks)
         for group in groups:
-            group.reduced.holders = group.reduced.holders or num_holders(group)
+            group.reduced.references = group.reduced.references or reference_counts(group)
         return shown
 
     def show(self, touched: Sequence[float] | None) -> dict[int, Any]:
@@ -651,24 +652,3 @@ class Shown:
                 elif touched[at] > 0 or member.param.grad is not None:
                     member.param.grad = shown[id(grad)] = grad
         return shown
-
-
-def follow_freezing(group: Group) -> None:
-    """Copy `requires_grad` from shards to compute parameters. Outside the guard.
-
-    Raises:
-        EngineError: A parameter that was frozen when it was sharded is now trained.
-    """
-    if group.is_trained_as_before():
-        return
-    for member in group.members:
-        wanted = member.param.requires_grad
-        if member.compute.requires_grad is not wanted:
-            if wanted and not group.plan.trainable:
-                raise EngineError(
-                    f"{member.piece.name}: expected requires_grad=False as when it was sharded; "
-                    "its unit has no gradient memory for it. Set requires_grad before fs.shard."
-                )
-            torch.Tensor.requires_grad_(member.compute, wanted)
-            member.param.record.norms.counts[Count.FREEZINGS] += 1
-    group.trained = [member.param.requires_grad for member in group.members]

@@ -35,6 +35,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,7 +46,7 @@ from fullshard.errors import EngineError
 from fullshard.planner.layout import clean_name
 from fullshard.planner.mesh import Mesh
 from fullshard.transport import streams
-from fullshard.transport.base import Transport
+from fullshard.transport.base import Axes, Transport
 
 if TYPE_CHECKING:
     from fullshard.engine.record import ShardRecord
@@ -58,11 +59,11 @@ _FINITE = {"isnan": False, "isinf": False, "isfinite": True}  # their results fo
 _SQUARED = {"square": (), "pow": (2,), "__pow__": (2,)}  # with these further arguments
 # Answers a reduction of a function of a gradient without communication, if cached norms can.
 Known = Callable[[str], torch.Tensor | None]
-TOLD_BY_SQUARES = {*_FINITE, *_SQUARED}  # functions of a gradient
+TOLD_BY_NORMS = {*_FINITE, *_SQUARED}  # functions of a gradient
 
 
-def _told(record: ShardRecord, name: str, squares: torch.Tensor, asked: str) -> torch.Tensor | None:
-    """Sum, mean, any or all of a function of a gradient; None if norms do not determine it."""
+def _from_norm(record: Any, name: str, squares: torch.Tensor, asked: str) -> torch.Tensor | None:
+    """Sum, mean, any or all of a function of a gradient; None if its norm does not tell."""
     square = squares[record.index]
     if name in _SQUARED:
         return {"sum": square, "mean": square / math.prod(record.shape)}.get(asked)
@@ -99,11 +100,20 @@ class Count(StrEnum):
 
 
 class GradientNorms:
-    """Squared 2-norms of the model's gradients, by parameter index.
+    """The squared 2-norms of a model's gradients, by parameter index, and what its ranks compare.
 
     Args:
         transport: Sums over ranks.
         device: Device of collectives.
+
+    Attributes:
+        counts: Counts so far. See [Note: counts of ranks].
+        wrote: Parameters that this rank wrote since ranks compared it.
+        copied: Parameters whose averages it wrote before it copied or gathered them.
+        edited: Parameters whose gradients it wrote.
+        disk: The files with state of the model; None: its state is in memory.
+        waits: Whether gradients that `no_sync` deferred wait for a reduction.
+        task: Id of the running backward, which will set gradients; -2: none.
     """
 
     def __init__(self, transport: Transport, device: torch.device) -> None:
@@ -111,12 +121,12 @@ class GradientNorms:
         self.device = device
         self.streams = streams.of(device)  # None: the host reads tensors without waiting
         self.counts: Counter[str] = Counter(dict.fromkeys(Count, 0))
-        self.wrote: Written = {}  # parameters that this rank wrote
-        self.copied: Written = {}  # those whose averages it wrote before a copy or a gather
-        self.edited: Written = {}  # those whose gradients it wrote
-        self.disk: Disk | None = None  # has state of the model
-        self.waits = False  # there are unreduced gradients of no_sync
-        self.task = -2  # the backward that will set gradients
+        self.wrote: Written = {}
+        self.copied: Written = {}
+        self.edited: Written = {}
+        self.disk: Disk | None = None
+        self.waits = False
+        self.task = -2
         self._arriving: list[tuple[Any, ...]] = []  # see `read`
         self._squares: torch.Tensor | None = None
         self._shown: dict[int, Any] = {}  # ids of the cached gradients
@@ -138,7 +148,7 @@ class GradientNorms:
         self._squares, self._shown, self._memory = squares, shown, memory
         self._versions = [flat._version for _, flat in memory]
 
-    def _known(self) -> torch.Tensor | None:
+    def _valid_squares(self) -> torch.Tensor | None:
         """The cached squares, unless a gradient was written through `to_local()`."""
         if self._squares is not None and [f._version for _, f in self._memory] != self._versions:
             self.mark_changed()
@@ -177,15 +187,15 @@ class GradientNorms:
             name: Name of the function.
             others: Further arguments of the function.
         """
-        squares = self._known()
+        squares = self._valid_squares()
         if squares is None or not self.knows(gradient):
             return None
         is_number = not any(isinstance(other, torch.Tensor) for other in others)
         if not is_number or tuple(others) != _SQUARED.get(name, ()):
             return None
-        return partial(_told, gradient.record, name, squares)
+        return partial(_from_norm, gradient.record, name, squares)
 
-    def meet(self, asked: str, said: Mapping[str, int] | None = None) -> None:
+    def compare(self, asked: str, said: Mapping[str, int] | None = None) -> None:
         """Check that all ranks request the same quantity here, with these counts. A collective."""
         self.all_reduce(torch.zeros(1, device=self.device), asked, said)
 
@@ -217,7 +227,7 @@ class GradientNorms:
         self.counts[Count.SETTINGS] += hash_of(limit)
         if self.streams is not None:
             return
-        wrote, sizes = [float(self._known() is None)], [1]
+        wrote, sizes = [float(self._valid_squares() is None)], [1]
         both = zip(self._memory, self._versions, strict=True)
         written = {mesh for (mesh, flat), version in both if flat._version != version}
         for mesh in dict(self._memory):  # that of experts may have no replicas
@@ -306,47 +316,29 @@ class GradientNorms:
             EngineError: Ranks request different quantities, or their counts differ. On a GPU, the
                 end of the next backward raises it.
         """
+        axes = self.transport.axes
         said = {"": zlib.crc32(f"{asked} {len(values)}".encode()), **(said or {})}
-        numbers = [float(number % MOST) for number in said.values()]
-        pairs = [(x, -x) if maximum else (x, x * x) for x in numbers]
-        if Count.REPLICAS in said and self.transport.name != "fake":  # within a replica
-            at = list(said).index(Count.STATES)
-            pairs[at] = (numbers[at], 0)
-            axes = self.transport.axes
-            replica, part, mesh = axes.replicate_index, axes.shard_index, axes.mesh
-            within = (Count.REPLICAS, replica, part, mesh.shard)
-            for count, which, at, size in within, (Count.WEIGHTS, part, replica, mesh.replicate):
-                weight = (1 + which) * (-1 if at else size - 1)
-                pairs[list(said).index(count)] = (weight * said[count], 0)
-        for what, written in zip(_WRITTEN, (self.wrote, self.copied, self.edited), strict=True):
-            if what in said:
-                parts: dict[int, set[int]] = {}  # by the number of ranks with the same elements
-                for record in written.values():
-                    parts.setdefault(record.copies, set()).update(at for at, *_ in record.holders)
-                mesh = self.transport.axes.mesh
-                wrote = any(n * len(at) == mesh.world_size for n, at in parts.items())
-                said[what] = wrote
-                pairs[list(said).index(what)] = (float(wrote), float(not parts))
-                if wrote or what != Count.SOURCES:  # tensors are gathered one by one
+        numbers = {count: float(number % MOST) for count, number in said.items()}
+        pairs = {count: (x, -x if maximum else x * x) for count, x in numbers.items()}
+        if Count.REPLICAS in said and self.transport.name != "fake":
+            pairs |= {Count.STATES: (numbers[Count.STATES], 0.0), **_pairs_of_replicas(said, axes)}
+        for count, written in zip(_WRITTEN, (self.wrote, self.copied, self.edited), strict=True):
+            if count in said:
+                pairs[count] = _pair_of_writes(written, axes.mesh.world_size)
+                said[count] = wrote = bool(pairs[count][0])
+                if wrote or count != Count.SOURCES:  # tensors are gathered one by one
                     written.clear()
         if Count.GROUPS in said:
             self.counts[Count.LISTED] = self.counts[Count.GROUPS] = 0
-        head = from_host([1.0, *(x for pair in pairs for x in pair)], values.device)
+        head = from_host([1.0, *chain.from_iterable(pairs.values())], values.device)
         vector = torch.cat([head, values.double()])
-        self.transport.phase.following = f"a sum ({asked})"
+        self.transport.phase.next = f"a sum ({asked})"
         self.transport.all_reduce(vector, maximum=maximum)
         head, values = vector[: len(head)], vector[len(head) :]
         self.read(head, partial(self._check, asked, said, excused, maximum))
         return values
 
-    def _check(
-        self,
-        asked: str,
-        said: Any,
-        excused: Callable[[str], bool],
-        maximum: Any,
-        head: torch.Tensor,
-    ) -> None:
+    def _check(self, asked: str, said: Any, excused: Any, maximum: Any, head: torch.Tensor) -> None:
         """Raise the error of a count that differs between ranks."""
         differing = _differing(head, said, maximum=maximum)
         for wrong in differing:
@@ -438,7 +430,7 @@ class GradientNorms:
 
         A collective unless the cache knows them (2-norms of unchanged gradients).
         """
-        if order == 2.0 and self._known() is not None and all(map(self.knows, shards)):
+        if order == 2.0 and self._valid_squares() is not None and all(map(self.knows, shards)):
             return self._squares_of(shards)
         powers = local_powers([shard.to_local() for shard in shards], order, self.device)
         if not any(shard.record.is_cut for shard in shards):
@@ -554,6 +546,27 @@ _UNLIKE = {  # errors of hashes that differ between ranks
 }
 
 
+def _pairs_of_replicas(said: Mapping[str, int], axes: Axes) -> dict[str, tuple[float, float]]:
+    """Hashes with weights whose sum is 0 over the ranks that must have equal hashes."""
+    replica, part, mesh = axes.replicate_index, axes.shard_index, axes.mesh
+    weights = {
+        Count.REPLICAS: (1 + replica) * (-1 if part else mesh.shard - 1),
+        Count.WEIGHTS: (1 + part) * (-1 if replica else mesh.replicate - 1),
+    }
+    return {count: (weight * said[count], 0.0) for count, weight in weights.items()}
+
+
+def _pair_of_writes(written: Written, world_size: int) -> tuple[float, float]:
+    """Whether this rank wrote a parameter of which all ranks have elements; whether it wrote none.
+
+    The ranks with elements of some parameters are those with their parts, times their copies.
+    """
+    parts: dict[int, set[int]] = {}  # by the number of copies
+    for record in written.values():
+        parts.setdefault(record.copies, set()).update(part for part, *_ in record.holders)
+    return float(any(n * len(at) == world_size for n, at in parts.items())), float(not parts)
+
+
 def hash_of(settings: Any) -> int:
     """A hash of the numbers in settings, to six digits, without tensors of a device."""
     return zlib.crc32(" ".join([f"{number:.6g}" for number in _numbers_in(settings)]).encode())
@@ -582,8 +595,8 @@ def from_host(
     return held.to(device, non_blocking=True)
 
 
-def sample(units: Sequence[Unit], mesh: Mesh, step: int) -> int:
-    """A hash of a piece of each group that has replicas on a mesh; other pieces at each step."""
+def replicas_hash(units: Sequence[Unit], mesh: Mesh, step: int) -> int:
+    """A hash of a piece of each group that a mesh replicates; another piece at each step."""
     copied = [unit for unit in units if unit.plan.mesh == mesh and mesh.replicate > 1]
     total = 0
     for master in (group.master for unit in copied for group in unit.trained_groups):

@@ -286,7 +286,7 @@ class OwnedOptimizer(Optimizer):
         if (error := self._outcome(self._check_edits)) is not None:
             raise error
         code = zlib.crc32(bytes(o.param.grad is not None for o in self._owned.values()))
-        engine.norms.meet("fs.owned", {Count.OWNED: code})
+        engine.norms.compare("fs.owned", {Count.OWNED: code})
 
     def _outcome(self, act: Callable[[], None]) -> Exception | None:
         """Raise any rank's error, or return this rank's if the host may not wait for a device."""

@@ -36,7 +36,7 @@ from fullshard.engine.guard import (
     written_by,
 )
 from fullshard.engine.norms import (
-    TOLD_BY_SQUARES,
+    TOLD_BY_NORMS,
     GradientNorms,
     Known,
     by_model,
@@ -80,7 +80,7 @@ class Guarded:
                 if rule is Rule.REFUSED:
                     # it may write any of them, or return a view of one; mostly, it reads
                     _note_writes(shards, counts=False)
-                return _call_on_whole(func, name, (args, kwargs), shards[0], rule)
+                return _call_uncut(func, name, (args, kwargs), shards[0], rule)
         if rule is Rule.REFUSED:
             raise refusal(name, like)
         return _SPECIAL[rule](func, name, like, args, kwargs)
@@ -102,9 +102,9 @@ class Guarded:
         if self.record.is_cut or self.record.cut is not None:
             _note_sources(self.record.norms, [self])
             whole = self.record.gather(self.to_local().reshape(-1)).view(self.record.shape_of(self))
-            return _number(whole, self, "full_tensor")
+            return _without_gradient(whole, self, "full_tensor")
         copy: Any = lambda x: x.clone().reshape(self.record.shape_of(self))  # noqa: E731
-        return _call_on_whole(copy, "full_tensor", ((self,), {}), self, Rule.NUMBER)
+        return _call_uncut(copy, "full_tensor", ((self,), {}), self, Rule.NUMBER)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         if not hasattr(self, "record"):
@@ -284,15 +284,15 @@ def _shards(values: Any) -> Iterator[Any]:
             yield from _shards(value)
 
 
-def _call_on_whole(func: Any, name: str, arguments: Any, like: Any, rule: Rule) -> Any:
-    """Call any function on unsharded parameters; the results are plain tensors."""
+def _call_uncut(func: Any, name: str, arguments: Any, like: Any, rule: Rule) -> Any:
+    """Call any function on shards of which no rank stores a part alone; the results are plain."""
     called = "__setitem__" if func is torch.Tensor.__setitem__ else name
     if _writes_a_graph(called, *arguments):
         return _differentiable(func, name, *arguments)
     with no_guard():
         result = func(*arguments[0], **arguments[1])
     parts = result if isinstance(result, _LISTS) else (result,)  # split, unbind
-    if not any(map(_takes_part, parts)):
+    if not any(map(_needs_gradient, parts)):
         return result
     change: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach  # a view under no_grad
     if torch.is_grad_enabled():
@@ -301,8 +301,8 @@ def _call_on_whole(func: Any, name: str, arguments: Any, like: Any, rule: Rule) 
         except ShardedTensorError:
             if rule is Rule.REFUSED:
                 raise
-            change = partial(_number, like=like, name=name)
-    parts = [change(part) if _takes_part(part) else part for part in parts]
+            change = partial(_without_gradient, like=like, name=name)
+    parts = [change(part) if _needs_gradient(part) else part for part in parts]
     return type(result)(parts) if isinstance(result, _LISTS) else parts[0]
 
 
@@ -320,7 +320,8 @@ def _writes_a_graph(name: str, args: Any, kwargs: dict[str, Any]) -> bool:
     return any(isinstance(x, ShardedParameter) and x.requires_grad for x in shards)
 
 
-def _takes_part(result: Any) -> bool:
+def _needs_gradient(result: Any) -> bool:
+    """Whether a result is a plain tensor with a graph, whose gradient would reach the shards."""
     is_plain = isinstance(result, torch.Tensor) and not isinstance(result, Guarded)
     return is_plain and result.requires_grad
 
@@ -348,12 +349,8 @@ _CLIPS = ("_foreach_mul_", "_foreach_clamp_")  # called by torch's clipping
 
 def _elementwise(func: Any, name: str, like: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Call an elementwise function; the results are shards."""
-    if (
-        name == "zeros_like"
-        and like.record.states is not None
-        and isinstance(like, ShardedParameter)
-    ):
-        # functions by which optimizers create states
+    makes_state = name == "zeros_like" and isinstance(like, ShardedParameter)  # by an optimizer
+    if makes_state and like.record.states is not None:
         return like.as_state(like.new_state(kwargs.get("dtype") or like.dtype))
     operands = (*args, *kwargs.values()) if kwargs else args
     _refuse_other_ranges(name, like, operands)
@@ -368,17 +365,17 @@ def _elementwise(func: Any, name: str, like: Any, args: Any, kwargs: dict[str, A
             call_outside_compile(written[0].record.norms.begin_clipping, (args[1:], kwargs))
         _note_writes(written, counts=not clips and name != _UNSCALES)  # ranks compare these calls
     result = _call_plain(func, name, like, (args, kwargs), written)
-    if _takes_part(result) and not like.record.is_cut and not written:
+    if _needs_gradient(result) and not like.record.is_cut and not written:
         try:
             return _differentiable(func, name, args, kwargs)
         except ShardedTensorError:
-            result = _number(result, like, name)  # a copy may be kept
+            result = _without_gradient(result, like, name)  # a copy may be kept
     if isinstance(result, _LISTS):
         lists = (x for x in operands if isinstance(x, _LISTS))
         sources = next((x for x in lists if _find_shard(x) is not None), None)
         return _as_shards(result, sources, like, name)
     result = _as_shard(result, like, name)
-    is_told = name in TOLD_BY_SQUARES and isinstance(result, ShardedGradient)
+    is_told = name in TOLD_BY_NORMS and isinstance(result, ShardedGradient)
     if is_told and type(like) is ShardedGradient and not (written or kwargs):
         result.known = like.record.norms.known_of(like, name, args[1:])
     return result
@@ -522,7 +519,7 @@ def _replace(func: Any, _name: str, _like: Any, args: Any, _kwargs: dict[str, An
         if data.is_set_to(gradient):  # p.grad.data = p.grad.data.clamp_(...)
             return
     own = gradient.owner
-    if own is not None and storage_use_count(own.memory._cdata) > (*own.holders, math.inf)[0]:
+    if own is not None and storage_use_count(own.memory._cdata) > (*own.references, math.inf)[0]:
         raise ShardedTensorError(
             f"p.grad.data = ... of {gradient.record.describe()}: expected no other tensor that "
             "shares the gradient's memory, which is written in place; got one (p.grad.data, "
@@ -634,7 +631,7 @@ def _norm(_func: Any, name: str, like: Any, args: Any, kwargs: dict[str, Any]) -
     order = norm_order(order)
     found = iter(norms_of([x for x in given if isinstance(x, Guarded)], order))
     norms = [  # a plain tensor is the gradient of a parameter left out of sharding
-        _number(next(found), x, name)
+        _without_gradient(next(found), x, name)
         if isinstance(x, Guarded)
         else torch.linalg.vector_norm(x, order)
         for x in given
@@ -654,11 +651,11 @@ def _reduce(func: Any, name: str, like: Any, args: Any, kwargs: dict[str, Any]) 
     with no_guard():
         dtype = getattr(torch.zeros(2, dtype=like.dtype), name)().dtype  # torch's promotion
     value = like.record.norms.reduce(like, name, correction) if known is None else known
-    return _number(value.to(like.device, dtype), like, name)
+    return _without_gradient(value.to(like.device, dtype), like, name)
 
 
-def _number(value: torch.Tensor, like: Any, name: str) -> torch.Tensor:
-    """A plain tensor for logging; a backward through it raises an error."""
+def _without_gradient(value: torch.Tensor, like: Any, name: str) -> torch.Tensor:
+    """A plain result, for logging or as a whole tensor; a backward through it raises an error."""
     value = value.detach()
     if not (torch.is_grad_enabled() and like.requires_grad and value.is_floating_point()):
         return value

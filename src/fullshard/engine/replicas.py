@@ -43,7 +43,7 @@ def check_equal_start(
     """
     named = ((n, p) for n, p in model.named_parameters() if not isinstance(p, ShardedParameter))
     params = {name: param for name, param in named if not param.is_meta}
-    transport.phase.following = "fs.shard"
+    transport.phase.next = "fs.shard"
     told = str({name: value for name, value in vars(config).items() if name not in _OF_A_RANK})
     numbers = [int(plan.digest()[:15], 16), len(params), _schedule_hash(plan)]
     numbers.append(zlib.crc32(told.encode()))
@@ -112,7 +112,7 @@ def check_replicas(units: Sequence[Unit], norms: GradientNorms) -> None:
     hashes = [torch.stack([bits_hash(g.master) for g in unit.groups]).sum() for unit in copied]
     seats = [mesh.place(transport.rank) % (mesh.shard * mesh.inner) for mesh in meshes]
     num_seats = max(mesh.shard * mesh.inner for mesh in meshes)
-    transport.phase.following = "a comparison of replicas"
+    transport.phase.next = "a comparison of replicas"
     values = torch.stack(hashes).to(copied[0].groups[0].full.device)
 
     def check(bounds: torch.Tensor) -> None:

@@ -230,7 +230,7 @@ DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Held:
+class LocalPart:
     """A rank's part of one tensor.
 
     Attributes:
@@ -275,12 +275,12 @@ class OptimizerState:
     """
 
     kind: str
-    tensors: list[Held] = field(default_factory=list[Held])
+    tensors: list[LocalPart] = field(default_factory=list[LocalPart])
     scalars: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
     groups: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
 
 
-def model_tensors(model: nn.Module) -> list[Held]:
+def model_tensors(model: nn.Module) -> list[LocalPart]:
     """Returns every parameter and persistent buffer, tied ones once.
 
     Raises:
@@ -291,7 +291,7 @@ def model_tensors(model: nn.Module) -> list[Held]:
     if engine.unsharded:
         raise EngineError("saving inside fs.unsharded: expected shards. Save outside of the block.")
     engine.check_params()
-    held: list[Held] = []
+    parts: list[LocalPart] = []
     for member in engine.members:
         piece = member.piece
         if piece.name not in shown:
@@ -302,10 +302,10 @@ def model_tensors(model: nn.Module) -> list[Held]:
             )
         first = 0 if member.cut is None else member.cut.first
         span = (piece.start + (first or 0), piece.stop + (first or 0))
-        local, writes = member.local(member.group.master), _writes(member, engine.rank)
-        cut = member.cut if first is None else None
-        held.append(Held((piece.name,), member.param.record.shape, *span, local, writes, cut=cut))
-    return held + list(_others(model, engine))
+        shape, local = member.param.record.shape, member.local(member.group.master)
+        cut, writes = member.cut if first is None else None, _writes(member, engine.rank)
+        parts.append(LocalPart((piece.name,), shape, *span, local, writes, cut=cut))
+    return parts + list(_others(model, engine))
 
 
 def _writes(member: Member, rank: int) -> bool:
@@ -450,7 +450,7 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
     return memoryview(data)
 
 
-def _others(model: nn.Module, engine: Engine) -> Iterator[Held]:
+def _others(model: nn.Module, engine: Engine) -> Iterator[LocalPart]:
     """Buffers and ignored parameters, whole, saved by the first rank."""
     cut = {name for group in engine.groups for names in group.plan.names for name in names}
     seen: set[int] = set()
@@ -460,11 +460,11 @@ def _others(model: nn.Module, engine: Engine) -> Iterator[Held]:
         seen.add(id(value))
         flat = value.detach().reshape(-1)
         writes = engine.rank == 0
-        yield Held((name,), tuple(value.shape), 0, flat.numel(), flat, writes, whole=True)
+        yield LocalPart((name,), tuple(value.shape), 0, flat.numel(), flat, writes, whole=True)
 
 
 def _sort_in(
-    found: OptimizerState, of: Held, names: tuple[str, str], value: Any, *, whole: bool
+    found: OptimizerState, of: LocalPart, names: tuple[str, str], value: Any, *, whole: bool
 ) -> None:
     """Add one state to the optimizer's saved state.
 
@@ -495,7 +495,7 @@ def _sort_in(
     is_all = count == math.prod(of.shape)
     sliced = flat.numel() == count and (is_shard or not is_all or shape == of.shape)
     if whole:
-        found.tensors.append(Held(names, shape, 0, flat.numel(), flat, of.writes, whole=True))
+        found.tensors.append(LocalPart(names, shape, 0, flat.numel(), flat, of.writes, whole=True))
     elif sliced:
         found.tensors.append(replace(of, names=names, local=flat, whole=False))
     elif of.cut is not None:
@@ -505,7 +505,7 @@ def _sort_in(
             "optimizer beside tensor parallelism."
         )
     else:
-        found.tensors.append(Held(names, shape, of.start, of.stop, flat, opaque=True))
+        found.tensors.append(LocalPart(names, shape, of.start, of.stop, flat, opaque=True))
 
 
 def matching_settings(

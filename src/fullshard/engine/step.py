@@ -72,7 +72,7 @@ from fullshard.engine._torch_compat import (
 )
 from fullshard.engine.attributes import ModuleTensors, Undo, change_tensors, put_back, tensors_in
 from fullshard.engine.computed import Released
-from fullshard.engine.gradients import Gradients, follow_freezing
+from fullshard.engine.gradients import Gradients
 from fullshard.engine.norms import Count
 from fullshard.engine.parameter import Guarded
 from fullshard.engine.unit import Member, Unit, alive, is_reached
@@ -103,7 +103,7 @@ class Use:
         first_node: Number of the first autograd node created in the forward.
         task: Id of the backward that has entered the use; -1 before.
         retained: Whether that backward kept its graph.
-        num_holders: Number of tensors in its slots before it; None if it makes a graph.
+        num_views: Number of tensors in its slots before it; None if it makes a graph.
         hooked: Numbers of the nodes that call `_enter_backward`.
     """
 
@@ -113,7 +113,7 @@ class Use:
     first_node: int = field(default_factory=next_sequence_number)
     task: int = -1
     retained: bool = False
-    num_holders: int | None = None
+    num_views: int | None = None
     hooked: set[int] = field(default_factory=_numbers)
 
 
@@ -174,15 +174,16 @@ class Runtime:
         self._inner = -1  # the backward inside it
         self._recomputed = -1  # the backward in which forward code ran again
         self._generation = 0  # forwards of the whole model so far
-        self.num_writes = 0  # into shards, that were looked at
-        self._replaced: dict[int, Undo] = {}  # kept views of weights, replaced by copies
+        self.num_followed = 0  # writes into shards, of `home.num_writes`, that units have followed
+        self._replaced: dict[int, Undo] = {}  # attributes with copies of weights, by unit
         self._copies: list[tuple[torch.Tensor, int, str]] = []  # copies returned in the last step
-        self._uses: WeakSet[Use] = WeakSet()  # of live graphs; after `agreed` only the outermost
+        # Of live graphs; outermost ones alone once ranks agree on an order, which replaces slots.
+        self._uses: WeakSet[Use] = WeakSet()
         self._retains = False  # the running backward keeps its graph
         # Whether live graphs may share torch.autocast's casts of weights. Gradients come through a
         # cast when all of them are summed, late for the later graph, and were computed from copies.
         self._shares_casts = False
-        gradients.leave = self._leave
+        gradients.finish_reading = self._finish_reading
 
     # ---- forward
 
@@ -210,8 +211,8 @@ class Runtime:
             return
         if is_outermost:
             num_writes = self.gradients.home.num_writes
-            self._begin_step(index, stale=num_writes != self.num_writes)
-            self.num_writes = num_writes
+            self._begin_step(index, stale=num_writes != self.num_followed)
+            self.num_followed = num_writes
         else:
             self.follow_writes()
         use = Use(index, self.stack[-1] if self.stack else None, self._generation)
@@ -228,7 +229,7 @@ class Runtime:
             raise
         self.stack.append(use)
         self._current[index] = use
-        use.num_holders = None if torch.is_grad_enabled() else unit.num_holders()
+        use.num_views = None if torch.is_grad_enabled() else unit.num_views()
         unit.swap_in()
         if not self.observed.done and use.generation == self.observed.generation:
             self.observed.forward.append(index)
@@ -258,12 +259,12 @@ class Runtime:
         if use is None or use not in self.stack:
             return output
         del self.stack[self.stack.index(use) :]
-        looks = use.num_holders is not None or unit.keeps or not self.agreed
+        looks = use.num_views is not None or unit.has_kept_views or not self.agreed
         if looks and unit.gathered:
-            unit.find_views(self.units, use.num_holders)
+            unit.find_views(self.units, use.num_views)
         tensors = chain(tensors, in_attributes)
         training = torch.is_grad_enabled() and self.watch(index, tensors, is_inner=False)
-        if training and not (self.stack and self.agreed):  # a new order takes the slots of each
+        if training and not (self.stack and self.agreed):
             self._uses.add(use)
         try:
             unit.check_writes()
@@ -271,7 +272,7 @@ class Runtime:
             keeps = torch.is_grad_enabled()
             self._run(self.scheduler.leave_forward(index, training=training, keeps=keeps))
             if not training and not self.stack:
-                self._leave(settled=False)
+                self._finish_reading(settled=False)
                 if index == 0 and not torch.is_grad_enabled():
                     self._compare_gathers()
         return output
@@ -285,7 +286,7 @@ class Runtime:
         said: dict[str, int] = {it: norms.counts[it] for it in compared}
         if (mesh := norms.transport.axes.mesh).replicate == 1 and mesh.shard > 1:
             with outside_modes():
-                norms.meet("an evaluation", said)
+                norms.compare("an evaluation", said)
 
     def _copied(self, unit: Unit) -> Callable[[torch.Tensor], torch.Tensor]:
         """Copies tensors that share memory with the unit's weights. See [Note: copied outputs]."""
@@ -367,7 +368,7 @@ class Runtime:
         self.before_step()
         self._see_writes()  # those through `to_local`, too, which a backward would see otherwise
         of = self.units[index].plan.name or "the model"
-        self.gradients.transport.phase.following = f"a forward of {of}"
+        self.gradients.transport.phase.next = f"a forward of {of}"
         self._run(self.scheduler.begin_forward(index, stale=stale))
         if index != 0:
             return
@@ -378,8 +379,8 @@ class Runtime:
     def follow_writes(self) -> None:
         """Gather open units again if a forward wrote into shards: it averages another encoder."""
         num_writes = self.gradients.home.num_writes
-        if num_writes != self.num_writes and graph_task_id() == -1:
-            self.num_writes = num_writes
+        if num_writes != self.num_followed and graph_task_id() == -1:
+            self.num_followed = num_writes
             self._see_writes()
             self._run(self.scheduler.see_writes())
 
@@ -399,10 +400,10 @@ class Runtime:
         """Whether there is a live graph that a backward may still read."""
         return any(use.task == -1 or use.retained for use in self._uses)
 
-    def _leave(self, *, settled: bool) -> None:
+    def _finish_reading(self, *, settled: bool) -> None:
         """Let other ranks write shared weights, unless a live graph will read them."""
         if not self.has_graph():
-            self.gradients.home.leave(settled=settled)
+            self.gradients.home.finish_reading(settled=settled)
 
     # ---- backward
 
@@ -471,15 +472,15 @@ class Runtime:
         self._see_writes()
         with no_guard():  # `requires_grad` may have changed since the forward
             for group in (group for unit in self.units for group in unit.trained_groups):
-                follow_freezing(group)
+                group.follow_freezing()
         if not self.observed.done:
             self.observed.backward.clear()  # an earlier use reached no parameter
         if self.gradients.home.wrote:
             self._run(self.scheduler.publish())
         nothing = self.gradients.begin_backward(self.units)
         home, sync = self.gradients.home, self.gradients.sync
-        stale = home.num_writes != self.num_writes and not self.stack  # p.data.mul_() since then
-        self.num_writes = home.num_writes
+        stale = home.num_writes != self.num_followed and not self.stack  # p.data.mul_() since then
+        self.num_followed = home.num_writes
         reduce, self._retains = self.gradients.expects_any, keeps_graph()
         if reduce and not self.observed.done:
             self.agree_on_frozen()

@@ -98,7 +98,7 @@ class Member:
             self.compute.member = weakref.ref(self)
         if trainable:
             self.node = get_gradient_edge(self.compute).node
-            self.node.register_hook(_gradient_hook(self))  # also called without a gradient
+            self.node.register_hook(partial(_on_gradient, weakref.ref(self)))  # also for None
             with no_guard():  # may have been frozen since it was sharded
                 nn.Parameter.requires_grad_(self.compute, self.param.requires_grad)
 
@@ -123,7 +123,7 @@ class Member:
             what: Name that must be equal on all ranks; "": the parameter's.
         """
         unit, layout = self.group.unit, self.group.plan.layout
-        unit.meet(self.param, what or repr(self.piece.name))
+        unit.compare(self.param, what or repr(self.piece.name))
         full = gather_piece(unit.transport, layout, self.piece, local.to(self.group.full.device))
         return full if self.cut is None else self.cut.whole_of(full)
 
@@ -150,7 +150,7 @@ class Group:
         reduce_dtype: Dtype in which gradients are reduced.
         cast: (part_numel,), master dtype, on the device: where an offloaded master is cast on its
             way to the slot; None if the slot has the master's dtype, or nothing is offloaded.
-        disk: Has the master; None: memory has it.
+        disk: The files with the master; None: the master is in memory.
         grads: Reduced gradients; None if frozen.
         grad_slot: (numel,), reduce dtype: the group's gradient slot.
         gaps: Padding of the gradient slot; all of a small slot, which is zeroed in one call.
@@ -158,7 +158,7 @@ class Group:
         collected: (numel,): unreduced gradients; during a reduction, in the reduce dtype.
         addresses: Where each shard was placed; see `address_of`.
         views: `p.grad` of each parameter, views of the reduced gradients.
-        trained: `requires_grad` of each shard that its compute parameter has, too.
+        trained: `requires_grad` of each shard when its compute parameter last followed it.
     """
 
     plan: GroupPlan
@@ -198,6 +198,27 @@ class Group:
         if self._has_cuts and trained != [member.compute.requires_grad for member in self.members]:
             return False  # a forward may freeze the DTensor alone
         return trained == self.trained
+
+    def follow_freezing(self) -> None:
+        """Copy `requires_grad` from shards to compute parameters. Outside the guard.
+
+        Raises:
+            EngineError: A parameter that was frozen when it was sharded is now trained.
+        """
+        if self.is_trained_as_before():
+            return
+        for member in self.members:
+            wanted = member.param.requires_grad
+            if member.compute.requires_grad is wanted:
+                continue
+            if wanted and not self.plan.trainable:
+                raise EngineError(
+                    f"{member.piece.name}: expected requires_grad=False as when it was sharded; "
+                    "its unit has no gradient memory for it. Set requires_grad before fs.shard."
+                )
+            torch.Tensor.requires_grad_(member.compute, wanted)
+            member.param.record.norms.counts[Count.FREEZINGS] += 1
+        self.trained = [shard.requires_grad for shard in self._shards]
 
     def bind(self, rings: Rings, part: int) -> None:
         """Point the compute parameters and gradients at the group's slots."""
@@ -262,7 +283,7 @@ class Group:
     def gather_master(self) -> torch.Tensor:
         """(numel,), master dtype: the whole flat buffer, newly allocated. A collective."""
         layout = self.plan.layout
-        self.unit.meet(self.members[0].param, self.unit.plan.title)
+        self.unit.compare(self.members[0].param, self.unit.plan.title)
         full = torch.empty(layout.numel, dtype=self.master.dtype, device=self.full.device)
         full.chunk(layout.num_parts)[self.unit.part].copy_(self.master)
         self.unit.transport.fetch([full]).wait()
@@ -271,9 +292,8 @@ class Group:
     @property
     def deferred(self) -> list[torch.Tensor]:
         """Sums that wait for a later backward."""
-        kept = [self.collected if self.collects is Collects.DEFERRED else None]
-        kept += [self.grads.partial] if self.grads is not None else []
-        return [tensor for tensor in kept if tensor is not None]
+        deferred = self.collected if self.collects is Collects.DEFERRED else None
+        return [x for x in (deferred, self.grads and self.grads.partial) if x is not None]
 
     @property
     def spilled_bytes(self) -> int:
@@ -387,7 +407,7 @@ class Unit:
         swapped: Number of forwards and backwards in which the modules show compute parameters.
         num_expected: Number of gradients still expected in this backward.
         waiting: Parameters with final gradients that are not moved yet.
-        memory: The storages of its slots.
+        slot_storages: Ids of the storages of its slots.
         places: Table, name, shard and compute parameter of each swap.
         divisor: Divisor of its gradients' sums, which FSDP2's interface sets (compat/fsdp2/); None:
             the model's.
@@ -411,15 +431,15 @@ class Unit:
         self.fetch: Fetch | None = None
         self.reduction: Reduction | None = None
         self.swaps: list[Swap] = []
-        self.memory: set[int] = set()
+        self.slot_storages: set[int] = set()
         self.places: list[tuple[dict[str, Any], str, Any, Any]] = []
         self._has_cuts = False  # whether compute parameters are DTensors
-        self._bound: list[tuple[Member, torch.Tensor, int]] = []  # views of slots, and where
+        self._bound: list[tuple[Member, torch.Tensor, int]] = []  # local tensors and addresses
         self.has_replaced = False  # whether data of its compute parameters was set
         self._spans: list[tuple[int, int]] = []  # addresses that this rank shares with others
-        self.keeps = False  # whether somebody kept views
-        self.own: set[int] = set()  # ids of its plain views of slots
-        self._vain = 0  # searches for kept views that found none
+        self.has_kept_views = False  # when last searched
+        self.own_views: set[int] = set()  # ids of the engine's plain views of slots
+        self._num_vain = 0  # searches for kept views that found none
         self.swapped = 0
         self.divisor: float | None = None
         self.versions = Versions()
@@ -427,11 +447,11 @@ class Unit:
         self.waiting: list[Member] = []
         self.on_gradient: Callable[[Member], None]  # set by `bind`
 
-    def meet(self, param: ShardedParameter, what: str) -> None:
+    def compare(self, param: ShardedParameter, what: str) -> None:
         """Check that all ranks gather the same tensor, which all or none wrote. A collective."""
         if self.plan.mesh.shard * self.plan.mesh.inner > 1:
             said: dict[str, int] = {Count.WRITES: 0, Count.SOURCES: 0}
-            param.record.norms.meet(f"the whole of {what}", said)
+            param.record.norms.compare(f"the whole of {what}", said)
 
     def start_gather(self) -> None:
         """Copy this rank's part to the slot and start to fetch the other parts."""
@@ -495,26 +515,26 @@ class Unit:
 
         Args:
             units: All units, whose own views of the slots are none.
-            num_before: Holders of the slots before the forward; None if it makes a graph.
+            num_before: `num_views` before the forward; None if it makes a graph.
         """
         if (
             num_before is not None
-            and not self.keeps  # else a view may replace a known one
-            and (self._vain > MAX_VAIN or self.num_holders() <= num_before)
+            and not self.has_kept_views  # else a view may replace a known one
+            and (self._num_vain > MAX_VAIN or self.num_views() <= num_before)
         ):
             return
         for generations in ((0, 1),) if num_before is None else ((0, 1), (2,)):
             found = kept_tensors(generations, self.shares_memory)
-            found = [t for t in found if not any(id(t) in unit.own for unit in units)]
-            self.keeps = bool(found)
+            found = [t for t in found if not any(id(t) in unit.own_views for unit in units)]
+            self.has_kept_views = bool(found)
             if found:
                 self.versions.add(found, self)
                 return
-        self._vain += num_before is not None
+        self._num_vain += num_before is not None
 
-    def num_holders(self) -> int:
-        """How many tensors share its slots, with those that graphs saved."""
-        return sum(map(storage_use_count, self.memory))
+    def num_views(self) -> int:
+        """Number of tensors that share its slots, including those that graphs saved."""
+        return sum(map(storage_use_count, self.slot_storages))
 
     def name_at(self, kept: Any) -> str:
         """The name of the parameter whose memory a tensor shares."""
@@ -593,9 +613,9 @@ class Unit:
             [(m.param, tensor) for m in many for tensor in m.tensors()] for many in (slots, own)
         ]
         self.versions = Versions(self, *pairs)
-        self.own = {id(t) for g in self.groups for t in (g.full, g.part, g.full._base)}
-        self.own |= {id(m.tensors()[-1]) for m in self.members}
-        self.memory = {g.full.untyped_storage()._cdata for g in self.gathered}
+        self.own_views = {id(t) for g in self.groups for t in (g.full, g.part, g.full._base)}
+        self.own_views |= {id(m.tensors()[-1]) for m in self.members}
+        self.slot_storages = {g.full.untyped_storage()._cdata for g in self.gathered}
         shared = [group.full for group in self.groups if group.gathers or group.plan.shared]
         self._spans = [(full.data_ptr(), full.data_ptr() + full.nbytes) for full in shared]
 
@@ -642,12 +662,8 @@ def _current(weak: weakref.ref[Member]) -> nn.Parameter:
     return member.compute
 
 
-def _gradient_hook(member: Member) -> Callable[..., None]:
-    """Makes the hook that a compute parameter calls with its final gradient."""
-    return partial(_on_gradient, weakref.ref(member))
-
-
 def _on_gradient(weak: weakref.ref[Member], *_: Any) -> None:
+    """The hook of a compute parameter's node, which autograd calls with the final gradient."""
     member = weak() or alive(weak, "backward")
     member.group.unit.on_gradient(member)
 

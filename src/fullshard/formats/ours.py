@@ -29,7 +29,7 @@ from fullshard.formats.source import (
     check_empty,
 )
 from fullshard.loading import state_tensor, stored_tensor
-from fullshard.saving import SaveSettings, Values, write
+from fullshard.saving import CodedValue, SaveSettings, write
 
 
 @contextmanager
@@ -117,9 +117,9 @@ def _contents(
     pieces: list[Piece] = []
     if source.optimizer is not None:
         optimizer = source.optimizer
-        groups = Values("$optimizer.groups", optimizer.groups)
+        groups = CodedValue("$optimizer.groups", optimizer.groups)
         numbers = {n: dict(v) for n, v in optimizer.scalars.items() if n not in tied}
-        scalars = Values("$optimizer.scalars", numbers)
+        scalars = CodedValue("$optimizer.scalars", numbers)
         names = {"groups": groups.coded, "scalars": scalars.coded}
         facts["optimizer"] = {"class": optimizer.kind, **names}
         pieces = groups.pieces + scalars.pieces

@@ -106,7 +106,7 @@ class ShardedAccelerator(Accelerator):
     def wait_for_everyone(self) -> None:
         """Waits for all ranks; raises on all if one is in a collective of a model instead."""
         for norms in [engine_of(model).norms for model in self._models]:
-            norms.meet("wait_for_everyone()")
+            norms.compare("wait_for_everyone()")
             norms.read_earlier()  # on GPUs it would be read at the next backward
         super().wait_for_everyone()
 

@@ -467,8 +467,8 @@ class SlotTable:
         if holder >= 0:
             under_way = holder in self.begun and holder not in self.complete
             last_use = under_way and self.pending_uses[holder] <= 0
-            goes_on = inner and holder in self.begun
-            if self.open[holder] or goes_on or (last_use and not recompute):
+            continues = inner and holder in self.begun
+            if self.open[holder] or continues or (last_use and not recompute):
                 raise SlotError(
                     f"{self._units[unit].title}: expected its slot to be free; it contains "
                     f"{self._units[holder].title}, which is computing. Put both into one unit "

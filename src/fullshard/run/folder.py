@@ -203,7 +203,7 @@ def begin(
     output_dir: Path,
     command: str,
     *,
-    goes_on: bool = False,
+    continues: bool = False,
     fields: Fields = lambda _moved: {},
     checked: Callable[[], None] = lambda: None,
 ) -> Iterator[tuple[RunFolder, Path | None]]:
@@ -216,7 +216,7 @@ def begin(
     Args:
         output_dir: Folder of the run.
         command: Command of fullshard, for the record.
-        goes_on: The run in the folder continues and is not moved.
+        continues: The run in the folder continues and is not moved.
         fields: Returns further fields of the record; gets the place that the older run was moved
             to, or None.
         checked: Raises if the folder changed since the run was checked. Called once the
@@ -242,11 +242,11 @@ def begin(
                 left.unlink()
         with contextlib.suppress(ConfigError):  # an unreadable record is moved aside
             folder.end_killed()
-        if not goes_on and folder.record.is_file():
+        if not continues and folder.record.is_file():
             moved = _move_older_run(output_dir)
             stack.enter_context(RunLock(output_dir))
             lock.close()
-        before = folder.read_record() if goes_on else {}
+        before = folder.read_record() if continues else {}
         kept = {key: before[key] for key in KEPT if key in before}
         _write_json(
             folder.record,

@@ -75,7 +75,7 @@ class Resume:
         path: A checkpoint, or a folder of checkpoints; None: the run begins at step 0.
         global_batch: Samples per step, kept from the earlier run; None: the configured number.
         in_place: The run in the folder itself continues, in place of a new run.
-        required: The user named `path`, so a missing checkpoint is an error.
+        required: The user named `path`, perhaps of another run: a missing checkpoint is an error.
     """
 
     path: Path | None = None
@@ -203,7 +203,7 @@ def own_resume(folder: RunFolder) -> Resume:
     return Resume(None, batch, in_place=True)
 
 
-def goes_on(resume: Resume, output_dir: Path, num_steps: int) -> bool:
+def continues(resume: Resume, output_dir: Path, num_steps: int) -> bool:
     """Whether the run in the folder continues, now that the number of steps is known.
 
     Raises:

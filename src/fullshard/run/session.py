@@ -145,18 +145,18 @@ def _carry_out(session: Session, side: Side, began: float) -> None:
     with caught_stop_signals(SAVE_SIGNALS, _is_ending) as caught:
         keeper = RunCheckpoints(folder, side, steps, limit, caught, settings.patience)
         done = keeper.resume(session.resume)
-        rows = console and RunWatcher(console, folder, done, config, side.utilization())
-        with rows or nullcontext(), _measured_machine(folder):
-            loop = Loop(side, data, settings, team, rows or Watcher(), keeper)
+        watcher = console and RunWatcher(console, folder, done, config, side.utilization())
+        with watcher or nullcontext(), _measured_machine(folder):
+            loop = Loop(side, data, settings, team, watcher or Watcher(), keeper)
             loop.run(done)
     watchdog.phase("saving", steps.num_steps)
     average_loss = side.export(loop)
     watchdog.phase("sampling", steps.num_steps)
     wall_s = time.perf_counter() - began
-    drawn = side.sample(session.dataset.facts.prompt)
+    sample = side.sample(session.dataset.facts.prompt)
     watchdog.phase("")
-    if rows and drawn:
-        conclude(session, rows, drawn, wall_s, average_loss)
+    if watcher and sample:
+        conclude(session, watcher, sample, wall_s, average_loss)
 
 
 def _measured_machine(folder: RunFolder) -> AbstractContextManager[None]:

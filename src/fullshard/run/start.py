@@ -79,8 +79,8 @@ from fullshard.run.resume import (
     check_model,
     check_same,
     check_saved,
+    continues,
     find_resume,
-    goes_on,
     own_resume,
     position_of,
     sample_of_teacher,
@@ -204,7 +204,7 @@ def prepare_run(
         dataset, model_config = _read_data(view.config, command)
         num_batches = resolved.config.sharding.num_batches(world_size)
         steps = plan_steps(training, dataset.facts, num_batches, resume.global_batch)
-        if resume.in_place and not goes_on(resume, output_dir, steps.num_steps):
+        if resume.in_place and not continues(resume, output_dir, steps.num_steps):
             resume, steps = Resume(), plan_steps(training, dataset.facts, num_batches)
         check_checkpoint_dir(checkpoint_dir, resume, output_dir)
         if resume.in_place and resume.path is not None:
@@ -262,7 +262,7 @@ def made_folder(checked: CheckedRun, command: Command) -> Iterator[tuple[RunFold
             told[TEACHER] = checked.teacher
         return {**told, "started_by": describe_command(), HOLDS: token}
 
-    how: Any = {"goes_on": checked.resume.in_place, "checked": checked.check_same_start}
+    how: Any = {"continues": checked.resume.in_place, "checked": checked.check_same_start}
     token = os.urandom(8).hex()
     elsewhere = checked.resolved.config.training.checkpoint_dir
     place = storage_path(elsewhere or "")

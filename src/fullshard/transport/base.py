@@ -13,7 +13,7 @@ Gradients are summed in promote(float32, master dtype) and in rank order, so tha
 `reduction: ordered`. The native reduction of c10d gives the same bits on two ranks, and differs by
 rounding on more.
 
-[Note: places]
+[Note: phases]
 gloo aborts the process if a message is longer than its receiver expects, and confuses messages of
 equal length. A rank that skips a backward would send messages of its forward to ranks in backward.
 Ranks therefore compare their phases (a forward, a backward, a sum) before the first message of
@@ -44,8 +44,8 @@ from fullshard.planner.slots import Ring
 from fullshard.planner.units import UnitPlan
 
 TAGS_A_MODEL = 8
-PLACE_TAG = 0  # over all models, since ranks may run different ones
-PLACE_BYTES = 96
+PHASE_TAG = 0  # over all models, since ranks may run different ones
+PHASE_BYTES = 96
 CURE = (
     "One of them skipped or added a forward, a backward, a unit's call or a reduction over all "
     "ranks (p.norm(), p.grad.mean()), or caught an error. All ranks must make the same calls. If "
@@ -120,16 +120,16 @@ class Works:
 
     Args:
         works: torch.distributed's work of each.
-        place: The phase that they belong to, for errors.
+        phase: The phase that they belong to, for errors.
         compare: Called before the first wait; raises an error if ranks sent different things.
     """
 
-    __slots__ = ("_compare", "_place", "_works")
+    __slots__ = ("_compare", "_phase", "_works")
 
     def __init__(
-        self, works: Sequence[Any], place: str = "", compare: Callable[[], None] | None = None
+        self, works: Sequence[Any], phase: str = "", compare: Callable[[], None] | None = None
     ) -> None:
-        self._works, self._place, self._compare = works, place, compare
+        self._works, self._phase, self._compare = works, phase, compare
 
     def wait(self) -> None:
         """Wait until all are complete. After an error, a further call returns at once.
@@ -146,25 +146,25 @@ class Works:
             for work in works:
                 work.wait()
         except RuntimeError as error:
-            raise failed_message(error, self._place or "a message") from error
+            raise failed_message(error, self._phase or "a message") from error
 
 
 _CLOSED = ("connection closed", "connection reset", "broken pipe", "connection refused", "abort")
 
 
-def failed_message(error: RuntimeError, place: str) -> EngineError | HangError:
+def failed_message(error: RuntimeError, phase: str) -> EngineError | HangError:
     """Returns the typed error for a message that does not arrive."""
     if "imed out" in str(error) or "timeout" in str(error):
         return HangError(
-            f"{place}: expected a message from every rank within the process group's timeout; none "
+            f"{phase}: expected a message from every rank within the process group's timeout; none "
             "came. Another rank computes or waits elsewhere; all ranks must make the same calls."
         )
     if any(sign in str(error).lower() for sign in _CLOSED):
         return EngineError(
-            f"{place}: expected every rank to take part; one has ended or closed its connection. "
+            f"{phase}: expected every rank to take part; one has ended or closed its connection. "
             "See its output."
         )
-    return EngineError(f"{place}: expected a message from every rank; got: {error}")
+    return EngineError(f"{phase}: expected a message from every rank; got: {error}")
 
 
 class Reduction:
@@ -327,7 +327,7 @@ class Home:
     def publish(self) -> None:
         """Wait until all ranks have written their weights, at the beginning of a forward."""
 
-    def leave(self, *, settled: bool) -> None:
+    def finish_reading(self, *, settled: bool) -> None:
         """Note that this rank has finished reading the weights; `settled`: all ranks have."""
 
     def before_write(self) -> int:
@@ -351,17 +351,17 @@ class Home:
 
 @dataclass
 class ComparedPhase:
-    """The state that a model's ranks compare. See [Note: places].
+    """The state that a model's ranks compare. See [Note: phases].
 
     Attributes:
-        following: The phase of the next messages, until ranks have compared it.
+        next: The phase of the next messages, until ranks have compared it.
         running: The phase of the running messages.
-        apart: The error that ranks in different phases raised.
+        error: The error that ranks in different phases raised.
     """
 
-    following: str = ""
+    next: str = ""
     running: str = ""
-    apart: str = ""
+    error: str = ""
 
 
 class Transport(ABC):
@@ -442,9 +442,9 @@ class HomeOfMeshes(Home):
         for home in self._homes.values():
             home.publish()
 
-    def leave(self, *, settled: bool) -> None:
+    def finish_reading(self, *, settled: bool) -> None:
         for home in self._homes.values():
-            home.leave(settled=settled)
+            home.finish_reading(settled=settled)
 
     def before_write(self) -> int:
         self.num_writes += 1
@@ -461,7 +461,7 @@ def home_of(transports: Mapping[Mesh, Transport]) -> Home:
 
 
 class MessageTransport(Transport):
-    """A transport that compares places. See [Note: places].
+    """A transport that compares phases. See [Note: phases].
 
     Without a first tag it sends no messages and compares nothing.
     """
@@ -482,7 +482,7 @@ class MessageTransport(Transport):
     ) -> list[Any]:
         """Exchange a tensor with each of the other ranks, as bytes, since gloo lacks dtypes."""
         group, works = self.axes.world_group, []
-        tag = tag + self.axes.first_tag if tag != PLACE_TAG else tag
+        tag = tag + self.axes.first_tag if tag != PHASE_TAG else tag
         try:
             for rank, send, receive in zip(ranks, sends, receives, strict=True):
                 if rank != self.rank and send.numel():
@@ -493,45 +493,46 @@ class MessageTransport(Transport):
             raise failed_message(error, self.phase.running or "a message") from error
         return works
 
-    def _compare_places(self, ranks: Sequence[int]) -> None:
-        """Check that all ranks are in the same phase. See [Note: places].
+    def _compare_phases(self, ranks: Sequence[int]) -> None:
+        """Check that all ranks are in the same phase. See [Note: phases].
 
         Raises:
             EngineError: Ranks are, or were, in different phases.
         """
         phase = self.phase
-        if len(ranks) == 1 or not (phase.following or phase.apart) or not self._compares:
+        if len(ranks) == 1 or not (phase.next or phase.error) or not self._compares:
             return
-        phase.running, phase.following = f"{phase.following}{self._model}", ""
+        phase.running, phase.next = f"{phase.next}{self._model}", ""
         self._start_comparison(phase.running, self._everyone)()
 
     def _compare_units(self, unit: str) -> Callable[[], None]:
-        """Compare places, and start to compare units of a gather; the result raises an error."""
-        self._compare_places(self.axes.shard_ranks)
+        """Compare phases, and start to compare units of a gather; the result raises an error."""
+        self._compare_phases(self.axes.shard_ranks)
         if not unit or not self._compares:
             return lambda: None
-        place = f"{self.phase.running}, a gather of {unit}"
-        return self._start_comparison(place, self.axes.shard_ranks)
+        gather = f"{self.phase.running}, a gather of {unit}"
+        return self._start_comparison(gather, self.axes.shard_ranks)
 
     def _start_comparison(self, own: str, ranks: Sequence[int]) -> Callable[[], None]:
-        if self.phase.apart:
-            raise EngineError(self.phase.apart)
+        """Send this rank's phase to others; the result raises an error if one of theirs differs."""
+        if self.phase.error:
+            raise EngineError(self.phase.error)
         size = len(ranks)
-        text = bytearray(own.encode()[-PLACE_BYTES:].ljust(PLACE_BYTES) * size)
-        texts = torch.frombuffer(text, dtype=torch.uint8).view(size, PLACE_BYTES)
+        text = bytearray(own.encode()[-PHASE_BYTES:].ljust(PHASE_BYTES) * size)
+        texts = torch.frombuffer(text, dtype=torch.uint8).view(size, PHASE_BYTES)
         mine = texts[ranks.index(self.rank)].clone()
-        works = self._exchange([mine] * size, list(texts), ranks, PLACE_TAG)
+        works = self._exchange([mine] * size, list(texts), ranks, PHASE_TAG)
 
         def compare() -> None:
             Works(works, own).wait()
-            places = [bytes(place).decode(errors="replace").strip() for place in texts.tolist()]
+            phases = [bytes(phase).decode(errors="replace").strip() for phase in texts.tolist()]
             here = bytes(mine.tolist()).decode(errors="replace").strip()
-            found = [f"rank {r} is at {p}" for r, p in zip(ranks, places, strict=True) if p != here]
+            found = [f"rank {r} is at {p}" for r, p in zip(ranks, phases, strict=True) if p != here]
             if found:
-                self.phase.apart = (
+                self.phase.error = (
                     f"{here}: expected every rank to come here; {', '.join(found)}. {CURE}"
                 )
-                raise EngineError(self.phase.apart)
+                raise EngineError(self.phase.error)
 
         return compare
 

@@ -35,7 +35,7 @@ class C10dTransport(MessageTransport):
     """In-place all-gather and reduce-scatter on the process groups' backend.
 
     Args:
-        axes: This rank's place in the mesh.
+        axes: This rank's coordinates in the mesh.
         kind: Who sums.
         symmetric: Allocate slots in NCCL's symmetric memory.
     """
@@ -63,7 +63,7 @@ class C10dTransport(MessageTransport):
         num_parts, group = self.axes.mesh.shard, self.axes.reduce_group
         if num_parts == 1:
             return Reduction(lambda: [[full] for full in fulls])
-        self._compare_places(self.axes.shard_ranks)
+        self._compare_phases(self.axes.shard_ranks)
         works: list[Any] = []
         lent: list[torch.Tensor] = []
         received: list[Sequence[torch.Tensor]] = []
@@ -91,7 +91,7 @@ class C10dTransport(MessageTransport):
 
     def sum_replicas(self, values: torch.Tensor) -> Iterator[None]:
         replicas, group = self.axes.mesh.replicate, self.axes.replicate_group
-        self._compare_places(self.axes.replicate_ranks)
+        self._compare_phases(self.axes.replicate_ranks)
         if not self._is_ordered(values.itemsize, replicas):
             works = self._works(dist.all_reduce(values, group=group, async_op=True))
             yield
@@ -106,13 +106,13 @@ class C10dTransport(MessageTransport):
 
     def all_reduce(self, values: torch.Tensor, *, maximum: bool = False) -> None:
         if self.axes.world_group is not None:
-            self._compare_places(self._everyone)
+            self._compare_phases(self._everyone)
             op = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
             group = self.axes.world_group
             self._works(dist.all_reduce(values, op=op, group=group, async_op=True)).wait()
 
     def _works(self, *works: Any) -> Works:
-        return Works(works, self.phase.running or self.phase.following)
+        return Works(works, self.phase.running or self.phase.next)
 
 
 class SymmetricHome(Home):

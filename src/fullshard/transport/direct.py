@@ -40,14 +40,14 @@ class DirectTransport(MessageTransport):
 
     def reduce(self, fulls: Sequence[torch.Tensor]) -> Reduction:
         ranks = self.axes.shard_ranks
-        self._compare_places(ranks)
+        self._compare_phases(ranks)
         chunks = [full.chunk(len(ranks)) for full in fulls]
         return self._sum_chunks(chunks, ranks, self.axes.shard_index, REDUCE_TAG)
 
     def sum_replicas(self, values: torch.Tensor) -> Iterator[None]:
         """Sum in place: each replica sums one chunk in rank order and sends it to the others."""
         ranks, index = self.axes.replicate_ranks, self.axes.replicate_index
-        self._compare_places(ranks)
+        self._compare_phases(ranks)
         chunks = _even_chunks(values, len(ranks))
         reduction = self._sum_chunks([chunks], ranks, index, OUTER_TAG)
         yield
@@ -64,7 +64,7 @@ class DirectTransport(MessageTransport):
         size = self.axes.mesh.world_size
         if size == 1:
             return
-        self._compare_places(self._everyone)
+        self._compare_phases(self._everyone)
         flat = values.view(-1)
         everyone = flat.new_empty(size * flat.numel())
         work = all_gather_single(everyone, flat, group=self.axes.world_group, async_op=True)

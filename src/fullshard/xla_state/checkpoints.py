@@ -40,7 +40,7 @@ from fullshard.formats.hugging_face import files_of
 from fullshard.formats.orbax import METADATA, open_arrays
 from fullshard.loading import is_checkpoint, state_tensor
 from fullshard.planner.arrays import ArrayPlan
-from fullshard.saving import GROUPS, SAVES, SCALARS, SaveSettings, Values, write
+from fullshard.saving import GROUPS, SAVES, SCALARS, CodedValue, SaveSettings, write
 from fullshard.xla.opt_state import Leaf, leaves_of
 from fullshard.xla.plan import REPLICATE, XlaPlan, named_leaves, own_shape, unpad
 from fullshard.xla.processes import agree, lead
@@ -154,7 +154,7 @@ def _facts(state: State, step: int | None, extras: Extras) -> tuple[dict[str, An
     pieces: list[Piece] = []
 
     def coded(name: str, value: Any) -> Any:
-        found = Values(name, value)
+        found = CodedValue(name, value)
         pieces.extend(found.pieces)
         return found.coded
 

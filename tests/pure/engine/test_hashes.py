@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fullshard.engine.norms import SAMPLED, bits_hash, sample, sample_hash
+from fullshard.engine.norms import SAMPLED, bits_hash, replicas_hash, sample_hash
 from fullshard.planner.mesh import Mesh
 
 
@@ -18,7 +18,7 @@ def test_a_factor_of_two_changes_every_hash(dtype, numel):
     def seen(master):
         group = SimpleNamespace(master=master)
         units = [SimpleNamespace(plan=SimpleNamespace(mesh=mesh), trained_groups=[group])]
-        return sample(units, mesh, 3)
+        return replicas_hash(units, mesh, 3)
 
     for hash_of in (bits_hash, sample_hash, seen):
         assert int(hash_of(x)) != int(hash_of(2 * x)), hash_of

@@ -30,8 +30,8 @@ from fullshard.run.resume import (
     check_data,
     check_model,
     check_same,
+    continues,
     find_resume,
-    goes_on,
     own_resume,
     sample_of_teacher,
 )
@@ -116,8 +116,8 @@ def test_an_unfinished_run_goes_on_and_a_finished_one_for_more_steps(
     folder.checkpoints.mkdir()
     checkpoint(folder.checkpoints / "step-00000005")
     resume = find_resume("auto", folder.path)
-    assert goes_on(resume, folder.path, asked) is expected
-    assert goes_on(find_resume("never", folder.path), folder.path, asked) is False
+    assert continues(resume, folder.path, asked) is expected
+    assert continues(find_resume("never", folder.path), folder.path, asked) is False
 
 
 @pytest.mark.parametrize("status", ["failed", "finished"])
@@ -130,11 +130,11 @@ def test_a_run_whose_saved_checkpoints_are_gone_does_not_start_again(tmp_path, s
     folder.checkpoints.mkdir()  # the mount point of a disk that is away
     resume = find_resume("auto", folder.path)
     with pytest.raises(CheckpointError, match="the run's own checkpoints, of steps up to 5, in"):
-        goes_on(resume, folder.path, 9)
+        continues(resume, folder.path, 9)
     if status == "finished":  # no more steps are asked for: it is moved aside
-        assert goes_on(resume, folder.path, 5) is False
+        assert continues(resume, folder.path, 5) is False
     checkpoint(folder.checkpoints / "step-00000004")
-    assert goes_on(find_resume("auto", folder.path), folder.path, 9)
+    assert continues(find_resume("auto", folder.path), folder.path, 9)
 
 
 @pytest.mark.parametrize(("status", "expected"), [("failed", True), ("finished", False)])
@@ -142,7 +142,7 @@ def test_a_finished_run_without_a_checkpoint_is_not_trained_over(tmp_path, statu
     folder = run_folder(tmp_path / "run", status=status, measured={"num_steps": 5})
     folder.checkpoints.mkdir()
     resume = find_resume("auto", folder.path)
-    assert (resume.path, goes_on(resume, folder.path, 9)) == (None, expected)
+    assert (resume.path, continues(resume, folder.path, 9)) == (None, expected)
 
 
 @pytest.mark.parametrize(

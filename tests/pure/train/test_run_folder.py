@@ -73,7 +73,7 @@ from fullshard.run.folder import begin
 from fullshard.errors import CheckpointError, ConfigError, WillNotFitError
 sys.stdin.readline()
 try:
-    with begin(Path(sys.argv[1]), "train", goes_on=len(sys.argv) > 2):
+    with begin(Path(sys.argv[1]), "train", continues=len(sys.argv) > 2):
         print("held", flush=True)
         sys.stdin.readline()
 except ConfigError as error:
@@ -138,9 +138,9 @@ def test_run_does_not_write_into_the_record_of_the_run_that_took_its_place(tmp_p
 def test_run_that_is_still_going_on_is_left_alone(tmp_path):
     with begin(tmp_path / "train", "train") as (folder, _):
         before = folder.record.read_bytes()
-        for goes_on in (False, True):
+        for continues in (False, True):
             with pytest.raises(ConfigError, match=f"whose run is still .*process {os.getpid()} on"):
-                make(tmp_path / "train", goes_on=goes_on)
+                make(tmp_path / "train", continues=continues)
         with pytest.raises(ConfigError, match="whose run is still active"):
             check_output_dir(tmp_path / "train")
         assert folder.record.read_bytes() == before
@@ -191,8 +191,8 @@ def test_of_two_starts_at_the_same_time_one_is_refused(tmp_path, older):
     if older != "none":
         folder, _ = make(place)
         folder.update_record(status=RunStatus.PREPARING if older == "unfinished" else "finished")
-    goes_on = ["goes on"] if older == "unfinished" else []
-    starts = [in_another_process(HOLD, place, *goes_on) for _ in range(3)]
+    continues = ["goes on"] if older == "unfinished" else []
+    starts = [in_another_process(HOLD, place, *continues) for _ in range(3)]
     for start in starts:
         start.stdin.write("go\n")
         start.stdin.flush()
@@ -214,11 +214,11 @@ def test_a_lock_that_somebody_removes_still_holds(tmp_path):
     for _ in range(2):  # the first leaves a lock of its own there
         assert run_lock.is_held(tmp_path / "train")
         with pytest.raises(ConfigError, match="whose run is still active"):
-            make(tmp_path / "train", goes_on=True)
+            make(tmp_path / "train", continues=True)
     RunFolder(tmp_path / "train").update_record(status="running")  # ranks still write
     holder.communicate("end\n")
     assert not run_lock.is_held(tmp_path / "train")
-    make(tmp_path / "train", goes_on=True)
+    make(tmp_path / "train", continues=True)
 
 
 def test_two_looks_at_a_folder_do_not_take_one_another_for_its_run(tmp_path):
@@ -428,7 +428,7 @@ def test_a_start_leaves_hidden_files_of_others(tmp_path):
     left = [tmp_path / "run" / name for name in (".config.yaml.1", ".checkpoints.txt.1")]
     for file in left:
         file.write_text("left by a kill")
-    folder, _ = make(tmp_path / "run", goes_on=True)
+    folder, _ = make(tmp_path / "run", continues=True)
     assert (folder.path / ".notes.2026").read_text() == "mine"
     assert (folder.path / ".cache.1").is_dir()
     assert not any(file.exists() for file in left)
@@ -438,15 +438,15 @@ class Killed(BaseException):
     """Stands for SIGKILL: nothing of ours runs after it."""
 
 
-@pytest.mark.parametrize("goes_on", [False, True])
-def test_a_start_killed_at_any_call_leaves_what_the_run_began_from(tmp_path, monkeypatch, goes_on):
+@pytest.mark.parametrize("continues", [False, True])
+def test_a_start_killed_at_any_call_leaves_what_a_run_began_from(tmp_path, monkeypatch, continues):
     kept = {name: getattr(Path, name) for name in ("mkdir", "write_text", "replace", "unlink")}
     fields = {"resume": {"path": "/other", "required": True}, "planned": {"samples_per_step": 8}}
-    if goes_on:
+    if continues:
         make(tmp_path / "old", fields=lambda _: fields)
     for number in range(1, 20):
         place, made = tmp_path / str(number), list[str]()
-        if goes_on:
+        if continues:
             shutil.copytree(tmp_path / "old", place)
 
         def kill(path, *args, name, number=number, made=made, **more):
@@ -459,7 +459,7 @@ def test_a_start_killed_at_any_call_leaves_what_the_run_began_from(tmp_path, mon
             for name in kept:
                 patched.setattr(Path, name, partialmethod(kill, name=name))
             with contextlib.suppress(Killed):
-                make(place, goes_on=goes_on, fields=lambda _: fields)
+                make(place, continues=continues, fields=lambda _: fields)
         for left in place.glob(".run.json.*"):
             left.rename(place / ".run.json.1")  # the next start is another process
         check_output_dir(place)  # it can be started again
@@ -467,7 +467,7 @@ def test_a_start_killed_at_any_call_leaves_what_the_run_began_from(tmp_path, mon
         if folder.record.is_file():
             record = folder.read_record()
             assert {name: record[name] for name in fields} == fields
-        folder, _ = make(place, goes_on=folder.record.is_file())
+        folder, _ = make(place, continues=folder.record.is_file())
         assert {path.name for path in folder.path.iterdir()} == {".lock", "logs", "run.json"}
         if len(made) < number:
             assert number > 3

@@ -129,7 +129,7 @@ class SharedHome(Home):
         self._board.await_all(Mark.BEGUN, self._forward, "the beginning of a forward")
         self._reading, self.wrote = True, False
 
-    def leave(self, *, settled: bool) -> None:
+    def finish_reading(self, *, settled: bool) -> None:
         self._board.tell(Mark.DONE, self._forward)
         if settled:
             self._reading = False
@@ -338,7 +338,7 @@ class SharedTransport(DirectTransport):
     """Reads peers' slots; sends messages for everything outside shared memory.
 
     Args:
-        axes: This rank's place; all ranks of the shard axis are on one host.
+        axes: This rank's coordinates; all ranks of the shard axis are on one host.
         pids: Process ids of the shard axis.
         tell_all: Exchanges values between the ranks of the shard axis until they share memory.
         gathers: Whether weights are gathered, whose ranks compare every gather by messages.
@@ -395,13 +395,13 @@ class SharedTransport(DirectTransport):
 
     def claim(self, slot: torch.Tensor) -> None:
         if self._gathers:
-            self._compare_places(self.axes.shard_ranks)
+            self._compare_phases(self.axes.shard_ranks)
         self._await(super().claim, slot)
 
     def reduce(self, fulls: Sequence[torch.Tensor]) -> Reduction:
         """Sums this rank's part of every rank's slot, read in place."""
         # Not first in `sum_replicas`, where a rank without gradients of experts comes later.
-        self._compare_places(self.axes.shard_ranks if self._gathers else self.axes.replicate_ranks)
+        self._compare_phases(self.axes.shard_ranks if self._gathers else self.axes.replicate_ranks)
         slots = self._shared.gradients
         assert slots is not None
         number = self._await(slots.show, fulls)
@@ -415,15 +415,15 @@ class SharedTransport(DirectTransport):
             super().all_reduce(values, maximum=maximum)
             return
         for chunk in values.view(-1).split(LANE_BYTES // values.element_size()):
-            vectors = [lane.view(chunk.dtype) for lane in self._meet(chunk.view(torch.uint8))]
+            vectors = [lane.view(chunk.dtype) for lane in self._all_lanes(chunk.view(torch.uint8))]
             combine_in_order(vectors, chunk, maximum=maximum)
 
-    def _compare_places(self, ranks: Sequence[int]) -> None:
+    def _compare_phases(self, ranks: Sequence[int]) -> None:
         """Compare before messages to other ranks; the board finds other phases of its own."""
-        if self._gathers and self.phase.following:  # found by those who wait on the board
+        if self._gathers and self.phase.next:  # found by those who wait on the board
             self._board.tell(Mark.BEGUN, self._board.value(Mark.BEGUN) + 1)
         if not self._has_all:
-            super()._compare_places(ranks)
+            super()._compare_phases(ranks)
 
     def _await(self, wait: Callable[..., Any], *args: Any) -> Any:
         """Wait on the board; a peer that is elsewhere waits for this rank's message."""
@@ -438,10 +438,10 @@ class SharedTransport(DirectTransport):
         """Returns the values of all parts, while segments are created."""
         said = pickle.dumps(value).ljust(LANE_BYTES)
         assert len(said) == LANE_BYTES, value
-        lanes = self._meet(torch.frombuffer(bytearray(said), dtype=torch.uint8))
+        lanes = self._all_lanes(torch.frombuffer(bytearray(said), dtype=torch.uint8))
         return [pickle.loads(lane.numpy().tobytes()) for lane in lanes]
 
-    def _meet(self, own: torch.Tensor) -> list[torch.Tensor]:
+    def _all_lanes(self, own: torch.Tensor) -> list[torch.Tensor]:
         """Returns every part's bytes, in order; they are valid until the next call.
 
         Each rank has two lanes, used in turn: a rank that writes its second vector has read the

@@ -253,7 +253,7 @@ class Mark(IntEnum):
     FETCHED = 6
 
 
-_PLACES = {
+_PHASES = {
     Mark.BEGUN: "the beginning of a forward",
     Mark.READY: "a reduction in backward",
     Mark.SUMMED: "a sum over all ranks (the end of a backward, a norm, a mean)",
@@ -331,13 +331,13 @@ class Board:
                     f"{doing}: expected rank {self._ranks[part]} (process {self._pids[part]}) to "
                     "take part; it has ended. See its output."
                 )
-        for part, other in product(self._others, _PLACES):
+        for part, other in product(self._others, _PHASES):
             is_further = self._counters[part][other].value > self.value(other)
             is_apart = other is Mark.READY and mark in (Mark.PLACED, Mark.FETCHED)
             if other is not mark and not is_apart and is_further and is_late(part):
                 raise EngineError(
                     f"{doing}: expected rank {self._ranks[part]} to come here; it waits at "
-                    f"{_PLACES[other]}, which this rank did not reach. {CURE}"
+                    f"{_PHASES[other]}, which this rank did not reach. {CURE}"
                 )
         if time.monotonic() > until:
             raise HangError(
