@@ -559,3 +559,53 @@ def test_ranks_without_elements_take_part_when_others_are_cut_anew(lacks):
         net(x).square().mean().backward()
     for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("wrap", [fully_shard, FSDP])
+def test_gradients_of_frozen_parameters_stay_when_others_are_unfrozen(wrap):
+    """An optimizer steps by them, as in one process."""
+    reference, model = layers(), layers()
+    for first, second, net in ((*reference[:2], reference), (*model[:2], None)):
+        second.requires_grad_(False)
+        net = net or wrap(model)
+        optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
+        for _ in range(2):
+            net(torch.ones(2, 5)).square().mean().backward()
+            first.requires_grad_(False)
+            second.requires_grad_(True)
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+        optimizer.step()
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
+        torch.testing.assert_close(ours.full_tensor(), theirs.detach())
+
+
+def in_inference_mode(model, x):
+    with torch.inference_mode():
+        return model(x).clone()
+
+
+def in_a_transformation(model, x):
+    return torch.func.vjp(model, x)[0].detach()
+
+
+def in_a_vmap(model, x):
+    return torch.vmap(model)(x).detach()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("wrap", [fully_shard, FSDP])
+@pytest.mark.parametrize("run", [in_inference_mode, in_a_transformation, in_a_vmap])
+def test_a_model_may_run_first_in_a_mode_or_a_transformation(run, wrap):
+    """The engine is created there, and outlives it."""
+    reference, model = layers(), wrap(layers())
+    x = torch.ones(2, 5)
+    torch.testing.assert_close(run(model, x), run(reference, x))
+    for net in (reference, model):
+        optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
+        for _ in range(2):
+            net(x).square().mean().backward()
+            optimizer.step()
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours.full_tensor(), theirs.detach())

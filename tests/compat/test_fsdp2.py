@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import DataParallelMeshDims
 from torch.distributed.tensor import Shard, distribute_module
 
+import fullshard as fs
 from fullshard.compat.fsdp2 import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -395,3 +396,17 @@ def test_a_model_that_is_dropped_while_a_unit_is_shown_whole_is_freed():
     del model
     gc.collect()
     assert weak() is None
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("rank0_only", [True, False])
+def test_the_full_state_dict_has_whole_plain_tensors(rank0_only):
+    reference = build()
+    model = bottom_up(build())
+    with pytest.raises(EngineError, match=r"got FSDPNet, which has shards.*first forward"):
+        fs.full_state_dict(model)
+    train(model)
+    train_alone(reference)
+    state = fs.full_state_dict(model, rank0_only=rank0_only)
+    assert {type(value) for value in state.values()} <= {torch.Tensor}
+    assert_same_state(state, reference.state_dict() if rank() == 0 or not rank0_only else {})

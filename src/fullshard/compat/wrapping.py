@@ -41,7 +41,7 @@ from fullshard.compat.errors import NotOfferedError
 from fullshard.config.schema import ShardConfig
 from fullshard.config.supported import check_supported
 from fullshard.config.values import DType, Strategy, TransportKind, WrapKind
-from fullshard.engine._torch_compat import call_outside_compile, no_guard
+from fullshard.engine._torch_compat import call_outside_compile, no_guard, outside_modes
 from fullshard.engine.engine import ATTRIBUTE, Engine
 from fullshard.engine.model_spec import NEVER_CALLED, param_spec, places_of
 from fullshard.engine.norms import GradientNorms, from_host
@@ -268,8 +268,13 @@ def outermost(module: nn.Module) -> nn.Module:
         found = around
 
 
+@outside_modes()
+@torch.inference_mode(mode=False)
 def build(root: nn.Module) -> Engine:
-    """Creates the engine of all marked modules at or below a module. A collective."""
+    """Creates the engine of all marked modules at or below a module. A collective.
+
+    It outlives the modes and transformations in which the model runs first.
+    """
     units = {name: w for name, m in root.named_modules() if (w := wrapped_of(m)) is not None}
     reclaim(root)
     for wrapped in units.values():
@@ -500,13 +505,13 @@ def put_back_shards(engine: Engine) -> None:
     moved: list[tuple[Member, torch.Tensor]] = []  # and its place in the buffer
     with no_guard():
         for group in engine.groups:
-            for member in [] if group.is_in_place() else group.members:
-                param, home = member.param, member.local(group.master)
-                value = _own_part(param.detach(), member.piece)
-                is_moved = address_of(param) != address_of(home) and param.device == home.device
-                is_alike = (value.numel(), value.dtype) == (home.numel(), home.dtype)
-                if is_alike and is_moved:
-                    moved.append((member, home))
+            placed = [] if group.is_in_place() else zip(group.members, group.addresses, strict=True)
+            for member, address in placed:
+                param, master = member.param, group.master
+                if address_of(param) != address and param.device == master.device:
+                    value, home = _own_part(param.detach(), member.piece), member.local(master)
+                    if (value.numel(), value.dtype) == (home.numel(), home.dtype):
+                        moved.append((member, home))
         if not moved:
             return
         engine.home.before_write()
@@ -628,9 +633,10 @@ def _gradient_dtypes(norms: GradientNorms, parts: Sequence[Part]) -> list[torch.
 
 def _show_gradient(param: ShardedParameter, shown: Any, local: torch.Tensor) -> None:
     with no_guard():
-        if shown is not None:
-            shown.copy_(local.view(shown.shape))
-            param.grad = shown
+        if shown is None:  # frozen: the plan has no memory for its gradient
+            shown = param.as_state(torch.empty_like(local, dtype=param.dtype))
+        shown.copy_(local.view(shown.shape))
+        param.grad = shown
 
 
 def recut(local: torch.Tensor, record: ShardRecord, piece: Slice, *, stays: bool) -> torch.Tensor:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from fullshard.config.values import DType, parse
+from fullshard.engine._torch_compat import is_distributed
 from fullshard.engine.engine import Engine, engine_of
 from fullshard.engine.optimizers import WATCHED, loaded_state, states_made
 from fullshard.engine.owned import OwnedOptimizer
@@ -61,9 +62,10 @@ def full_state_dict(
     whole = {name: _to_cpu(tensor, kind) for name, tensor in whole_params(engine) if keep}
     result: dict[str, Any] = {}
     for name, shown in model.state_dict().items():
-        # Values that are not aliases of parameters were computed by a hook of the state dict.
+        # Values that are not aliases of parameters were computed by a hook of the state dict;
+        # DTensors by FSDP2's interface.
         is_changed = isinstance(shown, Guarded) and not params_of(shown)
-        value: Any = shown.full_tensor() if is_changed else shown
+        value: Any = shown.full_tensor() if is_changed or is_distributed(shown) else shown
         shape = value.record.shape_of(value) if isinstance(value, Guarded) else None
         if keep:
             own = None if shape is None else whole[value.record.piece.name].view(shape)
