@@ -76,6 +76,11 @@ def test_the_full_state_dict_is_that_of_one_process(strategy, tied):
     plain = build(tied=tied)
     plain.load_state_dict(model.state_dict())
     assert_same_state(plain.state_dict(), wanted)
+    for kind in StateDictType:  # the same for each of them
+        with FSDP.state_dict_type(
+            model, kind, config if kind is StateDictType.FULL_STATE_DICT else None
+        ):
+            assert_same_state(fs.full_state_dict(model, rank0_only=False), wanted)
 
 
 @pytest.mark.parametrize(

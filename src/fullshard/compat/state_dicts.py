@@ -65,19 +65,20 @@ class Wanted:
     follow: bool = False
 
 
-def asked_by_torch() -> bool:
+def asked_for_rows() -> bool:
     """Whether torch's `get_state_dict`, `set_state_dict` or similar functions are on the stack.
 
     They set the state-dict type of torch's own FSDP1 class. On other modules they call only
     `state_dict()`, as a script that needs full tensors does, so the stack is the only difference.
+    `fs.full_state_dict` needs the same values, whatever type the user has set.
     """
     frame = inspect.currentframe()
-    while frame is not None and frame.f_globals.get("__name__") != TORCHS_STATE_DICTS:
+    while frame is not None and frame.f_globals.get("__name__") not in ASK_FOR_ROWS:
         frame = frame.f_back
     return frame is not None
 
 
-TORCHS_STATE_DICTS = "torch.distributed.checkpoint.state_dict"
+ASK_FOR_ROWS = {"torch.distributed.checkpoint.state_dict", "fullshard.engine.full_state"}
 
 
 _busy: list[int] = []  # the outermost call converts the values of the inner ones
