@@ -42,12 +42,13 @@ def storage_path(path: str | PathLike[str]) -> Path:
     """
     if isinstance(path, StorePath):
         return path
-    if not isinstance(path, str | PathLike):
+    try:
+        match = _URL.fullmatch(os.fspath(path))
+    except TypeError:
         raise CheckpointError(
             f"checkpoint: expected the path of a folder or a store, got {type(path).__name__}. The "
             "order is fs.save(folder, model, optimizer), and the same for fs.load."
-        )
-    match = _URL.fullmatch(os.fspath(path))
+        ) from None
     if match is None or (match[2] == "/" and Path(f"{match[1]}:").exists()):
         return Path(path)
     protocol = match[1].lower()
