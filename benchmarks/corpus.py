@@ -46,8 +46,8 @@ COLUMNS = (
 METHOD = (
     "Lines of Python's documentation, drawn at random, in files of 250 MiB. The main job's model "
     "on two ranks, 50 steps and an evaluation of 0.1 % of the text, with a cache of its own.",
-    "A peak is the largest anonymous and shared memory (RssAnon + RssShmem) of one process, "
-    "modules included, sampled every 0.1 s. The command trains the tokenizer and tokenizes; ranks "
+    "A peak is the largest anonymous memory of one process, with its share of shared memory and "
+    "with modules, sampled every 0.1 s. The command trains the tokenizer and tokenizes; ranks "
     "train; a worker makes a rank's batches, and tokenizes in a stream. The row of 1 MiB shows "
     "what processes take without data.",
     "Prepared: when the first rank starts. CPU: of the command until then, all threads. Parts are "

@@ -1,6 +1,7 @@
 """`fullshard ckpt` sees what is there: every tensor, one flipped byte, the tensor that differs."""
 
 import json
+import os
 import shutil
 
 import pytest
@@ -12,6 +13,7 @@ import fullshard as fs
 from fullshard.checkpoint.files import TensorFile
 from fullshard.checkpoint.read import Checkpoint, remove, superfluous
 from fullshard.launch.run_lock import RunLock
+from fullshard.saving import Saves
 from support.models import perturbed
 from support.processes import python
 from support.scripts import Tiny, tokens_of
@@ -212,6 +214,17 @@ def test_an_import_becomes_no_checkpoint_of_a_run_that_is_active(fullshard, run_
         assert not target.exists()
         fullshard("ckpt", "import", source, tmp_path / "step-99999999", code=0)
     fullshard("ckpt", "import", source, target, code=0)
+
+
+def test_an_import_becomes_no_checkpoint_where_a_process_saves(fullshard, run_dir, tmp_path):
+    """As a run does with training.checkpoint_dir."""
+    source, place = run_dir / "checkpoints/step-00000001", tmp_path / "elsewhere"
+    (saves := Saves()).claim_folder(place)
+    done = fullshard("ckpt", "import", source, place / "step-99999999", code=2)
+    assert f"in '{place}', where a process saves its steps" in done.err
+    assert list(place.iterdir()) == []
+    os.close(saves._claims[place.resolve()])
+    fullshard("ckpt", "import", source, place / "step-99999999", code=0)
 
 
 def test_a_step_whose_link_leads_nowhere_is_skipped_and_said(fullshard, run_dir, tmp_path, caplog):

@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from threading import Event, Thread
 
+import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
@@ -16,6 +17,7 @@ import fullshard as fs
 from fullshard.bench.ranks import return_free_memory
 from fullshard.data.tokenizer import train_tokenizer
 from fullshard.engine.engine import engine_of
+from fullshard.formats.export import ExportSettings, Format, export_folder, opened
 from fullshard.models.build import save_model
 from fullshard.models.config import config_from_settings, fit_to_tokenizer, quiet_libraries
 from fullshard.models.generate import SamplingSettings
@@ -146,8 +148,8 @@ SIZES = sizes_of(512, 1408, 8, 8, layers=12, model_type="llama")
 MATRIX, BLOCK = 4 * 512 * 1408, 4 * (4 * 512 * 512 + 3 * 512 * 1408)
 
 
-def end_and_measure(folder):
-    """What exporting a sharded model took beside it, and generating from its folder."""
+def sharded_llama():
+    """The sharded model, its configuration and tokenizer."""
     quiet_libraries()
     tokenizer = train_tokenizer([seeded_text(200)], 300)
     config = config_from_settings({**SIZES, "vocab_size": 300})
@@ -156,12 +158,17 @@ def end_and_measure(folder):
         model = AutoModelForCausalLM.from_config(config)
     torch.manual_seed(1)
     fs.shard(model, transport="direct")  # shards are in this process alone
-    save_model(model, config, tokenizer, folder / "warm", max_file_bytes=4 * BLOCK)
-    forget_peak()
-    before = resident("VmRSS")
-    save_model(model, config, tokenizer, folder / "model", max_file_bytes=4 * BLOCK)
-    exported = resident("VmHWM") - before
-    del model
+    return model, config, tokenizer
+
+
+def end_and_measure(folder):
+    """What exporting a sharded model took beside it, and generating from its folder."""
+    model, config, tokenizer = sharded_llama()
+    export = partial(save_model, model, config, tokenizer, max_file_bytes=4 * BLOCK)
+    export(folder / "warm")
+    return_free_memory()
+    (exported,) = taken_by(partial(export, folder / "model"), lambda: bytes_of(os.getpid())[:1])
+    del model, export
     request = Request(folder / "model", ("a",), SamplingSettings(2))
     generate(request, is_sharded=True)  # imports
     processes = [0] * dist.get_world_size()
@@ -176,3 +183,27 @@ def test_no_rank_holds_the_model_at_the_end_of_a_run_or_to_generate(ranks, tmp_p
         assert exported <= 2 * MATRIX + SLACK
         assert generated <= whole / 2 + 2 * BLOCK + SLACK < 0.8 * whole
         assert joint <= whole + 4 * BLOCK + 2 * SLACK < 0.8 * 2 * whole
+
+
+def save_llama(folder):
+    model, _, _ = sharded_llama()
+    fs.save(folder, model)
+
+
+def export_and_measure(checkpoint, form):
+    """What exporting a checkpoint took, anonymous memory alone."""
+
+    def export(folder):
+        with opened(checkpoint, None) as source:
+            export_folder(source, checkpoint.with_name(folder), ExportSettings(format=form))
+
+    export("warm")
+    (taken,) = taken_by(partial(export, "folder"), lambda: bytes_of(os.getpid())[:1])
+    return taken
+
+
+@pytest.mark.parametrize("form", Format)
+def test_an_export_holds_one_tensor_of_a_model_that_no_host_holds(ranks, tmp_path, form):
+    ranks(2)(save_llama, tmp_path / "saved")
+    (taken,) = ranks(1)(export_and_measure, tmp_path / "saved", form)
+    assert taken <= 2 * (MATRIX + SLACK) < SIZES["num_hidden_layers"] * BLOCK / 8

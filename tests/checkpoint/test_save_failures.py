@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from fullshard.checkpoint import commit, read, retain
 from fullshard.checkpoint.files import sync_folder
 from fullshard.checkpoint.read import Checkpoint, choose, find_damage, remove, superfluous
 from fullshard.checkpoint.retain import Found, checkpoints_in, newest_complete
-from fullshard.errors import CheckpointError, OutOfMemoryError
+from fullshard.errors import CheckpointError, EngineError, OutOfMemoryError
 from fullshard.formats.dcp import write_dcp
 from fullshard.formats.detect import open_source
 from fullshard.formats.ours import write_checkpoint
@@ -411,6 +412,21 @@ def test_what_only_a_pickle_could_hold_is_refused_by_its_path(ranks, tmp_path, s
     assert first == second
     assert first == snapshot
     assert not Path("x").exists()
+
+
+def test_arguments_in_another_order_are_named(tmp_path):
+    model = fs.shard(nn.Linear(2, 2))
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    order = "order is fs.save(folder, model, optimizer)"
+    for call, said in [
+        (lambda: fs.save(model, tmp_path), f"a folder or a store, got Linear. The {order}"),  # type: ignore[arg-type]
+        (lambda: fs.load(model, tmp_path), f"a folder or a store, got Linear. The {order}"),  # type: ignore[arg-type]
+        (lambda: fs.save(tmp_path, optimizer, model), "was sharded by fs.shard; got SGD"),  # type: ignore[arg-type]
+        (lambda: fs.save(tmp_path, model, 7), "an optimizer of torch, got int. Pass "),  # type: ignore[arg-type]
+    ]:
+        with pytest.raises((CheckpointError, EngineError), match=re.escape(said)):
+            call()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_background_save_that_lacks_memory_says_so():

@@ -186,6 +186,16 @@ def test_a_scaling_curve_goes_to_1024_ranks_and_says_what_is_lost(plan, config):
     assert all(one["efficiency"] > 0 and one["reason"] for one in curve)
 
 
+def test_the_plan_has_the_logits_of_a_chunk_alone(plan, config):
+    words = ["max_seq_length=2048", "model.config.max_position_embeddings=2048"]
+    words += ["model.config.vocab_size=50000"]
+    chunked, whole = (
+        plan(config, *words, *more)[0]["peak_bytes"]["device"]
+        for more in ((), ("loss_chunk_size=0",))
+    )
+    assert whole - chunked > 4 * (2048 - 512) * 50_000
+
+
 def test_the_strategy_is_chosen_where_it_is_left_to_the_planner(plan, config):
     found, code = plan(config, "strategy=auto", "--gpus", "8xH100-80GB")
     assert code == 0

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import fullshard as fs
+from fullshard.engine import shard
 from fullshard.engine.engine import engine_of
 from fullshard.errors import ShardedTensorError
 from support.ranks import on_ranks
@@ -41,6 +42,20 @@ def test_deleted_model_is_freed_without_a_process_group():
     engine = weakref.ref(engine_of(_trained("auto")))
     gc.collect()
     assert engine() is None
+
+
+def test_the_memory_of_a_deleted_model_is_not_taken_besides_that_of_a_new_one(monkeypatch):
+    """Ten calls of `generate` mapped ten models."""
+    monkeypatch.setattr(shard, "LARGE_BYTES", 2000)
+    gc.disable()
+    try:
+        engine = weakref.ref(engine_of(_trained("auto")))
+        fs.shard(nn.Linear(2, 2))
+        assert engine() is not None  # a small model is not worth a search
+        fs.shard(nn.Linear(16, 16))
+        assert engine() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("keeps", ["a hook", "an attribute"])

@@ -19,6 +19,7 @@ from fullshard.launch.doctor import (
     anonymous,
 )
 from support import forked as subprocess
+from support.memory_groups import memory_group
 
 ROOT = Path(__file__).parents[2]
 
@@ -51,6 +52,17 @@ def test_ranks_talk_and_are_measured(tmp_path):
     assert "node-17" not in done.stdout + done.stderr
     assert found["report"] in done.stderr  # with --json the text goes to standard error
     assert list(tmp_path.iterdir()) == []  # the disk was tried, and nothing is left
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="cgroups are Linux's")
+def test_the_memory_is_that_of_the_container(tmp_path):
+    with memory_group(3 * GIB) as group:
+        words = ("-m", "fullshard", "doctor", "--json", "--nproc-per-node", "1", "--out", tmp_path)
+        done = group.run([sys.executable, *map(str, words)], 110, dict(os.environ))
+    found = json.loads(done.stdout)
+    assert found["memory"]["cgroup_limit_bytes"] == 3 * GIB
+    assert 0 < found["memory"]["host_bytes"] < 3 * GIB
+    assert f"GiB free of the container's memory limit of 3.0 GiB ({group.limit})" in done.stderr
 
 
 def test_a_folder_that_was_there_stays(tmp_path):

@@ -13,6 +13,7 @@ from fullshard.launch.run_lock import StoreLock, is_holder
 from fullshard.observe.metrics import read_rows
 from fullshard.run.folder import RunFolder, check_output_dir
 from fullshard.run.resume import check_lock
+from fullshard.saving import Saves
 from support import forked
 from support.object_store import PLUGINS
 from support.processes import python
@@ -61,6 +62,18 @@ def test_a_run_whose_folder_is_lost_resumes_from_the_store(tmp_path):
     assert sorted(losses(tmp_path)) == [5, 6, 7]
     assert "WHOLE" in fullshard("ckpt", "verify", run)
     assert fullshard("generate", run, "--prompt", "1 and", "--max-new-tokens", "2")
+
+
+@pytest.mark.long
+def test_a_folder_where_another_process_saves_is_refused_before_the_first_step(tmp_path):
+    (other := Saves()).claim_folder(place := tmp_path / "elsewhere")
+    words = ("train", write(tmp_path), "max_steps=2", f"training.checkpoint_dir={place}")
+    said = fullshard(*words, code=7)
+    assert "expected a folder that no other run uses; another process saves its steps" in said
+    assert losses(tmp_path) == {}
+    os.close(other._claims[place.resolve()])
+    fullshard(*words)
+    assert sorted(losses(tmp_path)) == [1, 2]
 
 
 def test_a_store_is_held_by_one_run_until_it_no_longer_answers(tmp_path, monkeypatch):

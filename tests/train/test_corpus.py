@@ -3,6 +3,7 @@
 import glob
 import json
 import os
+import re
 import shutil
 import struct
 from pathlib import Path
@@ -58,6 +59,22 @@ def test_the_number_of_shards_does_not_change_the_tokens(tmp_path, tokenizer, mo
     made = make_dataset([text_source(tmp_path / "data")], NO_HOLD_OUT, tokenizer)
     assert len(made.train.sources[0]) > 4
     assert tokens(made) == expected
+
+
+def test_progress_is_told_while_text_is_tokenized(tmp_path, tokenizer, monkeypatch, caplog):
+    (tmp_path / "a.txt").write_text(seeded_text(500))
+    for name, value in {"SHARD_BYTES": 4_000, "SAY_S": 0.0}.items():
+        monkeypatch.setattr(tokenize, name, value)
+    with caplog.at_level("INFO"):
+        make_dataset([text_source(tmp_path / "a.txt")], NO_HOLD_OUT, tokenizer)
+    told = [line for line in caplog.messages if line.startswith("data: tokenized [")]
+    shares = [int(line.partition("] ")[2].partition(" %")[0]) for line in told]
+    assert len(shares) > 4
+    assert shares == sorted(shares)
+    assert (shares[0] < 50, shares[-1]) == (True, 100)
+    some = r"\[#{6,11}\.{13,18}\] [2-4]\d % of 0 MiB, [\d.]+ MiB/s, \d+ s left"
+    assert re.search(some, "\n".join(told))
+    assert told[-1].startswith("data: tokenized [########################] 100 % of")
 
 
 def test_what_a_killed_start_has_tokenized_is_not_tokenized_again(tmp_path, tokenizer, monkeypatch):
@@ -350,7 +367,8 @@ def test_arrays_that_cannot_be_tokens_of_this_tokenizer_are_refused(
 ):
     ids = np.arange(400)
     ids.astype(np.uint16).tofile(tmp_path / "a.bin")
-    refused(tmp_path / "a.bin", "token ids below 300, .*, got 300 in", tokenizer=tokenizer)
+    said = r"token ids below 300, .*, got 300 in '.*a\.bin' at token 300 \(from 0\)"
+    refused(tmp_path / "a.bin", said, tokenizer=tokenizer)
     (ids % 300).astype(np.uint32).tofile(tmp_path / "b.bin")
     refused(tmp_path / "b.bin", "every second uint16 is 0: set data.dtype", tokenizer=tokenizer)
     ids.astype(np.int64).tofile(tmp_path / "b.bin")

@@ -54,8 +54,8 @@ def environment(folder):
     return {**os.environ, "XDG_CACHE_HOME": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
 
 
-def trained(group, folder, words):
-    done = group.run(command("train", words), 150, environment(folder))
+def trained(group, folder, words, timeout_s=150):
+    done = group.run(command("train", words), timeout_s, environment(folder))
     return done.returncode, json.loads(done.stdout or "{}"), done.stderr
 
 
@@ -74,6 +74,25 @@ def test_a_run_that_cannot_fit_is_refused_and_one_that_just_fits_ends(tmp_path):
     assert record["status"] == "finished"
     banner = (tmp_path / "out" / "logs" / "rank_0.log").read_text()
     assert "limit     the container's memory limit of" in banner
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_850_mib_of_weights_on_disk_train_in_1500_mib_with_the_losses_of_memory(tmp_path):
+    sizes = sizes_of(1024, 2816, 16, 16, layers=16, model_type="llama", vocab_size=8192)
+    words = [*words_of(tmp_path), f"model.config={json.dumps(sizes)}"]
+    found = []
+    for limit, more in ((1500 * MIB, ["offload=nvme"]), (12 << 30, [])):
+        with memory_group(limit) as group:
+            code, _, err = trained(group, tmp_path, [*words, *more], 400)
+            assert (code, group.num_kills()) == (0, 0), err
+        (tmp_path / "out").rename(run := tmp_path / str(limit))
+        files = (run / "model").glob("*.safetensors")
+        assert sum(file.stat().st_size for file in files) > 840 * MIB
+        rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+        found.append([row.get("loss", row.get("eval_loss")) for row in rows])
+    assert len(found[0]) > 2
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize(

@@ -201,6 +201,19 @@ def test_a_file_that_changes_during_a_run_is_refused(tmp_path, tokenizer):
         again.train.take(np.arange(1000))
 
 
+def test_an_id_out_of_range_in_a_later_part_is_named_where_it_is_reached(
+    tmp_path, tokenizer, monkeypatch
+):
+    ids = np.arange(20_000, dtype=np.uint16) % 300
+    ids[15_001] = 999
+    ids.tofile(tmp_path / "a.bin")
+    monkeypatch.setattr(tokenize, "permuted", lambda places, *_: places)
+    data = make_dataset([text_source(tmp_path / "a.bin")], STREAMED, tokenizer)
+    data.train.take(np.arange(500))
+    with pytest.raises(DataError, match=r"got 999 in '.*a\.bin' at token 15,001 \(from 0\)"):
+        data.train.take(np.arange(1000))
+
+
 def test_streams_at_once_make_a_part_once(tmp_path, tokenizer, monkeypatch):
     data = make_dataset(sources(tmp_path, 600), STREAMED, tokenizer)
     made, make = [], tokenize.make

@@ -35,10 +35,20 @@ _URL = re.compile(r"([a-z][a-z0-9+.-]+):(/+)(.*)", re.DOTALL | re.IGNORECASE)  #
 
 
 def storage_path(path: str | PathLike[str]) -> Path:
-    """A path of a folder or, for a URL, of a store; `file://` is a folder."""
+    """A path of a folder or, for a URL, of a store; `file://` is a folder.
+
+    Raises:
+        CheckpointError: It is no path.
+    """
     if isinstance(path, StorePath):
         return path
-    match = _URL.fullmatch(os.fspath(path))
+    try:
+        match = _URL.fullmatch(os.fspath(path))
+    except TypeError:
+        raise CheckpointError(
+            f"checkpoint: expected the path of a folder or a store, got {type(path).__name__}. The "
+            "order is fs.save(folder, model, optimizer), and the same for fs.load."
+        ) from None
     if match is None or (match[2] == "/" and Path(f"{match[1]}:").exists()):
         return Path(path)
     protocol = match[1].lower()

@@ -37,7 +37,7 @@ def _outside(ctx: typer.Context, folder: Path) -> Path:
     """Check the folder to write: inside a checkpoint it could be pruned, or be taken for one."""
     from fullshard.checkpoint.retain import checkpoints_in, look_at
     from fullshard.checkpoint.storage import StorePath, storage_path
-    from fullshard.errors import CheckpointError
+    from fullshard.errors import CheckpointError, ConfigError
     from fullshard.launch.run_lock import LOCK, held_elsewhere, is_held
 
     if isinstance(storage_path(folder), StorePath):
@@ -58,6 +58,11 @@ def _outside(ctx: typer.Context, folder: Path) -> Path:
     if ctx.info_name == "import" and real.name.startswith("step-"):
         for run in (place for place in real.parents if (place / LOCK).exists() and is_held(place)):
             raise held_elsewhere(run, "FOLDER")  # it would take the folder for its newest save
+        if is_held(real.parent):
+            raise ConfigError(
+                f"FOLDER: expected a folder to which nobody saves, got '{folder}' in "
+                f"'{real.parent}', where a process saves its steps. Use another folder, or stop it."
+            )
     return folder
 
 

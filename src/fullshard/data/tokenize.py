@@ -255,10 +255,13 @@ def make(file: Path, shard: Shard, how: TokenSettings, read: Reader) -> TokenFil
         tokens = TokenFile(f"{file}.npy", how.dtype, offset, len(array))
     if len(array) and not 0 <= int(array.min()) <= int(array.max()) < how.vocab_size:
         place = int(np.flatnonzero((array < 0) | (array >= how.vocab_size))[0])
+        (span, *_), at = shard.spans, ""
+        if shard.tokens is not None:
+            at = f" at token {span.start + place:,} (from 0)"
         raise DataError(
             f"data.path: expected token ids below {how.vocab_size:,}, the tokenizer's entries, got "
-            f"{array[place]} in '{shard.spans[0].file}'. Set the tokenizer that produced the "
-            "tokens, or set data.dtype if they were read in another dtype."
+            f"{array[place]} in '{span.file}'{at}. Set the tokenizer that produced the tokens, or "
+            "set data.dtype if they were read in another dtype."
         )
     tokens = replace(tokens, checksum=checksum_of(array))
     aside = file.with_name(f".{file.name}.{os.getpid()}.json")

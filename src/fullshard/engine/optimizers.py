@@ -92,8 +92,13 @@ class _Watch:
                 ShardedParameter, PlacedParameter, ShardedGradient, ShardedTensor
             )
 
+    @property
+    def has_owners(self) -> bool:
+        """Whether an owner of shards lives, or waits to be collected."""
+        return next(iter(self._owners), None) is not None
+
     def _release(self) -> None:
-        if next(iter(self._owners), None) is None:
+        if not self.has_owners:
             while self._handles:
                 self._handles.pop().remove()
             self._passed.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -66,6 +67,7 @@ class ShardInputs:
 
 
 NOTHING = ShardInputs()
+LARGE_BYTES = 64 << 20  # of a model that is worth a search for deleted ones
 
 
 def shard_model(
@@ -113,6 +115,7 @@ def shard_model(
         _say_one_host(plan)
     transports = {mesh: make_transport(config, mesh) for mesh in meshes}
     check_equal_start(model, plan, config, transports[plan.mesh], device)
+    _free_deleted(plan)
     homes = DeviceHomes.of(plan.homes, device, config.offload)
     masters = Masters(homes, home_of(transports), plan.units)
     values = _values(model, plan, transports, masters, given.weights)
@@ -291,6 +294,15 @@ def _refuse_parts(model: nn.Module) -> None:
                 "it, or by an fs.shard that failed. Put models that share parts into one module "
                 "(nn.ModuleDict), shard that, and call its parts. After a failure, build it again."
             )
+
+
+def _free_deleted(plan: Plan) -> None:
+    """Frees models that were deleted, before the memory of a large one is allocated.
+
+    They are cycles of Python objects, which Python searches for when many objects were created.
+    """
+    if WATCHED.has_owners and sum(row.num_bytes for row in plan.memory) >= LARGE_BYTES:
+        gc.collect()
 
 
 def _check_world(topology: Topology) -> None:

@@ -374,8 +374,13 @@ def param_names(model: nn.Module, optimizer: Optimizer) -> dict[int, str]:
     """First names of an optimizer's parameters, by identity.
 
     Raises:
-        CheckpointError: A parameter is not part of the model.
+        CheckpointError: A parameter is not part of the model, or it is no optimizer.
     """
+    if not hasattr(optimizer, "param_groups"):
+        raise CheckpointError(
+            f"optimizer: expected an optimizer of torch, got {type(optimizer).__name__}. Pass "
+            "other values by name: fs.save(folder, model, optimizer, step=100, epoch=2)."
+        )
     names = {id(param): name for name, param in model.named_parameters()}
     names |= {id(m.param): m.piece.name for m in engine_of(model).members}  # also in a forward
     for group in optimizer.param_groups:

@@ -6,7 +6,8 @@ srun, mpirun   rank 0 serves the store at MASTER_ADDR:MASTER_PORT
                on one machine without MASTER_PORT, it writes a free port to a file
 no launcher    no group, one rank
 
-All ranks reach the store by torch's `env://`. The watchdog uses it through its own connection.
+Ranks reach the store by torch's `env://`; a rank 0 that serves it counts the others. The watchdog
+uses it through its own connection.
 
 The launcher serves the store, so it outlives every rank. The port is bound before the first rank
 starts and stays bound; connections before the store is ready wait in the socket's backlog.
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 Made = TypeVar("Made")
+JOINED = "fullshard/joined"  # number of ranks, besides rank 0, that have reached the store
 WAITING_S = 10.0  # between log lines of a rank that waits for rank 0
 GOODBYE_S = 10.0  # for all ranks to read how rank 0 ended
 _SERVED: list[LaunchStore] = []  # stores served by this process as rank 0 of another launcher
@@ -80,7 +82,10 @@ def init_process_group(timeout_s: float = 600.0, log_dir: Path | None = None) ->
     launch = _with_address(launch, timeout_s)
     try:
         size, timeout = launch.world_size, timedelta(seconds=timeout_s)
-        store, *_ = next(rendezvous("env://", launch.rank, size, timeout=timeout))
+        store = _serve(launch, timeout_s) if launch.rank == 0 else None
+        if store is None:
+            store, *_ = next(rendezvous("env://", launch.rank, size, timeout=timeout))
+            store.add(JOINED, 1)
         timeout += timedelta(seconds=TIMEOUT_MARGIN_S)
         store.set_timeout(timeout)
         place: Any = {"store": store, "rank": launch.rank, "world_size": size}
@@ -223,11 +228,6 @@ def _unreachable(launch: LaunchEnvironment, got: str) -> ConfigError | HangError
             f"MASTER_PORT: expected a free port, got {launch.master_port}, which another process "
             "uses. Choose another port, the same on every rank."
         )
-    if "clients joined" in got:
-        return HangError(
-            f"WORLD_SIZE: expected {launch.world_size} ranks, got {got}. Start all of them, with "
-            "one MASTER_ADDR and MASTER_PORT; or unset RANK, which an older launch may have left."
-        )
     return HangError(
         f"MASTER_ADDR, MASTER_PORT: expected rank 0's store at {launch.master_addr}:"
         f"{launch.master_port}, got {got}. Check that rank 0 runs, that every rank has the address "
@@ -243,11 +243,7 @@ def _with_address(launch: LaunchEnvironment, timeout_s: float) -> LaunchEnvironm
     """
     host, port = launch.master_addr, launch.master_port
     if host is not None and port is not None:
-        if launch.rank == 0:
-            # The port is taken if the store is served. Else torch would look for it long.
-            with contextlib.suppress(OSError), _bound("", port):
-                check_reaches(host, port)
-        else:
+        if launch.rank != 0:
             _await_store(launch, (host, port), timeout_s)
     elif launch.launcher in (Launcher.FULLSHARD, Launcher.TORCHRUN):
         raise ConfigError(
@@ -287,6 +283,36 @@ def _await_store(launch: LaunchEnvironment, place: tuple[str, int], timeout_s: f
     if not wait_until(answers, timeout_s):
         why = getattr(whys[0], "strerror", None) or whys[0]
         raise _unreachable(launch, f"{why} for {timeout_s:g} s (launch.timeout)") from whys[0]
+
+
+def _serve(launch: LaunchEnvironment, timeout_s: float) -> Store | None:
+    """Serves the store as rank 0 until all ranks have reached it; None: its port is taken.
+
+    The launcher may serve it; torch names a port that another program has. While torch waits for
+    the ranks, it would not handle signals.
+
+    Raises:
+        ConfigError: The address is not that of this machine.
+        HangError: A rank has not started, or has another address.
+    """
+    meeting = _SERVED[-1] if _SERVED else None
+    if meeting is None:
+        host, port = str(launch.master_addr), launch.master_port or 0
+        try:
+            with _bound("", port):
+                check_reaches(host, port)
+        except OSError:
+            return None
+        meeting = LaunchStore(host, port)
+        meeting.serve()
+    store, size = meeting.store, launch.world_size
+    if not wait_until(lambda: store.add(JOINED, 0) + 1 >= size, timeout_s):
+        raise HangError(
+            f"WORLD_SIZE: expected {size} ranks, got {store.add(JOINED, 0) + 1} in {timeout_s:g} s "
+            "(launch.timeout). Start all of them, with one MASTER_ADDR and MASTER_PORT; or unset "
+            "RANK, which an older launch may have left."
+        )
+    return store
 
 
 def _port_of_rank_0(launch: LaunchEnvironment, timeout_s: float) -> int:
