@@ -37,7 +37,7 @@ from fullshard.planner.plan import Plan, make_plan, units_of
 from fullshard.planner.spec import matches
 from fullshard.planner.units import UnitSettings
 from fullshard.transport.base import Transport, home_of
-from fullshard.transport.groups import make_transport, own_group, resolve_transport, tell_everyone
+from fullshard.transport.groups import all_values, make_transport, own_group, resolve_transport
 
 logger = logging.getLogger(__name__)
 
@@ -184,7 +184,7 @@ def _meshes_of_experts(model: nn.Module, config: ShardConfig, mesh: Mesh) -> dic
     data, inner = ranks[place % mesh.inner :: mesh.inner], ranks[first : first + mesh.inner]
     experts = check_cuts(params, data, inner)
     kinds = list(dict.fromkeys(experts.values()))
-    all_kinds = tell_everyone(kinds, own_group("all", [range(mesh.world_size)])) if kinds else []
+    all_kinds = all_values(kinds, own_group("all", [range(mesh.world_size)])) if kinds else []
     groups = [set(every) for every in zip(*all_kinds, strict=True)]
     meshes = dict(zip(kinds, map(mesh.of_experts, groups), strict=True))
     return {name: meshes[ranks] for name, ranks in experts.items()}
