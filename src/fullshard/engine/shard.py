@@ -310,15 +310,15 @@ def reset(model: nn.Module) -> None:
 
 
 def no_sync(model: nn.Module, *, outer_only: bool = False) -> Any:
-    """Context: every backward inside keeps its gradients on this rank, unreduced.
+    """Context in which every backward keeps its gradients on this rank, unreduced.
 
-    Until the next backward outside, `p.grad` of what got a gradient can be dropped (`zero_grad`)
-    and not read: reading it, or `optimizer.step()`, is an EngineError.
+    Until the next backward outside, the `p.grad` of parameters with such a gradient can be dropped
+    (`zero_grad`), but reading it and `optimizer.step()` raise an EngineError.
 
     Args:
         model: A sharded model.
-        outer_only: Reduce over the shard axis all the same; only the sum over replicas waits for
-            the next backward outside. Holds a shard of gradients in place of whole ones.
+        outer_only: Reduce over the shard axis; only the sum over replicas waits for the next
+            backward outside. Stores a shard of the gradients instead of whole gradients.
     """
     gradients = engine_of(model).gradients
     return gradients.no_sync(gradients.inner if outer_only else Sync.NONE)

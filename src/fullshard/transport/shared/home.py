@@ -419,7 +419,7 @@ class SharedTransport(DirectTransport):
             combine_in_order(vectors, chunk, maximum=maximum)
 
     def _compare_phases(self, ranks: Sequence[int]) -> None:
-        """Compare before messages to other ranks; the board finds other phases of its own."""
+        """Compare before messages to other ranks; in shared memory the board finds other phases."""
         if self._gathers and self.phase.next:  # found by those who wait on the board
             self._board.advance(Mark.BEGUN, self._board.value(Mark.BEGUN) + 1)
         if not self._has_all:
