@@ -262,18 +262,17 @@ class Runtime:
         searches = use.num_views is not None or unit.has_kept_views or not self.agreed
         if searches and unit.gathered:
             unit.find_views(self.units, use.num_views)
-        tensors = chain(tensors, in_attributes)
-        training = torch.is_grad_enabled() and self.watch(index, tensors, is_inner=False)
+        keeps = torch.is_grad_enabled()
+        training = keeps and self.watch(index, chain(tensors, in_attributes), is_inner=False)
         if training and not (self.stack and self.agreed):
             self._uses.add(use)
         try:
             unit.check_writes()
         finally:
-            keeps = torch.is_grad_enabled()
             self._run(self.scheduler.leave_forward(index, training=training, keeps=keeps))
             if not training and not self.stack:
                 self._finish_reading(settled=False)
-                if index == 0 and not torch.is_grad_enabled():
+                if index == 0 and not keeps:
                     self._compare_gathers()
         return output
 
