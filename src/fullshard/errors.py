@@ -227,11 +227,11 @@ def cure_of(error: BaseException, otherwise: str) -> str:
     return f"Raise the limit that `ulimit -{flag}` shows" if flag else otherwise
 
 
-def raise_together(tell: Callable[[Any], list[Any]], rank: int, do: Callable[[], Any]) -> Any:
+def raise_together(all_values: Callable[[Any], list[Any]], rank: int, do: Callable[[], Any]) -> Any:
     """Return the result of `do`; if it fails on one rank, raise on all ranks. A collective.
 
     Args:
-        tell: Collective that returns the values of all ranks, in rank order.
+        all_values: Collective that returns the values of all ranks, in rank order.
         rank: This rank.
         do: Function that is not a collective.
 
@@ -250,7 +250,7 @@ def raise_together(tell: Callable[[Any], list[Any]], rank: int, do: Callable[[],
                 f"{place}: expected to read or write, got {why}. {advice}, and start again."
             )
             error.__cause__ = caught
-    found = tell(None if error is None else _for_other_ranks(error, rank))
+    found = all_values(None if error is None else _for_other_ranks(error, rank))
     if error is not None:
         raise error
     for failure in filter(None, found):

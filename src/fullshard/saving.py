@@ -115,7 +115,7 @@ def save(
         states = engine.agree(lambda: optimizer_state(model, optimizer))
         states = replace(states, tensors=_as_ranges(engine, states.tensors))
     if states is not None and isinstance(optimizer, OwnedOptimizer):
-        states = replace(states, scalars=join_scalars(engine.tell(states.scalars)))
+        states = replace(states, scalars=join_scalars(engine.all_values(states.scalars)))
     tensors = _as_ranges(engine, engine.agree(lambda: model_tensors(model)))
     pieces, values = engine.agree(lambda: _parts(model, tensors, states, state, stage))
     pieces, document = _joined(engine, settings.step, states, pieces, values)
@@ -253,7 +253,7 @@ def _joined(
         CheckpointError: The names of the values differ between ranks.
     """
     digests = {name: value.digest() for name, value in values.items()}
-    found = engine.tell(digests)
+    found = engine.all_values(digests)
     for rank, other in enumerate(found):
         if set(other) != set(found[0]):
             raise CheckpointError(

@@ -70,7 +70,7 @@ def decides(folder):
         raise AssertionError("a value of every rank was gathered on every rank")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "tell_everyone", refuse)
+        patch.setattr(engine, "all_values", refuse)
         return choose(ranks_of(engine_of(model)), folder).step
 
 

@@ -224,13 +224,13 @@ def learn_beside_peers(order, is_alone):
         with torch.no_grad():  # prefetches units that are never entered
             model.blocks[order[0]](torch.ones(1, WIDTH, dtype=torch.float64))
     old = [weakref.ref(slots._segment.mapping) for slots in (home.gathered, home.gradients)]
-    tell = home._tell_all
+    own = home._all_values
 
-    def tell_all(value):
+    def all_values(value):
         alive.extend(segment() is not None for segment in old)
-        return tell(value)
+        return own(value)
 
-    home._tell_all = tell_all
+    home._all_values = all_values
     model.zero_grad()
     CHAIN.work(model, 1, dist.get_rank(), order=order)
     assert engine_of(model).runtime.agreed

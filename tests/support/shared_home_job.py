@@ -37,17 +37,17 @@ def main() -> None:
 
 
 def die_at(mark: Mark, when: str) -> None:
-    """Kill this process when it would tell of a mark."""
-    tell = Board.tell
+    """Kill this process when it would advance a mark."""
+    advance = Board.advance
 
     def last_words(self: Board, what: Mark, value: int) -> None:
         if what is mark and when == "after":
-            tell(self, what, value)
+            advance(self, what, value)
         if what is mark:
             os.kill(os.getpid(), signal.SIGKILL)
-        tell(self, what, value)
+        advance(self, what, value)
 
-    Board.tell = last_words
+    Board.advance = last_words
 
 
 if __name__ == "__main__":

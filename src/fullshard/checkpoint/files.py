@@ -157,7 +157,7 @@ def checksum_of(path: Path, on_bytes: Callable[[int], None] = lambda _count: Non
     """xxh3_128 of a file's bytes; `on_bytes` is called with the number of bytes read."""
     digest, offset = xxhash.xxh3_128(), 0
     with open_for_reading(path) as (size, read):
-        buffer = memoryview(bytearray(max(1, min(size, _read_at_once(path)))))
+        buffer = memoryview(bytearray(max(1, min(size, _chunk_bytes(path)))))
         while count := read(buffer, offset):
             digest.update(buffer[:count])
             on_bytes(count)
@@ -165,7 +165,7 @@ def checksum_of(path: Path, on_bytes: Callable[[int], None] = lambda _count: Non
     return digest.hexdigest()
 
 
-def _read_at_once(path: Path) -> int:
+def _chunk_bytes(path: Path) -> int:
     return REQUESTED if isinstance(path, StorePath) else HASHED
 
 

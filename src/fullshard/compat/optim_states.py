@@ -19,7 +19,7 @@ from fullshard.engine.engine import Engine
 from fullshard.engine.optimizers import WATCHED, loaded_state
 from fullshard.engine.owned import OwnedOptimizer
 from fullshard.engine.parameter import Guarded, ShardedParameter
-from fullshard.transport.groups import own_group, tell_everyone
+from fullshard.transport.groups import all_values, own_group
 
 States = dict[str, Any]
 
@@ -85,7 +85,7 @@ def _agreed(names: list[str]) -> list[str]:
 def everyones(value: Any) -> list[Any]:
     """Returns the values of all ranks. A collective."""
     world = topology().world_size
-    return tell_everyone(value, own_group("all", [range(world)])) if world > 1 else [value]
+    return all_values(value, own_group("all", [range(world)])) if world > 1 else [value]
 
 
 def _convert(value: Any, engine: Engine, wanted: Wanted) -> Any:

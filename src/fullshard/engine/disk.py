@@ -254,7 +254,7 @@ class Disk:
         return None
 
     def gather(self, loads: Sequence[Future[None]], start: Callable[[], Fetch]) -> Gather:
-        """A gather that starts when the next one is asked for, or when it is waited for."""
+        """Returns a gather, which starts at the next call of this method or at its own `wait`."""
         if self._waiting is not None:
             self._waiting.start()
         self._waiting = Gather(loads, start)

@@ -59,7 +59,7 @@ from fullshard.planner.plan import Plan
 from fullshard.planner.units import UnitPlan, ancestors_of
 from fullshard.transport import streams
 from fullshard.transport.base import Hook, Slots, Transport, torch_dtype
-from fullshard.transport.groups import own_group, tell_everyone, tell_from_first
+from fullshard.transport.groups import all_values, first_value, own_group
 
 T = TypeVar("T")
 _CALL = nn.Module._call_impl.__code__
@@ -442,7 +442,7 @@ class Engine:
         """
         return self.runtime.actions.seconds()
 
-    def tell(self, value: T) -> list[T]:
+    def all_values(self, value: T) -> list[T]:
         """Returns the values of all ranks, in rank order. A collective.
 
         Raises:
@@ -450,7 +450,7 @@ class Engine:
         """
         if self._num_failed(error=None) is None:
             return [value]
-        return tell_everyone(value, own_group("all", [range(self.plan.mesh.world_size)]))
+        return all_values(value, own_group("all", [range(self.plan.mesh.world_size)]))
 
     def lead(self, do: Callable[[], T]) -> T:
         """Return the result of `do`, which only rank 0 calls. A collective.
@@ -459,7 +459,7 @@ class Engine:
             FullshardError: Rank 0's error.
         """
         result: Any = self.agree(lambda: do() if self.rank == 0 else None)
-        return tell_from_first(result, own_group("all", [range(self.plan.mesh.world_size)]))
+        return first_value(result, own_group("all", [range(self.plan.mesh.world_size)]))
 
     def agree(self, do: Callable[[], T]) -> T:
         """Returns the result of `do`. If it fails on one rank, all raise. A collective.
@@ -471,7 +471,7 @@ class Engine:
         """
 
         def exchange(failure: Any) -> list[Any]:
-            return self.tell(failure) if self._num_failed(error=failure) else []
+            return self.all_values(failure) if self._num_failed(error=failure) else []
 
         return raise_together(exchange, self.rank, do)
 

@@ -118,7 +118,7 @@ def full_optimizer_state_dict(
 def whole_states(model: nn.Module, given: States, *, rank0_only: bool = True) -> States:
     """Returns an optimizer's `state_dict()` with full states on the CPU. A collective."""
     engine = engine_of(model)
-    keys = engine.tell([(number, *values) for number, values in given["state"].items()])
+    keys = engine.all_values([(number, *values) for number, values in given["state"].items()])
     if any(own != keys[0] for own in keys):
         raise EngineError(
             "fs.full_optimizer_state_dict: expected optimizers with the same states in the same "

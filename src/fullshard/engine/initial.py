@@ -31,13 +31,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullshard.engine._torch_compat import outside_modes, storage_key, tree_leaves, tree_map_only
+from fullshard.engine.computed import gather_piece
 from fullshard.engine.cuts import Cut
 from fullshard.engine.folder import FolderWeights
 from fullshard.engine.hugging_face import some
 from fullshard.engine.placing import Masters
 from fullshard.engine.record import Elements
 from fullshard.engine.replicas import check_equal_random
-from fullshard.engine.unit import gather_piece
 from fullshard.errors import ConfigError, UnsupportedModelError
 from fullshard.planner.mesh import Mesh
 from fullshard.planner.plan import Plan

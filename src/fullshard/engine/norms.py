@@ -63,7 +63,7 @@ TOLD_BY_NORMS = {*_FINITE, *_SQUARED}  # functions of a gradient
 
 
 def _from_norm(record: Any, name: str, squares: torch.Tensor, asked: str) -> torch.Tensor | None:
-    """Sum, mean, any or all of a function of a gradient; None if its norm does not tell."""
+    """Sum, mean, any or all of a function of a gradient; None if its norm does not determine it."""
     square = squares[record.index]
     if name in _SQUARED:
         return {"sum": square, "mean": square / math.prod(record.shape)}.get(asked)

@@ -251,13 +251,13 @@ class _Group:
 
 
 class _Part:
-    """A model's shards in a group, of which ranks compare settings and states.
+    """A model's shards in a group, whose settings and states ranks compare.
 
-    A rank may leave out shards without elements (`if p.numel()`), and with them the group. All
-    ranks therefore compare settings of what they list if they list the same, and those with
-    elements of a parameter its settings, how many states it has, and whether these changed since
-    the last step. The counts in its states are compared for a parameter of which all ranks have
-    elements.
+    A rank may leave out shards without elements (`if p.numel()`), and with them the group. Settings
+    of groups are therefore compared over all ranks only if all list the same shards. The ranks with
+    elements of a parameter compare its settings, the number of its states, and whether these
+    changed since the last step. Counts in states are compared for a parameter of which all ranks
+    have elements.
     """
 
     def __init__(self, shards: Sequence[Any], norms: GradientNorms) -> None:
@@ -298,7 +298,7 @@ class _Part:
         }
 
     def note(self, states: Any) -> None:
-        """Note the states after a step: who writes or replaces them before the next one tells."""
+        """Note the states after a step, to find those that change before the next one."""
         self._seen = self._versions(states)
 
     def _versions(self, states: Any) -> list[Any]:

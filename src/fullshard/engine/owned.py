@@ -357,20 +357,20 @@ def owned(
 ) -> torch.optim.Optimizer:
     """An optimizer that needs whole tensors (Muon, Adafactor, 8-bit states), on shards.
 
-    Each cut parameter has one owner among the ranks, which gathers it, runs the optimizer as it is
-    on the whole and gives the slices back; its states are the owner's. fs.save and fs.load take it
-    over any number of ranks. A collective: all ranks call it, and step together.
+    Each sharded parameter has one owner among the ranks. The owner gathers it, runs the unmodified
+    optimizer on the whole tensor, keeps its states, and returns the slices to the other ranks.
+    fs.save and fs.load support any number of ranks. A collective: all ranks call it and its step.
 
     Args:
         model: A sharded model.
-        factory: Makes the optimizer of parameter groups, as `partial(torch.optim.Muon, lr=0.02)`.
-        params: Parameters of the model or groups of them; None: all that are trained and not in
+        factory: Makes the optimizer for parameter groups: `partial(torch.optim.Muon, lr=0.02)`.
+        params: Parameters of the model or groups of them; None: all trained ones that are not in
             `beside`.
-        beside: An elementwise optimizer of other parameters, on their shards. Its groups and states
-            are the result's too, and it steps with it.
+        beside: An elementwise optimizer that steps the shards of other parameters. The result has
+            its groups and states too, and calls its step.
 
     Raises:
-        EngineError: The optimizer is not one of tensors by themselves, or offload moves its states.
+        EngineError: The optimizer combines several tensors, or offload moves its states.
     """
     if params is None:
         taken = {id(p) for g in (beside.param_groups if beside else ()) for p in g["params"]}

@@ -118,8 +118,8 @@ def cut_group(
     Args:
         unit: The unit of the group.
         at: Index of the group in its unit.
-        params: The user's parameters in the layout's order: whole, or on meta, or shards already.
-            Of the last two the masters keep their values unless `masters` reads others.
+        params: The user's parameters in the layout's order: whole, on meta, or already shards. For
+            those on meta and shards, the masters keep their values unless `masters` reads others.
         part: Index of this rank on the shard axis.
         masters: Allocates masters, and reads values.
     """
@@ -159,7 +159,7 @@ class Rings:
         shared: Slots that homes of transports own, by name of the ring.
         device: Device on which the other slots are allocated.
         poison: Fill slots that are not kept with NaN.
-        kept: Slots of rings that are alike in the plan before, by name of the ring.
+        kept: Slots of the previous plan's rings that did not change, by name of the ring.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class Rings:
                 slot.fill_(float("nan"))
 
     def give(self, rings: Sequence[Ring]) -> Slots:
-        """Give away the slots of rings that are alike, and drop all others and those of homes."""
+        """Return own slots of rings that are also in another plan, by name; drop all others."""
         held, self._buffers = self._buffers, {}
         own = [ring for ring in rings if ring in self._rings and ring.name not in self._shared]
         return {ring.name: held[ring.name] for ring in own}

@@ -51,11 +51,11 @@ def apply_dtypes(model: nn.Module, config: ShardConfig) -> None:
     if low.itemsize < 4:
         for name in roots:
             module = model.get_submodule(name)
-            module.register_forward_pre_hook(_raise, with_kwargs=True)
+            module.register_forward_pre_hook(_to_float32, with_kwargs=True)
             module.register_forward_hook(partial(cast_output, low))
 
 
-def _raise(_: nn.Module, args: Any, kwargs: Any) -> Any:
+def _to_float32(_: nn.Module, args: Any, kwargs: Any) -> Any:
     return cast_tensors(args, torch.float32), cast_tensors(kwargs, torch.float32)
 
 

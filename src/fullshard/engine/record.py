@@ -2,14 +2,14 @@
 
 [Note: shared memory]
 `old = p.data` shares the memory of a shard, and `p.data = value` that of a value. In one process
-they go on sharing it. Here a shard that was moved is copied back to its place in a flat buffer, and
+they keep sharing it. Here a shard that was moved is copied back to its place in a flat buffer, so
 tensors that share memory move together:
 
-    p.data = value    `old` gets memory of its own, since the place will be written; p joins `value`
+    p.data = value    `old` gets its own memory, because the place will be written; p joins `value`
     put back          `value` is copied to the place, which p and `value` share from then on
 
-A write into one of them is a write into the parameter among them. Which these are is known on all
-ranks alike, also on a rank without elements, where no tensor has an address.
+A write into one of them is a write into the parameter among them. All ranks know which tensors
+share memory, also ranks without elements, whose tensors have no address.
 """
 
 from __future__ import annotations

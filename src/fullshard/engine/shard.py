@@ -38,7 +38,7 @@ from fullshard.planner.plan import Plan, make_plan, units_of
 from fullshard.planner.spec import matches
 from fullshard.planner.units import UnitSettings
 from fullshard.transport.base import Transport, home_of
-from fullshard.transport.groups import make_transport, own_group, resolve_transport, tell_everyone
+from fullshard.transport.groups import all_values, make_transport, own_group, resolve_transport
 
 logger = logging.getLogger(__name__)
 
@@ -187,7 +187,7 @@ def _meshes_of_experts(model: nn.Module, config: ShardConfig, mesh: Mesh) -> dic
     data, inner = ranks[place % mesh.inner :: mesh.inner], ranks[first : first + mesh.inner]
     experts = check_cuts(params, data, inner)
     kinds = list(dict.fromkeys(experts.values()))
-    all_kinds = tell_everyone(kinds, own_group("all", [range(mesh.world_size)])) if kinds else []
+    all_kinds = all_values(kinds, own_group("all", [range(mesh.world_size)])) if kinds else []
     groups = [set(every) for every in zip(*all_kinds, strict=True)]
     meshes = dict(zip(kinds, map(mesh.of_experts, groups), strict=True))
     return {name: meshes[ranks] for name, ranks in experts.items()}
@@ -322,15 +322,15 @@ def reset(model: nn.Module) -> None:
 
 
 def no_sync(model: nn.Module, *, outer_only: bool = False) -> Any:
-    """Context: every backward inside keeps its gradients on this rank, unreduced.
+    """Context in which every backward keeps its gradients on this rank, unreduced.
 
-    Until the next backward outside, `p.grad` of what got a gradient can be dropped (`zero_grad`)
-    and not read: reading it, or `optimizer.step()`, is an EngineError.
+    Until the next backward outside, the `p.grad` of parameters with such a gradient can be dropped
+    (`zero_grad`), but reading it and `optimizer.step()` raise an EngineError.
 
     Args:
         model: A sharded model.
-        outer_only: Reduce over the shard axis all the same; only the sum over replicas waits for
-            the next backward outside. Holds a shard of gradients in place of whole ones.
+        outer_only: Reduce over the shard axis; only the sum over replicas waits for the next
+            backward outside. Stores a shard of the gradients instead of whole gradients.
     """
     gradients = engine_of(model).gradients
     return gradients.no_sync(gradients.inner if outer_only else Sync.NONE)

@@ -170,7 +170,7 @@ class Runtime:
         self._node_hooks = [NodeHook() for _ in self.units]  # of outputs of their inner modules
         self._opened: set[Unit] = set()  # units that the running backward has entered
         self._task = -1  # the running backward
-        self._end: Callable[[], Any] = _nothing  # its callback, as long as it is alive
+        self._end: Callable[[], Any] = _nothing  # weak: its callback, while autograd has it
         self._inner = -1  # the backward inside it
         self._recomputed = -1  # the backward in which forward code ran again
         self._generation = 0  # forwards of the whole model so far
@@ -259,21 +259,20 @@ class Runtime:
         if use is None or use not in self.stack:
             return output
         del self.stack[self.stack.index(use) :]
-        looks = use.num_views is not None or unit.has_kept_views or not self.agreed
-        if looks and unit.gathered:
+        searches = use.num_views is not None or unit.has_kept_views or not self.agreed
+        if searches and unit.gathered:
             unit.find_views(self.units, use.num_views)
-        tensors = chain(tensors, in_attributes)
-        training = torch.is_grad_enabled() and self.watch(index, tensors, is_inner=False)
+        keeps = torch.is_grad_enabled()
+        training = keeps and self.watch(index, chain(tensors, in_attributes), is_inner=False)
         if training and not (self.stack and self.agreed):
             self._uses.add(use)
         try:
             unit.check_writes()
         finally:
-            keeps = torch.is_grad_enabled()
             self._run(self.scheduler.leave_forward(index, training=training, keeps=keeps))
             if not training and not self.stack:
                 self._finish_reading(settled=False)
-                if index == 0 and not torch.is_grad_enabled():
+                if index == 0 and not keeps:
                     self._compare_gathers()
         return output
 
@@ -591,7 +590,7 @@ _NOT_MADE = (Guarded, Released)  # classes of tensors that a unit's forward only
 
 
 def _nothing() -> None:
-    """A dead weak reference: no backward is running."""
+    """`Runtime._end` without a running backward: like a dead weak reference."""
 
 
 # ---- the action of each event

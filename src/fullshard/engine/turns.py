@@ -57,7 +57,7 @@ def step_in_turns(
         optimizer: Elementwise optimizer.
         disk: Has state of the parameters.
         num_bytes: Most bytes of a turn.
-        grain: Pieces have multiples of so many elements.
+        grain: The number of elements of a piece is a multiple of this.
 
     Returns:
         Parameters and their gradients, which are None until `put_back`.

@@ -297,7 +297,7 @@ def export_together(
         CheckpointError: On every rank, if one cannot write.
     """
     named, _ = as_files_have(source, shell)
-    sees = engine.tell(folder.is_dir())
+    sees = engine.all_values(folder.is_dir())
     writers = [rank for rank, there in enumerate(sees) if there]
     settings = ExportSettings(
         max_shard_bytes=max_shard_bytes,

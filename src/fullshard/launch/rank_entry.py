@@ -86,7 +86,7 @@ def run_rank(
 def _blame(
     folder: LaunchFolder | None, rank: int, tell: Callable[[RankFailure], None], verdict: HangError
 ) -> None:
-    """Tells the watchdog's verdict, which ends all ranks."""
+    """Reports the watchdog's verdict, which ends all ranks."""
     failure = RankFailure.of(verdict, rank)
     tell(failure)
     if folder is not None:

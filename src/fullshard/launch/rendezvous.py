@@ -316,7 +316,7 @@ def _serve(launch: LaunchEnvironment, timeout_s: float) -> Store | None:
 
 
 def _port_of_rank_0(launch: LaunchEnvironment, timeout_s: float) -> int:
-    """The port of rank 0's store, which tells the others by a file."""
+    """The port of rank 0's store, which rank 0 writes to a file."""
     file = _port_file(launch)
     if launch.rank == 0:
         meeting = LaunchStore()

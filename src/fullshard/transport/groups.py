@@ -177,7 +177,7 @@ def processes(world_size: int) -> list[Process]:
     made = _made()
     if not made.processes:
         own = Process(os.getpid(), Host.here())
-        made.processes = tell_everyone(own, own_group("all", [range(world_size)]))
+        made.processes = all_values(own, own_group("all", [range(world_size)]))
     return made.processes
 
 
@@ -202,7 +202,7 @@ def places_of_meshes(ranks: Sequence[int], world_size: int) -> tuple[tuple[int, 
     """
     if len(ranks) == world_size or not dist.is_initialized():
         return order_of(ranks), 1
-    found = tell_everyone(list(ranks), own_group("all", [range(world_size)]))
+    found = all_values(list(ranks), own_group("all", [range(world_size)]))
     meshes = sorted(set(map(tuple, found)))
     if len({len(mesh) for mesh in meshes}) > 1:
         meshes = [tuple(ranks)]  # refused
@@ -216,17 +216,17 @@ def _run(collective: Callable[..., None], *args: Any, **settings: Any) -> None:
         raise failed_message(error, "a message between ranks") from error
 
 
-def tell_everyone(value: Any, group: Any) -> list[Any]:
+def all_values(value: Any, group: Any) -> list[Any]:
     """Returns the values of all ranks of a group. A collective."""
     said: list[Any] = [None] * dist.get_world_size(group)
     _run(dist.all_gather_object, said, value, group=group)
     return said
 
 
-def tell_from_first(value: Any, group: Any) -> Any:
+def first_value(value: Any, group: Any) -> Any:
     """Returns the value of a group's first rank; None is a group of this rank alone. A collective.
 
-    `tell_everyone` would allocate as many bytes for every rank.
+    `all_values` would allocate as many bytes for every rank.
     """
     said = [value]
     if group is not None:
@@ -340,9 +340,9 @@ def make_transport(config: ShardConfig, mesh: Mesh) -> Transport:
     if kind is TransportKind.DIRECT or mesh.shard == 1:
         return DirectTransport(axes)
 
-    def tell_all(value: Any) -> list[Any]:
-        said = tell_everyone(value, axes.world_group)
+    def shard_values(value: Any) -> list[Any]:
+        said = all_values(value, axes.world_group)
         return [said[rank] for rank in axes.shard_ranks]
 
     pids = [processes(mesh.world_size)[rank].pid for rank in axes.shard_ranks]
-    return SharedTransport(axes, pids, tell_all, gathers=config.offload is not None)
+    return SharedTransport(axes, pids, shard_values, gathers=config.offload is not None)

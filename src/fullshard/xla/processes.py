@@ -117,7 +117,7 @@ def leave() -> None:
 T = TypeVar("T")
 
 
-def tell(value: Any) -> list[Any]:
+def all_values(value: Any) -> list[Any]:
     """Returns the values of all processes, in their order. A collective."""
     if jax.process_count() == 1:
         return [value]
@@ -133,9 +133,9 @@ def tell(value: Any) -> list[Any]:
 def lead(do: Callable[[], T]) -> T:
     """Return the first process's result of `do`, which only it calls. A collective."""
     result: Any = agree(lambda: do() if jax.process_index() == 0 else None)
-    return tell(result)[0]
+    return all_values(result)[0]
 
 
 def agree(do: Callable[[], T]) -> T:
     """Returns the result of `do`. If it fails in one process, all raise. A collective."""
-    return raise_together(tell, jax.process_index(), do)
+    return raise_together(all_values, jax.process_index(), do)

@@ -58,9 +58,9 @@ from fullshard.transport.base import (
 from fullshard.transport.direct import DirectTransport
 from fullshard.transport.shared.segment import (
     CACHE_LINE,
+    AllValues,
     Board,
     Mark,
-    TellAll,
     share_segment,
     typed,
 )
@@ -72,12 +72,12 @@ class SharedHome(Home):
     Args:
         board: Progress of the ranks.
         num_parts: Number of ranks that share memory.
-        tell_all: Returns the values of all parts while segments are created.
+        all_values: Returns the values of all parts while segments are created.
     """
 
-    def __init__(self, board: Board, num_parts: int, tell_all: TellAll) -> None:
+    def __init__(self, board: Board, num_parts: int, all_values: AllValues) -> None:
         super().__init__()
-        self._board, self._num_parts, self._tell_all = board, num_parts, tell_all
+        self._board, self._num_parts, self._all_values = board, num_parts, all_values
         self._part = board.part
         self._weights: dict[tuple[int, int], Weights] = {}
         self._casts: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -101,7 +101,7 @@ class SharedHome(Home):
                 starts[key, dtype] = end
                 own.append((end + self._part * part_bytes, part_bytes))
                 end = align(end + self._num_parts * part_bytes, PAGESIZE)
-        segment = share_segment(self._part, max(end, PAGESIZE), own, self._tell_all)
+        segment = share_segment(self._part, max(end, PAGESIZE), own, self._all_values)
         for key, group in shared.items():
             layout, dtypes = group.layout, group.dtypes
             dtype = torch_dtype(dtypes.master)
@@ -123,14 +123,14 @@ class SharedHome(Home):
                 part.copy_(master)
         if self.gradients is not None:
             self.gradients.free_overflows()
-        self._board.tell(Mark.DONE, self._forward)  # the last forward, if no backward followed it
+        self._board.advance(Mark.DONE, self._forward)  # of a forward without a backward
         self._forward += 1
-        self._board.tell(Mark.BEGUN, self._forward)
+        self._board.advance(Mark.BEGUN, self._forward)
         self._board.await_all(Mark.BEGUN, self._forward, "the beginning of a forward")
         self._reading, self.wrote = True, False
 
     def finish_reading(self, *, settled: bool) -> None:
-        self._board.tell(Mark.DONE, self._forward)
+        self._board.advance(Mark.DONE, self._forward)
         if settled:
             self._reading = False
             if self.gradients is not None:
@@ -145,14 +145,14 @@ class SharedHome(Home):
     def _await_readers(self) -> None:
         if self._reading:
             self._reading = False
-            self._board.tell(Mark.DONE, self._forward)
+            self._board.advance(Mark.DONE, self._forward)
             self._board.await_all(Mark.DONE, self._forward, "a write into parameters")
 
     # ---- gradients
 
     def open_slots(self, units: Sequence[UnitPlan], rings: Sequence[Ring]) -> Slots:
         most = max([1, *(len(unit.groups) for unit in units)])  # all may be left out of sharding
-        make = partial(PeerSlots, self._board, self._num_parts, most, self._tell_all)
+        make = partial(PeerSlots, self._board, self._num_parts, most, self._all_values)
         reduced = [ring for ring in rings if ring.name.endswith(".grad")]
         others = [ring for ring in rings if ring not in reduced]
         if self.gradients is not None and self.gradients.rings != reduced:
@@ -191,7 +191,7 @@ class PeerSlots:
         board: Progress of the ranks.
         num_parts: Number of ranks that share memory.
         most_groups: Most buffers of a reduction or gather.
-        tell_all: Returns the values of all parts.
+        all_values: Returns the values of all parts.
         ours: Rings of the slots.
         marks: Counters of the reductions, or gathers, that a rank has shown and has read.
     """
@@ -201,7 +201,7 @@ class PeerSlots:
         board: Board,
         num_parts: int,
         most_groups: int,
-        tell_all: TellAll,
+        all_values: AllValues,
         ours: Sequence[Ring],
         marks: tuple[Mark, Mark],
     ) -> None:
@@ -218,7 +218,7 @@ class PeerSlots:
         self._lane_bytes = end + OVERFLOWS * self._overflow_bytes
         base = board.part * self._lane_bytes
         self._segment = share_segment(
-            board.part, num_parts * self._lane_bytes, [(base, end)], tell_all
+            board.part, num_parts * self._lane_bytes, [(base, end)], all_values
         )
         self._base, self._address = base, self._segment.memory.data_ptr() + base
         self.slots: Slots = {ring.name: self._cut(ring, base + starts[ring.name]) for ring in ours}
@@ -275,7 +275,7 @@ class PeerSlots:
                 self._last[self._slot_at(place)] = number
             places.append(place)
         self._where[self._board.part][number % DEPTH, : len(places)] = torch.tensor(places)
-        self._board.tell(self._ready, number)
+        self._board.advance(self._ready, number)
         return number
 
     def pull(self, number: int, fulls: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
@@ -289,7 +289,7 @@ class PeerSlots:
     def release(self, number: int) -> None:
         """Note that this rank has read the buffers of a reduction or gather."""
         self._pulled = max(self._pulled, number)  # a reset finishes reductions in any order
-        self._board.tell(self._done, self._pulled)
+        self._board.advance(self._done, self._pulled)
 
     def _view(self, rank: int, place: int, like: torch.Tensor) -> torch.Tensor:
         """(part_numel,): a part of a peer's buffer."""
@@ -340,21 +340,21 @@ class SharedTransport(DirectTransport):
     Args:
         axes: This rank's coordinates; all ranks of the shard axis are on one host.
         pids: Process ids of the shard axis.
-        tell_all: Exchanges values between the ranks of the shard axis until they share memory.
+        all_values: Exchanges values between the ranks of the shard axis until they share memory.
         gathers: Whether weights are gathered, whose ranks compare every gather by messages.
     """
 
     name = "shared"
 
     def __init__(
-        self, axes: Axes, pids: Sequence[int], tell_all: TellAll, *, gathers: bool
+        self, axes: Axes, pids: Sequence[int], all_values: AllValues, *, gathers: bool
     ) -> None:
         super().__init__(axes)
         parts, part = axes.mesh.shard, axes.shard_index
         lanes = align(Board.bytes_of(parts), CACHE_LINE)
         size = 2 * LANE_BYTES
         own = [(lanes + part * size, size), (0, lanes)][: 2 - bool(part)]
-        segment = share_segment(part, lanes + parts * size, own, tell_all)
+        segment = share_segment(part, lanes + parts * size, own, all_values)
         self._board = Board(segment, part, axes.shard_ranks, pids)
         found = (segment.view(lanes + i * size, size, torch.uint8) for i in range(parts))
         self._lanes = [lane.view(2, -1) for lane in found]
@@ -363,7 +363,7 @@ class SharedTransport(DirectTransport):
         # Whether all ranks wait on the board: they share this memory and gather nothing.
         self._has_all = parts == axes.mesh.world_size and not gathers
         self._fetches: deque[tuple[int, Callable[[], None]]] = deque()  # not yet copied
-        self.home = self._shared = SharedHome(self._board, parts, self._tell_all)
+        self.home = self._shared = SharedHome(self._board, parts, self._all_values)
 
     def fetch(self, fulls: Sequence[torch.Tensor], unit: str = "") -> Fetch:
         slots = self._shared.gathered
@@ -411,7 +411,7 @@ class SharedTransport(DirectTransport):
     def all_reduce(self, values: torch.Tensor, *, maximum: bool = False) -> None:
         if not self._has_all:
             self._summed += 1
-            self._board.tell(Mark.SUMMED, self._summed)  # for those who wait elsewhere on the board
+            self._board.advance(Mark.SUMMED, self._summed)  # for ranks that wait elsewhere
             super().all_reduce(values, maximum=maximum)
             return
         for chunk in values.view(-1).split(LANE_BYTES // values.element_size()):
@@ -419,9 +419,9 @@ class SharedTransport(DirectTransport):
             combine_in_order(vectors, chunk, maximum=maximum)
 
     def _compare_phases(self, ranks: Sequence[int]) -> None:
-        """Compare before messages to other ranks; the board finds other phases of its own."""
+        """Compare before messages to other ranks; in shared memory the board finds other phases."""
         if self._gathers and self.phase.next:  # found by those who wait on the board
-            self._board.tell(Mark.BEGUN, self._board.value(Mark.BEGUN) + 1)
+            self._board.advance(Mark.BEGUN, self._board.value(Mark.BEGUN) + 1)
         if not self._has_all:
             super()._compare_phases(ranks)
 
@@ -434,7 +434,7 @@ class SharedTransport(DirectTransport):
                 self._start_comparison(f"{self.phase.running}, a slot", self._everyone)()
             raise
 
-    def _tell_all(self, value: Any) -> list[Any]:
+    def _all_values(self, value: Any) -> list[Any]:
         """Returns the values of all parts, while segments are created."""
         said = pickle.dumps(value).ljust(LANE_BYTES)
         assert len(said) == LANE_BYTES, value
@@ -451,6 +451,6 @@ class SharedTransport(DirectTransport):
         turn, part = self._summed % 2, self._board.part
         lanes = [lanes[turn, : own.numel()] for lanes in self._lanes]
         lanes[part].copy_(own)
-        self._board.tell(Mark.SUMMED, self._summed)
+        self._board.advance(Mark.SUMMED, self._summed)
         self._board.await_all(Mark.SUMMED, self._summed, "a sum over all ranks")
         return lanes

@@ -57,7 +57,7 @@ POPULATE_WRITE, REMOVE = 23, 9  # madvise, since Linux 5.14 and 2.6
 CONNECT_TIMEOUT_S = 60.0
 CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
-TellAll = Callable[[Any], list[Any]]  # returns the values of all parts; a collective
+AllValues = Callable[[Any], list[Any]]  # returns the values of all parts; a collective
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class Segment:
 
 
 def share_segment(
-    part: int, num_bytes: int, own: Sequence[tuple[int, int]], tell_all: TellAll
+    part: int, num_bytes: int, own: Sequence[tuple[int, int]], all_values: AllValues
 ) -> Segment:
     """Creates one segment for all parts. A collective.
 
@@ -140,7 +140,7 @@ def share_segment(
         part: This process's part; part 0 creates the segment.
         num_bytes: Size of the segment; equal in all parts.
         own: Ranges (start, number of bytes) whose pages this part allocates.
-        tell_all: Returns the values of all parts.
+        all_values: Returns the values of all parts.
 
     Raises:
         OutOfMemoryError: The host has too little memory; raised in every part.
@@ -148,11 +148,11 @@ def share_segment(
     """
 
     def together(function: Callable[..., Any], *args: Any) -> Any:
-        return raise_together(tell_all, part, partial(typed, num_bytes, part, function, *args))
+        return raise_together(all_values, part, partial(typed, num_bytes, part, function, *args))
 
     with ExitStack() as opened:
         made = together(lambda: _create(opened, num_bytes) if part == 0 else None)
-        addresses = tell_all(None if made is None else made[1].getsockname())
+        addresses = all_values(None if made is None else made[1].getsockname())
         if made is None:
             descriptor = together(_receive, opened, addresses[0])
         else:
@@ -293,7 +293,7 @@ class Board:
         """The bytes that a board needs in its segment."""
         return LINE_BYTES * num_parts
 
-    def tell(self, mark: Mark, value: int) -> None:
+    def advance(self, mark: Mark, value: int) -> None:
         """Advance a counter of this part."""
         self._counters[self.part][mark].advance(value)
 
