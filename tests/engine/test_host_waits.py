@@ -55,7 +55,10 @@ class HostWaits(TorchDispatchMode):
 
 
 class HostReads(TorchFunctionMode):
-    """Notes what reads a tensor without an operation."""
+    """Notes what reads a tensor without an operation.
+
+    It is off inside functions that it is told of, such as `Tensor.backward`.
+    """
 
     def __init__(self, found):
         super().__init__()
@@ -138,8 +141,8 @@ def test_no_step_waits_for_its_device(settings, clip):
         around = watched(model) if step >= 2 else nullcontext()  # the order is learned until then
         with around as mode, patch.object(engine, "STEPS", 2):  # replicas are compared, too
             with fs.no_sync(model):
-                case.loss(model(**batch)).backward()
-            case.loss(model(**batch)).backward()
+                torch.autograd.backward(case.loss(model(**batch)))
+            torch.autograd.backward(case.loss(model(**batch)))
             CLIPS[clip](model)
             optimizer.step()
             optimizer.zero_grad()

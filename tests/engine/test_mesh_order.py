@@ -6,12 +6,13 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 import fullshard as fs
 from fullshard.compat import fsdp1, fsdp2
 from fullshard.errors import ConfigError
-from fullshard.transport.groups import _MADE
+from fullshard.transport.groups import _made
 from support.compat import TransformerBlock, assert_trains_as_one, build
 from support.grid import chequered
 from support.ranks import RankError, on_ranks
@@ -51,8 +52,11 @@ def test_shard_groups_are_those_of_the_mesh(transport, order, tmp_path):
 
 def refused_where_torch_sorts(order):
     torchs = dist.new_group
-    with patch.object(dist, "new_group", lambda ranks, timeout, pg_options: torchs(ranks)):
-        _MADE.clear()
+    with (
+        patch.object(dist, "new_group", lambda ranks, timeout, pg_options: torchs(ranks)),
+        patch.object(distributed_c10d, "_process_group_color", lambda _: 0),  # one by one
+    ):
+        _made().groups.clear()
         fs.shard(build(), mesh=device_mesh(order), strategy="hybrid_shard", transport="c10d")
 
 
