@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
-from inspect import signature
 from typing import Any
 
 import torch
@@ -15,9 +14,6 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from fullshard.errors import ConfigError
-
-_HELPER = "_new_process_group_helper"
-_OPTIONAL = {"backend_options", "timeout", "device_id"}  # of its parameters
 
 # torch 2.13 renamed the single-tensor collectives and warns about the old names.
 all_gather_single: Callable[..., Any] = (
@@ -82,58 +78,33 @@ def group_timeout(group: Any) -> Any:
 def new_group_of(layout: Sequence[Sequence[int]], name: str) -> Any:
     """Creates the group of this rank; every rank is in one of a layout. A collective of all ranks.
 
-    NCCL gets streams of high priority. If `init_process_group` was given a device, one split of its
-    communicator makes the groups of all ranks, as in `dist.split_group`, whose names may differ
-    between ranks (docs/log.md, Process groups).
+    It calls what `dist.new_group` calls (torch 2.8 to 2.13), which sorts ranks before 2.13 and
+    needs a call per group of the layout (docs/log.md, Process groups). NCCL gets streams of high
+    priority. If `init_process_group` was given a device, all ranks split its communicator, once
+    for a layout; or once per group if two groups have the same color, which NCCL would join.
 
     Args:
-        layout: The ranks of each group.
+        layout: The ranks of each group, in their order.
         name: Equal on all ranks, and unique in the default process group.
-
-    Raises:
-        ConfigError: A group has its ranks in another order, which this torch cannot do.
     """
-    wait = group_timeout(dist.group.WORLD)  # torch's default is half an hour
-    options, rows = None, [list(ranks) for ranks in layout]
-    own = next(row for row in rows if dist.get_rank() in row)
+    world: Any = dist.group.WORLD
+    wait = group_timeout(world) or dist.default_pg_timeout  # torch's default is half an hour
+    options, rank, rows = None, dist.get_rank(), [list(ranks) for ranks in layout]
     if "nccl" in dist.get_backend_config():
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options._timeout = wait
-    if _makes_one(rows):
-        return _new_group(own, f"{name}_{own[0]}", options, wait)
-    is_sorted = all(ranks == sorted(ranks) for ranks in rows)
-    if not is_sorted and "sort_ranks" not in signature(dist.new_group).parameters:
-        raise ConfigError(
-            f"mesh: expected ascending ranks in each group, since torch {torch.__version__} sorts "
-            f"them (2.13 need not); got {rows}. Number the ranks row by row."
-        )
-    kept: dict[str, Any] = {} if is_sorted else {"sort_ranks": False}
-    groups = [dist.new_group(row, timeout=wait, pg_options=options, **kept) for row in rows]
-    return groups[rows.index(own)]
-
-
-def _makes_one(rows: Sequence[Sequence[int]]) -> bool:
-    """Whether a rank may create only its own group of a layout; otherwise each creates all.
-
-    It may if torch has what `dist.new_group` itself calls (2.8 to 2.13), and if no two groups have
-    the same hash, by which NCCL tells the parts of a split apart.
-    """
-    make, color = (getattr(c10d, name, None) for name in (_HELPER, "_process_group_color"))
-    if make is None or color is None or not _OPTIONAL <= signature(make).parameters.keys():
-        return False
-    return len(set(map(color, rows))) == len(rows)
-
-
-def _new_group(ranks: list[int], name: str, options: Any, wait: Any) -> Any:
-    """`dist.new_group` of a group with this rank, with a name of our own, in the ranks' order."""
-    world: Any = dist.group.WORLD
-    backend, store = c10d._world.pg_map[world]
-    given = {"backend_options": options, "timeout": wait or dist.default_pg_timeout}
-    place = len(ranks), ranks.index(dist.get_rank()), ranks
-    make = getattr(c10d, _HELPER)
-    group, _ = make(*place, backend, store, name, **given, device_id=world.bound_device_id)
-    c10d._world.pg_group_ranks[group] = {rank: at for at, rank in enumerate(ranks)}
-    return group
+    given = {"backend_options": options, "timeout": wait, "device_id": world.bound_device_id}
+    is_apart = len(set(map(c10d._process_group_color, rows))) == len(rows)
+    found = None
+    for row in rows:
+        if rank in row or not is_apart:
+            at = row.index(rank) if rank in row else None
+            place = (len(row), at, row, *c10d._world.pg_map[world], f"{name}_{row[0]}")
+            made, _ = c10d._new_process_group_helper(*place, **given)
+            if at is not None:
+                found = made
+                c10d._world.pg_group_ranks[made] = {r: at for at, r in enumerate(row)}
+    return found
 
 
 def is_gloo(group: Any) -> bool:
