@@ -21,6 +21,7 @@ from fullshard.errors import ConfigError
 from fullshard.planner.mesh import Mesh
 from fullshard.transport import _torch_compat
 from fullshard.transport.groups import (
+    Exchange,
     _made,
     make_transport,
     own_group,
@@ -29,10 +30,12 @@ from fullshard.transport.groups import (
 )
 
 DENSE, ALONE = Mesh(128, 8), Mesh(1, 1024)
+FALLING = Mesh(2, 512, tuple(reversed(range(1024))))
 EXPERTS = DENSE.of_experts([tuple(range(at, at + 4)) for at in range(0, 1024, 4)])
 MADE = {  # of all ranks; for gathers, reductions and replicas of each mesh
     (ALONE,): 1 + (1 + 1 + 0),
     (DENSE,): 1 + (1 + 1 + 1),
+    (FALLING,): 1 + (1 + 1 + 1),
     (DENSE, EXPERTS): 1 + (1 + 1 + 1) + (1 + 1 + 0),  # whose replicas are the dense ones
     (DENSE, DENSE.unsharded()): 1 + (1 + 1 + 1) + (0 + 0 + 1),
 }
@@ -75,6 +78,7 @@ def test_a_rank_makes_its_own_groups_alone_and_each_once(meshes):
                 sizes = [group and dist.get_world_size(group) for group in groups]
                 several = [size if size > 1 else None for size in (mesh.shard, mesh.replicate)]
                 assert sizes == [several[0], *several]
+                assert Exchange.over(mesh, rank).group is own.reduce_group
                 if own.gather_group:
                     assert dist.get_process_group_ranks(own.gather_group) == [*own.shard_ranks]
                     assert dist.get_group_rank(own.gather_group, rank) == own.shard_index

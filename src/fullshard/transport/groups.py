@@ -97,7 +97,7 @@ class Exchange:
         """Creates the exchange of this rank's shard axis. A collective on first use."""
         groups = mesh.shard_groups()
         ranks = tuple(next(ranks for ranks in groups if rank in ranks))
-        return cls(ranks, mesh.coordinates(rank)[1], own_group("reduce", map(sorted, groups)))
+        return cls(ranks, mesh.coordinates(rank)[1], own_group("reduce", groups))
 
     def run(
         self,
