@@ -99,7 +99,7 @@ def new_group_of(layout: Sequence[Sequence[int]], name: str) -> Any:
     for row in rows:
         if rank in row or not is_apart:
             at = row.index(rank) if rank in row else None
-            place = (len(row), at, row, *c10d._world.pg_map[world], f"{name}_{row[0]}")
+            place: Any = (len(row), at, row, *c10d._world.pg_map[world], f"{name}_{row[0]}")
             made, _ = c10d._new_process_group_helper(*place, **given)
             if at is not None:
                 found = made
