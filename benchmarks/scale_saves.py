@@ -61,7 +61,7 @@ def groups_us(worlds: Sequence[int], local: int) -> Iterator[tuple[str, int, flo
                     own_group(purpose, layout)
                 Axes.of(mesh, 0)
                 spent = (time.thread_time_ns() - start) / 1e3
-                made = 1 + sum(len(layout) for layout in layouts if len(layout[0]) > 1)
+                made = 1 + sum(len(layout[0]) > 1 for layout in layouts)
                 assert dist.get_world_size() == world
             yield name, world, spent, made
 

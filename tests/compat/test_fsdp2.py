@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import sys
 import warnings
 import weakref
 from unittest.mock import patch
@@ -384,6 +385,25 @@ def test_the_next_forward_waits_for_the_optimizers_event():
         assert log[:2] == ["waited", "begins"]
         model(batch)
     assert log.count("waited") == 1
+
+
+def test_values_move_to_the_device_of_this_rank(monkeypatch):
+    """As torch's does. CPU 0, which no tensor says that it is on, stands in for a GPU."""
+    model, there, moved, to = build(), torch.device("cpu", 0), [], torch.Tensor.to
+
+    def noted(tensor, device):
+        moved.append(tensor)
+        return to(tensor, device)
+
+    fully_shard(model.layers[0])
+    ignored = model.layers[1].up.weight
+    monkeypatch.setattr(sys.modules[fully_shard.__module__], "default_device", lambda: there)
+    monkeypatch.setattr(torch.Tensor, "to", noted)
+    fully_shard(model, ignored_params={ignored})
+    monkeypatch.undo()
+    stayed = {id(p) for p in model.layers[0].parameters()} | {id(ignored)}
+    wanted = {id(p) for p in model.parameters()} - stayed | {id(model.shift)}
+    assert {id(tensor) for tensor in moved} == wanted
 
 
 @on_ranks(2)

@@ -2,40 +2,60 @@
 
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import wraps
+from inspect import signature
 from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from fullshard.compat import wrapping
 from fullshard.config.schema import ShardConfig
+from fullshard.config.values import TransportKind
+from fullshard.engine.homes import default_device
+from fullshard.errors import ConfigError
 from fullshard.planner.mesh import Mesh
 from fullshard.transport import _torch_compat
-from fullshard.transport.groups import make_transport
+from fullshard.transport.groups import (
+    Exchange,
+    _made,
+    make_transport,
+    own_group,
+    resolve_transport,
+    tell_everyone,
+)
 
 DENSE, ALONE = Mesh(128, 8), Mesh(1, 1024)
+FALLING = Mesh(2, 512, tuple(reversed(range(1024))))
 EXPERTS = DENSE.of_experts([tuple(range(at, at + 4)) for at in range(0, 1024, 4)])
-MADE = {  # all ranks; gathers, reductions and replicas of each mesh
+MADE = {  # of all ranks; for gathers, reductions and replicas of each mesh
     (ALONE,): 1 + (1 + 1 + 0),
-    (DENSE,): 1 + (128 + 128 + 8),
-    (DENSE, EXPERTS): 1 + (128 + 128 + 8) + (512 + 512 + 0),  # whose replicas are the dense ones
-    (DENSE, DENSE.unsharded()): 1 + (128 + 128 + 8) + (0 + 0 + 1),
+    (DENSE,): 1 + (1 + 1 + 1),
+    (FALLING,): 1 + (1 + 1 + 1),
+    (DENSE, EXPERTS): 1 + (1 + 1 + 1) + (1 + 1 + 0),  # whose replicas are the dense ones
+    (DENSE, DENSE.unsharded()): 1 + (1 + 1 + 1) + (0 + 0 + 1),
 }
+ALL_OF_DENSE = 1 + (128 + 128 + 8)
 
 
 @contextmanager
 def alone(rank):
-    """Inside, this process is one of 1,024 ranks; yields the calls of `new_group`."""
+    """Inside, this process is one of 1,024 ranks; yields what it gives torch for each group."""
     dist.init_process_group("fake", rank=rank, world_size=1024, store=FakeStore())
-    calls, torchs = [], dist.new_group
+    calls, make = [], c10d._new_process_group_helper
 
-    def new_group(ranks, *, timeout, pg_options):
-        calls.append((ranks, timeout, pg_options))
-        return torchs(ranks)
+    @wraps(make)
+    def noted(*args, **kwargs):
+        given = signature(make).bind(*args, **kwargs)
+        calls.append(SimpleNamespace(**given.arguments))
+        return make(*given.args[:6], timeout=given.arguments["timeout"])  # not NCCL's options
 
     try:
-        with patch.object(dist, "new_group", new_group):
+        with patch.object(c10d, "_new_process_group_helper", noted):
             yield calls
     finally:
         dist.destroy_process_group()
@@ -46,37 +66,124 @@ def transports(meshes):
 
 
 @pytest.mark.parametrize("meshes", MADE, ids=str)
-def test_a_layout_of_ranks_has_its_groups_made_once_and_alike_on_all_ranks(meshes):
-    made = []
-    for rank in (0, 777):
+def test_a_rank_makes_its_own_groups_alone_and_each_once(meshes):
+    named, layouts = {}, set()
+    for rank in (0, 1, 777):
         with alone(rank) as calls:
             axes = [found.axes for found in transports(meshes)]
-            assert len(calls) == MADE[meshes]
             assert [found.axes for found in transports(meshes)] == axes  # of another model
             assert len(calls) == MADE[meshes]
-            made.append([ranks for ranks, *_ in calls])
             for own, mesh in zip(axes, meshes, strict=True):
                 groups = own.gather_group, own.reduce_group, own.replicate_group
                 sizes = [group and dist.get_world_size(group) for group in groups]
                 several = [size if size > 1 else None for size in (mesh.shard, mesh.replicate)]
                 assert sizes == [several[0], *several]
-    assert made[0] == made[1]  # each is a collective
+                assert Exchange.over(mesh, rank).group is own.reduce_group
+                if own.gather_group:
+                    assert dist.get_process_group_ranks(own.gather_group) == [*own.shard_ranks]
+                    assert dist.get_group_rank(own.gather_group, rank) == own.shard_index
+        for call in calls:
+            ranks = call.global_ranks_in_group
+            assert rank in ranks
+            # ranks meet in the store by this name: one per group, the same on all of its ranks
+            assert named.setdefault(call.group_name, ranks) == ranks
+        layouts.add(tuple(call.group_name.rpartition("_")[0] for call in calls))
+    assert len(layouts) == 1  # all ranks split NCCL's communicator in one order
+
+
+def made_again():
+    """What ranks say over a group that takes the place of one that was destroyed."""
+    told = []
+    for _ in range(2):
+        group = own_group("again", [[0, 1]])
+        told.append(tell_everyone(dist.get_rank(), group))
+        dist.destroy_process_group(group)
+        _made().groups.clear()
+    return told
+
+
+def test_a_group_does_not_meet_by_the_name_of_one_that_was_destroyed(ranks):
+    assert ranks(2)(made_again, timeout=20) == [[[0, 1], [0, 1]]] * 2
+
+
+def test_groups_that_one_split_would_join_are_made_one_by_one():
+    with patch.object(c10d, "_process_group_color", lambda _: 7):
+        for rank in (0, 777):
+            with alone(rank) as calls:
+                transports([DENSE])
+            assert len(calls) == ALL_OF_DENSE
 
 
 def test_groups_of_nccl_have_streams_of_high_priority_and_the_time_out_of_all_ranks():
-    nccl = SimpleNamespace(Options=SimpleNamespace)
+    nccl, device = SimpleNamespace(Options=SimpleNamespace), torch.device("cuda", 3)
     with (
         alone(0) as calls,
         patch.object(dist, "ProcessGroupNCCL", nccl, create=True),
         patch.object(dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl"),
         patch.object(_torch_compat, "group_timeout", lambda _: timedelta(seconds=7)),
     ):
+        dist.group.WORLD.bound_device_id = device
         (transport,) = transports([DENSE])
     assert len(calls) == MADE[DENSE,]
-    for _, timeout, options in calls:
-        assert options.is_high_priority_stream
-        assert options._timeout == timeout == timedelta(seconds=7)
+    for call in calls:
+        assert call.backend_options.is_high_priority_stream
+        assert call.backend_options._timeout == call.timeout == timedelta(seconds=7)
+        assert call.device_id == device  # so that NCCL splits
     kinds = transport.axes.gather_group, transport.axes.reduce_group
     assert kinds[0] is not kinds[1]  # so that neither waits for the other's stream
-    own = {id(options) for ranks, _, options in calls if 0 in ranks}
-    assert len(own) == 4  # torch writes a group's ranks into its options
+    assert len({id(call.backend_options) for call in calls}) == 4  # torch writes ranks into them
+
+
+# ---- the device of a rank; answers about GPUs are replaced, since there is none here
+
+ON_BOTH = "cpu:gloo,cuda:nccl"
+
+
+def resolved(backend, device, transport="auto"):
+    config = ShardConfig(transport=TransportKind(transport))
+    with patch.object(dist, "get_backend_config", lambda: backend):
+        return resolve_transport(config, [Mesh(1, 2)], torch.device(device))
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "said"),
+    [
+        ("cuda:nccl", "cpu", r"for cpu; got none\. Initialise it with cpu:gloo,cuda:nccl, or move"),
+        ("cpu:gloo,cuda:gloo", "cuda", r"for cuda; got gloo\. Initialise it with nccl, or move"),
+        ("cpu:gloo", "cuda", r"for cuda; got none\. Initialise it with nccl, or move"),
+    ],
+)
+def test_a_group_must_serve_the_device_of_the_model(backend, device, said):
+    with pytest.raises(ConfigError, match=f"^process group: expected a backend {said}"):
+        resolved(backend, device)
+    assert resolved(ON_BOTH, "cuda") is TransportKind.C10D
+
+
+def test_a_model_that_was_left_on_the_cpu_beside_gpus_is_named(caplog):
+    with patch.object(dist, "get_rank", lambda: 0):
+        assert resolved("cpu:gloo", "cpu", "direct") is TransportKind.DIRECT
+        assert not caplog.messages
+        assert resolved(ON_BOTH, "cpu", "direct") is TransportKind.DIRECT
+    (said,) = caplog.messages
+    assert "the model is on the CPU and will be trained there" in said
+
+
+def test_a_model_on_meta_goes_to_the_device_that_the_group_was_given(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    assert default_device() == torch.device("cuda", 0)
+    with alone(0):
+        assert default_device() == torch.device("cuda", 0)
+        dist.group.WORLD.bound_device_id = torch.device("cuda", 3)  # without torch.cuda.set_device
+        assert default_device() == torch.device("cuda", 3)
+
+
+@pytest.mark.parametrize(("device", "kind"), [("cpu", "direct"), ("cuda", "c10d")])
+def test_sums_before_there_is_an_engine_are_sent_by_the_group_of_the_device(device, kind):
+    made = []
+    with (
+        patch.object(wrapping, "make_transport", lambda config, _: made.append(config.transport)),
+        pytest.raises(AttributeError),  # there is no transport
+    ):
+        wrapping._EarlyNorms(Mesh(1, 2), torch.device(device)).all_reduce(torch.zeros(1), "a norm")
+    assert made == [TransportKind(kind)]

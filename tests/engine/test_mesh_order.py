@@ -1,7 +1,6 @@
 """A DeviceMesh says which rank is where; ranks need not be numbered row by row."""
 
 from functools import partial
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,10 +10,9 @@ from torch.distributed.device_mesh import DeviceMesh
 import fullshard as fs
 from fullshard.compat import fsdp1, fsdp2
 from fullshard.errors import ConfigError
-from fullshard.transport.groups import _MADE
 from support.compat import TransformerBlock, assert_trains_as_one, build
 from support.grid import chequered
-from support.ranks import RankError, on_ranks
+from support.ranks import on_ranks
 
 ORDER = [[0, 2], [1, 3]]
 FALLING = [[3, 1], [0, 2]]  # torch sorts the ranks of a group unless it is told not to
@@ -47,21 +45,6 @@ def test_shard_groups_are_those_of_the_mesh(transport, order, tmp_path):
     fs.load(folder, other)
     for one, two in zip(model.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(one.full_tensor(), two.full_tensor(), rtol=0, atol=0)
-
-
-def refused_where_torch_sorts(order):
-    torchs = dist.new_group
-    with patch.object(dist, "new_group", lambda ranks, timeout, pg_options: torchs(ranks)):
-        _MADE.clear()
-        fs.shard(build(), mesh=device_mesh(order), strategy="hybrid_shard", transport="c10d")
-
-
-def test_an_older_torch_that_sorts_ranks_is_refused(ranks):
-    ranks(4)(refused_where_torch_sorts, ORDER)
-    with pytest.raises(
-        RankError, match=r"ConfigError: mesh: expected ascending.*\[\[3, 1\], \[0, 2"
-    ):
-        ranks(4)(refused_where_torch_sorts, FALLING)
 
 
 @on_ranks(4)

@@ -12,13 +12,14 @@ from fullshard.errors import OutOfMemoryError
 from fullshard.planner.units import Homes, Place
 
 NUMEL = (5 << 20) + 3  # just above a power of two
+DEVICE = torch.device("cuda", 3)  # not the current one of each thread
 
 
 class Cuda:
     """Notes what CUDA is asked to lock; `answer` is an error code."""
 
     def __init__(self, answer=0):
-        self.answer, self.locked, self.is_idle = answer, {}, False
+        self.answer, self.locked, self.idle = answer, {}, None
 
     def cudaHostRegister(self, address, nbytes, flags):
         assert is_mapped(address)
@@ -27,7 +28,7 @@ class Cuda:
 
     def cudaHostUnregister(self, address):
         assert is_mapped(address)  # CUDA would still write to pages that are someone else's
-        assert self.is_idle  # a copy may still read them
+        assert self.idle == DEVICE  # its copies may still read them
         del self.locked[address]
         return 0
 
@@ -41,9 +42,9 @@ def is_mapped(address):
 
 def on_cuda(monkeypatch, cuda):
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: setattr(cuda, "is_idle", True))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: setattr(cuda, "idle", device))
     kinds = Homes(Place.HOST, Place.HOST, Place.HOST)
-    return DeviceHomes.of(kinds, torch.device("cuda"), None).parameters
+    return DeviceHomes.of(kinds, DEVICE, None).parameters
 
 
 def test_pages_are_locked_to_the_byte_for_as_long_as_a_view_lives(monkeypatch):

@@ -24,6 +24,7 @@ class Memory:
 
     def __init__(self):
         self.is_inside, self.made, self.registered = False, set(), []
+        self.connected, self._all_reduce = set(), dist.all_reduce
 
     @contextmanager
     def pool(self, _):
@@ -37,8 +38,14 @@ class Memory:
             self.made.add(made.data_ptr())
         return made
 
+    def all_reduce(self, values, *args, group=None, **kwargs):
+        self.connected.add((group.group_name, values.device))
+        return self._all_reduce(values, *args, group=group, **kwargs)
+
     def rendezvous(self, slot, group_name):
         assert slot.data_ptr() in self.made
+        # NCCL makes a communicator in the first collective of its device
+        assert (group_name, slot.device) in self.connected
         self.registered.append((slot.data_ptr(), slot.numel(), str(slot.dtype), group_name))
 
     @contextmanager
@@ -49,6 +56,7 @@ class Memory:
             patch.object(c10d, "symmetric_memory", lambda: found),
             patch.object(torch.cuda, "use_mem_pool", self.pool),
             patch.object(torch, "zeros", self.zeros),
+            patch.object(dist, "all_reduce", self.all_reduce),
         ):
             yield
 

@@ -11,12 +11,14 @@ import torch.distributed as dist
 
 import fullshard as fs
 from fullshard.config import values
+from fullshard.config.schema import ShardConfig
 from fullshard.config.values import TransportKind
 from fullshard.engine.engine import engine_of
 from fullshard.errors import EngineError
+from fullshard.planner.mesh import Mesh
 from fullshard.transport import _torch_compat
 from fullshard.transport.base import Works
-from fullshard.transport.groups import _MADE
+from fullshard.transport.groups import _MADE, make_transport
 from support.grid import STRATEGIES
 from support.models import chain, float32_case, mean_square, vectors
 from support.parity import assert_planned_events, train_sharded
@@ -271,3 +273,25 @@ def test_messages_that_failed_are_not_awaited_again():
         works.wait()
     works.wait()  # gloo would wait for another message until the time-out
     assert waits == ["compare"]
+
+
+def begins_before_its_peer(kind, reduction):
+    """A sum over replicas: rank 1 begins only once rank 0 has begun, and both end."""
+    config = ShardConfig(transport=TransportKind(kind), reduction=reduction)
+    transport, values = make_transport(config, Mesh(2, 1)), torch.ones(256)
+    store = dist.distributed_c10d._get_default_store()
+    if dist.get_rank() == 1:
+        store.wait([f"begun {kind} {reduction}"])
+    steps = transport.sum_replicas(values)
+    next(steps)
+    store.set(f"begun {kind} {reduction}", "")
+    for _ in steps:
+        pass
+    return values.unique().tolist()
+
+
+@pytest.mark.parametrize(
+    ("kind", "reduction"), [("direct", "ordered"), ("c10d", "native"), ("c10d", "ordered")]
+)
+def test_a_sum_over_replicas_is_begun_without_waiting_for_them(ranks, kind, reduction):
+    assert ranks(2)(begins_before_its_peer, kind, reduction, timeout=20) == [[2.0], [2.0]]

@@ -72,7 +72,7 @@ def say_what_is_here() -> str:
 
 def call_collectives() -> str:
     """The process group's collectives work in place, on a group that was split from the world's."""
-    group = _torch_compat.new_group_of([[0]])
+    group = _torch_compat.new_group_of([[0]], "collectives")
     assert _torch_compat.group_timeout(group) == GROUP_TIMEOUT
     fulls = [torch.arange(64.0 * n, device=gpu_checks.DEVICE) for n in (1, 2)]
     fulls += [fulls[0].bfloat16()]

@@ -65,7 +65,7 @@ from fullshard.planner.layout import FlatLayout, Slice, clean_name
 from fullshard.planner.mesh import Mesh, Topology, resolve_mesh, row_of
 from fullshard.planner.plan import Plan
 from fullshard.planner.units import UnitSettings, group_params
-from fullshard.transport.base import torch_dtype
+from fullshard.transport.base import Transport, torch_dtype
 from fullshard.transport.groups import copy_from_first, make_transport, topology_of
 
 MARK = "_fullshard_unit"
@@ -481,15 +481,20 @@ class _EarlyNorms(GradientNorms):
         super().begin_clipping(limit)
 
     def all_reduce(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        self.transport = make_transport(ShardConfig(transport=TransportKind.DIRECT), self._mesh)
+        self.transport = _early_transport(self._mesh, self.device)
         return super().all_reduce(*args, **kwargs)
 
 
 def _early_gather(
     mesh: Mesh, layout: FlatLayout, piece: Slice, local: torch.Tensor
 ) -> torch.Tensor:
-    kind = TransportKind.DIRECT if local.device.type == "cpu" else TransportKind.C10D
-    return gather_piece(make_transport(ShardConfig(transport=kind), mesh), layout, piece, local)
+    return gather_piece(_early_transport(mesh, local.device), layout, piece, local)
+
+
+def _early_transport(mesh: Mesh, device: torch.device) -> Transport:
+    is_direct = device.type == "cpu" or mesh.world_size == 1  # NCCL sends no tensors of the host
+    kind = TransportKind.DIRECT if is_direct else TransportKind.C10D
+    return make_transport(ShardConfig(transport=kind), mesh)
 
 
 # ---- what changed

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fullshard.config.sharding import Offload
@@ -24,13 +25,13 @@ class Residence:
 
     Attributes:
         device: The device of the tensors.
-        pinned: Whether the host memory is page-locked.
+        locks_for: The device that reads the page-locked host memory; None: it is not locked.
         disk: The model's files; None for memory.
         kind: What is stored there.
     """
 
     device: torch.device
-    pinned: bool = False
+    locks_for: torch.device | None = None
     disk: Disk | None = None
     kind: str = ""
 
@@ -44,7 +45,7 @@ class Residence:
         host = torch.device("cpu")
         if place is Place.DISK:
             return cls(host, disk=disk, kind=kind)
-        return cls(host, pinned=device.type == "cuda")
+        return cls(host, device if device.type == "cuda" else None)
 
     def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Allocates (numel,) zeros.
@@ -54,8 +55,9 @@ class Residence:
         """
         if self.disk is not None:
             return self.disk.zeros(numel, dtype, self.kind)
-        if self.pinned and numel:
-            return torch.frombuffer(_PageLocked(numel * dtype.itemsize), dtype=dtype)
+        if self.locks_for is not None and numel:
+            locked = _PageLocked(numel * dtype.itemsize, self.locks_for)
+            return torch.frombuffer(locked, dtype=dtype)
         return torch.zeros(numel, dtype=dtype, device=self.device)
 
 
@@ -108,13 +110,19 @@ class _PageLocked(mmap.mmap):
     A tensor in this memory keeps it alive. Like CUDA's own host memory, it does not exist in forked
     processes.
 
+    Args:
+        nbytes: Size of the memory.
+        device: The device whose copies may still read the memory when its last tensor is deleted,
+            by any thread, each of which has a current device of its own.
+
     Raises:
         OutOfMemoryError: CUDA cannot lock so many bytes.
     """
 
     address = 0  # of the locked memory
+    device: torch.device
 
-    def __new__(cls, nbytes: int) -> Self:
+    def __new__(cls, nbytes: int, device: torch.device) -> Self:
         made = super().__new__(cls, -1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         made.madvise(mmap.MADV_DONTFORK)
         address = torch.frombuffer(made, dtype=torch.uint8).data_ptr()
@@ -125,12 +133,12 @@ class _PageLocked(mmap.mmap):
                 f"offload: expected {nbytes:,} bytes of page-locked host memory; "
                 f"cudaHostRegister returned {failed}. Use more ranks or hosts, or offload to nvme."
             )
-        made.address = address
+        made.address, made.device = address, device
         return made
 
     def __del__(self) -> None:
         if self.address:
-            torch.cuda.synchronize()  # copies may still read it
+            torch.cuda.synchronize(self.device)
             cuda: Any = torch.cuda.cudart()
             cuda.cudaHostUnregister(self.address)
 
@@ -173,6 +181,9 @@ def compute_device(model: nn.Module) -> torch.device:
 
 
 def default_device() -> torch.device:
-    """The accelerator if there is one."""
-    cuda = torch.cuda.is_available()
-    return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+    """The accelerator if there is one: that of the process group, or the current one."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    group = dist.group.WORLD if dist.is_initialized() else None
+    bound = getattr(group, "bound_device_id", None)  # `device_id` of init_process_group
+    return bound or torch.device("cuda", torch.cuda.current_device())

@@ -145,7 +145,7 @@ class Sharing:
 
     def __init__(self) -> None:
         self.params: dict[int, Any] = {}
-        self._others: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self._others: list[weakref.ref[Any]] = []
 
     def __len__(self) -> int:
         """How many parameters are among them."""
@@ -153,19 +153,24 @@ class Sharing:
 
     def add(self, tensor: Any) -> None:
         """Add a tensor that begins where the others do."""
-        (self.params if tensor.is_at_rest else self._others)[id(tensor)] = tensor
         tensor.shares = self
+        if tensor.is_at_rest:
+            self.params[id(tensor)] = tensor
+            return
+        if not (count := len(self._others)) & (count - 1):  # now and then, without those that ended
+            self._others = [weak for weak in self._others if weak() is not None]
+        self._others.append(weakref.ref(tensor))
 
     def drop(self, tensor: Any) -> None:
         """Remove a tensor that gets other memory."""
         self.params.pop(id(tensor), None)
-        self._others.pop(id(tensor), None)
+        self._others = [weak for weak in self._others if weak() is not tensor]
         tensor.shares = None
 
     def tensors(self) -> list[Any]:
         """All of them, in one step: another thread may add more."""
-        others = (weak() for weak in self._others.valuerefs())
-        return [*self.params.values(), *(x for x in others if x is not None)]
+        others = [weak() for weak in self._others]
+        return [*self.params.values(), *[x for x in others if x is not None]]
 
     def move(self, flat: torch.Tensor) -> None:
         """Let all of them share other flat memory, with the same elements. Outside the guard.
@@ -173,8 +178,9 @@ class Sharing:
         Those of a whole value (`p.data = whole; p.data`) are cut on all ranks alike.
         """
         for tensor in self.tensors():
-            shape = (-1, *(1 for _ in tensor.shape[1:])) if tensor.record.is_cut else tensor.shape
-            tensor.data = flat.view(tensor.dtype).view(shape)
+            is_cut, dims = tensor.record.is_cut, tensor.dim()
+            same = flat if flat.dtype is tensor.dtype else flat.view(tensor.dtype)
+            tensor.data = same.view((-1, *[1] * (dims - 1)) if is_cut else tensor.shape)
 
 
 def sharing_of(tensor: Any, *, makes: bool = False) -> Any:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
-from inspect import signature
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from fullshard.errors import ConfigError
 
@@ -75,29 +75,36 @@ def group_timeout(group: Any) -> Any:
     return getattr(getattr(backend, "options", None), "_timeout", None)
 
 
-def new_group_of(layout: Sequence[Sequence[int]]) -> Any:
-    """Creates the groups of a layout; returns the one with this rank. A collective of all ranks.
+def new_group_of(layout: Sequence[Sequence[int]], name: str) -> Any:
+    """Creates the group of this rank; every rank is in one of a layout. A collective of all ranks.
 
-    NCCL gets streams of high priority, and splits its communicator if `init_process_group` was
-    given a device. Not `dist.split_group`: see docs/log.md, Process groups.
+    It calls what `dist.new_group` calls (torch 2.8 to 2.13), which sorts ranks before 2.13 and
+    needs a call per group of the layout (docs/log.md, Process groups). NCCL gets streams of high
+    priority. If `init_process_group` was given a device, all ranks split its communicator, once
+    for a layout; or once per group if two groups have the same color, which NCCL would join.
 
-    Raises:
-        ConfigError: A group has its ranks in another order, which torch before 2.13 cannot do.
+    Args:
+        layout: The ranks of each group, in their order.
+        name: Equal on all ranks, and unique in the default process group.
     """
-    wait = group_timeout(dist.group.WORLD)  # torch's default is half an hour
-    options, rows = None, [list(ranks) for ranks in layout]
-    is_sorted = all(ranks == sorted(ranks) for ranks in rows)
+    world: Any = dist.group.WORLD
+    wait = group_timeout(world) or dist.default_pg_timeout  # torch's default is half an hour
+    options, rank, rows = None, dist.get_rank(), [list(ranks) for ranks in layout]
     if "nccl" in dist.get_backend_config():
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options._timeout = wait
-    if not is_sorted and "sort_ranks" not in signature(dist.new_group).parameters:
-        raise ConfigError(
-            f"mesh: expected ascending ranks in each group, since torch {torch.__version__} sorts "
-            f"them (2.13 need not); got {rows}. Number the ranks row by row."
-        )
-    kept: dict[str, Any] = {} if is_sorted else {"sort_ranks": False}
-    groups = [dist.new_group(row, timeout=wait, pg_options=options, **kept) for row in rows]
-    return next(group for group, row in zip(groups, rows, strict=True) if dist.get_rank() in row)
+    given = {"backend_options": options, "timeout": wait, "device_id": world.bound_device_id}
+    is_apart = len(set(map(c10d._process_group_color, rows))) == len(rows)
+    found = None
+    for row in rows:
+        if rank in row or not is_apart:
+            at = row.index(rank) if rank in row else None
+            place: Any = (len(row), at, row, *c10d._world.pg_map[world], f"{name}_{row[0]}")
+            made, _ = c10d._new_process_group_helper(*place, **given)
+            if at is not None:
+                found = made
+                c10d._world.pg_group_ranks[made] = {r: at for at, r in enumerate(row)}
+    return found
 
 
 def is_gloo(group: Any) -> bool:

@@ -137,7 +137,8 @@ class SymmetricHome(Home):
             group = axes.reduce_group if ring.name.endswith(".grad") else axes.gather_group
             if ring in self._made or group is None:
                 continue
-            dist.barrier(group=group)  # makes its communicator
+            # Makes NCCL's communicator; a barrier may run on gloo if the group has both.
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
             kind: dict[str, Any] = {"dtype": torch_dtype(ring.dtype), "device": device}
             with torch.cuda.use_mem_pool(pool):
                 self._made[ring] = [torch.zeros(ring.numel, **kind) for _ in range(ring.count)]

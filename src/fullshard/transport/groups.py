@@ -6,6 +6,7 @@ while another rank uses it would end that rank, so groups live as long as the de
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -35,6 +36,8 @@ from fullshard.transport.direct import DirectTransport
 from fullshard.transport.shared.home import SharedTransport
 from fullshard.transport.shared.segment import Host
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class Process:
@@ -49,6 +52,7 @@ class _Made:
     """The objects that belong to a default process group."""
 
     groups: dict[Any, Any] = field(default_factory=dict)
+    layouts: count[int] = field(default_factory=count)
     serials: count[int] = field(default_factory=lambda: count(1))
     processes: list[Process] = field(default_factory=list)
 
@@ -59,7 +63,7 @@ _MADE: WeakKeyDictionary[Any, _Made] = WeakKeyDictionary()  # by default process
 def own_group(purpose: str, layout: Iterable[Sequence[int]]) -> Any:
     """Returns this rank's group of a layout; None if the rank is alone in it.
 
-    A collective on first use: every rank creates every group, in the same order.
+    A collective on first use: all ranks create their groups of the same layouts in the same order.
 
     Args:
         purpose: Groups of different purposes are independent.
@@ -68,10 +72,10 @@ def own_group(purpose: str, layout: Iterable[Sequence[int]]) -> Any:
     rows = tuple(map(tuple, layout))
     if len(rows[0]) == 1:
         return None
-    groups, key = _made().groups, (purpose, rows)
-    if key not in groups:
-        groups[key] = new_group_of(rows)
-    return groups[key]
+    made, key = _made(), (purpose, rows)
+    if key not in made.groups:
+        made.groups[key] = new_group_of(rows, f"fullshard_{next(made.layouts)}")
+    return made.groups[key]
 
 
 @dataclass(frozen=True)
@@ -93,7 +97,7 @@ class Exchange:
         """Creates the exchange of this rank's shard axis. A collective on first use."""
         groups = mesh.shard_groups()
         ranks = tuple(next(ranks for ranks in groups if rank in ranks))
-        return cls(ranks, mesh.coordinates(rank)[1], own_group("reduce", map(sorted, groups)))
+        return cls(ranks, mesh.coordinates(rank)[1], own_group("reduce", groups))
 
     def run(
         self,
@@ -276,13 +280,17 @@ def resolve_transport(
         return asked
     if meshes[0].world_size == 1:
         return TransportKind.DIRECT
-    backend = dist.get_backend_config().split(",")
-    serving = {entry.partition(":")[0]: entry.partition(":")[2] for entry in backend}
-    name = serving.get(device.type, dist.get_backend())
-    if device.type == "cuda" and name == "gloo":
+    name = backend_for(device)
+    if name == "none" or (device.type == "cuda" and name == "gloo"):
+        other = {"cpu": "cpu:gloo,cuda:nccl, or move the model to the GPU"}
         raise ConfigError(
-            "process group: expected a backend for cuda; got gloo. "
-            "Initialise it with nccl, or move the model to the CPU."
+            f"process group: expected a backend for {device.type}; got {name}. "
+            f"Initialise it with {other.get(device.type, 'nccl, or move the model to the CPU')}."
+        )
+    if device.type == "cpu" and backend_for(torch.device("cuda")) == "nccl" and not dist.get_rank():
+        logger.warning(
+            "fs.shard: the model is on the CPU and will be trained there, although the process "
+            "group has NCCL. To train on GPUs, move it first: model.to('cuda')."
         )
     if asked in (TransportKind.DIRECT, TransportKind.SHARED) and name != "gloo":
         raise ConfigError(f"transport: {asked} expects gloo; got {name}. Use c10d or auto.")
@@ -294,6 +302,12 @@ def resolve_transport(
             raise ConfigError(f"transport: shared expects {obstacle} Use direct or auto.")
         return TransportKind.DIRECT
     return asked if asked is not TransportKind.AUTO else TransportKind.C10D
+
+
+def backend_for(device: torch.device) -> str:
+    """The default process group's backend for tensors of a device; "none" if it has none."""
+    pairs = (entry.partition(":") for entry in dist.get_backend_config().split(","))
+    return next((name for kind, _, name in pairs if kind == device.type), "none")
 
 
 def _why_not_shared(meshes: Sequence[Mesh], device: torch.device) -> str | None:

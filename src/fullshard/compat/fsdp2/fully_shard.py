@@ -63,6 +63,7 @@ from fullshard.engine.precision import cast_output
 from fullshard.engine.state import unsharded
 from fullshard.planner.events import Sync
 from fullshard.planner.mesh import order_of
+from fullshard.transport.groups import backend_for
 
 
 class UnshardHandle:
@@ -344,6 +345,7 @@ def fully_shard(
         _check_placements(one, ignored, shard_placement_fn)
     shared: dict[str, Any] = {}
     for one in modules:
+        _move(one, mesh, ignored)
         mark_unit(one, _strategy(reshard_after_forward, sizes), sizes, mp_policy, ignored)
         wrapped = record_of(one)
         wrapped.extra.update(mesh=mesh, shared=shared)
@@ -424,6 +426,20 @@ def _strategy(reshard_after_forward: Any, sizes: dict[str, Any]) -> Strategy:
     if (sizes.get("replicate") or 1) > 1:
         return Strategy.HYBRID_SHARD if frees else Strategy.HYBRID_SHARD_ZERO2
     return Strategy.FULL_SHARD if frees else Strategy.SHARD_GRAD_OP
+
+
+def _move(module: nn.Module, mesh: Any, ignored: set[int]) -> None:
+    """Moves parameters and buffers to this rank's device, as torch's `fully_shard` does."""
+    device = default_device()
+    if mesh is not None:
+        wanted = mesh.device_type
+    else:  # gloo serves the CPU only
+        has_group = torch.distributed.is_initialized()
+        wanted = "cpu" if has_group and backend_for(device) in ("gloo", "none") else device.type
+    for tensor in (*module.parameters(), *module.buffers()) if wanted == device.type else ():
+        is_apart = tensor.is_meta or id(tensor) in ignored or isinstance(tensor, ShardedParameter)
+        if not is_apart and tensor.device != device:
+            tensor.data = tensor.to(device)
 
 
 def _check_reshard(value: Any, sizes: dict[str, Any]) -> None:
