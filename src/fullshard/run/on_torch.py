@@ -224,11 +224,8 @@ class TorchSide(TorchTrainee, Side):
 
     def build(self, data: RowBatches) -> Team:
         """Builds the sharded model and its optimizer; returns the team of ranks."""
-        run, seat, decay = (
-            self._session,
-            self._session.seat,
-            self._session.config.training.ema_decay,
-        )
+        run, seat = self._session, self._session.seat
+        decay = run.config.training.ema_decay
         model = run.command.kind.build(run.config, run.model_config, data, seat, run.folder.path)
         model.train()  # some models' own returns nothing
         optimizer = build_optimizer(model, run.config.training)

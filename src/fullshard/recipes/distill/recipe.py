@@ -267,12 +267,7 @@ def _build(
 
 
 _CACHE = RecipeKind(build=_build, uses_chats=_uses_chats, check=check_teacher, write=write_cache)
-_DISTILL = replace(
-    _CACHE,
-    check_data=_check_data,
-    write=None,
-    xla="fullshard.recipes.distill.xla",
-)
+_DISTILL = replace(_CACHE, check_data=_check_data, write=None, xla="fullshard.recipes.distill.xla")
 KINDS = {"distill": _DISTILL, "distill-cache": _CACHE}
 
 
