@@ -23,10 +23,10 @@ from fullshard.transport import _torch_compat
 from fullshard.transport.groups import (
     Exchange,
     _made,
+    all_values,
     make_transport,
     own_group,
     resolve_transport,
-    tell_everyone,
 )
 
 DENSE, ALONE = Mesh(128, 8), Mesh(1, 1024)
@@ -96,7 +96,7 @@ def made_again():
     told = []
     for _ in range(2):
         group = own_group("again", [[0, 1]])
-        told.append(tell_everyone(dist.get_rank(), group))
+        told.append(all_values(dist.get_rank(), group))
         dist.destroy_process_group(group)
         _made().groups.clear()
     return told
