@@ -93,12 +93,14 @@ def test_a_rank_makes_its_own_groups_alone_and_each_once(meshes):
 
 def made_again():
     """What ranks say over a group that takes the place of one that was destroyed."""
-    told = []
+    told, names = [], set()
     for _ in range(2):
         group = own_group("again", [[0, 1]])
+        names.add(group.group_name)
         told.append(all_values(dist.get_rank(), group))
         dist.destroy_process_group(group)
         _made().groups.clear()
+    assert len(names) == 2
     return told
 
 

@@ -98,7 +98,7 @@ class Member:
             self.compute.member = weakref.ref(self)
         if trainable:
             self.node = get_gradient_edge(self.compute).node
-            self.node.register_hook(partial(_on_gradient, weakref.ref(self)))  # also for None
+            self.node.register_hook(_gradient_hook(self))  # also called without a gradient
             with no_guard():  # may have been frozen since it was sharded
                 nn.Parameter.requires_grad_(self.compute, self.param.requires_grad)
 
@@ -660,6 +660,11 @@ def _current(weak: weakref.ref[Member]) -> nn.Parameter:
     with no_guard():
         member.group.unit.versions.see_writes()
     return member.compute
+
+
+def _gradient_hook(member: Member) -> Callable[..., None]:
+    """Makes the hook that a compute parameter's node calls with its final gradient."""
+    return partial(_on_gradient, weakref.ref(member))
 
 
 def _on_gradient(weak: weakref.ref[Member], *_: Any) -> None:
