@@ -13,7 +13,6 @@ from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
 import fullshard as fs
-from fullshard.errors import CheckpointError
 
 
 def train(settings: dict) -> None:
@@ -23,10 +22,9 @@ def train(settings: dict) -> None:
     model = torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(4)]).to(device)
     fs.shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    try:
+    first = 0
+    if any(Path(settings["folder"]).glob("step-*")):  # a checkpoint that cannot be read is an error
         first = fs.load(settings["folder"], model, optimizer)["step"]
-    except CheckpointError:
-        first = 0
     rank = torch.distributed.get_rank()
     for step in range(first, settings["steps"]):
         torch.manual_seed(1000 * step + rank)  # other data on every worker

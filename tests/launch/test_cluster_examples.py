@@ -138,6 +138,7 @@ def test_the_pods_of_the_training_operator_meet_and_train(tmp_path):
 
 
 @pytest.mark.peers
+@pytest.mark.timeout(700)
 def test_the_workers_of_ray_train_and_resume(tmp_path):
     pytest.importorskip("ray.train", reason="needs `pip install 'ray[train]'`")
     start = [sys.executable, str(CLUSTER / "ray_train.py"), str(tmp_path)]
