@@ -300,8 +300,18 @@ def test_torn_rows_are_left_out_and_said_when_a_run_goes_on(run, caplog):
     step, evaluation = keep_rows(path, 20)
     assert (step.step, evaluation.step) == (20, 20)
     assert len(list(read_rows(path))) == 21
-    assert f"{path}: left out 5 torn line(s)" in caplog.text
+    assert f"{path}: left out 5 line(s) that are torn or of another version" in caplog.text
     written(run)
+
+
+def test_a_page_says_that_rows_of_another_version_are_left_out(run, caplog):
+    path = run / "metrics.jsonl"
+    written(run)
+    assert caplog.text == ""
+    rows = map(json.loads, path.read_text().splitlines())
+    path.write_text("".join(json.dumps({**row, "later": 1}) + "\n" for row in rows))
+    written(run)
+    assert f"{path}: left out 21 line(s) that are torn or of another version" in caplog.text
 
 
 def test_row_that_is_not_finite_is_refused(tmp_path):

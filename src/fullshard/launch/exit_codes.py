@@ -174,6 +174,8 @@ _NO_DESCRIPTOR = ("Too many open files", "Failed to init uv loop")
 # Values of variables that torch refuses while it is imported, and their variables.
 _VARIABLES = re.compile(r"Invalid log settings|The value of (TORCH_\w+) must be")
 
+_CAUSES = {signal.SIGBUS: " (a file that it reads was cut short, or a disk or /dev/shm is full)"}
+
 # Errors of the system about the place of a file, which no traceback explains.
 _PLACE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR, errno.ENOTDIR, errno.ELOOP)
 _PLACE += (errno.EEXIST, errno.ENAMETOOLONG)
@@ -313,5 +315,5 @@ def describe_status(status: int) -> str:
     if status >= 0:
         return f"ended with exit code {status}"
     with contextlib.suppress(ValueError):
-        return f"was killed by {signal.Signals(-status).name}"
+        return f"was killed by {signal.Signals(-status).name}{_CAUSES.get(-status, '')}"
     return f"was killed by signal {-status}"

@@ -159,25 +159,31 @@ class MetricsWriter:
 
 
 def _objects(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a file, one per line; lines that a crash or a full disk tore are left out."""
+    """The objects of a file, one per line; empty for lines that a crash or a full disk tore."""
     text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     for line in text.splitlines():
+        found = None
         with suppress(ValueError, RecursionError):
             found = json.loads(line)
-            if isinstance(found, dict):  # whole: it has its last brace
-                yield found
+        yield found if isinstance(found, dict) else {}  # whole: it has its last brace
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a metrics file, without torn ones."""
+    """The rows of a metrics file; a warning counts lines that are torn or have other fields."""
+    left = 0
     for row in _objects(path):
+        left += 1
         kind: Any = next((kind for word, kind in KINDS.items() if word in row), None)
         with suppress(TypeError):
             kind(**row)
             values = (row[name] for name in row if kind is not SampleRow)
             are_numbers = all(isinstance(value, int | float | None) for value in values)
             if type(row["step"]) is int and are_numbers:
+                left -= 1
                 yield row
+    if left:
+        told = "%s: left out %d line(s) that are torn or of another version of fullshard"
+        logger.warning(told, path, left)
 
 
 def keep_rows(path: Path, done: int) -> tuple[StepRow | None, EvalRow | None]:
@@ -197,12 +203,8 @@ def keep_rows(path: Path, done: int) -> tuple[StepRow | None, EvalRow | None]:
 
 
 def _keep(path: Path, done: int) -> list[dict[str, Any]]:
-    every = list(read_rows(path))
-    rows = [row for row in every if row["step"] <= done]
+    rows = [row for row in read_rows(path) if row["step"] <= done]
     if path.is_file():
-        torn = len(path.read_bytes().splitlines()) - len(every)
-        if torn > 0:
-            logger.warning("%s: left out %d torn line(s)", path, torn)
         aside = path.with_name(f".{path.name}")
         aside.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         aside.replace(path)

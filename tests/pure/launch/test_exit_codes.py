@@ -6,6 +6,8 @@ import inspect
 import os
 import resource
 import signal
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -191,6 +193,15 @@ def test_statuses_are_told_in_words():
     assert describe_status(3) == "ended with exit code 3"
     assert describe_status(-9) == "was killed by SIGKILL"
     assert describe_status(-63) == "was killed by signal 63"
+
+
+def test_a_file_that_was_cut_short_while_it_was_mapped_is_named_as_a_cause(tmp_path):
+    code = (
+        "import mmap, os, sys; file = open(sys.argv[1], 'w+b'); file.truncate(8192);"
+        "view = mmap.mmap(file.fileno(), 0); file.truncate(0); view[5000]"
+    )
+    ended = subprocess.run([sys.executable, "-c", code, tmp_path / "tokens"], check=False)
+    assert "cut short, or a disk or /dev/shm is full" in describe_status(ended.returncode)
 
 
 def failure(rank, message, time_s, code=1):
