@@ -590,7 +590,8 @@ def engine_of(model: nn.Module) -> Engine:
     engine = getattr(model, ATTRIBUTE, None)
     if not isinstance(engine, Engine):
         got = f"expected a model that was sharded by fs.shard; got {type(model).__name__}"
-        if any(isinstance(param, ShardedParameter) for param in model.parameters()):
+        params = model.parameters() if isinstance(model, nn.Module) else ()
+        if any(isinstance(param, ShardedParameter) for param in params):
             got += (
                 ", which has shards. Pass the module that was sharded. In the interfaces of FSDP1 "
                 "and FSDP2 it has a plan after its first forward or state_dict()"

@@ -145,7 +145,7 @@ class Sharing:
 
     def __init__(self) -> None:
         self.params: dict[int, Any] = {}
-        self._others: list[weakref.ref[Any]] = []
+        self._others: dict[int, weakref.ref[Any]] = {}
 
     def __len__(self) -> int:
         """How many parameters are among them."""
@@ -157,19 +157,20 @@ class Sharing:
         if tensor.is_at_rest:
             self.params[id(tensor)] = tensor
             return
-        if not (count := len(self._others)) & (count - 1):  # now and then, without those that ended
-            self._others = [weak for weak in self._others if weak() is not None]
-        self._others.append(weakref.ref(tensor))
+        if not (count := len(self._others)) & (count - 1):  # now and then
+            for key in [key for key, weak in list(self._others.items()) if weak() is None]:
+                self._others.pop(key, None)
+        self._others[id(tensor)] = weakref.ref(tensor)  # in one step: another thread may add more
 
     def drop(self, tensor: Any) -> None:
         """Remove a tensor that gets other memory."""
         self.params.pop(id(tensor), None)
-        self._others = [weak for weak in self._others if weak() is not tensor]
+        self._others.pop(id(tensor), None)
         tensor.shares = None
 
     def tensors(self) -> list[Any]:
-        """All of them, in one step: another thread may add more."""
-        others = [weak() for weak in self._others]
+        """All of them."""
+        others = [weak() for weak in list(self._others.values())]
         return [*self.params.values(), *[x for x in others if x is not None]]
 
     def move(self, flat: torch.Tensor) -> None:
