@@ -16,6 +16,7 @@ from fullshard.compat.errors import MisuseError, MisuseValueError
 from fullshard.compat.state_dicts import Wanted, rows_of
 from fullshard.compat.wrapping import engine_for, marked, names_of, own_rank, topology
 from fullshard.engine.engine import Engine
+from fullshard.engine.full_state import AS_SHARDS
 from fullshard.engine.optimizers import WATCHED, loaded_state
 from fullshard.engine.owned import OwnedOptimizer
 from fullshard.engine.parameter import Guarded, ShardedParameter
@@ -242,6 +243,8 @@ def _listen(optimizer: Optimizer) -> None:
 
 def _give_rows(optimizer: Optimizer, state: States) -> States:
     """Converts states to DTensors of rows. A collective if there are any."""
+    if AS_SHARDS.get():
+        return state
     shown: States = dict(state["state"])
     engines: dict[_Rows, Engine | None] = {}
     for number, param in _numbered(optimizer):

@@ -38,7 +38,7 @@ from fullshard.compat.wrapping import (
 )
 from fullshard.engine._torch_compat import no_guard
 from fullshard.engine.engine import Engine
-from fullshard.engine.full_state import whole_params
+from fullshard.engine.full_state import AS_SHARDS, whole_params
 from fullshard.engine.homes import default_device
 from fullshard.engine.model_spec import places_of
 from fullshard.engine.parameter import Guarded, ShardedParameter
@@ -65,20 +65,19 @@ class Wanted:
     follow: bool = False
 
 
-def asked_for_rows() -> bool:
+def asked_by_torch() -> bool:
     """Whether torch's `get_state_dict`, `set_state_dict` or similar functions are on the stack.
 
     They set the state-dict type of torch's own FSDP1 class. On other modules they call only
     `state_dict()`, as a script that needs full tensors does, so the stack is the only difference.
-    `fs.full_state_dict` needs the same values, whatever type the user has set.
     """
     frame = inspect.currentframe()
-    while frame is not None and frame.f_globals.get("__name__") not in ASK_FOR_ROWS:
+    while frame is not None and frame.f_globals.get("__name__") != TORCHS_STATE_DICTS:
         frame = frame.f_back
     return frame is not None
 
 
-ASK_FOR_ROWS = {"torch.distributed.checkpoint.state_dict", "fullshard.engine.full_state"}
+TORCHS_STATE_DICTS = "torch.distributed.checkpoint.state_dict"
 
 
 _busy: list[int] = []  # the outermost call converts the values of the inner ones
@@ -105,7 +104,7 @@ def state_dict(
         args: Positional arguments of the call.
         kwargs: Keyword arguments of the call.
     """
-    if _busy:
+    if _busy or AS_SHARDS.get():
         return inner(*args, **kwargs)
     engine = engine_for(module)
     with _outermost_call(), ExitStack() as shown:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import pickle
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
+from contextvars import ContextVar
 from functools import reduce
 from operator import getitem
 from typing import Any
@@ -16,7 +17,6 @@ import torch
 from torch import nn
 
 from fullshard.config.values import DType, parse
-from fullshard.engine._torch_compat import is_distributed
 from fullshard.engine.engine import Engine, engine_of
 from fullshard.engine.optimizers import WATCHED, loaded_state, states_made
 from fullshard.engine.owned import OwnedOptimizer
@@ -30,6 +30,8 @@ AT_ONCE = 8  # tensors of rank 0 that other ranks store whole
 SMALL = tuple(range(2, 10))  # shape of a tensor on which an optimizer is tried
 WHOLE = "Pass model.state_dict() and optimizer.state_dict() of one process."
 States = dict[str, Any]
+# Whether state dicts contain shards also where the interfaces of FSDP1 and FSDP2 convert them.
+AS_SHARDS: ContextVar[bool] = ContextVar("AS_SHARDS", default=False)
 
 
 def full_state_dict(
@@ -61,11 +63,10 @@ def full_state_dict(
     keep = not rank0_only or engine.rank == 0
     whole = {name: _to_cpu(tensor, kind) for name, tensor in whole_params(engine) if keep}
     result: dict[str, Any] = {}
-    for name, shown in model.state_dict().items():
-        # Values that are not aliases of parameters were computed by a hook of the state dict;
-        # DTensors by FSDP2's interface.
+    for name, shown in _of_shards(model.state_dict).items():
+        # Values that are not aliases of parameters were computed by a hook of the state dict.
         is_changed = isinstance(shown, Guarded) and not params_of(shown)
-        value: Any = shown.full_tensor() if is_changed or is_distributed(shown) else shown
+        value: Any = shown.full_tensor() if is_changed else shown
         shape = value.record.shape_of(value) if isinstance(value, Guarded) else None
         if keep:
             own = None if shape is None else whole[value.record.piece.name].view(shape)
@@ -112,7 +113,17 @@ def full_optimizer_state_dict(
     """
     engine = engine_of(model)
     engine.agree(lambda: param_names(model, optimizer))
-    return whole_states(model, engine.agree(optimizer.state_dict), rank0_only=rank0_only)
+    given = engine.agree(lambda: _of_shards(optimizer.state_dict))
+    return whole_states(model, given, rank0_only=rank0_only)
+
+
+def _of_shards(state_dict: Callable[[], States]) -> States:
+    """The state dict of a model or optimizer with shards as values. Not a collective."""
+    token = AS_SHARDS.set(True)
+    try:
+        return state_dict()
+    finally:
+        AS_SHARDS.reset(token)
 
 
 def whole_states(model: nn.Module, given: States, *, rank0_only: bool = True) -> States:

@@ -60,7 +60,8 @@ def symmetric_memory() -> tuple[Any, Any, torch.device]:
     try:
         memory = importlib.import_module("torch.distributed._symmetric_memory")
         memory.set_backend("NCCL")
-        device = torch.device("cuda", torch.cuda.current_device())
+        bound = getattr(dist.group.WORLD, "bound_device_id", None)
+        device = bound or torch.device("cuda", torch.cuda.current_device())
         return memory, memory.get_mem_pool(device), device
     except (AssertionError, AttributeError, ImportError, RuntimeError) as error:
         raise ConfigError(

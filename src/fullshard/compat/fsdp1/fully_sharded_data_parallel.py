@@ -197,7 +197,7 @@ class FullyShardedDataParallel(HoldsShards, nn.Module):
         self._is_started = False
         wrapped.on_engine.append(FullyShardedDataParallel._start)
         mark(self, wrapped)
-        optim_states.show_rows(self, when=state_dicts.asked_for_rows)
+        optim_states.show_rows(self, when=state_dicts.asked_by_torch)
         if isinstance(group, tuple):
             group, self._inter_node_pg = group
         self.process_group: Any = group if group is not None else torch.distributed.group.WORLD
@@ -301,7 +301,7 @@ class FullyShardedDataParallel(HoldsShards, nn.Module):
 
     def _start(self, engine: Engine) -> None:
         """Casts the unit's buffers, and warns about float16 without a gradient scaler."""
-        optim_states.show_rows(self, when=state_dicts.asked_for_rows)  # may be new parameters
+        optim_states.show_rows(self, when=state_dicts.asked_by_torch)  # may be new parameters
         if self._is_started:
             return
         self._is_started = True
@@ -460,7 +460,7 @@ class FullyShardedDataParallel(HoldsShards, nn.Module):
         It is always sharded for torch.distributed.checkpoint.state_dict, as with torch's class.
         """
         wanted = _wanted(record_of(self))
-        if state_dicts.asked_for_rows():
+        if state_dicts.asked_by_torch():
             wanted = Wanted(StateDictType.SHARDED_STATE_DICT, mesh=wanted.mesh)
         state = state_dicts.state_dict(self, wanted, super().state_dict, args, kwargs)
         prefix = state_dicts.prefix_of(args, kwargs)
