@@ -61,12 +61,14 @@ from fullshard.engine.state import (
 )
 from fullshard.engine.unit import Member
 from fullshard.errors import CheckpointError, FullshardError, OutOfMemoryError, ran_out_of_memory
+from fullshard.observe.metrics import wait_until
 from fullshard.planner.mesh import Mesh
 from fullshard.planner.units import Place
 
 # Names of values that are saved in addition to the caller's.
 RANDOM, EXTRA = "$random", "$extra"
 GROUPS, SCALARS = "$optimizer.groups", "$optimizer.scalars"
+LOOKED_AT_S = 0.25  # another process may lock a folder for a moment, to see whether it is free
 
 logger = logging.getLogger(__name__)
 
@@ -474,16 +476,22 @@ class Saves:
             raise CheckpointError(
                 f"checkpoint '{folder}': expected a writable folder; got {error.strerror}."
             ) from error
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+
+        def is_locked() -> bool:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+            except OSError:  # a file system without locks
+                pass
+            return True
+
+        if not wait_until(is_locked, LOOKED_AT_S, 0.05):
             os.close(descriptor)
             raise CheckpointError(
                 f"checkpoint '{folder}': expected a folder that no other run uses; another process "
                 "saves its steps there. Use another folder, or end that run."
-            ) from error
-        except OSError:  # a file system without locks
-            pass
+            )
         self._claims[key] = descriptor
 
     def _at_exit(self) -> None:

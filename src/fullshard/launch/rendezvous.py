@@ -27,6 +27,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -52,6 +53,7 @@ Made = TypeVar("Made")
 JOINED = "fullshard/joined"  # number of ranks, besides rank 0, that have reached the store
 WAITING_S = 10.0  # between log lines of a rank that waits for rank 0
 GOODBYE_S = 10.0  # for all ranks to read how rank 0 ended
+_PREPARATIONS = count()  # equal on all ranks
 _SERVED: list[LaunchStore] = []  # stores served by this process as rank 0 of another launcher
 TIMEOUT_MARGIN_S = 60.0  # the watchdog reports before torch's timeout ends a rank
 
@@ -147,7 +149,7 @@ def first_prepares(prepare: Callable[[], Made]) -> Made | None:
     from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
     from torch.distributed.distributed_c10d import _get_default_store, get_rank, get_world_size
 
-    store = PrefixStore("fullshard/preparing", _get_default_store())
+    store = PrefixStore(f"fullshard/preparing/{next(_PREPARATIONS)}", _get_default_store())
     watchdog.phase("preparation" if get_rank() == 0 else "preparation of rank 0", limited=False)
     if get_rank() != 0:
         _await_first(store)
@@ -303,7 +305,7 @@ def _serve(launch: LaunchEnvironment, timeout_s: float) -> Store | None:
                 check_reaches(host, port)
         except OSError:
             return None
-        meeting = LaunchStore(host, port)
+        meeting = LaunchStore(host, port, everywhere=True)
         meeting.serve()
     store, size = meeting.store, launch.world_size
     if not wait_until(lambda: store.add(JOINED, 0) + 1 >= size, timeout_s):
@@ -390,19 +392,27 @@ class LaunchStore:
         host: Address of this machine; the loopback if all ranks are on it.
         port: Port; 0: any free port.
         served_here: False: the launcher of another machine serves the store.
+        everywhere: Whether to serve it on all interfaces, also if the host is the loopback.
 
     Raises:
         ConfigError: The port is in use, or the host is not this machine.
     """
 
-    def __init__(self, host: str = LOOPBACK, port: int = 0, *, served_here: bool = True) -> None:
+    def __init__(
+        self,
+        host: str = LOOPBACK,
+        port: int = 0,
+        *,
+        served_here: bool = True,
+        everywhere: bool = False,
+    ) -> None:
         self.host, self.port = host, port
         self.store: Any = None
         self._socket: socket.socket | None = None
         if not served_here:
             return
         try:
-            self._socket = _bound(host, port)
+            self._socket = _bound("" if everywhere else host, port)
         except OSError as error:
             why = os.strerror(error.errno or 0)  # without create_server's words
             raise ConfigError(
@@ -423,7 +433,7 @@ class LaunchStore:
             self.port,
             is_master=True,
             wait_for_workers=False,
-            multi_tenant=True,  # rank 0 of `env://` finds this one
+            multi_tenant=True,  # a second group of rank 0 finds this one by `env://`
             master_listen_fd=self._socket.detach(),
         )
 

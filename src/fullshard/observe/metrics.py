@@ -259,8 +259,8 @@ def wait_until(is_met: Callable[[], bool], timeout_s: float, pause_s: float = 0.
 def process_bytes(pid: int | str = "self") -> int:
     """Anonymous memory of a process and its share of shared memory; the kernel cannot drop either.
 
-    A page that n processes map counts as 1/n in each. Pages of files (libraries, data, state on
-    disk) do not count.
+    A page of shared memory that n processes map counts as 1/n in each, an anonymous page as one in
+    each. Pages of files (libraries, data, state on disk) do not count.
     """
     return _size("status", "RssAnon", pid) + _share(pid)
 
