@@ -208,7 +208,9 @@ def _be_a_rank(
         if launch.attempt:  # restarted by the launcher: resume
             asked = "auto"
             wait_until_free(folder.path)
-        with start.made_folder(_checked(command, resolved, launch.world_size, asked), command):
+        checked = _checked(command, resolved, launch.world_size, asked)
+        start.claim_elsewhere(checked)
+        with start.made_folder(checked, command):
             yield
 
     def main() -> None:

@@ -27,7 +27,6 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
-from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -53,7 +52,6 @@ Made = TypeVar("Made")
 JOINED = "fullshard/joined"  # number of ranks, besides rank 0, that have reached the store
 WAITING_S = 10.0  # between log lines of a rank that waits for rank 0
 GOODBYE_S = 10.0  # for all ranks to read how rank 0 ended
-_PREPARATIONS = count()  # equal on all ranks
 _SERVED: list[LaunchStore] = []  # stores served by this process as rank 0 of another launcher
 TIMEOUT_MARGIN_S = 60.0  # the watchdog reports before torch's timeout ends a rank
 
@@ -149,7 +147,7 @@ def first_prepares(prepare: Callable[[], Made]) -> Made | None:
     from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
     from torch.distributed.distributed_c10d import _get_default_store, get_rank, get_world_size
 
-    store = PrefixStore(f"fullshard/preparing/{next(_PREPARATIONS)}", _get_default_store())
+    store = PrefixStore("fullshard/preparing", _get_default_store())
     watchdog.phase("preparation" if get_rank() == 0 else "preparation of rank 0", limited=False)
     if get_rank() != 0:
         _await_first(store)
@@ -169,8 +167,9 @@ def first_prepares(prepare: Callable[[], Made]) -> Made | None:
         logger.removeHandler(lines)
         watchdog.phase("")
         store.set("end", json.dumps(end))
-        # This process may serve the store.
-        wait_until(lambda: store.add("heard", 0) >= get_world_size() - 1, GOODBYE_S)
+        # This process may serve the store. torchrun signals it once another rank has raised `end`.
+        with contextlib.suppress(errors.PreemptedError) if end else contextlib.nullcontext():
+            wait_until(lambda: store.add("heard", 0) >= get_world_size() - 1, GOODBYE_S)
 
 
 def _await_first(store: Store) -> None:

@@ -433,6 +433,13 @@ class RunCheckpoints(Keeper):
         self._texts = {**tokenizer_texts(self.folder.data), **self.trainee.texts}
         launch = read_launch_environment()
         self._is_first = launch is None or launch.rank == 0
+        place = self.folder.checkpoints
+        if (
+            self._is_first
+            and self.steps.save_every is not None
+            and place != self.folder.path / IN_RUN
+        ):
+            saving.SAVES.claim_folder(place)  # no other run, and no import, may use it from now on
 
     def asked_to_stop(self) -> bool:
         """Whether this rank was asked to save and stop."""

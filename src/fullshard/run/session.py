@@ -12,14 +12,11 @@ from __future__ import annotations
 import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from fullshard import saving
-from fullshard.checkpoint.retain import IN_RUN
 from fullshard.config.environment import read_launch_environment
 from fullshard.config.load import load_config
 from fullshard.config.schema import RunConfig
@@ -142,10 +139,6 @@ def _carry_out(session: Session, side: Side, began: float) -> None:
             folder.update_record(status=RunStatus.FINISHED, exit_code=0, ended=now())
         return
     console = _announced(session, side) if session.seat.is_first else None
-    if steps.save_every is not None and folder.checkpoints != folder.path / IN_RUN:
-        # No other run, and no import, may use it from now on.
-        claim = partial(saving.SAVES.claim_folder, folder.checkpoints)
-        rendezvous.first_prepares(claim) if read_launch_environment() else claim()
     team = side.build(data)
     check_teacher(config, folder)
     settings, limit = session.settings(), config.training.save_total_limit

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fullshard import saving
 from fullshard.checkpoint.commit import ALONE
 from fullshard.checkpoint.files import write_text
 from fullshard.checkpoint.format import CONFIG
@@ -239,6 +240,17 @@ def _say_kept_batch(training: TrainingConfig, num_batches: int, steps: StepPlan)
     if asked * num_batches != kept:
         told = "%d samples per step stay, as the resumed run had; the configuration has %d"
         logger.info(told, kept, asked * num_batches)
+
+
+def claim_elsewhere(checked: CheckedRun) -> None:
+    """Locks a `checkpoint_dir` for this process, which will save as rank 0; not a store's.
+
+    Raises:
+        CheckpointError: Another process saves there.
+    """
+    place = checked.resolved.config.training.checkpoint_dir
+    if place is not None and checked.steps.save_every is not None:
+        saving.SAVES.claim_folder(storage_path(place))
 
 
 @contextmanager
