@@ -57,6 +57,11 @@ def names_of(url):
 # ---- one process, in memory ----------------------------------------------------------------------
 
 
+def test_a_store_without_checkpoints_is_named():
+    with pytest.raises(CheckpointError, match="got 'memory://nowhere', which does not exist"):
+        newest_complete(storage_path("memory://nowhere"))
+
+
 def test_the_path_of_a_store_is_its_url_also_after_pathlib_joined_its_slashes():
     for written in ("s3://bucket/a/b", Path("s3://bucket/a/b"), storage_path("s3://bucket/a/b")):
         found = storage_path(written)

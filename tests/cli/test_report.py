@@ -55,6 +55,17 @@ def test_several_runs_are_compared_in_a_file_of_their_own(run, monkeypatch):
     assert invoke(["report", str(run), "--out", str(out)]).exit_code == 2
 
 
+def test_a_page_replaces_no_file_with_other_content(run):
+    before = (run / "run.json").read_text()
+    said = invoke(["report", str(run), "--out", str(run / "run.json")])
+    assert said.exit_code == 2
+    assert (run / "run.json").read_text() == before
+    page, empty = run / "page.html", run / "empty.html"
+    empty.touch()
+    for out in (page, page, empty):
+        assert invoke(["report", str(run), "--out", str(out)]).exit_code == 0
+
+
 def test_nothing_changes_if_one_of_the_folders_has_no_run(run, tmp_path):
     assert invoke(["report", str(run), str(run / "other")]).exit_code == 2
     assert status(run) == "running"

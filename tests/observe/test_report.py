@@ -304,6 +304,19 @@ def test_torn_rows_are_left_out_and_said_when_a_run_goes_on(run, caplog):
     written(run)
 
 
+def test_a_page_leaves_out_numbers_that_no_browser_reads(run, caplog):
+    path, machine = run / "metrics.jsonl", run / "machine-0.jsonl"
+    first = json.loads(path.read_text().splitlines()[0])
+    with path.open("a") as file, machine.open("a") as other:
+        for word in ("1e999", "NaN", "-Infinity"):
+            file.write(json.dumps({**first, "loss": "?"}).replace('"?"', word) + "\n")
+            other.write(f'{{"time": 9.0, "cpu_percent": {word}}}\n')
+    page = written(run)
+    assert not {"Infinity", "NaN"} & set(re.findall(r"\w+", page.partition('id="data">')[2]))
+    data_of(page)
+    assert f"{path}: left out 3 line(s)" in caplog.text
+
+
 def test_a_page_says_that_rows_of_another_version_are_left_out(run, caplog):
     path = run / "metrics.jsonl"
     written(run)

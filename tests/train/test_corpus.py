@@ -135,6 +135,21 @@ def test_a_truncated_part_of_the_cache_is_made_anew(tmp_path, tokenizer):
     assert tokens(make_dataset([text_source(text)], NO_HOLD_OUT, tokenizer)) == expected
 
 
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("suffix", [".npy", ".json"])
+def test_a_pipe_in_the_cache_is_replaced(tmp_path, tokenizer, suffix):
+    text = tmp_path / "a.txt"
+    text.write_text(seeded_text(100))
+    expected = tokens(make_dataset([text_source(text)], NO_HOLD_OUT, tokenizer))
+    (part,) = (tmp_path / "cache").rglob("*.npy")
+    place = part.with_suffix(suffix)
+    place.unlink()
+    os.mkfifo(place)
+    _map.cache_clear()
+    assert tokens(make_dataset([text_source(text)], NO_HOLD_OUT, tokenizer)) == expected
+    assert part.is_file()
+
+
 def test_a_flipped_bit_of_the_cache_or_of_a_runs_link_to_it_is_never_trained_on(
     tmp_path, tokenizer
 ):

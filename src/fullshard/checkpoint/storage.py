@@ -68,7 +68,7 @@ class StorePath(PosixPath):
 
     def ask(self, method: str, *args: Any, name: str | None = None, **settings: Any) -> Any:
         """Calls a method of the store with this name, or with a pattern for it."""
-        if len(self.parts) == 1:  # a protocol without a path
+        if len(self.parts) < 2:  # a protocol without a path, or nothing
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self))
         call = getattr(_store(self.parts[0].rstrip(":")), method)
         for pause in (*PAUSES_S, None):

@@ -246,17 +246,26 @@ def _say(text: str) -> None:
     print(printable(text), file=sys.stderr, flush=True)
 
 
-def check_out(out: Path | None, *, is_folder: bool = False) -> None:
-    """Raise an error before any work starts if `--out` cannot be written."""
+def check_out(out: Path | None, *, is_folder: bool = False, is_page: bool = False) -> None:
+    """Raise an error before any work starts if `--out` cannot be written.
+
+    A page replaces an older page only: a run's own files have no copy.
+    """
     if out is None:
         return
     try:
         if is_folder:
             out.mkdir(parents=True, exist_ok=True)
         file = out / "page" if is_folder else out
-        file.open("r+b").close() if file.exists() else TemporaryFile(dir=file.parent).close()
+        with file.open("r+b") if file.exists() else TemporaryFile(dir=file.parent) as there:
+            head = there.read(6) if is_page and file.is_file() else b""
     except OSError as error:
         raise ConfigError(
             f"--out: expected a file in a writable folder, got '{out}' "
             f"({error.strerror}). Create the folder, or choose another file."
         ) from None
+    if head and head.lower() != b"<!doct":
+        raise ConfigError(
+            f"--out: expected a new file, or an HTML page to replace; got '{out}' with other "
+            "content. Choose another file."
+        )

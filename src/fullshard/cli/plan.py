@@ -87,7 +87,7 @@ def plan(  # noqa: PLR0913  (one parameter an option)
             )
         return _predict_table(table, out or Path("predictions.csv"))
     hardware, own = _hardware(gpus, devices)
-    check_out(out)
+    check_out(out, is_page=True)
 
     resolved = load(words, config, config_file, accept_model=True)
     resolved.check_supported(planning=True)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from fullshard.cli.outcome import Outcome
+from fullshard.cli.outcome import Outcome, check_out
 from fullshard.errors import ConfigError
 
 app = typer.Typer()
@@ -31,11 +31,13 @@ def report(
         watch: Serve the page on 127.0.0.1 until Ctrl-C, and write no page.
         port: Port of --watch; 0: any free port.
     """
-    from fullshard.observe.report import page_of, write_report
+    from fullshard.observe.report import read_record, write_report
 
     if watch:
         return _serve(run_dirs, port)
-    page_of(run_dirs)  # raises errors before anything is written
+    check_out(out, is_page=True)
+    for run_dir in run_dirs:
+        read_record(run_dir)  # raises errors before anything is written
     for run_dir in run_dirs:
         _end_killed(run_dir)
     several = Path("comparison.html") if len(run_dirs) > 1 else None

@@ -14,6 +14,7 @@ Nothing is copied. Rows of a fixed length are read from the files of a source, o
 from __future__ import annotations
 
 import itertools
+import os
 import struct
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -26,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from fullshard.config.regular_files import open_regular
 from fullshard.data.order import Indices
 from fullshard.errors import DataError, untrusted
 
@@ -77,7 +79,8 @@ def map_tokens(tokens: TokenFile) -> npt.NDArray[np.integer]:
         return np.empty(0, tokens.dtype)
     expected = "the tokens from when the run was prepared"
     with untrusted(f"data: '{tokens.file}'", expected, DataError, "Start the run again."):
-        found = np.memmap(tokens.file, tokens.dtype, "r", tokens.offset, (tokens.count,))
+        with os.fdopen(open_regular(tokens.file), "rb") as file:
+            found = np.memmap(file, tokens.dtype, "r", tokens.offset, (tokens.count,))
         if tokens.sample not in ("", _sample(found)):
             raise ValueError("other tokens")
         return found

@@ -39,6 +39,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from fullshard.config.regular_files import read_regular
 from fullshard.data.arrays import Rows, TokenFile, checksum_of, map_tokens, tokens_in
 from fullshard.data.order import ENDLESS, permuted
 from fullshard.data.records import (
@@ -273,7 +274,7 @@ def make(file: Path, shard: Shard, how: TokenSettings, read: Reader) -> TokenFil
 def _kept(file: Path) -> TokenFile | None:
     """A part of the cache if it is as it was made; an existing array is not read as a whole."""
     with suppress(DataError, OSError, ValueError, TypeError, RecursionError):
-        tokens = TokenFile(**json.loads(Path(f"{file}.json").read_text()))
+        tokens = TokenFile(**json.loads(read_regular(f"{file}.json")))
         array = map_tokens(tokens)
         if tokens.file != f"{file}.npy" or checksum_of(array) == tokens.checksum:
             return tokens

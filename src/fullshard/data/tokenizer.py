@@ -15,7 +15,7 @@ import numpy.typing as npt
 from fullshard.config.schema import ModelConfig
 from fullshard.data.tokenize import Encoder, cut, digest, fast_encoder
 from fullshard.engine.hugging_face import read_tokenizer
-from fullshard.errors import ConfigError
+from fullshard.errors import ConfigError, untrusted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -111,7 +111,9 @@ def encoder_of(tokenizer: PreTrainedTokenizerBase) -> Encoder:
     """A function that encodes texts."""
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
-        return fast_encoder(backend.to_str())
+        origin, expected = f"tokenizer '{tokenizer.name_or_path}'", "one that can be read again"
+        with untrusted(origin, expected, ConfigError, "Correct its tokenizer.json."):
+            return fast_encoder(backend.to_str())
 
     def encode(texts: list[str]) -> Any:
         # verbose=False: a text longer than model_max_length is expected here, it gets packed.

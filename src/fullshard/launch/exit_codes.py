@@ -174,6 +174,8 @@ _NO_DESCRIPTOR = ("Too many open files", "Failed to init uv loop")
 # Values of variables that torch refuses while it is imported, and their variables.
 _VARIABLES = re.compile(r"Invalid log settings|The value of (TORCH_\w+) must be")
 
+# Errors of a disk or a mount that fails; they may pass, so a run is restarted.
+_FAILING = (errno.EIO, errno.ESTALE, errno.EREMOTEIO)
 _CAUSES = {signal.SIGBUS: " (a file that it reads was cut short, or a disk or /dev/shm is full)"}
 
 # Errors of the system about the place of a file, which no traceback explains.
@@ -218,6 +220,12 @@ def _of_surroundings(error: BaseException) -> FullshardError | None:
             f"ulimit -n: expected to open more files than the {most} that a process may, got none "
             f"({error}). Raise that limit."
         )
+    place = getattr(error, "filename", None)
+    if getattr(error, "errno", None) in _FAILING and place not in (None, STREAM):
+        return FullshardError(
+            f"'{place}': expected a file system that works, got {error}. Check the disk or the "
+            "mount, and start again; a run resumes from its last checkpoint."
+        )
     if variable := _VARIABLES.search(str(error)):
         said = " ".join(str(error).split("For more")[0].split()).rstrip(".")
         return ConfigError(
@@ -226,7 +234,7 @@ def _of_surroundings(error: BaseException) -> FullshardError | None:
         )
     if not _DISK_IS_FULL.search(str(error)):
         return None
-    place = getattr(error, "filename", None) or "files of the run"
+    place = place or "files of the run"
     limited = "too large" in str(error)
     way_out = "Raise that limit" if limited else "Free space"
     return WillNotFitError(

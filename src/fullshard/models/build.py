@@ -14,6 +14,7 @@ from torch import nn
 
 import fullshard as fs
 from fullshard.checkpoint.commit import Paths
+from fullshard.checkpoint.format import CONFIG
 from fullshard.config.schema import LoraConfig, RunConfig, ShardConfig
 from fullshard.config.values import DistillLoss, DType
 from fullshard.data.tokenizer import load_tokenizer
@@ -240,14 +241,26 @@ def check_weights(config: RunConfig) -> None:
     """Reads the headers of all weight files that a run loads: the model's and the teacher's.
 
     Raises:
-        ConfigError: A file is incomplete, or a tensor has another shape than the model's.
+        ConfigError: A file is incomplete, a tensor has another shape than the model's, or the
+            weights are quantized.
     """
     own, teacher = weights_folder(config), config.teacher
     if own is not None and not (config.distill is not None and is_cut(config.distill)):
-        check_weights_of(build_on_meta(given_model_config(config)), own)
+        _check_folder(given_model_config(config), own, "model")
     if teacher is not None and teacher.name_or_path:
-        model = build_on_meta(config_from_folder(teacher, "teacher"))
-        check_weights_of(model, Path(teacher.name_or_path))
+        folder = Path(teacher.name_or_path)
+        _check_folder(config_from_folder(teacher, "teacher"), folder, "teacher")
+
+
+def _check_folder(config: PretrainedConfig, folder: Path, section: str) -> None:
+    if getattr(config, "quantization_config", None):
+        raise ConfigError(
+            f"{section}.name_or_path: expected weights that are not quantized, got "
+            f"quantization_config in '{folder / CONFIG}'. Save the model dequantized "
+            "(transformers: model.dequantize()), and use that folder. If its weights are not "
+            "quantized, remove the entry."
+        )
+    check_weights_of(build_on_meta(config), folder)
 
 
 def _adds(config: RunConfig) -> bool:

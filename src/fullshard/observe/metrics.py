@@ -21,6 +21,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from functools import cache
 from importlib import import_module
+from math import isfinite
 from os import fstat
 from os.path import samestat
 from pathlib import Path
@@ -159,13 +160,21 @@ class MetricsWriter:
 
 
 def _objects(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a file, one per line; empty for lines that a crash or a full disk tore."""
+    """The objects of a file, one per line; empty for lines that a crash or a full disk tore.
+
+    Infinity and NaN are no JSON: a browser would refuse the whole page with them.
+    """
     text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     for line in text.splitlines():
         found = None
         with suppress(ValueError, RecursionError):
             found = json.loads(line)
-        yield found if isinstance(found, dict) else {}  # whole: it has its last brace
+        is_whole = isinstance(found, dict)  # it has its last brace
+        yield found if is_whole and all(map(_is_json, found.values())) else {}
+
+
+def _is_json(value: Any) -> bool:
+    return not isinstance(value, float) or isfinite(value)
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:

@@ -69,7 +69,7 @@ class Run:
         Raises:
             ConfigError: The folder does not contain a run.
         """
-        record = _read_record(folder)
+        record = read_record(folder)
         rows = list(read_rows(folder / "metrics.jsonl"))
         return cls(
             folder,
@@ -188,7 +188,7 @@ def gather(run: Run) -> dict[str, Any]:
     }
 
 
-def _read_record(run: Path) -> dict[str, Any]:
+def read_record(run: Path) -> dict[str, Any]:
     advice = did_you_mean_path(run) or "Pass the output_dir of a run."
     with untrusted(f"RUN_DIR: '{run}'", "a run's folder with run.json", ConfigError, advice):
         record: Any = json.loads((run / "run.json").read_text(encoding="utf-8"))

@@ -16,6 +16,7 @@ import pytest
 from fullshard import errors
 from fullshard.checkpoint.commit import failure as failure_of_save
 from fullshard.launch.exit_codes import (
+    STREAM,
     ExitCode,
     as_ours,
     describe_status,
@@ -187,6 +188,15 @@ def test_ctrl_c_is_an_interrupt_and_sigterm_a_preemption():
     assert exit_code_of_signal(signal.SIGINT) == 130
     assert exit_code_of_signal(signal.SIGTERM) == 75
     assert exit_code_of_signal(signal.SIGHUP) == 75
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
+def test_a_file_system_that_fails_is_named_and_the_run_may_be_restarted(number):
+    error = as_ours(OSError(number, os.strerror(number), "runs/a/data/tokens.json"))
+    assert str(error).startswith("'runs/a/data/tokens.json': expected a file system that works")
+    assert exit_code_of(error) == ExitCode.UNEXPECTED
+    terminal = OSError(number, os.strerror(number), STREAM)  # it was closed
+    assert as_ours(terminal) is terminal
 
 
 def test_statuses_are_told_in_words():

@@ -14,7 +14,7 @@ from fullshard.data.tokenizer import train_tokenizer
 from fullshard.engine.hugging_face import build_on_meta
 from fullshard.errors import ConfigError, untrusted
 from fullshard.launch.exit_codes import exit_code_of
-from fullshard.models.build import with_fitting_length
+from fullshard.models.build import check_weights, with_fitting_length
 from fullshard.models.config import (
     build_model,
     check_model_folder,
@@ -210,6 +210,19 @@ def saved_with(tmp_path, change, **settings):
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
     found = config_from_folder(ModelConfig(name_or_path=str(tmp_path)))
     return build_model(found, tmp_path, torch.float32, 0)
+
+
+@pytest.mark.parametrize("section", ["model", "teacher"])
+def test_weights_that_their_config_calls_quantized_are_refused(tmp_path, section):
+    saved_with(tmp_path, {})
+    config = load_config([read_job()], [f"{section}={tmp_path}"]).config
+    check_weights(config)
+    path = tmp_path / "config.json"
+    quantized = {"quantization_config": {"quant_method": "fp8"}}
+    path.write_text(json.dumps({**json.loads(path.read_text()), **quantized}))
+    with pytest.raises(ConfigError, match=f"{section}.name_or_path: .* not quantized") as caught:
+        check_weights(config)
+    assert str(path) in str(caught.value)
 
 
 def test_weights_that_the_files_lack_are_never_drawn_at_random(tmp_path):

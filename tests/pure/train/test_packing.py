@@ -1,6 +1,7 @@
 """Hold-out, joining and cutting into sequences."""
 
 import itertools
+import json
 
 import numpy as np
 import pytest
@@ -119,6 +120,19 @@ def test_tokenizer_gives_back_any_text_and_keeps_to_its_size(tmp_path):
     again = load_tokenizer(ModelConfig(name_or_path=str(tmp_path)))
     assert again is not None
     assert words_of(again) == words_of(tokenizer)
+
+
+def test_a_tokenizer_whose_words_share_a_number_is_refused(tmp_path):
+    train_tokenizer([seeded_text(200)], 300).save_pretrained(tmp_path)
+    file = tmp_path / "tokenizer.json"
+    whole = json.loads(file.read_text())
+    vocab = whole["model"]["vocab"]
+    *_, before, last = sorted(vocab, key=vocab.get)
+    vocab[last] = vocab[before]
+    file.write_text(json.dumps(whole))
+    tokenizer = load_tokenizer(ModelConfig(name_or_path=str(tmp_path)))
+    with pytest.raises(ConfigError, match=r"expected one that can be read again; got .*tokenizer"):
+        encoder_of(tokenizer)
 
 
 def test_long_documents_are_encoded_in_pieces_that_end_with_a_line(monkeypatch):
