@@ -1,9 +1,13 @@
 """`python -m benchmarks.exact`: what its rows say, and one real case."""
 
+from functools import partial
+from types import SimpleNamespace
+
 import pytest
 from benchmarks import exact
 
 from fullshard.errors import FullshardError
+from support import forked
 
 
 def found(error, *, same=True):
@@ -42,7 +46,9 @@ def test_a_case_is_planned_and_compiled(monkeypatch, capfd, tmp_path):
     assert "| tiny (" in (tmp_path / "exact.md").read_text()
 
 
-def test_a_case_that_does_not_compile_says_why():
+def test_a_case_that_does_not_compile_says_why(monkeypatch):
+    run = partial(forked.run, timeout=100)
+    monkeypatch.setattr(exact, "subprocess", SimpleNamespace(run=run))
     impossible = exact.Case("odd", 65, 2, 256, "full_shard", "block", 64)
     with pytest.raises(FullshardError, match="odd did not compile"):
         exact.run([impossible], None, command="", say=lambda _: None)

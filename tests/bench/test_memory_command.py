@@ -10,7 +10,7 @@ from benchmarks.memory_rank import live_peak_bytes, measure
 from fullshard.errors import ConfigError
 
 TOLERANCE = 0.03
-QUICK = [  # a llama: train/test_taught.py
+LONG = [  # short: llamas, in train/test_taught.py, test_phases.py and test_plan_of_adapters.py
     MemoryCase("gpt2", "shard_grad_op", "block", "bfloat16"),  # tied; weights' gradients in bf16
     MemoryCase("qwen3_moe", "no_shard", "selective", accumulation=2),
 ]
@@ -20,15 +20,11 @@ def named(case):
     return "-".join(map(str, astuple(case)))
 
 
-def _mark_of(case):
-    return () if case == QUICK[0] else pytest.mark.long if case in QUICK else pytest.mark.slow
-
-
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, id=named(case), marks=_mark_of(case))
-        for case in dict.fromkeys([*QUICK, *all_cases()])
+        pytest.param(case, id=named(case), marks=[pytest.mark.slow, pytest.mark.long][case in LONG])
+        for case in dict.fromkeys([*LONG, *all_cases()])
     ],
 )
 def test_planned_and_measured_peaks_agree_within_three_percent(ranks, case):

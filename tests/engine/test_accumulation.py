@@ -77,6 +77,7 @@ def test_deferred_and_reduced_micro_batches_in_any_order_are_one_process(strateg
         assert_parity(chain, work, settings, alone=alone, kinds=("adamw",))
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @on_ranks(2)
 def test_accumulation_holds_at_every_prefetch_depth(strategy):
@@ -128,6 +129,7 @@ def as_many_as_the_rank(model, step, rank, with_dummies):
     return micro_step(model, step, rank, 3)
 
 
+@pytest.mark.short(2)
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=SLOW)])
 @pytest.mark.parametrize(
     ("strategy", "with_dummies"),
@@ -244,6 +246,7 @@ def test_sums_wait_for_replicas_while_the_caller_keeps_gradients():
         KEPT.clear()
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize(
     ("transport", "reduction"),
     [

@@ -23,12 +23,12 @@ WRAPS = ("auto", "none", ["LlamaDecoderLayer", "LlamaMLP"])
 HYBRID = {"strategy": "hybrid_shard", "replicate": 2}
 
 
+@pytest.mark.short(2)
 @pytest.mark.parametrize(
     ("world_size", "settings"),
     [
         *((2, {"strategy": strategy}) for strategy in STRATEGIES),
-        *((2, {"wrap": wrap}) for wrap in WRAPS[:2]),
-        pytest.param(2, {"wrap": WRAPS[2]}, marks=pytest.mark.long),
+        *((2, {"wrap": wrap}) for wrap in WRAPS),
         pytest.param(4, HYBRID, marks=pytest.mark.slow),
     ],
     ids=str,

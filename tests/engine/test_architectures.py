@@ -28,7 +28,7 @@ def check(name):
             assert_planned_events(model, step)
 
 
-@pytest.mark.short(3)
+@pytest.mark.short(1)
 @pytest.mark.parametrize("name", FAST)
 def test_architecture_trains_as_in_one_process(ranks, name):
     ranks(2)(check, name, timeout=60)

@@ -106,7 +106,7 @@ def check_own_cut(build, kind, settings):
     check_steps(build, cut, train_llama, (kind,))
 
 
-@pytest.mark.short(2)
+@pytest.mark.short(1)
 @pytest.mark.parametrize(
     ("build", "kind", "settings"),
     [

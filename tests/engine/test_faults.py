@@ -300,11 +300,11 @@ def assert_caught(found, poison):
             assert is_nan is poison, (fault, everything[:5])
 
 
-@pytest.mark.short(2)
+@pytest.mark.short(1)  # with poison: of a language model, below
 @pytest.mark.parametrize(
     ("strategy", "world_size", "poison"),
     marked(
-        itertools.product(STRATEGIES, (2, 3), (True, False)),
+        itertools.product(STRATEGIES, (2, 3), (False, True)),
         lambda strategy, ranks, poison: ranks == 2 and (strategy == "full_shard" or not poison),
     ),
 )

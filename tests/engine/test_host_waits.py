@@ -111,7 +111,7 @@ CLIPS = {
 }
 
 
-@pytest.mark.short(8)
+@pytest.mark.short(5)
 @pytest.mark.parametrize("clip", CLIPS)
 @pytest.mark.parametrize(
     "settings",

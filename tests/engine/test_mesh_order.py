@@ -30,6 +30,7 @@ def first_half(model):
     return found
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize(
     ("transport", "order"), chequered(["c10d", "direct", "shared"], [ORDER, FALLING]), ids=str
 )

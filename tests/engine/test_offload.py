@@ -62,7 +62,7 @@ def adapted():
     return model
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.long)])
 @pytest.mark.parametrize("transport", ["direct", "c10d"])
 @on_ranks("world_size")
 def test_units_of_several_offloaded_buffers_are_gathered_by_messages(transport):
@@ -150,16 +150,16 @@ OPTIMIZERS = {
 def large(folder, name, settings):
     """Parameters after three steps; shards have several MiB and begin anywhere in a page."""
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(33, 90_001), torch.nn.Linear(90_001, 35))
+    model = torch.nn.Sequential(torch.nn.Linear(33, 70_001), torch.nn.Linear(70_001, 35))
     offload = None if folder is None else {**dict.fromkeys(KINDS, "nvme"), "folder": folder}
     offload = offload and {**offload, "optimizer": "nvme"}
     transport = "direct" if offload is None else "auto"
     fs.shard(model, wrap=["Linear"], transport=transport, offload=offload, **settings)
     optimizer = OPTIMIZERS[name](model.parameters())
-    for at in range(6):
+    for at in range(4):
         x = torch.linspace(-1, 1, 4 * 33).view(4, 33) * (at + 1)
         model(x).square().sum().mul(1e-4).backward()
-        if at % 2:
+        if at != 1:  # the second step has two backwards
             fs.clip_grad_norm_(model, 1e-3)
             optimizer.step()
             optimizer.zero_grad()

@@ -177,7 +177,7 @@ def test_what_one_process_refuses(settings):
     assert outcomes(settings) == EXPECTED
 
 
-@pytest.mark.short(2)
+@pytest.mark.short(1)
 @pytest.mark.parametrize(
     "settings",
     [

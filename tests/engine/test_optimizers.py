@@ -232,7 +232,7 @@ def reloaded(run, kind, settings, strategy):
     return run.result(model, types=[sorted(state) for state in optimizer.state.values()])
 
 
-@pytest.mark.short(3)
+@pytest.mark.short(1)
 @pytest.mark.parametrize("name", SETTINGS)
 @on_ranks(2)
 def test_optimizers_go_on_from_their_own_state_dicts(name):

@@ -65,6 +65,7 @@ def step_time(*, moves, num_batches, **settings):
     return played.time - start, times.moved - moved
 
 
+@pytest.mark.short(2)
 @pytest.mark.parametrize("num_batches", [1, 2])
 @pytest.mark.parametrize("settings", [{}, {"param_dtype": "bf16"}], ids=str)
 def test_copies_between_host_and_device_hide_behind_compute(settings, num_batches):

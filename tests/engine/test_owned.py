@@ -109,7 +109,7 @@ MESHES = [
 ]
 
 
-@pytest.mark.short(4)
+@pytest.mark.short(3)
 @pytest.mark.parametrize(("world_size", "config"), MESHES, ids=str)
 def test_muon_beside_adamw_is_as_in_one_process(ranks, world_size, config):
     ranks(world_size)(compare, partial(muon_and_adamw, **config))

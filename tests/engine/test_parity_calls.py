@@ -229,6 +229,7 @@ EXITS = (
 )
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize(("strategy", "world_size"), PAIRED)
 @on_ranks("world_size", timeout=100)
 def test_gradients_may_enter_a_unit_by_any_of_its_outputs(strategy):
@@ -266,6 +267,7 @@ def loss_of_marked(model, step, rank):
     return loss.detach()
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
 @on_ranks(2)
 def test_attributes_of_parameters_are_there_in_forward_and_after_it(strategy):

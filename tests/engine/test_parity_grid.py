@@ -32,8 +32,11 @@ WRAPS = (
 )
 
 
-CUT = ("chain", "convolutional net", "llama")  # three ranks cut inside their parameters
-ALONE = ("chain", "tied llama")  # one rank moves nothing, whatever the model
+SHORT = {  # three ranks cut inside parameters; one rank moves nothing, whatever the model
+    1: ("chain",),
+    2: ("chain", "tied llama", "mixture of experts", "t5"),
+    3: ("convolutional net",),
+}
 KINDS = {"shard_grad_op": ("sgd",), "no_shard": ("adamw",)}  # full_shard: both
 
 
@@ -41,7 +44,7 @@ KINDS = {"shard_grad_op": ("sgd",), "no_shard": ("adamw",)}  # full_shard: both
     ("name", "world_size"),
     marked(
         itertools.product(CASES, (1, 2, 3)),
-        lambda name, size: name in {1: ALONE, 2: CASES, 3: CUT}[size],
+        lambda name, size: name in SHORT[size],
         LONG,
     ),
 )
@@ -93,11 +96,12 @@ def test_copies_of_shards_train_as_in_one_process(ranks, name):
     ranks(4)(check_meshes, name, HYBRID, timeout=100)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=LONG), 4])
 def test_units_of_different_strategies_train_as_in_one_process(ranks, world_size):
     ranks(world_size)(check_meshes, "chain", MIXED, timeout=100)
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize(("strategy", "world_size"), PAIRED)
 @on_ranks("world_size", timeout=100)
 def test_every_prefetch_depth_trains_as_in_one_process(strategy):

@@ -153,6 +153,7 @@ def changing_order(model, step, rank):
     return CHAIN.work(model, step, rank, order=orders[step])
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize(("strategy", "world_size"), PAIRED)
 @on_ranks("world_size", timeout=100)
 def test_an_order_that_changes_from_step_to_step_stays_right(strategy):
@@ -313,6 +314,7 @@ def shorter_evaluation(model, step, rank):
     return loss.detach()
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize(("strategy", "world_size"), PAIRED)
 @on_ranks("world_size", timeout=60)
 def test_an_evaluation_may_leave_early_on_one_rank(strategy):
@@ -334,6 +336,7 @@ def test_an_order_traced_from_a_sample_is_run_from_the_first_step():
         assert_planned_events(model, 0)
 
 
+@pytest.mark.short(3)
 @pytest.mark.parametrize("name", SKIPS)
 @on_ranks(2, timeout=40)
 def test_blocks_skipped_on_one_rank_are_gathered_from_the_host(name):

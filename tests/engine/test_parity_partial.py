@@ -130,7 +130,7 @@ UNUSED = (
 )
 
 
-@pytest.mark.short(2)
+@pytest.mark.short(1)
 @pytest.mark.parametrize(("strategy", "world_size"), RANKED)
 @on_ranks("world_size", timeout=100)
 def test_unused_parameters_are_left_alone_as_in_one_process(strategy):
@@ -207,6 +207,7 @@ def assert_frozen_has_no_gradient_memory(model):
             assert ring.numel <= largest
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize(("strategy", "world_size"), RANKED)
 @on_ranks("world_size", timeout=100)
 def test_frozen_and_adapted_models_train_as_in_one_process(strategy):
@@ -242,6 +243,7 @@ def frozen_in_the_second_step(model, step, rank):
     return never_used(model, step, rank)
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @on_ranks(2, timeout=100)
 def test_requires_grad_may_be_turned_off_for_a_step(strategy):
@@ -311,9 +313,10 @@ class Prompted(torch.nn.Module):
         return self.head(x)
 
 
-@pytest.mark.parametrize("first", [(0,), (1,), (0, 1)], ids=str)
-@pytest.mark.parametrize("defers", [False, True])
+@pytest.mark.short(8)
 @pytest.mark.parametrize("transport", ["direct", "c10d", "shared", "offloaded"])
+@pytest.mark.parametrize("defers", [False, True])
+@pytest.mark.parametrize("first", [(0,), (1,), (0, 1)], ids=str)
 @on_ranks(2)
 def test_gradients_may_pass_through_the_first_frozen_units_on_some_ranks(transport, defers, first):
     """In the first step on ranks `first`, later on all of them in turn."""

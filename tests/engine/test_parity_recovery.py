@@ -109,6 +109,7 @@ def test_the_step_after_an_exception_is_right():
         assert_parity(chain, work, {}, alone=CHAIN.work, kinds=("adamw",))
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize(("strategy", "world_size"), RANKED)
 @on_ranks("world_size", timeout=100)
 def test_the_step_after_many_exceptions_is_right(strategy):

@@ -267,6 +267,7 @@ def enable_by_new_name(model):
     model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize(
     ("name", "strategy", "world_size"),
     [

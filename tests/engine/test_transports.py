@@ -134,6 +134,7 @@ def test_receive_buffers_of_c10d_are_planned(reduction, more):
 # ---- runs repeat ---------------------------------------------------------------------------------
 
 
+@pytest.mark.short(2)
 @pytest.mark.parametrize(
     "transport", [{"transport": "shared"}, {"transport": "direct"}, ORDERED, NATIVE]
 )

@@ -191,6 +191,7 @@ def test_a_store_that_cannot_be_served_ends_the_launch(run, tmp_path, monkeypatc
         raise OSError(errno.EMFILE, "Too many open files")
 
     monkeypatch.setattr(LaunchStore, "serve", serve)
+    monkeypatch.setattr(supervise.Supervisor.end_all, "__defaults__", (1.0,))  # of patience
     with pytest.raises(OSError, match="Too many open files"):
         run("meet", tmp_path, timeout_s=20.0)
 
@@ -225,7 +226,8 @@ def test_the_folder_of_a_killed_launcher_is_removed_by_the_next(run, tmp_path, m
     assert sorted(tmp_path.glob("fullshard-launch-*")) == [live, older]
 
 
-def test_a_rank_that_ignores_sigterm_is_killed(run, tmp_path):
+def test_a_rank_that_ignores_sigterm_is_killed(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(supervise.Supervisor.end_all, "__defaults__", (1.0,))  # of patience
     started = time.monotonic()
     assert run("ignore_sigterm", tmp_path) == 1
     assert time.monotonic() - started < 60

@@ -16,17 +16,22 @@ _KNOWN: dict[Any, Any] = {}
 @contextlib.contextmanager
 def traced_once() -> Iterator[None]:
     """A model without a teacher is traced once a process, with each setting that a tracer knows."""
-    trace = Tracer._trace
 
-    def once(self: Any, plan: Any, config: Any, key: Any, samples: int) -> Any:
-        if self.taught is not None:
-            return trace(self, plan, config, key, samples)
-        model = type(self.model), str(self.model.config), self._spec
-        known = (*model, self.length, self.chunk_size, key, samples)
-        if known not in _KNOWN:
-            _KNOWN[known] = trace(self, plan, config, key, samples)
-        return _KNOWN[known]
+    def once(name: str) -> Any:
+        trace = getattr(Tracer, name)
+
+        def once(self: Any, plan: Any, config: Any, key: Any, samples: int) -> Any:
+            if self.taught is not None:
+                return trace(self, plan, config, key, samples)
+            model = type(self.model), str(self.model.config), self._spec
+            known = (name, *model, self.length, self.chunk_size, key, samples)
+            if known not in _KNOWN:
+                _KNOWN[known] = trace(self, plan, config, key, samples)
+            return _KNOWN[known]
+
+        return once
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Tracer, "_trace", once)
+        for name in ("_trace", "_find_work"):
+            patch.setattr(Tracer, name, once(name))
         yield

@@ -121,7 +121,7 @@ def assert_same(found, wanted):
         assert torch.allclose(value, states[1][name], rtol=1e-8, atol=1e-9), name
 
 
-@pytest.mark.short(2)
+@pytest.mark.short(1)
 @pytest.mark.parametrize(
     ("model", "num_ranks", "axes", "mesh"),
     [
@@ -194,7 +194,7 @@ def write_mixture(folder, text, **how):
     file.write_text(json.dumps(json.loads(file.read_text()) | {"experts_implementation": "eager"}))
 
 
-@pytest.mark.short(2)
+@pytest.mark.short(1)
 @pytest.mark.parametrize(
     "axis",
     [
@@ -222,7 +222,7 @@ def test_conversations_of_different_lengths_train_as_in_one_process(runs, tmp_pa
     assert_same(folders[1], folders[0])
 
 
-@pytest.mark.short(1)
+@pytest.mark.long
 @pytest.mark.parametrize("is_kept", [False, True], ids=["cut student", "kept logits"])
 def test_a_student_of_divided_sequences_learns_as_in_one_process(runs, tmp_path, is_kept):
     text = write_chats(tmp_path / "chat.jsonl", 48)

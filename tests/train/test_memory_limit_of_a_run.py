@@ -97,7 +97,10 @@ def test_850_mib_of_weights_on_disk_train_in_1500_mib_with_the_losses_of_memory(
 
 @pytest.mark.parametrize(
     ("limit", "told"),
-    [(CHECK_BYTES, "what would help:"), (96 * MIB, "for the processes of a run")],
+    [
+        (96 * MIB, "for the processes of a run"),
+        pytest.param(CHECK_BYTES, "what would help:", marks=pytest.mark.long),
+    ],
 )
 def test_a_group_without_room_for_the_processes_of_a_run_refuses_it(tmp_path, limit, told):
     with memory_group(limit) as group:

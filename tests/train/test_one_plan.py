@@ -93,7 +93,7 @@ def digest_of_the_engine(path, words):
     return engine_of(model).plan.trained_by(states_of(config.training)).digest()
 
 
-@pytest.mark.short(5)
+@pytest.mark.short(3)
 @pytest.mark.parametrize("path", CASES, ids=lambda path: path.stem)
 def test_a_plan_a_dry_run_and_the_run_are_one(ranks, path, place):
     command, words = words_of(path)
@@ -237,7 +237,7 @@ def test_weights_without_their_tokenizer_need_the_key_that_trains_one(place, tmp
     )
     assert said(*distill, "data.vocab_size=2000")[1] == 0  # so short a text gives 437 entries
     chance = random.Random(0)
-    words = ("".join(chance.choices(ascii_lowercase, k=6)) for _ in range(40_000))
+    words = ("".join(chance.choices(ascii_lowercase, k=6)) for _ in range(4_000))
     (tmp_path / "words.txt").write_text(" ".join(words))
     many = [f"data.path={tmp_path / 'words.txt'}" if "text.txt" in str(w) else w for w in distill]
     found, code = said(*many, "data.vocab_size=2000")

@@ -20,7 +20,7 @@ SHAPE = small_config()
 
 
 def view():
-    config = RunConfig(model="x")
+    config = RunConfig(model="x", training={"per_device_train_batch_size": 1})
     return view_of(config, build_on_meta(SHAPE), Topology(2))
 
 

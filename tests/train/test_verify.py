@@ -99,6 +99,7 @@ def test_what_cannot_be_checked_is_an_error_of_the_configuration(
     assert expected in done.err
 
 
+@pytest.mark.long
 def test_reference_imports_nothing_of_fullshard(tmp_path):
     resolved = load_config(None, [MODEL])
     verify.write(verify.prepare(resolved.config, None), tmp_path)

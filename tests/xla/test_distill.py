@@ -222,6 +222,7 @@ def temporary():
     return sizes
 
 
+@pytest.mark.long  # short: of the loss without a teacher, in test_head.py
 def test_nobody_holds_logits_of_all_tokens(devices):
     whole, chunks = devices(temporary)
     logits = SAMPLES * (LENGTH - 1) * VOCABULARY * 4  # of one device, float32

@@ -83,6 +83,7 @@ def check(found):
     assert found["in place"] >= found["state"]
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize("case", GRID, ids=lambda case: "-".join(map(str, case)))
 def test_a_sharded_step_is_that_of_one_device_and_of_the_plan(devices, case):
     check(devices(trained, *case))

@@ -103,28 +103,29 @@ def on_one_device():
             sizes.append(size)
         return x, jnp.stack(sizes)
 
-    def one_step(params, variables, batch, key):
-        sums, own = [], [variables] * NUM_PARTS
+    @jax.jit  # one part alone: all together would take the compiler seconds
+    def value_and_grad(params, *given):
+        def loss(params):
+            total, *more = loss_of(layers, params, *given)
+            return total, more
+
+        return jax.value_and_grad(loss, has_aux=True)(params)
+
+    params, now, found = parameters(), variables(), []
+    for at, batch in enumerate(batches()):
+        key = jax.random.fold_in(jax.random.key(7), at)
+        sums, own = [], [now] * NUM_PARTS
         for micro in range(NUM_MICRO):
             for device in range(NUM_PARTS):
                 size = SAMPLES // NUM_PARTS
                 part = {n: v[micro, device * size :][:size] for n, v in batch.items()}
                 its = jax.random.fold_in(key, micro * NUM_PARTS + device)
-                *found, changed = loss_of(layers, params, part, its, own[device])
-                sums.append(found)
-                own[device] = jax.lax.stop_gradient(changed)
-        mean = sum(each["mean"] for each in own) / NUM_PARTS
-        variables = {**own[0], "mean": mean}
+                (loss, more), grads = value_and_grad(params, part, its, own[device])
+                count, metrics, own[device] = more
+                sums.append((loss, count, metrics, grads))
+        now = {**own[0], "mean": sum(each["mean"] for each in own) / NUM_PARTS}
         count = sum(each[1] for each in sums)
-        add = lambda *values: sum(values) / count  # noqa: E731
-        metrics = jax.tree.map(add, *(each[2] for each in sums))
-        return add(*(each[0] for each in sums)), (metrics, variables)
-
-    params, now, found = parameters(), variables(), []
-    value_and_grad = jax.jit(jax.value_and_grad(one_step, has_aux=True))
-    for at, batch in enumerate(batches()):
-        key = jax.random.fold_in(jax.random.key(7), at)
-        (loss, (metrics, now)), grads = value_and_grad(params, now, batch, key)
+        loss, _, metrics, grads = jax.tree.map(lambda *values: sum(values) / count, *sums)  # noqa: B023
         params = jax.tree.map(lambda p, g: p - 1e-2 * g, params, grads)
         means = loss, metrics["sizes"], metrics["sums"]["right"]
         found.append([np.asarray(value) for value in means])

@@ -16,7 +16,7 @@ NAMES = [
     *("linen_cnn", "nnx_vit", "equinox_mlp", "equinox_batchnorm", "rnn", "experts", "diffusion"),
     *("lora", "mixed"),
 ]
-FAST = [("nnx_vit", "adamw", "2x4"), ("lora", "muon", "8")]
+FAST = [("equinox_mlp", "adamw", "2x4"), ("lora", "muon", "8")]
 LONG = [(name, "adamw", mesh) for name in NAMES for mesh in MESHES]
 SLOW = [(name, tx, mesh) for name in NAMES for tx in ("muon", "adafactor") for mesh in MESHES]
 GRID = [

@@ -194,7 +194,7 @@ GRID += [
 ]
 
 
-@pytest.mark.short(2)
+@pytest.mark.short(1)
 @pytest.mark.parametrize(("name", "mesh"), GRID)
 def test_an_optimizer_of_optax_trains_as_on_one_device_and_resumes_elsewhere(
     devices, tmp_path, name, mesh

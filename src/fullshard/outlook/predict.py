@@ -243,6 +243,15 @@ def look(plan: Plan, config: ShardConfig, job: PlannedStep, machine: Machine) ->
     return Outlook(config, job, machine, plan, run, *found)
 
 
+def time_by_formulas(
+    plan: Plan, config: ShardConfig, job: PlannedStep, machine: Machine
+) -> float | None:
+    """Returns the seconds of a step of `look`; None if they are measured or unknown."""
+    if machine.device is None or machine.calibration is not None or not job.is_timed:
+        return None
+    return step_times(workload(plan.trained_by(job.optimizer), config, job, machine)).step
+
+
 def workload(plan: Plan, config: ShardConfig, job: PlannedStep, machine: Machine) -> Workload:
     """Returns the plan as a workload for formulas."""
     row = row_of(plan.strategy)

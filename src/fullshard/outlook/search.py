@@ -11,7 +11,8 @@ everything that `fullshard plan` prints.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence, Set
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -20,7 +21,7 @@ from fullshard.config.sharding import Offload, ShardConfig
 from fullshard.config.values import DType, HomeKind, Recompute, RecomputeKind, Strategy
 from fullshard.errors import ConfigError, WillNotFitError, WrapError
 from fullshard.outlook.memory import DEFAULT_STORAGE, Fit, Storage, peak_memory
-from fullshard.outlook.predict import Machine, Outlook, PlannedStep, look
+from fullshard.outlook.predict import Machine, Outlook, PlannedStep, look, time_by_formulas
 from fullshard.outlook.speed import step_times
 from fullshard.outlook.workload import Parallelism, Workload
 from fullshard.planner.mesh import Topology, row_of
@@ -102,14 +103,11 @@ def advise(current: Outlook, plan_of: PlanOf, *, hosts: int = 1) -> list[PlanAdv
     now = current.step_time_s
     if current.machine.memory_bytes is None or (current.fit is Fit.FITS and now is None):
         return []
-    found = [
-        PlanAdvice(changes_between(current, other), other)
-        for other in _candidates(current, plan_of, hosts=hosts)
-    ]
     wanted = (Fit.FITS, Fit.TIGHT) if current.fit is Fit.NO else (Fit.FITS,)
+    every = _tried(current, plan_of, wanted, hosts=hosts)
+    found = [PlanAdvice(changes_between(current, other), other) for other in every[1:]]
     fitting = [one for one in found if one.outlook.fit in wanted and one.changes]
     if current.fit is Fit.NO and not fitting:
-        every = [current, *(one.outlook for one in found)]
         return [PlanAdvice({}, min(every, key=lambda one: one.peak_bytes[Place.DEVICE]))]
     if current.fit is Fit.FITS and now is not None:
         fitting = [one for one in fitting if (one.outlook.step_time_s or now) < WORTHWHILE * now]
@@ -121,6 +119,40 @@ def advise(current: Outlook, plan_of: PlanOf, *, hosts: int = 1) -> list[PlanAdv
         if not out or _cost(best[count]) < WORTHWHILE * _cost(out[-1]):
             out.append(best[count])
     return out[:SHOWN]
+
+
+def _tried(
+    current: Outlook, plan_of: PlanOf, wanted: Sequence[Fit], *, hosts: int
+) -> list[Outlook]:
+    """The run, then every other configuration that may be advised.
+
+    Reliefs such as offload are tried only if nothing else fits.
+    """
+    every = [current]
+    for relief in _reliefs(current.config, current.job, current.machine):
+        later: list[_Option] = []
+        for option in sorted(_options(current, plan_of, relief, hosts=hosts), key=_Option.order):
+            if _is_needless(option, every, wanted):
+                later.append(option)
+            else:
+                every += option.looked()
+        while later and not any(one.fit is Fit.FITS for one in every):
+            every += later.pop().looked()  # slow ones take less memory
+        if any(one.fit is Fit.FITS for one in every):
+            break
+    return every
+
+
+def _is_needless(option: _Option, known: Sequence[Outlook], wanted: Sequence[Fit]) -> bool:
+    """Whether an option is too slow to be advised, so that its memory need not be traced."""
+    time_s, (current, *others) = option.time_s, known
+    if time_s is None:
+        return False
+    if current.fit is Fit.FITS:
+        return current.step_time_s is not None and time_s >= WORTHWHILE * current.step_time_s
+    count = len(changes_between(current, option))
+    alike = [one for one in others if len(changes_between(current, one)) == count]
+    return any(one.fit in wanted and (one.step_time_s or 0.0) <= time_s for one in alike)
 
 
 def on_more_hosts(current: Outlook, plan_at: PlanAt, topology: Topology) -> list[PlanAdvice]:
@@ -161,12 +193,9 @@ def on_more_hosts(current: Outlook, plan_at: PlanAt, topology: Topology) -> list
 
 def compare(current: Outlook, plan_of: PlanOf, *, hosts: int = 1) -> list[Outlook]:
     """Returns the forecasts of all strategies with everything else unchanged."""
-    found = [
-        other
-        for other in _candidates(current, plan_of, hosts=hosts, axes=frozenset())
-        if not set(changes_between(current, other)) - {"strategy"}
-    ]
-    return found or [current]
+    options = _options(current, plan_of, {}, hosts=hosts, axes=frozenset())
+    alike = [one for one in options if not set(changes_between(current, one)) - {"strategy"}]
+    return [found for one in alike for found in one.looked()] or [current]
 
 
 def choose(current: Outlook, plan_of: PlanOf, free: Sequence[str], *, hosts: int = 1) -> Outlook:
@@ -184,8 +213,14 @@ def choose(current: Outlook, plan_of: PlanOf, free: Sequence[str], *, hosts: int
         WillNotFitError: No choice fits.
     """
     axes = {axis for axis in AXES if f"sharding.{axis}" in free}
-    options = [current, *_candidates(current, plan_of, hosts=hosts, axes=axes)]
-    allowed = [one for one in options if set(changes_between(current, one)) <= set(free)]
+    options = _options(current, plan_of, {}, hosts=hosts, axes=axes)
+    options = [one for one in options if set(changes_between(current, one)) <= set(free)]
+    allowed = [current]
+    for option in sorted(options, key=_Option.order):
+        ahead = [_slowness(one)[:2] for one in allowed if one.fit is Fit.FITS]
+        if current.machine.calibration is None and ahead and option.order() > min(ahead):
+            break
+        allowed += option.looked()
     fitting = [one for one in allowed if one.fit is not Fit.NO]
     if not fitting:
         least = min(allowed, key=lambda one: one.peak_bytes[Place.DEVICE])
@@ -207,7 +242,7 @@ def _slowness(one: Outlook) -> tuple[float, float, int]:
     return one.step_time_s or 0.0, one.job.batch.accumulation, one.peak_bytes[Place.DEVICE]
 
 
-def changes_between(before: Outlook, after: Outlook) -> dict[str, str]:
+def changes_between(before: Outlook, after: Outlook | _Option) -> dict[str, str]:
     """Returns the keys, with their values, that turn one configuration into the other."""
     old, new = _settings(before), _settings(after)
     changes = {key: value for key, value in new.items() if value != old[key]}
@@ -225,7 +260,7 @@ def choice_of(one: Outlook) -> str:
     return " ".join(f"{name}={values[name]}" for name in ("strategy", *axes, MICRO_BATCH, STEPS))
 
 
-def _settings(one: Outlook) -> dict[str, str]:
+def _settings(one: Outlook | _Option) -> dict[str, str]:
     config = one.config
     return {
         "strategy": str(config.strategy),
@@ -245,40 +280,58 @@ def _cost(one: PlanAdvice) -> float:
     return one.outlook.step_time_s or float(one.outlook.peak_bytes[Place.DEVICE])
 
 
-def _candidates(
-    current: Outlook, plan_of: PlanOf, *, hosts: int, axes: Set[str] = frozenset(AXES)
-) -> Iterator[Outlook]:
-    """Every other configuration, with the axes that may be tried.
+@dataclass(frozen=True, slots=True)
+class _Option:
+    """A configuration whose forecast is made where it is needed, because it takes traces.
 
-    Reliefs such as offload are tried only if nothing else fits.
+    Attributes:
+        time_s: Seconds of a step by formulas; None if they do not give it.
     """
+
+    plan: Plan
+    config: ShardConfig
+    job: PlannedStep
+    machine: Machine
+    time_s: float | None
+
+    def order(self) -> tuple[float, float]:
+        """As of `_slowness`, as far as it is known."""
+        return self.time_s or 0.0, self.job.batch.accumulation
+
+    def looked(self) -> list[Outlook]:
+        """The forecast; none if no block repeats, so that there is nothing to recompute."""
+        with contextlib.suppress(WrapError):
+            return [look(self.plan, self.config, self.job, self.machine)]
+        return []
+
+
+def _options(
+    current: Outlook,
+    plan_of: PlanOf,
+    relief: Mapping[str, Any],
+    *,
+    hosts: int,
+    axes: Set[str] = frozenset(AXES),
+) -> Iterator[_Option]:
+    """Every other configuration with a relief, and with the axes that may be tried."""
     machine = current.machine
     sized = current.config.shard is not None or current.config.replicate is not None
     strategies = (current.config.strategy,) if sized else (*FLAT, *(HYBRID if hosts > 1 else ()))
     recomputes = dict.fromkeys((current.config.activation_checkpointing, *RECOMPUTES))
-    fits = False
-    ways = _ways(current.job, strategies, axes)
-    for relief in _reliefs(current.config, current.job, machine):
-        for way, step in ways:
-            if _is_hopeless(way["strategy"], current.job, machine):
-                continue
-            config = current.config.model_copy(update={**way, **relief})
-            try:
-                plan = plan_of(config)
-            except ConfigError:
-                if len(way) == 1:
-                    raise
-                continue  # with an axis that was not configured
-            for recompute, job in product(recomputes, _splits(step)):
-                other = config.model_copy(update={"activation_checkpointing": recompute})
-                try:
-                    outlook = look(plan, other, job, machine)
-                except WrapError:  # no block repeats, so there is nothing to recompute
-                    continue
-                fits = fits or outlook.fit is Fit.FITS
-                yield outlook
-        if fits:
-            return
+    for way, step in _ways(current.job, strategies, axes):
+        if _is_hopeless(way["strategy"], current.job, machine):
+            continue
+        config = current.config.model_copy(update={**way, **relief})
+        try:
+            plan = plan_of(config)
+        except ConfigError:
+            if len(way) == 1:
+                raise
+            continue  # with an axis that was not configured
+        for recompute, job in product(recomputes, _splits(step)):
+            other = config.model_copy(update={"activation_checkpointing": recompute})
+            time_s = time_by_formulas(plan, other, job, machine)
+            yield _Option(plan, other, job, machine, time_s)
 
 
 def _ways(

@@ -98,6 +98,27 @@ def test_what_fits_is_answered_by_what_is_faster_and_fits():
     assert advise(before, plan_of)
 
 
+@pytest.mark.parametrize("memory_gib", [80, 40])
+def test_what_is_too_slow_to_be_advised_or_chosen_is_not_traced(memory_gib):
+    """A trace takes a second, and `plan` of 405B parameters made 32 of them."""
+    traced = []
+
+    def trace(plan, config, samples):
+        traced.append((str(config.activation_checkpointing), samples))
+
+    machine = replace(H100, memory_bytes=memory_gib * GIB)
+    config = ShardConfig(param_dtype="bf16", activation_checkpointing="block")
+    before = look(plan_of(config), config, replace(job(8), trace=trace), machine)
+    traced.clear()
+    advice = advise(before, plan_of)
+    assert len(traced) <= 8  # of 24
+    assert advice[0].outlook.step_time_s < before.step_time_s
+    traced.clear()
+    chosen = choose(before, plan_of, ["strategy", MICRO_BATCH])
+    assert chosen.fit is Fit.FITS
+    assert traced == [("block", chosen.job.batch.micro_batch)]  # the fastest
+
+
 def test_advice_says_the_words_to_add():
     (first, *_) = advise(current(64), plan_of)
     assert all("=" in word for word in first.words.split())

@@ -4,6 +4,7 @@ import ast
 import re
 import sys
 import tomllib
+from functools import cache
 from pathlib import Path
 
 from support.processes import finished, python
@@ -32,6 +33,7 @@ def _declared(*groups):
     return {_name(requirement) for one in lists for requirement in one} - {"fullshard"}
 
 
+@cache
 def _imported():
     found: set[str] = set()
     for file in (ROOT / "src").rglob("*.py"):
