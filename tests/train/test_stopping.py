@@ -1,5 +1,6 @@
 """Why a run ends, or leaves a step out: a signal, losses that stay, infinite gradients."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import groupby
 from types import SimpleNamespace
@@ -23,8 +24,8 @@ from support.ranks import RankError, on_ranks
 class StopsAtTheSecondQuestion:
     """A keeper whose rank 1 is asked to stop while the held-out batches run."""
 
-    def __init__(self, rank, rows):
-        self._rank, self._rows = rank, rows
+    def __init__(self, rank, rows, *, saves=True):
+        self._rank, self._rows, self.saves = rank, rows, saves
         self.asked, self.kept = 0, []
 
     def asked_to_stop(self):
@@ -64,6 +65,19 @@ def test_a_stop_leaves_an_evaluation_which_is_made_up_for_when_the_run_goes_on()
     assert kept == [(1, True)]
     assert (asked, num_evaluations) == (2, 0)
     assert evaluated == list(range(1, NUM_STEPS + 1))
+
+
+@pytest.mark.parametrize("saves", [True, False])
+@on_ranks(2)
+def test_the_last_evaluation_is_left_too_if_the_run_is_saved(saves):
+    rank, rows = torch.distributed.get_rank(), Rows()
+    loop = evaluates_every_step(rank, rows)
+    loop.settings = replace(loop.settings, eval_every=0)
+    loop.keeper = keeper = StopsAtTheSecondQuestion(rank, rows, saves=saves)
+    with pytest.raises(PreemptedError) if saves else nullcontext():
+        loop.run()
+    assert keeper.kept[-1] == (NUM_STEPS, saves)
+    assert [row.step for row in rows.evaluations] == ([] if saves else [NUM_STEPS])
 
 
 class GetsNoBetter(Loop):
@@ -291,6 +305,8 @@ def test_a_step_on_a_device_is_over_when_its_update_is():
 
 class AsksAlways:
     """A keeper of a run that is asked to stop from the beginning."""
+
+    saves = True
 
     def __init__(self):
         self.kept = []

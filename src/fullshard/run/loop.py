@@ -47,6 +47,11 @@ class Watcher:
 class Keeper:
     """Saves the trained state; by default nothing is saved."""
 
+    @property
+    def saves(self) -> bool:
+        """Whether a run that is asked to stop is saved."""
+        return False
+
     def asked_to_stop(self) -> bool:
         """Whether this rank was asked to save and stop."""
         return False
@@ -225,6 +230,7 @@ class Loop:
     watcher: Watcher
     keeper: Keeper = field(default_factory=Keeper)
     _stopping: bool = field(default=False, init=False)
+    _is_cut: bool = field(default=False, init=False)  # the rest of an evaluation was skipped
     _ahead: list[Batch] | None = field(default=None, init=False)  # batches of the next step
     _data_s: float = field(default=0.0, init=False)  # in the running step
 
@@ -252,8 +258,9 @@ class Loop:
             if last or (self._evaluates_after(step) and not self._stopping):
                 self.evaluate(step)
             last = last or patience.is_lost
+            stopping = self._stopping and (not last or self._is_cut)
             began = time.perf_counter()
-            if self.keeper.keep(step, stopping=self._stopping and not last, last=last):
+            if self.keeper.keep(step, stopping=stopping, last=last):
                 self.watcher.tell(SaveRow(step, time.perf_counter() - began))
 
     def evaluate(self, step: int) -> None:
@@ -273,9 +280,10 @@ class Loop:
     def held_out_loss(self, step: int) -> float | None:
         """Held-out loss in nats per token, the same on all ranks; None if nothing is held out."""
         self.watcher.entered("evaluation", step)
+        self._is_cut = False
         batches = takewhile(lambda _: not self._stops_within(step), self.recipe.held_out())
         here = self.trainee.totals(batches, self)
-        if self._stopping and step < self.settings.num_steps:
+        if self._is_cut:
             return None
         totals, counts = zip(*self.team.exchange(here), strict=True)
         return sum(totals) / sum(counts) if any(counts) else None
@@ -342,10 +350,12 @@ class Loop:
     def _stops_within(self, step: int) -> bool:
         """Whether to skip the rest of an evaluation, so that there is time to save.
 
-        All ranks call it together. The evaluation after the last step is always finished.
+        All ranks call it together. The next start makes up for it. A run that never saves finishes
+        the evaluation after its last step.
         """
         self._stopping |= self._on_any_rank(self.keeper.asked_to_stop())
-        return self._stopping and step < self.settings.num_steps
+        self._is_cut = self._stopping and (self.keeper.saves or step < self.settings.num_steps)
+        return self._is_cut
 
     def _on_any_rank(self, flag: float) -> bool:
         """Whether the flag is set on any rank; all ranks call it together."""

@@ -441,6 +441,11 @@ class RunCheckpoints(Keeper):
         ):
             saving.SAVES.claim_folder(place)  # no other run, and no import, may use it from now on
 
+    @property
+    def saves(self) -> bool:
+        """Whether a run that is asked to stop is saved."""
+        return self.steps.save_every is not None
+
     def asked_to_stop(self) -> bool:
         """Whether this rank was asked to save and stop."""
         return bool(self.caught)
