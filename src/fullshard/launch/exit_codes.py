@@ -323,5 +323,6 @@ def describe_status(status: int) -> str:
     if status >= 0:
         return f"ended with exit code {status}"
     with contextlib.suppress(ValueError):
-        return f"was killed by {signal.Signals(-status).name}{_CAUSES.get(-status, '')}"
+        number = signal.Signals(-status)
+        return f"was killed by {number.name}{_CAUSES.get(number, '')}"
     return f"was killed by signal {-status}"

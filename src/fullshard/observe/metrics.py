@@ -166,7 +166,7 @@ def _objects(path: Path) -> Iterator[dict[str, Any]]:
     """
     text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     for line in text.splitlines():
-        found = None
+        found: Any = None
         with suppress(ValueError, RecursionError):
             found = json.loads(line)
         is_whole = isinstance(found, dict)  # it has its last brace
