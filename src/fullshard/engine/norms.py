@@ -324,7 +324,7 @@ class GradientNorms:
             pairs |= {Count.STATES: (numbers[Count.STATES], 0.0), **_pairs_of_replicas(said, axes)}
         for count, written in zip(_WRITTEN, (self.wrote, self.copied, self.edited), strict=True):
             if count in said:
-                pairs[count] = _pair_of_writes(written, axes.mesh.world_size)
+                pairs[count] = _pair_of_writes(written, axes.mesh)
                 said[count] = wrote = bool(pairs[count][0])
                 if wrote or count != Count.SOURCES:  # tensors are gathered one by one
                     written.clear()
@@ -556,7 +556,7 @@ def _pairs_of_replicas(said: Mapping[str, int], axes: Axes) -> dict[str, tuple[f
     return {count: (weight * said[count], 0.0) for count, weight in weights.items()}
 
 
-def _pair_of_writes(written: Written, world_size: int) -> tuple[float, float]:
+def _pair_of_writes(written: Written, mesh: Mesh) -> tuple[float, float]:
     """Whether this rank wrote a parameter of which all ranks have elements; whether it wrote none.
 
     The ranks with elements of some parameters are those with their parts, times their copies.
@@ -564,7 +564,7 @@ def _pair_of_writes(written: Written, world_size: int) -> tuple[float, float]:
     parts: dict[int, set[int]] = {}  # by the number of copies
     for record in written.values():
         parts.setdefault(record.copies, set()).update(part for part, *_ in record.holders)
-    return float(any(n * len(at) == world_size for n, at in parts.items())), float(not parts)
+    return float(any(n * len(at) == mesh.world_size for n, at in parts.items())), float(not parts)
 
 
 def hash_of(settings: Any) -> int:
