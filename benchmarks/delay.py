@@ -11,7 +11,7 @@ sums over replicas use one wire each, as on NCCL with three groups; messages of 
 For tests, benchmarks and traces. The inner transport moves the bytes, so results are bit-identical.
 On a CPU the host sleeps. On a GPU each wire is a CUDA stream, and a message is a kernel that spins
 for the message's time. The kernel occupies one multiprocessor; a collective's kernel occupies more.
-The compute stream waits for it. The CUDA code has run on a CPU only so far.
+What it gathers is moved on the wire's stream after that, and the compute stream waits for it.
 """
 
 from __future__ import annotations
@@ -87,7 +87,11 @@ class Wire:
                 f"{self.bytes_per_s}. Use float('inf') for bytes that cost nothing."
             )
 
-    def send(self, num_bytes: int) -> Message:
+    def carry(self, num_bytes: int, start: Callable[[], Any]) -> tuple[Any, Any]:
+        """Start what moves the bytes of a message; returns its result and the message."""
+        return start(), self.send(num_bytes)
+
+    def send(self, num_bytes: int) -> Any:
         """Queue a message behind those in flight."""
         now = time.perf_counter_ns()
         starts = max(now, self.sent[-1].done_ns) if self.sent else now
@@ -123,13 +127,17 @@ class StreamWire(Wire):
         self._stream = torch.cuda.Stream(self.device)
         self._cycles_per_s = cycles_per_s(self.device)
 
-    def send(self, num_bytes: int) -> Any:
+    def carry(self, num_bytes: int, start: Callable[[], Any]) -> tuple[Any, Any]:
         """Queue a message behind those in flight and behind the current stream's work."""
         took_s = self.latency_s + num_bytes / self.bytes_per_s
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
             spin(round(took_s * self._cycles_per_s))
-            return QueuedMessage(num_bytes, self._stream.record_event())
+            return start(), QueuedMessage(num_bytes, self._stream.record_event())
+
+    def send(self, num_bytes: int) -> Any:
+        """Queue a message that moves nothing."""
+        return self.carry(num_bytes, lambda: None)[1]
 
 
 def wire_of(device: torch.device, latency_s: float, bytes_per_s: float) -> Wire:
@@ -163,10 +171,10 @@ class DelayTransport:
         self.inner.claim(slot)
 
     def fetch(self, fulls: Sequence[torch.Tensor], unit: str = "") -> Fetch:
-        under_way = self.inner.fetch(fulls, unit)
         if self._mesh.shard == 1:
-            return under_way
-        return _Late(under_way, self.gathers.send(self._others_bytes(fulls)))
+            return self.inner.fetch(fulls, unit)
+        num_bytes = self._others_bytes(fulls)
+        return _Late(*self.gathers.carry(num_bytes, lambda: self.inner.fetch(fulls, unit)))
 
     def reduce(self, fulls: Sequence[torch.Tensor]) -> Reduction:
         under_way = self.inner.reduce(fulls)

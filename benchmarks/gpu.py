@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from statistics import median
@@ -25,12 +25,13 @@ from benchmarks.command import JsonFlag, command_line, run_script
 from benchmarks.delay import delayed, wire_of
 from benchmarks.host import OURS, PLAIN, REFERENCE, fake_group
 from benchmarks.llama import LLAMA, TINY, Llama, LlamaBlock, Shape, build
-from fullshard.bench.calibrate import make_idle
-from fullshard.bench.page import Neighbours, Page
+from fullshard.bench.calibrate import IdleTransport, make_idle
+from fullshard.bench.page import Estimate, Neighbours, Page, Say, paired_ratio
 from fullshard.cli.bench import OutFlag, say, show
 from fullshard.cli.outcome import Outcome
 from fullshard.engine.engine import engine_of
 from fullshard.launch.machine import describe_machine
+from fullshard.transport.base import Fetch, Works
 
 NAME = "benchmarks.gpu"
 ENGINES = (PLAIN, OURS, REFERENCE)
@@ -41,6 +42,7 @@ COLUMNS = (
     "engine",
     "step, ms",
     "of plain",
+    "of FSDP2",
     "host, ms",
     "allocated, MiB",
     "reserved, MiB",
@@ -55,11 +57,27 @@ METHOD = (
     "Every collective takes latency + bytes / bandwidth on a stream of its own, gathers and "
     f"reductions apart: {WIRES}. FSDP2 gets the same wires through its own interface for custom "
     "collectives, and explicit prefetch of the next block in both directions.",
-    "Engines run one after another. Step is the median over the steps, each waited for; host is "
-    "how long the process took to queue one; memory is the peak of the steps; copies are kernels "
-    "whose names speak of copy or cat, of one step under the profiler.",
+    "A gather also writes what it would receive, the same data for every rank, on the wire's "
+    "stream. Engines take their steps in turn; ratios are medians over the rounds with a 95 % "
+    "bootstrap interval. Step is a median, each step waited for; host is how long the process took "
+    "to queue one. Memory is the peak of steps of an engine alone; copies are kernels whose names "
+    "speak of copy or cat, of one step under the profiler, those of the wires included.",
 )
 NO_GPU = "torch sees no CUDA device here, so nothing was measured. Nobody has run it on one yet."
+
+
+class _AlikeTransport(IdleTransport):
+    """Gathers from ranks that have what this one has: zeros would spare the GPU power."""
+
+    def fetch(self, fulls: Sequence[torch.Tensor], unit: str = "") -> Fetch:  # noqa: ARG002
+        for full in fulls:
+            _repeat(full.view(self.axes.mesh.shard, -1))
+        return Works(())
+
+
+def _repeat(parts: torch.Tensor) -> None:
+    """Copies the first row, (numel,), into all other ones."""
+    parts[1:].copy_(parts[:1].expand_as(parts[1:]))
 
 
 def shard_ours(model: Llama, world: int) -> nn.Module:
@@ -68,16 +86,13 @@ def shard_ours(model: Llama, world: int) -> nn.Module:
         model, transport="fake", shard=world, wrap=[LlamaBlock.__name__], param_dtype="bfloat16"
     )
     engine = engine_of(model)
-    make_idle(engine)
+    make_idle(engine, _AlikeTransport)
     delayed(engine, *WIRES[world])
-    for unit in engine.units:  # nobody else fills the slots: zeros would spare the GPU power
-        for group in unit.gathered:
-            group.full.normal_(std=0.02)
     return model
 
 
 class _Wired:
-    """Collective of FSDP2 that takes the time of a wire and writes this rank's part."""
+    """Collective of FSDP2 that takes the time of a wire and writes what it would move."""
 
     def __init__(self, wire: Any, world: int) -> None:
         self._wire, self._world = wire, world
@@ -86,12 +101,18 @@ class _Wired:
         return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Any, input_tensor: Any, *_: Any, **__: Any) -> None:
+        def move() -> None:
+            if output_tensor.numel() < input_tensor.numel():  # a reduce-scatter
+                parts = input_tensor.view(self._world, -1)
+                output_tensor.copy_(parts[0].view_as(output_tensor))
+                return
+            parts = output_tensor.view(self._world, -1)
+            if parts.data_ptr() != input_tensor.data_ptr():
+                parts[0].copy_(input_tensor.view(-1))
+            _repeat(parts)
+
         most = max(output_tensor.nbytes, input_tensor.nbytes)
-        if output_tensor.numel() < input_tensor.numel():  # a reduce-scatter
-            output_tensor.copy_(
-                input_tensor.view(-1)[: output_tensor.numel()].view_as(output_tensor)
-            )
-        self._wire.send(most * (self._world - 1) // self._world).wait()
+        self._wire.carry(most * (self._world - 1) // self._world, move)[1].wait()
 
 
 def shard_fsdp2(model: Llama, world: int) -> nn.Module:
@@ -165,36 +186,34 @@ def _copies(name: str, *, is_cuda: bool) -> bool:
     return name in ("aten::copy_", "aten::cat", "fsdp::chunk_cat", "fsdp::split_with_sizes_copy")
 
 
-def measure(name: str, shape: Shape, world: int, num_rounds: int, device: torch.device) -> dict:
-    """Runs one engine alone and returns its row."""
-    model, clock = make(name, shape, world, device), Clock(device)
-    x = torch.randn(shape.batch, shape.seq, shape.width, device=device)
-    x = x.to(torch.bfloat16).requires_grad_()
-    times, hosts = [], []
+class Training:
+    """Steps of one engine's model: forward and backward."""
 
-    def step() -> float:
+    def __init__(self, name: str, shape: Shape, world: int, device: torch.device) -> None:
+        self.model = make(name, shape, world, device)
+        x = torch.randn(shape.batch, shape.seq, shape.width, device=device)
+        self._x = x.to(torch.bfloat16).requires_grad_()
+
+    def step(self) -> float:
+        """Takes one; returns how long the process took to queue it, s."""
         start = time.perf_counter()
-        model(x).backward()
+        self.model(self._x).backward()
         host_s = time.perf_counter() - start
-        model.zero_grad()
+        self.model.zero_grad()
         return host_s
 
+
+def measure_alone(training: Training, clock: Clock) -> dict[str, Any]:
+    """Returns the memory and the copies of an engine's steps."""
     for _ in range(NUM_WARM):
-        step()
+        training.step()
     clock.wait()
     with clock.peaks() as peaks:
-        for _ in range(num_rounds):
-            start = time.perf_counter()
-            hosts.append(step())
-            clock.wait()
-            times.append(time.perf_counter() - start)
-    num_copies, copy_s = clock.copies(step)
+        for _ in range(NUM_WARM):
+            training.step()
+        clock.wait()
+    num_copies, copy_s = clock.copies(training.step)
     return {
-        "name": name,
-        "world_size": world,
-        "device": torch.cuda.get_device_name() if clock.is_cuda else "cpu",
-        "step_s": median(times),
-        "host_s": median(hosts),
         "peak_allocated_bytes": peaks[0] if peaks else None,
         "peak_reserved_bytes": peaks[1] if peaks else None,
         "num_copies": num_copies,
@@ -202,7 +221,51 @@ def measure(name: str, shape: Shape, world: int, num_rounds: int, device: torch.
     }
 
 
-def run(num_rounds: int, *, tiny: bool, command: str, say: Callable[[str], None]) -> Page:
+def time_in_turns(
+    trainings: Sequence[Training], clock: Clock, num_rounds: int
+) -> tuple[list[list[float]], list[list[float]]]:
+    """Returns seconds of steps, and seconds to queue them, by engine and round.
+
+    Engines take their steps in turn, because a GPU that becomes warm becomes slower.
+    """
+    times, hosts = ([[] for _ in trainings] for _ in range(2))
+    for at in range(-NUM_WARM, num_rounds):
+        for training, took, queued in zip(trainings, times, hosts, strict=True):
+            start = time.perf_counter()
+            host_s = training.step()
+            clock.wait()
+            if at >= 0:
+                took.append(time.perf_counter() - start)
+                queued.append(host_s)
+    return times, hosts
+
+
+def measure(
+    shape: Shape, world: int, num_rounds: int, device: torch.device, say: Say
+) -> list[dict]:
+    """Runs every engine alone and then all in turn; returns their rows."""
+    clock = Clock(device)
+    rows: list[dict[str, Any]] = []
+    for name in ENGINES:
+        say(f"{name} as rank 0 of {world}")
+        rows.append({"name": name, "world_size": world})
+        rows[-1] |= measure_alone(Training(name, shape, world, device), clock)
+        gc.collect()
+    say(f"all in turn as rank 0 of {world}")
+    trainings = [Training(name, shape, world, device) for name in ENGINES]
+    times, hosts = time_in_turns(trainings, clock, num_rounds)
+    for row, took, queued in zip(rows, times, hosts, strict=True):
+        row |= {
+            "device": torch.cuda.get_device_name() if clock.is_cuda else "cpu",
+            "step_s": median(took),
+            "host_s": median(queued),
+            "ratio_to_plain": paired_ratio(took, times[0]).to_dict(),
+            "ratio_to_fsdp2": paired_ratio(took, times[-1]).to_dict(),
+        }
+    return rows
+
+
+def run(num_rounds: int, *, tiny: bool, command: str, say: Say) -> Page:
     """Measures all engines in both worlds; without a GPU only tiny shapes run, on the CPU."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     rows: list[dict[str, Any]] = []
@@ -210,13 +273,8 @@ def run(num_rounds: int, *, tiny: bool, command: str, say: Callable[[str], None]
     with Neighbours() as neighbours:
         for world in () if absent else WIRES:
             with fake_group(world):
-                for name in ENGINES:
-                    say(f"{name} as rank 0 of {world}")
-                    rows.append(measure(name, TINY if tiny else LLAMA, world, num_rounds, device))
-                    gc.collect()
-            plain_s = rows[-len(ENGINES)]["step_s"]
-            for row in rows[-len(ENGINES) :]:
-                row["ratio_to_plain"] = row["step_s"] / plain_s
+                rows += measure(TINY if tiny else LLAMA, world, num_rounds, device, say)
+                gc.collect()
     notes = ["Tiny shapes: they show that the command runs, and nothing else."] if tiny else []
     title = "Blocks of Llama 3 8B as one rank of many"
     machine = describe_machine()
@@ -243,7 +301,7 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
         str(row["world_size"]),
         row["name"],
         f"{row['step_s'] * 1e3:.1f}",
-        f"{row['ratio_to_plain']:.3f}",
+        *(str(Estimate(**row[key])) for key in ("ratio_to_plain", "ratio_to_fsdp2")),
         f"{row['host_s'] * 1e3:.1f}",
         *("" if peak is None else f"{peak / MIB:.0f}" for peak in peaks),
         str(row["num_copies"]),

@@ -82,3 +82,9 @@ def test_an_unknown_run_is_refused_with_those_there_are():
 def test_the_summary_counts_what_is_within_the_goal():
     said = summary([0.04, -0.3, 0.08])
     assert said == "3 runs: median error 8.0%, largest 30.0%; 2 of them within 10%."
+
+
+def test_processors_are_not_measured_where_plans_are_those_of_a_gpu(monkeypatch, fullshard):
+    monkeypatch.setattr("fullshard.bench.calibrate.num_visible_accelerators", lambda: 2)
+    done = fullshard("bench", "calibrate", "--tiny", code=2)
+    assert "expected no GPU, because it measures processors; got 2" in done.err

@@ -250,17 +250,23 @@ def train_two_ranks() -> None:
         words += ["--store", f"{folder}/store", "--rank"]
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         ranks = [subprocess.Popen([*words, str(at)], text=True, **pipes) for at in range(2)]
-        try:
-            limit = HANGS_S - 10 if on_cuda() else None
-            said = [rank.communicate(timeout=limit)[0] for rank in ranks]
-        finally:
-            for rank in ranks:
-                rank.kill()
+        said = [_output_of(rank) for rank in ranks]
     assert not any(rank.returncode for rank in ranks), "\n".join(said)
+
+
+def _output_of(rank: subprocess.Popen[str]) -> str:
+    """What a rank printed; it is killed if it hangs."""
+    try:
+        return rank.communicate(timeout=HANGS_S - 10 if on_cuda() else None)[0]
+    except subprocess.TimeoutExpired:
+        rank.kill()
+        return rank.communicate()[0] + "hung"
 
 
 def be_one_of_two(rank: int, store: str) -> None:
     """What each of these ranks does."""
+    if on_cuda():
+        faulthandler.dump_traceback_later(HANGS_S - 20)
     place: dict[str, Any] = {"store": dist.FileStore(store, 2), "rank": rank, "world_size": 2}
     dist.init_process_group("gloo", timeout=GROUP_TIMEOUT, **place)
     with HostGroups(streams.of(gpu_checks.DEVICE) or Played()).in_place():
@@ -374,7 +380,7 @@ def bench() -> str:
     done = run_python("-m", "benchmarks.gpu", "--json", *size)
     rows = json.loads(done.stdout)["rows"]
     return "of plain: " + ", ".join(
-        f"{row['name']} {row['ratio_to_plain']:.3f} ({row['world_size']} ranks)"
+        f"{row['name']} {row['ratio_to_plain']['value']:.3f} ({row['world_size']} ranks)"
         for row in rows
         if row["name"] != "plain"
     )

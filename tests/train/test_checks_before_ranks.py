@@ -185,3 +185,14 @@ def test_an_index_without_its_files_is_refused_rather_than_trained_from_random_w
     assert "weights: expected" in done.err
     assert str(folder) in done.err
     assert not (tmp_path / "run").exists()
+
+
+def test_more_ranks_than_gpus_are_refused_before_one_starts(
+    tmp_path, monkeypatch, fullshard, write_config
+):
+    monkeypatch.setattr("fullshard.run.start.num_visible_accelerators", lambda: 1)
+    done = fullshard("train", write_config(tmp_path), "num_processes=2", code=2)
+    assert "num_processes: expected at most 1 on this machine, one rank per visible GPU; got 2" in (
+        done.err
+    )
+    assert not (tmp_path / "run" / "logs").exists()

@@ -1,13 +1,14 @@
 """What a run shows, with and without a terminal."""
 
 import io
+import json
 import re
 
 from rich.console import Console
 
 from fullshard.config.schema import RunConfig
 from fullshard.observe.metrics import EvalRow, StepRow, read_rows
-from fullshard.run.console import RunConsole, RunWatcher
+from fullshard.run.console import RunConsole, RunWatcher, _memory
 from fullshard.run.folder import RunFolder
 
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -85,3 +86,14 @@ def test_an_evaluation_that_is_made_up_for_once_more_has_one_row(tmp_path, capsy
     said = capsys.readouterr().out
     assert "1.5000" in said
     assert "2.5000" not in said
+
+
+def test_workspaces_of_a_gpus_libraries_are_told_apart_from_tensors(tmp_path):
+    """Torch's allocator counts both, but only tensors are known."""
+    folder = RunFolder(tmp_path)
+    planned = {"expected_peak_bytes": 5 << 30, "library_bytes": 1 << 30}
+    folder.record.write_text(json.dumps({"planned": planned}))
+    assert _memory(folder, 3 << 30) == (
+        "planned 4.0 GiB of tensors + 1.0 GiB of libraries (an estimate from large runs); "
+        "measured 3.0 GiB per rank"
+    )

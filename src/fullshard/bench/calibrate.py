@@ -32,7 +32,11 @@ from fullshard.config.load import load_config
 from fullshard.config.schema import RunConfig
 from fullshard.engine.engine import Engine, engine_of
 from fullshard.errors import ConfigError
-from fullshard.launch.machine import describe_machine, describe_versions
+from fullshard.launch.machine import (
+    describe_machine,
+    describe_versions,
+    num_visible_accelerators,
+)
 from fullshard.models.build import build_sharded, given_model_config
 from fullshard.models.config import build_model
 from fullshard.outlook.calibration import Calibration, Ceilings, HostOverhead, Point, Table, to_json
@@ -442,7 +446,7 @@ def _sharded_step(config: RunConfig, ids: torch.Tensor) -> Callable[[Callable[[]
     return step
 
 
-class _IdleTransport(FakeTransport):
+class IdleTransport(FakeTransport):
     """Messages that cost nothing; a fake transport's cost grows with the number of peers."""
 
     def fetch(self, fulls: Sequence[torch.Tensor], unit: str = "") -> Fetch:  # noqa: ARG002
@@ -453,10 +457,10 @@ class _IdleTransport(FakeTransport):
         return Reduction(lambda: [[full[: full.numel() // num_parts]] for full in fulls])
 
 
-def make_idle(engine: Engine) -> None:
+def make_idle(engine: Engine, kind: type[IdleTransport] = IdleTransport) -> None:
     """Makes the engine's messages cost nothing, so that a step shows the engine's own time."""
     mesh = engine.plan.mesh
-    transport = _IdleTransport(Axes(mesh, 0, tuple(range(mesh.shard)), (0,)))
+    transport = kind(Axes(mesh, 0, tuple(range(mesh.shard)), (0,)))
     for owner in (engine, engine.gradients, *engine.units):
         owner.transport = transport
     engine.transports.update(dict.fromkeys(engine.transports, transport))
@@ -474,8 +478,14 @@ def run(
         The calibration, and how busy other processes kept the machine.
 
     Raises:
+        ConfigError: There is a GPU.
         FullshardError: A rank failed; its own error has been shown.
     """
+    if count := num_visible_accelerators():
+        raise ConfigError(
+            f"bench calibrate: expected no GPU, because it measures processors; got {count}, which "
+            "`fullshard plan` knows from its table. CUDA_VISIBLE_DEVICES= hides them."
+        )
     machine = describe_machine()
     cores = Calibration(machine, {}).cores
     at_work = sorted({min(num_ranks, cores) for num_ranks in ranks})

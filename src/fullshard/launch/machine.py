@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from fullshard.config import host_memory
-from fullshard.errors import WillNotFitError
+from fullshard.errors import ConfigError, WillNotFitError
 from fullshard.planner.mesh import Topology
 from fullshard.planner.text import human_bytes
 
@@ -73,6 +73,19 @@ def configured_topology(launch: LaunchConfig) -> Topology:
     machines = launch.num_machines
     world = launch.world_size or num_visible_accelerators() * machines or DEFAULT_PROCESSES
     return Topology(world, world // machines if world % machines == 0 else None)
+
+
+def check_accelerators(count: int, num_ranks: int) -> None:
+    """Checks that each rank of this machine has a GPU of its own, if there are GPUs.
+
+    Raises:
+        ConfigError: There are more ranks than GPUs.
+    """
+    if 0 < count < num_ranks:
+        raise ConfigError(
+            f"launch.num_processes: expected at most {count} on this machine, one rank per visible "
+            f"GPU; got {num_ranks}. Lower it, leave it out, or make more GPUs visible."
+        )
 
 
 def num_visible_accelerators() -> int:

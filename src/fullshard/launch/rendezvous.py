@@ -41,6 +41,7 @@ from fullshard.config.environment import (
 )
 from fullshard.errors import ConfigError, HangError, printable
 from fullshard.launch.exit_codes import of_place
+from fullshard.launch.machine import check_accelerators
 from fullshard.observe.hang import watchdog
 from fullshard.observe.metrics import wait_until
 
@@ -351,10 +352,7 @@ def _cuda_device(launch: LaunchEnvironment) -> torch.device:
     if count == 1 and launch.launcher in (Launcher.SLURM, Launcher.MPI):
         index = 0  # each rank may see only its own GPU
     if index >= count:
-        raise ConfigError(
-            f"launch.num_processes: expected at most {count} ranks on this machine, one per "
-            f"visible GPU, got {launch.local_world_size}. Lower it or make more GPUs visible."
-        )
+        check_accelerators(count, max(launch.local_world_size, index + 1))
     device = torch.device("cuda", index)
     torch.cuda.set_device(device)
     return device

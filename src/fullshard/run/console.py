@@ -45,7 +45,7 @@ from fullshard.observe.metrics import (
 )
 from fullshard.observe.report import write_report
 from fullshard.observe.trackers import Trackers
-from fullshard.outlook.memory import RANK_PROCESS
+from fullshard.outlook.memory import RANK_PROCESS, WORKSPACES
 from fullshard.planner.plan import Plan
 from fullshard.planner.text import axes_of, contracts, human_bytes, padding
 from fullshard.run.folder import RunFolder, RunStatus, now
@@ -327,6 +327,9 @@ def planned(view: View | XlaOutlook, steps: StepPlan | None = None) -> dict[str,
         "num_units": plan.num_units,
         "peak_bytes": plan.peak_bytes,
         "expected_peak_bytes": outlook.memory_bytes if outlook else None,
+        "library_bytes": sum(r.num_bytes for r in outlook.rows if r.name == WORKSPACES)
+        if outlook
+        else 0,
         "expected_step_time_s": outlook.step_time_s if outlook else None,
         "expected_tokens_per_s": outlook.tokens_per_s if outlook else None,
         "expected_wait_s": outlook.times.exposed if outlook and outlook.times else None,
@@ -439,7 +442,10 @@ def _memory(folder: RunFolder, peak_bytes: int) -> str:
         measured += " (without pages of files, which the kernel drops when memory is short)"
     if expected is None:  # the compiler lays out everything but the state
         return measured
-    told = f"planned {human_bytes(expected)} of tensors"
+    libraries = planned.get("library_bytes", 0)
+    told = f"planned {human_bytes(expected - libraries)} of tensors"
+    if libraries:
+        told += f" + {human_bytes(libraries)} of libraries (an estimate from large runs)"
     if before:
         told += f" + {human_bytes(before)} of the process = {human_bytes(expected + before)}"
     return f"{told}; {measured}"

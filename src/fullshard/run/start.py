@@ -29,16 +29,18 @@ from fullshard.config.environment import LaunchEnvironment
 from fullshard.config.load import Resolved
 from fullshard.config.schema import RunConfig
 from fullshard.config.training import TrainingConfig
-from fullshard.config.values import DType, IntervalStrategy
+from fullshard.config.values import Backend, DType, IntervalStrategy
 from fullshard.data.dataset import DatasetFacts, PreparedData
 from fullshard.errors import CheckpointError, ConfigError, DataError, WillNotFitError
 from fullshard.launch.exit_codes import ExitCode
 from fullshard.launch.failure import RankFailure
 from fullshard.launch.fork_server import ForkServer
 from fullshard.launch.machine import (
+    check_accelerators,
     configured_topology,
     describe_command,
     existing_folder,
+    num_visible_accelerators,
 )
 from fullshard.launch.run_lock import StoreLock, held_elsewhere, is_held
 from fullshard.launch.spawn import LocalLaunch, launch_local_ranks
@@ -151,11 +153,14 @@ def world_size_of(resolved: Resolved, launch: LaunchEnvironment | None) -> int:
     """Number of ranks of a run.
 
     Raises:
-        ConfigError: The configuration and the launcher disagree.
+        ConfigError: The configuration and the launcher disagree, or there are too few GPUs.
     """
     asked = resolved.config.launch.world_size
     if launch is None:
-        return configured_topology(resolved.config.launch).world_size
+        topology = configured_topology(resolved.config.launch)
+        if resolved.config.backend is Backend.TORCH:
+            check_accelerators(num_visible_accelerators(), topology.local_world_size or 1)
+        return topology.world_size
     if (
         asked is not None
         and asked != launch.world_size

@@ -43,16 +43,23 @@ from typing import Any
 
 import torch
 
+from fullshard.transport._torch_compat import stream_key
+
 
 class Streams:
     """Streams and events of a CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._index = torch.cuda.current_device() if device.index is None else device.index
+        self._known: dict[Any, torch.cuda.Stream] = {}  # hooks ask often; torch makes one each time
 
     def current(self) -> Any:
         """The current stream of the caller."""
-        return torch.cuda.current_stream(self._device)
+        key = stream_key(self._index)
+        if key not in self._known:
+            self._known[key] = torch.cuda.current_stream(self._device)
+        return self._known[key]
 
     def make(self, name: str) -> Any:  # noqa: ARG002 for streams that are played
         """Creates a stream."""
