@@ -63,7 +63,7 @@ METHOD = (
     "to queue one. Memory is the peak of steps of an engine alone; copies are kernels whose names "
     "speak of copy or cat, of one step under the profiler, those of the wires included.",
 )
-NO_GPU = "torch sees no CUDA device here, so nothing was measured. Nobody has run it on one yet."
+NO_GPU = "torch sees no CUDA device here, so nothing was measured."
 
 
 class _AlikeTransport(IdleTransport):
