@@ -376,7 +376,8 @@ def bench() -> str:
         raise Skipped("needs typer, which make gpu-wheels collects") from error
     size = ["--tiny", "--rounds", "3"]
     if on_cuda():
-        size = ["--rounds", "10", "--out", str(RESULTS.parent.relative_to(ROOT))]  # gpu.json, gpu.md
+        results = RESULTS.parent.relative_to(ROOT)  # gpu.json and gpu.md
+        size = ["--rounds", "10", "--out", str(results)]
     done = run_python("-m", "benchmarks.gpu", "--json", *size)
     rows = json.loads(done.stdout)["rows"]
     return "of plain: " + ", ".join(
