@@ -89,6 +89,21 @@ def call_collectives() -> str:
     return ""
 
 
+def measure_context() -> str:
+    """Memory of the device outside of torch's allocator, before and after a further communicator."""
+    needs_cuda()
+    square = torch.ones(1024, 1024, device=gpu_checks.DEVICE)
+    sizes = []
+    for name in ("gathers", "reductions"):  # a product loads cuBLAS
+        torch.mm(square, square)
+        group = _torch_compat.new_group_of([[0]], name)
+        dist.all_reduce(torch.zeros(1, device=gpu_checks.DEVICE), group=group)
+        torch.cuda.synchronize()
+        free, total = torch.cuda.mem_get_info()
+        sizes.append((total - free - torch.cuda.memory_reserved()) / 2**20)
+    return "{:.0f} MiB with two communicators, {:.0f} with three".format(*sizes)
+
+
 def register_symmetric_memory() -> None:
     """A slot in symmetric memory is gathered as one in other memory."""
     needs_cuda()
@@ -435,6 +450,7 @@ def check(name: str, dtype: str, strategy: str) -> object:
 STEPS: dict[str, Callable[[], object]] = {
     "doctor": say_what_is_here,
     "collectives of one rank": call_collectives,
+    "context": measure_context,
     "symmetric memory": register_symmetric_memory,
     **{
         f"{name}, {dtype}, {strategy}": partial(check, name, dtype, strategy)
