@@ -90,7 +90,7 @@ def call_collectives() -> str:
 
 
 def measure_context() -> str:
-    """Memory of the device outside of torch's allocator, before and after a further communicator."""
+    """The device's memory outside of torch's allocator, with two communicators and with three."""
     needs_cuda()
     square = torch.ones(1024, 1024, device=gpu_checks.DEVICE)
     sizes = []
