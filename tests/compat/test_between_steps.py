@@ -2,6 +2,7 @@
 
 import copy
 import os
+import pickle
 import threading
 
 import pytest
@@ -14,7 +15,7 @@ import fullshard as fs
 from fullshard.compat.fsdp1 import FullyShardedDataParallel as FSDP
 from fullshard.compat.fsdp1 import MixedPrecision, ModuleWrapPolicy, ShardingStrategy
 from fullshard.compat.fsdp2 import fully_shard
-from fullshard.errors import EngineError, ShardedTensorError
+from fullshard.errors import EngineError, FullshardError, ShardedTensorError
 from support.ranks import on_ranks
 
 
@@ -579,6 +580,25 @@ def test_gradients_of_frozen_parameters_stay_when_others_are_unfrozen(wrap):
     for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
         torch.testing.assert_close(ours.full_tensor(), theirs.detach())
+
+
+def not_sharded(module):
+    return FSDP(module, sharding_strategy=ShardingStrategy.NO_SHARD)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("wrap", [fully_shard, FSDP, not_sharded])
+def test_copies_and_pickles_are_refused_by_name_and_shallow_copies_run(wrap):
+    x = torch.ones(2, 5)
+    for runs_before in (False, True):
+        model = wrap(stack())
+        if runs_before:
+            model(x)
+        with pytest.raises(ShardedTensorError, match=r"pickling.*fs\.full_state_dict\(model\)"):
+            pickle.dumps(model)
+        with pytest.raises(FullshardError, match="deepcopy"):
+            copy.deepcopy(model)
+        torch.testing.assert_close(copy.copy(model)(x), stack()(x))
 
 
 def in_inference_mode(model, x):

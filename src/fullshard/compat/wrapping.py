@@ -109,11 +109,7 @@ class Wrapped:
     shapes: dict[str, torch.Size] = field(default_factory=dict[str, torch.Size])
     needs_plan: bool = False
 
-    def __deepcopy__(self, memo: Any) -> Wrapped:
-        """Copies the record without its engine; a copied model creates its own when it runs."""
-        return replace(
-            self, extra=dict(self.extra), around=lambda: None, engine_ref=lambda: None, on_engine=[]
-        )
+    __reduce__ = Engine.__reduce__  # refuses deep copies and pickles of the module
 
     @property
     def mesh(self) -> Mesh:
@@ -237,6 +233,11 @@ def original_class(kind: type) -> type | None:
     return kind.__bases__[1] if kind in _SWAPPED.values() else None
 
 
+def bare(kind: type, interface: type) -> Any:
+    """Returns an object of a swapped class without attributes, for `copy.copy`."""
+    return object.__new__(_SWAPPED[kind, interface])
+
+
 _SWAPPED: dict[tuple[type, type], type] = {}  # one class for each, as in torch's FSDP2
 
 
@@ -258,7 +259,7 @@ def engine_for(module: nn.Module) -> Engine:
 
 
 def outermost(module: nn.Module) -> nn.Module:
-    """The outermost marked module around a module; a copy of an inner one is its own outermost."""
+    """The outermost marked module around a module."""
     found = module
     while True:
         wrapped = wrapped_of(found)

@@ -188,6 +188,7 @@ class Group:
         dtype, shards = self.master.dtype, self._shards
         return (
             [x.data_ptr() or x.untyped_storage().data_ptr() for x in shards] == self.addresses
+            and (self.plan.layout.num_parts > 1 or all(x.is_contiguous() for x in shards))
             and [shard.dtype for shard in shards] == [dtype] * len(shards)
             and self.is_trained_as_before()
         )
