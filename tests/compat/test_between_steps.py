@@ -582,6 +582,23 @@ def test_gradients_of_frozen_parameters_stay_when_others_are_unfrozen(wrap):
         torch.testing.assert_close(ours.full_tensor(), theirs.detach())
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("wrap", [fully_shard, FSDP])
+def test_a_backward_over_graphs_from_before_and_after_a_change_names_the_change(wrap):
+    model, one, x = wrap(stack()), stack(), torch.ones(2, 5)
+    model.requires_grad_(False)[0].requires_grad_(True)
+    before = model(x).sum()
+    model[1].requires_grad_(True)
+    after = model(x).sum()
+    with pytest.raises(EngineError, match=r"0\.weight.*from before the model was sharded again"):
+        (before + after).backward()
+    model.zero_grad()
+    for net in (model, one):
+        net(x).sum().backward()
+    for ours, theirs in zip(model.parameters(), one.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
+
+
 def not_sharded(module):
     return FSDP(module, sharding_strategy=ShardingStrategy.NO_SHARD)
 
