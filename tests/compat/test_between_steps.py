@@ -582,25 +582,38 @@ def test_gradients_of_frozen_parameters_stay_when_others_are_unfrozen(wrap):
         torch.testing.assert_close(ours.full_tensor(), theirs.detach())
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("wrap", [fully_shard, FSDP])
-def test_a_backward_over_graphs_from_before_and_after_a_change_names_the_change(wrap):
-    model, one, x = wrap(stack()), stack(), torch.ones(2, 5)
-    model.requires_grad_(False)[0].requires_grad_(True)
-    before = model(x).sum()
-    model[1].requires_grad_(True)
-    after = model(x).sum()
-    with pytest.raises(EngineError, match=r"0\.weight.*from before the model was sharded again"):
-        (before + after).backward()
-    model.zero_grad()
-    for net in (model, one):
-        net(x).sum().backward()
-    for ours, theirs in zip(model.parameters(), one.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
-
-
 def not_sharded(module):
     return FSDP(module, sharding_strategy=ShardingStrategy.NO_SHARD)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("wrap", [fully_shard, FSDP, not_sharded])
+def test_graphs_from_before_a_change_are_right_or_name_the_change(wrap):
+    x = torch.ones(2, 5)
+    for joined in (True, False):
+        model, one = wrap(stack()), stack()
+        losses = []
+        for net in (model, one):
+            for param in list(net.parameters())[:2]:
+                param.requires_grad_(False)
+            before = net(x).sum()
+            net.requires_grad_(True)
+            losses.append((before, net(x).sum()))
+        (before, after), others = losses
+        if joined:
+            with pytest.raises(EngineError, match=r"was sharded again \(a change of requires_grad"):
+                (before + after).backward()
+            continue
+        after.backward()
+        others[1].backward()
+        if wrap is not_sharded:
+            before.backward()
+            others[0].backward()
+        else:
+            with pytest.raises(EngineError, match=r"gave ranks other elements of .*1\.weight"):
+                before.backward()
+        for ours, theirs in zip(model.parameters(), one.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
 
 
 @on_ranks(2)

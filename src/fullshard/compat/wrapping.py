@@ -567,6 +567,10 @@ def replace_engines(model: nn.Module, shard: Callable[[], Engine]) -> Engine:
         kept = [grad if grad is None else grad.to_local().clone() for grad in grads]
     before = [(param, param.record) for param in _shards(model)]
     engine = shard()
+    trained = [(record, param.record) for param, record in before if record.index >= 0]
+    for one in old:  # whose graphs may still exist
+        names = [record.piece.name for record, now in trained if not record.is_cut_like(now)]
+        one.runtime.cut_anew = next(map(clean_name, names), None)
     with no_guard():
         for param, record in before:
             found = sharing_of(param)
