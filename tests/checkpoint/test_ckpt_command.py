@@ -3,6 +3,9 @@
 import json
 import os
 import shutil
+import signal
+import sys
+from functools import partial
 
 import pytest
 import torch
@@ -16,7 +19,7 @@ from fullshard.launch.run_lock import RunLock
 from fullshard.saving import Saves
 from support.models import perturbed
 from support.processes import python
-from support.scripts import Tiny, tokens_of
+from support.scripts import Tiny, error_of, tokens_of
 
 POSITION = {"samples_seen": 6, "epoch": 0.5}
 
@@ -225,6 +228,50 @@ def test_an_import_becomes_no_checkpoint_where_a_process_saves(fullshard, run_di
     assert list(place.iterdir()) == []
     os.close(saves._claims[place.resolve()])
     fullshard("ckpt", "import", source, place / "step-99999999", code=0)
+
+
+def test_no_run_begins_where_an_import_adds_a_step(fullshard, run_dir, tmp_path, monkeypatch):
+    """It would take the step that the import completes later for its own newest one."""
+    source, place = tmp_path / "source", tmp_path / "elsewhere"
+    (run_dir / "checkpoints/step-00000001").rename(source)
+    read, refused = Checkpoint.read, []
+    claims = {
+        run_dir / "checkpoints": partial(RunLock, run_dir),
+        place: partial(Saves().claim_folder, place),
+    }
+
+    def read_while_a_run_begins(self, key, *span):
+        for folder, claim in claims.items():
+            if list(folder.glob(".step-99999999*")) and not refused:
+                refused.append(error_of(claim))
+        read(self, key, *span)
+
+    monkeypatch.setattr(Checkpoint, "read", read_while_a_run_begins)
+    RunLock(run_dir).close()  # a run that has ended
+    for folder in claims:
+        fullshard("ckpt", "import", source, folder / "step-99999999", code=0)
+        assert "expected a folder that no" in refused.pop()
+
+
+@pytest.mark.parametrize("words", [("export", "--format", "dcp"), ("import",)], ids=" ".join)
+def test_a_signal_leaves_no_part_of_a_copy(fullshard, run_dir, tmp_path, monkeypatch, words):
+    read = Checkpoint.read
+
+    def read_and_stop(self, key, *span):
+        read(self, key, *span)
+        if list(tmp_path.glob(".copy*")):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(Checkpoint, "read", read_and_stop)
+    command, *options = words
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit("the command has no handler"))
+    try:
+        done = fullshard("ckpt", command, run_dir, tmp_path / "copy", *options, code=75)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    told = f"ckpt {command}: expected to reach its end, got SIGTERM. Run the command again."
+    assert told in done.err
+    assert not list(tmp_path.glob("*copy*"))
 
 
 def test_a_step_whose_link_leads_nowhere_is_skipped_and_said(fullshard, run_dir, tmp_path, caplog):

@@ -2,6 +2,7 @@
 
 import copy
 import os
+import pickle
 import threading
 
 import pytest
@@ -14,7 +15,7 @@ import fullshard as fs
 from fullshard.compat.fsdp1 import FullyShardedDataParallel as FSDP
 from fullshard.compat.fsdp1 import MixedPrecision, ModuleWrapPolicy, ShardingStrategy
 from fullshard.compat.fsdp2 import fully_shard
-from fullshard.errors import EngineError, ShardedTensorError
+from fullshard.errors import EngineError, FullshardError, ShardedTensorError
 from support.ranks import on_ranks
 
 
@@ -579,6 +580,55 @@ def test_gradients_of_frozen_parameters_stay_when_others_are_unfrozen(wrap):
     for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
         torch.testing.assert_close(ours.full_tensor(), theirs.detach())
+
+
+def not_sharded(module):
+    return FSDP(module, sharding_strategy=ShardingStrategy.NO_SHARD)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("wrap", [fully_shard, FSDP, not_sharded])
+def test_graphs_from_before_a_change_are_right_or_name_the_change(wrap):
+    x = torch.ones(2, 5)
+    for joined in (True, False):
+        model, one = wrap(stack()), stack()
+        losses = []
+        for net in (model, one):
+            for param in list(net.parameters())[:2]:
+                param.requires_grad_(False)
+            before = net(x).sum()
+            net.requires_grad_(True)
+            losses.append((before, net(x).sum()))
+        (before, after), others = losses
+        if joined:
+            with pytest.raises(EngineError, match=r"was sharded again \(a change of requires_grad"):
+                (before + after).backward()
+            continue
+        after.backward()
+        others[1].backward()
+        if wrap is not_sharded:
+            before.backward()
+            others[0].backward()
+        else:
+            with pytest.raises(EngineError, match=r"gave ranks other elements of .*1\.weight"):
+                before.backward()
+        for ours, theirs in zip(model.parameters(), one.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("wrap", [fully_shard, FSDP, not_sharded])
+def test_copies_and_pickles_are_refused_by_name_and_shallow_copies_run(wrap):
+    x = torch.ones(2, 5)
+    for runs_before in (False, True):
+        model = wrap(stack())
+        if runs_before:
+            model(x)
+        with pytest.raises(ShardedTensorError, match=r"pickling.*fs\.full_state_dict\(model\)"):
+            pickle.dumps(model)
+        with pytest.raises(FullshardError, match="deepcopy"):
+            copy.deepcopy(model)
+        torch.testing.assert_close(copy.copy(model)(x), stack()(x))
 
 
 def in_inference_mode(model, x):

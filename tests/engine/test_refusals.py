@@ -168,6 +168,20 @@ def test_changes_of_shards_are_noticed_at_the_next_forward(ranks, snapshot):
     assert texts[0] == snapshot
 
 
+@pytest.mark.parametrize("in_place", [True, False])
+@on_ranks(2)
+def test_a_whole_weight_that_was_transposed_is_noticed(in_place):
+    run = Run(2, rank())
+    model = run.shard(run.model(), strategy="no_shard")
+    weight = model.blocks[0].mid.weight
+    with torch.no_grad():
+        if in_place:
+            weight.t_()
+        else:
+            weight.data = weight.data.t()
+    assert "blocks.0.mid.weight: expected its shard" in error_of(partial(run.loss, model, 0))
+
+
 @on_ranks(2)
 def test_changes_that_change_nothing_or_write_in_place_are_fine():
     run = Run(2, rank())

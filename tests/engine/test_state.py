@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed import get_rank as rank
 
 import fullshard as fs
-from fullshard.errors import ConfigError
+from fullshard.errors import ConfigError, EngineError
 from support.grid import STRATEGIES
 from support.ranks import on_ranks
 from support.scripts import Run, Tiny, compare, differences, error_of, tokens_of
@@ -259,6 +259,31 @@ def test_inside_unsharded_parameters_are_whole_and_edits_are_kept(strategy):
         raise ZeroDivisionError
     run.loss(model, 0).backward()
     assert all(p is params[name] for name, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_data_assigned_inside_unsharded_is_kept(strategy):
+    _, model, whole = sharded(strategy=strategy)
+
+    def assign(a, b, model):
+        a.data, b.data = b.data.t(), a.data.t()  # each a view of the other's memory
+        model.head.weight.data = model.head.weight.data * 3
+        vector = nn.utils.parameters_to_vector(model.blocks[1].parameters())
+        nn.utils.vector_to_parameters(vector * 2, model.blocks[1].parameters())
+
+    with fs.unsharded(model):
+        assign(model.blocks[0].mid.weight, model.blocks[2].mid.weight, model)
+    assign(whole.blocks[0].mid.weight, whole.blocks[2].mid.weight, whole)
+    assert same(fs.full_state_dict(model, rank0_only=False), whole.state_dict())
+    block = fs.unsharded(model)
+    block.__enter__()
+    model.scale.data = torch.zeros(2)
+    model.head.weight.data = whole.head.weight.data * 2
+    with pytest.raises(EngineError, match=r"scale.*kept.*shape and dtype"):
+        block.__exit__(None, None, None)
+    whole.head.weight.data *= 2
+    assert same(fs.full_state_dict(model, rank0_only=False), whole.state_dict())
 
 
 def misused_blocks():

@@ -22,10 +22,13 @@ from train.test_resume import write
 pytestmark = pytest.mark.timeout(300)
 
 
-def fullshard(*words, code=0):
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2")
+
+
+def fullshard(*words, code=0, launcher=()):
     paths = os.pathsep.join([str(PLUGINS), os.environ["PYTHONPATH"]])
     env = {**os.environ, "PYTHONPATH": paths}
-    done = python("-m", "fullshard", *words, run=forked.run, env=env, code=code)
+    done = python(*launcher, "-m", "fullshard", *words, run=forked.run, env=env, code=code)
     return done.stdout if code == 0 else done.stdout + done.stderr
 
 
@@ -65,14 +68,17 @@ def test_a_run_whose_folder_is_lost_resumes_from_the_store(tmp_path):
 
 
 @pytest.mark.long
-def test_a_folder_where_another_process_saves_is_refused_before_the_first_step(tmp_path):
+@pytest.mark.parametrize(("launcher", "code"), [((), 7), (TORCHRUN, 1)], ids=["alone", "torchrun"])
+def test_a_folder_where_another_process_saves_is_refused_before_the_first_step(
+    tmp_path, launcher, code
+):
     (other := Saves()).claim_folder(place := tmp_path / "elsewhere")
     words = ("train", write(tmp_path), "max_steps=2", f"training.checkpoint_dir={place}")
-    said = fullshard(*words, code=7)
+    said = fullshard(*words, code=code, launcher=launcher)
     assert "expected a folder that no other run uses; another process saves its steps" in said
     assert losses(tmp_path) == {}
     os.close(other._claims[place.resolve()])
-    fullshard(*words)
+    fullshard(*words, launcher=launcher)
     assert sorted(losses(tmp_path)) == [1, 2]
 
 

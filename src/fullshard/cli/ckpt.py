@@ -23,6 +23,15 @@ app = typer.Typer(
 )
 
 
+@app.callback()
+def _stops(ctx: typer.Context) -> None:
+    """Turn a signal into an error, so that temporary folders are removed."""
+    from fullshard.launch.exit_codes import PREEMPTIONS, handled, raise_stopped
+
+    how = {"what": f"ckpt {ctx.invoked_subcommand}", "then": "Run the command again."}
+    ctx.with_resource(handled(PREEMPTIONS, lambda _, number, _frame: raise_stopped(number, **how)))
+
+
 def _named(path: Path) -> Path:
     """Return the path, or raise an error before torch is imported if it does not exist."""
     from fullshard.checkpoint.retain import candidates
@@ -64,6 +73,21 @@ def _outside(ctx: typer.Context, folder: Path) -> Path:
                 f"'{real.parent}', where a process saves its steps. Use another folder, or stop it."
             )
     return folder
+
+
+@contextlib.contextmanager
+def _claimed(folder: Path) -> Generator[None]:
+    """Lock the run and the folder of steps to which an import adds one: none begins meanwhile."""
+    from fullshard.launch.run_lock import LOCK, RunLock
+    from fullshard.saving import SAVES
+
+    real = Path(realpath(folder))
+    with contextlib.ExitStack() as held:
+        if real.name.startswith("step-"):
+            for run in (place for place in real.parents if (place / LOCK).exists()):
+                held.enter_context(RunLock(run, "FOLDER"))
+            SAVES.claim_folder(real.parent)
+        yield
 
 
 Folder = Annotated[Path, typer.Argument(help="A run's folder, or a folder of step-* folders.")]
@@ -284,7 +308,7 @@ def import_(
         for note in found.left_out:
             show(f"left out: {note}")
         if not dry_run:
-            with _progress("import", found.num_bytes) as advance:
+            with _claimed(folder), _progress("import", found.num_bytes) as advance:
                 write_checkpoint(found, folder, advance)
             show(f"written: {folder}")
     return Outcome(facts)

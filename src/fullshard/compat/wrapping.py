@@ -109,11 +109,7 @@ class Wrapped:
     shapes: dict[str, torch.Size] = field(default_factory=dict[str, torch.Size])
     needs_plan: bool = False
 
-    def __deepcopy__(self, memo: Any) -> Wrapped:
-        """Copies the record without its engine; a copied model creates its own when it runs."""
-        return replace(
-            self, extra=dict(self.extra), around=lambda: None, engine_ref=lambda: None, on_engine=[]
-        )
+    __reduce__ = Engine.__reduce__  # refuses deep copies and pickles of the module
 
     @property
     def mesh(self) -> Mesh:
@@ -237,6 +233,11 @@ def original_class(kind: type) -> type | None:
     return kind.__bases__[1] if kind in _SWAPPED.values() else None
 
 
+def bare(kind: type, interface: type) -> Any:
+    """Returns an object of a swapped class without attributes, for `copy.copy`."""
+    return object.__new__(_SWAPPED[kind, interface])
+
+
 _SWAPPED: dict[tuple[type, type], type] = {}  # one class for each, as in torch's FSDP2
 
 
@@ -258,7 +259,7 @@ def engine_for(module: nn.Module) -> Engine:
 
 
 def outermost(module: nn.Module) -> nn.Module:
-    """The outermost marked module around a module; a copy of an inner one is its own outermost."""
+    """The outermost marked module around a module."""
     found = module
     while True:
         wrapped = wrapped_of(found)
@@ -566,6 +567,10 @@ def replace_engines(model: nn.Module, shard: Callable[[], Engine]) -> Engine:
         kept = [grad if grad is None else grad.to_local().clone() for grad in grads]
     before = [(param, param.record) for param in _shards(model)]
     engine = shard()
+    trained = [(record, param.record) for param, record in before if record.index >= 0]
+    for one in old:  # whose graphs may still exist
+        names = [record.piece.name for record, now in trained if not record.is_cut_like(now)]
+        one.runtime.cut_anew = next(map(clean_name, names), None)
     with no_guard():
         for param, record in before:
             found = sharing_of(param)

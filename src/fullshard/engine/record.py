@@ -127,8 +127,11 @@ class ShardRecord(Elements):
 def address_of(shard: torch.Tensor) -> int:
     """The address of a shard's elements, or of its storage if it has none. Outside the guard.
 
-    All ranks therefore detect a moved parameter, even ranks without an element of it.
+    All ranks therefore detect a moved parameter, even ranks without an element of it. It is 0 for
+    one whose elements are in another order (`p.data = p.data.t()`).
     """
+    if not shard.is_contiguous():
+        return 0
     return shard.data_ptr() or shard.untyped_storage().data_ptr()
 
 

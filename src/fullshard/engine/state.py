@@ -146,10 +146,16 @@ def unsharded(
         yield
     finally:
         engine.unsharded -= 1
+        unfit = _keep_assigned(opened) if writeback else []
         if writeback:
             engine.home.before_write()
         for whole in opened:
             whole.close(engine, writeback=writeback)
+    if unfit:
+        raise EngineError(
+            f"fs.unsharded: expected data of the parameter's shape and dtype (p.data = ...); got "
+            f"{unfit[0]}. Its old values were kept. Give it the same shape and dtype."
+        )
 
 
 class _Whole:
@@ -210,6 +216,30 @@ class _Whole:
             engine.norms.mark_changed()
         with no_guard():
             member.param.grad = shown
+
+
+def _keep_assigned(opened: Sequence[_Whole]) -> list[str]:
+    """Copy data that was assigned (`p.data = ...`) into the buffers; returns what does not fit."""
+    buffers = {x.untyped_storage().data_ptr() for whole in opened for x in whole.buffers}
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+    unfit: list[str] = []
+    for whole in opened:
+        for buffer, group in zip(whole.buffers, whole.unit.groups, strict=True):
+            for member in group.members:
+                shown: Any = member.param.detach()
+                value, place = (
+                    shown if member.cut is None else shown.to_local(),
+                    member.view(buffer),
+                )
+                if (value.shape, value.dtype) != (place.shape, place.dtype):
+                    what = f"{tuple(value.shape)} of {value.dtype}"
+                    unfit.append(f"{what} for {member.piece.name} of {tuple(place.shape)}")
+                elif not value.is_set_to(place):
+                    is_among = value.untyped_storage().data_ptr() in buffers  # of another one
+                    kept.append((place, value.clone() if is_among else value))
+    for place, value in kept:
+        place.copy_(value)
+    return unfit
 
 
 def _whole_grads(unit: Unit) -> dict[int, torch.Tensor]:

@@ -169,6 +169,7 @@ class Runtime:
         self._begin_hooks: list[Any] = [None] * len(self.units)
         self._node_hooks = [NodeHook() for _ in self.units]  # of outputs of their inner modules
         self._opened: set[Unit] = set()  # units that the running backward has entered
+        self.cut_anew: str | None = None  # a trained parameter that a later engine cut differently
         self._task = -1  # the running backward
         self._end: Callable[[], Any] = _nothing  # weak: its callback, while autograd has it
         self._inner = -1  # the backward inside it
@@ -446,18 +447,7 @@ class Runtime:
                     raise EngineError(_REENTRANT.format(title=unit.plan.title))
             self._inner = task
 
-    def _begin_backward(self, task: int) -> bool:
-        """Begin a backward; False for one inside another, which changes nothing.
-
-        Raises:
-            EngineError: It is inside another one and reaches parameters, or makes a graph.
-        """
-        if self._task != -1 and self._end() is None:
-            self.reset()  # the last backward raised and never ended
-        if self._recomputed not in (-1, task):  # a checkpoint around several models
-            self._check_inner(task)
-        if self._end() is not None:
-            self._check_inner(task)
+    def _check_graph(self) -> None:
         if torch.is_grad_enabled():
             raise EngineError(
                 "backward: expected create_graph=False; a second derivative would read slots that "
@@ -465,6 +455,27 @@ class Runtime:
                 "torch.autograd.grad without create_graph (torch.func.grad, vjp and jacrev set "
                 "it); compute second derivatives with a model that was not sharded."
             )
+        if self.cut_anew is not None:
+            raise EngineError(
+                "backward: expected a graph from after the model was sharded again (a change of "
+                f"requires_grad, a dtype or a parameter), which gave ranks other elements of "
+                f"{self.cut_anew}. Run backward before the forward that follows the change."
+            )
+
+    def _begin_backward(self, task: int) -> bool:
+        """Begin a backward; False for one inside another, which changes nothing.
+
+        Raises:
+            EngineError: It is inside another one and reaches parameters, or makes a graph, or
+                the model was sharded again since the forward.
+        """
+        if self._task != -1 and self._end() is None:
+            self.reset()  # the last backward raised and never ended
+        if self._recomputed not in (-1, task):  # a checkpoint around several models
+            self._check_inner(task)
+        if self._end() is not None:
+            self._check_inner(task)
+        self._check_graph()
         if self._task != -1:
             return False
         self._task = task

@@ -188,6 +188,7 @@ class Group:
         dtype, shards = self.master.dtype, self._shards
         return (
             [x.data_ptr() or x.untyped_storage().data_ptr() for x in shards] == self.addresses
+            and (self.plan.layout.num_parts > 1 or all(x.is_contiguous() for x in shards))
             and [shard.dtype for shard in shards] == [dtype] * len(shards)
             and self.is_trained_as_before()
         )
@@ -489,7 +490,15 @@ class Unit:
         """
         if self.swapped == 0:
             for table, name, param, _ in self.places:
-                if table.get(name) is not param:
+                found = table.get(name)
+                if found is not param:
+                    if getattr(found, "__dict__", None) is vars(param):  # see `swap_in`
+                        raise EngineError(
+                            f"{param.record.piece.name}: expected a backward over graphs of one "
+                            "sharding; this one also reaches a graph from before the model was "
+                            "sharded again (a change of requires_grad, a dtype or a parameter). "
+                            "Run backward on the graphs one after another."
+                        )
                     raise EngineError(
                         f"{param.record.piece.name}: expected the parameter that fs.shard cut; its "
                         "module has another (an assignment, functional_call), which forward does "

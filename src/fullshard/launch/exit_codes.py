@@ -79,17 +79,22 @@ class Stopped(BaseException):
         self.ours = ours
 
 
-def raise_stopped(number: int, *, plain: bool = False) -> NoReturn:
+RESUMES = "Start it again; it resumes from its last checkpoint, if it saved one."
+
+
+def raise_stopped(
+    number: int, *, plain: bool = False, what: str = "run", then: str = RESUMES
+) -> NoReturn:
     """Raises the error of a signal in the main thread, so that `finally` blocks run.
 
     Args:
         number: The signal.
         plain: Raise a PreemptedError, which `except Exception` catches.
+        what: What was stopped.
+        then: What to do.
     """
-    error = PreemptedError(
-        f"run: expected to reach its end, got {signal.Signals(number).name}. Start it again; it "
-        "resumes from its last checkpoint, if it saved one."
-    )
+    told = f"{what}: expected to reach its end, got {signal.Signals(number).name}. {then}"
+    error = PreemptedError(told)
     raise error if plain else Stopped(error)
 
 

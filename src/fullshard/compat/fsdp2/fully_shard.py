@@ -38,6 +38,7 @@ from fullshard.compat.errors import (
 from fullshard.compat.state_dicts import HoldsShards, Wanted
 from fullshard.compat.wrapping import (
     Wrapped,
+    bare,
     engine_for,
     has_meta,
     ignored_ids,
@@ -97,6 +98,10 @@ class FSDPModule(HoldsShards, nn.Module, TorchFSDPModule):
         raise MisuseAssertionError(
             "FSDP does not support deepcopy. Please use state dict for serialization."
         )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        _, _, *state = super().__reduce_ex__(protocol)  # pickle cannot find a swapped class
+        return (bare, (original_class(type(self)), FSDPModule), *state)
 
     # ---- parameters
 
