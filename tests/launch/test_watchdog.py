@@ -59,6 +59,7 @@ def test_a_rank_that_sleeps_in_its_data_is_named_with_the_line(run):
     assert "last events: " in report
 
 
+@pytest.mark.long
 def test_garbage_in_the_side_store_does_not_end_the_watch(run):
     with forked.launching():
         result, err, _ = run("garbage")
@@ -67,7 +68,8 @@ def test_garbage_in_the_side_store_does_not_end_the_watch(run):
 
 
 def test_a_killed_rank_is_named_at_once_and_all_are_placed(run):
-    result, err, report = run("kill")
+    with forked.launching():
+        result, err, report = run("kill")
     assert (result.exit_code, result.failure.rank) == (5, 1)
     assert "HangError: rank 1: expected to reach its end, but it was killed by SIGKILL" in err
     assert "Last known position of the ranks:\nrank 0: " in err
