@@ -168,13 +168,13 @@ def first_of(optimizer):
     return optimizer.param_groups[0]["params"][0]
 
 
-@pytest.mark.short(3)
+@pytest.mark.short(2)
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
         ("adamw", {"strategy": "full_shard", "param_dtype": "bf16"}),
-        ("fused", {"strategy": "no_shard"}),
         ("hooked", {"strategy": "full_shard"}),
+        ("fused", {"strategy": "no_shard"}),
         ("nadam", {"strategy": "full_shard"}),
         ("adafactor", {"strategy": "no_shard"}),
     ],

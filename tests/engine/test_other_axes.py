@@ -99,7 +99,7 @@ def test_tensor_and_sequence_parallel_layers_train_as_one_process(ranks, transpo
     ranks(4)(check_parity, *arguments, timeout=300)
 
 
-@pytest.mark.short(1)
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("axes", "kinds"),
     [

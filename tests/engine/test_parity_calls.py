@@ -142,7 +142,7 @@ def from_inputs():
 @on_ranks("world_size", timeout=100)
 def test_gradients_of_inputs_alone_leave_parameters_without():
     for at, strategy in enumerate(STRATEGIES):
-        settings = prefetching(strategy, DEPTHS)[at]
+        settings = prefetching(strategy, DEPTHS)[at % len(DEPTHS)]
         assert_parity(from_inputs, gradients_of_inputs_alone, settings, kinds=("sgd",))
 
 

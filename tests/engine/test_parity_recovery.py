@@ -316,7 +316,8 @@ def zero_in_place(model, step, rank):
     return CHAIN.work(model, step, rank)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.short(1)
+@pytest.mark.parametrize("world_size", [2, 1, pytest.param(3, marks=pytest.mark.slow)])
 @on_ranks("world_size")
 def test_gradients_that_are_zeroed_in_place_are_accumulated_into():
     for strategy in STRATEGIES:

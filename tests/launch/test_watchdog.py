@@ -134,6 +134,7 @@ def test_no_rank_blames_another_for_a_stop_that_was_asked_of_all(tmp_path):
     assert codes == [75, 75], said
 
 
+@pytest.mark.long
 def test_a_rank_that_ends_early_is_named_to_all_whose_collective_failed(tmp_path):
     """The report waits 3 s for the stacks of that rank, as long as an error for a verdict."""
     codes, said = _without_a_launcher("leave", tmp_path, 3)
