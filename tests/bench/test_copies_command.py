@@ -12,7 +12,7 @@ from support.ranks import on_ranks
 SMALL_SUMS_BYTES = 16_384  # touched bits and squared norms, a step's only other copies
 
 
-@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+@pytest.mark.parametrize("compute", ["float32", pytest.param("bfloat16", marks=pytest.mark.long)])
 @on_ranks(2)
 def test_nothing_is_copied_beyond_the_arithmetic(compute):
     case = replace(find_case("tiny"), layers=4, compute=compute)  # more than slots

@@ -139,7 +139,7 @@ def test_any_mesh_reads_any_others_checkpoint(ranks, tmp_path, layouts):
             ranks(number)(body, str(tmp_path), layouts, timeout=200)
 
 
-@pytest.mark.short(1)
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("written", "read"),
     [((1, 2, 2), (2, 1, 2)), ((2, 2), (1, 4)), ((1, 4, 0), (1, 2, 2)), ((4, 0), (2, 2))],
@@ -244,7 +244,7 @@ def masks_after(root, written, read):
     return [told.index(one) for one in told]
 
 
-@pytest.mark.short(2)
+@pytest.mark.short(1)
 @pytest.mark.parametrize(("written", "read"), RESTORED)
 def test_ranks_draw_the_same_numbers_only_if_they_share_a_batch(ranks, tmp_path, written, read):
     same = {0: [0, 1, 2, 3], 2: [0, 0, 2, 2], 4: [0, 0, 0, 0]}[read[2]]

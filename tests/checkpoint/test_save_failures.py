@@ -29,6 +29,7 @@ from fullshard.formats.dcp import write_dcp
 from fullshard.formats.detect import open_source
 from fullshard.formats.ours import write_checkpoint
 from fullshard.saving import Saves
+from support import forked
 from support.models import perturbed
 from support.processes import python
 from support.scripts import Tiny, error_of
@@ -571,5 +572,5 @@ threading._register_atexit(main_ended.set)
 
 
 def test_a_background_save_is_completed_when_the_script_ends(tmp_path):
-    python("-c", ENDS, tmp_path)
+    python("-c", ENDS, tmp_path, run=forked.run)
     assert [found.step for found in checkpoints_in(tmp_path)] == [1]

@@ -158,7 +158,8 @@ def test_the_verdict_is_judged_against_the_named_gpu(plan, config):
 
 
 def test_a_model_that_will_not_fit_ends_with_code_3_and_still_says_why(plan):
-    found, code = plan("examples/plan_llama_405b.yaml", "--gpus", "8xH100-80GB")
+    words = ("examples/plan_llama_405b.yaml", "--gpus", "8xH100-80GB", "sharding.tensor=1")
+    found, code = plan(*words)
     assert (found["fits"], code) == ("no", 3)
     assert found["peak_bytes"]["device"] > found["memory_bytes"]
 

@@ -47,6 +47,7 @@ def root_clip(model):
     model.clip_grad_norm_(MAX_NORM)
 
 
+@pytest.mark.short(3)
 @pytest.mark.parametrize("name", [strategy.name for strategy in ShardingStrategy])
 @on_ranks(2)
 def test_every_strategy_with_and_without_a_policy(name):

@@ -71,13 +71,13 @@ def test_deferred_and_reduced_micro_batches_in_any_order_are_one_process(strateg
     settings = {"strategy": strategy}
     few = dist.get_world_size() == 2
     for pattern, work in WORKS.items():
-        if few and len(pattern) == 4 and pattern != (True, False, True, False):
+        if few and len(pattern) != 3 and pattern != (True, False, True, False):
             continue
         alone = ALONE[len(pattern)]
         assert_parity(chain, work, settings, alone=alone, kinds=("adamw",))
 
 
-@pytest.mark.short(1)
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @on_ranks(2)
 def test_accumulation_holds_at_every_prefetch_depth(strategy):
@@ -100,6 +100,7 @@ def all_deferred_and_some_reduced(model, step, rank, some):
 SOME = [partial(all_deferred_and_some_reduced, some=some) for some in ((0, 3), ())]
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize(("strategy", "world_size"), RANKED)
 @on_ranks("world_size")
 def test_gradients_of_a_deferred_backward_alone_are_reduced_too(strategy):
@@ -259,7 +260,9 @@ def test_sums_wait_for_replicas_while_the_caller_keeps_gradients():
 @on_ranks(4, timeout=100)
 def test_the_sum_over_replicas_may_wait_alone(transport, reduction):
     settings = {"transport": transport, "reduction": reduction, "replicate": 2}
-    model = assert_parity(CHAIN.build, outer_waits, {"strategy": "hybrid_shard", **settings})
+    settings["strategy"] = "hybrid_shard"
+    kinds = ("adamw",) if transport == "direct" else ("sgd",)
+    model = assert_parity(CHAIN.build, outer_waits, settings, kinds=kinds)
     ring = engine_of(model).recorder.events(2)
     kinds = Counter(event.kind for event in ring)
     sent = [event.num_bytes for event in ring if event.kind is EventKind.REDUCE]
@@ -274,6 +277,6 @@ def test_the_sum_over_replicas_may_wait_alone(transport, reduction):
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=SLOW), 2])
 @on_ranks("world_size")
 def test_nothing_is_lost_where_no_sum_over_replicas_waits():
-    for strategy in ("full_shard", "no_shard"):
+    for strategy, kinds in (("full_shard", ("adamw",)), ("no_shard", ("sgd",))):
         for mixed in ({}, {"strategies": {"blocks.1": "no_shard"}}):
-            assert_parity(CHAIN.build, outer_waits, {"strategy": strategy, **mixed})
+            assert_parity(CHAIN.build, outer_waits, {"strategy": strategy, **mixed}, kinds=kinds)

@@ -23,7 +23,7 @@ WRAPS = ("auto", "none", ["LlamaDecoderLayer", "LlamaMLP"])
 HYBRID = {"strategy": "hybrid_shard", "replicate": 2}
 
 
-@pytest.mark.short(2)
+@pytest.mark.short(1)
 @pytest.mark.parametrize(
     ("world_size", "settings"),
     [

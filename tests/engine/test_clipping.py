@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import fullshard as fs
+from support.grid import marked
 from support.ranks import on_ranks
 from support.scripts import compare, counted, error_of, sharded_run
 
@@ -192,11 +193,22 @@ LINES = {
     "zeros for gradients that are none": assign_zeros,
     "gradients as out": write_out,
 }
+ALIKE = [
+    *[name for name in LINES if name.startswith("clip_grad_norm_, order")][1::2],
+    "clip_grad_norm_ of a given order in words",
+    "clip_grad_value_, a loop",
+    "gradients halved by hand",
+    "scaled by keyword",
+    "one parameter",
+]
 
 
 @pytest.mark.parametrize(
     ("name", "size"),
-    [(name, 2) for name in LINES] + [pytest.param("norms by name", 3, marks=pytest.mark.slow)],
+    [
+        *marked([(name, 2) for name in LINES], lambda name, _: name not in ALIKE, pytest.mark.long),
+        pytest.param("norms by name", 3, marks=pytest.mark.slow),
+    ],
 )
 @on_ranks("size")
 def test_a_line_of_torch_gives_what_one_process_gives(name):
@@ -238,7 +250,8 @@ def clip_ours(run, order, strategy):
     return run.result(model, logged=logged)
 
 
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+@pytest.mark.short(2)
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard", "shard_grad_op"])
 def test_our_clipping_gives_what_torch_gives_in_one_process(ranks, strategy):
     for order in ORDERS:
         ranks(2)(compare, partial(clip_ours, order=order, strategy=strategy))
@@ -375,7 +388,8 @@ def whole_norm(models):
     return nn_utils.get_total_norm([w for name, w in wholes if name in names])
 
 
-@pytest.mark.parametrize("transport", ["shared", "direct", "c10d", "no_shard", "one of each"])
+@pytest.mark.short(3)
+@pytest.mark.parametrize("transport", ["shared", "c10d", "one of each", "direct", "no_shard"])
 def test_lists_of_shards_of_several_models_are_right_for_each(ranks, transport):
     kinds = {"no_shard": ("no_shard",) * 2, "one of each": ("no_shard", "full_shard")}
     config = {} if transport in kinds else {"transport": transport}

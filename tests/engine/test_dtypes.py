@@ -11,6 +11,7 @@ import fullshard as fs
 from fullshard.engine.engine import engine_of
 from fullshard.errors import ConfigError
 from fullshard.planner.events import EventKind
+from support.grid import chequered
 from support.models import CASES, CHAIN, Chain, float32_batch, float32_model, perturbed, vectors
 from support.parity import (
     assert_planned_events,
@@ -185,8 +186,9 @@ def accumulate(model, rank, share, *, used):
             first.backward()
 
 
-@pytest.mark.parametrize("used", [True, False])
-@pytest.mark.parametrize("transport", ["direct", "c10d", "shared"])
+@pytest.mark.parametrize(
+    ("transport", "used"), chequered(["direct", "c10d", "shared"], [True, False])
+)
 @on_ranks(2)
 def test_micro_batches_share_casts_with_a_graph_that_is_kept(transport, used):
     alone = perturbed(Chain(4))

@@ -36,11 +36,11 @@ def check_transformers(build, kind, sizes, settings=None, work=train_llama):
     check_steps(build, cut, work, (kind,), sizes[1])
 
 
-@pytest.mark.short(2)
+@pytest.mark.short(1)
 @pytest.mark.parametrize(
     ("num_ranks", "build", "kind", "sizes"),
     [
-        (2, qwen, "sgd", (2, 1)),
+        pytest.param(2, qwen, "sgd", (2, 1), marks=pytest.mark.long),
         pytest.param(2, mixtral, "adamw", (2, 1), marks=pytest.mark.long),
         (4, qwen, "adamw", (2, 1)),  # experts on a mesh of their own
         pytest.param(4, mixtral, "sgd", (2, 1), marks=pytest.mark.long),
@@ -160,7 +160,7 @@ def test_a_rank_whose_experts_get_no_token_trains_with_the_others(ranks, kind, s
     ranks(4)(check_net, kind, (2, 2), skips, timeout=300)
 
 
-@pytest.mark.short(1)
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "sizes"), [("adamw", (2, 1, 2)), ("sgd", (4, 1)), ("sgd", (1, 4))]
 )

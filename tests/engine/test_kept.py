@@ -67,14 +67,17 @@ def backward(model, step, rank):
     return backward_of(kept[0] + kept[2] if step == 1 else output.square().mean() + sum(kept))
 
 
-@pytest.mark.parametrize("how", ["tensor", "list", "mapping"])
 @pytest.mark.parametrize(
-    "settings",
-    [
-        {"transport": "shared"},
-        {"transport": "direct"},
-        {"transport": "direct", "forward_prefetch": 0, "backward_prefetch": 0},
-    ],
+    ("settings", "how"),
+    chequered(
+        [
+            {"transport": "shared"},
+            {"transport": "direct"},
+            {"transport": "direct", "forward_prefetch": 0, "backward_prefetch": 0},
+        ],
+        ["tensor", "list", "mapping"],
+        3,
+    ),
 )
 @on_ranks(2)
 def test_a_loss_that_a_module_keeps_has_one_processs_gradients(how, settings):

@@ -107,6 +107,7 @@ def stepped_by_hooks(run, **config):
     return run.result(model, left=left, stepped=[len(o.state) > 0 for o in optimizers.values()])
 
 
+@pytest.mark.short(3)
 @pytest.mark.parametrize(
     "config",
     [*({"transport": name} for name in TRANSPORTS), {"offload": "cpu"}, {"strategy": "no_shard"}],

@@ -99,7 +99,7 @@ def test_tensor_and_sequence_parallel_layers_train_as_one_process(ranks, transpo
     ranks(4)(check_parity, *arguments, timeout=300)
 
 
-@pytest.mark.short(1)
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("axes", "kinds"),
     [
@@ -113,7 +113,7 @@ def test_any_axes_may_have_one_rank(ranks, axes, kinds):
     ranks(4)(check_parity, net, cut_net, train_net, axes, None, kinds, timeout=300)
 
 
-@pytest.mark.short(1)
+@pytest.mark.long
 @pytest.mark.parametrize(("tied", "kinds"), [(False, ("adamw",)), (True, ("sgd",))])
 def test_llama_under_a_plan_of_torchs_trains_as_one_process(ranks, tied, kinds):
     build = partial(llama, tie_word_embeddings=tied)

@@ -99,9 +99,9 @@ def all_by(run, kind, settings, **config):
 ADAFACTOR = {"lr": 1e-2, "weight_decay": 0.1}
 MESHES = [
     (2, {"transport": "direct"}),
+    (4, {"strategy": "hybrid_shard", "replicate": 2}),
     (2, {"transport": "shared"}),
     (2, {"strategy": "no_shard"}),
-    (4, {"strategy": "hybrid_shard", "replicate": 2}),
     (1, {}),
     (2, {"transport": "c10d", "strategy": "shard_grad_op"}),
     (2, {"offload": "cpu"}),
@@ -109,7 +109,7 @@ MESHES = [
 ]
 
 
-@pytest.mark.short(3)
+@pytest.mark.short(1)
 @pytest.mark.parametrize(("world_size", "config"), MESHES, ids=str)
 def test_muon_beside_adamw_is_as_in_one_process(ranks, world_size, config):
     ranks(world_size)(compare, partial(muon_and_adamw, **config))
@@ -119,7 +119,7 @@ def test_cleared_states_begin_anew_as_in_one_process(ranks):
     ranks(2)(compare, partial(muon_and_adamw, clear_at=2))
 
 
-@pytest.mark.short(4)
+@pytest.mark.short(2)
 @pytest.mark.parametrize(("world_size", "config"), MESHES, ids=str)
 def test_adafactor_is_as_in_one_process(ranks, world_size, config):
     script = partial(all_by, kind=optim.Adafactor, settings=ADAFACTOR, **config)

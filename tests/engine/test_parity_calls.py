@@ -141,9 +141,9 @@ def from_inputs():
 @pytest.mark.parametrize("world_size", [2, 3])
 @on_ranks("world_size", timeout=100)
 def test_gradients_of_inputs_alone_leave_parameters_without():
-    for strategy in STRATEGIES:
-        for settings in prefetching(strategy, DEPTHS):
-            assert_parity(from_inputs, gradients_of_inputs_alone, settings, kinds=("sgd",))
+    for at, strategy in enumerate(STRATEGIES):
+        settings = prefetching(strategy, DEPTHS)[at % len(DEPTHS)]
+        assert_parity(from_inputs, gradients_of_inputs_alone, settings, kinds=("sgd",))
 
 
 @on_ranks(2)

@@ -270,7 +270,7 @@ def skipping(model, step, rank, name, world_size):
     return CHAIN.work(model, step, rank, order=order)
 
 
-@pytest.mark.short(4)
+@pytest.mark.short(2)
 @pytest.mark.parametrize(
     ("name", "strategy", "world_size"),
     marked(
@@ -293,6 +293,7 @@ def later_blocks(model, step, rank):
     return CHAIN.work(model, step, rank, order=order)
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize(("strategy", "world_size"), PAIRED)
 @on_ranks("world_size", timeout=60)
 def test_blocks_that_the_first_step_does_not_use_may_be_used_on_some_ranks(strategy):
@@ -336,7 +337,7 @@ def test_an_order_traced_from_a_sample_is_run_from_the_first_step():
         assert_planned_events(model, 0)
 
 
-@pytest.mark.short(3)
+@pytest.mark.short(1)
 @pytest.mark.parametrize("name", SKIPS)
 @on_ranks(2, timeout=40)
 def test_blocks_skipped_on_one_rank_are_gathered_from_the_host(name):

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 import fullshard as fs
 from fullshard.engine.engine import engine_of
-from support.grid import RANKED, STRATEGIES, in_turn, prefetching
+from support.grid import RANKED, STRATEGIES, chequered, in_turn, prefetching
 from support.models import CHAIN, WIDTH, Block, backward_of, mean_square, perturbed, tokens, vectors
 from support.parity import (
     assert_parity,
@@ -226,6 +226,7 @@ def gradients_of_frozen_start(model, step, rank):
     return loss.detach() + x.grad.square().sum()
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @on_ranks(2, timeout=100)
 def test_gradients_flow_through_frozen_blocks_to_the_inputs(strategy):
@@ -313,9 +314,10 @@ class Prompted(torch.nn.Module):
         return self.head(x)
 
 
-@pytest.mark.short(8)
-@pytest.mark.parametrize("transport", ["direct", "c10d", "shared", "offloaded"])
-@pytest.mark.parametrize("defers", [False, True])
+@pytest.mark.short(4)
+@pytest.mark.parametrize(
+    ("transport", "defers"), chequered(["direct", "c10d", "shared", "offloaded"], [False, True])
+)
 @pytest.mark.parametrize("first", [(0,), (1,), (0, 1)], ids=str)
 @on_ranks(2)
 def test_gradients_may_pass_through_the_first_frozen_units_on_some_ranks(transport, defers, first):

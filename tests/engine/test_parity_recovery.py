@@ -12,7 +12,7 @@ from fullshard.engine import gradients
 from fullshard.engine.engine import engine_of
 from fullshard.engine.parameter import Guarded
 from fullshard.errors import EngineError
-from support.grid import RANKED, STRATEGIES, in_turn
+from support.grid import RANKED, STRATEGIES, chequered, in_turn
 from support.models import CHAIN, chain, mean_square, vectors
 from support.parity import assert_parity, assert_planned_events, backward_alone, unlike_gradients
 from support.ranks import on_ranks
@@ -166,8 +166,9 @@ def freeze_a_block(model, alone):
         either.head.weight.requires_grad = False
 
 
-@pytest.mark.parametrize("change", [load_whole, freeze_a_block])
-@pytest.mark.parametrize("transport", ["direct", "shared", "c10d"])
+@pytest.mark.parametrize(
+    ("transport", "change"), chequered(["direct", "shared", "c10d"], [load_whole, freeze_a_block])
+)
 @on_ranks(2)
 def test_an_interrupt_changes_neither_gradients_nor_what_follows(change, transport):
     """Gradients wait under no_sync, and no backward has failed."""
@@ -296,6 +297,7 @@ def scaled_step(model, step, rank):
     return loss.detach()
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @on_ranks(2, timeout=100)
 def test_hooks_of_users_see_and_change_what_they_do_in_one_process(strategy):
@@ -314,7 +316,8 @@ def zero_in_place(model, step, rank):
     return CHAIN.work(model, step, rank)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.short(1)
+@pytest.mark.parametrize("world_size", [2, 1, pytest.param(3, marks=pytest.mark.slow)])
 @on_ranks("world_size")
 def test_gradients_that_are_zeroed_in_place_are_accumulated_into():
     for strategy in STRATEGIES:

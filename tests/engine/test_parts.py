@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fullshard as fs
+from support.grid import chequered
 from support.models import backward_of, perturbed
 from support.parity import assert_parity
 from support.ranks import on_ranks
@@ -130,17 +131,19 @@ def made(work):
 
 
 @pytest.mark.short(3)
-@pytest.mark.parametrize("name", [work.__name__ for work in PROGRAMS])
+@pytest.mark.parametrize(
+    ("name", "transport"),
+    chequered([work.__name__ for work in PROGRAMS], TRANSPORTS, len(TRANSPORTS)),
+)
 @on_ranks(2)
-def test_parts_used_outside_of_forward_are_those_of_one_process(name):
+def test_parts_used_outside_of_forward_are_those_of_one_process(name, transport):
     program = next(work for work in PROGRAMS if work.__name__ == name)
     build = partial(made, program)
 
     def work(model, step, rank):
         return backward_of(program(model, batch(rank, step)))
 
-    for transport in TRANSPORTS:
-        assert_parity(build, work, {"transport": transport}, kinds=("sgd",))
+    assert_parity(build, work, {"transport": transport}, kinds=("sgd",))
 
 
 def units(patched):

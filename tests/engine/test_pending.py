@@ -227,7 +227,7 @@ def test_gradients_beside_kept_ones_are_added_to(settings):
     assert all(torch.equal(kept[name].to_local(), values[name]) for name in names)
 
 
-@pytest.mark.short(3)
+@pytest.mark.short(1)
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @on_ranks(2)
 def test_gradients_that_nobody_keeps_use_their_memory_again(settings):
@@ -291,7 +291,7 @@ def check_puts(settings, put, zeroes):
 PUTS = (own_tensors, every_other, kept_and_scaled, aliases, some_aliases)
 
 
-@pytest.mark.short(2)
+@pytest.mark.short(1)
 @pytest.mark.parametrize(
     ("put", "zeroes"),
     marked(

@@ -24,7 +24,7 @@ from support.ranks import on_ranks
 from support.streams import Groups, Played
 
 NAMES = ("chain", "llama", "tied llama", "mixture of experts")
-FAST = (("chain", 2), ("tied llama", 2))
+MARKS = {("chain", 2): (), ("tied llama", 2): pytest.mark.long}
 NUM_STEPS = 3
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 KINDS = (torch.float16, torch.bfloat16, torch.float32)
@@ -103,7 +103,7 @@ def assert_bits(found, wanted, what):
     ("name", "world_size", "dtype"),
     [
         *(
-            pytest.param(name, size, "bf16", marks=[] if (name, size) in FAST else pytest.mark.slow)
+            pytest.param(name, size, "bf16", marks=MARKS.get((name, size), pytest.mark.slow))
             for name in NAMES
             for size in (1, 2, 3)
         ),
@@ -196,7 +196,7 @@ def train_fsdp2(name):
     ("name", "world_size"),
     [
         ("llama", 2),
-        ("chain", 3),
+        pytest.param("chain", 3, marks=pytest.mark.long),
         pytest.param("chain", 2, marks=pytest.mark.slow),
         pytest.param("llama", 3, marks=pytest.mark.slow),
     ],

@@ -439,10 +439,10 @@ PROGRAMS |= {
 }
 
 
-HALVES = [dict(list(SETTINGS.items())[at::2]) for at in (0, 1)]
+EACH = [{name: settings} for name, settings in SETTINGS.items()]
 
 
-@pytest.mark.parametrize(("name", "settings"), chequered(PROGRAMS, HALVES))
+@pytest.mark.parametrize(("name", "settings"), chequered(PROGRAMS, EACH, 4))
 def test_a_program_computes_what_one_process_computes(ranks, name, settings):
     for wrong in ranks(2)(off, name, settings):
         assert wrong == []

@@ -303,6 +303,7 @@ def reentrant(model, where):
             block.forward = partial(call, block.forward)
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @on_ranks(2)
 def test_reentrant_recompute_is_refused_and_leaves_the_model_usable(strategy):

@@ -123,6 +123,7 @@ def write_while_another_reads(grad):
     return torch.equal(found, wanted), held, written, bool(after.any())
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize("grad", [False, True])
 def test_a_write_waits_until_no_rank_reads(ranks, grad):
     (first, held, _, after), (second, _, written, _) = ranks(2)(write_while_another_reads, grad)
@@ -170,7 +171,8 @@ def differentiate_while_another_writes(before):
     return gradient
 
 
-@pytest.mark.parametrize("before", ["retained", "retained, another", "another", "evaluation"])
+@pytest.mark.short(2)
+@pytest.mark.parametrize("before", ["retained, another", "evaluation", "retained", "another"])
 def test_a_write_waits_for_a_backward_of_an_older_graph(ranks, before):
     first, second = ranks(2)(differentiate_while_another_writes, before)
     assert torch.equal(first, second)
@@ -236,7 +238,8 @@ def swapped_for_an_evaluation(settings):
     return whole_gradients(model)
 
 
-@pytest.mark.parametrize("dtype", [None, "bf16"])
+@pytest.mark.short(1)
+@pytest.mark.parametrize("dtype", ["bf16", None])
 @on_ranks(2)
 def test_a_backward_sees_what_was_written_since_its_forward(dtype):
     settings = {"param_dtype": dtype} if dtype else {}

@@ -356,6 +356,7 @@ def by_torch(average, model):
     update(list(average.values()), [p.detach() for p in model.parameters()], torch.tensor(1))
 
 
+@pytest.mark.short(2)
 @pytest.mark.parametrize("update", [by_data, by_lerp, by_state_dict, by_torch])
 def test_an_average_of_shards_is_the_shard_of_the_average(ranks, update):
     ranks(2)(compare, partial(averaged, update=update))

@@ -9,6 +9,7 @@ import torch
 from torch import nn, optim
 
 import fullshard as fs
+from support.grid import marked
 from support.scripts import WIDTH, Block, Tiny, compare, loss_of, train
 
 # ---- optimizers ----------------------------------------------------------------------------------
@@ -293,7 +294,19 @@ def name_of(script):
     return script.__name__
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=name_of)
+ALIKE = (
+    "with_weight_norm",
+    "with_old_spectral_norm",
+    "with_own_parametrization",
+    "warmup_from_zero",
+)
+
+
+@pytest.mark.parametrize(
+    "script",
+    marked(zip(SCRIPTS), lambda script: name_of(script) not in ALIKE, pytest.mark.long),
+    ids=name_of,
+)
 def test_a_script_around_an_optimizer_gives_what_one_process_gives(ranks, script):
     ranks(2)(compare, script)
 

@@ -10,6 +10,7 @@ from torch import nn
 
 import fullshard as fs
 from fullshard.errors import CheckpointError, EngineError
+from support.grid import chequered
 from support.models import perturbed
 from support.ranks import on_ranks
 
@@ -79,8 +80,7 @@ def test_a_whole_state_has_what_a_hook_of_the_state_dict_computed(change):
     assert not same(fs.full_state_dict(model, rank0_only=False), dict(one.state_dict()))
 
 
-@pytest.mark.parametrize("from_rank0", [False, True])
-@pytest.mark.parametrize("transport", ["c10d", "shared"])
+@pytest.mark.parametrize(("transport", "from_rank0"), chequered(["shared", "c10d"], [False, True]))
 @on_ranks(2)
 def test_whole_states_are_those_of_one_process_out_and_in(transport, from_rank0):
     one = made(0)

@@ -40,6 +40,7 @@ def test_all_steps_of_make_gpu_run_on_a_cpu_with_few_packages(tmp_path):
     }
 
 
+@pytest.mark.long
 def test_without_a_gpu_make_gpu_fails_aloud():
     command = ("make", "-C", HERE.parents[1], "gpu", f"GPU_PYTHON={sys.executable}")
     done = finished(*command, code=2)

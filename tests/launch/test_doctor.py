@@ -54,6 +54,7 @@ def test_ranks_talk_and_are_measured(tmp_path):
     assert list(tmp_path.iterdir()) == []  # the disk was tried, and nothing is left
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="cgroups are Linux's")
 def test_the_memory_is_that_of_the_container(tmp_path):
     with memory_group(3 * GIB) as group:

@@ -79,6 +79,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.short(2)
 @pytest.mark.parametrize(
     ("text", "file", "says"),
     [
@@ -152,7 +153,7 @@ def test_the_log_of_a_live_run_is_left_alone(launch, tmp_path):
     assert (own / "rank_1.log").read_text() == f"{own / 'hang.txt'}\n"
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+@pytest.mark.parametrize("address", ["127.0.0.1", pytest.param("::1", marks=pytest.mark.long)])
 def test_launchers_of_two_machines_meet(launch, tmp_path, address):
     if ":" in address and not Path("/proc/net/if_inet6").read_text():
         pytest.skip("needs a machine with IPv6")

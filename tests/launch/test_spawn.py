@@ -41,6 +41,12 @@ def run(tmp_path, monkeypatch):
     return run
 
 
+@pytest.fixture
+def alone(monkeypatch):
+    """One rank fails: nobody else has anything to report."""
+    monkeypatch.setattr(supervise, "REPORT_S", 0.1)
+
+
 def log(tmp_path, rank):
     return (tmp_path / "logs" / f"rank_{rank}.log").read_text()
 
@@ -106,6 +112,7 @@ def test_forked_ranks_draw_numbers_of_their_own(run, tmp_path):
     assert log(tmp_path, 0) != log(tmp_path, 1)
 
 
+@pytest.mark.usefixtures("alone")
 def test_one_failing_rank_ends_the_others_within_seconds(run, tmp_path, capfd):
     started = time.monotonic()
     assert run("raise_on_rank_one", "value") == 1
@@ -118,6 +125,7 @@ def test_one_failing_rank_ends_the_others_within_seconds(run, tmp_path, capfd):
     assert "ValueError: rank one says no" in log(tmp_path, 1)
 
 
+@pytest.mark.usefixtures("alone")
 def test_an_error_of_configuration_has_no_traceback_and_its_own_exit_code(run, tmp_path, capfd):
     assert run("raise_on_rank_one", "config") == 2
     assert capfd.readouterr().err == (
@@ -128,7 +136,9 @@ def test_an_error_of_configuration_has_no_traceback_and_its_own_exit_code(run, t
     assert log(tmp_path, 1) == "ConfigError: rank one says no\n"
 
 
-@pytest.mark.parametrize(("kind", "code"), [("engine", 1), ("data", 6)])
+@pytest.mark.usefixtures("alone")
+@pytest.mark.short(1)
+@pytest.mark.parametrize(("kind", "code"), [("data", 6), ("engine", 1)])
 def test_any_other_error_shows_the_line_of_the_users_program(run, capfd, kind, code):
     assert run("raise_on_rank_one", kind) == code
     err = capfd.readouterr().err
@@ -157,11 +167,13 @@ def test_the_same_error_on_every_rank_is_shown_once(run, capfd):
     assert capfd.readouterr().err.count("ValueError: all say no") == 1
 
 
+@pytest.mark.usefixtures("alone")
 def test_the_exit_code_of_a_rank_is_that_of_the_launch(run):
     assert run("exit_with", 9) == 9
     assert run("exit_with", 0) == 0
 
 
+@pytest.mark.usefixtures("alone")
 def test_a_rank_killed_by_the_kernel_is_named_with_its_last_words(run, capfd):
     assert run("die", "SIGKILL") == 5
     err = capfd.readouterr().err
@@ -169,6 +181,7 @@ def test_a_rank_killed_by_the_kernel_is_named_with_its_last_words(run, capfd):
     assert "  the last words of rank 1\n" in err
 
 
+@pytest.mark.usefixtures("alone")
 def test_a_rank_killed_because_memory_ran_out_is_exit_code_4(run, tmp_path, monkeypatch, capfd):
     counter = tmp_path / "memory.events"
     counter.write_text("low 0\noom_kill 3\n")
@@ -202,6 +215,7 @@ def test_a_full_temporary_folder_does_not_hide_the_cause(run, monkeypatch, capfd
     assert "ValueError: what really happened" in capfd.readouterr().err
 
 
+@pytest.mark.usefixtures("alone")
 def test_a_vanished_private_folder_does_not_hide_the_cause(run, tmp_path, capfd):
     assert run("raise_without_the_folder") == 2
     err = capfd.readouterr().err
@@ -226,8 +240,9 @@ def test_the_folder_of_a_killed_launcher_is_removed_by_the_next(run, tmp_path, m
     assert sorted(tmp_path.glob("fullshard-launch-*")) == [live, older]
 
 
+@pytest.mark.usefixtures("alone")
 def test_a_rank_that_ignores_sigterm_is_killed(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(supervise.Supervisor.end_all, "__defaults__", (1.0,))  # of patience
+    monkeypatch.setattr(supervise.Supervisor.end_all, "__defaults__", (0.5,))  # of patience
     started = time.monotonic()
     assert run("ignore_sigterm", tmp_path) == 1
     assert time.monotonic() - started < 60

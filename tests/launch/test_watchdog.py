@@ -59,6 +59,7 @@ def test_a_rank_that_sleeps_in_its_data_is_named_with_the_line(run):
     assert "last events: " in report
 
 
+@pytest.mark.long
 def test_garbage_in_the_side_store_does_not_end_the_watch(run):
     with forked.launching():
         result, err, _ = run("garbage")
@@ -67,7 +68,8 @@ def test_garbage_in_the_side_store_does_not_end_the_watch(run):
 
 
 def test_a_killed_rank_is_named_at_once_and_all_are_placed(run):
-    result, err, report = run("kill")
+    with forked.launching():
+        result, err, report = run("kill")
     assert (result.exit_code, result.failure.rank) == (5, 1)
     assert "HangError: rank 1: expected to reach its end, but it was killed by SIGKILL" in err
     assert "Last known position of the ranks:\nrank 0: " in err
@@ -132,6 +134,7 @@ def test_no_rank_blames_another_for_a_stop_that_was_asked_of_all(tmp_path):
     assert codes == [75, 75], said
 
 
+@pytest.mark.long
 def test_a_rank_that_ends_early_is_named_to_all_whose_collective_failed(tmp_path):
     """The report waits 3 s for the stacks of that rank, as long as an error for a verdict."""
     codes, said = _without_a_launcher("leave", tmp_path, 3)

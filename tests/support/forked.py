@@ -231,7 +231,10 @@ def _interpret(words: list[str]) -> None:
     warnings.filterwarnings("ignore", ".*found in sys.modules after import", RuntimeWarning)
     path = os.environ.get("PYTHONPATH")
     sys.path[:0] = [*first, *(path.split(os.pathsep) if path else ())]
-    if words[0] == "-m":
+    if words[0] == "-c":
+        sys.argv = ["-c", *words[2:]]
+        exec(compile(words[1], "<string>", "exec"), {"__name__": "__main__"})
+    elif words[0] == "-m":
         sys.argv = words[1:]
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
     else:

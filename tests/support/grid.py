@@ -37,11 +37,14 @@ def marked(
     return [pytest.param(*case, marks=() if is_fast(*case) else mark) for case in cases]
 
 
-def chequered(first: Iterable[Any], second: Iterable[Any]) -> list[Any]:
-    """All pairs; every second one is marked long, so that each member is in half of its pairs."""
+def chequered(first: Iterable[Any], second: Iterable[Any], every: int = 2) -> list[Any]:
+    """All pairs; one of `every` is short, the others are marked long.
+
+    With 2 each member is in half of its pairs; with the length of `second`, each of `first` in one.
+    """
     pairs = itertools.product(enumerate(first), enumerate(second))
     return [
-        pytest.param(one, two, marks=() if (at + beside) % 2 == 0 else pytest.mark.long)
+        pytest.param(one, two, marks=() if (at + beside) % every == 0 else pytest.mark.long)
         for (at, one), (beside, two) in pairs
     ]
 

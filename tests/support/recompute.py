@@ -12,6 +12,7 @@ from support.reference import make_optimizer
 
 NUM_STEPS = 3
 WRAPPED = "_checkpoint_wrapped_module."
+_WANTED = {}  # without recompute; of the checks of a rank
 
 
 def trained(make, work, settings, before=None, after=None):
@@ -61,7 +62,9 @@ def is_same(one, other, tolerance=0.0):
 def compare(make, work, settings, tolerance=0.0, **ways):
     """With and without recompute, the same settings."""
     try:
-        wanted = trained(make, work, settings)
-        assert_bits(trained(make, work, settings, **ways), wanted, tolerance)
+        key = (make, work, str(settings))
+        if key not in _WANTED:
+            _WANTED[key] = trained(make, work, settings)
+        assert_bits(trained(make, work, settings, **ways), _WANTED[key], tolerance)
     except Exception as error:
         raise AssertionError(f"{getattr(work, '__name__', work)}, {settings}") from error

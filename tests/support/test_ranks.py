@@ -122,7 +122,8 @@ def test_what_a_body_leaves_behind_is_gone_at_the_next_call(ranks):
     assert ranks(2)(state) == before
 
 
-def test_an_error_of_one_rank_is_shown_before_the_ranks_that_wait_for_it(pool):
+def test_an_error_of_one_rank_is_shown_before_the_ranks_that_wait_for_it(pool, monkeypatch):
+    monkeypatch.setattr("support.ranks.GRACE_S", 0.5)
     started = time.monotonic()
     with pytest.raises(RankError) as caught:
         pool(raise_on_rank_one)

@@ -194,7 +194,7 @@ def write_mixture(folder, text, **how):
     file.write_text(json.dumps(json.loads(file.read_text()) | {"experts_implementation": "eager"}))
 
 
-@pytest.mark.short(1)
+@pytest.mark.long
 @pytest.mark.parametrize(
     "axis",
     [
@@ -305,7 +305,7 @@ def on_a_rank(size):
     return own_loop(dist.get_rank(), size)
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_a_loop_of_ones_own_divides_sequences(ranks, size):
     wanted, weights = own_loop(None, size)
     found = ranks(4)(on_a_rank, size)

@@ -170,7 +170,8 @@ INDEX = {"weight_map": {"model.norm.weight": "model-00001-of-00001.safetensors"}
     ("command", "index"),
     [
         ("train", "pytorch_model.bin.index.json"),
-        *((command, "model.safetensors.index.json") for command in ("sft", "distill", "plan")),
+        *((command, "model.safetensors.index.json") for command in ("sft", "plan")),
+        pytest.param("distill", "model.safetensors.index.json", marks=pytest.mark.long),
     ],
 )
 def test_an_index_without_its_files_is_refused_rather_than_trained_from_random_weights(

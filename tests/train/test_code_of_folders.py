@@ -8,6 +8,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fullshard.data.tokenizer import train_tokenizer
+from support.grid import marked
 from support.text import seeded_text
 
 pytestmark = pytest.mark.timeout(300)
@@ -145,7 +146,9 @@ LEAVES = {  # statements of a model's forward, and what is said of them
 }
 
 
-@pytest.mark.parametrize("statement", LEAVES)
+@pytest.mark.parametrize(
+    "statement", marked(zip(LEAVES), lambda one: "and sys.exit" not in one, pytest.mark.long)
+)
 def test_code_that_ends_the_process_early_is_no_success(
     statement, fullshard, folder, job, tmp_path
 ):

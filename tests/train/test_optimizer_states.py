@@ -78,7 +78,7 @@ RUNS = {
 }
 
 
-@pytest.mark.short(3)
+@pytest.mark.short(2)
 @pytest.mark.parametrize(("optim", "run"), chequered(map(str, Optimizer), RUNS))
 def test_states_are_planned_to_the_byte(ranks, optim, run):
     world_size, words = RUNS[run]

@@ -69,17 +69,23 @@ def has_the_bits(optim, words):
     assert dist.get_world_size() == 1 or optim != "muon" or "owned Muon" in optimizer.kind
 
 
-@pytest.mark.short(1)
+@pytest.mark.short(3)
 @pytest.mark.parametrize("optim", ["muon", "adafactor", "adamw_bnb_8bit"])
-def test_an_update_has_the_librarys_own_bits_on_every_mesh(ranks, optim):
+@pytest.mark.parametrize(
+    ("num_ranks", "words"),
+    [
+        (1, []),
+        (2, ["strategy=no_shard"]),
+        (4, ["strategy=hybrid_shard", "sharding.replicate=2"]),
+        (2, ["strategy=full_shard"]),
+        (2, ["strategy=shard_grad_op", "sharding.transport=c10d"]),
+        (3, ["strategy=full_shard"]),
+    ],
+)
+def test_an_update_has_the_librarys_own_bits_on_every_mesh(ranks, num_ranks, words, optim):
     if optim == "adamw_bnb_8bit":
         pytest.importorskip("bitsandbytes")
-    ranks(1)(has_the_bits, optim, [])
-    ranks(2)(has_the_bits, optim, ["strategy=full_shard"])
-    ranks(2)(has_the_bits, optim, ["strategy=no_shard"])
-    ranks(2)(has_the_bits, optim, ["strategy=shard_grad_op", "sharding.transport=c10d"])
-    ranks(3)(has_the_bits, optim, ["strategy=full_shard"])
-    ranks(4)(has_the_bits, optim, ["strategy=hybrid_shard", "sharding.replicate=2"])
+    ranks(num_ranks)(has_the_bits, optim, words)
 
 
 def test_what_is_not_installed_is_named(monkeypatch):

@@ -52,6 +52,7 @@ def folder(tmp_path_factory):
     return path
 
 
+@pytest.mark.long
 def test_state_of_adapters_is_planned_to_the_byte_and_the_peak_within_3_percent(ranks, folder):
     found = ranks(2)(held, folder)
     rows = found[0]["rows"]

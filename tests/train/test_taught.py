@@ -70,7 +70,7 @@ def planned_and_measured(folder, strategy, words):
     return dict(outlook.peak_bytes), sum(outlook.peak_bytes.values()), measured
 
 
-@pytest.mark.short(1)
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("strategy", "words"),
     [

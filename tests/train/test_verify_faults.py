@@ -85,7 +85,7 @@ def test_sound_model_is_equal_in_every_row(ranks, checks, model):
     assert max(row.worst_error for row in verdict.rows) < 1e-11
 
 
-@pytest.mark.parametrize(("fault", "model"), chequered(Fault, MODELS))
+@pytest.mark.parametrize(("fault", "model"), chequered(Fault, MODELS, 3))
 def test_fault_is_seen_and_named(ranks, checks, fault, model):
     folder, prepared = checks[model, fault is Fault.LOST_TIE]
     verdict = verdict_of(ranks, folder, prepared, fault)

@@ -113,6 +113,7 @@ def test_twenty_steps_in_float64_are_those_of_torch(torchs, devices, name, mesh)
     assert as_planned
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize(("name", "value"), [("JAX_PLATFORMS", "nope"), ("JAX_DISABLE_JIT", "1")])
 def test_a_setting_with_which_jax_cannot_train_is_named(name, value):
     words = "from fullshard.xla.processes import join; join(0, 1, str)"

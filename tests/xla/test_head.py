@@ -34,13 +34,13 @@ def trained(shard, tied, chunk_size):
 @pytest.mark.parametrize(
     ("shard", "tied"), [pytest.param(1, False, marks=pytest.mark.long), (2, True), (3, False)]
 )
-def test_chunks_learn_what_whole_logits_learn(devices, shard, tied):
+@pytest.mark.parametrize("chunk_size", [5, 1024])  # the last chunk is filled up; one chunk
+def test_chunks_learn_what_whole_logits_learn(devices, shard, tied, chunk_size):
     loss, norm, weights = devices(trained, shard, tied, 0)
-    for chunk_size in (5, 1024):  # the last chunk is filled up; one chunk
-        found = devices(trained, shard, tied, chunk_size)
-        assert found[:2] == pytest.approx((loss, norm), rel=1e-12)
-        for here, there in zip(found[2], weights, strict=True):
-            assert abs(here - there).max() <= 1e-12 * abs(there).max()
+    found = devices(trained, shard, tied, chunk_size)
+    assert found[:2] == pytest.approx((loss, norm), rel=1e-12)
+    for here, there in zip(found[2], weights, strict=True):
+        assert abs(here - there).max() <= 1e-12 * abs(there).max()
 
 
 def temporary():
@@ -67,6 +67,7 @@ def temporary():
     return sizes
 
 
+@pytest.mark.long
 def test_nobody_holds_logits_of_all_tokens(devices):
     sizes = devices(temporary)
     assert sizes[0] - sizes[16] > 2 * 64 * 2048 * 4  # of one device, float32

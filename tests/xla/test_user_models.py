@@ -171,7 +171,7 @@ NARROW = {"param_dtype": "bf16", "reduce_dtype": "bf16", "activation_checkpointi
 @pytest.mark.parametrize(
     ("name", "more"),
     [
-        ("lora", NARROW),
+        pytest.param("lora", NARROW, marks=pytest.mark.long),
         pytest.param("experts", {}, marks=pytest.mark.long),
         pytest.param("linen_cnn", NARROW, marks=pytest.mark.long),
     ],

@@ -217,6 +217,7 @@ def said(name):
     return ""
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize("name", REFUSED)
 def test_an_optimizer_that_calls_the_loss_is_refused_by_what_it_lacks(devices, name):
     found = devices(said, name)

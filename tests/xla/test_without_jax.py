@@ -1,5 +1,6 @@
 """Without jax everything else works, and what needs it says what to install."""
 
+from support import forked
 from support.processes import python
 
 PROGRAM = """
@@ -16,6 +17,6 @@ except ConfigError as error:
 
 
 def test_importing_the_jax_side_without_jax_names_the_extra():
-    assert python("-c", PROGRAM).stdout == (
+    assert python("-c", PROGRAM, run=forked.run).stdout == (
         "backend: jax needs jax, which is not installed. Run pip install 'fullshard[jax]'.\n"
     )

@@ -61,7 +61,7 @@ def mutated(draw):
     return text
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(text=mutated())
 def test_any_file_is_read_or_refused_by_a_typed_error(tmp_path_factory, text):
     path = tmp_path_factory.getbasetemp() / "fuzzed.yaml"
