@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 import fullshard as fs
 from fullshard.bench.ranks import return_free_memory
-from fullshard.data.tokenizer import train_tokenizer
+from fullshard.data.tokenize import train_tokenizer
 from fullshard.engine.engine import engine_of
 from fullshard.formats.export import ExportSettings, Format, export_folder, opened
 from fullshard.models.build import save_model

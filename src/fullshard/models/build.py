@@ -17,7 +17,7 @@ from fullshard.checkpoint.commit import Paths
 from fullshard.checkpoint.format import CONFIG
 from fullshard.config.schema import LoraConfig, RunConfig, ShardConfig
 from fullshard.config.values import DistillLoss, DType
-from fullshard.data.tokenizer import load_tokenizer
+from fullshard.data.tokenize import load_tokenizer
 from fullshard.engine.axes import has_experts
 from fullshard.engine.engine import Engine, engine_of
 from fullshard.engine.hugging_face import build_on_meta, num_ids
