@@ -25,7 +25,7 @@ from torch import nn
 
 import fullshard as fs
 from benchmarks.command import JsonFlag, command_line, run_script
-from fullshard.bench.offload import BYTES_PER_LAYER, MIB, WIDTH
+from fullshard.bench.io import MIB, STATE_PER_LAYER, WIDTH
 from fullshard.bench.page import (
     Neighbours,
     Page,
@@ -76,7 +76,7 @@ class Job:
 
 def measure(job: Job) -> dict[str, Any]:
     """Returns this rank's seconds by engine and round, and all losses."""
-    layers = max(2, job.num_bytes // BYTES_PER_LAYER)
+    layers = max(2, job.num_bytes // STATE_PER_LAYER)
     steps = {THEIRS: _deepspeed(job, layers)}
     kinds = dict.fromkeys(("parameters", "gradients", "optimizer"), "nvme")
     on_disk = {**kinds, "folder": job.place}

@@ -356,7 +356,7 @@ def test_nothing_is_named_that_was_made_of_weights_that_were_written_again(
 LIMITED = """
 import json, resource, sys
 import psutil, torch, transformers.models.auto.configuration_auto
-import fullshard.checkpoint.read, fullshard.formats.export
+import fullshard.checkpoint.read, fullshard.formats.hugging_face
 from fullshard.cli.app import run
 codes = []
 for mib, *words in json.loads(sys.argv[1]):

@@ -14,9 +14,10 @@ from transformers import AutoModelForCausalLM
 
 import fullshard as fs
 from fullshard.bench.ranks import return_free_memory
-from fullshard.data.tokenizer import train_tokenizer
+from fullshard.data.tokenize import train_tokenizer
 from fullshard.engine.engine import engine_of
-from fullshard.formats.export import ExportSettings, Format, export_folder, opened
+from fullshard.formats.detect import opened
+from fullshard.formats.hugging_face import ExportSettings, Format, export_folder
 from fullshard.models.build import save_model
 from fullshard.models.config import config_from_settings, fit_to_tokenizer, quiet_libraries
 from fullshard.models.generate import SamplingSettings

@@ -24,7 +24,7 @@ def write_model(folder: Path, config: Any, text: str, *, seed: int = 0, sure: fl
     import torch
     from transformers import AutoModelForCausalLM
 
-    from fullshard.data.tokenizer import train_tokenizer
+    from fullshard.data.tokenize import train_tokenizer
 
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config)

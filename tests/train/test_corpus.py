@@ -20,7 +20,7 @@ from fullshard.data.dataset import load_facts
 from fullshard.data.order import BatchShape, SampleOrder
 from fullshard.data.records import WRITTEN, files_at, identity
 from fullshard.data.text import Dataset, DatasetSettings, make_dataset, text_source, written
-from fullshard.data.tokenizer import train_tokenizer
+from fullshard.data.tokenize import train_tokenizer
 from fullshard.errors import DataError
 from fullshard.recipes.base import make_data
 from fullshard.recipes.registry import Command, check_paths

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 import fullshard as fs
 from fullshard.config.schema import LoraConfig
-from fullshard.data.tokenizer import train_tokenizer
+from fullshard.data.tokenize import train_tokenizer
 from fullshard.errors import CheckpointError
 from fullshard.models.build import Adapters, save_model, write_folder
 from fullshard.models.config import (

@@ -18,7 +18,7 @@ from fullshard.config import host_memory
 from fullshard.config.files import read_job
 from fullshard.config.load import load_config
 from fullshard.config.values import Backend
-from fullshard.data.tokenizer import train_tokenizer
+from fullshard.data.tokenize import train_tokenizer
 from fullshard.engine.engine import engine_of
 from fullshard.models.build import model_config_of, model_on_meta
 from fullshard.outlook.memory import LAUNCHER_PROCESS, RANK_PROCESS, WORKER_PROCESS

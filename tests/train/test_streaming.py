@@ -16,7 +16,7 @@ from fullshard.config.schema import DataConfig, RunConfig
 from fullshard.data import text, tokenize
 from fullshard.data.dataset import IGNORED, BatchMaker, load_facts
 from fullshard.data.text import Dataset, DatasetSettings, make_dataset, text_source
-from fullshard.data.tokenizer import train_tokenizer
+from fullshard.data.tokenize import train_tokenizer
 from fullshard.errors import ConfigError, DataError
 from fullshard.recipes.base import causal_lm_loss, inputs_of, make_data
 from fullshard.recipes.registry import Command

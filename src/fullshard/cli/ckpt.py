@@ -256,7 +256,8 @@ def export(  # noqa: PLR0913  (one parameter an option)
         config: see `ConfigFolder`.
         dry_run: see `DryRunFlag`.
     """
-    from fullshard.formats.export import ExportSettings, export_folder, opened
+    from fullshard.formats.detect import opened
+    from fullshard.formats.hugging_face import ExportSettings, export_folder
 
     settings = ExportSettings.of(format_, dtype, max_shard_size)
     with opened(checkpoint, config) as source:
@@ -288,7 +289,7 @@ def import_(
         config: see `ConfigFolder`.
         dry_run: see `DryRunFlag`.
     """
-    from fullshard.formats.export import opened
+    from fullshard.formats.detect import opened
     from fullshard.formats.hugging_face import with_model_names
     from fullshard.formats.ours import write_checkpoint
 

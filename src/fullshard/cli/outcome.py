@@ -26,8 +26,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import typer
 
 from fullshard.errors import ConfigError, FullshardError, WillNotFitError, printable
-from fullshard.launch.exit_codes import STREAM, ExitCode, of_place
-from fullshard.launch.failure import RankFailure
+from fullshard.launch.exit_codes import STREAM, ExitCode, RankFailure, of_place
 
 if TYPE_CHECKING:
     from fullshard.launch.spawn import LocalLaunch

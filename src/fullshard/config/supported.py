@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from importlib.resources import files
 from pathlib import Path
 
 from fullshard.config.environment import LaunchEnvironment
 from fullshard.config.fields import Section
 from fullshard.config.problems import ConfigProblems, Problem, join_key, show
+from fullshard.config.regular_files import packaged_table
 from fullshard.config.schema import RunConfig, ShardConfig
 from fullshard.config.sharding import Offload
 from fullshard.config.values import (
@@ -175,9 +175,6 @@ FINDINGS: Mapping[str, Callable[[RunConfig], object]] = {
 
 def findings(config: RunConfig) -> Iterator[tuple[str, str]]:
     """The dotted key of each such value, with the reason or advice."""
-    import yaml  # which a GPU's machine may lack
-
-    text = files("fullshard.config").joinpath("findings.yaml").read_text("utf-8")
-    for key, why in yaml.safe_load(text).items():
+    for key, why in packaged_table("fullshard.config", "findings.yaml").items():
         if FINDINGS[key](config):
             yield key, why

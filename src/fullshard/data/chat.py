@@ -246,7 +246,7 @@ def set_template(tokenizer: PreTrainedTokenizerBase, path: Path | None, model: M
         with untrusted(f"sft.chat_template_path: '{files[0]}'", "UTF-8 text", ConfigError, cure):
             tokenizer.chat_template = read_regular(files[0]).decode("utf-8-sig")
         return
-    from fullshard.data.tokenizer import load_tokenizer
+    from fullshard.data.tokenize import load_tokenizer
 
     other = load_tokenizer(model, "sft.chat_template_path", path) if path.is_dir() else None
     if other is None or other.chat_template is None:

@@ -54,8 +54,15 @@ from fullshard.data.text import (
     save_tokens,
     written,
 )
-from fullshard.data.tokenize import Shard, TokenSettings, digest, shards, tokenize
-from fullshard.data.tokenizer import settings_of, words_of
+from fullshard.data.tokenize import (
+    Shard,
+    TokenSettings,
+    digest,
+    settings_of,
+    shards,
+    tokenize,
+    words_of,
+)
 from fullshard.engine.hugging_face import num_ids
 from fullshard.errors import DataError
 

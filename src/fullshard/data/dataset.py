@@ -30,7 +30,7 @@ import numpy.typing as npt
 from pydantic import TypeAdapter
 
 from fullshard.data.order import Indices, SampleOrder
-from fullshard.data.tokenizer import Tokens
+from fullshard.data.tokenize import Tokens
 from fullshard.engine.hugging_face import read_tokenizer
 from fullshard.errors import DataError
 

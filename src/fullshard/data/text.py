@@ -54,16 +54,14 @@ from fullshard.data.tokenize import (
     Stream,
     TokenSettings,
     digest,
-    pieces,
-    shards,
-    text_tokens,
-    tokenize,
-)
-from fullshard.data.tokenizer import (
     effect_of,
     encoder_of,
     numbers_tokenizer,
+    pieces,
+    shards,
+    text_tokens,
     token_dtype,
+    tokenize,
     train_tokenizer,
     words_of,
 )

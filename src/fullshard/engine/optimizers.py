@@ -32,7 +32,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook as before_ste
 
 from fullshard.engine._torch_compat import no_guard, register_guard_types, tree_leaves
 from fullshard.engine.computed import Computed
-from fullshard.engine.disk import Disk
+from fullshard.engine.disk import Disk, put_back, step_in_turns
 from fullshard.engine.norms import Count, GradientNorms, by_model, hash_of
 from fullshard.engine.parameter import (
     Guarded,
@@ -42,7 +42,6 @@ from fullshard.engine.parameter import (
     ShardedParameter,
     ShardedTensor,
 )
-from fullshard.engine.turns import put_back, step_in_turns
 from fullshard.errors import EngineError, NotElementwiseError
 
 logger = logging.getLogger(__name__)

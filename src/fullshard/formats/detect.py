@@ -24,7 +24,7 @@ from fullshard.checkpoint.format import natural
 from fullshard.checkpoint.retain import candidates, newest_complete
 from fullshard.config.regular_files import read_regular
 from fullshard.engine.folder import INDEX, ONE_FILE, size_and_time
-from fullshard.errors import CheckpointError, untrusted
+from fullshard.errors import CheckpointError, ConfigError, untrusted
 from fullshard.formats import orbax
 from fullshard.formats.deepspeed import open_deepspeed, steps_folder
 from fullshard.formats.hugging_face import companions_of, files_of, open_safetensors
@@ -44,6 +44,24 @@ TRAINER_STATE, TRAINERS = "trainer_state.json", ("optimizer.pt", "scheduler.pt",
 NOT_READ = {*TRAINERS, "training_args.bin"}
 # Folders in which tools put config.json and the tokenizer.
 BESIDE = ("", "huggingface", "..")
+
+
+@contextmanager
+def opened(path: Path, config: Path | None) -> Generator[Source]:
+    """Opens a path of any known format, with the configuration to export.
+
+    Args:
+        path: Path of a checkpoint of any tool.
+        config: Folder with config.json and tokenizer; None: those of the path itself.
+
+    Raises:
+        ConfigError: `config` has no config.json.
+        CheckpointError: The format of the path is unknown.
+    """
+    if config is not None and not (config / "config.json").is_file():
+        raise ConfigError(f"--config: expected a folder with config.json; got '{config}'.")
+    with open_source(path) as source:
+        yield source if config is None else replace(source, companions=companions_of(config))
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -129,6 +129,15 @@ class Source:
     @property
     def num_bytes(self) -> int:
         return sum(entry.num_bytes for entry in self.tensors.values())
+
+
+def check_once(known: Collection[str], names: Collection[str], file: Path) -> None:
+    """Raises CheckpointError if two files contain the same tensor, which is ambiguous."""
+    if twice := sorted({*known} & {*names}):
+        raise CheckpointError(
+            f"'{file}': expected each tensor in one file; got {twice[0]} in another one too. Copy "
+            "the folder again."
+        )
 
 
 def check_empty(folder: Path, what: str) -> None:

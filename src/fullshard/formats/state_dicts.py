@@ -13,9 +13,8 @@ import torch
 
 from fullshard.checkpoint.format import AVERAGE, natural
 from fullshard.errors import CheckpointError
-from fullshard.formats.hugging_face import check_once
 from fullshard.formats.pickles import PartOfTensor, attributes_of, read_pickle
-from fullshard.formats.source import Entry, OptimizerSource, Source
+from fullshard.formats.source import Entry, OptimizerSource, Source, check_once
 
 States = Mapping[str, Mapping[str, Any]]  # parameter -> state -> value
 RANK_FILE = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")

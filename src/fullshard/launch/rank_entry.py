@@ -29,6 +29,8 @@ from fullshard.errors import ConfigError, FullshardError, HangError, show_log, w
 from fullshard.launch import fork_server
 from fullshard.launch.exit_codes import (
     SAVE_SIGNALS,
+    LaunchFolder,
+    RankFailure,
     as_ours,
     die_with_parent,
     end_now,
@@ -36,7 +38,6 @@ from fullshard.launch.exit_codes import (
     left_by,
     raise_stopped,
 )
-from fullshard.launch.failure import LaunchFolder, RankFailure
 from fullshard.observe.hang import watchdog
 
 

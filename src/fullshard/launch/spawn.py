@@ -54,8 +54,7 @@ from fullshard.config.environment import (
 )
 from fullshard.config.schema import LaunchConfig
 from fullshard.errors import ConfigError
-from fullshard.launch.exit_codes import caught_stop_signals
-from fullshard.launch.failure import LaunchFolder
+from fullshard.launch.exit_codes import LaunchFolder, caught_stop_signals
 from fullshard.launch.fork_server import ForkServer
 from fullshard.launch.rendezvous import LOOPBACK, LaunchStore
 from fullshard.launch.supervise import LaunchResult, RankProcess, Supervisor

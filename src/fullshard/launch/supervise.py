@@ -24,8 +24,14 @@ from pathlib import Path
 import psutil
 
 from fullshard.config.host_memory import kill_counters, limit
-from fullshard.launch.exit_codes import ExitCode, describe_status, exit_code_of_signal
-from fullshard.launch.failure import LaunchFolder, RankFailure, first_cause
+from fullshard.launch.exit_codes import (
+    ExitCode,
+    LaunchFolder,
+    RankFailure,
+    describe_status,
+    exit_code_of_signal,
+    first_cause,
+)
 from fullshard.launch.fork_server import Adopted
 from fullshard.observe.hang.watchdog import stacks_of
 from fullshard.observe.metrics import wait_until

@@ -17,13 +17,13 @@ from fullshard.checkpoint.commit import Paths
 from fullshard.checkpoint.format import CONFIG
 from fullshard.config.schema import LoraConfig, RunConfig, ShardConfig
 from fullshard.config.values import DistillLoss, DType
-from fullshard.data.tokenizer import load_tokenizer
+from fullshard.data.tokenize import load_tokenizer
 from fullshard.engine.axes import has_experts
 from fullshard.engine.engine import Engine, engine_of
 from fullshard.engine.hugging_face import build_on_meta, num_ids
 from fullshard.engine.initial import check_weights_of, has_weights_of
 from fullshard.errors import ConfigError
-from fullshard.formats.export import export_together, live_source
+from fullshard.formats.hugging_face import export_together, live_source
 from fullshard.formats.source import IN_RUN, whole_or_nothing
 from fullshard.models.config import (
     build_model,

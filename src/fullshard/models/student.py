@@ -24,8 +24,7 @@ from torch import nn
 from fullshard.config.schema import DistillConfig
 from fullshard.engine.folder import INDEX, ONE_FILE
 from fullshard.errors import ConfigError
-from fullshard.formats.export import ExportSettings, write_weights
-from fullshard.formats.hugging_face import open_safetensors
+from fullshard.formats.hugging_face import ExportSettings, open_safetensors, write_weights
 from fullshard.formats.source import IN_RUN, Entry, whole_or_nothing
 
 if TYPE_CHECKING:

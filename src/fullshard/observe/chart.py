@@ -18,6 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fullshard.config.regular_files import packaged_table
 from fullshard.errors import ConfigError
 from fullshard.planner.text import axes_of, human_bytes
 
@@ -156,11 +157,7 @@ def duration(seconds: float) -> str:
 @cache
 def layout() -> list[dict[str, Any]]:
     """The charts of a run's page, as charts.yaml has them."""
-    import yaml
-
-    loader = _environment().loader
-    assert loader is not None, "see _environment"
-    return yaml.safe_load(loader.get_source(_environment(), "charts.yaml")[0])
+    return packaged_table("fullshard.observe", "templates/charts.yaml")
 
 
 def write_page(target: Path, page: str) -> Path:

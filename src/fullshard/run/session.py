@@ -24,8 +24,7 @@ from fullshard.config.values import Backend
 from fullshard.data.dataset import PreparedData
 from fullshard.engine.homes import default_device
 from fullshard.launch import rendezvous
-from fullshard.launch.exit_codes import SAVE_SIGNALS, ExitCode, caught_stop_signals
-from fullshard.launch.failure import LaunchFolder
+from fullshard.launch.exit_codes import SAVE_SIGNALS, ExitCode, LaunchFolder, caught_stop_signals
 from fullshard.models.build import model_config_of
 from fullshard.models.config import quiet_libraries
 from fullshard.observe.hang import watchdog

@@ -32,8 +32,7 @@ from fullshard.config.training import TrainingConfig
 from fullshard.config.values import Backend, DType, IntervalStrategy
 from fullshard.data.dataset import DatasetFacts, PreparedData
 from fullshard.errors import CheckpointError, ConfigError, DataError, WillNotFitError
-from fullshard.launch.exit_codes import ExitCode
-from fullshard.launch.failure import RankFailure
+from fullshard.launch.exit_codes import ExitCode, RankFailure
 from fullshard.launch.fork_server import ForkServer
 from fullshard.launch.machine import (
     check_accelerators,

@@ -18,13 +18,14 @@ from fullshard.checkpoint.commit import failure as failure_of_save
 from fullshard.launch.exit_codes import (
     STREAM,
     ExitCode,
+    RankFailure,
     as_ours,
     describe_status,
     exit_code_of,
     exit_code_of_signal,
+    first_cause,
     of_place,
 )
-from fullshard.launch.failure import RankFailure, first_cause
 from fullshard.launch.spawn import LineCleaner
 
 

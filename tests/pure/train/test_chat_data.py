@@ -23,7 +23,7 @@ from fullshard.data.chat_rows import best_fit, chat_source, dealt, make_chat_dat
 from fullshard.data.order import BatchShape, SampleOrder
 from fullshard.data.records import files_at
 from fullshard.data.text import DatasetSettings
-from fullshard.data.tokenizer import train_tokenizer
+from fullshard.data.tokenize import train_tokenizer
 from fullshard.errors import ConfigError, DataError
 from fullshard.recipes.base import load_data
 

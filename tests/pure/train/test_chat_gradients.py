@@ -11,7 +11,7 @@ from fullshard.config.schema import DataConfig, SftConfig
 from fullshard.data.chat_rows import chat_source, make_chat_dataset
 from fullshard.data.order import BatchShape, SampleOrder
 from fullshard.data.text import DatasetSettings
-from fullshard.data.tokenizer import train_tokenizer
+from fullshard.data.tokenize import train_tokenizer
 from fullshard.errors import ConfigError
 from fullshard.models.small import check_documents
 from fullshard.recipes.base import RowBatches, Seat

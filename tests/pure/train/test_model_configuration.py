@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from fullshard.config.files import read_job
 from fullshard.config.load import load_config
 from fullshard.config.schema import ModelConfig
-from fullshard.data.tokenizer import train_tokenizer
+from fullshard.data.tokenize import train_tokenizer
 from fullshard.engine.hugging_face import build_on_meta
 from fullshard.errors import ConfigError, untrusted
 from fullshard.launch.exit_codes import exit_code_of

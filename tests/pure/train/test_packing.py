@@ -12,8 +12,9 @@ from fullshard.config.schema import DataConfig, ModelConfig
 from fullshard.data.arrays import Rows, tokens_in
 from fullshard.data.records import Corpus, FileKind, read_records, read_text, split
 from fullshard.data.text import DatasetSettings, make_dataset, text_source
-from fullshard.data.tokenize import cut, encode
-from fullshard.data.tokenizer import (
+from fullshard.data.tokenize import (
+    cut,
+    encode,
     encoder_of,
     load_tokenizer,
     token_dtype,

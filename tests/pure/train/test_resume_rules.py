@@ -19,7 +19,7 @@ from fullshard.config.training import TrainingConfig
 from fullshard.data.arrays import checksum_of
 from fullshard.data.dataset import DatasetFacts
 from fullshard.data.order import BatchShape, SampleOrder
-from fullshard.data.tokenizer import numbers_tokenizer
+from fullshard.data.tokenize import numbers_tokenizer
 from fullshard.errors import CheckpointError, ConfigError, DataError, DivergedError
 from fullshard.recipes.distill.loss import TopK, check_facts, write_facts
 from fullshard.run.folder import RunFolder

@@ -38,7 +38,7 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 
-from fullshard.compat import first_values, optim_states, state_dicts
+from fullshard.compat import first_values, state_dicts
 from fullshard.compat.errors import (
     MisuseAssertionError,
     MisuseError,
@@ -197,7 +197,7 @@ class FullyShardedDataParallel(HoldsShards, nn.Module):
         self._is_started = False
         wrapped.on_engine.append(FullyShardedDataParallel._start)
         mark(self, wrapped)
-        optim_states.show_rows(self, when=state_dicts.asked_by_torch)
+        state_dicts.show_rows(self, when=state_dicts.asked_by_torch)
         if isinstance(group, tuple):
             group, self._inter_node_pg = group
         self.process_group: Any = group if group is not None else torch.distributed.group.WORLD
@@ -301,7 +301,7 @@ class FullyShardedDataParallel(HoldsShards, nn.Module):
 
     def _start(self, engine: Engine) -> None:
         """Casts the unit's buffers, and warns about float16 without a gradient scaler."""
-        optim_states.show_rows(self, when=state_dicts.asked_by_torch)  # may be new parameters
+        state_dicts.show_rows(self, when=state_dicts.asked_by_torch)  # may be new parameters
         if self._is_started:
             return
         self._is_started = True
@@ -546,7 +546,7 @@ class FullyShardedDataParallel(HoldsShards, nn.Module):
         group: Any = None,
     ) -> dict[str, Any]:
         """The optimizer's states by parameter name, of the current type."""
-        return optim_states.optim_state_dict(model, optim, optim_state_dict, _optim_wanted(model))
+        return state_dicts.optim_state_dict(model, optim, optim_state_dict, _optim_wanted(model))
 
     @staticmethod
     def optim_state_dict_to_load(
@@ -561,7 +561,7 @@ class FullyShardedDataParallel(HoldsShards, nn.Module):
         state = optim_state_dict
         if _optim_wanted(model).rank0_only:
             state = _from_rank0(state, group)
-        made = optim_states.state_dict_to_load(model, optim, state, by_name=is_named_optimizer)
+        made = state_dicts.state_dict_to_load(model, optim, state, by_name=is_named_optimizer)
         if load_directly:
             optim.load_state_dict(made)
         return made
@@ -577,14 +577,14 @@ class FullyShardedDataParallel(HoldsShards, nn.Module):
         """Full states by parameter name, on the CPU."""
         _warn_optim_input(optim_input)
         wanted = Wanted(to_cpu=True, rank0_only=rank0_only)
-        return optim_states.optim_state_dict(model, optim, None, wanted)
+        return state_dicts.optim_state_dict(model, optim, None, wanted)
 
     @staticmethod
     def sharded_optim_state_dict(
         model: nn.Module, optim: torch.optim.Optimizer, group: Any = None
     ) -> dict[str, Any]:
         """States by parameter name, as DTensors of rows."""
-        return optim_states.optim_state_dict(
+        return state_dicts.optim_state_dict(
             model, optim, None, Wanted(StateDictType.SHARDED_STATE_DICT)
         )
 
@@ -597,14 +597,14 @@ class FullyShardedDataParallel(HoldsShards, nn.Module):
     ) -> dict[str, Any]:
         """This rank's part of a result of `full_optim_state_dict` on all ranks."""
         optim = _optimizer_of(model, optim, optim_input)
-        return optim_states.state_dict_to_load(model, optim, full_optim_state_dict)
+        return state_dicts.state_dict_to_load(model, optim, full_optim_state_dict)
 
     @staticmethod
     def flatten_sharded_optim_state_dict(
         sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: torch.optim.Optimizer
     ) -> dict[str, Any]:
         """This rank's part of a result of `sharded_optim_state_dict`."""
-        return optim_states.state_dict_to_load(model, optim, sharded_optim_state_dict)
+        return state_dicts.state_dict_to_load(model, optim, sharded_optim_state_dict)
 
     @staticmethod
     def scatter_full_optim_state_dict(
@@ -617,7 +617,7 @@ class FullyShardedDataParallel(HoldsShards, nn.Module):
         """This rank's part of a result of `full_optim_state_dict` on rank 0."""
         optim = _optimizer_of(model, optim, optim_input)
         state = _from_rank0(full_optim_state_dict, group)
-        return optim_states.state_dict_to_load(model, optim, state)
+        return state_dicts.state_dict_to_load(model, optim, state)
 
     @staticmethod
     def rekey_optim_state_dict(
@@ -631,7 +631,7 @@ class FullyShardedDataParallel(HoldsShards, nn.Module):
         if optim_input is not None:
             optim = _optimizer_of(model, optim, optim_input)
         to_names = optim_state_key_type is OptimStateKeyType.PARAM_NAME
-        return optim_states.rekeyed(optim_state_dict, model, optim, to_names=to_names)
+        return state_dicts.rekeyed(optim_state_dict, model, optim, to_names=to_names)
 
 
 # ---- helpers
@@ -698,7 +698,7 @@ def _from_rank0(state: Any, group: Any = None) -> Any:
     """Broadcasts rank 0's value. A collective."""
     if options.is_alone(group):
         return state
-    return optim_states.everyones(state if own_rank() == 0 else None)[0]
+    return state_dicts.everyones(state if own_rank() == 0 else None)[0]
 
 
 def _optimizer_of(model: nn.Module, optim: Any, optim_input: Any) -> torch.optim.Optimizer:

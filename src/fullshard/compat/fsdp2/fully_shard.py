@@ -28,7 +28,7 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fullshard.compat import optim_states, state_dicts
+from fullshard.compat import state_dicts
 from fullshard.compat.errors import (
     MisuseAssertionError,
     MisuseError,
@@ -387,7 +387,7 @@ def mark_unit(
     mark(module, wrapped)
     if policy.output_dtype is not None:
         module.register_forward_hook(functools.partial(cast_output, policy.output_dtype))
-    optim_states.show_rows(module)
+    state_dicts.show_rows(module)
 
 
 def _data_parallel(mesh: Any, dims: Any) -> Any:
@@ -531,7 +531,7 @@ def _check_values(root: nn.Module) -> None:
 def _on_engine(module: nn.Module, engine: Engine) -> None:
     if outermost(module) is module:
         _apply_settings(module, engine)
-        optim_states.show_rows(module)
+        state_dicts.show_rows(module)
         _show_placements(module)
 
 

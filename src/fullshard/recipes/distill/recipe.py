@@ -26,7 +26,7 @@ from fullshard.config.values import DistillLoss, DType, HomeKind
 from fullshard.data.chat import is_chat
 from fullshard.data.dataset import DatasetFacts
 from fullshard.data.order import evaluation_samples
-from fullshard.data.tokenizer import load_tokenizer
+from fullshard.data.tokenize import load_tokenizer
 from fullshard.engine.axes import one_place
 from fullshard.engine.engine import engine_of
 from fullshard.engine.hugging_face import build_on_meta
