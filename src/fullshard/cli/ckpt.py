@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Generator
 from dataclasses import replace
+from functools import partial
 from os.path import realpath
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -28,8 +29,9 @@ def _stops(ctx: typer.Context) -> None:
     """Turn a signal into an error, so that temporary folders are removed."""
     from fullshard.launch.exit_codes import PREEMPTIONS, handled, raise_stopped
 
-    how = {"what": f"ckpt {ctx.invoked_subcommand}", "then": "Run the command again."}
-    ctx.with_resource(handled(PREEMPTIONS, lambda _, number, _frame: raise_stopped(number, **how)))
+    what, then = f"ckpt {ctx.invoked_subcommand}", "Run the command again."
+    stop = partial(raise_stopped, what=what, then=then)
+    ctx.with_resource(handled(PREEMPTIONS, lambda _, number, _frame: stop(number)))
 
 
 def _named(path: Path) -> Path:

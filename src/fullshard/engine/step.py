@@ -73,21 +73,13 @@ from fullshard.engine._torch_compat import (
 from fullshard.engine.attributes import ModuleTensors, Undo, change_tensors, put_back, tensors_in
 from fullshard.engine.computed import Released
 from fullshard.engine.gradients import Gradients
+from fullshard.engine.guard import REENTRANT, check_graph
 from fullshard.engine.norms import Count
 from fullshard.engine.parameter import Guarded
 from fullshard.engine.unit import Member, Unit, alive, is_reached
 from fullshard.errors import EngineError, HangError, SlotError
 from fullshard.planner.events import Event, EventKind, Recorder, Sync
 from fullshard.planner.schedule import Scheduler
-
-_REENTRANT = (
-    "backward: expected one backward whose gradients autograd knows at its start; got one inside "
-    "another that reaches the parameters of {title}, as reentrant activation checkpointing makes. "
-    "Use torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or "
-    "activation_checkpointing=block. In a hook, call torch.autograd.grad for inputs alone, or call "
-    "backward() after the first one."
-)
-
 
 _numbers: Callable[[], set[int]] = set  # set[int]() takes 0.3 us more
 
@@ -444,23 +436,8 @@ class Runtime:
         if self._inner != task:
             for unit in self.units:
                 if any(is_reached(member) for member in unit.trained_members):
-                    raise EngineError(_REENTRANT.format(title=unit.plan.title))
+                    raise EngineError(REENTRANT.format(title=unit.plan.title))
             self._inner = task
-
-    def _check_graph(self) -> None:
-        if torch.is_grad_enabled():
-            raise EngineError(
-                "backward: expected create_graph=False; a second derivative would read slots that "
-                "contain other units at that point. For gradients of inputs use "
-                "torch.autograd.grad without create_graph (torch.func.grad, vjp and jacrev set "
-                "it); compute second derivatives with a model that was not sharded."
-            )
-        if self.cut_anew is not None:
-            raise EngineError(
-                "backward: expected a graph from after the model was sharded again (a change of "
-                f"requires_grad, a dtype or a parameter), which gave ranks other elements of "
-                f"{self.cut_anew}. Run backward before the forward that follows the change."
-            )
 
     def _begin_backward(self, task: int) -> bool:
         """Begin a backward; False for one inside another, which changes nothing.
@@ -475,7 +452,7 @@ class Runtime:
             self._check_inner(task)
         if self._end() is not None:
             self._check_inner(task)
-        self._check_graph()
+        check_graph(self.cut_anew)
         if self._task != -1:
             return False
         self._task = task
@@ -513,7 +490,7 @@ class Runtime:
         if not member.expected:
             if not member.compute.requires_grad:
                 return  # frozen since its forward
-            raise EngineError(_REENTRANT.format(title=unit.plan.title))
+            raise EngineError(REENTRANT.format(title=unit.plan.title))
         is_gone = not self.scheduler.is_gathered(unit.index)
         if is_gone and unit.plan.reads_weight_in_backward and not self._shares_casts:
             raise SlotError(
