@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fullshard.config.dialects.rules import Note, Status, is_auto
-from fullshard.config.dialects.tools import TRAINING
+from fullshard.config.dialects.trainer import TRAINING
 from fullshard.config.dialects.translate import (
     DIALECTS,
     Translation,

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from fullshard.config.dialects.accelerate import FSDP
 from fullshard.config.dialects.rules import Status
-from fullshard.config.dialects.tools import FSDP
 from fullshard.config.dialects.translate import DIALECTS
 from fullshard.config.explain import text_of
 from fullshard.config.files import parse_text

@@ -2,7 +2,10 @@
 
     rules       the rules of a table: our key, no effect, lost, not supported yet
     keys.yaml   the keys of all tools whose meaning needs no code
-    tools       the tables: DeepSpeed, Accelerate, the Trainer and TRL, axolotl, axes of a mesh
+    accelerate  Accelerate's YAML, and `fsdp_config`, which the Trainer and axolotl share
+    deepspeed   DeepSpeed's JSON
+    trainer     Hugging Face's TrainingArguments and TRL's script arguments
+    axolotl     axolotl's YAML
     translate   detects the tool of a file and translates it, with a note for every key
 
 Keys are translated, with their places, before files are merged and checked. Errors therefore name

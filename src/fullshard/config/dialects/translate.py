@@ -7,6 +7,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
+from fullshard.config.dialects.accelerate import ACCELERATE, FSDP
+from fullshard.config.dialects.axolotl import AXOLOTL
+from fullshard.config.dialects.deepspeed import DEEPSPEED
+from fullshard.config.dialects.mesh import TORCHTITAN
 from fullshard.config.dialects.rules import (
     NOTHING,
     Meaning,
@@ -20,16 +24,7 @@ from fullshard.config.dialects.rules import (
     mapping_of,
     marks_of,
 )
-from fullshard.config.dialects.tools import (
-    ACCELERATE,
-    AXOLOTL,
-    DEEPSPEED,
-    FLAT,
-    FLAT_MARKS,
-    FSDP,
-    TORCHTITAN,
-    TRAINING,
-)
+from fullshard.config.dialects.trainer import FLAT, FLAT_MARKS, TRAINING
 from fullshard.config.fields import Rejected
 from fullshard.config.files import File, Origin, OriginKind, find, interpolated, read_file
 from fullshard.config.keys import canonical
