@@ -28,7 +28,7 @@ EXEMPT = ("src/fullshard/compat/",)
 # Packages that share a budget are joined by " + ".
 BUDGETS = {
     "bench": 1_799,
-    "config": 3_261,
+    "config": 3_335,
     "cli": 1_997,
     "engine + transport": 8_770,
     "planner + outlook": 4_300,
@@ -37,7 +37,7 @@ BUDGETS = {
     "compat + integrations": 2_808,
     "xla + jax + xla_state": 2_883,
     "checkpoint + formats": 2_910,
-    "in all": 42_317,
+    "in all": 42_391,
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
