@@ -4,6 +4,10 @@
 A tensor's hash is the sum of its elements' bits as integers. It is cheap, equal for equal weights,
 and detects a wrong seed, a missed load or an update on one rank. Ranks compute the maximum of their
 hashes and of the negated hashes; if these agree, all hashes are equal.
+
+Two checks compare the replicas of a shard. `check_replicas` hashes all weights every 100 steps.
+`Count.WEIGHTS` (engine/norms.py) hashes a few of them at every step, on CPUs only; it is part of
+the sum that ends a backward.
 """
 
 from __future__ import annotations
