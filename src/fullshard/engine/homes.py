@@ -1,10 +1,10 @@
 """The memory of a model's state on this rank: device, host or disk.
 
-    Place          a word of the plan: device, host, disk or shared    planner/units.py
-    Homes          the plan's place of each kind of state              planner/units.py
-    Residence      the memory that a place is on this rank             here
-    DeviceHomes    the residence of each kind of state                 here
-    Home           when masters and gradient slots may be written      transport/base.py
+Place          a word of the plan: device, host, disk or shared    planner/units.py
+Homes          the plan's place of each kind of state              planner/units.py
+Residence      the memory that a place is on this rank             here
+DeviceHomes    the residence of each kind of state                 here
+Home           when masters and gradient slots may be written      transport/base.py
 """
 
 from __future__ import annotations
