@@ -11,7 +11,7 @@ sums over replicas use one wire each, as on NCCL with three groups; messages of 
 For tests, benchmarks and traces. The inner transport moves the bytes, so results are bit-identical.
 On a CPU the host sleeps. On a GPU each wire is a CUDA stream, and a message is a kernel that spins
 for the message's time. The kernel occupies one multiprocessor; a collective's kernel occupies more.
-What it gathers is moved on the wire's stream after that, and the compute stream waits for it.
+Its bytes are moved on the wire's stream after that, and the compute stream waits for it.
 """
 
 from __future__ import annotations
@@ -177,10 +177,10 @@ class DelayTransport:
         return _Late(*self.gathers.carry(num_bytes, lambda: self.inner.fetch(fulls, unit)))
 
     def reduce(self, fulls: Sequence[torch.Tensor]) -> Reduction:
-        under_way = self.inner.reduce(fulls)
         if self._mesh.shard == 1:
-            return under_way
-        return _Late(under_way, self.reductions.send(self._others_bytes(fulls)))
+            return self.inner.reduce(fulls)
+        num_bytes = self._others_bytes(fulls)
+        return _Late(*self.reductions.carry(num_bytes, lambda: self.inner.reduce(fulls)))
 
     def sum_replicas(self, values: torch.Tensor) -> Iterator[None]:
         steps = self.inner.sum_replicas(values)

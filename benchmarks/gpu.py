@@ -31,7 +31,7 @@ from fullshard.cli.bench import OutFlag, say, show
 from fullshard.cli.outcome import Outcome
 from fullshard.engine.engine import engine_of
 from fullshard.launch.machine import describe_machine
-from fullshard.transport.base import Fetch, Works
+from fullshard.transport.base import Fetch, Reduction, Works
 
 NAME = "benchmarks.gpu"
 ENGINES = (PLAIN, OURS, REFERENCE)
@@ -57,11 +57,12 @@ METHOD = (
     "Every collective takes latency + bytes / bandwidth on a stream of its own, gathers and "
     f"reductions apart: {WIRES}. FSDP2 gets the same wires through its own interface for custom "
     "collectives, and explicit prefetch of the next block in both directions.",
-    "A gather also writes what it would receive, the same data for every rank, on the wire's "
-    "stream. Engines take their steps in turn; ratios are medians over the rounds with a 95 % "
-    "bootstrap interval. Step is a median, each step waited for; host is how long the process took "
-    "to queue one. Memory is the peak of steps of an engine alone; copies are kernels whose names "
-    "speak of copy or cat, of one step under the profiler, those of the wires included.",
+    "A collective also writes what it would receive, the same data from every rank, on the wire's "
+    "stream. Both engines keep the last block gathered for its backward. Engines take their steps "
+    "in turn; ratios are medians over the rounds with a 95 % bootstrap interval. Step is a median, "
+    "each step waited for; host is how long the process took to queue one. Memory is the peak of "
+    "steps of an engine alone; copies are kernels whose names speak of copy or cat, of one step "
+    "under the profiler, those of the wires included.",
 )
 NO_GPU = "torch sees no CUDA device here, so nothing was measured."
 
@@ -73,6 +74,12 @@ class _AlikeTransport(IdleTransport):
         for full in fulls:
             _repeat(full.view(self.axes.mesh.shard, -1))
         return Works(())
+
+    def reduce(self, fulls: Sequence[torch.Tensor]) -> Reduction:
+        for full in fulls:  # what a reduce-scatter receives
+            parts = full.view(self.axes.mesh.shard, -1)
+            parts[0].copy_(parts[1])
+        return super().reduce(fulls)
 
 
 def _repeat(parts: torch.Tensor) -> None:
@@ -124,7 +131,11 @@ def shard_fsdp2(model: Llama, world: int) -> nn.Module:
     mesh = init_device_mesh(device.type, (world,))
     mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     blocks: list[Any] = list(model)
-    modules = [fully_shard(module, mesh=mesh, mp_policy=mixed) for module in (*blocks, model)]
+    given: dict[str, Any] = {"mesh": mesh, "mp_policy": mixed}
+    modules = [fully_shard(block, **given) for block in blocks[:-1]]
+    # Its backward follows at once: it stays gathered, as ours does.
+    modules.append(fully_shard(blocks[-1], reshard_after_forward=False, **given))
+    modules.append(fully_shard(model, **given))
     gathers, reductions = (_Wired(wire_of(device, *WIRES[world]), world) for _ in range(2))
     for module in modules:
         module.set_custom_all_gather(gathers)  # pyright: ignore[reportArgumentType]

@@ -90,18 +90,20 @@ def call_collectives() -> str:
 
 
 def measure_context() -> str:
-    """The device's memory outside of torch's allocator, with two communicators and with three."""
+    """The device's memory outside of torch's allocator, and what one more communicator adds."""
     needs_cuda()
     square = torch.ones(1024, 1024, device=gpu_checks.DEVICE)
-    sizes = []
-    for name in ("gathers", "reductions"):  # a product loads cuBLAS
-        torch.mm(square, square)
-        group = _torch_compat.new_group_of([[0]], name)
-        dist.all_reduce(torch.zeros(1, device=gpu_checks.DEVICE), group=group)
-        torch.cuda.synchronize()
-        free, total = torch.cuda.mem_get_info()
-        sizes.append((total - free - torch.cuda.memory_reserved()) / 2**20)
-    return "{:.0f} MiB with two communicators, {:.0f} with three".format(*sizes)
+    torch.mm(square, square)  # loads cuBLAS
+    before = _outside()
+    group = _torch_compat.new_group_of([[0]], "context")
+    dist.all_reduce(torch.zeros(1, device=gpu_checks.DEVICE), group=group)
+    return f"{before:.0f} MiB, {_outside() - before:.0f} more for a communicator"
+
+
+def _outside() -> float:
+    torch.cuda.synchronize()
+    free, total = torch.cuda.mem_get_info()
+    return (total - free - torch.cuda.memory_reserved()) / 2**20
 
 
 def register_symmetric_memory() -> None:
@@ -265,14 +267,18 @@ def train_two_ranks() -> None:
         words += ["--store", f"{folder}/store", "--rank"]
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         ranks = [subprocess.Popen([*words, str(at)], text=True, **pipes) for at in range(2)]
-        said = [_output_of(rank) for rank in ranks]
+        try:
+            said = [_output_of(rank) for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
     assert not any(rank.returncode for rank in ranks), "\n".join(said)
 
 
 def _output_of(rank: subprocess.Popen[str]) -> str:
     """What a rank printed; it is killed if it hangs."""
     try:
-        return rank.communicate(timeout=HANGS_S - 10 if on_cuda() else None)[0]
+        return rank.communicate(timeout=HANGS_S // 2 - 5 if on_cuda() else None)[0]
     except subprocess.TimeoutExpired:
         rank.kill()
         return rank.communicate()[0] + "hung"
@@ -281,7 +287,7 @@ def _output_of(rank: subprocess.Popen[str]) -> str:
 def be_one_of_two(rank: int, store: str) -> None:
     """What each of these ranks does."""
     if on_cuda():
-        faulthandler.dump_traceback_later(HANGS_S - 20)
+        faulthandler.dump_traceback_later(HANGS_S // 2 - 10)
     place: dict[str, Any] = {"store": dist.FileStore(store, 2), "rank": rank, "world_size": 2}
     dist.init_process_group("gloo", timeout=GROUP_TIMEOUT, **place)
     with HostGroups(streams.of(gpu_checks.DEVICE) or Played()).in_place():

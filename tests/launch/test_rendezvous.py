@@ -236,7 +236,7 @@ def test_a_task_computes_on_the_one_gpu_that_it_sees(visible, device, srun, monk
 def test_ranks_of_one_launcher_see_the_same_gpus(torchrun, monkeypatch):
     torchrun(rank=1, size=2, LOCAL_RANK=1, LOCAL_WORLD_SIZE=2)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    with pytest.raises(ConfigError, match=r"at most 1 on this machine.*got 2"):
+    with pytest.raises(ConfigError, match=r"torchrun: expected at most 1 ranks on.*got 2"):
         rendezvous._cuda_device(read_launch_environment())
 
 

@@ -193,7 +193,5 @@ def test_more_ranks_than_gpus_are_refused_before_one_starts(
 ):
     monkeypatch.setattr("fullshard.run.start.num_visible_accelerators", lambda: 1)
     done = fullshard("train", write_config(tmp_path), "num_processes=2", code=2)
-    assert "num_processes: expected at most 1 on this machine, one rank per visible GPU; got 2" in (
-        done.err
-    )
+    assert "num_processes: expected at most 1 ranks on this machine, one per visible" in done.err
     assert not (tmp_path / "run" / "logs").exists()

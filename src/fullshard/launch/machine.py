@@ -75,16 +75,21 @@ def configured_topology(launch: LaunchConfig) -> Topology:
     return Topology(world, world // machines if world % machines == 0 else None)
 
 
-def check_accelerators(count: int, num_ranks: int) -> None:
+def check_accelerators(count: int, num_ranks: int, asked: str = "launch.num_processes") -> None:
     """Checks that each rank of this machine has a GPU of its own, if there are GPUs.
+
+    Args:
+        count: Number of GPUs.
+        num_ranks: Number of ranks of this machine.
+        asked: The key or the launcher that chose it.
 
     Raises:
         ConfigError: There are more ranks than GPUs.
     """
     if 0 < count < num_ranks:
         raise ConfigError(
-            f"launch.num_processes: expected at most {count} on this machine, one rank per visible "
-            f"GPU; got {num_ranks}. Lower it, leave it out, or make more GPUs visible."
+            f"{asked}: expected at most {count} ranks on this machine, one per visible GPU; got "
+            f"{num_ranks}. Start fewer, or make more GPUs visible."
         )
 
 

@@ -352,7 +352,8 @@ def _cuda_device(launch: LaunchEnvironment) -> torch.device:
     if count == 1 and launch.launcher in (Launcher.SLURM, Launcher.MPI):
         index = 0  # each rank may see only its own GPU
     if index >= count:
-        check_accelerators(count, max(launch.local_world_size, index + 1))
+        started = {} if launch.launcher is Launcher.FULLSHARD else {"asked": launch.launcher}
+        check_accelerators(count, max(launch.local_world_size, index + 1), **started)
     device = torch.device("cuda", index)
     torch.cuda.set_device(device)
     return device

@@ -506,9 +506,9 @@ def _parts(plan: Plan) -> Iterator[tuple[int, int]]:
 
 # ---- memory beyond tensors: estimates ------------------------------------------------------------
 
-# Outside of the allocator, on an H100 with CUDA 13 and torch 2.11: a CUDA context with cuBLAS takes
-# 685 MiB, the first NCCL communicator of one rank 564 MiB, and the next one 388 MiB. On an A100
-# one takes 544 to 688 MB (https://github.com/NVIDIA/nccl/issues/964).
+# Outside of the allocator: a CUDA context with cuBLAS, and an NCCL communicator. On an H100, see
+# docs/log.md; on an A100 one communicator takes 544 to 688 MB
+# (https://github.com/NVIDIA/nccl/issues/964).
 CONTEXT, COMMUNICATOR = 685 * MIB, GB // 2
 # Peaks of a run whose tensors need less than a MiB: anonymous memory and page tables of a rank, and
 # of the launcher, which prepares the data. Measured by `python -m benchmarks.limits --case base`.

@@ -58,7 +58,7 @@ class Streams:
         """The current stream of the caller."""
         key = stream_key(self._index)
         if key not in self._known:
-            self._known[key] = torch.cuda.current_stream(self._device)
+            self._known[key] = torch.cuda.current_stream(self._index)
         return self._known[key]
 
     def make(self, name: str) -> Any:  # noqa: ARG002 for streams that are played
