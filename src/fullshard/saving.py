@@ -182,10 +182,15 @@ def write(
     real = target.resolve() if isinstance(target, StorePath) else Path(realpath(target))
     place = _open_place(ranks, real, settings)  # links stay
     work = partial(_write_files, ranks, place, pieces, documents, settings.keep)
-    if settings.wait:
-        work()
-    else:
+    if not settings.wait:
         SAVES.start(work)
+        return target
+    try:
+        work()
+    except BaseException:  # perhaps a signal's
+        if ranks.world_size == 1:  # no other rank reads its notes
+            commit.abandon(place)
+        raise
     return target
 
 
@@ -352,7 +357,7 @@ def _open_place(ranks: Ranks, target: Path, settings: SaveSettings) -> commit.Pa
     place = commit.Paths(target, ranks.lead(claim))
     try:
         ranks.agree(partial(commit.join, place, ranks.rank))
-    except CheckpointError:
+    except BaseException:
         if ranks.rank == 0:
             commit.abandon(place)
         raise

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 import fullshard as fs
+from fullshard.checkpoint import commit
 from fullshard.checkpoint.files import TensorFile
 from fullshard.checkpoint.read import Checkpoint, remove, superfluous
 from fullshard.launch.run_lock import RunLock
@@ -253,16 +254,29 @@ def test_no_run_begins_where_an_import_adds_a_step(fullshard, run_dir, tmp_path,
         assert "expected a folder that no" in refused.pop()
 
 
-@pytest.mark.parametrize("words", [("export", "--format", "dcp"), ("import",)], ids=" ".join)
-def test_a_signal_leaves_no_part_of_a_copy(fullshard, run_dir, tmp_path, monkeypatch, words):
-    read = Checkpoint.read
+AT = {  # where a signal arrives
+    "claim": (commit, "_make_note"),
+    "read": (Checkpoint, "read"),
+    "report": (commit, "_fill_note"),
+    "end": (commit, "put_in_place"),
+}
 
-    def read_and_stop(self, key, *span):
-        read(self, key, *span)
+
+@pytest.mark.parametrize(
+    ("words", "at"),
+    [(("export", "--format", "dcp"), "read"), *((("import",), at) for at in AT)],
+    ids=lambda value: value if isinstance(value, str) else value[0],
+)
+def test_a_signal_leaves_no_part_of_a_copy(fullshard, run_dir, tmp_path, monkeypatch, words, at):
+    function = getattr(*AT[at])
+
+    def stopped(*given):
         if list(tmp_path.glob(".copy*")):
+            monkeypatch.undo()
             os.kill(os.getpid(), signal.SIGTERM)
+        return function(*given)
 
-    monkeypatch.setattr(Checkpoint, "read", read_and_stop)
+    monkeypatch.setattr(*AT[at], stopped)
     command, *options = words
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit("the command has no handler"))
     try:

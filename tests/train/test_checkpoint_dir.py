@@ -77,6 +77,8 @@ def test_a_folder_where_another_process_saves_is_refused_before_the_first_step(
     said = fullshard(*words, code=code, launcher=launcher)
     assert "expected a folder that no other run uses; another process saves its steps" in said
     assert losses(tmp_path) == {}
+    # Under torchrun rank 0 finds it while the other ranks wait for it, and begins no run.
+    assert (tmp_path / "run/run.json").exists() is (launcher == ())
     os.close(other._claims[place.resolve()])
     fullshard(*words, launcher=launcher)
     assert sorted(losses(tmp_path)) == [1, 2]

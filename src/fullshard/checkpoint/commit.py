@@ -151,9 +151,11 @@ def claim(target: Path) -> Paths:
         place.notes.mkdir()
         _make_note(place.verdict)
         place.aside.mkdir()
-    except OSError as error:
+    except BaseException as error:
         abandon(place)
-        raise failure(target, 0, error) from error
+        if isinstance(error, OSError):
+            raise failure(target, 0, error) from error
+        raise
     return place
 
 

@@ -37,7 +37,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 
-from fullshard.compat.errors import NotOfferedError
+from fullshard.compat.errors import MisuseError, NotOfferedError
 from fullshard.config.schema import ShardConfig
 from fullshard.config.supported import check_supported
 from fullshard.config.values import DType, Strategy, TransportKind, WrapKind
@@ -157,6 +157,7 @@ def own_rank() -> int:
 
 def mark(module: nn.Module, wrapped: Wrapped) -> None:
     """Make a module a unit: record it, cut its parameters, hook its forward."""
+    check_unsharded(module)
     setattr(module, MARK, wrapped)
     for inner, record in marked(module):
         if inner is not module and record.around() is None:
@@ -164,6 +165,22 @@ def mark(module: nn.Module, wrapped: Wrapped) -> None:
     before = partial(call_outside_compile, _before_forward)
     module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
     cut(module, wrapped)
+
+
+def check_unsharded(module: nn.Module) -> None:
+    """Check that a module to mark is not sharded by `fs.shard`; modules inside it may be.
+
+    Raises:
+        MisuseError: `fs.shard` has sharded it, alone or in a larger model.
+    """
+    inside = [vars(m).get(ATTRIBUTE) for m in module.modules() if m is not module]
+    for inner in module.modules():
+        engine = getattr(vars(inner).get("__reduce_ex__"), "__self__", None)
+        if isinstance(engine, Engine) and engine.on_change is None and engine not in inside:
+            raise MisuseError(
+                f"{type(module).__name__}: expected a module that was not sharded; fs.shard has "
+                "sharded it, alone or in a larger model. Leave out one of the two calls."
+            )
 
 
 def wrapped_of(module: nn.Module) -> Wrapped | None:
@@ -561,7 +578,7 @@ def replace_engines(model: nn.Module, shard: Callable[[], Engine]) -> Engine:
         model: A model with engines, early shards or whole parameters.
         shard: Shards the model (`shard_model` with its arguments).
     """
-    old = [_close(module) for module in model.modules() if hasattr(module, ATTRIBUTE)]
+    old = [_close(module) for module in model.modules() if ATTRIBUTE in vars(module)]
     with no_guard():
         grads: list[Any] = [param.grad for param in _shards(model)]
         kept = [grad if grad is None else grad.to_local().clone() for grad in grads]

@@ -39,6 +39,7 @@ from fullshard.compat.state_dicts import HoldsShards, Wanted
 from fullshard.compat.wrapping import (
     Wrapped,
     bare,
+    check_unsharded,
     engine_for,
     has_meta,
     ignored_ids,
@@ -476,6 +477,7 @@ def _check_module(module: Any, ignored: set[int]) -> None:
             f"following APIs have already been applied to the following module: "
             f"['fully_shard']\n{module}"
         )
+    check_unsharded(module)
     for name, param in module.named_parameters():
         if id(param) in ignored or isinstance(param, ShardedParameter):
             continue
@@ -566,7 +568,7 @@ def _apply_settings(root: nn.Module, engine: Engine) -> None:
     for module, wrapped in marked(root):
         if id(module) in engine.index_of:
             unit = engine.units[engine.index_of[id(module)]]
-            unit.divisor = wrapped.extra["shared"].get("divisor")
+            unit.divisor = wrapped.extra.get("shared", {}).get("divisor")  # FSDP1's has none
 
 
 def _close_open(module: nn.Module) -> None:
