@@ -75,7 +75,7 @@ def taken_by(work, measure):
 
     def sample():
         nonlocal peak
-        while not ended.wait(0.01):  # reading it takes milliseconds
+        while not ended.wait(0.002):
             peak = tuple(map(max, peak, measure()))
 
     thread = Thread(target=sample)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import fullshard as fs
-from support.grid import marked
+from support.grid import chequered, marked
 from support.ranks import on_ranks
 from support.scripts import compare, counted, error_of, sharded_run
 
@@ -482,7 +482,6 @@ def one_element(model):
         flat.view(-1)[-1] = math.inf
 
 
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("overflow", [None, one_element])
+@pytest.mark.parametrize(("overflow", "fused"), chequered([None, one_element], [False, True]))
 def test_the_loss_scaler_works_and_an_infinity_of_one_rank_makes_all_skip(ranks, fused, overflow):
     ranks(2)(compare, partial(scaled, fused=fused, overflow=overflow))

@@ -422,6 +422,7 @@ def test_the_waits_are_these():
     assert len(WAITS) == 31, WAITS
 
 
+@pytest.mark.short(3)
 @pytest.mark.parametrize(
     "mutant", marked(zip(WAITS), lambda one: "engine.step" in str(one), pytest.mark.long), ids=str
 )

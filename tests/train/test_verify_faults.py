@@ -70,6 +70,7 @@ def verdict_of(ranks, folder, prepared, fault):
     return verify.judge(job, folder, time.perf_counter())
 
 
+@pytest.mark.short(2)
 @pytest.mark.parametrize("model", MODELS)
 def test_sound_model_is_equal_in_every_row(ranks, checks, model):
     verdict = verdict_of(ranks, *checks[model, False], None)
@@ -189,7 +190,7 @@ def divided(tmp_path_factory):
     return found
 
 
-@pytest.mark.short(2)
+@pytest.mark.short(1)
 @pytest.mark.parametrize(
     ("name", "fault"),
     [
