@@ -177,6 +177,7 @@ def end_and_measure(folder):
     return exported, *taken_by(work, partial(own_and_joint_bytes, processes))
 
 
+@pytest.mark.long
 def test_no_rank_holds_the_model_at_the_end_of_a_run_or_to_generate(ranks, tmp_path):
     whole = SIZES["num_hidden_layers"] * BLOCK
     for exported, generated, joint in ranks(2)(end_and_measure, tmp_path):

@@ -197,7 +197,10 @@ ALIKE = [
     *[name for name in LINES if name.startswith("clip_grad_norm_, order")][1::2],
     "clip_grad_norm_ of a given order in words",
     "clip_grad_value_, a loop",
+    "gradients as out",
     "gradients halved by hand",
+    "total norm of old scripts",
+    "twice",
     "scaled by keyword",
     "one parameter",
 ]

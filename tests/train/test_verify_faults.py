@@ -7,6 +7,7 @@ import dataclasses
 import math
 import shutil
 import time
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -181,13 +182,17 @@ AXES = {
 
 @pytest.fixture(scope="module")
 def divided(tmp_path_factory):
-    """Folders with the reference's results of models that other axes cut, on four ranks."""
-    root, found = tmp_path_factory.mktemp("axes"), {}
-    for name, (model, settings) in AXES.items():
-        MODELS[name] = model
-        found[name] = root / name, prepared_in(root / name, name, None, *settings)
-    run_reference(*(folder for folder, _ in found.values()))
-    return found
+    """A folder with the reference's results of a model that other axes cut, on four ranks."""
+
+    @cache
+    def divided(name):
+        MODELS[name], settings = AXES[name]
+        folder = tmp_path_factory.mktemp("axes") / name
+        prepared = prepared_in(folder, name, None, *settings)
+        run_reference(folder)
+        return folder, prepared
+
+    return divided
 
 
 @pytest.mark.short(1)
@@ -205,7 +210,7 @@ def divided(tmp_path_factory):
     ],
 )
 def test_other_axes_are_equal_and_their_faults_are_named(ranks, divided, name, fault):
-    folder, prepared = divided[name]
+    folder, prepared = divided(name)
     assert prepared.job.world_size == 4
     assert prepared.job.num_batches == 2
     found = verdict_of(ranks, folder, prepared, fault).diagnosis
