@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from threading import Event, Thread
 
+import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
