@@ -218,6 +218,7 @@ def test_tied_weights_that_differ_are_not_exported_as_one(fullshard, tmp_path):
     assert not (tmp_path / "back").exists()
 
 
+@pytest.mark.short(2)
 @pytest.mark.parametrize("kind", ["safetensors", "bin"])
 @pytest.mark.parametrize("name", ["tied llama", "llama"])
 def test_a_hugging_face_folder_goes_in_and_out_with_the_same_logits(

@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from threading import Event, Thread
 
+import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
@@ -75,7 +76,7 @@ def taken_by(work, measure):
 
     def sample():
         nonlocal peak
-        while not ended.wait(0.01):  # reading it takes milliseconds
+        while not ended.wait(0.002):
             peak = tuple(map(max, peak, measure()))
 
     thread = Thread(target=sample)
@@ -177,6 +178,7 @@ def end_and_measure(folder):
     return exported, *taken_by(work, partial(own_and_joint_bytes, processes))
 
 
+@pytest.mark.long
 def test_no_rank_holds_the_model_at_the_end_of_a_run_or_to_generate(ranks, tmp_path):
     whole = SIZES["num_hidden_layers"] * BLOCK
     for exported, generated, joint in ranks(2)(end_and_measure, tmp_path):

@@ -171,7 +171,8 @@ def resumes_from(url, wait):
     resumes(url, None, wait)
 
 
-@pytest.mark.parametrize("wait", [True, False])
+@pytest.mark.short(1)
+@pytest.mark.parametrize("wait", [False, True])
 def test_a_run_resumes_from_a_store_with_its_bits(ranks, tmp_path, wait):
     ranks(2)(resumes_from, url_of(tmp_path / "run"), wait)
     assert names_of(url_of(tmp_path / "run")) == ["step-00000003"]

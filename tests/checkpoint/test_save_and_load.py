@@ -13,6 +13,7 @@ from torch import nn
 import fullshard as fs
 from fullshard import saving
 from fullshard.engine.engine import engine_of
+from support.grid import chequered
 from support.models import perturbed
 from support.scripts import NUM_TOKENS, Tiny, differences
 
@@ -151,8 +152,7 @@ def resumes(folder, param_dtype, wait):
         assert torch.equal(param.to_local(), wanted[name]), name
 
 
-@pytest.mark.parametrize("wait", [True, False])
-@pytest.mark.parametrize("param_dtype", [None, "bf16"])
+@pytest.mark.parametrize(("param_dtype", "wait"), chequered([None, "bf16"], [True, False]))
 def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(ranks, tmp_path, param_dtype, wait):
     ranks(2)(resumes, str(tmp_path / "run"), param_dtype, wait)
     assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["step-00000003"]

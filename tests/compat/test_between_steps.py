@@ -213,6 +213,7 @@ def evaluates_averages(net, average_of, averages=None):
     return found
 
 
+@pytest.mark.short(3)
 @pytest.mark.parametrize("average_of", [cloned, as_parameter, copy.deepcopy])
 @pytest.mark.parametrize("wrap", [FSDP, fully_shard])
 @on_ranks(2)
@@ -503,6 +504,7 @@ def test_ranks_whose_elements_stay_take_part_when_others_are_cut_anew():
             torch.testing.assert_close(ours.full_tensor(), theirs.detach())
 
 
+@pytest.mark.short(1)
 @on_ranks(3)
 @pytest.mark.parametrize("wrap", [fully_shard, FSDP])
 def test_whole_data_may_be_assigned_where_one_rank_has_all_elements(wrap):
@@ -674,6 +676,7 @@ def in_a_vmap(model, x):
     return torch.vmap(model)(x).detach()
 
 
+@pytest.mark.short(3)
 @on_ranks(2)
 @pytest.mark.parametrize("wrap", [fully_shard, FSDP])
 @pytest.mark.parametrize("run", [in_inference_mode, in_a_transformation, in_a_vmap])

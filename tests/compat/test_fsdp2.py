@@ -80,20 +80,24 @@ def settings():
     assert model.state_dict()["head.weight"].to_local().shape == (7 - rank(), 16)
 
 
-@on_ranks(4)
-def test_several_data_parallel_axes_of_one_kind_are_flattened():
-    names = ("dp_replicate", "dp_shard", "cp", "tp")
-    mesh = init_device_mesh("cpu", (1, 2, 2, 1), mesh_dim_names=names)
-    for dims, shape in (
+@pytest.mark.short(2)
+@pytest.mark.parametrize(
+    ("dims", "shape"),
+    [
         ({"shard": ("dp_shard", "cp"), "replicate": "dp_replicate"}, (1, 4)),
         ({"shard": "cp", "replicate": ("dp_replicate", "dp_shard")}, (2, 2)),
         ({"replicate": ("dp_replicate", "dp_shard", "cp")}, (4, 1)),
-    ):
-        given = DataParallelMeshDims(**dims)
-        model = assert_trains_as_one(lambda net, g=given: bottom_up(net, mesh=mesh, dp_mesh_dims=g))
-        found = engine_of(model).plan.mesh
-        assert (found.replicate, found.shard) == shape
-        assert model.state_dict()["head.weight"].full_tensor().shape == (13, 16)
+    ],
+)
+@on_ranks(4)
+def test_several_data_parallel_axes_of_one_kind_are_flattened(dims, shape):
+    names = ("dp_replicate", "dp_shard", "cp", "tp")
+    mesh = init_device_mesh("cpu", (1, 2, 2, 1), mesh_dim_names=names)
+    given = DataParallelMeshDims(**dims)
+    model = assert_trains_as_one(lambda net: bottom_up(net, mesh=mesh, dp_mesh_dims=given))
+    found = engine_of(model).plan.mesh
+    assert (found.replicate, found.shard) == shape
+    assert model.state_dict()["head.weight"].full_tensor().shape == (13, 16)
 
 
 def test_fully_shard_bottom_up_with_every_setting(ranks):

@@ -21,16 +21,19 @@ from support.compat import adamw, assert_trains_as_one, build, train
 from support.ranks import on_ranks
 
 
+@pytest.mark.short(2)
+@pytest.mark.parametrize("name", ["full", "hybrid_full", "shard_grad_op", "no_shard"])
 @on_ranks(2)
-def test_every_strategy_and_policy():
-    for name in ("full", "shard_grad_op", "hybrid_full", "no_shard"):
-        config = FSDP2Config(sharding_strategy=name, backward_prefetch="post", cpu_offload=False)
-        model = assert_trains_as_one(lambda net, c=config: wrap_model_fsdp2(net, c))
-        assert isinstance(model.layers[0], FSDPModule)  # named TransformerBlock
-        cut = sum(p.numel() for p in model.parameters()) < sum(
-            p.numel() for p in build().parameters()
-        )
-        assert cut is (name != "no_shard")
+def test_every_strategy(name):
+    config = FSDP2Config(sharding_strategy=name, backward_prefetch="post", cpu_offload=False)
+    model = assert_trains_as_one(lambda net: wrap_model_fsdp2(net, config))
+    assert isinstance(model.layers[0], FSDPModule)  # named TransformerBlock
+    numel, whole = (sum(p.numel() for p in net.parameters()) for net in (model, build()))
+    assert (numel < whole) is (name != "no_shard")
+
+
+@on_ranks(2)
+def test_every_policy():
     sizes = FSDP2Config(auto_wrap_policy="size_based", auto_wrap_min_params=700, cpu_offload=True)
     model = assert_trains_as_one(lambda net: wrap_model_fsdp2(net, sizes))
     assert isinstance(model.layers[0].up, FSDPModule)

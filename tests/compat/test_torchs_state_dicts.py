@@ -177,6 +177,7 @@ def kept_run(**settings):
     return model, optimizer, state
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize("kernel", ["foreach", "fused"])  # a fused step counts no version
 @on_ranks(2)
 def test_a_kept_state_dict_follows_the_weights_as_torchs_do(tmp_path, kernel):

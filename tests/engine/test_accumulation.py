@@ -130,7 +130,7 @@ def as_many_as_the_rank(model, step, rank, with_dummies):
     return micro_step(model, step, rank, 3)
 
 
-@pytest.mark.short(2)
+@pytest.mark.short(1)
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=SLOW)])
 @pytest.mark.parametrize(
     ("strategy", "with_dummies"),
@@ -186,6 +186,7 @@ def test_a_deferred_backward_reduces_nothing_and_settles_nothing(defers, wanted)
     assert_planned_events(model, engine.runtime.step - 1)
 
 
+@pytest.mark.short(2)
 @pytest.mark.parametrize(
     ("settings", "itemsize"),
     [

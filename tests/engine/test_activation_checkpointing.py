@@ -124,6 +124,7 @@ def test_a_model_without_blocks_is_refused():
         fs.shard(nn.Linear(3, 3), activation_checkpointing="block")
 
 
+@pytest.mark.short(2)
 @pytest.mark.parametrize("spelling", SPELLINGS)
 @pytest.mark.parametrize("early", [True, False])
 @on_ranks(2)

@@ -189,6 +189,7 @@ def averaged(**options):
     return made(lambda: nn.Sequential(*(Averaged(**options) for _ in range(2))))
 
 
+@pytest.mark.short(3)
 @pytest.mark.parametrize("asks", [False, True])
 @pytest.mark.parametrize("transport", ["c10d", "direct", "shared"])
 @on_ranks(2)
@@ -200,6 +201,7 @@ def test_a_unit_that_writes_what_it_then_reads_is_refused(transport, asks):
         model(batch(dist.get_rank()))
 
 
+@pytest.mark.short(2)
 @pytest.mark.parametrize("setting", SETTINGS)
 @on_ranks(2)
 def test_a_unit_may_write_what_its_next_forward_reads(setting):

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import fullshard as fs
-from support.grid import marked
+from support.grid import chequered, marked
 from support.ranks import on_ranks
 from support.scripts import compare, counted, error_of, sharded_run
 
@@ -197,7 +197,10 @@ ALIKE = [
     *[name for name in LINES if name.startswith("clip_grad_norm_, order")][1::2],
     "clip_grad_norm_ of a given order in words",
     "clip_grad_value_, a loop",
+    "gradients as out",
     "gradients halved by hand",
+    "total norm of old scripts",
+    "twice",
     "scaled by keyword",
     "one parameter",
 ]
@@ -482,7 +485,6 @@ def one_element(model):
         flat.view(-1)[-1] = math.inf
 
 
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("overflow", [None, one_element])
+@pytest.mark.parametrize(("overflow", "fused"), chequered([None, one_element], [False, True]))
 def test_the_loss_scaler_works_and_an_infinity_of_one_rank_makes_all_skip(ranks, fused, overflow):
     ranks(2)(compare, partial(scaled, fused=fused, overflow=overflow))

@@ -73,7 +73,7 @@ def check(how, early, strategy, backend):
         assert_planned_events(model, NUM_STEPS - 1)
 
 
-@pytest.mark.short(2)
+@pytest.mark.short(1)
 @pytest.mark.parametrize(
     ("how", "early", "strategy"),
     [

@@ -37,6 +37,7 @@ def trained(transport, delay):
     return model, [*seen, *(p.to_local().clone() for p in model.parameters())]
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize("transport", ["direct", "c10d"])
 @on_ranks(2)
 def test_a_delayed_run_has_the_bits_of_one_that_is_not(transport):

@@ -55,6 +55,7 @@ def emulated_gradients(name, world_size):
     return {key: value / world_size for key, value in total.items()}
 
 
+@pytest.mark.short(2)
 @pytest.mark.parametrize("transport", ["direct", "c10d"])
 @pytest.mark.parametrize("name", ["chain", "tied llama"])
 @on_ranks(2)

@@ -182,7 +182,7 @@ def local(tensor):
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-@pytest.mark.parametrize(("transport", "how"), chequered(["direct", "c10d", "shared"], KEEPS))
+@pytest.mark.parametrize(("transport", "how"), chequered(["direct", "c10d", "shared"], KEEPS, 4))
 @on_ranks(2)
 def test_a_weight_that_a_hook_keeps_is_never_that_of_another_unit(transport, how):
     """Which weights that hooks kept are others after the forward, and what reading them says."""

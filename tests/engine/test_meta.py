@@ -73,7 +73,7 @@ def assert_equal_to(model, whole, buffers=True):
             assert torch.equal(buffer, theirs[name]), name
 
 
-@pytest.mark.short(5)
+@pytest.mark.short(3)
 @pytest.mark.parametrize(
     ("kind", "world_size"), [("llama", 3), *((kind, 2) for kind in KINDS), ("llama", 1)]
 )
@@ -181,6 +181,7 @@ def test_a_folder_is_read_by_the_ranges_of_each_rank(ranks, tmp_path, strategy, 
     ranks(2)(check_read, str(tmp_path), strategy)
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "qwen2_moe"])
 def test_experts_are_read_by_ranges_of_the_files_that_hold_one_each(ranks, tmp_path, kind):
     model = make(kind)

@@ -219,6 +219,7 @@ def twice(model, x):
     loss.backward()
 
 
+@pytest.mark.short(2)
 @pytest.mark.parametrize("transport", ["direct", "c10d", "shared"])
 @on_ranks(2)
 def test_a_graph_that_the_first_step_retained_is_used_again(transport):

@@ -107,7 +107,7 @@ def stepped_by_hooks(run, **config):
     return run.result(model, left=left, stepped=[len(o.state) > 0 for o in optimizers.values()])
 
 
-@pytest.mark.short(3)
+@pytest.mark.short(2)
 @pytest.mark.parametrize(
     "config",
     [*({"transport": name} for name in TRANSPORTS), {"offload": "cpu"}, {"strategy": "no_shard"}],
@@ -263,6 +263,7 @@ def test_states_of_this_ranks_shape_go_round_too(ranks):
 # ---- the probe ----
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize(("schedule", "count"), [("moved", 1), ("zeroed", 2)])
 @on_ranks(2)
 def test_a_schedule_of_numbers_is_probed_once_and_a_number_turned_off_again(schedule, count):

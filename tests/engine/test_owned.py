@@ -145,6 +145,7 @@ def with_frozen_and_left_out(run):
     return run.result(model)
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_frozen_left_out_uncut_and_untouched_parameters(ranks, world_size):
     ranks(world_size)(compare, with_frozen_and_left_out)

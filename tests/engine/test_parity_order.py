@@ -240,6 +240,7 @@ def learn_beside_peers(order, is_alone):
     return [segment() is not None for segment in old], alive
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize("is_alone", [False, True])
 @on_ranks(2)
 def test_slots_in_shared_memory_are_used_again_or_freed_first(is_alone):
@@ -326,6 +327,7 @@ def test_an_evaluation_may_leave_early_on_one_rank(strategy):
 # ---- an order traced from a sample ---------------------------------------------------------------
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize("world_size", [1, 2])
 @on_ranks("world_size")
 def test_an_order_traced_from_a_sample_is_run_from_the_first_step():

@@ -142,6 +142,7 @@ def open_whole(model, whole):
         assert [name for name in whole if not torch.equal(found[name], whole[name])] == []
 
 
+@pytest.mark.short(3)
 @pytest.mark.parametrize("read", [read_whole, read_state, open_whole])
 @pytest.mark.parametrize("transport", ["direct", "shared"])
 @on_ranks(2)

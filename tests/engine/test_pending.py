@@ -136,7 +136,7 @@ USES = {
 }
 
 
-@pytest.mark.short(3)
+@pytest.mark.short(2)
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @on_ranks(2)
 def test_gradients_that_wait_are_not_read(settings):
@@ -209,6 +209,7 @@ def test_gradients_that_somebody_keeps_stay_as_they_are(settings):
         assert shown[1] == shown[2]
 
 
+@pytest.mark.short(3)
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @on_ranks(2)
 def test_gradients_beside_kept_ones_are_added_to(settings):
@@ -307,7 +308,7 @@ def test_what_the_user_put_into_a_gradient_is_added_to(ranks, put, zeroes):
 # ---- what is frozen between a forward and its backward
 
 
-@pytest.mark.short(3)
+@pytest.mark.short(2)
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @on_ranks(2)
 def test_what_is_frozen_after_the_forward_gets_no_gradient(settings):
@@ -338,6 +339,7 @@ def raise_in(_):
     raise ValueError("in backward")
 
 
+@pytest.mark.short(3)
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @on_ranks(2)
 def test_after_a_backward_that_raised_the_model_shows_its_shards(settings):
@@ -359,6 +361,7 @@ def test_after_a_backward_that_raised_the_model_shows_its_shards(settings):
     backward(model, 1)
 
 
+@pytest.mark.short(2)
 @pytest.mark.parametrize(
     ("settings", "checkpointing"), chequered(SETTINGS[:-1], ["none", "block"]), ids=str
 )

@@ -513,6 +513,7 @@ def test_whole_parameters_may_be_used_outside_of_forward(ranks, name):
         assert wrong == []
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize(
     "settings",
     [{"transport": "direct"}, {"strategy": "no_shard", "param_dtype": "bfloat16"}],

@@ -207,6 +207,7 @@ def test_ranks_that_prefetch_from_the_host_are_told_too(ranks, depth, name):
         assert "ll ranks must make the same calls" in text, text
 
 
+@pytest.mark.short(2)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @on_ranks(2)
 def test_ranks_that_ask_for_other_parameters_get_none(transport):
@@ -358,6 +359,7 @@ def edits_gradients(settings):
     return error_of(steps)
 
 
+@pytest.mark.short(2)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_rank_that_alone_writes_into_gradients_is_found(ranks, transport):
     for text in ranks(2)(edits_gradients, over(transport)):
@@ -373,6 +375,7 @@ def loads_apart(settings):
     return error_of(lambda: run.loss(model, 0).backward())
 
 
+@pytest.mark.short(2)
 @pytest.mark.parametrize("settings", [{"transport": "direct"}, {"transport": "shared"}, REPLICAS])
 def test_a_rank_that_loads_other_values_is_found(ranks, settings):
     for text in ranks(4)(loads_apart, settings):
@@ -489,6 +492,7 @@ def clips_nothing_by_torch(model):
     return nn.utils.clip_grad_norm_(model.parameters(), 1e9)
 
 
+@pytest.mark.short(2)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_norm_is_right_or_refused_after_one_rank_wrote_into_its_gradients(ranks, transport):
     settings = over(transport)

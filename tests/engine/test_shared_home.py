@@ -83,6 +83,7 @@ def test_asking_for_what_cannot_be_shared_is_refused_with_the_reason():
 # ---- who may write when --------------------------------------------------------------------------
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize("slow", [0, 1])
 @on_ranks(2)
 def test_a_slot_of_offloaded_weights_waits_for_peers_that_still_copy_it(slow):
@@ -178,6 +179,7 @@ def test_a_write_waits_for_a_backward_of_an_older_graph(ranks, before):
     assert torch.equal(first, second)
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize("part", ["model", "unit"])
 @on_ranks(2)
 def test_a_forward_waits_until_every_rank_has_written(part):
@@ -209,6 +211,7 @@ def deferred(transport):
     return whole_params(model)
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize("world_size", [2, 3])
 @on_ranks("world_size")
 def test_deferred_gradients_go_through_the_overflow_with_the_same_bits():

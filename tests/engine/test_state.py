@@ -390,6 +390,7 @@ def taught_by_an_average(run, update):
     return [run.result(student), run.result(teacher)]
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize("update", ["load", "lerp"])
 def test_a_teacher_follows_a_student_that_is_frozen_in_part(ranks, update):
     ranks(2)(compare, partial(taught_by_an_average, update=update))

@@ -184,7 +184,7 @@ def memory(strategy, dtype):
     return {"whole": whole, "grown": grown, "stats": stats, "planned": planned}
 
 
-@pytest.mark.short(2)
+@pytest.mark.short(1)
 @pytest.mark.parametrize(
     ("strategy", "dtype"),
     marked(

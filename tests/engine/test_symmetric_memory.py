@@ -134,6 +134,7 @@ def registered_experts(settings):
     return len(found), len({unit.plan.mesh for unit in engine.units})
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize(
     "settings", [{}, {"wrap": ["Qwen3MoeAttention", "Qwen3MoeExperts"]}], ids=str
 )

@@ -185,6 +185,7 @@ def test_an_address_that_nobody_answers_is_named_within_the_timeout(torchrun):
         assert time.monotonic() - began < 30
 
 
+@pytest.mark.short(1)
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # the socket
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_waits_for_others_obeys_a_signal_at_once(rank, torchrun, capfd):

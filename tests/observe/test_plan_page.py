@@ -11,6 +11,7 @@ from support.sizes import sizes_of
 ROOT = Path(__file__).parents[2]
 EXAMPLE = "examples/plan_llama_405b.yaml"
 GPUS = ("--gpus", "8xH100-80GB", "--nodes", "128")
+FEW = ("model.config.num_hidden_layers=4", "sharding.tensor=1")  # few forecasts beside its own
 
 
 @pytest.fixture(scope="module")
@@ -18,9 +19,7 @@ def page(tmp_path_factory):
     target = tmp_path_factory.mktemp("page") / "plan.html"
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
-        outcome = invoke(
-            ["plan", EXAMPLE, *GPUS, "model.config.num_hidden_layers=4", "--out", str(target)]
-        )
+        outcome = invoke(["plan", EXAMPLE, *GPUS, *FEW, "--out", str(target)])
     assert outcome.exit_code == 0
     return outcome.result, target.read_text(encoding="utf-8")
 

@@ -18,6 +18,8 @@ class Lazy:
         self._name = name
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # pytest looks for attributes of its own while it collects
+            raise AttributeError(name)
         module = importlib.import_module(self._name)
         if hasattr(module, name) or find_spec(f"{self._name}.{name}") is None:
             return getattr(module, name)

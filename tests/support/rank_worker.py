@@ -32,7 +32,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from _pytest.assertion.rewrite import rewrite_asserts
+from _pytest.assertion.rewrite import PYC_TAIL, _read_pyc, get_cache_dir, rewrite_asserts
 from _pytest.config import parse_warning_filter
 
 from support.forked import leave_server
@@ -204,12 +204,17 @@ def _import_by_file(body: Body) -> types.ModuleType:
     if spec is None:
         raise ImportError(f"{body.file} is not a Python file")
     module = importlib.util.module_from_spec(spec)
-    source = Path(body.file).read_bytes()
-    tree = ast.parse(source, filename=body.file)
-    rewrite_asserts(tree, source, body.file)  # `assert a == b` shows a and b here too
+    file = Path(body.file)
+    # As pytest left it when it collected the file: `assert a == b` shows a and b here too.
+    code = _read_pyc(file, get_cache_dir(file) / f"{file.stem}{PYC_TAIL}")
+    if code is None:
+        source = file.read_bytes()
+        tree = ast.parse(source, filename=body.file)
+        rewrite_asserts(tree, source, body.file)
+        code = compile(tree, body.file, "exec", dont_inherit=True)
     sys.modules[body.module] = module
     try:
-        exec(compile(tree, body.file, "exec", dont_inherit=True), module.__dict__)
+        exec(code, module.__dict__)
     except BaseException:
         del sys.modules[body.module]
         raise

@@ -15,16 +15,17 @@ _KNOWN: dict[Any, Any] = {}
 
 @contextlib.contextmanager
 def traced_once() -> Iterator[None]:
-    """A model without a teacher is traced once a process, with each setting that a tracer knows."""
+    """A model is traced once a process, with each setting that a tracer knows."""
 
     def once(name: str) -> Any:
         trace = getattr(Tracer, name)
 
         def once(self: Any, plan: Any, config: Any, key: Any, samples: int) -> Any:
-            if self.taught is not None:
-                return trace(self, plan, config, key, samples)
             model = type(self.model), str(self.model.config), self._spec
-            known = (name, *model, self.length, self.chunk_size, key, samples)
+            if self.taught is not None:
+                teacher = getattr(self.taught.teacher, "config", None)
+                model = *model, str(teacher), str(self.taught.config)
+            known = (name, *model, self.length, self.chunk_size, self.on_gpu, key, samples)
             if known not in _KNOWN:
                 _KNOWN[known] = trace(self, plan, config, key, samples)
             return _KNOWN[known]

@@ -205,6 +205,7 @@ def test_no_batch_at_all_is_an_error():
         loop.run()
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize("grad_sync", ["every_micro_batch", "last_micro_batch_outer"])
 def test_sums_over_replicas_that_wait_train_as_one_joined_batch(ranks, grad_sync):
     options = {"strategy": "hybrid_shard", "replicate": 2, "grad_sync": grad_sync}

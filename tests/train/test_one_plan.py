@@ -130,6 +130,7 @@ def test_a_vocabulary_that_is_trained_later_is_planned_as_it_will_be(place, capl
     assert "since a trace met" not in caplog.text  # a model of one layer is traced too
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize("limit", [1 << 20, 24 << 20])
 def test_what_cannot_fit_is_refused_with_its_plan_before_data_is_read(monkeypatch, place, limit):
     monkeypatch.setattr(host_memory, "limit", lambda: host_memory.Limit(limit))

@@ -235,6 +235,7 @@ def test_a_run_that_another_start_began_since_the_check_is_left_alone(
     assert (run / "run.json").read_bytes() == held[0]
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_stop_while_the_data_is_written_is_recorded(tmp_path, monkeypatch, fullshard, number):
     saved = Dataset.save

@@ -8,7 +8,7 @@ import fullshard as fs
 from fullshard.config.schema import ShardConfig
 from fullshard.engine.axes import one_place
 from fullshard.engine.model_spec import meta_model
-from fullshard.engine.tracing import trace_step
+from fullshard.engine.tracing import Calls, trace_step
 from fullshard.planner.tracing import peak
 from fullshard.run import tracing
 from fullshard.run.tracing import Tracer
@@ -101,6 +101,20 @@ def test_every_strategy_asks_for_one_trace(monkeypatch):
         config = ShardConfig(strategy=strategy)
         tracer(fs.plan(model, config, world_size=2), config, 2)
     assert len(calls) == 1
+
+
+def test_what_the_ledger_reads_of_tensors_is_no_call_of_the_model(monkeypatch):
+    """A trace took a fifth longer."""
+    seen, look = [], Calls.__torch_function__
+
+    def note(calls, func, *given):
+        seen.append(func)
+        return look(calls, func, *given)
+
+    monkeypatch.setattr(Calls, "__torch_function__", note)
+    assert traced(model_of("llama", 2)) is not None
+    assert torch.nn.functional.silu in seen
+    assert torch.Tensor.untyped_storage not in seen
 
 
 def test_a_model_that_looks_at_numbers_is_counted_from_shapes():

@@ -7,6 +7,7 @@ import dataclasses
 import math
 import shutil
 import time
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,7 @@ def verdict_of(ranks, folder, prepared, fault):
     return verify.judge(job, folder, time.perf_counter())
 
 
+@pytest.mark.short(2)
 @pytest.mark.parametrize("model", MODELS)
 def test_sound_model_is_equal_in_every_row(ranks, checks, model):
     verdict = verdict_of(ranks, *checks[model, False], None)
@@ -180,16 +182,20 @@ AXES = {
 
 @pytest.fixture(scope="module")
 def divided(tmp_path_factory):
-    """Folders with the reference's results of models that other axes cut, on four ranks."""
-    root, found = tmp_path_factory.mktemp("axes"), {}
-    for name, (model, settings) in AXES.items():
-        MODELS[name] = model
-        found[name] = root / name, prepared_in(root / name, name, None, *settings)
-    run_reference(*(folder for folder, _ in found.values()))
-    return found
+    """A folder with the reference's results of a model that other axes cut, on four ranks."""
+
+    @cache
+    def divided(name):
+        MODELS[name], settings = AXES[name]
+        folder = tmp_path_factory.mktemp("axes") / name
+        prepared = prepared_in(folder, name, None, *settings)
+        run_reference(folder)
+        return folder, prepared
+
+    return divided
 
 
-@pytest.mark.short(2)
+@pytest.mark.short(1)
 @pytest.mark.parametrize(
     ("name", "fault"),
     [
@@ -204,7 +210,7 @@ def divided(tmp_path_factory):
     ],
 )
 def test_other_axes_are_equal_and_their_faults_are_named(ranks, divided, name, fault):
-    folder, prepared = divided[name]
+    folder, prepared = divided(name)
     assert prepared.job.world_size == 4
     assert prepared.job.num_batches == 2
     found = verdict_of(ranks, folder, prepared, fault).diagnosis

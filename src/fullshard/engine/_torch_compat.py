@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -133,9 +133,13 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
     return local_tensor(tensor).detach() if is_distributed(tensor) else tensor
 
 
+# Inside of it no mode and no subclass sees calls of torch's functions.
+no_torch_function: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunction
+
+
 def storage_key(tensor: torch.Tensor) -> int:
     """The same for all tensors that share memory, also on meta, where there is no address."""
-    with torch._C.DisableTorchFunction():
+    with no_torch_function():
         return tensor.untyped_storage()._cdata
 
 

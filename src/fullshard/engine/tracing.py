@@ -41,7 +41,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullshard.config.schema import ShardConfig
-from fullshard.engine._torch_compat import outside_modes, storage_key, tree_leaves, tree_map_only
+from fullshard.engine._torch_compat import (
+    no_torch_function,
+    outside_modes,
+    storage_key,
+    tree_leaves,
+    tree_map_only,
+)
 from fullshard.engine.gradients import MOST_WAITING
 from fullshard.engine.model_spec import places_of
 from fullshard.engine.precision import apply_dtypes, cast_tensors
@@ -261,15 +267,18 @@ class Ledger(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.num_operations += 1
+        if func is torch.ops.prim.device.default:  # two of three calls: autograd reads devices
+            return func(*args)
         result = self._run(func, args, kwargs or {})
-        made = [self._count(tensor) for tensor in _tensors(result)]
-        if any(made):
-            self.moments.append(Moment(*(self._bytes[kind] for kind in TensorKind)))
-        if func.namespace == "aten":
-            found = _operation(func, args, kwargs or {}, result)
-            self.note(found)
-            if found.kind == EMBEDDING_BACKWARD:  # also fills rows without a gradient
-                self.note(Operation("fill", found.dtype, (result.nbytes,)))
+        with no_torch_function():  # `Calls` would see each attribute that is read
+            made = [self._count(tensor) for tensor in _tensors(result)]
+            if any(made):
+                self.moments.append(Moment(*(self._bytes[kind] for kind in TensorKind)))
+            if func.namespace == "aten":
+                found = _operation(func, args, kwargs or {}, result)
+                self.note(found)
+                if found.kind == EMBEDDING_BACKWARD:  # also fills rows without a gradient
+                    self.note(Operation("fill", found.dtype, (result.nbytes,)))
         return result
 
     def _count(self, tensor: torch.Tensor) -> bool:
