@@ -231,6 +231,22 @@ def test_an_import_becomes_no_checkpoint_where_a_process_saves(fullshard, run_di
     fullshard("ckpt", "import", source, place / "step-99999999", code=0)
 
 
+def test_an_import_leaves_locks_of_other_tools_alone(fullshard, run_dir, tmp_path):
+    lock = tmp_path / "tool" / ".lock"
+    (lock.parent / "steps").mkdir(parents=True)
+    lock.write_text("4711")
+    source = run_dir / "checkpoints/step-00000001"
+    fullshard("ckpt", "import", source, lock.parent / "steps/step-99999999", code=0)
+    assert lock.read_text() == "4711"
+
+
+def test_an_import_may_add_a_step_beside_the_files_of_a_run(fullshard, run_dir):
+    RunLock(run_dir).close()  # a run that has ended
+    (run_dir / "run.json").write_text("{}")
+    source = run_dir / "checkpoints/step-00000001"
+    fullshard("ckpt", "import", source, run_dir / "step-99999999", code=0)
+
+
 def test_no_run_begins_where_an_import_adds_a_step(fullshard, run_dir, tmp_path, monkeypatch):
     """It would take the step that the import completes later for its own newest one."""
     source, place = tmp_path / "source", tmp_path / "elsewhere"
@@ -249,6 +265,7 @@ def test_no_run_begins_where_an_import_adds_a_step(fullshard, run_dir, tmp_path,
 
     monkeypatch.setattr(Checkpoint, "read", read_while_a_run_begins)
     RunLock(run_dir).close()  # a run that has ended
+    (run_dir / "run.json").write_text("{}")
     for folder in claims:
         fullshard("ckpt", "import", source, folder / "step-99999999", code=0)
         assert "expected a folder that no" in refused.pop()

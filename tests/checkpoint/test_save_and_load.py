@@ -80,7 +80,7 @@ def read_all(root, every):
     ranks, count = dist.get_world_size(), 0
     for at, folder in enumerate(sorted(Path(root).iterdir())):
         strategies = STRATEGIES[ranks]
-        some = [strategies[at % len(strategies)]] * ((at + ranks) % 4 == 0)
+        some = [strategies[at // 4 % len(strategies)]] * ((at + ranks) % 4 == 0)
         for strategy in strategies if every else some:
             model, optimizer = sharded(strategy, ranks)
             with torch.no_grad():

@@ -619,6 +619,24 @@ def test_graphs_from_before_a_change_are_right_or_name_the_change(wrap):
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("first", [0, 1])
+def test_graphs_from_before_two_changes_name_the_one_that_cut_anew(first):
+    """The first change cuts ranks' elements alike, the second one does not."""
+    model = nn.Sequential(*(nn.Linear(5, 5) for _ in range(4)))
+    later = (*model[0].parameters(), model[1].weight)
+    for param in later:
+        param.requires_grad_(False)
+    for part in (*model, model):
+        fully_shard(part)
+    losses = [model(torch.ones(2, 5)).sum()]
+    for part in (model[0], model[1]):
+        part.requires_grad_(True)
+        losses.append(model(torch.ones(2, 5)).sum())
+    with pytest.raises(EngineError, match=r"gave ranks other elements of 1\.bias"):
+        losses[first].backward()
+
+
+@on_ranks(2)
 @pytest.mark.parametrize("wrap", [fully_shard, FSDP, not_sharded])
 def test_copies_and_pickles_are_refused_by_name_and_shallow_copies_run(wrap):
     x = torch.ones(2, 5)

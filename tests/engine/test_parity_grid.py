@@ -60,11 +60,11 @@ def test_model_trains_as_in_one_process(name):
 
 HYBRID = (
     {"strategy": "hybrid_shard", "replicate": 2},
-    {"strategy": "hybrid_shard_zero2", "replicate": 2},
     {"strategy": "hybrid_shard", "replicate": 4},
+    {"strategy": "hybrid_shard_zero2", "replicate": 2},
     {"strategy": "hybrid_shard_zero2", "shard": 4},
-    {"strategy": "full_shard", "replicate": 2, "transport": "c10d"},
     {"strategy": "hybrid_shard", "replicate": 2, "transport": "c10d", "reduction": "ordered"},
+    {"strategy": "full_shard", "replicate": 2, "transport": "c10d"},
 )
 MIXED = (
     {"strategies": {"blocks.1": "no_shard"}},

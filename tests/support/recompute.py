@@ -62,7 +62,7 @@ def is_same(one, other, tolerance=0.0):
 def compare(make, work, settings, tolerance=0.0, **ways):
     """With and without recompute, the same settings."""
     try:
-        key = (make, work, str(settings))
+        key = (make, work, str(settings), torch.get_default_dtype())
         if key not in _WANTED:
             _WANTED[key] = trained(make, work, settings)
         assert_bits(trained(make, work, settings, **ways), _WANTED[key], tolerance)

@@ -74,10 +74,10 @@ def has_the_bits(optim, words):
 @pytest.mark.parametrize(
     ("num_ranks", "words"),
     [
+        (2, ["strategy=full_shard"]),  # the short one
         (1, []),
         (2, ["strategy=no_shard"]),
         (4, ["strategy=hybrid_shard", "sharding.replicate=2"]),
-        (2, ["strategy=full_shard"]),
         (2, ["strategy=shard_grad_op", "sharding.transport=c10d"]),
         (3, ["strategy=full_shard"]),
     ],

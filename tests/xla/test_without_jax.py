@@ -1,6 +1,5 @@
 """Without jax everything else works, and what needs it says what to install."""
 
-from support import forked
 from support.processes import python
 
 PROGRAM = """
@@ -17,6 +16,6 @@ except ConfigError as error:
 
 
 def test_importing_the_jax_side_without_jax_names_the_extra():
-    assert python("-c", PROGRAM, run=forked.run).stdout == (
+    assert python("-c", PROGRAM).stdout == (
         "backend: jax needs jax, which is not installed. Run pip install 'fullshard[jax]'.\n"
     )

@@ -81,14 +81,18 @@ def _outside(ctx: typer.Context, folder: Path) -> Path:
 def _claimed(folder: Path) -> Generator[None]:
     """Lock the run and the folder of steps to which an import adds one: none begins meanwhile."""
     from fullshard.launch.run_lock import LOCK, RunLock
+    from fullshard.run.folder import RunFolder
     from fullshard.saving import SAVES
 
     real = Path(realpath(folder))
     with contextlib.ExitStack() as held:
         if real.name.startswith("step-"):
-            for run in (place for place in real.parents if (place / LOCK).exists()):
+            # another tool may have a `.lock` of its own
+            runs = [p for p in real.parents if (p / LOCK).exists() and RunFolder(p).record.exists()]
+            for run in runs:
                 held.enter_context(RunLock(run, "FOLDER"))
-            SAVES.claim_folder(real.parent)
+            if real.parent not in runs:  # which is locked
+                SAVES.claim_folder(real.parent)
         yield
 
 

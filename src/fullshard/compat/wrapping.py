@@ -30,6 +30,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -585,9 +586,10 @@ def replace_engines(model: nn.Module, shard: Callable[[], Engine]) -> Engine:
     before = [(param, param.record) for param in _shards(model)]
     engine = shard()
     trained = [(record, param.record) for param, record in before if record.index >= 0]
-    for one in old:  # whose graphs may still exist
-        names = [record.piece.name for record, now in trained if not record.is_cut_like(now)]
-        one.runtime.cut_anew = next(map(clean_name, names), None)
+    names = [record.piece.name for record, now in trained if not record.is_cut_like(now)]
+    engine.replaced = weakref.WeakSet([*old, *chain.from_iterable(one.replaced for one in old)])
+    for earlier in engine.replaced:
+        earlier.runtime.cut_anew = earlier.runtime.cut_anew or next(map(clean_name, names), None)
     with no_guard():
         for param, record in before:
             found = sharing_of(param)

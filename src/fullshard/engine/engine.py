@@ -85,6 +85,7 @@ class Engine:
 
     _compared_at = -1  # step of the last comparison of replicas
     _most_spilled = 0  # bytes
+    replaced: Iterable[Engine] = ()  # earlier engines that are alive, for their graphs
 
     def __init__(
         self,

@@ -101,8 +101,10 @@ class FSDPModule(HoldsShards, nn.Module, TorchFSDPModule):
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        _, _, *state = super().__reduce_ex__(protocol)  # pickle cannot find a swapped class
-        return (bare, (original_class(type(self)), FSDPModule), *state)
+        make, args, *state = super().__reduce_ex__(protocol)
+        if make.__module__ == "copyreg":  # not a way of its own; pickle finds no swapped class
+            make, args = bare, (original_class(type(self)), FSDPModule)
+        return (make, args, *state)
 
     # ---- parameters
 
