@@ -27,7 +27,7 @@ from support.sizes import sizes_of
 from support.text import seeded_text
 
 MIB = 1 << 20
-WIDE, NARROW, LAYERS = 2048, 1024, 8
+WIDE, NARROW, LAYERS = 2048, 1024, 4
 TENSOR = 4 * WIDE * NARROW
 SLACK = 6 * MIB  # buffers of reads and writes, and what Python makes meanwhile
 
