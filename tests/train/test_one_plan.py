@@ -203,7 +203,11 @@ def test_a_run_that_is_moved_aside_frees_no_disk(monkeypatch, place, tmp_path):
     assert resumed[1] != 3, resumed
 
 
-def test_a_truncated_file_of_weights_is_found_by_a_dry_run(place, tmp_path):
+def test_a_truncated_file_of_weights_is_found_before_the_model_is_traced(
+    place, tmp_path, monkeypatch
+):
+    traces = []
+    monkeypatch.setattr("fullshard.run.tracing.trace_step", lambda *_, **__: traces.append(1))
     folder = tmp_path / "model"
     shutil.copytree(place / "runs" / "train" / "model", folder)
     file = folder / "model.safetensors"
@@ -217,6 +221,7 @@ def test_a_truncated_file_of_weights_is_found_by_a_dry_run(place, tmp_path):
         found, code = said(*words, "--dry-run")
         assert code == 2, found
         assert "model.safetensors' to be a whole safetensors file" in found["error"]["message"]
+        assert not traces
 
 
 def test_weights_without_their_tokenizer_need_the_key_that_trains_one(place, tmp_path):

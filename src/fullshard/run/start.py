@@ -199,13 +199,13 @@ def prepare_run(
             asked = resolved.config.training.resume_from_checkpoint or "auto"
         checkpoint_dir = resolved.config.training.checkpoint_dir
         resume = find_resume(asked, output_dir, key, checkpoint_dir)
+        teacher = _checked_weights(resolved.config)  # before the model is traced
         view = foresee(resolved.config, topology_of(resolved.config, world_size))
         training = view.config.training
         if isinstance(view, View) and leaves_something(resolved.config):
             resolved = replace(resolved, config=view.config)
             logger.info("auto selects %s", choice_of(view.outlook))
         _check_memory(view)
-        teacher = _checked_weights(view.config)
         dataset, model_config = _read_data(view.config, command)
         num_batches = resolved.config.sharding.num_batches(world_size)
         steps = plan_steps(training, dataset.facts, num_batches, resume.global_batch)
