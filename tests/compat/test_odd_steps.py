@@ -168,3 +168,39 @@ def test_optimizers_without_states_and_what_a_wrapper_says():
     assert model.compute_device == torch.device("cpu")
     assert model.mixed_precision.param_dtype is None
     assert model.cpu_offload.offload_params is False
+
+
+def layers():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 7))
+
+
+def in_inference_mode(model, x):
+    with torch.inference_mode():
+        return model(x).clone()
+
+
+def in_a_transformation(model, x):
+    return torch.func.vjp(model, x)[0].detach()
+
+
+def in_a_vmap(model, x):
+    return torch.vmap(model)(x).detach()
+
+
+@pytest.mark.short(3)
+@on_ranks(2)
+@pytest.mark.parametrize("wrap", [fully_shard, FSDP])
+@pytest.mark.parametrize("run", [in_inference_mode, in_a_transformation, in_a_vmap])
+def test_a_model_may_run_first_in_a_mode_or_a_transformation(run, wrap):
+    """The engine is created there, and outlives it."""
+    reference, model = layers(), wrap(layers())
+    x = torch.ones(2, 5)
+    torch.testing.assert_close(run(model, x), run(reference, x))
+    for net in (reference, model):
+        optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
+        for _ in range(2):
+            net(x).square().mean().backward()
+            optimizer.step()
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours.full_tensor(), theirs.detach())
