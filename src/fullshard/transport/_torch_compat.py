@@ -52,7 +52,7 @@ def _coalesced(group: Any, new: str, old: str) -> Callable[..., Any]:
 
 
 def stream_key(device: int) -> object:
-    """Tells the current streams of a CUDA device apart, in a tenth of current_stream()'s time."""
+    """Tells the current streams of a CUDA device apart, in a tenth of `current_stream`'s time."""
     return torch._C._cuda_getCurrentStream(device)
 
 
