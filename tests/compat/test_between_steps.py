@@ -651,36 +651,6 @@ def test_copies_and_pickles_are_refused_by_name_and_shallow_copies_run(wrap):
         torch.testing.assert_close(copy.copy(model)(x), stack()(x))
 
 
-@on_ranks(2)
-def test_a_unit_inside_one_of_the_other_interface_and_a_second_sharding():
-    reference, x = stack(), torch.ones(2, 5)
-    reference(x).sum().backward()
-
-    def model_of(inner, outer):
-        model = stack()
-        model[1] = inner(model[1])
-        return outer(model)
-
-    ran = fully_shard(stack())
-    ran(x)
-    sharded = fs.shard(stack())
-    for model in (
-        model_of(FSDP, fully_shard),
-        model_of(fully_shard, FSDP),
-        FSDP(ran),
-        FSDP(sharded),
-    ):
-        model(x).sum().backward()
-        for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
-    sharded = fs.shard(stack())
-    for wrap, module in ((fully_shard, sharded), (fully_shard, sharded[1]), (FSDP, sharded[1])):
-        with pytest.raises(EngineError, match=r"fs\.shard has sharded it, alone or in a larger"):
-            wrap(module)
-    assert type(sharded) is nn.Sequential
-    torch.testing.assert_close(sharded(x), reference(x))
-
-
 def in_inference_mode(model, x):
     with torch.inference_mode():
         return model(x).clone()
