@@ -146,6 +146,7 @@ def main() -> None:
         code = ExitCode.INTERRUPTED
     # A further signal would end the process with another code; threads may still run.
     _on_stop_signals(lambda *_: end_now(code))
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # only a warning
     sys.exit(code)
 
 
