@@ -651,6 +651,7 @@ def test_copies_and_pickles_are_refused_by_name_and_shallow_copies_run(wrap):
         torch.testing.assert_close(copy.copy(model)(x), stack()(x))
 
 
+<<<<<<< HEAD
 @on_ranks(2)
 def test_a_unit_inside_one_of_the_other_interface_and_a_second_sharding():
     reference, x = stack(), torch.ones(2, 5)
@@ -679,3 +680,34 @@ def test_a_unit_inside_one_of_the_other_interface_and_a_second_sharding():
             wrap(module)
     assert type(sharded) is nn.Sequential
     torch.testing.assert_close(sharded(x), reference(x))
+=======
+def in_inference_mode(model, x):
+    with torch.inference_mode():
+        return model(x).clone()
+
+
+def in_a_transformation(model, x):
+    return torch.func.vjp(model, x)[0].detach()
+
+
+def in_a_vmap(model, x):
+    return torch.vmap(model)(x).detach()
+
+
+@pytest.mark.short(3)
+@on_ranks(2)
+@pytest.mark.parametrize("wrap", [fully_shard, FSDP])
+@pytest.mark.parametrize("run", [in_inference_mode, in_a_transformation, in_a_vmap])
+def test_a_model_may_run_first_in_a_mode_or_a_transformation(run, wrap):
+    """The engine is created there, and outlives it."""
+    reference, model = layers(), wrap(layers())
+    x = torch.ones(2, 5)
+    torch.testing.assert_close(run(model, x), run(reference, x))
+    for net in (reference, model):
+        optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
+        for _ in range(2):
+            net(x).square().mean().backward()
+            optimizer.step()
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours.full_tensor(), theirs.detach())
+>>>>>>> refs/heads/adv8

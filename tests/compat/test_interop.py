@@ -20,9 +20,11 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
+import fullshard as fs
 from fullshard.compat.fsdp1 import FullyShardedDataParallel as FSDP
 from fullshard.compat.fsdp1 import OptimStateKeyType, StateDictType, always_wrap_policy
 from fullshard.compat.fsdp2 import fully_shard
+from fullshard.errors import EngineError
 from support.ranks import on_ranks
 
 
@@ -160,3 +162,33 @@ def test_one_process_without_a_process_group():
     assert sharded.state_dict()["0.weight"].shape == (5, 4)
     with pytest.raises(NotImplementedError, match="set_all_reduce_hook"):
         sharded.set_all_reduce_hook(None)
+
+
+@on_ranks(2)
+def test_a_unit_inside_one_of_the_other_interface_and_a_second_sharding():
+    reference, x = layers(), torch.ones(2, 4)
+    reference(x).sum().backward()
+
+    def model_of(inner, outer):
+        model = layers()
+        model[1] = inner(model[1])
+        return outer(model)
+
+    ran = fully_shard(layers())
+    ran(x)
+    sharded = fs.shard(layers())
+    for model in (
+        model_of(FSDP, fully_shard),
+        model_of(fully_shard, FSDP),
+        FSDP(ran),
+        FSDP(sharded),
+    ):
+        model(x).sum().backward()
+        for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
+    sharded = fs.shard(layers())
+    for wrap, module in ((fully_shard, sharded), (fully_shard, sharded[1]), (FSDP, sharded[1])):
+        with pytest.raises(EngineError, match=r"fs\.shard has sharded it, alone or in a larger"):
+            wrap(module)
+    assert type(sharded) is nn.Sequential
+    torch.testing.assert_close(sharded(x), reference(x))

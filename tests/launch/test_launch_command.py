@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -354,3 +355,26 @@ def test_a_run_records_how_it_was_ended(name, rank, tmp_path):
         assert (record["error"]["type"], record["error"]["rank"]) == ("HangError", rank)
     left = {"SIGSTOP": "logs/hang.txt", "SIGINT": "report.html"}.get(name, "run.json")
     assert (output / left).is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGQUIT", 75)])
+def test_a_signal_that_comes_again_and_again_ends_a_run_like_one(name, code, tmp_path):
+    output = tmp_path / "run"
+    words = [f"output_dir={output}", "max_steps=100000", "num_processes=2"]
+    command = [sys.executable, "-m", "fullshard", "train", *words]
+    metrics = output / "metrics.jsonl"
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            wait_until(lambda: metrics.exists() and metrics.stat().st_size > 0, 100, "a first step")
+            while process.poll() is None:
+                process.send_signal(getattr(signal, name))
+                time.sleep(0.005)
+            _, err = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    record = json.loads((output / "run.json").read_text())
+    assert (process.returncode, record["exit_code"]) == (code, code), err
+    assert record["status"] == "interrupted"
+    assert "Traceback" not in err
+    assert re.search(r"(Interrupted|Stopped)\. (No|The last) (saved )?step", err), err

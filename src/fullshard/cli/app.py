@@ -29,7 +29,7 @@ from fullshard.cli.outcome import JSON_HELP, Outcome, error_outcome, quiet_stdou
 from fullshard.cli.recipe import app_of
 from fullshard.config.environment import unknown_variables
 from fullshard.errors import ConfigError, show_log, write_anything
-from fullshard.launch.exit_codes import SAVE_SIGNALS, ExitCode, Stopped, end_now, left_by
+from fullshard.launch.exit_codes import STOP_SIGNALS, ExitCode, Stopped, end_now, left_by
 from fullshard.recipes.registry import Command
 
 logger = logging.getLogger(__name__)
@@ -139,15 +139,19 @@ def main() -> None:
     """Run the command line of this process and end it with the command's exit code."""
     _open_streams()
     atexit.register(gc.freeze)  # saves a second: no search for garbage when the process ends
-    atexit.register(_on_save_signals, signal.SIG_IGN)  # Python drops other handlers soon
-    code = run(sys.argv[1:])
-    _on_save_signals(signal.SIG_IGN)  # a further signal would end the process with another code
-    signal.signal(signal.SIGTERM, lambda *_: end_now(code))  # threads may still run
+    atexit.register(_on_stop_signals, signal.SIG_IGN)  # Python drops other handlers soon
+    try:
+        code = run(sys.argv[1:])
+    except KeyboardInterrupt:  # a second one, while the first was told
+        code = ExitCode.INTERRUPTED
+    # A further signal would end the process with another code; threads may still run.
+    _on_stop_signals(lambda *_: end_now(code))
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # only a warning
     sys.exit(code)
 
 
-def _on_save_signals(handler: Any) -> None:
-    for number in SAVE_SIGNALS:
+def _on_stop_signals(handler: Any) -> None:
+    for number in STOP_SIGNALS:
         signal.signal(number, handler)
 
 

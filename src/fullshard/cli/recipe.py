@@ -152,12 +152,13 @@ def _run(
 def _lead_ranks(command: Command, resolved: Resolved, world_size: int, how: How) -> Outcome:
     """Prepare a run and start its ranks on this machine."""
     from fullshard.config.host_memory import available_bytes
+    from fullshard.launch.exit_codes import caught_stop_signals
     from fullshard.launch.machine import num_visible_accelerators
     from fullshard.launch.spawn import fork_server
     from fullshard.run import start
 
     forks = resolved.config.backend is Backend.TORCH and not num_visible_accelerators()
-    with ExitStack() as held:
+    with ExitStack() as ending, ExitStack() as held:
         starting = nullcontext(None) if not forks else fork_server(start.RANK_IMPORTS)
         # Where memory is short, the run must be refused before the server takes any.
         server = held.enter_context(starting) if available_bytes() > ROOM_BYTES else None
@@ -170,10 +171,13 @@ def _lead_ranks(command: Command, resolved: Resolved, world_size: int, how: How)
             print(f"resuming the run in {folder.path}{where} (`--resume never` starts a new run)")
         server = server or held.enter_context(starting)
         stuck_s = resolved.config.launch.timeout
-        local, result = start.start_ranks(folder, world_size, stuck_s, how.max_restarts, server)
-    after_stop = "" if result.failure or not result.exit_code else _how_to_resume(folder)
-    record = {} if result.exit_code else folder.read_record()
-    return launch_outcome(local, result, after_stop=after_stop, run_dir=folder.path, **record)
+        caught = ending.enter_context(caught_stop_signals())  # a second Ctrl-C hides nothing
+        restarts = how.max_restarts
+        local, result = start.start_ranks(folder, world_size, stuck_s, restarts, server, caught)
+        held.close()
+        after_stop = "" if result.failure or not result.exit_code else _how_to_resume(folder)
+        record = {} if result.exit_code else folder.read_record()
+        return launch_outcome(local, result, after_stop=after_stop, run_dir=folder.path, **record)
 
 
 def _how_to_resume(folder: RunFolder) -> str:

@@ -40,7 +40,7 @@ import threading
 import time
 import tty
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO
@@ -207,6 +207,7 @@ class LocalLaunch:
         attempt: Number of earlier attempts of the same launch.
         config_file: Configuration for the script (`fullshard.integrations`), or None.
         server: Forks the ranks, then ends; None: each rank is started separately.
+        caught: Signals of the caller's `caught_stop_signals`; None: they are caught in the launch.
     """
 
     module: str
@@ -219,6 +220,7 @@ class LocalLaunch:
     attempt: int = 0
     config_file: Path | None = None
     server: ForkServer | None = None
+    caught: list[int] | None = None
 
     @property
     def world_size(self) -> int:
@@ -242,6 +244,10 @@ def launch_local_ranks(launch: LocalLaunch) -> LaunchResult:
     Raises:
         ConfigError: The number of processes is not positive, or more than this machine can run.
     """
+    caught = launch.caught
+    if caught is None:
+        with caught_stop_signals() as caught:
+            return launch_local_ranks(replace(launch, caught=caught))
     most = max(1, host_memory.limit().num_bytes // LEAST_RANK_BYTES)
     if not 1 <= launch.num_processes <= most:
         raise ConfigError(
@@ -258,7 +264,7 @@ def launch_local_ranks(launch: LocalLaunch) -> LaunchResult:
     host = (machines.num_machines > 1 and machines.main_process_ip) or LOOPBACK
     port = machines.main_process_port or 0  # 0: any free port
     store = LaunchStore(host, port, served_here=machines.machine_rank == 0)
-    with _private_folder(launch.log_dir) as folder, caught_stop_signals() as caught:
+    with _private_folder(launch.log_dir) as folder:
         relay = Relay(launch.log(launch.ranks[0]))
         ranks: list[RankProcess] = []
         supervisor = Supervisor(

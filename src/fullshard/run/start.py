@@ -32,7 +32,7 @@ from fullshard.config.training import TrainingConfig
 from fullshard.config.values import Backend, DType, IntervalStrategy
 from fullshard.data.dataset import DatasetFacts, PreparedData
 from fullshard.errors import CheckpointError, ConfigError, DataError, WillNotFitError
-from fullshard.launch.exit_codes import ExitCode, RankFailure
+from fullshard.launch.exit_codes import ExitCode, RankFailure, caught_stop_signals
 from fullshard.launch.fork_server import ForkServer
 from fullshard.launch.machine import (
     check_accelerators,
@@ -412,17 +412,30 @@ def start_ranks(
     stuck_s: float,
     max_restarts: int = 0,
     server: ForkServer | None = None,
+    caught: list[int] | None = None,
 ) -> tuple[LocalLaunch, LaunchResult]:
     """Runs the ranks of a prepared run on this machine until they end.
 
     After a failure that a retry may avoid, they are restarted up to `max_restarts` times and resume
     from the newest checkpoint.
+
+    Args:
+        folder: The run's folder.
+        world_size: Number of ranks.
+        stuck_s: Seconds after which a rank counts as stuck.
+        max_restarts: See above.
+        server: Forks the ranks.
+        caught: Signals of the caller's `caught_stop_signals`; None: they are caught here.
     """
-    launch = LocalLaunch(RANK_MODULE, (str(folder.path),), world_size, folder.logs, stuck_s=stuck_s)
+    if caught is None:
+        with caught_stop_signals() as caught:
+            return start_ranks(folder, world_size, stuck_s, max_restarts, server, caught)
+    module, arguments = RANK_MODULE, (str(folder.path),)
+    launch = LocalLaunch(module, arguments, world_size, folder.logs, stuck_s=stuck_s, caught=caught)
     result = _launched(folder, replace(launch, server=server))
     while result.exit_code != ExitCode.OK:
         _record_failure(folder, result)
-        if result.exit_code in FINAL or launch.attempt == max_restarts:
+        if result.exit_code in FINAL or launch.attempt == max_restarts or caught:
             break
         cause = result.failure.message.splitlines()[0] if result.failure else "stopped"
         launch = replace(launch, attempt=launch.attempt + 1)
