@@ -51,11 +51,13 @@ class Streams:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._index = torch.cuda.current_device() if device.index is None else device.index
+        self._index = device.index
         self._known: dict[Any, torch.cuda.Stream] = {}  # hooks ask often; torch makes one each time
 
     def current(self) -> Any:
         """The current stream of the caller."""
+        if self._index is None:
+            self._index = torch.cuda.current_device()
         key = stream_key(self._index)
         if key not in self._known:
             self._known[key] = torch.cuda.current_stream(self._index)
