@@ -24,7 +24,7 @@ from support.ranks import on_ranks
 @pytest.mark.short(2)
 @pytest.mark.parametrize("name", ["full", "hybrid_full", "shard_grad_op", "no_shard"])
 @on_ranks(2)
-def test_every_strategy(name):
+def test_each_strategy_trains_as_one_process(name):
     config = FSDP2Config(sharding_strategy=name, backward_prefetch="post", cpu_offload=False)
     model = assert_trains_as_one(lambda net: wrap_model_fsdp2(net, config))
     assert isinstance(model.layers[0], FSDPModule)  # named TransformerBlock
@@ -33,7 +33,7 @@ def test_every_strategy(name):
 
 
 @on_ranks(2)
-def test_every_policy():
+def test_each_policy_wraps_and_trains():
     sizes = FSDP2Config(auto_wrap_policy="size_based", auto_wrap_min_params=700, cpu_offload=True)
     model = assert_trains_as_one(lambda net: wrap_model_fsdp2(net, sizes))
     assert isinstance(model.layers[0].up, FSDPModule)

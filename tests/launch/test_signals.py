@@ -99,9 +99,9 @@ def test_a_second_ctrl_c_does_not_wait_for_ranks_that_ignored_the_first(
 def test_a_typed_failure_on_the_way_out_is_not_hidden_by_the_interrupt(
     launch, tmp_path, monkeypatch
 ):
-    monkeypatch.setenv("READY", str(tmp_path / "ready"))
+    monkeypatch.setenv("READY", str(tmp_path))
     launcher = launch("fail_to_save", stderr=subprocess.PIPE, text=True)
-    wait_until((tmp_path / "ready").exists, 30, "a rank is ready")
+    wait_until(lambda: len(list(tmp_path.glob("[01]"))) == 2, 30, "both ranks are ready")
     time.sleep(0.5)
     launcher.send_signal(signal.SIGINT)
     _, err = launcher.communicate(timeout=60)

@@ -232,7 +232,7 @@ def fail_to_save():
     from fullshard.errors import CheckpointError
 
     try:
-        Path(os.environ["READY"]).touch()
+        Path(os.environ["READY"], os.environ["RANK"]).touch()
         time.sleep(600)
     except KeyboardInterrupt:
         raise CheckpointError("checkpoint: expected a writable folder, got a full disk.") from None
