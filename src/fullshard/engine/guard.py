@@ -246,38 +246,3 @@ def _refuse_gradient(grad: torch.Tensor | None) -> None:
 
 
 _refuse_gradient.__torch_unserializable__ = True  # type: ignore[attr-defined] no warning
-
-
-# ---- backwards that are refused -----------------------------------------------------------------
-
-REENTRANT = (
-    "backward: expected one backward whose gradients autograd knows at its start; got one inside "
-    "another that reaches the parameters of {title}, as reentrant activation checkpointing makes. "
-    "Use torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or "
-    "activation_checkpointing=block. In a hook, call torch.autograd.grad for inputs alone, or call "
-    "backward() after the first one."
-)
-
-
-def check_graph(cut_anew: str | None) -> None:
-    """Check that a backward may begin.
-
-    Args:
-        cut_anew: A parameter of which ranks have other elements since the graph was made.
-
-    Raises:
-        EngineError: It makes a graph, or reads one of an earlier cut.
-    """
-    if torch.is_grad_enabled():
-        raise EngineError(
-            "backward: expected create_graph=False; a second derivative would read slots that "
-            "contain other units at that point. For gradients of inputs use torch.autograd.grad "
-            "without create_graph (torch.func.grad, vjp and jacrev set it); compute second "
-            "derivatives with a model that was not sharded."
-        )
-    if cut_anew is not None:
-        raise EngineError(
-            "backward: expected a graph from after the model was sharded again (a change of "
-            f"requires_grad, a dtype or a parameter), which gave ranks other elements of "
-            f"{cut_anew}. Run backward before the forward that follows the change."
-        )

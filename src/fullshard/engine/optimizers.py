@@ -288,7 +288,7 @@ class _Part:
             both = hash_of([settings, len(state), counts])
         numbers, now = 0, self._versions(states)
         for (param, weight), seen, one in zip(self._weights, self._seen or now, now, strict=True):
-            numbers += weight * (len(states.get(param, ())) + _CHANGED * (seen != one))
+            numbers += weight * (len(states.get(param, ())) + _CHANGED * _differ(seen, one))
         return {
             Count.LISTED: self._listed,
             Count.GROUPS: own * self._listed,
@@ -304,7 +304,15 @@ class _Part:
         found = [states.get(param, {}).values() for param, _ in self._weights]
         with no_guard():
             tensors = [[x for x in one if isinstance(x, torch.Tensor)] for one in found]
-            return [[(id(x), x.is_inference() or x._version) for x in one] for one in tensors]
+            return [
+                [(weakref.ref(x), x.is_inference() or x._version) for x in one] for one in tensors
+            ]
+
+
+def _differ(seen: Sequence[Any], now: Sequence[Any]) -> bool:
+    """Whether tensors are others or were written. The id of a freed tensor returns."""
+    pairs = zip(seen, now, strict=False)
+    return len(seen) != len(now) or any(a is not b or v != w for (a, v), (b, w) in pairs)
 
 
 def _tell_of_others(optimizer: Optimizer, models: Iterable[GradientNorms]) -> None:

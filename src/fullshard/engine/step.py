@@ -72,8 +72,7 @@ from fullshard.engine._torch_compat import (
 )
 from fullshard.engine.attributes import ModuleTensors, Undo, change_tensors, put_back, tensors_in
 from fullshard.engine.computed import Released
-from fullshard.engine.gradients import Gradients
-from fullshard.engine.guard import REENTRANT, check_graph
+from fullshard.engine.gradients import REENTRANT, Gradients, check_graph
 from fullshard.engine.norms import Count
 from fullshard.engine.parameter import Guarded
 from fullshard.engine.unit import Member, Unit, alive, is_reached
