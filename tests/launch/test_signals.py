@@ -10,7 +10,6 @@ import time
 
 import pytest
 
-from support import forked
 from support.processes import assert_all_end, read_pids, wait_until
 
 
@@ -21,9 +20,9 @@ def launch(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path / "private"))  # a killed launcher leaves its folder
     started = []
 
-    def launch(*words, popen=forked.Popen, **options):
+    def launch(*words, **options):
         command = [sys.executable, "-m", "support.launcher", str(tmp_path / "logs"), *words]
-        started.append(popen(command, **options))
+        started.append(subprocess.Popen(command, **options))
         return started[-1]
 
     yield launch
@@ -69,7 +68,7 @@ def test_ctrl_c_does_not_wait_for_the_imports_of_the_server(launch, tmp_path, mo
 def test_a_hangup_that_nohup_ignores_does_not_stop_the_ranks(launch, tmp_path):
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the launcher inherits it
     try:
-        launcher = launch("fork_and_sleep", str(tmp_path), popen=subprocess.Popen)
+        launcher = launch("fork_and_sleep", str(tmp_path))
     finally:
         signal.signal(signal.SIGHUP, before)
     pids = read_pids(tmp_path, 2)
@@ -124,8 +123,7 @@ def test_ranks_die_with_a_launcher_that_was_killed(launch, tmp_path, monkeypatch
 
 def test_the_interrupt_of_a_terminal_reaches_each_rank_once(launch, tmp_path):
     """Ctrl-C on a terminal signals its whole foreground group: the ranks must not be in it."""
-    options = {"popen": subprocess.Popen, "start_new_session": True}
-    launcher = launch("fork_and_sleep", str(tmp_path), **options)
+    launcher = launch("fork_and_sleep", str(tmp_path), start_new_session=True)
     pids = read_pids(tmp_path, 2)
     os.killpg(launcher.pid, signal.SIGINT)
     assert launcher.wait(timeout=60) == 130
