@@ -227,10 +227,8 @@ def _keep_assigned(opened: Sequence[_Whole]) -> list[str]:
         for buffer, group in zip(whole.buffers, whole.unit.groups, strict=True):
             for member in group.members:
                 shown: Any = member.param.detach()
-                value, place = (
-                    shown if member.cut is None else shown.to_local(),
-                    member.view(buffer),
-                )
+                value = shown if member.cut is None else shown.to_local()
+                place = member.view(buffer)
                 if (value.shape, value.dtype) != (place.shape, place.dtype):
                     what = f"{tuple(value.shape)} of {value.dtype}"
                     unfit.append(f"{what} for {member.piece.name} of {tuple(place.shape)}")
