@@ -32,7 +32,7 @@ from fullshard.config.training import TrainingConfig
 from fullshard.config.values import Backend, DType, IntervalStrategy
 from fullshard.data.dataset import DatasetFacts, PreparedData
 from fullshard.errors import CheckpointError, ConfigError, DataError, WillNotFitError
-from fullshard.launch.exit_codes import ExitCode, RankFailure, caught_stop_signals
+from fullshard.launch.exit_codes import ExitCode, RankFailure
 from fullshard.launch.fork_server import ForkServer
 from fullshard.launch.machine import (
     check_accelerators,
@@ -425,11 +425,8 @@ def start_ranks(
         stuck_s: Seconds after which a rank counts as stuck.
         max_restarts: See above.
         server: Forks the ranks.
-        caught: Signals of the caller's `caught_stop_signals`; None: they are caught here.
+        caught: Signals of the caller's `caught_stop_signals`; None: the launch catches its own.
     """
-    if caught is None:
-        with caught_stop_signals() as caught:
-            return start_ranks(folder, world_size, stuck_s, max_restarts, server, caught)
     module, arguments = RANK_MODULE, (str(folder.path),)
     launch = LocalLaunch(module, arguments, world_size, folder.logs, stuck_s=stuck_s, caught=caught)
     result = _launched(folder, replace(launch, server=server))
