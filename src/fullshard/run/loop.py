@@ -5,6 +5,9 @@ for step in steps:
     trainee.update(step, batches, loop)            forward, backward, clip, update: by the engine
     row = measurements of the step                 one small exchange between all ranks
     evaluate, save, if due
+
+On a GPU and on XLA the host queues a step while the device computes the one before, and then reads
+the measurements of that one. Before an evaluation, a save or the end it reads those of both.
 """
 
 from __future__ import annotations
@@ -12,12 +15,12 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from fullshard.errors import DivergedError
 from fullshard.models.generate import Sample
@@ -56,6 +59,10 @@ class Keeper:
         """Whether this rank was asked to save and stop."""
         return False
 
+    def is_due(self, step: int) -> bool:  # noqa: ARG002
+        """Whether a checkpoint is due after a step that is not the last."""
+        return False
+
     def keep(self, step: int, *, stopping: bool, last: bool) -> bool:  # noqa: ARG002
         """Saves after a step if a checkpoint is due; all ranks call it together.
 
@@ -73,25 +80,48 @@ class Keeper:
         return False
 
 
-@dataclass(frozen=True)
-class Update:
-    """Measurements of one update on one rank.
+class Measured(NamedTuple):
+    """Measurements of one update on one rank, for which the host waits for the device.
 
     Attributes:
         total: Loss of this rank, summed over its label tokens.
-        num_tokens: Label tokens of all ranks.
         grad_norm: Norm of the gradients of all ranks.
-        memory: Bytes allocated by the process now, and at its peak.
         comm_s: Seconds in communication, as measured by the engine.
         is_skipped: The update was skipped because the gradients are not finite.
     """
 
     total: float
-    num_tokens: int
     grad_norm: float
-    memory: tuple[int, int]
     comm_s: float = 0.0
     is_skipped: bool = False
+
+
+@dataclass(frozen=True)
+class Update:
+    """One update on one rank.
+
+    Attributes:
+        measured: Returns the measurements; waits until the device has computed the update.
+        num_tokens: Label tokens of all ranks.
+        memory: Bytes allocated by the process now, and at its peak.
+        is_pending: The device may still compute it, so that the next step may be queued first.
+    """
+
+    measured: Callable[[], Measured]
+    num_tokens: int
+    memory: tuple[int, int]
+    is_pending: bool = False
+
+
+@dataclass(frozen=True)
+class _Queued:
+    """An update whose measurements the ranks have not exchanged yet."""
+
+    step: int
+    began: float
+    data_s: float
+    num_inputs: int
+    update: Update
 
 
 class Trainee(Protocol):
@@ -233,6 +263,7 @@ class Loop:
     _is_cut: bool = field(default=False, init=False)  # the rest of an evaluation was skipped
     _ahead: list[Batch] | None = field(default=None, init=False)  # batches of the next step
     _data_s: float = field(default=0.0, init=False)  # in the running step
+    _ended: float = field(default=0.0, init=False)  # when the last measurements were exchanged
 
     def run(self, done: int = 0) -> None:
         """Runs the steps after the first `done`, with the evaluations that are due.
@@ -250,12 +281,15 @@ class Loop:
             self.evaluate(done)
             if self._stopping:  # it was skipped again; its step is saved
                 self.keeper.keep(done, stopping=True, last=False)
+        queued: list[_Queued] = []
         for step in range(done + 1, num_steps + 1):
             if patience.is_lost:
                 return
-            self.watcher.tell(self._step(step))
-            last = step == num_steps
-            if last or (self._evaluates_after(step) and not self._stopping):
+            queued.append(self._queue(step))
+            last, evaluates = step == num_steps, self._evaluates_after(step)
+            while queued and (len(queued) > 1 or self._reads_now(queued[0], evaluates=evaluates)):
+                self.watcher.tell(self._end(queued.pop(0)))
+            if last or (evaluates and not self._stopping):
                 self.evaluate(step)
             last = last or patience.is_lost
             stopping = self._stopping and (not last or self._is_cut)
@@ -288,24 +322,36 @@ class Loop:
         totals, counts = zip(*self.team.exchange(here), strict=True)
         return sum(totals) / sum(counts) if any(counts) else None
 
-    def _step(self, step: int) -> StepRow:
-        """One update; returns its measurements."""
+    def _queue(self, step: int) -> _Queued:
+        """One update, which the device may still compute."""
         began, self._data_s = time.perf_counter(), 0.0
         batches = self._batches(step) if self._ahead is None else self._ahead
         self._ahead = None
         num_inputs = sum(batch["input_ids"].numel() for batch in batches)
         self.watcher.entered("forward and backward", step)
         update = self.trainee.update(step, batches, self)
-        elapsed_s = time.perf_counter() - began
+        return _Queued(step, began, self._data_s, num_inputs, update)
+
+    def _reads_now(self, queued: _Queued, *, evaluates: bool) -> bool:
+        """Whether the newest update is measured before the next step."""
+        others = not queued.update.is_pending or evaluates or self._stopping
+        return others or self.keeper.is_due(queued.step)
+
+    def _end(self, queued: _Queued) -> StepRow:
+        """Waits for an update, exchanges its measurements between the ranks and returns them."""
+        step, update = queued.step, queued.update
+        measured = update.measured()
+        now = time.perf_counter()
+        elapsed_s, self._ended = now - max(queued.began, self._ended), now
         self.watcher.entered("end of step", step)
-        here = [update.total, elapsed_s, self._data_s, update.comm_s, *update.memory, num_inputs]
-        parts = self.team.exchange([*here, self.keeper.asked_to_stop()])
+        here = [measured.total, elapsed_s, queued.data_s, measured.comm_s, *update.memory]
+        parts = self.team.exchange([*here, queued.num_inputs, self.keeper.asked_to_stop()])
         totals, elapsed, data, comm, memory, peak, inputs, asked = zip(*parts, strict=True)
         self._stopping = any(asked)
         if not update.num_tokens:
             logger.warning("step %d has no trained tokens, so its loss is 0", step)
         loss = sum(totals) / max(1, update.num_tokens)
-        if not math.isfinite(loss) and not update.is_skipped:
+        if not math.isfinite(loss) and not measured.is_skipped:
             raise DivergedError(diverged("loss", loss, step))
         step_time_s = max(elapsed)
         data_s, comm_s = sum(data) / len(data), sum(comm) / len(comm)
@@ -313,7 +359,7 @@ class Loop:
             step=step,
             epoch=step / self.recipe.steps_per_epoch,
             loss=loss if math.isfinite(loss) else None,
-            grad_norm=update.grad_norm if math.isfinite(update.grad_norm) else None,
+            grad_norm=measured.grad_norm if math.isfinite(measured.grad_norm) else None,
             learning_rate=self.settings.schedule.learning_rate(step - 1),
             tokens_per_s=sum(inputs) / step_time_s,
             samples_per_s=self.recipe.samples_per_step / step_time_s,

@@ -37,7 +37,7 @@ from fullshard.recipes.base import (
 )
 from fullshard.run.console import plan_lines
 from fullshard.run.generation import sampling
-from fullshard.run.loop import Loop, Side, Trainee, Update, diverged
+from fullshard.run.loop import Loop, Measured, Side, Trainee, Update, diverged
 from fullshard.run.optim import Average, apply_scaled, build_optimizer
 from fullshard.run.outlook import View, answered, topology_of, view_of
 from fullshard.run.resume import SCALER
@@ -48,6 +48,8 @@ if TYPE_CHECKING:
     from fullshard.run.session import Session
 
 logger = logging.getLogger(__name__)
+
+Read = Callable[[], list[float]]  # returns the loss of this rank and the norm of an update
 
 NO_SCALER = torch.amp.GradScaler("cpu", enabled=False)
 OFFLOADED_TOKENS = 20  # length of the final sample if weights are offloaded
@@ -63,6 +65,7 @@ class TorchTrainee(Trainee):
     scaler: torch.amp.GradScaler = NO_SCALER
     average: Average | None = None
     _num_skipped: int = field(default=0, init=False)  # in this session
+    _comm: float = field(default=0.0, init=False)  # seconds in communication when last measured
     _last: Batch | None = field(default=None, init=False)  # repeated if other ranks have more
 
     # ---- for the loop
@@ -79,20 +82,69 @@ class TorchTrainee(Trainee):
         loop.watcher.entered("optimizer", step)
         self.scaler.unscale_(self.optimizer)
         norm = fs.clip_grad_norm_(self.model, settings.max_grad_norm or math.inf)
-        total, grad_norm = torch.stack([total, norm.to(total)]).tolist()  # waits for the device
-        is_finite = math.isfinite(grad_norm)
-        is_skipped = not is_finite and not self.scaler.is_enabled()  # no scale helps here
-        if is_skipped:
-            self._skip(step, (total, num_tokens, grad_norm), loop)
-        else:
+        values, device = torch.stack([total, norm.to(total)]), streams.of(engine.device)
+        is_pending = device is not None and self._is_left_out_by_device(norm)
+        read = self._queue(values, device) if is_pending else self._apply(values, step)
+        self.optimizer.zero_grad(set_to_none=True)
+        if device is not None and not is_pending:
+            device.finish(device.event())  # the step's time includes the optimizer's
+        measured = partial(self._measured, step, num_tokens, loop, comm_before, read)
+        return Update(measured, num_tokens, self.memory_bytes(), is_pending)
+
+    def _apply(self, values: torch.Tensor, step: int) -> Read:
+        """Waits for the loss and the norm, then updates; returns what reads them again."""
+        found = values.tolist()
+        is_finite = math.isfinite(found[1])
+        if is_finite or self.scaler.is_enabled():  # otherwise no scale helps
             apply_scaled(self.scaler, self.optimizer, step)
         if is_finite and self.average is not None:
             self.average.update()
-        self.optimizer.zero_grad(set_to_none=True)
-        if (device := streams.of(engine.device)) is not None:
-            device.finish(device.event())  # the step's time includes the optimizer's
-        comm_s = engine.communication_seconds() - comm_before
-        return Update(total, num_tokens, grad_norm, self.memory_bytes(), comm_s, is_skipped)
+        return lambda: found
+
+    def _is_left_out_by_device(self, norm: torch.Tensor) -> bool:
+        """Whether the device itself leaves out an update if the norm is not finite."""
+        is_fused = all(group.get("fused") for group in self.optimizer.param_groups)
+        others = self.average is not None or self.scaler.is_enabled()
+        is_there = norm.device.type == engine_of(self.model).device.type  # no offload
+        return is_fused and is_there and not others
+
+    def _queue(self, values: torch.Tensor, device: Any) -> Read:
+        """Queues the update; returns what waits for it and reads the loss and the norm.
+
+        A fused optimizer of torch changes nothing on its device if `found_inf` is 1, an attribute
+        that `torch.amp.GradScaler` sets, too.
+        """
+        optimizer: Any = self.optimizer
+        optimizer.found_inf = values[1].isfinite().logical_not().float()
+        try:
+            optimizer.step()
+        finally:
+            del optimizer.found_inf
+        copy = torch.empty_like(values, device="cpu", pin_memory=values.is_cuda)
+        copy.copy_(values, non_blocking=True)
+        end = device.event()
+
+        def read() -> list[float]:
+            device.finish(end)
+            return copy.tolist()
+
+        return read
+
+    def _measured(
+        self, step: int, num_tokens: int, loop: Loop, comm_before: float, read: Read
+    ) -> Measured:
+        """Measurements of an update; waits for it.
+
+        Raises:
+            DivergedError: More updates were skipped than max_skipped_steps allows.
+        """
+        total, grad_norm = read()
+        is_skipped = not math.isfinite(grad_norm) and not self.scaler.is_enabled()
+        if is_skipped:
+            self._skip(step, (total, num_tokens, grad_norm), loop)
+        comm = engine_of(self.model).communication_seconds()
+        comm_s, self._comm = comm - max(comm_before, self._comm), comm
+        return Measured(total, grad_norm, comm_s, is_skipped)
 
     def totals(self, batches: Iterable[Batch], loop: Loop) -> tuple[float, float]:
         """Summed loss and label tokens of held-out batches on this rank."""

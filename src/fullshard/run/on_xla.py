@@ -37,7 +37,7 @@ from fullshard.recipes.base import Batch, RowBatches, Team
 from fullshard.recipes.distill.loss import TOP_IDS, TOP_VALUES
 from fullshard.run.console import weights_line
 from fullshard.run.generation import Request, generate
-from fullshard.run.loop import Loop, Side, Update, diverged
+from fullshard.run.loop import Loop, Measured, Side, Update, diverged
 from fullshard.run.optim import build_optimizer, schedule_of
 from fullshard.run.resume import SCALER
 from fullshard.saving import SaveSettings
@@ -153,12 +153,21 @@ class XlaSide(Side):
         rate = loop.settings.schedule.learning_rate(step - 1)
         self._state, found = self._step(self._state, _arrays(batches), learning_rate=rate)
         loop.look_ahead(step)
+        is_pending = jax.devices()[0].platform != "cpu"
+        memory = memory_bytes(torch.device("cpu"))
+        return Update(partial(self._measured, step, found), 1, memory, is_pending)
+
+    def _measured(self, step: int, found: Mapping[str, jax.Array]) -> Measured:
+        """Waits for the program; the loss is returned on the first rank.
+
+        Raises:
+            DivergedError: The loss or the norm is not finite.
+        """
         loss, norm = float(found["loss"]), float(found["grad_norm"])
         for what, value in (("loss", loss), ("gradient norm", norm)):
             if not math.isfinite(value):
                 raise DivergedError(diverged(what, value, step))
-        memory = memory_bytes(torch.device("cpu"))
-        return Update(loss if self._session.seat.is_first else 0.0, 1, norm, memory)
+        return Measured(loss if self._session.seat.is_first else 0.0, norm)
 
     def totals(self, batches: Iterable[Batch], loop: Loop) -> tuple[float, float]:  # noqa: ARG002
         """Sums over all ranks, returned on the first rank; zero on the others."""

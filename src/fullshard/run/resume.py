@@ -450,6 +450,10 @@ class RunCheckpoints(Keeper):
         """Whether this rank was asked to save and stop."""
         return bool(self.caught)
 
+    def is_due(self, step: int) -> bool:
+        """Whether a checkpoint is due after a step that is not the last."""
+        return self.saves and step % (self.steps.save_every or 1) == 0
+
     def keep(self, step: int, *, stopping: bool, last: bool) -> bool:
         """Saves if a checkpoint is due; returns whether it was.
 
@@ -459,15 +463,14 @@ class RunCheckpoints(Keeper):
         """
         saving.SAVES.check()
         self._record_saved()
-        every = self.steps.save_every
-        due = every is not None and (stopping or last or step % every == 0)
+        due = self.saves and (stopping or last or self.is_due(step))
         if due:
             watchdog.phase("saving", step)
             self._save(step, wait=stopping or last)
         if stopping:
             way_out = (
                 "which was saved. Start it again to resume."
-                if every is not None
+                if self.saves
                 else "and saved nothing (save_strategy: no). The next start begins at step 0; "
                 "remove save_strategy to be able to resume."
             )
