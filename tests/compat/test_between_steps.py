@@ -381,10 +381,14 @@ def test_shards_are_compared_and_not_shown_whole_in_backward():
     one, two = FSDP(stack()), FSDP(stack())
     for ours, theirs in zip(one.parameters(), two.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs)
+    weight = one.module[0].weight
     if dist.get_rank() == 0:  # no collective: each rank looks at its own
-        near = torch.isclose(one.module[0].weight, two.module[0].weight + 1)
-        assert type(near) is torch.Tensor
-        assert not near.any()
+        with pytest.raises(AssertionError, match="not close"):
+            torch.testing.assert_close(weight, weight + 1)
+    assert not torch.isclose(weight, weight + 1).all(), "rank 1 compared its part, which is empty"
+    for param in one.parameters():  # also where a rank has no elements
+        with pytest.raises(ShardedTensorError, match="max along dimensions"):
+            param.max(0)
     with pytest.raises(ShardedTensorError, match="expected operands of the shard's own shape"):
         torch.isclose(one.module[0].weight, copy.deepcopy(stack()[0].weight))
     out = one(torch.ones(2, 5))
