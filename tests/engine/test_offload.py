@@ -91,6 +91,7 @@ def trained(folder, offload, strategy, checkpoint=None):
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
+    assert {state["step"].item() for state in optimizer.state.values()} == {4}  # of empty shards too
     return losses, mapped_bytes(folder)
 
 
