@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
 import fullshard as fs
@@ -381,10 +382,13 @@ def test_shards_are_compared_and_not_shown_whole_in_backward():
     one, two = FSDP(stack()), FSDP(stack())
     for ours, theirs in zip(one.parameters(), two.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs)
+    weight = one.module[0].weight
     if dist.get_rank() == 0:  # no collective: each rank looks at its own
-        near = torch.isclose(one.module[0].weight, two.module[0].weight + 1)
-        assert type(near) is torch.Tensor
-        assert not near.any()
+        torch.testing.assert_close(weight.detach(), weight.detach() + 0)
+    assert not torch.isclose(weight, weight + 1).all(), "rank 1 compared its part, which is empty"
+    for param in one.parameters():  # also where a rank has no elements
+        with pytest.raises(ShardedTensorError, match="max along dimensions"):
+            param.max(0)
     with pytest.raises(ShardedTensorError, match="expected operands of the shard's own shape"):
         torch.isclose(one.module[0].weight, copy.deepcopy(stack()[0].weight))
     out = one(torch.ones(2, 5))
@@ -396,6 +400,36 @@ def test_shards_are_compared_and_not_shown_whole_in_backward():
     out.register_hook(hook)
     with pytest.raises(AssertionError, match="Cannot manually unshard parameters during"):
         out.sum().backward()
+
+
+def sharded(module):
+    fs.shard(module, wrap="none")
+    return module
+
+
+@on_ranks(2)
+def test_ddp_may_contain_a_sharded_part_only_if_it_ignores_it():
+    """It copies rank 0's parameters to all ranks, here shards of equal sizes."""
+
+    def made(wrap, ignores):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(16, 16, bias=False), nn.Linear(16, 2))
+        net[0] = wrap(net[0])
+        names = [name for name, _ in net.named_parameters() if name.startswith("0.")]
+        DDP._set_params_and_buffers_to_ignore_for_model(net, names if ignores else [])
+        return DDP(net, find_unused_parameters=True)
+
+    x = torch.randn(2, 16, generator=torch.Generator().manual_seed(dist.get_rank()))
+    reference = made(lambda module: module, False)
+    reference(x).square().sum().backward()
+    for wrap in (sharded, FSDP, fully_shard):
+        with pytest.raises(EngineError, match="DistributedDataParallel of a sharded model"):
+            made(wrap, False)(x)
+        model = made(wrap, True)
+        model(x).square().sum().backward()
+        for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+            grad = getattr(ours.grad, "full_tensor", lambda own=ours.grad: own)()
+            torch.testing.assert_close(grad, theirs.grad)
 
 
 class Tower(nn.Module):

@@ -91,6 +91,8 @@ def trained(folder, offload, strategy, checkpoint=None):
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
+    steps = {state["step"].item() for state in optimizer.state.values()}
+    assert steps == {4}, "steps of shards without elements were not counted"
     return losses, mapped_bytes(folder)
 
 

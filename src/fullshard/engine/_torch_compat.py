@@ -114,6 +114,12 @@ def local_tensor(tensor: Any) -> torch.Tensor:
     return tensor._local_tensor
 
 
+def params_of_ddp() -> list[torch.nn.Parameter]:
+    """Parameters of the DistributedDataParallel whose forward is running (torch 2.0 and later)."""
+    module = torch.nn.parallel.DistributedDataParallel._active_ddp_module
+    return [] if module is None else module._module_parameters
+
+
 def is_distributed(tensor: Any) -> bool:
     """Whether it is a DTensor. Who has made none does not pay for the import."""
     module = sys.modules.get("torch.distributed.tensor")

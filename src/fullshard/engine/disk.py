@@ -447,7 +447,7 @@ def _pieces_of(
     room = (num_bytes - 2 * PAGE * len(whole)) // per_element
     numel = max(1, room // grain) * grain
     is_cut = param.numel() > numel
-    for start in range(0, param.numel(), numel):
+    for start in range(0, max(1, param.numel()), numel):  # also counts the steps of empty shards
         stop = min(start + numel, param.numel())
         yield _Piece(param, grad, start, stop, whole, others if is_cut else None)
 

@@ -36,6 +36,7 @@ from fullshard.engine._torch_compat import (
     is_tracing,
     no_guard,
     outside_modes,
+    params_of_ddp,
     unless_compiling,
 )
 from fullshard.engine.attributes import ModuleTensors, own_modules, tensors_in
@@ -64,6 +65,10 @@ from fullshard.transport.groups import all_values, first_value, own_group
 T = TypeVar("T")
 _CALL = nn.Module._call_impl.__code__
 ATTRIBUTE = "_fullshard"  # attribute of a sharded model that refers to its engine
+NO_DDP = (
+    "DistributedDataParallel of a sharded model: expected an unsharded model; fs.shard already "
+    "sums gradients over the ranks. Remove DistributedDataParallel."
+)
 _TRACED = (
     "tracing of a sharded model: expected a whole model; a trace (torch.jit.trace, make_fx, "
     "torch.export) would keep one rank's gathers. Trace a model that was not sharded, with the "
@@ -342,6 +347,11 @@ class Engine:
     def _before_step(self) -> None:
         self.check_params()
         self._inventory.check(alive(self._root, "forward"))
+        if any(isinstance(param, ShardedParameter) for param in params_of_ddp()):
+            raise EngineError(
+                f"{NO_DDP} It copied rank 0's shards to all ranks: load the weights again. Around "
+                "other modules too, call its _set_params_and_buffers_to_ignore_for_model first."
+            )
         if not torch.is_grad_enabled():
             return  # one replica may evaluate alone, so no collective here
         if self.runtime.step % STEPS == 1 and self.runtime.step != self._compared_at:

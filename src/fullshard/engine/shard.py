@@ -19,7 +19,7 @@ from fullshard.engine._torch_compat import plain, storage_key
 from fullshard.engine.attributes import ModuleTensors, tensors_in
 from fullshard.engine.axes import one_place
 from fullshard.engine.cuts import check_cuts
-from fullshard.engine.engine import ATTRIBUTE, Engine, engine_of
+from fullshard.engine.engine import ATTRIBUTE, NO_DDP, Engine, engine_of
 from fullshard.engine.homes import DeviceHomes, compute_device
 from fullshard.engine.initial import InitialValues, place_others
 from fullshard.engine.model_spec import NO_MESHES, chosen_modules, places_of, spec_of
@@ -139,10 +139,7 @@ class _NoDDP:
     """Makes DDP fail at once; it would wait for ranks whose shards differ."""
 
     def __iter__(self) -> Any:
-        raise EngineError(
-            "DistributedDataParallel of a sharded model: expected an unsharded model; fs.shard "
-            "already sums gradients over the ranks. Remove DistributedDataParallel."
-        )
+        raise EngineError(NO_DDP)
 
 
 def plan_model(
