@@ -157,7 +157,7 @@ def test_packed_chats_with_kept_logits_have_the_losses_of_torch(
             ("read.yaml", "distill.teacher_dtype=float64"),
             "distill.teacher_dtype: expected float32 or less",
         ),
-        (("cache", "read.yaml"), "Use torch: backend: jax learns from what it leaves"),
+        (("cache", "read.yaml"), "Use backend: torch; a run with backend: jax can read the cache"),
     ],
 )
 def test_what_the_backend_lacks_is_refused_before_ranks_start(folder, fullshard, words, said):

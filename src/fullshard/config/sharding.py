@@ -212,8 +212,9 @@ class ShardConfig(Section):
     model's own tensor-parallel plan (transformers)."""
 
     expert: Count = 1
-    """Number of tensor axes, each with its own batches, that divide the experts of a mixture by the
-    model's own plan and exchange tokens. Other parameters are sharded over these ranks too."""
+    """Number of ranks (with tensor: of groups of `tensor` ranks) that store different experts of a
+    mixture, by the model's own plan, and exchange tokens. Each has its own batch. Other parameters
+    are sharded over these ranks too."""
 
     wrap: Annotated[
         Wrap,

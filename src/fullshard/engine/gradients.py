@@ -660,7 +660,7 @@ REENTRANT = (
     "backward: expected one backward whose gradients autograd knows at its start; got one inside "
     "another that reaches the parameters of {title}, as reentrant activation checkpointing makes. "
     "Use torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or "
-    "activation_checkpointing=block. In a hook, call torch.autograd.grad for inputs alone, or call "
+    "activation_checkpointing=block. In a hook, call torch.autograd.grad for inputs only, or call "
     "backward() after the first one."
 )
 

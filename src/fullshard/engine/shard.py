@@ -197,9 +197,9 @@ def refuse_sample(sample: Any, num_ranks: int) -> None:
     """Refuses a sample for a model that other axes of so many ranks cut."""
     if sample is not None and num_ranks > 1:
         raise ConfigError(
-            f"sample: expected a mesh of the axes replicate and shard alone; got {num_ranks} ranks "
-            "along others, for which this is not yet supported. Leave it out; the first step then "
-            "records the order of units."
+            f"sample: expected a mesh of only the axes replicate and shard; got {num_ranks} ranks "
+            "along others, which is not yet supported with a sample. Leave it out; the first step "
+            "then records the order of units."
         )
 
 
