@@ -5,9 +5,12 @@ A tensor's hash is the sum of its elements' bits as integers. It is cheap, equal
 and detects a wrong seed, a missed load or an update on one rank. Ranks compute the maximum of their
 hashes and of the negated hashes; if these agree, all hashes are equal.
 
-Two checks compare the replicas of a shard. `check_replicas` hashes all weights every 100 steps.
-`Count.WEIGHTS` (engine/norms.py) hashes a few of them at every step, on CPUs only; it is part of
-the sum that ends a backward.
+Two checks compare the replicas of a shard, because one is early and the other complete:
+
+    Count.WEIGHTS      a piece of the trained weights in each step, in the sum that ends a backward.
+    (engine/norms.py)  An update that differs changes nearly all elements, so the next step shows
+                       it. On CPUs only: elsewhere the host would wait for the hash.
+    check_replicas     all weights every 100 steps, also frozen ones, on every device.
 """
 
 from __future__ import annotations
@@ -125,7 +128,7 @@ def check_replicas(units: Sequence[Unit], norms: GradientNorms) -> None:
             others = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
             raise EngineError(f"{wrong[0]}{others}: {UNEQUAL_REPLICAS}")
 
-    norms.read(_bounds(values, transport, seats, num_seats), check)
+    norms.check_on_host(_bounds(values, transport, seats, num_seats), check)
 
 
 def _bounds(

@@ -333,4 +333,4 @@ def no_sync(model: nn.Module, *, outer_only: bool = False) -> Any:
             backward outside. Stores a shard of the gradients instead of whole gradients.
     """
     gradients = engine_of(model).gradients
-    return gradients.no_sync(gradients.inner if outer_only else Sync.NONE)
+    return gradients.no_sync(gradients.inner_sync if outer_only else Sync.NONE)
