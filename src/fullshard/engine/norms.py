@@ -107,6 +107,9 @@ class Count(StrEnum):
 class GradientNorms:
     """The squared 2-norms of a model's gradients, by parameter index, and what its ranks compare.
 
+    Every shard's record refers to it, so it also has what a shard must know of its model: `waits`,
+    `task` and `disk`.
+
     Args:
         transport: Sums over ranks.
         device: Device of collectives.

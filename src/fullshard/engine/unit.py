@@ -221,12 +221,12 @@ class Group:
             member.param.record.norms.counts[Count.FREEZINGS] += 1
         self.trained = [shard.requires_grad for shard in self._shards]
 
-    def bind(self, rings: Rings, part: int) -> None:
+    def bind(self, rings: Rings, shard_index: int) -> None:
         """Point the compute parameters and gradients at the group's slots."""
         plan, numel = self.plan, self.plan.layout.numel
         if plan.slot is not None:
             self.full = rings.view(plan.slot, numel)
-            self.part = self.full.chunk(plan.layout.num_parts)[part]
+            self.part = self.full.chunk(plan.layout.num_parts)[shard_index]
             if self.full.dtype is not self.master.dtype:
                 self.cast = rings.cast(plan.dtypes.master, plan.layout.part_numel)
         if plan.grad_slot is not None:
@@ -286,7 +286,7 @@ class Group:
         layout = self.plan.layout
         self.unit.compare(self.members[0].param, self.unit.plan.title)
         full = torch.empty(layout.numel, dtype=self.master.dtype, device=self.full.device)
-        full.chunk(layout.num_parts)[self.unit.part].copy_(self.master)
+        full.chunk(layout.num_parts)[self.unit.shard_index].copy_(self.master)
         self.unit.transport.fetch([full]).wait()
         return full
 
@@ -428,7 +428,7 @@ class Unit:
             for member in group.members:
                 member.group = group
         self.transport: Transport = transport
-        self.part = plan.mesh.coordinates(transport.rank)[1]
+        self.shard_index = plan.mesh.coordinates(transport.rank)[1]
         self.fetch: Fetch | None = None
         self.reduction: Reduction | None = None
         self.swaps: list[Swap] = []
@@ -479,7 +479,7 @@ class Unit:
         """
         for group in self.gathered:
             for at, part in enumerate(group.full.chunk(group.plan.layout.num_parts)):
-                if at != self.part or not self.transport.home.is_read(group.full):
+                if at != self.shard_index or not self.transport.home.is_read(group.full):
                     part.fill_(float("nan"))
 
     def check_params(self) -> None:
@@ -608,7 +608,7 @@ class Unit:
         self.on_gradient = on_gradient
         self.versions.mark(is_open=True)  # tensors that are bound again have their own class
         for group in self.groups:
-            group.bind(rings, self.part)
+            group.bind(rings, self.shard_index)
         self.entries = [
             (swap.module._parameters, swap.name, swap.member.param, swap.member.compute)
             for swap in self.swaps
