@@ -39,7 +39,7 @@ from fullshard.run.console import plan_lines
 from fullshard.run.generation import sampling
 from fullshard.run.loop import Loop, Side, Trainee, Update, diverged
 from fullshard.run.optim import Average, apply_scaled, build_optimizer
-from fullshard.run.outlook import View, answered, topology_of, view_of
+from fullshard.run.outlook import View, explained_memory, topology_of, view_of
 from fullshard.run.resume import SCALER
 from fullshard.saving import SaveSettings
 from fullshard.transport import streams
@@ -206,7 +206,7 @@ class TorchSide(TorchTrainee, Side):
 
     def explained(self) -> contextlib.AbstractContextManager[None]:
         """Explains running out of memory from the plan."""
-        return answered(lambda: self._view)
+        return explained_memory(lambda: self._view)
 
     @cached_property
     def _shown_plan(self) -> Plan:

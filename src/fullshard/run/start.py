@@ -72,7 +72,7 @@ from fullshard.run.folder import (
     check_output_dir,
 )
 from fullshard.run.optim import KINDS, StepPlan, check_optimizer, plan_steps
-from fullshard.run.outlook import View, foresee, leaves_something, topology_of
+from fullshard.run.outlook import View, foresee, leaves_choices, topology_of
 from fullshard.run.resume import (
     TEACHER,
     Resume,
@@ -202,7 +202,7 @@ def prepare_run(
         teacher = _checked_weights(resolved.config)  # before the model is traced
         view = foresee(resolved.config, topology_of(resolved.config, world_size))
         training = view.config.training
-        if isinstance(view, View) and leaves_something(resolved.config):
+        if isinstance(view, View) and leaves_choices(resolved.config):
             resolved = replace(resolved, config=view.config)
             logger.info("auto selects %s", choice_of(view.outlook))
         _check_memory(view)
