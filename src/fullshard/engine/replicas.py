@@ -55,11 +55,9 @@ def check_equal_start(
     numbers = [int(plan.digest()[:15], 16), len(params), _schedule_hash(plan)]
     numbers.append(zlib.crc32(told.encode()))
     widest = max((plan.mesh, *(unit.mesh for unit in plan.units)), key=attrgetter("inner"))
-    inner, own_set = widest.inner, widest.place(transport.rank) % widest.inner
+    inner, own = widest.inner, widest.place(transport.rank) % widest.inner
     # plans may differ along other axes, if sizes do not divide; schedules may not
-    found = _bounds(
-        torch.tensor(numbers, device=device), transport, [own_set, own_set, 0, 0], inner
-    )
+    found = _bounds(torch.tensor(numbers, device=device), transport, [own, own, 0, 0], inner)
     if _unequal(found):
         raise ConfigError(
             "fs.shard: expected the same model and the same configuration on every rank; the "
