@@ -65,18 +65,16 @@ Known = Callable[[str], torch.Tensor | None]
 TOLD_BY_NORMS = {*_FINITE, *_SQUARED}  # functions of a gradient
 
 
-def _from_norm(
-    record: Any, name: str, squares: torch.Tensor, reduction: str
-) -> torch.Tensor | None:
+def _from_norm(record: Any, name: str, squares: torch.Tensor, kind: str) -> torch.Tensor | None:
     """Sum, mean, any or all of a function of a gradient; None if its norm does not determine it."""
     square = squares[record.index]
     if name in _SQUARED:
-        return {"sum": square, "mean": square / math.prod(record.shape)}.get(reduction)
-    if reduction in ("any", "all") and square.isfinite():
+        return {"sum": square, "mean": square / math.prod(record.shape)}.get(kind)
+    if kind in ("any", "all") and square.isfinite():
         return torch.tensor(_FINITE[name])
-    if (name, reduction) == ("isnan", "any"):
+    if (name, kind) == ("isnan", "any"):
         return square.isnan()  # not infinities or overflowing sums
-    if (name, reduction) == ("isfinite", "all") and square.isnan():
+    if (name, kind) == ("isfinite", "all") and square.isnan():
         return torch.tensor(data=False)
     return None
 
@@ -333,8 +331,8 @@ class GradientNorms:
             by_shard[mesh.place(self.transport.rank) % len(by_shard)] = mesh in written
             wrote += by_shard
             sizes += [mesh.replicate] * len(by_shard)
-        compared: dict[str, int] = {Count.SETTINGS: self.counts[Count.SETTINGS]}
-        found = self.all_reduce(from_host(wrote, self.device), "a clipping", compared).tolist()
+        counts: dict[str, int] = {Count.SETTINGS: self.counts[Count.SETTINGS]}
+        found = self.all_reduce(from_host(wrote, self.device), "a clipping", counts).tolist()
         if found[0]:
             self.mark_changed()
         if any(count % size for count, size in zip(found, sizes, strict=True)):
@@ -360,9 +358,9 @@ class GradientNorms:
 
     # ---- sums over all ranks, and what ranks compare
 
-    def compare(self, what: str, compared: Mapping[str, int] | None = None) -> None:
+    def compare(self, what: str, counts: Mapping[str, int] | None = None) -> None:
         """Check that all ranks request the same quantity here, with these counts. A collective."""
-        self.all_reduce(torch.zeros(1, device=self.device), what, compared)
+        self.all_reduce(torch.zeros(1, device=self.device), what, counts)
 
     def maxima(self, values: torch.Tensor, what: str) -> torch.Tensor:
         """(n,), float64: the maxima of all ranks' values; NaN where a rank has NaN."""
@@ -375,7 +373,7 @@ class GradientNorms:
         self,
         values: torch.Tensor,
         what: str,
-        compared: Mapping[str, int] | None = None,
+        counts: Mapping[str, int] | None = None,
         *,
         maximum: bool = False,
         excused: Callable[[str], bool] = lambda _: False,
@@ -387,7 +385,7 @@ class GradientNorms:
         Args:
             values: (n,); without NaN if `maximum`.
             what: Name of the quantity, which must be the same on every rank.
-            compared: Counts that must be equal on every rank, by name.
+            counts: Counts that must be equal on every rank, by name.
             maximum: Return the maximum instead of the sum.
             excused: Whether a count may differ; called on all ranks.
 
@@ -396,35 +394,31 @@ class GradientNorms:
                 end of the next backward raises it.
         """
         axes = self.transport.axes
-        compared = {"": zlib.crc32(f"{what} {len(values)}".encode()), **(compared or {})}
-        numbers = {count: float(number % MOST) for count, number in compared.items()}
+        counts = {"": zlib.crc32(f"{what} {len(values)}".encode()), **(counts or {})}
+        numbers = {count: float(number % MOST) for count, number in counts.items()}
         pairs = {count: (x, -x if maximum else x * x) for count, x in numbers.items()}
-        if Count.REPLICAS in compared and self.transport.name != "fake":
-            pairs |= {
-                Count.STATES: (numbers[Count.STATES], 0.0),
-                **_pairs_of_replicas(compared, axes),
-            }
+        if Count.REPLICAS in counts and self.transport.name != "fake":
+            pairs |= _pairs_of_replicas(counts, axes)
+            pairs[Count.STATES] = numbers[Count.STATES], 0.0
         for count, written in zip(_WRITTEN, (self.wrote, self.copied, self.edited), strict=True):
-            if count in compared:
+            if count in counts:
                 pairs[count] = _pair_of_writes(written, axes.mesh)
-                compared[count] = wrote = bool(pairs[count][0])
+                counts[count] = wrote = bool(pairs[count][0])
                 if wrote or count != Count.SOURCES:  # tensors are gathered one by one
                     written.clear()
-        if Count.GROUPS in compared:
+        if Count.GROUPS in counts:
             self.counts[Count.LISTED] = self.counts[Count.GROUPS] = 0
         head = from_host([1.0, *chain.from_iterable(pairs.values())], values.device)
         vector = torch.cat([head, values.double()])
         self.transport.phase.next = f"a sum ({what})"
         self.transport.all_reduce(vector, maximum=maximum)
         head, values = vector[: len(head)], vector[len(head) :]
-        self.check_on_host(head, partial(self._check, what, compared, excused, maximum))
+        self.check_on_host(head, partial(self._check, what, counts, excused, maximum))
         return values
 
-    def _check(
-        self, what: str, compared: Any, excused: Any, maximum: Any, head: torch.Tensor
-    ) -> None:
+    def _check(self, what: str, own: Any, excused: Any, maximum: Any, head: torch.Tensor) -> None:
         """Raise the error of a count that differs between ranks."""
-        differing = _differing(head, compared, maximum=maximum)
+        differing = _differing(head, own, maximum=maximum)
         for wrong in differing:
             if wrong == Count.LISTED or (wrong == Count.GROUPS and Count.LISTED in differing):
                 continue  # a rank left out empty shards
@@ -432,9 +426,9 @@ class GradientNorms:
                 continue
             if wrong in _UNLIKE:
                 raise EngineError(f"{what}: {_UNLIKE[wrong]}")
-            found = f"this rank has {compared[wrong]}, other ranks differ"
+            found = f"this rank has {own[wrong]}, other ranks differ"
             if self.streams is None:
-                found = _table(self.transport, compared[wrong])
+                found = _table(self.transport, own[wrong])
             raise EngineError(
                 f"{what}: expected as many {wrong} on every rank; {found}. Every rank must make "
                 "each backward, optimizer.step(), zero_grad() (with one set_to_none), clipping "
@@ -565,14 +559,14 @@ _UNLIKE = {  # errors of hashes that differ between ranks
 }
 
 
-def _pairs_of_replicas(compared: Mapping[str, int], axes: Axes) -> dict[str, tuple[float, float]]:
+def _pairs_of_replicas(counts: Mapping[str, int], axes: Axes) -> dict[str, tuple[float, float]]:
     """Hashes with weights whose sum is 0 over the ranks that must have equal hashes."""
     replica, part, mesh = axes.replicate_index, axes.shard_index, axes.mesh
     weights = {
         Count.REPLICAS: (1 + replica) * (-1 if part else mesh.shard - 1),
         Count.WEIGHTS: (1 + part) * (-1 if replica else mesh.replicate - 1),
     }
-    return {count: (weight * compared[count], 0.0) for count, weight in weights.items()}
+    return {count: (weight * counts[count], 0.0) for count, weight in weights.items()}
 
 
 def _pair_of_writes(written: Written, mesh: Mesh) -> tuple[float, float]:
@@ -644,11 +638,11 @@ def _check_factors(factors: torch.Tensor) -> None:
         raise EngineError(f"GradScaler.unscale_: {_SETTINGS}")
 
 
-def _differing(head: torch.Tensor, compared: Iterable[str], *, maximum: bool) -> list[str]:
+def _differing(head: torch.Tensor, counts: Iterable[str], *, maximum: bool) -> list[str]:
     """Names of the counts that differ between ranks."""
     ranks, *sums = head.tolist()
     found = []
-    for what, total, other in zip(compared, sums[::2], sums[1::2], strict=True):
+    for what, total, other in zip(counts, sums[::2], sums[1::2], strict=True):
         differs = (total != -other) if maximum else (ranks * other != total * total)
         differs = differs and (what != Count.STATES or total % MOST != 0)
         found += [what] * bool((total and other) if what in _WRITTEN else differs)

@@ -69,6 +69,44 @@ if TYPE_CHECKING:
 Batch = dict[str, torch.Tensor]
 
 
+class RankBatches(Protocol):
+    """The batches of one rank and their loss, as the loop uses them."""
+
+    @property
+    def samples_per_step(self) -> int:
+        """Samples per update, over all ranks."""
+        ...
+
+    @property
+    def steps_per_epoch(self) -> int: ...
+
+    @property
+    def tokens_per_step(self) -> int | None:
+        """Label tokens per update, over all ranks; None if updates differ."""
+        ...
+
+    def micro_batches(self, step: int) -> list[Batch]:
+        """This rank's batches of an update (steps from 0), each with `input_ids` and `labels`.
+
+        A label of -100 counts nothing: a batch of such labels keeps a rank without data in step.
+
+        If `tokens_per_step` is None, ranks may have different numbers of batches.
+        """
+        ...
+
+    def held_out(self) -> Iterable[Batch]:
+        """This rank's evaluation batches; every rank has the same number."""
+        ...
+
+    def count(self, batch: Batch) -> int:
+        """Number of items that the loss of a batch is summed over, for example label tokens."""
+        ...
+
+    def loss(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, int]:
+        """Loss summed over the items of a batch, and their number."""
+        ...
+
+
 class Team(Protocol):
     """The ranks of a run, which exchange a few numbers per step."""
 
@@ -187,7 +225,6 @@ class RowBatches:
 
     @property
     def samples_per_step(self) -> int:
-        """Samples per update, over all ranks."""
         return self._order.shape.global_batch
 
     @property
@@ -196,21 +233,14 @@ class RowBatches:
 
     @property
     def tokens_per_step(self) -> int | None:
-        """Label tokens per update, over all ranks; None if updates differ."""
         per_row = self.data.labels_per_row
         return None if per_row is None else self.samples_per_step * per_row
 
     def micro_batches(self, step: int) -> list[Batch]:
-        """This rank's batches of an update (steps from 0), made during the step before.
-
-        Each has `input_ids` and `labels`. A label of -100 counts nothing: a batch of such labels
-        keeps a rank without data in step. If `tokens_per_step` is None, ranks may have different
-        numbers of batches.
-        """
+        """This rank's batches, which its worker made during the step before."""
         return self._made((False, step), (False, step + 1))
 
     def held_out(self) -> Iterable[Batch]:
-        """This rank's evaluation batches; every rank has the same number."""
         for number in range(self._num_evaluated):
             follows = number + 1 < self._num_evaluated
             yield from self._made((True, number), (True, number + 1) if follows else None)
@@ -221,11 +251,9 @@ class RowBatches:
         return placed(found, self._seat.device)
 
     def count(self, batch: Batch) -> int:
-        """Number of items that the loss of a batch is summed over, for example label tokens."""
         return num_predicted(batch)
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, int]:
-        """Loss summed over the items of a batch, and their number."""
         return self.objective(model, batch)
 
     def _made(self, request: Request, ahead: Request | None) -> list[Batch]:

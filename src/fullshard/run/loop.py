@@ -23,7 +23,7 @@ from fullshard.errors import DivergedError
 from fullshard.models.generate import Sample
 from fullshard.observe.hang import watchdog
 from fullshard.observe.metrics import AnyRow, EvalRow, SaveRow, StepRow
-from fullshard.recipes.base import Batch, RowBatches, Team
+from fullshard.recipes.base import Batch, RankBatches, RowBatches, Team
 from fullshard.run.optim import Schedule
 from fullshard.saving import SaveSettings
 
@@ -224,7 +224,7 @@ class Loop:
     """Runs a number of steps: the batches of a recipe, the updates of an engine."""
 
     trainee: Trainee
-    data: RowBatches
+    data: RankBatches
     settings: LoopSettings
     team: Team
     watcher: Watcher

@@ -27,8 +27,7 @@ def _check(config: RunConfig, command: Command) -> Iterator[Problem]:
     if config.backend is Backend.JAX:
         if command is Command.CACHE:
             says = "'jax' under `fullshard distill cache` is not yet supported"
-            advice = "Use backend: torch; a run with backend: jax can read the cache"
-            yield Problem("backend", "", says, advice)
+            yield Problem("backend", "", says, "Use torch; runs with backend: jax read the cache")
         else:
             yield from unsupported(settings, _NOT_ON_XLA, "distill", "with backend: jax ")
     if config.teacher is None and not cached:
