@@ -188,9 +188,9 @@ class Patience:
         return {"best": best, "waited": self._waited, "step": self._step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Loads the state from a checkpoint of the same run, perhaps by an older version.
+        """Loads the state from a checkpoint.
 
-        Older versions did not save the step of the last evaluation: then none counts as missing.
+        It is empty if the checkpoint is of another run: then no evaluation counts as missing.
         """
         best, step = state.get("best"), state.get("step")
         self._best = math.inf if best is None else float(best)

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 from fullshard import saving
 from fullshard.checkpoint.commit import ALONE
 from fullshard.checkpoint.files import write_text
-from fullshard.checkpoint.format import CONFIG
 from fullshard.checkpoint.read import choose
 from fullshard.checkpoint.retain import ELSEWHERE, IN_RUN
 from fullshard.checkpoint.storage import StorePath, storage_path
@@ -235,7 +234,7 @@ def prepare_run(
 def _checked_weights(config: RunConfig) -> str | None:
     """Checks the weights that the run begins with; returns a sample of its teacher's."""
     check_weights(config)
-    return sample_of_teacher(config, CONFIG)
+    return sample_of_teacher(config)
 
 
 def _say_kept_batch(training: TrainingConfig, num_batches: int, steps: StepPlan) -> None:
