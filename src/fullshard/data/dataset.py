@@ -141,8 +141,8 @@ class DatasetFacts:
         baseline: Interpolated bigram over the held-out sequences, if it was computed.
         prompt: Prompt of the sample at the end of a run.
         notes: Other facts about the preparation of the data.
-        fingerprint: Checksum of all tokens. Of a stream two, separated by a blank; the data is the
-            same if either matches.
+        fingerprint: Checksum of all tokens; of a stream, of its first tokens and of what decides
+            the others.
         mixture: See `SampleOrder.mixture`.
         pad: Token that fills rows up.
         shuffle_buffer: Sequences of a stream that are shuffled together; numbers of training

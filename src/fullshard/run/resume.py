@@ -11,8 +11,8 @@ A run that ended early (early_stopping_patience) counts as finished, whatever st
 state.json holds {global_batch, samples_seen, epoch, seed, data}. The samples of a step depend
 only on the global batch, the seed and the step (see data/order.py), so "step" is the whole
 position: no sample is repeated or skipped, whatever number of ranks resumes. `data` is the
-checksum of the tokens: a run does not resume from a checkpoint that was trained on others. Of a
-stream it is two checksums, of which one must be the same: see `DatasetFacts.fingerprint`.
+checksum of the tokens (`DatasetFacts.fingerprint`): a run does not resume from a checkpoint that
+was trained on others.
 """
 
 from __future__ import annotations
@@ -331,7 +331,7 @@ def check_data(resume: Resume, position: Any, steps: StepPlan) -> None:
         ("seed", "training.seed", steps.order.seed),
     ):
         was = trained.get(name, now)
-        if was != now and not {*str(was).split()} & {*str(now).split()}:
+        if was != now:
             raise ConfigError(
                 f"{key}: expected the {name} of the run that resumes from '{resume.path}' ({was}); "
                 f"got others ({now}), or the order of another version. Restore the old data and "
