@@ -86,7 +86,7 @@ def test_losses_are_those_of_torch(folder, fullshard, tmp_path, words):
     assert found["jax"] == pytest.approx(found["torch"], rel=1e-5)
     assert found["jax"][3] < found["jax"][0]
     names = [{path.name for path in (tmp_path / name).iterdir()} for name in ("torch", "jax")]
-    assert names[0] == names[1]
+    assert names[0] - {"samples.jsonl"} == names[1]  # XLA samples no text between steps
 
 
 @pytest.mark.slow
