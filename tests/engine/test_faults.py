@@ -36,9 +36,9 @@ class Fetched:
     def __init__(self, fetch=None, after=None):
         self.fetch, self.after = fetch, after
 
-    def wait(self):
+    def __call__(self):
         if self.fetch is not None:
-            self.fetch.wait()
+            self.fetch()
         if self.after is not None:
             self.after()
 

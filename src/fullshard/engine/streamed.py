@@ -13,7 +13,6 @@ from fullshard.engine.step import WAITS, Actions, Runtime, Use
 from fullshard.engine.unit import Member
 from fullshard.planner.events import Event
 from fullshard.planner.units import Homes
-from fullshard.transport.base import LateFetch
 from fullshard.transport.streams import Streams
 
 MOST_TIMED = 1024  # pairs of events that are kept, unless the device is further behind
@@ -141,14 +140,14 @@ class OffloadedActions(TimedActions):
     def _gather(self, event: Event) -> None:
         unit = self._units[event.unit]
         done = self._aside(self._copies, partial(super()._gather, event))
-        fetch = unit.fetch
+        await_gather = unit.await_gather
 
         def wait() -> None:
             self._streams.wait(done)
-            if fetch is not None:
-                fetch.wait()
+            if await_gather is not None:
+                await_gather()
 
-        unit.fetch = LateFetch(wait)
+        unit.await_gather = wait
 
     def _to_host(self, copy: Callable[[], None]) -> Iterator[None]:
         done = self._aside(self._returns, copy)
