@@ -25,7 +25,7 @@ import torch
 
 from fullshard.errors import ConfigError
 from fullshard.planner.mesh import Mesh
-from fullshard.transport.base import Reduction, Transport, Wait
+from fullshard.transport.base import Fetch, Reduction, Transport
 
 if TYPE_CHECKING:
     from fullshard.engine.engine import Engine
@@ -170,17 +170,11 @@ class DelayTransport:
     def claim(self, slot: torch.Tensor) -> None:
         self.inner.claim(slot)
 
-    def fetch(self, fulls: Sequence[torch.Tensor], unit: str = "") -> Wait:
+    def fetch(self, fulls: Sequence[torch.Tensor], unit: str = "") -> Fetch:
         if self._mesh.shard == 1:
             return self.inner.fetch(fulls, unit)
         num_bytes = self._others_bytes(fulls)
-        wait, message = self.gathers.carry(num_bytes, lambda: self.inner.fetch(fulls, unit))
-
-        def wait_late() -> None:
-            message.wait()
-            wait()
-
-        return wait_late
+        return _Late(*self.gathers.carry(num_bytes, lambda: self.inner.fetch(fulls, unit)))
 
     def reduce(self, fulls: Sequence[torch.Tensor]) -> Reduction:
         if self._mesh.shard == 1:
@@ -215,12 +209,16 @@ def _around(values: torch.Tensor, num_ranks: int) -> int:
 
 
 class _Late:
-    """A reduction in flight that ends no earlier than its message."""
+    """A collective in flight that ends no earlier than its message."""
 
     __slots__ = ("_message", "_under_way")
 
     def __init__(self, under_way: Any, message: Any) -> None:
         self._under_way, self._message = under_way, message
+
+    def wait(self) -> None:
+        self._message.wait()
+        self._under_way.wait()
 
     def sum_into(self, outs: Sequence[torch.Tensor]) -> None:
         self._message.wait()

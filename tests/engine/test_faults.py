@@ -36,9 +36,9 @@ class Fetched:
     def __init__(self, fetch=None, after=None):
         self.fetch, self.after = fetch, after
 
-    def __call__(self):
+    def wait(self):
         if self.fetch is not None:
-            self.fetch()
+            self.fetch.wait()
         if self.after is not None:
             self.after()
 

@@ -611,7 +611,7 @@ def waits_alone():
     axes = Axes.of(Mesh(1, 2), torch.distributed.get_rank(), gather_group=group)
     transport = C10dTransport(axes, ReductionKind.NATIVE)
     transport.phase.next = "a forward of the model"
-    text = error_of(transport.fetch([torch.zeros(128)])) if axes.rank == 0 else ""
+    text = error_of(transport.fetch([torch.zeros(128)]).wait) if axes.rank == 0 else ""
     torch.distributed.barrier()
     return text
 

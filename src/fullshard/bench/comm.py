@@ -131,7 +131,7 @@ class TimedExchange:
         """As at the beginning of a forward."""
         self.home.publish()
         if not self.is_shared:
-            self.transport.fetch([self.weights])()
+            self.transport.fetch([self.weights]).wait()
 
     def reduce(self) -> None:
         """As at the end of a unit's backward."""

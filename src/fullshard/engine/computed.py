@@ -174,7 +174,7 @@ def gather_piece(
     for at in range(0, most, max(1, width)):
         mine = local[at : at + width]
         parts[transport.axes.shard_index, : mine.numel()].copy_(mine)
-        transport.fetch([parts.view(-1)])()
+        transport.fetch([parts.view(-1)]).wait()
         for part, start, stop in holders:
             received = whole[start + at : min(start + at + width, stop)]
             received.copy_(parts[part, : received.numel()])

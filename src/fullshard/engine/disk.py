@@ -29,7 +29,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ import torch
 from fullshard.engine._torch_compat import no_guard
 from fullshard.errors import ConfigError, EngineError
 from fullshard.planner.memory import DISK_PIECE, DISK_ROOM, NUM_DISK_ROOMS
-from fullshard.transport.base import Wait
+from fullshard.transport.base import Fetch
 
 FILE_BYTES = 1 << 30  # of a file, which takes space as tensors are put into it
 PAGE = mmap.PAGESIZE
@@ -145,7 +145,7 @@ class Disk:
         self._open: dict[str, _File] = {}  # by kind of state
         self.start()
         _DISKS.add(self)
-        self._begin: Callable[[], Wait] | None = None  # of the newest gather
+        self._waiting: Gather | None = None
 
     def start(self) -> None:
         """Make threads and rooms, again in a forked process, which has none of its own."""
@@ -254,24 +254,12 @@ class Disk:
         self.read(tensor, to)
         return None
 
-    def gather(self, loads: Sequence[Future[None]], start: Callable[[], Wait]) -> Wait:
-        """Starts a gather after the reads of its parts: in the next call of this, or when awaited.
-
-        Args:
-            loads: The running reads.
-            start: Starts to fetch the other ranks' parts.
-        """
-
-        @cache
-        def begin() -> Wait:
-            for load in loads:
-                load.result()
-            return start()
-
-        if self._begin is not None:
-            self._begin()
-        self._begin = begin
-        return lambda: begin()()
+    def gather(self, loads: Sequence[Future[None]], start: Callable[[], Fetch]) -> Gather:
+        """Returns a gather, which starts at the next call of this method or at its own `wait`."""
+        if self._waiting is not None:
+            self._waiting.start()
+        self._waiting = Gather(loads, start)
+        return self._waiting
 
     def drain(self) -> None:
         """Wait until this thread may use the mappings."""
@@ -287,6 +275,32 @@ class Disk:
 
 _DISKS: weakref.WeakSet[Disk] = weakref.WeakSet()
 os.register_at_fork(after_in_child=lambda: [disk.start() for disk in _DISKS])
+
+
+class Gather:
+    """A gather whose parts are read from disk first.
+
+    Args:
+        loads: The running reads.
+        start: Starts to fetch the other ranks' parts.
+    """
+
+    def __init__(self, loads: Sequence[Future[None]], start: Callable[[], Fetch]) -> None:
+        self._loads, self._start = loads, start
+        self._fetch: Fetch | None = None
+
+    def start(self) -> None:
+        """Wait for the reads, then fetch; once."""
+        if self._fetch is None:
+            for load in self._loads:
+                load.result()
+            self._fetch = self._start()
+
+    def wait(self) -> None:
+        """Wait until the slot contains the whole unit."""
+        self.start()
+        fetch: Any = self._fetch
+        fetch.wait()
 
 
 def _moved(call: Callable[..., int], place: Extent, piece: memoryview, at: int) -> int:

@@ -13,6 +13,7 @@ from fullshard.engine.step import WAITS, Actions, Runtime, Use
 from fullshard.engine.unit import Member
 from fullshard.planner.events import Event
 from fullshard.planner.units import Homes
+from fullshard.transport.base import LateFetch
 from fullshard.transport.streams import Streams
 
 MOST_TIMED = 1024  # pairs of events that are kept, unless the device is further behind
@@ -140,14 +141,14 @@ class OffloadedActions(TimedActions):
     def _gather(self, event: Event) -> None:
         unit = self._units[event.unit]
         done = self._aside(self._copies, partial(super()._gather, event))
-        await_gather = unit.await_gather
+        fetch = unit.fetch
 
         def wait() -> None:
             self._streams.wait(done)
-            if await_gather is not None:
-                await_gather()
+            if fetch is not None:
+                fetch.wait()
 
-        unit.await_gather = wait
+        unit.fetch = LateFetch(wait)
 
     def _to_host(self, copy: Callable[[], None]) -> Iterator[None]:
         done = self._aside(self._returns, copy)

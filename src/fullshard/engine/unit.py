@@ -31,7 +31,7 @@ from fullshard.engine.parameter import Guarded, ShardedGradient
 from fullshard.errors import EngineError
 from fullshard.planner.layout import FlatLayout, Slice, clean_name
 from fullshard.planner.units import GroupPlan, UnitPlan
-from fullshard.transport.base import Reduction, Transport, Wait
+from fullshard.transport.base import Fetch, Reduction, Transport
 
 if TYPE_CHECKING:
     from fullshard.engine.gradients import GradientShard
@@ -287,7 +287,7 @@ class Group:
         self.unit.compare(self.members[0].param, self.unit.plan.title)
         full = torch.empty(layout.numel, dtype=self.master.dtype, device=self.full.device)
         full.chunk(layout.num_parts)[self.unit.shard_index].copy_(self.master)
-        self.unit.transport.fetch([full])()
+        self.unit.transport.fetch([full]).wait()
         return full
 
     @property
@@ -429,7 +429,7 @@ class Unit:
                 member.group = group
         self.transport: Transport = transport
         self.shard_index = plan.mesh.coordinates(transport.rank)[1]
-        self.await_gather: Wait | None = None
+        self.fetch: Fetch | None = None
         self.reduction: Reduction | None = None
         self.swaps: list[Swap] = []
         self.slot_storages: set[int] = set()
@@ -463,13 +463,13 @@ class Unit:
             fulls = [group.full for group in self.gathered]
             fetch = partial(self.transport.fetch, fulls, self._title)
             disk = self.gathered[0].disk
-            self.await_gather = disk.gather(loads, fetch) if disk and loads else fetch()
+            self.fetch = disk.gather(loads, fetch) if disk is not None and loads else fetch()
 
     def wait(self) -> None:
         """Wait until the slot contains the whole unit."""
-        if self.await_gather is not None:
-            self.await_gather()
-            self.await_gather = None
+        if self.fetch is not None:
+            self.fetch.wait()
+            self.fetch = None
 
     def poison(self) -> None:
         """Fill the slot with NaN, so that stale reads are visible (law 2).

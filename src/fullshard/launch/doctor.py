@@ -232,7 +232,7 @@ def measure(ranks: int) -> dict[str, Any]:
     reduce_s = seconds(lambda: transport.reduce([full]).sum_into([part]))
     if not bool((part == ranks * (ranks + 1) / 2).all()):
         raise EngineError(f"collectives: expected the sum over {ranks} ranks, got another number.")
-    fetch_s = seconds(lambda: transport.fetch([full])())
+    fetch_s = seconds(lambda: transport.fetch([full]).wait())
     if [float(piece[0]) for piece in full.chunk(ranks)] != [i + 1.0 for i in range(ranks)]:
         raise EngineError("collectives: expected every rank's part, got other numbers.")
     moved_gb = full.nbytes * max(ranks - 1, 1) / ranks / 1e9

@@ -32,7 +32,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -54,7 +54,6 @@ CURE = (
     "per rank one unit (wrap)."
 )
 Slots = dict[str, list[torch.Tensor]]  # (numel,) each, by ring
-Wait = Callable[[], None]  # waits for a running all-gather
 
 
 def torch_dtype(dtype: DType) -> torch.dtype:
@@ -99,6 +98,21 @@ class Axes:
         replicas = next(ranks for ranks in mesh.replicate_groups() if rank in ranks)
         indices = shard_index, replicate_index
         return cls(mesh, rank, tuple(shards), tuple(replicas), *indices, **groups)
+
+
+class Fetch(Protocol):
+    """A running all-gather."""
+
+    def wait(self) -> None:
+        """Wait until the buffers are complete and this rank's parts may be overwritten."""
+        ...
+
+
+@dataclass(frozen=True)
+class LateFetch:
+    """An all-gather that is completed when it is waited for."""
+
+    wait: Callable[[], None]
 
 
 class Works:
@@ -372,15 +386,12 @@ class Transport(ABC):
         self.phase = ComparedPhase()
 
     @abstractmethod
-    def fetch(self, fulls: Sequence[torch.Tensor], unit: str = "") -> Wait:
+    def fetch(self, fulls: Sequence[torch.Tensor], unit: str = "") -> Fetch:
         """Start to fill the other ranks' parts of (numel,) buffers that contain this rank's part.
 
         Args:
             fulls: The buffers.
             unit: The title of their unit, which ranks compare where messages could be mixed up.
-
-        Returns:
-            A function that waits until they are complete and this rank's parts may be overwritten.
         """
 
     @abstractmethod
@@ -534,12 +545,12 @@ class FakeTransport(Transport):
 
     name = "fake"
 
-    def fetch(self, fulls: Sequence[torch.Tensor], unit: str = "") -> Wait:  # noqa: ARG002
+    def fetch(self, fulls: Sequence[torch.Tensor], unit: str = "") -> Fetch:  # noqa: ARG002
         for full in fulls:
             for index, part in enumerate(full.chunk(self.axes.mesh.shard)):
                 if index != self.axes.shard_index:
                     part.zero_()
-        return lambda: None
+        return Works(())
 
     def reduce(self, fulls: Sequence[torch.Tensor]) -> Reduction:
         shard, index = self.axes.mesh.shard, self.axes.shard_index

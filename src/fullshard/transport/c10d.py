@@ -20,11 +20,11 @@ from fullshard.transport._torch_compat import (
 )
 from fullshard.transport.base import (
     Axes,
+    Fetch,
     Home,
     MessageTransport,
     Reduction,
     Slots,
-    Wait,
     Works,
     sum_in_order,
     torch_dtype,
@@ -51,12 +51,12 @@ class C10dTransport(MessageTransport):
         if symmetric:
             self.home = SymmetricHome(axes)
 
-    def fetch(self, fulls: Sequence[torch.Tensor], unit: str = "") -> Wait:
+    def fetch(self, fulls: Sequence[torch.Tensor], unit: str = "") -> Fetch:
         if self.axes.mesh.shard == 1:
-            return lambda: None
+            return Works(())
         self._compare_units(unit)()  # starts the comparison and waits for it
         owns = [full.chunk(self.axes.mesh.shard)[self.axes.shard_index] for full in fulls]
-        return self._works(all_gather_many(fulls, owns, self.axes.gather_group)).wait
+        return self._works(all_gather_many(fulls, owns, self.axes.gather_group))
 
     def reduce(self, fulls: Sequence[torch.Tensor]) -> Reduction:
         """A reduce-scatter in place; for ordered sums an all-to-all, and a sum in rank order."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -153,7 +154,7 @@ def _miss_gather(model: nn.Module, injection: Injection) -> None:
         nonlocal missed
         if injection.step == 1 and not missed:
             missed = True
-            return lambda: None
+            return SimpleNamespace(wait=lambda: None)
         return real.fetch(fulls, unit)
 
     unit.transport = _Wrapped(real, fetch=fetch)
